@@ -1,0 +1,49 @@
+# Two commands: `make bench` and `make test`. Both make .venv first, when it is missing, stale or half made.
+PYTHON  ?= python3
+VENV    ?= .venv
+WORKERS ?= 2
+ARGS    ?=
+
+BIN  := $(VENV)/bin
+TEST := $(BIN)/python -m pytest -n $(WORKERS)
+
+.PHONY: help bench test lint format readme compile gpu clean distclean venv venv-test
+
+help:           ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 14
+
+bench: venv     ## the main job; options with ARGS="--N 1024,2048 --check"
+	$(BIN)/flashlane bench $(ARGS)
+
+test: lint      ## everything that needs no GPU
+	$(TEST) -m "not gpu" $(ARGS)
+
+lint: venv-test ## style: ruff check and ruff format --check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: venv-test ## put the style right where ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+readme: venv    ## make README.md's generated parts anew
+	$(BIN)/python benchmarks/readme_tables.py
+
+compile: venv-test ## compile every kernel for every architecture and read the compiler's reports
+	$(BIN)/flashlane compile --all $(ARGS)
+
+gpu:            ## the tests that need a GPU, with python3 as it is: installs nothing
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
+
+clean:          ## remove what builds and tests leave; keeps .venv
+	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove .venv
+	rm -rf $(VENV)
+
+venv:
+	@$(PYTHON) tools/venv.py $(VENV)
+
+venv-test:
+	@$(PYTHON) tools/venv.py $(VENV) test

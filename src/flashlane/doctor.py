@@ -1,0 +1,373 @@
+"""What this machine has for flashlane, and what each missing thing costs: ``flashlane doctor``.
+
+:func:`examine` only looks. Beside torch and NVRTC it imports nothing (packages are found by their metadata), and
+nothing that is absent or broken makes it raise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from flashlane.jit import cache, sass, toolchain
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Status = Literal["ok", "degraded", "missing"]
+
+OLDEST_PYTHON = (3, 10)
+OLDEST_CAPABILITY = (8, 0)
+NVRTC_EXTRA = 'pip install "flashlane[nvrtc]"'
+CUDA_TORCH = "install torch for CUDA 13 (pytorch.org, Get started)"
+_STYLES: dict[Status, str] = {"ok": "green", "degraded": "yellow", "missing": "red"}
+_COMMAND_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for."""
+
+    group: str
+    name: str
+    status: Status
+    found: str = ""
+    """Version, path or size; empty when missing."""
+    cost: str = ""
+    """What does not work, or works worse, without it; empty when it is there."""
+    remedy: str = ""
+    """How to get it; empty when it is there."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings, in the order they are shown."""
+
+    findings: tuple[Finding, ...]
+
+    def __getitem__(self, name: str) -> Finding:
+        for finding in self.findings:
+            if finding.name == name:
+                return finding
+        raise KeyError(name)
+
+    @property
+    def can_compile(self) -> bool:
+        """Whether device code can be compiled here."""
+        return all(self[name].status != "missing" for name in ("NVRTC", "runtime headers"))
+
+    @property
+    def can_launch(self) -> bool:
+        """Whether it can also be run here."""
+        return self.can_compile and self["GPU"].status == "ok"
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what this machine can do."""
+        if self.can_launch:
+            return "Everything that the GPU kernels need is here."
+        if self.can_compile:
+            return "Kernels compile here but do not run: reference, tiled and SDPA run on the CPU."
+        return "Only reference, tiled and SDPA run here; kernels do not compile."
+
+    def to_json(self) -> str:
+        """The findings, and what they add up to, as JSON."""
+        body = {
+            "can_compile": self.can_compile,
+            "can_launch": self.can_launch,
+            "verdict": self.verdict,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+        }
+        return json.dumps(body, indent=2)
+
+
+@dataclass(frozen=True)
+class _Package:
+    group: str
+    distribution: str
+    module: str
+    cost: str
+    remedy: str
+
+    def examine(self) -> Finding:
+        version = _version(self.distribution)
+        if version is None and not _importable(self.module):
+            return Finding(self.group, self.distribution, "missing", cost=self.cost, remedy=self.remedy)
+        return Finding(self.group, self.distribution, "ok", version or "found, version unknown")
+
+
+_PACKAGES = (
+    _Package("python", "numpy", "numpy", "torch cannot hand out arrays", "pip install numpy"),
+    _Package("python", "triton", "triton", "no Triton kernels, no disassembler", "pip install triton (Linux)"),
+    _Package("python", "cuda-bindings", "cuda.bindings", "nothing compiles, nothing launches", NVRTC_EXTRA),
+    _Package("python", "cuda-core", "cuda.core", "nothing: jit calls cuda-bindings itself", "pip install cuda-core"),
+)
+_PEERS = (
+    _Package(
+        "peers",
+        "flash-attn",
+        "flash_attn.flash_attn_interface",  # flash-attn-4 also has a folder flash_attn
+        "no FlashAttention-2 row in the bench",
+        "pip install flash-attn --no-build-isolation",
+    ),
+    _Package(
+        "peers",
+        "flash-attn-3",
+        "flash_attn_interface",
+        "no FlashAttention-3 row in the bench",
+        "build hopper/ of the flash-attention repository",
+    ),
+    _Package(
+        "peers", "flash-attn-4", "flash_attn.cute", "no FlashAttention-4 row in the bench", "pip install flash-attn-4"
+    ),
+    _Package("peers", "xformers", "xformers", "no xFormers row in the bench", "pip install xformers"),
+    _Package("peers", "ffpa-attn", "ffpa_attn", "no ffpa-attn row in the bench", "pip install ffpa-attn"),
+)
+_EXTRAS = (
+    _Package("extras", "matplotlib", "matplotlib", "no plots", 'pip install "flashlane[plots]"'),
+    _Package("extras", "pandas", "pandas", "no data frames of results", "pip install pandas"),
+    _Package("extras", "transformers", "transformers", "no `flashlane capture`", 'pip install "flashlane[hf]"'),
+    _Package("extras", "safetensors", "safetensors", "no `--qkv FILE.safetensors`", 'pip install "flashlane[hf]"'),
+)
+_TOOLS = (
+    ("ncu", "Nsight Compute", "no counters of a kernel (bandwidth, stalls)", "install Nsight Compute"),
+    ("nsys", "Nsight Systems", "no timeline of a whole run", "install Nsight Systems"),
+    ("compute-sanitizer", "compute-sanitizer", "no memcheck or racecheck of kernels", "install the CUDA toolkit"),
+)
+
+
+def examine() -> Report:
+    """Look at this machine. Nothing that is missing or broken makes it raise."""
+    torch = _torch()
+    parts: tuple[tuple[str, Callable[[], Finding | Iterable[Finding]]], ...] = (
+        ("Python", _python),
+        ("OS", _system),
+        ("GPU", lambda: _gpus(torch)),
+        ("driver", _driver),
+        ("torch", lambda: _torch_finding(torch)),
+        ("torch CUDA", lambda: _torch_cuda(torch)),
+        ("NVRTC", _nvrtc),
+        ("runtime headers", _headers),
+        ("disassembler", _disassembler),
+        *((package.distribution, package.examine) for package in _PACKAGES),
+        ("cache", _cache),
+        *((package.distribution, package.examine) for package in _PEERS),
+        ("FlexAttention", lambda: _flex(torch)),
+        ("cuDNN SDPA", lambda: _cudnn(torch)),
+        *((label, lambda tool=tool: _tool(*tool)) for tool in _TOOLS for label in (tool[1],)),
+        *((package.distribution, package.examine) for package in _EXTRAS),
+    )
+    return Report(tuple(finding for name, look in parts for finding in _safely(name, look)))
+
+
+def render(report: Report) -> Table:
+    """The findings as a rich table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="flashlane doctor", caption=report.verdict, caption_justify="left", title_justify="left")
+    for heading in ("", "thing", "found", "without it", "how to get it"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "thing")
+    group = None
+    for finding in report.findings:
+        if group is not None and finding.group != group:
+            table.add_section()
+        group = finding.group
+        cells = (finding.status, finding.name, finding.found or "–", finding.cost, finding.remedy)
+        # Text, not markup: "flashlane[nvrtc]" is not a style.
+        table.add_row(*(Text(cell, style=_STYLES[finding.status] if i == 0 else "") for i, cell in enumerate(cells)))
+    return table
+
+
+def _safely(name: str, look: Callable[[], Finding | Iterable[Finding]]) -> tuple[Finding, ...]:
+    try:
+        found = look()
+        return (found,) if isinstance(found, Finding) else tuple(found)
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        cost = f"looking for it failed: {type(error).__name__}: {first_line}"
+        return (Finding("broken", name, "missing", cost=cost),)
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        needed = ".".join(map(str, OLDEST_PYTHON))
+        return Finding("system", "Python", "degraded", version, "nothing is tested there", f"Python {needed} or newer")
+    return Finding("system", "Python", "ok", version)
+
+
+def _system() -> Finding:
+    name = f"{platform.system()} {platform.release()} {platform.machine()}"
+    if platform.system() != "Linux":
+        return Finding("system", "OS", "degraded", name, "the GPU kernels are tested on Linux only", "Linux or WSL")
+    return Finding("system", "OS", "ok", name)
+
+
+def _gpus(torch: Any) -> list[Finding]:
+    cost = "kernels compile but do not run; reference, tiled and SDPA run on the CPU"
+    if torch is None or not torch.cuda.is_available():
+        return [Finding("system", "GPU", "missing", cost=cost, remedy="a machine with an NVIDIA GPU, sm_80 or newer")]
+    return [_gpu(torch, index) for index in range(torch.cuda.device_count())]
+
+
+def _gpu(torch: Any, index: int) -> Finding:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    text = (
+        f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs, "
+        f"sm_{properties.major}{properties.minor}"
+    )
+    name = "GPU" if index == 0 else f"GPU {index}"
+    if capability < OLDEST_CAPABILITY:
+        return Finding("system", name, "degraded", text, "too old for the mma.sync kernels", "a GPU of sm_80 or newer")
+    return Finding("system", name, "ok", text)
+
+
+def _driver() -> Finding:
+    """The driver's own version, from the kernel module, or nvidia-smi where that is not readable."""
+    module = Path("/proc/driver/nvidia/version")
+    text = (
+        module.read_text() if module.is_file() else _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv")
+    )
+    if found := re.search(r"\b\d{3}\.\d+(\.\d+)?", text):
+        return Finding("system", "driver", "ok", f"{found[0]}{_driver_cuda()}")
+    return Finding("system", "driver", "missing", cost="nothing runs on a GPU", remedy="install the NVIDIA driver")
+
+
+def _driver_cuda() -> str:
+    """The newest CUDA version that the driver runs."""
+    try:
+        from cuda.bindings import driver
+
+        code, version = driver.cuDriverGetVersion()
+    except (ImportError, RuntimeError, OSError):
+        return ""
+    return "" if code else f", CUDA up to {version // 1000}.{version % 1000 // 10}"
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except Exception:  # a broken install may raise anything, from OSError to RuntimeError
+        return None
+    return torch
+
+
+def _torch_finding(torch: Any) -> Finding:
+    if torch is None:
+        broken = "it is installed but does not import" if _importable("torch") else ""
+        return Finding("python", "torch", "missing", broken, "flashlane does not work at all", "pip install torch")
+    return Finding("python", "torch", "ok", torch.__version__)
+
+
+def _torch_cuda(torch: Any) -> Finding:
+    version = None if torch is None else torch.version.cuda
+    if version is None:
+        return Finding("python", "torch CUDA", "missing", "a CPU build", "torch does not see a GPU", CUDA_TORCH)
+    if int(version.split(".")[0]) < 13:
+        cost = "NVRTC and headers may be missing or too old for sm_100 and up"
+        return Finding("python", "torch CUDA", "degraded", version, cost, CUDA_TORCH)
+    return Finding("python", "torch CUDA", "ok", version)
+
+
+def _nvrtc() -> Finding:
+    try:
+        architectures = [arch for arch in toolchain.supported_architectures() if arch[-1].isdigit()]
+        found = f"{toolchain.compiler_version()}: {', '.join(architectures)}"
+    except (toolchain.ToolchainError, RuntimeError):
+        return Finding("compiler", "NVRTC", "missing", cost="no kernel compiles", remedy=NVRTC_EXTRA)
+    return Finding("compiler", "NVRTC", "ok", found)
+
+
+def _headers() -> Finding:
+    try:
+        return Finding("compiler", "runtime headers", "ok", str(toolchain.include_directory()))
+    except toolchain.ToolchainError:
+        return Finding("compiler", "runtime headers", "missing", cost="no kernel compiles", remedy=NVRTC_EXTRA)
+
+
+def _disassembler() -> Finding:
+    tools = sass.disassemblers()
+    if tools:
+        return Finding("compiler", "disassembler", "ok", tools[0])
+    cost = "no SASS and no instruction counts in reports"
+    return Finding("compiler", "disassembler", "missing", cost=cost, remedy="pip install triton, or the CUDA toolkit")
+
+
+def _cache() -> Finding:
+    disk = cache.default()
+    state = disk.state()
+    found = f"{disk.folder}: {state.entries} entries, {state.bytes / 2**20:.1f} of {disk.limit / 2**20:.0f} MiB"
+    remedy = f"set {cache.DIRECTORY_VARIABLE} to a folder that can be written to"
+    if not disk.writable():
+        return Finding("cache", "cache", "degraded", found, "every process compiles its kernels again", remedy)
+    return Finding("cache", "cache", "ok", found)
+
+
+def _flex(torch: Any) -> Finding:
+    remedy = "torch 2.5 or newer, and triton"
+    if torch is None or not _importable("torch.nn.attention.flex_attention"):
+        return Finding("peers", "FlexAttention", "missing", cost="no FlexAttention row in the bench", remedy=remedy)
+    return Finding("peers", "FlexAttention", "ok", f"torch {torch.__version__}")
+
+
+def _cudnn(torch: Any) -> Finding:
+    version = None
+    if torch is not None and torch.version.cuda and torch.backends.cudnn.is_available():
+        version = torch.backends.cudnn.version()
+    if version is None:
+        return Finding(
+            "peers", "cuDNN SDPA", "missing", cost="no cuDNN row in the bench", remedy=f"a GPU; {CUDA_TORCH}"
+        )
+    return Finding("peers", "cuDNN SDPA", "ok", f"cuDNN {version}")
+
+
+def _tool(command: str, name: str, cost: str, remedy: str) -> Finding:
+    folders = [Path(os.environ[home], "bin") for home in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(home)]
+    where = os.pathsep.join([os.environ.get("PATH", ""), *map(str, folders), "/usr/local/cuda/bin"])
+    path = shutil.which(command, path=where)
+    if path is None:
+        return Finding("tools", name, "missing", cost=cost, remedy=remedy)
+    return Finding("tools", name, "ok", path)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _importable(module: str) -> bool:
+    """Whether a module can be found; of a dotted name only the parents' folders are looked at, nothing is imported."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    if spec is None or not rest:
+        return spec is not None
+    places = [Path(root, *rest) for root in spec.submodule_search_locations or ()]
+    return any(place.is_dir() or place.with_suffix(".py").is_file() for place in places)
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing when it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,31 @@
+"""Compile CUDA C++ at first use, keep the result on disk, launch it on torch's stream; budgets and SASS beside."""
+
+from __future__ import annotations
+
+from flashlane.jit.budget import LIMITS, ArchLimits, Occupancy, limits, occupancy, shared_limit
+from flashlane.jit.compiler import Compiled, CompileError, KernelSource, compile, constants_header
+from flashlane.jit.launch import Function, LaunchError, load
+from flashlane.jit.report import CompileReport
+from flashlane.jit.sass import disassemble, instruction_counts
+from flashlane.jit.toolchain import ToolchainError
+
+__all__ = [
+    "LIMITS",
+    "ArchLimits",
+    "CompileError",
+    "CompileReport",
+    "Compiled",
+    "Function",
+    "KernelSource",
+    "LaunchError",
+    "Occupancy",
+    "ToolchainError",
+    "compile",
+    "constants_header",
+    "disassemble",
+    "instruction_counts",
+    "limits",
+    "load",
+    "occupancy",
+    "shared_limit",
+]

@@ -1,0 +1,169 @@
+"""The disk cache of compiled kernels: one checked file an entry, written by atomic rename.
+
+Our own rather than ``cuda.core.utils.FileStreamProgramCache``: machines carry versions of cuda-core without it,
+and an entry here holds the compiler's report beside the cubin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+DIRECTORY_VARIABLE = "FLASHLANE_CACHE_DIR"
+LIMIT_VARIABLE = "FLASHLANE_CACHE_LIMIT"
+DEFAULT_LIMIT = 1 << 30
+
+_MAGIC = b"flashlane-cache-1\n"
+_SUFFIX = ".cubin"
+_TEMPORARY = ".writing-"
+_STALE_SECONDS = 3600.0
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """What a cache folder holds."""
+
+    entries: int
+    bytes: int
+
+
+class DiskCache:
+    """A folder of entries, each ``key -> bytes``; safe for many processes at once.
+
+    A reader sees a whole entry or none: writers rename into place, and each entry carries its SHA-256, so that one
+    cut short or damaged counts as absent. A folder that cannot be written to is warned of once, then ignored.
+    """
+
+    def __init__(self, folder: Path, limit: int = DEFAULT_LIMIT) -> None:
+        self.folder = folder
+        self.limit = limit
+        self._warned = False
+
+    def get(self, key: str) -> bytes | None:
+        """The entry, or None when it is absent, unreadable or damaged; reading makes it the newest."""
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        start = len(_MAGIC) + 32
+        payload = data[start:]
+        if data[: len(_MAGIC)] != _MAGIC or data[len(_MAGIC) : start] != hashlib.sha256(payload).digest():
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return payload
+
+    def put(self, key: str, payload: bytes) -> None:
+        """Store an entry and drop the oldest ones above the limit; failing to write warns once and does no more."""
+        data = _MAGIC + hashlib.sha256(payload).digest() + payload
+        if len(data) > self.limit:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._write(self._path(key), data)
+        except OSError as error:
+            self._warn(error)
+        else:
+            self._evict(keep=self._path(key))
+
+    def state(self) -> CacheState:
+        """Number of entries and their size."""
+        sizes = [info.st_size for _, info in self._files()]
+        return CacheState(len(sizes), sum(sizes))
+
+    def writable(self) -> bool:
+        """Whether entries can be stored, as far as looking tells; nothing is created."""
+        existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}{_SUFFIX}"
+
+    @staticmethod
+    def _write(path: Path, data: bytes) -> None:
+        handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.replace(temporary, path)
+        except BaseException:
+            DiskCache._remove(Path(temporary))
+            raise
+
+    @staticmethod
+    def _remove(path: Path) -> None:
+        with contextlib.suppress(OSError):  # another process may have been faster
+            path.unlink()
+
+    def _files(self, prefix: str = "", suffix: str = _SUFFIX) -> Iterator[tuple[Path, os.stat_result]]:
+        """Files of the folder with their stat; another process may remove them meanwhile."""
+        with contextlib.suppress(OSError), os.scandir(self.folder) as found:
+            for item in found:
+                if item.name.startswith(prefix) and item.name.endswith(suffix):
+                    with contextlib.suppress(OSError):
+                        yield Path(item.path), item.stat()
+
+    def _evict(self, keep: Path) -> None:
+        for path, info in self._files(_TEMPORARY, ""):
+            if time.time() - info.st_mtime > _STALE_SECONDS:  # its writer was killed
+                self._remove(path)
+        files = sorted(self._files(), key=lambda item: item[1].st_mtime)
+        excess = sum(info.st_size for _, info in files) - self.limit
+        for path, info in files:
+            if excess <= 0:
+                break
+            if path != keep:
+                self._remove(path)
+                excess -= info.st_size
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"flashlane cannot keep compiled kernels in {self.folder} ({error.strerror or error}): every process "
+                f"compiles them again; set {DIRECTORY_VARIABLE} to a folder that can be written to",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+_caches: dict[tuple[Path, int], DiskCache] = {}
+
+
+def default() -> DiskCache:
+    """The cache that the environment names: one object a folder, so that it warns once a process."""
+    wanted = (directory(), size_limit())
+    return _caches.setdefault(wanted, DiskCache(*wanted))
+
+
+def directory() -> Path:
+    """``FLASHLANE_CACHE_DIR``, else ``XDG_CACHE_HOME/flashlane``, else ``~/.cache/flashlane``."""
+    if chosen := os.environ.get(DIRECTORY_VARIABLE):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return Path(base, "flashlane") if base else Path("~/.cache/flashlane").expanduser()
+
+
+def size_limit() -> int:
+    """``FLASHLANE_CACHE_LIMIT`` in bytes (``500M``, ``2G``; 0 keeps nothing), else 1 GiB.
+
+    Raises:
+        ValueError: it is not a size.
+    """
+    text = os.environ.get(LIMIT_VARIABLE, "").strip()
+    if not text:
+        return DEFAULT_LIMIT
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{LIMIT_VARIABLE} is {text!r}; it may be bytes or a size such as 500M or 2G")
+    return int(match[1]) * _UNITS[match[2].upper()]

@@ -1,0 +1,257 @@
+"""A compiled kernel on a device: loaded once, launched on torch's current stream."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from flashlane.jit.compiler import Compiled
+from flashlane.jit.toolchain import ToolchainError
+
+Dim3 = tuple[int, int, int]
+
+MAX_GRID: Dim3 = (2**31 - 1, 65535, 65535)
+DEFAULT_SHARED = 48 * 1024
+"""Bytes of shared memory, static and dynamic, that a block may have without opting in."""
+
+
+class LaunchError(RuntimeError):
+    """The CUDA driver refused to load or launch a kernel."""
+
+
+@functools.cache
+def driver() -> ModuleType:
+    """``cuda.bindings.driver``, initialised.
+
+    Raises:
+        ToolchainError: the bindings or the driver are missing.
+    """
+    try:
+        from cuda.bindings import driver as bindings
+
+        code = bindings.cuInit(0)[0]
+    except (ImportError, RuntimeError, OSError) as error:
+        message = (
+            f"launching kernels needs an NVIDIA driver and cuda-bindings ({type(error).__name__}: {error}); "
+            'the bindings come with pip install "flashlane[nvrtc]"'
+        )
+        raise ToolchainError(message) from error
+    if code:
+        raise ToolchainError(f"launching kernels needs an NVIDIA GPU: cuInit says {code.name}")
+    return bindings
+
+
+class Function:
+    """A kernel loaded on one device. :func:`load` makes it."""
+
+    registers: int
+    """Registers of a thread."""
+    local_bytes: int
+    """Local memory of a thread (stack and spills)."""
+    static_shared: int
+    """Bytes of statically declared shared memory of a block."""
+    max_threads: int
+    """Most threads of a block, by registers and launch bounds."""
+
+    def __init__(self, compiled: Compiled, device_index: int) -> None:
+        self.name = compiled.source.name
+        self.arch = compiled.arch
+        self.device_index = device_index
+        self._driver = driver()
+        self._stream_of = _stream_getter()
+        self._context = _primary_context(device_index)
+        self._context_address = int(self._context)
+        with self._current():
+            library = _library(compiled)
+            kernel = self._call("cuLibraryGetKernel", library, compiled.source.entry.encode())
+            self._function = self._call("cuKernelGetFunction", kernel)
+            self._call("cuFuncLoad", self._function)  # loading at the first launch would break a graph capture
+        attributes = self._driver.CUfunction_attribute
+        self.registers = self._attribute(attributes.CU_FUNC_ATTRIBUTE_NUM_REGS)
+        self.local_bytes = self._attribute(attributes.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
+        self.static_shared = self._attribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
+        self.max_threads = self._attribute(attributes.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
+        self._shared_allowed = DEFAULT_SHARED - self.static_shared
+
+    def set_shared_memory(self, size: int) -> None:
+        """Allow launches with that many bytes of dynamic shared memory; a launch that needs more does it itself.
+
+        Raises:
+            ValueError: the device gives a block less.
+        """
+        if size <= self._shared_allowed:
+            return
+        most = _shared_opt_in(self.device_index) - self.static_shared
+        if size > most:
+            raise ValueError(
+                f"shared is {size} bytes for {self.name}; device {self.device_index} gives a block at most {most} "
+                f"beside the kernel's {self.static_shared} static ones"
+            )
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        with self._current():
+            self._call("cuFuncSetAttribute", self._function, attribute, size)
+        self._shared_allowed = size
+
+    def launch(
+        self,
+        grid: Dim3,
+        block: Dim3,
+        shared: int,
+        params: ctypes.Structure | Sequence[Any],
+        stream: int | None = None,
+    ) -> None:
+        """Enqueue the kernel.
+
+        Args:
+            grid: blocks in x, y and z.
+            block: threads in x, y and z.
+            shared: bytes of dynamic shared memory.
+            params: the kernel's one by-value struct, or a ctypes object for each of its parameters.
+            stream: address of a CUDA stream of the device; None is torch's current one.
+
+        Raises:
+            ValueError: the grid, the block or the shared memory is beyond what can be launched.
+            LaunchError: the driver refuses the launch, or an earlier kernel had failed.
+        """
+        (gx, gy, gz), (bx, by, bz) = grid, block
+        if not (0 < gx < 2147483648 and 0 < gy < 65536 and 0 < gz < 65536 and 0 < bx * by * bz <= self.max_threads):
+            self._reject(grid, block)
+        if shared > self._shared_allowed:
+            self.set_shared_memory(shared)
+        if stream is None:
+            stream = self._stream_of(self.device_index)
+        # The driver takes an array of pointers to the parameters; it copies what they point to before it returns.
+        if isinstance(params, ctypes.Structure):
+            pointers = ctypes.c_void_p(ctypes.addressof(params))
+        else:
+            pointers = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
+        address = ctypes.addressof(pointers)
+        api = self._driver
+        # A thread may be on another device, or may not have used CUDA yet.
+        if int(api.cuCtxGetCurrent()[1]) == self._context_address:
+            code = api.cuLaunchKernel(self._function, gx, gy, gz, bx, by, bz, shared, stream, address, 0)[0]
+        else:
+            with self._current():
+                code = api.cuLaunchKernel(self._function, gx, gy, gz, bx, by, bz, shared, stream, address, 0)[0]
+        if code:
+            raise LaunchError(f"{self._describe(grid, block, shared)} failed: {_explain(api, code)}")
+
+    def occupancy(self, threads: int, shared: int) -> int:
+        """Blocks resident on an SM, as the driver says.
+
+        Args:
+            threads: threads of a block.
+            shared: bytes of dynamic shared memory of a block.
+        """
+        self.set_shared_memory(shared)
+        with self._current():
+            return self._call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, shared)
+
+    def __repr__(self) -> str:
+        return f"<Function {self.name} {self.arch} on device {self.device_index}, {self.registers} registers>"
+
+    def _attribute(self, attribute: Any) -> int:
+        with self._current():
+            return self._call("cuFuncGetAttribute", attribute, self._function)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        return _checked(self._driver, name, *arguments, what=f"{self.name} ({self.arch}, device {self.device_index})")
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Make the device's primary context, which is torch's, the thread's current one meanwhile."""
+        self._call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def _reject(self, grid: Dim3, block: Dim3) -> None:
+        for axis, size, most in zip("xyz", grid, MAX_GRID, strict=True):
+            if not 0 < size <= most:
+                raise ValueError(f"grid is {grid} for {self.name}; its {axis} may be 1 to {most}")
+        raise ValueError(f"block is {block} for {self.name}; it may have 1 to {self.max_threads} threads")
+
+    def _describe(self, grid: Dim3, block: Dim3, shared: int) -> str:
+        return (
+            f"launch of {self.name} ({self.arch}, {self.registers} registers) on device {self.device_index} with grid "
+            f"{grid}, block {block}, {shared} bytes of dynamic shared memory"
+        )
+
+
+_functions: dict[tuple[str, int], Function] = {}
+_libraries: dict[str, Any] = {}
+_lock = threading.RLock()
+
+
+def load(compiled: Compiled, device_index: int) -> Function:
+    """The kernel on a device, loaded at the first call.
+
+    Raises:
+        ToolchainError: there is no driver, or no GPU.
+        LaunchError: the driver cannot load it, as when it was compiled for another architecture.
+    """
+    wanted = (compiled.key, device_index)
+    function = _functions.get(wanted)
+    if function is None:
+        with _lock:
+            function = _functions.get(wanted)
+            if function is None:
+                function = _functions[wanted] = Function(compiled, device_index)
+    return function
+
+
+def _library(compiled: Compiled) -> Any:
+    """The cubin as a driver library, which serves every device; called under the lock."""
+    if compiled.key not in _libraries:
+        what = f"{compiled.source.name} ({compiled.arch})"
+        _libraries[compiled.key] = _checked(
+            driver(), "cuLibraryLoadData", compiled.cubin, [], [], 0, [], [], 0, what=what
+        )
+    return _libraries[compiled.key]
+
+
+def _checked(api: ModuleType, name: str, *arguments: Any, what: str) -> Any:
+    """Call a driver function; give back its value, or raise naming what it was for."""
+    code, *values = getattr(api, name)(*arguments)
+    if code:
+        raise LaunchError(f"{what}: {name} failed: {_explain(api, code)}")
+    return values[0] if values else None
+
+
+def _explain(api: ModuleType, code: Any) -> str:
+    text = api.cuGetErrorString(code)[1]
+    return f"{getattr(code, 'name', code)} ({text.decode() if text else 'no description'})"
+
+
+@functools.cache
+def _primary_context(device_index: int) -> Any:
+    """The device's primary context, retained for the life of the process."""
+    import torch
+
+    torch.cuda.init()
+    what = f"device {device_index}"
+    device = _checked(driver(), "cuDeviceGet", device_index, what=what)
+    return _checked(driver(), "cuDevicePrimaryCtxRetain", device, what=what)
+
+
+@functools.cache
+def _shared_opt_in(device_index: int) -> int:
+    """Bytes of shared memory that a block may opt in to."""
+    api, what = driver(), f"device {device_index}"
+    device = _checked(api, "cuDeviceGet", device_index, what=what)
+    attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return _checked(api, "cuDeviceGetAttribute", attribute, device, what=what)
+
+
+def _stream_getter() -> Any:
+    """Device index -> address of torch's current stream there; the private form is a third of the public one's cost."""
+    import torch
+
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return raw or (lambda device_index: torch.cuda.current_stream(device_index).cuda_stream)

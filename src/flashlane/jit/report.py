@@ -1,0 +1,98 @@
+"""What the compiler says about a kernel: NVRTC's and ptxas's log, read into numbers."""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_STACK = re.compile(r"(\d+) bytes cumulative stack size")
+_SHARED = re.compile(r"(\d+) bytes smem")
+# ptxas gives its C75xx notes (a serialised wgmma, an ignored setmaxnreg) as "info", but they are warnings to us.
+_WARNING = re.compile(r"\bwarning\b|\(C7\d{3}\)")
+_ERROR = re.compile(r"\berror\b|\bfatal\b|catastrophic", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """Resources of one compiled kernel."""
+
+    registers: int
+    """Registers of a thread, as allocated at launch."""
+    spill_stores: int
+    """Bytes of spill stores in the code, with those of the functions it calls."""
+    spill_loads: int
+    stack: int
+    """Bytes of stack of a thread, cumulative over calls."""
+    static_shared: int
+    """Bytes of statically declared shared memory."""
+    constant: int
+    """Bytes of the constant banks, parameters included."""
+    warnings: tuple[str, ...]
+    """Warnings of the front end and of ptxas, and its C7xxx performance notes; a spill warns too."""
+    log: str
+
+    @property
+    def spills(self) -> int:
+        """Bytes spilled, stores and loads."""
+        return self.spill_stores + self.spill_loads
+
+
+def read_log(log: str, entry: str, cubin: bytes) -> CompileReport:
+    """Read the report of ``entry`` out of the log of ``ptxas -v``.
+
+    Raises:
+        ValueError: the log has no section of that kernel (it was not compiled, or is not ``extern "C"``).
+    """
+    lines = log.splitlines()
+    starts = [i for i, line in enumerate(lines) if (found := _ENTRY.search(line)) and found[1] == entry]
+    if not starts:
+        raise ValueError(f"the compiler's log names no entry function {entry!r}")
+    section = [lines[starts[0]]]
+    for line in lines[starts[0] + 1 :]:
+        if _ENTRY.search(line):
+            break
+        section.append(line)
+    text = "\n".join(section)
+    frames = [tuple(map(int, found.groups())) for found in _SPILLS.finditer(text)]
+    stack = _first(_STACK, text) or max((frame for frame, _, _ in frames), default=0)
+    return CompileReport(
+        registers=_first(_REGISTERS, text),
+        spill_stores=sum(stores for _, stores, _ in frames),
+        spill_loads=sum(loads for _, _, loads in frames),
+        stack=stack,
+        static_shared=_first(_SHARED, text),
+        constant=sum(size for name, size in section_sizes(cubin) if re.fullmatch(rf"\.nv\.constant\d+\.{entry}", name)),
+        warnings=tuple(line.strip() for line in lines if _WARNING.search(line)),
+        log=log,
+    )
+
+
+def first_errors(log: str, count: int = 3) -> str:
+    """The first lines of a log that say ``error``, or its first lines where none does."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR.search(line)]
+    return "\n".join((errors or lines)[:count])
+
+
+def section_sizes(cubin: bytes) -> list[tuple[str, int]]:
+    """Names and sizes of a cubin's sections (64-bit little-endian ELF)."""
+    if cubin[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("this is not a cubin (a 64-bit little-endian ELF file)")
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_size, count, names_index = struct.unpack_from("<3H", cubin, 0x3A)
+    # Elf64_Shdr: name (u32) at 0, offset (u64) at 24, size (u64) at 32.
+    headers = [
+        (struct.unpack_from("<I", cubin, at)[0], *struct.unpack_from("<2Q", cubin, at + 24))
+        for at in range(table, table + entry_size * count, entry_size)
+    ]
+    strings = headers[names_index][1]
+    return [(cubin[strings + name : cubin.index(b"\0", strings + name)].decode(), size) for name, _, size in headers]
+
+
+def _first(pattern: re.Pattern[str], text: str) -> int:
+    found = pattern.search(text)
+    return int(found[1]) if found else 0

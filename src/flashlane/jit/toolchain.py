@@ -1,0 +1,138 @@
+"""The compiler and the headers: where NVRTC and the CUDA runtime headers are, and what they are called.
+
+Nothing here needs a driver or a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+DEVICE_HEADERS = Path(__file__).parent.parent / "cuda"
+"""Flashlane's own device headers, which ``#include "mma.cuh"`` finds."""
+
+HOW_TO_INSTALL = (
+    'pip install "flashlane[nvrtc]" brings them (PyTorch for CUDA 13 has them already), '
+    "or point CUDA_HOME at a CUDA 13 toolkit"
+)
+
+RUNTIME_HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp8.h", "cuda_fp8.hpp")
+"""The headers of the CUDA runtime that device code may include; they are part of the cache key."""
+
+_ARCH = re.compile(r"sm_(\d+)([af]?)")
+
+
+class ToolchainError(RuntimeError):
+    """NVRTC or the CUDA runtime headers are missing; the message says how to get them."""
+
+
+@functools.cache
+def nvrtc() -> ModuleType:
+    """The ``cuda.bindings.nvrtc`` module, with its library loaded.
+
+    Raises:
+        ToolchainError: the bindings or the library are not installed.
+    """
+    try:
+        from cuda.bindings import nvrtc as bindings
+
+        bindings.nvrtcVersion()
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ToolchainError(
+            f"compiling kernels needs NVRTC ({type(error).__name__}: {error}); {HOW_TO_INSTALL}"
+        ) from error
+    return bindings
+
+
+def call(function: Any, *arguments: Any) -> Any:
+    """Call an NVRTC function and give back its value; a failure raises with the code's name."""
+    code, *values = function(*arguments)
+    if int(code):
+        raise RuntimeError(f"{getattr(function, '__name__', function)} failed: {getattr(code, 'name', code)}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+@functools.cache
+def compiler_version() -> str:
+    """NVRTC's version, with the patch number of its wheel where there is one: ``13.0 (13.0.88)``."""
+    major, minor = call(nvrtc().nvrtcVersion)
+    for wheel in ("nvidia-cuda-nvrtc", f"nvidia-cuda-nvrtc-cu{major}"):
+        try:
+            return f"{major}.{minor} ({importlib.metadata.version(wheel)})"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"{major}.{minor}"
+
+
+@functools.cache
+def supported_architectures() -> tuple[str, ...]:
+    """What NVRTC compiles for, with the accelerated (``a``) and family (``f``) targets."""
+    numbers = call(nvrtc().nvrtcGetSupportedArchs)
+    names = []
+    for number in numbers:
+        # PTX ISA: `a` targets exist from sm_90 on, `f` targets from sm_100 on.
+        names += [f"sm_{number}"] + [f"sm_{number}{s}" for s, least in (("a", 90), ("f", 100)) if number >= least]
+    return tuple(names)
+
+
+def check_architecture(arch: str) -> None:
+    """Raise a ValueError naming ``arch`` and what it may be unless NVRTC compiles for it."""
+    known = supported_architectures()
+    if not isinstance(arch, str) or arch not in known:
+        raise ValueError(f"arch is {arch!r}; NVRTC {compiler_version()} compiles for {', '.join(known)}")
+
+
+def architecture_number(arch: str) -> int:
+    """``sm_90a`` -> 90."""
+    match = _ARCH.fullmatch(arch)
+    if match is None:
+        raise ValueError(f"arch is {arch!r}; it looks like 'sm_80' or 'sm_90a'")
+    return int(match[1])
+
+
+def _include_candidates() -> list[Path]:
+    found = []
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations or () if spec else ():
+        found += [Path(root, "cu13", "include"), Path(root, "cuda_runtime", "include")]
+    found += [Path(os.environ[name], "include") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    return [*found, Path("/usr/local/cuda/include")]
+
+
+@functools.cache
+def include_directory() -> Path:
+    """The folder of ``cuda_fp16.h``: the runtime wheel's, else that of CUDA_HOME, CUDA_PATH or /usr/local/cuda.
+
+    Raises:
+        ToolchainError: none of them has it.
+    """
+    candidates = _include_candidates()
+    for folder in candidates:
+        if (folder / "cuda_fp16.h").is_file():
+            return folder
+    searched = ", ".join(map(str, candidates))
+    raise ToolchainError(f"the CUDA runtime headers (cuda_fp16.h) are not in {searched}; {HOW_TO_INSTALL}")
+
+
+@functools.cache
+def runtime_headers_digest() -> str:
+    """SHA-256 of the runtime headers that device code may include; read once a process."""
+    digest = hashlib.sha256()
+    for name in RUNTIME_HEADERS:
+        path = include_directory() / name
+        digest.update(path.read_bytes() if path.is_file() else b"absent")
+    return digest.hexdigest()
+
+
+def device_headers(folder: Path | None = None) -> dict[str, str]:
+    """Flashlane's device headers by the name they are included under, in a fixed order."""
+    folder = DEVICE_HEADERS if folder is None else folder
+    paths = sorted(path for pattern in ("*.cuh", "*.h") for path in folder.rglob(pattern))
+    return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in paths}

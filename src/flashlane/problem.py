@@ -1,0 +1,346 @@
+"""AttentionProblem: one frozen value that says what is asked, and the only validator of what callers pass.
+
+Every face builds an :class:`Inputs` and calls :meth:`AttentionProblem.from_inputs`; every kernel, the
+dispatcher and the bench read the resulting value and never look at a caller's arguments again.
+
+Tensors are named and shaped as FlashAttention-2 does: q ``(b, sq, h, d)``, k ``(b, sk, hk, d)``,
+v ``(b, sk, hk, dv)``; packed sequences of different lengths are ``(total, h, d)`` with ``cu_seqlens``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+Alignment = Literal["bottom-right", "top-left"]
+ALIGNMENTS: tuple[Alignment, ...] = ("bottom-right", "top-left")
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEAD_DIM = 1024
+VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The tensors of one attention call; everything else about it is in :class:`AttentionProblem`.
+
+    Shapes: ``alibi_slopes`` f32 ``(h,)`` or ``(b, h)``; ``bias`` broadcastable to ``(b, h, sq, sk)``, added to the
+    scaled scores (−inf hides a key); ``sinks`` ``(h,)``, one extra logit per head that takes probability and gives
+    no value; ``cu_seqlens_*`` int32 ``(b + 1,)`` on the same device, with ``max_seqlen_*`` their longest sequence.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What is asked: sizes, element type, mask and score modifiers, where it runs. Hashable; holds no tensor.
+
+    Key j is visible to query i iff ``i + shift - window_left <= j <= i + shift + window_right`` (−1: unbounded),
+    where ``shift`` is ``sk - sq`` for bottom-right alignment and 0 for top-left. Causal is ``window_right == 0``.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    scale: float
+    window_left: int = -1
+    window_right: int = -1
+    alignment: Alignment = "bottom-right"
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    alibi: bool = False
+    bias: bool = False
+    sinks: bool = False
+    varlen: bool = False
+    deterministic: bool = False
+    needs_grad: bool = False
+    arch: str | None = None
+    """The GPU's architecture as the compiler names it ("sm_90a"), or None on the CPU."""
+    aligned: bool = True
+    """Whether every row of q, k, v starts on 16 bytes and is contiguous (128-bit loads are possible)."""
+    strides: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
+
+    @property
+    def causal(self) -> bool:
+        """No key after the query's own position is visible."""
+        return self.window_right == 0
+
+    @property
+    def shift(self) -> int:
+        """Offset between a query's index and the key index it is aligned with."""
+        return self.seqlen_k - self.seqlen_q if self.alignment == "bottom-right" else 0
+
+    @property
+    def dtype_name(self) -> str:
+        return DTYPE_NAMES[self.dtype]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads
+
+    def visible_keys(self, row: int) -> range:
+        """Keys that query ``row`` may see (of one sequence; not for varlen)."""
+        low = 0 if self.window_left < 0 else max(0, row + self.shift - self.window_left)
+        high = self.seqlen_k if self.window_right < 0 else min(self.seqlen_k, row + self.shift + self.window_right + 1)
+        return range(low, max(low, high))
+
+    def visible_pairs(self) -> int:
+        """Visible (query, key) pairs of one head of one sequence, counted exactly."""
+        if self.window_left < 0 and self.window_right < 0:
+            return self.seqlen_q * self.seqlen_k
+        rows = torch.arange(self.seqlen_q, dtype=torch.int64) + self.shift
+        low = torch.zeros_like(rows) if self.window_left < 0 else (rows - self.window_left).clamp(min=0)
+        high = (
+            torch.full_like(rows, self.seqlen_k)
+            if self.window_right < 0
+            else (rows + self.window_right + 1).clamp(max=self.seqlen_k)
+        )
+        return int((high - low).clamp(min=0).sum())
+
+    def on(self, arch: str | None) -> AttentionProblem:
+        """The same problem on another architecture (or, with None, on the CPU)."""
+        return replace(self, arch=arch)
+
+    def describe(self) -> str:
+        """One line for messages and table titles, such as ``B1 H8 N8192 D64 f16 causal``."""
+        heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}/{self.kv_heads}"
+        length = f"N{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"N{self.seqlen_q}x{self.seqlen_k}"
+        dim = f"D{self.head_dim}" if self.head_dim == self.head_dim_v else f"D{self.head_dim}/{self.head_dim_v}"
+        words = [f"B{self.batch}", heads, length, dim, self.dtype_name]
+        if self.causal:
+            words.append("causal" if self.alignment == "bottom-right" else "causal(top-left)")
+        if self.window_left >= 0 or self.window_right > 0:
+            words.append(f"window({self.window_left},{self.window_right})")
+        words += [name for name in ("alibi", "bias", "sinks", "varlen", "deterministic") if getattr(self, name)]
+        if self.softcap:
+            words.append(f"softcap {self.softcap:g}")
+        if self.dropout_p:
+            words.append(f"dropout {self.dropout_p:g}")
+        return " ".join(words)
+
+    @classmethod
+    def from_inputs(
+        cls,
+        inputs: Inputs,
+        *,
+        scale: float | None = None,
+        causal: bool = False,
+        alignment: Alignment = "bottom-right",
+        window_size: tuple[int, int] | torch.Tensor = (-1, -1),
+        softcap: float = 0.0,
+        dropout_p: float = 0.0,
+        deterministic: bool = False,
+    ) -> AttentionProblem:
+        """Check a call and say what it asks.
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: a shape, device or number is not possible; the message names the argument, what it was and
+                what it may be.
+        """
+        q, k, v = inputs.q, inputs.k, inputs.v
+        varlen = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
+        _check_tensors(q, k, v, varlen)
+        heads, kv_heads = q.shape[-2], k.shape[-2]
+        _check_sizes(q, k, v, varlen)
+        if varlen:
+            batch, seqlen_q, seqlen_k = _check_varlen(inputs)
+        else:
+            batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        left, right = _window(window_size, causal)
+        if alignment not in ALIGNMENTS:
+            raise ValueError(f"alignment is {alignment!r}; it may be one of {', '.join(map(repr, ALIGNMENTS))}")
+        _check_score_modifiers(inputs, batch, heads, seqlen_q, seqlen_k)
+        tensors = [q, k, v] + [t for t in (inputs.bias, inputs.sinks) if t is not None]
+        return cls(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
+            dtype=q.dtype,
+            scale=_number("scale", q.shape[-1] ** -0.5 if scale is None else scale),
+            window_left=left,
+            window_right=right,
+            alignment=alignment,
+            softcap=_number("softcap", softcap, low=0.0),
+            dropout_p=_number("dropout_p", dropout_p, low=0.0, below=1.0),
+            alibi=inputs.alibi_slopes is not None,
+            bias=inputs.bias is not None,
+            sinks=inputs.sinks is not None,
+            varlen=varlen,
+            deterministic=bool(deterministic),
+            needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+            arch=arch_of(q.device),
+            aligned=all(_rows_aligned(t) for t in (q, k, v)),
+            strides=tuple(tuple(t.stride()) for t in (q, k, v)),
+        )
+
+
+def arch_of(device: torch.device) -> str | None:
+    """The compiler's name of a CUDA device's architecture ("sm_90a"), or None for the CPU."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+
+
+def _rows_aligned(t: torch.Tensor) -> bool:
+    size = t.element_size()
+    if t.numel() == 0:
+        return True
+    outer = (stride for length, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if length > 1)
+    return (
+        t.stride(-1) == 1
+        and (t.shape[-1] * size) % VECTOR_BYTES == 0
+        and t.data_ptr() % VECTOR_BYTES == 0
+        and all((stride * size) % VECTOR_BYTES == 0 for stride in outer)
+    )
+
+
+def _named(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from (("q", q), ("k", k), ("v", v))
+
+
+def _check_tensors(q: Any, k: Any, v: Any, varlen: bool) -> None:
+    rank, shape = (3, "(total, heads, head_dim)") if varlen else (4, "(batch, seqlen, heads, head_dim)")
+    for name, t in _named(q, k, v):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
+        if t.dtype not in DTYPE_NAMES:
+            allowed = ", ".join(str(d) for d in DTYPE_NAMES)
+            raise TypeError(f"{name} has dtype {t.dtype}; it may be one of {allowed}")
+        if t.dim() != rank:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank {rank}: {shape}")
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {t.dtype} and q has {q.dtype}; q, k and v must share one dtype")
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device} and q is on {q.device}; q, k and v must be on one device")
+
+
+def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: bool) -> None:
+    names = ("total", "heads", "head_dim") if varlen else ("batch", "seqlen", "heads", "head_dim")
+    for name, t in _named(q, k, v):
+        for axis, size in zip(names, t.shape, strict=True):
+            if size == 0 and axis not in ("seqlen", "total"):
+                raise ValueError(f"{name} has shape {tuple(t.shape)}: its {axis} is 0; it must be at least 1")
+        if t.shape[-1] > MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head_dim {t.shape[-1]}; it may be 1 to {MAX_HEAD_DIM}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k has head_dim {k.shape[-1]} and q has {q.shape[-1]}; they must be equal")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"v has {v.shape[-2]} heads and k has {k.shape[-2]}; they must be equal")
+    if q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"k has {k.shape[-2]} heads and q has {q.shape[-2]}; the heads of q must be a multiple of those of k"
+        )
+    if not varlen:
+        if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"q, k, v have batch sizes {q.shape[0]}, {k.shape[0]}, {v.shape[0]}; all three must be equal"
+            )
+    if k.shape[:-2] != v.shape[:-2]:
+        raise ValueError(f"v has shape {tuple(v.shape)} and k has {tuple(k.shape)}; their lengths must be equal")
+
+
+def _check_varlen(inputs: Inputs) -> tuple[int, int, int]:
+    sizes = []
+    for side in ("q", "k"):
+        cu: torch.Tensor | None = getattr(inputs, f"cu_seqlens_{side}")
+        longest: int | None = getattr(inputs, f"max_seqlen_{side}")
+        if cu is None:
+            raise ValueError(f"cu_seqlens_{side} is None; give both cu_seqlens_q and cu_seqlens_k, or neither")
+        if cu.dtype != torch.int32:
+            raise TypeError(f"cu_seqlens_{side} has dtype {cu.dtype}; it must be torch.int32")
+        if cu.dim() != 1 or cu.numel() < 2:
+            raise ValueError(f"cu_seqlens_{side} has shape {tuple(cu.shape)}; it must be (batch + 1,) with batch >= 1")
+        if cu.device != inputs.q.device:
+            raise ValueError(f"cu_seqlens_{side} is on {cu.device} and q is on {inputs.q.device}; they must agree")
+        if not isinstance(longest, int) or longest < 0:
+            raise ValueError(f"max_seqlen_{side} is {longest!r}; it must be a whole number of at least 0")
+        if cu.device.type == "cpu":
+            total = getattr(inputs, side).shape[0]
+            if int(cu[0]) != 0 or int(cu[-1]) > total or bool((cu.diff() < 0).any()) or int(cu.diff().max()) > longest:
+                raise ValueError(
+                    f"cu_seqlens_{side} is {cu.tolist()}; it must start at 0, never fall, end by {total} (the total "
+                    f"of {side}), with no sequence longer than max_seqlen_{side} {longest}"
+                )
+        sizes.append((cu.numel() - 1, longest))
+    if sizes[0][0] != sizes[1][0]:
+        raise ValueError(f"cu_seqlens_q describes {sizes[0][0]} sequences and cu_seqlens_k {sizes[1][0]}")
+    return sizes[0][0], sizes[0][1], sizes[1][1]
+
+
+def _check_score_modifiers(inputs: Inputs, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+    q = inputs.q
+    for name in ("alibi_slopes", "bias", "sinks"):
+        t = getattr(inputs, name)
+        if t is None:
+            continue
+        if not isinstance(t, torch.Tensor) or not t.is_floating_point():
+            what = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
+            raise TypeError(f"{name} is {what}; it must be a floating-point torch.Tensor")
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device} and q is on {q.device}; they must be on one device")
+    slopes, bias, sinks = inputs.alibi_slopes, inputs.bias, inputs.sinks
+    if slopes is not None:
+        if slopes.dtype != torch.float32:
+            raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; it must be torch.float32")
+        if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+            raise ValueError(
+                f"alibi_slopes has shape {tuple(slopes.shape)}; it may be ({heads},) or ({batch}, {heads})"
+            )
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; it must be ({heads},)")
+    if bias is not None:
+        full = (batch, heads, seqlen_q, seqlen_k)
+        shape = tuple(bias.shape)
+        fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(shape[::-1], full[::-1], strict=False))
+        if not fits:
+            raise ValueError(f"bias has shape {shape}; it must broadcast to (batch, heads, seqlen_q, seqlen_k) {full}")
+
+
+def _window(window_size: tuple[int, int] | torch.Tensor, causal: bool) -> tuple[int, int]:
+    values = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
+    try:
+        left, right = (int(x) for x in values)
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size is {window_size!r}; it must be two whole numbers (left, right)") from None
+    if min(left, right) < -1:
+        raise ValueError(f"window_size is ({left}, {right}); each side must be at least 0, or -1 for unbounded")
+    return left, (0 if causal else right)
+
+
+def _number(name: str, value: float, low: float = -math.inf, below: float = math.inf) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r}; it must be a number") from None
+    if not math.isfinite(number) or number < low or number >= below:
+        bounds = "finite" + (f", at least {low:g}" if low > -math.inf else "")
+        bounds += f" and below {below:g}" if below < math.inf else ""
+        raise ValueError(f"{name} is {value!r}; it must be {bounds}")
+    return number

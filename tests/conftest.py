@@ -1,0 +1,37 @@
+"""What every test gets: a seed of its own, and ``gpu`` tests only where there is a GPU."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+
+from flashlane import registry
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seeds torch from the test's name, so that a test gives the same numbers alone and among others."""
+    value = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture
+def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of kernels that holds ``reference`` and ``tiled`` only."""
+    import flashlane.reference
+    import flashlane.tiled  # noqa: F401
+
+    only = {tag: registry._KERNELS[tag] for tag in ("reference", "tiled")}
+    monkeypatch.setattr(registry, "_KERNELS", only)
+    monkeypatch.setattr(registry, "_loaded", True)
