@@ -1,0 +1,1 @@
+"""Commands of ``flashlane``, one module each."""

@@ -1,0 +1,1 @@
+"""The mma.sync family: sm_80 and up."""

@@ -1,0 +1,122 @@
+"""Tile shapes of the mma.sync family as data: which (rows, keys, warps) a family prefers at a head dim.
+
+``THROUGHPUT`` shapes suit problems that fill the GPU, ``LATENCY`` shapes those with few blocks. Of a row's candidates
+the first one that fits the architecture's shared memory is taken. The order was measured on an H200
+(docs/notebook); the tuner may overrule it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashlane.problem import AttentionProblem
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows and keys of a tile, and how the warps lie over it."""
+
+    br: int
+    bc: int
+    warps_q: int
+    warps_kv: int = 1
+    q_in_registers: bool = False
+    early_v: bool = False
+    min_blocks: int = 1
+
+
+FEW_BLOCKS = 100
+"""Blocks of 128 rows below which a problem leaves the SMs of a large GPU idle."""
+Table = dict[str, tuple[tuple[int, tuple[Shape, ...]], ...]]
+
+# family, alone or with what sets it apart -> ((largest head dim, candidates in order of preference), …)
+THROUGHPUT: Table = {
+    "split-kv": (
+        (64, (Shape(128, 128, 4, 2), Shape(64, 64, 2, 4))),
+        (128, (Shape(128, 64, 2, 2, min_blocks=2), Shape(64, 64, 2, 4), Shape(32, 64, 2, 4))),
+        (256, (Shape(64, 64, 2, 2, min_blocks=2), Shape(32, 32, 2, 2))),
+    ),
+    "split-q": (
+        (32, (Shape(128, 64, 4, min_blocks=3),)),
+        (64, (Shape(128, 128, 4, early_v=True, min_blocks=2), Shape(64, 64, 4))),
+        (96, (Shape(128, 64, 4, early_v=True, min_blocks=2), Shape(64, 64, 4))),
+        (128, (Shape(128, 64, 4, min_blocks=2), Shape(64, 32, 4))),
+        (160, (Shape(128, 32, 4, min_blocks=2), Shape(64, 32, 4))),
+        (256, (Shape(64, 64, 4, early_v=True, min_blocks=2), Shape(64, 32, 4), Shape(64, 16, 4))),
+    ),
+    "share-kv": (
+        (64, (Shape(128, 128, 4, min_blocks=2), Shape(64, 64, 4))),
+        (128, (Shape(128, 64, 4, min_blocks=2), Shape(64, 32, 4))),
+        (160, (Shape(128, 32, 4, min_blocks=2), Shape(64, 32, 4))),
+        (256, (Shape(64, 64, 4, min_blocks=2), Shape(64, 32, 4), Shape(64, 16, 4))),
+    ),
+    "share-qkv": (
+        (64, (Shape(128, 64, 4, min_blocks=2), Shape(64, 32, 4))),
+        (128, (Shape(128, 32, 4, min_blocks=2), Shape(64, 32, 4, min_blocks=2))),
+        (256, (Shape(64, 32, 4, min_blocks=2), Shape(64, 16, 4))),
+    ),
+    "split-q f16/f16": (
+        (128, (Shape(128, 128, 4, min_blocks=2), Shape(64, 64, 4))),
+        (256, (Shape(128, 32, 4, min_blocks=2), Shape(64, 64, 4), Shape(64, 32, 4))),
+    ),
+    "split-q f16/f32": ((64, (Shape(128, 64, 4, min_blocks=3), Shape(64, 64, 4))),),
+    "split-q f32/f16": ((64, (Shape(128, 128, 4, min_blocks=2), Shape(64, 64, 4))),),
+    "split-kv f16/f32": ((128, (Shape(64, 64, 2, 4), Shape(32, 64, 2, 4))),),
+    "split-kv f32/f16": ((128, (Shape(64, 64, 2, 4), Shape(32, 64, 2, 4))), (256, (Shape(64, 32, 4, 2),))),
+    "share-kv f32/f16": ((128, (Shape(64, 64, 4, min_blocks=2),)),),
+    "share-qkv f32/f16": ((128, (Shape(64, 32, 4, min_blocks=2),)),),
+    "share-kv stage1": (
+        (64, (Shape(64, 64, 4, min_blocks=4),)),
+        (128, (Shape(128, 48, 4, min_blocks=2), Shape(64, 32, 4))),
+    ),
+    "share-qkv stage1": (
+        (64, (Shape(128, 64, 4, min_blocks=2), Shape(64, 32, 4))),
+        (128, (Shape(64, 64, 4, min_blocks=2),)),
+        (256, (Shape(128, 32, 8), Shape(64, 32, 4))),
+    ),
+}
+LATENCY: Table = {
+    "split-kv": (
+        (64, (Shape(16, 512, 1, 4), Shape(16, 256, 1, 4), Shape(16, 128, 1, 4))),
+        (128, (Shape(16, 256, 1, 4), Shape(16, 128, 1, 4), Shape(16, 64, 1, 4))),
+        (256, (Shape(16, 128, 1, 4), Shape(16, 64, 1, 4), Shape(16, 32, 1, 2))),
+    ),
+    "split-q": ((64, (Shape(32, 128, 2),)), (128, (Shape(32, 64, 2),)), (256, (Shape(32, 32, 2),))),
+    "share-kv": ((64, (Shape(32, 128, 2),)), (128, (Shape(32, 64, 2),)), (256, (Shape(32, 32, 2),))),
+    "share-qkv": ((128, (Shape(64, 32, 4),)), (256, (Shape(64, 16, 4),))),
+}
+
+# ((largest head dim, tag that `auto` takes), …), for problems that fill the GPU and for those with few blocks.
+BEST_THROUGHPUT = (
+    (64, "mma(split-q+acc-f32+swizzle-qkv+stage1)"),
+    (128, "mma(split-q+acc-f32+swizzle-qkv+stage2)"),
+    (256, "mma(split-q+acc-f32+swizzle-qkv+stage1)"),
+)
+BEST_LATENCY = ((256, "mma(split-kv+acc-f32+swizzle-qkv+stage1)"),)
+
+
+def few_blocks(problem: AttentionProblem) -> bool:
+    """Whether tiles of 128 rows would leave SMs of a large GPU idle."""
+    return problem.batch * problem.heads * -(-problem.seqlen_q // 128) < FEW_BLOCKS
+
+
+def candidates(family: str, marks: tuple[str, ...], head_dim: int, few: bool) -> tuple[Shape, ...]:
+    """Shapes of a family at a head dim, best first; with few blocks the latency shapes come before the others.
+
+    ``marks`` say what may set a variant apart from its family, the most telling first: its precision (such as
+    ``f16/f32``: accumulators, O storage) and its stage.
+    """
+
+    def row(table: Table) -> tuple[Shape, ...]:
+        keys = [f"{family} {mark}" for mark in marks] + [family]
+        rows = (row for key in keys for row in table.get(key, ()))
+        return next((shapes for largest, shapes in rows if head_dim <= largest), ())
+
+    return (row(LATENCY) if few else ()) + row(THROUGHPUT)
+
+
+def preference(tag: str, problem: AttentionProblem) -> float:
+    """1 for the tag that was fastest for problems of this kind, 0 for the others."""
+    table = BEST_LATENCY if few_blocks(problem) else BEST_THROUGHPUT
+    largest = max(problem.head_dim, problem.head_dim_v)
+    return float(next((best == tag for limit, best in table if largest <= limit), False))

@@ -1,0 +1,104 @@
+"""The argument that every forward kernel takes by value: mirror of ``cuda/params.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashlane.problem import AttentionProblem, Inputs
+
+LOG2_E = math.log2(math.e)
+_SIDES = {"q": ("batch", "row", "head", "column"), "k": ("batch", "row", "head", "column")}
+_SIDES |= {"v": _SIDES["k"], "out": ("batch", "row", "head")}
+_STRIDES = [f"{side}_{axis}" for side, axes in _SIDES.items() for axis in axes]
+_INTEGERS = ("batch", "heads", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+_INTEGERS += ("window_left", "window_right", "shift", "q_blocks", "heads_together")
+
+
+class AttentionParams(ctypes.Structure):
+    """Pointers, strides in elements, sizes, mask and scale of one launch."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
+        *((name, ctypes.c_longlong) for name in _STRIDES),
+        *((name, ctypes.c_int) for name in _INTEGERS),
+        ("scale_log2", ctypes.c_float),
+        ("q_fold", ctypes.c_float),
+    ]
+
+
+def fold_of(scale: float) -> float:
+    """The power of two, at most 1, that an f16 product folds into Q: exact, and the largest not above the scale."""
+    return 2.0 ** max(-14, math.floor(math.log2(scale))) if scale < 1 else 1.0
+
+
+def attention_params(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    q_blocks: int,
+    heads_together: int,
+    q_fold: float = 1.0,
+) -> AttentionParams:
+    """Fill the struct for a launch over tensors in the canonical layout ``(b, s, h, d)``."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    return AttentionParams(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        *out.stride()[:3],
+        problem.batch,
+        problem.heads,
+        problem.group,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.window_left,
+        problem.window_right,
+        problem.shift,
+        q_blocks,
+        heads_together,
+        problem.scale * LOG2_E / q_fold,
+        q_fold,
+    )
+
+
+def unsupported_features(problem: AttentionProblem, dtypes: tuple[str, ...]) -> str | None:
+    """Why a kernel with plain masks (causal, window) and these dtypes cannot run a problem, or None."""
+    if problem.arch is None:
+        return "it needs a GPU"
+    if problem.dtype_name not in dtypes:
+        return f"dtype is {problem.dtype_name}; it takes {' or '.join(dtypes)}"
+    features = ("alibi", "bias", "sinks", "varlen")
+    wanted = [name for name in features if getattr(problem, name)]
+    wanted += [name for name in ("softcap", "dropout_p") if getattr(problem, name)]
+    if wanted:
+        return f"it has no {', '.join(wanted)}"
+    if problem.scale <= 0:
+        return f"scale is {problem.scale:g}; it takes scales above 0"
+    return None
+
+
+def check_outputs(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """The caller's output must be what the kernels write: contiguous columns, and a contiguous f32 LSE."""
+    shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
+    if tuple(out.shape) != shape or out.dtype != problem.dtype or out.stride(-1) != 1:
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; it must be {problem.dtype} {shape} "
+            f"with contiguous columns"
+        )
+    lse_shape = (problem.batch, problem.heads, problem.seqlen_q)
+    if tuple(lse.shape) != lse_shape or str(lse.dtype) != "torch.float32" or not lse.is_contiguous():
+        raise ValueError(f"lse is {lse.dtype} {tuple(lse.shape)}; it must be contiguous torch.float32 {lse_shape}")

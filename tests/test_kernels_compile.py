@@ -1,0 +1,141 @@
+"""Device code without a GPU: what the compiler and the SASS say of every registered kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashlane import jit, registry
+from flashlane.bench.draw import draw_problems
+from flashlane.kernels.mma import shapes
+from flashlane.kernels.mma.attention import MmaAttention
+from flashlane.kernels.mma.config import MmaConfig
+from flashlane.problem import AttentionProblem
+from flashlane.registry import DeviceKernel
+
+KERNELS = [k for k in registry.kernels() if isinstance(k, DeviceKernel)]
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+ENDS_OF_THE_SWIZZLES = [k for k in KERNELS if "swizzle" not in k.tag or "swizzle-qkv" in k.tag]
+FASTEST = {tag for table in (shapes.BEST_THROUGHPUT, shapes.BEST_LATENCY) for _, tag in table}
+SPILLS_ALLOWED = 96
+"""Bytes that a variant which ``auto`` never takes may spill; the ones that it takes spill nothing on their home."""
+
+
+def problem_of(kernel: DeviceKernel, arch: str, head_dim: int, batch: int = 64) -> AttentionProblem:
+    """A problem of a dtype that the kernel takes."""
+    dtype = torch.float32 if kernel.family == "fa1" else torch.float16
+    return AttentionProblem(batch, 8, 8, 1024, 1024, head_dim, head_dim, dtype, head_dim**-0.5, arch=arch)
+
+
+def check(kernel: DeviceKernel, problem: AttentionProblem) -> None:
+    """Compile what the heuristic picks, and read the compiler's report and the SASS."""
+    assert kernel.supports(problem) is None
+    config = kernel.config(problem)
+    needs = kernel.resources(config)
+    assert needs.shared_memory <= jit.shared_limit(problem.arch)
+    compiled = kernel.compile(config, problem.arch)
+    report = compiled.report
+    allowed = 0 if kernel.tag in FASTEST and problem.arch == "sm_90a" else SPILLS_ALLOWED
+    assert report.spill_stores <= allowed, f"{report.spill_stores} bytes of spills"
+    assert not [w for w in report.warnings if "spill" not in w]
+    occupancy = jit.occupancy(problem.arch, needs.threads, report.registers, needs.shared_memory)
+    assert occupancy.blocks >= getattr(config, "min_blocks", 1) or occupancy.limit == "shared memory"
+    if kernel.family != "mma" or problem.arch != "sm_90a":
+        return  # disassembling takes as long as compiling; the instructions are the same on every architecture
+    counts = jit.instruction_counts(compiled.cubin)
+    if counts is None:
+        return
+    assert counts["HMMA"] > 0 and counts["LDSM"] > 0 and counts["MUFU.EX2"] > 0
+    if isinstance(config, MmaConfig):
+        assert (counts.get("LDGSTS", 0) > 0) == config.vector
+    if report.spill_stores == 0:
+        assert counts.get("STL", 0) == 0
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.tag)
+def test_compiles(kernel: DeviceKernel) -> None:
+    check(kernel, problem_of(kernel, "sm_90a", 128))
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch != "sm_90a"])
+@pytest.mark.parametrize("kernel", ENDS_OF_THE_SWIZZLES, ids=lambda k: k.tag)
+def test_compiles_elsewhere(kernel: DeviceKernel, arch: str) -> None:
+    """Padded and fully swizzled; between them only constants of addresses differ (``make compile`` does them all)."""
+    check(kernel, problem_of(kernel, arch, 128))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 256])
+@pytest.mark.parametrize(
+    "kernel", [k for k in KERNELS if k.tag in FASTEST or "swizzle" not in k.tag], ids=lambda k: k.tag
+)
+def test_compiles_at_other_head_dims(kernel: DeviceKernel, head_dim: int) -> None:
+    problem = problem_of(kernel, "sm_90a", head_dim)
+    if kernel.supports(problem) is None:
+        check(kernel, problem)
+    else:
+        assert kernel.tag == "mma(naive)" and head_dim == 256
+
+
+@pytest.mark.parametrize("tag", sorted(FASTEST))
+def test_few_blocks_bf16_and_odd_rows_compile(tag: str) -> None:
+    """The other ways the heuristic goes: a problem with few blocks, bf16, rows off 16 bytes."""
+    kernel = registry.get(tag)
+    base = problem_of(kernel, "sm_90a", 64, batch=1)
+    for change in ({}, {"dtype": torch.bfloat16}, {"aligned": False, "head_dim": 59, "head_dim_v": 59}):
+        problem = AttentionProblem(**{**base.__dict__, **change})
+        config = kernel.config(problem)
+        assert config.vector == problem.aligned and config.dtype == problem.dtype_name
+        assert kernel.compile(config, "sm_90a").report.spill_stores <= SPILLS_ALLOWED
+
+
+def test_every_tag_is_a_point_of_the_grid() -> None:
+    """families × accumulators × O storage × swizzles × stages, no hole, names as the founding logs have them."""
+    tags = {k.tag for k in KERNELS if isinstance(k, MmaAttention)}
+    assert len(tags) == 4 * 2 * 2 * 4 * 2
+    founding = ("mma(split-kv+stage1)", "mma(split-q+stage2)", "mma(split-q+share-kv+stage1)")
+    founding += ("mma(split-q+share-qkv+swizzle-qk+stage2)", "mma(split-q+share-qkv+acc-f32+stage1)", "mma(naive)")
+    assert set(founding) <= {k.tag for k in KERNELS}
+
+
+def test_shared_memory_is_that_of_the_founding_table() -> None:
+    """MMA tiles of the table, padded, f16: 27 and 36 KiB for split-q, 18 KiB for share-qkv at D 64; 34 at D 128."""
+    rows = [
+        ("split-q", 1, 64, shapes.Shape(64, 64, 4), 27),
+        ("split-q", 2, 64, shapes.Shape(64, 64, 4), 36),
+        ("split-q+share-kv", 1, 64, shapes.Shape(128, 64, 4), 27),
+        ("split-q+share-kv", 2, 64, shapes.Shape(128, 64, 4), 36),
+        ("split-q+share-qkv", 1, 64, shapes.Shape(128, 64, 4), 18),
+        ("split-q+share-qkv", 2, 64, shapes.Shape(128, 64, 4), 18),
+        ("split-q+share-qkv", 2, 128, shapes.Shape(128, 64, 8), 34),
+    ]
+    for split, stage, head_dim, shape, kib in rows:
+        kernel = registry.get(f"mma({split}+stage{stage})")
+        config = kernel.variant.at(problem_of(kernel, "sm_90a", head_dim), shape)
+        assert config.shared_memory == kib * 1024, (split, stage, head_dim)
+
+
+def test_refusals_name_the_reason() -> None:
+    kernel = registry.get("mma(split-q+acc-f32+stage1)")
+    base = problem_of(kernel, "sm_90a", 64)
+    for change, words in (
+        ({"arch": None}, "GPU"),
+        ({"dtype": torch.float32}, "f16 or bf16"),
+        ({"head_dim": 320}, "320"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"alibi": True, "sinks": True}, "alibi, sinks"),
+        ({"scale": -1.0}, "scale"),
+        ({"arch": "sm_75"}, "sm_75"),
+    ):
+        reason = kernel.supports(AttentionProblem(**{**base.__dict__, **change}))
+        assert reason is not None and words in reason, change
+
+
+def test_drawn_problems_are_legal_and_various() -> None:
+    """What the GPU tests draw: the validator takes every one, and the corners are among them."""
+    drawn = draw_problems(300, seed=5)
+    for item in drawn[:40]:
+        problem, inputs = item.build(torch.float16, torch.device("cpu"))
+        assert inputs.q.shape == (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim)
+    assert {d.seqlen_q for d in drawn} >= {0, 1, 63, 65, 127, 1023}
+    assert {d.head_dim for d in drawn} >= {40, 59, 64, 111, 128, 256}
+    assert any(d.heads != d.kv_heads for d in drawn) and any(d.head_dim != d.head_dim_v for d in drawn)
