@@ -1,0 +1,140 @@
+"""Check every GPU kernel on some hundreds of drawn problems, on a GPU, and write what came out.
+
+    PYTHONPATH=src python3 benchmarks/correctness.py [--problems 320] [--out FILE.json] [--tags split-q,naive]
+
+Each problem draws its lengths (ragged, cross, empty, one token), heads (GQA, MQA), head dims (d_v ≠ d, odd ones), mask,
+strides and values anew from the seed. Every kernel runs every problem in a dtype that it takes, writes into poisoned
+buffers, and is judged by the peers' relative rule (flashlane.bench.check). A kernel that refuses a problem is counted
+with its reason. Exit status 1 when anything fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import math
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+
+from flashlane import registry
+from flashlane.bench.check import Oracle
+from flashlane.bench.draw import draw_problems
+from flashlane.bench.environment import environment
+from flashlane.bench.results import write_atomically
+from flashlane.problem import DTYPES, AttentionProblem
+from flashlane.registry import DeviceKernel
+
+
+@dataclass
+class Tally:
+    """One kernel's record."""
+
+    problems: int = 0
+    failures: int = 0
+    worst_ratio: float = 0.0
+    worst_problem: str = ""
+    worst_relative_l2: float = 0.0
+
+
+def dtypes_of(kernel: DeviceKernel) -> list[torch.dtype]:
+    """The dtypes that a kernel takes, by asking it."""
+    base = AttentionProblem(1, 1, 1, 64, 64, 64, 64, torch.float16, 0.125, arch="sm_90a")
+    return [d for d in DTYPES.values() if kernel.supports(AttentionProblem(**{**base.__dict__, "dtype": d})) is None]
+
+
+def compile_all(kernels: list[DeviceKernel], problems: list[AttentionProblem], progress: Progress) -> None:
+    """Compile every (kernel, configuration) that the run will meet, many at a time."""
+    jobs = {}
+    for kernel in kernels:
+        for problem in problems:
+            if kernel.supports(problem) is None:
+                config = kernel.config(problem)
+                jobs.setdefault((kernel.kernel_source(config), problem.arch), (kernel, config))
+    task = progress.add_task(f"compiling {len(jobs)} configurations", total=len(jobs))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(lambda job: job[1][0].compile(job[1][1], job[0][1]), jobs.items()):
+            progress.advance(task)
+
+
+def main() -> int:
+    """Run, print one line a kernel, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", type=int, default=320)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/correctness.json"))
+    parser.add_argument("--tags", default="", help="only kernels whose tag contains one of these words")
+    arguments = parser.parse_args()
+    device = torch.device("cuda", 0)
+    words = [word for word in arguments.tags.split(",") if word]
+    kernels = [k for k in registry.kernels() if isinstance(k, DeviceKernel)]
+    kernels = [k for k in kernels if not words or any(word in k.tag for word in words)]
+    takes = {k.tag: dtypes_of(k) for k in kernels}
+    drawn = draw_problems(arguments.problems, arguments.seed)
+    tallies: dict[str, Tally] = collections.defaultdict(Tally)
+    refused: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    failed: list[dict[str, str]] = []
+    wanted = sorted({d for ds in takes.values() for d in ds}, key=str)
+
+    with Progress(console=None, transient=True) as progress, torch.no_grad():
+        meets = [item.build(dtype, device)[0] for item in drawn for dtype in wanted]
+        compile_all(kernels, meets, progress)
+        task = progress.add_task("checking", total=len(drawn))
+        for number, item in enumerate(drawn):
+            built = {dtype: item.build(dtype, device) for dtype in wanted}
+            oracles = {dtype: Oracle(problem, inputs) for dtype, (problem, inputs) in built.items()}
+            for kernel in kernels:
+                dtype = takes[kernel.tag][number % len(takes[kernel.tag])]
+                problem, inputs = built[dtype]
+                reason = kernel.supports(problem)
+                if reason is not None:
+                    refused[kernel.tag][reason] += 1
+                    continue
+                shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
+                out = torch.full(shape, math.nan, dtype=dtype, device=device)
+                lse = torch.full((shape[0], shape[2], shape[1]), math.nan, device=device)
+                kernel.forward(problem, inputs, out, lse)
+                verdict = oracles[dtype].judge(out, lse, kernel.low_precision_reference(problem))
+                tally = tallies[kernel.tag]
+                tally.problems += 1
+                tally.failures += not verdict.ok
+                if verdict.ratio > tally.worst_ratio:
+                    tally.worst_ratio, tally.worst_problem = verdict.ratio, problem.describe()
+                tally.worst_relative_l2 = max(tally.worst_relative_l2, verdict.relative_l2)
+                if not verdict.ok:
+                    failed.append({"tag": kernel.tag, "problem": f"{item} {dtype}", "message": verdict.message})
+            progress.advance(task)
+
+    for kernel in kernels:
+        tally = tallies[kernel.tag]
+        print(
+            f"{kernel.tag:<62} {tally.problems:4d} problems  {tally.failures:3d} failures  "
+            f"error / allowed {tally.worst_ratio:6.3f}  relative {tally.worst_relative_l2:.2e}"
+        )
+    for failure in failed[:20]:
+        print("FAIL", failure["tag"], failure["problem"], failure["message"])
+    runs = sum(tally.problems for tally in tallies.values())
+    print(f"{len(drawn)} problems, {len(kernels)} kernels, {runs} checked runs, {len(failed)} failures")
+    body = {
+        "format": "flashlane-correctness/1",
+        "environment": environment(device),
+        "problems": len(drawn),
+        "seed": arguments.seed,
+        "runs": runs,
+        "failures": len(failed),
+        "failed": failed,
+        "kernels": {tag: vars(tally) for tag, tally in tallies.items()},
+        "refused": {tag: dict(reasons) for tag, reasons in refused.items()},
+    }
+    write_atomically(arguments.out, json.dumps(body, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""Timing: implementations interleaved round by round, device events on a GPU, a clock on the CPU.
+
+One round times every implementation once, and every other round runs them in reverse order, so that drift of the
+clock or of the temperature falls on all alike. An implementation's figure in a round is the median of that round's
+iterations; its time is the median of its rounds, its spread the distance between their quartiles.
+
+On a GPU every iteration has its own pair of events, and before each the L2 cache is flushed by writing a buffer of
+twice its size, outside the events: every iteration finds its inputs in device memory. With ``graph`` an
+implementation is captured, several calls back to back, in a CUDA graph, and a replay is timed: the cost of the host
+is gone, and the inputs stay in L2 where they fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+GRAPH_CALLS = 20
+"""Calls captured in one graph at most; fewer when they are long."""
+
+
+class Timeable(Protocol):
+    """What is timed: a name, a call without arguments, and a context that must be active around the calls."""
+
+    tag: str
+
+    def call(self) -> object: ...
+
+    def context(self) -> contextlib.AbstractContextManager[object]: ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to measure."""
+
+    rounds: int = 7
+    round_ms: float = 8.0
+    """A round repeats an implementation for at least about this long."""
+    warmup_ms: float = 60.0
+    """Each implementation runs for at least about this long before the first round."""
+    warmup: int = 2
+    """And at least this often."""
+    max_iterations: int = 200
+    budget_ms: float = 8000.0
+    """An implementation whose rounds would take longer than this in all gets fewer of them (two at least)."""
+    graph: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call."""
+
+    median: float
+    quartile_low: float
+    quartile_high: float
+    fastest: float
+    slowest: float
+    rounds: int
+    iterations: int
+    """Calls a round."""
+    method: str
+    """How: the ``method`` of the clock."""
+    samples: tuple[float, ...] = field(repr=False, default=())
+    """The median of each round, in the order they ran."""
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles as a fraction of the median."""
+        return (self.quartile_high - self.quartile_low) / self.median if self.median else 0.0
+
+
+def interleaved(count: int, rounds: int) -> Iterator[tuple[int, int]]:
+    """(round, index) in the order in which they run: every other round backwards."""
+    for number in range(rounds):
+        order = range(count) if number % 2 == 0 else reversed(range(count))
+        yield from ((number, index) for index in order)
+
+
+def summarise(samples: Sequence[float], iterations: int, method: str) -> Timing:
+    """Median, quartiles and extremes of the rounds' figures."""
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+    return Timing(median, low, high, min(samples), max(samples), len(samples), iterations, method, tuple(samples))
+
+
+class Clock(Protocol):
+    """One way of timing calls on a device."""
+
+    method: str
+
+    def prepare(self, item: Timeable) -> Callable[[], object]:
+        """What a round calls; ready when this returns."""
+
+    def time(self, call: Callable[[], object], iterations: int) -> list[float]:
+        """Milliseconds of each of ``iterations`` calls."""
+
+
+class HostClock:
+    """``time.perf_counter`` around each call: the CPU runs what it is given before it returns."""
+
+    method = "host clock"
+
+    def prepare(self, item: Timeable) -> Callable[[], object]:
+        return item.call
+
+    def time(self, call: Callable[[], object], iterations: int) -> list[float]:
+        samples = []
+        for _ in range(iterations):
+            start = time.perf_counter()
+            call()
+            samples.append((time.perf_counter() - start) * 1e3)
+        return samples
+
+
+class EventClock:
+    """A pair of events around each call on torch's current stream, L2 flushed between calls."""
+
+    method = "device events, L2 flushed"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self.flush = torch.empty(2 * max(l2_bytes, 1 << 20), dtype=torch.uint8, device=device)
+
+    def prepare(self, item: Timeable) -> Callable[[], object]:
+        return item.call
+
+    def time(self, call: Callable[[], object], iterations: int) -> list[float]:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(iterations)]
+        for start, end in events:
+            self.flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(end) for start, end in events]
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """A captured graph and how many calls it holds."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+class GraphClock:
+    """A replay of a CUDA graph that holds several calls; the time is divided by their number."""
+
+    method = "CUDA-graph replay, L2 warm"
+
+    def __init__(self, device: torch.device, settings: Settings) -> None:
+        self.device, self.round_ms = device, settings.round_ms
+
+    def prepare(self, item: Timeable) -> Callable[[], object]:
+        stream = torch.cuda.current_stream(self.device)
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with item.context():
+            with torch.cuda.stream(side):  # the calls before a capture run on a stream of their own
+                item.call()
+                took = _elapsed(item.call)
+            stream.wait_stream(side)
+            calls = max(1, min(GRAPH_CALLS, int(self.round_ms / max(took, 1e-3))))
+            with torch.cuda.graph(graph):
+                for _ in range(calls):
+                    item.call()
+        return _Replay(graph, calls)
+
+    def time(self, call: Callable[[], object], iterations: int) -> list[float]:
+        calls = call.calls if isinstance(call, _Replay) else 1
+        return [_elapsed(call) / calls for _ in range(max(1, iterations // calls))]
+
+
+def _elapsed(call: Callable[[], object]) -> float:
+    """Milliseconds between two events around a call on the current stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def clock_for(device: torch.device, settings: Settings) -> Clock:
+    """The clock of a device.
+
+    Raises:
+        ValueError: ``graph`` was asked for on the CPU.
+    """
+    if device.type == "cuda":
+        return GraphClock(device, settings) if settings.graph else EventClock(device)
+    if settings.graph:
+        raise ValueError(f"--graph replays CUDA graphs; the device is {device}, which has none")
+    return HostClock()
+
+
+def measure(
+    items: Sequence[Timeable],
+    clock: Clock,
+    settings: Settings,
+    progress: Callable[[str], None] = lambda tag: None,
+) -> list[Timing | Exception]:
+    """Time all items against each other; an item that raises gives its exception and the others go on."""
+    calls: list[Callable[[], object] | None] = []
+    results: list[Timing | Exception | None] = [None] * len(items)
+    plans: list[tuple[int, int]] = []
+    for index, item in enumerate(items):
+        progress(item.tag)
+        try:
+            call = clock.prepare(item)
+            with item.context():
+                plans.append(_plan(_warm(call, clock, settings), settings))
+            calls.append(call)
+        except Exception as error:  # a peer may raise anything; it becomes a row that says so
+            results[index] = error
+            plans.append((0, 0))
+            calls.append(None)
+    samples: list[list[float]] = [[] for _ in items]
+    for number, index in interleaved(len(items), max((rounds for rounds, _ in plans), default=0)):
+        rounds, iterations = plans[index]
+        call = calls[index]
+        if call is None or number >= rounds or results[index] is not None:
+            continue
+        progress(items[index].tag)
+        try:
+            with items[index].context():
+                samples[index].append(statistics.median(clock.time(call, iterations)))
+        except Exception as error:
+            results[index] = error
+    return [
+        done if done is not None else summarise(samples[index], plans[index][1], clock.method)
+        for index, done in enumerate(results)
+    ]
+
+
+def _warm(call: Callable[[], object], clock: Clock, settings: Settings) -> float:
+    """Run until it is warm; what one call takes, in milliseconds."""
+    clock.time(call, 1)  # the first call compiles, loads and allocates
+    estimate, spent, count = math.inf, 0.0, 1
+    while count < settings.warmup or (spent < settings.warmup_ms and count < 10 * settings.max_iterations):
+        iterations = 1 if math.isinf(estimate) else max(1, min(50, int(settings.warmup_ms / 4 / max(estimate, 1e-3))))
+        times = clock.time(call, iterations)
+        estimate = statistics.median(times)
+        spent += sum(times)
+        count += iterations
+    return estimate if math.isfinite(estimate) else statistics.median(clock.time(call, 1))
+
+
+def _plan(estimate_ms: float, settings: Settings) -> tuple[int, int]:
+    """(rounds, iterations a round) for a call of that length."""
+    estimate_ms = max(estimate_ms, 1e-4)
+    iterations = max(1, min(settings.max_iterations, math.ceil(settings.round_ms / estimate_ms)))
+    affordable = int(settings.budget_ms / (iterations * estimate_ms))
+    return max(min(2, settings.rounds), min(settings.rounds, affordable)), iterations

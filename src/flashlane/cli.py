@@ -1,0 +1,215 @@
+"""``flashlane``: the command line."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flashlane import __version__
+from flashlane.bench import options as o
+
+BAD_INPUT = (ValueError, TypeError, NotImplementedError, FileNotFoundError, ImportError)
+app = typer.Typer(
+    name="flashlane",
+    help="Exact attention from hand-written PTX: bench it, see what the compiler made of it, ask which kernel runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The entry point of the ``flashlane`` script."""
+    app()
+
+
+def explained(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose bad input ends in one line on stderr and status 2, not in a traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **keywords: Any) -> None:
+        try:
+            command(*args, **keywords)
+        except BAD_INPUT as error:
+            Console(file=sys.stderr).print(
+                f"[bold red]error:[/] {_escaped(str(error))}", soft_wrap=True, highlight=False
+            )
+            raise typer.Exit(2) from error
+
+    return run
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"flashlane {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def compile_command(
+    batch: o.Batch = None,
+    heads: o.Heads = None,
+    seqlen: o.Seqlen = None,
+    head_dim: o.HeadDim = None,
+    kv_heads: o.KvHeads = None,
+    seqlen_k: o.SeqlenK = None,
+    causal: o.Causal = None,
+    alignment: o.AlignmentName = "bottom-right",
+    dtype: o.Dtype = None,
+    tags: o.Tags = "",
+    kernels: o.Kernels = "",
+    arch: Annotated[str, o.option("--arch", help="Architectures to compile for, in a list.", panel=o.OUTPUT)] = "",
+    everything: Annotated[
+        bool,
+        o.option(
+            "--all",
+            help="Every configuration that a heuristic can choose, for every architecture it ships on (or --arch).",
+            panel=o.OUTPUT,
+        ),
+    ] = False,
+    strict: Annotated[
+        bool,
+        o.option("--strict/--no-strict", help="Status 1 for spills and compiler warnings too.", panel=o.OUTPUT),
+    ] = True,
+    json_: Annotated[bool, o.option("--json", help="Print the report as JSON.", panel=o.OUTPUT)] = False,
+) -> None:
+    """Compile the GPU kernels and report what the compiler made of them; no GPU is needed.
+
+    Registers, spills, shared memory, blocks a multiprocessor, occupancy, instruction counts, seconds. Without --all:
+    the configuration that each kernel would choose for the given sizes (default B1 H8 N8192 D64).
+
+    Exit status: 0 all is right, 1 a kernel did not compile, spilled or drew a warning, 2 bad input.
+    """
+    from flashlane.bench import compile_report
+    from flashlane.bench.command import REPORT_ARCH
+    from flashlane.bench.runner import Selection
+
+    archs = [compile_report.check_arch(name) for name in o.words_of(arch)]
+    selection = Selection(o.words_of(tags), o.words_of(kernels))
+    chosen = [k for k in selection.kernels() if isinstance(k, compile_report.DeviceKernel)]
+    if everything:
+        usages = compile_report.report_shipped(archs or None, chosen)
+    else:
+        grid = o.grid_of(batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+        usages = [
+            usage
+            for name in archs or [REPORT_ARCH]
+            for problem in grid.problems(name, o.shapes_of(on_gpu=True, quick=False)[:1])
+            for usage in compile_report.report_problem(problem, name, chosen)
+        ]
+    _print_usages(usages, json_)
+    if any(compile_report.is_wrong(usage, strict) for usage in usages):
+        raise typer.Exit(1)
+
+
+def _print_usages(usages: list[Any], as_json: bool) -> None:
+    import dataclasses
+    import json
+
+    from flashlane.bench.table import make_console, print_compiled
+
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(usage) for usage in usages], indent=1))
+        return
+    console = make_console()
+    print_compiled(usages, console)
+    made = [u for u in usages if u.registers is not None]
+    spilled, failed = sum(1 for u in made if u.spills), sum(1 for u in usages if u.error)
+    fresh = [u.seconds for u in made if not u.cached]
+    console.print(
+        f"{len(made)} compiled, {spilled} with spills, {sum(1 for u in made if u.warnings)} with warnings, "
+        f"{failed} failed; {len(fresh)} fresh, {sum(fresh):.1f} s of compiling"
+    )
+
+
+def explain_command(
+    batch: o.Batch = None,
+    heads: o.Heads = None,
+    seqlen: o.Seqlen = None,
+    head_dim: o.HeadDim = None,
+    kv_heads: o.KvHeads = None,
+    seqlen_k: o.SeqlenK = None,
+    causal: o.Causal = None,
+    alignment: o.AlignmentName = "bottom-right",
+    dtype: o.Dtype = None,
+    kernel: Annotated[
+        str | None, o.option("--kernel", help="Force this kernel, and say whether it can.", panel=o.WHICH)
+    ] = None,
+    arch: Annotated[
+        str | None,
+        o.option("--arch", help="An architecture (sm_90a) or cpu. Default: this machine's.", panel=o.OUTPUT),
+    ] = None,
+) -> None:
+    """Say which kernel would run for given sizes, and why each other one would not.
+
+    Exit status: 0 a kernel runs it, 2 bad input or none does.
+    """
+    from flashlane.bench.compile_report import check_arch
+    from flashlane.bench.runner import resolve_device
+    from flashlane.dispatch import explain_problem
+    from flashlane.problem import arch_of
+
+    target = arch_of(resolve_device(None))
+    if arch is not None:
+        target = None if arch == "cpu" else check_arch(arch)
+    grid = o.grid_of(batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+    for problem in grid.problems(target, o.shapes_of(on_gpu=True, quick=False)[:1]):
+        typer.echo(str(explain_problem(problem, kernel)))
+
+
+def doctor_command(
+    json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say what this machine has, and what each missing thing costs: GPU, driver, NVRTC, torch, Triton, cache, peers."""
+    from flashlane import doctor
+    from flashlane.bench.table import make_console
+
+    report = doctor.examine()
+    if json_:
+        typer.echo(report.to_json())
+        return
+    console = make_console()
+    console.print(doctor.render(report))
+    console.print(report.verdict)
+
+
+def _add_commands() -> None:
+    from flashlane.bench.command import command as bench_command
+    from flashlane.capture import command as capture_command
+    from flashlane.commands.budget import budget_command
+    from flashlane.commands.layout import layout_command
+
+    for name, command in (
+        ("bench", bench_command),
+        ("compile", compile_command),
+        ("explain", explain_command),
+        ("doctor", doctor_command),
+        ("capture", capture_command),
+        ("layout", layout_command),
+        ("budget", budget_command),
+    ):
+        app.command(name)(explained(command))
+
+
+_add_commands()

@@ -1,0 +1,100 @@
+"""The compile report: every kernel has a line, compiled or with its reason; failures are lines, not crashes."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from flashlane import bench, jit, registry
+from flashlane.bench import compile_report
+from flashlane.bench.compile_report import Usage, is_wrong, report_problem, usage_of
+from flashlane.bench.table import print_compiled
+from flashlane.registry import DeviceKernel, Resources
+
+BODY = 'extern "C" __global__ void fake(float* out) { out[threadIdx.x] = cfg::SCALE * out[0]; }'
+
+
+class FakeDeviceKernel(DeviceKernel):
+    family, summary, source = "fake", "writes", "none"
+
+    def __init__(self, body=BODY, tag="fake(device)"):
+        self.tag = tag
+        self.body = '#include "config.cuh"\n' + body
+
+    def supports(self, problem):
+        return None if problem.head_dim <= 64 else f"head_dim is {problem.head_dim}; it takes up to 64"
+
+    def forward(self, problem, inputs, out, lse):
+        raise AssertionError("never run without a GPU")
+
+    def config(self, problem):
+        return problem.head_dim
+
+    def kernel_source(self, config):
+        return jit.KernelSource("fake.cu", self.body, "fake", (("SCALE", config),))
+
+    def resources(self, config):
+        return Resources(threads=128, shared_memory=1024 * config)
+
+    def shipped(self):
+        yield 32, ("sm_80", "sm_90a")
+        yield 64, ("sm_90a",)
+
+
+def test_report_reads_the_compiler():
+    usage = usage_of(FakeDeviceKernel(), 32, "sm_90a")
+    assert usage.registers > 0 and usage.spills == 0 and usage.shared_bytes == 32 * 1024 and usage.threads == 128
+    assert usage.blocks == jit.occupancy("sm_90a", 128, usage.registers, usage.shared_bytes).blocks > 0
+    assert usage.seconds >= 0 and not usage.error and not is_wrong(usage)
+
+
+def test_reasons_and_failures_are_lines():
+    kernels = [FakeDeviceKernel(), FakeDeviceKernel("not C++", "fake(broken)")]
+    small, large = bench.make_problem(1, 1, 64, 64), bench.make_problem(1, 1, 64, 128)
+    fine, broken = report_problem(small, "sm_80", kernels)
+    assert fine.registers and "CompileError: fake.cu does not compile" in broken.error and is_wrong(broken)
+    assert {u.reason for u in report_problem(large, "sm_80", kernels)} == {"head_dim is 128; it takes up to 64"}
+
+
+def test_shipped_is_every_configuration_on_its_architectures():
+    usages = compile_report.report_shipped(None, [FakeDeviceKernel()])
+    assert [(u.config, u.arch) for u in usages] == [("32", "sm_80"), ("32", "sm_90a"), ("64", "sm_90a")]
+    assert len(compile_report.report_shipped(["sm_80"], [FakeDeviceKernel()])) == 1
+
+
+def test_after_the_deadline_kernels_are_left_out_and_said_so():
+    (usage,) = report_problem(bench.make_problem(1, 1, 64, 64), "sm_90a", [FakeDeviceKernel()], deadline=0.0)
+    assert usage.registers is None and usage.reason == compile_report.LATE and usage.config == "64"
+
+
+def test_strictness():
+    spilled, warned = Usage("t", "sm_80", spill_stores=4, spill_loads=0), Usage("t", "sm_80", warnings=("w",))
+    assert is_wrong(spilled) and is_wrong(warned) and not is_wrong(spilled, strict=False)
+
+
+def test_instruction_counts_are_kept(monkeypatch):
+    first = usage_of(FakeDeviceKernel(), 48, "sm_90a").instructions
+    if first is None:
+        pytest.skip("no disassembler here")
+    monkeypatch.setattr(jit, "instruction_counts", lambda cubin: pytest.fail("disassembled again"))
+    assert usage_of(FakeDeviceKernel(), 48, "sm_90a").instructions == first and sum(first.values()) > 2
+
+
+@pytest.fixture(scope="module")
+def usages():
+    return report_problem(bench.make_problem(1, 2, 128, 64), "sm_90a")
+
+
+def test_every_registered_kernel_has_a_line(usages):
+    assert [u.tag for u in usages] == [k.tag for k in registry.kernels() if isinstance(k, DeviceKernel)]
+    for usage in usages:
+        assert usage.registers or usage.reason, (usage.tag, usage.error)
+
+
+@pytest.mark.parametrize("width", [120, 200])
+def test_no_line_is_wider_than_the_terminal(usages, width):
+    text = io.StringIO()
+    print_compiled(usages, Console(file=text, width=width))
+    assert max(map(len, text.getvalue().splitlines())) <= width
+    flat = text.getvalue().replace("\n  +", "+")
+    assert "compiled for sm_90a" in flat and "…" not in flat
