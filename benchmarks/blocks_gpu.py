@@ -3,8 +3,9 @@
     python benchmarks/blocks_gpu.py results/blocks.json
     python benchmarks/blocks_gpu.py results/blocks.json --block hgemm --size 4096
 
-Each block runs in a process of its own with a time limit, so that a kernel that hangs, or that leaves the CUDA context
-unusable, costs its own block only; what that had measured by then is kept. Exits 1 when anything failed.
+Each block runs in a process of its own with a time limit. A kernel that hangs, or that leaves the CUDA context
+unusable, costs the rest of its group (one operation on one input): a new process goes on with the next one. Exits 1
+when anything failed.
 """
 
 from __future__ import annotations
@@ -14,36 +15,25 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import islice
 from pathlib import Path
 
 SECONDS = 240
-"""Limit of one block."""
+"""Limit of one process."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", type=Path, help="the JSON file to write")
-    parser.add_argument("--block", action="append", help="hgemm, softmax or activation; all when absent")
-    parser.add_argument("--size", type=int, default=8192, help="M = N = K of hgemm")
-    parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of one block")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-
+    arguments = parsed()
     from flashlane.blocks import bench
 
-    unknown = set(arguments.block or ()) - set(bench.BLOCKS)
-    if unknown:
-        parser.error(f"--block is {', '.join(sorted(unknown))}; it may be {', '.join(bench.BLOCKS)}")
     if arguments.child:
-        run_block(arguments.block[0], arguments.size, arguments.path)
-        return 0
+        return run_block(arguments.block[0], arguments.size, arguments.first, arguments.path)
     rows, machine, failures = [], {}, []
     for block in arguments.block or bench.BLOCKS:
-        found, message = in_a_process(block, arguments.size, arguments.seconds)
-        machine = machine or found.get("environment", {})
-        rows += [bench.Row(**row) for row in found.get("rows", [])]
-        if message:
-            failures.append(f"{block}: {message}")
+        found, problems = in_processes(block, arguments)
+        machine = machine or found["environment"]
+        rows += [bench.Row(**row) for row in found["rows"]]
+        failures += [f"FAILED {block}: {problem}" for problem in problems]
     print(bench.table(rows))
     for group, tag in bench.best_by_group(rows).items():
         print(f"best  {group:<44} {tag}")
@@ -54,21 +44,47 @@ def main() -> int:
     return 1 if failures or not rows or any(not row.ok for row in rows) else 0
 
 
-def in_a_process(block: str, size: int, seconds: int) -> tuple[dict, str]:
-    """What a block's process wrote, and what went wrong with it."""
+def parsed() -> argparse.Namespace:
+    from flashlane.blocks import bench
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, help="the JSON file to write")
+    parser.add_argument("--block", action="append", choices=list(bench.BLOCKS), help="all of them when absent")
+    parser.add_argument("--size", type=int, default=8192, help="M = N = K of hgemm")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of one process")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def in_processes(block: str, arguments: argparse.Namespace) -> tuple[dict, list[str]]:
+    """What a block's processes wrote, and what went wrong with them."""
+    result, problems, first = {"environment": {}, "rows": []}, [], 0
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "rows.json")
-        command = [sys.executable, __file__, str(path), "--child", "--block", block, "--size", str(size)]
-        try:
-            code = subprocess.run(command, timeout=seconds, check=False).returncode
-            message = "" if code == 0 else f"its process ended with {code}"
-        except subprocess.TimeoutExpired:
-            message = f"its process ran past {seconds} s"
-        return (json.loads(path.read_text()) if path.exists() else {}), message
+        while True:
+            path = Path(folder, f"{first}.json")
+            command = [sys.executable, __file__, str(path), "--child", "--block", block]
+            command += ["--size", str(arguments.size), "--first", str(first)]
+            try:
+                code = subprocess.run(command, timeout=arguments.seconds, check=False).returncode
+                problem = f"a process ended with {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                problem = f"a process ran past {arguments.seconds} s"
+            found = json.loads(path.read_text()) if path.exists() else None
+            if found:
+                result["environment"] = result["environment"] or found["environment"]
+                result["rows"] += found["rows"]
+            if not problem:
+                return result, problems
+            begun = found["groups"] if found else []
+            problems.append(f"{problem} at {begun[-1] if begun else 'its start'}")
+            if not begun:
+                return result, problems
+            first += len(begun)
 
 
-def run_block(block: str, size: int, path: Path) -> None:
-    """Check and time one block; the file is rewritten after every group."""
+def run_block(block: str, size: int, first: int, path: Path) -> int:
+    """Check and time one block from a group on; the file is rewritten before and after each."""
     import torch
 
     from flashlane.bench.environment import environment
@@ -76,12 +92,16 @@ def run_block(block: str, size: int, path: Path) -> None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     groups = bench.hgemm_groups(device, size) if block == "hgemm" else bench.BLOCKS[block](device)
-    result = {"environment": environment(device), "rows": []}
-    for group in groups:
+    result = {"environment": environment(device), "groups": [], "rows": []}
+    for group in islice(groups, first, None):
+        result["groups"].append(group.name)
+        path.write_text(json.dumps(result))
         rows = bench.run_group(group, bench.SETTINGS, device)
         result["rows"] += [row.to_dict() for row in rows]
         path.write_text(json.dumps(result))
         print(f"{group.block} {group.name}: {sum(row.ok for row in rows)} of {len(rows)} right", file=sys.stderr)
+        torch.cuda.synchronize(device)  # raises when a kernel broke the context; another process goes on
+    return 0
 
 
 if __name__ == "__main__":

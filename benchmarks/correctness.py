@@ -15,6 +15,7 @@ import collections
 import json
 import math
 import os
+import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,6 +50,13 @@ def dtypes_of(kernel: DeviceKernel) -> list[torch.dtype]:
     return [d for d in DTYPES.values() if kernel.supports(AttentionProblem(**{**base.__dict__, "dtype": d})) is None]
 
 
+def chosen(words: list[str], unlisted: int, chance: random.Random) -> list[DeviceKernel]:
+    """The listed GPU kernels, or with ``unlisted`` that many of the others; of either those with one of the words."""
+    kernels = [k for k in registry.kernels() if isinstance(k, DeviceKernel) and k.listed == (unlisted == 0)]
+    kernels = [k for k in kernels if not words or any(word in k.tag for word in words)]
+    return kernels if unlisted == 0 else chance.sample(kernels, min(unlisted, len(kernels)))
+
+
 def compile_all(kernels: list[DeviceKernel], problems: list[AttentionProblem], progress: Progress) -> None:
     """Compile every (kernel, configuration) that the run will meet, many at a time."""
     jobs = {}
@@ -70,11 +78,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/correctness.json"))
     parser.add_argument("--tags", default="", help="only kernels whose tag contains one of these words")
+    parser.add_argument("--unlisted", type=int, default=0, help="so many further points of the grid, at random")
     arguments = parser.parse_args()
     device = torch.device("cuda", 0)
     words = [word for word in arguments.tags.split(",") if word]
-    kernels = [k for k in registry.kernels() if isinstance(k, DeviceKernel)]
-    kernels = [k for k in kernels if not words or any(word in k.tag for word in words)]
+    kernels = chosen(words, arguments.unlisted, random.Random(arguments.seed))
     takes = {k.tag: dtypes_of(k) for k in kernels}
     drawn = draw_problems(arguments.problems, arguments.seed)
     tallies: dict[str, Tally] = collections.defaultdict(Tally)

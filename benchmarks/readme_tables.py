@@ -1,10 +1,12 @@
-"""Write README.md's generated parts: the list of kernels, and a table for each committed result.
+"""Write the generated parts of README.md and docs/: tables of kernels, of tile shapes, and of committed results.
 
-    python benchmarks/readme_tables.py           # rewrite README.md
-    python benchmarks/readme_tables.py --check   # exit 1 when README.md is not what would be written
+    python benchmarks/readme_tables.py           # rewrite the documents
+    python benchmarks/readme_tables.py --check   # exit 1 when one is not what would be written
 
-Between ``<!-- bench:NAME:begin -->`` and ``<!-- bench:NAME:end -->`` goes benchmarks/NAME.json, a file that
-``flashlane bench`` wrote; between ``<!-- kernels:begin -->`` and ``<!-- kernels:end -->`` the registry.
+A part stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. NAME is ``kernels`` (the registry),
+``mma-shapes`` (what the mma family's heuristic picks), or ``bench:FILE``: benchmarks/FILE.json as the table that its
+format has. ``bench:FILE/VIEW`` takes another view of it: ``ladder`` and ``founding`` of a file that ``flashlane bench``
+or founding.py wrote, ``roofs`` of the one of blocks_gpu.py. A file that is not there leaves a line that says so.
 """
 
 from __future__ import annotations
@@ -14,30 +16,57 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MARKED = re.compile(r"(<!-- (kernels|bench:([\w.-]+)):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- (kernels|mma-shapes|bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL
+)
 VERSIONS = ("torch", "cuda", "driver", "flashlane")
+NOT_MEASURED = "Not measured yet.\n"
+FLASH, CUDNN = "(flash)", "(cudnn)"
+RUNGS = ("naive", "split-kv", "split-q", "split-q+share-kv", "split-q+share-qkv", "split-q+tiling-qk")
+RUNGS += ("split-q+tiling-qkv",)
+SHAPE_HEAD_DIMS = (64, 128, 256, 512, 1024)
+SHAPE_ARCH = "sm_90a"
+
+Result = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 
-def rendered(readme: str, results: Path) -> str:
-    """The text of README with every generated part made anew from the folder of results and the registry.
+def documents(root: Path = ROOT) -> list[Path]:
+    """README and the pages that have a generated part."""
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    return [page for page in pages if page.is_file() and ":begin -->" in page.read_text(encoding="utf-8")]
+
+
+def rendered(document: str, results: Path, name: str = "README") -> str:
+    """The text of a document with every generated part made anew from the folder of results and the registry.
 
     Raises:
-        ValueError: a marker names a result that is not there, or a file that the bench did not write.
+        ValueError: a marker has no end, or names a file or a view that there is no table for.
     """
-    for begin in re.findall(r"<!-- (\S+):begin -->", readme):
-        if f"<!-- {begin}:end -->" not in readme:
-            raise ValueError(f"README has <!-- {begin}:begin --> but no <!-- {begin}:end -->")
+    for begin in re.findall(r"<!-- (\S+):begin -->", document):
+        if f"<!-- {begin}:end -->" not in document:
+            raise ValueError(f"{name} has <!-- {begin}:begin --> but no <!-- {begin}:end -->")
+        if not MARKED.search(f"<!-- {begin}:begin -->\n<!-- {begin}:end -->"):
+            raise ValueError(f"{name} has <!-- {begin}:begin -->; it may be kernels, mma-shapes or bench:FILE[/VIEW]")
 
     def part(match: re.Match[str]) -> str:
-        body = kernel_list() if match[2] == "kernels" else bench_tables(results / f"{match[3]}.json")
-        return f"{match[1]}{body}{match[4]}"
+        if match[2] == "kernels":
+            body = kernel_list()
+        elif match[2] == "mma-shapes":
+            body = shape_table()
+        else:
+            body = bench_tables(results / f"{match[3]}.json", match[4] or "")
+        return f"{match[1]}{body}{match[5]}"
 
-    return MARKED.sub(part, readme)
+    return MARKED.sub(part, document)
+
+
+# --- from the registry
 
 
 def kernel_list() -> str:
@@ -47,59 +76,257 @@ def kernel_list() -> str:
     ideas: dict[str, list[str]] = {}
     for kernel in registry.kernels():
         ideas.setdefault(kernel.summary, []).append(kernel.tag)
-    lines = ["| kernel | idea |", "| --- | --- |"]
+    rows = []
     for idea, tags in ideas.items():
         name = f"`{tags[0]}`"
         if len(tags) > 1:
             name = f"`{os.path.commonprefix(tags).rstrip('+')}+…)`, {len(tags)} variants"  # noqa: RUF071
-        lines.append(f"| {name} | {idea} |")
-    return "\n".join(lines) + "\n"
+        rows.append((name, idea))
+    return table(("kernel", "idea"), rows)
 
 
-def bench_tables(path: Path) -> str:
-    """A result as Markdown: on what it was measured, then a table a problem with every row, fastest first."""
+def shape_table() -> str:
+    """Tile, warps and KiB of shared memory, padded and swizzled, that each design gets at each head dim."""
+    from flashlane import registry
+    from flashlane.bench import make_problem
+
+    known = {kernel.tag: kernel for kernel in registry.kernels()}
+    rows = []
+    for design in RUNGS[1:]:
+        for stage in (1, 2):
+            padded = known[f"mma({design}+acc-f32+stage{stage})"]
+            swizzled = known[f"mma({design}+acc-f32+swizzle-qkv+stage{stage})"]
+            cells = []
+            for head_dim in SHAPE_HEAD_DIMS:
+                problem = make_problem(64, 8, 4096, head_dim, arch=SHAPE_ARCH)
+                if padded.supports(problem) or swizzled.supports(problem):
+                    cells.append("–")
+                    continue
+                plain, config = padded.config(problem), swizzled.config(problem)
+                kib = f"{plain.shared_memory / 1024:.3g} / {config.shared_memory / 1024:.3g}"
+                tiles = dict.fromkeys(f"{c.br}×{c.bc}, {c.warps_q}×{c.warps_kv}" for c in (plain, config))
+                cells.append(f"{' / '.join(tiles)}: {kib}")
+            rows.append((f"{design}, stage {stage}", *cells))
+    return table(("design", *(f"D {head_dim}" for head_dim in SHAPE_HEAD_DIMS)), rows)
+
+
+# --- from results
+
+
+def bench_tables(path: Path, view: str = "") -> str:
+    """A result as Markdown: on what it was measured, then the tables of its format and view."""
     if not path.is_file():
-        raise ValueError(f"README names {path.stem}, but {path.name} is not in {path.parent.name}/")
+        return NOT_MEASURED
     result = json.loads(path.read_text(encoding="utf-8"))
-    if not str(result.get("format", "")).startswith("flashlane-bench/"):
-        raise ValueError(
-            f"{path.name} has format {result.get('format')!r}; it must be a file that flashlane bench wrote"
-        )
-    where = result["environment"]
+    kind = str(result.get("format") or ("blocks" if "block" in (result.get("rows") or [{}])[0] else None))
+    views = next((views for prefix, views in VIEWS.items() if kind.startswith(prefix)), None)
+    if views is None:
+        raise ValueError(f"{path.name} has format {kind!r}; it must be a file that flashlane bench wrote")
+    if view not in views:
+        raise ValueError(f"{path.name} has no view {view!r}; it may be one of {', '.join(map(repr, views))}")
+    return f"{measured_on(result['environment'])}\n{views[view](result)}"
+
+
+def measured_on(where: Mapping[str, Any]) -> str:
+    """Device, versions, commit and day on one line."""
     versions = ", ".join(f"{name} {where[name]}" for name in VERSIONS if where.get(name))
-    text = f"{where['device']}; {versions}; commit {where.get('commit')}, {str(where.get('date'))[:10]}.\n"
-    for problem in dict.fromkeys(row["problem"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["problem"] == problem]
-        rows.sort(key=lambda row: row["timing"]["median"] if row.get("timing") else float("inf"))
-        text += f"\n**{problem}**\n\n| tag | ms | TFLOPS | × best baseline |\n| --- | ---: | ---: | ---: |\n"
-        text += "".join(_line(row) for row in rows)
-    return text
+    return f"{where['device']}; {versions}; commit {where.get('commit')}, {str(where.get('date'))[:10]}.\n"
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def by_problem(result: Result) -> dict[str, list[Row]]:
+    """Rows of each problem, in their order."""
+    problems: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        problems.setdefault(row["problem"], []).append(row)
+    return problems
+
+
+def all_rows(result: Result) -> str:
+    """A table a problem with every row, fastest first."""
+    head = ("tag", "ms:", "TFLOPS:", "× best baseline:")
+    tables = []
+    for problem, rows in by_problem(result).items():
+        rows = sorted(rows, key=lambda row: milliseconds(row) or float("inf"))
+        tables.append(f"**{problem}**\n\n" + table(head, [_cells(row) for row in rows]))
+    return "\n".join(tables)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
     tag = row["tag"] if row["kind"] == "kernel" else f"{row['tag']} (baseline)"
     if row["status"] != "ok":
-        return f"| {tag} | {row['status']} | | |\n"
-    cells = [f"{row['timing']['median']:.4g}" if row.get("timing") else "–"]
-    cells += [f"{row[key]:.{digits}f}" if row.get(key) else "–" for key, digits in (("tflops", 1), ("speedup", 2))]
-    return f"| {tag} | {' | '.join(cells)} |\n"
+        return (tag, row["status"], "", "")
+    speeds = (number(row.get(key), digits) for key, digits in (("tflops", 1), ("speedup", 2)))
+    return (tag, significant(milliseconds(row)), *speeds)
+
+
+def ladder(result: Result) -> str:
+    """A table a problem: the fastest tag of each rung that accumulates and stores in f32, padded then swizzled."""
+    head = ("rung", "fastest tag", "ms:", "TFLOPS:", "× rung before:", "× SDPA flash:", "registers:", "KiB:")
+    tables = []
+    for problem, rows in by_problem(result).items():
+        baselines = {row["tag"]: milliseconds(row) for row in rows if row["kind"] == "baseline" and milliseconds(row)}
+        flash, before, lines = baselines.get(FLASH), None, []
+        for name, members in rungs(rows):
+            timed = [row for row in members if row["status"] == "ok" and milliseconds(row)]
+            if not timed:
+                continue
+            best = min(timed, key=milliseconds)
+            ms, usage = milliseconds(best), best.get("usage") or {}
+            ratios = [number(other / ms if other else None, 2) for other in (before, flash)]
+            shared = usage.get("shared_bytes")
+            size = (usage.get("registers") or "–", number(shared / 1024 if shared else None, 1))
+            lines.append((name, f"`{best['tag']}`", significant(ms), number(best["tflops"], 1), *ratios, *size))
+            before = ms
+        for row in rows:
+            if row["tag"] in baselines:
+                ms = milliseconds(row)
+                ratio = number(flash / ms if flash else None, 2)
+                lines.append((row["tag"], "", significant(ms), number(row["tflops"], 1), "", ratio, "", ""))
+        tables.append(f"**{problem}**\n\n" + table(head, lines))
+    return "\n".join(tables)
+
+
+def rungs(rows: Sequence[Row]) -> Iterable[tuple[str, list[Row]]]:
+    """(name, rows) of each rung, from the bottom: each design with padded tiles, then all with swizzled ones."""
+    kernels = [(row, *split_words(words_of(row["tag"]))) for row in rows if row["kind"] == "kernel"]
+
+    def of(design: str, *must: str) -> list[Row]:
+        return [row for row, named, words in kernels if named == design and set(words) - {"persist-q"} == set(must)]
+
+    yield "naive", of("naive")
+    for design in RUNGS[1:]:
+        yield design, of(design, "acc-f32")
+    yield "swizzle-qkv", [row for design in RUNGS[1:] for row in of(design, "acc-f32", "swizzle-qkv")]
+
+
+def founding(result: Result) -> str:
+    """The founding logs' columns and rows: f16 accumulators, padded; first, second and last output, the founding count.
+
+    The last column is the gain over the best row so far, as those logs print it.
+    """
+    head = ("tag", "first, second, last output", "ms:", "TFLOPS (founding count):", "over the best so far:")
+    tables = []
+    for problem, rows in by_problem(result).items():
+        best, lines = None, []
+        for row in rows:
+            if row["kind"] == "kernel" and split_words(words_of(row["tag"]))[1]:
+                continue
+            ms = milliseconds(row)
+            if row["status"] != "ok" or not ms:
+                lines.append((row["tag"], "", row["status"], "", ""))
+                continue
+            gain = "" if best is not None and ms >= best else f"+{100 * (best / ms - 1) if best else 0:.2f} %"
+            best = ms if best is None else min(best, ms)
+            values = ", ".join(f"{value:.8f}" for value in row.get("values") or ())
+            lines.append((row["tag"], values, f"{ms:.6f}", number(row.get("tflops_founding"), 2), gain))
+        tables.append(f"**{problem}**\n\n" + table(head, lines))
+    return "\n".join(tables)
+
+
+def words_of(tag: str) -> list[str]:
+    """``mma(split-q+acc-f32+stage1)``: split-q, acc-f32, stage1."""
+    return tag.partition("(")[2].rstrip(")").split("+")
+
+
+def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The design (where the data lives), and what else is said but the stages."""
+    design = [word for word in words if word.startswith(("naive", "split", "share", "tiling"))]
+    return "+".join(design), [word for word in words if word not in design and not word.startswith("stage")]
+
+
+def bars(result: Result) -> str:
+    """A line a goal: the ratio to the peer, and whether the bar was met."""
+    head = ("problem", "against", "ratio:", "bar:", "", "ms:", "TFLOPS:", "tag")
+    rows = []
+    for goal in result["goals"]:
+        verdict = "" if goal["ratio"] is None else "met" if goal["met"] else "**missed**"
+        tag = f"`{goal['tag']}`" if goal["tag"] else "not run"
+        figures = (significant(goal["ms"]), number(goal["tflops"], 1))
+        rows.append((goal["problem"], goal["peer"], number(goal["ratio"], 3), goal["bar"], verdict, *figures, tag))
+    met = sum(goal["met"] for goal in result["goals"])
+    return table(head, rows) + f"\n{met} of {len(rows)} bars met.\n"
+
+
+def conflicts(result: Result) -> str:
+    """A line a launch: what Nsight Compute counted."""
+    head = ("D:", "layout", "ldmatrix conflicts:", "a read:", "cycles:", "tensor pipe %:", "KiB:", "tag")
+    rows = []
+    for launch in result["launches"]:
+        counted = {name.rpartition("__")[2]: value for name, value in launch["metrics"].items()}
+        total = counted["sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_ldsm.sum"]
+        reads = counted.get("sass_inst_executed_op_ldsm.sum")
+        tensor = counted.get("pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active")
+        each, cycles = number(total / reads if reads else None, 2), f"{counted['cycles_elapsed.max']:.0f}"
+        figures = (f"{total:.0f}", each, cycles, number(tensor, 1), number(launch["shared_bytes"] / 1024, 1))
+        rows.append((launch["head_dim"], launch["layout"], *figures, f"`{launch['tag']}`"))
+    return table(head, rows)
+
+
+def roofs(result: Result) -> str:
+    """What the tensor cores and the memory gave: the best ceiling of each precision, and the best copy."""
+    best: dict[str, float] = {}
+    copied = 0.0
+    for row in result["rows"]:
+        if row["tag"].startswith("ceiling") and row["tflops"]:
+            words = row["group"].split()
+            name = " ".join(word for word in words if word.startswith(("f16", "bf16", "acc-")))
+            best[name] = max(best.get(name, 0.0), row["tflops"])
+        copied = max(copied, row["gigabytes_per_second"] or 0.0)
+    rows = [(f"mma.sync m16n8k16, {name}", f"{value:.0f} TFLOP/s") for name, value in best.items()]
+    if copied:
+        rows.append(("device memory, read and write together", f"{copied / 1000:.2f} TB/s"))
+    return table(("roof", "measured:"), rows)
+
+
+VIEWS = {
+    "flashlane-bench/": {"": all_rows, "ladder": ladder, "founding": founding},
+    "flashlane-bars/": {"": bars},
+    "flashlane-ncu-conflicts/": {"": conflicts},
+    "blocks": {"roofs": roofs},
+}
+"""Start of a file's format -> its views."""
+
+
+# --- Markdown
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; a column whose title ends in a colon is set to the right."""
+    lines = [[title.removesuffix(":") for title in head], ["---:" if title.endswith(":") else "---" for title in head]]
+    lines += [[str(cell) for cell in row] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
+
+
+def milliseconds(row: Row) -> float | None:
+    return row["timing"]["median"] if row.get("timing") else None
+
+
+def significant(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def number(value: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" if value else "–"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when README.md is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a document is out of date")
     check = parser.parse_args().check
-    readme = ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    new = rendered(old, ROOT / "benchmarks")
-    if check and new != old:
-        print("README.md is out of date: python benchmarks/readme_tables.py", file=sys.stderr)
-        return 1
-    if not check and new != old:
-        temporary = readme.with_suffix(".md.part")
-        temporary.write_text(new, encoding="utf-8")
-        temporary.replace(readme)
-    return 0
+    stale = []
+    for page in documents():
+        old = page.read_text(encoding="utf-8")
+        new = rendered(old, ROOT / "benchmarks", page.name)
+        if new == old:
+            continue
+        stale.append(page.relative_to(ROOT).as_posix())
+        if not check:
+            temporary = page.with_suffix(".md.part")
+            temporary.write_text(new, encoding="utf-8")
+            temporary.replace(page)
+    if check and stale:
+        print(f"{', '.join(stale)} out of date: python benchmarks/readme_tables.py", file=sys.stderr)
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":

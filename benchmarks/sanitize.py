@@ -30,8 +30,8 @@ SIZES = {"batch": 1, "seqlen_q": 150, "seqlen_k": 200, "heads": 2, "kv_heads": 1
 
 
 def selected(words: list[str]) -> list[DeviceKernel]:
-    """The GPU kernels whose tag has one of the words (all without words)."""
-    kernels = [k for k in registry.kernels() if isinstance(k, DeviceKernel)]
+    """The listed GPU kernels whose tag has one of the words (all of them without words)."""
+    kernels = [k for k in registry.kernels() if isinstance(k, DeviceKernel) and k.listed]
     return [k for k in kernels if not words or any(word in k.tag for word in words)]
 
 
@@ -78,7 +78,7 @@ def main() -> int:
     }
     bad = False
     for tool in TOOLS:
-        command = [sanitizer, "--tool", tool, "--kernel-regex", "kns=mma_", "--kernel-regex", "kns=flash_attention_"]
+        command = [sanitizer, "--tool", tool, "--kernel-name", "kns=mma_", "--kernel-name", "kns=flash_attention_1"]
         command += [sys.executable, __file__, "--inside", "--tags", arguments.tags]
         done = subprocess.run(command, capture_output=True, text=True)
         ran = re.findall(r"^ran (.*?) D", done.stdout, re.M)
@@ -91,7 +91,8 @@ def main() -> int:
         for line in wrong[:5]:
             print("  wrong", line)
         if not clean:
-            print(done.stdout[-3000:], done.stderr[-2000:])
+            said = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+            print("\n".join(said[:40]), done.stderr[-2000:])
     write_atomically(arguments.out, json.dumps(body, indent=1) + "\n")
     return 1 if bad else 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,11 +28,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def torch_kernels() -> Iterator[None]:
     """A table of kernels that holds ``reference`` and ``tiled`` only."""
-    import flashlane.reference
-    import flashlane.tiled  # noqa: F401
-
-    only = {tag: registry._KERNELS[tag] for tag in ("reference", "tiled")}
-    monkeypatch.setattr(registry, "_KERNELS", only)
-    monkeypatch.setattr(registry, "_loaded", True)
+    with registry.table_of(registry.get("reference"), registry.get("tiled")):
+        yield

@@ -1,5 +1,6 @@
 """The compile report: every kernel has a line, compiled or with its reason; failures are lines, not crashes."""
 
+import dataclasses
 import io
 
 import pytest
@@ -72,6 +73,23 @@ def test_strictness():
     assert is_wrong(spilled) and is_wrong(warned) and not is_wrong(spilled, strict=False)
 
 
+def test_declared_spills_are_accepted_and_no_more():
+    note = ("ptxas warning : Registers are spilled to local memory",)
+    declared = Usage("t", "sm_80", spill_stores=4, spill_loads=8, spills_allowed=12, warnings=note)
+    assert not declared.spilled and not is_wrong(declared) and declared.spills == 12
+    more = dataclasses.replace(declared, spill_loads=9)
+    assert more.spilled and is_wrong(more) and more.unexpected_warnings == note
+    assert is_wrong(dataclasses.replace(declared, warnings=(*note, "a C7510 note")))
+
+
+def test_what_a_kernel_declares_is_asked_for_its_configuration_and_architecture():
+    class Spilling(FakeDeviceKernel):
+        def spills_allowed(self, config, arch):
+            return config if arch == "sm_80" else 0
+
+    assert [usage_of(Spilling(), 32, arch).spills_allowed for arch in ("sm_80", "sm_90a")] == [32, 0]
+
+
 def test_instruction_counts_are_kept(monkeypatch):
     first = usage_of(FakeDeviceKernel(), 48, "sm_90a").instructions
     if first is None:
@@ -80,15 +98,29 @@ def test_instruction_counts_are_kept(monkeypatch):
     assert usage_of(FakeDeviceKernel(), 48, "sm_90a").instructions == first and sum(first.values()) > 2
 
 
+TAGS = ("fa1(f32)", "mma(naive)", "mma(split-q+acc-f32+swizzle-qkv+stage2)")
+
+
 @pytest.fixture(scope="module")
 def usages():
-    return report_problem(bench.make_problem(1, 2, 128, 64), "sm_90a")
+    with registry.table_of(*map(registry.get, ("reference", *TAGS))):
+        return report_problem(bench.make_problem(1, 2, 128, 64), "sm_90a")
 
 
-def test_every_registered_kernel_has_a_line(usages):
-    assert [u.tag for u in usages] == [k.tag for k in registry.kernels() if isinstance(k, DeviceKernel)]
-    for usage in usages:
-        assert usage.registers or usage.reason, (usage.tag, usage.error)
+def test_every_listed_kernel_has_a_line(usages):
+    """What each kernel of the whole table compiles to is the matter of test_kernels_compile."""
+    assert [u.tag for u in usages] == list(TAGS)
+    assert usages[0].reason == "dtype is f16; it takes f32"
+    for usage in usages[1:]:
+        assert usage.registers and not usage.error, (usage.tag, usage.error)
+
+
+def test_unlisted_kernels_are_left_out_of_the_report():
+    hidden = FakeDeviceKernel(tag="fake(hidden)")
+    hidden.listed = False
+    with registry.table_of(FakeDeviceKernel(), hidden):
+        (usage,) = report_problem(bench.make_problem(1, 1, 64, 64), "sm_80")
+    assert usage.tag == "fake(device)"
 
 
 @pytest.mark.parametrize("width", [120, 200])

@@ -16,15 +16,10 @@ FAST = Settings(rounds=2, round_ms=0.1, warmup_ms=0.1, warmup=1)
 
 
 @pytest.fixture
-def add(monkeypatch):
-    """Registers a kernel for one test."""
-    registry.kernels()
-
-    def add_kernel(kernel):
-        monkeypatch.setitem(registry._KERNELS, kernel.tag, kernel)
-        return kernel
-
-    return add_kernel
+def add():
+    """Registers kernels for one test."""
+    with registry.table_of(*registry.kernels()):
+        yield registry.register
 
 
 def run(*problems, tags=("reference",), peers=(), **keywords):
@@ -116,17 +111,13 @@ def test_peers_that_raise_are_rows_that_say_so():
     assert not results.failed  # what peers do wrong is shown, and is theirs
 
 
-def test_supports_reasons_are_kept():
+def test_supports_reasons_are_kept(add):
     class Narrow(fakes.FakeKernel):
         def supports(self, problem):
             return "head_dim is 32; it takes 64"
 
-    registry.kernels()
-    registry._KERNELS["narrow"] = Narrow("narrow")
-    try:
-        results = run(tags=("narrow",))
-    finally:
-        del registry._KERNELS["narrow"]
+    add(Narrow("narrow"))
+    results = run(tags=("narrow",))
     assert not results.rows and results.skipped[0].reason == "head_dim is 32; it takes 64"
 
 
@@ -153,6 +144,21 @@ def test_selection_names_what_is_near():
     with pytest.raises(ValueError, match="use --baselines"):
         Selection(words=("cudnn",))
     assert [k.tag for k in Selection(words=("tile",)).kernels()] == ["tiled"]
+
+
+def test_unlisted_kernels_run_when_asked_for(add):
+    hidden = add(fakes.FakeKernel("hidden(grid)"))
+    hidden.listed = False
+    others = len(registry.kernels(listed_only=True))
+    everything, usual = Selection(show_all=True), Selection()
+    assert hidden in everything.kernels() and everything.unlisted == 0
+    assert hidden not in usual.kernels() and len(usual.kernels()) == others and usual.unlisted >= 1
+    for named in (Selection(tags=("hidden(grid)",)), Selection(words=("(grid",))):
+        assert named.kernels() == [hidden] and named.unlisted == 0
+    with registry.table_of(registry.get("reference"), hidden):
+        problems = [bench.make_problem(1, 1, 16, 16)]
+        results = bench.run(problems, device="cpu", selection=Selection(peers=()), settings=FAST)
+    assert [row.tag for row in results] == ["reference"] and json.loads(results.to_json())["unlisted"] == 1
 
 
 def test_given_tensors_are_the_ones_that_run():

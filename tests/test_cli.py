@@ -34,7 +34,7 @@ def test_bench_end_to_end(invoke, tmp_path):
     assert {row["status"] for row in body["rows"]} == {"ok"} and len(body["rows"]) == 10
     lines = list(csv.DictReader(report.with_suffix(".csv").open()))
     tags = {line["tag"] for line in lines}
-    assert tags == {k.tag for k in registry.kernels()} | {p.tag for p in flashlane.bench.PEERS}
+    assert tags == {k.tag for k in registry.kernels(listed_only=True)} | {p.tag for p in flashlane.bench.PEERS}
 
 
 def test_progress_goes_to_stderr_when_piped(invoke):
@@ -44,21 +44,55 @@ def test_progress_goes_to_stderr_when_piped(invoke):
 
 def test_every_kernel_is_in_the_output(invoke):
     """Each tag is a row, or skipped with its reason, or in the compile report."""
-    done = invoke("bench", "--device", "cpu", "--quick", "--baselines", "none")
+    tags = ("reference", "tiled", "fa1(f32)", "mma(naive)", "mma(split-q+acc-f32+stage1)")
+    with registry.table_of(*map(registry.get, tags)):
+        done = invoke("bench", "--device", "cpu", "--quick", "--baselines", "none")
     assert done.exit_code == 0, done.output
-    for kernel in registry.kernels():
-        assert kernel.tag in done.stdout, kernel.tag
-    assert "compiled for sm_90a" in done.stdout
+    for tag in tags:
+        assert tag in done.stdout, tag
+    assert "compiled for sm_90a" in done.stdout and "further variants" not in done.stdout
 
 
-def test_wrong_kernel_ends_with_status_1(invoke, monkeypatch, tmp_path):
-    registry.kernels()
-    monkeypatch.setitem(registry._KERNELS, "wrong", fakes.FakeKernel("wrong", fakes.one_element))
-    done = invoke(*SMALL, "--kernels", "wrong", "--out", tmp_path / "out")
-    assert done.exit_code == 1
-    assert "FAIL" in done.stdout and "1 rows of kernels failed: wrong" in done.stderr
-    assert len(list((tmp_path / "out").iterdir())) == 2
-    assert invoke(*SMALL, "--kernels", "wrong", "--no-check").exit_code == 0
+@pytest.fixture
+def hidden():
+    """A table of one listed kernel and one that must be asked for."""
+    kernel = fakes.FakeKernel("hidden(grid)")
+    kernel.listed = False
+    with registry.table_of(registry.get("reference"), kernel):
+        yield
+
+
+@pytest.mark.usefixtures("hidden")
+def test_unlisted_kernels_are_counted_and_run_when_asked_for(invoke, tmp_path):
+    done = invoke(*SMALL, "--baselines", "none", "--out", tmp_path / "out")
+    assert "hidden(grid)" not in done.stdout
+    assert "1 further variants of the kernel grid: --show-all runs them all, --tags WORD some" in done.stdout
+    (report,) = (tmp_path / "out").glob("*.json")
+    body = json.loads(report.read_text())
+    assert body["unlisted"] == 1 and "--show-all" in body["unlisted_note"]
+    for words in (["--show-all"], ["--tags", "hidden"], ["--kernels", "hidden(grid)"]):
+        asked = invoke(*SMALL, "--baselines", "none", *words)
+        assert asked.exit_code == 0 and "hidden(grid)" in asked.stdout and "further" not in asked.stdout
+
+
+@pytest.mark.usefixtures("hidden")
+def test_explain_and_compile_count_them_too(invoke):
+    words = ["explain", "--arch", "cpu", "--N", "16"]
+    said = invoke(*words).stdout
+    assert "hidden(grid)" not in said and "1 further variants run only when named" in said
+    assert "hidden(grid)" in invoke(*words, "--show-all").stdout
+    forced = invoke(*words, "--kernel", "hidden(grid)").stdout
+    assert "on cpu: hidden(grid)" in forced and "further" not in forced
+    assert "1 further variants of the kernel grid: --show-all compiles" in invoke("compile").stdout
+
+
+def test_wrong_kernel_ends_with_status_1(invoke, tmp_path):
+    with registry.table_of(fakes.FakeKernel("wrong", fakes.one_element)):
+        done = invoke(*SMALL, "--kernels", "wrong", "--out", tmp_path / "out")
+        assert done.exit_code == 1
+        assert "FAIL" in done.stdout and "1 rows of kernels failed: wrong" in done.stderr
+        assert len(list((tmp_path / "out").iterdir())) == 2
+        assert invoke(*SMALL, "--kernels", "wrong", "--no-check").exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -124,7 +158,7 @@ def test_founding_flags(invoke):
 
 def test_version_and_help(invoke):
     assert invoke("--version").stdout.strip() == f"flashlane {flashlane.__version__}"
-    for command in ("bench", "compile", "explain", "doctor", "capture"):
+    for command in ("bench", "compile", "explain", "doctor", "capture", "tune"):
         assert invoke(command, "--help").exit_code == 0
     assert "1024:8192:x2" in invoke("bench", "--help").stdout
 

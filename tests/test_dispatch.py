@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -78,3 +80,147 @@ def test_a_tag_is_registered_once() -> None:
     registry.register(Picky())
     with pytest.raises(ValueError, match="'picky' is registered already"):
         registry.register(Picky())
+
+
+class Grid(Picky):
+    """A variant of a large grid."""
+
+    def __init__(self, number: int, listed: bool = False) -> None:
+        self.tag, self.listed, self.asked = f"mma(split-q+tiling-qk+acc-f32+variant-{number:04}+stage2)", listed, 0
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        self.asked += 1
+        return super().supports(problem)
+
+
+def test_auto_considers_listed_kernels_only() -> None:
+    hidden = registry.register(Grid(1))
+    assert dispatch.select(problem()).tag == "reference" and hidden.asked == 0
+    assert dispatch.select(problem(), hidden.tag) is hidden
+    shown = registry.register(Grid(2, listed=True))
+    assert dispatch.select(problem()) is shown
+    assert registry.kernels(listed_only=True) == (*registry.kernels()[:2], shown)
+
+
+def test_explain_lists_the_listed_ones_and_the_chosen() -> None:
+    grid = [registry.register(Grid(number, listed=number == 0)) for number in range(5)]
+    said = dispatch.explain_problem(problem())
+    assert [choice.tag for choice in said.choices] == ["reference", "tiled", grid[0].tag] and said.unlisted == 4
+    assert "4 further variants run only when named" in str(said)
+    forced = dispatch.explain_problem(problem(), grid[3].tag)
+    assert [choice.tag for choice in forced.choices][-1] == grid[3].tag and forced.unlisted == 3
+    everything = dispatch.explain_problem(problem(), show_all=True)
+    assert len(everything.choices) == 7 and everything.unlisted == 0 and "further" not in str(everything)
+
+
+def test_a_problem_is_matched_once_until_the_table_changes() -> None:
+    first = registry.register(Grid(1, listed=True))
+    for _ in range(3):
+        assert dispatch.select(problem()) is first
+    assert first.asked == 1
+    better = Grid(2, listed=True)
+    better.priority = first.priority + 1
+    registry.register(better)
+    assert dispatch.select(problem()) is better
+    with registry.table_of(first):
+        assert dispatch.select(problem()) is first
+    assert dispatch.select(problem()) is better
+
+
+def test_a_refusal_is_not_remembered_as_a_choice() -> None:
+    registry.register(Picky())
+    wide = AttentionProblem.from_inputs(Inputs(*(torch.randn(1, 4, 2, 16) for _ in range(3))))
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="head_dim is 16"):
+            dispatch.select(wide, "picky")
+
+
+def test_near_tags_are_found_quickly_in_a_large_table() -> None:
+    with registry.table_of(*(Grid(number) for number in range(5000))):
+        start = time.perf_counter()
+        with pytest.raises(
+            ValueError, match=r"did you mean 'mma\(split-q\+tiling-qk\+acc-f32\+variant-1234\+stage2\)'"
+        ):
+            registry.get("mma(split-q+tiling-qk+acc-f32+varian-1234+stage2)")
+        with pytest.raises(ValueError, match=r"known: .*, and 4950 more$"):
+            registry.get("#")
+        assert time.perf_counter() - start < 2, "comparing 5000 tags letter by letter takes many seconds"
+
+
+def calls() -> list[tuple[Inputs, dict[str, object]]]:
+    """Calls that differ in one thing each, the first two in nothing."""
+    q, k = torch.randn(2, 9, 4, 16), torch.randn(2, 7, 2, 16)
+    odd = torch.randn(2, 7, 2, 17)[..., :16]
+    shifted = torch.randn(2 * 7 * 2 * 16 + 1)[1:].view(2, 7, 2, 16)
+    plain = Inputs(q, k, k)
+    asked = [
+        {"causal": True},
+        {"window_size": (3, 1)},
+        {"softcap": 2},
+        {"scale": 1},
+        {"scale": 0.5},
+        {"dropout_p": 0.5},
+    ]
+    asked += [{"deterministic": True}, {"alignment": "top-left"}, {"window_size": torch.tensor([3, 2])}]
+    made = [
+        plain,
+        Inputs(q.clone(), k.clone(), k.clone()),
+        Inputs(q, k, odd),
+        Inputs(q, shifted, k),
+        Inputs(q, k, shifted),
+    ]
+    made += [Inputs(q.double(), k.double(), k.double()), Inputs(q.requires_grad_(), k, k), Inputs(q[:1], k[:1], k[:1])]
+    made += [Inputs(q, k[:, ::2], k[:, ::2]), Inputs(q[:, :0], k, k), Inputs(q, k, k, sinks=torch.ones(4))]
+    return [(inputs, {}) for inputs in made] + [(plain, options) for options in asked]
+
+
+def test_a_call_seen_before_gives_what_the_checks_would_give() -> None:
+    full = {"scale": None, "causal": False, "alignment": "bottom-right", "window_size": (-1, -1), "softcap": 0.0}
+    full |= {"dropout_p": 0.0, "deterministic": False}
+    problems = []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            for inputs, asked in calls() * 2:
+                found = AttentionProblem.from_inputs(inputs, **asked)
+                checked = AttentionProblem._checked(inputs, **{**full, **asked})
+                assert found == checked and found.strides == checked.strides
+                problems.append(found)
+    assert len(set(problems)) > 12
+
+
+def test_the_checks_run_once_for_calls_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(3, 5, 7, 8)
+    first = AttentionProblem.from_inputs(Inputs(q, q, q), causal=True)
+    monkeypatch.setattr(AttentionProblem, "_checked", None)
+    assert AttentionProblem.from_inputs(Inputs(q.clone(), q, q), causal=True) is first
+    with pytest.raises(TypeError, match="not callable"):
+        AttentionProblem.from_inputs(Inputs(q, q, q), causal=True, softcap=1.5)
+
+
+def test_what_was_right_once_does_not_hide_what_is_wrong() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    AttentionProblem.from_inputs(Inputs(q, q, q))
+    for wrong, error in (
+        (Inputs(q, q, q.half()), TypeError),
+        (Inputs(q, q, q[0]), ValueError),
+        (Inputs(q, q.to("meta"), q), ValueError),
+        (Inputs(q, q, q.numpy()), TypeError),
+        (Inputs(q.int(), q.int(), q.int()), TypeError),
+        (Inputs(q.to_sparse(), q[0], q), ValueError),
+    ):
+        for _ in range(2):
+            with pytest.raises(error):
+                AttentionProblem.from_inputs(wrong)
+    for asked in ({"softcap": -1.0}, {"scale": float("nan")}, {"dropout_p": 1}, {"window_size": (-2, 0)}):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=next(iter(asked))):
+                AttentionProblem.from_inputs(Inputs(q, q, q), **asked)
+
+
+def test_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashlane import problem as problems
+
+    monkeypatch.setattr(problems, "VALIDATED_SIZE", 10)
+    for length in range(1, 40):
+        problem(length)
+    assert len(problems._VALIDATED) <= 10

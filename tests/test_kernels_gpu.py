@@ -14,7 +14,7 @@ from flashlane.problem import AttentionProblem, Inputs
 from flashlane.registry import DeviceKernel
 
 pytestmark = pytest.mark.gpu
-KERNELS = [k for k in registry.kernels() if isinstance(k, DeviceKernel)]
+KERNELS = [k for k in registry.kernels() if isinstance(k, DeviceKernel) and k.listed]
 PROBLEMS = 6
 FAST = "mma(split-q+acc-f32+swizzle-qkv+stage1)"
 
@@ -81,6 +81,31 @@ def test_large_scores_do_not_overflow_f16_accumulators() -> None:
             assert (lse - ref_lse).abs().max() < 0.1, kernel.tag
 
 
+@pytest.mark.parametrize("head_dim", [264, 320, 512, 520, 1024])
+@pytest.mark.parametrize("persist", ["", "+persist-q"])
+@pytest.mark.parametrize("family", ["tiling-qk", "tiling-qkv"])
+def test_large_head_dims(family: str, persist: str, head_dim: int) -> None:
+    for number, words in enumerate(("acc-f32{}+swizzle-qkv+stage2", "acc-f32{}+stage3", "o-f16{}+swizzle-qk+stage1")):
+        kernel = registry.get(f"mma(split-q+{family}+{words.format(persist)})")
+        item = Drawn(
+            1, 4, 2, 130, 333, head_dim, head_dim, ("causal", "full")[number % 2], (0, 0), "packed", None, 1.0, 9
+        )
+        problem, inputs = item.build(torch.float16, torch.device("cuda"))
+        verdict = Oracle(problem, inputs).judge(*run(kernel, problem, inputs), kernel.low_precision_reference(problem))
+        assert verdict.ok, f"{kernel.tag}: {verdict.message}"
+
+
+@pytest.mark.parametrize("output", ["direct", "shared"])
+@pytest.mark.parametrize("split", ["split-q", "split-kv", "split-q+share-qkv", "split-q+tiling-qkv"])
+def test_ways_of_storing(split: str, output: str) -> None:
+    kernel = registry.get(f"mma({split}+acc-f32+swizzle-qkv+store-{output}+stage2)")
+    for head_dim, head_dim_v, layout in ((64, 64, "packed"), (128, 64, "heads first"), (59, 59, "offset by one")):
+        item = Drawn(2, 4, 2, 130, 333, head_dim, head_dim_v, "causal", (0, 0), layout, None, 1.0, 11)
+        problem, inputs = item.build(torch.float16, torch.device("cuda"))
+        verdict = Oracle(problem, inputs).judge(*run(kernel, problem, inputs))
+        assert verdict.ok, f"{kernel.tag} D{head_dim}: {verdict.message}"
+
+
 def test_runs_on_the_current_stream_and_in_a_graph() -> None:
     problem, inputs = Drawn(1, 2, 2, 300, 300, 64, 64, "full", (0, 0), "contiguous", None, 1.0, 3).build(
         torch.float16, torch.device("cuda")
@@ -120,8 +145,8 @@ def test_the_public_function_takes_a_gpu_kernel_and_trains(dtype: torch.dtype) -
 
 
 def test_a_forced_kernel_runs_or_raises() -> None:
-    q = torch.randn(1, 64, 2, 320, device="cuda", dtype=torch.float16)
-    with pytest.raises(NotImplementedError, match="head_dim is 320"):
+    q = torch.randn(1, 64, 2, 264, device="cuda", dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="head_dim is 264"):
         flash_attn_func(q, q, q, kernel=FAST)
     with pytest.raises(ValueError, match="did you mean"):
         flash_attn_func(q, q, q, kernel="mma(split-q+acc-f32+swizle-qkv+stage1)")

@@ -293,8 +293,7 @@ def test_bench_tables(tmp_path):
 
 def test_bench_tables_refuse_what_the_bench_did_not_write(tmp_path):
     tables = script("benchmarks/readme_tables.py")
-    with pytest.raises(ValueError, match=r"README names x, but x\.json is not"):
-        tables.rendered("<!-- bench:x:begin -->\n<!-- bench:x:end -->", tmp_path)
+    assert "Not measured yet" in tables.rendered("<!-- bench:x:begin -->\n<!-- bench:x:end -->", tmp_path)
     (tmp_path / "x.json").write_text(json.dumps(result(format="other")))
     with pytest.raises(ValueError, match="format 'other'"):
         tables.rendered("<!-- bench:x:begin -->\n<!-- bench:x:end -->", tmp_path)

@@ -58,21 +58,10 @@ def regions(config: Any, dynamic: int, static: int = 0) -> dict[str, int]:
     Raises:
         ValueError: the parts of a configuration do not sum to ``dynamic``: a formula here is out of date.
     """
-    parts = _mma_regions(config) if isinstance(getattr(config, "layouts", None), dict) else {"tiles": dynamic}
+    parts = getattr(config, "regions", None) or {"tiles": dynamic}
     if sum(parts.values()) != dynamic:
         raise ValueError(f"{type(config).__name__}: the regions {parts} do not sum to its {dynamic} bytes")
     return {**parts, **({"static": static} if static else {})}
-
-
-def _mma_regions(config: Any) -> dict[str, int]:
-    """``[Q] [ring of K and V tiles] [P] [row statistics]``; with ``share_qkv`` the ring lies over Q: ``Q/KV``."""
-    layouts = config.layouts
-    q = layouts["q"].bytes(config.br)
-    ring = config.kv_slots * max(layouts["k"].bytes(config.bc), layouts["v"].bytes(config.bc))
-    parts = {"Q/KV": max(q, ring)} if config.share_qkv else {"Q": q, "KV": ring}
-    if config.warps_kv > 1:
-        parts |= {"P": layouts["p"].bytes(config.br), "stats": config.br * config.warps_kv * 4}
-    return parts
 
 
 def budget_of(kernel: Kernel, problem: AttentionProblem, arch: str) -> Budget:

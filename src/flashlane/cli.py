@@ -79,6 +79,7 @@ def compile_command(
     dtype: o.Dtype = None,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
+    show_all: o.ShowAll = False,
     arch: Annotated[str, o.option("--arch", help="Architectures to compile for, in a list.", panel=o.OUTPUT)] = "",
     everything: Annotated[
         bool,
@@ -106,7 +107,7 @@ def compile_command(
     from flashlane.bench.runner import Selection
 
     archs = [compile_report.check_arch(name) for name in o.words_of(arch)]
-    selection = Selection(o.words_of(tags), o.words_of(kernels))
+    selection = Selection(o.words_of(tags), o.words_of(kernels), show_all=show_all)
     chosen = [k for k in selection.kernels() if isinstance(k, compile_report.DeviceKernel)]
     if everything:
         usages = compile_report.report_shipped(archs or None, chosen)
@@ -118,16 +119,16 @@ def compile_command(
             for problem in grid.problems(name, o.shapes_of(on_gpu=True, quick=False)[:1])
             for usage in compile_report.report_problem(problem, name, chosen)
         ]
-    _print_usages(usages, json_)
+    _print_usages(usages, json_, selection.unlisted)
     if any(compile_report.is_wrong(usage, strict) for usage in usages):
         raise typer.Exit(1)
 
 
-def _print_usages(usages: list[Any], as_json: bool) -> None:
+def _print_usages(usages: list[Any], as_json: bool, unlisted: int) -> None:
     import dataclasses
     import json
 
-    from flashlane.bench.table import make_console, print_compiled
+    from flashlane.bench.table import make_console, print_compiled, print_unlisted
 
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(usage) for usage in usages], indent=1))
@@ -135,12 +136,16 @@ def _print_usages(usages: list[Any], as_json: bool) -> None:
     console = make_console()
     print_compiled(usages, console)
     made = [u for u in usages if u.registers is not None]
-    spilled, failed = sum(1 for u in made if u.spills), sum(1 for u in usages if u.error)
+    spilled, failed = sum(u.spilled for u in made), sum(1 for u in usages if u.error)
+    declared = sum(1 for u in made if u.spills and not u.spilled)
     fresh = [u.seconds for u in made if not u.cached]
     console.print(
-        f"{len(made)} compiled, {spilled} with spills, {sum(1 for u in made if u.warnings)} with warnings, "
+        f"{len(made)} compiled, {spilled} with spills"
+        + (f" (and {declared} with declared ones)" if declared else "")
+        + f", {sum(1 for u in made if u.unexpected_warnings)} with warnings, "
         f"{failed} failed; {len(fresh)} fresh, {sum(fresh):.1f} s of compiling"
     )
+    print_unlisted(unlisted, "compiles", console)
 
 
 def explain_command(
@@ -156,6 +161,7 @@ def explain_command(
     kernel: Annotated[
         str | None, o.option("--kernel", help="Force this kernel, and say whether it can.", panel=o.WHICH)
     ] = None,
+    show_all: o.ShowAll = False,
     arch: Annotated[
         str | None,
         o.option("--arch", help="An architecture (sm_90a) or cpu. Default: this machine's.", panel=o.OUTPUT),
@@ -175,7 +181,7 @@ def explain_command(
         target = None if arch == "cpu" else check_arch(arch)
     grid = o.grid_of(batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
     for problem in grid.problems(target, o.shapes_of(on_gpu=True, quick=False)[:1]):
-        typer.echo(str(explain_problem(problem, kernel)))
+        typer.echo(str(explain_problem(problem, kernel, show_all)))
 
 
 def doctor_command(
@@ -199,6 +205,7 @@ def _add_commands() -> None:
     from flashlane.capture import command as capture_command
     from flashlane.commands.budget import budget_command
     from flashlane.commands.layout import layout_command
+    from flashlane.commands.tune import tune_command
 
     for name, command in (
         ("bench", bench_command),
@@ -208,6 +215,7 @@ def _add_commands() -> None:
         ("capture", capture_command),
         ("layout", layout_command),
         ("budget", budget_command),
+        ("tune", tune_command),
     ):
         app.command(name)(explained(command))
 

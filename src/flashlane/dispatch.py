@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashlane import registry
+from flashlane import registry, tune
 from flashlane.problem import AttentionProblem
 from flashlane.registry import Kernel
 
@@ -26,21 +26,29 @@ class Explanation:
     problem: AttentionProblem
     chosen: str
     choices: tuple[Choice, ...]
+    """The listed kernels, or all, and always the chosen one."""
+    tuned: bool = False
+    """Whether the chosen one is what ``flashlane tune`` found fastest on this GPU."""
+    unlisted: int = 0
+    """How many further kernels of the table are not among the choices."""
 
     def __str__(self) -> str:
         width = max(len(choice.tag) for choice in self.choices)
         lines = [f"{self.problem.describe()} on {self.problem.arch or 'cpu'}: {self.chosen}"]
         for choice in self.choices:
             if choice.tag == self.chosen:
-                why = "runs"
+                why = "runs" + (" (the fastest that flashlane tune timed on this GPU)" if self.tuned else "")
             else:
                 why = choice.reason or f"could run; preferred less ({choice.preference:g})"
             lines.append(f"  {choice.tag:<{width}}  {why}")
+        if self.unlisted:
+            lines.append(f"  {self.unlisted} further variants run only when named: flashlane explain --show-all")
         return "\n".join(lines)
 
 
+@registry.memoised
 def select(problem: AttentionProblem, kernel: str | None = None) -> Kernel:
-    """The kernel that runs a problem: the one named, or with None the supporting one that is preferred most.
+    """The kernel that runs a problem: the one named; with None the listed one that was tuned or is preferred most.
 
     Raises:
         ValueError: no kernel is called that.
@@ -52,14 +60,20 @@ def select(problem: AttentionProblem, kernel: str | None = None) -> Kernel:
         if reason is not None:
             raise NotImplementedError(f"kernel {kernel!r} cannot run {problem.describe()}: {reason}")
         return named
-    able = [k for k in registry.kernels() if k.supports(problem) is None]
+    listed = registry.kernels(listed_only=True)
+    able = [k for k in listed if k.supports(problem) is None]
     if not able:
-        reasons = "; ".join(f"{k.tag}: {k.supports(problem)}" for k in registry.kernels() if k.priority >= 0)
+        reasons = "; ".join(f"{k.tag}: {k.supports(problem)}" for k in listed if k.priority >= 0)
         raise NotImplementedError(f"no kernel can run {problem.describe()}: {reasons}")
-    return max(able, key=lambda k: k.preference(problem))
+    tuned = tune.best_tag(problem)
+    return next((k for k in able if k.tag == tuned), None) or max(able, key=lambda k: k.preference(problem))
 
 
-def explain_problem(problem: AttentionProblem, kernel: str | None = None) -> Explanation:
-    """Which kernel would run a problem and why each other one would not."""
-    choices = tuple(Choice(k.tag, k.supports(problem), k.preference(problem), k.summary) for k in registry.kernels())
-    return Explanation(problem, select(problem, kernel).tag, choices)
+def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_all: bool = False) -> Explanation:
+    """Which kernel would run a problem and why each other one would not; of the listed kernels, or of all."""
+    chosen = select(problem, kernel)
+    known = registry.kernels()
+    shown = [k for k in known if show_all or k.listed or k is chosen]
+    choices = tuple(Choice(k.tag, k.supports(problem), k.preference(problem), k.summary) for k in shown)
+    tuned = kernel is None and chosen.tag == tune.best_tag(problem)
+    return Explanation(problem, chosen.tag, choices, tuned, len(known) - len(shown))

@@ -277,7 +277,7 @@ def kernel_tiles(kernel: Kernel, problem: AttentionProblem) -> tuple[Tile, ...]:
     config = kernel.config(problem) if isinstance(kernel, DeviceKernel) else None
     if not isinstance(getattr(config, "layouts", None), dict):
         raise ValueError(f"{kernel.tag} does not say how it lays out tiles; kernels like mma(split-q+stage1) do")
-    rows = {"q": config.br, "k": config.bc, "v": config.bc, "p": config.br}
+    rows = {"q": config.br, "k": config.bc, "v": config.pieces[1], "p": config.br}
     threads = kernel.resources(config).threads
     exchanged = config.warps_kv > 1  # only then P passes through shared memory
     return tuple(

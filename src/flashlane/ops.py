@@ -105,6 +105,8 @@ def _traced(inputs: Inputs) -> bool:
     """Whether the call is being recorded or observed rather than only computed."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return True
+    if type(inputs.q) is type(inputs.k) is type(inputs.v) is torch.Tensor:
+        return False
     return any(
         isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter)
         for t in (inputs.q, inputs.k, inputs.v)
@@ -170,9 +172,9 @@ def _rebuild(args: tuple[Any, ...]) -> tuple[AttentionProblem, Inputs, Kernel]:
 
 def _allocate(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE of a call, uninitialised: (b, sq, h, dv) and (b, h, sq), or without b for varlen."""
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    shape = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
-    return out, q.new_empty(shape, dtype=compute_dtype(q.dtype))
+    *batch, seqlen, heads, _ = q.shape
+    out = q.new_empty((*batch, seqlen, heads, v.shape[-1]))
+    return out, q.new_empty((*batch, heads, seqlen), dtype=compute_dtype(q.dtype))
 
 
 def _run(kernel: Kernel, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

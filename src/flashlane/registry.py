@@ -6,12 +6,14 @@ A kernel is added by one line in :data:`MODULES` naming the module that defines 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,8 @@ class Kernel(ABC):
     """Paper, or PTX section, that it comes from."""
     priority: int = 0
     """``auto`` takes the supporting kernel with the highest :meth:`preference`, which starts from this."""
+    listed: bool = True
+    """Whether it is shown, run and chosen by ``auto`` without being asked for by name."""
 
     @abstractmethod
     def supports(self, problem: AttentionProblem) -> str | None:
@@ -94,6 +98,29 @@ class DeviceKernel(Kernel):
     def shipped(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
         """Every configuration that the heuristic can choose, with the architectures it can be chosen on."""
 
+    def candidates(self, problem: AttentionProblem) -> Iterable[Any]:
+        """The configurations that ``flashlane tune`` times for a supported problem."""
+        return (self.config(problem),)
+
+    def run(self, config: Any, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """:meth:`forward` with a given configuration; a kernel of more than one candidate overrides it.
+
+        Raises:
+            ValueError: the kernel runs no other configuration than :meth:`config`, and was given one.
+        """
+        only = self.config(problem)
+        if config != only:
+            raise ValueError(f"config is {config}; kernel {self.tag!r} runs {problem.describe()} with {only} only")
+        self.forward(problem, inputs, out, lse)
+
+    def low_precision_reference_of(self, config: Any, problem: AttentionProblem) -> str:
+        """:meth:`low_precision_reference` of a given configuration, where it depends on that."""
+        return self.low_precision_reference(problem)
+
+    def spills_allowed(self, config: Any, arch: str) -> int:
+        """Bytes, stores and loads, that a configuration is known to spill: ``flashlane compile`` accepts no more."""
+        return 0
+
     def compile(self, config: Any, arch: str) -> Compiled:
         """Compile a configuration (or load it from the disk cache)."""
         from flashlane import jit
@@ -103,6 +130,25 @@ class DeviceKernel(Kernel):
 
 _KERNELS: dict[str, Kernel] = {}
 _loaded = False
+_memos: list[Callable[[], None]] = []
+MEMO_SIZE = 4096
+SHORTLIST = 50
+"""How many of a large table's tags are compared letter by letter with an unknown one."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def memoised(function: F) -> F:
+    """A bounded memory for a function of hashable arguments, emptied by :func:`changed`."""
+    cached = functools.lru_cache(MEMO_SIZE)(function)
+    _memos.append(cached.cache_clear)
+    return cached  # type: ignore[return-value]
+
+
+def changed() -> None:
+    """Forget every :func:`memoised` result: the table of kernels, or what the tuner knows, is another now."""
+    for forget in _memos:
+        forget()
 
 
 def register(kernel: Kernel) -> Kernel:
@@ -110,17 +156,39 @@ def register(kernel: Kernel) -> Kernel:
     if kernel.tag in _KERNELS:
         raise ValueError(f"tag {kernel.tag!r} is registered already")
     _KERNELS[kernel.tag] = kernel
+    changed()
     return kernel
 
 
-def kernels() -> tuple[Kernel, ...]:
-    """All kernels, in the order of the table."""
+@contextlib.contextmanager
+def table_of(*kernels: Kernel) -> Iterator[None]:
+    """A table that holds exactly these kernels, for as long as the context lasts; for tests."""
+    before = _table().copy()
+    try:
+        _fill({kernel.tag: kernel for kernel in kernels})
+        yield
+    finally:
+        _fill(before)
+
+
+def _fill(table: dict[str, Kernel]) -> None:
+    _KERNELS.clear()
+    _KERNELS.update(table)
+    changed()
+
+
+def _table() -> dict[str, Kernel]:
     global _loaded
     if not _loaded:
         for module in MODULES:
             importlib.import_module(module)
         _loaded = True
-    return tuple(_KERNELS.values())
+    return _KERNELS
+
+
+def kernels(listed_only: bool = False) -> tuple[Kernel, ...]:
+    """All kernels, in the order of the table; or those that are shown without being asked for."""
+    return tuple(kernel for kernel in _table().values() if kernel.listed or not listed_only)
 
 
 def get(tag: str) -> Kernel:
@@ -129,13 +197,34 @@ def get(tag: str) -> Kernel:
     Raises:
         ValueError: no kernel has it; the message names the nearest tags.
     """
-    table = {kernel.tag: kernel for kernel in kernels()}
-    if tag not in table:
-        raise ValueError(f"kernel is {tag!r}, which no kernel is called; {suggest(tag, tuple(table))}")
-    return table[tag]
+    found = _table().get(tag)
+    if found is None:
+        raise ValueError(f"kernel is {tag!r}, which no kernel is called; {suggest(tag, tuple(_KERNELS))}")
+    return found
 
 
 def suggest(word: str, known: tuple[str, ...]) -> str:
-    """``did you mean …`` with the nearest known words, or the list of them all."""
-    near = difflib.get_close_matches(word, known, n=3, cutoff=0.5) or [name for name in known if word in name][:3]
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known)}"
+    """``did you mean …`` with the nearest known words, or the list of them all (of a long one, its start)."""
+    near = difflib.get_close_matches(word, _shortlist(word, known), n=3, cutoff=0.5)
+    near = near or [name for name in known if word in name][:3]
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    more = f", and {len(known) - SHORTLIST} more" if len(known) > SHORTLIST else ""
+    return f"known: {', '.join(known[:SHORTLIST])}{more}"
+
+
+def _shortlist(word: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The words that share most pairs of letters with ``word``: comparing letter by letter takes 0.1 ms a word."""
+    if len(known) <= SHORTLIST:
+        return known
+    pairs = _pairs(word)
+
+    def likeness(name: str) -> float:
+        others = _pairs(name)
+        return len(pairs & others) / (len(pairs | others) or 1)
+
+    return tuple(sorted(known, key=likeness, reverse=True)[:SHORTLIST])
+
+
+def _pairs(word: str) -> set[str]:
+    return {word[i : i + 2] for i in range(len(word) - 1)}

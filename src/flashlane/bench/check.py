@@ -9,7 +9,8 @@ operations reordered (the scale multiplies k, not the scores). An output is righ
 
 For f32 and f64, where pt may be lucky, 8·eps·max|ref| is added. A kernel that accumulates in less than f32 says so
 (``Kernel.low_precision_reference`` as ``scores=f16,out=f16,store=f16``): its pt is the tiled algorithm rounding where
-such a kernel rounds. NaN never passes, and a row without a visible key must have LSE −inf.
+such a kernel rounds. The factor is then 3, which FlashAttention-2's tests use for gradients and the KV cache: two orders
+of f16 additions differ by more than two orders of f32 additions. NaN never passes, and a row without a visible key must have LSE −inf.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from flashlane.tiled import tiled_forward
 Rule = Literal["fa2", "fa3"]
 RULES: tuple[Rule, ...] = ("fa2", "fa3")
 STANDARD = "standard"
+FACTOR, EMULATED_FACTOR = 2, 3
 EMULATED_TILE = 64
 """Keys between two roundings of the running output, unless the kernel says ``block_k=…``."""
 MAX_SCORES_BYTES = 1 << 30
@@ -120,13 +122,14 @@ class Oracle:
             low = reordered if emulation == STANDARD else Emulated(emulation)
             pt_out, pt_lse = low(self.problem, self.inputs)
         eps = torch.finfo(self.problem.dtype).eps
-        allowed = 2 * max_error(pt_out, ref_out) + (1e-5 if self.problem.causal else 0.0)
+        factor = FACTOR if emulation == STANDARD else EMULATED_FACTOR
+        allowed = factor * max_error(pt_out, ref_out) + (1e-5 if self.problem.causal else 0.0)
         if self.problem.dtype in (torch.float32, torch.float64):
             allowed += 8 * eps * _largest(ref_out)
         if self.rule == "fa3":
             rounded = ref_out.to(self.problem.dtype)
             allowed += 2 * max_error(rounded + 0.3 - 0.3, rounded)
-        return allowed, 2 * max_error(pt_lse, ref_lse) + LSE_EPS * eps * max(1.0, _largest(ref_lse))
+        return allowed, factor * max_error(pt_lse, ref_lse) + LSE_EPS * eps * max(1.0, _largest(ref_lse))
 
 
 def max_error(value: torch.Tensor, ref: torch.Tensor) -> float:

@@ -58,10 +58,7 @@ def command(
     acc_f32: Annotated[
         bool, o.option("--acc-f32", help="Only kernels whose matrix products accumulate in f32.", panel=o.WHICH)
     ] = False,
-    show_all: Annotated[
-        bool,
-        o.option("--show-all", help="Founding flag, accepted: no row is ever hidden.", panel=o.WHICH),
-    ] = False,
+    show_all: o.ShowAll = False,
     qkv: Annotated[
         Path | None,
         o.option("--qkv", help="Bench on the tensors of a .safetensors file (see flashlane capture).", panel=o.INPUT),
@@ -118,7 +115,7 @@ def command(
         "results"
     ),
 ) -> None:
-    """Run every kernel and every baseline, check each against the formula, time them side by side.
+    """Run every listed kernel and every baseline, check each against the formula, time them side by side.
 
     Sizes take a value (64), a list (64,128), a geometric sweep (1024:8192:x2) or an arithmetic one (64:256:+64); every
     combination runs. Without any: the founding shapes on a GPU, one small shape on the CPU, where the GPU kernels are
@@ -145,7 +142,7 @@ def command(
     exact = o.words_of(kernels)
     if naive and (words or exact):
         exact = (*exact, "mma(naive)")
-    selection = Selection(words, exact, _peers(baselines, torch_, sdpa), acc_f32)
+    selection = Selection(words, exact, _peers(baselines, torch_, sdpa), acc_f32, show_all)
     grid = o.grid_of(batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
     if qkv is not None:
         given = {"--B": batch, "--H": heads, "--N": seqlen, "--D": head_dim, "--kv-heads": kv_heads}

@@ -10,10 +10,13 @@ import torch
 from flashlane.problem import AttentionProblem, Inputs
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 113, 127, 128, 129, 203, 255, 256, 257, 333, 512, 799, 1023, 1024)
-HEAD_DIMS = ((64, 64),) * 6 + ((128, 128),) * 6 + ((32, 32), (40, 40), (80, 80), (96, 96), (111, 111), (59, 59))
-HEAD_DIMS += ((192, 128), (64, 128), (160, 160), (256, 256), (256, 256), (128, 64))
+HEAD_DIMS = ((64, 64),) * 6 + ((128, 128),) * 6 + ((32, 32), (40, 40), (96, 96), (59, 59), (111, 111))
+HEAD_DIMS += ((192, 128), (64, 128), (160, 160), (256, 256))
+COMMON = (64, 128, 256)
+"""Head dims drawn in every layout and in large batches; the others keep the number of compiled variants small."""
 HEADS = ((1, 1), (2, 2), (3, 3), (4, 1), (4, 2), (6, 2), (8, 1))
-LAYOUTS = ("contiguous", "contiguous", "heads first", "packed", "offset by one", "every other column")
+ALIGNED = ("contiguous", "contiguous", "heads first", "packed")
+UNALIGNED = ("offset by one", "every other column")
 MASKS = ("full", "full", "causal", "causal", "causal top-left", "window", "causal window")
 
 
@@ -84,10 +87,14 @@ def draw_problems(count: int, seed: int) -> list[Drawn]:
             seqlen_k = seqlen_q
         heads, kv_heads = chance.choice(HEADS)
         head_dim, head_dim_v = chance.choice(HEAD_DIMS)
-        many = chance.random() < 0.4  # enough blocks for the shapes that suit full GPUs
+        common = head_dim == head_dim_v and head_dim in COMMON
+        many = chance.random() < 0.4 or not common  # enough blocks for the shapes that suit full GPUs
+        layouts = ALIGNED + UNALIGNED if head_dim == head_dim_v == 64 else ALIGNED
         drawn.append(
             Drawn(
-                batch=chance.choice((13, 16, 34)) if many else chance.choice((1, 2, 3)),
+                batch=-(-chance.randint(110, 130) // (heads * -(-max(seqlen_q, 1) // 128)))
+                if many
+                else chance.choice((1, 2)),
                 heads=heads,
                 kv_heads=kv_heads,
                 seqlen_q=seqlen_q,
@@ -96,7 +103,7 @@ def draw_problems(count: int, seed: int) -> list[Drawn]:
                 head_dim_v=head_dim_v,
                 mask=chance.choice(MASKS),
                 window=(chance.choice((0, 5, 64, 300)), chance.choice((-1, 0, 7, 200))),
-                layout=chance.choice(LAYOUTS),
+                layout=chance.choice(layouts),
                 scale=chance.choice((None, None, None, 0.3, 1.0 / head_dim, 1.7 if head_dim <= 64 else 0.5)),
                 spread=chance.choice((1.0, 1.0, 4.0)),
                 seed=seed * 100_003 + number,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -69,11 +70,14 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that this package's source tree is at, ``+dirty`` when it differs from it; None outside git."""
+    """The commit that this package's source tree is at, ``+dirty`` when it differs from it.
+
+    Outside git, what ``FLASHLANE_COMMIT`` says (for a tree that was copied to a GPU machine), or None.
+    """
     here = Path(__file__).resolve().parent
     head = _output("git", "-C", str(here), "rev-parse", "--short=12", "HEAD")
     if head is None:
-        return None
+        return os.environ.get("FLASHLANE_COMMIT")
     return head + ("+dirty" if _output("git", "-C", str(here), "status", "--porcelain", "--", here.parent) else "")
 
 

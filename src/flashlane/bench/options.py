@@ -47,11 +47,17 @@ Dtype = Annotated[str | None, option("--dtype", help="f16, bf16, f32, f64, or a 
 Tags = Annotated[
     str,
     option(
-        "--tags", help="Kernels whose tag contains one of these words: split-q,share-kv. Default: all.", panel=WHICH
+        "--tags",
+        help="Kernels whose tag contains one of these words: split-q,share-kv. Default: the listed ones.",
+        panel=WHICH,
     ),
 ]
 Kernels = Annotated[
     str, option("--kernels", help="Kernels with exactly these tags, in a list; adds to --tags.", panel=WHICH)
+]
+ShowAll = Annotated[
+    bool,
+    option("--show-all", help="Every kernel of the grid; without it and without --tags the listed ones.", panel=WHICH),
 ]
 
 

@@ -71,6 +71,8 @@ class Results:
     skipped: list[Skipped] = field(default_factory=list)
     compiled: list[Usage] = field(default_factory=list)
     """The compile report, when one was asked for."""
+    unlisted: int = 0
+    """Further kernels of the table, which nobody asked for; the files say how to ask."""
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -85,8 +87,8 @@ class Results:
 
     def to_json(self) -> str:
         """Everything, as JSON (numbers that JSON has not are null)."""
-        body = {"format": FORMAT, **asdict(self)}
-        return json.dumps(_finite(body), indent=1, allow_nan=False) + "\n"
+        body = {"format": FORMAT, **asdict(self), "unlisted_note": unlisted_note(self.unlisted)}
+        return json.dumps(finite(body), indent=1, allow_nan=False) + "\n"
 
     def to_csv(self) -> str:
         """One line a row, skipped implementations included."""
@@ -106,6 +108,12 @@ class Results:
         write_atomically(json_path, self.to_json())
         write_atomically(csv_path, self.to_csv())
         return json_path, csv_path
+
+
+def unlisted_note(unlisted: int, verb: str = "runs") -> str:
+    """How many kernels of the table nobody asked for, and how to ask; empty when there is none."""
+    how = f"--show-all {verb} them all, --tags WORD some"
+    return f"{unlisted} further variants of the kernel grid: {how}" if unlisted else ""
 
 
 def file_stem(device: str, kind: str = "bench") -> str:
@@ -146,11 +154,12 @@ def check_writable(directory: Path, name: str = "--out") -> None:
         ) from None
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with every number that JSON has not (NaN, infinities) as None."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

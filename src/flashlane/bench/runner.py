@@ -28,7 +28,7 @@ from flashlane.registry import DeviceKernel, Kernel
 
 @dataclass(frozen=True)
 class Selection:
-    """Which implementations run; an empty tuple of words or tags means all kernels."""
+    """Which implementations run; without words and tags all listed kernels."""
 
     words: tuple[str, ...] = ()
     """Kernels whose tag contains one of these."""
@@ -37,6 +37,8 @@ class Selection:
     peers: tuple[Peer, ...] = PEERS
     accumulate_f32: bool = False
     """Only kernels whose matrix products accumulate in f32."""
+    show_all: bool = False
+    """Without words and tags: every kernel of the table instead of the listed ones."""
 
     def __post_init__(self) -> None:
         known = tuple(k.tag for k in registry.kernels())
@@ -50,8 +52,14 @@ class Selection:
     def kernels(self) -> list[Kernel]:
         """The kernels asked for by name, in the order of the registry."""
         if not self.words and not self.tags:
-            return list(registry.kernels())
+            return list(registry.kernels(listed_only=not self.show_all))
         return [k for k in registry.kernels() if k.tag in self.tags or any(word in k.tag for word in self.words)]
+
+    @property
+    def unlisted(self) -> int:
+        """How many kernels of the table are left out because nobody asked for them by name."""
+        asked = self.words or self.tags
+        return 0 if asked else len(registry.kernels()) - len(self.kernels())
 
     def declines(self, kernel: Kernel, problem: AttentionProblem) -> str | None:
         """Why a kernel that was asked for by name is left out all the same."""
@@ -108,7 +116,7 @@ def run(
     Args:
         problems: dense problems, or :class:`~flashlane.bench.inputs.Case` with tensors of their own.
         device: default: the current GPU, or the CPU without one.
-        selection: which kernels and baselines; default: all.
+        selection: which kernels and baselines; default: all that are listed.
         check: compare each output and LSE with the reference; what fails is not timed.
         rule: how close it must be, see :mod:`flashlane.bench.check`.
         settings: how long to measure.
@@ -138,6 +146,7 @@ def run(
             "inputs": pattern.describe(),
             "order": "interleaved round by round, every other round reversed",
         },
+        unlisted=selection.unlisted,
     )
     for number, case in enumerate(cases):
         _run_case(case, results, device, selection, check, rule, settings, pattern, seed + number, reporter)
@@ -192,7 +201,7 @@ def _run_case(
     with on_device, torch.no_grad():
         try:
             inputs = case.materialise(device, seed, pattern)
-            out, lse = _outputs(case.problem, device)
+            out, lse = shared_outputs(case.problem, device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
                 raise
@@ -205,7 +214,7 @@ def _run_case(
         oracle = Oracle(case.problem, inputs, rule) if check else None
         checked = [_check(case, item, oracle, out, lse, device, reporter) for item in items]
         del oracle
-        _free(device)
+        free_memory(device)
         running = [c for c in checked if c.runs]
         clock = clock_for(device, settings)
         timings = measure([c.item for c in running], clock, settings, lambda tag: reporter.step(f"timing {tag}"))
@@ -213,10 +222,10 @@ def _run_case(
             entry.row = _timed(entry.row, timing, case.problem)
         results.rows += _compared([c.row for c in checked])
     del inputs, out, lse, items, checked, running
-    _free(device)
+    free_memory(device)
 
 
-def _outputs(problem: AttentionProblem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def shared_outputs(problem: AttentionProblem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """One output and one LSE that all kernels write, poisoned before each check."""
     shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
     out = torch.full(shape, math.nan, dtype=problem.dtype, device=device)
@@ -288,15 +297,15 @@ def _check(
             lse.fill_(math.nan)
             with item.context():
                 returned = item.call()
-            _synchronize(device)
+            synchronize(device)
             result = out if item.kind == "kernel" else returned
             row = replace(row, values=_three(result), usage=_usage(item, problem))
             if oracle is not None:
                 row = _judged(row, oracle, item, result, lse)
         except Exception as error:  # whatever it raises, the run goes on and the row says it
-            row = replace(row, status=ERROR, message=_explain(error, heard))
-            _stop_if_broken(device, item.tag, problem, error)
-            _free(device)
+            row = replace(row, status=ERROR, message=explained(error, heard))
+            stop_if_broken(device, item.tag, problem, error)
+            free_memory(device)
     return _Checked(item, row, runs=row.status in (OK, UNCHECKED))
 
 
@@ -312,10 +321,10 @@ def _judged(row: Row, oracle: Oracle, item: Implementation, result: torch.Tensor
     return replace(row, verdict=verdict, status=OK if verdict.ok else FAIL, message=verdict.message)
 
 
-def _stop_if_broken(device: torch.device, tag: str, problem: AttentionProblem, error: Exception) -> None:
+def stop_if_broken(device: torch.device, tag: str, problem: AttentionProblem, error: Exception) -> None:
     """After an illegal access nothing more runs in this process, and every later row would blame the wrong kernel."""
     try:
-        _synchronize(device)
+        synchronize(device)
     except RuntimeError as broken:
         raise RuntimeError(
             f"{tag} broke the CUDA context on {problem.describe()}: {first_line(error)}; nothing after it can run in "
@@ -328,7 +337,7 @@ def _out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text
 
 
-def _explain(error: Exception, heard: Sequence[warnings.WarningMessage]) -> str:
+def explained(error: Exception, heard: Sequence[warnings.WarningMessage]) -> str:
     """An error on one line; torch says why it refuses a backend in warnings, so those follow."""
     if _out_of_memory(error):
         return "out of memory"
@@ -341,7 +350,7 @@ def _explain(error: Exception, heard: Sequence[warnings.WarningMessage]) -> str:
 
 def _timed(row: Row, timing: Timing | Exception, problem: AttentionProblem) -> Row:
     if isinstance(timing, Exception):
-        return replace(row, status=ERROR, message=f"while timing: {_explain(timing, ())}")
+        return replace(row, status=ERROR, message=f"while timing: {explained(timing, ())}")
     ms = timing.median
     return replace(
         row,
@@ -402,12 +411,12 @@ def _sizes(problem: AttentionProblem) -> dict[str, object]:
     }
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _free(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

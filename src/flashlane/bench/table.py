@@ -14,7 +14,7 @@ from rich.text import Text
 
 from flashlane.bench.compile_report import Usage
 from flashlane.bench.flops import Convention
-from flashlane.bench.results import ERROR, FAIL, OK, Results, Row
+from flashlane.bench.results import ERROR, FAIL, OK, Results, Row, unlisted_note
 
 PIPED_WIDTH = 200
 """Columns when the output is not a terminal and COLUMNS does not say."""
@@ -39,11 +39,11 @@ class Column:
     """Title of the column that this one is shown in place of, when both would fit."""
 
 
-def make_console(width: int | None = None) -> Console:
-    """A console on stdout that does not squeeze tables into 80 columns when piped."""
-    console = Console(width=width, highlight=False)
+def make_console(width: int | None = None, stderr: bool = False) -> Console:
+    """A console on stdout (or stderr) that does not squeeze tables into 80 columns when piped."""
+    console = Console(width=width, highlight=False, stderr=stderr)
     if width is None and not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=PIPED_WIDTH, highlight=False)
+        console = Console(width=PIPED_WIDTH, highlight=False, stderr=stderr)
     return console
 
 
@@ -61,21 +61,22 @@ def print_results(results: Results, console: Console, convention: Convention = "
                 console.print(label.append(row.message, "default"), soft_wrap=True)
         skipped = [(s.tag, s.reason) for s in results.skipped if s.problem == title]
         listed = {usage.tag for usage in results.compiled}
-        _print_reasons(skipped, "not run", console, listed=listed)
+        print_reasons(skipped, "not run", console, listed=listed)
         console.print()
     if results.compiled:
         print_compiled(results.compiled, console)
     _print_footer(results, console, convention)
+    print_unlisted(results.unlisted, "runs", console)
 
 
 def results_table(rows: Sequence[Row], title: str, width: int, convention: Convention = "gemm") -> Table:
     """One problem's rows; kernels first, baselines after a line, the fastest of each kind in bold."""
     columns = [*_columns(rows, convention), Column("check", _status, justify="left")]
     fastest = {_fastest(rows, kind) for kind in ("kernel", "baseline")}
-    return _table(rows, columns, title, width, lambda r: "bold" if r.tag in fastest else None)
+    return make_table(rows, columns, title, width, lambda r: "bold" if r.tag in fastest else None)
 
 
-def _table(
+def make_table(
     rows: Sequence[Any], columns: Sequence[Column], title: str, width: int, style: Callable[[Any], str | None]
 ) -> Table:
     """Rows under their tags; where they do not fit, tags fold first and then columns go, the least needed first."""
@@ -120,16 +121,16 @@ def _columns(rows: Sequence[Row], convention: Convention) -> list[Column]:
     columns = [
         Column("out[0, 1, -1]", lambda r: _values(r, 3), drop=3),
         Column("out[0,1,-1]", lambda r: _values(r, 6), drop=8, replaces="out[0, 1, -1]"),
-        Column("ms", lambda r: _significant(r.timing and r.timing.median)),
+        Column("ms", lambda r: significant(r.timing and r.timing.median)),
         Column("±%", lambda r: f"{50 * r.timing.spread:.1f}" if r.timing else NONE, drop=2),
-        Column("TFLOPS", lambda r: _significant(r.tflops if convention == "gemm" else r.tflops_founding)),
+        Column("TFLOPS", lambda r: significant(r.tflops if convention == "gemm" else r.tflops_founding)),
         Column("×best", lambda r: NONE if r.speedup is None else f"{r.speedup:.2f}"),
     ]
     if any(r.usage for r in rows):
         columns += [
             Column("regs", lambda r: _usage(r, "registers"), drop=4),
-            Column("spill", lambda r: _spill(r.usage), drop=5),
-            Column("KiB", lambda r: _kib(r.usage), drop=6),
+            Column("spill", lambda r: spill_cell(r.usage), drop=5),
+            Column("KiB", lambda r: kib_cell(r.usage), drop=6),
             Column("blk/SM", lambda r: _usage(r, "blocks"), drop=7),
             Column("occ", lambda r: _percent(r.usage), drop=9),
         ]
@@ -156,9 +157,9 @@ def print_compiled(usages: Sequence[Usage], console: Console) -> None:
         made = [u for u in group if not u.reason]
         if made:
             console.print(_compiled_table(made, f"compiled for {arch}" + (f": {problem}" if problem else ""), console))
-        _print_reasons([(u.tag, u.error) for u in group if u.error], "error", console, "bold red")
-        _print_reasons([(u.tag, line) for u in group for line in u.warnings], "compiler", console)
-        _print_reasons([(u.tag, u.reason) for u in group if u.reason], "not compiled", console)
+        print_reasons([(u.tag, u.error) for u in group if u.error], "error", console, "bold red")
+        print_reasons([(u.tag, line) for u in group for line in u.unexpected_warnings], "compiler", console)
+        print_reasons([(u.tag, u.reason) for u in group if u.reason], "not compiled", console)
         console.print()
 
 
@@ -166,8 +167,8 @@ def _compiled_table(usages: Sequence[Usage], title: str, console: Console) -> Ta
     columns = [
         Column("configuration", lambda u: u.config, drop=12, justify="left"),
         Column("regs", lambda u: _plain(u.registers)),
-        Column("spill", lambda u: _spill(u)),
-        Column("KiB", lambda u: _kib(u)),
+        Column("spill", lambda u: spill_cell(u)),
+        Column("KiB", lambda u: kib_cell(u)),
         Column("threads", lambda u: _plain(u.threads), drop=10),
         Column("blk/SM", lambda u: _plain(u.blocks)),
         Column("occ", lambda u: _percent(u), drop=3),
@@ -175,7 +176,7 @@ def _compiled_table(usages: Sequence[Usage], title: str, console: Console) -> Ta
         *(_opcode(name) for name in INSTRUCTIONS if any((u.instructions or {}).get(name) for u in usages)),
         Column("s", lambda u: NONE if u.seconds is None else ("cache" if u.cached else f"{u.seconds:.2f}"), drop=4),
     ]
-    return _table(usages, columns, title, console.width, lambda u: "red" if u.error else None)
+    return make_table(usages, columns, title, console.width, lambda u: "red" if u.error else None)
 
 
 def _opcode(name: str) -> Column:
@@ -187,7 +188,7 @@ def _opcode(name: str) -> Column:
     )
 
 
-def _print_reasons(
+def print_reasons(
     pairs: Iterable[tuple[str, str]], what: str, console: Console, style: str = "yellow", listed: Container[str] = ()
 ) -> None:
     """Each reason once, with every tag that it holds for; many tags that a table below lists are only counted."""
@@ -198,6 +199,12 @@ def _print_reasons(
         below = len(tags) > 6 and all(tag in listed for tag in tags)
         names = "the GPU kernels of the compile report below" if below else " ".join(tags)
         console.print(Text(f"{what} ({len(tags)}) · {reason}: ", style).append(names, "dim"))
+
+
+def print_unlisted(unlisted: int, verb: str, console: Console) -> None:
+    """How many kernels of the table nobody asked for, and how to ask."""
+    if unlisted:
+        console.print(unlisted_note(unlisted, verb), style="dim", soft_wrap=True)
 
 
 def _print_footer(results: Results, console: Console, convention: Convention) -> None:
@@ -237,12 +244,12 @@ def _values(row: Row, digits: int) -> str:
     return " ".join(f"{value:{digits + 3}.{digits}f}" for value in row.values) if row.values else NONE
 
 
-def _spill(usage: Usage | None) -> Text:
+def spill_cell(usage: Usage | None) -> Text:
     spills = None if usage is None else usage.spills
-    return Text(_plain(spills), "bold red" if spills else "")
+    return Text(_plain(spills), "bold red" if usage is not None and usage.spilled else "")
 
 
-def _significant(number: float | None) -> str:
+def significant(number: float | None) -> str:
     """Four significant digits without an exponent, as far as that goes."""
     if number is None:
         return NONE
@@ -258,7 +265,7 @@ def _usage(row: Row, name: str) -> str:
     return _plain(getattr(row.usage, name)) if row.usage else NONE
 
 
-def _kib(usage: Usage | None) -> str:
+def kib_cell(usage: Usage | None) -> str:
     return NONE if usage is None or usage.shared_bytes is None else f"{usage.shared_bytes / 1024:.1f}"
 
 

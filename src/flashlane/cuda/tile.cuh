@@ -13,15 +13,16 @@ struct View {
     int columns;
 };
 
-// Start copying ROWS × COLUMNS elements from `first_row` on; what lies outside the view becomes zeros.
+// Start copying ROWS × COLUMNS elements from a row and a column on; what lies outside the view becomes zeros.
 // VECTOR: rows are contiguous and start on 16 bytes, so chunks go by cp.async; otherwise element by element.
 // Every thread stays in one column of chunks, and steps by a constant number of rows.
 template <typename Layout, int ROWS, int COLUMNS, int THREADS, bool VECTOR, typename Element>
-__device__ __forceinline__ void load_tile(u32 tile, const View<Element>& view, int first_row) {
+__device__ __forceinline__ void load_tile(u32 tile, const View<Element>& view, int first_row,
+                                          int first_column) {
     constexpr int CHUNKS = COLUMNS / CHUNK;
     constexpr int STEP = THREADS / CHUNKS;  // rows that all threads copy at once
     constexpr int PASSES = (ROWS + STEP - 1) / STEP;
-    const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, column = chunk * CHUNK;
+    const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, column = first_column + chunk * CHUNK;
     if (THREADS % CHUNKS != 0 && row >= STEP) return;
     const int valid_rows = column < view.columns ? view.rows - first_row : 0;
     const Element* source = view.data + (first_row + row) * view.row_stride + column * (VECTOR ? 1 : view.column_stride);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,13 +12,12 @@ from flashlane import jit
 from flashlane.jit import KernelSource
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.mma import shapes
-from flashlane.kernels.mma.config import MmaConfig
+from flashlane.kernels.mma.config import OUTPUTS, MmaConfig
 from flashlane.kernels.params import attention_params, check_outputs, fold_of, unsupported_features
 from flashlane.problem import AttentionProblem, Inputs
 from flashlane.registry import DeviceKernel, Resources, register
 
 SOURCE = "kernels/mma/attention.cu"
-MAX_HEAD_DIM = 256
 L2_BYTES = 24 << 20
 """Share of the L2 cache that the keys and values of heads run together may take."""
 FAMILIES = {
@@ -25,61 +25,96 @@ FAMILIES = {
     "split-q": "each warp owns rows and sees all keys; P stays in registers",
     "split-q+share-kv": "split-q, with K and V taking turns in one ring of buffers",
     "split-q+share-qkv": "split-q, with Q in registers and K and V in its place",
+    "split-q+tiling-qk": "Q and K in slices of the head dim, V in slices of rows; O over warps where it outgrows one",
+    "split-q+tiling-qkv": "Q, K and V in slices of the head dim: shared memory does not grow with it (FFPA level 1)",
 }
+ACCUMULATORS = {
+    ("f16", "f16"): "",
+    ("f32", "f32"): "acc-f32",
+    ("f32", "f16"): "acc-qk-f32",
+    ("f16", "f32"): "acc-pv-f32",
+}
+"""Accumulators of Q·Kᵀ and of P·V, and the word of each pair."""
 SWIZZLES = ("", "q", "qk", "qkv")
-STAGES = (1, 2)
+SPILLS_ALLOWED = 128
+"""Bytes that a variant may spill which ``auto`` never takes."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One point of the grid: family × accumulators × O storage × swizzles × stages."""
+    """One point of the grid: family × accumulators × O storage × Q kept or streamed × swizzles × store × stages."""
 
     split: str
-    accumulate: str
-    store: str
-    swizzle: str
     stage: int
+    scores: str = "f32"
+    out: str = "f32"
+    store: str = "f32"
+    persistent: bool = False
+    """(tiling) Q stays in shared memory; otherwise its slices come again with each tile of keys."""
+    swizzle: str = ""
+    output: str = "shuffle"
 
     @property
     def tag(self) -> str:
-        """The founding name: f16 accumulators, f32 O storage and padded tiles go unsaid."""
-        words = [self.split]
-        words += ["acc-f32"] if self.accumulate == "f32" else []
-        words += ["o-f16"] if self.store == "f16" else []
-        words += [f"swizzle-{self.swizzle}"] if self.swizzle else []
-        return f"mma({'+'.join(words)}+stage{self.stage})"
+        """The founding name: f16 accumulators, f32 O storage, padded tiles and stores by shuffle go unsaid."""
+        words = [self.split, ACCUMULATORS[self.scores, self.out]]
+        words += ["o-f16" if self.store == "f16" else "", "persist-q" if self.persistent else ""]
+        words += [f"swizzle-{self.swizzle}" if self.swizzle else ""]
+        words += [f"store-{self.output}" if self.output != "shuffle" else "", f"stage{self.stage}"]
+        return f"mma({'+'.join(word for word in words if word)})"
 
     @property
     def family(self) -> str:
         return self.split.removeprefix("split-q+")
 
     @property
+    def tiling(self) -> bool:
+        """Whether the head dim arrives in slices."""
+        return self.family.startswith("tiling")
+
+    @property
+    def max_head_dim(self) -> int:
+        return 1024 if self.tiling else 256
+
+    @property
     def kv_slots(self) -> int:
-        """Buffers of the K/V ring: with shared buffers one a stage; otherwise K's stages and one for V."""
-        return self.stage if self.family.startswith("share") else self.stage + 1
+        """Slots of the ring: one a stage where K and V share, and for slices; otherwise K's stages and one for V."""
+        return self.stage if self.tiling or self.family.startswith("share") else self.stage + 1
 
     @property
     def precision(self) -> str:
-        """Accumulators and O storage, such as ``f16/f32``."""
-        return f"{self.accumulate}/{self.store}"
+        """Accumulators and O storage, such as ``f16/f32``; ``mixed/…`` when the two accumulators differ."""
+        return f"{self.out if self.scores == self.out else 'mixed'}/{self.store}"
 
-    def config(self, problem: AttentionProblem) -> MmaConfig | None:
-        """The preferred configuration that fits the problem's architecture; None when none fits."""
+    @property
+    def listed(self) -> bool:
+        """Shown without being asked for: accumulators alike, all tiles swizzled or none, up to two stages."""
+        plain = self.scores == self.out and self.swizzle in ("", "qkv") and self.output == "shuffle" and self.stage <= 2
+        return plain and (not self.tiling or self.store == "f32")
+
+    def configs(self, problem: AttentionProblem) -> Iterator[MmaConfig]:
+        """The configurations that fit the problem's architecture, the preferred one first."""
         largest = max(problem.head_dim, problem.head_dim_v)
         marks = (self.precision, f"stage{self.stage}")
         for shape in shapes.candidates(self.family, marks, largest, shapes.few_blocks(problem)):
             config = self.at(problem, shape)
             if config.shared_memory <= jit.shared_limit(problem.arch):
-                return config
-        return None
+                yield config
 
     def at(self, problem: AttentionProblem, shape: shapes.Shape) -> MmaConfig:
         """The configuration with a given tile shape."""
-        columns = 16 * shape.warps_kv
+        column_unit = 16 * shape.warps_kv
+        k_slice = v_rows = v_columns = 0
+        if self.tiling:
+            k_slice = shapes.slice_of(problem.head_dim, shape.k_slice)
+        if self.family == "tiling-qk":
+            v_rows = min(shape.v_rows, shape.bc)
+        if self.family == "tiling-qkv":
+            v_columns = max(column_unit, shapes.slice_of(problem.head_dim_v, shape.k_slice))
         return MmaConfig(
             dtype=problem.dtype_name,
-            head_dim=-(-problem.head_dim // 16) * 16,
-            head_dim_v=-(-problem.head_dim_v // columns) * columns,
+            head_dim=_round_up(problem.head_dim, k_slice or 16),
+            head_dim_v=_round_up(problem.head_dim_v, v_columns or column_unit),
             br=shape.br,
             bc=shape.bc,
             warps_q=shape.warps_q,
@@ -87,14 +122,23 @@ class Variant:
             kv_slots=self.kv_slots,
             share_qkv=self.family == "share-qkv",
             q_in_registers=shape.q_in_registers,
-            scores=self.accumulate,
-            out=self.accumulate,
+            scores=self.scores,
+            out=self.out,
             store=self.store,
             swizzle=self.swizzle,
             vector=problem.aligned,
             early_v=shape.early_v,
             min_blocks=shape.min_blocks,
+            k_slice=k_slice,
+            v_rows=v_rows,
+            v_columns=v_columns,
+            q_streamed=self.tiling and not self.persistent,
+            output=self.output,
         )
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
 
 
 def source_of(config: MmaConfig) -> KernelSource:
@@ -107,37 +151,46 @@ class MmaAttention(DeviceKernel):
 
     family = "mma"
     source = "Dao 2023 (FlashAttention-2), algorithm 1; PTX ISA mma.sync.m16n8k16, ldmatrix, cp.async"
+    priority = 10
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
         self.tag = variant.tag
         self.summary = FAMILIES[variant.split]
-        self.priority = 10
+        self.listed = variant.listed or variant.tag in shapes.FASTEST
 
     def preference(self, problem: AttentionProblem) -> float:
         return self.priority + shapes.preference(self.tag, problem)
 
     def low_precision_reference(self, problem: AttentionProblem) -> str:
-        if self.variant.precision == "f32/f32":
+        variant = self.variant
+        if variant.precision == "f32/f32":
             return "standard"
-        accumulate, store = self.variant.accumulate, self.variant.store
-        return f"scores={accumulate},out={accumulate},store={store},block_k={self.config(problem).bc}"
+        # Where the product adds straight to an f16 output, that is rounded after every 16 keys.
+        block_k = 16 if variant.out == variant.store else self.config(problem).bc
+        return f"scores={variant.scores},out={variant.out},store={variant.store},block_k={block_k}"
 
     def supports(self, problem: AttentionProblem) -> str | None:
-        dtypes = ("f16", "bf16") if self.variant.precision == "f32/f32" else ("f16",)
-        reason = unsupported_features(problem, dtypes)
+        variant = self.variant
+        reason = unsupported_features(problem, ("f16", "bf16") if variant.precision == "f32/f32" else ("f16",))
         if reason:
             return reason
         if problem.arch not in jit.LIMITS:
             return f"architecture is {problem.arch}; it takes {', '.join(jit.LIMITS)}"
-        if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
-            return f"head_dim is {max(problem.head_dim, problem.head_dim_v)}; it takes up to {MAX_HEAD_DIM}"
-        if self.config(problem) is None:
+        if max(problem.head_dim, problem.head_dim_v) > variant.max_head_dim:
+            return f"head_dim is {max(problem.head_dim, problem.head_dim_v)}; it takes up to {variant.max_head_dim}"
+        if next(variant.configs(problem), None) is None:
             return f"no tile shape fits the {jit.shared_limit(problem.arch)} bytes of shared memory of {problem.arch}"
         return None
 
     def config(self, problem: AttentionProblem) -> MmaConfig:
-        return self.variant.config(problem)
+        return next(self.variant.configs(problem))
+
+    def candidates(self, problem: AttentionProblem) -> Iterator[MmaConfig]:
+        return self.variant.configs(problem)
+
+    def spills_allowed(self, config: MmaConfig, arch: str) -> int:
+        return 0 if self.tag in shapes.FASTEST and arch == "sm_90a" and config.vector else SPILLS_ALLOWED
 
     def kernel_source(self, config: MmaConfig) -> KernelSource:
         return source_of(config)
@@ -200,9 +253,16 @@ def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
                         yield problem
 
 
-for _split in FAMILIES:
-    for _accumulate in ("f16", "f32"):
-        for _store in ("f32", "f16"):
-            for _swizzle in SWIZZLES:
-                for _stage in STAGES:
-                    register(MmaAttention(Variant(_split, _accumulate, _store, _swizzle, _stage)))
+def grid() -> Iterator[Variant]:
+    """Every point; stages 3 and 4, and the choice of keeping Q or streaming it, are those of the tiling families."""
+    for split in FAMILIES:
+        tiling = "tiling" in split
+        for (scores, out), store, swizzle, output, stage, persistent in itertools.product(
+            ACCUMULATORS, ("f32", "f16"), SWIZZLES, OUTPUTS, (1, 2, 3, 4), (False, True)
+        ):
+            if tiling or (stage <= 2 and not persistent):
+                yield Variant(split, stage, scores, out, store, persistent, swizzle, output)
+
+
+for _variant in grid():
+    register(MmaAttention(_variant))

@@ -8,6 +8,7 @@ from flashlane.layout import TileLayout
 from flashlane.registry import Resources
 
 ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16"}
+OUTPUTS = ("direct", "shuffle", "shared")
 PRECISIONS = {"f16": "__half", "f32": "float"}
 
 
@@ -40,26 +41,59 @@ class MmaConfig:
     """Wait for V before the softmax, so that the next K loads under it."""
     min_blocks: int = 1
     """Blocks an SM that the register allocation must allow."""
+    k_slice: int = 0
+    """Columns of Q and K that arrive at once; 0 for all."""
+    v_rows: int = 0
+    """Rows of V that arrive at once; 0 for all ``bc``."""
+    v_columns: int = 0
+    """Columns of V that arrive at once; 0 for all."""
+    q_streamed: bool = False
+    """A slice of Q comes with each slice of K, anew for every tile; otherwise Q stays in shared memory."""
+    output: str = "shuffle"
+    """How O is stored: ``direct`` (4 bytes a lane), ``shuffle`` (16 bytes a lane, transposed in the quad) or
+    ``shared`` (whole rows, through shared memory)."""
+
+    @property
+    def pieces(self) -> tuple[int, int, int]:
+        """Columns of a piece of K; rows and columns of a piece of V."""
+        return self.k_slice or self.head_dim, self.v_rows or self.bc, self.v_columns or self.head_dim_v
 
     @property
     def layouts(self) -> dict[str, TileLayout]:
-        """Shared-memory layout of the q, k and v tiles (and p, which split-kv passes through shared memory)."""
+        """Shared-memory layout of the q, k and v pieces (and p, which split-kv passes through shared memory)."""
+        k_slice, _, v_columns = self.pieces
         return {
-            "q": TileLayout(self.head_dim, "q" in self.swizzle),
-            "k": TileLayout(self.head_dim, "k" in self.swizzle),
-            "v": TileLayout(self.head_dim_v, "v" in self.swizzle),
+            "q": TileLayout(k_slice if self.q_streamed else self.head_dim, "q" in self.swizzle),
+            "k": TileLayout(k_slice, "k" in self.swizzle),
+            "v": TileLayout(v_columns, "v" in self.swizzle),
             "p": TileLayout(self.bc, False),
         }
 
     @property
-    def shared_memory(self) -> int:
-        """Bytes: Q, the ring of K and V tiles (over Q when they share), and P with the row statistics of split-kv."""
+    def regions(self) -> dict[str, int]:
+        """Bytes of each part of shared memory: Q, the ring, and (several warps a row) P and the row statistics.
+
+        ``Q/KV`` lie over each other, ``QKV`` is a ring of slices; ``O`` is what the output's tile needs beyond them.
+        """
         layouts = self.layouts
         q = layouts["q"].bytes(self.br)
-        ring = self.kv_slots * max(layouts["k"].bytes(self.bc), layouts["v"].bytes(self.bc))
-        tiles = max(q, ring) if self.share_qkv else q + ring
-        exchange = layouts["p"].bytes(self.br) + self.br * self.warps_kv * 4 if self.warps_kv > 1 else 0
-        return tiles + exchange
+        slot = max((q if self.q_streamed else 0) + layouts["k"].bytes(self.bc), layouts["v"].bytes(self.pieces[1]))
+        ring = self.kv_slots * slot
+        if self.share_qkv:
+            parts = {"Q/KV": max(q, ring)}
+        elif self.q_streamed:
+            parts = {"QKV": ring}
+        else:
+            parts = {"Q": q, "KV": ring}
+        if self.warps_kv > 1:
+            parts |= {"P": layouts["p"].bytes(self.br), "stats": self.br * self.warps_kv * 4}
+        beyond = TileLayout(self.head_dim_v, False).bytes(self.br) - sum(parts.values())
+        return parts | ({"O": beyond} if self.output == "shared" and beyond > 0 else {})
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of one block."""
+        return sum(self.regions.values())
 
     @property
     def threads(self) -> int:
@@ -71,14 +105,16 @@ class MmaConfig:
     def constants(self) -> tuple[tuple[str, int | bool | str], ...]:
         """Name and value of each constant of ``config.cuh``."""
         plain = ("head_dim", "head_dim_v", "br", "bc", "warps_q", "warps_kv", "kv_slots")
-        plain += ("share_qkv", "q_in_registers", "vector", "early_v", "min_blocks")
+        plain += ("share_qkv", "q_in_registers", "q_streamed", "vector", "early_v", "min_blocks")
         return (
             ("Element", ELEMENTS[self.dtype]),
             ("ScorePrecision", PRECISIONS[self.scores]),
             ("OutPrecision", PRECISIONS[self.out]),
             ("StorePrecision", PRECISIONS[self.store]),
             *((name.upper(), getattr(self, name)) for name in plain),
+            *zip(("K_SLICE", "V_ROWS", "V_COLUMNS"), self.pieces, strict=True),
             *((f"SWIZZLE_{side.upper()}", side in self.swizzle) for side in "qkv"),
+            ("STORE", OUTPUTS.index(self.output)),
             ("SHARED_BYTES", self.shared_memory),
         )
 

@@ -23,6 +23,10 @@ class Shape:
     q_in_registers: bool = False
     early_v: bool = False
     min_blocks: int = 1
+    k_slice: int = 64
+    """(tiling) Widest slice of the head dim."""
+    v_rows: int = 32
+    """(tiling-qk) Rows of V that arrive at once."""
 
 
 FEW_BLOCKS = 100
@@ -54,6 +58,33 @@ THROUGHPUT: Table = {
         (64, (Shape(128, 64, 4, min_blocks=2), Shape(64, 32, 4))),
         (128, (Shape(128, 32, 4, min_blocks=2), Shape(64, 32, 4, min_blocks=2))),
         (256, (Shape(64, 32, 4, min_blocks=2), Shape(64, 16, 4))),
+    ),
+    "tiling-qk": (
+        (64, (Shape(128, 64, 4, min_blocks=2),)),
+        (128, (Shape(128, 64, 4), Shape(64, 64, 4, min_blocks=2))),
+        (384, (Shape(64, 64, 2, 2, min_blocks=2), Shape(32, 32, 2, 2, v_rows=16))),
+        (
+            512,
+            (
+                Shape(64, 128, 2, 4, v_rows=16),
+                Shape(64, 64, 2, 4, v_rows=16),
+                Shape(32, 64, 2, 4, v_rows=16, k_slice=32),
+            ),
+        ),
+        (1024, (Shape(32, 128, 1, 8, v_rows=16), Shape(16, 64, 1, 4, v_rows=16, k_slice=16))),
+    ),
+    "tiling-qkv": (
+        (64, (Shape(128, 128, 4), Shape(128, 64, 4, min_blocks=2))),
+        (128, (Shape(128, 64, 4), Shape(64, 64, 4, min_blocks=2))),
+        (384, (Shape(64, 64, 2, 2, min_blocks=2), Shape(32, 32, 2, 2))),
+        (512, (Shape(64, 128, 2, 4), Shape(64, 64, 2, 4), Shape(32, 64, 2, 4))),
+        (1024, (Shape(32, 128, 1, 8), Shape(16, 64, 1, 4, k_slice=32), Shape(16, 64, 1, 4, k_slice=16))),
+    ),
+    "tiling-qk f16/f32": (
+        (128, (Shape(64, 64, 4, min_blocks=2),)),
+        (256, (Shape(64, 64, 2, 2, min_blocks=2), Shape(32, 32, 2, 2))),
+        (512, (Shape(64, 64, 2, 4, v_rows=16), Shape(32, 64, 2, 4, v_rows=16, k_slice=32))),
+        (1024, (Shape(32, 128, 1, 8, v_rows=16), Shape(16, 64, 1, 4, v_rows=16, k_slice=16))),
     ),
     "split-q f16/f16": (
         (128, (Shape(128, 128, 4, min_blocks=2), Shape(64, 64, 4))),
@@ -88,11 +119,21 @@ LATENCY: Table = {
 
 # ((largest head dim, tag that `auto` takes), …), for problems that fill the GPU and for those with few blocks.
 BEST_THROUGHPUT = (
-    (64, "mma(split-q+acc-f32+swizzle-qkv+stage1)"),
-    (128, "mma(split-q+acc-f32+swizzle-qkv+stage2)"),
-    (256, "mma(split-q+acc-f32+swizzle-qkv+stage1)"),
+    (96, "mma(split-q+acc-f32+swizzle-qkv+stage1)"),
+    (160, "mma(split-q+acc-f32+swizzle-qkv+stage2)"),
+    (256, "mma(split-kv+acc-f32+swizzle-qkv+stage1)"),
+    (384, "mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+stage2)"),
+    (1024, "mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+stage3)"),
 )
-BEST_LATENCY = ((256, "mma(split-kv+acc-f32+swizzle-qkv+stage1)"),)
+BEST_LATENCY = ((256, "mma(split-kv+acc-f32+swizzle-qkv+stage1)"), *BEST_THROUGHPUT[-2:])
+FASTEST = frozenset(tag for table in (BEST_THROUGHPUT, BEST_LATENCY) for _, tag in table)
+"""The tags that ``auto`` takes."""
+
+
+def slice_of(head_dim: int, widest: int) -> int:
+    """The widest slice, at most ``widest``, that pads the head dim by no more than 7 % beyond its multiple of 16."""
+    columns = -(-head_dim // 16) * 16
+    return next(s for s in (128, 64, 32, 16) if (s <= widest and -(-columns // s) * s <= 1.07 * columns) or s == 16)
 
 
 def few_blocks(problem: AttentionProblem) -> bool:

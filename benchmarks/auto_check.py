@@ -1,0 +1,139 @@
+"""Does ``auto`` take the fastest? Times its choice against every other that it could have made, on a GPU.
+
+    PYTHONPATH=src python3 benchmarks/auto_check.py [--N 512,2048 --D 64,128 --dtype f16,bf16] [--out FILE.json]
+
+Over the grid of shared measurements (batch × length and heads × head dim constant, full and causal, grouped heads, and
+the founding shapes) every candidate configuration of every listed kernel that keeps scores, sums and output in f32 is
+checked and timed beside what ``auto`` takes. Printed are the cells in which ``auto`` is slower than another by more
+than the limit; exit status 1 when there is one, or when a candidate failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+
+from flashlane import registry
+from flashlane.bench.environment import environment
+from flashlane.bench.grid import FOUNDING_SHAPES, make_problem, parse_dtypes, parse_sizes
+from flashlane.bench.results import OK, finite, write_atomically
+from flashlane.bench.runner import free_memory
+from flashlane.bench.timing import clock_for
+from flashlane.bench.tuner import SETTINGS, Trial, contenders_of, full_precision, time_contenders, trial_dict
+from flashlane.problem import AttentionProblem, arch_of
+from flashlane.registry import DeviceKernel
+
+FORMAT = "flashlane-auto-check/1"
+TOKENS, WIDTH = 16384, 2048
+"""batch × seqlen and heads × head_dim of the grid's problems."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem: what ``auto`` takes and what was fastest."""
+
+    problem: str
+    auto: Trial
+    fastest: Trial
+
+    @property
+    def loss(self) -> float:
+        """How much slower ``auto`` is than the fastest: 0.05 is 5 %."""
+        return self.auto.ms / self.fastest.ms - 1
+
+
+def grid(options: argparse.Namespace, arch: str | None) -> Iterator[AttentionProblem]:
+    """Every problem that is timed."""
+    for dtype in parse_dtypes(options.dtype):
+        for head_dim in parse_sizes(options.D, "--D"):
+            heads = max(1, WIDTH // head_dim)
+            for seqlen in parse_sizes(options.N, "--N"):
+                batch = max(1, TOKENS // seqlen)
+                for causal in (False, True):
+                    for kv_heads in (heads, heads // 4) if heads % 4 == 0 else (heads,):
+                        yield make_problem(
+                            batch, heads, seqlen, head_dim, dtype, kv_heads=kv_heads, causal=causal, arch=arch
+                        )
+        for batch, heads, seqlen, head_dim in FOUNDING_SHAPES:
+            yield make_problem(batch, heads, seqlen, head_dim, dtype, arch=arch)
+
+
+def cell_of(problem: AttentionProblem, device: torch.device, rounds: int, seed: int) -> tuple[Cell | None, list[Trial]]:
+    """Time one problem; no cell where ``auto``'s own choice failed."""
+    kernels = [k for k in registry.kernels(listed_only=True) if isinstance(k, DeviceKernel)]
+    able = [k for k in kernels if k.supports(problem) is None and full_precision(k, problem)]
+    contenders, _ = contenders_of(problem, able)
+    settings = replace(SETTINGS, rounds=rounds)
+    trials = time_contenders(
+        problem, contenders, device, clock=clock_for(device, settings), settings=settings, seed=seed
+    )
+    free_memory(device)
+    timed = [trial for trial in trials if trial.timing]
+    auto = next((trial for trial in timed if trial.auto), None)
+    return (None if auto is None else Cell(problem.describe(), auto, min(timed, key=lambda t: t.ms))), trials
+
+
+def summary(cell: Cell) -> dict[str, object]:
+    """A cell as plain values."""
+    return {
+        "problem": cell.problem,
+        "loss": cell.loss,
+        "auto": trial_dict(cell.auto),
+        "fastest": trial_dict(cell.fastest),
+    }
+
+
+def main() -> int:
+    """Run the grid, print the cells that lose, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--N", default="512:16384:x2")
+    parser.add_argument("--D", default="64,128,256")
+    parser.add_argument("--dtype", default="f16,bf16")
+    parser.add_argument("--limit", type=float, default=0.05, help="loss that is accepted (0.05: 5 %%)")
+    parser.add_argument("--rounds", type=int, default=SETTINGS.rounds)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/auto_check.json"))
+    options = parser.parse_args()
+    device = torch.device("cuda", 0)
+    problems = list(dict.fromkeys(grid(options, arch_of(device))))
+    cells, failed = [], []
+    with Progress(transient=True) as progress:
+        task = progress.add_task("", total=len(problems))
+        for number, problem in enumerate(problems):
+            progress.update(task, description=problem.describe())
+            cell, trials = cell_of(problem, device, options.rounds, options.seed + number)
+            cells += [] if cell is None else [cell]
+            failed += [trial for trial in trials if trial.status != OK]
+            progress.advance(task)
+    losing = sorted((cell for cell in cells if cell.loss > options.limit), key=lambda cell: -cell.loss)
+    for cell in losing:
+        auto, fastest = cell.auto, cell.fastest
+        print(f"{cell.problem}: auto is {100 * cell.loss:.1f} % slower")
+        print(f"  auto    {auto.ms:.4f} ms  {auto.tag}  {auto.config}")
+        print(f"  fastest {fastest.ms:.4f} ms  {fastest.tag}  {fastest.config}")
+    for trial in failed:
+        print(f"{trial.status} {trial.problem} {trial.tag} ({trial.config}): {trial.message}")
+    worst = max((cell.loss for cell in cells), default=0.0)
+    print(f"{len(cells)} of {len(problems)} problems, {len(losing)} above {100 * options.limit:g} %, ", end="")
+    print(f"the worst {100 * worst:.1f} %, {len(failed)} candidates failed")
+    body = {
+        "format": FORMAT,
+        "environment": environment(device),
+        "limit": options.limit,
+        "worst": worst,
+        "cells": [summary(cell) for cell in cells],
+        "failed": [trial_dict(trial) for trial in failed],
+    }
+    write_atomically(options.out, json.dumps(finite(body), indent=1, allow_nan=False) + "\n")
+    return 1 if losing or failed or len(cells) < len(problems) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""What the GPU scripts of this folder share: settings that keep to a time, compiling ahead, results piece by piece."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from flashlane import bench
+from flashlane.bench.progress import Bar
+from flashlane.bench.results import Results
+from flashlane.problem import AttentionProblem
+from flashlane.registry import DeviceKernel, Kernel
+
+ROUNDS = 5
+"""Fewest rounds of a figure that is published."""
+
+
+def device_or_exit() -> torch.device:
+    """The GPU; without one the script ends with status 2 and says so."""
+    if not torch.cuda.is_available():
+        print("no CUDA device: this script measures on a GPU (flashlane doctor says what was found)", file=sys.stderr)
+        raise SystemExit(2)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def settings_for(implementations: int, seconds: float, rounds: int = ROUNDS) -> bench.Settings:
+    """Settings with which timing so many implementations takes about so many seconds of GPU time.
+
+    An implementation is one tag on one problem. A fifth of its share warms it up; a third goes to the check and to
+    flushing the cache. Nothing goes below what a round needs to mean anything, so very many take longer.
+    """
+    share_ms = 1e3 * seconds / max(1, implementations)
+    return bench.Settings(
+        rounds=max(ROUNDS, rounds),
+        round_ms=min(8.0, max(1.0, 0.45 * share_ms / rounds)),
+        warmup_ms=min(60.0, max(4.0, 0.2 * share_ms)),
+        warmup=2,
+        max_iterations=100,
+        budget_ms=max(400.0, 4 * share_ms),
+    )
+
+
+def compile_ahead(pairs: Iterable[tuple[Kernel, AttentionProblem]]) -> int:
+    """Compile every configuration that kernels have for problems, many at a time; how many there are.
+
+    One that does not compile is left to the bench, where it becomes a row that says so.
+    """
+    jobs = {}
+    for kernel, problem in pairs:
+        if isinstance(kernel, DeviceKernel) and kernel.supports(problem) is None:
+            config = kernel.config(problem)
+            jobs[kernel.kernel_source(config)] = (kernel, config, problem.arch)
+
+    def build(job: tuple[DeviceKernel, object, str]) -> None:
+        kernel, config, arch = job
+        try:
+            kernel.compile(config, arch)
+        except Exception as error:
+            print(f"{kernel.tag}: {error}", file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build, jobs.values()))
+    return len(jobs)
+
+
+def run_and_keep(
+    problem: AttentionProblem,
+    results: Results | None,
+    path: Path | None,
+    *,
+    selection: bench.Selection,
+    settings: bench.Settings,
+    seed: int,
+    reporter: Bar,
+    note: str = "",
+) -> Results:
+    """Bench one problem, add it to what was found before, and rewrite the file, so that a stop loses one problem.
+
+    ``note`` is appended to the problem's title, to tell two runs of one problem apart.
+    """
+    found = bench.run([problem], selection=selection, settings=settings, seed=seed, reporter=reporter)
+    if note:
+        found.rows = [replace(row, problem=f"{row.problem}, {note}") for row in found.rows]
+        found.skipped = [replace(item, problem=f"{item.problem}, {note}") for item in found.skipped]
+    if results is not None:
+        results.rows += found.rows
+        results.skipped += found.skipped
+        found = results
+    if path is not None:
+        found.write(path.parent, path.stem)
+    return found
