@@ -3,6 +3,7 @@ PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
 ARGS    ?=
+OUT     ?= results
 
 BIN  := $(VENV)/bin
 TEST := $(BIN)/python -m pytest -n $(WORKERS)
@@ -32,8 +33,16 @@ readme: venv    ## make README.md's generated parts anew
 compile: venv-test ## compile every kernel for every architecture and read the compiler's reports
 	$(BIN)/flashlane compile --all $(ARGS)
 
-gpu:            ## the tests that need a GPU, with python3 as it is: installs nothing
+gpu:            ## on a GPU, with python3 as it is (installs nothing): the GPU tests, then every measurement, to OUT
+	mkdir -p $(OUT)
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
+	PYTHONPATH=src $(PYTHON) benchmarks/correctness.py --out $(OUT)/correctness.json
+	PYTHONPATH=src $(PYTHON) benchmarks/sanitize.py --out $(OUT)/sanitizer.json
+	PYTHONPATH=src $(PYTHON) benchmarks/founding.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/mma_bars.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/ncu_conflicts.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/blocks_gpu.py $(OUT)/blocks.json
+	PYTHONPATH=src $(PYTHON) benchmarks/auto_check.py --out $(OUT)/auto_check.json
 
 clean:          ## remove what builds and tests leave; keeps .venv
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

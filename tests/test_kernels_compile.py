@@ -35,7 +35,7 @@ def check(kernel: DeviceKernel, problem: AttentionProblem) -> None:
     assert needs.shared_memory <= jit.shared_limit(problem.arch)
     compiled = kernel.compile(config, problem.arch)
     report = compiled.report
-    assert report.spill_stores <= kernel.spills_allowed(config, problem.arch), f"{report.spill_stores} bytes of spills"
+    assert report.spills <= kernel.spills_allowed(config, problem.arch), f"{report.spills} bytes of spills"
     assert not [w for w in report.warnings if "spill" not in w]
     occupancy = jit.occupancy(problem.arch, needs.threads, report.registers, needs.shared_memory)
     assert occupancy.blocks >= getattr(config, "min_blocks", 1) or occupancy.limit == "shared memory"
@@ -84,7 +84,7 @@ def test_few_blocks_bf16_and_odd_rows_compile(tag: str) -> None:
         problem = AttentionProblem(**{**base.__dict__, **change})
         config = kernel.config(problem)
         assert config.vector == problem.aligned and config.dtype == problem.dtype_name
-        assert kernel.compile(config, "sm_90a").report.spill_stores <= kernel.spills_allowed(config, "sm_90a")
+        assert kernel.compile(config, "sm_90a").report.spills <= kernel.spills_allowed(config, "sm_90a")
 
 
 def test_every_tag_is_a_point_of_the_grid() -> None:

@@ -78,7 +78,7 @@ def test_large_scores_do_not_overflow_f16_accumulators() -> None:
             assert torch.isfinite(out).all() and torch.isfinite(lse).all(), kernel.tag
             ref_out, ref_lse = Oracle(problem, inputs).reference
             assert (out.float() - ref_out).norm() / ref_out.norm() < 0.1, kernel.tag
-            assert (lse - ref_lse).abs().max() < 0.1, kernel.tag
+            assert (lse - ref_lse).abs().max() < 2e-3 * ref_lse.abs().max(), kernel.tag
 
 
 @pytest.mark.parametrize("head_dim", [264, 320, 512, 520, 1024])

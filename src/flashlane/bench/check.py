@@ -9,8 +9,10 @@ operations reordered (the scale multiplies k, not the scores). An output is righ
 
 For f32 and f64, where pt may be lucky, 8·eps·max|ref| is added. A kernel that accumulates in less than f32 says so
 (``Kernel.low_precision_reference`` as ``scores=f16,out=f16,store=f16``): its pt is the tiled algorithm rounding where
-such a kernel rounds. The factor is then 3, which FlashAttention-2's tests use for gradients and the KV cache: two orders
-of f16 additions differ by more than two orders of f32 additions. NaN never passes, and a row without a visible key must have LSE −inf.
+such a kernel rounds. The factor is then 3, which FlashAttention-2's tests use for gradients and the KV cache: two
+orders of f16 additions differ by more than two orders of f32 additions do.
+
+NaN never passes, and a row without a visible key must have LSE −inf.
 """
 
 from __future__ import annotations

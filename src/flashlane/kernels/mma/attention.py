@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlane import jit
+from flashlane import jit, tune
 from flashlane.jit import KernelSource
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.mma import shapes
 from flashlane.kernels.mma.config import OUTPUTS, MmaConfig
 from flashlane.kernels.params import attention_params, check_outputs, fold_of, unsupported_features
 from flashlane.problem import AttentionProblem, Inputs
-from flashlane.registry import DeviceKernel, Resources, register
+from flashlane.registry import DeviceKernel, Resources, memoised, register
 
 SOURCE = "kernels/mma/attention.cu"
 L2_BYTES = 24 << 20
@@ -36,8 +36,8 @@ ACCUMULATORS = {
 }
 """Accumulators of Q·Kᵀ and of P·V, and the word of each pair."""
 SWIZZLES = ("", "q", "qk", "qkv")
-SPILLS_ALLOWED = 128
-"""Bytes that a variant may spill which ``auto`` never takes."""
+SPILLS_ALLOWED = 256
+"""Bytes, stores and loads, that a variant may spill which ``auto`` never takes."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,15 @@ class Variant:
         plain = self.scores == self.out and self.swizzle in ("", "qkv") and self.output == "shuffle" and self.stage <= 2
         return plain and (not self.tiling or self.store == "f32")
 
-    def configs(self, problem: AttentionProblem) -> Iterator[MmaConfig]:
-        """The configurations that fit the problem's architecture, the preferred one first."""
+    def configs(self, problem: AttentionProblem, few_blocks: bool | None = None) -> Iterator[MmaConfig]:
+        """The configurations that fit the problem's architecture, the preferred one first.
+
+        ``few_blocks``: as for a problem with few (or many) blocks; None asks the problem.
+        """
         largest = max(problem.head_dim, problem.head_dim_v)
         marks = (self.precision, f"stage{self.stage}")
-        for shape in shapes.candidates(self.family, marks, largest, shapes.few_blocks(problem)):
+        few = tune.few_blocks(problem) if few_blocks is None else few_blocks
+        for shape in shapes.candidates(self.family, marks, largest, few):
             config = self.at(problem, shape)
             if config.shared_memory <= jit.shared_limit(problem.arch):
                 yield config
@@ -163,12 +167,14 @@ class MmaAttention(DeviceKernel):
         return self.priority + shapes.preference(self.tag, problem)
 
     def low_precision_reference(self, problem: AttentionProblem) -> str:
-        variant = self.variant
-        if variant.precision == "f32/f32":
+        return self.low_precision_reference_of(self.config(problem), problem)
+
+    def low_precision_reference_of(self, config: MmaConfig, problem: AttentionProblem) -> str:
+        if self.variant.precision == "f32/f32":
             return "standard"
         # Where the product adds straight to an f16 output, that is rounded after every 16 keys.
-        block_k = 16 if variant.out == variant.store else self.config(problem).bc
-        return f"scores={variant.scores},out={variant.out},store={variant.store},block_k={block_k}"
+        block_k = 16 if config.out == config.store else config.bc
+        return f"scores={config.scores},out={config.out},store={config.store},block_k={block_k}"
 
     def supports(self, problem: AttentionProblem) -> str | None:
         variant = self.variant
@@ -184,10 +190,11 @@ class MmaAttention(DeviceKernel):
         return None
 
     def config(self, problem: AttentionProblem) -> MmaConfig:
-        return next(self.variant.configs(problem))
+        """What the tuner found on this GPU, or else the heuristic's choice."""
+        return _config(self, problem)
 
     def candidates(self, problem: AttentionProblem) -> Iterator[MmaConfig]:
-        return self.variant.configs(problem)
+        yield from dict.fromkeys((*self.variant.configs(problem, False), *self.variant.configs(problem, True)))
 
     def spills_allowed(self, config: MmaConfig, arch: str) -> int:
         return 0 if self.tag in shapes.FASTEST and arch == "sm_90a" and config.vector else SPILLS_ALLOWED
@@ -201,7 +208,7 @@ class MmaAttention(DeviceKernel):
     def shipped(self) -> Iterator[tuple[MmaConfig, tuple[str, ...]]]:
         found: dict[MmaConfig, list[str]] = {}
         for problem in shipped_problems(self):
-            config = self.config(problem)
+            config = next(self.variant.configs(problem))
             archs = found.setdefault(config, [])
             if problem.arch not in archs:
                 archs.append(problem.arch)
@@ -251,6 +258,12 @@ def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
                     )  # fmt: skip
                     if kernel.supports(problem) is None:
                         yield problem
+
+
+@memoised
+def _config(kernel: MmaAttention, problem: AttentionProblem) -> MmaConfig:
+    tuned = tune.lookup(kernel, problem)
+    return MmaConfig(**tuned) if tuned else next(kernel.variant.configs(problem))
 
 
 def grid() -> Iterator[Variant]:

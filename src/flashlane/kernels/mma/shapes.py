@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashlane.problem import AttentionProblem
+from flashlane.tune import few_blocks
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,6 @@ class Shape:
     """(tiling-qk) Rows of V that arrive at once."""
 
 
-FEW_BLOCKS = 100
-"""Blocks of 128 rows below which a problem leaves the SMs of a large GPU idle."""
 Table = dict[str, tuple[tuple[int, tuple[Shape, ...]], ...]]
 
 # family, alone or with what sets it apart -> ((largest head dim, candidates in order of preference), …)
@@ -134,11 +133,6 @@ def slice_of(head_dim: int, widest: int) -> int:
     """The widest slice, at most ``widest``, that pads the head dim by no more than 7 % beyond its multiple of 16."""
     columns = -(-head_dim // 16) * 16
     return next(s for s in (128, 64, 32, 16) if (s <= widest and -(-columns // s) * s <= 1.07 * columns) or s == 16)
-
-
-def few_blocks(problem: AttentionProblem) -> bool:
-    """Whether tiles of 128 rows would leave SMs of a large GPU idle."""
-    return problem.batch * problem.heads * -(-problem.seqlen_q // 128) < FEW_BLOCKS
 
 
 def candidates(family: str, marks: tuple[str, ...], head_dim: int, few: bool) -> tuple[Shape, ...]:
