@@ -24,6 +24,8 @@ class Shape:
     q_in_registers: bool = False
     early_v: bool = False
     min_blocks: int = 1
+    paired: bool = False
+    """(split-q stage 2) K and V of two tiles in the ring, one barrier a tile."""
     k_slice: int = 64
     """(tiling) Widest slice of the head dim."""
     v_rows: int = 32
