@@ -109,8 +109,8 @@ CONFIGS: dict[str, HgemmConfig] = {
 """By name; all are compiled, checked and timed, and :data:`PREFERENCE` picks among them."""
 
 PREFERENCE: dict[str, tuple[str, ...]] = {
-    "f32": ("256x128x64 4x2 s4", "128x256x32 2x4 s4", "128x128x32 2x2 s4"),
-    "f16": ("256x256x32 4x2 s4", "128x128x64 2x2 s3", "128x128x32 2x2 s4"),
+    "f32": ("256x128x64 4x2 s4", "128x256x32 2x4 s4"),
+    "f16": ("256x256x32 4x2 s4", "128x256x32 2x4 s4"),
 }
 """Accumulator -> configurations for large products, best first; the first that fits the shared memory is taken."""
 SMALL = "128x128x32 2x2 s4"

@@ -37,7 +37,7 @@ ACCUMULATORS = {
 """Accumulators of Q·Kᵀ and of P·V, and the word of each pair."""
 SWIZZLES = ("", "q", "qk", "qkv")
 SPILLS_ALLOWED = 256
-"""Bytes, stores and loads, that a variant may spill which ``auto`` never takes."""
+"""Bytes, stores and loads, that a configuration may spill which ``auto`` does not take (or, above D 256, does)."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,9 @@ class MmaAttention(DeviceKernel):
         yield from dict.fromkeys((*self.variant.configs(problem, False), *self.variant.configs(problem, True)))
 
     def spills_allowed(self, config: MmaConfig, arch: str) -> int:
-        return 0 if self.tag in shapes.FASTEST and arch == "sm_90a" and config.vector else SPILLS_ALLOWED
+        few = config.br == 16  # a latency shape
+        taken = self.tag == shapes.best_tag(config.head_dim_v, few)
+        return 0 if taken and arch == "sm_90a" and config.vector and config.head_dim <= 256 else SPILLS_ALLOWED
 
     def kernel_source(self, config: MmaConfig) -> KernelSource:
         return source_of(config)

@@ -75,7 +75,7 @@ THROUGHPUT: Table = {
         (1024, (Shape(32, 128, 1, 8, v_rows=16), Shape(16, 64, 1, 4, v_rows=16, k_slice=16))),
     ),
     "tiling-qkv": (
-        (64, (Shape(128, 128, 4), Shape(128, 64, 4, min_blocks=2))),
+        (64, (Shape(128, 64, 4, min_blocks=2),)),
         (128, (Shape(128, 64, 4), Shape(64, 64, 4, min_blocks=2))),
         (384, (Shape(64, 64, 2, 2, min_blocks=2), Shape(32, 32, 2, 2))),
         (512, (Shape(64, 128, 2, 4), Shape(64, 64, 2, 4), Shape(32, 64, 2, 4))),
@@ -83,7 +83,7 @@ THROUGHPUT: Table = {
     ),
     "tiling-qk f16/f32": (
         (128, (Shape(64, 64, 4, min_blocks=2),)),
-        (256, (Shape(64, 64, 2, 2, min_blocks=2), Shape(32, 32, 2, 2))),
+        (256, (Shape(32, 64, 2, 2, v_rows=16), Shape(32, 32, 2, 2, v_rows=16))),
         (512, (Shape(64, 64, 2, 4, v_rows=16), Shape(32, 64, 2, 4, v_rows=16, k_slice=32))),
         (1024, (Shape(32, 128, 1, 8, v_rows=16), Shape(16, 64, 1, 4, v_rows=16, k_slice=16))),
     ),
@@ -152,8 +152,11 @@ def candidates(family: str, marks: tuple[str, ...], head_dim: int, few: bool) ->
     return (row(LATENCY) if few else ()) + row(THROUGHPUT)
 
 
+def best_tag(head_dim: int, few: bool) -> str | None:
+    """The tag that was fastest at a head dim (the larger of the two), for problems with few or with many blocks."""
+    return next((tag for limit, tag in (BEST_LATENCY if few else BEST_THROUGHPUT) if head_dim <= limit), None)
+
+
 def preference(tag: str, problem: AttentionProblem) -> float:
     """1 for the tag that was fastest for problems of this kind, 0 for the others."""
-    table = BEST_LATENCY if few_blocks(problem) else BEST_THROUGHPUT
-    largest = max(problem.head_dim, problem.head_dim_v)
-    return float(next((best == tag for limit, best in table if largest <= limit), False))
+    return float(tag == best_tag(max(problem.head_dim, problem.head_dim_v), few_blocks(problem)))
