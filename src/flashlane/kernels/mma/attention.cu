@@ -67,7 +67,6 @@ static_assert(larger(LOOP_BYTES, cfg::STORE == STORE_SHARED ? LayoutO::bytes(BR)
               "the Python formula disagrees");
 static_assert(S_TILES % 2 == 0 && PIECE_TILES % 2 == 0 && M_TILES >= 1, "tiles are read in pairs");
 static_assert(K_PIECES * K_SLICE == HEAD_DIM && V_COLUMN_PIECES * V_COLUMNS == HEAD_DIM_V && V_ROW_PIECES * V_ROWS == BC);
-static_assert(!cfg::PAIRED || (PIECES == 2 && SLOTS == 4 && !SPLIT_KV), "K and V of two tiles");
 static_assert(K_PIECES == 1 || !Q_IN_REGISTERS, "registers hold all of Q or none");
 
 using Params = AttentionParams<Element>;
@@ -501,19 +500,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
         cp_async_commit();
     };
     // Wait for a piece. The barrier also says that all warps are done with the piece before it, whose slot loads next.
-    // PAIRED: one barrier a tile, for K and V together; both of the tile before it are then free.
     const auto arrive = [&](int j, int r) {
-        if constexpr (cfg::PAIRED) {
-            if (r != 0) return;
-            cp_async_wait<0>();
-            __syncthreads();
-            load_piece(j, PIECES);
-            load_piece(j, PIECES + 1);
-        } else {
-            cp_async_wait<(SLOTS >= 2 ? SLOTS - 2 : 0)>();
-            __syncthreads();
-            if constexpr (SLOTS >= 2) load_piece(j, r + SLOTS - 1);
-        }
+        cp_async_wait<(SLOTS >= 2 ? SLOTS - 2 : 0)>();
+        __syncthreads();
+        if constexpr (SLOTS >= 2) load_piece(j, r + SLOTS - 1);
     };
     // With one slot the next piece can load only when all warps are done with this one.
     const auto release = [&](int j, int r) {
@@ -542,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
         if constexpr (cfg::SHARE_QKV) __syncthreads();
     }
 #pragma unroll
-    for (int r = 0; r < (cfg::PAIRED ? PIECES : SLOTS >= 2 ? SLOTS - 1 : 1); ++r) load_piece(0, r);
+    for (int r = 0; r < (SLOTS >= 2 ? SLOTS - 1 : 1); ++r) load_piece(0, r);
 
     const int kv_row = warp.kv * S_TILES * 8;
     const FragmentCursor<LayoutK> k_cursor(ring + Q_SLICE_BYTES, kv_row + warp.lane % 8 + warp.lane / 16 * 8, warp.lane / 8 % 2);

@@ -83,8 +83,8 @@ class Variant:
 
     @property
     def precision(self) -> str:
-        """Accumulators and O storage, such as ``f16/f32``; ``mixed/…`` when the two accumulators differ."""
-        return f"{self.out if self.scores == self.out else 'mixed'}/{self.store}"
+        """Accumulators and O storage, such as ``f16/f32``; ``mixed`` when the two accumulators differ."""
+        return f"{self.out}/{self.store}" if self.scores == self.out else "mixed"
 
     @property
     def listed(self) -> bool:
@@ -123,7 +123,7 @@ class Variant:
             bc=shape.bc,
             warps_q=shape.warps_q,
             warps_kv=shape.warps_kv,
-            kv_slots=4 if shape.paired else self.kv_slots,
+            kv_slots=self.kv_slots,
             share_qkv=self.family == "share-qkv",
             q_in_registers=shape.q_in_registers,
             scores=self.scores,
@@ -132,7 +132,6 @@ class Variant:
             swizzle=self.swizzle,
             vector=problem.aligned,
             early_v=shape.early_v,
-            paired=shape.paired,
             min_blocks=shape.min_blocks,
             k_slice=k_slice,
             v_rows=v_rows,

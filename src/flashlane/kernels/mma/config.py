@@ -39,8 +39,6 @@ class MmaConfig:
     """16-byte copies; False copies element by element, for rows that do not start on 16 bytes."""
     early_v: bool = False
     """Wait for V before the softmax, so that the next K loads under it."""
-    paired: bool = False
-    """K and V of a tile arrive together, in a ring of two tiles: one barrier a tile instead of two."""
     min_blocks: int = 1
     """Blocks an SM that the register allocation must allow."""
     k_slice: int = 0
@@ -107,7 +105,7 @@ class MmaConfig:
     def constants(self) -> tuple[tuple[str, int | bool | str], ...]:
         """Name and value of each constant of ``config.cuh``."""
         plain = ("head_dim", "head_dim_v", "br", "bc", "warps_q", "warps_kv", "kv_slots")
-        plain += ("share_qkv", "q_in_registers", "q_streamed", "vector", "early_v", "paired", "min_blocks")
+        plain += ("share_qkv", "q_in_registers", "q_streamed", "vector", "early_v", "min_blocks")
         return (
             ("Element", ELEMENTS[self.dtype]),
             ("ScorePrecision", PRECISIONS[self.scores]),

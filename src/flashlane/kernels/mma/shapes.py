@@ -24,8 +24,6 @@ class Shape:
     q_in_registers: bool = False
     early_v: bool = False
     min_blocks: int = 1
-    paired: bool = False
-    """(split-q stage 2) K and V of two tiles in the ring, one barrier a tile."""
     k_slice: int = 64
     """(tiling) Widest slice of the head dim."""
     v_rows: int = 32
@@ -87,6 +85,11 @@ THROUGHPUT: Table = {
         (512, (Shape(64, 64, 2, 4, v_rows=16), Shape(32, 64, 2, 4, v_rows=16, k_slice=32))),
         (1024, (Shape(32, 128, 1, 8, v_rows=16), Shape(16, 64, 1, 4, v_rows=16, k_slice=16))),
     ),
+    "split-kv mixed": ((128, (Shape(64, 64, 2, 4), Shape(32, 64, 2, 4))), (256, (Shape(64, 32, 4, 2),))),
+    "split-q mixed": ((64, (Shape(128, 64, 4, min_blocks=2),)), (128, (Shape(64, 64, 4, min_blocks=2),))),
+    "share-kv mixed": ((64, (Shape(128, 64, 4, min_blocks=2),)), (128, (Shape(64, 64, 4, min_blocks=2),))),
+    "share-qkv mixed": ((128, (Shape(64, 32, 4, min_blocks=2),)),),
+    "tiling-qk mixed": ((128, (Shape(64, 64, 4, min_blocks=2),)), (256, (Shape(32, 64, 2, 2, v_rows=16),))),
     "split-q f16/f16": (
         (128, (Shape(128, 128, 4, min_blocks=2), Shape(64, 64, 4))),
         (256, (Shape(128, 32, 4, min_blocks=2), Shape(64, 64, 4), Shape(64, 32, 4))),
@@ -120,7 +123,7 @@ LATENCY: Table = {
 
 # ((largest head dim, tag that `auto` takes), …), for problems that fill the GPU and for those with few blocks.
 BEST_THROUGHPUT = (
-    (96, "mma(split-q+acc-f32+swizzle-qkv+stage1)"),
+    (128, "mma(split-q+acc-f32+swizzle-qkv+stage1)"),
     (160, "mma(split-q+acc-f32+swizzle-qkv+stage2)"),
     (256, "mma(split-kv+acc-f32+swizzle-qkv+stage1)"),
     (384, "mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+stage2)"),
