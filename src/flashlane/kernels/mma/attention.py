@@ -36,7 +36,7 @@ ACCUMULATORS = {
 }
 """Accumulators of Q·Kᵀ and of P·V, and the word of each pair."""
 SWIZZLES = ("", "q", "qk", "qkv")
-SPILLS_ALLOWED = 256
+SPILLS_ALLOWED = 1024
 """Bytes, stores and loads, that a configuration may spill which ``auto`` does not take (or, above D 256, does)."""
 
 

@@ -73,7 +73,7 @@ THROUGHPUT: Table = {
         (1024, (Shape(32, 128, 1, 8, v_rows=16), Shape(16, 64, 1, 4, v_rows=16, k_slice=16))),
     ),
     "tiling-qkv": (
-        (64, (Shape(128, 64, 4, min_blocks=2),)),
+        (64, (Shape(128, 128, 4), Shape(128, 64, 4, min_blocks=2))),
         (128, (Shape(128, 64, 4), Shape(64, 64, 4, min_blocks=2))),
         (384, (Shape(64, 64, 2, 2, min_blocks=2), Shape(32, 32, 2, 2))),
         (512, (Shape(64, 128, 2, 4), Shape(64, 64, 2, 4), Shape(32, 64, 2, 4))),
@@ -81,7 +81,7 @@ THROUGHPUT: Table = {
     ),
     "tiling-qk f16/f32": (
         (128, (Shape(64, 64, 4, min_blocks=2),)),
-        (256, (Shape(32, 64, 2, 2, v_rows=16), Shape(32, 32, 2, 2, v_rows=16))),
+        (256, (Shape(64, 64, 2, 2, min_blocks=2), Shape(32, 32, 2, 2))),
         (512, (Shape(64, 64, 2, 4, v_rows=16), Shape(32, 64, 2, 4, v_rows=16, k_slice=32))),
         (1024, (Shape(32, 128, 1, 8, v_rows=16), Shape(16, 64, 1, 4, v_rows=16, k_slice=16))),
     ),
