@@ -223,6 +223,19 @@ def founding(result: Result) -> str:
     return "\n".join(tables)
 
 
+def summary(result: Result) -> str:
+    """One line a problem: our fastest kernel beside SDPA flash (FlashAttention-2) and cuDNN."""
+    head = ("problem", "fastest of ours", "ms:", "TFLOPS:", "× SDPA flash:", "× cuDNN:")
+    lines = []
+    for problem, rows in by_problem(result).items():
+        times = {row["tag"]: (milliseconds(row), row) for row in rows if milliseconds(row) and row["status"] == "ok"}
+        ours = min((pair for pair in times.values() if pair[1]["kind"] == "kernel"), key=lambda pair: pair[0])
+        ratios = (number(times[tag][0] / ours[0], 2) if tag in times else "" for tag in ("(flash)", "(cudnn)"))
+        tflops = number(ours[1].get("tflops"), 1)
+        lines.append((problem, f"`{ours[1]['tag']}`", significant(ours[0]), tflops, *ratios))
+    return table(head, lines)
+
+
 def words_of(tag: str) -> list[str]:
     """``mma(split-q+acc-f32+stage1)``: split-q, acc-f32, stage1."""
     return tag.partition("(")[2].rstrip(")").split("+")
@@ -279,7 +292,7 @@ def roofs(result: Result) -> str:
 
 
 VIEWS = {
-    "flashlane-bench/": {"": all_rows, "ladder": ladder, "founding": founding},
+    "flashlane-bench/": {"": all_rows, "ladder": ladder, "founding": founding, "summary": summary},
     "flashlane-bars/": {"": bars},
     "flashlane-ncu-conflicts/": {"": conflicts},
     "blocks": {"roofs": roofs},
