@@ -12,7 +12,8 @@ from flashlane.bench.draw import draw_problems
 from flashlane.kernels.mma import shapes
 from flashlane.kernels.mma.attention import MmaAttention
 from flashlane.kernels.mma.config import MmaConfig
-from flashlane.problem import AttentionProblem
+from flashlane.kernels.params import attention_params
+from flashlane.problem import AttentionProblem, Inputs
 from flashlane.registry import DeviceKernel
 
 GRID = [k for k in registry.kernels() if isinstance(k, DeviceKernel)]
@@ -151,10 +152,32 @@ def test_refusals_name_the_reason() -> None:
         ({"softcap": 30.0}, "softcap"),
         ({"alibi": True, "sinks": True}, "alibi, sinks"),
         ({"scale": -1.0}, "scale"),
+        ({"scale": 0.0}, "scale"),
+        ({"scale": 1e-40}, "1e-30"),
+        ({"scale": 1e39}, "1e+30"),
         ({"arch": "sm_75"}, "sm_75"),
     ):
         reason = kernel.supports(AttentionProblem(**{**base.__dict__, **change}))
         assert reason is not None and words in reason, change
+
+
+def test_windows_past_every_key_are_unbounded_in_the_kernel() -> None:
+    """Sides beyond 32 bits must not wrap; a side that cuts nothing is passed as -1."""
+    q = torch.zeros(1, 5, 1, 64, dtype=torch.float16)
+    k = torch.zeros(1, 9, 1, 64, dtype=torch.float16)
+    out, lse = torch.zeros_like(q), torch.zeros(1, 1, 5)
+    for window, expected in (((2**40, 2**33), (-1, -1)), ((14, 13), (-1, 13)), ((3, 0), (3, 0)), ((-1, -1), (-1, -1))):
+        inputs = Inputs(q, k, k)
+        problem = AttentionProblem.from_inputs(inputs, window_size=window)
+        params = attention_params(problem, inputs, out, lse, q_blocks=1, heads_together=1)
+        assert (params.window_left, params.window_right) == expected
+
+
+def test_batches_past_the_grid_are_refused_with_a_reason() -> None:
+    for tag in ("mma(naive)", "fa1(f32)"):
+        base = problem_of(registry.get(tag), "sm_90a", 64)
+        reason = registry.get(tag).supports(AttentionProblem(**{**base.__dict__, "batch": 65536}))
+        assert reason is not None and "65536" in reason and "65535" in reason
 
 
 def test_drawn_problems_are_legal_and_various() -> None:

@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-_TOOLS = {"nvdisasm": ("-c",), "cuobjdump": ("-sass",)}
+_TOOLS = {"nvdisasm": ("-c", "-ndf"), "cuobjdump": ("-sass",)}
 _TIMEOUT_SECONDS = 120
 # `/*0a10*/  @!P0 HMMA.16816.F32 R4, …`: an address, perhaps a predicate, an opcode with its modifiers.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from flashlane.problem import AttentionProblem, Inputs
 
 LOG2_E = math.log2(math.e)
+SCALES = (1e-30, 1e30)
+"""Scales that stay normal numbers in f32 after the factor log2(e)."""
 _SIDES = {"q": ("batch", "row", "head", "column"), "k": ("batch", "row", "head", "column")}
 _SIDES |= {"v": _SIDES["k"], "out": ("batch", "row", "head")}
 _STRIDES = [f"{side}_{axis}" for side, axes in _SIDES.items() for axis in axes]
@@ -65,14 +67,19 @@ def attention_params(
         problem.seqlen_k,
         problem.head_dim,
         problem.head_dim_v,
-        problem.window_left,
-        problem.window_right,
+        _window(problem.window_left, problem),
+        _window(problem.window_right, problem),
         problem.shift,
         q_blocks,
         heads_together,
         problem.scale * LOG2_E / q_fold,
         q_fold,
     )
+
+
+def _window(side: int, problem: AttentionProblem) -> int:
+    """A side of the window; one that reaches past every key is unbounded (and might not fit the kernel's integers)."""
+    return -1 if side >= problem.seqlen_q + problem.seqlen_k else side
 
 
 def unsupported_features(problem: AttentionProblem, dtypes: tuple[str, ...]) -> str | None:
@@ -86,8 +93,8 @@ def unsupported_features(problem: AttentionProblem, dtypes: tuple[str, ...]) -> 
     wanted += [name for name in ("softcap", "dropout_p") if getattr(problem, name)]
     if wanted:
         return f"it has no {', '.join(wanted)}"
-    if problem.scale <= 0:
-        return f"scale is {problem.scale:g}; it takes scales above 0"
+    if not SCALES[0] <= problem.scale <= SCALES[1]:
+        return f"scale is {problem.scale:g}; it takes {SCALES[0]:g} to {SCALES[1]:g}"
     return None
 
 

@@ -10,6 +10,7 @@ import torch
 
 from flashlane import jit
 from flashlane.jit import KernelSource
+from flashlane.jit.launch import MAX_GRID
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.params import AttentionParams, attention_params, check_outputs, unsupported_features
 from flashlane.problem import AttentionProblem, Inputs
@@ -48,6 +49,8 @@ class FlashAttention1(DeviceKernel):
         reason = unsupported_features(problem, ("f32",))
         if reason:
             return reason
+        if problem.batch > MAX_GRID[1]:
+            return f"batch is {problem.batch}; it takes up to {MAX_GRID[1]}"
         needed, limit = self.config(problem).shared_memory, jit.shared_limit(problem.arch)
         return f"its tiles need {needed} bytes of shared memory; {problem.arch} has {limit}" if needed > limit else None
 

@@ -9,6 +9,7 @@ import torch
 
 from flashlane import jit
 from flashlane.jit import KernelSource
+from flashlane.jit.launch import MAX_GRID
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.mma.config import ELEMENTS
 from flashlane.kernels.params import attention_params, check_outputs, unsupported_features
@@ -47,6 +48,8 @@ class MmaNaive(DeviceKernel):
         reason = unsupported_features(problem, ("f16", "bf16"))
         if reason:
             return reason
+        if max(problem.heads, problem.batch) > MAX_GRID[1]:
+            return f"batch is {problem.batch} and heads {problem.heads}; it takes up to {MAX_GRID[1]} of each"
         largest = max(problem.head_dim, problem.head_dim_v)
         return f"head_dim is {largest}; it takes up to {MAX_HEAD_DIM}" if largest > MAX_HEAD_DIM else None
 
