@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from flashlane import jit, registry
 from flashlane.bench.draw import draw_problems
+from flashlane.kernels.mma import attention as mma_attention
 from flashlane.kernels.mma import shapes
 from flashlane.kernels.mma.attention import MmaAttention
 from flashlane.kernels.mma.config import MmaConfig
@@ -171,6 +173,42 @@ def test_windows_past_every_key_are_unbounded_in_the_kernel() -> None:
         problem = AttentionProblem.from_inputs(inputs, window_size=window)
         params = attention_params(problem, inputs, out, lse, q_blocks=1, heads_together=1)
         assert (params.window_left, params.window_right) == expected
+
+
+@pytest.mark.parametrize("tag", ["mma(split-q+acc-f32+stage1)", "mma(split-q+stage2)", "mma(naive)", "fa1(f32)"])
+def test_what_a_launch_is_given(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grid, block, shared memory and parameters, with the driver replaced by a list."""
+    launches = []
+
+    class Fake:
+        def launch(self, grid, block, shared, params):
+            launches.append((grid, block, shared, params))
+
+    monkeypatch.setattr(jit, "load", lambda compiled, device: Fake())
+    mma_attention._loaded.cache_clear()
+    kernel = registry.get(tag)
+    dtype = torch.float32 if kernel.family == "fa1" else torch.float16
+    q, k = torch.zeros(3, 4, 300, 64, dtype=dtype).transpose(1, 2), torch.zeros(3, 200, 2, 64, dtype=dtype)
+    inputs = Inputs(q, k, k)
+    problem = AttentionProblem.from_inputs(inputs, causal=True).on("sm_90a")
+    out, lse = torch.empty(3, 300, 4, 64, dtype=dtype), torch.empty(3, 4, 300)
+    kernel.forward(problem, inputs, out, lse)
+    mma_attention._loaded.cache_clear()
+    ((grid, block, shared, params),) = launches
+    params = getattr(params, "attention", params)
+    config = kernel.config(problem)
+    needs = kernel.resources(config)
+    assert (block, shared) == ((needs.threads, 1, 1), needs.shared_memory)
+    rows = getattr(config, "br", None)
+    assert grid == {"mma(naive)": (1, 4, 3), "fa1(f32)": (4, 3, 1)}.get(
+        tag, (-(-300 // rows) * 12 if rows else 0, 1, 1)
+    )
+    assert (params.q, params.out, params.lse) == (q.data_ptr(), out.data_ptr(), lse.data_ptr())
+    assert (params.q_batch, params.q_row, params.q_head, params.q_column) == q.stride()
+    assert (params.batch, params.heads, params.group, params.shift) == (3, 4, 2, -100)
+    assert (params.window_left, params.window_right) == (-1, 0)
+    assert params.scale_log2 * params.q_fold == pytest.approx(64**-0.5 * math.log2(math.e), rel=1e-6)
+    assert params.q_fold == (0.125 if tag == "mma(split-q+stage2)" else 1.0)
 
 
 def test_batches_past_the_grid_are_refused_with_a_reason() -> None:

@@ -1,7 +1,8 @@
-"""split-kv, split-q, share-kv and share-qkv: one template (``attention.cu``), one registered kernel a variant."""
+"""The mma.sync family: one template (``attention.cu``), one registered kernel a variant."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -238,8 +239,14 @@ class MmaAttention(DeviceKernel):
             heads_together=heads_together(problem),
             q_fold=fold_of(problem.scale) if config.scores == "f16" else 1.0,
         )
-        function = jit.load(self.compile(config, problem.arch), out.device.index)
-        function.launch((q_blocks * heads, 1, 1), (config.threads, 1, 1), config.shared_memory, params)
+        function, threads, shared_memory = _loaded(config, problem.arch, out.device.index)
+        function.launch((q_blocks * heads, 1, 1), (threads, 1, 1), shared_memory, params)
+
+
+@functools.lru_cache(maxsize=4096)
+def _loaded(config: MmaConfig, arch: str, device: int) -> tuple[jit.Function, int, int]:
+    """A configuration's function on a device, its threads and its shared memory; computed once, not every call."""
+    return jit.load(jit.compile(source_of(config), arch), device), config.threads, config.shared_memory
 
 
 def heads_together(problem: AttentionProblem) -> int:
