@@ -205,6 +205,8 @@ def _add_commands() -> None:
     from flashlane.capture import command as capture_command
     from flashlane.commands.budget import budget_command
     from flashlane.commands.layout import layout_command
+    from flashlane.commands.plot import plot_command
+    from flashlane.commands.regress import regress_command
     from flashlane.commands.tune import tune_command
 
     for name, command in (
@@ -216,6 +218,8 @@ def _add_commands() -> None:
         ("layout", layout_command),
         ("budget", budget_command),
         ("tune", tune_command),
+        ("plot", plot_command),
+        ("regress", regress_command),
     ):
         app.command(name)(explained(command))
 
