@@ -14,14 +14,13 @@ import argparse
 import collections
 import json
 import math
-import os
 import random
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from gpu_run import compile_ahead, device_or_exit
 from rich.progress import Progress
 
 from flashlane import registry
@@ -57,20 +56,6 @@ def chosen(words: list[str], unlisted: int, chance: random.Random) -> list[Devic
     return kernels if unlisted == 0 else chance.sample(kernels, min(unlisted, len(kernels)))
 
 
-def compile_all(kernels: list[DeviceKernel], problems: list[AttentionProblem], progress: Progress) -> None:
-    """Compile every (kernel, configuration) that the run will meet, many at a time."""
-    jobs = {}
-    for kernel in kernels:
-        for problem in problems:
-            if kernel.supports(problem) is None:
-                config = kernel.config(problem)
-                jobs.setdefault((kernel.kernel_source(config), problem.arch), (kernel, config))
-    task = progress.add_task(f"compiling {len(jobs)} configurations", total=len(jobs))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(lambda job: job[1][0].compile(job[1][1], job[0][1]), jobs.items()):
-            progress.advance(task)
-
-
 def main() -> int:
     """Run, print one line a kernel, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,7 +65,7 @@ def main() -> int:
     parser.add_argument("--tags", default="", help="only kernels whose tag contains one of these words")
     parser.add_argument("--unlisted", type=int, default=0, help="so many further points of the grid, at random")
     arguments = parser.parse_args()
-    device = torch.device("cuda", 0)
+    device = device_or_exit()
     words = [word for word in arguments.tags.split(",") if word]
     kernels = chosen(words, arguments.unlisted, random.Random(arguments.seed))
     takes = {k.tag: dtypes_of(k) for k in kernels}
@@ -92,7 +77,8 @@ def main() -> int:
 
     with Progress(console=None, transient=True) as progress, torch.no_grad():
         meets = [item.build(dtype, device)[0] for item in drawn for dtype in wanted]
-        compile_all(kernels, meets, progress)
+        progress.add_task("compiling", total=None)
+        compile_ahead((kernel, problem) for kernel in kernels for problem in meets)
         task = progress.add_task("checking", total=len(drawn))
         for number, item in enumerate(drawn):
             built = {dtype: item.build(dtype, device) for dtype in wanted}

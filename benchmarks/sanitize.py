@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import torch
+from gpu_run import device_or_exit
 
 from flashlane import registry
 from flashlane.bench.check import Oracle
@@ -38,7 +39,7 @@ def selected(words: list[str]) -> list[DeviceKernel]:
 
 def run_kernels(words: list[str]) -> None:
     """One launch a kernel (two head dims in turn), checked."""
-    device = torch.device("cuda", 0)
+    device = device_or_exit()
     for number, kernel in enumerate(selected(words)):
         head_dim = (64, 128)[number % 2]
         for dtype in (torch.float16, torch.float32):
@@ -77,7 +78,7 @@ def main() -> int:
     run_kernels(words)  # compiles everything outside the tools
     body: dict[str, object] = {
         "format": "flashlane-sanitizer/1",
-        "environment": environment(torch.device("cuda", 0)),
+        "environment": environment(device_or_exit()),
         "problem": SIZES,
     }
     bad = False
