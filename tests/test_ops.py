@@ -312,7 +312,7 @@ BAD = {
     ),
     "operator": (
         lambda: torch.ops.flashlane.forward(
-            Q, Q.half(), Q, *[None] * 7, None, False, "top-left", [-1, -1], 0.0, 0.0, False, False, None
+            Q, Q.half(), Q, *[None] * 12, None, False, "top-left", [-1, -1], 0.0, 0.0, False, False, None
         ),
         TypeError,
         "^k has dtype torch.float16",

@@ -27,10 +27,11 @@ BACKWARDS: dict[str, Backward] = {}
 """Backward passes by kernel family, called as ``tiled_backward`` is; a family without its own uses that one."""
 
 _INPUTS = """Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? bias, Tensor? sinks,
-    Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k"""
+    Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? leftpad_k, Tensor? batch_idx,
+    Tensor? block_table, Tensor? dropout_seed, SymInt? max_seqlen_q, SymInt? max_seqlen_k"""
 _ASKED = """float? scale, bool causal, str alignment, int[] window_size, float softcap, float dropout_p,
     bool deterministic, bool needs_grad, str? kernel"""
-_TENSORS = 10
+_TENSORS = 15
 """How many arguments of ``forward`` are those of :class:`~flashlane.problem.Inputs`, in its order."""
 
 _library = torch.library.Library("flashlane", "DEF")
@@ -146,6 +147,11 @@ def _tensors(inputs: Inputs) -> tuple[Any, ...]:
         inputs.sinks,
         inputs.cu_seqlens_q,
         inputs.cu_seqlens_k,
+        inputs.seqused_k,
+        inputs.leftpad_k,
+        inputs.batch_idx,
+        inputs.block_table,
+        inputs.dropout_seed,
         inputs.max_seqlen_q,
         inputs.max_seqlen_k,
     )
@@ -227,7 +233,7 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None)
     dq, dk, dv, dbias, dsinks = grads
     bias, sinks = tensors[4], tensors[5]
     optional = (dbias if bias is not None and bias_grad else None, dsinks if sinks is not None else None)
-    return (dq, dk, dv, None, *optional, *[None] * (2 + len(ctx.rest)))
+    return (dq, dk, dv, None, *optional, *[None] * (len(tensors) - 6 + len(ctx.rest)))
 
 
 def _differentiate_twice(ctx: Any, *grads: torch.Tensor | None) -> None:

@@ -31,6 +31,13 @@ class Inputs:
     Shapes: ``alibi_slopes`` f32 ``(h,)`` or ``(b, h)``; ``bias`` broadcastable to ``(b, h, sq, sk)``, added to the
     scaled scores (−inf hides a key); ``sinks`` ``(h,)``, one extra logit per head that takes probability and gives
     no value; ``cu_seqlens_*`` int32 ``(b + 1,)`` on the same device, with ``max_seqlen_*`` their longest sequence.
+
+    A key/value cache: ``seqused_k`` int32 ``(b,)``, rows of k and v in use (all by default); ``leftpad_k`` int32
+    ``(b,)``, the first of them; ``batch_idx`` int32 ``(b,)``, which row of the batch axis of k and v a sequence reads;
+    ``block_table`` int32 ``(b, pages)``: k and v are ``(all_pages, page_size, hk, d)`` and key j of sequence i lies in
+    page ``block_table[i, j // page_size]``.
+
+    ``dropout_seed``: int64 ``(1,)`` on the same device, the key of the counter-based mask (:mod:`flashlane.masks`).
     """
 
     q: torch.Tensor
@@ -41,8 +48,17 @@ class Inputs:
     sinks: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    leftpad_k: torch.Tensor | None = None
+    batch_idx: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    dropout_seed: torch.Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+
+
+CACHE_FIELDS = ("seqused_k", "leftpad_k", "batch_idx", "block_table")
+"""The fields of :class:`Inputs` that describe a key/value cache; without gradients."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,11 @@ class AttentionProblem:
     bias: bool = False
     sinks: bool = False
     varlen: bool = False
+    seqused_k: bool = False
+    leftpad_k: bool = False
+    batch_idx: bool = False
+    page_size: int = 0
+    """Rows of a page of a paged key/value cache (``block_table`` is given), or 0; ``seqlen_k`` is then its capacity."""
     deterministic: bool = False
     needs_grad: bool = False
     arch: str | None = None
@@ -244,6 +265,8 @@ def _facts(
     plain = (
         type(q) is type(k) is type(v) is torch.Tensor
         and inputs.cu_seqlens_q is inputs.cu_seqlens_k is inputs.alibi_slopes is inputs.bias is inputs.sinks is None
+        and inputs.seqused_k is inputs.leftpad_k is inputs.batch_idx is inputs.block_table is None
+        and inputs.dropout_seed is None
         and type(causal) is type(deterministic) is bool
         and (scale is None or type(scale) in _NUMBERS)
         and type(softcap) in _NUMBERS

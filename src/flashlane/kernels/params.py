@@ -82,15 +82,18 @@ def _window(side: int, problem: AttentionProblem) -> int:
     return -1 if side >= problem.seqlen_q + problem.seqlen_k else side
 
 
-def unsupported_features(problem: AttentionProblem, dtypes: tuple[str, ...]) -> str | None:
-    """Why a kernel with plain masks (causal, window) and these dtypes cannot run a problem, or None."""
+FEATURES = ("alibi", "bias", "sinks", "varlen", "softcap", "dropout_p")
+FEATURES += ("seqused_k", "leftpad_k", "batch_idx", "page_size")
+"""Fields of a problem that a kernel refuses when they are set, unless it says that it is able to do them."""
+
+
+def unsupported_features(problem: AttentionProblem, dtypes: tuple[str, ...], able: tuple[str, ...] = ()) -> str | None:
+    """Why a kernel with plain masks (causal, window), these dtypes and features cannot run a problem, or None."""
     if problem.arch is None:
         return "it needs a GPU"
     if problem.dtype_name not in dtypes:
         return f"dtype is {problem.dtype_name}; it takes {' or '.join(dtypes)}"
-    features = ("alibi", "bias", "sinks", "varlen")
-    wanted = [name for name in features if getattr(problem, name)]
-    wanted += [name for name in ("softcap", "dropout_p") if getattr(problem, name)]
+    wanted = [name for name in FEATURES if name not in able and getattr(problem, name)]
     if wanted:
         return f"it has no {', '.join(wanted)}"
     if not SCALES[0] <= problem.scale <= SCALES[1]:
