@@ -41,6 +41,7 @@ gpu:            ## on a GPU, with python3 as it is (installs nothing): the GPU t
 	PYTHONPATH=src $(PYTHON) benchmarks/founding.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/mma_bars.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/ncu_conflicts.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/ncu_bounds.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/blocks_gpu.py $(OUT)/blocks.json
 	PYTHONPATH=src $(PYTHON) benchmarks/auto_check.py --out $(OUT)/auto_check.json
 

@@ -1,29 +1,34 @@
 """Does ``auto`` take the fastest? Times its choice against every other that it could have made, on a GPU.
 
-    PYTHONPATH=src python3 benchmarks/auto_check.py [--N 512,2048 --D 64,128 --dtype f16,bf16] [--out FILE.json]
+    PYTHONPATH=src python3 benchmarks/auto_check.py [--N 512,2048 --D 64,128 --dtype f16,bf16] [--seconds 300]
 
 Over the grid of shared measurements (batch × length and heads × head dim constant, full and causal, grouped heads, and
 the founding shapes) every candidate configuration of every listed kernel that keeps scores, sums and output in f32 is
-checked and timed beside what ``auto`` takes. Printed are the cells in which ``auto`` is slower than another by more
-than the limit; exit status 1 when there is one, or when a candidate failed.
+checked and timed beside what ``auto`` takes: all of them in two short rounds, then those within a margin of the
+fastest again, interleaved, for the figure. The file is rewritten after each problem. Printed are the cells in which
+``auto`` is slower than another by more than the limit; exit status 1 when there is one, when a candidate failed, or
+when the time ran out before the grid was done.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from gpu_run import device_or_exit
 from rich.progress import Progress
 
 from flashlane import registry
 from flashlane.bench.environment import environment
 from flashlane.bench.grid import FOUNDING_SHAPES, make_problem, parse_dtypes, parse_sizes
-from flashlane.bench.results import OK, finite, write_atomically
+from flashlane.bench.results import OK, check_writable, finite, write_atomically
 from flashlane.bench.runner import free_memory
 from flashlane.bench.timing import clock_for
 from flashlane.bench.tuner import SETTINGS, Trial, contenders_of, full_precision, time_contenders, trial_dict
@@ -33,6 +38,9 @@ from flashlane.registry import DeviceKernel
 FORMAT = "flashlane-auto-check/1"
 TOKENS, WIDTH = 16384, 2048
 """batch × seqlen and heads × head_dim of the grid's problems."""
+QUICK = replace(SETTINGS, rounds=2, round_ms=1.0, warmup_ms=1.0, budget_ms=100.0)
+MARGIN = 1.15
+"""Contenders this close to the fastest of the short rounds are timed again."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,12 @@ def cell_of(problem: AttentionProblem, device: torch.device, rounds: int, seed: 
     able = [k for k in kernels if k.supports(problem) is None and full_precision(k, problem)]
     contenders, _ = contenders_of(problem, able)
     settings = replace(SETTINGS, rounds=rounds)
-    trials = time_contenders(
-        problem, contenders, device, clock=clock_for(device, settings), settings=settings, seed=seed
+    trials = time_contenders(problem, contenders, device, clock=clock_for(device, QUICK), settings=QUICK, seed=seed)
+    limit = MARGIN * min((trial.ms for trial in trials), default=math.inf)
+    again = [trial.contender for trial in trials if trial.timing and (trial.auto or trial.ms <= limit)]
+    failed = [trial for trial in trials if trial.status != OK]
+    trials = failed + time_contenders(
+        problem, again, device, clock=clock_for(device, settings), settings=settings, seed=seed
     )
     free_memory(device)
     timed = [trial for trial in trials if trial.timing]
@@ -99,20 +111,49 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=0.05, help="loss that is accepted (0.05: 5 %%)")
     parser.add_argument("--rounds", type=int, default=SETTINGS.rounds)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further problem after so long")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/auto_check.json"))
     options = parser.parse_args()
-    device = torch.device("cuda", 0)
+    device = device_or_exit()
+    check_writable(options.out.parent)
     problems = list(dict.fromkeys(grid(options, arch_of(device))))
-    cells, failed = [], []
+    cells: list[Cell] = []
+    failed: list[Trial] = []
+    started = time.monotonic()
     with Progress(transient=True) as progress:
         task = progress.add_task("", total=len(problems))
         for number, problem in enumerate(problems):
+            if time.monotonic() - started > options.seconds:
+                break
             progress.update(task, description=problem.describe())
             cell, trials = cell_of(problem, device, options.rounds, options.seed + number)
             cells += [] if cell is None else [cell]
             failed += [trial for trial in trials if trial.status != OK]
+            write(options, device, len(problems), cells, failed)
             progress.advance(task)
-    losing = sorted((cell for cell in cells if cell.loss > options.limit), key=lambda cell: -cell.loss)
+    losing = report(options.limit, len(problems), cells, failed)
+    return 1 if losing or failed or len(cells) < len(problems) else 0
+
+
+def write(
+    options: argparse.Namespace, device: torch.device, problems: int, cells: list[Cell], failed: list[Trial]
+) -> None:
+    """The JSON of what is known so far."""
+    body = {
+        "format": FORMAT,
+        "environment": environment(device),
+        "limit": options.limit,
+        "problems": problems,
+        "worst": max((cell.loss for cell in cells), default=0.0),
+        "cells": [summary(cell) for cell in cells],
+        "failed": [trial_dict(trial) for trial in failed],
+    }
+    write_atomically(options.out, json.dumps(finite(body), indent=1, allow_nan=False) + "\n")
+
+
+def report(limit: float, problems: int, cells: list[Cell], failed: list[Trial]) -> int:
+    """Print the cells that lose and a summary; how many lose."""
+    losing = sorted((cell for cell in cells if cell.loss > limit), key=lambda cell: -cell.loss)
     for cell in losing:
         auto, fastest = cell.auto, cell.fastest
         print(f"{cell.problem}: auto is {100 * cell.loss:.1f} % slower")
@@ -121,18 +162,9 @@ def main() -> int:
     for trial in failed:
         print(f"{trial.status} {trial.problem} {trial.tag} ({trial.config}): {trial.message}")
     worst = max((cell.loss for cell in cells), default=0.0)
-    print(f"{len(cells)} of {len(problems)} problems, {len(losing)} above {100 * options.limit:g} %, ", end="")
+    print(f"{len(cells)} of {problems} problems, {len(losing)} above {100 * limit:g} %, ", end="")
     print(f"the worst {100 * worst:.1f} %, {len(failed)} candidates failed")
-    body = {
-        "format": FORMAT,
-        "environment": environment(device),
-        "limit": options.limit,
-        "worst": worst,
-        "cells": [summary(cell) for cell in cells],
-        "failed": [trial_dict(trial) for trial in failed],
-    }
-    write_atomically(options.out, json.dumps(finite(body), indent=1, allow_nan=False) + "\n")
-    return 1 if losing or failed or len(cells) < len(problems) else 0
+    return len(losing)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Check every GPU kernel on some hundreds of drawn problems, on a GPU, and write what came out.
 
     PYTHONPATH=src python3 benchmarks/correctness.py [--problems 320] [--out FILE.json] [--tags split-q,naive]
+    PYTHONPATH=src python3 benchmarks/correctness.py --unlisted 9999 --problems 12 --head-dims 64 --dtypes f16
 
 Each problem draws its lengths (ragged, cross, empty, one token), heads (GQA, MQA), head dims (d_v ≠ d, odd ones), mask,
 strides and values anew from the seed. Every kernel runs every problem in a dtype that it takes, writes into poisoned
@@ -25,11 +26,14 @@ from rich.progress import Progress
 
 from flashlane import registry
 from flashlane.bench.check import Oracle
-from flashlane.bench.draw import draw_problems
+from flashlane.bench.draw import Drawn, draw_problems
 from flashlane.bench.environment import environment
 from flashlane.bench.results import write_atomically
 from flashlane.problem import DTYPES, AttentionProblem
 from flashlane.registry import DeviceKernel
+
+PRINTED = 150
+"""Kernels with a line of their own; the file has all."""
 
 
 @dataclass
@@ -56,6 +60,15 @@ def chosen(words: list[str], unlisted: int, chance: random.Random) -> list[Devic
     return kernels if unlisted == 0 else chance.sample(kernels, min(unlisted, len(kernels)))
 
 
+def drawn_from(arguments: argparse.Namespace) -> list[Drawn]:
+    """The problems, of all head dims or of those asked for."""
+    if not arguments.head_dims:
+        return draw_problems(arguments.problems, arguments.seed)
+    pairs = [tuple(map(int, word.split("/"))) for word in arguments.head_dims.split(",")]
+    head_dims = tuple((pair[0], pair[-1]) for pair in pairs)
+    return draw_problems(arguments.problems, arguments.seed, head_dims, aligned=True)
+
+
 def main() -> int:
     """Run, print one line a kernel, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -64,12 +77,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/correctness.json"))
     parser.add_argument("--tags", default="", help="only kernels whose tag contains one of these words")
     parser.add_argument("--unlisted", type=int, default=0, help="so many further points of the grid, at random")
+    parser.add_argument("--head-dims", default="", help="draw from these only, aligned: 64,320,192/128")
+    parser.add_argument("--dtypes", default="", help="only these: f16,bf16,f32")
     arguments = parser.parse_args()
     device = device_or_exit()
     words = [word for word in arguments.tags.split(",") if word]
     kernels = chosen(words, arguments.unlisted, random.Random(arguments.seed))
-    takes = {k.tag: dtypes_of(k) for k in kernels}
-    drawn = draw_problems(arguments.problems, arguments.seed)
+    allowed = [DTYPES[name] for name in arguments.dtypes.split(",") if name] or list(DTYPES.values())
+    takes = {k.tag: [dtype for dtype in dtypes_of(k) if dtype in allowed] for k in kernels}
+    kernels = [kernel for kernel in kernels if takes[kernel.tag]]
+    drawn = drawn_from(arguments)
     tallies: dict[str, Tally] = collections.defaultdict(Tally)
     refused: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     failed: list[dict[str, str]] = []
@@ -105,7 +122,7 @@ def main() -> int:
                     failed.append({"tag": kernel.tag, "problem": f"{item} {dtype}", "message": verdict.message})
             progress.advance(task)
 
-    for kernel in kernels:
+    for kernel in kernels[:PRINTED]:
         tally = tallies[kernel.tag]
         print(
             f"{kernel.tag:<62} {tally.problems:4d} problems  {tally.failures:3d} failures  "

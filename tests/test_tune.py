@@ -332,10 +332,12 @@ def test_the_default_runs_only_its_own_configuration():
 def auto_check(monkeypatch):
     """The benchmark script, with the fake clock."""
     path = Path(__file__).parent.parent / "benchmarks" / "auto_check.py"
+    monkeypatch.syspath_prepend(str(path.parent))
     spec = importlib.util.spec_from_file_location("auto_check", path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "auto_check", module)
     spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "device_or_exit", lambda: CPU)
     monkeypatch.setattr(module, "clock_for", lambda device, settings: TableClock())
     monkeypatch.setattr(module, "environment", lambda device: {"device": DEVICE})
     monkeypatch.setattr(module, "arch_of", lambda device: ARCH)
@@ -347,7 +349,6 @@ def auto_check(monkeypatch):
 
 def check_auto(script, monkeypatch, kernels, tmp_path):
     """Runs the script over two small problems of one head on the CPU: its status, and what it wrote."""
-    monkeypatch.setattr(script.torch, "device", lambda *words: CPU)
     words = ["--N", "32", "--D", "32", "--dtype", "f16", "--out", str(tmp_path / "auto.json")]
     monkeypatch.setattr(sys, "argv", ["auto_check.py", *words])
     with registry.table_of(registry.get("reference"), *kernels):

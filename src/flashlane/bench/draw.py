@@ -76,8 +76,14 @@ def _tensor(shape: tuple[int, ...], layout: str, dtype: torch.dtype, draw: torch
     return normal(b, s, h, d)
 
 
-def draw_problems(count: int, seed: int) -> list[Drawn]:
-    """The list: random, with the empty and the one-token cases among the first."""
+def draw_problems(
+    count: int, seed: int, head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS, aligned: bool = False
+) -> list[Drawn]:
+    """The list: random, with the empty and the one-token cases among the first.
+
+    ``head_dims`` are drawn from; ``aligned`` leaves out layouts whose rows do not start on 16 bytes. Both keep the
+    number of configurations small that have to be compiled.
+    """
     chance = random.Random(seed)
     special = [(0, 64), (64, 0), (1, 1), (1, 1024), (1024, 1), (1, 0)]
     drawn = []
@@ -86,10 +92,10 @@ def draw_problems(count: int, seed: int) -> list[Drawn]:
         if chance.random() < 0.35 and number >= len(special):
             seqlen_k = seqlen_q
         heads, kv_heads = chance.choice(HEADS)
-        head_dim, head_dim_v = chance.choice(HEAD_DIMS)
+        head_dim, head_dim_v = chance.choice(head_dims)
         common = head_dim == head_dim_v and head_dim in COMMON
         many = chance.random() < 0.4 or not common  # enough blocks for the shapes that suit full GPUs
-        layouts = ALIGNED + UNALIGNED if head_dim == head_dim_v == 64 else ALIGNED
+        layouts = ALIGNED + UNALIGNED if head_dim == head_dim_v == 64 and not aligned else ALIGNED
         drawn.append(
             Drawn(
                 batch=-(-chance.randint(110, 130) // (heads * -(-max(seqlen_q, 1) // 128)))
