@@ -436,7 +436,10 @@ __device__ __forceinline__ void store_output(const Params& p, const Block<BR>& b
     }
     Element* out = p.out + block.batch * p.out_batch + block.head * p.out_head;
     float* lse = p.lse + (static_cast<long long>(block.batch) * p.heads + block.head) * p.seqlen_q;
-    if constexpr (cfg::STORE == STORE_SHARED) __syncthreads();  // every warp is done with the tiles
+    if constexpr (cfg::STORE == STORE_SHARED) {
+        cp_async_wait<0>();  // without a tile to work on, Q is still on its way
+        __syncthreads();     // every warp is done with the tiles
+    }
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll

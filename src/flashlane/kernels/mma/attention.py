@@ -115,7 +115,7 @@ class Variant:
         if self.family == "tiling-qk":
             v_rows = min(shape.v_rows, shape.bc)
         if self.family == "tiling-qkv":
-            v_columns = max(column_unit, shapes.slice_of(problem.head_dim_v, shape.k_slice))
+            v_columns = shapes.slice_of(problem.head_dim_v, shape.k_slice, column_unit)
         return MmaConfig(
             dtype=problem.dtype_name,
             head_dim=_round_up(problem.head_dim, k_slice or 16),

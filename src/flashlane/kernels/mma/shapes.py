@@ -61,23 +61,65 @@ THROUGHPUT: Table = {
     "tiling-qk": (
         (64, (Shape(128, 64, 4, min_blocks=2),)),
         (128, (Shape(128, 64, 4), Shape(64, 64, 4, min_blocks=2))),
-        (384, (Shape(64, 64, 2, 2, min_blocks=2), Shape(32, 32, 2, 2, v_rows=16))),
+        (
+            384,
+            (
+                Shape(128, 64, 4, 2, k_slice=192),
+                Shape(64, 64, 2, 2, min_blocks=2, k_slice=192),
+                Shape(64, 64, 2, 2, min_blocks=2),
+                Shape(32, 32, 2, 2, v_rows=16),
+            ),
+        ),
         (
             512,
             (
+                Shape(64, 128, 2, 4, k_slice=128),
                 Shape(64, 128, 2, 4, v_rows=16),
                 Shape(64, 64, 2, 4, v_rows=16),
                 Shape(32, 64, 2, 4, v_rows=16, k_slice=32),
             ),
         ),
-        (1024, (Shape(32, 128, 1, 8, v_rows=16), Shape(16, 64, 1, 4, v_rows=16, k_slice=16))),
+        (
+            1024,
+            (
+                Shape(32, 256, 1, 8, v_rows=16),
+                Shape(32, 128, 1, 8, v_rows=16),
+                Shape(16, 64, 1, 4, v_rows=16, k_slice=16),
+            ),
+        ),
     ),
     "tiling-qkv": (
         (64, (Shape(128, 128, 4), Shape(128, 64, 4, min_blocks=2))),
         (128, (Shape(128, 64, 4), Shape(64, 64, 4, min_blocks=2))),
-        (384, (Shape(64, 64, 2, 2, min_blocks=2), Shape(32, 32, 2, 2))),
-        (512, (Shape(64, 128, 2, 4), Shape(64, 64, 2, 4), Shape(32, 64, 2, 4))),
-        (1024, (Shape(32, 128, 1, 8), Shape(16, 64, 1, 4, k_slice=32), Shape(16, 64, 1, 4, k_slice=16))),
+        (384, (Shape(128, 64, 4, 2, k_slice=160), Shape(64, 64, 2, 2, min_blocks=2), Shape(32, 32, 2, 2))),
+        (
+            512,
+            (
+                Shape(64, 128, 2, 4, k_slice=256),
+                Shape(64, 128, 2, 4, k_slice=128),
+                Shape(64, 128, 2, 4),
+                Shape(64, 64, 2, 4),
+                Shape(32, 64, 2, 4),
+            ),
+        ),
+        (
+            1024,
+            (
+                Shape(32, 256, 1, 8, k_slice=128),
+                Shape(32, 128, 1, 8, k_slice=128),
+                Shape(32, 128, 1, 8),
+                Shape(16, 64, 1, 4, k_slice=32),
+                Shape(16, 64, 1, 4, k_slice=16),
+            ),
+        ),
+    ),
+    "tiling-qk stage2": (
+        (128, ()),
+        (320, (Shape(128, 64, 4, 2, v_rows=64, k_slice=320),)),
+        (384, (Shape(128, 64, 4, 2, v_rows=64, k_slice=192),)),
+        (512, (Shape(64, 256, 2, 4, v_rows=64, k_slice=128), Shape(64, 128, 2, 4, v_rows=64, k_slice=256))),
+        (768, (Shape(48, 128, 1, 8, v_rows=32, k_slice=128),)),
+        (1024, (Shape(32, 256, 1, 8, v_rows=32, k_slice=128),)),
     ),
     "tiling-qk f16/f32": (
         (128, (Shape(64, 64, 4, min_blocks=2),)),
@@ -126,31 +168,37 @@ BEST_THROUGHPUT = (
     (128, "mma(split-q+acc-f32+swizzle-qkv+stage1)"),
     (160, "mma(split-q+acc-f32+swizzle-qkv+stage2)"),
     (256, "mma(split-kv+acc-f32+swizzle-qkv+stage1)"),
-    (384, "mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+stage2)"),
-    (1024, "mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+stage3)"),
+    (1024, "mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+stage2)"),
 )
-BEST_LATENCY = ((256, "mma(split-kv+acc-f32+swizzle-qkv+stage1)"), *BEST_THROUGHPUT[-2:])
+BEST_LATENCY = ((256, "mma(split-kv+acc-f32+swizzle-qkv+stage1)"), BEST_THROUGHPUT[-1])
 FASTEST = frozenset(tag for table in (BEST_THROUGHPUT, BEST_LATENCY) for _, tag in table)
 """The tags that ``auto`` takes."""
 
 
-def slice_of(head_dim: int, widest: int) -> int:
-    """The widest slice, at most ``widest``, that pads the head dim by no more than 7 % beyond its multiple of 16."""
+def slice_of(head_dim: int, widest: int, unit: int = 16) -> int:
+    """Width of the fewest equal slices, at most ``widest`` and multiples of ``unit``, that pad by no more than 15 %.
+
+    Few and wide: a slice costs a barrier and its copies' addresses, whatever its width.
+    """
     columns = -(-head_dim // 16) * 16
-    return next(s for s in (128, 64, 32, 16) if (s <= widest and -(-columns // s) * s <= 1.07 * columns) or s == 16)
+    fewest = -(-columns // widest)
+    widths = (max(unit, -(-columns // (pieces * unit)) * unit) for pieces in range(fewest, columns // 16 + 1))
+    return next((w for w in widths if w <= max(widest, unit) and -(-columns // w) * w <= 1.15 * columns), unit)
 
 
 def candidates(family: str, marks: tuple[str, ...], head_dim: int, few: bool) -> tuple[Shape, ...]:
     """Shapes of a family at a head dim, best first; with few blocks the latency shapes come before the others.
 
     ``marks`` say what may set a variant apart from its family, the most telling first: its precision (such as
-    ``f16/f32``: accumulators, O storage) and its stage.
+    ``f16/f32``: accumulators, O storage) and its stage. The family's own shapes follow those of its marks.
     """
 
     def row(table: Table) -> tuple[Shape, ...]:
         keys = [f"{family} {mark}" for mark in marks] + [family]
-        rows = (row for key in keys for row in table.get(key, ()))
-        return next((shapes for largest, shapes in rows if head_dim <= largest), ())
+        found: tuple[Shape, ...] = ()
+        for key in keys:
+            found += next((shapes for largest, shapes in table.get(key, ()) if head_dim <= largest), ())
+        return found
 
     return (row(LATENCY) if few else ()) + row(THROUGHPUT)
 
