@@ -92,6 +92,8 @@ def main() -> int:
             "kns=mma_",
             "--kernel-name",
             "kns=flash_attention_1",
+            "--kernel-name",
+            "kns=decode_",
         ]
         command += [sys.executable, __file__, "--inside", "--tags", arguments.tags]
         done = subprocess.run(command, capture_output=True, text=True)

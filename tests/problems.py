@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
@@ -35,6 +36,16 @@ class Case:
     sinks: bool
     strides: str
     seed: int
+    dropout: float = 0.0
+    used: bool = False
+    leftpad: bool = False
+    batch_idx: bool = False
+    page_size: int = 0
+
+    @property
+    def cached(self) -> bool:
+        """Whether k and v are a cache, which has no gradients."""
+        return bool(self.used or self.leftpad or self.batch_idx or self.page_size)
 
     def build(self, dtype: torch.dtype, grad: bool = False) -> tuple[AttentionProblem, Inputs]:
         """The problem and fresh random tensors of it."""
@@ -43,6 +54,13 @@ class Case:
         lengths_q, lengths_k = zip(*self.lengths, strict=True)
         longest = max(lengths_q), max(lengths_k)
         outer = [(sum(lengths_q) + 2,), (sum(lengths_k),)] if self.varlen else [(batch, n) for n in longest]
+        cache = self._cache(lengths_k, draw)
+        if self.page_size:
+            pages = cache["block_table"].numel() + 1
+            outer[1] = (pages, self.page_size)
+            longest = longest[0], longest[1] if self.varlen else cache["block_table"].shape[1] * self.page_size
+        elif self.batch_idx:
+            outer[1] = (batch + 2, longest[1])
         q, k, v = (
             _strided((*shape, h, d), self.strides, draw)
             for shape, h, d in (
@@ -69,6 +87,8 @@ class Case:
             cu_seqlens_k=_cumulative(lengths_k) if self.varlen else None,
             max_seqlen_q=longest[0] if self.varlen else None,
             max_seqlen_k=longest[1] if self.varlen else None,
+            dropout_seed=torch.randint(-(2**63), 2**63 - 1, (1,), generator=draw) if self.dropout else None,
+            **cache,
         )
         inputs = cast(made, dtype, grad)
         problem = AttentionProblem.from_inputs(
@@ -77,8 +97,26 @@ class Case:
             alignment=self.alignment,
             window_size=self.window,
             softcap=self.softcap,
+            dropout_p=self.dropout,
         )
         return problem, inputs
+
+    def _cache(self, lengths_k: tuple[int, ...], draw: torch.Generator) -> dict[str, torch.Tensor]:
+        """Random lengths and places; entries of the table that no sequence needs are −1."""
+        batch, made = len(lengths_k), {}
+        pages = max(1, -(-max(lengths_k) // self.page_size)) if self.page_size else 0
+        stops = torch.tensor(lengths_k) if self.varlen else torch.full((batch,), pages * self.page_size or lengths_k[0])
+        if self.used:
+            stops = made["seqused_k"] = (torch.rand(batch, generator=draw) * (stops + 1)).int()
+        if self.leftpad:
+            made["leftpad_k"] = (torch.rand(batch, generator=draw) * (stops + 1)).int()
+        if self.batch_idx:
+            made["batch_idx"] = torch.randperm(batch + 2, generator=draw)[:batch].int()
+        if self.page_size:
+            table = 1 + torch.randperm(batch * pages, generator=draw).view(batch, pages).int()
+            unread = torch.arange(pages) * self.page_size >= stops[:, None]
+            made["block_table"] = table.masked_fill(unread, -1)
+        return made
 
 
 def cast(inputs: Inputs, dtype: torch.dtype, grad: bool = False) -> Inputs:
@@ -88,6 +126,12 @@ def cast(inputs: Inputs, dtype: torch.dtype, grad: bool = False) -> Inputs:
         if values[name] is not None:
             values[name] = values[name].detach().to(dtype).requires_grad_(grad)
     return Inputs(**values)
+
+
+def moved(inputs: Inputs, device: str) -> Inputs:
+    """The same call on another device."""
+    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    return Inputs(**{name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in values.items()})
 
 
 def gradients(
@@ -115,13 +159,19 @@ def _cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Every product of features; lengths fall around tile edges."""
+def cases(draw: st.DrawFn, dropout: bool = False, cached: bool = False) -> Case:
+    """Every product of features, of those for which it says so as well; lengths fall around tile edges."""
     varlen = draw(st.booleans())
     length = st.tuples(st.sampled_from(LENGTHS), st.sampled_from(LENGTHS))
     lengths = draw(st.lists(length, min_size=1, max_size=3)) if varlen else [draw(length)] * draw(st.integers(1, 2))
     head_dim = draw(st.sampled_from(HEAD_DIMS))
+    page_size = draw(st.sampled_from((0, 1, 5, 16, 64))) if cached else 0
     return Case(
+        dropout=draw(st.sampled_from((0.0, 0.17, 0.9))) if dropout else 0.0,
+        page_size=page_size,
+        used=cached and not varlen and draw(st.booleans()),
+        leftpad=cached and not varlen and draw(st.booleans()),
+        batch_idx=cached and not (varlen or page_size) and draw(st.booleans()),
         lengths=tuple(lengths),
         varlen=varlen,
         kv_heads=draw(st.integers(1, 2)),
@@ -148,16 +198,55 @@ def oracle(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, tor
     shape = (problem.heads, len(out)) if problem.varlen else (problem.batch, problem.heads, problem.seqlen_q)
     lse = values.q.new_full(shape, -torch.inf)
     for b in range(problem.batch):
+        k, v = (_keys(values, t, b) for t in (values.k, values.v))
         if problem.varlen:
-            (a, z), (c, e) = (cu[b : b + 2].tolist() for cu in (values.cu_seqlens_q, values.cu_seqlens_k))
-            q, k, v = values.q[a:z], values.k[c:e], values.v[c:e]
-            where_out, where_lse = out[a:z], lse[:, a:z]
+            a, z = values.cu_seqlens_q[b : b + 2].tolist()
+            q, where_out, where_lse = values.q[a:z], out[a:z], lse[:, a:z]
         else:
-            q, k, v = values.q[b], values.k[b], values.v[b]
-            where_out, where_lse = out[b], lse[b]
+            q, where_out, where_lse = values.q[b], out[b], lse[b]
+        weight = torch.ones(problem.heads, len(q), len(k), dtype=torch.float64)
+        if problem.dropout_p:
+            kept = kept_by_dropout(int(values.dropout_seed), problem.dropout_p, problem.heads, b, len(q), len(k))
+            weight = torch.from_numpy(kept).double() / (1 - problem.dropout_p)
         for h, i in itertools.product(range(problem.heads), range(len(q))):
-            where_out[i, h], where_lse[h, i] = _row(problem, values, b, h, i, q, k, v)
+            where_out[i, h], where_lse[h, i] = _row(problem, values, b, h, i, q, k, v, weight[h, i])
     return out, lse
+
+
+def _keys(values: Inputs, t: torch.Tensor, b: int) -> torch.Tensor:
+    """The keys or values of a sequence, found one by one."""
+    place = lambda j: t[b, j]  # noqa: E731
+    start, stop = 0, t.shape[1]
+    if values.cu_seqlens_k is not None:
+        start, stop = values.cu_seqlens_k[b : b + 2].tolist()
+        place = lambda j: t[j]  # noqa: E731
+    if values.batch_idx is not None:
+        row = int(values.batch_idx[b])
+        place = lambda j: t[row, j]  # noqa: E731
+    if values.block_table is not None:
+        start, stop = 0, stop - start if values.cu_seqlens_k is not None else t.shape[1] * values.block_table.shape[1]
+        place = lambda j: t[values.block_table[b, j // t.shape[1]], j % t.shape[1]]  # noqa: E731
+    if values.seqused_k is not None:
+        stop = int(values.seqused_k[b])
+    if values.leftpad_k is not None:
+        start = int(values.leftpad_k[b])
+    return torch.stack([place(j) for j in range(start, stop)]) if stop > start else t.new_zeros((0, *t.shape[-2:]))
+
+
+def kept_by_dropout(seed: int, p: float, heads: int, b: int, rows: int, keys: int) -> np.ndarray:
+    """Philox4x32-10 in unsigned arithmetic, as the definition of dropout has it: bool (heads, rows, keys)."""
+    word = np.uint64(0xFFFFFFFF)
+    c0 = np.arange(-(-keys // 4), dtype=np.uint64)[None, None]
+    c1 = np.arange(rows, dtype=np.uint64)[None, :, None]
+    c2 = np.arange(b * heads, (b + 1) * heads, dtype=np.uint64)[:, None, None]
+    c3 = np.zeros_like(c0)
+    k0, k1 = (np.uint64(seed >> shift & 0xFFFFFFFF) for shift in (0, 32))
+    for _ in range(10):
+        x, y = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = y >> np.uint64(32) ^ c1 ^ k0, y & word, x >> np.uint64(32) ^ c3 ^ k1, x & word
+        k0, k1 = k0 + np.uint64(0x9E3779B9) & word, k1 + np.uint64(0xBB67AE85) & word
+    words = np.stack(np.broadcast_arrays(c0, c1, c2, c3), axis=-1).reshape(heads, rows, -(-keys // 4) * 4)
+    return words[:, :, :keys] >= np.uint64(int(p * 2**32))
 
 
 def _row(
@@ -169,6 +258,7 @@ def _row(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shift = len(k) - len(q) if problem.alignment == "bottom-right" else 0
     low = 0 if problem.window_left < 0 else max(0, i + shift - problem.window_left)
@@ -187,4 +277,4 @@ def _row(
         logits = torch.cat([logits, values.sinks[h : h + 1]])
     lse = torch.logsumexp(logits, 0)
     weights = torch.zeros_like(logits) if lse == -torch.inf else torch.exp(logits - lse)
-    return weights[: len(keys)] @ v[keys, h // problem.group], lse
+    return (weights[: len(keys)] * weight[keys]) @ v[keys, h // problem.group], lse

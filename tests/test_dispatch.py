@@ -59,10 +59,17 @@ def test_an_unknown_tag_names_near_ones() -> None:
         flashlane.flash_attn_func(q, q, q, kernel="tilde")
 
 
-def test_dropout_is_refused_with_every_reason() -> None:
-    q = torch.randn(1, 4, 2, 8)
-    with pytest.raises(NotImplementedError, match=r"reference: dropout_p is 0.5.*tiled: dropout_p is 0.5"):
-        flashlane.flash_attn_func(q, q, q, 0.5)
+def test_what_no_kernel_can_run_is_refused_with_every_reason() -> None:
+    class Other(Picky):
+        tag = "other"
+
+        def supports(self, problem: AttentionProblem) -> str | None:
+            return "it is tired"
+
+    q = torch.randn(1, 4, 2, 16)
+    with registry.table_of(Picky(), Other()), pytest.raises(NotImplementedError) as error:
+        flashlane.flash_attn_func(q, q, q)
+    assert "picky: head_dim is 16; it may only be 8; other: it is tired" in str(error.value)
 
 
 def test_explain_says_what_runs_and_why_the_others_do_not() -> None:
@@ -159,7 +166,6 @@ def calls() -> list[tuple[Inputs, dict[str, object]]]:
         {"softcap": 2},
         {"scale": 1},
         {"scale": 0.5},
-        {"dropout_p": 0.5},
     ]
     asked += [{"deterministic": True}, {"alignment": "top-left"}, {"window_size": torch.tensor([3, 2])}]
     made = [
@@ -171,7 +177,9 @@ def calls() -> list[tuple[Inputs, dict[str, object]]]:
     ]
     made += [Inputs(q.double(), k.double(), k.double()), Inputs(q.requires_grad_(), k, k), Inputs(q[:1], k[:1], k[:1])]
     made += [Inputs(q, k[:, ::2], k[:, ::2]), Inputs(q[:, :0], k, k), Inputs(q, k, k, sinks=torch.ones(4))]
-    return [(inputs, {}) for inputs in made] + [(plain, options) for options in asked]
+    dropped = Inputs(q, k, k, dropout_seed=torch.tensor([7]))
+    made.append(dropped)
+    return [(inputs, {}) for inputs in made] + [(plain, options) for options in asked] + [(dropped, {"dropout_p": 0.5})]
 
 
 def test_a_call_seen_before_gives_what_the_checks_would_give() -> None:

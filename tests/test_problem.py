@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
+from flashlane import problem as problem_module
 from flashlane.problem import AttentionProblem, Inputs
 
 
@@ -30,6 +32,48 @@ def packed(**changes: Any) -> Inputs:
 
 def cu(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def ints(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def cached(**changes: Any) -> Inputs:
+    """Two sequences that read rows 3 and 0 of a cache of four."""
+    made: dict[str, Any] = {
+        "q": torch.randn(2, 3, 4, 8),
+        "k": torch.randn(4, 7, 2, 8),
+        "v": torch.randn(4, 7, 2, 8),
+        "seqused_k": ints(7, 2),
+        "leftpad_k": ints(0, 2),
+        "batch_idx": ints(3, 0),
+    }
+    return Inputs(**{**made, **changes})
+
+
+def paged(**changes: Any) -> Inputs:
+    """Two sequences of up to three pages of five rows."""
+    made: dict[str, Any] = {
+        "q": torch.randn(2, 3, 4, 8),
+        "k": torch.randn(9, 5, 2, 8),
+        "v": torch.randn(9, 5, 2, 8),
+        "seqused_k": ints(15, 6),
+        "block_table": ints([8, 0, 3], [1, 2, -1]),
+    }
+    return Inputs(**{**made, **changes})
+
+
+def paged_varlen(**changes: Any) -> Inputs:
+    made: dict[str, Any] = {
+        "q": torch.randn(5, 4, 8),
+        "cu_seqlens_q": ints(0, 2, 5),
+        "cu_seqlens_k": ints(0, 11, 16),
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 12,
+        "seqused_k": None,
+        "block_table": ints([8, 0, 3], [1, 99, 99]),
+    }
+    return paged(**{**made, **changes})
 
 
 BAD = {
@@ -71,6 +115,54 @@ BAD = {
     "cu end": (packed, {"cu_seqlens_k": cu(0, 4, 8)}, {}, ValueError, r"cu_seqlens_k is \[0, 4, 8\].*end by 7"),
     "cu counts": (packed, {"cu_seqlens_k": cu(0, 4)}, {}, ValueError, "cu_seqlens_q describes 2 .*cu_seqlens_k 1"),
     "longest": (packed, {"max_seqlen_k": 3}, {}, ValueError, "no sequence longer than max_seqlen_k 3"),
+    "cu strided": (packed, {"cu_seqlens_q": cu(0, 0, 2, 2, 5)[::2]}, {}, ValueError, "cu_seqlens_q has strides .*cont"),
+    "cu type": (packed, {"cu_seqlens_q": [0, 2, 5]}, {}, TypeError, "cu_seqlens_q is a list; it must be an int32"),
+    "seed missing": (tensors, {}, {"dropout_p": 0.5}, ValueError, "dropout_seed is None and dropout_p is 0.5"),
+    "seed type": (tensors, {"dropout_seed": 7}, {}, TypeError, "dropout_seed is int; it must be an int64"),
+    "seed dtype": (tensors, {"dropout_seed": ints(7)}, {}, TypeError, "dropout_seed is torch.int32; it must be"),
+    "seed shape": (
+        tensors,
+        {"dropout_seed": torch.tensor(7)},
+        {},
+        ValueError,
+        r"dropout_seed has shape \(\); .*\(1,\)",
+    ),
+    "used dtype": (cached, {"seqused_k": torch.tensor([7, 2])}, {}, TypeError, "seqused_k has dtype torch.int64"),
+    "used shape": (cached, {"seqused_k": ints(7)}, {}, ValueError, r"seqused_k has shape \(1,\); .*\(2,\)"),
+    "used strided": (cached, {"seqused_k": ints(7).expand(2)}, {}, ValueError, r"seqused_k has strides \(0,\)"),
+    "used too many": (cached, {"seqused_k": ints(8, 2)}, {}, ValueError, r"seqused_k is \[8, 2\]; it may be 0 to 7"),
+    "used negative": (cached, {"seqused_k": ints(7, -1)}, {}, ValueError, r"seqused_k is \[7, -1\]; it may be 0"),
+    "leftpad": (cached, {"leftpad_k": ints(0, 3)}, {}, ValueError, r"leftpad_k is \[0, 3\]; .*seqused_k \[7, 2\]"),
+    "leftpad alone": (cached, {"leftpad_k": ints(8, 0), "seqused_k": None}, {}, ValueError, r"leftpad_k is \[8, 0\]; "),
+    "batch_idx": (cached, {"batch_idx": ints(4, 0)}, {}, ValueError, r"batch_idx is \[4, 0\]; it may be 0 to 3"),
+    "batch_idx device": (cached, {"batch_idx": ints(3, 0).to("meta")}, {}, ValueError, "batch_idx is on meta"),
+    "batch_idx missing": (cached, {"batch_idx": None}, {}, ValueError, "q, k, v have batch sizes 2, 4, 4"),
+    "cache batches": (cached, {"v": torch.randn(3, 7, 2, 8)}, {}, ValueError, "v has shape .* and k has"),
+    "used and cu": (packed, {"seqused_k": ints(2, 3)}, {}, ValueError, "seqused_k is given with cu_seqlens_k"),
+    "leftpad and cu": (packed, {"leftpad_k": ints(0, 0)}, {}, ValueError, "leftpad_k is given with cu_seqlens_k"),
+    "table type": (paged, {"block_table": [[0]]}, {}, TypeError, "block_table is a list; it must be an int32"),
+    "table shape": (paged, {"block_table": ints([0, 1])}, {}, ValueError, r"block_table has shape \(1, 2\); .*batch 2"),
+    "table empty": (
+        paged,
+        {"block_table": ints([], [])},
+        {},
+        ValueError,
+        r"block_table has shape \(2, 0\); .*one page",
+    ),
+    "table entry": (paged, {"block_table": ints([8, 9, 3], [1, 2, 0])}, {}, ValueError, "page in use may be 0 to 8"),
+    "table unset": (paged, {"block_table": ints([8, 0, -1], [1, 2, 0])}, {}, ValueError, "page in use may be 0 to 8"),
+    "table short": (paged, {"seqused_k": ints(16, 6)}, {}, ValueError, r"seqused_k is \[16, 6\]; it may be 0 to 15"),
+    "table batch_idx": (paged, {"batch_idx": ints(0, 1)}, {}, ValueError, "batch_idx is given with block_table"),
+    "pages rank": (paged, {"k": torch.randn(45, 2, 8)}, {}, ValueError, r"k has shape .*rank 4: \(pages, page_size"),
+    "page empty": (paged, {"k": torch.randn(9, 0, 2, 8)}, {}, ValueError, "k has shape .*page_size is 0"),
+    "varlen pages": (
+        paged_varlen,
+        {"cu_seqlens_k": ints(0, 16, 32), "max_seqlen_k": 16},
+        {},
+        ValueError,
+        "block_table has",
+    ),
+    "varlen entry": (paged_varlen, {"block_table": ints([9, 0, 3], [1, 2, 0])}, {}, ValueError, "page in use may be"),
     "longest none": (packed, {"max_seqlen_q": None}, {}, ValueError, "max_seqlen_q is None; it must be a whole number"),
 }
 
@@ -97,6 +189,91 @@ def test_what_a_call_becomes() -> None:
 def test_varlen_takes_its_sizes_from_the_lengths() -> None:
     problem = AttentionProblem.from_inputs(packed())
     assert (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.varlen) == (2, 3, 4, True)
+
+
+def test_a_cache_says_what_it_is() -> None:
+    problem = AttentionProblem.from_inputs(cached())
+    assert (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.page_size) == (2, 3, 7, 0)
+    assert problem.seqused_k and problem.leftpad_k and problem.batch_idx
+    assert problem.describe() == "B2 H4/2 N3x7 D8 f32 seqused_k leftpad_k batch_idx"
+    problem = AttentionProblem.from_inputs(paged())
+    assert (problem.batch, problem.seqlen_k, problem.page_size, problem.varlen) == (2, 15, 5, False)
+    assert problem.seqused_k and not problem.leftpad_k and problem.describe().endswith("f32 seqused_k paged(5)")
+    problem = AttentionProblem.from_inputs(paged_varlen())
+    assert (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.page_size) == (2, 3, 12, 5)
+    assert problem.describe().endswith("f32 varlen paged(5)")
+
+
+@pytest.mark.parametrize("make", [cached, paged, paged_varlen])
+def test_a_cache_has_no_gradients(make: Any) -> None:
+    inputs = make()
+    inputs.q.requires_grad_()
+    with pytest.raises(ValueError, match=r"(seqused_k|block_table) is given and an input requires gradients"):
+        AttentionProblem.from_inputs(inputs)
+    with torch.no_grad():
+        assert not AttentionProblem.from_inputs(inputs).needs_grad
+
+
+def checks(monkeypatch: pytest.MonkeyPatch, calls: list[Inputs]) -> int:
+    """How many of these calls were checked rather than remembered."""
+    seen = []
+    real = AttentionProblem._checked.__func__
+    monkeypatch.setattr(problem_module, "_VALIDATED", {})
+    monkeypatch.setattr(AttentionProblem, "_checked", classmethod(lambda *a: seen.append(a) or real(*a)))
+    results = [AttentionProblem.from_inputs(inputs) for inputs in calls]
+    monkeypatch.undo()
+    assert all(result == AttentionProblem.from_inputs(inputs) for result, inputs in zip(results, calls, strict=True))
+    return len(seen)
+
+
+def on_meta(inputs: Inputs) -> Inputs:
+    """The same call on a device whose contents cannot be read, as a GPU's are not."""
+    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    return Inputs(**{name: t.to("meta") if isinstance(t, torch.Tensor) else t for name, t in values.items()})
+
+
+@pytest.mark.parametrize("make", [tensors, packed, cached, paged, paged_varlen])
+def test_calls_off_the_cpu_are_checked_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [on_meta(make()) for _ in range(3)]
+    assert checks(monkeypatch, calls) == 1
+    modifiers = {"alibi_slopes": torch.ones(4), "sinks": torch.ones(4), "dropout_seed": torch.ones(1).long()}
+    calls += [on_meta(make(**modifiers)) for _ in range(3)]
+    assert checks(monkeypatch, calls) == 2
+
+
+@pytest.mark.parametrize("make", [packed, cached, paged, paged_varlen])
+def test_contents_on_the_cpu_are_checked_every_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make()
+    assert checks(monkeypatch, [inputs] * 3) == 3
+    lengths = inputs.cu_seqlens_k if inputs.seqused_k is None else inputs.seqused_k
+    lengths[-1] = 1000
+    with pytest.raises(ValueError, match="1000"):
+        AttentionProblem.from_inputs(inputs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seqused_k": None},
+        {"block_table": torch.zeros(2, 4, dtype=torch.int32)},
+        {"alibi_slopes": torch.ones(2, 4)},
+        {"sinks": torch.ones(4)},
+        {"bias": torch.ones(1, 15)},
+        {"dropout_seed": torch.ones(1, dtype=torch.int64)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_change_of_what_is_given_is_checked(change: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks(monkeypatch, [on_meta(paged()), on_meta(paged(**change))]) == 2
+
+
+def test_a_bad_tensor_is_not_taken_for_a_good_one() -> None:
+    good = on_meta(paged())
+    AttentionProblem.from_inputs(good)
+    table = torch.empty(2, 6, dtype=torch.int32, device="meta")
+    for bad in (table[:, :3].long(), table[:, ::2], table[:, :3].float()):
+        with pytest.raises((TypeError, ValueError), match="block_table"):
+            AttentionProblem.from_inputs(replace(good, block_table=bad))
 
 
 def test_zero_lengths_are_legal() -> None:

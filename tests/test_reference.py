@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
-from problems import Case, cases, gradients, oracle
+from problems import Case, cases, gradients, moved, oracle
 
 from flashlane import reference
-from flashlane.problem import AttentionProblem, Inputs
 from flashlane.reference import ReferenceKernel, reference_attention
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,7 +36,7 @@ SMALL = Case(
 
 
 @QUICK
-@given(cases())
+@given(cases(dropout=True, cached=True))
 def test_equals_the_oracle(case: Case) -> None:
     problem, inputs = case.build(torch.float64)
     out, lse = reference_attention(problem, inputs)
@@ -70,6 +69,9 @@ def test_equals_torch_and_its_gradients(causal: bool) -> None:
         {"window": (1, 0), "softcap": 1.2},
         {"bias": (False, True, False, True), "hide": True, "alibi": "heads"},
         {"bias": (True, False, True, True), "sinks": True, "softcap": 2.0},
+        {"dropout": 0.4},
+        {"dropout": 0.7, "causal": True, "softcap": 2.0, "sinks": True, "bias": (True, False, True, True)},
+        {"varlen": True, "dropout": 0.3, "lengths": ((3, 4), (0, 2), (4, 0), (2, 2)), "alibi": "batch"},
         {"varlen": True, "lengths": ((3, 4), (0, 2), (4, 0), (2, 2)), "sinks": True, "bias": (True, True, True, True)},
     ],
     ids=lambda change: ",".join(change) or "plain",
@@ -141,19 +143,32 @@ def test_low_precision_is_computed_in_f32_and_rounded_once(dtype: torch.dtype) -
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-6)
 
 
-def test_dropout_is_refused() -> None:
-    inputs = Inputs(*(torch.randn(1, 3, 1, 8) for _ in range(3)))
-    problem = AttentionProblem.from_inputs(inputs, dropout_p=0.25)
-    assert "dropout_p is 0.25" in ReferenceKernel().supports(problem)
+def test_dropout_changes_what_is_weighed_and_not_the_lse() -> None:
+    case = replace(SMALL, lengths=((65, 130),) * 2, dropout=0.5)
+    problem, inputs = case.build(torch.float64)
+    out, lse = reference_attention(problem, inputs)
+    plain_problem, plain = replace(case, dropout=0.0).build(torch.float64)
+    plain_out, plain_lse = reference_attention(plain_problem, plain)
+    assert torch.equal(inputs.q, plain.q) and torch.equal(lse, plain_lse)
+    assert (out - plain_out).abs().max() > 0.01
+    other = replace(inputs, dropout_seed=inputs.dropout_seed + (1 << 32))
+    assert not torch.equal(reference_attention(problem, other)[0], out)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_equals_the_cpu() -> None:
-    case = replace(
-        SMALL, lengths=((65, 130),) * 2, causal=True, softcap=3.0, bias=(True, False, True, True), sinks=True
-    )
-    problem, inputs = case.build(torch.float64)
-    names = ("q", "k", "v", "bias", "sinks")
-    there = replace(inputs, **{name: getattr(inputs, name).cuda() for name in names})
-    for got, want in zip(reference_attention(problem, there), reference_attention(problem, inputs), strict=True):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": True, "softcap": 3.0, "bias": (True, False, True, True), "sinks": True},
+        {"dropout": 0.4, "causal": True},
+        {"varlen": True, "dropout": 0.4, "page_size": 16},
+        {"used": True, "leftpad": True, "batch_idx": True},
+        {"used": True, "page_size": 7},
+    ],
+    ids=lambda change: ",".join(change),
+)
+def test_on_a_gpu_equals_the_cpu(change: dict) -> None:
+    problem, inputs = replace(SMALL, lengths=((65, 130),) * 2, **change).build(torch.float64)
+    there = reference_attention(problem, moved(inputs, "cuda"))
+    for got, want in zip(there, reference_attention(problem, inputs), strict=True):
         torch.testing.assert_close(got.cpu(), want)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from problems import TENSORS, Case, cases, cast, gradients
+from problems import TENSORS, Case, cases, cast, gradients, moved
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,18 +33,21 @@ def run(problem: AttentionProblem, inputs: Inputs, **knobs: Any) -> tuple[torch.
 
 def simple(n: int = 96, m: int = 130, d: int = 64, dtype: torch.dtype = torch.float32, **asked: Any):
     inputs = Inputs(*(torch.randn(2, s, h, d).to(dtype) for s, h in ((n, 4), (m, 2), (m, 2))))
+    inputs = replace(inputs, dropout_seed=torch.randint(2**62, (1,)))
     return AttentionProblem.from_inputs(inputs, **asked), inputs
 
 
 def check_everything(case: Case, dtype: torch.dtype, tolerance: float) -> None:
     problem, inputs = case.build(dtype)
     out, lse = run(problem, inputs, **BLOCKS)
-    leaves = cast(inputs, torch.float64, grad=True)
+    leaves = cast(inputs, torch.float64, grad=not case.cached)
     want_out, want_lse = reference_attention(problem, leaves)
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(out.double(), want_out.detach(), **close)
     torch.testing.assert_close(lse.double(), want_lse.detach(), **close)
 
+    if case.cached:
+        return
     do, dlse = torch.randn(want_out.shape), torch.randn(want_lse.shape)
     want = gradients(leaves, want_out, want_lse, do, dlse)
     got = tiled_backward(problem, inputs, out, lse, do.to(dtype), dlse.to(lse.dtype), **BLOCKS)
@@ -59,13 +62,13 @@ def check_everything(case: Case, dtype: torch.dtype, tolerance: float) -> None:
 
 
 @QUICK
-@given(cases())
+@given(cases(dropout=True, cached=True))
 def test_equals_the_reference_in_f64(case: Case) -> None:
     check_everything(case, torch.float64, 1e-10)
 
 
 @QUICK
-@given(cases())
+@given(cases(dropout=True, cached=True))
 def test_equals_the_reference_in_f32(case: Case) -> None:
     check_everything(case, torch.float32, 5e-5)
 
@@ -100,12 +103,17 @@ def test_peers_relative_rule(dtype: torch.dtype, causal: bool) -> None:
         assert error <= factor * (theirs.float() - right).abs().max() + 1e-5 * causal, name
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("causal", [False, True])
-def test_tile_sizes_change_nothing(causal: bool) -> None:
-    problem, inputs = simple(dtype=torch.float64, causal=causal, window_size=(40, 7))
+def test_tile_sizes_change_nothing(causal: bool, dropout_p: float) -> None:
+    problem, inputs = simple(dtype=torch.float64, causal=causal, window_size=(40, 7), dropout_p=dropout_p)
     want = run(problem, inputs)
+    do = torch.randn_like(want[0])
+    grads = tiled_backward(problem, inputs, *want, do)[:3]
     for block_q, block_k in ((1, 130), (96, 1), (7, 13), (500, 500)):
-        for got, expected in zip(run(problem, inputs, block_q=block_q, block_k=block_k), want, strict=True):
+        blocks = {"block_q": block_q, "block_k": block_k}
+        again = (*run(problem, inputs, **blocks), *tiled_backward(problem, inputs, *want, do, **blocks)[:3])
+        for got, expected in zip(again, (*want, *grads), strict=True):
             torch.testing.assert_close(got, expected)
 
 
@@ -230,12 +238,23 @@ def test_stored_f16_output_stays_a_convex_combination() -> None:
     torch.testing.assert_close(out.float(), torch.full(out.shape, 60000.0), rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize("name", ["seqused_k", "block_table"])
+def test_a_cache_has_no_backward(name: str) -> None:
+    problem, inputs = simple(n=1, m=16)
+    table = {"seqused_k": torch.ones(2), "block_table": torch.zeros(2, 1)}[name].int()
+    problem = AttentionProblem.from_inputs(replace(inputs, **{name: table}))
+    out, lse = run(problem, replace(inputs, **{name: table}))
+    with pytest.raises(NotImplementedError, match=f"{name} is given"):
+        tiled_backward(problem, replace(inputs, **{name: table}), out, lse, out)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_on_a_gpu_equals_the_cpu(dtype: torch.dtype) -> None:
-    problem, inputs = simple(dtype=dtype, causal=True, softcap=5.0)
-    there = replace(inputs, **{name: getattr(inputs, name).cuda() for name in ("q", "k", "v")})
-    on_gpu = AttentionProblem.from_inputs(there, causal=True, softcap=5.0)
+    asked = {"causal": True, "softcap": 5.0, "dropout_p": 0.3}
+    problem, inputs = simple(dtype=dtype, **asked)
+    there = moved(inputs, "cuda")
+    on_gpu = AttentionProblem.from_inputs(there, **asked)
     out, lse = run(problem, inputs)
     out_gpu, lse_gpu = (torch.full_like(t, torch.nan, device="cuda") for t in (out, lse))
     TiledKernel().forward(on_gpu, there, out_gpu, lse_gpu)

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
         flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func,
         flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+        flash_attn_with_kvcache,
     )
+    from flashlane.huggingface import register_transformers
     from flashlane.sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
@@ -27,14 +31,23 @@ __all__ = [
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "register_transformers",
     "scaled_dot_product_attention",
 ]
+
+_ELSEWHERE = {
+    "register_transformers": "flashlane.huggingface",
+    "scaled_dot_product_attention": "flashlane.sdpa",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "flashlane.sdpa" if name == "scaled_dot_product_attention" else "flashlane.functional"
+    module = _ELSEWHERE.get(name, "flashlane.functional")
     value = globals()[name] = getattr(importlib.import_module(module), name)
     return value
 

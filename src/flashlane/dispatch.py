@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashlane import registry, tune
+from flashlane.backwards import BackwardChoice, backward_choices, select_backward
 from flashlane.problem import AttentionProblem
 from flashlane.registry import Kernel
 
@@ -31,6 +32,10 @@ class Explanation:
     """Whether the chosen one is what ``flashlane tune`` found fastest on this GPU."""
     unlisted: int = 0
     """How many further kernels of the table are not among the choices."""
+    backward: str | None = None
+    """The backward pass that would follow, or None where no gradient is asked for."""
+    backwards: tuple[BackwardChoice, ...] = ()
+    """Every backward pass, when a gradient is asked for."""
 
     def __str__(self) -> str:
         width = max(len(choice.tag) for choice in self.choices)
@@ -41,6 +46,9 @@ class Explanation:
             else:
                 why = choice.reason or f"could run; preferred less ({choice.preference:g})"
             lines.append(f"  {choice.tag:<{width}}  {why}")
+        for after in self.backwards:
+            why = "runs" if after.name == self.backward else after.reason or "could run; preferred less"
+            lines.append(f"  backward {after.name}: {why}")
         if self.unlisted:
             lines.append(f"  {self.unlisted} further variants run only when named: flashlane explain --show-all")
         return "\n".join(lines)
@@ -76,4 +84,8 @@ def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_a
     shown = [k for k in known if show_all or k.listed or k is chosen]
     choices = tuple(Choice(k.tag, k.supports(problem), k.preference(problem), k.summary) for k in shown)
     tuned = kernel is None and chosen.tag == tune.best_tag(problem)
-    return Explanation(problem, chosen.tag, choices, tuned, len(known) - len(shown))
+    said = Explanation(problem, chosen.tag, choices, tuned, len(known) - len(shown))
+    if not problem.needs_grad:
+        return said
+    follows = select_backward(problem, chosen).name
+    return replace(said, backward=follows, backwards=backward_choices(problem, chosen))

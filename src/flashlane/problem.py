@@ -10,7 +10,7 @@ v ``(b, sk, hk, dv)``; packed sequences of different lengths are ``(total, h, d)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,9 +24,11 @@ MAX_HEAD_DIM = 1024
 VECTOR_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Inputs:
     """The tensors of one attention call; everything else about it is in :class:`AttentionProblem`.
+
+    Nothing may change one: it is not frozen only because building a frozen one costs each call 1.5 µs.
 
     Shapes: ``alibi_slopes`` f32 ``(h,)`` or ``(b, h)``; ``bias`` broadcastable to ``(b, h, sq, sk)``, added to the
     scaled scores (−inf hides a key); ``sinks`` ``(h,)``, one extra logit per head that takes probability and gives
@@ -34,8 +36,10 @@ class Inputs:
 
     A key/value cache: ``seqused_k`` int32 ``(b,)``, rows of k and v in use (all by default); ``leftpad_k`` int32
     ``(b,)``, the first of them; ``batch_idx`` int32 ``(b,)``, which row of the batch axis of k and v a sequence reads;
-    ``block_table`` int32 ``(b, pages)``: k and v are ``(all_pages, page_size, hk, d)`` and key j of sequence i lies in
-    page ``block_table[i, j // page_size]``.
+    ``block_table`` int32 ``(b, pages)``: k and v are ``(all_pages, page_size, hk, d)`` and row j of sequence i lies in
+    page ``block_table[i, j // page_size]``. The keys of sequence i are its rows ``leftpad_k[i]`` to ``seqused_k[i]``:
+    key 0 is the first of them, and masks align by their number ``seqused_k[i] - leftpad_k[i]``. With ``cu_seqlens_k``,
+    which tells the lengths itself, of these only ``block_table`` may be given.
 
     ``dropout_seed``: int64 ``(1,)`` on the same device, the key of the counter-based mask (:mod:`flashlane.masks`).
     """
@@ -152,7 +156,10 @@ class AttentionProblem:
             words.append("causal" if self.alignment == "bottom-right" else "causal(top-left)")
         if self.window_left >= 0 or self.window_right > 0:
             words.append(f"window({self.window_left},{self.window_right})")
-        words += [name for name in ("alibi", "bias", "sinks", "varlen", "deterministic") if getattr(self, name)]
+        flags = ("alibi", "bias", "sinks", "varlen", "seqused_k", "leftpad_k", "batch_idx", "deterministic")
+        words += [name for name in flags if getattr(self, name)]
+        if self.page_size:
+            words.append(f"paged({self.page_size})")
         if self.softcap:
             words.append(f"softcap {self.softcap:g}")
         if self.dropout_p:
@@ -179,7 +186,7 @@ class AttentionProblem:
             ValueError: a shape, device or number is not possible; the message names the argument, what it was and
                 what it may be.
         """
-        facts = _facts(inputs, scale, causal, alignment, window_size, softcap, dropout_p, deterministic)
+        facts = facts_of(inputs, scale, causal, alignment, window_size, softcap, dropout_p, deterministic)
         found = None if facts is None else _VALIDATED.get(facts)
         if found is None:
             found = cls._checked(inputs, scale, causal, alignment, window_size, softcap, dropout_p, deterministic)
@@ -201,18 +208,30 @@ class AttentionProblem:
     ) -> AttentionProblem:
         q, k, v = inputs.q, inputs.k, inputs.v
         varlen = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
-        _check_tensors(q, k, v, varlen)
+        paged = inputs.block_table is not None
+        _check_tensors(q, k, v, varlen, paged)
         heads, kv_heads = q.shape[-2], k.shape[-2]
-        _check_sizes(q, k, v, varlen)
+        _check_sizes(inputs, varlen, paged)
         if varlen:
             batch, seqlen_q, seqlen_k = _check_varlen(inputs)
         else:
             batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-        left, right = _window(window_size, causal)
+        capacity = _check_cache(inputs, batch, varlen)
+        seqlen_k = seqlen_k if varlen else capacity
+        left, right = window_sides(window_size, causal)
         if alignment not in ALIGNMENTS:
             raise ValueError(f"alignment is {alignment!r}; it may be one of {', '.join(map(repr, ALIGNMENTS))}")
         _check_score_modifiers(inputs, batch, heads, seqlen_q, seqlen_k)
         tensors = [q, k, v] + [t for t in (inputs.bias, inputs.sinks) if t is not None]
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        cached = [name for name in CACHE_FIELDS if getattr(inputs, name) is not None]
+        if cached and needs_grad:
+            raise ValueError(
+                f"{cached[0]} is given and an input requires gradients; attention over a key/value cache has none: "
+                f"call it under torch.no_grad(), or with tensors that do not require them"
+            )
+        dropout_p = _number("dropout_p", dropout_p, low=0.0, below=1.0)
+        _check_seed(inputs, dropout_p)
         return cls(
             batch=batch,
             heads=heads,
@@ -227,13 +246,17 @@ class AttentionProblem:
             window_right=right,
             alignment=alignment,
             softcap=_number("softcap", softcap, low=0.0),
-            dropout_p=_number("dropout_p", dropout_p, low=0.0, below=1.0),
+            dropout_p=dropout_p,
             alibi=inputs.alibi_slopes is not None,
             bias=inputs.bias is not None,
             sinks=inputs.sinks is not None,
             varlen=varlen,
+            seqused_k=inputs.seqused_k is not None,
+            leftpad_k=inputs.leftpad_k is not None,
+            batch_idx=inputs.batch_idx is not None,
+            page_size=k.shape[1] if paged else 0,
             deterministic=bool(deterministic),
-            needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+            needs_grad=needs_grad,
             arch=arch_of(q.device),
             aligned=all(_rows_aligned(t) for t in (q, k, v)),
             strides=tuple(tuple(t.stride()) for t in (q, k, v)),
@@ -244,9 +267,12 @@ _VALIDATED: dict[tuple[Any, ...], AttentionProblem] = {}
 """Calls that passed the checks, by all that the checks read: a second call like it costs 2 µs instead of 18."""
 VALIDATED_SIZE = 4096
 _NUMBERS = (float, int)
+_INDICES = ("cu_seqlens_q", "cu_seqlens_k", *CACHE_FIELDS)
+"""Tensors of indices and lengths, whose contents are checked where that does not wait for a GPU."""
+_OTHERS = ("alibi_slopes", "bias", "sinks", "dropout_seed", *_INDICES)
 
 
-def _facts(
+def facts_of(
     inputs: Inputs,
     scale: Any,
     causal: Any,
@@ -258,15 +284,12 @@ def _facts(
 ) -> tuple[Any, ...] | None:
     """All that :meth:`AttentionProblem.from_inputs` reads, as a key; None for what a key cannot hold.
 
-    That is: the contents of tensors (``cu_seqlens``, a window or a scale given as a tensor), tensors beside q, k and
-    v, subclasses of tensors and numbers of other types. Those are checked anew at every call.
+    That is: contents that are read (lengths and tables on the CPU, a window or a scale given as a tensor), subclasses
+    of tensors and numbers of other types. Those are checked anew at every call.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     plain = (
         type(q) is type(k) is type(v) is torch.Tensor
-        and inputs.cu_seqlens_q is inputs.cu_seqlens_k is inputs.alibi_slopes is inputs.bias is inputs.sinks is None
-        and inputs.seqused_k is inputs.leftpad_k is inputs.batch_idx is inputs.block_table is None
-        and inputs.dropout_seed is None
         and type(causal) is type(deterministic) is bool
         and (scale is None or type(scale) in _NUMBERS)
         and type(softcap) in _NUMBERS
@@ -279,16 +302,42 @@ def _facts(
     if not plain:
         return None
     try:
+        grad = torch.is_grad_enabled()
+        others = _facts_of_others(inputs, grad)
+        if others is None:
+            return None
         return (
             (q.shape, k.shape, v.shape),
             (q.stride(), k.stride(), v.stride()),
             (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             (q.data_ptr() % VECTOR_BYTES, k.data_ptr() % VECTOR_BYTES, v.data_ptr() % VECTOR_BYTES),
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            grad and (q.requires_grad or k.requires_grad or v.requires_grad),
             (scale, causal, alignment, window_size, softcap, dropout_p, deterministic),
+            others,
         )
     except RuntimeError:  # sparse tensors have no strides, those inside vmap no address
         return None
+
+
+def _facts_of_others(inputs: Inputs, grad: bool) -> tuple[Any, ...] | None:
+    """What the checks read of the tensors beside q, k and v; None where they read contents, on the CPU."""
+    if (
+        inputs.cu_seqlens_q is inputs.cu_seqlens_k is inputs.alibi_slopes is inputs.bias is inputs.sinks is None
+        and inputs.seqused_k is inputs.leftpad_k is inputs.batch_idx is inputs.block_table is None
+        and inputs.dropout_seed is None
+    ):
+        return ()
+    facts: list[Any] = [inputs.max_seqlen_q, inputs.max_seqlen_k]
+    if not all(longest is None or type(longest) is int for longest in facts):
+        return None
+    for name in _OTHERS:
+        t = getattr(inputs, name)
+        if t is None:
+            continue
+        if type(t) not in (torch.Tensor, torch.nn.Parameter) or (name in _INDICES and t.is_cpu):
+            return None
+        facts.append((name, t.shape, t.stride(), t.dtype, t.device, grad and t.requires_grad))
+    return tuple(facts)
 
 
 def _remember(facts: tuple[Any, ...], problem: AttentionProblem) -> None:
@@ -322,16 +371,19 @@ def _named(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[
     yield from (("q", q), ("k", k), ("v", v))
 
 
-def _check_tensors(q: Any, k: Any, v: Any, varlen: bool) -> None:
-    rank, shape = (3, "(total, heads, head_dim)") if varlen else (4, "(batch, seqlen, heads, head_dim)")
+def _check_tensors(q: Any, k: Any, v: Any, varlen: bool, paged: bool) -> None:
     for name, t in _named(q, k, v):
+        axes = _axes(name, varlen, paged)
+        rank = len(axes)
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
         if t.dtype not in DTYPE_NAMES:
             allowed = ", ".join(str(d) for d in DTYPE_NAMES)
             raise TypeError(f"{name} has dtype {t.dtype}; it may be one of {allowed}")
         if t.dim() != rank:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank {rank}: {shape}")
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank {rank}: ({', '.join(axes)})"
+            )
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {t.dtype} and q has {q.dtype}; q, k and v must share one dtype")
@@ -339,10 +391,17 @@ def _check_tensors(q: Any, k: Any, v: Any, varlen: bool) -> None:
             raise ValueError(f"{name} is on {t.device} and q is on {q.device}; q, k and v must be on one device")
 
 
-def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: bool) -> None:
-    names = ("total", "heads", "head_dim") if varlen else ("batch", "seqlen", "heads", "head_dim")
+def _axes(name: str, varlen: bool, paged: bool) -> tuple[str, ...]:
+    """What the axes of q, k or v are called."""
+    if paged and name != "q":
+        return ("pages", "page_size", "heads", "head_dim")
+    return ("total", "heads", "head_dim") if varlen else ("batch", "seqlen", "heads", "head_dim")
+
+
+def _check_sizes(inputs: Inputs, varlen: bool, paged: bool) -> None:
+    q, k, v = inputs.q, inputs.k, inputs.v
     for name, t in _named(q, k, v):
-        for axis, size in zip(names, t.shape, strict=True):
+        for axis, size in zip(_axes(name, varlen, paged), t.shape, strict=True):
             if size == 0 and axis not in ("seqlen", "total"):
                 raise ValueError(f"{name} has shape {tuple(t.shape)}: its {axis} is 0; it must be at least 1")
         if t.shape[-1] > MAX_HEAD_DIM:
@@ -355,13 +414,27 @@ def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: bool
         raise ValueError(
             f"k has {k.shape[-2]} heads and q has {q.shape[-2]}; the heads of q must be a multiple of those of k"
         )
-    if not varlen:
+    if not (varlen or paged) and inputs.batch_idx is None:
         if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
             raise ValueError(
                 f"q, k, v have batch sizes {q.shape[0]}, {k.shape[0]}, {v.shape[0]}; all three must be equal"
             )
     if k.shape[:-2] != v.shape[:-2]:
         raise ValueError(f"v has shape {tuple(v.shape)} and k has {tuple(k.shape)}; their lengths must be equal")
+
+
+def _check_indices(name: str, t: Any, shape: str, fits: Callable[[torch.Size], bool], q: torch.Tensor) -> None:
+    """A tensor of indices as kernels read it: int32, contiguous, on the device of q."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} is a {type(t).__name__}; it must be an int32 torch.Tensor of shape {shape}")
+    if t.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {t.dtype}; it must be torch.int32")
+    if not fits(t.shape):
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {shape}")
+    if t.device != q.device:
+        raise ValueError(f"{name} is on {t.device} and q is on {q.device}; they must agree")
+    if not t.is_contiguous():
+        raise ValueError(f"{name} has strides {t.stride()}; it must be contiguous")
 
 
 def _check_varlen(inputs: Inputs) -> tuple[int, int, int]:
@@ -371,16 +444,14 @@ def _check_varlen(inputs: Inputs) -> tuple[int, int, int]:
         longest: int | None = getattr(inputs, f"max_seqlen_{side}")
         if cu is None:
             raise ValueError(f"cu_seqlens_{side} is None; give both cu_seqlens_q and cu_seqlens_k, or neither")
-        if cu.dtype != torch.int32:
-            raise TypeError(f"cu_seqlens_{side} has dtype {cu.dtype}; it must be torch.int32")
-        if cu.dim() != 1 or cu.numel() < 2:
-            raise ValueError(f"cu_seqlens_{side} has shape {tuple(cu.shape)}; it must be (batch + 1,) with batch >= 1")
-        if cu.device != inputs.q.device:
-            raise ValueError(f"cu_seqlens_{side} is on {cu.device} and q is on {inputs.q.device}; they must agree")
+        name, shape = f"cu_seqlens_{side}", "(batch + 1,) with batch >= 1"
+        _check_indices(name, cu, shape, lambda found: len(found) == 1 and found[0] >= 2, inputs.q)
         if not isinstance(longest, int) or longest < 0:
             raise ValueError(f"max_seqlen_{side} is {longest!r}; it must be a whole number of at least 0")
-        if cu.device.type == "cpu":
+        if cu.is_cpu:
             total = getattr(inputs, side).shape[0]
+            if side == "k" and inputs.block_table is not None:
+                total = 2**31 - 1  # the lengths of pages, which are checked with the table
             if int(cu[0]) != 0 or int(cu[-1]) > total or bool((cu.diff() < 0).any()) or int(cu.diff().max()) > longest:
                 raise ValueError(
                     f"cu_seqlens_{side} is {cu.tolist()}; it must start at 0, never fall, end by {total} (the total "
@@ -390,6 +461,69 @@ def _check_varlen(inputs: Inputs) -> tuple[int, int, int]:
     if sizes[0][0] != sizes[1][0]:
         raise ValueError(f"cu_seqlens_q describes {sizes[0][0]} sequences and cu_seqlens_k {sizes[1][0]}")
     return sizes[0][0], sizes[0][1], sizes[1][1]
+
+
+def _check_cache(inputs: Inputs, batch: int, varlen: bool) -> int:
+    """Check the fields of a key/value cache; returns how many rows a sequence may have (not for plain varlen)."""
+    q, k, table = inputs.q, inputs.k, inputs.block_table
+    each = {name: t for name in CACHE_FIELDS[:3] if (t := getattr(inputs, name)) is not None}
+    for name, t in each.items():
+        if varlen:
+            raise ValueError(f"{name} is given with cu_seqlens_k, which tells the lengths; only one of them may be")
+        _check_indices(name, t, f"(batch,), ({batch},)", lambda shape: tuple(shape) == (batch,), q)
+    if table is not None:
+        if inputs.batch_idx is not None:
+            raise ValueError("batch_idx is given with block_table, which tells where sequences lie; give one of them")
+        shape = f"(batch, pages) with batch {batch} and at least one page"
+        _check_indices("block_table", table, shape, lambda found: len(found) == 2 and found[0] == batch and found[1], q)
+    capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+    if (each or table is not None) and q.is_cpu:
+        _check_cache_contents(inputs, each, capacity, varlen)
+    return capacity
+
+
+def _check_cache_contents(inputs: Inputs, each: dict[str, torch.Tensor], capacity: int, varlen: bool) -> None:
+    used, table = each.get("seqused_k"), inputs.block_table
+    if used is not None and not _within(used, 0, capacity):
+        raise ValueError(f"seqused_k is {used.tolist()}; it may be 0 to {capacity}, the rows of k")
+    leftpad, most = each.get("leftpad_k"), capacity if used is None else used
+    if leftpad is not None and not _within(leftpad, 0, most):
+        bound = f"{capacity}, the rows of k" if used is None else f"seqused_k {used.tolist()}"
+        raise ValueError(f"leftpad_k is {leftpad.tolist()}; it may be 0 to {bound}")
+    where, rows = each.get("batch_idx"), inputs.k.shape[0]
+    if where is not None and not _within(where, 0, rows - 1):
+        raise ValueError(f"batch_idx is {where.tolist()}; it may be 0 to {rows - 1}, the batch axis of k")
+    if table is None:
+        return
+    lengths = inputs.cu_seqlens_k.diff() if varlen else used
+    if lengths is not None and not _within(lengths, 0, capacity):
+        raise ValueError(
+            f"block_table has {table.shape[1]} pages of {inputs.k.shape[1]} rows for sequences of {lengths.tolist()}; "
+            f"they must hold the longest of them"
+        )
+    lengths = torch.full((len(table),), capacity) if lengths is None else lengths
+    read = torch.arange(table.shape[1]) * inputs.k.shape[1] < lengths[:, None]
+    if not _within(table.masked_fill(~read, 0), 0, rows - 1):
+        raise ValueError(f"block_table is {table.tolist()}; a page in use may be 0 to {rows - 1}, the pages of k")
+
+
+def _within(t: torch.Tensor, low: int, high: int | torch.Tensor) -> bool:
+    return bool(((t >= low) & (t <= high)).all())
+
+
+def _check_seed(inputs: Inputs, dropout_p: float) -> None:
+    seed, shape = inputs.dropout_seed, "an int64 torch.Tensor of shape (1,)"
+    if seed is None:
+        if dropout_p:
+            raise ValueError(f"dropout_seed is None and dropout_p is {dropout_p:g}; it must then be {shape}")
+        return
+    if not isinstance(seed, torch.Tensor) or seed.dtype != torch.int64:
+        what = seed.dtype if isinstance(seed, torch.Tensor) else type(seed).__name__
+        raise TypeError(f"dropout_seed is {what}; it must be {shape}")
+    if tuple(seed.shape) != (1,):
+        raise ValueError(f"dropout_seed has shape {tuple(seed.shape)}; it must be {shape}")
+    if seed.device != inputs.q.device:
+        raise ValueError(f"dropout_seed is on {seed.device} and q is on {inputs.q.device}; they must agree")
 
 
 def _check_score_modifiers(inputs: Inputs, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
@@ -421,7 +555,8 @@ def _check_score_modifiers(inputs: Inputs, batch: int, heads: int, seqlen_q: int
             raise ValueError(f"bias has shape {shape}; it must broadcast to (batch, heads, seqlen_q, seqlen_k) {full}")
 
 
-def _window(window_size: tuple[int, int] | torch.Tensor, causal: bool) -> tuple[int, int]:
+def window_sides(window_size: tuple[int, int] | torch.Tensor, causal: bool) -> tuple[int, int]:
+    """Left and right side of the window as a problem holds them: causal makes the right one 0."""
     values = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
     try:
         left, right = (int(x) for x in values)

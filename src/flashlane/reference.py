@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from flashlane import registry
-from flashlane.masks import Part, compute_dtype, parts, short_of_dropout, soft_cap, tiles
+from flashlane.masks import Part, compute_dtype, parts, soft_cap, tiles
 from flashlane.problem import AttentionProblem, Inputs
 
 MAX_SCORES_BYTES = 2 << 30
@@ -26,7 +26,7 @@ def reference_attention(
     """Attention by the formula, differentiable in q, k, v, bias and sinks through both results.
 
     Args:
-        problem: what is asked; ``dropout_p`` must be 0.
+        problem: what is asked.
         inputs: the tensors, in any float type; they are converted to ``dtype`` first.
         dtype: the type to compute in and to return; by default f64 for f64 inputs and f32 for all others.
 
@@ -40,7 +40,7 @@ def reference_attention(
     dtype = dtype or compute_dtype(inputs.q.dtype)
     results = [_part(part, problem, inputs, dtype) for part in parts(problem, inputs)]
     if not problem.varlen:
-        return results[0]
+        return tuple(torch.cat(each) if len(each) > 1 else each[0] for each in zip(*results, strict=True))
     rest = inputs.q.shape[0] - sum(part_out.shape[1] for part_out, _ in results)
     out = [part_out.squeeze(0) for part_out, _ in results]
     lse = [part_lse.squeeze(0) for _, part_lse in results]
@@ -86,7 +86,11 @@ def _rows(
     total = p.sum(-1) + torch.exp(sink - top)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
-    out = (p.flatten(2, 3) @ v).unflatten(2, shape) / total.unsqueeze(-1)
+    weights = p
+    if problem.dropout_p:
+        keys = range(k.shape[2])
+        weights = p.masked_fill(~part.kept(problem, inputs, rows, keys), 0.0) / (1 - problem.dropout_p)
+    out = (weights.flatten(2, 3) @ v).unflatten(2, shape) / total.unsqueeze(-1)
     return out, (top + total.log()).masked_fill(empty, -torch.inf)
 
 
@@ -100,7 +104,7 @@ class ReferenceKernel(registry.Kernel):
     priority = 0
 
     def supports(self, problem: AttentionProblem) -> str | None:
-        return short_of_dropout(problem)
+        return None
 
     def preference(self, problem: AttentionProblem) -> float:
         """Above ``tiled`` (1) for few scores, where it is quicker, and below every kernel made for a GPU."""

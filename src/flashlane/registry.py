@@ -27,6 +27,9 @@ MODULES = (
     "flashlane.kernels.fa1.flash_attention_1",
     "flashlane.kernels.mma.naive",
     "flashlane.kernels.mma.attention",
+    "flashlane.kernels.hopper.forward",
+    "flashlane.kernels.decode.decode",
+    "flashlane.kernels.triton.attention",
 )
 
 
@@ -76,27 +79,16 @@ class Resources:
     """Dynamic shared memory of one block, bytes."""
 
 
-class DeviceKernel(Kernel):
-    """A kernel written in CUDA C++ and compiled by :mod:`flashlane.jit`."""
-
-    architectures: tuple[str, ...] = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
-    """The architectures that CI compiles every shipped configuration for."""
+class TunableKernel(Kernel):
+    """A kernel of several configurations, of which ``flashlane tune`` may find the fastest."""
 
     @abstractmethod
     def config(self, problem: AttentionProblem) -> Any:
         """The configuration (a frozen dataclass) that the heuristic gives to a supported problem."""
 
     @abstractmethod
-    def kernel_source(self, config: Any) -> KernelSource:
-        """The device code and the compile-time constants of a configuration."""
-
-    @abstractmethod
-    def resources(self, config: Any) -> Resources:
-        """Threads and shared memory of one block of a configuration."""
-
-    @abstractmethod
-    def shipped(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
-        """Every configuration that the heuristic can choose, with the architectures it can be chosen on."""
+    def source_of(self, config: Any) -> str:
+        """The package's file whose change makes stored timings of a configuration void."""
 
     def candidates(self, problem: AttentionProblem) -> Iterable[Any]:
         """The configurations that ``flashlane tune`` times for a supported problem."""
@@ -116,6 +108,28 @@ class DeviceKernel(Kernel):
     def low_precision_reference_of(self, config: Any, problem: AttentionProblem) -> str:
         """:meth:`low_precision_reference` of a given configuration, where it depends on that."""
         return self.low_precision_reference(problem)
+
+
+class DeviceKernel(TunableKernel):
+    """A kernel written in CUDA C++ and compiled by :mod:`flashlane.jit`."""
+
+    architectures: tuple[str, ...] = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+    """The architectures that CI compiles every shipped configuration for."""
+
+    @abstractmethod
+    def kernel_source(self, config: Any) -> KernelSource:
+        """The device code and the compile-time constants of a configuration."""
+
+    @abstractmethod
+    def resources(self, config: Any) -> Resources:
+        """Threads and shared memory of one block of a configuration."""
+
+    @abstractmethod
+    def shipped(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
+        """Every configuration that the heuristic can choose, with the architectures it can be chosen on."""
+
+    def source_of(self, config: Any) -> str:
+        return self.kernel_source(config).name
 
     def spills_allowed(self, config: Any, arch: str) -> int:
         """Bytes, stores and loads, that a configuration is known to spill: ``flashlane compile`` accepts no more."""
@@ -143,6 +157,11 @@ def memoised(function: F) -> F:
     cached = functools.lru_cache(MEMO_SIZE)(function)
     _memos.append(cached.cache_clear)
     return cached  # type: ignore[return-value]
+
+
+def on_change(forget: Callable[[], None]) -> None:
+    """Call ``forget`` whenever :func:`memoised` results are forgotten; for a memory that is kept elsewhere."""
+    _memos.append(forget)
 
 
 def changed() -> None:

@@ -25,13 +25,17 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """Attention on torch's layout and by torch's rules, differentiable in query, key, value and a float attn_mask.
 
+    Under ``torch.autocast`` query, key and value are cast to its dtype first. A dropout mask is not the one that
+    torch's own function draws from the same seed.
+
     Args:
         query: ``(b, h, sq, d)``, f16, bf16, f32 or f64, any strides.
         key: ``(b, hk, sk, d)``; hk is h, or with ``enable_gqa`` a divisor of it.
         value: ``(b, hk, sk, dv)``.
-        attn_mask: broadcastable to ``(b, h, sq, sk)``: bool, True where a key takes part; or float, added to the
-            scores.
-        dropout_p: must be 0, no kernel drops probabilities yet.
+        attn_mask: broadcastable to ``(b, h, sq, sk)``: bool, True where a key takes part; or of query's dtype (under
+            autocast any float), added to the scores.
+        dropout_p: the share of probabilities that is dropped, the others divided by ``1 - dropout_p``; drawn from
+            torch's generator of the device, so that ``torch.manual_seed`` makes it repeatable.
         is_causal: key j is visible to query i iff ``j <= i`` (top-left aligned); not together with attn_mask.
         scale: ``d ** -0.5`` by default.
         enable_gqa: allow fewer heads in key and value.
@@ -79,6 +83,12 @@ def _bias(attn_mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor |
     if attn_mask.dtype == torch.bool:
         hidden = torch.zeros(attn_mask.shape, dtype=query.dtype, device=attn_mask.device)
         return hidden.masked_fill(~attn_mask, -torch.inf)
-    if attn_mask.dtype != query.dtype:
+    if attn_mask.dtype != query.dtype and not (attn_mask.is_floating_point() and _autocast(query)):
         raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; it may be torch.bool or that of query, {query.dtype}")
     return attn_mask
+
+
+def _autocast(t: torch.Tensor) -> bool:
+    """Whether autocast is on for a tensor's device."""
+    device = t.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

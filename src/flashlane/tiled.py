@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from flashlane import registry
-from flashlane.masks import Part, compute_dtype, parts, short_of_dropout, soft_cap, tile_of, tiles
-from flashlane.problem import AttentionProblem, Inputs
+from flashlane.masks import Part, compute_dtype, parts, soft_cap, tile_of, tiles
+from flashlane.problem import CACHE_FIELDS, AttentionProblem, Inputs
 
 MMA_K = 16
 """Keys (or head-dim elements) that one ``mma.m16n8k16`` sums before it rounds its accumulator."""
@@ -100,7 +100,7 @@ def tiled_forward(
     """Write out ``(b, sq, h, dv)`` and LSE ``(b, h, sq)`` (varlen ``(total_q, h, dv)``, ``(h, total_q)``).
 
     Args:
-        problem: what is asked; ``dropout_p`` must be 0.
+        problem: what is asked.
         inputs: the tensors of the call.
         out: the output, any float type and strides; fully written.
         lse: natural logarithm of the sum of exponentials, f32 or f64; fully written.
@@ -160,6 +160,8 @@ def _forward_rows(
             unit = new_total.masked_fill(new_total == 0, 1.0)
             p = p / unit.unsqueeze(-1)
             decay = decay * total / unit
+        if problem.dropout_p:
+            p = p.masked_fill_(~part.kept(problem, inputs, rows, cols), 0.0)
         acc = acc.mul_(decay.flatten(2, 3).unsqueeze(-1)).add_(precision.weigh(p.flatten(2, 3), v[:, :, keys]))
         acc = _round(acc, precision.store_out)
         top, total = new_top, new_total
@@ -168,6 +170,8 @@ def _forward_rows(
     acc = acc.unflatten(2, shape[2:])
     if precision.store_out is None:
         acc = acc / unit.unsqueeze(-1)
+    if problem.dropout_p:
+        acc = acc / (1 - problem.dropout_p)
     return acc, (top + unit.log()).masked_fill(empty, -torch.inf)
 
 
@@ -207,7 +211,13 @@ def tiled_backward(
 
     Returns:
         The gradients, in the shapes and dtypes of their inputs. Rows without a visible key contribute nothing.
+
+    Raises:
+        NotImplementedError: k and v are a key/value cache.
     """
+    cached = [name for name in CACHE_FIELDS if getattr(inputs, name) is not None]
+    if cached:
+        raise NotImplementedError(f"{cached[0]} is given; attention over a key/value cache has no gradients")
     sizes = tile_sizes(problem)
     blocks = block_q or sizes[0], block_k or sizes[1]
     dtype = compute_dtype(problem.dtype)
@@ -269,8 +279,13 @@ def _backward_part(
             slope = 1 - (raw / problem.softcap) ** 2 if problem.softcap else None
             scores = part.add_modifiers(raw, inputs, rows, cols)
             p = scores.sub_(lse[:, :, :, span, None]).exp_()
-            dv += p.flatten(2, 3).transpose(-1, -2) @ do_tile
             ds = (do_tile @ v_tile.transpose(-1, -2)).unflatten(2, shape)
+            weights = p
+            if problem.dropout_p:
+                dropped = ~part.kept(problem, inputs, rows, cols)
+                weights = p.masked_fill(dropped, 0.0).div_(1 - problem.dropout_p)
+                ds.masked_fill_(dropped, 0.0).div_(1 - problem.dropout_p)
+            dv += weights.flatten(2, 3).transpose(-1, -2) @ do_tile
             ds = ds.sub_(delta[:, :, :, span, None]).mul_(p)
             if grads.bias is not None:
                 target = tile_of(part.pairs(grads.bias), rows, cols)
@@ -295,7 +310,7 @@ class TiledKernel(registry.Kernel):
     priority = 1
 
     def supports(self, problem: AttentionProblem) -> str | None:
-        return short_of_dropout(problem)
+        return None
 
     def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
         tiled_forward(problem, inputs, out, lse)

@@ -24,7 +24,7 @@ import torch
 from flashlane import registry
 from flashlane.kernels.device_file import device_code
 from flashlane.problem import AttentionProblem, arch_of
-from flashlane.registry import DeviceKernel
+from flashlane.registry import TunableKernel
 
 try:
     import fcntl
@@ -107,7 +107,7 @@ def _bucket(length: int) -> int:
     return 1 << (length - 1).bit_length() if length else 0
 
 
-def lookup(kernel: DeviceKernel, problem: AttentionProblem) -> dict[str, Any] | None:
+def lookup(kernel: TunableKernel, problem: AttentionProblem) -> dict[str, Any] | None:
     """Fields of the config dataclass that was fastest for problems of this class on the present GPU, if it was tuned.
 
     Give them to ``type(config)(**fields)``; do not change them.

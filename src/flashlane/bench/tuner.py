@@ -32,7 +32,7 @@ from flashlane.bench.results import ERROR, FAIL, OK, file_stem, finite, write_at
 from flashlane.bench.runner import Implementation, explained, free_memory, shared_outputs, stop_if_broken, synchronize
 from flashlane.bench.timing import Clock, Settings, Timing, clock_for, measure
 from flashlane.problem import AttentionProblem, Inputs
-from flashlane.registry import DeviceKernel, Kernel
+from flashlane.registry import DeviceKernel, Kernel, TunableKernel
 
 FORMAT = "flashlane-tune-run/1"
 SETTINGS = Settings(rounds=5, round_ms=5.0, warmup_ms=30.0, budget_ms=2000.0)
@@ -54,14 +54,14 @@ class Contender:
 
     def run(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Launch it."""
-        if isinstance(self.kernel, DeviceKernel):
+        if isinstance(self.kernel, TunableKernel):
             self.kernel.run(self.config, problem, inputs, out, lse)
         else:
             self.kernel.forward(problem, inputs, out, lse)
 
     def emulation(self, problem: AttentionProblem) -> str:
         """How it rounds, for the check."""
-        if isinstance(self.kernel, DeviceKernel):
+        if isinstance(self.kernel, TunableKernel):
             return self.kernel.low_precision_reference_of(self.config, problem)
         return self.kernel.low_precision_reference(problem)
 
@@ -137,7 +137,7 @@ def full_precision(kernel: Kernel, problem: AttentionProblem) -> bool:
 
 def tune_kernels(
     problems: Iterable[AttentionProblem],
-    kernels: Sequence[DeviceKernel],
+    kernels: Sequence[TunableKernel],
     device: torch.device,
     *,
     settings: Settings = SETTINGS,
@@ -189,11 +189,11 @@ def tune_kernels(
 
 
 def contenders_of(
-    problem: AttentionProblem, kernels: Sequence[DeviceKernel]
+    problem: AttentionProblem, kernels: Sequence[TunableKernel]
 ) -> tuple[list[Contender], list[tuple[str, str]]]:
     """Every candidate of the kernels that can run a problem, and what ``auto`` runs; (tag, reason) of the others."""
     incumbent = dispatch.select(problem)
-    current = incumbent.config(problem) if isinstance(incumbent, DeviceKernel) else None
+    current = incumbent.config(problem) if isinstance(incumbent, TunableKernel) else None
     contenders: list[Contender] = []
     skipped = []
     with tune.heuristics_only():
@@ -207,7 +207,7 @@ def contenders_of(
                 auto = kernel is incumbent and config == current
                 contenders.append(Contender(kernel, config, heuristic=config == usual, auto=auto))
         if contenders and not any(contender.auto for contender in contenders):
-            usual = incumbent.config(problem) if isinstance(incumbent, DeviceKernel) else None
+            usual = incumbent.config(problem) if isinstance(incumbent, TunableKernel) else None
             contenders.append(
                 Contender(incumbent, current, current == usual, auto=True, candidate=incumbent in kernels)
             )
@@ -321,7 +321,7 @@ def entries_of(trials: Sequence[Trial], problem: AttentionProblem, found: dict[s
     """What to store of a problem's judged trials: its tags' choices, and ``auto``'s where it has a configuration."""
     entries = {}
     for trial in trials:
-        if not isinstance(trial.contender.kernel, DeviceKernel):
+        if not isinstance(trial.contender.kernel, TunableKernel):
             continue
         for tag, wanted in ((trial.tag, trial.chosen), (tune.AUTO, trial.best)):
             if wanted:
@@ -331,7 +331,7 @@ def entries_of(trials: Sequence[Trial], problem: AttentionProblem, found: dict[s
 
 def _tuned(trial: Trial, found: dict[str, Any]) -> tune.Tuned:
     contender = trial.contender
-    source = contender.kernel.kernel_source(contender.config).name
+    source = contender.kernel.source_of(contender.config)
     return tune.Tuned(
         tag=trial.tag,
         config=tune.plain_config(contender.config),

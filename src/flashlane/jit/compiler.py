@@ -15,7 +15,9 @@ from flashlane.jit.report import CompileReport, first_errors, read_log
 CONFIG_HEADER = "config.cuh"
 """Name of the virtual header that holds a kernel's constants."""
 
-OPTIONS = ("-std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
+# Without --no-cache NVRTC may answer from a cache of its own, and then the log lacks ptxas's report.
+OPTIONS = ("-std=c++17", "-default-device", "-lineinfo", "--no-cache", "--ptxas-options=-v")
+OPTIONS += ("--ptxas-options=--warn-on-spills",)
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 # A type named in the constants brings its header, so that config.cuh can be included first.
@@ -34,6 +36,8 @@ class KernelSource:
     """The ``extern "C"`` name of the kernel."""
     constants: tuple[tuple[str, int | bool | str], ...] = ()
     """Name and value: ``namespace cfg { constexpr int NAME = value; }``; bool gives ``constexpr bool``, str a type."""
+    headers: tuple[tuple[str, str], ...] = ()
+    """Name and text of further headers that the device code includes, such as generated ones."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,8 @@ def _load_or_compile(source: KernelSource, arch: str, debug: bool, options: tupl
     start = time.perf_counter()
     toolchain.check_architecture(arch)
     # The headers that were hashed are the ones handed to NVRTC, so that an edit in between cannot poison the cache.
-    headers = {**toolchain.device_headers(), CONFIG_HEADER: constants_header(source.constants)}
+    headers = {**toolchain.device_headers(), **dict(source.headers)}
+    headers[CONFIG_HEADER] = constants_header(source.constants)
     flags = (f"--gpu-architecture={arch}", *OPTIONS, *(("-DFLASHLANE_DEBUG=1",) if debug else ()), *options)
     key = _key(source, headers, flags)
     disk = cache.default()

@@ -1,0 +1,72 @@
+// Barriers in shared memory (PTX ISA, "mbarrier") and named barriers of a block (PTX ISA, "bar").
+#pragma once
+#include "ptx.cuh"
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine; a __syncthreads() after it to the other threads.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// One arrival, and so many bytes that copies will still bring before the phase completes.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ bool barrier_try(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+
+// Waits until the phase of that parity is complete. A debug build traps after two seconds, so that a hang is an error.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+#ifdef FLASHLANE_DEBUG
+    const long long start = clock64();
+    while (!barrier_try(barrier, parity))
+        if (clock64() - start > 4000000000ll) __trap();
+#else
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "WAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(barrier), "r"(parity)
+        : "memory");
+#endif
+}
+
+// Named barriers 1 to 15 count whole warps; `threads` is the sum of those that arrive and those that wait.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Orders this thread's stores to shared memory before what wgmma or the copy engine does there after a barrier.
+__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A ring of slots: which one is next, and the parity of its phase.
+template <int SLOTS>
+struct Ring {
+    int slot = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void next() {
+        if (SLOTS == 1) {
+            parity ^= 1;
+        } else if (++slot == SLOTS) {
+            slot = 0, parity ^= 1;
+        }
+    }
+};

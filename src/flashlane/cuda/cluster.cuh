@@ -1,0 +1,23 @@
+// Thread-block clusters and the shared memory of their blocks (PTX ISA 9.7.13.4, 7.8); sm_90 and up.
+#pragma once
+#include "ptx.cuh"
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The address, in the shared memory of the cluster's block `rank`, of what lies at `address` in this block's.
+__device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
+    u32 remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+__device__ __forceinline__ float4 load_cluster_float4(u32 address) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ float2 load_cluster_float2(u32 address) {
+    float2 x;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}

@@ -1,0 +1,31 @@
+// One softmax computed in parts by several blocks, and put together by the one that finishes last, in the parts' order:
+// the result does not depend on which one that is. flashlane.kernels.decode mirrors SplitParams.
+#pragma once
+#include "ptx.cuh"
+
+// Row statistics of a part: the largest score in log2 units and the sum of 2^(score − largest).
+struct Statistics {
+    float top, sum;
+
+    // What a part counts for in a whole with the largest score `all`; 0 for a part, or a whole, without a score.
+    __device__ __forceinline__ float weight(float all) const { return top == -INF ? 0.f : ex2(top - all); }
+};
+
+// Work space of a launch. `arrivals` is 0 between launches: the last of a team of parts leaves it so.
+struct SplitParams {
+    float* out;              // (item, part, row, column), sums of P·V
+    Statistics* statistics;  // (item, part, block of the cluster, row)
+    u32* arrivals;           // (item, block of the cluster)
+    int splits;              // most parts of an item
+};
+
+// Called by all threads after they wrote their share of a part: true in the block that comes last.
+// The barriers make thread 0's release and acquire hold for the whole block (PTX ISA 8.9, causality order).
+__device__ __forceinline__ bool arrive_last(u32* arrivals, u32 parts) {
+    __shared__ u32 before;
+    __syncthreads();
+    if (threadIdx.x == 0)  // wraps to 0
+        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(arrivals), "r"(parts - 1) : "memory");
+    __syncthreads();
+    return before == parts - 1;
+}

@@ -1,0 +1,141 @@
+"""Tensor maps: what the copy engine (TMA) is told of a tensor, and of the boxes that it brings to shared memory.
+
+:func:`describe` computes a map from sizes and strides and runs anywhere; :func:`encode` has the driver pack it into the
+128 bytes that a kernel takes. Source: CUDA driver API, ``cuTensorMapEncodeTiled``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal
+
+from flashlane.jit.launch import LaunchError, driver
+
+Element = Literal["f16", "bf16", "f32"]
+ITEM_BYTES: dict[str, int] = {"f16": 2, "bf16": 2, "f32": 4}
+_TYPES = {"f16": "FLOAT16", "bf16": "BFLOAT16", "f32": "FLOAT32"}
+SWIZZLES = (0, 32, 64, 128)
+MAX_BOX = 256
+MAX_SIZE = 2**32
+MAX_STRIDE_BYTES = 2**40
+ALIGNMENT = 16
+MAP_BYTES = 128
+MAX_RANK = 5
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """One map: sizes, strides and box, the innermost axis first. Elements outside the sizes arrive as zeros."""
+
+    element: Element
+    address: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Bytes between neighbours along the second axis, the third and so on; the first is contiguous."""
+    box: tuple[int, ...]
+    swizzle: int
+    """Bytes of a row of the box over which 16-byte chunks are permuted: 0, 32, 64 or 128."""
+
+    @property
+    def box_bytes(self) -> int:
+        """What one copy brings, and a barrier counts, whether or not the box reaches outside."""
+        count = ITEM_BYTES[self.element]
+        for size in self.box:
+            count *= size
+        return count
+
+
+def refusal(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], element: Element) -> str | None:
+    """Why the copy engine cannot read such a tensor, or None.
+
+    Args:
+        address: of the first element, bytes.
+        sizes: of the axes, the innermost first.
+        strides: of the same axes, in elements; of an axis of size 1 it does not matter.
+        element: the element type.
+    """
+    item = ITEM_BYTES[element]
+    if not 2 <= len(sizes) <= MAX_RANK or len(strides) != len(sizes):
+        return f"sizes are {sizes} and strides {strides}; a map has 2 to {MAX_RANK} axes"
+    if address % ALIGNMENT:
+        return f"its address is {address % ALIGNMENT} bytes past a multiple of {ALIGNMENT}; TMA needs a multiple"
+    if strides[0] != 1 and sizes[0] > 1:
+        return f"its innermost stride is {strides[0]}; TMA needs 1"
+    for size in sizes:
+        if not 1 <= size <= MAX_SIZE:
+            return f"an axis has {size} elements; TMA takes 1 to {MAX_SIZE}"
+    for size, stride in zip(sizes[1:], strides[1:], strict=True):
+        if size > 1 and (stride * item % ALIGNMENT or not 0 <= stride * item < MAX_STRIDE_BYTES):
+            return f"a stride is {stride * item} bytes; TMA takes multiples of {ALIGNMENT} below {MAX_STRIDE_BYTES}"
+    return None
+
+
+def describe(
+    element: Element,
+    address: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int = 128,
+) -> TensorMap:
+    """The map of a tensor.
+
+    Args:
+        element: the element type.
+        address: of the first element, bytes.
+        sizes: of the axes, the innermost first.
+        strides: of the same axes, in elements.
+        box: elements along each axis that one copy brings, 1 to 256 each.
+        swizzle: 0, 32, 64 or 128; the box's innermost axis may take at most that many bytes.
+
+    Raises:
+        ValueError: the copy engine has no such map; the message says what is wrong.
+    """
+    reason = refusal(address, sizes, strides, element)
+    if reason is not None:
+        raise ValueError(f"no tensor map: {reason}")
+    if len(box) != len(sizes) or not all(1 <= size <= MAX_BOX for size in box):
+        raise ValueError(f"box is {box}; it must have {len(sizes)} sizes of 1 to {MAX_BOX}")
+    if swizzle not in SWIZZLES:
+        raise ValueError(f"swizzle is {swizzle}; it may be one of {', '.join(map(str, SWIZZLES))}")
+    item = ITEM_BYTES[element]
+    inner = box[0] * item
+    if inner % ALIGNMENT or (swizzle and inner > swizzle):
+        raise ValueError(
+            f"box is {box}: its rows have {inner} bytes; with swizzle {swizzle} they may have a multiple "
+            f"of {ALIGNMENT}" + (f" up to {swizzle}" if swizzle else "")
+        )
+    # An axis of one element is never stepped along; torch gives it any stride, the driver wants a legal one.
+    packed = sizes[0] * item
+    legal = -(-packed // ALIGNMENT) * ALIGNMENT
+    steps = tuple(stride * item if size > 1 else legal for size, stride in zip(sizes[1:], strides[1:], strict=True))
+    return TensorMap(element, address, sizes, steps, box, swizzle)
+
+
+def encode(tensor_map: TensorMap) -> bytes:
+    """The 128 bytes of a map, as the driver packs them.
+
+    Raises:
+        ToolchainError: there is no driver.
+        LaunchError: the driver refuses the map.
+    """
+    api = driver()
+    wide, narrow = api.cuuint64_t, api.cuuint32_t
+    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{tensor_map.swizzle}B" if tensor_map.swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"
+    code, encoded = api.cuTensorMapEncodeTiled(
+        getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[tensor_map.element]}"),
+        len(tensor_map.sizes),
+        tensor_map.address,
+        [wide(size) for size in tensor_map.sizes],
+        [wide(stride) for stride in tensor_map.strides],
+        [narrow(size) for size in tensor_map.box],
+        [narrow(1)] * len(tensor_map.box),
+        api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(api.CUtensorMapSwizzle, swizzle),
+        api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if code:
+        raise LaunchError(f"cuTensorMapEncodeTiled failed: {getattr(code, 'name', code)}; the map was {tensor_map}")
+    return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)

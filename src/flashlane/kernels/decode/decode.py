@@ -1,0 +1,280 @@
+"""Few queries over a long key/value cache, packed, paged or padded, in one launch."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashlane import jit
+from flashlane.jit import KernelSource
+from flashlane.kernels.decode.config import DecodeConfig, config_for, rows_of, splits_for
+from flashlane.kernels.device_file import device_code
+from flashlane.kernels.params import LOG2_E, AttentionParams, attention_params, check_outputs, unsupported_features
+from flashlane.problem import AttentionProblem, Inputs
+from flashlane.registry import DeviceKernel, Resources, memoised, register
+
+SOURCE = "kernels/decode/decode.cu"
+MAX_HEAD_DIM = 256
+MAX_BATCH = 65535
+"""The grid's z."""
+MAX_GROUP = 1 << 15
+"""Heads by which rows are divided exactly in 32 bits."""
+FEW_ROWS = 64
+"""Rows (query tokens × heads of a group) up to which K and V are read once, and this kernel is the fastest."""
+ABLE = ("alibi", "sinks", "varlen", "softcap", "seqused_k", "leftpad_k", "batch_idx", "page_size")
+
+
+class _Cache(ctypes.Structure):
+    """Mirror of CacheParams in ``cuda/cache.cuh``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k")),
+        *((name, ctypes.c_void_p) for name in ("batch_idx", "block_table")),
+        *((name, ctypes.c_longlong) for name in ("table_batch", "table_page")),
+        *((name, ctypes.c_int) for name in ("page_size", "bottom_right")),
+    ]
+
+
+class _Split(ctypes.Structure):
+    """Mirror of SplitParams in ``cuda/split.cuh``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("out", "statistics", "arrivals")),
+        ("splits", ctypes.c_int),
+    ]
+
+
+class DecodeParams(ctypes.Structure):
+    """Mirror of Params in ``decode.cu``."""
+
+    _fields_ = [
+        ("attention", AttentionParams),
+        ("cache", _Cache),
+        ("split", _Split),
+        ("alibi_slopes", ctypes.c_void_p),
+        *((name, ctypes.c_longlong) for name in ("alibi_batch", "alibi_head")),
+        ("sinks", ctypes.c_void_p),
+        ("sink_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("sinks_are_float", "kv_heads", "row_blocks", "total_q")),
+        ("group_inverse", ctypes.c_uint),
+        *((name, ctypes.c_float) for name in ("softcap_log2", "softcap_inverse2")),
+    ]
+
+
+def source_of(config: DecodeConfig) -> KernelSource:
+    """The device file with a configuration's constants."""
+    constants = (*config.constants(), ("PARAMS_BYTES", ctypes.sizeof(DecodeParams)))
+    return KernelSource(SOURCE, device_code(SOURCE), "decode_attention", constants)
+
+
+class Decode(DeviceKernel):
+    """The registered kernel."""
+
+    tag = "decode(split-kv)"
+    family = "decode"
+    summary = "few queries over a long cache: query heads share tiles, keys are split over blocks, one launch"
+    source = "Dao et al. 2023 (Flash-Decoding); PTX ISA mma.sync.m16n8k16, cp.async"
+    priority = 4
+
+    def preference(self, problem: AttentionProblem) -> float:
+        """Above every kernel that reads K and V once for each query head, where one reading does for all rows."""
+        return 30.0 if rows_of(problem) <= FEW_ROWS else float(self.priority)
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        reason = unsupported_features(problem, ("f16", "bf16"), ABLE)
+        if reason:
+            return reason
+        if problem.arch not in jit.LIMITS:
+            return f"architecture is {problem.arch}; it takes {', '.join(jit.LIMITS)}"
+        if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+            return f"head_dim is {max(problem.head_dim, problem.head_dim_v)}; it takes up to {MAX_HEAD_DIM}"
+        if not problem.aligned:
+            return "rows of q, k or v are not contiguous or do not start on 16 bytes"
+        config = config_for(problem)
+        if config is None:
+            return f"no tile shape fits the {jit.shared_limit(problem.arch)} bytes of shared memory of {problem.arch}"
+        if problem.batch > MAX_BATCH:
+            return f"batch is {problem.batch}; it takes up to {MAX_BATCH}"
+        if problem.group > MAX_GROUP:
+            return f"{problem.group} query heads share a KV head; it takes up to {MAX_GROUP}"
+        return None
+
+    def config(self, problem: AttentionProblem) -> DecodeConfig:
+        found = config_for(problem)
+        if found is None:
+            raise ValueError(f"kernel {self.tag!r} cannot run {problem.describe()}: {self.supports(problem)}")
+        return found
+
+    def kernel_source(self, config: DecodeConfig) -> KernelSource:
+        return source_of(config)
+
+    def resources(self, config: DecodeConfig) -> Resources:
+        return config.resources()
+
+    def shipped(self) -> Iterator[tuple[DecodeConfig, tuple[str, ...]]]:
+        found: dict[DecodeConfig, list[str]] = {}
+        for problem in shipped_problems(self):
+            archs = found.setdefault(self.config(problem), [])
+            if problem.arch not in archs:
+                archs.append(problem.arch)
+        for config, archs in found.items():
+            yield config, tuple(archs)
+
+    def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        _launch(_plan(problem, None, None, out.device.index), problem, inputs, out, lse)
+
+    def run(
+        self,
+        config: DecodeConfig,
+        problem: AttentionProblem,
+        inputs: Inputs,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        splits: int | None = None,
+    ) -> None:
+        """Launch a given configuration, with a given most number of parts or the heuristic's."""
+        _launch(_plan(problem, config, splits, out.device.index), problem, inputs, out, lse)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All about a launch that does not depend on addresses and strides."""
+
+    config: DecodeConfig
+    function: jit.Function
+    shared_memory: int
+    grid: tuple[int, int, int]
+    row_blocks: int
+    items: int
+    splits: int
+
+
+def _launch(plan: Plan, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+    total_q, packed, device = -1, inputs, out.device
+    if problem.varlen:  # packed tensors are batches of one
+        total_q = out.shape[0]
+        paged = inputs.block_table is not None
+        k, v = (inputs.k, inputs.v) if paged else (inputs.k.unsqueeze(0), inputs.v.unsqueeze(0))
+        packed = replace(inputs, q=inputs.q.unsqueeze(0), k=k, v=v)
+        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+        check_outputs(replace(problem, batch=1, seqlen_q=total_q), out, lse)
+    else:
+        check_outputs(problem, out, lse)
+    if out.numel() == 0:
+        return
+    config, items, splits = plan.config, plan.items, plan.splits
+    params = DecodeParams(
+        attention_params(problem, packed, out, lse, q_blocks=1, heads_together=1),
+        _cache(problem, inputs),
+        kv_heads=problem.kv_heads,
+        row_blocks=plan.row_blocks,
+        total_q=total_q,
+        group_inverse=-(-(1 << 32) // problem.group) if problem.group > 1 else 0,
+    )
+    if problem.softcap:
+        params.softcap_log2 = problem.softcap * LOG2_E
+        params.softcap_inverse2 = 2 * LOG2_E * problem.scale / problem.softcap
+    slopes, sinks = inputs.alibi_slopes, inputs.sinks
+    if slopes is not None:
+        params.alibi_slopes = slopes.data_ptr()
+        params.alibi_batch = slopes.stride(0) if slopes.dim() == 2 else 0
+        params.alibi_head = slopes.stride(-1)
+    if sinks is not None:
+        if sinks.dtype not in (torch.float32, problem.dtype):
+            sinks = sinks.float()
+        params.sinks, params.sink_stride = sinks.data_ptr(), sinks.stride(0)
+        params.sinks_are_float = sinks.dtype == torch.float32
+    split = params.split
+    split.splits = splits
+    if splits > 1:  # the tensors live until after the launch; their memory is used again on this stream only
+        rows = items * splits * config.rows
+        space = torch.empty(rows * (problem.head_dim_v + 2 * config.cluster), dtype=torch.float32, device=device)
+        arrivals = _arrivals(items * config.cluster, device)
+        split.out = space.data_ptr()
+        split.statistics = space.data_ptr() + 4 * rows * problem.head_dim_v
+        split.arrivals = arrivals.data_ptr()
+    plan.function.launch(plan.grid, (config.threads, 1, 1), plan.shared_memory, params)
+
+
+def _cache(problem: AttentionProblem, inputs: Inputs) -> _Cache:
+    def pointer(t: torch.Tensor | None) -> int | None:
+        return None if t is None else t.data_ptr()
+
+    table = inputs.block_table
+    return _Cache(
+        pointer(inputs.cu_seqlens_q),
+        pointer(inputs.cu_seqlens_k),
+        pointer(inputs.seqused_k),
+        pointer(inputs.leftpad_k),
+        pointer(inputs.batch_idx),
+        pointer(table),
+        *(table.stride() if table is not None else (0, 0)),
+        problem.page_size,
+        problem.alignment == "bottom-right",
+    )
+
+
+ARRIVALS = 1 << 18
+"""Counters kept for launches that are captured in graphs."""
+_of_stream: dict[tuple[int, int], torch.Tensor] = {}
+_of_graphs: dict[int, tuple[torch.Tensor, int]] = {}
+"""By device: counters, and how many of them were given away."""
+
+
+def _arrivals(count: int, device: torch.device) -> torch.Tensor:
+    """Counters at 0, which every launch leaves at 0: those of a stream are shared by all that runs on it.
+
+    A launch that is captured in a graph gets its own, as a replay may run beside anything: from a store that is never
+    refilled, as nobody says when a graph is gone, and when that is empty from a memset in the graph, which takes a
+    microsecond more.
+    """
+    index = device.index
+    if torch.cuda.is_current_stream_capturing():
+        store, used = _of_graphs.get(index, (None, 0))
+        if store is None or used + count > store.numel():
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        _of_graphs[index] = store, used + count
+        return store[used : used + count]
+    if index not in _of_graphs:
+        _of_graphs[index] = torch.zeros(ARRIVALS, dtype=torch.int32, device=device), 0
+        torch.cuda.current_stream(device).synchronize()  # once: graphs may be replayed on any stream
+    key = index, torch.cuda.current_stream(device).cuda_stream
+    found = _of_stream.get(key)
+    if found is None or found.numel() < count:
+        found = _of_stream[key] = torch.zeros(
+            max(4096, 1 << (count - 1).bit_length()), dtype=torch.int32, device=device
+        )
+    return found
+
+
+@memoised
+def _plan(problem: AttentionProblem, config: DecodeConfig | None, splits: int | None, device: int) -> Plan:
+    config = config or config_for(problem)
+    function = jit.load(jit.compile(source_of(config), problem.arch), device)
+    row_blocks = max(1, -(-rows_of(problem) // config.rows))
+    items = problem.batch * problem.kv_heads * row_blocks
+    resident = function.occupancy(config.threads, config.shared_memory)
+    slots = max(1, resident) * torch.cuda.get_device_properties(device).multi_processor_count
+    splits = splits or splits_for(problem, config, items, slots)
+    grid = (problem.kv_heads * row_blocks * config.cluster, splits, problem.batch)
+    return Plan(config, function, config.shared_memory, grid, row_blocks, items, splits)
+
+
+def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
+    """Problems that lead the heuristic through its tables: rows, items, head dims; then dtypes, pages, modifiers."""
+    base = AttentionProblem(1, 4, 1, 1, 65536, 128, 128, torch.bfloat16, 128**-0.5)
+    shapes = ((64, 64), (128, 128), (192, 128), (256, 256))
+    changes = ({"dtype": torch.float16}, {"page_size": 64}, {"page_size": 17}, {"softcap": 30.0}, {"seqlen_k": 1024})
+    for arch, (head_dim, head_dim_v), seqlen_q in itertools.product(kernel.architectures, shapes, (1, 8, 16)):
+        plain = replace(base, arch=arch, head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=seqlen_q)
+        more = [replace(plain, **change) for change in changes] if head_dim == 128 else []
+        for problem in (plain, replace(plain, batch=256), *more):
+            if kernel.supports(problem) is None:
+                yield problem
+
+
+register(Decode())

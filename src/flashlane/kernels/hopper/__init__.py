@@ -1,0 +1,1 @@
+"""The Hopper family: wgmma and TMA, sm_90a."""

@@ -1,0 +1,499 @@
+"""The Hopper forward kernel (``forward.cu``): what it takes, which configuration, how it is launched."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import torch
+
+from flashlane import jit, tune
+from flashlane.jit import KernelSource, tensormap
+from flashlane.kernels.device_file import device_code
+from flashlane.kernels.hopper import schedule, shapes
+from flashlane.kernels.hopper.config import CHUNK, ELEMENTS, ROWS, HopperConfig
+from flashlane.kernels.params import LOG2_E, unsupported_features
+from flashlane.problem import AttentionProblem, Inputs
+from flashlane.registry import DeviceKernel, Resources, memoised, register
+
+ARCH = "sm_90a"
+MAX_HEAD_DIM = 256
+PAGE_UNIT = 8
+"""Rows of a swizzle's pattern: pages must have a multiple."""
+MAX_LENGTH = 1 << 30
+SPILLS_ALLOWED = 320
+"""Bytes, stores and loads, all outside the steady loop: tile by tile, for the tallest tiles."""
+FEW_WAVES = 4
+"""Tiles an SM up to which the last one's being alone counts."""
+MAPS_BYTES = 3 * tensormap.MAP_BYTES
+MAPS_KEPT = 64
+COMBINE = "kernels/hopper/combine.cu"
+COMBINE_WARPS = 4
+FEATURES = ("alibi", "sinks", "varlen", "softcap", "seqused_k", "leftpad_k", "batch_idx", "page_size")
+
+_POINTERS = ("out", "lse", "alibi", "sinks", "cu_q", "cu_k", "used_k", "leftpad_k", "batch_idx", "pages", "counter")
+_STRIDES = ("out_split", "out_batch", "out_row", "out_head", "lse_split", "lse_batch", "lse_head")
+_STRIDES += ("alibi_batch", "pages_row")
+_INTEGERS = ("batch", "heads", "group", "seqlen_q", "seqlen_k", "window_left", "window_right", "bottom_right")
+_INTEGERS += ("q_blocks", "heads_together", "splits", "tiles", "page_size")
+
+
+class HopperParams(ctypes.Structure):
+    """Mirror of ``Params`` in ``tiles.cuh``, padded to its alignment of 64 bytes."""
+
+    _fields_ = (
+        *((side, ctypes.c_ubyte * tensormap.MAP_BYTES) for side in "qkv"),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_longlong) for name in _STRIDES),
+        *((name, ctypes.c_int) for name in _INTEGERS),
+        *((name, ctypes.c_float) for name in ("scale_log2", "softcap_in", "softcap_log2")),
+        ("padding", ctypes.c_ubyte * 64),
+    )
+
+
+class CombineParams(ctypes.Structure):
+    """Mirror of ``Params`` in ``combine.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("parts", "part_lse", "sinks", "out", "lse")),
+        *((name, ctypes.c_longlong) for name in ("part_split", "lse_split", "out_batch", "out_row", "out_head")),
+        *((name, ctypes.c_int) for name in ("batch", "rows", "heads", "splits")),
+    )
+
+
+class HopperForward(DeviceKernel):
+    """wgmma and TMA, one producer warp and one to three consumer warpgroups, tiles taken dynamically."""
+
+    tag = "hopper(wgmma+tma)"
+    family = "hopper"
+    summary = "wgmma and TMA; one stream of key blocks over all tiles of a block, softmax under the products"
+    source = "Shah et al. 2024 (FlashAttention-3), algorithm 2; PTX ISA wgmma, cp.async.bulk.tensor, mbarrier"
+    priority = 20
+    architectures = (ARCH,)
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        reason = unsupported_features(problem, ("f16", "bf16"), FEATURES)
+        if reason:
+            return reason
+        if problem.arch != ARCH:
+            return f"architecture is {problem.arch}; it takes {ARCH}"
+        largest = max(problem.head_dim, problem.head_dim_v)
+        if largest > MAX_HEAD_DIM:
+            return f"head_dim is {largest}; it takes up to {MAX_HEAD_DIM}"
+        if not problem.aligned or problem.head_dim % 8 or problem.head_dim_v % 8:
+            return "rows of q, k and v must be contiguous and start on 16 bytes, as TMA copies them"
+        if problem.page_size % PAGE_UNIT:
+            return f"page_size is {problem.page_size}; it takes multiples of {PAGE_UNIT}"
+        if problem.page_size and problem.leftpad_k:
+            return "it has no leftpad_k together with pages"
+        if max(problem.seqlen_q * problem.group, problem.seqlen_k) > MAX_LENGTH:
+            return f"lengths are {problem.seqlen_q} and {problem.seqlen_k}; it takes up to {MAX_LENGTH}"
+        return None
+
+    def config(self, problem: AttentionProblem) -> HopperConfig:
+        return _config(problem)
+
+    def candidates(self, problem: AttentionProblem) -> Iterator[HopperConfig]:
+        """The tiles that the tables have for the head dims, at whatever length."""
+        found = (shapes.shapes_for(table, problem.head_dim, problem.head_dim_v) for table in shapes.TABLES)
+        configs = (_with(shape, problem) for row in found for shape in row)
+        limit = jit.shared_limit(ARCH)
+        yield from dict.fromkeys(config for config in configs if config.shared_memory <= limit)
+
+    def kernel_source(self, config: HopperConfig) -> KernelSource:
+        return config.source()
+
+    def resources(self, config: HopperConfig) -> Resources:
+        return config.resources()
+
+    def shipped(self) -> Iterator[tuple[HopperConfig, tuple[str, ...]]]:
+        for config in dict.fromkeys(_config(problem) for problem in shipped_problems()):
+            yield config, (ARCH,)
+
+    def spills_allowed(self, config: HopperConfig, arch: str) -> int:
+        return SPILLS_ALLOWED
+
+    def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        _launch(None, problem, inputs, out, lse)
+
+    def run(
+        self, config: HopperConfig, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Launch a given configuration."""
+        _launch(config, problem, inputs, out, lse)
+
+
+def _launch(
+    config: HopperConfig | None, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    q, k, v = inputs.q, inputs.k, inputs.v
+    plan = _plan(
+        config, problem, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.shape, out.stride(), out.device.index
+    )
+    if (
+        lse.dtype != torch.float32
+        or out.dtype != problem.dtype
+        or lse.shape != plan.lse_shape
+        or not lse.is_contiguous()
+    ):
+        raise ValueError(
+            f"out is {out.dtype} and lse {lse.dtype} {tuple(lse.shape)}; they must be {problem.dtype}, and contiguous "
+            f"torch.float32 {plan.lse_shape}"
+        )
+    if out.data_ptr() % tensormap.ALIGNMENT:
+        raise ValueError(f"out starts at address {out.data_ptr():#x}; it must start on {tensormap.ALIGNMENT} bytes")
+    if out.numel():
+        plan.launch(_plain(inputs), out, lse)
+
+
+class Plan:
+    """What calls of one problem have in common, prepared once: a call sets its addresses and launches.
+
+    Args:
+        config: the configuration; None is the heuristic's.
+        problem: what is asked.
+        q_shape, k_shape, q_stride, k_stride, v_stride, out_shape, out_stride: of the tensors.
+        device: index of the GPU.
+    """
+
+    def __init__(
+        self,
+        config: HopperConfig | None,
+        problem: AttentionProblem,
+        q_shape: torch.Size,
+        k_shape: torch.Size,
+        q_stride: tuple[int, ...],
+        k_stride: tuple[int, ...],
+        v_stride: tuple[int, ...],
+        out_shape: torch.Size,
+        out_stride: tuple[int, ...],
+        device: int,
+    ) -> None:
+        config = _config(problem) if config is None else config
+        self.splits = splits_of(problem, config) if config.split else 1
+        self.config = config = config if self.splits > 1 else replace(config, split=False)
+        self.device, self.problem = device, problem
+        *batch, rows, heads, _ = q_shape
+        self.lse_shape = (*batch, heads, rows)
+        _check_output(problem, q_shape, out_shape, out_stride)
+        self.queries = query_map(config, problem, q_shape, q_stride)
+        v_shape = (*k_shape[:-1], problem.head_dim_v)
+        self.keys = key_map(config, k_shape, k_stride)
+        self.values = key_map(config, v_shape, v_stride)
+        self.any_keys = k_shape.numel() > 0
+        self.maps: dict[tuple[int, int, int], bytes] = {}
+        parts = (_contiguous((self.splits, *out_shape)), _contiguous((self.splits, *self.lse_shape)))
+        written = parts if config.split else (out_stride, _contiguous(self.lse_shape))
+        self.params = hopper_params(config, problem, q_shape, *written, self.splits)
+        self.template = bytes(self.params)
+
+    @functools.cached_property
+    def loaded(self) -> tuple[jit.Function, tuple[int, int, int]]:
+        """The function on the device, and the grid: at most a block an SM (of a varlen call, whose tiles are counted on
+        the GPU, perhaps fewer have work)."""
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        function = jit.load(jit.compile(self.config.source(), ARCH), self.device)
+        return function, (max(1, min(sms, self.params.tiles)), 1, 1)
+
+    def launch(self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Enqueue the kernel, and the one that combines parts of the keys, on torch's current stream."""
+        config = self.config
+        parts, part_lse = out, lse
+        if config.split:
+            parts = out.new_empty((self.splits, *out.shape), dtype=torch.float32)
+            part_lse = lse.new_empty((self.splits, *lse.shape))
+        function, grid = self.loaded
+        buffer = bytearray(self.template)
+        buffer[:MAPS_BYTES] = self.encoded(inputs)
+        params = HopperParams.from_buffer(buffer)
+        params.out, params.lse = parts.data_ptr(), part_lse.data_ptr()
+        params.counter = _counter(self.device)
+        if inputs.alibi_slopes is not None and inputs.alibi_slopes.dim() == 2:
+            params.alibi_batch = inputs.alibi_slopes.stride(0)
+        if inputs.block_table is not None:
+            params.pages_row = inputs.block_table.stride(0)
+        for name, field in _OPTIONAL:
+            tensor = getattr(inputs, field)
+            if tensor is not None:
+                setattr(params, name, tensor.data_ptr())
+        function.launch(grid, (config.threads, 1, 1), config.shared_memory, params)
+        if config.split:
+            _combine(config, parts, part_lse, inputs.sinks, out, lse)
+
+    def encoded(self, inputs: Inputs) -> bytes:
+        """The three tensor maps, packed by the driver once for each set of addresses."""
+        addresses = inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr()
+        found = self.maps.get(addresses)
+        if found is None:
+            element = self.problem.dtype_name
+            maps = [tensormap.encode(tensormap.describe(element, addresses[0], *self.queries))]
+            if self.any_keys:
+                for address, what in zip(addresses[1:], (self.keys, self.values), strict=True):
+                    maps.append(tensormap.encode(tensormap.describe(element, address, *what)))
+            else:  # nothing is loaded
+                maps *= 3
+            if len(self.maps) >= MAPS_KEPT:
+                self.maps.clear()
+            found = self.maps[addresses] = b"".join(maps)
+        return found
+
+
+_plan = functools.lru_cache(maxsize=4096)(Plan)
+
+
+def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Parts that a problem's keys are cut into."""
+    if problem.varlen:
+        return 1
+    pack = config.pack
+    q_blocks = schedule.ceil_div(problem.seqlen_q * pack, config.block_m)
+    longest = max(
+        (
+            len(schedule.blocks_of(problem, i * config.block_m, config.block_m, pack, config.block_n))
+            for i in range(max(0, q_blocks - 4), q_blocks)
+        ),
+        default=0,
+    )
+    return schedule.splits_of(problem.batch * problem.heads // pack * q_blocks, longest)
+
+
+@memoised
+def _config(problem: AttentionProblem) -> HopperConfig:
+    """What the tuner found on this GPU, or else the tables' choice."""
+    tuned = tune.lookup(KERNEL, problem)
+    if tuned is not None:
+        return specialise(HopperConfig(**tuned), problem)
+    if problem.seqlen_q * problem.group <= ROWS and ROWS % problem.group == 0:
+        table = shapes.FEW_ROWS
+    else:
+        table = shapes.CAUSAL if problem.window_right >= 0 else shapes.FULL
+    keys = problem.seqlen_k if problem.window_left < 0 else min(problem.seqlen_k, problem.window_left + 1)
+    if any(getattr(problem, name) for name in ("softcap", "alibi", "page_size", "seqused_k", "leftpad_k", "batch_idx")):
+        keys = min(keys, 1024)  # the shapes for short sequences leave registers for more
+    shape = shapes.shape_of(table, problem.head_dim, problem.head_dim_v, keys)
+    low = shapes.shape_of(shapes.LOW, problem.head_dim, problem.head_dim_v, keys)
+    if shape.consumers > 2 and not problem.varlen and _cost(problem, low) * shapes.LOW_COST < _cost(problem, shape):
+        shape = low
+    return _with(shape, problem)
+
+
+def _with(shape: shapes.Shape, problem: AttentionProblem) -> HopperConfig:
+    """A tile with what a problem needs."""
+    return specialise(HopperConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape)), problem)
+
+
+def _cost(problem: AttentionProblem, shape: shapes.Shape) -> float:
+    """Rows that the busiest SM works on, the empty ones of its tiles included."""
+    block_m = ROWS * shape.consumers
+    pack = schedule.pack_of(problem, block_m)
+    q_blocks = schedule.ceil_div(problem.seqlen_q * pack, block_m)
+    waves = problem.batch * problem.heads // pack * q_blocks / schedule.SMS
+    return block_m * (math.ceil(waves) if waves < FEW_WAVES else waves)
+
+
+def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
+    """A configuration's tile with what a problem needs switched on, and no more."""
+    config = replace(
+        config,
+        has_left=problem.window_left >= 0,
+        has_right=problem.window_right >= 0,
+        softcap=problem.softcap > 0,
+        alibi=problem.alibi,
+        sinks=problem.sinks,
+        varlen=problem.varlen,
+        cache=problem.seqused_k or problem.leftpad_k or problem.batch_idx,
+        page_rows=_box_rows(problem.page_size, config.block_n) if problem.page_size else 0,
+    )
+    config = replace(config, pack=schedule.pack_of(problem, config.block_m))
+    return replace(config, split=splits_of(problem, config) > 1)
+
+
+def _box_rows(page_size: int, block_n: int) -> int:
+    """Rows of a box: the largest multiple of 8 that divides both a page and a block."""
+    return max(rows for rows in range(PAGE_UNIT, block_n + 1, PAGE_UNIT) if page_size % rows == block_n % rows == 0)
+
+
+def hopper_params(
+    config: HopperConfig,
+    problem: AttentionProblem,
+    q_shape: tuple[int, ...],
+    out_stride: tuple[int, ...],
+    lse_stride: tuple[int, ...],
+    splits: int,
+) -> HopperParams:
+    """All of a launch but addresses. The strides begin with that of the parts when ``config.split``."""
+    pack = config.pack
+    heads = problem.heads // pack
+    q_blocks = schedule.ceil_div(problem.seqlen_q * pack, config.block_m)
+    rows = q_shape[0] if problem.varlen else problem.seqlen_q
+    tiles = heads * splits * problem.batch * q_blocks
+    if problem.varlen:  # each sequence, and the rows that belong to none, may end in a tile that is not full
+        tiles = heads * (schedule.ceil_div(rows * pack, config.block_m) + problem.batch + 1)
+    params = HopperParams()
+    if config.split:
+        params.out_split, params.lse_split, out_stride, lse_stride = (
+            out_stride[0],
+            lse_stride[0],
+            out_stride[1:],
+            lse_stride[1:],
+        )
+    if not problem.varlen:
+        params.out_batch, params.lse_batch, out_stride, lse_stride = (
+            out_stride[0],
+            lse_stride[0],
+            out_stride[1:],
+            lse_stride[1:],
+        )
+    params.out_row, params.out_head, params.lse_head = out_stride[0], out_stride[1], lse_stride[0]
+    params.batch, params.heads, params.group = problem.batch, heads, problem.group // pack
+    params.seqlen_q, params.seqlen_k = rows, problem.seqlen_k
+    # A side that reaches past every key might not fit the kernel's integers.
+    reach = problem.seqlen_q + problem.seqlen_k
+    params.window_left, params.window_right = min(problem.window_left, reach), min(problem.window_right, reach)
+    params.bottom_right = problem.alignment == "bottom-right"
+    params.q_blocks, params.tiles, params.splits = q_blocks, tiles, splits
+    params.heads_together = schedule.heads_together(problem, pack)
+    params.page_size = problem.page_size
+    params.scale_log2 = problem.scale * LOG2_E
+    if problem.softcap:
+        params.softcap_in = 2 * LOG2_E * problem.scale / problem.softcap
+        params.softcap_log2 = problem.softcap * LOG2_E
+    return params
+
+
+MapShape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Sizes, strides in elements and box of a tensor map."""
+
+
+def query_map(
+    config: HopperConfig, problem: AttentionProblem, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> MapShape:
+    """q as (column, packed head, row, tile head, batch); a box is the rows of a tile, a chunk of columns wide."""
+    pack = config.pack
+    batch, rows, heads, dim = shape if len(shape) == 4 else (1, *shape)
+    by_batch, by_row, by_head, _ = stride if len(stride) == 4 else (0, *stride)
+    return (
+        (dim, pack, rows, heads // pack, batch),
+        (1, by_head, by_row, pack * by_head, by_batch),
+        (CHUNK, pack, config.block_m // pack, 1, 1),
+    )
+
+
+def key_map(config: HopperConfig, shape: tuple[int, ...], stride: tuple[int, ...]) -> MapShape:
+    """k or v as (column, row, head, batch), a page being a batch row; a box is a block of keys or part of a page."""
+    batch, rows, heads, dim = shape if len(shape) == 4 else (1, *shape)
+    by_batch, by_row, by_head, _ = stride if len(stride) == 4 else (0, *stride)
+    box = (CHUNK, config.page_rows or config.block_n, 1, 1)
+    return (dim, rows, heads, batch), (1, by_row, by_head, by_batch), box
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+_OPTIONAL = (("alibi", "alibi_slopes"), ("sinks", "sinks"), ("cu_q", "cu_seqlens_q"), ("cu_k", "cu_seqlens_k"))
+_OPTIONAL += (("used_k", "seqused_k"), ("leftpad_k", "leftpad_k"), ("batch_idx", "batch_idx"), ("pages", "block_table"))
+"""Pointers of the parameters, and the inputs that they point to."""
+
+
+def _plain(inputs: Inputs) -> Inputs:
+    """The same inputs, with the small tensors as the kernel reads them: contiguous, the sinks in f32."""
+    changes = {}
+    for _, name in _OPTIONAL:
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            plain = (tensor.float() if name == "sinks" else tensor).contiguous()
+            if plain is not tensor:
+                changes[name] = plain
+    return replace(inputs, **changes) if changes else inputs
+
+
+_counters: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+
+
+def _counter(device: int) -> int:
+    """Address of the current stream's tile counter, 0 between launches; a launch into a graph gets one of its own."""
+    if torch.cuda.is_current_stream_capturing():
+        # Replays may run beside launches on the stream that captured: they share nothing with them. The graph zeroes
+        # it, and keeps its memory.
+        return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device)).data_ptr()
+    key = device, torch._C._cuda_getCurrentRawStream(device)
+    found = _counters.get(key)
+    if found is None:
+        counter = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+        found = _counters[key] = counter, counter.data_ptr()
+    return found[1]
+
+
+def _combine(
+    config: HopperConfig,
+    parts: torch.Tensor,
+    part_lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    batch, rows, heads, _ = out.shape
+    params = CombineParams(
+        parts.data_ptr(), part_lse.data_ptr(), None if sinks is None else sinks.data_ptr(), out.data_ptr(),
+        lse.data_ptr(), parts.stride(0), part_lse.stride(0), *out.stride()[:3], batch, rows, heads, parts.shape[0],
+    )  # fmt: skip
+    function = _combining(config.dtype, config.head_dim_v, config.sinks, out.device.index)
+    blocks = schedule.ceil_div(batch * rows * heads, COMBINE_WARPS)
+    function.launch((blocks, 1, 1), (32 * COMBINE_WARPS, 1, 1), 0, params)
+
+
+def combine_source(dtype: str, head_dim_v: int, sinks: bool) -> KernelSource:
+    """``combine.cu`` for a dtype and head dim."""
+    constants = (("Element", ELEMENTS[dtype]), ("HEAD_DIM_V", head_dim_v), ("SINKS", sinks))
+    return KernelSource(COMBINE, device_code(COMBINE), "hopper_combine", constants)
+
+
+@functools.lru_cache(maxsize=256)
+def _combining(dtype: str, head_dim_v: int, sinks: bool, device: int) -> jit.Function:
+    return jit.load(jit.compile(combine_source(dtype, head_dim_v, sinks), ARCH), device)
+
+
+def _check_output(
+    problem: AttentionProblem, q_shape: tuple[int, ...], shape: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
+    """The caller's output must have contiguous columns and rows that start on 16 bytes."""
+    wanted = (*q_shape[:-1], problem.head_dim_v)
+    outer = [step for step, size in zip(stride[:-1], shape[:-1], strict=True) if size > 1]
+    if tuple(shape) != wanted or stride[-1] != 1 or any(step * problem.dtype.itemsize % 16 for step in outer):
+        raise ValueError(
+            f"out has shape {tuple(shape)} and strides {tuple(stride)}; it must be {wanted} with contiguous columns "
+            f"and rows that start on 16 bytes"
+        )
+
+
+def shipped_problems() -> Iterator[AttentionProblem]:
+    """Problems that lead the heuristic through its tables, and through each feature at the common head dims."""
+    for head_dim, head_dim_v in dict.fromkeys((row.head_dim, row.head_dim_v) for row in shapes.FULL):
+        for seqlen in (1024, 4096, 16384):
+            base = AttentionProblem(
+                batch=64, heads=32, kv_heads=8, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim,
+                head_dim_v=head_dim_v, dtype=torch.bfloat16, scale=head_dim**-0.5, arch=ARCH,
+            )  # fmt: skip
+            yield base
+            yield replace(base, window_right=0)
+        yield replace(base, seqlen_q=1)
+        yield replace(base, seqlen_q=1, batch=1)
+        yield replace(base, seqlen_q=256, batch=1, heads=8)
+        if head_dim in (64, 128):
+            causal = replace(base, window_right=0)
+            yield replace(causal, dtype=torch.float16)
+            yield replace(causal, varlen=True)
+            yield replace(causal, window_left=1024)
+            yield replace(causal, window_left=1024, sinks=True)
+            yield replace(causal, softcap=30.0)
+            yield replace(causal, alibi=True)
+            yield replace(causal, seqused_k=True)
+            yield replace(causal, seqused_k=True, page_size=64)
+
+
+KERNEL = register(HopperForward())

@@ -1,0 +1,55 @@
+"""Text of ``wgmma_shapes.cuh``: the wrappers of ``wgmma.mma_async`` for the sizes that a configuration needs.
+
+An accumulator of N columns is N/2 operands of one instruction, so each size is its own function; a few lines of Python
+write them. Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
+"""
+
+from __future__ import annotations
+
+import functools
+
+HEADER = "wgmma_shapes.cuh"
+SUFFIXES = {"f16": "f16", "bf16": "bf16"}
+MAX_COLUMNS = 256
+
+
+@functools.cache
+def wgmma_header(dtype: str, columns: tuple[int, ...]) -> str:
+    """``Wgmma<N>`` for each N of ``columns``, with operands of a dtype and f32 accumulators.
+
+    Raises:
+        ValueError: a size is not a multiple of 8 from 8 to 256.
+    """
+    parts = ["#pragma once", '#include "ptx.cuh"', "template <int N>", "struct Wgmma;"]
+    for n in sorted(set(columns)):
+        if n % 8 or not 8 <= n <= MAX_COLUMNS:
+            raise ValueError(f"columns is {n}; wgmma takes multiples of 8 from 8 to {MAX_COLUMNS}")
+        parts.append(_shape(SUFFIXES[dtype], n))
+    return "\n".join(parts) + "\n"
+
+
+def _shape(suffix: str, n: int) -> str:
+    count = n // 2
+    accumulators = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    registers = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{suffix}.{suffix} {{{accumulators}}}"
+    in_registers = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate))'
+
+    def function(name: str, argument: str, a: str, operands: int, tail: str, inputs: str) -> str:
+        b, accumulate = f"%{count + operands}", f"%{count + operands + 1}"
+        text = f"{{ .reg .pred p; setp.ne.b32 p, {accumulate}, 0; {instruction}, {a}, {b}, p, {tail}; }}"
+        return (
+            f"  static __device__ __forceinline__ void {name}(float (&d)[{count}], {argument}, u64 b,"
+            f' bool accumulate) {{\n    asm volatile("{text}"\n      : {outputs}\n      : {inputs});\n  }}'
+        )
+
+    return "\n".join(
+        (
+            f"template <>\nstruct Wgmma<{n}> {{",
+            function("ss", "u64 a", f"%{count}", 1, "1, 1, 0, 0", '"l"(a), "l"(b), "r"(int(accumulate))'),
+            function("rs", "const u32* a", registers, 4, "1, 1, 0", in_registers),
+            function("rs_mn", "const u32* a", registers, 4, "1, 1, 1", in_registers),
+            "};",
+        )
+    )

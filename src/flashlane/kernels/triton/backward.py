@@ -1,0 +1,454 @@
+"""The Triton backward pass: gradients from the output and the LSE of any forward kernel.
+
+Three launches: the statistics of the rows (delta and the LSE in base 2), dK and dV, dQ; a fourth where the gradient of
+a bias is wanted. Linear memory, no atomics: ``deterministic`` costs nothing because every run gives the same bits.
+Triton is imported by the first call, not before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashlane import jit
+from flashlane.kernels.params import LOG2_E
+from flashlane.kernels.triton import backward_configs as configs
+from flashlane.kernels.triton.backward_configs import PRECISIONS, BackwardConfig, Tile, padded
+from flashlane.problem import AttentionProblem, Inputs
+from flashlane.tiled import Gradients
+
+if TYPE_CHECKING:
+    from flashlane.kernels.triton.launch import Launch
+
+DTYPES = ("f16", "bf16", "f32")
+MAX_OFFSET = 1 << 31
+PLANS_KEPT = 1024
+SMALLEST_SHARED = 99 << 10
+"""Shared memory of a block on the smallest GPUs since sm_80."""
+
+
+def supports_backward(problem: AttentionProblem) -> str | None:
+    """None when :func:`triton_backward` can run a problem, else the reason in words."""
+    from flashlane.kernels.triton.attention import interpreting, missing
+
+    reason = missing()
+    if reason is not None:
+        return reason
+    if problem.arch is None and not interpreting():
+        return "it needs a GPU (on the CPU it runs in Triton's interpreter, for tests: TRITON_INTERPRET=1)"
+    if problem.dtype_name not in DTYPES:
+        return f"dtype is {problem.dtype_name}; it takes {' or '.join(DTYPES)}"
+    if problem.arch is None and problem.dtype == torch.bfloat16:
+        return "dtype is bf16; Triton's interpreter computes its products wrongly, it takes f16 or f32 there"
+    if problem.arch is not None and int("".join(filter(str.isdigit, problem.arch)) or 0) < 80:
+        return f"architecture is {problem.arch}; Triton takes sm_80 or later"
+    largest = max(problem.head_dim, problem.head_dim_v)
+    if largest > configs.MAX_HEAD_DIM:
+        return f"head_dim is {largest}; it takes up to {configs.MAX_HEAD_DIM}"
+    cached = [name for name in ("seqused_k", "leftpad_k", "batch_idx", "page_size") if getattr(problem, name)]
+    if cached:
+        return f"it has no {', '.join(cached)}"
+    return None
+
+
+def config_of(problem: AttentionProblem, inputs: Inputs, do: torch.Tensor, precision: str = "ieee") -> BackwardConfig:
+    """The configuration that :func:`triton_backward` runs a call with."""
+    limit = jit.shared_limit(problem.arch) if problem.arch in jit.LIMITS else SMALLEST_SHARED
+    # Rows past the end of a sequence must read as 0, which a descriptor gives at the end of its tensor only.
+    usable = not problem.varlen and all(
+        configs.describable(t.shape, t.stride(), t.element_size(), t.data_ptr())
+        for t in (inputs.q, inputs.k, inputs.v, do)
+    )
+    return configs.pick(problem, precision, usable, limit)
+
+
+@torch.no_grad()
+def triton_backward(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    *,
+    bias_grad: bool = True,
+    precision: str = "ieee",
+    config: BackwardConfig | None = None,
+) -> Gradients:
+    """Gradients of q, k, v, bias and sinks; sums in f32, and the same bits at every run.
+
+    Args:
+        problem: what was asked.
+        inputs: the tensors of the call, any strides.
+        out: its output ``(b, sq, h, dv)``, or ``(total_q, h, dv)`` for varlen.
+        lse: its LSE, natural logarithm, f32 ``(b, h, sq)``, or ``(h, total_q)``.
+        do: gradient of ``out``, in its shape, any strides.
+        dlse: gradient of ``lse``, in its shape, or None.
+        bias_grad: whether the bias' gradient is wanted; it is summed over the axes that the bias broadcasts along.
+        precision: of the products of f32 inputs: ``ieee``; on tensor cores ``tf32`` (10 bits of fraction), or, as
+            exact as f32, ``tf32x3`` and ``bf16x6`` (sums of three and of six products of parts).
+        config: the configuration to run, or None for the heuristic's.
+
+    Returns:
+        The gradients, contiguous, in the shapes and dtypes of their inputs. Rows without a visible key and rows that
+        belong to no sequence contribute nothing, and their own are 0.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype than its part of the call, or the precision is unknown.
+        NotImplementedError: :func:`supports_backward` gives a reason.
+    """
+    _check(problem, inputs, out, lse, do, dlse, precision)
+    key = _facts(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
+    plan = _plans.get(key)
+    if plan is None:
+        reason = supports_backward(problem)
+        if reason is not None:
+            raise NotImplementedError(f"the Triton backward cannot run {problem.describe()}: {reason}")
+        if len(_plans) >= PLANS_KEPT:
+            _plans.clear()
+        plan = _plans[key] = _plan(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
+    return plan(inputs, out, lse, do, dlse)
+
+
+def _check(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    precision: str,
+) -> None:
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; it may be one of {', '.join(map(repr, PRECISIONS))}")
+    *outer, heads, _ = inputs.q.shape
+    shape = (*outer, heads, problem.head_dim_v)
+    logs = (heads, *outer) if problem.varlen else (outer[0], heads, outer[1])
+    for name, tensor, wanted, dtype in (
+        ("out", out, shape, problem.dtype),
+        ("do", do, shape, problem.dtype),
+        ("lse", lse, logs, torch.float32),
+        ("dlse", dlse, logs, torch.float32),
+    ):
+        if tensor is not None and (tuple(tensor.shape) != wanted or tensor.dtype != dtype):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} {wanted}")
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def _facts(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    bias_grad: bool,
+    precision: str,
+    config: BackwardConfig | None,
+) -> tuple[Any, ...]:
+    """All that a plan is made from."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    facts: tuple[Any, ...] = (
+        problem,
+        bias_grad,
+        precision,
+        config,
+        (q.stride(), k.stride(), v.stride(), out.stride(), do.stride(), lse.stride()),
+        # Launches are kept for tensors that start on 16 bytes, or do not.
+        tuple(t.data_ptr() % 16 == 0 for t in (q, k, v, out, do)),
+        q.device.index,
+        None if dlse is None else dlse.stride(),
+    )
+    if problem.varlen:
+        facts += (q.shape, k.shape[0])
+    for tensor in (inputs.bias, inputs.alibi_slopes, inputs.sinks):
+        if tensor is not None:
+            facts += (tensor.shape, tensor.stride(), tensor.dtype)
+    return facts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of one kind of call."""
+
+    problem: AttentionProblem
+    statistics: Launch | None
+    """None where there are no rows."""
+    key: Launch | None
+    query: Launch | None
+    bias: Launch | None
+    bias_shape: tuple[int, ...]
+    """Of what the bias launch writes: the bias itself, or a share a head and sequence."""
+    stat_shape: tuple[int, ...]
+    sink_shape: tuple[int, ...]
+    key_descriptors: dict[str, Any] | None
+    query_descriptors: dict[str, Any] | None
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> Gradients:
+        problem = self.problem
+        q, k, v = inputs.q, inputs.k, inputs.v
+        # Rows of a packed tensor after its last sequence are no kernel's.
+        make = torch.zeros if problem.varlen else torch.empty
+        dq, dk, dv = (make(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        delta, lse2 = torch.empty((2, *self.stat_shape), dtype=torch.float32, device=q.device)
+        shares = None
+        if inputs.sinks is not None:
+            shares = torch.empty(self.sink_shape, dtype=torch.float32, device=q.device)
+        if self.statistics is not None:
+            self.statistics(
+                {"out": out, "do": do, "log": lse, "dlog": dlse, "sinks": inputs.sinks}
+                | {"delta": delta, "lse": lse2, "dsinks": shares}
+            )
+        tensors = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "do": do,
+            "lse": lse2,
+            "delta": delta,
+            "slopes": inputs.alibi_slopes,
+            "bias": inputs.bias,
+            "cu_seqlens_q": inputs.cu_seqlens_q,
+            "cu_seqlens_k": inputs.cu_seqlens_k,
+            "seed": inputs.dropout_seed if problem.dropout_p else None,
+        }
+        if self.key is not None:
+            self.key({**tensors, "dk": dk, "dv": dv}, self.key_descriptors)
+        if self.query is not None:
+            self.query({**tensors, "dq": dq}, self.query_descriptors)
+        return Gradients(dq, dk, dv, self._bias(tensors, inputs), self._sinks(shares, inputs))
+
+    def _bias(self, tensors: dict[str, Any], inputs: Inputs) -> torch.Tensor | None:
+        if not self.bias_shape:
+            return None
+        wanted = inputs.bias
+        whole = math.prod(self.bias_shape) == wanted.numel()
+        found = torch.empty(self.bias_shape, dtype=wanted.dtype if whole else torch.float32, device=wanted.device)
+        if self.bias is not None:
+            self.bias({**tensors, "dbias": found})
+        if whole:
+            return found.view(wanted.shape)
+        return found.sum_to_size((1,) * (4 - wanted.dim()) + wanted.shape).to(wanted.dtype).view(wanted.shape)
+
+    def _sinks(self, shares: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
+        return None if shares is None else shares.sum(0).to(inputs.sinks.dtype)
+
+
+def _plan(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    bias_grad: bool,
+    precision: str,
+    config: BackwardConfig | None,
+) -> Plan:
+    from flashlane.kernels.triton import backward_kernels, launch
+
+    config = config or config_of(problem, inputs, do, precision)
+    batch, rows = (1, inputs.q.shape[0]) if problem.varlen else (problem.batch, problem.seqlen_q)
+    unit = backward_kernels.STAT_UNIT.value
+    stat_units = -(-rows // unit)
+    tiles = stat_units * (unit // configs.STATISTICS_ROWS)
+    statistics = None
+    if rows:
+        arguments = _statistics_arguments(problem, out, lse, do, dlse, rows, stat_units)
+        grid = (tiles * batch * problem.heads,)
+        statistics = launch.Launch(backward_kernels.row_statistics, grid, arguments, {"num_warps": 4})
+
+    common = _common_arguments(problem, inputs, do, precision, stat_units)
+    key_tiles = -(-problem.seqlen_k // config.key.bn)
+    query_tiles = -(-problem.seqlen_q // config.query.bm)
+    key = query = None
+    if key_tiles:
+        key = _launch(
+            backward_kernels.key_gradients, problem, common, ("dk", "dv"), config.key, config.descriptors,
+            key_tiles * problem.kv_heads * problem.batch, tiles=key_tiles, LATE_DP=config.key.late_dp,
+        )  # fmt: skip
+    if query_tiles:
+        query = _launch(
+            backward_kernels.query_gradients, problem, common, ("dq",), config.query, config.descriptors,
+            query_tiles * problem.heads * problem.batch, tiles=query_tiles,
+        )  # fmt: skip
+    bias, bias_shape = None, ()
+    if problem.bias and bias_grad:
+        bias, bias_shape = _bias_launch(problem, inputs, common)
+    stat_rows = stat_units * unit
+    described: list[dict[str, Any] | None] = [None, None]
+    if config.descriptors:
+        described = [_descriptors(problem, inputs, do, tile, stat_rows) for tile in (config.key, config.query)]
+    return Plan(
+        problem=problem,
+        statistics=statistics,
+        key=key,
+        query=query,
+        bias=bias,
+        bias_shape=bias_shape,
+        stat_shape=(batch, problem.heads, stat_rows),
+        sink_shape=(batch * tiles, problem.heads),
+        key_descriptors=described[0],
+        query_descriptors=described[1],
+    )
+
+
+def _axes(stride: tuple[int, ...], problem: AttentionProblem) -> tuple[int, ...]:
+    """Strides by batch, row, head, column; the sequences of a packed tensor have none between them."""
+    return (0, *stride) if problem.varlen else tuple(stride)
+
+
+def _strides(**tensors: tuple[int, ...]) -> dict[str, int]:
+    names = ("batch", "row", "head", "column")
+    return {f"{t}_stride_{axis}": size for t, sizes in tensors.items() for axis, size in zip(names, sizes, strict=True)}
+
+
+def _log_strides(name: str, tensor: torch.Tensor | None) -> dict[str, int]:
+    *batch, head, row = (0, 0, 0) if tensor is None else tensor.stride()
+    return {f"{name}_stride_batch": batch[0] if batch else 0, f"{name}_stride_head": head, f"{name}_stride_row": row}
+
+
+def _statistics_arguments(
+    problem: AttentionProblem,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    rows: int,
+    stat_units: int,
+) -> dict[str, Any]:
+    return {
+        **dict.fromkeys(("out", "do", "log", "dlog", "sinks", "delta", "lse", "dsinks")),
+        **_strides(out=_axes(out.stride(), problem), do=_axes(do.stride(), problem)),
+        **_log_strides("log", lse),
+        **_log_strides("dlog", dlse),
+        "rows": rows,
+        "stat_units": stat_units,
+        "heads": problem.heads,
+        "DV": problem.head_dim_v,
+        "DV0": padded(problem.head_dim_v),
+        "BM": configs.STATISTICS_ROWS,
+    }
+
+
+def _common_arguments(
+    problem: AttentionProblem, inputs: Inputs, do: torch.Tensor, precision: str, stat_units: int
+) -> dict[str, Any]:
+    """Arguments that all kernels but the statistics take."""
+    q, k, v, bias, slopes = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi_slopes
+    sides = {name: _axes(t.stride(), problem) for name, t in (("q", q), ("k", k), ("v", v), ("do", do))}
+    pairs = (0, 0, 0, 0)
+    if bias is not None:
+        pairs = bias.detach().expand(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k).stride()
+    far = problem.seqlen_q + problem.seqlen_k  # a window that reaches past every key is unbounded
+    left, right = (-1 if side >= far else side for side in (problem.window_left, problem.window_right))
+    return {
+        **_strides(**sides),
+        **{f"bias_stride_{axis}": size for axis, size in zip(("batch", "head", "i", "j"), pairs, strict=True)},
+        "slopes_stride_batch": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "group": problem.group,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "stat_units": stat_units,
+        "left": left,
+        "right": right,
+        "score_scale": (problem.softcap or problem.scale) * LOG2_E,
+        "cap_scale": problem.scale / problem.softcap if problem.softcap else 0.0,
+        "scale": problem.scale,
+        "keep_scale": 1.0 / (1.0 - problem.dropout_p),
+        "threshold": math.floor(problem.dropout_p * 2**32),
+        "D": problem.head_dim,
+        "D0": padded(problem.head_dim),
+        "DV": problem.head_dim_v,
+        "DV0": padded(problem.head_dim_v),
+        "LEFT": left >= 0,
+        "RIGHT": right >= 0,
+        "BOTTOM_RIGHT": problem.alignment == "bottom-right",
+        "SOFTCAP": problem.softcap > 0,
+        "DROPOUT": problem.dropout_p > 0,
+        "PRECISION": precision if problem.dtype == torch.float32 else "ieee",
+    }
+
+
+def _launch(
+    function: Any,
+    problem: AttentionProblem,
+    common: dict[str, Any],
+    written: tuple[str, ...],
+    tile: Tile,
+    descriptors: bool,
+    programs: int,
+    **own: Any,
+) -> Launch:
+    """A launch of a kernel whose arguments are the common ones, its tile's and its own, in the function's order."""
+    from flashlane.kernels.triton import launch
+
+    tensors = ("q", "k", "v", "do", "lse", "delta", *written, "slopes", "bias", "cu_seqlens_q", "cu_seqlens_k", "seed")
+    sides = [name for name in common if name.split("_stride_")[0] in ("q", "k", "v", "do")]
+    reach = max(common[name] for name in sides if name.endswith("row")) * max(tile.bm, tile.bn)
+    if descriptors:  # of what a kernel does not read, it needs no variants
+        common = {**common, **dict.fromkeys(sides, 0)}
+    given = {
+        **dict.fromkeys(tensors),
+        **common,
+        **own,
+        "BM": tile.bm,
+        "BN": tile.bn,
+        "WHOLE_Q": descriptors or (not problem.varlen and problem.seqlen_q % tile.bm == 0),
+        "WHOLE_K": descriptors or (not problem.varlen and problem.seqlen_k % tile.bn == 0),
+        "DESCRIPTORS": descriptors,
+        "WIDE": reach >= MAX_OFFSET and not descriptors,
+    }
+    arguments = {name: given[name] for name in function.arg_names}
+    return launch.Launch(function, (programs,), arguments, tile.options())
+
+
+def _bias_launch(
+    problem: AttentionProblem, inputs: Inputs, common: dict[str, Any]
+) -> tuple[Launch | None, tuple[int, ...]]:
+    """The launch of the bias' gradient, and the shape that it writes."""
+    from flashlane.kernels.triton.backward_bias import bias_gradients
+
+    full = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    shape = (1,) * (4 - inputs.bias.dim()) + tuple(inputs.bias.shape)
+    rows, columns = shape[2] == full[2], shape[3] == full[3]
+    if not (rows and columns):  # few tiles: every head of every sequence has its own
+        shape = (*full[:2], *shape[2:])
+    tile = configs.bias_tile(problem)
+    tiles_m = -(-shape[2] // tile.bm) if rows else 1
+    tiles_n = -(-shape[3] // tile.bn) if columns else 1
+    programs = shape[0] * shape[1] * tiles_m * tiles_n
+    if not programs:
+        return None, shape
+    return _launch(
+        bias_gradients, problem, common, ("dbias",), tile, False, programs,
+        batches_each=full[0] // shape[0], heads_each=full[1] // shape[1], outer_heads=shape[1],
+        ROWS=rows, COLUMNS=columns,
+    ), shape  # fmt: skip
+
+
+def _descriptors(problem: AttentionProblem, inputs: Inputs, do: torch.Tensor, tile: Tile, rows: int) -> dict[str, Any]:
+    """Shape, strides and block of what is read through descriptors: tensors (b, h, s, d), statistics (b·h, rows)."""
+    made = {}
+    sides = (("q", inputs.q, tile.bm), ("do", do, tile.bm), ("k", inputs.k, tile.bn), ("v", inputs.v, tile.bn))
+    for name, tensor, block in sides:
+        view = tensor.transpose(1, 2)
+        strides = configs.described_strides(view.shape, view.stride(), view.element_size())
+        made[name] = (list(view.shape), strides, [1, 1, block, padded(view.shape[-1])])
+    for name in ("lse", "delta"):
+        made[name] = ([problem.batch * problem.heads, rows], [rows, 1], [1, tile.bm])
+    return made

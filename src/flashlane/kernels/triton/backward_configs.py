@@ -1,0 +1,175 @@
+"""Configurations of the Triton backward as values, and the tables that they are picked from.
+
+Nothing here imports Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashlane.problem import VECTOR_BYTES, AttentionProblem
+
+MAX_HEAD_DIM = 256
+MIN_TILE = 16
+"""Least size of a product in ``tl.dot``."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Compile-time choices of one kernel."""
+
+    bm: int
+    """Queries of a tile."""
+    bn: int
+    """Keys of a tile."""
+    warps: int
+    stages: int
+    """Tiles in flight, the one worked on included."""
+    late_dp: bool = False
+    """dK and dV: work out dP after dV, which needs fewer registers at once."""
+    registers: int = 0
+    """Most registers of a thread, where more blocks at once are worth a spill; 0 lets the compiler choose."""
+
+    def options(self) -> dict[str, int]:
+        """What Triton's launch takes."""
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How the two kernels of a problem run."""
+
+    key: Tile
+    """dK and dV: ``bn`` keys are owned, ``bm`` queries are loaded at a time."""
+    query: Tile
+    """dQ: ``bm`` queries are owned, ``bn`` keys are loaded at a time."""
+    descriptors: bool = False
+    """Load q, k, v and do through tensor descriptors (TMA)."""
+
+    def shared_memory(self, problem: AttentionProblem) -> int:
+        """Bytes of shared memory of the larger kernel: what it owns, and what is in flight; an upper estimate."""
+        row = (padded(problem.head_dim) + padded(problem.head_dim_v)) * problem.dtype.itemsize
+        key = (self.key.bn + self.key.stages * self.key.bm) * row + self.key.bm * self.key.bn * problem.dtype.itemsize
+        query = (self.query.bm + self.query.stages * self.query.bn) * row
+        query += self.query.bm * self.query.bn * problem.dtype.itemsize
+        return max(key, query)
+
+
+def padded(head_dim: int) -> int:
+    """The power of two that a head dim is worked on in."""
+    return max(MIN_TILE, 1 << (head_dim - 1).bit_length())
+
+
+Row = tuple[int, Tile, Tile]
+"""Largest head dim, dK and dV, dQ; tried from the top, the first that fits in shared memory is taken."""
+
+HALF_HOPPER: tuple[Row, ...] = (
+    (64, Tile(64, 64, 4, 3, registers=168), Tile(64, 64, 4, 3)),
+    (128, Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
+    (256, Tile(64, 64, 8, 2), Tile(64, 32, 4, 3)),
+)
+"""f16 and bf16 with wgmma, loads by descriptor."""
+HALF_HOPPER_POINTERS: tuple[Row, ...] = (
+    (64, Tile(64, 64, 4, 3, True), Tile(128, 64, 4, 3)),
+    (128, Tile(64, 128, 8, 3, True), Tile(128, 64, 8, 3)),
+    (256, Tile(64, 64, 8, 2), Tile(64, 32, 4, 3)),
+)
+HALF: tuple[Row, ...] = (
+    (64, Tile(32, 128, 4, 3, True), Tile(128, 32, 4, 3)),
+    (128, Tile(32, 128, 4, 3, True), Tile(128, 32, 4, 3)),
+    (128, Tile(32, 64, 4, 2, True), Tile(64, 32, 4, 2)),
+    (256, Tile(32, 64, 8, 1, True), Tile(64, 32, 8, 1)),
+    (256, Tile(32, 32, 4, 1, True), Tile(32, 32, 4, 1)),
+)
+"""The same with mma.sync, and on architectures that nobody measured here."""
+IEEE: tuple[Row, ...] = (
+    (64, Tile(64, 64, 8, 1, True), Tile(64, 64, 8, 2)),
+    (64, Tile(32, 32, 4, 2, True), Tile(32, 32, 4, 2)),
+    (128, Tile(32, 64, 8, 1, True), Tile(64, 32, 8, 2)),
+    (128, Tile(16, 32, 4, 1, True), Tile(32, 16, 4, 1)),
+    (256, Tile(16, 32, 8, 1, True), Tile(32, 16, 8, 1)),
+)
+"""f32 without tensor cores."""
+TF32: tuple[Row, ...] = (
+    (64, Tile(64, 128, 8, 2, True), Tile(128, 32, 8, 2)),
+    (64, Tile(32, 64, 4, 2, True), Tile(64, 32, 4, 2)),
+    (128, Tile(32, 128, 8, 2, True), Tile(128, 32, 8, 2)),
+    (128, Tile(32, 32, 4, 1, True), Tile(32, 32, 4, 1)),
+    (256, Tile(16, 64, 8, 1, True), Tile(64, 16, 8, 1)),
+)
+TF32X3: tuple[Row, ...] = (
+    (64, Tile(32, 128, 8, 1), Tile(128, 64, 8, 1)),
+    (64, Tile(32, 32, 4, 1, True), Tile(32, 32, 4, 1)),
+    (128, Tile(32, 32, 4, 1, True), Tile(64, 32, 4, 1)),
+    (256, Tile(16, 16, 4, 1, True), Tile(16, 32, 4, 1)),
+)
+"""Both halves of an operand lie in shared memory."""
+BF16X6: tuple[Row, ...] = (
+    (64, Tile(32, 128, 8, 1), Tile(128, 32, 8, 1)),
+    (64, Tile(32, 64, 4, 1, True), Tile(64, 32, 4, 1)),
+    (128, Tile(32, 64, 8, 1, True), Tile(64, 32, 8, 1)),
+    (128, Tile(16, 32, 4, 1, True), Tile(32, 16, 4, 1)),
+    (256, Tile(16, 32, 4, 1, True), Tile(16, 32, 4, 1)),
+)
+"""Chosen by what the compiler reports (registers, spills); nobody has timed them."""
+SINGLE = {"ieee": (IEEE, 1.0), "tf32": (TF32, 1.0), "tf32x3": (TF32X3, 2.0), "bf16x6": (BF16X6, 1.4)}
+"""By the precision of f32 products: the table, and how much more shared memory the parts of the operands take."""
+PRECISIONS = tuple(SINGLE)
+SMALLEST = (Tile(16, 16, 4, 1, True), Tile(16, 16, 4, 1))
+"""What fits everywhere."""
+BIAS_TILES = ((128, Tile(64, 64, 4, 1)), (256, Tile(32, 32, 4, 1)))
+BIAS_TILES_SINGLE = ((64, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))
+STATISTICS_ROWS = 32
+
+
+def pick(problem: AttentionProblem, precision: str, describable: bool, limit: int) -> BackwardConfig:
+    """The configuration for a problem.
+
+    Args:
+        problem: what was asked.
+        precision: of f32 products, one of :data:`PRECISIONS`.
+        describable: whether its tensors can be read through descriptors.
+        limit: bytes of shared memory of a block.
+    """
+    largest = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    copies = 1.0
+    if problem.dtype.itemsize == 4:
+        (table, copies), describable = SINGLE[precision], False
+    elif problem.arch == "sm_90a":
+        table = HALF_HOPPER if describable else HALF_HOPPER_POINTERS
+    else:
+        table, describable = HALF, False
+    modified = problem.softcap or problem.alibi or problem.bias or problem.dropout_p
+    for largest_of_row, key, query in table:
+        if modified:  # needs the registers
+            key = replace(key, registers=0)
+        config = BackwardConfig(key, query, describable)
+        if largest <= largest_of_row and copies * config.shared_memory(problem) <= limit:
+            return config
+    return BackwardConfig(*SMALLEST)
+
+
+def bias_tile(problem: AttentionProblem) -> Tile:
+    """The tile of the bias' gradient."""
+    largest = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    table = BIAS_TILES_SINGLE if problem.dtype.itemsize == 4 else BIAS_TILES
+    return next(tile for largest_of_row, tile in table if largest <= largest_of_row)
+
+
+def describable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int) -> bool:
+    """Whether a ``(b, s, h, d)`` tensor can be a tensor descriptor: 16-byte rows, contiguous columns, no empty axis.
+
+    Source: CUDA driver API, ``cuTensorMapEncodeTiled``: address and outer strides are multiples of 16 bytes.
+    """
+    if not all(shape) or strides[-1] != 1 or address % VECTOR_BYTES:
+        return False
+    outer = zip(shape[:-1], strides[:-1], strict=True)
+    return all(stride > 0 and stride * itemsize % VECTOR_BYTES == 0 for size, stride in outer if size > 1)
+
+
+def described_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[int]:
+    """The strides of a descriptor: those of axes of size 1, which may be anything, made multiples of 16 bytes."""
+    any_stride = VECTOR_BYTES // itemsize
+    outer = zip(shape[:-1], strides[:-1], strict=True)
+    return [stride if size > 1 else any_stride for size, stride in outer] + [1]

@@ -1,0 +1,210 @@
+"""Configurations of the Triton forward as values, and the heuristic that picks one: tables, no timing at run time.
+
+Nothing here imports Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashlane.problem import AttentionProblem
+
+MIN_PIECE = 16
+"""Narrowest piece of a head dim that ``tl.dot`` takes."""
+MAX_PIECE = 256
+MAX_HEAD_DIM = 512
+PACKED_ROWS = 64
+"""Query heads that share keys go into one tile when all their rows of a sequence are at most this many."""
+SPLIT_KEYS = 256
+"""Fewest keys of a split: below, the merge costs more than the parallel part saves."""
+MAX_SPLITS = 64
+SMS = {"sm_80": 108, "sm_86": 84, "sm_87": 16, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
+"""SMs of a large GPU of an architecture; a GPU with others only splits a little less well."""
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """Compile-time choices of the forward template."""
+
+    bm: int
+    """Rows of a tile."""
+    bn: int
+    """Keys of a tile."""
+    warps: int
+    stages: int
+    """Tiles of keys in flight, the one worked on included."""
+    descriptors: bool = False
+    """Load K and V through tensor descriptors (TMA)."""
+
+    def shared_memory(self, problem: AttentionProblem) -> int:
+        """Bytes of shared memory: K and V of all stages and Q; an upper estimate."""
+        d, dv = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
+        return (self.stages * self.bn * (d + dv) + self.bm * d) * problem.dtype.itemsize
+
+
+def pieces(head_dim: int) -> tuple[int, int]:
+    """The one or two powers of two (the second may be 0) that a head dim is worked on in: 96 is (64, 32)."""
+    whole = _power_of_two(max(head_dim, MIN_PIECE))
+    if whole <= 64:
+        return whole, 0
+    half = whole // 2
+    rest = _power_of_two(max(head_dim - half, MIN_PIECE))
+    return (half, rest) if rest < half or whole > MAX_PIECE else (whole, 0)
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: up to which head dim it holds, for which masks and lengths, and the configuration."""
+
+    largest: int
+    """Largest head dim, as the sum of its pieces."""
+    config: TritonConfig
+    causal: bool | None = None
+    """Only with (True) or without (False) a right edge of the mask."""
+    keys: int = 0
+    """Only for so many keys or more."""
+
+    def prefers(self, problem: AttentionProblem) -> bool:
+        """Whether the line was measured to be best for such a problem; others of its head dim are worth timing."""
+        return self.causal in (None, problem.window_right >= 0) and problem.seqlen_k >= self.keys
+
+
+def _rows(largest: int, *shapes: tuple[int, int, int, int], **conditions: object) -> tuple[Row, ...]:
+    descriptors = bool(conditions.pop("descriptors", False))
+    return tuple(Row(largest, TritonConfig(*shape, descriptors), **conditions) for shape in shapes)
+
+
+HALF_HOPPER = (
+    *_rows(32, (64, 64, 4, 3), descriptors=True),
+    *_rows(32, (64, 64, 4, 3), (128, 64, 4, 3)),
+    *_rows(64, (64, 128, 4, 2), descriptors=True, causal=False),
+    *_rows(64, (64, 128, 4, 3), descriptors=True, causal=True, keys=8192),
+    *_rows(64, (64, 64, 4, 3), (64, 64, 4, 2), descriptors=True),
+    *_rows(64, (64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3)),
+    *_rows(128, (64, 64, 4, 3), (128, 64, 4, 2), descriptors=True),
+    *_rows(128, (64, 64, 4, 3), (128, 64, 8, 4), (64, 64, 4, 2)),
+    *_rows(192, (64, 32, 4, 3), (128, 32, 8, 3), (128, 64, 8, 2)),
+    *_rows(256, (128, 64, 8, 2), descriptors=True),
+    *_rows(256, (128, 32, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2)),
+    *_rows(512, (64, 64, 8, 1), (64, 32, 8, 2), (32, 32, 4, 2)),
+)
+"""f16 and bf16 with wgmma; measured on an H200 (docs/triton.md)."""
+HALF = (
+    *_rows(64, (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+    *_rows(128, (128, 64, 8, 2), (128, 32, 4, 2), (64, 32, 4, 2)),
+    *_rows(256, (64, 32, 4, 2), (64, 32, 8, 1), (32, 32, 4, 1)),
+    *_rows(512, (32, 32, 4, 2), (32, 16, 4, 2), (16, 16, 4, 1)),
+)
+"""The same with mma.sync; not measured."""
+SPLIT = (
+    *_rows(64, (128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+    *_rows(128, (128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1)),
+    *_rows(256, (64, 32, 8, 2), (64, 16, 4, 2), (32, 16, 4, 1)),
+    *_rows(512, (32, 16, 8, 1), (16, 16, 8, 1)),
+)
+"""f32 as sums of bf16 products, on tensor cores; to 128 measured on an H200."""
+TF32 = (
+    *_rows(128, (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+    *_rows(256, (64, 32, 8, 2), (64, 16, 4, 2), (32, 16, 4, 1)),
+    *_rows(512, (32, 16, 8, 2), (16, 16, 8, 1)),
+)
+IEEE = (
+    *_rows(64, (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+    *_rows(128, (64, 32, 8, 2), (32, 32, 4, 2), (32, 16, 4, 1)),
+    *_rows(256, (32, 32, 8, 2), (32, 16, 4, 2), (16, 16, 4, 1)),
+    *_rows(512, (16, 32, 8, 1), (16, 16, 4, 1)),
+)
+"""f32 without tensor cores."""
+FEW_ROWS = (
+    *_rows(64, (16, 128, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
+    *_rows(128, (16, 64, 4, 3), (16, 128, 4, 3), (16, 32, 4, 3), (16, 32, 4, 2)),
+    *_rows(256, (16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 4, 1)),
+    *_rows(512, (16, 32, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)),
+)
+"""f16 and bf16 with at most PACKED_ROWS rows, which read keys at the speed of memory; ``bm`` grows to the rows."""
+FEW_ROWS_F32 = (
+    *_rows(128, (16, 32, 4, 2), (16, 16, 4, 2)),
+    *_rows(256, (16, 16, 4, 2), (16, 16, 4, 1)),
+    *_rows(512, (16, 16, 4, 1)),
+)
+SINGLE = {"ieee": IEEE, "tf32": TF32, "bf16x6": SPLIT}
+"""Tables of f32, by how ``tl.dot`` multiplies."""
+DESCRIPTORS_FROM = 1 << 24
+"""Pairs of a query and a key, of all heads, from which descriptors repay what they cost the host (some µs)."""
+
+
+def rows_of(problem: AttentionProblem) -> int:
+    """Rows that share one key/value head of one sequence, when its query heads are packed."""
+    return problem.seqlen_q * problem.group
+
+
+def packed(problem: AttentionProblem) -> bool:
+    """Whether the query heads of a key/value head go into one tile."""
+    return problem.group > 1 and rows_of(problem) <= PACKED_ROWS
+
+
+def table_of(problem: AttentionProblem, precision: str) -> tuple[Row, ...]:
+    """The table for a problem's type, size and architecture."""
+    rows = rows_of(problem) if packed(problem) else problem.seqlen_q
+    few = rows <= PACKED_ROWS
+    if problem.dtype.itemsize == 4:
+        return FEW_ROWS_F32 if few and precision != "ieee" else SINGLE[precision]
+    if few:
+        return FEW_ROWS
+    return HALF_HOPPER if problem.arch == "sm_90a" else HALF
+
+
+def describable(problem: AttentionProblem) -> bool:
+    """Whether K and V can be read through descriptors: Hopper or later, whole pieces, 16-byte rows, dense keys."""
+    if problem.arch is None or int("".join(filter(str.isdigit, problem.arch))) < 90 or not problem.aligned:
+        return False
+    # Rows past the keys in use must read as 0, which a descriptor gives at the end of its tensor only.
+    if problem.varlen or problem.seqused_k or problem.leftpad_k or problem.page_size:
+        return False
+    return problem.seqlen_k > 0 and pieces(problem.head_dim)[1] == 0 == pieces(problem.head_dim_v)[1]
+
+
+def describes(*tensors: torch.Tensor) -> bool:
+    """Whether tensors have a layout that a descriptor can hold: a key's rows are apart, not one row many times."""
+    return all(stride for t in tensors for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
+
+
+def candidates(problem: AttentionProblem, limit: int, precision: str = "ieee") -> Iterator[TritonConfig]:
+    """Configurations worth timing that need at most ``limit`` bytes of shared memory, the preferred one first."""
+    table = table_of(problem, precision)
+    largest = max(sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v)))
+    known = next(row.largest for row in table if row.largest >= largest)
+    rows = [row for row in table if row.largest == known]
+    if table in (FEW_ROWS, FEW_ROWS_F32):
+        height = rows_of(problem) if packed(problem) else problem.seqlen_q
+        height = max(MIN_PIECE, _power_of_two(max(height, 1)))
+        rows = [replace(row, config=replace(row.config, bm=height)) for row in rows]
+    if not describable(problem):
+        rows = [row for row in rows if not row.config.descriptors]
+    fitting = [row for row in rows if row.config.shared_memory(problem) <= limit] or rows[-1:]
+    large = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k >= DESCRIPTORS_FROM
+    first = [row for row in fitting if row.prefers(problem) and (large or not row.config.descriptors)]
+    yield from dict.fromkeys(row.config for row in (*first, *fitting))
+
+
+def splits_of(problem: AttentionProblem, config: TritonConfig) -> int:
+    """Programs that share the keys of one tile of rows; more than 1 only where the tiles leave SMs idle."""
+    if problem.arch is None:
+        return 1
+    heads = problem.kv_heads if packed(problem) else problem.heads
+    rows = rows_of(problem) if packed(problem) else problem.seqlen_q
+    tiles = problem.batch * heads * max(1, -(-rows // config.bm))
+    keys = problem.seqlen_k
+    if problem.window_left >= 0 and problem.window_right >= 0:
+        keys = min(keys, problem.window_left + problem.window_right + config.bm)
+    sms = SMS.get(problem.arch, 100)
+    if tiles * 4 > sms * 3:
+        return 1
+    return max(1, min(MAX_SPLITS, 2 * sms // tiles, keys // max(SPLIT_KEYS, config.bn)))

@@ -1,0 +1,310 @@
+"""The Hopper kernel's Python side without a GPU: what it refuses, which tile it picks, what a launch is given."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashlane import dispatch, registry
+from flashlane.jit import tensormap
+from flashlane.kernels.device_file import device_code
+from flashlane.kernels.hopper import forward, shapes
+from flashlane.kernels.hopper.config import HopperConfig
+from flashlane.problem import AttentionProblem, Inputs
+
+KERNEL = registry.get("hopper(wgmma+tma)")
+SMS = 132
+
+
+def problem_of(**changes: object) -> AttentionProblem:
+    fields = {"batch": 4, "heads": 16, "kv_heads": 16, "seqlen_q": 4096, "seqlen_k": 4096, "head_dim": 128}
+    fields |= {"head_dim_v": 128, "dtype": torch.bfloat16, "scale": 0.1, "arch": "sm_90a"}
+    return AttentionProblem(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"arch": None}, "GPU"),
+        ({"arch": "sm_80"}, "sm_80"),
+        ({"arch": "sm_100"}, "sm_90a"),
+        ({"dtype": torch.float32}, "f16 or bf16"),
+        ({"head_dim": 264}, "up to 256"),
+        ({"head_dim_v": 512}, "up to 256"),
+        ({"aligned": False}, "16 bytes"),
+        ({"head_dim": 60, "aligned": False}, "16 bytes"),
+        ({"bias": True}, "bias"),
+        ({"dropout_p": 0.1}, "dropout_p"),
+        ({"page_size": 12}, "multiples of 8"),
+        ({"page_size": 16, "leftpad_k": True}, "leftpad_k"),
+        ({"seqlen_k": 1 << 31}, "up to"),
+        ({"scale": 1e-40}, "1e-30"),
+    ],
+)
+def test_refusals_name_the_reason(changes: dict, word: str) -> None:
+    reason = KERNEL.supports(problem_of(**changes))
+    assert reason is not None and word in reason
+
+
+def test_what_it_takes() -> None:
+    features = {"alibi": True, "sinks": True, "softcap": 5.0, "seqused_k": True, "page_size": 16, "window_left": 3}
+    for changes in ({}, features, {"varlen": True}, {"leftpad_k": True, "batch_idx": True}):
+        assert KERNEL.supports(problem_of(**changes)) is None
+    for head_dim in range(8, 257, 8):
+        assert KERNEL.supports(problem_of(head_dim=head_dim, head_dim_v=264 - head_dim)) is None
+
+
+def test_auto_takes_it_on_hopper_only() -> None:
+    assert dispatch.select(problem_of()) is KERNEL
+    assert dispatch.select(problem_of(arch="sm_80")).family == "mma"
+    assert dispatch.select(problem_of(bias=True)).family != "hopper"
+
+
+def test_tiles_follow_the_problem() -> None:
+    def rows(**changes: object) -> int:
+        return KERNEL.config(problem_of(**changes)).block_m
+
+    assert rows(seqlen_q=16384, seqlen_k=16384) == 192
+    assert rows(head_dim=64, head_dim_v=64, seqlen_q=1024, seqlen_k=1024, batch=16, heads=32, kv_heads=32) == 256
+    # 256 queries of 8 heads: two tiles of 128 rows a head are full, two of 192 are not.
+    few = problem_of(batch=1, heads=8, kv_heads=8, seqlen_q=256, seqlen_k=32768)
+    assert KERNEL.config(few).block_m == 128 and KERNEL.config(few).split
+    decode = KERNEL.config(problem_of(batch=1, heads=32, kv_heads=8, seqlen_q=1, seqlen_k=8192))
+    assert (decode.block_m, decode.pack, decode.split) == (64, 4, True)
+    assert not KERNEL.config(problem_of()).split
+
+
+def test_only_what_is_asked_is_compiled_in() -> None:
+    plain = KERNEL.config(problem_of())
+    names = ("has_left", "has_right", "softcap", "alibi", "sinks", "varlen", "cache", "split")
+    assert not any(getattr(plain, name) for name in names) and plain.page_rows == 0 and plain.pack == 1
+    asked = {"window_left": 7, "window_right": 0, "softcap": 2.0, "alibi": True, "sinks": True, "seqused_k": True}
+    full = KERNEL.config(problem_of(**asked, page_size=48))
+    assert all(getattr(full, name) for name in names if name not in ("varlen", "split"))
+    assert 48 % full.page_rows == full.block_n % full.page_rows == full.page_rows % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "mirror", "ends"),
+    [
+        ("kernels/hopper/tiles.cuh", forward.HopperParams, {"padding"}),
+        ("kernels/hopper/combine.cu", forward.CombineParams, set()),
+    ],
+)
+def test_parameters_mirror_the_device_struct(name: str, mirror: type, ends: set[str]) -> None:
+    """The same fields of the same kind in the same order; all of them are naturally aligned."""
+    body = re.search(r"struct Params \{(.*?)\n\};", device_code(name), re.DOTALL)[1]
+    found = []
+    for line in body.splitlines():
+        declaration = line.split("//")[0].strip().rstrip(";")
+        if not declaration:
+            continue
+        kind, rest = re.match(r"((?:const )?(?:long long|\w+))\s*(.*)", declaration).groups()
+        for item in rest.split(","):
+            pointer = "*" in item
+            found.append((item.strip(" *"), "pointer" if pointer else kind))
+    kinds = {
+        "c_void_p": "pointer",
+        "c_long": "long long",
+        "c_longlong": "long long",
+        "c_int": "int",
+        "c_float": "float",
+    }
+    wanted = [(n, kinds.get(t.__name__, "TensorMap")) for n, t in mirror._fields_ if n not in ends]
+    assert found == wanted
+
+
+class Launches(list):
+    """Stands for the driver: what each launch was given."""
+
+    def launch(self, grid, block, shared, params):
+        self.append((grid, block, shared, type(params).from_buffer_copy(bytes(params))))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    found = Launches()
+    monkeypatch.setattr(forward.jit, "load", lambda compiled, device: found)
+    monkeypatch.setattr(forward.jit, "compile", lambda source, arch: source)
+    monkeypatch.setattr(forward, "_counter", lambda device: 77)
+    properties = SimpleNamespace(multi_processor_count=SMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def encode(described: tensormap.TensorMap) -> bytes:
+        found.maps.append(described)
+        return bytes([len(found.maps)]) * tensormap.MAP_BYTES
+
+    found.maps = []
+    monkeypatch.setattr(tensormap, "encode", encode)
+    forward._plan.cache_clear()
+    forward._combining.cache_clear()
+    yield found
+    forward._plan.cache_clear()
+    forward._combining.cache_clear()
+
+
+def call(inputs: Inputs, **asked: object) -> tuple[AttentionProblem, torch.Tensor, torch.Tensor]:
+    problem = AttentionProblem.from_inputs(inputs, **asked).on("sm_90a")
+    *batch, rows, heads, _ = inputs.q.shape
+    out = inputs.q.new_zeros((*batch, rows, heads, inputs.v.shape[-1]))
+    lse = torch.zeros((*batch, heads, rows))
+    KERNEL.forward(problem, inputs, out, lse)
+    return problem, out, lse
+
+
+def test_what_a_launch_is_given(launches: Launches) -> None:
+    q = torch.zeros(3, 16, 4096, 64, dtype=torch.float16).transpose(1, 2)
+    k, v = torch.zeros(3, 4000, 4, 64, dtype=torch.float16), torch.zeros(3, 4000, 4, 72, dtype=torch.float16)
+    problem, out, lse = call(Inputs(q, k, v), causal=True, scale=0.5)
+    ((grid, block, shared, params),) = launches
+    config = KERNEL.config(problem)
+    assert (block, shared) == ((config.threads, 1, 1), config.shared_memory)
+    blocks = -(-4096 // config.block_m)
+    assert grid == (SMS, 1, 1) and params.tiles == 3 * 16 * blocks and params.q_blocks == blocks
+    assert (params.out, params.lse, params.counter) == (out.data_ptr(), lse.data_ptr(), 77)
+    assert (params.out_batch, params.out_row, params.out_head) == out.stride()[:3]
+    assert (params.lse_batch, params.lse_head) == lse.stride()[:2]
+    assert (params.batch, params.heads, params.group, params.splits) == (3, 16, 4, 1)
+    assert (params.seqlen_q, params.seqlen_k, params.bottom_right) == (4096, 4000, 1)
+    assert params.scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
+    assert [bytes(getattr(params, side))[0] for side in "qkv"] == [1, 2, 3]
+    queries, keys, values = launches.maps
+    assert queries.box == (64, 1, config.block_m, 1, 1) and keys.box == values.box == (64, config.block_n, 1, 1)
+    assert (queries.address, keys.address, values.address) == (q.data_ptr(), k.data_ptr(), v.data_ptr())
+    assert values.sizes == (72, 4000, 4, 3)
+
+
+def test_a_second_call_encodes_only_new_addresses(launches: Launches) -> None:
+    q = torch.zeros(2, 512, 32, 128, dtype=torch.bfloat16)
+    inputs = Inputs(q, q.clone(), q.clone())
+    call(inputs)
+    call(inputs)
+    assert len(launches) == 2 and len(launches.maps) == 3
+    call(Inputs(q, q.clone(), inputs.v))
+    assert len(launches.maps) == 6 and bytes(launches[2][3].k)[0] == 5
+
+
+def test_packed_queries_are_where_the_map_says() -> None:
+    """Row r of a tile is query r / pack of head r % pack: the map's arithmetic on a transposed tensor."""
+    q = torch.arange(2 * 8 * 5 * 16, dtype=torch.float32).view(2, 8, 5, 16).transpose(1, 2)
+    problem = replace(problem_of(), batch=2, heads=8, kv_heads=2, seqlen_q=5, head_dim=16)
+    config = HopperConfig("f16", 16, 16, 64, consumers=1, pack=4)
+    sizes, strides, box = forward.query_map(config, problem, tuple(q.shape), q.stride())
+    assert sizes == (16, 4, 5, 2, 2) and box == (64, 4, 16, 1, 1)
+    flat = q.as_strided((q.numel(),), (1,))
+    for column, packed, row, tile_head, batch in ((0, 0, 0, 0, 0), (15, 3, 4, 1, 1), (2, 1, 3, 1, 0)):
+        at = sum(i * s for i, s in zip((column, packed, row, tile_head, batch), strides, strict=True))
+        assert flat[at] == q[batch, row, tile_head * 4 + packed, column]
+
+
+def test_parts_of_the_keys_are_combined(launches: Launches) -> None:
+    q, k = torch.zeros(1, 1, 32, 128, dtype=torch.bfloat16), torch.zeros(1, 8192, 8, 128, dtype=torch.bfloat16)
+    sinks = torch.randn(32, dtype=torch.bfloat16)
+    _, out, lse = call(Inputs(q, k, k, sinks=sinks))
+    (grid, _, _, params), (combine_grid, _, _, combining) = launches
+    splits = params.splits
+    assert splits > 1 and grid == (min(SMS, 8 * splits), 1, 1) and params.tiles == 8 * splits
+    assert (params.out_split, params.out_row, params.out_head) == (32 * 128, 32 * 128, 128)
+    assert (params.lse_split, params.lse_batch, params.lse_head) == (32, 32, 1)
+    assert (combining.parts, combining.part_lse) == (params.out, params.lse)
+    assert (combining.out, combining.lse, combining.splits) == (out.data_ptr(), lse.data_ptr(), splits)
+    assert combine_grid == (8, 1, 1) and combining.sinks and params.sinks == combining.sinks
+
+
+def test_packed_sequences(launches: Launches) -> None:
+    q = torch.zeros(900, 4, 128, dtype=torch.float16)
+    starts = torch.tensor([0, 100, 100, 850], dtype=torch.int32)
+    inputs = Inputs(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=750, max_seqlen_k=750)
+    problem, _, _ = call(inputs, causal=True)
+    ((grid, _, _, params),) = launches
+    config = KERNEL.config(problem)
+    assert config.varlen and not config.split
+    assert (params.cu_q, params.cu_k) == (starts.data_ptr(), starts.data_ptr())
+    assert (params.seqlen_q, params.out_row, params.lse_head, params.out_batch) == (900, 4 * 128, 900, 0)
+    # The 50 rows after the last sequence are a sequence too, without keys.
+    needed = sum(-(-n // config.block_m) for n in (100, 0, 750, 50)) * 4
+    assert grid[0] >= min(needed, SMS)
+
+
+def test_a_paged_cache(launches: Launches) -> None:
+    q, k = torch.zeros(2, 1, 8, 64, dtype=torch.float16), torch.zeros(50, 16, 2, 64, dtype=torch.float16)
+    used, table = torch.tensor([100, 30], dtype=torch.int32), torch.arange(40, dtype=torch.int32).view(2, 20)
+    call(Inputs(q, k, k, seqused_k=used, block_table=table))
+    params = launches[0][3]
+    assert params.used_k == used.data_ptr() and params.pages == table.data_ptr()
+    assert (params.pages_row, params.page_size) == (20, 16)
+    assert launches.maps[1].sizes == (64, 16, 2, 50) and launches.maps[1].box == (64, 16, 1, 1)
+
+
+def test_empty_problems(launches: Launches) -> None:
+    none, some = torch.zeros(2, 0, 1, 64, dtype=torch.float16), torch.zeros(2, 5, 1, 64, dtype=torch.float16)
+    call(Inputs(none, some, some))
+    assert not launches
+    call(Inputs(some, none, none))  # no key: zeros are written, nothing is loaded, the queries' map serves for all
+    assert len(launches) == 1 and len(launches.maps) == 1
+    assert len({bytes(getattr(launches[0][3], side)) for side in "qkv"}) == 1
+
+
+def test_outputs_are_checked(launches: Launches) -> None:
+    q = torch.zeros(1, 64, 2, 64, dtype=torch.float16)
+    inputs, lse = Inputs(q, q, q), torch.zeros(1, 2, 64)
+    problem = AttentionProblem.from_inputs(inputs).on("sm_90a")
+    wide = torch.zeros(1, 64, 2, 65, dtype=torch.float16)
+    for out, bad_lse, word in (
+        (wide[..., :64], lse, "16 bytes"),
+        (torch.zeros_like(q).transpose(1, 2), lse, "out has shape"),
+        (q.float(), lse, "float32"),
+        (torch.zeros(q.numel() + 1, dtype=torch.float16)[1:].view_as(q), lse, "address"),
+        (torch.zeros_like(q), lse.double(), "float64"),
+        (torch.zeros_like(q), lse.transpose(1, 2), "lse"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            KERNEL.forward(problem, inputs, out, bad_lse)
+    assert not launches
+
+
+def test_the_tables_reach_every_head_dim() -> None:
+    for table in (shapes.FULL, shapes.CAUSAL, shapes.LOW, shapes.FEW_ROWS):
+        assert table[-1].head_dim == table[-1].head_dim_v == 256 and table[-1].seqlen_k == shapes.ANY
+        for small, large in itertools.pairwise(table):
+            assert (small.head_dim, small.head_dim_v, small.seqlen_k) < (
+                large.head_dim,
+                large.head_dim_v,
+                large.seqlen_k,
+            )
+
+
+def test_shipped_configurations_cover_features_and_dtypes() -> None:
+    found = [config for config, archs in KERNEL.shipped() if archs == ("sm_90a",)]
+    assert len(found) == len(set(found)) > 50
+    for name in ("has_left", "has_right", "softcap", "alibi", "sinks", "varlen", "cache", "page_rows", "split"):
+        assert any(getattr(config, name) for config in found), name
+    assert {config.dtype for config in found} == {"f16", "bf16"} and any(config.pack > 1 for config in found)
+
+
+def test_candidates_of_the_tuner() -> None:
+    for changes in ({}, {"seqlen_q": 1, "batch": 1}, {"head_dim": 72, "head_dim_v": 72}, {"head_dim": 192}):
+        problem = problem_of(**changes)
+        found = list(KERNEL.candidates(problem))
+        assert len(found) == len(set(found)) > 2 and KERNEL.config(problem) in found
+        assert {config.consumers for config in found} >= {1, 2}
+
+
+def test_what_the_tuner_found_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tile; what else the problem needs is switched on anew."""
+    problem = problem_of(seqlen_q=5000, softcap=3.0)
+    other = next(c for c in KERNEL.candidates(problem) if c.block_n != KERNEL.config(problem).block_n)
+    tuned = asdict(replace(other, softcap=False, has_left=True))
+    monkeypatch.setattr(forward.tune, "lookup", lambda kernel, asked: tuned)
+    registry.changed()
+    try:
+        assert KERNEL.config(problem) == other
+    finally:
+        monkeypatch.undo()
+        registry.changed()
+    assert KERNEL.config(problem) != other

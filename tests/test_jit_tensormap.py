@@ -1,0 +1,127 @@
+"""Tensor maps: sizes, strides and boxes as the copy engine wants them; refusals; what the driver is given."""
+
+from __future__ import annotations
+
+import enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashlane.jit import LaunchError, tensormap
+from flashlane.jit.tensormap import describe, encode, refusal
+
+
+def of(t: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Address, sizes and strides of a (b, s, h, d) tensor as (d, s, h, b)."""
+    order = (3, 1, 2, 0)
+    return t.data_ptr(), tuple(t.shape[i] for i in order), tuple(t.stride(i) for i in order)
+
+
+def test_strides_are_bytes_and_the_innermost_goes_unsaid() -> None:
+    t = torch.zeros(2, 5, 3, 72, dtype=torch.float16)
+    found = describe("f16", *of(t), box=(64, 128, 1, 1))
+    assert found.sizes == (72, 5, 3, 2)
+    assert found.strides == (3 * 72 * 2, 72 * 2, 5 * 3 * 72 * 2)
+    assert found.box_bytes == 64 * 128 * 2 and found.swizzle == 128
+
+
+def test_a_box_visits_the_elements_that_torch_indexing_does() -> None:
+    """The map's address arithmetic, carried out on a packed and transposed tensor."""
+    qkv = torch.arange(2 * 7 * 3 * 4 * 16, dtype=torch.float32).view(2, 7, 3, 4, 16)
+    t = qkv[:, :, 1].transpose(1, 2).contiguous().transpose(1, 2)  # heads first in memory
+    for tensor in (qkv[:, :, 1], t):
+        found = describe("f32", *of(tensor), box=(16, 2, 1, 1), swizzle=64)
+        flat = tensor.as_strided((tensor.untyped_storage().nbytes() // 4,), (1,), 0)
+        start = tensor.storage_offset()
+        for d, s, h, b in ((0, 0, 0, 0), (15, 6, 3, 1), (3, 2, 1, 0)):
+            steps = sum(i * step for i, step in zip((s, h, b), found.strides, strict=True)) // 4
+            assert flat[start + d + steps] == tensor[b, s, h, d]
+
+
+def test_axes_of_one_element_get_a_legal_stride() -> None:
+    t = torch.zeros(1, 5, 1, 64, dtype=torch.bfloat16).as_strided((1, 5, 1, 64), (3, 64, 7, 1))
+    assert describe("bf16", *of(t), box=(64, 8, 1, 1)).strides == (128, 128, 128)
+
+
+def test_broadcast_axes_keep_their_stride_of_zero() -> None:
+    t = torch.zeros(1, 5, 1, 64, dtype=torch.float16).expand(4, 5, 8, 64)
+    assert describe("f16", *of(t), box=(64, 8, 1, 1)).strides == (128, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "sizes", "strides", "word"),
+    [
+        (8, (64, 4), (1, 64), "8 bytes past"),
+        (0, (64, 4), (2, 64), "innermost stride is 2"),
+        (0, (64, 4), (1, 65), "130 bytes"),
+        (0, (64, 4, 2), (1, 64, 1), "2 bytes"),
+        (0, (64, 0), (1, 64), "0 elements"),
+        (0, (64, 2**32 + 1), (1, 64), "4294967297"),
+        (0, (64, 4), (1, 2**40), "below"),
+        (0, (64,), (1,), "2 to 5"),
+        (0, (8,) * 6, (1,) + (8,) * 5, "2 to 5"),
+    ],
+)
+def test_refusals_say_what_is_wrong(address: int, sizes: tuple, strides: tuple, word: str) -> None:
+    assert word in refusal(address, sizes, strides, "f16")
+    with pytest.raises(ValueError, match="no tensor map"):
+        describe("f16", address, sizes, strides, (8,) * len(sizes))
+
+
+def test_what_is_legal_is_not_refused() -> None:
+    assert refusal(4096, (64, 2**32), (1, 8), "f16") is None
+    assert refusal(16, (1, 3), (5, 8), "f16") is None  # of one element the stride does not matter
+
+
+@pytest.mark.parametrize(
+    ("box", "swizzle", "word"),
+    [
+        ((64, 257), 128, "1 to 256"),
+        ((64, 0), 128, "1 to 256"),
+        ((64,), 128, "2 sizes"),
+        ((72, 8), 128, "144 bytes"),
+        ((4, 8), 0, "8 bytes"),
+        ((64, 8), 96, "swizzle is 96"),
+    ],
+)
+def test_boxes_are_checked(box: tuple, swizzle: int, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        describe("f16", 0, (128, 16), (1, 128), box, swizzle)
+
+
+class Code(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+
+
+class Names:
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+def test_what_the_driver_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def encode_tiled(*arguments):
+        calls.append(arguments)
+        return Code(fail), SimpleNamespace(getPtr=lambda: buffer.data_ptr())
+
+    fake = SimpleNamespace(
+        cuuint64_t=int,
+        cuuint32_t=int,
+        cuTensorMapEncodeTiled=encode_tiled,
+        **{f"CUtensorMap{x}": Names() for x in ("DataType", "Interleave", "Swizzle", "L2promotion", "FloatOOBfill")},
+    )
+    buffer = torch.arange(128, dtype=torch.uint8)
+    monkeypatch.setattr(tensormap, "driver", lambda: fake)
+    fail = 0
+    wanted = describe("bf16", 256, (80, 7), (1, 80), (64, 16))
+    assert encode(wanted) == bytes(range(128))
+    ((kind, rank, address, sizes, strides, box, steps, _, swizzle, _, fill),) = calls
+    assert (kind, rank, address) == ("CU_TENSOR_MAP_DATA_TYPE_BFLOAT16", 2, 256)
+    assert (sizes, strides, box, steps) == ([80, 7], [160], [64, 16], [1, 1])
+    assert swizzle == "CU_TENSOR_MAP_SWIZZLE_128B" and fill == "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE"
+    fail = 1
+    with pytest.raises(LaunchError, match=r"CUDA_ERROR_INVALID_VALUE.*sizes=\(80, 7\)"):
+        encode(wanted)
