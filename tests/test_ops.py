@@ -14,7 +14,7 @@ from problems import gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashlane
-from flashlane import ops
+from flashlane import ops, registry
 from flashlane.problem import AttentionProblem, Inputs
 from flashlane.reference import reference_attention
 
@@ -315,3 +315,44 @@ def test_every_public_name_is_there() -> None:
         assert getattr(flashlane, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'flash_attention'"):
         flashlane.flash_attention  # noqa: B018
+
+
+@pytest.mark.parametrize("shape", [(2, 9, 4, 16), (1, 0, 2, 8)])
+def test_a_remembered_call_gives_what_the_first_gave(shape: tuple[int, ...]) -> None:
+    ops._PLANS.clear()
+    q, k, v = (torch.randn(shape) for _ in range(3))
+    first = flashlane.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert len(ops._PLANS) == 1
+    out, lse = flashlane.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(out, first[0]) and torch.equal(lse, first[1])
+    assert out.is_contiguous() and out.stride() == torch.empty(shape).stride() and lse.is_contiguous()
+    full = flashlane.flash_attn_func(q, k, v)
+    assert len(ops._PLANS) == 2 and (shape[1] == 0 or not torch.equal(full, out))
+
+
+def test_a_remembered_call_is_not_taken_for_one_that_wants_gradients() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    plain = flashlane.flash_attn_func(q, k, v)
+    assert not plain.requires_grad
+    with_grad = flashlane.flash_attn_func(q.requires_grad_(), k, v)
+    assert with_grad.requires_grad and torch.allclose(with_grad, plain)
+    assert flashlane.flash_attn_func(q, k, v).requires_grad
+    with torch.no_grad():
+        assert not flashlane.flash_attn_func(q, k, v).requires_grad
+
+
+def test_another_table_of_kernels_forgets_remembered_calls() -> None:
+    class Ones(registry.Kernel):
+        tag, family, summary, source, priority = "ones", "test", "", "", 1000
+
+        def supports(self, problem: object) -> None:
+            return None
+
+        def forward(self, problem: object, inputs: object, out: torch.Tensor, lse: torch.Tensor) -> None:
+            out.fill_(1.0)
+
+    q = torch.randn(1, 5, 2, 8)
+    before = flashlane.flash_attn_func(q, q, q)
+    with registry.table_of(registry.get("reference"), Ones()):
+        assert flashlane.flash_attn_func(q, q, q).eq(1).all()
+    assert torch.equal(flashlane.flash_attn_func(q, q, q), before)

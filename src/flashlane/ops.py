@@ -115,7 +115,8 @@ def attend(
         if len(_PLANS) >= PLANS_SIZE:
             _PLANS.clear()
         _PLANS[facts] = plan
-    out, lse = torch.empty_like(plan.out), torch.empty_like(plan.lse)
+    out = torch.empty_like(plan.out, memory_format=torch.contiguous_format)
+    lse = torch.empty_like(plan.lse, memory_format=torch.contiguous_format)
     plan.kernel.forward(plan.problem, inputs, out, lse)
     return out, lse
 
