@@ -8,7 +8,7 @@ OUT     ?= results
 BIN  := $(VENV)/bin
 TEST := $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help bench test lint format readme compile gpu clean distclean venv venv-test
+.PHONY: help bench test lint format readme docs compile gpu clean distclean venv venv-test
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 14
@@ -30,6 +30,9 @@ format: venv-test ## put the style right where ruff can
 readme: venv    ## make README.md's generated parts anew
 	$(BIN)/python benchmarks/readme_tables.py
 
+docs: venv-test ## build the documentation site into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 compile: venv-test ## compile every kernel for every architecture and read the compiler's reports
 	$(BIN)/flashlane compile --all $(ARGS)
 
@@ -44,6 +47,7 @@ gpu:            ## on a GPU, with python3 as it is (installs nothing): the GPU t
 	PYTHONPATH=src $(PYTHON) benchmarks/ncu_bounds.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/blocks_gpu.py $(OUT)/blocks.json
 	PYTHONPATH=src $(PYTHON) benchmarks/auto_check.py --out $(OUT)/auto_check.json
+	PYTHONPATH=src $(PYTHON) benchmarks/product_gpu.py --out $(OUT)
 
 clean:          ## remove what builds and tests leave; keeps .venv
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

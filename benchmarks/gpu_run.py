@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from flashlane import bench
+from flashlane.bench.flops import Direction
 from flashlane.bench.progress import Bar
 from flashlane.bench.results import Results
 from flashlane.problem import AttentionProblem
@@ -79,12 +80,15 @@ def run_and_keep(
     seed: int,
     reporter: Bar,
     note: str = "",
+    directions: Sequence[Direction] = ("forward",),
 ) -> Results:
     """Bench one problem, add it to what was found before, and rewrite the file, so that a stop loses one problem.
 
     ``note`` is appended to the problem's title, to tell two runs of one problem apart.
     """
-    found = bench.run([problem], selection=selection, settings=settings, seed=seed, reporter=reporter)
+    found = bench.run(
+        [problem], selection=selection, settings=settings, seed=seed, reporter=reporter, directions=directions
+    )
     if note:
         found.rows = [replace(row, problem=f"{row.problem}, {note}") for row in found.rows]
         found.skipped = [replace(item, problem=f"{item.problem}, {note}") for item in found.skipped]

@@ -11,11 +11,8 @@ is wrong or a swizzled kernel has conflicts, 2 when ncu cannot count.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -34,6 +31,8 @@ from flashlane.kernels.mma.attention import MmaAttention
 from flashlane.kernels.mma.config import MmaConfig
 from flashlane.layout import PlainLayout
 from flashlane.problem import AttentionProblem, arch_of
+from flashlane.profile.ncu import read_csv as read_launches
+from flashlane.profile.ncu import run_ncu
 
 FORMAT = "flashlane-ncu-conflicts/1"
 FAMILIES = "split-q+acc-f32,split-kv+acc-f32"
@@ -149,35 +148,24 @@ def profile(ncu: str, families: str) -> list[dict[str, float]]:
     Raises:
         RuntimeError: ncu could not count; the message has what it said.
     """
+    extra = ["--kernel-name", "regex:mma_attention"]
+    target = [sys.executable, __file__, "--inside", "--tags", families]
     for metrics in ((*NEEDED, *WANTED), NEEDED):
-        command = [ncu, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
-        command += ["--kernel-name", "regex:mma_attention", "--metrics", ",".join(metrics)]
-        command += [sys.executable, __file__, "--inside", "--tags", families]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        counted = read_csv(done.stdout)
-        if counted and all(name in row for row in counted for name in NEEDED):
-            return counted
-        said = [line for line in (done.stdout + done.stderr).splitlines() if re.match(r"==(ERROR|WARNING)==", line)]
-        print(*said, sep="\n", file=sys.stderr, flush=True)
-    raise RuntimeError("ncu counted nothing: " + (" ".join(said) or done.stderr[-500:] or f"status {done.returncode}"))
+        try:
+            counted = [dict(launch.metrics) for launch in run_ncu(ncu, target, metrics, extra)]
+        except RuntimeError as error:
+            said = str(error)
+        else:
+            if all(name in row for row in counted for name in NEEDED):
+                return counted
+            said = "a counter that is needed is not known here"
+        print(said, file=sys.stderr, flush=True)
+    raise RuntimeError(said)
 
 
 def read_csv(text: str) -> list[dict[str, float]]:
-    """The numbers of ``ncu --csv --page raw``, one mapping a launch; lines that are not its table are passed over.
-
-    A metric that ncu could not collect is left out.
-    """
-    rows = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
-    names = next((row for row in rows if row and row[0] == "ID"), None)
-    if names is None:
-        return []
-    found = []
-    for row in rows[rows.index(names) + 1 :]:
-        if not row[0].isdigit():  # the line of units
-            continue
-        cells = {name: cell.replace(",", "") for name, cell in zip(names, row, strict=False) if "__" in name}
-        found.append({name: float(cell) for name, cell in cells.items() if re.fullmatch(r"-?\d+(\.\d+)?", cell)})
-    return found
+    """The numbers of ``ncu --csv --page raw``, one mapping a launch."""
+    return [dict(launch.metrics) for launch in read_launches(text)]
 
 
 def table(counts: Sequence[Count]) -> Iterator[str]:

@@ -4,15 +4,18 @@
     python benchmarks/readme_tables.py --check   # exit 1 when one is not what would be written
 
 A part stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. NAME is ``kernels`` (the registry),
-``mma-shapes`` (what the mma family's heuristic picks), or ``bench:FILE``: benchmarks/FILE.json as the table that its
-format has. ``bench:FILE/VIEW`` takes another view of it: ``ladder`` and ``founding`` of a file that ``flashlane bench``
-or founding.py wrote, ``roofs`` of the one of blocks_gpu.py. A file that is not there leaves a line that says so.
+``features`` (the registry beside what other libraries document, benchmarks/features.json), ``standing`` (where the
+committed results lead and where they trail), ``mma-shapes`` (what the mma family's heuristic picks), or ``bench:FILE``:
+benchmarks/FILE.json as the table that its format has. ``bench:FILE/VIEW`` takes another view of it: ``ladder`` and
+``founding`` of a file that ``flashlane bench`` or founding.py wrote, ``roofs`` of the one of blocks_gpu.py. A file that
+is not there leaves a line that says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -22,7 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(
-    r"(<!-- (kernels|mma-shapes|bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL
+    r"(<!-- (kernels|features|standing|mma-shapes|bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n).*?(<!-- \2:end -->)",
+    re.DOTALL,
 )
 VERSIONS = ("torch", "cuda", "driver", "flashlane")
 NOT_MEASURED = "Not measured yet.\n"
@@ -52,11 +56,16 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
         if f"<!-- {begin}:end -->" not in document:
             raise ValueError(f"{name} has <!-- {begin}:begin --> but no <!-- {begin}:end -->")
         if not MARKED.search(f"<!-- {begin}:begin -->\n<!-- {begin}:end -->"):
-            raise ValueError(f"{name} has <!-- {begin}:begin -->; it may be kernels, mma-shapes or bench:FILE[/VIEW]")
+            allowed = "kernels, features, standing, mma-shapes or bench:FILE[/VIEW]"
+            raise ValueError(f"{name} has <!-- {begin}:begin -->; it may be {allowed}")
 
     def part(match: re.Match[str]) -> str:
         if match[2] == "kernels":
             body = kernel_list()
+        elif match[2] == "features":
+            body = feature_table(results / "features.json")
+        elif match[2] == "standing":
+            body = standing(results)
         elif match[2] == "mma-shapes":
             body = shape_table()
         else:
@@ -83,6 +92,42 @@ def kernel_list() -> str:
             name = f"`{os.path.commonprefix(tags).rstrip('+')}+…)`, {len(tags)} variants"  # noqa: RUF071
         rows.append((name, idea))
     return table(("kernel", "idea"), rows)
+
+
+def feature_table(path: Path) -> str:
+    """A line a feature: which families of ours run it on a GPU, asked of the registry, and what others document."""
+    others = json.loads(path.read_text(encoding="utf-8"))
+    names = list(others["libraries"])
+    rows = [(row["feature"], ours(row.get("ask")) or row["ours"], *(row.get(name, "–") for name in names))
+            for row in others["features"]]  # fmt: skip
+    said = [f"{name}: {source}" for name, source in others["libraries"].items()]
+    head = ("", "flashlane", *names)
+    return table(head, rows) + f"\n{others['note']} Sources: {'; '.join(said)}.\n"
+
+
+def ours(ask: Mapping[str, Any] | None) -> str | None:
+    """The GPU families that support a problem changed in some fields; the torch kernels where none does."""
+    from dataclasses import replace
+
+    from flashlane import registry
+    from flashlane.bench import make_problem
+    from flashlane.problem import DTYPES
+
+    if ask is None:
+        return None
+    sizes = {name: value for name, value in ask.items() if name in ("head_dim", "kv_heads", "seqlen_q", "seqlen_k")}
+    dtype = DTYPES[ask.get("dtype", "bf16")]
+    problem = make_problem(
+        2, 8, sizes.get("seqlen_q", 256), sizes.get("head_dim", 128), dtype, kv_heads=sizes.get("kv_heads"),
+        seqlen_k=sizes.get("seqlen_k"), arch=SHAPE_ARCH,
+    )  # fmt: skip
+    rest = {name: value for name, value in ask.items() if name not in (*sizes, "dtype")}
+    problem = replace(problem, **rest)
+    families = dict.fromkeys(k.family for k in registry.kernels() if k.supports(problem) is None)
+    on_gpu = [family for family in families if family not in ("reference", "tiled", "fa1")]
+    if on_gpu:
+        return ", ".join(on_gpu)
+    return "torch operations" if families else "no"
 
 
 def shape_table() -> str:
@@ -234,6 +279,95 @@ def summary(result: Result) -> str:
         tflops = number(ours[1].get("tflops"), 1)
         lines.append((problem, f"`{ours[1]['tag']}`", significant(ours[0]), tflops, *ratios))
     return table(head, lines)
+
+
+STANDING = {
+    "founding": "`mma`, founding shapes",
+    "mma_bars": "`mma`, goals",
+    "hopper_forward": "`hopper`, forward",
+    "hopper_backward": "`hopper`, backward",
+    "triton_bars": "`triton`, goals",
+    "decode": "`decode`",
+}
+"""Committed results of a family against its peers, and what the table of the standing calls them."""
+PEERS = {
+    "unfused": "plain PyTorch",
+    "flash": "FlashAttention-2 (SDPA)",
+    "fa2": "FlashAttention-2 (SDPA)",
+    "cudnn": "cuDNN (SDPA)",
+    "efficient": "SDPA efficient",
+    "sdpa-efficient": "SDPA efficient",
+    "flex": "FlexAttention",
+    "fa4": "FlashAttention-4",
+    "flash-attn-4": "FlashAttention-4",
+    "ffpa": "ffpa-attn",
+}
+
+
+def standing(results: Path) -> str:
+    """Where we lead and where we trail: times as fast as each peer, over all problems of each committed file."""
+    rows, devices = [], []
+    for name, family in STANDING.items():
+        path = results / f"{name}.json"
+        if not path.is_file():
+            continue
+        result = json.loads(path.read_text(encoding="utf-8"))
+        ratios: dict[str, list[float]] = {}
+        for peer, ratio in pairs(result):
+            word = peer.strip("()")
+            ratios.setdefault(PEERS.get(word, word), []).append(ratio)
+        devices.append(f"{result['environment']['device']}, {str(result['environment'].get('date'))[:10]}")
+        for peer, found in ratios.items():
+            mean = math.exp(sum(map(math.log, found)) / len(found))
+            figures = (marked(value) for value in (mean, min(found), max(found)))
+            rows.append((family, peer, len(found), sum(ratio > 1 for ratio in found), *figures))
+    if not rows:
+        return NOT_MEASURED
+    head = ("kernels", "against", "problems:", "faster in:", "geometric mean:", "least:", "most:")
+    text = table(head, rows) + f"\nMeasured on {'; '.join(dict.fromkeys(devices))}."
+    absent = [name for name in dict.fromkeys(PEERS.values()) if name not in {row[1] for row in rows}]
+    text += f" Not in any of these files: {', '.join(absent)}.\n" if absent else "\n"
+    checked = results / "correctness.json"
+    if checked.is_file():
+        found = json.loads(checked.read_text(encoding="utf-8"))
+        text += (
+            f"{found['runs']} checked runs of {len(found['kernels'])} kernels over {found['problems']} drawn problems, "
+            f"{found['failures']} failed ([correctness.json](benchmarks/correctness.json)).\n"
+        )
+    return text
+
+
+def marked(ratio: float) -> str:
+    """A ratio; in bold where it is a loss."""
+    return f"**{ratio:.2f}**" if ratio < 1 else f"{ratio:.2f}"
+
+
+def pairs(result: Result) -> Iterable[tuple[str, float]]:
+    """(peer, times as fast as it) of every problem of a family's file; nothing for a format that is not known."""
+    kind = str(result.get("format"))
+    if kind.startswith("flashlane-bench/"):
+        for rows in by_problem(result).values():
+            timed = [row for row in rows if row["status"] == "ok" and milliseconds(row)]
+            ours = min((milliseconds(row) for row in timed if row["kind"] == "kernel"), default=None)
+            yield from ((r["tag"], milliseconds(r) / ours) for r in timed if ours and r["kind"] == "baseline")
+    elif kind.startswith("flashlane-bars/"):
+        yield from ((goal["peer"], goal["ratio"]) for goal in result["goals"] if goal["ratio"])
+    elif kind.startswith("flashlane-triton-bars/"):
+        yield from (pair for goal in result["goals"] for pair in (goal.get("ratios") or {}).items() if pair[1])
+    elif kind.startswith("flashlane-hopper-"):
+        for row in result["rows"]:
+            rates = row.get("tflops") or {}
+            yield from (
+                (n, rates["flashlane"] / x) for n, x in rates.items() if n != "flashlane" and "flashlane" in rates
+            )
+    elif kind.startswith("flashlane-decode/"):
+        times: dict[str, dict[str, float]] = {}
+        for row in result["rows"]:
+            if row["check"] == "ok" and row.get("microseconds"):
+                times.setdefault(row["cell"], {})[row["tag"]] = row["microseconds"]
+        for cell in times.values():
+            ours = min((us for tag, us in cell.items() if not tag.startswith("(")), default=None)
+            yield from ((tag, us / ours) for tag, us in cell.items() if ours and tag.startswith("("))
 
 
 def words_of(tag: str) -> list[str]:

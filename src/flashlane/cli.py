@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
+import json
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from flashlane import __version__
 from flashlane.bench import options as o
 
+SUITE = "bench suite"
+"""A command of two words: ``bench`` is a command itself, with options of its own."""
 BAD_INPUT = (ValueError, TypeError, NotImplementedError, FileNotFoundError, ImportError)
+
+
+class _Commands(TyperGroup):
+    """Commands, one of which has a name of two words."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        words = SUITE.split()
+        joined = [SUITE, *args[len(words) :]] if args[: len(words)] == words else args
+        return super().resolve_command(ctx, joined)
+
+
+def reflowed(text: str) -> str:
+    """A docstring whose paragraphs are one line each, so that a terminal of any width wraps them itself."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(p if p.startswith("  ") else " ".join(p.split()) for p in paragraphs)
+
+
+HELP = """Exact attention from hand-written PTX: measure it, compare it, see what bounds it, watch it for regressions.
+
+Measure: bench, compare, sweep, tune. See: plot, report, roofline, profile. Watch: regress. Ask: explain, compile,
+layout, budget, doctor. Record a model's own tensors: capture. Each has --help with examples.
+
+Sizes are given alike everywhere: --B --H --N --D (batch, heads, sequence length, head dim), each a value (64), a list
+(64,128), a geometric sweep (1024:8192:x2) or an arithmetic one (64:256:+64); or --preset gpt2, llama3-8b, …
+
+Every table has its file: JSON with everything, CSV with a line a row. Progress goes to stderr, results to stdout.
+
+Exit status: 0 fine; 1 a check failed, or a kernel got slower; 2 bad input, or something needed is missing; 3 the
+results could not be written where they should be, and are kept elsewhere; 130 interrupted.
+
+Shell completion: flashlane --install-completion.
+"""
 app = typer.Typer(
     name="flashlane",
-    help="Exact attention from hand-written PTX: bench it, see what the compiler made of it, ask which kernel runs.",
+    cls=_Commands,  # "bench suite"
+    help=reflowed(HELP),
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -43,6 +82,7 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
             )
             raise typer.Exit(2) from error
 
+    run.__doc__ = _escaped(reflowed(command.__doc__ or ""))
     return run
 
 
@@ -77,6 +117,7 @@ def compile_command(
     causal: o.Causal = None,
     alignment: o.AlignmentName = "bottom-right",
     dtype: o.Dtype = None,
+    preset: o.PresetName = None,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
     show_all: o.ShowAll = False,
@@ -101,6 +142,12 @@ def compile_command(
     the configuration that each kernel would choose for the given sizes (default B1 H8 N8192 D64).
 
     Exit status: 0 all is right, 1 a kernel did not compile, spilled or drew a warning, 2 bad input.
+
+    Examples:
+
+      flashlane compile --tags split-q --D 64,128 --arch sm_80,sm_90a
+
+      flashlane compile --all --json
     """
     from flashlane.bench import compile_report
     from flashlane.bench.command import REPORT_ARCH
@@ -112,10 +159,11 @@ def compile_command(
     if everything:
         usages = compile_report.report_shipped(archs or None, chosen)
     else:
-        grid = o.grid_of(batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+        sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
         usages = [
             usage
             for name in archs or [REPORT_ARCH]
+            for grid in o.grids_of(preset, *sizes)
             for problem in grid.problems(name, o.shapes_of(on_gpu=True, quick=False)[:1])
             for usage in compile_report.report_problem(problem, name, chosen)
         ]
@@ -125,9 +173,6 @@ def compile_command(
 
 
 def _print_usages(usages: list[Any], as_json: bool, unlisted: int) -> None:
-    import dataclasses
-    import json
-
     from flashlane.bench.table import make_console, print_compiled, print_unlisted
 
     if as_json:
@@ -158,6 +203,7 @@ def explain_command(
     causal: o.Causal = None,
     alignment: o.AlignmentName = "bottom-right",
     dtype: o.Dtype = None,
+    preset: o.PresetName = None,
     kernel: Annotated[
         str | None, o.option("--kernel", help="Force this kernel, and say whether it can.", panel=o.WHICH)
     ] = None,
@@ -166,10 +212,17 @@ def explain_command(
         str | None,
         o.option("--arch", help="An architecture (sm_90a) or cpu. Default: this machine's.", panel=o.OUTPUT),
     ] = None,
+    json_: Annotated[bool, o.option("--json", help="Print the choices as JSON.", panel=o.OUTPUT)] = False,
 ) -> None:
     """Say which kernel would run for given sizes, and why each other one would not.
 
     Exit status: 0 a kernel runs it, 2 bad input or none does.
+
+    Examples:
+
+      flashlane explain --preset llama3-8b --arch sm_90a
+
+      flashlane explain --D 320 --dtype bf16 --kernel "mma(naive)"
     """
     from flashlane.bench.compile_report import check_arch
     from flashlane.bench.runner import resolve_device
@@ -179,15 +232,38 @@ def explain_command(
     target = arch_of(resolve_device(None))
     if arch is not None:
         target = None if arch == "cpu" else check_arch(arch)
-    grid = o.grid_of(batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
-    for problem in grid.problems(target, o.shapes_of(on_gpu=True, quick=False)[:1]):
-        typer.echo(str(explain_problem(problem, kernel, show_all)))
+    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+    shapes = o.shapes_of(on_gpu=True, quick=False)[:1]
+    found = [
+        explain_problem(problem, kernel, show_all)
+        for grid in o.grids_of(preset, *sizes)
+        for problem in grid.problems(target, shapes)
+    ]
+    if json_:
+        typer.echo(json.dumps([explanation_json(each) for each in found], indent=1))
+        return
+    for each in found:
+        typer.echo(str(each))
+
+
+def explanation_json(explanation: Any) -> dict[str, Any]:
+    """What ``explain --json`` prints of one problem."""
+    kernels = [dataclasses.asdict(choice) for choice in explanation.choices]
+    arch = explanation.problem.arch or "cpu"
+    return {"problem": explanation.problem.describe(), "arch": arch, "chosen": explanation.chosen, "kernels": kernels}
 
 
 def doctor_command(
     json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say what this machine has, and what each missing thing costs: GPU, driver, NVRTC, torch, Triton, cache, peers."""
+    """Say what this machine has, and what each missing thing costs: GPU, driver, NVRTC, torch, Triton, cache, peers.
+
+    Exit status: 0 always; the findings say what is missing.
+
+    Examples:
+
+      flashlane doctor --json
+    """
     from flashlane import doctor
     from flashlane.bench.table import make_console
 
@@ -204,24 +280,44 @@ def _add_commands() -> None:
     from flashlane.bench.command import command as bench_command
     from flashlane.capture import command as capture_command
     from flashlane.commands.budget import budget_command
+    from flashlane.commands.compare import compare_command
     from flashlane.commands.layout import layout_command
     from flashlane.commands.plot import plot_command
+    from flashlane.commands.profile import profile_command
     from flashlane.commands.regress import regress_command
+    from flashlane.commands.report import report_command
+    from flashlane.commands.roofline import roofline_command
+    from flashlane.commands.suite import suite_command
+    from flashlane.commands.sweep import sweep_command
     from flashlane.commands.tune import tune_command
 
-    for name, command in (
-        ("bench", bench_command),
-        ("compile", compile_command),
-        ("explain", explain_command),
-        ("doctor", doctor_command),
-        ("capture", capture_command),
-        ("layout", layout_command),
-        ("budget", budget_command),
-        ("tune", tune_command),
-        ("plot", plot_command),
-        ("regress", regress_command),
-    ):
-        app.command(name)(explained(command))
+    panels = {
+        "Measure": (
+            ("bench", bench_command),
+            (SUITE, suite_command),
+            ("compare", compare_command),
+            ("sweep", sweep_command),
+            ("tune", tune_command),
+        ),
+        "See and watch": (
+            ("plot", plot_command),
+            ("report", report_command),
+            ("roofline", roofline_command),
+            ("profile", profile_command),
+            ("regress", regress_command),
+        ),
+        "Ask": (
+            ("explain", explain_command),
+            ("compile", compile_command),
+            ("layout", layout_command),
+            ("budget", budget_command),
+            ("doctor", doctor_command),
+        ),
+        "Record": (("capture", capture_command),),
+    }
+    for panel, commands in panels.items():
+        for name, command in commands:
+            app.command(name, rich_help_panel=panel)(explained(command))
 
 
 _add_commands()

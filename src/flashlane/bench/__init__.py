@@ -1,28 +1,34 @@
 """The bench: every kernel beside every baseline, checked against the formula, then timed in one interleaved run.
 
 >>> from flashlane import bench
->>> results = bench.run([bench.make_problem(1, 8, 1024, 64)])
+>>> results = bench.run(bench.problems(seqlen=[512, 1024], head_dim=64, causal=True))
+>>> frame = results.frame()                       # tidy, a line a row (pandas)
 >>> for row in results: print(row.tag, row.status, row.timing.median)
 """
 
 from flashlane.bench.check import Oracle, Verdict
 from flashlane.bench.compile_report import Usage, report_problem, report_shipped
-from flashlane.bench.flops import flops, tflops
-from flashlane.bench.grid import Grid, make_problem
+from flashlane.bench.flops import flops, least_bytes, tflops
+from flashlane.bench.grid import Grid, make_problem, problems
 from flashlane.bench.inputs import Case, Pattern, load_cases, random_inputs
+from flashlane.bench.memory import Memory
 from flashlane.bench.peers import PEERS, Peer, select_peers
-from flashlane.bench.results import Results, Row, Skipped
+from flashlane.bench.presets import PRESETS, Preset
+from flashlane.bench.results import Results, Row, Skipped, load_results
 from flashlane.bench.runner import Selection, run
 from flashlane.bench.table import make_console, print_compiled, print_results
 from flashlane.bench.timing import Settings, Timing
 
 __all__ = [
     "PEERS",
+    "PRESETS",
     "Case",
     "Grid",
+    "Memory",
     "Oracle",
     "Pattern",
     "Peer",
+    "Preset",
     "Results",
     "Row",
     "Selection",
@@ -32,11 +38,14 @@ __all__ = [
     "Usage",
     "Verdict",
     "flops",
+    "least_bytes",
     "load_cases",
+    "load_results",
     "make_console",
     "make_problem",
     "print_compiled",
     "print_results",
+    "problems",
     "random_inputs",
     "report_problem",
     "report_shipped",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -15,11 +16,13 @@ from rich.console import Console
 from flashlane.bench import options as o
 from flashlane.bench.check import RULES
 from flashlane.bench.compile_report import check_arch
+from flashlane.bench.grid import parse_dtypes
 from flashlane.bench.inputs import Case, Pattern, load_cases
-from flashlane.bench.peers import PEERS, Peer, select_peers
+from flashlane.bench.isolated import Spec, run_isolated
+from flashlane.bench.peers import PEERS, Peer, peers_of_files, select_peers
 from flashlane.bench.progress import Bar
-from flashlane.bench.results import Results, check_writable
-from flashlane.bench.runner import Selection, resolve_device, run
+from flashlane.bench.results import INTERRUPTED, NOT_WRITTEN, STOPPED, Results, check_writable, finish_files
+from flashlane.bench.runner import Selection, compile_cases, resolve_device, run
 from flashlane.bench.table import make_console, print_results
 from flashlane.bench.timing import Settings
 from flashlane.problem import arch_of
@@ -41,11 +44,11 @@ def command(
     causal: o.Causal = None,
     alignment: o.AlignmentName = "bottom-right",
     dtype: o.Dtype = None,
+    preset: o.PresetName = None,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
-    baselines: Annotated[
-        str, o.option("--baselines", help="all, none, or a list: unfused,flash,cudnn,…", panel=o.WHICH)
-    ] = "all",
+    baselines: o.Baselines = "all",
+    peers_from: o.PeersFrom = None,
     torch_: Annotated[
         bool, o.option("--torch", help="Founding flag: add (unfused) to --baselines.", panel=o.WHICH)
     ] = False,
@@ -63,7 +66,7 @@ def command(
         Path | None,
         o.option("--qkv", help="Bench on the tensors of a .safetensors file (see flashlane capture).", panel=o.INPUT),
     ] = None,
-    seed: Annotated[int, o.option("--seed", help="Of the random inputs; each problem adds 1.", panel=o.INPUT)] = 0,
+    seed: o.Seed = 0,
     no_rand_q: Annotated[bool, o.option("--no-rand-q", help="Q is all ones.", panel=o.INPUT)] = False,
     no_rand_k: Annotated[bool, o.option("--no-rand-k", help="K is all ones.", panel=o.INPUT)] = False,
     no_rand_v: Annotated[bool, o.option("--no-rand-v", help="V is all ones.", panel=o.INPUT)] = False,
@@ -83,22 +86,37 @@ def command(
         str,
         o.option("--rule", help="How close: fa2 (error at most twice that of plain torch) or fa3.", panel=o.MEASURE),
     ] = "fa2",
-    warmup: Annotated[
-        int | None, o.option("--warmup", help="Calls before the first round, at least.", panel=o.MEASURE)
-    ] = None,
-    iters: Annotated[
-        int | None,
-        o.option("--iters", "--rounds", help="Rounds; in each, every implementation runs in turn.", panel=o.MEASURE),
-    ] = None,
+    no_grad: o.NoGrad = False,
+    backward: o.Backward = False,
+    both: o.Both = False,
+    warmup: o.Warmup = None,
+    iters: o.Rounds = None,
     graph: Annotated[
-        bool, o.option("--graph", help="Time CUDA-graph replays: no host cost, warm L2.", panel=o.MEASURE)
+        bool,
+        o.option(
+            "--graph",
+            help="Time CUDA-graph replays (no host cost, warm L2), and the host's cost of a call apart.",
+            panel=o.MEASURE,
+        ),
     ] = False,
-    quick: Annotated[
-        bool, o.option("--quick", help="Three short rounds, and one small shape where none is given.", panel=o.MEASURE)
+    cycles: Annotated[
+        bool,
+        o.option("--cycles", help="Also count SM cycles of a call with Nsight Compute (ncu).", panel=o.MEASURE),
     ] = False,
-    device: Annotated[
-        str | None, o.option("--device", help="cpu, cuda or cuda:N. Default: the GPU if any.", panel=o.MEASURE)
+    memory: Annotated[
+        bool, o.option("--memory/--no-memory", help="Also see what a call allocates.", panel=o.MEASURE)
+    ] = True,
+    roofs: o.MeasureRoofs = False,
+    quick: o.Quick = False,
+    timeout: Annotated[
+        float | None,
+        o.option(
+            "--timeout",
+            help="Run in a process of its own, and end what gives no sign of life for so many seconds.",
+            panel=o.MEASURE,
+        ),
     ] = None,
+    device: o.Device = None,
     arch: Annotated[
         str | None,
         o.option(
@@ -111,9 +129,7 @@ def command(
     flops: Annotated[
         str, o.option("--flops", help="gemm (4·B·H·N·M·D) or founding (the founding logs').", panel=o.OUTPUT)
     ] = "gemm",
-    out: Annotated[Path, o.option("--out", help="Folder for the results, JSON and CSV.", panel=o.OUTPUT)] = Path(
-        "results"
-    ),
+    out: o.Out = o.RESULTS,
 ) -> None:
     """Run every listed kernel and every baseline, check each against the formula, time them side by side.
 
@@ -121,12 +137,18 @@ def command(
     combination runs. Without any: the founding shapes on a GPU, one small shape on the CPU, where the GPU kernels are
     compiled and reported instead of run.
 
-    Exit status: 0 all is right, 1 a kernel's check failed or it raised, 2 bad input. A baseline that fails its check is
-    shown as FAIL and not timed; it does not change the status.
+    Each row: the median, fastest and slowest round, TFLOP/s of each, what a call allocates, its error, and for kernels
+    on mma.sync the share of what that instruction gives on this card. Everything is in the JSON and CSV files.
+
+    Exit status: 0 all is right, 1 a kernel's check failed or it raised, 2 bad input, 3 the files could not be written
+    where they should be, 130 interrupted (the problems done before are kept). A baseline that fails its check is shown
+    as FAIL and not timed; it does not change the status.
 
     Examples:
 
       flashlane bench --B 1 --H 8 --N 1024:8192:x2 --D 64,128 --causal
+
+      flashlane bench --preset gpt2,llama3-8b --backward
 
       flashlane bench --tags share-qkv --baselines flash,cudnn --graph
 
@@ -136,20 +158,24 @@ def command(
     convention = o.convention_of(flops)
     if rule not in RULES:
         raise ValueError(f"--rule is {rule!r}; it may be one of {', '.join(RULES)}")
-    settings = _settings(where, quick, warmup, iters, graph)
+    directions = o.directions_of(no_grad, backward, both)
+    settings = settings_for(where, quick, warmup, iters, graph)
     report_arch = _report_arch(arch, where)
     words = o.words_of(tags)
     exact = o.words_of(kernels)
     if naive and (words or exact):
         exact = (*exact, "mma(naive)")
-    selection = Selection(words, exact, _peers(baselines, torch_, sdpa), acc_f32, show_all)
-    grid = o.grid_of(batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+    peers = (*_peers(baselines, torch_, sdpa), *peers_of_files(peers_from or ()))
+    selection = Selection(words, exact, peers, acc_f32, show_all)
+    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k)
     if qkv is not None:
-        given = {"--B": batch, "--H": heads, "--N": seqlen, "--D": head_dim, "--kv-heads": kv_heads}
-        _check_alone(given | {"--seqlen-k": seqlen_k, "--causal": causal})
-        cases = load_cases(o.check_file(qkv, "--qkv"), arch_of(where), grid.dtypes if dtype else None)
+        given = dict(zip(("--B", "--H", "--N", "--D", "--kv-heads", "--seqlen-k"), sizes, strict=True))
+        _check_alone(given | {"--causal": causal, "--preset": preset})
+        dtypes = parse_dtypes(dtype) if dtype else None
+        cases = load_cases(o.check_file(qkv, "--qkv"), arch_of(where), dtypes)
     else:
-        cases = [Case(p) for p in grid.problems(arch_of(where), o.shapes_of(where.type == "cuda", quick))]
+        found = o.problems_of(preset, *sizes, dtype, causal, alignment, device=where, quick=quick)
+        cases = [Case(problem) for problem in found]
     check_writable(out)
     pattern = Pattern(
         random_q=not (no_rand_q or no_rand_qkv),
@@ -157,20 +183,25 @@ def command(
         random_v=not (no_rand_v or no_rand_qkv),
         range_k=range_k,
     )
-    with Bar(len(cases) + (_distinct(cases) if report_arch else 0)) as reporter:
-        results = run(
-            cases,
-            device=where,
-            selection=selection,
-            check=check,
-            rule=rule,
-            settings=settings,
-            pattern=pattern,
-            seed=seed,
-            arch=report_arch,
-            arch_seconds=REPORT_SECONDS if arch is None else math.inf,
-            reporter=reporter,
-        )
+    steps = len(cases) * len(directions) + (_distinct(cases) if report_arch else 0)
+    arch_seconds = REPORT_SECONDS if arch is None else math.inf
+    measured = {"directions": directions, "settings": settings, "check": check, "rule": rule}
+    measured |= {"memory": memory, "cycles": cycles, "roofs": roofs, "pattern": pattern}
+    with Bar(steps) as reporter:
+        if timeout is None:
+            arched = {"arch": report_arch, "arch_seconds": arch_seconds, "keep_partial": True}
+            results = run(cases, device=where, selection=selection, seed=seed, reporter=reporter, **measured, **arched)
+        else:
+            o.check_timeout(timeout)
+            if qkv is not None:
+                raise ValueError("--timeout is given beside --qkv; saved tensors are benched in this process only")
+            tags_of_peers = tuple(peer.tag for peer in _peers(baselines, torch_, sdpa))
+            files = tuple(map(str, peers_from or ()))
+            spec = Spec(str(where), words, exact, tags_of_peers, files, acc_f32, show_all, **measured)
+            problems = [case.problem for case in cases]
+            results = run_isolated(problems, spec, seconds=timeout, seed=seed, reporter=reporter)
+            if report_arch:
+                compile_cases(cases, results, report_arch, time.monotonic() + arch_seconds, selection, reporter)
     finish(results, out, convention)
 
 
@@ -178,17 +209,27 @@ def finish(results: Results, out: Path, convention: str) -> None:
     """Print, write the files, and end with the status that the results deserve."""
     console = make_console()
     print_results(results, console, convention)
-    for path in results.write(out):
-        console.print(f"wrote {path}", style="dim", soft_wrap=True)
+    written = finish_files(results, out, console)
+    if results.stopped:
+        message = f"the run ended early: {results.stopped}; what is done before is kept"
+        Console(file=sys.stderr).print(message, style="bold red", soft_wrap=True, markup=False)
+        raise typer.Exit(INTERRUPTED if results.stopped == STOPPED else 1)
     if results.failed:
         tags = ", ".join(dict.fromkeys(row.tag for row in results.failed))
         Console(file=sys.stderr).print(
             f"{len(results.failed)} rows of kernels failed: {tags}", style="bold red", soft_wrap=True
         )
         raise typer.Exit(1)
+    if not written:
+        raise typer.Exit(NOT_WRITTEN)
 
 
-def _settings(device: torch.device, quick: bool, warmup: int | None, iters: int | None, graph: bool) -> Settings:
+def settings_for(device: torch.device, quick: bool, warmup: int | None, iters: int | None, graph: bool) -> Settings:
+    """How long to measure on a device, as the options say.
+
+    Raises:
+        ValueError: an option is out of range, or the device has no graphs.
+    """
     settings = replace(Settings() if device.type == "cuda" else CPU_SETTINGS, graph=graph)
     if graph and device.type != "cuda":
         raise ValueError(f"--graph replays CUDA graphs; the device is {device}, which has none")

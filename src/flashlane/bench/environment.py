@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+COMMAND = "FLASHLANE_COMMAND"
 PACKAGES = (
     "triton",
     "cuda-core",
@@ -81,7 +82,17 @@ def commit() -> str | None:
     return head + ("+dirty" if _output("git", "-C", str(here), "status", "--porcelain", "--", here.parent) else "")
 
 
+def child_environment() -> dict[str, str]:
+    """The environment of a Python that this one starts, in which it finds this same package."""
+    source = str(Path(__file__).resolve().parents[2])
+    paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), COMMAND: _command()}
+
+
 def _command() -> str:
+    """What the user typed, in a process that the bench started too."""
+    if COMMAND in os.environ:
+        return os.environ[COMMAND]
     program = Path(sys.argv[0])
     return " ".join(["flashlane" if program.stem in ("flashlane", "__main__") else program.name, *sys.argv[1:]])
 

@@ -144,6 +144,37 @@ def make_problem(
     )
 
 
+def problems(
+    *,
+    batch: int | Sequence[int] = 1,
+    heads: int | Sequence[int] = 8,
+    seqlen: int | Sequence[int] = 1024,
+    head_dim: int | Sequence[int] = 64,
+    kv_heads: int | Sequence[int] | None = None,
+    seqlen_k: int | Sequence[int] | None = None,
+    dtype: str | torch.dtype | Sequence[str | torch.dtype] = "f16",
+    causal: bool | Sequence[bool] = False,
+) -> list[AttentionProblem]:
+    """Every combination of sizes, each one number or several: what a notebook gives to :func:`flashlane.bench.run`.
+
+    ``dtype`` is f16, bf16, f32, f64 or torch's own; ``kv_heads`` and ``seqlen_k`` default to those of the queries.
+
+    Raises:
+        ValueError: a size is not possible, or a dtype is unknown; the message names it.
+    """
+
+    def several(value: object) -> tuple:
+        return tuple(value) if isinstance(value, list | tuple | range) else (value,)
+
+    dtypes = tuple(d if isinstance(d, torch.dtype) else parse_dtypes(str(d), "dtype")[0] for d in several(dtype))
+    axes = [several(value) for value in (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, causal)]
+    return [
+        make_problem(b, h, n, d, kind, kv_heads=hk, seqlen_k=nk, causal=masked)
+        for kind in dtypes
+        for b, h, n, d, hk, nk, masked in itertools.product(*axes)
+    ]
+
+
 @dataclass(frozen=True)
 class Grid:
     """The sizes asked for; None means "as the shapes say" (:data:`FOUNDING_SHAPES`) or "as the queries have"."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
-from flashlane.bench.flops import CONVENTIONS
+from flashlane.bench.flops import CONVENTIONS, DIRECTIONS, Direction
 from flashlane.bench.grid import CPU_SHAPES, FOUNDING_SHAPES, Grid, parse_dtypes, parse_names, parse_sizes
-from flashlane.problem import ALIGNMENTS, MAX_HEAD_DIM
+from flashlane.bench.presets import PRESETS, select_presets
+from flashlane.problem import ALIGNMENTS, MAX_HEAD_DIM, AttentionProblem, arch_of
 
 SIZES, WHICH, INPUT, MEASURE, OUTPUT = "Sizes", "Which implementations", "Input", "Checking and timing", "Output"
 
@@ -59,6 +61,131 @@ ShowAll = Annotated[
     bool,
     option("--show-all", help="Every kernel of the grid; without it and without --tags the listed ones.", panel=WHICH),
 ]
+
+PresetName = Annotated[
+    str | None,
+    option(
+        "--preset",
+        help=f"Sizes of a model's layer, or of several: {', '.join(PRESETS)}; all. Other sizes given override it.",
+        panel=SIZES,
+        autocompletion=lambda: list(PRESETS),
+    ),
+]
+NoGrad = Annotated[bool, option("--no-grad", help="The forward pass alone (the default).", panel=MEASURE)]
+Backward = Annotated[
+    bool, option("--backward", help="Also the backward pass, timed apart from its forward.", panel=MEASURE)
+]
+Both = Annotated[
+    bool,
+    option("--both", help="Also the backward pass apart, and forward and backward in one.", panel=MEASURE),
+]
+Device = Annotated[str | None, option("--device", help="cpu, cuda or cuda:N. Default: the GPU if any.", panel=MEASURE)]
+Seed = Annotated[int, option("--seed", help="Of the random inputs; each problem adds 1.", panel=INPUT)]
+Warmup = Annotated[int | None, option("--warmup", help="Calls before the first round, at least.", panel=MEASURE)]
+Rounds = Annotated[
+    int | None,
+    option(
+        "--iters", "--rounds", "--repeats", help="Rounds; in each, every implementation runs in turn.", panel=MEASURE
+    ),
+]
+Quick = Annotated[
+    bool, option("--quick", help="Three short rounds, and one small shape where none is given.", panel=MEASURE)
+]
+MeasureRoofs = Annotated[
+    bool,
+    option(
+        "--roofs", help="Also measure the device's copy and matrix rates; plot and report draw them.", panel=MEASURE
+    ),
+]
+Baselines = Annotated[str, option("--baselines", help="all, none, or a list: unfused,flash,cudnn,…", panel=WHICH)]
+PeersFrom = Annotated[
+    list[Path] | None,
+    option(
+        "--peers-from",
+        help="Your own baselines: a Python file that defines PEERS, a tuple of flashlane.bench.Peer. Repeatable.",
+        panel=WHICH,
+    ),
+]
+Timeout = Annotated[
+    float,
+    option("--timeout", help="Seconds without a sign of life after which what runs is ended.", panel=MEASURE),
+]
+Out = Annotated[Path, option("--out", help="Folder for the results.", panel=OUTPUT)]
+RESULTS = Path("results")
+TIMEOUT = 120.0
+
+
+def check_timeout(seconds: float) -> None:
+    """ValueError unless it is a positive number of seconds."""
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"--timeout is {seconds:g}; it must be a positive number of seconds")
+
+
+def directions_of(no_grad: bool, backward: bool, both: bool) -> tuple[Direction, ...]:
+    """What is timed.
+
+    Raises:
+        ValueError: ``--no-grad`` beside one of the others.
+    """
+    if no_grad and (backward or both):
+        raise ValueError(f"--no-grad is given beside {'--both' if both else '--backward'}; one of them may be")
+    if both:
+        return DIRECTIONS
+    return ("forward", "backward") if backward else ("forward",)
+
+
+def problems_of(
+    preset: str | None,
+    batch: str | None,
+    heads: str | None,
+    seqlen: str | None,
+    head_dim: str | None,
+    kv_heads: str | None,
+    seqlen_k: str | None,
+    dtype: str | None,
+    causal: bool | None,
+    alignment: str,
+    *,
+    device: torch.device,
+    quick: bool = False,
+    first: bool = False,
+) -> list[AttentionProblem]:
+    """The problems that the options ask for on a device, each once; without a size the usual ones, or the ``first``.
+
+    Raises:
+        ValueError: an option cannot be read; the message names it.
+    """
+    arch, shapes = arch_of(device), shapes_of(device.type == "cuda", quick)[: 1 if first else None]
+    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+    return list(dict.fromkeys(p for grid in grids_of(preset, *sizes) for p in grid.problems(arch, shapes)))
+
+
+def grids_of(
+    preset: str | None,
+    batch: str | None,
+    heads: str | None,
+    seqlen: str | None,
+    head_dim: str | None,
+    kv_heads: str | None,
+    seqlen_k: str | None,
+    dtype: str | None,
+    causal: bool | None,
+    alignment: str,
+) -> list[Grid]:
+    """One grid for each preset, whose sizes the others given override; without a preset one.
+
+    Raises:
+        ValueError: an option cannot be read; the message names it.
+    """
+    given = {"batch": batch, "heads": heads, "seqlen": seqlen, "head_dim": head_dim, "kv_heads": kv_heads}
+    given = {name: text for name, text in given.items() if text is not None}
+    found = []
+    for chosen in (None,) if preset is None else select_presets(preset):
+        sizes = dict.fromkeys(("batch", "heads", "seqlen", "head_dim", "kv_heads"))
+        sizes |= (chosen.sizes() if chosen else {}) | given
+        masked = chosen.causal if chosen is not None and causal is None else causal
+        found.append(grid_of(**sizes, seqlen_k=seqlen_k, dtype=dtype, causal=masked, alignment=alignment))
+    return found
 
 
 def grid_of(

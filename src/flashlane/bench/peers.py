@@ -11,8 +11,11 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+import re
+import runpy
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -213,6 +216,10 @@ def _flex(problem: AttentionProblem, inputs: Inputs) -> Call:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()  # after eight shapes dynamo would run the eager version in its name
+    if problem.needs_grad:  # a backward that is timed alone keeps its graph, which donated buffers would not outlive
+        import torch._functorch.config as functorch
+
+        functorch.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     mask = None
@@ -358,3 +365,26 @@ def select_peers(text: str) -> tuple[Peer, ...]:
     tags = [ALIASES.get(tag, tag) for tag in tags]
     chosen = parse_names(",".join(tags), "--baselines", peer_tags())
     return tuple(peer for peer in PEERS if peer.tag in chosen)
+
+
+def peers_of_files(paths: Iterable[Path]) -> tuple[Peer, ...]:
+    """The ``PEERS`` that Python files of a user define; each file is run.
+
+    Raises:
+        ValueError: a file is not there, cannot be run, defines no PEERS, or a tag is taken or lacks its brackets.
+    """
+    found: list[Peer] = []
+    for path in paths:
+        try:
+            defined = runpy.run_path(str(path)).get("PEERS")
+        except Exception as error:  # whatever a user's file raises
+            raise ValueError(f"--peers-from is {str(path)!r}, which cannot be run: {error}") from error
+        if not isinstance(defined, tuple) or not all(isinstance(peer, Peer) for peer in defined):
+            raise ValueError(f"--peers-from is {str(path)!r}; it must define PEERS, a tuple of flashlane.bench.Peer")
+        for peer in defined:
+            if not re.fullmatch(r"\(.+\)", peer.tag):
+                raise ValueError(f"{path} has a peer {peer.tag!r}; its tag must be in round brackets")
+            if peer.tag in (*peer_tags(), *(other.tag for other in found)):
+                raise ValueError(f"{path} has a peer {peer.tag!r}, which is the tag of another")
+            found.append(peer)
+    return tuple(found)

@@ -7,23 +7,41 @@ import gc
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from flashlane import registry
-from flashlane.bench.check import STANDARD, Oracle, Rule
+from flashlane.bench.ceilings import share_of_ceiling
+from flashlane.bench.check import STANDARD, Oracle, Rule, Verdict
 from flashlane.bench.compile_report import Usage, first_line, report_problem, usage_of
 from flashlane.bench.environment import environment
-from flashlane.bench.flops import tflops
+from flashlane.bench.flops import DIRECTIONS, Direction, tflops
+from flashlane.bench.gradients import GradientOracle
+from flashlane.bench.implementations import (
+    Implementation,
+    Work,
+    first_second_last,
+    prepare,
+    shared_outputs,
+)
 from flashlane.bench.inputs import RANDOM, Case, Pattern
+from flashlane.bench.memory import measure_memory
 from flashlane.bench.peers import PEERS, Peer, peer_tags
 from flashlane.bench.progress import Reporter, Silent
-from flashlane.bench.results import ERROR, FAIL, OK, UNCHECKED, Results, Row, Skipped
-from flashlane.bench.timing import Settings, Timing, clock_for, measure
-from flashlane.problem import AttentionProblem, Inputs, arch_of
+from flashlane.bench.results import ERROR, FAIL, OK, STOPPED, UNCHECKED, Results, Row, Skipped
+from flashlane.bench.roofs import measure_roofs
+from flashlane.bench.timing import Settings, Timing, clock_for, host_cost, measure
+from flashlane.problem import AttentionProblem, arch_of
 from flashlane.registry import DeviceKernel, Kernel
+
+__all__ = ["Implementation", "Selection", "resolve_device", "run", "shared_outputs"]
+
+TITLES: dict[Direction, str] = {"forward": "", "backward": ", backward", "both": ", forward+backward"}
+"""What a direction adds to a problem's title."""
+CHECKING, TIMING = "checking ", "timing "
+"""How a step's text begins; a tag follows."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,8 @@ class Selection:
     """Only kernels whose matrix products accumulate in f32."""
     show_all: bool = False
     """Without words and tags: every kernel of the table instead of the listed ones."""
+    excluded: tuple[tuple[str, str], ...] = ()
+    """(tag, reason) of what is left out all the same, such as a peer that hung before."""
 
     def __post_init__(self) -> None:
         known = tuple(k.tag for k in registry.kernels())
@@ -69,23 +89,16 @@ class Selection:
                 return "--acc-f32: it accumulates in f16"
         return None
 
+    def excludes(self, tag: str) -> str | None:
+        """Why a tag is in :attr:`excluded`, or None."""
+        return dict(self.excluded).get(tag)
+
 
 def _near(word: str, known: tuple[str, ...]) -> str:
     if any(word in tag for tag in peer_tags()):
         return "it is in a baseline's: use --baselines"
     pieces = {piece for tag in known for piece in tag.replace("(", "+").replace(")", "+").split("+") if piece}
     return registry.suggest(word, (*sorted(pieces), *known))
-
-
-@dataclass
-class Implementation:
-    """One thing to run on one problem: a kernel writing into shared buffers, or a peer returning its output."""
-
-    tag: str
-    kind: str
-    call: Callable[[], torch.Tensor | None]
-    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    kernel: Kernel | None = None
 
 
 @dataclass
@@ -107,11 +120,16 @@ def run(
     settings: Settings | None = None,
     pattern: Pattern = RANDOM,
     seed: int = 0,
+    directions: Sequence[Direction] = ("forward",),
+    memory: bool = True,
+    cycles: bool = False,
+    roofs: bool = False,
     arch: str | None = None,
     arch_seconds: float = math.inf,
+    keep_partial: bool = False,
     reporter: Reporter | None = None,
 ) -> Results:
-    """Bench problems and return every row.
+    """Bench problems and return every row; :meth:`Results.frame` makes a tidy table of them for a notebook.
 
     Args:
         problems: dense problems, or :class:`~flashlane.bench.inputs.Case` with tensors of their own.
@@ -122,20 +140,33 @@ def run(
         settings: how long to measure.
         pattern: what fills the tensors.
         seed: of the first problem; each next one adds 1, so that no two see the same numbers.
+        directions: what is timed of each problem: ``forward``, ``backward`` (alone, of a forward that is done),
+            ``both`` (a forward and its backward in one).
+        memory: also run each once to see what it allocates.
+        cycles: also count each one's cycles with Nsight Compute.
+        roofs: also measure the copy and matrix rates of the device, into ``environment["roofs"]``.
         arch: also compile every GPU kernel for this architecture and report it (``sm_90a``).
         arch_seconds: how long that may take; kernels left out then have a line that says so.
+        keep_partial: after Ctrl-C, or when a kernel breaks the CUDA context, return the problems that are done, with
+            ``stopped`` saying why, instead of raising.
         reporter: told where the run is.
 
     Raises:
-        ValueError: a problem is not dense, or the device is not there.
+        ValueError: a problem is not dense, the device is not there, or cycles cannot be counted on it.
+        BrokenContext: a kernel left the device unusable.
     """
     device = resolve_device(device)
     selection, settings, reporter = selection or Selection(), settings or Settings(), reporter or Silent()
     cases = [p if isinstance(p, Case) else Case(p) for p in problems]
     cases = [replace(case, problem=case.problem.on(arch_of(device))) for case in cases]
+    _check_directions(directions, settings)
     for case in cases:
-        _check_dense(case.problem)
+        _check_dense(case.problem, directions)
     clock_for(device, settings)  # refuses what the device cannot do before anything runs
+    if cycles:
+        from flashlane.profile.tools import need_ncu
+
+        need_ncu(device, "--cycles")
     results = Results(
         environment=environment(device),
         settings={
@@ -143,16 +174,47 @@ def run(
             "check": check,
             "rule": rule,
             "seed": seed,
+            "directions": list(directions),
             "inputs": pattern.describe(),
             "order": "interleaved round by round, every other round reversed",
         },
         unlisted=selection.unlisted,
     )
-    for number, case in enumerate(cases):
-        _run_case(case, results, device, selection, check, rule, settings, pattern, seed + number, reporter)
+    if roofs:
+        reporter.step("measuring the roofs of the device", advance=False)
+        dtypes = tuple(dict.fromkeys(case.problem.dtype_name for case in cases))
+        try:
+            results.environment["roofs"] = measure_roofs(device, dtypes).as_dict()
+        except RuntimeError as error:
+            results.notes.append(f"--roofs: {first_line(error)}")
+    plan = _Plan(device, selection, check, rule, settings, pattern, memory, cycles, reporter)
+    try:
+        for number, case in enumerate(cases):
+            for direction in directions:
+                _run_case(case, direction, results, plan, seed + number)
+    except (KeyboardInterrupt, BrokenContext) as error:
+        if not keep_partial:
+            raise
+        results.stopped = str(error) if isinstance(error, BrokenContext) else STOPPED
+        return results
     if arch is not None:
-        _compile_cases(cases, results, arch, time.monotonic() + arch_seconds, selection, reporter)
+        compile_cases(cases, results, arch, time.monotonic() + arch_seconds, selection, reporter)
     return results
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is the same for every problem of a run."""
+
+    device: torch.device
+    selection: Selection
+    check: bool
+    rule: Rule
+    settings: Settings
+    pattern: Pattern
+    memory: bool
+    cycles: bool
+    reporter: Reporter
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
@@ -179,129 +241,122 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _check_dense(problem: AttentionProblem) -> None:
+def _check_directions(directions: Sequence[Direction], settings: Settings) -> None:
+    for direction in directions:
+        if direction not in DIRECTIONS:
+            raise ValueError(f"directions has {direction!r}; it may hold {', '.join(map(repr, DIRECTIONS))}")
+    if settings.graph and set(directions) != {"forward"}:
+        raise ValueError(
+            "--graph replays forward passes; it goes without --backward and --both (autograd runs a backward on the "
+            "stream of its forward, which a graph of the backward alone cannot hold)"
+        )
+
+
+def _check_dense(problem: AttentionProblem, directions: Sequence[Direction]) -> None:
     for name in ("varlen", "alibi", "sinks", "dropout_p", "needs_grad"):
         if getattr(problem, name):
             raise ValueError(f"problem {problem.describe()} has {name}; the bench takes dense forward problems")
+    if problem.bias and set(directions) != {"forward"}:
+        raise ValueError(f"problem {problem.describe()} has a bias; the bench differentiates problems without")
 
 
-def _run_case(
-    case: Case,
-    results: Results,
-    device: torch.device,
-    selection: Selection,
-    check: bool,
-    rule: Rule,
-    settings: Settings,
-    pattern: Pattern,
-    seed: int,
-    reporter: Reporter,
-) -> None:
+def _run_case(case: Case, direction: Direction, results: Results, plan: _Plan, seed: int) -> None:
+    device, reporter, title = plan.device, plan.reporter, case.title + TITLES[direction]
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device, torch.no_grad():
         try:
-            inputs = case.materialise(device, seed, pattern)
-            out, lse = shared_outputs(case.problem, device)
+            inputs = case.materialise(device, seed, plan.pattern)
+            work = prepare(case.problem, inputs, direction, plan.selection, device, seed)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
-            tags = [k.tag for k in selection.kernels()] + [peer.tag for peer in selection.peers]
-            results.skipped += [Skipped(case.title, tag, "out of memory: its tensors do not fit") for tag in tags]
+            tags = [k.tag for k in plan.selection.kernels()] + [peer.tag for peer in plan.selection.peers]
+            results.skipped += [Skipped(title, tag, "out of memory: its tensors do not fit") for tag in tags]
+            free_memory(device)
             return
-        items, skipped = _implementations(case.problem, inputs, out, lse, selection, device)
-        results.skipped += [Skipped(case.title, tag, reason) for tag, reason in skipped]
-        reporter.begin(case.title, len(items) * (2 + settings.rounds))
-        oracle = Oracle(case.problem, inputs, rule) if check else None
-        checked = [_check(case, item, oracle, out, lse, device, reporter) for item in items]
+        results.skipped += [Skipped(title, tag, reason) for tag, reason in work.skipped]
+        reporter.begin(title, len(work.items) * (2 + plan.settings.rounds))
+        oracle = _oracle(work, plan) if plan.check else None
+        checked = [_check(title, item, oracle, work, plan) for item in work.items]
         del oracle
         free_memory(device)
         running = [c for c in checked if c.runs]
-        clock = clock_for(device, settings)
-        timings = measure([c.item for c in running], clock, settings, lambda tag: reporter.step(f"timing {tag}"))
-        for entry, timing in zip(running, timings, strict=True):
-            entry.row = _timed(entry.row, timing, case.problem)
+        _time(running, work, plan, results)
+        if plan.cycles:
+            _count_cycles(running, work, results, plan, seed)
         results.rows += _compared([c.row for c in checked])
-    del inputs, out, lse, items, checked, running
+    del inputs, work, checked, running
     free_memory(device)
 
 
-def shared_outputs(problem: AttentionProblem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """One output and one LSE that all kernels write, poisoned before each check."""
-    shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
-    out = torch.full(shape, math.nan, dtype=problem.dtype, device=device)
-    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
-    return out, torch.full((shape[0], shape[2], shape[1]), math.nan, dtype=wide, device=device)
+def _time(running: list[_Checked], work: Work, plan: _Plan, results: Results) -> None:
+    """Time what passed its check, interleaved, and fill in the rows."""
+    items, device = [c.item for c in running], plan.device
+    clock = clock_for(device, plan.settings)
+    timings = measure(items, clock, plan.settings, lambda tag: plan.reporter.step(f"{TIMING}{tag}"))
+    costs = host_cost(items, device) if plan.settings.graph else {}
+    for entry, timing in zip(running, timings, strict=True):
+        entry.row = _timed(entry.row, timing, work)
+        share = _share(entry, work, device, results)
+        entry.row = replace(entry.row, host_us=costs.get(entry.item.tag), mma_ceiling=share)
 
 
-def _implementations(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    selection: Selection,
-    device: torch.device,
-) -> tuple[list[Implementation], list[tuple[str, str]]]:
-    items, skipped = [], []
-    for kernel in selection.kernels():
-        reason = kernel.supports(problem) or selection.declines(kernel, problem)
-        if reason is not None:
-            skipped.append((kernel.tag, reason))
-            continue
-        items.append(Implementation(kernel.tag, "kernel", _writer(kernel, problem, inputs, out, lse), kernel=kernel))
-    for peer in selection.peers:
-        reason = peer.available(device) or peer.supports(problem)
-        if reason is not None:
-            skipped.append((peer.tag, reason))
-            continue
-        items.append(Implementation(peer.tag, "baseline", _Prepared(peer, problem, inputs), peer.context))
-    return items, skipped
+def _share(entry: _Checked, work: Work, device: torch.device, results: Results) -> float | None:
+    """The row's share of the mma.sync ceiling; where that cannot be measured a note says why, and the times stand."""
+    if work.direction != "forward":
+        return None
+    try:
+        return share_of_ceiling(entry.item.kernel, work.problem, entry.row.tflops, device)
+    except Exception as error:
+        note = f"% mma ceiling: {first_line(error)}"
+        results.notes += [] if note in results.notes else [note]
+        return None
 
 
-def _writer(
-    kernel: Kernel, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
-) -> Callable[[], None]:
-    return lambda: kernel.forward(problem, inputs, out, lse)
+def _count_cycles(running: list[_Checked], work: Work, results: Results, plan: _Plan, seed: int) -> None:
+    from flashlane.profile.ncu import CYCLES, count
+
+    tags = [c.item.tag for c in running]
+    plan.reporter.step("counting cycles with ncu", advance=False)
+    problem = replace(work.problem, needs_grad=False)
+    try:
+        counted = count(problem, tags, work.direction, metrics=(CYCLES,), seed=seed, device=plan.device)
+    except RuntimeError as error:  # what was timed stands
+        results.notes.append(f"--cycles: {error}")
+        return
+    for entry in running:
+        launches = counted.get(entry.item.tag, ())
+        if launches:
+            entry.row = replace(entry.row, cycles=sum(launch.metrics.get(CYCLES, 0.0) for launch in launches))
 
 
-@dataclass
-class _Prepared:
-    """A peer's call, prepared at its first use, so that a peer that cannot even be prepared is a row that says so."""
-
-    peer: Peer
-    problem: AttentionProblem
-    inputs: Inputs
-    function: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
-
-    def __call__(self) -> torch.Tensor:
-        if self.function is None:
-            self.function = self.peer.prepare(self.problem, self.inputs)
-        return self.function()
+def _oracle(work: Work, plan: _Plan) -> Oracle | GradientOracle:
+    if work.direction == "forward":
+        return Oracle(work.problem, work.inputs, plan.rule)
+    return GradientOracle(work.problem, work.inputs, work.do)
 
 
 def _check(
-    case: Case,
-    item: Implementation,
-    oracle: Oracle | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    device: torch.device,
-    reporter: Reporter,
+    title: str, item: Implementation, oracle: Oracle | GradientOracle | None, work: Work, plan: _Plan
 ) -> _Checked:
-    reporter.step(f"checking {item.tag}")
-    problem = case.problem
-    row = Row(case.title, _sizes(problem), item.tag, item.kind, UNCHECKED)
+    plan.reporter.step(f"{CHECKING}{item.tag}")
+    problem, device = work.problem, plan.device
+    row = Row(title, sizes_of(problem), item.tag, item.kind, UNCHECKED, direction=work.direction)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
-            out.fill_(math.nan)
-            lse.fill_(math.nan)
+            work.poison()
             with item.context():
                 returned = item.call()
             synchronize(device)
-            result = out if item.kind == "kernel" else returned
-            row = replace(row, values=_three(result), usage=_usage(item, problem))
+            result = work.out if item.kind == "kernel" and work.direction == "forward" else returned
+            row = replace(row, values=first_second_last(result), usage=_usage(item, problem))
             if oracle is not None:
-                row = _judged(row, oracle, item, result, lse)
+                row = _judged(row, oracle, item, result, work.lse)
+            del result, returned
+            if plan.memory and row.status in (OK, UNCHECKED):
+                with item.context():
+                    row = replace(row, memory=measure_memory(item.call, device, item.written))
         except Exception as error:  # whatever it raises, the run goes on and the row says it
             row = replace(row, status=ERROR, message=explained(error, heard))
             stop_if_broken(device, item.tag, problem, error)
@@ -309,16 +364,37 @@ def _check(
     return _Checked(item, row, runs=row.status in (OK, UNCHECKED))
 
 
-def _judged(row: Row, oracle: Oracle, item: Implementation, result: torch.Tensor, lse: torch.Tensor) -> Row:
+def _judged(
+    row: Row,
+    oracle: Oracle | GradientOracle,
+    item: Implementation,
+    result: torch.Tensor | Sequence[torch.Tensor],
+    lse: torch.Tensor,
+) -> Row:
     try:
         oracle.reference  # noqa: B018  computed here, so that its lack of memory is not taken for the kernel's
     except Exception as error:
-        if not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
         return replace(row, status=ERROR, message="the reference ran out of memory; --no-check times without it")
-    emulation = item.kernel.low_precision_reference(oracle.problem) if item.kernel else STANDARD
-    verdict = oracle.judge(result, lse if item.kind == "kernel" else None, emulation)
+    verdict = _verdict(oracle, item, result, lse)
     return replace(row, verdict=verdict, status=OK if verdict.ok else FAIL, message=verdict.message)
+
+
+def _verdict(
+    oracle: Oracle | GradientOracle,
+    item: Implementation,
+    result: torch.Tensor | Sequence[torch.Tensor],
+    lse: torch.Tensor,
+) -> Verdict:
+    if isinstance(oracle, GradientOracle):
+        return oracle.judge(result)
+    emulation = item.kernel.low_precision_reference(oracle.problem) if item.kernel else STANDARD
+    return oracle.judge(result, lse if item.kind == "kernel" else None, emulation)
+
+
+class BrokenContext(RuntimeError):
+    """A kernel left the device unusable for this process; the message says which, and on what."""
 
 
 def stop_if_broken(device: torch.device, tag: str, problem: AttentionProblem, error: Exception) -> None:
@@ -326,20 +402,21 @@ def stop_if_broken(device: torch.device, tag: str, problem: AttentionProblem, er
     try:
         synchronize(device)
     except RuntimeError as broken:
-        raise RuntimeError(
+        raise BrokenContext(
             f"{tag} broke the CUDA context on {problem.describe()}: {first_line(error)}; nothing after it can run in "
             "this process (run it alone with --kernels, under compute-sanitizer)"
         ) from broken
 
 
-def _out_of_memory(error: Exception) -> bool:
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error of torch says that memory ran out."""
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text
 
 
 def explained(error: Exception, heard: Sequence[warnings.WarningMessage]) -> str:
     """An error on one line; torch says why it refuses a backend in warnings, so those follow."""
-    if _out_of_memory(error):
+    if out_of_memory(error):
         return "out of memory"
     text = first_line(error)
     if "No available kernel" in text:
@@ -348,16 +425,14 @@ def explained(error: Exception, heard: Sequence[warnings.WarningMessage]) -> str
     return text
 
 
-def _timed(row: Row, timing: Timing | Exception, problem: AttentionProblem) -> Row:
+def _timed(row: Row, timing: Timing | Exception, work: Work) -> Row:
     if isinstance(timing, Exception):
         return replace(row, status=ERROR, message=f"while timing: {explained(timing, ())}")
-    ms = timing.median
-    return replace(
-        row,
-        timing=timing,
-        tflops=tflops(problem, ms, "gemm") if ms else None,
-        tflops_founding=tflops(problem, ms, "founding") if ms else None,
-    )
+    problem, direction = work.problem, work.direction
+    times = (timing.median, timing.fastest, timing.mean)
+    usual, peak, mean = (tflops(problem, ms, "gemm", direction) if ms else None for ms in times)
+    founding = tflops(problem, timing.median, "founding", direction) if timing.median else None
+    return replace(row, timing=timing, tflops=usual, tflops_peak=peak, tflops_mean=mean, tflops_founding=founding)
 
 
 def _compared(rows: Sequence[Row]) -> list[Row]:
@@ -369,10 +444,10 @@ def _compared(rows: Sequence[Row]) -> list[Row]:
     return [replace(r, speedup=best / r.timing.median) if r.timing and r.timing.median else r for r in rows]
 
 
-def _compile_cases(
+def compile_cases(
     cases: Sequence[Case], results: Results, arch: str, deadline: float, selection: Selection, reporter: Reporter
 ) -> None:
-    """The compile report, of each distinct problem."""
+    """Add the compile report of each distinct problem to results."""
     kernels = [k for k in selection.kernels() if isinstance(k, DeviceKernel)]
     if not kernels:
         return
@@ -389,16 +464,8 @@ def _usage(item: Implementation, problem: AttentionProblem) -> Usage | None:
     return usage_of(item.kernel, item.kernel.config(problem), problem.arch, instructions=False)
 
 
-def _three(out: torch.Tensor) -> tuple[float, ...]:
-    """First, second and last element, in the order of memory of a contiguous ``(b, s, h, d)``."""
-    if out.numel() == 0:
-        return ()
-    last = tuple(size - 1 for size in out.shape)
-    flat = out[(0,) * (out.dim() - 1)]
-    return tuple(float(x) for x in (flat[0], flat[min(1, flat.numel() - 1)], out[last]))
-
-
-def _sizes(problem: AttentionProblem) -> dict[str, object]:
+def sizes_of(problem: AttentionProblem) -> dict[str, object]:
+    """What a results file says of a problem's sizes."""
     return {
         "batch": problem.batch,
         "heads": problem.heads,

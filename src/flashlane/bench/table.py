@@ -19,6 +19,8 @@ from flashlane.bench.results import ERROR, FAIL, OK, Results, Row, unlisted_note
 PIPED_WIDTH = 200
 """Columns when the output is not a terminal and COLUMNS does not say."""
 NONE = "–"
+MOST_TAGS = 12
+"""Tags printed with one reason."""
 FOLD = 24
 """Longest line of a tag in a narrow table."""
 STYLES = {OK: "green", FAIL: "bold red", ERROR: "bold red"}
@@ -65,6 +67,8 @@ def print_results(results: Results, console: Console, convention: Convention = "
         console.print()
     if results.compiled:
         print_compiled(results.compiled, console)
+    for note in results.notes:
+        console.print(Text(note, "yellow"), soft_wrap=True)
     _print_footer(results, console, convention)
     print_unlisted(results.unlisted, "runs", console)
 
@@ -123,9 +127,20 @@ def _columns(rows: Sequence[Row], convention: Convention) -> list[Column]:
         Column("out[0,1,-1]", lambda r: _values(r, 6), drop=8, replaces="out[0, 1, -1]"),
         Column("ms", lambda r: significant(r.timing and r.timing.median)),
         Column("±%", lambda r: f"{50 * r.timing.spread:.1f}" if r.timing else NONE, drop=2),
+        Column("min", lambda r: significant(r.timing and r.timing.fastest), drop=12),
+        Column("max", lambda r: significant(r.timing and r.timing.slowest), drop=13),
         Column("TFLOPS", lambda r: significant(r.tflops if convention == "gemm" else r.tflops_founding)),
+        Column("peak", lambda r: significant(r.tflops_peak), drop=14),
+        Column("mean", lambda r: significant(r.tflops_mean), drop=15),
         Column("×best", lambda r: NONE if r.speedup is None else f"{r.speedup:.2f}"),
     ]
+    optional = [
+        Column("% mma ceiling", lambda r: NONE if r.mma_ceiling is None else f"{100 * r.mma_ceiling:.0f}", drop=1),
+        Column("host µs", lambda r: NONE if r.host_us is None else f"{r.host_us:.1f}", drop=1),
+        Column("cycles", lambda r: NONE if r.cycles is None else f"{r.cycles:.0f}", drop=1),
+        Column("MiB", lambda r: mib_cell(r), drop=3),
+    ]
+    columns += [c for c in optional if any(c.cell(r) != NONE for r in rows)]
     if any(r.usage for r in rows):
         columns += [
             Column("regs", lambda r: _usage(r, "registers"), drop=4),
@@ -197,7 +212,8 @@ def print_reasons(
         groups.setdefault(reason, []).append(tag)
     for reason, tags in groups.items():
         below = len(tags) > 6 and all(tag in listed for tag in tags)
-        names = "the GPU kernels of the compile report below" if below else " ".join(tags)
+        names = "the GPU kernels of the compile report below" if below else " ".join(tags[:MOST_TAGS])
+        names += f" and {len(tags) - MOST_TAGS} more (all in the files)" if len(tags) > MOST_TAGS and not below else ""
         console.print(Text(f"{what} ({len(tags)}) · {reason}: ", style).append(names, "dim"))
 
 
@@ -215,6 +231,10 @@ def _print_footer(results: Results, console: Console, convention: Convention) ->
         f"ms: median of the rounds ({timed.method}), interleaved; ±%: half the distance of the quartiles",
         f"TFLOPS: {convention} count of visible pairs; ×best: times as fast as the best baseline",
     ]
+    if any(r.mma_ceiling for r in results.rows):
+        notes.append("% mma ceiling: of what mma.sync gives from registers alone, measured on this card in this run")
+    if any(r.memory for r in results.rows):
+        notes.append("MiB: what one call takes beyond its inputs, at the peak, output and LSE included")
     if any(r.verdict for r in results.rows):
         notes.append(f"max err: against the reference; /allowed: over what rule {results.settings['rule']} allows")
     console.print("\n".join(notes), style="dim")
@@ -267,6 +287,12 @@ def _usage(row: Row, name: str) -> str:
 
 def kib_cell(usage: Usage | None) -> str:
     return NONE if usage is None or usage.shared_bytes is None else f"{usage.shared_bytes / 1024:.1f}"
+
+
+def mib_cell(row: Row) -> str:
+    """MiB that one call takes beyond its inputs, at the peak."""
+    extra = row.memory.extra if row.memory else None
+    return NONE if extra is None else f"{extra / 2**20:.1f}"
 
 
 def _percent(usage: Usage | None) -> str:

@@ -71,6 +71,11 @@ class Timing:
     """The median of each round, in the order they ran."""
 
     @property
+    def mean(self) -> float:
+        """Mean of the rounds."""
+        return statistics.fmean(self.samples) if self.samples else self.median
+
+    @property
     def spread(self) -> float:
         """Distance of the quartiles as a fraction of the median."""
         return (self.quartile_high - self.quartile_low) / self.median if self.median else 0.0
@@ -190,6 +195,29 @@ def _elapsed(call: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
+
+
+def host_cost(items: Sequence[Timeable], device: torch.device, calls: int = 20) -> dict[str, float]:
+    """Microseconds that the host spends in one call, by tag: from the call until it returns, the device not waited for.
+
+    The median of several calls, each begun with an idle device, so that a full queue is never waited for. Items that
+    raise are left out.
+    """
+    found = {}
+    for item in items:
+        samples = []
+        try:
+            with item.context():
+                for _ in range(calls):
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    start = time.perf_counter()
+                    item.call()
+                    samples.append((time.perf_counter() - start) * 1e6)
+        except Exception:  # the timing of the same call says what it raises
+            continue
+        found[item.tag] = statistics.median(samples)
+    return found
 
 
 def clock_for(device: torch.device, settings: Settings) -> Clock:

@@ -33,6 +33,12 @@ def budget_command(
     is needed.
 
     Exit status: 0 all compiled, 1 one did not, 2 bad input.
+
+    Examples:
+
+      flashlane budget "mma(split-q+stage1)" --D 64,128 --arch sm_80,sm_90a
+
+      flashlane budget "mma(split-q+stage1)" --arch all --json
     """
     from flashlane.bench.compile_report import check_arch
     from flashlane.bench.table import make_console

@@ -58,6 +58,12 @@ def layout_command(
     column in each cell; then the passes of every read and write that the kernels do.
 
     Exit status: 0 done, 2 bad input.
+
+    Examples:
+
+      flashlane layout --columns 128 --swizzle --compare
+
+      flashlane layout --tag "mma(split-q+acc-f32+swizzle-qkv+stage1)" --D 64 --png layout.png
     """
     from flashlane.layout import alternatives, kernel_tiles
     from flashlane.registry import get

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
     from flashlane.bench.plots import Measured, Theme
 
-KINDS, FORMATS = ("throughput", "speedup", "heatmap"), ("png", "svg")
+KINDS, FORMATS = ("throughput", "speedup", "memory", "heatmap"), ("png", "svg")
 PICTURE = "Picture"
 
 
@@ -38,19 +36,27 @@ def plot_command(
     ] = None,
     roofs: Annotated[
         Path | None,
-        o.option("--roofs", help="Lines at the mma.sync rates of this file of blocks_gpu.py.", panel=PICTURE),
+        o.option("--roofs", help="Roofs from this file of flashlane roofline, or of blocks_gpu.py.", panel=PICTURE),
     ] = None,
     dark: Annotated[bool, o.option("--dark", help="Light on dark; -dark ends the names.", panel=PICTURE)] = False,
     formats: Annotated[str, o.option("--format", help="png, svg, or both in a list.", panel=o.OUTPUT)] = "png",
     out: Annotated[Path, o.option("--out", help="Folder of the pictures.", panel=o.OUTPUT)] = Path("plots"),
 ) -> None:
-    """Draw results files of the bench: rates against length, speed-up bars, a heat map of the ratio to the best peer.
+    """Draw results files of bench, sweep and compare: rates, memory, speed-up bars, a heat map against the best peer.
 
-    A picture for each file and kind, <file>-<kind>.png, replaced at once. Needs no GPU; needs matplotlib.
+    A picture for each file and kind, <file>-<kind>.png, replaced at once. Needs no GPU; needs matplotlib. Roofs that
+    the run itself measured (--roofs of bench and sweep) are drawn in.
 
     Exit status: 0 done, 2 bad input, or no matplotlib.
+
+    Examples:
+
+      flashlane plot results/sweep.json --kind throughput,speedup,memory,heatmap --format png,svg
+
+      flashlane plot results/bench-….json --roofs results/roofs.json --dark
     """
     from flashlane.bench import plots
+    from flashlane.bench.figure import write
     from flashlane.bench.results import check_writable
 
     kinds = _listed("--kind", kind, KINDS)
@@ -61,39 +67,39 @@ def plot_command(
     figures: dict[str, Figure] = {}
     for path in results:
         measured = plots.read_results(path).choose(o.words_of(tags))
-        lines = {} if roof is None else {"roof": roof}
-        if roofs is not None:
-            device = str(measured.environment.get("device"))
-            lines |= {f"{name} mma.sync": rate for name, rate in plots.read_roofs(roofs, device).items()}
+        lines, copy = _roofs(measured, roofs)
+        lines |= {} if roof is None else {"roof": roof}
         for each in kinds:
-            figures[f"{path.stem}-{each}{'-dark' * dark}"] = _draw(each, measured, most, theme, lines)
+            figures[f"{path.stem}-{each}{'-dark' * dark}"] = _draw(each, measured, most, theme, lines, copy)
     check_writable(out)
     for name, figure in figures.items():
         for suffix in suffixes:
-            _write(figure, out / f"{name}.{suffix}")
+            write(figure, out / f"{name}.{suffix}")
             typer.echo(out / f"{name}.{suffix}")
 
 
-def _draw(kind: str, measured: Measured, most: int | None, theme: Theme, roofs: dict[str, float]) -> Figure:
+def _roofs(measured: Measured, path: Path | None) -> tuple[dict[str, float], float | None]:
+    """Matrix rates by name and the copy rate in GB/s: of a file, or those measured in the same run."""
+    from flashlane.bench.measured import all_roofs, lines_of
+
+    if path is not None:
+        return all_roofs(path, str(measured.environment.get("device")))
+    found = measured.roofs
+    return ({}, None) if found is None else (lines_of(found), found.copy)
+
+
+def _draw(
+    kind: str, measured: Measured, most: int | None, theme: Theme, roofs: dict[str, float], copy: float | None
+) -> Figure:
     from flashlane.bench import plots
 
     if kind == "throughput":
-        return plots.throughput_figure(measured, most or plots.MOST_LINES, roofs, theme=theme)
+        return plots.throughput_figure(measured, most or plots.MOST_LINES, roofs, copy, theme=theme)
+    if kind == "memory":
+        return plots.memory_figure(measured, most or plots.MOST_LINES, theme=theme)
     if kind == "speedup":
         return plots.speedup_figure(measured, most or plots.MOST_BARS, theme=theme)
     return plots.heatmap_figure(measured, theme=theme)
-
-
-def _write(figure: Figure, path: Path) -> None:
-    """Draw beside the place and move over it, so that no half picture is ever there."""
-    from flashlane.bench import plots
-
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as beside:
-            plots.save(figure, Path(beside) / path.name)
-            os.replace(Path(beside) / path.name, path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _listed(name: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:

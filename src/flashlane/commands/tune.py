@@ -30,6 +30,7 @@ def tune_command(
     causal: o.Causal = None,
     alignment: o.AlignmentName = "bottom-right",
     dtype: o.Dtype = None,
+    preset: o.PresetName = None,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
     show_all: o.ShowAll = False,
@@ -77,18 +78,19 @@ def tune_command(
     from flashlane.bench.runner import Selection
     from flashlane.bench.tuner import SETTINGS, tune_kernels
     from flashlane.problem import arch_of
-    from flashlane.registry import DeviceKernel
+    from flashlane.registry import TunableKernel
     from flashlane.tune import folder
 
     where = _gpu(device)
     if iters is not None and iters < 1:
         raise ValueError(f"--iters is {iters}; it must be at least 1")
     selection = Selection(o.words_of(tags), o.words_of(kernels), show_all=show_all)
-    chosen = [kernel for kernel in selection.kernels() if isinstance(kernel, DeviceKernel)]
+    chosen = [kernel for kernel in selection.kernels() if isinstance(kernel, TunableKernel)]
     if not chosen:
         raise ValueError(f"--tags is {tags!r}, which names no kernel that has configurations")
-    grid = o.grid_of(batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
-    problems = list(grid.problems(arch_of(where), o.shapes_of(on_gpu=True, quick=False)))
+    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+    shapes = o.shapes_of(on_gpu=True, quick=False)
+    problems = [p for grid in o.grids_of(preset, *sizes) for p in grid.problems(arch_of(where), shapes)]
     check_writable(out)
     check_writable(folder(), "the cache folder")
     settings = SETTINGS if iters is None else replace(SETTINGS, rounds=iters)

@@ -1,0 +1,110 @@
+"""What mkdocs runs beside the pages: navigation, links that leave docs/, tables of a command's options.
+
+A page of the navigation that is not written yet is left out; a page that is not in it comes last, under More. A link
+to a file of the repository outside docs/ becomes its path. ``<!-- options: NAME -->`` becomes the table of the options
+of ``flashlane NAME``, read from the command itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+LOG = logging.getLogger("mkdocs.hooks.flashlane")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
+OPTIONS = re.compile(r"<!-- options: ([\w -]+) -->")
+ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):<code>~?([^<]*)</code>")
+
+
+def on_config(config: Any) -> Any:
+    """Complete the navigation."""
+    docs = Path(config["docs_dir"])
+    nav = list(_present(config["nav"], docs))
+    shown = set(_targets(nav))
+    rest = [page for page in sorted(docs.rglob("*.md")) if page.relative_to(docs).as_posix() not in shown]
+    config["nav"] = nav + ([{"More": [{_heading(p): p.relative_to(docs).as_posix()} for p in rest]}] if rest else [])
+    return config
+
+
+def _targets(items: list[Any]) -> Any:
+    for item in items:
+        ((_, target),) = item.items()
+        yield from _targets(target) if isinstance(target, list) else (target,)
+
+
+def _present(items: list[Any], docs: Path) -> Any:
+    for item in items:
+        ((title, target),) = item.items()
+        if isinstance(target, list):
+            inside = list(_present(target, docs))
+            if inside:
+                yield {title: inside}
+        elif target.endswith("/"):
+            pages = sorted((docs / target).glob("*.md"))
+            yield {title: [{_heading(page): f"{target}{page.name}"} for page in pages]}
+        elif (docs / target).is_file():
+            yield item
+        else:
+            LOG.info("%s is in the navigation and not written yet", target)
+
+
+def _heading(page: Path) -> str:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return next((line.removeprefix("# ") for line in lines if line.startswith("# ")), page.stem)
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Fill in options, and take out links that lead outside."""
+    docs = Path(config["docs_dir"]).resolve()
+    folder = (docs / page.file.src_uri).parent
+
+    def link(match: re.Match[str]) -> str:
+        image, text, target, _ = match.groups()
+        if "://" in target or target.startswith(("mailto:", "/")):
+            return match[0]
+        path = (folder / target).resolve()
+        if path.is_relative_to(docs) and path.suffix != ".ipynb":
+            return match[0]
+        if not path.exists():
+            LOG.warning("%s links to %s, which does not exist", page.file.src_uri, target)
+        shown = path.relative_to(docs.parent).as_posix() if path.is_relative_to(docs.parent) else target
+        return match[0] if image else (f"`{shown}`" if text.strip("`") in shown else f"{text} (`{shown}`)")
+
+    return OPTIONS.sub(lambda match: options_table(match[1]), _outside_code(markdown, link))
+
+
+def _outside_code(markdown: str, link: Any) -> str:
+    """Replace links, but not in fenced code."""
+    parts = re.split(r"(^```.*?^```)", markdown, flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if part.startswith("```") else LINK.sub(link, part) for part in parts)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Sphinx's roles in docstrings become plain names."""
+    return ROLE.sub(lambda match: f"<code>{match[1].rpartition('.')[2] or match[1]}</code>", html)
+
+
+def options_table(name: str) -> str:
+    """The options of a command as a Markdown table, in its groups."""
+    from flashlane.cli import app
+
+    command = next(c for c in app.registered_commands if c.name == name)
+    hints = get_type_hints(command.callback, include_extras=True)
+    defaults = {p.name: p.default for p in inspect.signature(command.callback).parameters.values()}
+    groups: dict[str, list[str]] = {}
+    for parameter, hint in hints.items():
+        info = next((m for m in getattr(hint, "__metadata__", ()) if hasattr(m, "help")), None)
+        if info is None:
+            continue
+        names = getattr(info, "param_decls", None) or (info.metavar or parameter,)
+        shown = ", ".join(f"`{n}`" for n in names)
+        default = defaults[parameter]
+        said = "" if default in (None, "", False, inspect.Parameter.empty) else f" Default: `{default}`."
+        text = (info.help or "").replace("\\[", "[").replace("|", "\\|")
+        group = getattr(info, "rich_help_panel", None) or "Arguments"
+        groups.setdefault(group, []).append(f"| {shown} | {text}{'' if 'Default' in text else said} |")
+    tables = [f"**{group}**\n\n| | |\n| --- | --- |\n" + "\n".join(lines) for group, lines in groups.items()]
+    return "\n\n".join(tables)
