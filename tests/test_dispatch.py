@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -232,3 +234,12 @@ def test_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in range(1, 40):
         problem(length)
     assert len(problems._VALIDATED) <= 10
+
+
+def test_the_order_of_the_table_does_not_depend_on_what_was_imported_first() -> None:
+    show = "from flashlane import registry; print(*[k.tag for k in registry.kernels(listed_only=True)])"
+    orders = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for code in (show, f"import flashlane.kernels.mma.attention, flashlane.tiled; {show}")
+    }
+    assert len(orders) == 1 and orders.pop().startswith("reference tiled ")

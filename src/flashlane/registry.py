@@ -202,6 +202,9 @@ def _table() -> dict[str, Kernel]:
         for module in MODULES:
             importlib.import_module(module)
         _loaded = True
+        # Some were imported, and so registered, before: the order of the table is that of MODULES all the same.
+        rank = {module: number for number, module in enumerate(MODULES)}
+        _fill(dict(sorted(_KERNELS.items(), key=lambda item: rank.get(type(item[1]).__module__, len(rank)))))
     return _KERNELS
 
 
