@@ -293,7 +293,8 @@ def test_classes():
         "many-blocks" in tune.class_of("t", many).key
         and "few-blocks" in tune.class_of("t", replace(many, batch=49)).key
     )
-    for change in ({"softcap": 3.0}, {"bias": True}, {"window_right": 4}, {"window_left": 0}):
+    changes = ({"softcap": 3.0}, {"bias": True}, {"window_right": 4}, {"window_left": 0}, {"page_size": 16})
+    for change in (*changes, {"seqused_k": True}, {"leftpad_k": True}, {"batch_idx": True}):
         assert tune.class_of("t", replace(problem(), **change)) is None
 
 

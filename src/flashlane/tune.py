@@ -38,6 +38,7 @@ FEW_BLOCKS = 100
 """Tiles of 128 rows below which a problem leaves SMs of a large GPU idle."""
 PLAIN = (bool, int, float, str)
 _UNTUNED = ("alibi", "bias", "sinks", "varlen", "softcap", "dropout_p")
+_UNTUNED += ("seqused_k", "leftpad_k", "batch_idx", "page_size")
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def _is_current(entry: Tuned) -> bool:
 
 @functools.cache
 def digest_of(source: str) -> str:
-    """SHA-256 of a device file and of all headers of ``flashlane/cuda``.
+    """SHA-256 of a device file, of the headers beside it and of all headers of ``flashlane/cuda``.
 
     Raises:
         ValueError: the package has no such file.
@@ -226,8 +227,10 @@ def digest_of(source: str) -> str:
         texts = [device_code(source)]
     except OSError:
         raise ValueError(f"device file is {source!r}, which the package does not have") from None
-    headers = (item for item in resources.files("flashlane").joinpath("cuda").iterdir() if item.name.endswith(".cuh"))
-    texts += [item.name + "\n" + item.read_text() for item in sorted(headers, key=lambda item: item.name)]
+    for folder in ("cuda", source.rpartition("/")[0]):
+        items = resources.files("flashlane").joinpath(folder).iterdir()
+        headers = sorted((item for item in items if item.name.endswith(".cuh")), key=lambda item: item.name)
+        texts += [item.name + "\n" + item.read_text() for item in headers]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
