@@ -235,9 +235,10 @@ def test_a_model_with_wrong_or_hungry_attention(tiny: str, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def invoke() -> Any:
+def invoke(monkeypatch: pytest.MonkeyPatch) -> Any:
     from flashlane.cli import app
 
+    monkeypatch.setenv("COLUMNS", "200")
     return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
 
 
