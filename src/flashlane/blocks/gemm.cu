@@ -21,8 +21,6 @@ using Element = cfg::Element;
 using Precision = cfg::Precision;
 constexpr int BLOCK_M = cfg::BLOCK_M, BLOCK_N = cfg::BLOCK_N, BLOCK_K = cfg::BLOCK_K, STAGES = cfg::STAGES;
 constexpr int WARPS_M = cfg::WARPS_M, WARPS_N = cfg::WARPS_N, THREADS = WARP * WARPS_M * WARPS_N;
-// The threads that copy: with three or six warps side by side, the most that divide the tiles.
-constexpr int COPIERS = THREADS % 96 == 0 ? THREADS / 3 * 2 : THREADS;
 constexpr int WARP_M = BLOCK_M / WARPS_M, WARP_N = BLOCK_N / WARPS_N;
 constexpr int M_TILES = WARP_M / 16, N_TILES = WARP_N / 8, STEPS = BLOCK_K / 16;
 constexpr int BUFFERS = cfg::FRAGMENT_BUFFERS;
@@ -62,8 +60,8 @@ struct Position {
 // One thread's part of copying ROWS × COLUMNS elements: it stays in one column of chunks and steps down the rows.
 template <typename Layout, int ROWS, int COLUMNS>
 struct Copy {
-    static constexpr int CHUNKS = COLUMNS / CHUNK, STEP = COPIERS / CHUNKS;
-    static_assert(COPIERS % CHUNKS == 0 && ROWS % STEP == 0, "whole passes of all copying threads");
+    static constexpr int CHUNKS = COLUMNS / CHUNK, STEP = THREADS / CHUNKS;
+    static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0, "whole passes of all threads");
     static constexpr int PASSES = ROWS / STEP;
     const Element* source;  // of this thread's chunk in row 0
     int stride, row, column;
@@ -122,7 +120,6 @@ using CopyB = typename SelectCopyB<TN>::Type;
 // The share of tile `first_k / BLOCK_K` that is copied in one of the steps.
 __device__ __forceinline__ void copy_share(const CopyA& a, const CopyB& b, u32 slot, int first_k, int k, int step) {
     constexpr int PASSES = CopyA::PASSES + CopyB::PASSES;
-    if (COPIERS < THREADS && threadIdx.x >= COPIERS) return;
 #pragma unroll
     for (int i = 0; i < PASSES; ++i) {
         if (i * STEPS / PASSES != step) continue;
@@ -149,37 +146,15 @@ struct Fragments {
 
 using Accumulators = Accumulator<Precision>[M_TILES][N_TILES];
 
-// The products of the tiles in columns 2·pair and 2·pair + 1: every other column runs upwards, so that neighbouring
-// products share an operand.
-__device__ __forceinline__ void multiply_pair(Accumulators& c, const u32 (&a)[M_TILES][4], const u32 (&b)[4], int pair) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int i = 0; i < M_TILES; ++i) {
-            const int m = half ? M_TILES - 1 - i : i;
-            mma<Element>(c[m][2 * pair + half], a[m], b[2 * half], b[2 * half + 1]);
-        }
-}
-
+// Every other column runs upwards, so that neighbouring products share an operand.
 __device__ __forceinline__ void multiply(Accumulators& c, const Fragments& f) {
 #pragma unroll
-    for (int pair = 0; pair < N_TILES / 2; ++pair) multiply_pair(c, f.a, f.b[pair], pair);
-}
-
-// With no buffer for B: its fragments are read as they are used, and the other warps fill the wait.
-__device__ __forceinline__ void multiply_from_shared(Accumulators& c, const FragmentCursor<LayoutA>& at_a,
-                                                     const FragmentCursor<LayoutB>& at_b, u32 slot, int step) {
-    u32 a[M_TILES][4], b[2][4];
+    for (int n = 0; n < N_TILES; ++n)
 #pragma unroll
-    for (int m = 0; m < M_TILES; ++m) ldmatrix_x4(a[m], at_a.at(slot, m * 16, step * 2));
-#pragma unroll
-    for (int pair = 0; pair <= N_TILES / 2; ++pair) {
-        if (pair < N_TILES / 2) {
-            if constexpr (TN) ldmatrix_x4(b[pair % 2], at_b.at(slot, pair * 16, step * 2));
-            else ldmatrix_x4_trans(b[pair % 2], at_b.at(slot, step * 16, pair * 2));
+        for (int i = 0; i < M_TILES; ++i) {
+            const int m = n % 2 ? M_TILES - 1 - i : i;
+            mma<Element>(c[m][n], f.a[m], f.b[n / 2][n % 2 * 2], f.b[n / 2][n % 2 * 2 + 1]);
         }
-        if (pair > 0) multiply_pair(c, a, b[(pair - 1) % 2], pair - 1);
-    }
 }
 
 // Groups of four tiles are transposed in the quad, so that each lane stores 16 bytes.
@@ -232,10 +207,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) hgemm(con
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) c[m][n].zero();
 
-    Fragments fragments[BUFFERS > 0 ? BUFFERS : 1];
+    Fragments fragments[BUFFERS];
     cp_async_wait<STAGES - 2>();
     __syncthreads();
-    if constexpr (BUFFERS > 0) fragments[0].load(at_a, at_b, 0, 0);
+    fragments[0].load(at_a, at_b, 0, 0);
 
     u32 reading = 0, writing = (STAGES - 1) * SLOT_BYTES;  // offsets of the slots
 #pragma unroll 1
@@ -244,7 +219,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) hgemm(con
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const bool last = step == STEPS - 1;
-            if constexpr (BUFFERS == 0) multiply_from_shared(c, at_a, at_b, reading, step);
             if (last) {
                 cp_async_wait<STAGES - 2>();
                 __syncthreads();
@@ -256,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) hgemm(con
             const int loading = tile + (last ? STAGES : STAGES - 1);
             if (loading < tiles) copy_share(copy_a, copy_b, ring + writing, loading * BLOCK_K, p.k, (step + 1) % STEPS);
             if (step == STEPS - 2) cp_async_commit();
-            if constexpr (BUFFERS > 0) multiply(c, fragments[step % (BUFFERS > 0 ? BUFFERS : 1)]);
+            multiply(c, fragments[step % BUFFERS]);
             if constexpr (BUFFERS == 1) fragments[0].load(at_a, at_b, slot, (step + 1) % STEPS);
         }
         reading = next;
