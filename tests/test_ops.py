@@ -356,3 +356,17 @@ def test_another_table_of_kernels_forgets_remembered_calls() -> None:
     with registry.table_of(registry.get("reference"), Ones()):
         assert flashlane.flash_attn_func(q, q, q).eq(1).all()
     assert torch.equal(flashlane.flash_attn_func(q, q, q), before)
+
+
+def test_a_call_remembered_in_inference_mode_serves_outside_it() -> None:
+    ops._PLANS.clear()
+    q = torch.randn(1, 6, 2, 8)
+    with torch.inference_mode():
+        inside = flashlane.flash_attn_func(q, q, q)
+    assert inside.is_inference()
+    with torch.no_grad():
+        outside = flashlane.flash_attn_func(q, q, q)
+    assert not outside.is_inference() and torch.equal(outside, inside)
+    (
+        outside * torch.ones(1, requires_grad=True)
+    ).sum().backward()  # saved for a backward pass: inference tensors may not

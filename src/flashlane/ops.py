@@ -109,12 +109,14 @@ def attend(
     plan = None if facts is None else _PLANS.get(facts)
     if plan is None:
         problem = _checked(inputs, names, dict(zip(ASKED, asked, strict=True)))
-        if facts is None or problem.needs_grad:
+        if facts is None:
             return _straight(problem, inputs, kernel)
         plan = _planned(problem, inputs)
         if len(_PLANS) >= PLANS_SIZE:
             _PLANS.clear()
         _PLANS[facts] = plan
+    if plan.problem.needs_grad:
+        return _differentiable(plan.problem, inputs, plan.kernel)
     out = torch.empty_like(plan.out, memory_format=torch.contiguous_format)
     lse = torch.empty_like(plan.lse, memory_format=torch.contiguous_format)
     plan.kernel.forward(plan.problem, inputs, out, lse)
@@ -173,8 +175,12 @@ def _seeded(inputs: Inputs, seed: torch.Tensor) -> Inputs:
 def _straight(problem: AttentionProblem, inputs: Inputs, kernel: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     chosen = dispatch.select(problem, kernel)
     if problem.needs_grad:
-        return _Attention.apply(inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks, problem, inputs, chosen)
+        return _differentiable(problem, inputs, chosen)
     return _run(chosen, problem, inputs)
+
+
+def _differentiable(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
+    return _Attention.apply(inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks, problem, inputs, kernel)
 
 
 def _traced(inputs: Inputs) -> bool:

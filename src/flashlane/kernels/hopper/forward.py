@@ -241,7 +241,7 @@ class Plan:
         return found
 
 
-_plan = functools.lru_cache(maxsize=4096)(Plan)
+_plan = memoised(Plan)
 
 
 def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
