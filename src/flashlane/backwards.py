@@ -46,6 +46,7 @@ class BackwardChoice:
 
 
 TRITON = "flashlane.kernels.triton.backward"
+HOPPER = "flashlane.kernels.hopper.backward"
 PRECISIONS = {"triton-tf32": "tf32"}
 """Precision of f32 products after a forward family whose kernels have no ``precision_of``; IEEE's after all others."""
 
@@ -79,9 +80,18 @@ def _triton(problem: AttentionProblem, *args: Any, kernel: Kernel, **keywords: A
     return importlib.import_module(TRITON).triton_backward(problem, *args, precision=precision, **keywords)
 
 
+def _hopper_supports(problem: AttentionProblem, kernel: Kernel) -> str | None:
+    return importlib.import_module(HOPPER).supports(problem)
+
+
+def _hopper(*args: Any, kernel: Kernel, **keywords: Any) -> Gradients:
+    return importlib.import_module(HOPPER).hopper_backward(*args, **keywords)
+
+
 BACKWARDS: list[Backward] = [
     Backward("tiled", "FlashAttention-2's Algorithm 2 in torch operations, anywhere", 0, _everything, _tiled),
     Backward("triton", "FlashAttention-2's Algorithm 2 in Triton", 10, _triton_supports, _triton),
+    Backward("hopper", "wgmma and TMA, all gradients in one pass over the queries", 20, _hopper_supports, _hopper),
 ]
 """The table. Tests that change it call :func:`flashlane.registry.changed`."""
 

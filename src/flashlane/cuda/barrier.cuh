@@ -45,6 +45,45 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 #endif
 }
 
+// One arrival on the barrier at an address of the cluster's shared memory, after all that this thread did or waited for.
+// Costs a fence: without .cluster it would order nothing for a thread of another block (PTX ISA, "Morally strong").
+__device__ __forceinline__ void barrier_arrive_cluster(u32 address) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
+
+// The same without the fence: for a slot that this thread's products have read, or whose loads it has used, and that the
+// copy engine fills again.
+__device__ __forceinline__ void barrier_arrive_at(u32 address) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
+
+__device__ __forceinline__ bool barrier_try_cluster(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+
+// barrier_wait for arrivals from other blocks of the cluster.
+__device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
+#ifdef FLASHLANE_DEBUG
+    const long long start = clock64();
+    while (!barrier_try_cluster(barrier, parity))
+        if (clock64() - start > 4000000000ll) __trap();
+#else
+    while (!barrier_try_cluster(barrier, parity)) {}
+#endif
+}
+
+// One arrival once all of this thread's cp_async so far have landed (PTX ISA, cp.async.mbarrier.arrive); it is one of
+// those that the barrier was initialised for. They are generic writes: who reads them by wgmma calls async_fence() first.
+__device__ __forceinline__ void barrier_arrive_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Named barriers 1 to 15 count whole warps; `threads` is the sum of those that arrive and those that wait.
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -3,7 +3,18 @@
 #include "ptx.cuh"
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Orders no memory: for what a fence of its own has ordered.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// This block's place in its cluster.
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
 
 // The address, in the shared memory of the cluster's block `rank`, of what lies at `address` in this block's.
 __device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
@@ -20,4 +31,12 @@ __device__ __forceinline__ float2 load_cluster_float2(u32 address) {
     float2 x;
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
     return x;
+}
+
+// A word for another block of the cluster, whose barrier counts its four bytes (PTX ISA, st.async). All addresses are the
+// cluster's.
+__device__ __forceinline__ void store_cluster_async(u32 address, u32 value, u32 barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address),
+                 "r"(value), "r"(barrier)
+                 : "memory");
 }

@@ -2,6 +2,8 @@
 //
 // Wgmma<N>, which flashlane.kernels.hopper.wgmma writes for the sizes that a configuration needs, has
 //     ss(d, a, b, accumulate)      A and B in shared memory, both with k innermost (d += A·Bᵀ of row-major A and B)
+//     ss_mt(d, a, b, accumulate)   A with m innermost (d += Aᵀ·Bᵀ of row-major A and B)
+//     ss_first, ss_mt_first        d = the product: what d held is dead, so its registers are free until then
 //     rs(d, a, b, accumulate)      A in registers
 //     rs_mn(d, a, b, accumulate)   A in registers, B with n innermost (d += A·B of a row-major B)
 //

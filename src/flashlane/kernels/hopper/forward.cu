@@ -29,12 +29,6 @@ using Scores = float[BLOCK_N / 2];
 using Probabilities = u32[BLOCK_N / 4];
 using Output = float[HEAD_DIM_V / 2];
 
-__device__ __forceinline__ float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Which keys this thread's two rows (r and r + 8) may see, relative to its first column of block 0.

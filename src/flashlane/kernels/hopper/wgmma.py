@@ -36,6 +36,14 @@ def _shape(suffix: str, n: int) -> str:
     instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{suffix}.{suffix} {{{accumulators}}}"
     in_registers = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate))'
 
+    def first(name: str, tail: str) -> str:
+        a, b = f"%{count}", f"%{count + 1}"
+        text = f"{{ .reg .pred p; setp.ne.b32 p, 0, 0; {instruction}, {a}, {b}, p, {tail}; }}"
+        return (
+            f"  static __device__ __forceinline__ void {name}(float (&d)[{count}], u64 a, u64 b) {{\n"
+            f'    asm volatile("{text}"\n      : {outputs.replace("+f", "=f")}\n      : "l"(a), "l"(b));\n  }}'
+        )
+
     def function(name: str, argument: str, a: str, operands: int, tail: str, inputs: str) -> str:
         b, accumulate = f"%{count + operands}", f"%{count + operands + 1}"
         text = f"{{ .reg .pred p; setp.ne.b32 p, {accumulate}, 0; {instruction}, {a}, {b}, p, {tail}; }}"
@@ -48,6 +56,9 @@ def _shape(suffix: str, n: int) -> str:
         (
             f"template <>\nstruct Wgmma<{n}> {{",
             function("ss", "u64 a", f"%{count}", 1, "1, 1, 0, 0", '"l"(a), "l"(b), "r"(int(accumulate))'),
+            first("ss_first", "1, 1, 0, 0"),
+            function("ss_mt", "u64 a", f"%{count}", 1, "1, 1, 1, 0", '"l"(a), "l"(b), "r"(int(accumulate))'),
+            first("ss_mt_first", "1, 1, 1, 0"),
             function("rs", "const u32* a", registers, 4, "1, 1, 0", in_registers),
             function("rs_mn", "const u32* a", registers, 4, "1, 1, 1", in_registers),
             "};",

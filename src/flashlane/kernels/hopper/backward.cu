@@ -1,0 +1,604 @@
+// Attention backward for Hopper, all three gradients in one pass over the queries.
+//
+// A block of threads has 128 keys of a key/value head. K and V stay in shared memory; Q, dO and their rows' statistics
+// stream through rings, for each query head of the group and each block of queries that sees the keys. A consumer
+// warpgroup has 64 of the keys. It holds the scores transposed, so that P and dS are in registers what the next products
+// take as their A operand:
+//
+//     Sᵀ = K·Qᵀ     dPᵀ = V·dOᵀ     dV += Pᵀ·dO     dK += dSᵀ·Q     dQᵀ = Kᵀ·dSᵀ of both warpgroups' keys
+//
+// Only dS goes through shared memory, from which the last product takes it: of a head dim above 64 each warpgroup makes
+// half of the columns of dQ, else half of its rows. dQ is summed in device memory by the copy engine, in the order of the
+// accumulator's registers; backward_finish.cu knows that order. A step of a consumer, i the block of queries:
+//
+//     issue S(i), dP(i) │ wait S │ P │ issue dV(i) │ wait dP │ dS, store it │ wait dV │ issue dQ(i−1), dK(i) │ wait dQ,
+//     store it │ wait dK
+//
+// dQ is one block late, so that neither warpgroup waits for the other's dS of this step.
+//
+// Blocks of threads stay on their SMs and take tile after tile (a tile: a block of keys), so that the loads of the next
+// tile run under the stores of the one before. DETERMINISTIC: the tiles add to a block of queries in their order. Each
+// walks the queries in the direction in which the tiles before it arrive there earlier: with a causal mask, backwards.
+#include "hopper_backward_tiles.cuh"
+#include "tile.cuh"
+#include "wgmma.cuh"
+
+constexpr int BLOCK_N = cfg::BLOCK_N, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);
+constexpr int Q_STAGES = cfg::Q_STAGES, DO_STAGES = cfg::DO_STAGES, DS_STAGES = 2;
+constexpr int QK_CHUNKS = (HEAD_DIM + 63) / 64, V_CHUNKS = (HEAD_DIM_V + 63) / 64;
+constexpr int QK_STEPS = (HEAD_DIM + 15) / 16, V_STEPS = (HEAD_DIM_V + 15) / 16;
+constexpr bool TRANSFORMED = cfg::SOFTCAP || cfg::ALIBI;
+constexpr u32 KEYS_CHUNK = BLOCK_N * ROW_BYTES, ROWS_CHUNK = BLOCK_M * ROW_BYTES;
+constexpr u32 K_BYTES = QK_CHUNKS * KEYS_CHUNK, V_BYTES = V_CHUNKS * KEYS_CHUNK;
+constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK, DS_BYTES = BLOCK_N / 64 * ROWS_CHUNK;
+constexpr u32 STAT_BYTES = BLOCK_M * 4;
+
+// A warpgroup's part of dQᵀ: 64 columns of dQ (SPLIT_COLUMNS: its own), PART queries. Slabs of 16 columns are a warp's.
+constexpr bool SPLIT_COLUMNS = HEAD_DIM > 64;
+constexpr int PART = SPLIT_COLUMNS ? BLOCK_M : BLOCK_M / 2;
+constexpr u32 SLAB_BYTES = 16 * PART * 4, PART_BYTES = 4 * SLAB_BYTES;
+static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
+
+constexpr u32 K = 0, V = K + K_BYTES, Q = V + V_BYTES, DO = Q + Q_STAGES * Q_BYTES, DS = DO + DO_STAGES * DO_BYTES;
+constexpr u32 DQ = DS + DS_STAGES * DS_BYTES, LSE = DQ + CONSUMERS * PART_BYTES, DELTA = LSE + Q_STAGES * STAT_BYTES;
+// What the consumers look up of a tile and of a step: they have no registers to carry it.
+constexpr u32 TILES = DELTA + DO_STAGES * STAT_BYTES, TILE_SLOTS = 2, TILE_BYTES = 32;
+constexpr u32 STEPS = TILES + TILE_BYTES * TILE_SLOTS, STEP_BYTES = 16;
+// And what the adders look up of a part of dQ: of two a step, and the producer is Q_STAGES steps ahead of them.
+constexpr u32 PARTS = STEPS + STEP_BYTES * Q_STAGES, PART_SLOTS = 4 * Q_STAGES, ORDER_BYTES = 8;
+// Barriers; of K and V one each.
+constexpr u32 TILE_FULL = PARTS + ORDER_BYTES * PART_SLOTS, TILE_EMPTY = TILE_FULL + 8 * TILE_SLOTS;
+constexpr u32 K_FULL = TILE_EMPTY + 8 * TILE_SLOTS, K_EMPTY = K_FULL + 8, V_FULL = K_EMPTY + 8, V_EMPTY = V_FULL + 8;
+constexpr u32 Q_FULL = V_EMPTY + 8, Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES;
+constexpr u32 DO_EMPTY = DO_FULL + 8 * DO_STAGES, DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 8 * DS_STAGES;
+constexpr u32 DQ_FULL = DS_EMPTY + 8 * DS_STAGES, DQ_EMPTY = DQ_FULL + 8 * CONSUMERS;
+constexpr int CONSUMER_WARPS = 4 * CONSUMERS;
+constexpr bool BACKWARDS = cfg::DETERMINISTIC && cfg::HAS_RIGHT;
+static_assert(DQ_EMPTY + 8 * CONSUMERS == cfg::SHARED_BYTES, "the Python formula disagrees");
+enum { TOGETHER = 1, ALL = 3 };                           // named barriers: one a consumer, and of both
+
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// A tile: its keys, and the (query head, block of queries) that it steps through.
+struct Work {
+    int which, kv_head, first_key, group;
+    Sequence sequence;
+    Blocks queries;
+
+    __device__ __forceinline__ Work(const Params& p, const Place& place)
+        : which(place.batch), kv_head(place.head), first_key(place.block * BLOCK_N), group(p.heads / p.kv_heads),
+          sequence(p, place.batch), queries(queries_of(p, sequence, first_key, BLOCK_N)) {}
+    __device__ __forceinline__ int steps() const { return max(0, queries.high - queries.low) * group; }
+};
+
+// What the producer announces of a tile, 16 bytes each.
+struct TileKeys {
+    int first, length, shift, steps;                      // first key of the tile; keys of its sequence
+};
+// And of a step, with its queries.
+struct StepQueries {
+    int first, rows, head;                                // first query of the block; rows from there to the sequence's end
+    int flags;
+};
+enum { NO_BLOCK = -1, NO_MORE = -2 };                     // parts of dQ that are of no block, and not there
+enum { MASKED = 1 };                                      // some pair of the step's is hidden
+
+__device__ __forceinline__ Place tile_place(u32 base, u32 slot) {
+    const int4 x = load_shared_int4(base + TILES + TILE_BYTES * slot);
+    return {x.x, x.y, x.z, 0};
+}
+__device__ __forceinline__ TileKeys tile_keys(u32 base, u32 slot) {
+    const int4 x = load_shared_int4(base + TILES + TILE_BYTES * slot + 16);
+    return {x.x, x.y, x.z, x.w};
+}
+__device__ __forceinline__ StepQueries step_queries(u32 base, u32 slot) {
+    const int4 x = load_shared_int4(base + STEPS + STEP_BYTES * slot);
+    return {x.x, x.y, x.z, x.w};
+}
+
+// ---------------------------------------------------------------------------------------------- the producer's warps
+
+struct Producer {
+    const Params& p;
+    const u32 base;
+    u32 tiles = 0, full_tiles = 0, steps = 0;             // announced so far; full: with steps
+
+    __device__ __forceinline__ void announce(const Place& place, const Work& work) {
+        const u32 slot = tiles % TILE_SLOTS, at = base + TILES + TILE_BYTES * slot;
+        barrier_wait(base + TILE_EMPTY + 8 * slot, tiles / TILE_SLOTS % 2 ^ 1);
+        store_shared(at, make_uint4(place.block, place.head, place.batch, 0));
+        store_shared(at + 16, make_uint4(work.first_key, work.sequence.k_length, work.sequence.shift, work.steps()));
+        barrier_arrive(base + TILE_FULL + 8 * slot);
+        ++tiles;
+    }
+
+    // Tell the adders of the next part: the block of queries that it is of, and after how many tiles it is added.
+    __device__ __forceinline__ void order_part(int block, int turn) const {
+        const u32 at = base + PARTS + (steps + full_tiles) % PART_SLOTS * ORDER_BYTES;
+        store_shared(at, static_cast<u32>(block)), store_shared(at + 4, static_cast<u32>(turn));
+    }
+
+    template <int CHUNKS>
+    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 chunk_bytes, u32 full, int row, int head,
+                                         int batch) const {
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i)
+            tma_load(base + to + i * chunk_bytes, map, full, i * CHUNK_COLUMNS, row, head, batch);
+    }
+
+    __device__ __forceinline__ int flags(const Work& work, int first_query) const {
+        const int row = first_query + work.sequence.shift;
+        bool masked = work.first_key + BLOCK_N > work.sequence.k_length;
+        if (cfg::HAS_RIGHT) masked = masked || work.first_key + BLOCK_N - 1 > row + p.window_right;
+        if (cfg::HAS_LEFT) masked = masked || work.first_key < row + BLOCK_M - 1 - p.window_left;
+        return masked ? MASKED : 0;
+    }
+
+    __device__ __forceinline__ void load_keys(const Work& work) const {
+        const int row = work.sequence.k_first + work.first_key, batch = work.sequence.batch;
+        const u32 parity = full_tiles % 2;                // counts this tile
+        // The tile before keeps its keys until the end, V a little less long.
+        barrier_wait(base + V_EMPTY, parity);
+        barrier_expect(base + V_FULL, V_BYTES);
+        load<V_CHUNKS>(p.v, V, KEYS_CHUNK, base + V_FULL, row, work.kv_head, batch);
+        barrier_wait(base + K_EMPTY, parity);
+        barrier_expect(base + K_FULL, K_BYTES);
+        load<QK_CHUNKS>(p.k, K, KEYS_CHUNK, base + K_FULL, row, work.kv_head, batch);
+    }
+
+    __device__ __forceinline__ void load_tile(const Work& work) {
+        const Sequence& sequence = work.sequence;
+        const int blocks = work.queries.high - work.queries.low;
+        if (blocks <= 0) return;
+        order_part(NO_BLOCK, 0), ++full_tiles;
+        bool first = true;
+        for (int head = work.kv_head * work.group; head < (work.kv_head + 1) * work.group; ++head) {
+            const long long stat = stat_block(p, sequence, work.which, head);
+#pragma unroll 1
+            for (int i = 0; i < blocks; ++i, ++steps) {
+                const int block = BACKWARDS ? work.queries.high - 1 - i : work.queries.low + i, query = block * BLOCK_M;
+                const int row = sequence.q_first + query;
+                u32 slot = steps % Q_STAGES, full = base + Q_FULL + 8 * slot;
+                barrier_wait(base + Q_EMPTY + 8 * slot, steps / Q_STAGES % 2 ^ 1);
+                order_part(stat + block,
+                           work.first_key / BLOCK_N - (cfg::DETERMINISTIC ? first_keys_of(p, sequence, block, BLOCK_N) : 0));
+                store_shared(base + STEPS + STEP_BYTES * slot,
+                             make_uint4(query, sequence.q_length - query, head, flags(work, query)));
+                barrier_expect(full, Q_BYTES + STAT_BYTES);
+                load<QK_CHUNKS>(p.q, Q + slot * Q_BYTES, ROWS_CHUNK, full, row, head, sequence.batch);
+                bulk_load(base + LSE + slot * STAT_BYTES, p.lse + (stat + block) * BLOCK_M, STAT_BYTES, full);
+                slot = steps % DO_STAGES, full = base + DO_FULL + 8 * slot;
+                barrier_wait(base + DO_EMPTY + 8 * slot, steps / DO_STAGES % 2 ^ 1);
+                barrier_expect(full, DO_BYTES + STAT_BYTES);
+                load<V_CHUNKS>(p.dout, DO + slot * DO_BYTES, ROWS_CHUNK, full, row, head, sequence.batch);
+                bulk_load(base + DELTA + slot * STAT_BYTES, p.delta + (stat + block) * BLOCK_M, STAT_BYTES, full);
+                if (first) load_keys(work);
+                first = false;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        Finder finder;
+        int index = blockIdx.x;
+        while (true) {
+            const Place place = finder.find(p, index, BLOCK_N);
+            const Work work(p, place.batch < 0 ? Place{0, 0, 0, 0} : place);
+            if (place.batch < 0) order_part(NO_MORE, 0);
+            announce(place, work);
+            if (place.batch < 0) return;
+            load_tile(work);
+            index = gridDim.x + atomicAdd(p.counter, 1);  // late: who is done first takes the next
+        }
+    }
+};
+
+// Wait until `turn` tiles were added to a block of queries.
+__device__ __forceinline__ void wait_turn(const int* turns, int turn) {
+    int now;
+#ifdef FLASHLANE_DEBUG
+    const long long start = clock64();
+#endif
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
+#ifdef FLASHLANE_DEBUG
+        if (clock64() - start > 8000000000ll) __trap();
+#endif
+    } while (now != turn);
+    asm volatile("fence.proxy.async;" ::: "memory");  // what was added before is seen by the copy engine
+}
+
+__device__ __forceinline__ void pass_turn(int* turns) {
+    bulk_wait();
+    asm volatile("fence.proxy.async;" ::: "memory");
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
+}
+
+// Adds a consumer's parts of dQ to the sums.
+struct Adder {
+    const Params& p;
+    const u32 base;
+    const int consumer;
+
+    __device__ __forceinline__ void run() const {
+        constexpr int SLABS_HERE = SLABS < 4 ? SLABS : 4, SLABS_LAST = SPLIT_COLUMNS ? SLABS - 4 : SLABS_HERE;
+        const u32 bytes = (consumer == 0 ? SLABS_HERE : SLABS_LAST) * SLAB_BYTES;
+        const int offset = consumer * (SPLIT_COLUMNS ? 4 : SLABS) * 16 * PART;
+        for (u32 handed = 0;; ++handed) {
+            barrier_wait(base + DQ_FULL + 8 * consumer, handed % 2);
+            const u32 order = base + PARTS + handed % PART_SLOTS * ORDER_BYTES;
+            const int block = load_shared(order), turn = load_shared(order + 4);
+            if (block == NO_MORE) break;
+            int* const turns = p.turns + 2 * static_cast<long long>(block) + consumer;
+            if (block != NO_BLOCK) {
+                if (cfg::DETERMINISTIC) wait_turn(turns, turn);
+                bulk_add(p.dq + static_cast<long long>(block) * SUM_FLOATS + offset, base + DQ + consumer * PART_BYTES, bytes);
+                bulk_commit();
+                bulk_wait_read();
+            }
+            barrier_arrive(base + DQ_EMPTY + 8 * consumer);
+            if (cfg::DETERMINISTIC && block != NO_BLOCK) pass_turn(turns);
+        }
+        bulk_wait();
+    }
+};
+
+// ---------------------------------------------------------------------------------------------- the consumers
+
+struct Consumer {
+    const Params& p;
+    const u32 base;
+    const int number, warp, lane;
+    // Every ring's place follows from the tiles and steps made and the parts of dQ given to the adders, one more a tile
+    // than it has steps. dS of a step is part `handed + 1`, the part that its dQ product reads is `handed`.
+    u32 tiles_made = 0, steps_made = 0, handed = 0;
+    int flags;                                            // of the step
+    float s[BLOCK_M / 2], dp[BLOCK_M / 2], dq[PART / 2];
+    float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
+    u32 probabilities[BLOCK_M / 4], ds[BLOCK_M / 4];
+    u32 slopes[cfg::SOFTCAP ? BLOCK_M / 4 : 1];           // of the soft cap, in halves
+
+    __device__ __forceinline__ Consumer(const Params& params, u32 address, int warpgroup)
+        : p(params), base(address), number(warpgroup), warp(threadIdx.x % WARPGROUP / WARP),
+          lane(threadIdx.x % WARP) {}
+
+    template <int STAGES>
+    __device__ __forceinline__ void wait(u32 which, u32 count, u32 flip = 0) const {
+        barrier_wait(base + which + 8 * (count % STAGES), count / STAGES % 2 ^ flip);
+    }
+    __device__ __forceinline__ void arrive(u32 which, u32 slot = 0) const {
+        if (lane == 0) barrier_arrive(base + which + 8 * slot);
+    }
+    __device__ __forceinline__ u32 queries() const { return steps_made % Q_STAGES; }
+    __device__ __forceinline__ u32 outputs() const { return steps_made % DO_STAGES; }
+
+    // ---- products
+
+    template <int STEPS, int N>
+    __device__ __forceinline__ void multiply_rows(float (&d)[N], u32 keys, u32 rows) {
+        const u64 a = wgmma_k_inner(base + keys + number * 64 * ROW_BYTES), b = wgmma_k_inner(base + rows);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const u64 a_step = a + (i / 4 * KEYS_CHUNK + i % 4 * 32) / 16, b_step = b + (i / 4 * ROWS_CHUNK + i % 4 * 32) / 16;
+            if (i == 0) {
+                Wgmma<BLOCK_M>::ss_first(d, a_step, b_step);
+            } else {
+                Wgmma<BLOCK_M>::ss(d, a_step, b_step, true);
+            }
+        }
+        wgmma_commit();
+    }
+    template <int DIM>
+    __device__ __forceinline__ void accumulate_keys(float (&d)[DIM / 2], const u32 (&a)[BLOCK_M / 4], u32 rows) {
+        const u64 b = wgmma_n_inner(base + rows, ROWS_CHUNK);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 16; ++i) Wgmma<DIM>::rs_mn(d, &a[4 * i], b + i * (16 * ROW_BYTES / 16), true);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void multiply_scores() {
+        wait<Q_STAGES>(Q_FULL, steps_made);
+        // Now, as its latency is hidden under the product; by shuffle, as in hopper_backward.
+        flags = uniform(step_queries(base, queries()).flags);
+        clear_stale<QK_CHUNKS>(Q + queries() * Q_BYTES);
+        multiply_rows<QK_STEPS>(s, K, Q + queries() * Q_BYTES);
+    }
+    __device__ __forceinline__ void multiply_outputs() {
+        wait<DO_STAGES>(DO_FULL, steps_made);
+        clear_stale<V_CHUNKS>(DO + outputs() * DO_BYTES);
+        multiply_rows<V_STEPS>(dp, V, DO + outputs() * DO_BYTES);
+    }
+    // dQᵀ of the block before: m its columns, n queries, k all keys.
+    __device__ __forceinline__ void multiply_queries() {
+        wait<DS_STAGES>(DS_FULL, handed);
+        const u64 a = wgmma_n_inner(base + K + (SPLIT_COLUMNS ? number * KEYS_CHUNK : 0), KEYS_CHUNK);
+        const u64 b = wgmma_k_inner(base + DS + handed % DS_STAGES * DS_BYTES + (SPLIT_COLUMNS ? 0 : number * PART * ROW_BYTES));
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 16; ++i) {
+            const u64 a_step = a + i * (16 * ROW_BYTES / 16), b_step = b + (i / 4 * ROWS_CHUNK + i % 4 * 32) / 16;
+            if (i == 0) {
+                Wgmma<PART>::ss_mt_first(dq, a_step, b_step);
+            } else {
+                Wgmma<PART>::ss_mt(dq, a_step, b_step, true);
+            }
+        }
+        wgmma_commit();
+    }
+
+    // ---- what lies past the end of a packed sequence
+
+    template <int CHUNKS>
+    __device__ __forceinline__ void clear_stale(u32 tile) {
+        if constexpr (cfg::VARLEN) {
+            const int rows = step_queries(base, queries()).rows;
+            if (rows >= BLOCK_M) return;
+            // Both consumers write the same zeros, each before its own products.
+            clear_rows<CHUNKS, BLOCK_M>(base + tile, rows, threadIdx.x % WARPGROUP, WARPGROUP);
+            async_fence();
+            named_sync(TOGETHER + number, WARPGROUP);
+        }
+    }
+    __device__ __forceinline__ void clear_stale_keys() {
+        if constexpr (cfg::VARLEN) {
+            const TileKeys tile = tile_keys(base, tiles_made % TILE_SLOTS);
+            const int rows = tile.length - tile.first;
+            if (rows >= BLOCK_N) return;
+            const int thread = threadIdx.x - WARPGROUP, threads = CONSUMERS * WARPGROUP;
+            clear_rows<QK_CHUNKS, BLOCK_N>(base + K, rows, thread, threads);
+            clear_rows<V_CHUNKS, BLOCK_N>(base + V, rows, thread, threads);
+            async_fence();
+            named_sync(ALL, threads);
+        }
+    }
+
+    // ---- S to P, dP to dS. Rows of the transposed scores are keys, columns queries.
+
+    static __device__ __forceinline__ constexpr int column(int i) { return 8 * (i / 4) + i % 2; }
+
+    // This thread's first key and first query of a step, and the sequence that they are of. Looked up, and from %tid, each
+    // time: kept in registers they would spill.
+    struct Corner {
+        int key, keys, query, shift, head;
+    };
+    __device__ __forceinline__ Corner corner() const {
+        const StepQueries step = step_queries(base, queries());
+        const TileKeys tile = tile_keys(base, tiles_made % TILE_SLOTS);
+        int thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        thread -= WARPGROUP;
+        const int lane = thread % WARP;
+        return {tile.first + thread / WARP * 16 + lane / 4, tile.length, step.first + 2 * (lane % 4), tile.shift,
+                step.head};
+    }
+
+    // Scores in base 2, capped and biased by distance.
+    __device__ __forceinline__ void transform_scores() {
+        if constexpr (TRANSFORMED) {
+            const Corner at = corner();
+            const int which = tile_place(base, tiles_made % TILE_SLOTS).batch;
+            const float slope = cfg::ALIBI ? p.alibi[which * p.alibi_batch + at.head] * LOG2_E : 0.f;
+            const float distance = at.query + at.shift - at.key;  // negative: the key is after the query
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 2; i += 2) {
+                float derivative[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    float& score = s[i + j];
+                    if constexpr (cfg::SOFTCAP) {
+                        // tanh(x) = 1 − 2r of r = 1 / (e^2x + 1); its derivative is 4r·(1 − r).
+                        const float r = reciprocal(1.f + ex2(score * p.softcap_in));
+                        score = p.softcap_log2 - 2.f * p.softcap_log2 * r;
+                        derivative[j] = 4.f * r * (1.f - r);
+                    } else {
+                        score *= p.scale_log2;
+                    }
+                    if constexpr (cfg::ALIBI)
+                        score -= slope * fabsf(distance + (column(i + j) - (i / 2 % 2 ? 8 : 0)));
+                }
+                if constexpr (cfg::SOFTCAP) slopes[i / 2] = Convert<__half>::pack(derivative[0], derivative[1]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void mask_scores() {
+        const Corner at = corner();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int key = at.key + 8 * half, from = key - at.shift - at.query;
+            int low = cfg::HAS_RIGHT ? from - p.window_right : 0;  // columns low <= c <= high see the key
+            const int high = cfg::HAS_LEFT ? from + p.window_left : 0;
+            if (key >= at.keys) low = 1 << 30;
+#pragma unroll
+            for (int i = 2 * half; i < BLOCK_M / 2; i += 4)
+#pragma unroll
+                for (int j = i; j < i + 2; ++j)
+                    if (column(j) < low || (cfg::HAS_LEFT && column(j) > high)) s[j] = -INF;
+        }
+    }
+
+    __device__ __forceinline__ void make_probabilities() {
+        const u32 lse = base + LSE + queries() * STAT_BYTES + lane % 4 * 8;
+        transform_scores();
+        if (flags & MASKED) mask_scores();
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i += 4) {
+            const float2 row = load_shared_float2(lse + i / 4 * 32);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float minus = j % 2 ? row.y : row.x;
+                s[i + j] = ex2(TRANSFORMED ? s[i + j] + minus : fmaf(s[i + j], p.scale_log2, minus));
+            }
+            probabilities[i / 2] = Convert<Element>::pack(s[i], s[i + 1]);
+            probabilities[i / 2 + 1] = Convert<Element>::pack(s[i + 2], s[i + 3]);
+        }
+    }
+
+    __device__ __forceinline__ void make_gradients() {
+        const u32 delta = base + DELTA + outputs() * STAT_BYTES + lane % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i += 4) {
+            const float2 row = load_shared_float2(delta + i / 4 * 32);
+#pragma unroll
+            for (int j = i; j < i + 4; j += 2) {
+                float low = s[j] * (dp[j] - row.x), high = s[j + 1] * (dp[j + 1] - row.y);
+                if constexpr (cfg::SOFTCAP) {
+                    const float2 slope = unpack_half2(slopes[j / 2]);
+                    low *= slope.x, high *= slope.y;
+                }
+                ds[j / 2] = Convert<Element>::pack(low, high);
+            }
+        }
+        wait<DS_STAGES>(DS_EMPTY, handed + 1, 1);
+        // Transposed on its way: a row is a query, and a chunk of columns the keys of one consumer.
+        const int row = lane / 16 * 8 + lane % 8, piece = (2 * warp + lane / 8 % 2) ^ (lane % 8);
+        const u32 to = base + DS + (handed + 1) % DS_STAGES * DS_BYTES + number * ROWS_CHUNK + row * ROW_BYTES + piece * 16;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 16; ++i)
+            stmatrix_x4_trans(to + i * 16 * ROW_BYTES, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
+        announce_gradients(handed + 1);
+    }
+    __device__ __forceinline__ void announce_gradients(u32 part) const {
+        async_fence();
+        __syncwarp();
+        arrive(DS_FULL, part % DS_STAGES);
+    }
+
+    // ---- results
+
+    __device__ __forceinline__ void store_queries() {
+        arrive(DS_EMPTY, handed % DS_STAGES);
+        barrier_wait(base + DQ_EMPTY + 8 * number, handed % 2 ^ 1);
+        const u32 to = base + DQ + number * PART_BYTES + warp * SLAB_BYTES + lane * 16;
+#pragma unroll
+        for (int i = 0; i < PART / 8; ++i)
+            store_shared(to + i * 512, make_uint4(__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
+                                                  __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])));
+        async_fence();
+        __syncwarp();
+        arrive(DQ_FULL, number);
+        ++handed;
+    }
+
+    template <int DIM>
+    __device__ __forceinline__ void store_keys(const float (&d)[DIM / 2], const Work& work, void* to, long long batch,
+                                               long long row, long long head, float factor) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int key = work.first_key + number * 64 + warp * 16 + lane / 4 + 8 * half;
+            Element* const out = static_cast<Element*>(to) + work.sequence.batch * batch +
+                                 (work.sequence.k_first + key) * row + work.kv_head * head;
+            // Groups of 8 columns are transposed in the quad, so that each lane stores 16 bytes.
+#pragma unroll
+            for (int n = 0; n < DIM / 8; n += 4) {
+                u32 word[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int j = 4 * (n + i) + 2 * half;
+                    word[i] = n + i < DIM / 8 ? Convert<Element>::pack(d[j] * factor, d[j + 1] * factor) : 0u;
+                }
+                transpose_quad(word);
+                const int first = (n + lane % 4) * 8;
+                if (key < work.sequence.k_length && first < DIM)
+                    *reinterpret_cast<uint4*>(out + first) = make_uint4(word[0], word[1], word[2], word[3]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void sum_tile(int steps) {
+        wait<1>(K_FULL, handed - steps_made);
+        wait<1>(V_FULL, handed - steps_made);
+        clear_stale_keys();
+        // The dS of no block: zeros, so that the loop has no special first step.
+        wait<DS_STAGES>(DS_EMPTY, handed, 1);
+        const u32 zeros = base + DS + handed % DS_STAGES * DS_BYTES + number * ROWS_CHUNK;
+        for (int i = threadIdx.x % WARPGROUP; i < BLOCK_M * ROW_BYTES / 16; i += WARPGROUP)
+            store_shared(zeros + i * 16, make_uint4(0, 0, 0, 0));
+        announce_gradients(handed);
+#pragma unroll 1
+        for (int i = 0; i < steps; ++i) {
+            multiply_scores();
+            multiply_outputs();
+            wgmma_wait<1>(s);
+            make_probabilities();
+            accumulate_keys<HEAD_DIM_V>(dv, probabilities, DO + outputs() * DO_BYTES);
+            wgmma_wait<1>(dp);
+            make_gradients();
+            wgmma_wait<0>(dv);
+            arrive(DO_EMPTY, outputs());
+            multiply_queries();
+            accumulate_keys<HEAD_DIM>(dk, ds, Q + queries() * Q_BYTES);
+            wgmma_wait<1>(dq);
+            store_queries();
+            wgmma_wait<0>(dk);
+            arrive(Q_EMPTY, queries());
+            ++steps_made;
+        }
+        arrive(V_EMPTY);
+        multiply_queries();
+        wgmma_wait<0>(dq);
+        arrive(K_EMPTY);
+        store_queries();
+    }
+
+    __device__ __forceinline__ void run() {
+        for (;; ++tiles_made) {
+            const u32 slot = tiles_made % TILE_SLOTS;
+            wait<TILE_SLOTS>(TILE_FULL, tiles_made);
+            if (uniform(tile_place(base, slot).batch) < 0) break;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = 0.f;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM_V / 2; ++i) dv[i] = 0.f;
+            const int steps = uniform(tile_keys(base, slot).steps);
+            if (steps > 0) sum_tile(steps);
+            const Work work(p, tile_place(base, slot));
+            __syncwarp();
+            arrive(TILE_EMPTY, slot);
+            store_keys<HEAD_DIM_V>(dv, work, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
+            store_keys<HEAD_DIM>(dk, work, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
+        }
+        barrier_wait(base + DQ_EMPTY + 8 * number, handed % 2 ^ 1);
+        arrive(DQ_FULL, number);                          // the end, for the adder
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const __grid_constant__ Params p) {
+    const u32 base = shared_address(shared_memory);
+    if (threadIdx.x == 0) {
+        if (base % 1024 != 0) __trap();  // the swizzle counts from there
+        for (int i = 0; i < TILE_SLOTS; ++i) {
+            barrier_init(base + TILE_FULL + 8 * i, 1);
+            barrier_init(base + TILE_EMPTY + 8 * i, CONSUMER_WARPS);
+        }
+        barrier_init(base + K_FULL, 1), barrier_init(base + K_EMPTY, CONSUMER_WARPS);
+        barrier_init(base + V_FULL, 1), barrier_init(base + V_EMPTY, CONSUMER_WARPS);
+        for (int i = 0; i < Q_STAGES; ++i)
+            barrier_init(base + Q_FULL + 8 * i, 1), barrier_init(base + Q_EMPTY + 8 * i, CONSUMER_WARPS);
+        for (int i = 0; i < DO_STAGES; ++i)
+            barrier_init(base + DO_FULL + 8 * i, 1), barrier_init(base + DO_EMPTY + 8 * i, CONSUMER_WARPS);
+        for (int i = 0; i < DS_STAGES; ++i)
+            barrier_init(base + DS_FULL + 8 * i, CONSUMER_WARPS), barrier_init(base + DS_EMPTY + 8 * i, CONSUMER_WARPS);
+        for (int i = 0; i < CONSUMERS; ++i)
+            barrier_init(base + DQ_FULL + 8 * i, 4), barrier_init(base + DQ_EMPTY + 8 * i, 1);
+        barrier_init_fence();
+        tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
+    }
+    __syncthreads();
+    const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / 4;
+    if (warpgroup == 0) {
+        give_registers<cfg::PRODUCER_REGISTERS>();
+        if (threadIdx.x % WARP != 0) return;
+        if (warp == 0) {
+            Producer{p, base}.run();
+        } else if (warp <= CONSUMERS) {
+            Adder{p, base, warp - 1}.run();
+        }
+    } else {
+        take_registers<cfg::CONSUMER_REGISTERS>();
+        Consumer(p, base, warpgroup - 1).run();
+    }
+}

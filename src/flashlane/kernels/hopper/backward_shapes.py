@@ -1,0 +1,35 @@
+"""Tiles of the Hopper backward as data: which configuration a head dim and a mask get."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashlane.kernels.hopper.backward_config import WIDEST_FUSED, BackwardConfig
+from flashlane.problem import AttentionProblem
+
+MAX_HEAD_DIM = WIDEST_FUSED
+
+
+def pick(problem: AttentionProblem) -> BackwardConfig:
+    """The table's configuration of a problem."""
+    wide = max(problem.head_dim, problem.head_dim_v) > 64
+    # What scores need beyond a mask takes registers that a tile of fewer queries has. Under a mask, tiles of fewer
+    # queries also make fewer products that nobody sees.
+    extras = bool(problem.softcap) + problem.alibi
+    masked = problem.window_left >= 0 or problem.window_right >= 0
+    block_m = (64 if masked else 80, 64, 48)[extras] if wide else (128, 96, 96)[extras]
+    return specialise(BackwardConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m), problem)
+
+
+def specialise(config: BackwardConfig, problem: AttentionProblem) -> BackwardConfig:
+    """A configuration's tile with what a problem needs switched on, and no more."""
+    return replace(
+        config,
+        has_left=problem.window_left >= 0,
+        has_right=problem.window_right >= 0,
+        softcap=problem.softcap > 0,
+        alibi=problem.alibi,
+        varlen=problem.varlen,
+        sinks=problem.sinks,
+        deterministic=problem.deterministic,
+    )
