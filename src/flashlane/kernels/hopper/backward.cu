@@ -19,15 +19,11 @@
 // Blocks of threads stay on their SMs and take tile after tile (a tile: a block of keys), so that the loads of the next
 // tile run under the stores of the one before. DETERMINISTIC: the tiles add to a block of queries in their order. Each
 // walks the queries in the direction in which the tiles before it arrive there earlier: with a causal mask, backwards.
-#include "hopper_backward_tiles.cuh"
-#include "tile.cuh"
-#include "wgmma.cuh"
+#include "hopper_backward_products.cuh"
 
 constexpr int BLOCK_N = cfg::BLOCK_N, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);
+constexpr int K_STAGES = cfg::K_STAGES, V_STAGES = cfg::V_STAGES;  // tiles whose keys have a place at once
 constexpr int Q_STAGES = cfg::Q_STAGES, DO_STAGES = cfg::DO_STAGES, DS_STAGES = 2;
-constexpr int QK_CHUNKS = (HEAD_DIM + 63) / 64, V_CHUNKS = (HEAD_DIM_V + 63) / 64;
-constexpr int QK_STEPS = (HEAD_DIM + 15) / 16, V_STEPS = (HEAD_DIM_V + 15) / 16;
-constexpr bool TRANSFORMED = cfg::SOFTCAP || cfg::ALIBI;
 constexpr u32 KEYS_CHUNK = BLOCK_N * ROW_BYTES, ROWS_CHUNK = BLOCK_M * ROW_BYTES;
 constexpr u32 K_BYTES = QK_CHUNKS * KEYS_CHUNK, V_BYTES = V_CHUNKS * KEYS_CHUNK;
 constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK, DS_BYTES = BLOCK_N / 64 * ROWS_CHUNK;
@@ -39,17 +35,16 @@ constexpr int PART = SPLIT_COLUMNS ? BLOCK_M : BLOCK_M / 2;
 constexpr u32 SLAB_BYTES = 16 * PART * 4, PART_BYTES = 4 * SLAB_BYTES;
 static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
 
-constexpr u32 K = 0, V = K + K_BYTES, Q = V + V_BYTES, DO = Q + Q_STAGES * Q_BYTES, DS = DO + DO_STAGES * DO_BYTES;
+constexpr u32 K = 0, V = K + K_STAGES * K_BYTES, Q = V + V_STAGES * V_BYTES, DO = Q + Q_STAGES * Q_BYTES, DS = DO + DO_STAGES * DO_BYTES;
 constexpr u32 DQ = DS + DS_STAGES * DS_BYTES, LSE = DQ + CONSUMERS * PART_BYTES, DELTA = LSE + Q_STAGES * STAT_BYTES;
 // What the consumers look up of a tile and of a step: they have no registers to carry it.
 constexpr u32 TILES = DELTA + DO_STAGES * STAT_BYTES, TILE_SLOTS = 2, TILE_BYTES = 32;
 constexpr u32 STEPS = TILES + TILE_BYTES * TILE_SLOTS, STEP_BYTES = 16;
 // And what the adders look up of a part of dQ: of two a step, and the producer is Q_STAGES steps ahead of them.
 constexpr u32 PARTS = STEPS + STEP_BYTES * Q_STAGES, PART_SLOTS = 4 * Q_STAGES, ORDER_BYTES = 8;
-// Barriers; of K and V one each.
 constexpr u32 TILE_FULL = PARTS + ORDER_BYTES * PART_SLOTS, TILE_EMPTY = TILE_FULL + 8 * TILE_SLOTS;
-constexpr u32 K_FULL = TILE_EMPTY + 8 * TILE_SLOTS, K_EMPTY = K_FULL + 8, V_FULL = K_EMPTY + 8, V_EMPTY = V_FULL + 8;
-constexpr u32 Q_FULL = V_EMPTY + 8, Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES;
+constexpr u32 K_FULL = TILE_EMPTY + 8 * TILE_SLOTS, K_EMPTY = K_FULL + 8 * K_STAGES, V_FULL = K_EMPTY + 8 * K_STAGES;
+constexpr u32 V_EMPTY = V_FULL + 8 * V_STAGES, Q_FULL = V_EMPTY + 8 * V_STAGES, Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES;
 constexpr u32 DO_EMPTY = DO_FULL + 8 * DO_STAGES, DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 8 * DS_STAGES;
 constexpr u32 DQ_FULL = DS_EMPTY + 8 * DS_STAGES, DQ_EMPTY = DQ_FULL + 8 * CONSUMERS;
 constexpr int CONSUMER_WARPS = 4 * CONSUMERS;
@@ -80,10 +75,9 @@ struct TileKeys {
 // And of a step, with its queries.
 struct StepQueries {
     int first, rows, head;                                // first query of the block; rows from there to the sequence's end
-    int flags;
+    int masked;                                           // some pair of the step's is hidden
 };
 enum { NO_BLOCK = -1, NO_MORE = -2 };                     // parts of dQ that are of no block, and not there
-enum { MASKED = 1 };                                      // some pair of the step's is hidden
 
 __device__ __forceinline__ Place tile_place(u32 base, u32 slot) {
     const int4 x = load_shared_int4(base + TILES + TILE_BYTES * slot);
@@ -128,24 +122,16 @@ struct Producer {
             tma_load(base + to + i * chunk_bytes, map, full, i * CHUNK_COLUMNS, row, head, batch);
     }
 
-    __device__ __forceinline__ int flags(const Work& work, int first_query) const {
-        const int row = first_query + work.sequence.shift;
-        bool masked = work.first_key + BLOCK_N > work.sequence.k_length;
-        if (cfg::HAS_RIGHT) masked = masked || work.first_key + BLOCK_N - 1 > row + p.window_right;
-        if (cfg::HAS_LEFT) masked = masked || work.first_key < row + BLOCK_M - 1 - p.window_left;
-        return masked ? MASKED : 0;
-    }
-
     __device__ __forceinline__ void load_keys(const Work& work) const {
         const int row = work.sequence.k_first + work.first_key, batch = work.sequence.batch;
-        const u32 parity = full_tiles % 2;                // counts this tile
+        const u32 before = full_tiles - 1, v = before % V_STAGES, k = before % K_STAGES;
         // The tile before keeps its keys until the end, V a little less long.
-        barrier_wait(base + V_EMPTY, parity);
-        barrier_expect(base + V_FULL, V_BYTES);
-        load<V_CHUNKS>(p.v, V, KEYS_CHUNK, base + V_FULL, row, work.kv_head, batch);
-        barrier_wait(base + K_EMPTY, parity);
-        barrier_expect(base + K_FULL, K_BYTES);
-        load<QK_CHUNKS>(p.k, K, KEYS_CHUNK, base + K_FULL, row, work.kv_head, batch);
+        barrier_wait(base + V_EMPTY + 8 * v, before / V_STAGES % 2 ^ 1);
+        barrier_expect(base + V_FULL + 8 * v, V_BYTES);
+        load<V_CHUNKS>(p.v, V + v * V_BYTES, KEYS_CHUNK, base + V_FULL + 8 * v, row, work.kv_head, batch);
+        barrier_wait(base + K_EMPTY + 8 * k, before / K_STAGES % 2 ^ 1);
+        barrier_expect(base + K_FULL + 8 * k, K_BYTES);
+        load<QK_CHUNKS>(p.k, K + k * K_BYTES, KEYS_CHUNK, base + K_FULL + 8 * k, row, work.kv_head, batch);
     }
 
     __device__ __forceinline__ void load_tile(const Work& work) {
@@ -164,8 +150,9 @@ struct Producer {
                 barrier_wait(base + Q_EMPTY + 8 * slot, steps / Q_STAGES % 2 ^ 1);
                 order_part(stat + block,
                            work.first_key / BLOCK_N - (cfg::DETERMINISTIC ? first_keys_of(p, sequence, block, BLOCK_N) : 0));
+                const bool masked = partly_masked<BLOCK_N>(p, work.first_key, sequence.k_length, query, sequence.shift);
                 store_shared(base + STEPS + STEP_BYTES * slot,
-                             make_uint4(query, sequence.q_length - query, head, flags(work, query)));
+                             make_uint4(query, sequence.q_length - query, head, masked));
                 barrier_expect(full, Q_BYTES + STAT_BYTES);
                 load<QK_CHUNKS>(p.q, Q + slot * Q_BYTES, ROWS_CHUNK, full, row, head, sequence.batch);
                 bulk_load(base + LSE + slot * STAT_BYTES, p.lse + (stat + block) * BLOCK_M, STAT_BYTES, full);
@@ -254,7 +241,7 @@ struct Consumer {
     // Every ring's place follows from the tiles and steps made and the parts of dQ given to the adders, one more a tile
     // than it has steps. dS of a step is part `handed + 1`, the part that its dQ product reads is `handed`.
     u32 tiles_made = 0, steps_made = 0, handed = 0;
-    int flags;                                            // of the step
+    int masked;                                           // of the step
     float s[BLOCK_M / 2], dp[BLOCK_M / 2], dq[PART / 2];
     float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
     u32 probabilities[BLOCK_M / 4], ds[BLOCK_M / 4];
@@ -271,50 +258,33 @@ struct Consumer {
     __device__ __forceinline__ void arrive(u32 which, u32 slot = 0) const {
         if (lane == 0) barrier_arrive(base + which + 8 * slot);
     }
+    // Tiles with steps before this one; not while the step's part is handed over.
+    __device__ __forceinline__ u32 full_tiles() const { return handed - steps_made; }
+    __device__ __forceinline__ u32 keys() const { return K + full_tiles() % K_STAGES * K_BYTES; }
+    __device__ __forceinline__ u32 values() const { return V + full_tiles() % V_STAGES * V_BYTES; }
     __device__ __forceinline__ u32 queries() const { return steps_made % Q_STAGES; }
     __device__ __forceinline__ u32 outputs() const { return steps_made % DO_STAGES; }
 
     // ---- products
 
-    template <int STEPS, int N>
-    __device__ __forceinline__ void multiply_rows(float (&d)[N], u32 keys, u32 rows) {
-        const u64 a = wgmma_k_inner(base + keys + number * 64 * ROW_BYTES), b = wgmma_k_inner(base + rows);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            const u64 a_step = a + (i / 4 * KEYS_CHUNK + i % 4 * 32) / 16, b_step = b + (i / 4 * ROWS_CHUNK + i % 4 * 32) / 16;
-            if (i == 0) {
-                Wgmma<BLOCK_M>::ss_first(d, a_step, b_step);
-            } else {
-                Wgmma<BLOCK_M>::ss(d, a_step, b_step, true);
-            }
-        }
-        wgmma_commit();
-    }
-    template <int DIM>
-    __device__ __forceinline__ void accumulate_keys(float (&d)[DIM / 2], const u32 (&a)[BLOCK_M / 4], u32 rows) {
-        const u64 b = wgmma_n_inner(base + rows, ROWS_CHUNK);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < BLOCK_M / 16; ++i) Wgmma<DIM>::rs_mn(d, &a[4 * i], b + i * (16 * ROW_BYTES / 16), true);
-        wgmma_commit();
-    }
     __device__ __forceinline__ void multiply_scores() {
         wait<Q_STAGES>(Q_FULL, steps_made);
         // Now, as its latency is hidden under the product; by shuffle, as in hopper_backward.
-        flags = uniform(step_queries(base, queries()).flags);
+        masked = uniform(step_queries(base, queries()).masked);
         clear_stale<QK_CHUNKS>(Q + queries() * Q_BYTES);
-        multiply_rows<QK_STEPS>(s, K, Q + queries() * Q_BYTES);
+        multiply_rows<BLOCK_M, QK_STEPS, KEYS_CHUNK, ROWS_CHUNK>(s, base + keys() + number * 64 * ROW_BYTES,
+                                                                 base + Q + queries() * Q_BYTES);
     }
     __device__ __forceinline__ void multiply_outputs() {
         wait<DO_STAGES>(DO_FULL, steps_made);
         clear_stale<V_CHUNKS>(DO + outputs() * DO_BYTES);
-        multiply_rows<V_STEPS>(dp, V, DO + outputs() * DO_BYTES);
+        multiply_rows<BLOCK_M, V_STEPS, KEYS_CHUNK, ROWS_CHUNK>(dp, base + values() + number * 64 * ROW_BYTES,
+                                                                base + DO + outputs() * DO_BYTES);
     }
     // dQᵀ of the block before: m its columns, n queries, k all keys.
     __device__ __forceinline__ void multiply_queries() {
         wait<DS_STAGES>(DS_FULL, handed);
-        const u64 a = wgmma_n_inner(base + K + (SPLIT_COLUMNS ? number * KEYS_CHUNK : 0), KEYS_CHUNK);
+        const u64 a = wgmma_n_inner(base + keys() + (SPLIT_COLUMNS ? number * KEYS_CHUNK : 0), KEYS_CHUNK);
         const u64 b = wgmma_k_inner(base + DS + handed % DS_STAGES * DS_BYTES + (SPLIT_COLUMNS ? 0 : number * PART * ROW_BYTES));
         wgmma_fence();
 #pragma unroll
@@ -348,8 +318,8 @@ struct Consumer {
             const int rows = tile.length - tile.first;
             if (rows >= BLOCK_N) return;
             const int thread = threadIdx.x - WARPGROUP, threads = CONSUMERS * WARPGROUP;
-            clear_rows<QK_CHUNKS, BLOCK_N>(base + K, rows, thread, threads);
-            clear_rows<V_CHUNKS, BLOCK_N>(base + V, rows, thread, threads);
+            clear_rows<QK_CHUNKS, BLOCK_N>(base + keys(), rows, thread, threads);
+            clear_rows<V_CHUNKS, BLOCK_N>(base + values(), rows, thread, threads);
             async_fence();
             named_sync(ALL, threads);
         }
@@ -357,73 +327,19 @@ struct Consumer {
 
     // ---- S to P, dP to dS. Rows of the transposed scores are keys, columns queries.
 
-    static __device__ __forceinline__ constexpr int column(int i) { return 8 * (i / 4) + i % 2; }
-
-    // This thread's first key and first query of a step, and the sequence that they are of. Looked up, and from %tid, each
-    // time: kept in registers they would spill.
-    struct Corner {
-        int key, keys, query, shift, head;
-    };
     __device__ __forceinline__ Corner corner() const {
         const StepQueries step = step_queries(base, queries());
         const TileKeys tile = tile_keys(base, tiles_made % TILE_SLOTS);
-        int thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        thread -= WARPGROUP;
-        const int lane = thread % WARP;
-        return {tile.first + thread / WARP * 16 + lane / 4, tile.length, step.first + 2 * (lane % 4), tile.shift,
-                step.head};
-    }
-
-    // Scores in base 2, capped and biased by distance.
-    __device__ __forceinline__ void transform_scores() {
-        if constexpr (TRANSFORMED) {
-            const Corner at = corner();
-            const int which = tile_place(base, tiles_made % TILE_SLOTS).batch;
-            const float slope = cfg::ALIBI ? p.alibi[which * p.alibi_batch + at.head] * LOG2_E : 0.f;
-            const float distance = at.query + at.shift - at.key;  // negative: the key is after the query
-#pragma unroll
-            for (int i = 0; i < BLOCK_M / 2; i += 2) {
-                float derivative[2];
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    float& score = s[i + j];
-                    if constexpr (cfg::SOFTCAP) {
-                        // tanh(x) = 1 − 2r of r = 1 / (e^2x + 1); its derivative is 4r·(1 − r).
-                        const float r = reciprocal(1.f + ex2(score * p.softcap_in));
-                        score = p.softcap_log2 - 2.f * p.softcap_log2 * r;
-                        derivative[j] = 4.f * r * (1.f - r);
-                    } else {
-                        score *= p.scale_log2;
-                    }
-                    if constexpr (cfg::ALIBI)
-                        score -= slope * fabsf(distance + (column(i + j) - (i / 2 % 2 ? 8 : 0)));
-                }
-                if constexpr (cfg::SOFTCAP) slopes[i / 2] = Convert<__half>::pack(derivative[0], derivative[1]);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void mask_scores() {
-        const Corner at = corner();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int key = at.key + 8 * half, from = key - at.shift - at.query;
-            int low = cfg::HAS_RIGHT ? from - p.window_right : 0;  // columns low <= c <= high see the key
-            const int high = cfg::HAS_LEFT ? from + p.window_left : 0;
-            if (key >= at.keys) low = 1 << 30;
-#pragma unroll
-            for (int i = 2 * half; i < BLOCK_M / 2; i += 4)
-#pragma unroll
-                for (int j = i; j < i + 2; ++j)
-                    if (column(j) < low || (cfg::HAS_LEFT && column(j) > high)) s[j] = -INF;
-        }
+        return Corner(tile.first + number * 64, tile.length, step.first, tile.shift);
     }
 
     __device__ __forceinline__ void make_probabilities() {
         const u32 lse = base + LSE + queries() * STAT_BYTES + lane % 4 * 8;
-        transform_scores();
-        if (flags & MASKED) mask_scores();
+        if constexpr (TRANSFORMED) {
+            const int which = tile_place(base, tiles_made % TILE_SLOTS).batch;
+            transform_scores(p, corner().distance(), alibi_slope(p, which, step_queries(base, queries()).head), s, slopes);
+        }
+        if (masked) mask_scores(p, corner(), s);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i += 4) {
             const float2 row = load_shared_float2(lse + i / 4 * 32);
@@ -472,7 +388,8 @@ struct Consumer {
     __device__ __forceinline__ void store_queries() {
         arrive(DS_EMPTY, handed % DS_STAGES);
         barrier_wait(base + DQ_EMPTY + 8 * number, handed % 2 ^ 1);
-        const u32 to = base + DQ + number * PART_BYTES + warp * SLAB_BYTES + lane * 16;
+        const int thread = thread_again();
+        const u32 to = base + DQ + number * PART_BYTES + thread / WARP * SLAB_BYTES + thread % WARP * 16;
 #pragma unroll
         for (int i = 0; i < PART / 8; ++i)
             store_shared(to + i * 512, make_uint4(__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
@@ -483,34 +400,18 @@ struct Consumer {
         ++handed;
     }
 
+    // A consumer's rows of dK or dV.
     template <int DIM>
     __device__ __forceinline__ void store_keys(const float (&d)[DIM / 2], const Work& work, void* to, long long batch,
                                                long long row, long long head, float factor) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int key = work.first_key + number * 64 + warp * 16 + lane / 4 + 8 * half;
-            Element* const out = static_cast<Element*>(to) + work.sequence.batch * batch +
-                                 (work.sequence.k_first + key) * row + work.kv_head * head;
-            // Groups of 8 columns are transposed in the quad, so that each lane stores 16 bytes.
-#pragma unroll
-            for (int n = 0; n < DIM / 8; n += 4) {
-                u32 word[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int j = 4 * (n + i) + 2 * half;
-                    word[i] = n + i < DIM / 8 ? Convert<Element>::pack(d[j] * factor, d[j + 1] * factor) : 0u;
-                }
-                transpose_quad(word);
-                const int first = (n + lane % 4) * 8;
-                if (key < work.sequence.k_length && first < DIM)
-                    *reinterpret_cast<uint4*>(out + first) = make_uint4(word[0], word[1], word[2], word[3]);
-            }
-        }
+        const int first = work.first_key + number * 64;
+        store_rows<DIM>(d, static_cast<Element*>(to) + work.sequence.batch * batch + (work.sequence.k_first + first) * row +
+                               work.kv_head * head, row, work.sequence.k_length - first, factor);
     }
 
     __device__ __forceinline__ void sum_tile(int steps) {
-        wait<1>(K_FULL, handed - steps_made);
-        wait<1>(V_FULL, handed - steps_made);
+        wait<K_STAGES>(K_FULL, full_tiles());
+        wait<V_STAGES>(V_FULL, full_tiles());
         clear_stale_keys();
         // The dS of no block: zeros, so that the loop has no special first step.
         wait<DS_STAGES>(DS_EMPTY, handed, 1);
@@ -524,23 +425,23 @@ struct Consumer {
             multiply_outputs();
             wgmma_wait<1>(s);
             make_probabilities();
-            accumulate_keys<HEAD_DIM_V>(dv, probabilities, DO + outputs() * DO_BYTES);
+            accumulate_rows<HEAD_DIM_V, BLOCK_M>(dv, probabilities, base + DO + outputs() * DO_BYTES);
             wgmma_wait<1>(dp);
             make_gradients();
             wgmma_wait<0>(dv);
             arrive(DO_EMPTY, outputs());
             multiply_queries();
-            accumulate_keys<HEAD_DIM>(dk, ds, Q + queries() * Q_BYTES);
+            accumulate_rows<HEAD_DIM, BLOCK_M>(dk, ds, base + Q + queries() * Q_BYTES);
             wgmma_wait<1>(dq);
             store_queries();
             wgmma_wait<0>(dk);
             arrive(Q_EMPTY, queries());
             ++steps_made;
         }
-        arrive(V_EMPTY);
+        arrive(V_EMPTY, full_tiles() % V_STAGES);
         multiply_queries();
         wgmma_wait<0>(dq);
-        arrive(K_EMPTY);
+        arrive(K_EMPTY, full_tiles() % K_STAGES);
         store_queries();
     }
 
@@ -574,8 +475,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
             barrier_init(base + TILE_FULL + 8 * i, 1);
             barrier_init(base + TILE_EMPTY + 8 * i, CONSUMER_WARPS);
         }
-        barrier_init(base + K_FULL, 1), barrier_init(base + K_EMPTY, CONSUMER_WARPS);
-        barrier_init(base + V_FULL, 1), barrier_init(base + V_EMPTY, CONSUMER_WARPS);
+        for (int i = 0; i < K_STAGES; ++i)
+            barrier_init(base + K_FULL + 8 * i, 1), barrier_init(base + K_EMPTY + 8 * i, CONSUMER_WARPS);
+        for (int i = 0; i < V_STAGES; ++i)
+            barrier_init(base + V_FULL + 8 * i, 1), barrier_init(base + V_EMPTY + 8 * i, CONSUMER_WARPS);
         for (int i = 0; i < Q_STAGES; ++i)
             barrier_init(base + Q_FULL + 8 * i, 1), barrier_init(base + Q_EMPTY + 8 * i, CONSUMER_WARPS);
         for (int i = 0; i < DO_STAGES; ++i)

@@ -11,7 +11,8 @@ from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header
 from flashlane.registry import Resources
 
 FOLDER = "kernels/hopper"
-TILES = "backward_tiles"
+PARTS = ("backward_tiles", "backward_products")
+"""Device files beside it, which it includes as ``hopper_<name>.cuh``."""
 WIDEST_FUSED = 128
 """Head dims up to which one kernel makes all gradients; accumulators of larger ones leave no registers for it."""
 SLAB = 16
@@ -36,6 +37,9 @@ class BackwardConfig:
     """Queries of a step."""
     q_stages: int = 2
     do_stages: int = 2
+    k_stages: int = 1
+    """Tiles whose keys have a place at once: with two, the next tile's are there when it begins."""
+    v_stages: int = 1
     has_left: bool = False
     has_right: bool = False
     softcap: bool = False
@@ -66,13 +70,15 @@ class BackwardConfig:
         part = CHUNK * 4 * (m if self.split_columns else m // 2)
         stages = self.q_stages + self.do_stages
         return {
-            "K and V": n * (qk + v),
+            "K and V": n * (self.k_stages * qk + self.v_stages * v),
             "Q": self.q_stages * m * qk,
             "dO": self.do_stages * m * v,
             "dS": 2 * m * n * 2,
             "dQ": CONSUMERS * part,
             "statistics": stages * m * 4,
-            "tiles and barriers": 2 * 32 + (16 + 4 * 8) * self.q_stages + 8 * (4 + 4 + 2 * stages + 4 + 2 * CONSUMERS),
+            "tiles and barriers": 2 * 32
+            + (16 + 4 * 8) * self.q_stages
+            + 8 * (4 + 2 * (self.k_stages + self.v_stages + stages) + 4 + 2 * CONSUMERS),
         }
 
     @property
@@ -111,14 +117,14 @@ def _source(
     name: str, entry: str, config: BackwardConfig, columns: tuple[int, ...], **more: int | bool
 ) -> KernelSource:
     constants = {"HEAD_DIM": config.head_dim, "HEAD_DIM_V": config.head_dim_v, "BLOCK_M": config.block_m}
-    constants |= {"Q_STAGES": config.q_stages, "DO_STAGES": config.do_stages}
+    constants |= {f"{name}_STAGES": getattr(config, f"{name.lower()}_stages") for name in ("Q", "DO", "K", "V")}
     switches = ("has_left", "has_right", "softcap", "alibi", "varlen", "deterministic")
     constants |= {switch.upper(): getattr(config, switch) for switch in switches}
     constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), config.registers, strict=True))
     constants |= {"SHARED_BYTES": config.shared_memory, **{key.upper(): value for key, value in more.items()}}
     headers = (
         (HEADER, wgmma_header(config.dtype, columns)),
-        (f"hopper_{TILES}.cuh", device_code(f"{FOLDER}/{TILES}.cuh")),
+        *((f"hopper_{part}.cuh", device_code(f"{FOLDER}/{part}.cuh")) for part in PARTS),
     )
     path = f"{FOLDER}/{name}.cu"
     return KernelSource(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, TypeVar
 
-from flashlane.kernels.hopper.backward_config import WIDEST_FUSED, BackwardConfig
+from flashlane.kernels.hopper.backward_config import BackwardConfig
 from flashlane.problem import AttentionProblem
 
-MAX_HEAD_DIM = WIDEST_FUSED
+Config = TypeVar("Config", bound=Any)
 
 
 def pick(problem: AttentionProblem) -> BackwardConfig:
@@ -17,11 +18,16 @@ def pick(problem: AttentionProblem) -> BackwardConfig:
     # queries also make fewer products that nobody sees.
     extras = bool(problem.softcap) + problem.alibi
     masked = problem.window_left >= 0 or problem.window_right >= 0
+    if wide and problem.softcap:
+        extras = 2
     block_m = (64 if masked else 80, 64, 48)[extras] if wide else (128, 96, 96)[extras]
-    return specialise(BackwardConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m), problem)
+    tile = BackwardConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m)
+    if not wide:  # there is room for the next tile's keys
+        tile = replace(tile, k_stages=2, v_stages=2)
+    return specialise(tile, problem)
 
 
-def specialise(config: BackwardConfig, problem: AttentionProblem) -> BackwardConfig:
+def specialise(config: Config, problem: AttentionProblem) -> Config:
     """A configuration's tile with what a problem needs switched on, and no more."""
     return replace(
         config,

@@ -1,0 +1,106 @@
+"""The Hopper backward for head dims that one kernel makes all gradients of (``backward.cu``): how it is launched.
+
+Three launches: the statistics of the rows (and zeros for the sums of dQ), the gradients, dQ from its sums.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashlane import jit
+from flashlane.kernels.hopper import backward_shapes
+from flashlane.kernels.hopper.backward_config import BackwardConfig, finish_source, prepare_source
+from flashlane.kernels.hopper.backward_launch import (
+    ARCH,
+    L2_BYTES,
+    Rows,
+    Small,
+    Tensors,
+    finish_queries,
+    gradient_params,
+    is_causal,
+    point,
+    set_maps,
+    sink_gradient,
+)  # fmt: skip
+from flashlane.problem import AttentionProblem
+
+SMS = 132
+"""Streaming multiprocessors of an H200."""
+LONG_CHAIN = 64
+"""Tiles of a head beyond which a deterministic launch under a causal mask is bound by their order."""
+
+
+class FusedPlan:
+    """What calls of one problem have in common, prepared once.
+
+    Args:
+        config: the configuration; None is the table's.
+        problem: what is asked.
+        q_shape, k_shape: of the tensors.
+        device: index of the GPU.
+    """
+
+    def __init__(
+        self,
+        config: BackwardConfig | None,
+        problem: AttentionProblem,
+        q_shape: torch.Size,
+        k_shape: torch.Size,
+        device: int,
+    ) -> None:
+        self.config = backward_shapes.specialise(config or backward_shapes.pick(problem), problem)
+        self.problem, self.device = problem, device
+        self.rows = Rows(problem, q_shape, self.config.block_m)
+        self.key_blocks = -(-problem.seqlen_k // self.config.block_n)
+        self.tiles = self.key_blocks * problem.kv_heads * problem.batch
+        # At most a block an SM. Of a varlen call, whose tiles are counted on the GPU, perhaps fewer have work.
+        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.grid = min(self.sms, self.tiles)
+        self.loaded: tuple[jit.Function, ...] | None = None
+
+    def functions(self) -> tuple[jit.Function, ...]:
+        """The kernels on the device: before, the gradients, after."""
+        if self.loaded is None:
+            sources = prepare_source(self.config), self.config.source(), finish_source(self.config)
+            self.loaded = tuple(jit.load(jit.compile(source, ARCH), self.device) for source in sources)
+        return self.loaded
+
+    def launch(self, tensors: Tensors) -> torch.Tensor | None:
+        """Enqueue the kernels on torch's current stream; the sinks' gradient."""
+        problem, config, rows = self.problem, self.config, self.rows
+        prepare, gradients, finish = self.functions()
+        small, device = Small.of(tensors.inputs), tensors.dq.device
+        sums = torch.empty((rows.stats, config.sum_floats), dtype=torch.float32, device=device)
+        # The tile counter, and with `deterministic` how many tiles were added to each half of a block of queries.
+        counts = torch.empty(1 + 2 * config.deterministic * rows.stats, dtype=torch.int32, device=device)
+        turns = counts[1:] if config.deterministic else None
+        statistics, shares = rows.launch(prepare, tensors, small, dq=sums, turns=turns, counter=counts)
+
+        params = gradient_params(problem, rows, tensors, small)
+        point(params, lse=statistics[0], delta=statistics[1], dq=sums, turns=turns, counter=counts)
+        set_maps(params, problem, tensors, config.block_m, config.block_n)
+        params.blocks, params.tiles = self.key_blocks, self.tiles
+        params.heads_together = heads_together(problem, self.key_blocks, self.sms)
+        gradients.launch((self.grid, 1, 1), (config.threads, 1, 1), config.shared_memory, params)
+
+        finish_queries(finish, problem, rows, tensors, small, sums)
+        return sink_gradient(shares, tensors.inputs)
+
+
+def heads_together(problem: AttentionProblem, key_blocks: int, sms: int = SMS) -> int:
+    """Key/value heads that take turns at each block of keys. Of packed tensors, those of one sequence.
+
+    Under a causal mask the longest tiles of all those heads come first: as many heads as fit the L2 cache, since a tile
+    goes through one query head at a time. Without it a head's tiles follow each other. A deterministic launch adds the
+    tiles of a head in their order, and each waits for the one before: so many heads run at once that the tiles of one
+    start no faster than the additions follow each other.
+    """
+    heads = problem.kv_heads * (1 if problem.varlen else problem.batch)
+    causal = is_causal(problem)
+    # Q and dO are read, dQ is summed in f32.
+    size = problem.seqlen_q * ((problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + 4 * problem.head_dim)
+    together = L2_BYTES // max(1, size) if causal else 1
+    if problem.deterministic and (not causal or key_blocks > LONG_CHAIN):
+        together = -(-sms // key_blocks) * (4 if causal else 1)
+    return min(heads, max(1, together))

@@ -1,0 +1,563 @@
+// Attention backward for Hopper at head dims above 128: all three gradients in one pass, by two blocks of threads.
+//
+// A cluster of two blocks has 128 keys of a key/value head, each block 64 of them. Both step through the same blocks of
+// queries; each brings half of the rows of Q and dO to both. In a block the two consumer warpgroups divide the products,
+// for the accumulators of dV and dK take half of the registers each:
+//
+//     warpgroup 0:  Sᵀ = K·Qᵀ, P          dV += Pᵀ·dO     dQᵀ = Kᵀ·dSᵀ, a quarter of the columns, all 128 keys
+//     warpgroup 1:  dPᵀ = V·dOᵀ, dS       dK += dSᵀ·Q     the next quarter
+//
+// A stage of dS has two tiles of 64 keys, a row a query. Warpgroup 0 leaves P in its block's tile, warpgroup 1 takes it
+// from there, and dS goes to the same place: the threads of both hold the same elements. The copy engine then brings the
+// tile to the other block. Block r makes columns half r of dQ, so it needs that half of the columns of all 128 keys of K
+// in shared memory. The other half of its own keys, and half of V, it needs for S and dP only: they stay in registers as
+// A operands, which saves a quarter of those products' reads. They come through the stages of dS, before the first.
+//
+// A step, i the block of queries; dQ is one block late, so that nobody waits for a fresh copy from the other block:
+//
+//     0:  issue S(i) │ wait │ P(i), hand it over │ issue dQ(i−1), dV(i) │ wait dQ, add it to the sums │ wait dV
+//     1:  issue dP(i) │ wait for it and for P(i) │ dS(i), send it │ issue dQ(i−1), dK(i) │ wait dQ, add it │ wait dK
+//
+// While one computes P or dS, the other's products run. Each warp adds its 16 columns of dQ to the sums in device memory
+// by the copy engine, in ROUNDS parts, in the order of its registers; that order is backward_finish.cu's.
+#include "cluster.cuh"
+#include "hopper_backward_work.cuh"
+
+constexpr int BLOCKS = 2, KEYS = 64, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);
+constexpr int Q_STAGES = cfg::Q_STAGES, DO_STAGES = cfg::DO_STAGES, DS_STAGES = 2, ROUNDS = cfg::ROUNDS;
+// Columns of K and V in quarters, each padded to a chunk: two in shared memory, two in registers.
+constexpr int QK_QUARTER = 16 * QK_CHUNKS, V_QUARTER = 16 * V_CHUNKS;
+constexpr u32 KEYS_CHUNK = KEYS * ROW_BYTES, ROWS_CHUNK = BLOCK_M * ROW_BYTES;
+constexpr u32 K_BYTES = 2 * BLOCKS * KEYS_CHUNK, V_BYTES = 2 * KEYS_CHUNK, KEPT_BYTES = 2 * KEYS_CHUNK;
+constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK, DS_BYTES = BLOCKS * ROWS_CHUNK;
+constexpr u32 STAT_BYTES = BLOCK_M * 4;
+constexpr int HALF_ROWS = BLOCK_M / BLOCKS;
+
+// Of dQᵀ a warp has 16 columns, added in ROUNDS parts of GROUPS·8 queries.
+constexpr int GROUPS = BLOCK_M / 8 / ROUNDS;
+constexpr u32 PART_BYTES = GROUPS * 512;
+static_assert(cfg::BLOCK_N == BLOCKS * KEYS && BLOCK_M % 16 == 0 && BLOCK_M % (8 * ROUNDS) == 0);
+static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DO_STAGES & (DO_STAGES - 1)) == 0);
+static_assert(HEAD_DIM <= 256 && HEAD_DIM_V <= 256 && KEPT_BYTES <= DS_BYTES);
+
+constexpr u32 K = 0, V = K + K_BYTES, Q = V + V_BYTES, DO = Q + Q_STAGES * Q_BYTES, DS = DO + DO_STAGES * DO_BYTES;
+constexpr u32 DQ = DS + DS_STAGES * DS_BYTES, LSE = DQ + CONSUMERS * 4 * PART_BYTES;
+constexpr u32 DELTA = LSE + Q_STAGES * STAT_BYTES;
+// What the threads look up of the keys, and the consumers of a step with its Q or dO: they have no registers to carry it.
+constexpr u32 KEYS_RECORD = DELTA + DO_STAGES * STAT_BYTES, Q_RECORD = KEYS_RECORD + 48;
+constexpr u32 DO_RECORD = Q_RECORD + 16 * Q_STAGES, KV_FULL = DO_RECORD + 16 * DO_STAGES;
+constexpr u32 Q_FULL = KV_FULL + 16, Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES;
+constexpr u32 DO_EMPTY = DO_FULL + 8 * DO_STAGES, P_FULL = DO_EMPTY + 8 * DO_STAGES, DS_FULL = P_FULL + 8 * DS_STAGES;
+constexpr u32 DS_EMPTY = DS_FULL + 8 * DS_STAGES;
+static_assert(DS_EMPTY + 8 * DS_STAGES == cfg::SHARED_BYTES, "the Python formula disagrees");
+enum { TOGETHER = 1, ALL = 3 };                           // named barriers: one a consumer, and of both
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// 16 bytes each.
+struct KeysRecord {
+    int first, length, shift, queries;                    // this block's first key; the sequence's keys and queries
+};
+struct OwnerRecord {
+    int kv_head, batch, k_first, which;                   // batch of the tensors, and first row of the sequence there
+};
+struct StepsRecord {
+    int count, low, high;                                 // steps of the block; blocks of queries, of each head
+    int q_first;                                          // row of the sequence in the tensors
+};
+struct StepRecord {
+    int first, head, sums;                                // first query of the block; where its statistics are
+    int masked;                                           // some pair of the step's is hidden
+};
+
+template <typename Record>
+__device__ __forceinline__ Record record_at(u32 address) {
+    const int4 x = load_shared_int4(address);
+    return {x.x, x.y, x.z, x.w};
+}
+__device__ __forceinline__ KeysRecord keys_record(u32 base) { return record_at<KeysRecord>(base + KEYS_RECORD); }
+__device__ __forceinline__ OwnerRecord owner_record(u32 base) { return record_at<OwnerRecord>(base + KEYS_RECORD + 16); }
+__device__ __forceinline__ StepsRecord steps_record(u32 base) { return record_at<StepsRecord>(base + KEYS_RECORD + 32); }
+
+// Where the n-th use of a ring is: its slot, and the parity of the slot's phase. STAGES is a power of two.
+template <int STAGES>
+struct Use {
+    u32 slot, parity;
+    __device__ __forceinline__ explicit Use(u32 n) : slot(n % STAGES), parity(n / STAGES % 2) {}
+};
+
+// ---------------------------------------------------------------------------------------------- the producer's warps
+
+// Quarters of the columns of 64 keys, as chunks `stride` bytes apart: half `half` of a quarter's width twice.
+__device__ __forceinline__ void load_keys(u32 to, u32 stride, const TensorMap& map, u32 barrier, int half, int quarter,
+                                          int row, int head, int batch) {
+    for (int i = 0; i < 2; ++i)
+        tma_load(to + i * stride, map, barrier, (2 * half + i) * quarter, row, head, batch);
+}
+
+// K and V: the half of the columns that stays, and the half that goes to registers.
+__device__ __forceinline__ void produce_keys(const Params& p, u32 base, int rank) {
+    const OwnerRecord owner = owner_record(base);
+    const int own = owner.k_first + keys_record(base).first, row = own - rank * KEYS;
+    const int head = owner.kv_head, batch = owner.batch;
+    u32 full = base + KV_FULL;
+    barrier_expect(full, K_BYTES + KEPT_BYTES);
+    for (int i = 0; i < BLOCKS; ++i)
+        load_keys(base + K + i * KEYS_CHUNK, BLOCKS * KEYS_CHUNK, p.k, full, rank, QK_QUARTER, row + i * KEYS, head, batch);
+    load_keys(base + DS, KEYS_CHUNK, p.k, full, 1 - rank, QK_QUARTER, own, head, batch);
+    full += 8;
+    barrier_expect(full, V_BYTES + KEPT_BYTES);
+    load_keys(base + V, KEYS_CHUNK, p.v, full, rank, V_QUARTER, own, head, batch);
+    load_keys(base + DS + DS_BYTES, KEYS_CHUNK, p.v, full, 1 - rank, V_QUARTER, own, head, batch);
+}
+
+// Blocks of Q or dO, half of the rows to both blocks of the cluster, and their statistics.
+template <int STAGES, int CHUNKS>
+__device__ __forceinline__ void produce_rows(const Params& p, u32 base, int rank, const TensorMap& map,
+                                             const float* statistics, u32 tile, u32 stat, u32 record, u32 full, u32 empty) {
+    constexpr u32 BYTES = CHUNKS * ROWS_CHUNK;
+    const StepsRecord steps = steps_record(base);
+    const OwnerRecord owner = owner_record(base);
+    int head = owner.kv_head * (p.heads / p.kv_heads), block = steps.low;
+    int sums = (cfg::VARLEN ? head : owner.which * p.heads + head) * p.stat_blocks + block;
+    if (cfg::VARLEN) sums += steps.q_first / BLOCK_M + owner.which;  // stat_block
+#pragma unroll 1
+    for (int i = 0; i < steps.count + STAGES; ++i) {
+        const Use<STAGES> use(i);
+        const u32 barrier = base + full + 8 * use.slot;
+        barrier_wait(base + empty + 8 * use.slot, use.parity ^ 1);
+        if (i >= steps.count) continue;                   // the block may not end while arrivals are under way
+        const int first = block * BLOCK_M;
+        const KeysRecord keys = keys_record(base);
+        const bool masked = partly_masked<KEYS>(p, keys.first, keys.length, first, keys.shift);
+        store_shared(base + record + 16 * use.slot, make_uint4(first, head, sums, masked));
+        barrier_expect(barrier, BYTES + STAT_BYTES);
+        const u32 to = base + tile + use.slot * BYTES + rank * (HALF_ROWS * ROW_BYTES);
+#pragma unroll 1
+        for (int chunk = 0; chunk < CHUNKS; ++chunk)
+            tma_load_multicast(to + chunk * ROWS_CHUNK, map, barrier, chunk * CHUNK_COLUMNS,
+                               steps.q_first + first + rank * HALF_ROWS, head, owner.batch, (1 << BLOCKS) - 1);
+        bulk_load(base + stat + use.slot * STAT_BYTES, statistics + static_cast<long long>(sums) * BLOCK_M, STAT_BYTES,
+                  barrier);
+        ++sums;
+        if (++block == steps.high) {
+            sums += p.stat_blocks - (steps.high - steps.low);
+            block = steps.low, ++head;
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- the consumers
+
+// 64 keys as A operand of a product with rows of queries: of the quarters of their columns, two in registers.
+template <int QUARTER>
+struct Keys {
+    static constexpr int STEPS = QUARTER / 16;            // of 16 columns
+    u32 kept[2 * STEPS * 4];
+
+    // Where columns of step i lie in a tile of rows: in one half of the columns, and how much further in the other.
+    static __device__ __forceinline__ constexpr int place(int half, int i) {
+        const int column = (2 * half + i / STEPS) * QUARTER + i % STEPS * 16;
+        return column / CHUNK_COLUMNS * ROWS_CHUNK + column % CHUNK_COLUMNS * 2;
+    }
+    static __device__ __forceinline__ int offset(int half, int i) {
+        return (place(0, i) + half * (place(1, i) - place(0, i))) / 16;
+    }
+
+    __device__ __forceinline__ void take(u32 tile, int warp, int lane) {
+        const int row = 16 * warp + lane % 16;
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS; ++i) {
+            const int piece = i % STEPS * 2 + lane / 16;
+            u32(&words)[4] = reinterpret_cast<u32(&)[4]>(kept[4 * i]);
+            ldmatrix_x4(words, tile + i / STEPS * KEYS_CHUNK + row * ROW_BYTES + (piece ^ row % 8) * 16);
+        }
+    }
+
+    // d = keys·rowsᵀ; the half of the keys' columns in shared memory is chunks `stride` bytes apart.
+    __device__ __forceinline__ void multiply(float (&d)[BLOCK_M / 2], u32 keys, u32 stride, u32 rows, int half) const {
+        const u64 a = wgmma_k_inner(keys), b = wgmma_k_inner(rows);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS; ++i) {
+            const u64 a_step = a + (i / STEPS * stride + i % STEPS * 32) / 16, b_step = b + offset(half, i);
+            if (i == 0) {
+                Wgmma<BLOCK_M>::ss_first(d, a_step, b_step);
+            } else {
+                Wgmma<BLOCK_M>::ss(d, a_step, b_step, true);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS; ++i) Wgmma<BLOCK_M>::rs(d, &kept[4 * i], b + offset(1 - half, i), true);
+        wgmma_commit();
+    }
+};
+
+__device__ __forceinline__ float2 unpack(u32 packed) {
+    const Element* const x = reinterpret_cast<const Element*>(&packed);
+    return make_float2(Convert<Element>::to_float(x[0]), Convert<Element>::to_float(x[1]));
+}
+
+template <int NUMBER>
+struct Consumer {
+    const Params& p;
+    const u32 base;
+    const int rank, warp, lane;
+    u32 turn = 0;                                         // steps so far
+    int before = -1;                                      // the block of sums that dS in the stage used() belongs to
+    float dq[BLOCK_M / 2];
+
+    __device__ __forceinline__ Consumer(const Params& params, u32 address, int block, int own_warp)
+        : p(params), base(address), rank(block), warp(own_warp), lane(threadIdx.x % WARP) {}
+
+    __device__ __forceinline__ u32 steps() const { return load_shared(base + KEYS_RECORD + 32); }
+    __device__ __forceinline__ Use<Q_STAGES> queries() const { return Use<Q_STAGES>(turn); }
+    __device__ __forceinline__ Use<DO_STAGES> outputs() const { return Use<DO_STAGES>(turn); }
+    // Stages of dS: the first is of no block; where P and dS are written, and where they are read for dQ.
+    __device__ __forceinline__ Use<DS_STAGES> made() const { return Use<DS_STAGES>(turn + 1); }
+    __device__ __forceinline__ Use<DS_STAGES> used() const { return Use<DS_STAGES>(turn); }
+
+    // One arrival of this warp, after its products: in this block, or in both.
+    __device__ __forceinline__ void arrive(u32 which, u32 slot) const {
+        if (lane == 0) barrier_arrive(base + which + 8 * slot);
+    }
+    __device__ __forceinline__ void arrive_both(u32 which, u32 slot) const {
+        if (lane < BLOCKS) barrier_arrive_at(address_in(base + which + 8 * slot, lane));
+    }
+
+    __device__ __forceinline__ u32 own_tile() const {
+        return base + DS + made().slot * DS_BYTES + rank * ROWS_CHUNK;
+    }
+    // Where this lane's part of an 8×8 matrix of P or dS lies: a row is a query, keys of warps follow each other in it.
+    __device__ __forceinline__ u32 own_rows() const {
+        const int row = lane / 16 * 8 + lane % 8, piece = (2 * warp + lane / 8 % 2) ^ (lane % 8);
+        return own_tile() + row * ROW_BYTES + piece * 16;
+    }
+
+    // ---- products
+
+    // dQᵀ of the block before: m a quarter of its columns, n queries, k all keys of the cluster.
+    __device__ __forceinline__ void multiply_queries() {
+        barrier_wait(base + DS_FULL + 8 * used().slot, used().parity);
+        const u64 a = wgmma_n_inner(base + K + NUMBER * (BLOCKS * KEYS_CHUNK), KEYS_CHUNK);
+        const u64 b = wgmma_k_inner(base + DS + used().slot * DS_BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < cfg::BLOCK_N / 16; ++i) {
+            const u64 a_step = a + i * (16 * ROW_BYTES / 16), b_step = b + (i / 4 * ROWS_CHUNK + i % 4 * 32) / 16;
+            if (i == 0) {
+                Wgmma<BLOCK_M>::ss_mt_first(dq, a_step, b_step);
+            } else {
+                Wgmma<BLOCK_M>::ss_mt(dq, a_step, b_step, true);
+            }
+        }
+        wgmma_commit();
+    }
+    // Adds what multiply_queries made; the first is of no block.
+    __device__ __forceinline__ void add_queries() {
+        arrive_both(DS_EMPTY, used().slot);
+        const int slab = (2 * rank + NUMBER) * (QK_QUARTER / 16) + warp;
+        if (before >= 0 && warp < QK_QUARTER / 16 && slab < SLABS) {
+            const u32 from = base + DQ + (4 * NUMBER + warp) * PART_BYTES;
+            float* const sums = p.dq + static_cast<long long>(before) * SUM_FLOATS + slab * (16 * BLOCK_M);
+#pragma unroll
+            for (int round = 0; round < ROUNDS; ++round) {
+                if (lane == 0) bulk_wait_read();
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < GROUPS; ++i) {
+                    const float* const x = dq + 4 * (round * GROUPS + i);
+                    store_shared(from + i * 512 + lane * 16,
+                                 make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                                            __float_as_uint(x[3])));
+                }
+                async_fence();
+                __syncwarp();
+                if (lane == 0) {
+                    bulk_add(sums + round * (GROUPS * 128), from, PART_BYTES);
+                    bulk_commit();
+                }
+            }
+        }
+    }
+
+    // ---- what lies past the end of a packed sequence
+
+    template <int CHUNKS>
+    __device__ __forceinline__ void clear_stale(u32 tile, const StepRecord& step) {
+        if constexpr (cfg::VARLEN) {
+            const int rows = keys_record(base).queries - step.first;
+            if (rows >= BLOCK_M) return;
+            // Who else reads the tile writes the same zeros, or waits for this warpgroup.
+            clear_rows<CHUNKS, BLOCK_M>(tile, rows, threadIdx.x % WARPGROUP, WARPGROUP);
+            async_fence();
+            named_sync(TOGETHER + NUMBER, WARPGROUP);
+        }
+    }
+    __device__ __forceinline__ void clear_stale_keys() {
+        if constexpr (cfg::VARLEN) {
+            const KeysRecord keys = keys_record(base);
+            const int own = max(0, keys.length - keys.first), rows = keys.length - keys.first + rank * KEYS;
+            if (rows >= cfg::BLOCK_N) return;
+            const int thread = threadIdx.x - WARPGROUP, threads = CONSUMERS * WARPGROUP;
+            clear_rows<2, cfg::BLOCK_N>(base + K, rows, thread, threads);
+            if (own < KEYS) {
+                clear_rows<2, KEYS>(base + V, own, thread, threads);
+                clear_rows<2, KEYS>(base + DS, own, thread, threads);
+                clear_rows<2, KEYS>(base + DS + DS_BYTES, own, thread, threads);
+            }
+            async_fence();
+            named_sync(ALL, threads);
+        }
+    }
+
+    // ---- S to P, dP to dS. Rows of the transposed scores are keys, columns queries.
+
+    // This thread's first key and first query of a step, and the sequence that they are of. Looked up, and from %tid, each
+    // time: kept in registers they would spill.
+    __device__ __forceinline__ Corner corner(const StepRecord& step) const {
+        const KeysRecord keys = keys_record(base);
+        return Corner(keys.first, keys.length, step.first, keys.shift);
+    }
+
+    // P of the scores; what dS takes of it, P times the derivative of the cap, goes to warpgroup 1.
+    __device__ __forceinline__ void make_probabilities(float (&s)[BLOCK_M / 2], u32 (&probabilities)[BLOCK_M / 4],
+                                                       const StepRecord& step) {
+        const u32 lse = base + LSE + queries().slot * STAT_BYTES + lane % 4 * 8;
+        float inverse = 0.f, slope = 0.f, distance = 0.f;
+        if constexpr (cfg::SOFTCAP) {
+            float derivative;
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 2; ++i) s[i] = scaled(p, s[i], derivative);
+            inverse = reciprocal(p.softcap_log2);
+        }
+        if (step.masked) mask_scores(p, corner(step), s);
+        if constexpr (cfg::ALIBI) {
+            slope = alibi_slope(p, owner_record(base).which, step.head);
+            distance = corner(step).distance();
+        }
+        barrier_wait(base + DS_EMPTY + 8 * made().slot, made().parity);
+        const u32 to = own_rows();
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 16; ++i) {
+            u32 weights[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const int j = 8 * i + 2 * k;
+                const float2 minus = load_shared_float2(lse + j / 4 * 32);
+                float low = cfg::SOFTCAP ? s[j] + minus.x : fmaf(s[j], p.scale_log2, minus.x);
+                float high = cfg::SOFTCAP ? s[j + 1] + minus.y : fmaf(s[j + 1], p.scale_log2, minus.y);
+                if constexpr (cfg::ALIBI) {
+                    const float from = distance - (k % 2 ? 8 : 0);
+                    low -= slope * fabsf(from + column(j)), high -= slope * fabsf(from + column(j + 1));
+                }
+                low = ex2(low), high = ex2(high);
+                weights[k] = probabilities[j / 2] = Convert<Element>::pack(low, high);
+                if constexpr (cfg::SOFTCAP) {
+                    // 1 − tanh², and 0 where a mask left −∞
+                    const float x = fmaxf(s[j] * inverse, -1.f), y = fmaxf(s[j + 1] * inverse, -1.f);
+                    weights[k] = Convert<Element>::pack(low * fmaf(-x, x, 1.f), high * fmaf(-y, y, 1.f));
+                }
+            }
+            stmatrix_x4_trans(to + i * 16 * ROW_BYTES, weights[0], weights[1], weights[2], weights[3]);
+        }
+        __syncwarp();
+        arrive(P_FULL, made().slot);
+    }
+
+    // dS of P, in its place, from where the copy engine brings it to the other block.
+    __device__ __forceinline__ void make_gradients(const float (&dp)[BLOCK_M / 2], u32 (&ds)[BLOCK_M / 4]) {
+        const u32 delta = base + DELTA + outputs().slot * STAT_BYTES + lane % 4 * 8, tile = own_rows();
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 16; ++i) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const int j = 8 * i + 2 * k;
+                const float2 row = load_shared_float2(delta + j / 4 * 32);
+                const float2 weight = unpack(ds[j / 2]);
+                ds[j / 2] = Convert<Element>::pack(weight.x * (dp[j] - row.x), weight.y * (dp[j + 1] - row.y));
+            }
+            stmatrix_x4_trans(tile + i * 16 * ROW_BYTES, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
+        }
+        send_gradients();
+    }
+    __device__ __forceinline__ void take_probabilities(u32 (&words)[BLOCK_M / 4]) const {
+        barrier_wait(base + P_FULL + 8 * made().slot, made().parity);
+        const u32 from = own_rows();
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 16; ++i)
+            ldmatrix_x4_trans(reinterpret_cast<u32(&)[4]>(words[4 * i]), from + i * 16 * ROW_BYTES);
+    }
+    // The stage is full when the other block's tile has come as well.
+    __device__ __forceinline__ void send_gradients() {
+        async_fence();
+        named_sync(TOGETHER + NUMBER, WARPGROUP);
+        if (warp == 0 && lane == 0) {
+            const u32 full = base + DS_FULL + 8 * made().slot, other = 1 - rank;
+            barrier_expect(full, ROWS_CHUNK);
+            bulk_copy(address_in(own_tile(), other), own_tile(), ROWS_CHUNK, address_in(full, other));
+        }
+        __syncwarp();
+    }
+
+    // ---- results
+
+    template <int DIM>
+    __device__ __forceinline__ void store_keys(const float (&d)[DIM / 2], void* to, long long batch, long long row,
+                                               long long head, float factor) const {
+        const KeysRecord keys = keys_record(base);
+        const OwnerRecord owner = owner_record(base);
+        Element* const out = static_cast<Element*>(to) + owner.batch * batch +
+                             static_cast<long long>(owner.k_first + keys.first) * row + owner.kv_head * head;
+        store_rows<DIM>(d, out, row, keys.length - keys.first, factor);
+    }
+
+    // K and V have come; the halves that go to registers are taken, and their place becomes the stages of dS.
+    template <int QUARTER>
+    __device__ __forceinline__ void begin(Keys<QUARTER>& keys) {
+        barrier_wait(base + KV_FULL, 0);
+        barrier_wait(base + KV_FULL + 8, 0);
+        clear_stale_keys();
+        keys.take(base + DS + NUMBER * DS_BYTES, warp, lane);
+        for (int i = 0; i < DS_STAGES; ++i) arrive_both(DS_EMPTY, i);
+    }
+    __device__ __forceinline__ void finish() {
+        multiply_queries();
+        wgmma_wait<0>(dq);
+        add_queries();
+        if (lane == 0) bulk_wait();
+    }
+
+    __device__ __forceinline__ void make_dv() {
+        float dv[HEAD_DIM_V / 2];
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM_V / 2; ++i) dv[i] = 0.f;
+        if (steps() > 0) {
+            Keys<QK_QUARTER> keys;
+            begin(keys);
+            arrive(P_FULL, 0);                            // of no block
+#pragma unroll 1
+            do {
+                float s[BLOCK_M / 2];
+                u32 probabilities[BLOCK_M / 4];
+                const u32 rows = base + Q + queries().slot * Q_BYTES, outs = base + DO + outputs().slot * DO_BYTES;
+                barrier_wait(base + Q_FULL + 8 * queries().slot, queries().parity);
+                const StepRecord step = record_at<StepRecord>(base + Q_RECORD + 16 * queries().slot);
+                clear_stale<QK_CHUNKS>(rows, step);
+                keys.multiply(s, base + K + rank * KEYS_CHUNK, BLOCKS * KEYS_CHUNK, rows, rank);
+                wgmma_wait<0>(s);
+                make_probabilities(s, probabilities, step);  // after it warpgroup 1 may free the queries
+                barrier_wait(base + DO_FULL + 8 * outputs().slot, outputs().parity);
+                clear_stale<V_CHUNKS>(outs, step);
+                multiply_queries();
+                accumulate_rows<HEAD_DIM_V, BLOCK_M>(dv, probabilities, outs);
+                wgmma_wait<1>(dq);
+                add_queries();
+                before = step.sums;
+                wgmma_wait<0>(dv);
+                arrive_both(DO_EMPTY, outputs().slot);
+            } while (++turn < steps());
+            finish();
+        }
+        store_keys<HEAD_DIM_V>(dv, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
+        if (turn > 0) {
+            // Neither block may end while the other's arrivals are under way.
+            for (u32 last = turn + 1; last <= turn + DS_STAGES; ++last) {
+                const Use<DS_STAGES> use(last);
+                barrier_wait(base + DS_EMPTY + 8 * use.slot, use.parity);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void make_dk() {
+        float dk[HEAD_DIM / 2];
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = 0.f;
+        if (steps() > 0) {
+            Keys<V_QUARTER> values;
+            begin(values);
+            // The dS of no block: zeros, so that the loop has no special first step.
+            barrier_wait(base + DS_EMPTY, 0);
+            for (int i = threadIdx.x % WARPGROUP; i < DS_BYTES / 16; i += WARPGROUP)
+                store_shared(base + DS + i * 16, make_uint4(0, 0, 0, 0));
+            async_fence();
+            named_sync(TOGETHER + NUMBER, WARPGROUP);
+            if (threadIdx.x % WARPGROUP == 0) barrier_arrive(base + DS_FULL);
+#pragma unroll 1
+            do {
+                float dp[BLOCK_M / 2];
+                u32 ds[BLOCK_M / 4];
+                const u32 rows = base + Q + queries().slot * Q_BYTES, outs = base + DO + outputs().slot * DO_BYTES;
+                barrier_wait(base + DO_FULL + 8 * outputs().slot, outputs().parity);
+                const StepRecord step = record_at<StepRecord>(base + DO_RECORD + 16 * outputs().slot);
+                clear_stale<V_CHUNKS>(outs, step);
+                values.multiply(dp, base + V, KEYS_CHUNK, outs, rank);
+                take_probabilities(ds);
+                wgmma_wait<0>(dp);
+                make_gradients(dp, ds);
+                arrive_both(DO_EMPTY, outputs().slot);
+                barrier_wait(base + Q_FULL + 8 * queries().slot, queries().parity);
+                multiply_queries();
+                accumulate_rows<HEAD_DIM, BLOCK_M>(dk, ds, rows);
+                wgmma_wait<1>(dq);
+                add_queries();
+                before = step.sums;
+                wgmma_wait<0>(dk);
+                arrive_both(Q_EMPTY, queries().slot);
+            } while (++turn < steps());
+            finish();
+        }
+        store_keys<HEAD_DIM>(dk, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
+    }
+};
+
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
+    hopper_backward_pair(const __grid_constant__ Params p) {
+    const u32 base = shared_address(shared_memory);
+    const int rank = blockIdx.x % BLOCKS;
+    if (threadIdx.x == 0) {
+        if (base % 1024 != 0) __trap();  // the swizzle counts from there
+        barrier_init(base + KV_FULL, 1), barrier_init(base + KV_FULL + 8, 1);
+        // Arrivals are of warps: of warpgroup 1, or of both, in both blocks where the slot is filled from both.
+        for (int i = 0; i < Q_STAGES; ++i)
+            barrier_init(base + Q_FULL + 8 * i, 1), barrier_init(base + Q_EMPTY + 8 * i, 4 * BLOCKS);
+        for (int i = 0; i < DO_STAGES; ++i)
+            barrier_init(base + DO_FULL + 8 * i, 1), barrier_init(base + DO_EMPTY + 8 * i, 8 * BLOCKS);
+        for (int i = 0; i < DS_STAGES; ++i) {
+            barrier_init(base + P_FULL + 8 * i, 4), barrier_init(base + DS_FULL + 8 * i, 1);
+            barrier_init(base + DS_EMPTY + 8 * i, 8 * BLOCKS);
+        }
+        barrier_init_fence();
+        Place place = place_at(p, blockIdx.x / BLOCKS, p.kv_heads * p.batch, p.blocks, false);
+        place.batch = place.head / p.kv_heads, place.head -= place.batch * p.kv_heads;
+        const Work work(p, place, cfg::BLOCK_N, rank * KEYS);
+        const Sequence& sequence = work.sequence;
+        store_shared(base + KEYS_RECORD, make_uint4(work.first_key, sequence.k_length, sequence.shift, sequence.q_length));
+        store_shared(base + KEYS_RECORD + 16, make_uint4(work.kv_head, sequence.batch, sequence.k_first, work.which));
+        store_shared(base + KEYS_RECORD + 32,
+                     make_uint4(work.steps(), work.queries.low, work.queries.high, sequence.q_first));
+        tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
+    }
+    __syncthreads();
+    cluster_arrive_relaxed(), cluster_wait();             // of the barriers, released by the fence
+    // By shuffle, so that ptxas knows them to be alike in the warp and keeps descriptors in uniform registers.
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), warpgroup = warp / 4;
+    if (warpgroup == 0) {
+        give_registers<cfg::PRODUCER_REGISTERS>();
+        if (steps_record(base).count > 0 && threadIdx.x % WARP == 0) {
+            if (warp == 0) {
+                produce_keys(p, base, rank);
+                produce_rows<Q_STAGES, QK_CHUNKS>(p, base, rank, p.q, p.lse, Q, LSE, Q_RECORD, Q_FULL, Q_EMPTY);
+            } else if (warp == 1) {
+                produce_rows<DO_STAGES, V_CHUNKS>(p, base, rank, p.dout, p.delta, DO, DELTA, DO_RECORD, DO_FULL, DO_EMPTY);
+            }
+        }
+    } else {
+        take_registers<cfg::CONSUMER_REGISTERS>();
+        if (warpgroup == 1) {
+            Consumer<0>(p, base, rank, warp % 4).make_dv();
+        } else {
+            Consumer<1>(p, base, rank, warp % 4).make_dk();
+        }
+    }
+}

@@ -1,0 +1,216 @@
+"""Configurations of the Hopper backward for head dims above ``WIDEST_FUSED``: two kernels, one of which makes the
+gradients of keys and values, the other that of queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from flashlane.jit import KernelSource, shared_limit
+from flashlane.kernels.device_file import device_code
+from flashlane.kernels.hopper.backward_config import FOLDER
+from flashlane.kernels.hopper.backward_launch import ARCH
+from flashlane.kernels.hopper.config import CHUNK, ELEMENTS, WARPGROUP
+from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header
+from flashlane.problem import AttentionProblem
+from flashlane.registry import Resources
+
+MAX_HEAD_DIM = 256
+"""Columns of an accumulator that leaves a warpgroup registers for the scores."""
+KEYS = "backward_keys"
+QUERIES = "backward_queries"
+INCLUDED = ("backward_tiles", "backward_products", "backward_work")
+"""Device files that they include as ``hopper_<name>.cuh``."""
+ROWS = 64
+"""Rows of a warpgroup's tile."""
+REGISTERS = (40, 232)
+"""Of a producer and of a consumer thread."""
+MOST_LIVE = {"keys": 208, "queries": 216}
+"""Accumulators and operands of a consumer thread for which the registers are enough."""
+TILES = (112, 96, 80, 64)
+"""Rows of a step, of either kernel: the most that fit are taken."""
+SLOTS = 2
+"""Blocks of probabilities on their way from one warpgroup to the other."""
+
+
+def chunks_of(head_dim: int) -> int:
+    """Chunks of 64 columns of a row of a tile; zeros fill the last one."""
+    return -(-head_dim // CHUNK)
+
+
+def row_bytes(head_dim: int) -> int:
+    return chunks_of(head_dim) * CHUNK * 2
+
+
+@dataclass(frozen=True)
+class WideConfig:
+    """Compile-time constants of ``backward_keys.cu`` and ``backward_queries.cu``; their heads draw the roles."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    block_m: int = 64
+    """Queries of a step of the keys' kernel, and of a block of the statistics."""
+    q_stages: int = 2
+    do_stages: int = 2
+    cluster: int = 2
+    """Blocks of the keys' kernel that load each block of queries together, each a part of it for all: 1 or 2."""
+    block_n: int = 64
+    """Keys of a step of the queries' kernel."""
+    k_stages: int = 2
+    v_stages: int = 2
+    has_left: bool = False
+    has_right: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    varlen: bool = False
+    sinks: bool = False
+
+    threads = WARPGROUP * 3
+    """Of a block of either kernel."""
+    keys_rows = ROWS
+    """Keys of a block of the keys' kernel."""
+    queries_rows = 2 * ROWS
+    """Queries of a block of the queries' kernel."""
+    sum_floats = 0
+    """dQ is summed in registers, so nothing is added in device memory, in whatever order."""
+    deterministic = False
+
+    @property
+    def team_keys(self) -> int:
+        """Keys of a cluster."""
+        return self.keys_rows * self.cluster
+
+    @property
+    def share(self) -> int:
+        """Queries that one block of a cluster loads at a time."""
+        return self.block_m // self.cluster
+
+    @property
+    def keys_regions(self) -> dict[str, int]:
+        """Bytes of each part of shared memory of the keys' kernel."""
+        m, n, qk, v = self.block_m, self.keys_rows, row_bytes(self.head_dim), row_bytes(self.head_dim_v)
+        stages = self.q_stages + self.do_stages
+        return {
+            "K and V": n * (qk + v),
+            "Q": self.q_stages * m * qk,
+            "dO": self.do_stages * m * v,
+            "P": SLOTS * m * n * 2,
+            "statistics": stages * m * 4,
+            "barriers": 8 * (2 + 2 * stages + 2 * SLOTS + (stages if self.cluster > 1 else 0)),
+        }
+
+    @property
+    def queries_regions(self) -> dict[str, int]:
+        """Bytes of each part of shared memory of the queries' kernel."""
+        m, n, qk, v = self.queries_rows, self.block_n, row_bytes(self.head_dim), row_bytes(self.head_dim_v)
+        return {
+            "Q and dO": m * (qk + v),
+            "K": self.k_stages * n * qk,
+            "V": self.v_stages * n * v,
+            "barriers": 8 * (2 + 2 * self.k_stages + 2 * self.v_stages),
+        }
+
+    @property
+    def keys_live(self) -> int:
+        """Accumulators and operands of a thread of the keys' kernel, of the warpgroup that has more."""
+        scores = self.block_m // 2 + self.block_m // 4
+        return max(self.head_dim // 2 + scores, self.head_dim_v // 2 + scores + self.softcap * self.block_m // 4)
+
+    @property
+    def queries_live(self) -> int:
+        """Accumulators and operands of a consumer thread of the queries' kernel."""
+        return self.head_dim // 2 + self.block_n + self.block_n // 4
+
+    @property
+    def keys_shared(self) -> int:
+        """Bytes of shared memory of one block of the keys' kernel."""
+        return sum(self.keys_regions.values())
+
+    @property
+    def queries_shared(self) -> int:
+        """Bytes of shared memory of one block of the queries' kernel."""
+        return sum(self.queries_regions.values())
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of one block of the kernel that takes more."""
+        return max(self.keys_shared, self.queries_shared)
+
+    def resources(self) -> Resources:
+        return Resources(self.threads, self.shared_memory)
+
+    def keys_source(self) -> KernelSource:
+        """``backward_keys.cu`` with these constants."""
+        constants = {"Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages, "CLUSTER": self.cluster}
+        constants["SHARED_BYTES"] = self.keys_shared
+        return self._source(KEYS, (self.block_m, self.head_dim, self.head_dim_v), constants)
+
+    def queries_source(self) -> KernelSource:
+        """``backward_queries.cu`` with these constants."""
+        constants = {"BLOCK_N": self.block_n, "K_STAGES": self.k_stages, "V_STAGES": self.v_stages}
+        constants["SHARED_BYTES"] = self.queries_shared
+        return self._source(QUERIES, (self.block_n, self.head_dim), constants)
+
+    def sources(self) -> tuple[KernelSource, KernelSource]:
+        """Both kernels."""
+        return self.keys_source(), self.queries_source()
+
+    def _source(self, name: str, columns: tuple[int, ...], own: dict[str, int]) -> KernelSource:
+        constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **own}
+        switches = ("has_left", "has_right", "softcap", "alibi", "varlen")
+        constants |= {switch.upper(): getattr(self, switch) for switch in switches}
+        constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), REGISTERS, strict=True))
+        # An attribute cannot depend on a constant, and a cluster of one block is not the same as none.
+        clustered = f"#define CLUSTERED {f'__cluster_dims__(1, {self.cluster}, 1)' if self.cluster > 1 else ''}\n"
+        headers = (
+            (HEADER, wgmma_header(self.dtype, columns)),
+            ("hopper_clustered.cuh", clustered),
+            *((f"hopper_{part}.cuh", device_code(f"{FOLDER}/{part}.cuh")) for part in INCLUDED),
+        )
+        path = f"{FOLDER}/{name}.cu"
+        text = (("Element", ELEMENTS[self.dtype]), *constants.items())
+        return KernelSource(path, device_code(path), f"hopper_{name}", text, headers)
+
+    def describe(self) -> str:
+        """The tiles and what is switched on, for tables: ``64x128 and 128x64, has_right``."""
+        words = [f"{self.block_m}x{self.team_keys} and {self.queries_rows}x{self.block_n}"]
+        shown = ("dtype", "head_dim", "head_dim_v", "block_m", "block_n", "cluster")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in shown and value != field.default:
+                words.append(field.name if value is True else f"{field.name}={value}")
+        return ", ".join(words)
+
+
+def pick(problem: AttentionProblem) -> WideConfig:
+    """The configuration of a problem."""
+    config = specialise(WideConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v), problem)
+    return fitted(replace(config, cluster=1 if problem.seqlen_k <= ROWS else 2))
+
+
+def specialise(config: WideConfig, problem: AttentionProblem) -> WideConfig:
+    """A configuration's tiles with what a problem needs switched on, and no more."""
+    return replace(
+        config,
+        has_left=problem.window_left >= 0,
+        has_right=problem.window_right >= 0,
+        softcap=problem.softcap > 0,
+        alibi=problem.alibi,
+        varlen=problem.varlen,
+        sinks=problem.sinks,
+    )
+
+
+def fitted(config: WideConfig) -> WideConfig:
+    """A configuration with the largest tiles that registers and shared memory have room for."""
+    largest, smallest = shared_limit(ARCH), TILES[-1]
+    for block_m in TILES:
+        keys = replace(config, block_m=block_m)
+        if block_m == smallest or (keys.keys_shared <= largest and keys.keys_live <= MOST_LIVE["keys"]):
+            break
+    for block_n in TILES:
+        both = replace(keys, block_n=block_n)
+        if both.queries_shared <= largest and both.queries_live <= MOST_LIVE["queries"]:
+            return both
+    # The smallest tile without V's second place, which the widest heads leave no room for.
+    return replace(keys, block_n=smallest, v_stages=1)
