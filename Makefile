@@ -47,6 +47,7 @@ gpu:            ## on a GPU, with python3 as it is (installs nothing): the GPU t
 	PYTHONPATH=src $(PYTHON) benchmarks/ncu_bounds.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/blocks_gpu.py $(OUT)/blocks.json
 	PYTHONPATH=src $(PYTHON) benchmarks/hopper_forward.py --out $(OUT)/hopper_forward.json
+	PYTHONPATH=src $(PYTHON) benchmarks/hopper_backward.py --out $(OUT)/hopper_backward.json
 	PYTHONPATH=src $(PYTHON) benchmarks/triton_bars.py --out $(OUT) --directions forward,backward,both
 	PYTHONPATH=src $(PYTHON) benchmarks/decode.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/host_cost.py --out $(OUT)

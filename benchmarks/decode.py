@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -58,19 +59,30 @@ class Cell:
     tokens: int = 1
     page_size: int = 0
     graph: bool = False
+    uneven: bool = False
+    """Sequences of 5 to 100 % of the keys; of a paged cell."""
 
     @property
     def name(self) -> str:
         words = [f"B{self.batch}", f"KV{self.keys // 1024}k", f"q{self.tokens}"]
-        return " ".join(words + [f"paged({self.page_size})"] * bool(self.page_size) + ["graph"] * self.graph)
+        words += [f"paged({self.page_size})"] * bool(self.page_size)
+        return " ".join(words + ["uneven"] * self.uneven + ["graph"] * self.graph)
 
     @property
     def cache_bytes(self) -> int:
+        """Of all rows that there is room for."""
         return self.batch * self.keys * ROW_BYTES
 
     @property
     def bytes(self) -> int:
-        return self.cache_bytes + 2 * self.batch * self.tokens * HEADS * HEAD_DIM * 2
+        return sum(self.lengths()) * ROW_BYTES + 2 * self.batch * self.tokens * HEADS * HEAD_DIM * 2
+
+    def lengths(self) -> list[int]:
+        """Keys of each sequence."""
+        if not self.uneven:
+            return [self.keys] * self.batch
+        steps = [round(self.keys * (0.05 + 0.95 * i / max(1, self.batch - 1))) for i in range(self.batch)]
+        return random.Random(0).sample(steps, self.batch)
 
 
 def grid() -> list[Cell]:
@@ -97,6 +109,15 @@ class Row:
     share: float | None = None
     check: str = ""
     method: str = ""
+
+    def take(self, timing: Timing | Exception, cell: Cell, copy: float) -> None:
+        """What was measured, in a run whose copy rate is ``copy`` bytes a second."""
+        if not isinstance(timing, Timing):
+            self.check = f"not timed: {timing}"
+            return
+        self.microseconds, self.spread, self.method = 1e3 * timing.median, timing.spread, timing.method
+        self.gigabytes_per_second = cell.bytes / timing.median / 1e6
+        self.share = cell.bytes / timing.median * 1e3 / copy
 
 
 @dataclass
@@ -174,7 +195,7 @@ class Pool:
             if cell.page_size:
                 k, v = (t.view(-1, cell.page_size, KV_HEADS, HEAD_DIM) for t in (k, v))
                 paging["block_table"] = torch.randperm(k.shape[0], device=self.device).int().view(cell.batch, -1)
-                paging["seqused_k"] = torch.full((cell.batch,), cell.keys, dtype=torch.int32, device=self.device)
+                paging["seqused_k"] = torch.tensor(cell.lengths(), dtype=torch.int32, device=self.device)
             found.append(Inputs(q, k, v, **paging))
         return found
 
@@ -236,13 +257,7 @@ def run_cell(cell: Cell, pool: Pool, copy: float, settings: Settings) -> Iterato
             items.remove(item)
     clock = GraphClock(pool.device, settings) if cell.graph else AheadClock()
     for item, timing in zip(items, measure(items, clock, settings), strict=True):
-        row = rows[item.tag]
-        if isinstance(timing, Timing):
-            row.microseconds, row.spread, row.method = 1e3 * timing.median, timing.spread, timing.method
-            row.gigabytes_per_second = cell.bytes / timing.median / 1e6
-            row.share = cell.bytes / timing.median * 1e3 / copy
-        else:
-            row.check = f"not timed: {timing}"
+        rows[item.tag].take(timing, cell, copy)
     yield from rows.values()
 
 

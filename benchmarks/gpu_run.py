@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +21,7 @@ from flashlane.registry import DeviceKernel, Kernel
 
 ROUNDS = 5
 """Fewest rounds of a figure that is published."""
+HEAT_SECONDS = 1.0
 
 
 def device_or_exit() -> torch.device:
@@ -28,6 +30,16 @@ def device_or_exit() -> torch.device:
         print("no CUDA device: this script measures on a GPU (flashlane doctor says what was found)", file=sys.stderr)
         raise SystemExit(2)
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def heat(device: torch.device) -> None:
+    """Multiply matrices until the clock is that of a GPU under load."""
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    stop = time.monotonic() + HEAT_SECONDS
+    while time.monotonic() < stop:
+        for _ in range(10):
+            a @ a
+        torch.cuda.synchronize()
 
 
 def settings_for(implementations: int, seconds: float, rounds: int = ROUNDS) -> bench.Settings:
@@ -71,7 +83,7 @@ def compile_ahead(pairs: Iterable[tuple[Kernel, AttentionProblem]]) -> int:
 
 
 def run_and_keep(
-    problem: AttentionProblem,
+    problem: AttentionProblem | bench.Case,
     results: Results | None,
     path: Path | None,
     *,

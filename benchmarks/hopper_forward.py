@@ -16,54 +16,25 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gpu_run import ROUNDS, compile_ahead, device_or_exit
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from gpu_run import ROUNDS, compile_ahead, device_or_exit, heat
+from hopper_shapes import PEER_TAGS, Shape, log_normal_lengths, make, square
 
-from flashlane import registry
+from flashlane import bench, registry
+from flashlane.bench.compile_report import first_line
 from flashlane.bench.environment import environment
+from flashlane.bench.flops import flops, sequences_of
+from flashlane.bench.implementations import Prepared
 from flashlane.bench.results import write_atomically
 from flashlane.problem import AttentionProblem, Inputs
 
 TAG = "hopper(wgmma+tma)"
-HEAT_SECONDS = 1.0
 TOLERANCE = 1e-2
 """Largest relative error of a bf16 output, ‖out − ref‖ / ‖ref‖."""
+PEERS = ("cudnn", "fa2", "fa4")
 Call = Callable[[], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One problem: sizes, mask, and for packed sequences their lengths."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
-    head_dim_v: int
-    causal: bool
-    window: int = -1
-    """Keys before a query that it sees, or −1 for all."""
-    lengths: tuple[int, ...] = ()
-
-    @property
-    def title(self) -> str:
-        heads = f"H{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")
-        dim = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        length = f"N{self.seqlen_q}" + (f"x{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else "")
-        mask = ("causal" if self.causal else "full") + (f" window {self.window}" if self.window >= 0 else "")
-        return f"{dim} {mask} {length} B{self.batch} {heads}" + (" varlen" if self.lengths else "")
-
-
-def square(head_dim: int, head_dim_v: int, causal: bool, seqlen: int, tokens: int = 16384, width: int = 2048) -> Shape:
-    heads = max(1, round(width / head_dim))
-    return Shape(max(1, tokens // seqlen), heads, heads, seqlen, seqlen, head_dim, head_dim_v, causal)
 
 
 def suite(name: str) -> Iterator[Shape]:
@@ -91,46 +62,6 @@ def suite(name: str) -> Iterator[Shape]:
         raise ValueError(f"suite is {name!r}; it may be grid, dims or shapes")
 
 
-def log_normal_lengths(count: int, mean: int = 1024, longest: int = 16384) -> tuple[int, ...]:
-    """Lengths of packed sequences: log-normal, from a seed."""
-    draw = torch.Generator().manual_seed(0)
-    spread = 1.0
-    values = torch.exp(torch.randn(count, generator=draw) * spread + math.log(mean) - spread**2 / 2)
-    return tuple(int(x) for x in values.clamp(1, longest))
-
-
-def make(shape: Shape, device: torch.device) -> tuple[AttentionProblem, Inputs]:
-    """Random bf16 tensors of a shape, and the problem they pose."""
-    draw = torch.Generator(device).manual_seed(0)
-    packed = sum(shape.lengths)
-
-    def normal(length: int, heads: int, dim: int) -> torch.Tensor:
-        size = (packed, heads, dim) if shape.lengths else (shape.batch, length, heads, dim)
-        return torch.randn(size, generator=draw, device=device, dtype=torch.bfloat16)
-
-    extra = {}
-    if shape.lengths:
-        starts = torch.tensor([0, *shape.lengths], device=device).cumsum(0).to(torch.int32)
-        extra = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-        extra |= {"max_seqlen_q": shape.seqlen_q, "max_seqlen_k": shape.seqlen_k}
-    inputs = Inputs(
-        normal(shape.seqlen_q, shape.heads, shape.head_dim),
-        normal(shape.seqlen_k, shape.kv_heads, shape.head_dim),
-        normal(shape.seqlen_k, shape.kv_heads, shape.head_dim_v),
-        **extra,
-    )
-    window = (shape.window, 0 if shape.causal else shape.window)
-    problem = AttentionProblem.from_inputs(inputs, causal=shape.causal, window_size=window)
-    return problem, inputs
-
-
-def visible_pairs(shape: Shape, problem: AttentionProblem) -> int:
-    """Visible pairs of one head over the whole batch."""
-    if shape.lengths:
-        return sum(n * (n + 1) // 2 if shape.causal else n * n for n in shape.lengths)
-    return problem.visible_pairs() * shape.batch
-
-
 def ours(problem: AttentionProblem, inputs: Inputs) -> Call:
     kernel = registry.get(TAG)
     out = inputs.q.new_full((*inputs.q.shape[:-1], problem.head_dim_v), math.nan)
@@ -144,45 +75,21 @@ def ours(problem: AttentionProblem, inputs: Inputs) -> Call:
     return call
 
 
-def peers(shape: Shape, inputs: Inputs) -> Iterator[tuple[str, Call]]:
-    """Each peer that can run the shape; what it gives back is in our layout."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if not shape.lengths and shape.window < 0 and (not shape.causal or shape.seqlen_q == shape.seqlen_k):
-        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("fa2", SDPBackend.FLASH_ATTENTION)):
+def peers(problem: AttentionProblem, inputs: Inputs) -> Iterator[tuple[str, Call | str]]:
+    """Each peer's call, which gives its output in our layout, or why it is not there."""
+    for name in PEERS:
+        (peer,) = bench.select_peers(PEER_TAGS[name])
+        reason = peer.available(inputs.q.device) or peer.supports(problem)
+        if reason is not None:
+            yield name, reason
+            continue
+        prepared = Prepared(peer, problem, inputs)
 
-            def call(backend: SDPBackend = backend) -> torch.Tensor:
-                with sdpa_kernel(backend):
-                    return scaled_dot_product_attention(
-                        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=shape.causal,
-                        enable_gqa=shape.heads != shape.kv_heads,
-                    ).transpose(1, 2)  # fmt: skip
+        def call(peer: bench.Peer = peer, prepared: Prepared = prepared) -> torch.Tensor:
+            with peer.context():
+                return prepared()
 
-            yield name, call
-    if shape.lengths:
-        yield "fa2", torch_varlen(shape, inputs)
-    try:
-        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-    except ImportError:
-        return
-    window = (shape.window, 0) if shape.window >= 0 else (None, None)
-    if shape.lengths:
-        cu = inputs.cu_seqlens_q
-        yield "fa4", lambda: flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=shape.causal, max_seqlen_q=shape.seqlen_q,
-            max_seqlen_k=shape.seqlen_k,
-        )[0]  # fmt: skip
-    else:
-        yield "fa4", lambda: flash_attn_func(q, k, v, causal=shape.causal, window_size=window)[0]
-
-
-def torch_varlen(shape: Shape, inputs: Inputs) -> Call:
-    """FlashAttention-2 over packed sequences, as torch has it (heads of a group repeated beforehand)."""
-    group = shape.heads // shape.kv_heads
-    k, v = (t.repeat_interleave(group, 1) for t in (inputs.k, inputs.v))
-    cu = inputs.cu_seqlens_q
-    return lambda: torch.ops.aten._flash_attention_forward(
-        inputs.q, k, v, cu, cu, shape.seqlen_q, shape.seqlen_k, 0.0, shape.causal, False
-    )[0]
+        yield name, call
 
 
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
@@ -217,15 +124,6 @@ def time_interleaved(calls: dict[str, Call], rounds: int, round_ms: float) -> di
     return found
 
 
-def heat(device: torch.device) -> None:
-    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    stop = time.monotonic() + HEAT_SECONDS
-    while time.monotonic() < stop:
-        for _ in range(10):
-            a @ a
-        torch.cuda.synchronize()
-
-
 def measure(shape: Shape, device: torch.device, rounds: int, round_ms: float) -> dict[str, object]:
     """One row: TFLOP/s and spread of each implementation, its error, and our ratio to the fastest peer."""
     problem, inputs = make(shape, device)
@@ -233,19 +131,25 @@ def measure(shape: Shape, device: torch.device, rounds: int, round_ms: float) ->
     calls = {"flashlane": ours(problem, inputs)}
     result = calls["flashlane"]()
     errors = {}
-    for name, call in peers(shape, inputs):
+    absent: dict[str, str] = {}
+    for name, call in peers(problem, inputs):
+        if isinstance(call, str):
+            absent[name] = call
+            continue
         try:
             errors[name] = relative_error(result, call())
         except Exception as error:  # a peer that cannot run a shape is a line of the row
-            row.setdefault("absent", {})[name] = str(error).splitlines()[0][:200]
+            absent[name] = first_line(error)[:200]
             continue
         calls[name] = call
+    if absent:
+        row["absent"] = absent
     torch.cuda.synchronize()
-    flops = 2 * visible_pairs(shape, problem) * shape.heads * (shape.head_dim + shape.head_dim_v)
+    work = sum(flops(sequence) for sequence in sequences_of(problem, inputs))
     found = time_interleaved(calls, rounds, round_ms)
     row["ms"] = {name: statistics.median(times) for name, times in found.items()}
     row["spread"] = {name: (max(times) - min(times)) / statistics.median(times) for name, times in found.items()}
-    row["tflops"] = {name: flops / ms / 1e9 for name, ms in row["ms"].items()}
+    row["tflops"] = {name: work / ms / 1e9 for name, ms in row["ms"].items()}
     row["relative_error_to"] = errors
     row["ok"] = bool(errors) and all(error <= TOLERANCE for error in errors.values())
     others = {name: ms for name, ms in row["ms"].items() if name != "flashlane"}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -36,6 +37,8 @@ FORMAT = "flashlane-host-cost/1"
 CALLS = 100
 """Calls of one round: far fewer than the launches that fit into a queue (1024)."""
 ROUNDS = 41
+TURNS = 24
+"""Sets of q, k and v that take turns: the addresses of a model's layers, where one set alone might stay prepared."""
 LIMITS = {"direct": 12.0, "operator": 20.0}
 """What an inference call of ours may cost, µs."""
 PEER_TAGS = ("(flash)", "(cudnn)", "(flash-attn-2)", "(flash-attn-3)", "(flash-attn-4)", "(ffpa)")
@@ -79,19 +82,29 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 def ours(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterator[tuple[Cost, Call, Context]]:
-    """The three ways into a kernel of ours, causal."""
+    """The ways into a kernel of ours, causal."""
+    q, k, v = inputs.q, inputs.k, inputs.v
     asked = (None, True, "bottom-right", [-1, -1], 0.0, 0.0, False, False, kernel)
-    tail = (*ops._tensors(inputs), *asked)
+    whole = (*ops._tensors(inputs), *asked)
     operator = torch.ops.flashlane.forward.default
+    turns = itertools.cycle([[t.clone() for t in (q, k, v)] for _ in range(TURNS)])
 
     def direct() -> object:
-        return flashlane.flash_attn_func(inputs.q, inputs.k, inputs.v, causal=True, kernel=kernel)
+        return flashlane.flash_attn_func(q, k, v, causal=True, kernel=kernel)
+
+    def in_turn() -> object:
+        return flashlane.flash_attn_func(*next(turns), causal=True, kernel=kernel)
+
+    def short() -> object:
+        return operator(q, k, v, causal=True, tag=kernel) if kernel else operator(q, k, v, causal=True)
 
     def recorded() -> object:
         return flashlane.flash_attn_func(grad.q, grad.k, grad.v, causal=True, kernel=kernel)
 
     yield Cost(f"{name}: flash_attn_func", "direct", name), direct, torch.no_grad
-    yield Cost(f"{name}: flashlane::forward", "operator", name), lambda: operator(*tail), torch.no_grad
+    yield Cost(f"{name}: flash_attn_func, {TURNS} sets of tensors in turn", "direct", name), in_turn, torch.no_grad
+    yield Cost(f"{name}: flashlane::forward", "operator", name), short, torch.no_grad
+    yield Cost(f"{name}: flashlane::forward, every argument", "operator", name), lambda: operator(*whole), torch.no_grad
     yield Cost(f"{name}: flash_attn_func with gradient", "gradient", name), recorded, contextlib.nullcontext
 
 

@@ -130,7 +130,7 @@ def steps(folder: Path, peers: Path) -> list[Step]:
         Step("profile", ["profile", "--tag", TAG, "--tag", "(flash)", *small, "--tool", "all", *out], profiled),
         Step("report", ["report", str(folder / "sweep.json"), "--out", str(folder / "report.html")], reported),
         Step("compare", ["compare", *small, "--quick", "--timeout", "10", "--baselines",
-                         "unfused,flash,cudnn,efficient", "--peers-from", str(peers), *out], hung),
+                         "unfused,flash,cudnn,sdpa-efficient", "--peers-from", str(peers), *out], hung),
     ]  # fmt: skip
 
 

@@ -3,32 +3,105 @@
     PYTHONPATH=src python3 benchmarks/sanitize.py [--out FILE.json] [--tags …]
 
 The script starts itself again under each tool, with only flashlane's kernels instrumented, and reads the summary. The
-problem is ragged, causal and grouped, so that tails, masks and shared heads are on the way.
+problem is ragged, causal and grouped, so that tails, masks and shared heads are on the way. The Hopper forward and
+backward run with each of their features (``--tags forward`` or ``--tags backward``: one alone).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_run import device_or_exit
+from hopper_features import TAG, forward_cases
 
 from flashlane import registry
-from flashlane.bench.check import Oracle
+from flashlane.bench.check import Oracle, max_error, relative_l2
 from flashlane.bench.environment import environment
 from flashlane.bench.results import write_atomically
-from flashlane.problem import AttentionProblem, Inputs
+from flashlane.kernels.hopper.backward import hopper_backward, supports
+from flashlane.problem import AttentionProblem, Inputs, arch_of
+from flashlane.reference import reference_attention
 from flashlane.registry import DeviceKernel
+from flashlane.tiled import tiled_backward
 
 # memcheck would also count driver entry points that cuda-bindings asks for in vain.
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
 SIZES = {"batch": 1, "seqlen_q": 150, "seqlen_k": 200, "heads": 2, "kv_heads": 1}
+NAMES = ("mma_", "flash_attention_1", "decode_", "hopper_")
+"""What the names of our kernels in device code contain."""
+FORWARD_ERROR, LSE_ERROR = 1e-2, 1e-3
+"""Largest ‖out − ref‖ / ‖ref‖ of an output in 16 bits, and largest error of its LSE."""
+BACKWARD_ERROR = 1e-2
+"""Largest ‖grad − ref‖ / ‖ref‖ of a gradient in 16 bits."""
+
+
+@dataclass(frozen=True)
+class BackwardCase:
+    """A small problem of the Hopper backward: one feature, or several that meet."""
+
+    feature: str
+    head_dim: int
+    dtype: torch.dtype
+    lengths: tuple[tuple[int, int], ...] = ((SIZES["seqlen_q"], SIZES["seqlen_k"]),)
+    """Of queries and keys; of more than one the sequences are packed."""
+    asked: dict[str, Any] = field(default_factory=dict)
+    alibi: bool = False
+    sinks: bool = False
+
+    @property
+    def tag(self) -> str:
+        return f"hopper backward, {self.feature} D{self.head_dim}"
+
+    def build(self) -> tuple[AttentionProblem, Inputs]:
+        """On the CPU."""
+        draw = torch.Generator().manual_seed(0)
+        packed = len(self.lengths) > 1
+        sides = [[pair[side] for pair in self.lengths] for side in (0, 1)]
+
+        def normal(length: int, heads: int) -> torch.Tensor:
+            size = (length, heads, self.head_dim) if packed else (1, length, heads, self.head_dim)
+            return torch.randn(size, generator=draw).to(self.dtype)
+
+        more: dict[str, Any] = {}
+        if packed:
+            cu_q, cu_k = (torch.tensor([0, *side]).cumsum(0).to(torch.int32) for side in sides)
+            more |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+            more |= {"max_seqlen_q": max(sides[0]), "max_seqlen_k": max(sides[1])}
+        if self.alibi:
+            more["alibi_slopes"] = torch.rand(SIZES["heads"], generator=draw)
+        if self.sinks:
+            more["sinks"] = torch.randn(SIZES["heads"], generator=draw)
+        kv = (sum(sides[1]), SIZES["kv_heads"])
+        inputs = Inputs(normal(sum(sides[0]), SIZES["heads"]), normal(*kv), normal(*kv), **more)
+        return AttentionProblem.from_inputs(inputs, **self.asked), inputs
+
+
+def backward_cases() -> Iterator[BackwardCase]:
+    """Each feature alone at each head dim that has a tile of its own, and all of them."""
+    packed = ((70, 90), (0, 33), (130, 0), (1, 140))
+    everything = {"causal": True, "window_size": (60, 0), "softcap": 10.0, "deterministic": True}
+    for head_dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)):
+        where = (head_dim, dtype)
+        yield BackwardCase("full", *where)
+        yield BackwardCase("causal", *where, asked={"causal": True})
+        yield BackwardCase("window", *where, asked={"window_size": (40, 20)})
+        yield BackwardCase("softcap", *where, asked={"softcap": 10.0})
+        yield BackwardCase("alibi", *where, alibi=True)
+        yield BackwardCase("sinks", *where, sinks=True)
+        yield BackwardCase("varlen", *where, packed, {"causal": True})
+        yield BackwardCase("deterministic", *where, asked={"deterministic": True})
+        yield BackwardCase("everything", *where, packed, everything, True, True)
 
 
 def selected(words: list[str]) -> list[DeviceKernel]:
@@ -60,6 +133,72 @@ def run_kernels(words: list[str]) -> None:
             print(f"ran {kernel.tag} D{head_dim} {problem.dtype_name} {'ok' if verdict.ok else verdict.message}")
 
 
+@contextlib.contextmanager
+def torch_on_the_host() -> Iterator[None]:
+    """What a backward has torch compute on the GPU is computed on the CPU: see above."""
+    zeros, total = torch.zeros, torch.Tensor.sum
+    torch.zeros = lambda *size, device=None, **how: zeros(*size, **how).to(device)
+    torch.Tensor.sum = lambda t, *axes, **how: total(t.cpu(), *axes, **how)
+    try:
+        yield
+    finally:
+        torch.zeros, torch.Tensor.sum = zeros, total
+
+
+def run_forwards(words: list[str]) -> None:
+    """One launch of the Hopper forward a case."""
+    device, kernel = device_or_exit(), registry.get(TAG)
+    for case in forward_cases():
+        if words and not any(word in case.tag for word in words):
+            continue
+        problem, inputs = case.build(device)
+        there = replace(problem, arch=arch_of(device))
+        if (reason := kernel.supports(there)) is not None:
+            print(f"refused {case.tag}: {reason}")
+            continue
+        *batch, rows, heads, _ = inputs.q.shape
+        out = torch.full((*batch, rows, heads, problem.head_dim_v), float("nan"), dtype=problem.dtype).to(device)
+        lse = torch.full((*batch, heads, rows), float("nan")).to(device)
+        with torch_on_the_host():
+            kernel.run(case.config(there), there, inputs, out, lse)
+        torch.cuda.synchronize()
+        right, right_lse = reference_attention(problem.on(None), case.build(torch.device("cpu"))[1], torch.float32)
+        error, lse_error = relative_l2(out.cpu().float(), right), max_error(lse.cpu(), right_lse)
+        fine = error <= FORWARD_ERROR and lse_error <= LSE_ERROR
+        print(f"ran {case.tag} {problem.dtype_name} {'ok' if fine else f'off by {error:.2e}, LSE {lse_error:.2e}'}")
+
+
+def run_backwards(words: list[str]) -> None:
+    """One call a case, beside the portable backward on the CPU."""
+    device = device_or_exit()
+    for case in backward_cases():
+        if words and not any(word in case.tag for word in words):
+            continue
+        problem, inputs = case.build()
+        there = problem.on(arch_of(device))
+        reason = supports(there)
+        if reason is not None:
+            print(f"refused {case.tag}: {reason}")
+            continue
+        with torch.no_grad():
+            out, lse = reference_attention(problem, inputs)
+        out, lse = out.to(problem.dtype), lse.float()
+        do, dlse = torch.randn(out.shape).to(problem.dtype), torch.randn(lse.shape)
+        right = tiled_backward(problem, inputs, out, lse, do, dlse)
+        with torch_on_the_host():
+            found = hopper_backward(there, _moved(inputs, device), *(t.to(device) for t in (out, lse, do, dlse)))
+        torch.cuda.synchronize()
+        pairs = {f"d{name}": (getattr(found, name), getattr(right, name)) for name in ("q", "k", "v", "sinks")}
+        errors = {name: relative_l2(a.cpu().float(), b.float()) for name, (a, b) in pairs.items() if b is not None}
+        wrong = {name: f"{error:.2e}" for name, error in errors.items() if not error <= BACKWARD_ERROR}
+        print(f"ran {case.tag} {problem.dtype_name} {f'off by {wrong}' if wrong else 'ok'}")
+
+
+def _moved(inputs: Inputs, device: torch.device) -> Inputs:
+    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    return Inputs(**{name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in values.items()})
+
+
 def main() -> int:
     """Run both tools, print and write what they said."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,12 +209,16 @@ def main() -> int:
     words = [word for word in arguments.tags.split(",") if word]
     if arguments.inside:
         run_kernels(words)
+        run_forwards(words)
+        run_backwards(words)
         return 0
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
         return 2
     run_kernels(words)  # compiles everything outside the tools
+    run_forwards(words)
+    run_backwards(words)
     body: dict[str, object] = {
         "format": "flashlane-sanitizer/1",
         "environment": environment(device_or_exit()),
@@ -83,29 +226,21 @@ def main() -> int:
     }
     bad = False
     for tool in TOOLS:
-        command = [
-            sanitizer,
-            "--tool",
-            tool,
-            *TOOLS[tool],
-            "--kernel-name",
-            "kns=mma_",
-            "--kernel-name",
-            "kns=flash_attention_1",
-            "--kernel-name",
-            "kns=decode_",
-        ]
+        command = [sanitizer, "--tool", tool, *TOOLS[tool]]
+        command += [word for name in NAMES for word in ("--kernel-name", f"kns={name}")]
         command += [sys.executable, __file__, "--inside", "--tags", arguments.tags]
         done = subprocess.run(command, capture_output=True, text=True)
-        ran = re.findall(r"^ran (.*?) D", done.stdout, re.M)
+        ran = re.findall(r"^ran (.*? D\d+)", done.stdout, re.M)
         wrong = [line for line in done.stdout.splitlines() if line.startswith("ran ") and not line.endswith(" ok")]
+        refused = [line for line in done.stdout.splitlines() if line.startswith("refused ")]
         summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
         clean = bool(summary) and all(re.search(r"SUMMARY: 0 (errors|hazards)", line) for line in summary)
         body[tool] = {"kernels": ran, "wrong": wrong, "summary": summary, "clean": clean, "status": done.returncode}
+        body[tool] |= {"refused": refused}
         bad |= not clean or bool(wrong) or done.returncode != 0
         print(f"{tool}: {len(ran)} kernels, {'clean' if clean else 'NOT CLEAN'}: {' '.join(summary)}")
-        for line in wrong[:5]:
-            print("  wrong", line)
+        for line in (*wrong[:5], *refused):
+            print(" ", line)
         if not clean:
             said = [line for line in done.stdout.splitlines() if line.startswith("=========")]
             print("\n".join(said[:40]), done.stderr[-2000:])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashlane.problem import AttentionProblem, Inputs
 
@@ -47,8 +50,10 @@ class Case:
         """Whether k and v are a cache, which has no gradients."""
         return bool(self.used or self.leftpad or self.batch_idx or self.page_size)
 
-    def build(self, dtype: torch.dtype, grad: bool = False) -> tuple[AttentionProblem, Inputs]:
-        """The problem and fresh random tensors of it."""
+    def build(
+        self, dtype: torch.dtype, grad: bool = False, device: str | None = None
+    ) -> tuple[AttentionProblem, Inputs]:
+        """The problem and fresh random tensors of it, with a ``device`` as :func:`moved` brings them there."""
         draw = torch.Generator().manual_seed(self.seed)
         batch, heads = len(self.lengths), self.kv_heads * self.group
         lengths_q, lengths_k = zip(*self.lengths, strict=True)
@@ -91,6 +96,8 @@ class Case:
             **cache,
         )
         inputs = cast(made, dtype, grad)
+        if device:
+            inputs = moved(inputs, device)
         problem = AttentionProblem.from_inputs(
             inputs,
             causal=self.causal,
@@ -119,27 +126,87 @@ class Case:
         return made
 
 
+def relaid(
+    t: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, start: int = 0
+) -> torch.Tensor:
+    """The same numbers at the same strides, ``start`` elements into memory of their own.
+
+    What lies between them is NaN, or of whole numbers the lowest, so that a read beside them shows.
+    """
+    dtype = dtype or t.dtype
+    if not t.numel():
+        return t.detach().to(device=device, dtype=dtype)
+    size = start + 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    between = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+    space = torch.full((size,), between, dtype=dtype, device=device or t.device)
+    # An axis that repeats one place is written once.
+    once = t.detach()[tuple(slice(None if stride else 1) for stride in t.stride())]
+    torch.as_strided(space, once.shape, once.stride(), start).copy_(once)
+    return torch.as_strided(space, t.shape, t.stride(), start)
+
+
 def cast(inputs: Inputs, dtype: torch.dtype, grad: bool = False) -> Inputs:
     """The same numbers in another type, as leaves; strides are kept."""
     values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
     for name in TENSORS:
         if values[name] is not None:
-            values[name] = values[name].detach().to(dtype).requires_grad_(grad)
+            values[name] = relaid(values[name], dtype=dtype).requires_grad_(grad)
     return Inputs(**values)
 
 
 def moved(inputs: Inputs, device: str) -> Inputs:
-    """The same call on another device."""
-    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
-    return Inputs(**{name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in values.items()})
+    """The same call on another device; strides are kept.
+
+    Rows that are no whole number of 16 bytes do not start on 16 bytes either, where the tensor has gaps.
+    """
+    return Inputs(**{f.name: _moved(getattr(inputs, f.name), device) for f in fields(inputs)})
+
+
+def _moved(t: Any, device: str) -> Any:
+    if not isinstance(t, torch.Tensor):
+        return t
+    odd = not t.is_contiguous() and t.stride(-1) == 1 and t.shape[-1] * t.element_size() % 16 != 0
+    return relaid(t, device=device, start=int(odd)).requires_grad_(t.requires_grad)
+
+
+class Products(TorchDispatchMode):
+    """Within it, matrix products work on what ``factor`` makes of both their factors; those of gradients too.
+
+    ``Products(tf32_factor)`` is TF32 on every device, where that of a library depends on the shapes and the alignment
+    too (cuBLAS has no such kernel for some, and takes f32).
+    """
+
+    OPERATORS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
+
+    def __init__(self, factor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self.OPERATORS:
+            args = (*args[:-2], *map(self.factor, args[-2:]))
+        return func(*args, **(kwargs or {}))
+
+
+def tf32_factor(t: torch.Tensor) -> torch.Tensor:
+    """f32 numbers as tensor cores read them: without the last 13 of 23 bits of fraction, dropped and not rounded."""
+    if t.dtype != torch.float32:
+        raise TypeError(f"t has dtype {t.dtype}; it must be torch.float32")
+    return (t.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
 def gradients(
-    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor
+    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor, again: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Gradients of every differentiable input through both results; a row without a visible key has no LSE to push."""
+    """Gradients of every differentiable input through both results; a row without a visible key has no LSE to push.
+
+    ``again`` keeps what another call with these results needs.
+    """
     wanted = {name: getattr(inputs, name) for name in TENSORS if getattr(inputs, name) is not None}
-    grads = torch.autograd.grad([out, lse], list(wanted.values()), [do.to(out.dtype), dlse.to(lse.dtype)])
+    pushed = [do.to(out.dtype), dlse.to(lse.dtype)]
+    grads = torch.autograd.grad([out, lse], list(wanted.values()), pushed, retain_graph=again)
     return dict(zip(wanted, grads, strict=True))
 
 
@@ -149,6 +216,8 @@ def _strided(shape: tuple[int, ...], kind: str, draw: torch.Generator) -> torch.
         return torch.randn((*outer, h, n, d), generator=draw).transpose(-3, -2)
     if kind == "sliced":
         return torch.randn((*outer, 2 * n, h + 1, d + 3), generator=draw)[..., ::2, 1:, 2:-1]
+    if kind == "apart":  # as "sliced", where rows still start on 16 bytes
+        return torch.randn((*outer, 2 * n, h + 1, d + 16), generator=draw)[..., ::2, 1:, 8:-8]
     if kind == "expanded":
         return torch.randn((*outer, n, 1, d), generator=draw).expand(shape)
     return torch.randn(shape, generator=draw)

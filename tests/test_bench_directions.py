@@ -64,7 +64,7 @@ def test_gradients_of_everything_that_runs_on_a_cpu_are_right(dtype, sizes, dire
 def test_the_gradient_oracle_is_autograd_of_the_formula_in_f64():
     problem = bench.make_problem(2, 4, 33, 16, torch.float32, kv_heads=2, causal=True, seqlen_k=40)
     inputs = random_inputs(problem, torch.device("cpu"), 3)
-    do = gradients.output_gradient(problem, torch.device("cpu"), 3)
+    do = gradients.output_gradient(problem, inputs, 3)
     q, k, v = (t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) * problem.scale
     hidden = torch.arange(40) > torch.arange(33).unsqueeze(1) + 7

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,9 +15,17 @@ import torch
 from decode_problems import draw, faults
 
 from flashlane import dispatch, jit, registry
+from flashlane.jit import tensormap
 from flashlane.kernels.decode import config as rules
 from flashlane.kernels.decode import decode
-from flashlane.kernels.decode.config import DecodeConfig, config_for, split_count, splits_for
+from flashlane.kernels.decode.config import (
+    DecodeConfig,
+    config_for,
+    split_count,
+    splits_for,
+    stream_blocks,
+    stream_shares,
+)
 from flashlane.layout import TileLayout
 from flashlane.problem import AttentionProblem, Inputs
 from flashlane.reference import reference_attention
@@ -30,6 +40,8 @@ CORNERS: list[dict[str, Any]] = [
     {"head_dim": 40, "head_dim_v": 40, "softcap": 30.0, "seqlen_q": 8, "page_size": 17},
     {"seqlen_q": 16, "page_size": 7},
     {"dtype": torch.float16, "seqlen_q": 8, "alibi": True, "seqlen_k": 1024},
+    {"batch": 64, "seqused_k": True, "page_size": 16, "sinks": True},
+    {"batch": 64, "seqlen_q": 8, "softcap": 30.0, "page_size": 48},
 ]
 
 
@@ -54,21 +66,48 @@ def test_compiles_without_spills(change: dict[str, Any], arch: str) -> None:
     counts = jit.instruction_counts(compiled.cubin) if arch == "sm_90a" else None
     if counts is not None:
         assert counts["HMMA"] > 0 and counts["LDSM"] > 0 and counts["LDGSTS"] > 0 and counts["MUFU.EX2"] > 0
+        assert (counts.get("UTMALDG", 0) > 0) == config.boxes
         assert counts.get("STL", 0) == counts.get("LDL", 0) == 0
 
 
 def test_shared_memory_by_hand() -> None:
-    """Four teams of three stages of 16 rows of K and V, 17 chunks each, and 16 such rows of Q; then 128 parts."""
+    """Four teams of three stages of 16 rows of K and V; or 128 parts' statistics; 16 rows of Q; teams' statistics."""
     config = DecodeConfig("bf16", 128, 128, warps_m=1, teams=4, stages=3)
-    assert config.shared_memory == 4 * 3 * 2 * 16 * 272 + 16 * 272
-    assert replace(config, head_dim=16, head_dim_v=16, stages=2).shared_memory == 16 * 128 * 8
-    assert replace(config, head_dim=16, head_dim_v=16, stages=2, cluster=8).shared_memory == 16 * 128 * 8 + 16 * 104
+    assert config.shared_memory == 4 * 3 * 2 * 16 * 256 + 16 * 256 + 4 * 16 * 8 + 16
+    small = replace(config, head_dim=16, head_dim_v=16, stages=2)
+    assert small.shared_memory == 16 * 128 * 8 + 16 * 32 + 4 * 16 * 8 + 16
+    assert replace(small, cluster=8).shared_memory == small.shared_memory + 16 * (8 + 4 * 32)
+
+
+def test_shared_memory_of_boxes_by_hand() -> None:
+    """Three stages of 128 rows of two planes each of K and V; Q; statistics; six barriers; four announced works."""
+    config = DecodeConfig("bf16", 128, 128, warps_m=1, teams=8, stages=3, boxes=True, box_rows=128)
+    assert config.shared_memory == 3 * 4 * 128 * 128 + 16 * 256 + 8 * 16 * 8 + 16 + 6 * 8
+    assert replace(config, stream=True).shared_memory == config.shared_memory + 8 * 8 + 4 * 144
+    assert config.threads == 9 * 32 and config.max_parts == 65536 // 128
+    assert replace(config, head_dim=80).stage_bytes == config.stage_bytes  # a plane that is not full has its place
+    assert config.team_sums == config.stage_bytes  # they lie where the last step's keys were
 
 
 def test_rows_of_tiles_are_read_without_bank_conflicts() -> None:
+    """And chunks that share a sector stay together: cp.async would fetch a sector twice that it writes to two."""
     for columns in range(16, 257, 16):
-        layout = TileLayout(columns, False)
+        layout = TileLayout(columns, True)
         assert all(layout.conflicts(row, chunk) == 0 for row in (0, 8) for chunk in range(columns // 8))
+        pairs = [
+            (layout.offset(row, chunk), layout.offset(row, chunk + 1))
+            for row in range(16)
+            for chunk in range(0, columns // 8, 2)
+        ]
+        assert all(one // 32 == other // 32 for one, other in pairs)
+
+
+def test_the_swizzle_is_that_of_the_copy_engine() -> None:
+    """128 bytes: bits 4 to 6 of an address are XORed with bits 7 to 9 (PTX ISA, tensor swizzling modes)."""
+    layout = TileLayout(64, True)
+    for row, chunk in itertools.product(range(32), range(8)):
+        plain = row * 128 + chunk * 16
+        assert layout.offset(row, chunk) == plain ^ (plain >> 7 & 7) << 4
 
 
 def test_bytes_in_flight_hide_the_latency() -> None:
@@ -76,8 +115,8 @@ def test_bytes_in_flight_hide_the_latency() -> None:
     needed = 4.29e12 / 132 * 1.0e-6
     for head_dim, rows, items in itertools.product((64, 128, 192, 256), (1, 8, 16), (1, 64)):
         config = config_for(replace(BASE, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=rows, batch=items))
-        stage = rules.stage_bytes(head_dim, head_dim, config.keys)
-        assert config.min_blocks * config.teams * (config.stages - 1) * stage > needed
+        rings = 1 if config.boxes else config.teams
+        assert config.min_blocks * rings * (config.stages - 1) * config.stage_bytes > needed
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -107,12 +146,24 @@ def test_split_count_is_the_cheapest() -> None:
         assert estimate(items, steps, slots, split_count(items, steps, slots)) == pytest.approx(best)
 
 
-def chosen(**change: Any) -> tuple[int, int, int]:
-    """Teams, blocks of a cluster and parts that an H200 runs a problem with."""
+def chosen(boxes: bool = True, **change: Any) -> tuple[int, int, int] | int:
+    """Teams, blocks of a cluster and parts that an H200 runs a problem with; or the blocks of a stream."""
     problem = replace(BASE, **change)
-    config = config_for(problem)
-    items = problem.batch * problem.kv_heads * -(-rules.rows_of(problem) // config.rows)
+    config = config_for(problem, boxes)
+    if config.stream:
+        return stream_blocks(problem, config, 132 * config.min_blocks)
+    items = rules.items_of(problem, config.rows)
     return config.teams, config.cluster, splits_for(problem, config, items, 132 * config.min_blocks)
+
+
+def test_what_an_h200_runs_row_by_row() -> None:
+    """The choices that docs/notebook/0004-decode.md measured as the fastest of those that copy rows."""
+    rows = functools.partial(chosen, boxes=False)
+    assert rows(seqlen_k=1024) == (8, 8, 1)  # one cluster an item: no work space
+    assert rows() == (8, 2, 8)  # 128 large blocks
+    assert rows(batch=64, seqlen_k=1024) == (4, 1, 1)  # more items than SMs: two small blocks an SM
+    assert rows(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # unknown lengths: two waves
+    assert rows(seqlen_q=8) == (4, 2, 8)
 
 
 def test_what_an_h200_runs() -> None:
@@ -122,10 +173,12 @@ def test_what_an_h200_runs() -> None:
     assert chosen(seqlen_k=1024, batch=4) == (8, 2, 1)
     assert chosen() == (8, 2, 8)  # 128 large blocks
     assert chosen(batch=16, seqlen_k=8192) == (8, 1, 1)
-    assert chosen(batch=64, seqlen_k=1024) == (4, 1, 1)  # more items than SMs: two small blocks an SM
-    assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # unknown lengths: two waves
+    assert chosen(batch=64, seqlen_k=1024) == 132  # more items than SMs: a stream
+    assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == 132  # unknown lengths
     assert chosen(seqused_k=True) == chosen()  # of one sequence they cannot differ
     assert chosen(seqlen_q=8) == (4, 2, 8)
+    assert chosen(page_size=17) == chosen(boxes=False, page_size=17)  # no box fits such pages
+    assert chosen(seqlen_q=16) == chosen(boxes=False, seqlen_q=16)
     assert chosen(window_left=100, window_right=0) == (8, 1, 1)  # a window is one step
 
 
@@ -157,14 +210,19 @@ def test_auto_takes_it_where_rows_are_few() -> None:
     assert dispatch.select(replace(BASE, seqlen_q=2048, seqlen_k=2048)) is not KERNEL
 
 
+described: list[tensormap.TensorMap] = []
+"""The tensor maps that launches asked the driver for."""
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """What would have been launched on an H200, with the driver replaced by a list."""
     found: list[tuple[Any, ...]] = []
+    described.clear()
 
     class Fake:
-        def launch(self, *arguments: Any) -> None:
-            found.append(arguments)
+        def launch(self, grid: Any, block: Any, shared: int, params: Any) -> None:
+            found.append((grid, block, shared, *params))
 
         def occupancy(self, threads: int, shared: int) -> int:
             return jit.occupancy("sm_90a", threads, 0, shared).blocks
@@ -173,7 +231,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
         multi_processor_count = 132
 
     monkeypatch.setattr(jit, "load", lambda compiled, device: Fake())
-    monkeypatch.setattr(jit, "compile", lambda source, arch: source)
+    monkeypatch.setattr(jit, "compile", lambda source, arch, debug: source)
+    monkeypatch.setattr(tensormap, "encode", lambda tensor_map: described.append(tensor_map) or bytes(128))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
     monkeypatch.setattr(decode, "_arrivals", lambda count, device: torch.zeros(count, dtype=torch.int32))
     registry.changed()
@@ -189,10 +248,14 @@ def test_what_a_launch_is_given(launches: list[tuple[Any, ...]]) -> None:
     inputs = Inputs(q, pages, pages, sinks=sinks, alibi_slopes=slopes, block_table=table, seqused_k=used)
     problem = AttentionProblem.from_inputs(inputs, causal=True, softcap=10.0).on("sm_90a")
     out, lse = torch.empty(3, 5, 8, 128, dtype=torch.float16), torch.empty(3, 8, 5)
-    KERNEL.run(KERNEL.config(problem), problem, inputs, out, lse, splits=3)
-    ((grid, block, shared, params),) = launches
-    config = KERNEL.config(problem)
+    config = rules.config_of(problem, rules.Shape(2, 4, keys=32, boxes=True, cluster=2))
+    KERNEL.run(config, problem, inputs, out, lse, splits=3)
+    ((grid, block, shared, params, _),) = launches
     assert rules.rows_of(problem) == 20 and config.rows == 32 and config.pages == "whole"
+    box = (64, 16, 1, 1)
+    assert [(m.sizes, m.strides, m.box, m.swizzle) for m in described] == [
+        ((128, 16, 2, 40), (512, 256, 8192), box, 128)
+    ] * 2
     assert grid == (2 * config.cluster, 3, 3) and block == (config.threads, 1, 1) and shared == config.shared_memory
     strides = (params.attention.q_batch, params.attention.q_row, params.attention.q_head, params.attention.q_column)
     assert strides == q.stride()
@@ -202,8 +265,70 @@ def test_what_a_launch_is_given(launches: list[tuple[Any, ...]]) -> None:
     assert params.cache.seqused_k == used.data_ptr() and params.cache.leftpad_k is None
     assert (params.alibi_slopes, params.alibi_batch, params.sinks_are_float) == (slopes.data_ptr(), 8, 1)
     assert params.softcap_log2 == pytest.approx(10 * math.log2(math.e))
-    assert params.split.splits == 3 and params.split.arrivals and params.total_q == -1
+    assert params.split.splits == 3 and params.split.arrivals and params.total_q == -1 and not params.alike
     assert [n * params.group_inverse >> 32 for n in range(100)] == [n // 4 for n in range(100)]
+
+
+def test_a_stream_is_launched_once_an_sm(launches: list[tuple[Any, ...]]) -> None:
+    q, k = torch.zeros(64, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(64, 500, 8, 128, dtype=torch.bfloat16)
+    problem = AttentionProblem.from_inputs(Inputs(q, k, k)).on("sm_90a")
+    for _ in range(2):
+        KERNEL.forward(problem, Inputs(q, k, k), torch.empty_like(q), torch.empty(64, 8, 1))
+    (grid, block, _, params, _), _ = launches
+    assert grid == (132, 1, 1) and block == (288, 1, 1) and params.alike and params.split.out
+    assert len(described) == 2  # K and V once, whatever the number of calls
+    assert described[0].sizes == (128, 500, 8, 64) and described[0].box == (64, 128, 1, 1)
+
+
+def test_rows_are_copied_where_the_copy_engine_cannot_read(launches: list[tuple[Any, ...]]) -> None:
+    """An axis that is stepped along by 0; a configuration that was asked for by name raises."""
+    q, k = torch.zeros(2, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(1, 500, 2, 128, dtype=torch.bfloat16)
+    inputs = Inputs(q, k.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1))
+    problem = AttentionProblem.from_inputs(inputs).on("sm_90a")
+    out, lse = torch.empty_like(q), torch.empty(2, 8, 1)
+    assert KERNEL.config(problem).boxes
+    KERNEL.forward(problem, inputs, out, lse)
+    assert launches[0][1] == (config_for(problem, boxes=False).threads, 1, 1) and not described
+    with pytest.raises(ValueError, match="by 0"):
+        KERNEL.run(KERNEL.config(problem), problem, inputs, out, lse)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_stream_covers_every_step_once(alike: bool) -> None:
+    """Its blocks have shares of one size; the parts of an item agree on their number and have slots of their own."""
+    draw = random.Random(5)
+    for _ in range(300):
+        batch, heads, blocks = draw.choice((1, 2, 16, 70)), draw.choice((1, 3, 8)), draw.choice((1, 7, 132, 264))
+        longest = draw.choice((1, 8, 64, 513))
+        units = [longest] * batch if alike else [draw.randint(1, longest) for _ in range(batch)]
+        shares = stream_shares(units, heads, blocks, alike)
+        assert len(shares) == blocks
+        items: dict[tuple[int, int], list[rules.Segment]] = {}
+        written: list[int] = []
+        for number, segments in enumerate(shares):
+            assert sum(s.steps for s in segments) * 16 <= max(1, -(-sum(units) * heads // blocks)) * 17
+            for s in segments:
+                items.setdefault((s.sequence, s.head), []).append(s)
+                if s.parts > 1:
+                    assert s.slots[s.part] // 2 == number
+                    written.append(s.slots[s.part])
+        assert len(items) == batch * heads and len(written) == len(set(written))
+        for (sequence, _), parts in items.items():
+            assert [s.part for s in parts] == list(range(len(parts))) and {s.parts for s in parts} == {len(parts)}
+            assert len({s.slots for s in parts}) == 1 and len(parts[0].slots) == len(parts)
+            ends = [0, *itertools.accumulate(s.steps for s in parts)]
+            assert [s.step for s in parts] == ends[:-1] and ends[-1] == units[sequence]
+
+
+def test_shares_of_a_stream_end_where_items_end() -> None:
+    """64 sequences of 1k keys on an H200: four whole items for each of 128 blocks; 8 heads of 64k: 16 parts each."""
+    whole = stream_shares([8] * 64, 8, 132, alike=True)
+    assert [len(segments) for segments in whole] == [4] * 128 + [0] * 4
+    assert all(s.parts == 1 for segments in whole for s in segments)
+    split = stream_shares([512], 8, 132, alike=True)
+    assert [[s.steps for s in segments] for segments in split] == [[32]] * 128 + [[]] * 4
+    uneven = stream_shares(range(1, 65), 8, 132, alike=False)
+    assert {sum(s.steps for s in segments) for segments in uneven[:-1]} == {127}
 
 
 def test_nothing_is_launched_for_nothing(launches: list[tuple[Any, ...]]) -> None:

@@ -10,6 +10,7 @@ import torch
 from decode_problems import Drawn, draw, faults
 
 from flashlane import registry
+from flashlane.kernels.decode.config import Shape, config_of, rows_of
 from flashlane.problem import AttentionProblem, Inputs
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +39,34 @@ def test_agrees_with_the_reference(seed: int) -> None:
         assert KERNEL.supports(problem) is None, problem.describe()
         fault = faults(problem, inputs, *run(problem, inputs, item.splits))
         assert fault is None, f"{item}: {fault}"
+
+
+SHAPES = (
+    Shape(1, 8),
+    Shape(1, 8, boxes=True, cluster=4),
+    Shape(1, 8, boxes=True, stream=True),
+    Shape(1, 4, 2, boxes=True, stream=True),
+    Shape(2, 4, keys=32, boxes=True),
+    Shape(2, 4, keys=32, boxes=True, stream=True),
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape).removeprefix("Shape"))
+def test_every_way_of_reading_and_sharing_agrees(shape: Shape) -> None:
+    """Whatever the tables choose; waits trap in debug builds, so that none of them hangs."""
+    ran = 0
+    for drawn in draw(24, seed=1000):
+        item = replace(drawn, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, page_size=drawn.seed % 3 * 24 + 16)
+        problem, inputs = item.build(CUDA)
+        config = config_of(problem, shape)
+        if config is None or rows_of(problem) > 64:
+            continue
+        out, lse = poisoned(problem, inputs)
+        KERNEL.run(config, problem, inputs, out, lse, item.splits, debug=True)
+        fault = faults(problem, inputs, out, lse)
+        assert fault is None, f"{item}: {fault}"
+        ran += 1
+    assert ran > 5
 
 
 LONG = Drawn("used", 2, 32, 8, 1, 20000, 128, 128, torch.bfloat16, "causal", 16, 0.0, 0, "", False, None, 3)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, replace
 
 import pytest
+from sass_loops import steady_loops
 
 from flashlane import jit
 from flashlane.kernels.hopper import shapes
 from flashlane.kernels.hopper.config import REGISTERS, HopperConfig
-from flashlane.kernels.hopper.forward import SPILLS_ALLOWED, combine_source
+from flashlane.kernels.hopper.forward import KERNEL, SPILLS_ALLOWED, combine_source
 from flashlane.kernels.hopper.wgmma import wgmma_header
 
 ARCH = "sm_90a"
@@ -22,39 +22,20 @@ def config(head_dim: int, shape: shapes.Shape, **features: object) -> HopperConf
     return HopperConfig("bf16", head_dim, head_dim, **asdict(shape), **features)
 
 
-LARGEST = {"has_left": True, "has_right": True, "softcap": True, "alibi": True, "sinks": True, "varlen": True}
-CONFIGS = [
-    config(64, shapes.TALL, has_right=True),
-    config(64, shapes.WIDE),
-    replace(config(80, shapes.Shape(112, 3, 2)), dtype="f16"),
-    config(128, shapes.MIDDLE, has_right=True),
-    config(128, shapes.KEPT),
-    config(128, shapes.KEPT, **LARGEST),
-    config(128, shapes.Shape(128, 1, 3), cache=True, page_rows=16, pack=4, split=True),
-    config(160, shapes.Shape(64, 3, 2)),
-    config(256, shapes.LARGE, has_right=True),
+LARGEST = {"has_left": True, "has_right": True, "softcap": True, "alibi": True, "sinks": True}
+WIDEST = replace(config(64, shapes.NARROW, has_right=True), head_dim_v=1016)
+SHIPPED = [what for what, _ in KERNEL.shipped()]
+OTHERS = [
+    config(128, shapes.KEPT, **LARGEST, varlen=True),
+    config(128, shapes.Shape(128, 1, 3), **LARGEST, cache=True, gather=True, pack=4, split=True, fused=True),
+    config(256, shapes.LARGE, cache=True, gather=True, split=True, fused=True),
+    WIDEST,
+    *(HopperConfig("f16", row.head_dim, row.head_dim_v, **asdict(row.shape)) for row in shapes.UNTRIED),
+    *(config(128, row.shape, has_left=True, has_right=True) for row in shapes.UNTRIED if row.head_dim == 128),
 ]
 
 
-def steady_loops(text: str) -> list[list[str]]:
-    """Opcodes of the loops over key blocks: from a label to the backward branch to it, multiplying but not storing."""
-    opcodes: list[str] = []
-    labels: dict[str, int] = {}
-    spans: list[tuple[int, int]] = []
-    for line in text.splitlines():
-        if label := re.match(r"^(\.L_x_\d+):", line):
-            labels[label[1]] = len(opcodes)
-        elif found := re.match(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", line):
-            opcodes.append(found[1])
-            target = re.search(r"\.L_x_\d+", found[2]) if found[1].startswith("BRA") else None
-            if target and target[0] in labels:
-                spans.append((labels[target[0]], len(opcodes)))
-    loops = [opcodes[a:b] for a, b in spans]
-    families = [{op.split(".")[0] for op in loop} for loop in loops]
-    return [loop for loop, has in zip(loops, families, strict=True) if "HGMMA" in has and "STG" not in has]
-
-
-@pytest.mark.parametrize("what", CONFIGS, ids=lambda c: f"D{c.head_dim}, {c.describe()}")
+@pytest.mark.parametrize("what", dict.fromkeys(SHIPPED + OTHERS), ids=lambda c: f"D{c.head_dim}, {c.describe()}")
 def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
     compiled = jit.compile(what.source(), ARCH)
     report = compiled.report
@@ -68,6 +49,10 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
         pytest.skip("no disassembler")
     counts = jit.sass.count_instructions(text)
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
+    assert ("LDGSTS" in counts) == what.gather == ("ARRIVES.LDGSTSBAR" in text)
+    assert (".MULTICAST" in text) == (what.cluster > 1) == ("UCGABAR_WAIT" in counts)
+    # The counter of tiles, and tickets of parts.
+    assert ("ATOMG.E.INC.STRONG.GPU" in text) == what.fused
     loops = steady_loops(text)
     assert len(loops) == (3 if what.has_left else 2)  # masked and not; with a left bound masked at both ends
     for loop in loops:
@@ -75,6 +60,20 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
         assert products == -(-what.head_dim // 16) + what.block_n // 16
         # Nothing in the steady loop goes to local memory, and descriptors stay in uniform registers.
         assert not [op for op in loop if op.startswith(("LDL", "STL", "R2UR"))]
+        # A consumer waits for no memory but its own block's.
+        assert not [op for op in loop if op.startswith(("MEMBAR.ALL.GPU", "CCTL", "ERRBAR"))]
+
+
+def test_a_debug_build_bounds_every_wait() -> None:
+    """Each wait for a barrier has a trap behind it, so that a hang is an error."""
+    for what in (config(128, shapes.KEPT), config(128, replace(shapes.KEPT, cluster=2), has_right=True)):
+        source = what.source()
+        text, debug = (jit.disassemble(jit.compile(source, ARCH, debug=mode).cubin) for mode in (False, True))
+        if text is None or debug is None:
+            pytest.skip("no disassembler")
+        plain, bounded = jit.sass.count_instructions(text), jit.sass.count_instructions(debug)
+        # A wait tries once, and then again and again.
+        assert "BPT" not in plain and 2 * bounded["BPT"] >= debug.count(".TRYWAIT") > 10
 
 
 def test_registers_fit_the_file() -> None:
@@ -109,7 +108,7 @@ def test_combining_compiles(sinks: bool) -> None:
 def test_wgmma_wrappers_name_every_register() -> None:
     text = wgmma_header("bf16", (8, 80, 80))
     assert text.count("struct Wgmma<80>") == text.count("struct Wgmma<8>") == 1
-    assert text.count("m64n80k16.f32.bf16.bf16") == 3 and "float (&d)[40]" in text
+    assert text.count("m64n80k16.f32.bf16.bf16") == text.count("float (&d)[40]") >= 3
     for wrong in (0, 12, 264):
         with pytest.raises(ValueError, match=f"columns is {wrong}"):
             wgmma_header("f16", (wrong,))

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
+from hopper_fakes import SMS, Launches, addresses, install, numbers
 
 from flashlane import dispatch, registry
-from flashlane.jit import tensormap
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper import forward, shapes
-from flashlane.kernels.hopper.config import HopperConfig
+from flashlane.kernels.hopper.config import HopperConfig, columns_of
 from flashlane.problem import AttentionProblem, Inputs
 
 KERNEL = registry.get("hopper(wgmma+tma)")
-SMS = 132
 
 
 def problem_of(**changes: object) -> AttentionProblem:
@@ -35,13 +34,11 @@ def problem_of(**changes: object) -> AttentionProblem:
         ({"arch": "sm_100"}, "sm_90a"),
         ({"dtype": torch.float32}, "f16 or bf16"),
         ({"head_dim": 264}, "up to 256"),
-        ({"head_dim_v": 512}, "up to 256"),
+        ({"head_dim_v": 1032}, "v is 1032; it takes up to 1024"),
         ({"aligned": False}, "16 bytes"),
         ({"head_dim": 60, "aligned": False}, "16 bytes"),
         ({"bias": True}, "bias"),
         ({"dropout_p": 0.1}, "dropout_p"),
-        ({"page_size": 12}, "multiples of 8"),
-        ({"page_size": 16, "leftpad_k": True}, "leftpad_k"),
         ({"seqlen_k": 1 << 31}, "up to"),
         ({"scale": 1e-40}, "1e-30"),
     ],
@@ -53,10 +50,12 @@ def test_refusals_name_the_reason(changes: dict, word: str) -> None:
 
 def test_what_it_takes() -> None:
     features = {"alibi": True, "sinks": True, "softcap": 5.0, "seqused_k": True, "page_size": 16, "window_left": 3}
-    for changes in ({}, features, {"varlen": True}, {"leftpad_k": True, "batch_idx": True}):
+    paged = ({"page_size": 12}, {"page_size": 1, "seqused_k": True}, {"page_size": 16, "leftpad_k": True})
+    for changes in ({}, features, {"varlen": True}, {"leftpad_k": True, "batch_idx": True}, *paged):
         assert KERNEL.supports(problem_of(**changes)) is None
     for head_dim in range(8, 257, 8):
-        assert KERNEL.supports(problem_of(head_dim=head_dim, head_dim_v=264 - head_dim)) is None
+        for head_dim_v in (264 - head_dim, 256 + head_dim, 1032 - head_dim):
+            assert KERNEL.supports(problem_of(head_dim=head_dim, head_dim_v=head_dim_v)) is None
 
 
 def test_auto_takes_it_on_hopper_only() -> None:
@@ -90,15 +89,16 @@ def test_only_what_is_asked_is_compiled_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mirror", "ends"),
+    ("name", "struct", "mirror", "ends"),
     [
-        ("kernels/hopper/tiles.cuh", forward.HopperParams, {"padding"}),
-        ("kernels/hopper/combine.cu", forward.CombineParams, set()),
+        ("tiles", "Params", forward.HopperParams, {"padding"}),
+        ("tiles", "Rows", forward.RowsParams, set()),
+        ("combine", "Combine", forward.CombineParams, set()),
     ],
 )
-def test_parameters_mirror_the_device_struct(name: str, mirror: type, ends: set[str]) -> None:
+def test_parameters_mirror_the_device_struct(name: str, struct: str, mirror: type, ends: set[str]) -> None:
     """The same fields of the same kind in the same order; all of them are naturally aligned."""
-    body = re.search(r"struct Params \{(.*?)\n\};", device_code(name), re.DOTALL)[1]
+    body = re.search(rf"struct {struct} \{{(.*?)\n\}};", device_code(f"kernels/hopper/{name}.cuh"), re.DOTALL)[1]
     found = []
     for line in body.splitlines():
         declaration = line.split("//")[0].strip().rstrip(";")
@@ -114,46 +114,30 @@ def test_parameters_mirror_the_device_struct(name: str, mirror: type, ends: set[
         "c_longlong": "long long",
         "c_int": "int",
         "c_float": "float",
+        "RowsParams": "Rows",
+        "CombineParams": "Combine",
     }
     wanted = [(n, kinds.get(t.__name__, "TensorMap")) for n, t in mirror._fields_ if n not in ends]
     assert found == wanted
 
 
-class Launches(list):
-    """Stands for the driver: what each launch was given."""
-
-    def launch(self, grid, block, shared, params):
-        self.append((grid, block, shared, type(params).from_buffer_copy(bytes(params))))
-
-
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    found = Launches()
-    monkeypatch.setattr(forward.jit, "load", lambda compiled, device: found)
-    monkeypatch.setattr(forward.jit, "compile", lambda source, arch: source)
-    monkeypatch.setattr(forward, "_counter", lambda device: 77)
-    properties = SimpleNamespace(multi_processor_count=SMS)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-
-    def encode(described: tensormap.TensorMap) -> bytes:
-        found.maps.append(described)
-        return bytes([len(found.maps)]) * tensormap.MAP_BYTES
-
-    found.maps = []
-    monkeypatch.setattr(tensormap, "encode", encode)
-    forward._plan.cache_clear()
-    forward._combining.cache_clear()
-    yield found
-    forward._plan.cache_clear()
-    forward._combining.cache_clear()
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    yield from install(monkeypatch)
 
 
-def call(inputs: Inputs, **asked: object) -> tuple[AttentionProblem, torch.Tensor, torch.Tensor]:
+def call(
+    inputs: Inputs, changes: dict[str, object] | None = None, **asked: object
+) -> tuple[AttentionProblem, torch.Tensor, torch.Tensor]:
+    """A call; with changes of the configuration that the heuristic chooses."""
     problem = AttentionProblem.from_inputs(inputs, **asked).on("sm_90a")
     *batch, rows, heads, _ = inputs.q.shape
     out = inputs.q.new_zeros((*batch, rows, heads, inputs.v.shape[-1]))
     lse = torch.zeros((*batch, heads, rows))
-    KERNEL.forward(problem, inputs, out, lse)
+    if changes is None:
+        KERNEL.forward(problem, inputs, out, lse)
+    else:
+        KERNEL.run(replace(KERNEL.config(problem), **changes), problem, inputs, out, lse)
     return problem, out, lse
 
 
@@ -172,21 +156,39 @@ def test_what_a_launch_is_given(launches: Launches) -> None:
     assert (params.batch, params.heads, params.group, params.splits) == (3, 16, 4, 1)
     assert (params.seqlen_q, params.seqlen_k, params.bottom_right) == (4096, 4000, 1)
     assert params.scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
-    assert [bytes(getattr(params, side))[0] for side in "qkv"] == [1, 2, 3]
+    assert numbers(params) == [1, 2, 3] and addresses(params) == [t.data_ptr() for t in (q, k, v)]
     queries, keys, values = launches.maps
     assert queries.box == (64, 1, config.block_m, 1, 1) and keys.box == values.box == (64, config.block_n, 1, 1)
     assert (queries.address, keys.address, values.address) == (q.data_ptr(), k.data_ptr(), v.data_ptr())
     assert values.sizes == (72, 4000, 4, 3)
 
 
-def test_a_second_call_encodes_only_new_addresses(launches: Launches) -> None:
+def test_maps_are_encoded_once_and_moved_to_each_calls_tensors(launches: Launches) -> None:
     q = torch.zeros(2, 512, 32, 128, dtype=torch.bfloat16)
-    inputs = Inputs(q, q.clone(), q.clone())
-    call(inputs)
-    call(inputs)
-    assert len(launches) == 2 and len(launches.maps) == 3
-    call(Inputs(q, q.clone(), inputs.v))
-    assert len(launches.maps) == 6 and bytes(launches[2][3].k)[0] == 5
+    first = Inputs(q, q.clone(), q.clone())
+    for inputs in (first, first, Inputs(q, q.clone(), first.v), first):
+        call(inputs)
+        assert addresses(launches[-1][3]) == [t.data_ptr() for t in (inputs.q, inputs.k, inputs.v)]
+        assert numbers(launches[-1][3]) == [1, 2, 3]
+    assert len(launches) == 4 and len(launches.maps) == 3
+
+
+def test_an_address_that_tma_cannot_read_is_named(launches: Launches) -> None:
+    q = torch.zeros(1, 64, 2, 64, dtype=torch.float16)
+    problem, out, lse = call(Inputs(q, q, q))
+    odd = torch.zeros(q.numel() + 1, dtype=torch.float16)[1:].view_as(q)
+    with pytest.raises(ValueError, match=r"q, k or v starts at address .*multiple of 16"):
+        KERNEL.forward(problem, Inputs(q, odd, q), out, lse)
+    assert len(launches) == 1
+
+
+def test_slopes_of_another_call_leave_nothing_behind(launches: Launches) -> None:
+    """One problem, one set of addresses: slopes (b, h) and then (h,)."""
+    q = torch.zeros(2, 64, 4, 64, dtype=torch.float16)
+    for slopes, step in ((torch.rand(2, 4), 4), (torch.rand(4), 0), (torch.rand(2, 4), 4)):
+        call(Inputs(q, q, q, alibi_slopes=slopes))
+        params = launches[-1][3]
+        assert (params.alibi, params.alibi_batch) == (slopes.data_ptr(), step)
 
 
 def test_packed_queries_are_where_the_map_says() -> None:
@@ -205,7 +207,7 @@ def test_packed_queries_are_where_the_map_says() -> None:
 def test_parts_of_the_keys_are_combined(launches: Launches) -> None:
     q, k = torch.zeros(1, 1, 32, 128, dtype=torch.bfloat16), torch.zeros(1, 8192, 8, 128, dtype=torch.bfloat16)
     sinks = torch.randn(32, dtype=torch.bfloat16)
-    _, out, lse = call(Inputs(q, k, k, sinks=sinks))
+    _, out, lse = call(Inputs(q, k, k, sinks=sinks), {"fused": False})
     (grid, _, _, params), (combine_grid, _, _, combining) = launches
     splits = params.splits
     assert splits > 1 and grid == (min(SMS, 8 * splits), 1, 1) and params.tiles == 8 * splits
@@ -214,6 +216,81 @@ def test_parts_of_the_keys_are_combined(launches: Launches) -> None:
     assert (combining.parts, combining.part_lse) == (params.out, params.lse)
     assert (combining.out, combining.lse, combining.splits) == (out.data_ptr(), lse.data_ptr(), splits)
     assert combine_grid == (8, 1, 1) and combining.sinks and params.sinks == combining.sinks
+
+
+def test_parts_of_the_keys_are_joined_in_the_launch(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    monkeypatch.setattr(forward, "_counter", lambda device, stream, count=1: counted.append(count) or 400)
+    q, k = torch.zeros(2, 3, 32, 128, dtype=torch.bfloat16), torch.zeros(2, 8192, 8, 128, dtype=torch.bfloat16)
+    sinks = torch.randn(32)
+    _, out, lse = call(Inputs(q, k, k, sinks=sinks), {"fused": True})
+    ((_, _, shared, params),) = launches
+    join = params.join
+    assert params.splits > 1 and (join.parts, join.part_lse) == (params.out, params.lse)
+    assert (join.out, join.lse, join.sinks) == (out.data_ptr(), lse.data_ptr(), sinks.data_ptr())
+    assert (join.part_split, join.lse_split) == (out.numel(), lse.numel())
+    assert (join.out_batch, join.out_row, join.out_head) == out.stride()[:3]
+    assert (join.batch, join.rows, join.heads, join.splits) == (2, 3, 32, params.splits)
+    # One ticket a tile of 64 rows, behind the counter of tiles.
+    assert counted == [1 + 2 * 8] and (params.counter, join.tickets) == (400, 404)
+    call(Inputs(q, k, k, sinks=sinks), {"fused": False})
+    assert counted[1:] == [1] and shared == launches[1][2] + 16
+
+
+def test_values_wider_than_an_accumulator_are_cut_into_slices(launches: Launches) -> None:
+    q, k = torch.zeros(2, 4096, 16, 64, dtype=torch.float16), torch.zeros(2, 4096, 4, 64, dtype=torch.float16)
+    v = torch.zeros(2, 4096, 4, 264, dtype=torch.float16)
+    problem, out, _ = call(Inputs(q, k, v), causal=True)
+    ((_, _, _, params),) = launches
+    config = KERNEL.config(problem)
+    assert (config.slices, config.columns_v) == (2, 136) and dict(config.constants())["HEAD_DIM_V"] == 264
+    # A slice counts as a tile head; a key/value head still serves four of q's.
+    assert (params.heads, params.group, params.tiles) == (32, 4, 2 * 32 * 32) and params.heads_together % 2 == 0
+    assert params.out_row == out.stride(1) and launches.maps[2].sizes == (264, 4096, 4, 2)
+    for head_dim_v in range(264, 1025, 8):
+        columns, slices = columns_of(head_dim_v), -(-head_dim_v // 256)
+        assert columns <= 256 and columns % 8 == 0 and columns * (slices - 1) < head_dim_v <= columns * slices
+
+
+def test_pages_that_no_box_fits_are_gathered(launches: Launches) -> None:
+    q = torch.zeros(2, 300, 8, 64, dtype=torch.float16)
+    table, used = torch.arange(40, dtype=torch.int32).view(2, 20), torch.tensor([20, 3], dtype=torch.int32)
+
+    def ask(page: int, **more: object) -> tuple[HopperConfig, forward.HopperParams]:
+        k = torch.zeros(50, page, 2, 64, dtype=torch.float16)
+        v = torch.zeros(50, 2, page, 72, dtype=torch.float16).transpose(1, 2)
+        problem, _, _ = call(Inputs(q, k, v, seqused_k=used, block_table=table, **more))
+        params = launches[-1][3]
+        if KERNEL.config(problem).gather:
+            assert (params.k_rows.data, params.v_rows.data) == (k.data_ptr(), v.data_ptr())
+            for rows, t in ((params.k_rows, k), (params.v_rows, v)):
+                assert (rows.page, rows.row, rows.head) == t.stride()[:3]
+        return KERNEL.config(problem), params
+
+    assert not ask(16)[0].gather
+    for config, _ in (ask(12), ask(1), ask(16, leftpad_k=torch.zeros(2, dtype=torch.int32))):
+        constants = dict(config.constants())
+        assert constants["GATHER"] and constants["PAGED"] and config.page_rows == 0 and config.consumers <= 2
+
+
+def test_pairs_of_blocks_share_a_tile(launches: Launches) -> None:
+    q, k = torch.zeros(4, 1300, 16, 128, dtype=torch.bfloat16), torch.zeros(4, 1300, 4, 128, dtype=torch.bfloat16)
+    problem = AttentionProblem.from_inputs(Inputs(q, k, k)).on("sm_90a")
+    tile = HopperConfig("bf16", 128, 128, **asdict(replace(shapes.MIDDLE, cluster=2)))
+    config = forward.specialise(tile, problem)
+    call(Inputs(q, k, k), asdict(config))
+    ((grid, _, _, params),) = launches
+    assert (config.block_rows, config.block_m, config.cluster) == (192, 384, 2)
+    assert params.q_blocks == 4 and params.tiles == 4 * 16 * 4 and grid == (SMS, 1, 1)
+    queries, keys, values = launches.maps
+    assert queries.box == (64, 1, 192, 1, 1) and keys.box == values.box == (64, 40, 1, 1)
+    assert "__cluster_dims__(2, 1, 1)" in dict(config.source().headers)["hopper_clustered.cuh"]
+    # Not where one block has all rows, where lengths differ or keys are cut.
+    few = {"batch": 1, "heads": 4}
+    for changes in ({"seqlen_q": 192}, {"varlen": True}, {"seqused_k": True}, {"page_size": 64}, few):
+        assert forward.specialise(tile, replace(problem, kv_heads=4, **changes)).cluster == 1, changes
+    odd = replace(problem, batch=1, heads=1, kv_heads=1, seqlen_q=40000)
+    assert forward.specialise(tile, odd).cluster == 2
 
 
 def test_packed_sequences(launches: Launches) -> None:
@@ -246,8 +323,8 @@ def test_empty_problems(launches: Launches) -> None:
     call(Inputs(none, some, some))
     assert not launches
     call(Inputs(some, none, none))  # no key: zeros are written, nothing is loaded, the queries' map serves for all
-    assert len(launches) == 1 and len(launches.maps) == 1
-    assert len({bytes(getattr(launches[0][3], side)) for side in "qkv"}) == 1
+    assert len(launches) == 1 and len(set(launches.maps)) == 1
+    assert addresses(launches[0][3]) == [some.data_ptr()] * 3
 
 
 def test_outputs_are_checked(launches: Launches) -> None:
@@ -282,8 +359,10 @@ def test_the_tables_reach_every_head_dim() -> None:
 def test_shipped_configurations_cover_features_and_dtypes() -> None:
     found = [config for config, archs in KERNEL.shipped() if archs == ("sm_90a",)]
     assert len(found) == len(set(found)) > 50
-    for name in ("has_left", "has_right", "softcap", "alibi", "sinks", "varlen", "cache", "page_rows", "split"):
+    features = ("has_left", "has_right", "softcap", "alibi", "sinks", "varlen", "cache", "page_rows", "gather", "split")
+    for name in (*features, "fused"):
         assert any(getattr(config, name) for config in found), name
+    assert any(config.slices > 1 for config in found) and any(config.split and not config.fused for config in found)
     assert {config.dtype for config in found} == {"f16", "bf16"} and any(config.pack > 1 for config in found)
 
 
@@ -293,6 +372,15 @@ def test_candidates_of_the_tuner() -> None:
         found = list(KERNEL.candidates(problem))
         assert len(found) == len(set(found)) > 2 and KERNEL.config(problem) in found
         assert {config.consumers for config in found} >= {1, 2}
+
+
+def test_candidates_join_parts_and_bring_pages_both_ways() -> None:
+    few = problem_of(batch=1, heads=8, kv_heads=8, seqlen_q=256, seqlen_k=32768)
+    assert {config.fused for config in KERNEL.candidates(few)} == {False, True}
+    paged = list(KERNEL.candidates(problem_of(page_size=64, seqused_k=True)))
+    assert {config.gather for config in paged} == {False, True}
+    assert all(config.consumers <= 2 for config in paged if config.gather)
+    assert {config.cluster for config in KERNEL.candidates(problem_of())} == {1, 2}
 
 
 def test_what_the_tuner_found_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

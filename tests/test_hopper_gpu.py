@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 import random
-from dataclasses import asdict
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from flashlane import registry
-from flashlane.kernels.hopper import shapes
+from flashlane import jit, registry
+from flashlane.kernels.hopper import forward, shapes
 from flashlane.kernels.hopper.config import HopperConfig
 from flashlane.kernels.hopper.forward import specialise
 from flashlane.problem import AttentionProblem, Inputs, arch_of
@@ -20,7 +26,9 @@ KERNEL = registry.get("hopper(wgmma+tma)")
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RELATIVE = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
 """Largest ‖out − ref‖ / ‖ref‖ against f32."""
-KINDS = ("packed", "cache", "pages")
+KINDS = ("packed", "cache", "pages", "rows")
+"""Packed sequences; a cache; pages that boxes fit, and any pages, with the first rows unused now and then."""
+PAGES = {"pages": (16, 64, 256, 8, 48), "rows": (1, 3, 7, 12, 20, 100)}
 SEEDS = 12
 needs_hopper = pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm_90 GPU")
 ROWS = [
@@ -64,7 +72,7 @@ def draw(kind: str, seed: int) -> tuple[AttentionProblem, Inputs]:
         more |= {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
     else:
         q = normal(batch, chance.choice((1, 2, 8, 100, 200)), heads, head_dim)
-        capacity, page = chance.choice((130, 256, 600, 1500)), chance.choice((16, 64, 256, 8, 48))
+        capacity, page = chance.choice((130, 256, 600, 1500)), chance.choice(PAGES.get(kind, PAGES["pages"]))
         per_sequence = -(-capacity // page)
         if kind == "cache":
             k, v = normal(batch, capacity, kv_heads, head_dim), normal(batch, capacity, kv_heads, head_dim)
@@ -77,7 +85,7 @@ def draw(kind: str, seed: int) -> tuple[AttentionProblem, Inputs]:
             more["block_table"] = whole(table.tolist()).view(batch, per_sequence)
         used = [chance.randint(0, capacity) for _ in range(batch)]
         more["seqused_k"] = whole(used)
-        if kind == "cache" and chance.random() < 0.5:
+        if kind in ("cache", "rows") and chance.random() < 0.5:
             more["leftpad_k"] = whole([chance.randint(0, n) for n in used])
         for i, n in enumerate(used):
             if kind == "cache":
@@ -121,6 +129,8 @@ def test_what_is_drawn_is_legal_and_various(kind: str) -> None:
     for names in (("sinks",), ("alibi",), ("softcap",), ("causal",), ("window_left",)):
         assert any(getattr(p, name) not in (False, 0, -1) for p in problems for name in names), names
     assert {p.dtype for p in problems} == set(RELATIVE) and len({p.head_dim for p in problems}) > 2
+    if kind == "rows":
+        assert all(KERNEL.config(p).gather for p in problems) and {p.leftpad_k for p in problems} == {False, True}
 
 
 @pytest.mark.gpu
@@ -149,6 +159,183 @@ def test_every_tile_of_the_tables(number: int) -> None:
 def test_sequences_of_unlike_length(kind: str, seed: int) -> None:
     problem, inputs = draw(kind, seed)
     assert_right(problem, inputs, *run(problem, inputs))
+
+
+def features() -> ModuleType:
+    """The small problems of benchmarks/, one for each feature."""
+    path = Path(__file__).parent.parent / "benchmarks" / "hopper_features.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CASES = list(features().forward_cases())
+
+
+def dense(
+    sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, sinks: bool = False, **asked: object
+) -> tuple[AttentionProblem, Inputs]:
+    """Random tensors of batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v."""
+    batch, heads, kv_heads, rows, keys, head_dim, head_dim_v = sizes
+    draw = torch.Generator(HERE).manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=draw, device=HERE).to(dtype)
+
+    more = {"sinks": normal(heads).float()} if sinks else {}
+    q, k = normal(batch, rows, heads, head_dim), normal(batch, keys, kv_heads, head_dim)
+    inputs = Inputs(q, k, normal(batch, keys, kv_heads, head_dim_v), **more)
+    return AttentionProblem.from_inputs(inputs, **asked), inputs
+
+
+def assert_alike(one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+
+
+def test_every_feature_is_among_the_cases() -> None:
+    problems = [(case, case.build(torch.device("cpu"))[0]) for case in CASES]
+    assert all(KERNEL.supports(problem) is None for _, problem in problems)
+    configs = [case.config(problem) for case, problem in problems]
+    for name in ("has_left", "softcap", "alibi", "sinks", "varlen", "cache", "page_rows", "gather", "split", "fused"):
+        assert any(getattr(config, name) for config in configs), name
+    assert {config.slices for config in configs} >= {1, 2} and {config.dtype for config in configs} == {"f16", "bf16"}
+    for case, config in zip(CASES, configs, strict=True):  # each is what it is called
+        assert (config.cluster == 2) == case.feature.startswith("cluster"), case.tag
+        assert config.fused == ("joined in the launch" in case.feature or case.changes.get("fused", False)), case.tag
+        assert config.gather == (case.page % 8 > 0 or (case.page > 0 and case.leftpad)), case.tag
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_debug_build_does_every_feature(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every wait traps after two seconds there: what hangs is an error."""
+    monkeypatch.setattr(forward.jit, "compile", functools.partial(jit.compile, debug=True))
+    problem, inputs = CASES[number].build(HERE)
+    forward._plan.cache_clear()
+    try:
+        assert_right(problem, inputs, *run(problem, inputs, CASES[number].config(problem)))
+    finally:
+        forward._plan.cache_clear()
+
+
+HANG = """
+import ctypes, torch
+from flashlane import jit
+text = '''#include "barrier.cuh"
+extern "C" __global__ void hang(int* p) {{
+    __shared__ u64 b;
+    if (threadIdx.x == 0) barrier_init(shared_address(&b), 1), {wait}(shared_address(&b), 0);
+}}'''
+torch.zeros(1, device="cuda")
+kernel = jit.load(jit.compile(jit.KernelSource("hang.cu", text, "hang"), "sm_90a", debug=True), 0)
+kernel.launch((1, 1, 1), (32, 1, 1), 0, [ctypes.c_void_p(0)])
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("wait", ["barrier_wait", "barrier_wait_cluster"])
+def test_a_hang_is_an_error_in_a_debug_build(wait: str) -> None:
+    """In a process of its own, which does not survive it."""
+    done = subprocess.run([sys.executable, "-c", HANG.format(wait=wait)], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and ("launch failure" in done.stderr or "trap" in done.stderr.lower()), done.stderr
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    ("sizes", "asked"),
+    [
+        ((2, 6, 2, 700, 900, 64, 512), {"causal": True}),
+        ((2, 6, 2, 700, 900, 64, 264), {}),
+        ((1, 40, 8, 515, 1031, 128, 320), {"window_size": (300, 0)}),
+        ((3, 4, 4, 333, 500, 40, 1016), {"causal": True, "alignment": "top-left"}),
+        ((2, 4, 1, 260, 777, 256, 512), {"softcap": 20.0}),
+        ((2, 8, 2, 5, 3000, 64, 512), {}),
+        ((2, 3, 3, 100, 2000, 192, 400), {"causal": True}),
+    ],
+)
+def test_values_wider_than_an_accumulator(sizes: tuple[int, ...], asked: dict[str, object]) -> None:
+    problem, inputs = dense(sizes, (torch.float16, torch.bfloat16)[sizes[5] % 128 // 64], sinks=sizes[0] == 3, **asked)
+    for fused in {False, KERNEL.config(problem).split}:
+        config = replace(KERNEL.config(problem), fused=fused)
+        found = run(problem, inputs, config)
+        assert_right(problem, inputs, *found)
+        assert_alike(found, run(problem, inputs, config))
+
+
+PAIRS = [row for row in shapes.UNTRIED if row.shape.cluster > 1]
+MASKS = ({}, {"causal": True}, {"window_size": (200, 0)}, {"window_size": (60, 90), "alignment": "top-left"})
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("keys", [1111, 500])
+@pytest.mark.parametrize("number", range(len(PAIRS)))
+def test_a_pair_of_blocks_gives_what_one_gives(number: int, keys: int) -> None:
+    """Odd numbers of tiles, rows without a key; bit for bit, as each row meets the same blocks in the same order."""
+    row = PAIRS[number]
+    for asked in MASKS:
+        problem, inputs = dense((3, 16, 4, 1300, keys, row.head_dim, row.head_dim_v), sinks=number % 2 == 0, **asked)
+        pair = specialise(HopperConfig(problem.dtype_name, row.head_dim, row.head_dim_v, **asdict(row.shape)), problem)
+        assert pair.cluster == 2
+        found = run(problem, inputs, pair)
+        assert_right(problem, inputs, *found)
+        for _ in range(3):
+            assert_alike(found, run(problem, inputs, pair))
+        assert_alike(found, run(problem, inputs, replace(pair, cluster=1)))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    ("sizes", "asked"),
+    [
+        ((1, 32, 8, 1, 9000, 128, 128), {}),
+        ((3, 8, 2, 3, 5000, 64, 64), {"causal": True}),
+        ((1, 8, 8, 256, 8000, 128, 128), {}),
+        ((2, 3, 3, 190, 2500, 256, 256), {"causal": True}),
+        ((1, 2, 1, 700, 900, 192, 128), {"causal": True, "alignment": "top-left"}),
+        ((1, 4, 2, 300, 1500, 80, 80), {"window_size": (600, 0)}),
+    ],
+)
+def test_parts_are_joined_alike_in_the_launch_and_after_it(sizes: tuple[int, ...], asked: dict[str, object]) -> None:
+    """Bit for bit: the same parts in the same order. And by replayed graphs beside launches."""
+    problem, inputs = dense(sizes, sinks=sizes[0] == 1, **asked)
+    after = replace(KERNEL.config(problem), fused=False)
+    assert after.split
+    within = replace(after, fused=True)
+    found = run(problem, inputs, within)
+    assert_right(problem, inputs, *found)
+    assert_alike(found, run(problem, inputs, after))
+    out, lse = torch.empty_like(found[0]), torch.empty_like(found[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            KERNEL.run(within, problem, inputs, out, lse)
+    for _ in range(5):
+        out.fill_(math.nan)
+        graph.replay()
+        eager = run(problem, inputs, within)
+        torch.cuda.synchronize()
+        assert_alike(found, (out, lse))
+        assert_alike(found, eager)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("seed", range(0, SEEDS, 2))
+def test_pages_come_alike_by_tma_and_by_cp_async(seed: int) -> None:
+    problem, inputs = draw("pages", seed)
+    plain = KERNEL.config(problem)
+    if plain.consumers > forward.MOST_GATHERING:
+        plain = specialise(replace(plain, consumers=2, q_stages=1), problem)
+    gathering = specialise(replace(plain, gather=True), problem)
+    assert gathering.gather and not plain.gather
+    assert_alike(run(problem, inputs, plain), run(problem, inputs, gathering))
 
 
 @pytest.mark.gpu

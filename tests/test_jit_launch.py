@@ -30,6 +30,7 @@ class Params(ctypes.Structure):
 class Code(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_NO_BINARY_FOR_GPU = 209
 
 
@@ -42,6 +43,9 @@ class Attribute(enum.IntEnum):
     CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK = 256
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = -1
     CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 166912
+
+
+NO_CONTEXT = 0
 
 
 class FakeDriver:
@@ -63,6 +67,8 @@ class FakeDriver:
             self.calls.append((name, *arguments))
             if name in self.failing:
                 return (self.failing[name], None)
+            if name == "cuLaunchKernel" and self.contexts[-1] == NO_CONTEXT:
+                return (Code.CUDA_ERROR_INVALID_CONTEXT,)
             answer = 7
             if hasattr(self, f"do_{name}"):
                 answer = getattr(self, f"do_{name}")(*arguments)
@@ -75,9 +81,6 @@ class FakeDriver:
 
     def do_cuDevicePrimaryCtxRetain(self, index):
         return 100 + index
-
-    def do_cuCtxGetCurrent(self):
-        return self.contexts[-1]
 
     def do_cuCtxPushCurrent(self, context):
         self.contexts.append(context)
@@ -115,7 +118,8 @@ def folder(tmp_path, monkeypatch):
 def fake(monkeypatch):
     driver = FakeDriver()
     monkeypatch.setattr(launch, "driver", lambda: driver)
-    monkeypatch.setattr(launch, "_stream_getter", lambda: lambda device: 1000 + device)
+    monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: 1000 + device)
+    monkeypatch.setattr(launch, "device_getter", lambda: lambda: 0)
     monkeypatch.setattr(launch, "_functions", {})
     monkeypatch.setattr(launch, "_libraries", {})
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
@@ -161,6 +165,41 @@ def test_launch_on_another_device_than_the_current(fake):
     on_fake(fake, 1).launch((1, 1, 1), (32, 1, 1), 0, Params())
     assert fake.launched_in == 101 and fake.contexts == [100]
     assert fake.named("cuLaunchKernel")[0][8] == 1001
+
+
+def test_launch_in_a_thread_that_has_not_used_cuda(fake):
+    function = on_fake(fake)
+    fake.contexts = [NO_CONTEXT]
+    function.launch((1, 1, 1), (32, 1, 1), 0, Params(1, 2, 3, 4))
+    assert fake.launched_in == 100 and fake.contexts == [NO_CONTEXT] and len(fake.params) == 1
+    fake.failing["cuLaunchKernel"] = Code.CUDA_ERROR_INVALID_CONTEXT  # in the function's own context too
+    with pytest.raises(jit.LaunchError, match="CUDA_ERROR_INVALID_CONTEXT"):
+        function.launch((1, 1, 1), (32, 1, 1), 0, Params())
+    assert fake.contexts == [NO_CONTEXT]
+
+
+def test_a_prepared_launch_takes_what_the_parameters_hold_then(fake):
+    function, params = on_fake(fake), Params(1, 2, 3, 4)
+    enqueue = function.prepare((5, 6, 7), (64, 2, 2), 60_000, params)
+    before = bytes(params)
+    enqueue(77)
+    params.a = 2**40
+    enqueue(78)
+    assert fake.params == [before, bytes(params)] and before != bytes(params)
+    assert [call[1:9] for call in fake.named("cuLaunchKernel")] == [(5, 6, 7, 64, 2, 2, 60_000, s) for s in (77, 78)]
+    assert [call[2] for call in fake.named("cuFuncSetAttribute")] == [60_000]
+    fake.failing["cuLaunchKernel"] = Code.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(jit.LaunchError, match=r"tests/add.cu .*\(5, 6, 7\).*60000 bytes.*CUDA_ERROR_INVALID_VALUE"):
+        enqueue(77)
+    with pytest.raises(ValueError, match="its x may be"):
+        function.prepare((0, 1, 1), (32, 1, 1), 0, params)
+
+
+def test_a_prepared_launch_keeps_its_parameters(fake):
+    enqueue = on_fake(fake).prepare((1, 1, 1), (32, 1, 1), 0, Params(1, 2, 3, 4))
+    others = [Params(9, 9, 9, 9) for _ in range(100)]  # what freed memory would be taken for
+    enqueue(77)
+    assert fake.params == [bytes(Params(1, 2, 3, 4))] and len(others) == 100
 
 
 def test_shared_memory_is_opted_in_to_once(fake):

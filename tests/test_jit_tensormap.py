@@ -125,3 +125,35 @@ def test_what_the_driver_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     fail = 1
     with pytest.raises(LaunchError, match=r"CUDA_ERROR_INVALID_VALUE.*sizes=\(80, 7\)"):
         encode(wanted)
+
+
+def test_a_map_is_moved_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def replace_address(found, address):
+        calls.append((found.place, address))
+        return (Code(fail),)
+
+    class Map:
+        def __init__(self, place: int) -> None:
+            self.place = place
+
+        def getPtr(self) -> int:
+            return self.place + copied
+
+    copied = 0
+    fake = SimpleNamespace(CUtensorMap=Map, cuTensorMapReplaceAddress=replace_address)
+    monkeypatch.setattr(tensormap, "driver", lambda: fake)
+    fail = 0
+    move = tensormap.mover(1280)
+    move(0x7000)
+    move(0x8000)
+    assert calls == [(1280, 0x7000), (1280, 0x8000)]
+    fail = 1
+    with pytest.raises(LaunchError, match=r"CUDA_ERROR_INVALID_VALUE; the address was 0x7001"):
+        move(0x7001)
+    with pytest.raises(ValueError, match=r"place is 0x540; .* multiple of 128"):
+        tensormap.mover(1344)
+    copied = 4096
+    with pytest.raises(LaunchError, match="cuda-bindings does not change a tensor map in place"):
+        tensormap.mover(1280)

@@ -7,7 +7,8 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -155,33 +156,79 @@ def check(step: Step, dtype: torch.dtype, device: str, tolerance: float) -> None
         assert name in ("k_cache", "v_cache") or torch.equal(arguments[name], t), name
 
 
-def drawn(seed: int) -> Step:
-    """A step of any features; without hypothesis, which GPU machines may lack."""
-    draw = random.Random(seed)
+@dataclass(frozen=True)
+class Kind:
+    """What kernels are compiled for; a step of a kind adds lengths, sizes and values."""
+
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    queries: str
+    new: str
+    long: bool
+    page_size: int
+    batch_idx: bool
+    leftpad: bool
+    rotary: int
+    interleaved: bool
+    causal: bool
+    window: tuple[bool, bool]
+    softcap: bool
+    alibi: bool
+
+
+def kind(number: int) -> Kind:
+    """Any features; without hypothesis, which GPU machines may lack."""
+    draw = random.Random(f"kind {number}")
     some = lambda *values: draw.choice(values)  # noqa: E731
-    new, page_size = some(0, 1, 3, 20), some(0, 1, 7, 16)
-    return Step(
-        seqlen_q=some(1, 3, 20),
-        seqlen_new=new,
-        capacity=some(max(new, 1), 40, 130),
+    new, page_size = some("none", "few", "few", "many"), some(0, 0, 0, 1, 7, 16)
+    rotary = some(0, 16, 32) if new != "none" else 0
+    return Kind(
         heads=some((2, 2), (4, 2), (6, 1)),
         head_dims=some((32, 32), (59, 59), (64, 24), (128, 128)),
+        queries=some("few", "few", "many"),
+        new=new,
+        long=some(False, False, True),
         page_size=page_size,
         batch_idx=not page_size and some(False, True),
         leftpad=some(False, True),
-        rotary=some(0, 16, 32) if new else 0,
-        interleaved=some(False, True),
+        rotary=rotary,
+        interleaved=rotary > 0 and some(False, True),
         causal=some(False, True),
-        window=some((-1, -1), (5, 0), (9, 3), (-1, 2)),
-        softcap=some(0.0, 2.0),
+        window=(some(False, True), some(False, True)),
+        softcap=some(False, True),
         alibi=some(False, True),
+    )
+
+
+def drawn(of: Kind, seed: int) -> Step:
+    """A step of a kind: all of them run the same kernels."""
+    draw = random.Random(seed)
+    some = lambda *values: draw.choice(values)  # noqa: E731
+    new = {"none": 0, "few": some(1, 3), "many": some(17, 20)}[of.new]
+    few = some(1, 2) if of.heads == (6, 1) else some(1, 3)  # rows of a group that fit one small tile
+    full = (new,) if new and not any(of.window) else (20,)  # no room but for the new; a window is not beyond all keys
+    return Step(
+        batch=some(1, 2, 2, 3),
+        seqlen_q=few if of.queries == "few" else some(17, 20, 30),
+        seqlen_new=new,
+        capacity=some(600, 700) if of.long else some(*full, 40, 130),
+        heads=of.heads,
+        head_dims=of.head_dims,
+        page_size=of.page_size,
+        batch_idx=of.batch_idx,
+        leftpad=of.leftpad,
+        rotary=of.rotary,
+        interleaved=of.interleaved,
+        causal=of.causal,
+        window=(some(5, 9) if of.window[0] else -1, some(0, 2, 3) if of.window[1] else -1),
+        softcap=some(2.0, 7.0) if of.softcap else 0.0,
+        alibi=of.alibi,
         seed=seed,
     )
 
 
-def check_drawn(seeds: range, dtype: torch.dtype, device: str, tolerance: float) -> None:
-    for seed in seeds:
-        step = drawn(seed)
+def check_drawn(steps: Iterable[Step], dtype: torch.dtype, device: str, tolerance: float) -> None:
+    for step in steps:
         try:
             check(step, dtype, device, tolerance)
         except AssertionError as error:
@@ -190,13 +237,42 @@ def check_drawn(seeds: range, dtype: torch.dtype, device: str, tolerance: float)
 
 @pytest.mark.parametrize("first", range(0, 100, 20))
 def test_a_step_is_what_it_says(first: int) -> None:
-    check_drawn(range(first, first + 20), torch.float64, "cpu", 1e-10)
+    steps = (drawn(kind(seed), seed) for seed in range(first, first + 20))
+    check_drawn(steps, torch.float64, "cpu", 1e-10)
+
+
+ON_GPU = {torch.float16: 6e-3, torch.bfloat16: 5e-2, torch.float32: 2e-3}
+"""Types that run on a GPU, and what they may be off."""
+KINDS = {
+    torch.float16: (0, 2, 3, 4, 5, 6, 28, 60, 83, 131, 251, 610),
+    torch.bfloat16: (1, 7, 8, 9, 10, 21, 104, 158, 388, 462, 742, 828),
+    torch.float32: (11, 12, 13, 14, 27, 57, 80, 117, 413, 580, 640, 795),
+}
+"""Few kinds, since compiling one takes seconds and running a step of it hundredths; chosen to hold every pair."""
+DRAWS = 7
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", ON_GPU, ids=str)
 def test_a_step_on_a_gpu(dtype: torch.dtype) -> None:
-    check_drawn(range(80), dtype, "cuda", {torch.float16: 6e-3, torch.bfloat16: 5e-2, torch.float32: 2e-3}[dtype])
+    steps = (drawn(kind(number), DRAWS * number + draw) for number in KINDS[dtype] for draw in range(DRAWS))
+    check_drawn(steps, dtype, "cuda", ON_GPU[dtype])
+
+
+def test_the_kinds_hold_every_pair_of_features() -> None:
+    """Every value of a feature with every type, and every two values of two features that go together with some."""
+
+    def rows(numbers: Iterable[int]) -> list[list[str]]:
+        return [[str(getattr(kind(number), f.name)) for f in fields(Kind)] for number in numbers]
+
+    every, of_types = rows(range(2000)), [rows(numbers) for numbers in KINDS.values()]
+    chosen = [*itertools.chain(*of_types)]
+    for place, field in enumerate(fields(Kind)):
+        for some in of_types:
+            assert {row[place] for row in some} == {row[place] for row in every}, field.name
+    for pair in itertools.combinations(range(len(fields(Kind))), 2):
+        possible, held = ({tuple(row[at] for at in pair) for row in some} for some in (every, chosen))
+        assert held == possible, [fields(Kind)[at].name for at in pair]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from problems import gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashlane
-from flashlane import ops, registry
+from flashlane import ops, plans, registry
 from flashlane.problem import AttentionProblem, Inputs
 from flashlane.reference import reference_attention
 
@@ -319,15 +320,15 @@ def test_every_public_name_is_there() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 9, 4, 16), (1, 0, 2, 8)])
 def test_a_remembered_call_gives_what_the_first_gave(shape: tuple[int, ...]) -> None:
-    ops._PLANS.clear()
+    plans.forget()
     q, k, v = (torch.randn(shape) for _ in range(3))
     first = flashlane.flash_attn_func(q, k, v, causal=True, return_lse=True)
-    assert len(ops._PLANS) == 1
+    assert len(plans._plans) == 1
     out, lse = flashlane.flash_attn_func(q, k, v, causal=True, return_lse=True)
     assert torch.equal(out, first[0]) and torch.equal(lse, first[1])
     assert out.is_contiguous() and out.stride() == torch.empty(shape).stride() and lse.is_contiguous()
     full = flashlane.flash_attn_func(q, k, v)
-    assert len(ops._PLANS) == 2 and (shape[1] == 0 or not torch.equal(full, out))
+    assert len(plans._plans) == 2 and (shape[1] == 0 or not torch.equal(full, out))
 
 
 def test_a_remembered_call_is_not_taken_for_one_that_wants_gradients() -> None:
@@ -359,7 +360,7 @@ def test_another_table_of_kernels_forgets_remembered_calls() -> None:
 
 
 def test_a_call_remembered_in_inference_mode_serves_outside_it() -> None:
-    ops._PLANS.clear()
+    plans.forget()
     q = torch.randn(1, 6, 2, 8)
     with torch.inference_mode():
         inside = flashlane.flash_attn_func(q, q, q)
@@ -370,3 +371,32 @@ def test_a_call_remembered_in_inference_mode_serves_outside_it() -> None:
     (
         outside * torch.ones(1, requires_grad=True)
     ).sum().backward()  # saved for a backward pass: inference tensors may not
+
+
+def test_the_operator_has_defaults_under_every_transform() -> None:
+    """The dispatcher leaves trailing defaults off, so that every Python kernel of ours sees fewer arguments."""
+    q, k, v = (torch.randn(2, 9, 2, 16) for _ in range(3))
+    short = torch.ops.flashlane.forward
+    whole = (*[None] * 13, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None)
+    want = short(q, k, v, *whole)
+    torch.testing.assert_close(short(q, k, v), want)
+    torch.testing.assert_close(
+        want, reference_attention(AttentionProblem.from_inputs(Inputs(q, k, v)), Inputs(q, k, v))
+    )
+    causal = short(q, k, v, causal=True)
+    assert not torch.equal(causal[0], want[0])
+    batched = torch.vmap(lambda *t: short(*t, causal=True))(*(torch.stack([t, -t]) for t in (q, k, v)))
+    torch.testing.assert_close([t[0] for t in batched], list(causal))
+    flops = []
+    for call in (lambda: short(q, k, v), lambda: short(q, k, v, *whole)):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        flops.append(counter.get_total_flops())
+    assert flops == [2 * 2 * 2 * 9 * 9 * (16 + 16)] * 2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert short(q, k, v)[0].dtype == torch.bfloat16
+    compiled = torch.compile(lambda *t: short(*t, causal=True), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), causal)
+    wanting = q.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(short(wanting, k, v, causal=True)[0].sum(), wanting)
+    torch.testing.assert_close(grad, torch.func.grad(lambda x: short(x, k, v, causal=True)[0].sum())(q))

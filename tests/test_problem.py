@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from dataclasses import fields, replace
 from typing import Any
 
@@ -323,3 +327,15 @@ def test_visible_keys_and_pairs_follow_the_definition(lengths: tuple, window: tu
 def test_description_says_what_is_asked() -> None:
     problem = AttentionProblem.from_inputs(tensors(sinks=torch.ones(4)), causal=True, softcap=30.0, window_size=(9, 0))
     assert problem.describe() == "B2 H4/2 N5x7 D8/6 f32 causal window(9,0) sinks softcap 30"
+
+
+def test_a_problem_keeps_its_hash_to_itself() -> None:
+    """Another process hashes strings and dtypes otherwise: what was hashed here must be found by its own hash there."""
+    problem = AttentionProblem.from_inputs(Inputs(*(torch.zeros(1, 8, 2, 16) for _ in range(3))), causal=True)
+    assert hash(problem) == hash(replace(problem)) == hash(replace(problem, strides=()))
+    assert problem in {replace(problem): 1} and problem not in {replace(problem, softcap=1.0)}
+    program = "import dataclasses, pickle, sys; found = pickle.load(sys.stdin.buffer); "
+    program += "assert hash(found) == hash(dataclasses.replace(found)) and found in {dataclasses.replace(found)}"
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", program], input=pickle.dumps(problem), env=environment, check=True)

@@ -38,6 +38,31 @@ def test_every_step_is_a_command_with_options_that_are_there(script, tmp_path):
     compile(script.HANGING, "hanging.py", "exec")
 
 
+def test_every_name_that_a_step_gives_is_known(script, tmp_path):
+    """The command line would refuse it on the GPU machine, after the steps before it."""
+    from flashlane import registry
+    from flashlane.bench.options import words_of
+    from flashlane.bench.peers import select_peers
+    from flashlane.profile.target import selection_of
+
+    resolvers = {
+        "--baselines": select_peers,
+        "--kernels": lambda text: [registry.get(tag) for tag in words_of(text)],
+        "--tag": lambda tag: selection_of((tag,)),
+    }
+    asked = [
+        (option, value)
+        for step in script.steps(tmp_path, tmp_path / "peers.py")
+        for option, value in zip(step.words, step.words[1:], strict=False)
+        if option in resolvers
+    ]
+    assert {option for option, _ in asked} == set(resolvers)
+    for option, value in asked:
+        assert resolvers[option](value), (option, value)
+    with pytest.raises(ValueError, match="unknown"):
+        resolvers["--baselines"]("unfused,efficient")
+
+
 def test_what_lacks_is_said(script, tmp_path):
     def write(rows, name="bench-1.json", **more):
         (tmp_path / name).write_text(json.dumps({"rows": rows, "notes": ["--cycles: no permission"], **more}))

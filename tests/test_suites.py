@@ -217,6 +217,9 @@ def test_model_times_its_phases_apart(tiny: str) -> None:
             assert 0 < row[f"{phase}_avg"] < row[f"{phase}_total"]
         assert row["step_avg"] > row["forward_avg"] and row["tokens"] > 0
     assert found.rows[0]["speedup"] == 1.0
+    said = [note for note in suite.notes if note.startswith("auto runs")]
+    assert said and "tiny N16" in " ".join(said) and "backward tiled" in said[0]
+    assert not any("sdpa runs" in note or "eager runs" in note for note in suite.notes)
 
 
 def test_a_model_with_wrong_or_hungry_attention(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

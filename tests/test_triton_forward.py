@@ -195,6 +195,19 @@ def environment() -> dict[str, str]:
     return values | {"PYTHONPATH": str(HERE.parent / "src")}
 
 
+def test_no_kernel_is_made_for_a_length() -> None:
+    """Forward, merge, backward and cache update: only flags and tiles choose a kernel, whatever the lengths divide."""
+    done = subprocess.run([sys.executable, HERE / "triton_keys.py"], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    control, *rows = json.loads(done.stdout)
+    assert list(control["several"]) == ["n"]
+    assert {row["kernel"] for row in rows} == {
+        "attention_forward", "combine", "row_statistics", "key_gradients", "query_gradients", "bias_gradients",
+        "update_cache",
+    }  # fmt: skip
+    assert not [row for row in rows if row["several"]]
+
+
 def test_what_the_compiler_makes(tmp_path: Path) -> None:
     """Tensor-core and copy instructions are there, shared memory fits, and no uniform register is read unwritten."""
     done = subprocess.run(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import os
 import random
 from dataclasses import dataclass, replace
@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from problems import TENSORS, Case, cast, gradients
+from backward_rule import judge
+from problems import Case
 
-from flashlane.bench.check import exact_matmul
 from flashlane.kernels.triton.backward import config_of, triton_backward
-from flashlane.problem import AttentionProblem, Inputs, arch_of
+from flashlane.problem import AttentionProblem, Inputs
 from flashlane.reference import reference_attention
 from flashlane.tiled import Gradients
 
@@ -93,62 +93,13 @@ def draw(variant: Variant, seed: int) -> Case:
     )
 
 
-def on_gpu(inputs: Inputs) -> Inputs:
-    """The same inputs on the GPU, strides kept."""
-    values = {name: getattr(inputs, name) for name in Inputs.__dataclass_fields__}
-    return Inputs(**{name: _there(t) if isinstance(t, torch.Tensor) else t for name, t in values.items()})
-
-
-def _there(t: torch.Tensor) -> torch.Tensor:
-    if 0 in t.shape:
-        return t.cuda()
-    size = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    flat = torch.as_strided(t.detach(), (size,), (1,))
-    return torch.as_strided(flat.cuda(), t.shape, t.stride())
-
-
-def differentiated(
-    problem: AttentionProblem, inputs: Inputs, dtype: torch.dtype, do: torch.Tensor, dlse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    leaves = cast(inputs, dtype, grad=True)
-    out, lse = reference_attention(problem, leaves, dtype)
-    return out.detach(), lse.detach(), gradients(leaves, out, lse, do, dlse)
-
-
-def judge(problem: AttentionProblem, inputs: Inputs, precision: str = "ieee", slack: float = 3.0) -> None:
-    """dq, dk, dv: at most three times the error of the formula in the problem's dtype, as the peers' tests have it."""
-    shape = (*inputs.q.shape[:-1], problem.head_dim_v)
-    do = torch.randn(shape, device="cuda").to(problem.dtype)
-    logs = (problem.heads, shape[0]) if problem.varlen else (shape[0], problem.heads, shape[1])
-    dlse = torch.randn(logs, device="cuda")
-    with exact_matmul():
-        out, lse, right = differentiated(problem, inputs, torch.float64, do, dlse)
-        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-        *_, rough = differentiated(problem, inputs, problem.dtype, do, dlse)
-    stale = [torch.full_like(t, math.nan) for t in (inputs.q, inputs.k, inputs.v)]
-    del stale  # what is not written would show
-    found = triton_backward(problem, inputs, out.to(problem.dtype), lse.float(), do, dlse, precision=precision)
-    for name in TENSORS:
-        grad = getattr(found, name)
-        if getattr(inputs, name) is None or not grad.numel():
-            continue
-        size = max(1.0, float(right[name].abs().amax()))
-        error = float((grad.double() - right[name]).abs().amax())
-        # The formula in f32 may be lucky: its LSE is not rounded, which is worth eps·max|LSE| of every probability.
-        floor = {F32: 16 * torch.finfo(F32).eps, BF16: 2e-3, F16: 3e-4}[problem.dtype] * size
-        if name in ("bias", "sinks"):  # sums over rows that nearly cancel, of a delta from a rounded output
-            floor *= 10
-        allowed = slack * float((rough[name].double() - right[name]).abs().amax()) + floor
-        assert error <= allowed, f"d{name}: {error:.3e} > {allowed:.3e}, of values up to {size:.2e}"
-
-
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_is_as_near_as_torch(variant: Variant) -> None:
+    backward = functools.partial(triton_backward, precision=variant.precision)
     for seed in range(DRAWS):
         case = draw(variant, seed)
-        problem, inputs = case.build(variant.dtype)
         try:
-            judge(problem.on(arch_of(torch.device("cuda"))), on_gpu(inputs), variant.precision)
+            judge(*case.build(variant.dtype, device="cuda"), backward, variant.precision)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -340,7 +341,7 @@ def auto_check(monkeypatch):
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "device_or_exit", lambda: CPU)
     monkeypatch.setattr(module, "clock_for", lambda device, settings: TableClock())
-    monkeypatch.setattr(module, "environment", lambda device: {"device": DEVICE})
+    monkeypatch.setattr(module, "environment", lambda device: {"device": DEVICE, "torch": "2", "commit": "now"})
     monkeypatch.setattr(module, "arch_of", lambda device: ARCH)
     monkeypatch.setattr(module, "FOUNDING_SHAPES", ())
     monkeypatch.setattr(module, "TOKENS", 64)
@@ -348,10 +349,10 @@ def auto_check(monkeypatch):
     return module
 
 
-def check_auto(script, monkeypatch, kernels, tmp_path):
+def check_auto(script, monkeypatch, kernels, tmp_path, *words):
     """Runs the script over two small problems of one head on the CPU: its status, and what it wrote."""
-    words = ["--N", "32", "--D", "32", "--dtype", "f16", "--out", str(tmp_path / "auto.json")]
-    monkeypatch.setattr(sys, "argv", ["auto_check.py", *words])
+    usual = ["--N", "32", "--D", "32", "--dtype", "f16", "--out", str(tmp_path / "auto.json")]
+    monkeypatch.setattr(sys, "argv", ["auto_check.py", *usual, *words])
     with registry.table_of(registry.get("reference"), *kernels):
         status = script.main()
     return status, json.loads((tmp_path / "auto.json").read_text())
@@ -373,6 +374,88 @@ def test_auto_check_fails_with_a_wrong_candidate(auto_check, monkeypatch, tmp_pa
     status, body = check_auto(auto_check, monkeypatch, [TunableKernel("a", {64: 1.0, 32: 0.5}, wrong=(32,))], tmp_path)
     assert status == 1 and {trial["tag"] for trial in body["failed"]} == {"a"}
     assert "FAIL B2 H2 N32 D32 f16" in capsys.readouterr().out
+
+
+def test_auto_check_goes_on_from_a_file(auto_check, monkeypatch, tmp_path, capsys):
+    """Kept are the cells that are there, with their commit; measured is what lacks, and what failed before."""
+    right, wrong = TunableKernel("a", {64: 1.0, 32: 2.0}), TunableKernel("a", {64: 1.0, 32: 2.0}, wrong=(32,))
+    status, whole = check_auto(auto_check, monkeypatch, [right], tmp_path)
+    assert status == 0 and [cell["commit"] for cell in whole["cells"]] == ["now"] * 2
+    path = tmp_path / "auto.json"
+    part = whole | {"cells": [whole["cells"][0] | {"commit": "before", "loss": 0.01}]}
+    path.write_text(json.dumps(part))
+    right.ran.clear()
+    status, body = check_auto(auto_check, monkeypatch, [right], tmp_path, "--resume")
+    assert status == 0 and body["cells"][0] == part["cells"][0] and body["worst"] == 0.01
+    assert [cell["commit"] for cell in body["cells"]] == ["before", "now"]
+    assert [cell["problem"] for cell in body["cells"]] == [cell["problem"] for cell in whole["cells"]]
+    said = capsys.readouterr().out
+    assert "1 of 2 cells are kept (before: 1); here is now" in said and "before: 1, now: 1" in said
+    assert right.ran.count(32) == 1, "one problem, not two"
+
+    status, failed = check_auto(auto_check, monkeypatch, [wrong], tmp_path)
+    assert status == 1 and len(failed["failed"]) == len(failed["cells"]) == 2
+    status, body = check_auto(auto_check, monkeypatch, [right], tmp_path, "--resume", str(path))
+    assert status == 0 and len(body["cells"]) == 2 and not body["failed"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "flashlane-auto-check/1"}, "whose format is 'flashlane-auto-check/1'; it must be"),
+        ({"environment": {"device": "Other", "torch": "2"}}, "measured with device 'Other', which is 'Fake GPU 9000'"),
+        ({"environment": {"device": DEVICE, "torch": "3"}}, "measured with torch '3', which is '2' here"),
+        ({"grid": {"N": [32, 64], "D": [32], "dtype": ["f16"]}}, r"--N \[32, 64\], which is \[32\] here"),
+        ({"problems": 3}, "problems 3, which is 2 here"),
+        (None, "cannot be read"),
+    ],
+)
+def test_auto_check_goes_on_only_where_it_may(auto_check, monkeypatch, tmp_path, capsys, change, message):
+    kernel, path = TunableKernel("a", {64: 1.0}), tmp_path / "auto.json"
+    _, body = check_auto(auto_check, monkeypatch, [kernel], tmp_path)
+    path.write_text("{" if change is None else json.dumps(body | change))
+    before = path.read_text()
+    with pytest.raises(SystemExit) as ended:
+        check_auto(auto_check, monkeypatch, [kernel], tmp_path, "--resume")
+    assert ended.value.code == 2 and re.search(message, capsys.readouterr().err) and path.read_text() == before
+
+
+def test_auto_check_compiles_ahead_what_the_first_problem_has_not(auto_check):
+    kernel = TunableKernel("a", {64: 1.0})
+    kernel.candidates = lambda problem: [FakeConfig(rows) for rows in (problem.seqlen_q, 7, 8)]
+    kernel.config = lambda problem: FakeConfig(8)
+    compiled = []
+    kernel.compile = lambda config, arch: compiled.append((config.rows, arch))
+    with registry.table_of(registry.get("reference"), kernel):
+        auto_check.compile_ahead([problem(n) for n in (16, 32, 64, 32)], 1)
+    assert compiled == [(32, ARCH), (64, ARCH)]
+
+
+def test_the_slow_drop_out_before_the_figure():
+    class Breaking(TunableKernel):
+        def run(self, config, problem, inputs, out, lse):
+            super().run(config, problem, inputs, out, lse)
+            if config.rows == 8 and self.ran.count(8) > 1:
+                raise RuntimeError("no more")
+
+    class Calling(TableClock):
+        def prepare(self, item):
+            item.call()
+            return super().prepare(item)
+
+    taken = Breaking("taken", {64: 4.0, 8: 1.0})
+    other = TunableKernel("other", {128: 1.0, 32: 1.6, 16: 1.3, 4: 1.1})
+    heats = (tuner.Heat(1.5), tuner.Heat(1.2, SETTINGS))
+    with registry.table_of(registry.get("reference"), taken, other):
+        taken.priority = 99
+        found, _ = tuner.contenders_of(problem(), [taken, other])
+        trials = tuner.time_contenders(problem(), found, CPU, clock=Calling(), settings=SETTINGS, heats=heats)
+    by_rows = {trial.contender.config.rows: trial for trial in trials}
+    assert {rows for rows, trial in by_rows.items() if trial.timing} == {64, 128, 4} and by_rows[64].auto
+    assert by_rows[32].message.startswith("1.6 times the fastest") and by_rows[32].status == "ok"
+    assert by_rows[16].message.startswith("1.3 times the fastest")
+    assert by_rows[8].status == "error" and "no more" in by_rows[8].message
+    assert other.ran.count(16) == other.ran.count(32) + 1, "it ran in the second heat"
 
 
 @pytest.fixture

@@ -97,6 +97,8 @@ def compile_launch(made: launch.Launch, tensors: dict[str, torch.Tensor], plan: 
             signature[name], constants[(index,)] = "constexpr", 1
         else:
             signature[name] = "i32" if abs(value) < 1 << 31 else "i64"
+            if value % 16 == 0 and not param.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(made.function, signature, constants, attributes)
     target = GPUTarget("cuda", int(re.sub(r"\D", "", arch)), 32)
     with launch.sound_assembler():

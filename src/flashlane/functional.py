@@ -69,6 +69,12 @@ def flash_attn_func(
         TypeError, ValueError: an argument cannot be; the message names it.
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
+    if alibi_slopes is attn_bias is sinks is None and not return_attn_probs:
+        found = ops.again(
+            q, k, v, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, kernel
+        )
+        if found is not None:
+            return found if return_lse else found[0]
     inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks)
     return _attend(
         inputs,
@@ -407,10 +413,10 @@ def _attend(inputs: Inputs, kernel: str | None, return_lse: bool, return_attn_pr
         seed = torch.randint(ops.SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
         inputs = replace(inputs, dropout_seed=seed)
     if inputs.block_table is None:
-        out, lse = ops.attend(inputs, kernel=kernel, names=_NAMES, **asked)
+        out, lse = ops.anew(inputs, kernel, _NAMES, alignment="bottom-right", **asked)
     else:
         with torch.no_grad():
-            out, lse = ops.attend(inputs, kernel=kernel, names=_NAMES, **asked)
+            out, lse = ops.anew(inputs, kernel, _NAMES, alignment="bottom-right", **asked)
         given = (inputs.q, inputs.k, inputs.v, inputs.sinks, inputs.bias)
         out, lse = _undifferentiable("flash_attn_varlen_func with block_table", out, lse, given)
     if return_attn_probs:

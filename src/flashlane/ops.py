@@ -3,7 +3,8 @@
 An operator's schema holds plain values only, so they carry the arguments of
 :meth:`~flashlane.problem.AttentionProblem.from_inputs` and build the problem again inside. Under ``torch.compile``,
 ``export``, fake tensors, a profiler or a ``torch.func`` transform the operators stand for the whole call. Where nothing
-watches, the faces go past them, straight to the kernel: the dispatcher would cost more than launching it.
+watches, the faces go past them, straight to the kernel: the dispatcher would cost more than launching it. A call of q,
+k and v alone that is like an earlier one is not even checked, see :func:`again`.
 
 Their rules for autocast, ``vmap`` and the FLOP counter are in :mod:`flashlane.transforms`.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from flashlane import dispatch, registry, transforms
+from flashlane import dispatch, plans, transforms
 from flashlane.backwards import select_backward
-from flashlane.masks import compute_dtype
-from flashlane.problem import Alignment, AttentionProblem, Inputs, facts_of
+from flashlane.plans import Results
+from flashlane.problem import Alignment, AttentionProblem, Inputs, facts_of, known
 from flashlane.registry import Kernel
 from flashlane.tiled import Gradients
 
@@ -31,7 +32,7 @@ _INPUTS = """Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? bias, T
     Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? leftpad_k, Tensor? batch_idx,
     Tensor? block_table, Tensor? dropout_seed, SymInt? max_seqlen_q, SymInt? max_seqlen_k"""
 _ASKED = """float? scale, bool causal, str alignment, int[] window_size, float softcap, float dropout_p,
-    bool deterministic, bool needs_grad, str? kernel"""
+    bool deterministic, bool needs_grad, str? tag"""
 _FIELDS = 15
 """How many arguments of ``forward`` are those of :class:`~flashlane.problem.Inputs`, in its order."""
 _SAVED = 13
@@ -43,28 +44,63 @@ ASKED = ("scale", "causal", "alignment", "window_size", "softcap", "dropout_p", 
 SEEDS = 2**63 - 1
 """Dropout seeds are drawn from 0 to this."""
 
+
+def _defaulted(arguments: str) -> str:
+    """Arguments of a schema, all but q, k and v with their defaults."""
+    names = arguments.replace("\n", " ").split(",")
+    given = zip(names[3:], transforms.DEFAULTS, strict=True)
+    return ",".join([*names[:3], *(f"{name} = {value!r}" for name, value in given)])
+
+
 _library = torch.library.Library("flashlane", "DEF")
-_library.define(f"forward({_INPUTS}, {_ASKED}) -> (Tensor out, Tensor lse)")
+_library.define(f"forward({_defaulted(f'{_INPUTS}, {_ASKED}')}) -> (Tensor out, Tensor lse)")
 _library.define(
     f"backward(Tensor out, Tensor lse, Tensor do, Tensor? dlse, bool bias_grad, {_INPUTS}, {_ASKED})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What a call is known to need: found once for all calls that the validator cannot tell apart."""
-
-    problem: AttentionProblem
-    kernel: Kernel
-    out: torch.Tensor
-    lse: torch.Tensor
-    """Of one element, expanded: ``empty_like`` of them costs less than ``empty`` of a shape."""
+_compiling = torch.compiler.is_dynamo_compiling
+_modes_active = torch._C._len_torch_dispatch_stack
+_profiling = torch.autograd._profiler_enabled
 
 
-_PLANS: dict[tuple[Any, ...], _Plan] = {}
-PLANS_SIZE = 4096
-registry.on_change(_PLANS.clear)
+def again(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    causal: bool,
+    alignment: Alignment,
+    window_size: tuple[int, int] | torch.Tensor,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    kernel: str | None,
+) -> Results | None:
+    """Run a call that has no tensors but q, k and v, if it is like an earlier one and nothing watches.
+
+    The arguments are those of :func:`attend`, as the caller gave them; what cannot be is answered by None.
+
+    Returns:
+        out and LSE; or None, and :func:`anew` is to be called, which checks the call and remembers it.
+    """
+    if _compiling():
+        return None
+    try:
+        asked = (q.shape, k.shape, scale, causal, alignment, window_size, softcap, dropout_p, deterministic, kernel)
+        plan = plans.find(asked, q, k, v)
+    except (TypeError, AttributeError, RuntimeError):  # what cannot be a key, or is no tensor of the usual kind
+        return None
+    if plan is None or _modes_active() or forward_ad._current_level >= 0 or _profiling():
+        return None
+    return _recorded(plan, q, k, v) if plan.problem.needs_grad else plan.run(q, k, v)
+
+
+def _recorded(plan: plans.Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results | None:
+    if not plans.aligned(q, k, v):
+        return None
+    return _Attention.apply(q, k, v, None, None, plan.problem, Inputs(q, k, v), plan.kernel, plan.run)
 
 
 def attend(
@@ -79,7 +115,7 @@ def attend(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Results:
     """Validate a call and run it: what every face does.
 
     Under ``torch.autocast`` q, k and v are cast to its dtype first, as torch's own attention does. With dropout and no
@@ -97,42 +133,52 @@ def attend(
     Returns:
         out and LSE, see :func:`attention`.
     """
+    asked = (scale, causal, alignment, window_size, softcap, dropout_p, deterministic)
+    if inputs.alone:
+        found = again(inputs.q, inputs.k, inputs.v, *asked, kernel)
+        if found is not None:
+            return found
+    return anew(inputs, kernel, names, *asked)
+
+
+def anew(
+    inputs: Inputs,
+    kernel: str | None,
+    names: Mapping[str, str] | None,
+    scale: float | None,
+    causal: bool,
+    alignment: Alignment,
+    window_size: tuple[int, int] | torch.Tensor,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+) -> Results:
+    """:func:`attend` without trying :func:`again`."""
+    asked = (scale, causal, alignment, window_size, softcap, dropout_p, deterministic)
     casts = torch._C._is_any_autocast_enabled()
     if casts:
         inputs = transforms.autocast(inputs)
     if dropout_p and inputs.dropout_seed is None and isinstance(inputs.q, torch.Tensor):
         inputs = _seeded(inputs, torch.randint(SEEDS, (1,), dtype=torch.int64, device=inputs.q.device))
-    asked = (scale, causal, alignment, window_size, softcap, dropout_p, deterministic)
     if _traced(inputs):
         return _call_operator(inputs, kernel, _grad_wanted(inputs), *asked)
-    facts = facts_of(inputs, *asked) if kernel is None and not casts else None
-    plan = None if facts is None else _PLANS.get(facts)
-    if plan is None:
+    facts = facts_of(inputs, *asked)
+    problem = known(facts)
+    if problem is None:
         problem = _checked(inputs, names, dict(zip(ASKED, asked, strict=True)))
-        if facts is None:
-            return _straight(problem, inputs, kernel)
-        plan = _planned(problem, inputs)
-        if len(_PLANS) >= PLANS_SIZE:
-            _PLANS.clear()
-        _PLANS[facts] = plan
-    if plan.problem.needs_grad:
-        return _differentiable(plan.problem, inputs, plan.kernel)
-    out = torch.empty_like(plan.out, memory_format=torch.contiguous_format)
-    lse = torch.empty_like(plan.lse, memory_format=torch.contiguous_format)
-    plan.kernel.forward(plan.problem, inputs, out, lse)
-    return out, lse
+    if facts is not None and not casts:
+        _remember(problem, inputs, kernel, asked)
+    return _straight(problem, inputs, kernel)
 
 
-def _planned(problem: AttentionProblem, inputs: Inputs) -> _Plan:
-    one = inputs.q.new_empty(1)
-    out, lse = _shapes(inputs.q, inputs.v)
-    expanded = one.expand(out), one.to(compute_dtype(one.dtype)).expand(lse)
-    return _Plan(problem, dispatch.select(problem), *expanded)
+def _remember(problem: AttentionProblem, inputs: Inputs, kernel: str | None, asked: tuple[Any, ...]) -> None:
+    """Keep a plan for :func:`again`, if the call is of its kind and will run; its facts are a key."""
+    if inputs.alone and plans.distinct(inputs.q, inputs.k, inputs.v):
+        shapes = inputs.q.shape, inputs.k.shape
+        plans.remember((*shapes, *asked, kernel), problem, inputs, dispatch.select(problem, kernel))
 
 
-def attention(
-    problem: AttentionProblem, inputs: Inputs, kernel: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(problem: AttentionProblem, inputs: Inputs, kernel: str | None = None) -> Results:
     """Run a validated problem, differentiably in q, k, v, bias and sinks when ``problem.needs_grad``.
 
     Returns:
@@ -172,15 +218,15 @@ def _seeded(inputs: Inputs, seed: torch.Tensor) -> Inputs:
     return Inputs(*tensors)
 
 
-def _straight(problem: AttentionProblem, inputs: Inputs, kernel: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _straight(problem: AttentionProblem, inputs: Inputs, kernel: str | None) -> Results:
     chosen = dispatch.select(problem, kernel)
     if problem.needs_grad:
         return _differentiable(problem, inputs, chosen)
     return _run(chosen, problem, inputs)
 
 
-def _differentiable(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
-    return _Attention.apply(inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks, problem, inputs, kernel)
+def _differentiable(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Results:
+    return _Attention.apply(inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks, problem, inputs, kernel, None)
 
 
 def _traced(inputs: Inputs) -> bool:
@@ -218,7 +264,7 @@ def _call_operator(
     softcap: float,
     dropout_p: float,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Results:
     window = window_size.tolist() if isinstance(window_size, torch.Tensor) else list(window_size)
     asked = (scale, causal, alignment, window, softcap, dropout_p, deterministic, needs_grad, kernel)
     return torch.ops.flashlane.forward(*_tensors(inputs), *asked)
@@ -251,6 +297,28 @@ def _operands(problem: AttentionProblem, inputs: Inputs, kernel: str | None) -> 
     return (*_tensors(inputs), *asked, problem.deterministic, problem.needs_grad, kernel)
 
 
+def _asked(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values of :data:`ASKED` among an operator's arguments."""
+    scale, causal, alignment, window, *rest = args[_FIELDS:-2]
+    return (scale, causal, alignment, tuple(window), *rest)
+
+
+def _again(args: tuple[Any, ...]) -> Results | None:
+    """:func:`again` inside the operator, of all its arguments."""
+    (
+        q, k, v, alibi, bias, sinks, cu_q, cu_k, used, pad, index, table, seed, _, _,
+        scale, causal, alignment, window, softcap, dropout_p, deterministic, needs_grad, kernel,
+    ) = args  # fmt: skip
+    if not (alibi is bias is sinks is cu_q is cu_k is used is pad is index is table is seed is None):
+        return None
+    window = tuple(window)
+    asked = (q.shape, k.shape, scale, causal, alignment, window, softcap, dropout_p, deterministic, kernel)
+    plan = plans.find(asked, q, k, v)
+    if plan is None or plan.problem.needs_grad != needs_grad:
+        return None
+    return _recorded(plan, q, k, v) if needs_grad else plan.run(q, k, v)
+
+
 def _rebuild(args: tuple[Any, ...]) -> tuple[AttentionProblem, Inputs, Kernel]:
     """Inputs, problem and kernel from an operator's arguments."""
     inputs = Inputs(*args[:_FIELDS])
@@ -271,20 +339,8 @@ def _rebuild(args: tuple[Any, ...]) -> tuple[AttentionProblem, Inputs, Kernel]:
     return problem, inputs, dispatch.select(problem, kernel)
 
 
-def _allocate(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE of a call, uninitialised."""
-    out, lse = _shapes(q, v)
-    return q.new_empty(out), q.new_empty(lse, dtype=compute_dtype(q.dtype))
-
-
-def _shapes(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Of output and LSE: (b, sq, h, dv) and (b, h, sq), or without b for varlen."""
-    *batch, seqlen, heads, _ = q.shape
-    return (*batch, seqlen, heads, v.shape[-1]), (*batch, heads, seqlen)
-
-
-def _run(kernel: Kernel, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _allocate(inputs.q, inputs.v)
+def _run(kernel: Kernel, problem: AttentionProblem, inputs: Inputs) -> Results:
+    out, lse = plans.allocate(inputs.q, inputs.v)
     if torch._C._is_any_autocast_enabled():
         with transforms.no_autocast(inputs.q):
             kernel.forward(problem, inputs, out, lse)
@@ -325,8 +381,12 @@ class _Attention(torch.autograd.Function):
         problem: AttentionProblem,
         inputs: Inputs,
         kernel: Kernel,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = _run(kernel, problem, inputs)
+        run: plans.Run | None,
+    ) -> Results:
+        if run is None:
+            out, lse = _run(kernel, problem, inputs)
+        else:
+            out, lse = run(q, k, v)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*_tensors(inputs)[:_SAVED], out, lse)
         ctx.call = problem, kernel, inputs.max_seqlen_q, inputs.max_seqlen_k
@@ -344,7 +404,7 @@ class _Attention(torch.autograd.Function):
             grads = _present(inputs, bias_grad, torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *operands))
         else:
             grads = _gradients(problem, inputs, kernel, out, lse, do, dlse, bias_grad)
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 class _Watched(torch.autograd.function._SingleLevelFunction):
@@ -355,7 +415,7 @@ class _Watched(torch.autograd.function._SingleLevelFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Results:
         with transforms.as_outside():
             out, lse = _below_autograd(keyset, args)
         ctx.set_materialize_grads(False)
@@ -373,7 +433,7 @@ class _Watched(torch.autograd.function._SingleLevelFunction):
         return (None, dq, dk, dv, None, dbias, dsinks, *[None] * (_SAVED - 6 + len(ctx.rest)))
 
 
-def _watched(keyset: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _watched(keyset: Any, args: tuple[Any, ...]) -> Results:
     with enable_single_level_autograd_function():
         return _Watched.apply(keyset, *args)
 
@@ -399,14 +459,19 @@ def _plain(keyset: Any) -> bool:
     return known
 
 
-def _below_autograd(keyset: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _below_autograd(keyset: Any, args: tuple[Any, ...]) -> Results:
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.flashlane.forward.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
-def _autograd(keyset: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _autograd(keyset: Any, *args: Any) -> Results:
     """The operator's autograd kernel. ``torch.library.register_autograd`` makes one of the same meaning, 10 µs slower:
     it always goes through the dispatcher again."""
+    args = transforms.whole(args)
+    if forward_ad._current_level < 0 and not _modes_active():
+        found = _again(args)
+        if found is not None:
+            return found
     tensors = [args[index] for index in _DIFFERENTIABLE]
     if forward_ad._current_level >= 0:
         transforms.refuse_tangents(tensors)
@@ -414,7 +479,9 @@ def _autograd(keyset: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if not _plain(keyset):
         return _watched(keyset, args) if wanted else _below_autograd(keyset, args)
     problem, inputs, kernel = _rebuild(args)
-    return _Attention.apply(*tensors, problem, inputs, kernel) if wanted else _run(kernel, problem, inputs)
+    if wanted == problem.needs_grad:
+        _remember(problem, inputs, args[-1], _asked(args))
+    return _Attention.apply(*tensors, problem, inputs, kernel, None) if wanted else _run(kernel, problem, inputs)
 
 
 class _Once(torch.autograd.function._SingleLevelFunction):
@@ -448,14 +515,20 @@ def _autograd_of_backward(keyset: Any, *args: Any) -> tuple[torch.Tensor, ...]:
 # --- the operators' kernels ---
 
 
-def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(*args: Any) -> Results:
+    args = transforms.whole(args)
+    found = None if args[-2] else _again(args)
+    if found is not None:
+        return found
     problem, inputs, kernel = _rebuild(args)
+    if not problem.needs_grad:
+        _remember(problem, inputs, args[-1], _asked(args))
     return _run(kernel, problem, inputs)
 
 
-def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_forward(*args: Any) -> Results:
     q, _, v = args[:3]
-    return _allocate(q, v)
+    return plans.allocate(q, v)
 
 
 def _backward(

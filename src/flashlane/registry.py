@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from flashlane.jit import Compiled, KernelSource
     from flashlane.problem import AttentionProblem, Inputs
 
+Repeat = Callable[
+    ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", tuple[int, int, int]], None
+]
+"""See :meth:`Kernel.prepare`."""
+
 MODULES = (
     "flashlane.reference",
     "flashlane.tiled",
@@ -57,6 +62,31 @@ class Kernel(ABC):
 
         Varlen: ``(total_q, h, dv)`` and ``(h, total_q)``. Both are allocated by the caller and fully written.
         """
+
+    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
+        """What repeats :meth:`forward` for calls that differ from this one in addresses only.
+
+        The call has no tensors but q, k and v. A kernel that spends more on the host than it must overrides this; a
+        repeated launch is checked no more.
+
+        Returns:
+            A function of q, k, v, out, lse and the addresses of q, k and v, which its caller has read and which are
+            multiples of 16. q, k, v, out and lse are like those of this call, and on a GPU torch's current device is
+            theirs.
+        """
+        from flashlane.problem import Inputs
+
+        def repeat(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            out: torch.Tensor,
+            lse: torch.Tensor,
+            addresses: tuple[int, int, int],
+        ) -> None:
+            self.forward(problem, Inputs(q, k, v), out, lse)
+
+        return repeat
 
     def preference(self, problem: AttentionProblem) -> float:
         """How much ``auto`` wants this kernel for a problem it supports; data of the kernel's heuristic."""

@@ -20,6 +20,8 @@ from flashlane.problem import Inputs
 FIELDS = tuple(field.name for field in fields(Inputs))
 BACKWARD_EXTRAS = 5
 """Arguments of ``flashlane::backward`` (out, lse, do, dlse, bias_grad) before those of ``flashlane::forward``."""
+DEFAULTS = (*(None for _ in FIELDS[3:]), None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None)
+"""Of the arguments of ``flashlane::forward`` after q, k and v."""
 _AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 _NOTHING = contextlib.nullcontext()
 
@@ -32,6 +34,11 @@ def register(library: torch.library.Library) -> None:
     torch.library.register_vmap("flashlane::backward", _vmap_backward, lib=library)
     register_flop_formula(torch.ops.flashlane.forward, get_raw=True)(forward_flops)
     register_flop_formula(torch.ops.flashlane.backward, get_raw=True)(backward_flops)
+
+
+def whole(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All arguments of ``flashlane::forward``: the dispatcher leaves off the last ones that have their defaults."""
+    return args + DEFAULTS[len(args) - 3 :]
 
 
 # --- autocast ---
@@ -109,6 +116,8 @@ _SHARED = {"sinks", "max_seqlen_q", "max_seqlen_k"}
 
 def _vmap_forward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
     operator, size = torch.ops.flashlane.forward, info.batch_size
+    args = whole(args)
+    in_dims = (*in_dims, *(None,) * (len(args) - len(in_dims)))
     named = dict(zip(FIELDS, args[: len(FIELDS)], strict=True))
     dims = dict(zip(FIELDS, in_dims[: len(FIELDS)], strict=True))
     if not _folds(named, dims):
@@ -181,6 +190,7 @@ def forward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
 
     Where the lengths of a packed or cached call cannot be read (fake tensors), every sequence counts as the longest.
     """
+    args = whole(args)
     q, _, v = args[:3]
     return 2 * _pairs(args) * q.shape[-2] * (q.shape[-1] + v.shape[-1])
 

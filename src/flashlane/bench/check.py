@@ -26,7 +26,7 @@ from typing import Literal
 
 import torch
 
-from flashlane.masks import parts, soft_cap, tiles
+from flashlane.masks import Part, compute_dtype, parts, soft_cap, tiles
 from flashlane.problem import DTYPES, AttentionProblem, Inputs
 from flashlane.reference import reference_attention
 from flashlane.tiled import tiled_forward
@@ -70,7 +70,7 @@ class Oracle:
     """The reference of one problem on its tensors, computed once, and the judgements against it.
 
     Args:
-        problem: a dense problem without dropout.
+        problem: a problem without dropout, cache and sinks.
         inputs: its tensors.
         rule: ``fa2`` or ``fa3``.
     """
@@ -153,13 +153,28 @@ def relative_l2(value: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def reordered(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention in the problem's dtype, the scale applied to k; out ``(b, sq, h, dv)``, LSE ``(b, h, sq)``."""
-    (part,) = parts(problem, inputs)
+    """Plain attention in the problem's dtype, the scale applied to k; out ``(b, sq, h, dv)``, LSE ``(b, h, sq)``.
+
+    For varlen ``(total_q, h, dv)`` and ``(h, total_q)``; rows that belong to no sequence see no key.
+    """
+    if not problem.varlen:
+        return _reordered(next(parts(problem, inputs)), problem, inputs)
+    rows = len(inputs.q)
+    out = inputs.q.new_zeros((rows, problem.heads, problem.head_dim_v))
+    lse = inputs.q.new_full((problem.heads, rows), -math.inf, dtype=compute_dtype(problem.dtype))
+    for part in parts(problem, inputs):
+        own = slice(part.start_q, part.start_q + part.band.seqlen_q)
+        part_out, part_lse = _reordered(part, problem, inputs)
+        out[own], lse[:, own] = part_out.squeeze(0), part_lse.squeeze(0)
+    return out, lse
+
+
+def _reordered(part: Part, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = part.queries(inputs.q), part.keys(inputs.k) * problem.scale, part.keys(inputs.v)
-    cols = range(problem.seqlen_k)
-    row_bytes = max(1, problem.batch * problem.heads * problem.seqlen_k * 4)
+    cols = range(part.band.seqlen_k)
+    row_bytes = max(1, len(q) * problem.heads * len(cols) * 4)
     outs, lses = [], []
-    for rows in tiles(range(problem.seqlen_q), max(1, MAX_SCORES_BYTES // row_bytes)):
+    for rows in tiles(range(part.band.seqlen_q), max(1, MAX_SCORES_BYTES // row_bytes)):
         shape = (problem.group, len(rows))
         block = q[:, :, :, rows.start : rows.stop].flatten(2, 3)
         scores = soft_cap((block @ k.transpose(-1, -2)).unflatten(2, shape), problem.softcap)
@@ -169,8 +184,8 @@ def reordered(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, 
         weights = torch.softmax(scores, dim=-1).masked_fill_(lses[-1].unsqueeze(-1) == -torch.inf, 0.0)
         outs.append((weights.flatten(2, 3) @ v).unflatten(2, shape))
     if not outs:
-        shape = (problem.batch, 0, problem.heads, problem.head_dim_v)
-        return inputs.q.new_zeros(shape), inputs.q.new_zeros((problem.batch, problem.heads, 0))
+        shape = (len(q), 0, problem.heads, problem.head_dim_v)
+        return inputs.q.new_zeros(shape), inputs.q.new_zeros((len(q), problem.heads, 0))
     return torch.cat(outs, dim=3).flatten(1, 2).transpose(1, 2), torch.cat(lses, dim=3).flatten(1, 2)
 
 
@@ -199,9 +214,9 @@ class Emulated:
                 )
 
     def __call__(self, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
-        out = inputs.q.new_full(shape, math.nan)
-        lse = torch.full((shape[0], shape[2], shape[1]), math.nan, device=out.device)
+        *batch, rows, heads, _ = inputs.q.shape
+        out = inputs.q.new_full((*batch, rows, heads, problem.head_dim_v), math.nan)
+        lse = torch.full((*batch, heads, rows), math.nan, device=out.device)
         tiled_forward(
             problem,
             inputs,

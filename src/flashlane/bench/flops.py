@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from flashlane.problem import AttentionProblem
+from flashlane.masks import parts
+from flashlane.problem import AttentionProblem, Inputs
 
 Convention = Literal["gemm", "founding"]
 CONVENTIONS: tuple[Convention, ...] = ("gemm", "founding")
@@ -15,8 +17,16 @@ WORK: dict[Direction, float] = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 """Times the work of a forward pass: the backward has five matrix products of its size, the forward two."""
 
 
+def sequences_of(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, ...]:
+    """The dense problems that a call consists of: itself, or of packed sequences each one; they are what is counted."""
+    if not problem.varlen:
+        return (problem,)
+    bands = (part.band for part in parts(problem, inputs))
+    return tuple(replace(problem, batch=1, seqlen_q=b.seqlen_q, seqlen_k=b.seqlen_k, varlen=False) for b in bands)
+
+
 def flops(problem: AttentionProblem, convention: Convention = "gemm", direction: Direction = "forward") -> int:
-    """Floating-point operations of one pass; only visible (query, key) pairs count.
+    """Floating-point operations of one pass of a dense problem; only visible (query, key) pairs count.
 
     ``gemm``: the two matrix products, 2·B·H·pairs·(D + Dv), which is 4·B·H·N·M·D when nothing is masked.
     ``founding``: the founding logs' count, B·H·(QKᵀ pairs·(2D−1) + scale pairs + softmax Σ(2(m−1) + 3m) + PV

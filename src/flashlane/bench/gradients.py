@@ -18,6 +18,7 @@ import torch
 
 from flashlane.bench.check import Verdict, exact_matmul, max_error, relative_l2
 from flashlane.bench.peers import additive_mask, heads_first
+from flashlane.masks import parts
 from flashlane.problem import AttentionProblem, Inputs
 from flashlane.reference import reference_attention
 
@@ -26,9 +27,9 @@ NAMES = ("dq", "dk", "dv")
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def output_gradient(problem: AttentionProblem, device: torch.device, seed: int) -> torch.Tensor:
-    """A random gradient of the output, ``(b, sq, h, dv)``."""
-    shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
+def output_gradient(problem: AttentionProblem, inputs: Inputs, seed: int) -> torch.Tensor:
+    """A random gradient of the output, ``(b, sq, h, dv)``, or ``(total_q, h, dv)`` for varlen."""
+    shape, device = (*inputs.q.shape[:-1], problem.head_dim_v), inputs.q.device
     generator = torch.Generator(device=device).manual_seed(seed + 7919)  # another stream than the inputs'
     return torch.randn(shape, generator=generator, device=device).to(problem.dtype)
 
@@ -37,9 +38,9 @@ class GradientOracle:
     """The gradients of one problem on its tensors, computed once, and the judgements against them.
 
     Args:
-        problem: a dense problem without dropout and bias.
+        problem: a problem without dropout, cache and score modifiers.
         inputs: its tensors.
-        do: gradient of the output, ``(b, sq, h, dv)``.
+        do: gradient of the output, in its shape.
     """
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, do: torch.Tensor) -> None:
@@ -74,14 +75,14 @@ class GradientOracle:
     def _compute(self) -> tuple[Gradients, tuple[float, ...]]:
         problem = self.problem
         wide = torch.float64 if problem.dtype in (torch.float32, torch.float64) else torch.float32
-        right = tuple(torch.empty(t.shape, dtype=wide, device=t.device) for t in _qkv(self.inputs))
+        right = tuple(torch.zeros(t.shape, dtype=wide, device=t.device) for t in _qkv(self.inputs))
         errors = [0.0, 0.0, 0.0]
         with torch.enable_grad(), exact_matmul():
             for part, inputs, do, places in self._groups():
                 exact = _differentiate(lambda q, p=part: reference_attention(p, q, wide)[0], inputs, do.to(wide))
                 plain = _differentiate(lambda q, p=part: plain_attention(p, q), inputs, do)
                 for index, (whole, place) in enumerate(zip(right, places, strict=True)):
-                    whole[place] = exact[index]
+                    whole[place].copy_(exact[index].view_as(whole[place]))
                     # Autograd rounds the leaf's gradient to its own dtype; the wide one keeps all its digits.
                     errors[index] = max(errors[index], max_error(plain[index], exact[index]))
         eps = torch.finfo(problem.dtype).eps
@@ -92,14 +93,29 @@ class GradientOracle:
 
     def _groups(self) -> Iterator[tuple[AttentionProblem, Inputs, torch.Tensor, tuple[tuple[slice, ...], ...]]]:
         """One sequence and one key/value head at a time, so that only one group's scores are in memory."""
-        group = self.problem.group
-        small = replace(self.problem, batch=1, heads=group, kv_heads=1)
+        problem, group = self.problem, self.problem.group
         q, k, v = _qkv(self.inputs)
-        for b in range(self.problem.batch):
-            for head in range(self.problem.kv_heads):
-                rows = (slice(b, b + 1), slice(None), slice(head * group, (head + 1) * group))
-                keys = (slice(b, b + 1), slice(None), slice(head, head + 1))
-                yield small, Inputs(q[rows], k[keys], v[keys]), self.do[rows], (rows, keys, keys)
+        for (where_q, where_k), lengths in self._sequences():
+            small = replace(problem, batch=1, heads=group, kv_heads=1, varlen=False, **lengths)
+            for head in range(problem.kv_heads):
+                rows = (*where_q, slice(head * group, (head + 1) * group))
+                keys = (*where_k, slice(head, head + 1))
+                alone = (t.unsqueeze(0) if problem.varlen else t for t in (q[rows], k[keys], v[keys], self.do[rows]))
+                q_alone, k_alone, v_alone, do_alone = alone
+                yield small, Inputs(q_alone, k_alone, v_alone), do_alone, (rows, keys, keys)
+
+    def _sequences(self) -> Iterator[tuple[tuple[tuple[slice, ...], ...], dict[str, int]]]:
+        """Where each sequence lies in q and in k, up to the axis of heads, and its lengths."""
+        problem = self.problem
+        if problem.varlen:
+            for part in parts(problem, self.inputs):
+                lengths = {"seqlen_q": part.band.seqlen_q, "seqlen_k": part.band.seqlen_k}
+                starts = zip((part.start_q, part.start_k), lengths.values(), strict=True)
+                yield tuple((slice(start, start + length),) for start, length in starts), lengths
+        else:
+            lengths = {"seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k}
+            for b in range(problem.batch):
+                yield ((slice(b, b + 1), slice(None)),) * 2, lengths
 
 
 def plain_attention(problem: AttentionProblem, inputs: Inputs) -> torch.Tensor:

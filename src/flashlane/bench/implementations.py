@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashlane.bench.flops import Direction
+from flashlane.bench.flops import Direction, sequences_of
 from flashlane.bench.gradients import output_gradient
 from flashlane.bench.peers import Peer
+from flashlane.masks import compute_dtype
 from flashlane.problem import AttentionProblem, Inputs
 from flashlane.registry import Kernel
 
@@ -47,6 +48,8 @@ class Work:
     inputs: Inputs
     out: torch.Tensor
     lse: torch.Tensor
+    sequences: tuple[AttentionProblem, ...] = ()
+    """The dense problems whose operations are counted."""
     do: torch.Tensor | None = None
     """Gradient of the output, where there is a backward."""
     items: list[Implementation] = field(default_factory=list)
@@ -72,13 +75,13 @@ def prepare(
     seed: int,
 ) -> Work:
     """Everything that can run a problem in a direction, and why the others cannot."""
-    out, lse = shared_outputs(problem, device)
-    work = Work(problem, direction, inputs, out, lse)
+    out, lse = shared_outputs(problem, inputs)
+    work = Work(problem, direction, inputs, out, lse, sequences_of(problem, inputs))
     if direction != "forward":
         work.problem = problem = replace(problem, needs_grad=True)
         q, k, v = (t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
         work.inputs = inputs = replace(inputs, q=q, k=k, v=v)
-        work.do = output_gradient(problem, device, seed)
+        work.do = output_gradient(problem, inputs, seed)
     for tag, reason, make in _candidates(work, selection, device):
         if reason is None:
             work.items.append(make())
@@ -158,16 +161,15 @@ class _Differentiated:
         return torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), self.work.do, retain_graph=keep)
 
 
-def shared_outputs(problem: AttentionProblem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def shared_outputs(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """One output and one LSE that all kernels write, poisoned before each check."""
-    shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
-    out = torch.full(shape, math.nan, dtype=problem.dtype, device=device)
-    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
-    return out, torch.full((shape[0], shape[2], shape[1]), math.nan, dtype=wide, device=device)
+    *batch, rows, heads, _ = inputs.q.shape
+    out = inputs.q.new_full((*batch, rows, heads, problem.head_dim_v), math.nan)
+    return out, inputs.q.new_full((*batch, heads, rows), math.nan, dtype=compute_dtype(problem.dtype))
 
 
 def first_second_last(out: torch.Tensor | Sequence[torch.Tensor]) -> tuple[float, ...]:
-    """Three elements (of dq, of gradients), in the order of memory of a contiguous ``(b, s, h, d)``."""
+    """Three elements (of dq, of gradients), in the order of memory of a contiguous tensor."""
     out = out if isinstance(out, torch.Tensor) else out[0]
     if out.numel() == 0:
         return ()

@@ -97,14 +97,22 @@ def _unfused(problem: AttentionProblem, inputs: Inputs) -> Call:
     return lambda: unfused(problem, inputs, mask)
 
 
+def _lacks(problem: AttentionProblem, *features: str) -> Reason:
+    """That the bench does not give a peer one of these features of a problem, or None when it has none of them."""
+    found = next((name for name in features if getattr(problem, name)), None)
+    return None if found is None else f"the bench does not give it {found}"
+
+
+def _windowed(problem: AttentionProblem) -> bool:
+    """Whether the mask is more than a causal one."""
+    return problem.window_left >= 0 or problem.window_right > 0
+
+
 def _plain_only(problem: AttentionProblem) -> Reason:
-    """For peers that know no bias, sinks or windows of ours."""
-    for name in ("bias", "sinks", "alibi", "varlen"):
-        if getattr(problem, name):
-            return f"the bench does not give it {name}"
-    if problem.window_left >= 0 or problem.window_right > 0:
+    """For peers that are given a causal mask at most."""
+    if _windowed(problem):
         return "the bench does not give it windows"
-    return None
+    return _lacks(problem, "bias", "sinks", "alibi", "varlen", "softcap")
 
 
 def _half_only(problem: AttentionProblem) -> Reason:
@@ -113,10 +121,23 @@ def _half_only(problem: AttentionProblem) -> Reason:
     return _plain_only(problem)
 
 
+def _other_alignment(problem: AttentionProblem) -> Reason:
+    """For peers whose causal masks and windows are bottom-right aligned."""
+    masked = problem.window_left >= 0 or problem.window_right >= 0
+    if masked and problem.alignment != "bottom-right" and (problem.varlen or problem.seqlen_q != problem.seqlen_k):
+        return "its masks are bottom-right aligned"
+    return None
+
+
 def _bottom_right_half(problem: AttentionProblem) -> Reason:
-    if problem.causal and problem.alignment != "bottom-right" and problem.seqlen_q != problem.seqlen_k:
-        return "its causal mask is bottom-right aligned"
-    return _half_only(problem)
+    return _other_alignment(problem) or _half_only(problem)
+
+
+def _flash_attn_supports(problem: AttentionProblem) -> Reason:
+    """FlashAttention-2, -3 and -4 take windows, packed sequences and softcap."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {problem.dtype_name}; it takes f16 and bf16"
+    return _other_alignment(problem) or _lacks(problem, "bias", "sinks", "alibi")
 
 
 # --- torch's scaled_dot_product_attention, one entry a backend ---
@@ -145,13 +166,21 @@ def _aligned_with_torch(problem: AttentionProblem) -> bool:
 
 
 def _sdpa_supports(problem: AttentionProblem) -> Reason:
-    if problem.varlen or problem.alibi or problem.sinks:
-        return "the bench gives SDPA no varlen, ALiBi or sinks"
+    return _lacks(problem, "varlen", "alibi", "sinks", "softcap")
+
+
+def _cudnn_supports(problem: AttentionProblem) -> Reason:
+    return _nondeterministic(problem) or _sdpa_maskless(problem)
+
+
+def _nondeterministic(problem: AttentionProblem) -> Reason:
+    if problem.deterministic and problem.needs_grad:
+        return "torch makes its gradients deterministic by a switch of the process, which the bench leaves as it is"
     return None
 
 
 def _sdpa_maskless(problem: AttentionProblem) -> Reason:
-    if problem.window_left >= 0 or problem.window_right > 0 or problem.bias:
+    if _windowed(problem) or problem.bias:
         return "it takes no attn_mask"
     if problem.causal and not _aligned_with_torch(problem):
         return "it takes no attn_mask, and torch's is_causal is top-left aligned"
@@ -161,18 +190,38 @@ def _sdpa_maskless(problem: AttentionProblem) -> Reason:
 def _flash_supports(problem: AttentionProblem) -> Reason:
     if problem.arch is None:  # torch's CPU kernel takes masks and every dtype
         return _sdpa_supports(problem)
+    reason = _nondeterministic(problem)
+    if reason is None and (problem.varlen or _windowed(problem)):
+        return _flash_attn_supports(problem) or _lacks(problem, "softcap")
     if problem.causal and problem.alignment == "bottom-right":  # reached through causal_lower_right
-        return _half_only(problem)
-    return _sdpa_maskless(problem)
+        return reason or _half_only(problem)
+    return reason or _sdpa_maskless(problem)
 
 
 def _flash(problem: AttentionProblem, inputs: Inputs) -> Call:
+    if problem.arch is not None and (problem.varlen or _windowed(problem)):
+        return _flash_operator(problem, inputs)
     if problem.arch is None or not problem.causal or _aligned_with_torch(problem):
         return _sdpa(problem, inputs)
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     mask = causal_lower_right(problem.seqlen_q, problem.seqlen_k)
     keywords = {"attn_mask": mask, "scale": problem.scale, **({"enable_gqa": True} if problem.group > 1 else {})}
     return lambda: F.scaled_dot_product_attention(q, k, v, **keywords).transpose(1, 2)
+
+
+def _flash_operator(problem: AttentionProblem, inputs: Inputs) -> Call:
+    """The operator under SDPA's flash backend, which takes what SDPA has no arguments for (torch.nn.attention.varlen
+    calls it so): windows and packed sequences."""
+    sides = {
+        f"window_size_{side}": width
+        for side, width in (("left", problem.window_left), ("right", problem.window_right))
+        if width >= 0
+    }
+    own_causal = problem.causal and problem.window_left < 0
+    lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k)
+    keywords = {"scale": problem.scale, **({} if own_causal else sides)}
+    operator = torch.ops.aten._flash_attention_forward
+    return lambda: operator(inputs.q, inputs.k, inputs.v, *lengths, 0.0, own_causal, False, **keywords)[0]
 
 
 def _cuda_only(device: torch.device) -> Reason:
@@ -201,12 +250,21 @@ def _first(result: object) -> torch.Tensor:
     return result[0] if isinstance(result, tuple | list) else result
 
 
-def _flash_attn(module: str, scale: str = "softmax_scale") -> Callable[[AttentionProblem, Inputs], Call]:
-    """FlashAttention-2, -3 and -4 share one signature."""
+def _flash_attn(module: str, unbounded: int | None = -1) -> Callable[[AttentionProblem, Inputs], Call]:
+    """FlashAttention-2, -3 and -4 share their names; a side of the window without a bound is −1, in -4 None."""
 
     def prepare(problem: AttentionProblem, inputs: Inputs) -> Call:
-        function = importlib.import_module(module).flash_attn_func
-        keywords = {scale: problem.scale, "causal": problem.causal}
+        library = importlib.import_module(module)
+        keywords = {"softmax_scale": problem.scale, "causal": problem.causal}
+        if _windowed(problem):
+            sides = (problem.window_left, problem.window_right)
+            keywords["window_size"] = tuple(unbounded if side < 0 else side for side in sides)
+        keywords |= {name: value for name in ("softcap", "deterministic") if (value := getattr(problem, name))}
+        function = library.flash_attn_func
+        if problem.varlen:
+            function = library.flash_attn_varlen_func
+            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            keywords |= {name: getattr(inputs, name) for name in names}
         return lambda: _first(function(inputs.q, inputs.k, inputs.v, **keywords))
 
     return prepare
@@ -223,15 +281,23 @@ def _flex(problem: AttentionProblem, inputs: Inputs) -> Call:
     compiled = torch.compile(flex_attention, dynamic=False)
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     mask = None
-    if problem.causal:
-        shift = problem.shift
+    if problem.window_left >= 0 or problem.window_right >= 0:
+        shift, left, right = problem.shift, problem.window_left, problem.window_right
 
         def visible(_b: torch.Tensor, _h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-            return j <= i + shift
+            if left < 0:
+                return j <= i + shift + right
+            if right < 0:
+                return j >= i + shift - left
+            return (j <= i + shift + right) & (j >= i + shift - left)
 
         mask = create_block_mask(visible, None, None, problem.seqlen_q, problem.seqlen_k, device=q.device)
     keywords = {"scale": problem.scale, "block_mask": mask, "enable_gqa": problem.group > 1}
     return lambda: compiled(q, k, v, **keywords).transpose(1, 2)
+
+
+def _flex_supports(problem: AttentionProblem) -> Reason:
+    return _lacks(problem, "bias", "sinks", "alibi", "varlen", "softcap")
 
 
 def _xformers(problem: AttentionProblem, inputs: Inputs) -> Call:
@@ -301,7 +367,7 @@ PEERS: tuple[Peer, ...] = (
         "torch SDPA, cuDNN backend",
         _sdpa,
         available=_cuda_only,
-        supports=_sdpa_maskless,
+        supports=_cudnn_supports,
         context=_backend(SDPBackend.CUDNN_ATTENTION),
     ),
     Peer(
@@ -309,23 +375,23 @@ PEERS: tuple[Peer, ...] = (
         "Dao-AILab flash-attn 2",
         _flash_attn("flash_attn"),
         available=_installed("flash_attn.flash_attn_interface"),
-        supports=_bottom_right_half,
+        supports=_flash_attn_supports,
     ),
     Peer(
         "(flash-attn-3)",
         "Dao-AILab flash-attn 3 (hopper)",
         _flash_attn("flash_attn_interface"),
         available=_installed("flash_attn_interface"),
-        supports=_bottom_right_half,
+        supports=_flash_attn_supports,
     ),
     Peer(
         "(flash-attn-4)",
         "Dao-AILab flash-attn 4 (CuTe DSL)",
-        _flash_attn("flash_attn.cute"),
+        _flash_attn("flash_attn.cute", unbounded=None),
         available=_installed("flash_attn.cute"),
-        supports=_bottom_right_half,
+        supports=_flash_attn_supports,
     ),
-    Peer("(flex)", "torch FlexAttention, compiled", _flex, available=_cuda_only, supports=_plain_only),
+    Peer("(flex)", "torch FlexAttention, compiled", _flex, available=_cuda_only, supports=_flex_supports),
     Peer(
         "(xformers)",
         "xFormers memory_efficient_attention",

@@ -17,7 +17,7 @@ from flashlane.bench.ceilings import share_of_ceiling
 from flashlane.bench.check import STANDARD, Oracle, Rule, Verdict
 from flashlane.bench.compile_report import Usage, first_line, report_problem, usage_of
 from flashlane.bench.environment import environment
-from flashlane.bench.flops import DIRECTIONS, Direction, tflops
+from flashlane.bench.flops import DIRECTIONS, Convention, Direction, tflops
 from flashlane.bench.gradients import GradientOracle
 from flashlane.bench.implementations import (
     Implementation,
@@ -132,7 +132,8 @@ def run(
     """Bench problems and return every row; :meth:`Results.frame` makes a tidy table of them for a notebook.
 
     Args:
-        problems: dense problems, or :class:`~flashlane.bench.inputs.Case` with tensors of their own.
+        problems: dense problems, or :class:`~flashlane.bench.inputs.Case` with tensors of their own, which may be
+            packed sequences.
         device: default: the current GPU, or the CPU without one.
         selection: which kernels and baselines; default: all that are listed.
         check: compare each output and LSE with the reference; what fails is not timed.
@@ -152,7 +153,8 @@ def run(
         reporter: told where the run is.
 
     Raises:
-        ValueError: a problem is not dense, the device is not there, or cycles cannot be counted on it.
+        ValueError: a problem is not dense (packed sequences need tensors of their own), the device is not there, or
+            cycles cannot be counted on it.
         BrokenContext: a kernel left the device unusable.
     """
     device = resolve_device(device)
@@ -161,7 +163,7 @@ def run(
     cases = [replace(case, problem=case.problem.on(arch_of(device))) for case in cases]
     _check_directions(directions, settings)
     for case in cases:
-        _check_dense(case.problem, directions)
+        _check_case(case, directions, cycles)
     clock_for(device, settings)  # refuses what the device cannot do before anything runs
     if cycles:
         from flashlane.profile.tools import need_ncu
@@ -252,10 +254,18 @@ def _check_directions(directions: Sequence[Direction], settings: Settings) -> No
         )
 
 
-def _check_dense(problem: AttentionProblem, directions: Sequence[Direction]) -> None:
-    for name in ("varlen", "alibi", "sinks", "dropout_p", "needs_grad"):
+def _check_case(case: Case, directions: Sequence[Direction], cycles: bool) -> None:
+    problem = case.problem
+    for name in ("alibi", "sinks", "dropout_p", "needs_grad"):
         if getattr(problem, name):
             raise ValueError(f"problem {problem.describe()} has {name}; the bench takes dense forward problems")
+    if problem.varlen and case.inputs is None:
+        raise ValueError(
+            f"problem {problem.describe()} has varlen and no tensors; the bench draws dense problems only, packed "
+            "sequences come as a Case with inputs"
+        )
+    if problem.varlen and cycles:
+        raise ValueError(f"--cycles counts dense problems; {problem.describe()} has varlen")
     if problem.bias and set(directions) != {"forward"}:
         raise ValueError(f"problem {problem.describe()} has a bias; the bench differentiates problems without")
 
@@ -428,10 +438,12 @@ def explained(error: Exception, heard: Sequence[warnings.WarningMessage]) -> str
 def _timed(row: Row, timing: Timing | Exception, work: Work) -> Row:
     if isinstance(timing, Exception):
         return replace(row, status=ERROR, message=f"while timing: {explained(timing, ())}")
-    problem, direction = work.problem, work.direction
-    times = (timing.median, timing.fastest, timing.mean)
-    usual, peak, mean = (tflops(problem, ms, "gemm", direction) if ms else None for ms in times)
-    founding = tflops(problem, timing.median, "founding", direction) if timing.median else None
+
+    def rate(ms: float, convention: Convention) -> float | None:
+        return sum(tflops(one, ms, convention, work.direction) for one in work.sequences) if ms else None
+
+    usual, peak, mean = (rate(ms, "gemm") for ms in (timing.median, timing.fastest, timing.mean))
+    founding = rate(timing.median, "founding")
     return replace(row, timing=timing, tflops=usual, tflops_peak=peak, tflops_mean=mean, tflops_founding=founding)
 
 

@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 
+from flashlane import registry
+from flashlane.bench.grid import make_problem
 from flashlane.bench.suites import FAIL, Column, OutOfMemory, Value, guarded, milliseconds, release, speedup
 from flashlane.bench.timing import interleaved
+from flashlane.dispatch import explain_problem
 from flashlane.models import SIZES, Config, Transformer, select_attention
-from flashlane.problem import DTYPES
+from flashlane.problem import DTYPES, AttentionProblem, arch_of
 
 SMALLEST = {"xs": Config(256, 1024, 4, 4)}
 """A size of ours for a CPU, beside the course's."""
@@ -119,7 +122,29 @@ class ModelSuite:
             f"Milliseconds a step: avg is the median of {self.steps} steps, total their sum; forward with loss, "
             f"backward and optimizer step apart; {precision}.",
             f"peak: {peak}. OOM: out of memory. FAIL: the first loss is off.",
+            *self._kernels(),
         ]
+
+    def _kernels(self) -> list[str]:
+        """Which kernels each attention of ours runs with, forward and backward."""
+        found: dict[str, list[str]] = {}
+        ours = {"auto", *(kernel.tag for kernel in registry.kernels())}
+        for name, case in itertools.product(self.attentions, self.cases()):
+            if name not in ours:
+                continue
+            try:
+                said = explain_problem(self._problem(case), None if name == "auto" else name)
+            except NotImplementedError:  # its row says so
+                continue
+            found.setdefault(f"{name} runs {said.chosen}, backward {said.backward}", []).append(str(case))
+        return [f"{what}: {', '.join(cases)}." for what, cases in found.items()]
+
+    def _problem(self, case: Case) -> AttentionProblem:
+        """What a model's attention is asked."""
+        config = ALL_SIZES[case.size]
+        sizes = (self.batch, config.heads, case.seqlen, config.head_dim, DTYPES[self.dtype])
+        problem = make_problem(*sizes, kv_heads=config.kv_heads, causal=True, arch=arch_of(self.device))
+        return replace(problem, needs_grad=True)
 
     def settings(self) -> dict[str, Any]:
         how = {"batch": self.batch, "dtype": self.dtype, "steps": self.steps, "warmup": self.warmup, "seed": self.seed}

@@ -36,6 +36,8 @@ from flashlane.registry import DeviceKernel, Kernel, TunableKernel
 
 FORMAT = "flashlane-tune-run/1"
 SETTINGS = Settings(rounds=5, round_ms=5.0, warmup_ms=30.0, budget_ms=2000.0)
+SHORT_MS = 1.0
+"""A call shorter than this is timed five times more where one call of each is to tell the slow ones."""
 VERSIONS = ("flashlane", "commit", "torch", "cuda", "driver", "nvidia-cuda-nvrtc")
 
 
@@ -92,6 +94,16 @@ class Trial:
     def ms(self) -> float:
         """The median; infinite where it was not timed."""
         return self.timing.median if self.timing else math.inf
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A short timing before the figure, by which the slow ones drop out."""
+
+    margin: float
+    """Contenders slower than this many times the fastest do not run again; what ``auto`` takes does."""
+    settings: Settings | None = None
+    """How long; None for one call each, which the check has warmed up."""
 
 
 @dataclass
@@ -223,26 +235,71 @@ def time_contenders(
     settings: Settings = SETTINGS,
     seed: int = 0,
     reporter: Reporter | None = None,
+    heats: Sequence[Heat] = (),
 ) -> list[Trial]:
-    """Compile, check and time contenders against each other; what fails gives a trial that says so."""
+    """Compile, check and time contenders against each other; what fails gives a trial that says so.
+
+    Who drops out in one of the ``heats`` gives a trial without a timing, whose message says by how much.
+    """
     reporter = reporter or Silent()
     reporter.begin(problem.describe(), len(contenders) * (3 + settings.rounds))
     trials = _compiled(problem, contenders, reporter)
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device, torch.no_grad():
         inputs = random_inputs(problem, device, seed)
-        out, lse = shared_outputs(problem, device)
+        out, lse = shared_outputs(problem, inputs)
         oracle = Oracle(problem, inputs)
         trials = [_checked(trial, problem, inputs, oracle, out, lse, reporter) for trial in trials]
         del oracle
         free_memory(device)
         running = [trial for trial in trials if trial.status == OK]
         buffers = (problem, inputs, out, lse)
-        items = [Implementation(t.tag, "kernel", functools.partial(t.contender.run, *buffers)) for t in running]
         clock = clock or clock_for(device, settings)
+        timed: dict[int, Trial] = {}
+        for heat in heats:
+            out_of_it = _dropped(running, _heat(_callable(running, buffers), clock, heat), heat.margin, problem)
+            timed |= out_of_it
+            running = [trial for trial in running if id(trial) not in out_of_it]
+        items = _callable(running, buffers)
         timings = measure(items, clock, settings, lambda tag: reporter.step(f"timing {tag}"))
-    timed = {id(trial): _timed(trial, timing, problem) for trial, timing in zip(running, timings, strict=True)}
+    timed |= {id(trial): _timed(trial, timing, problem) for trial, timing in zip(running, timings, strict=True)}
     return [timed.get(id(trial), trial) for trial in trials]
+
+
+def _callable(trials: Sequence[Trial], buffers: tuple[Any, ...]) -> list[Implementation]:
+    return [Implementation(t.tag, "kernel", functools.partial(t.contender.run, *buffers)) for t in trials]
+
+
+def _heat(items: Sequence[Implementation], clock: Clock, heat: Heat) -> list[float | Exception]:
+    """Milliseconds of each item, or what it raised."""
+    if heat.settings is not None:
+        return [t.median if isinstance(t, Timing) else t for t in measure(items, clock, heat.settings)]
+    return [_glance(item, clock) for item in items]
+
+
+def _glance(item: Implementation, clock: Clock) -> float | Exception:
+    try:
+        call = clock.prepare(item)
+        with item.context():
+            once = clock.time(call, 1)[0]
+            return once if once >= SHORT_MS else min(clock.time(call, 5))
+    except Exception as error:  # as in a timing: the others go on
+        return error
+
+
+def _dropped(
+    running: Sequence[Trial], times: Sequence[float | Exception], margin: float, problem: AttentionProblem
+) -> dict[int, Trial]:
+    """Trials that do not run again, by identity."""
+    fastest = min((ms for ms in times if isinstance(ms, float)), default=math.inf)
+    dropped = {}
+    for trial, ms in zip(running, times, strict=True):
+        if isinstance(ms, Exception):
+            dropped[id(trial)] = _timed(trial, ms, problem)
+        elif ms > margin * fastest and not trial.auto:
+            said = f"{ms / fastest:.3g} times the fastest in a short run: not timed further"
+            dropped[id(trial)] = replace(trial, message=said)
+    return dropped
 
 
 def _compiled(problem: AttentionProblem, contenders: Sequence[Contender], reporter: Reporter) -> list[Trial]:

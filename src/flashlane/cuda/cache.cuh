@@ -18,6 +18,7 @@ struct Sequence {
     int cache_row;                  // row of the batch axis of k and v
     const int* table;
 
+    Sequence() = default;
     template <typename Params>
     __device__ __forceinline__ Sequence(const CacheParams& c, const Params& p, int batch)
         : seqlen_q(p.seqlen_q), first(0), end(p.seqlen_k), q_start(0), k_start(0), cache_row(batch), table(nullptr) {

@@ -1,7 +1,7 @@
 // One softmax computed in parts by several blocks, and put together by the one that finishes last, in the parts' order:
 // the result does not depend on which one that is. flashlane.kernels.decode mirrors SplitParams.
 #pragma once
-#include "ptx.cuh"
+#include "barrier.cuh"
 
 // Row statistics of a part: the largest score in log2 units and the sum of 2^(score − largest).
 struct Statistics {
@@ -19,13 +19,28 @@ struct SplitParams {
     int splits;              // most parts of an item
 };
 
+// How many of `parts` arrived before; the last one's arrival wraps the count to 0.
+__device__ __forceinline__ u32 count_arrival(u32* arrivals, u32 parts) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(arrivals), "r"(parts - 1) : "memory");
+    return before;
+}
+
 // Called by all threads after they wrote their share of a part: true in the block that comes last.
 // The barriers make thread 0's release and acquire hold for the whole block (PTX ISA 8.9, causality order).
 __device__ __forceinline__ bool arrive_last(u32* arrivals, u32 parts) {
     __shared__ u32 before;
     __syncthreads();
-    if (threadIdx.x == 0)  // wraps to 0
-        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(arrivals), "r"(parts - 1) : "memory");
+    if (threadIdx.x == 0) before = count_arrival(arrivals, parts);
     __syncthreads();
     return before == parts - 1;
+}
+
+// The same for a team of `threads` threads of a block (whole warps), by a named barrier and a word of shared memory;
+// `first` in one of them.
+__device__ __forceinline__ bool arrive_last(u32* arrivals, u32 parts, int barrier, int threads, u32 word, bool first) {
+    named_sync(barrier, threads);
+    if (first) store_shared(word, count_arrival(arrivals, parts));
+    named_sync(barrier, threads);
+    return load_shared(word) == parts - 1;
 }

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,9 @@ Dim3 = tuple[int, int, int]
 MAX_GRID: Dim3 = (2**31 - 1, 65535, 65535)
 DEFAULT_SHARED = 48 * 1024
 """Bytes of shared memory, static and dynamic, that a block may have without opting in."""
+NOT_CURRENT = (201, 400)
+"""CUDA_ERROR_INVALID_CONTEXT and CUDA_ERROR_INVALID_HANDLE: what a launch gives where the context is not the thread's
+current one. It has not run then."""
 
 
 class LaunchError(RuntimeError):
@@ -63,9 +66,8 @@ class Function:
         self.arch = compiled.arch
         self.device_index = device_index
         self._driver = driver()
-        self._stream_of = _stream_getter()
+        self._stream_of, self._current_device = stream_getter(), device_getter()
         self._context = _primary_context(device_index)
-        self._context_address = int(self._context)
         with self._current():
             library = _library(compiled)
             kernel = self._call("cuLibraryGetKernel", library, compiled.source.entry.encode())
@@ -118,28 +120,53 @@ class Function:
             ValueError: the grid, the block or the shared memory is beyond what can be launched.
             LaunchError: the driver refuses the launch, or an earlier kernel had failed.
         """
+        enqueue = self.prepare(grid, block, shared, params)
+        if stream is None:
+            stream = self._stream_of(self.device_index)
+        if self._current_device() == self.device_index:
+            enqueue(stream)
+        else:
+            with self._current():
+                enqueue(stream)
+
+    def prepare(
+        self, grid: Dim3, block: Dim3, shared: int, params: ctypes.Structure | Sequence[Any]
+    ) -> Callable[[int], None]:
+        """Check a launch once, to make it any number of times; the arguments are those of :meth:`launch`.
+
+        Returns:
+            A function of a stream's address. It enqueues the kernel with what ``params`` holds at that moment, as
+            :meth:`launch` does, from a thread whose current device, to torch, is the function's. Two threads may not
+            share it, or ``params``, at one time.
+
+        Raises:
+            ValueError: the grid, the block or the shared memory is beyond what can be launched.
+        """
         (gx, gy, gz), (bx, by, bz) = grid, block
         if not (0 < gx < 2147483648 and 0 < gy < 65536 and 0 < gz < 65536 and 0 < bx * by * bz <= self.max_threads):
             self._reject(grid, block)
         if shared > self._shared_allowed:
             self.set_shared_memory(shared)
-        if stream is None:
-            stream = self._stream_of(self.device_index)
         # The driver takes an array of pointers to the parameters; it copies what they point to before it returns.
         if isinstance(params, ctypes.Structure):
             pointers = ctypes.c_void_p(ctypes.addressof(params))
         else:
             pointers = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
         address = ctypes.addressof(pointers)
-        api = self._driver
-        # A thread may be on another device, or may not have used CUDA yet.
-        if int(api.cuCtxGetCurrent()[1]) == self._context_address:
-            code = api.cuLaunchKernel(self._function, gx, gy, gz, bx, by, bz, shared, stream, address, 0)[0]
-        else:
-            with self._current():
-                code = api.cuLaunchKernel(self._function, gx, gy, gz, bx, by, bz, shared, stream, address, 0)[0]
-        if code:
-            raise LaunchError(f"{self._describe(grid, block, shared)} failed: {_explain(api, code)}")
+        launch, function = self._driver.cuLaunchKernel, self._function
+
+        def enqueue(stream: int) -> None:
+            code = launch(function, gx, gy, gz, bx, by, bz, shared, stream, address, 0)[0]
+            if code:
+                if code in NOT_CURRENT:  # as in a thread that has not used CUDA yet
+                    with self._current():
+                        code = launch(function, gx, gy, gz, bx, by, bz, shared, stream, address, 0)[0]
+                if code:
+                    what = self._describe(grid, block, shared)
+                    raise LaunchError(f"{what} failed: {_explain(self._driver, code)}")
+
+        enqueue.keeps = params, pointers  # type: ignore[attr-defined]  # the driver reads them at each launch
+        return enqueue
 
     def occupancy(self, threads: int, shared: int) -> int:
         """Blocks resident on an SM, as the driver says.
@@ -249,9 +276,23 @@ def _shared_opt_in(device_index: int) -> int:
     return _checked(api, "cuDeviceGetAttribute", attribute, device, what=what)
 
 
-def _stream_getter() -> Any:
+def stream_getter() -> Callable[[int], int]:
     """Device index -> address of torch's current stream there; the private form is a third of the public one's cost."""
     import torch
 
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return raw or (lambda device_index: torch.cuda.current_stream(device_index).cuda_stream)
+
+
+def device_getter() -> Callable[[], int]:
+    """The index of torch's current device; the private form leaves out what :func:`torch.cuda.init` did."""
+    import torch
+
+    return getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
+
+
+def on_device(device_index: int) -> contextlib.AbstractContextManager[Any]:
+    """torch's current device is that one inside."""
+    import torch
+
+    return contextlib.nullcontext() if device_getter()() == device_index else torch.cuda.device(device_index)

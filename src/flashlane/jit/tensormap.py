@@ -1,12 +1,14 @@
 """Tensor maps: what the copy engine (TMA) is told of a tensor, and of the boxes that it brings to shared memory.
 
 :func:`describe` computes a map from sizes and strides and runs anywhere; :func:`encode` has the driver pack it into the
-128 bytes that a kernel takes. Source: CUDA driver API, ``cuTensorMapEncodeTiled``.
+128 bytes that a kernel takes, and :func:`mover` points such bytes at another tensor of the same sizes and strides.
+Source: CUDA driver API, ``cuTensorMapEncodeTiled``, ``cuTensorMapReplaceAddress``.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -139,3 +141,30 @@ def encode(tensor_map: TensorMap) -> bytes:
     if code:
         raise LaunchError(f"cuTensorMapEncodeTiled failed: {getattr(code, 'name', code)}; the map was {tensor_map}")
     return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
+
+
+def mover(place: int) -> Callable[[int], None]:
+    """What points the map in the 128 bytes at an address of host memory, a multiple of 128, at another tensor.
+
+    Returns:
+        A function of that tensor's address, of which all else is as the map has it; to be called only while the bytes
+        are there. It raises :class:`LaunchError` where the driver refuses the address.
+
+    Raises:
+        ValueError: the place is no multiple of 128.
+        LaunchError: the bindings copy a map instead of naming the place.
+    """
+    if place % MAP_BYTES:
+        raise ValueError(f"place is {place:#x}; a map is changed where it lies on a multiple of {MAP_BYTES} bytes")
+    api = driver()
+    found, replace_address = api.CUtensorMap(place), api.cuTensorMapReplaceAddress
+    if int(found.getPtr()) != place:  # what is moved would not be what is launched
+        raise LaunchError(f"this version of cuda-bindings does not change a tensor map in place, at {place:#x}")
+
+    def move(address: int) -> None:
+        code = replace_address(found, address)[0]
+        if code:
+            name = getattr(code, "name", code)
+            raise LaunchError(f"cuTensorMapReplaceAddress failed: {name}; the address was {address:#x}")
+
+    return move

@@ -5,19 +5,29 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from flashlane import jit
-from flashlane.jit import KernelSource
-from flashlane.kernels.decode.config import DecodeConfig, config_for, rows_of, splits_for
+from flashlane.jit import KernelSource, tensormap
+from flashlane.kernels.decode.config import (
+    PLANE,
+    DecodeConfig,
+    config_for,
+    lengths_differ,
+    rows_of,
+    splits_for,
+    stream_blocks,
+)
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.params import LOG2_E, AttentionParams, attention_params, check_outputs, unsupported_features
 from flashlane.problem import AttentionProblem, Inputs
 from flashlane.registry import DeviceKernel, Resources, memoised, register
 
 SOURCE = "kernels/decode/decode.cu"
+PARTS = ("work", "feeder", "sums")
+"""Device files beside it, which it includes as ``decode_<name>.cuh``."""
 MAX_HEAD_DIM = 256
 MAX_BATCH = 65535
 """The grid's z."""
@@ -59,7 +69,7 @@ class DecodeParams(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("alibi_batch", "alibi_head")),
         ("sinks", ctypes.c_void_p),
         ("sink_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("sinks_are_float", "kv_heads", "row_blocks", "total_q")),
+        *((name, ctypes.c_int) for name in ("sinks_are_float", "kv_heads", "row_blocks", "total_q", "alike")),
         ("group_inverse", ctypes.c_uint),
         *((name, ctypes.c_float) for name in ("softcap_log2", "softcap_inverse2")),
     ]
@@ -68,7 +78,8 @@ class DecodeParams(ctypes.Structure):
 def source_of(config: DecodeConfig) -> KernelSource:
     """The device file with a configuration's constants."""
     constants = (*config.constants(), ("PARAMS_BYTES", ctypes.sizeof(DecodeParams)))
-    return KernelSource(SOURCE, device_code(SOURCE), "decode_attention", constants)
+    headers = tuple((f"decode_{name}.cuh", device_code(f"kernels/decode/{name}.cuh")) for name in PARTS)
+    return KernelSource(SOURCE, device_code(SOURCE), "decode_attention", constants, headers)
 
 
 class Decode(DeviceKernel):
@@ -77,7 +88,7 @@ class Decode(DeviceKernel):
     tag = "decode(split-kv)"
     family = "decode"
     summary = "few queries over a long cache: query heads share tiles, keys are split over blocks, one launch"
-    source = "Dao et al. 2023 (Flash-Decoding); PTX ISA mma.sync.m16n8k16, cp.async"
+    source = "Dao et al. 2023 (Flash-Decoding); PTX ISA mma.sync.m16n8k16, cp.async, cp.async.bulk.tensor"
     priority = 4
 
     def preference(self, problem: AttentionProblem) -> float:
@@ -125,7 +136,7 @@ class Decode(DeviceKernel):
             yield config, tuple(archs)
 
     def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-        _launch(_plan(problem, None, None, out.device.index), problem, inputs, out, lse)
+        _launch(None, problem, inputs, out, lse)
 
     def run(
         self,
@@ -135,25 +146,110 @@ class Decode(DeviceKernel):
         out: torch.Tensor,
         lse: torch.Tensor,
         splits: int | None = None,
+        debug: bool = False,
     ) -> None:
-        """Launch a given configuration, with a given most number of parts or the heuristic's."""
-        _launch(_plan(problem, config, splits, out.device.index), problem, inputs, out, lse)
+        """Launch a given configuration.
+
+        Args:
+            config, problem, inputs, out, lse: as :meth:`forward` has them.
+            splits: most parts of an item, or of a stream blocks an item; None for the heuristic's.
+            debug: compile with waits that trap after seconds, so that a hang is an error.
+
+        Raises:
+            ValueError: the configuration reads K and V by the copy engine, which cannot read them as they lie.
+        """
+        _launch(config, problem, inputs, out, lse, splits, debug)
 
 
-@dataclass(frozen=True)
 class Plan:
-    """All about a launch that does not depend on addresses and strides."""
+    """All about a launch that does not depend on addresses.
 
-    config: DecodeConfig
-    function: jit.Function
-    shared_memory: int
-    grid: tuple[int, int, int]
-    row_blocks: int
-    items: int
-    splits: int
+    Args:
+        problem: what is asked.
+        config: the configuration; None is the heuristic's.
+        splits, debug: as :meth:`Decode.run` has them.
+        sides: shape and strides of K and of V, packed ones as batches of one.
+        device: index of the GPU.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        config: DecodeConfig | None,
+        splits: int | None,
+        debug: bool,
+        sides: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
+        device: int,
+    ) -> None:
+        reason = next(filter(None, (_no_boxes(problem, *side) for side in sides)), None)
+        if config is None:
+            config = config_for(problem, boxes=reason is None)
+        elif config.boxes and reason is not None:
+            raise ValueError(f"config is {config.describe()}; {reason}")
+        self.config, self.problem, self.sides = config, problem, sides
+        self.row_blocks = max(1, -(-rows_of(problem) // config.rows))
+        self.items = items = problem.batch * problem.kv_heads * self.row_blocks
+        self.function = jit.load(jit.compile(source_of(config), problem.arch, debug=debug), device)
+        resident = self.function.occupancy(config.threads, config.shared_memory)
+        slots = max(1, resident) * torch.cuda.get_device_properties(device).multi_processor_count
+        if config.stream:
+            blocks = stream_blocks(problem, config, slots if splits is None else splits * items)
+            self.splits, self.grid, self.work_slots = blocks, (blocks, 1, 1), 2 * blocks
+        else:
+            splits = min(config.max_parts, splits or splits_for(problem, config, items, slots))
+            self.splits, self.work_slots = splits, items * splits if splits > 1 else 0
+            self.grid = problem.kv_heads * self.row_blocks * config.cluster, splits, problem.batch
+        self._encoded: dict[tuple[int, int], ctypes.Array[ctypes.c_ubyte]] = {}
+
+    def maps(self, k: torch.Tensor, v: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+        """The tensor maps of K and V, packed by the driver once for each pair of addresses."""
+        if not self.config.boxes:
+            return NO_MAPS
+        addresses = k.data_ptr(), v.data_ptr()
+        found = self._encoded.get(addresses)
+        if found is None:
+            if len(self._encoded) >= MAPS_KEPT:
+                self._encoded.clear()
+            element, box = self.problem.dtype_name, (PLANE, self.config.box_rows, 1, 1)
+            described = (
+                tensormap.describe(element, address, *_axes(*side), box)
+                for address, side in zip(addresses, self.sides, strict=True)
+            )
+            found = _Maps.from_buffer_copy(b"".join(map(tensormap.encode, described)))
+            self._encoded[addresses] = found
+        return found
 
 
-def _launch(plan: Plan, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+_plan = memoised(Plan)
+_Maps = ctypes.c_ubyte * (2 * tensormap.MAP_BYTES)
+NO_MAPS = _Maps()
+MAPS_KEPT = 256
+
+
+def _axes(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of K or V to the copy engine: (column, row, head, batch or page)."""
+    (batch, rows, heads, columns), (by_batch, by_row, by_head, by_column) = shape, strides
+    return (columns, rows, heads, batch), (by_column, by_row, by_head, by_batch)
+
+
+def _no_boxes(problem: AttentionProblem, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+    """Why the copy engine cannot read K or V, or None."""
+    if 0 in shape:
+        return f"shape is {shape}; the copy engine knows no empty tensors"
+    if any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True)):
+        return f"strides are {strides}; the copy engine steps along no axis by 0"
+    return tensormap.refusal(0, *_axes(shape, strides), problem.dtype_name)
+
+
+def _launch(
+    config: DecodeConfig | None,
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    splits: int | None = None,
+    debug: bool = False,
+) -> None:
     total_q, packed, device = -1, inputs, out.device
     if problem.varlen:  # packed tensors are batches of one
         total_q = out.shape[0]
@@ -166,13 +262,16 @@ def _launch(plan: Plan, problem: AttentionProblem, inputs: Inputs, out: torch.Te
         check_outputs(problem, out, lse)
     if out.numel() == 0:
         return
-    config, items, splits = plan.config, plan.items, plan.splits
+    k, v = packed.k, packed.v
+    plan = _plan(problem, config, splits, debug, ((k.shape, k.stride()), (v.shape, v.stride())), device.index)
+    config = plan.config
     params = DecodeParams(
         attention_params(problem, packed, out, lse, q_blocks=1, heads_together=1),
         _cache(problem, inputs),
         kv_heads=problem.kv_heads,
         row_blocks=plan.row_blocks,
         total_q=total_q,
+        alike=not lengths_differ(problem),
         group_inverse=-(-(1 << 32) // problem.group) if problem.group > 1 else 0,
     )
     if problem.softcap:
@@ -189,15 +288,16 @@ def _launch(plan: Plan, problem: AttentionProblem, inputs: Inputs, out: torch.Te
         params.sinks, params.sink_stride = sinks.data_ptr(), sinks.stride(0)
         params.sinks_are_float = sinks.dtype == torch.float32
     split = params.split
-    split.splits = splits
-    if splits > 1:  # the tensors live until after the launch; their memory is used again on this stream only
-        rows = items * splits * config.rows
+    split.splits = plan.splits
+    if plan.work_slots:  # the tensors live until after the launch; their memory is used again on this stream only
+        rows = plan.work_slots * config.rows
         space = torch.empty(rows * (problem.head_dim_v + 2 * config.cluster), dtype=torch.float32, device=device)
-        arrivals = _arrivals(items * config.cluster, device)
+        arrivals = _arrivals(plan.items * config.cluster, device)
         split.out = space.data_ptr()
         split.statistics = space.data_ptr() + 4 * rows * problem.head_dim_v
         split.arrivals = arrivals.data_ptr()
-    plan.function.launch(plan.grid, (config.threads, 1, 1), plan.shared_memory, params)
+    block = (config.threads, 1, 1)
+    plan.function.launch(plan.grid, block, config.shared_memory, (params, plan.maps(k, v)))
 
 
 def _cache(problem: AttentionProblem, inputs: Inputs) -> _Cache:
@@ -251,24 +351,12 @@ def _arrivals(count: int, device: torch.device) -> torch.Tensor:
     return found
 
 
-@memoised
-def _plan(problem: AttentionProblem, config: DecodeConfig | None, splits: int | None, device: int) -> Plan:
-    config = config or config_for(problem)
-    function = jit.load(jit.compile(source_of(config), problem.arch), device)
-    row_blocks = max(1, -(-rows_of(problem) // config.rows))
-    items = problem.batch * problem.kv_heads * row_blocks
-    resident = function.occupancy(config.threads, config.shared_memory)
-    slots = max(1, resident) * torch.cuda.get_device_properties(device).multi_processor_count
-    splits = splits or splits_for(problem, config, items, slots)
-    grid = (problem.kv_heads * row_blocks * config.cluster, splits, problem.batch)
-    return Plan(config, function, config.shared_memory, grid, row_blocks, items, splits)
-
-
 def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
     """Problems that lead the heuristic through its tables: rows, items, head dims; then dtypes, pages, modifiers."""
     base = AttentionProblem(1, 4, 1, 1, 65536, 128, 128, torch.bfloat16, 128**-0.5)
     shapes = ((64, 64), (128, 128), (192, 128), (256, 256))
-    changes = ({"dtype": torch.float16}, {"page_size": 64}, {"page_size": 17}, {"softcap": 30.0}, {"seqlen_k": 1024})
+    changes = ({"dtype": torch.float16}, {"softcap": 30.0}, {"seqlen_k": 1024}, {"batch": 16, "seqused_k": True})
+    changes += tuple({"page_size": size} for size in (16, 17, 64, 256))
     for arch, (head_dim, head_dim_v), seqlen_q in itertools.product(kernel.architectures, shapes, (1, 8, 16)):
         plain = replace(base, arch=arch, head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=seqlen_q)
         more = [replace(plain, **change) for change in changes] if head_dim == 128 else []

@@ -29,7 +29,7 @@ FEATURES = ("alibi", "sinks", "varlen", "softcap")
 MAX_LENGTH = 1 << 30
 MAX_GRID_Y = 65535
 SPILLS_ALLOWED = 320
-"""Bytes, stores and loads, of the largest tiles: the consumers take all registers, so the producer spills, tile by tile."""
+"""Bytes, stores and loads, of the largest tiles: the consumers take all registers, and the producer spills by tile."""
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -127,7 +127,7 @@ def hopper_backward(
     # Rows of a packed tensor after its last sequence are no kernel's.
     make = torch.zeros if problem.varlen else torch.empty
     dq, dk, dv = (make(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    if not (q.shape[:-1].numel() and k.shape[:-1].numel()):
+    if not (q.shape[:-1].numel() and k.shape[:-1].numel() and problem.seqlen_q and problem.seqlen_k):
         for gradient in (dq, dk, dv):
             gradient.zero_()
         return Gradients(dq, dk, dv, None, _idle_sinks(problem, inputs, lse, dlse))

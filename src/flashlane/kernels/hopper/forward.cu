@@ -11,23 +11,25 @@
 // So the two products of a step are in flight together, the softmax of S runs under the product before, and from one
 // tile to the next nothing drains. A consumer is a warpgroup with 64 rows of the tile; PINGPONG makes them take turns at
 // the tensor cores. Old row maxima are kept until a score exceeds them by 2^8, so O is rarely rescaled
-// (FlashAttention-4); row sums stay per lane until the end.
+// (FlashAttention-4); row sums stay per lane until the end. Where the keys of a tile are cut into parts, the one stored last
+// puts them together (FUSED), or another launch does.
+#include "hopper_clustered.cuh"
 #include "hopper_producer.cuh"
 #include "softmax.cuh"
+#include "split.cuh"
 #include "tile.cuh"
 #include "wgmma.cuh"
 
 constexpr float LAZY = 8.f;                               // in powers of two
 constexpr bool TRANSFORMED = cfg::SOFTCAP || cfg::ALIBI;  // scores are scaled before the maximum is taken
-constexpr bool RAGGED = cfg::VARLEN || cfg::CACHE || cfg::PAGED;  // rows after a sequence's last key hold anything
-enum { TURN = 1, TOGETHER = 8 };                          // named barriers, one a consumer each
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+// Rows after a sequence's last key hold anything.
+constexpr bool RAGGED = (cfg::VARLEN || cfg::CACHE || cfg::PAGED) && !cfg::GATHER;
 
 // ---------------------------------------------------------------------------------------------- the consumers
 
 using Scores = float[BLOCK_N / 2];
 using Probabilities = u32[BLOCK_N / 4];
-using Output = float[HEAD_DIM_V / 2];
+using Output = float[COLUMNS_V / 2];
 
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
@@ -42,7 +44,7 @@ struct Slopes {
     float slope[2];
 };
 
-struct Statistics {
+struct RowStatistics {
     float max[2], sum[2];  // of the scores as they come; per lane
     __device__ __forceinline__ void reset() { max[0] = max[1] = -INF, sum[0] = sum[1] = 0.f; }
 };
@@ -57,19 +59,25 @@ struct Consumer {
     Sequence sequence;             // of that tile
     Limits limits;
     Slopes slopes;
-    Statistics statistics;
+    RowStatistics statistics;
     int stale = BLOCK_N;           // rows of the next values that may be used; the others hold anything
     u32 fragments[cfg::Q_IN_REGISTERS ? 4 * QK_STEPS : 1];
     Scores s;
     Probabilities probabilities;
     Output o;
+    Tile joining{}, joining_next{};  // FUSED: whose parts are stored, but not yet counted
+    int to_join = 0;
 
     __device__ __forceinline__ Consumer(const Params& params, u32 address, int warpgroup)
         : p(params), base(address), number(warpgroup), warp(threadIdx.x % WARPGROUP / WARP),
           lane(threadIdx.x % WARP), sequence(params, 0) {}
 
+    // The first row of the tile that this warpgroup has. The block's place is read anew: registers are scarce.
+    __device__ __forceinline__ int first_row() const {
+        return (CLUSTER > 1 ? static_cast<int>(cluster_rank()) * BLOCK_ROWS : 0) + number * 64;
+    }
     // Row of the tile of this thread's rows (0 and 1).
-    __device__ __forceinline__ int row_of(int half) const { return number * 64 + warp * 16 + lane / 4 + 8 * half; }
+    __device__ __forceinline__ int row_of(int half) const { return first_row() + warp * 16 + lane / 4 + 8 * half; }
     __device__ __forceinline__ float scale() const { return TRANSFORMED ? 1.f : p.scale_log2; }
 
     // ---- barriers
@@ -78,6 +86,7 @@ struct Consumer {
     __device__ __forceinline__ void wait_stage() const {
         barrier_wait(barrier(K_FULL), stage.parity);
         if (!cfg::ONE_BARRIER) barrier_wait(barrier(V_FULL), stage.parity);
+        if (cfg::GATHER) async_fence();  // cp.async wrote it
     }
     __device__ __forceinline__ void release_keys() const {
         if (!cfg::ONE_BARRIER && lane == 0) barrier_arrive(barrier(K_EMPTY));
@@ -102,8 +111,10 @@ struct Consumer {
     // ---- products
 
     __device__ __forceinline__ void multiply_keys() {
-        const u64 k = wgmma_k_inner(base + RING + stage.slot * STAGE_BYTES);
-        const u64 q = wgmma_k_inner(base + queries.slot * Q_BYTES + number * 64 * ROW_BYTES);
+        // Read anew, or ptxas computes a tile's descriptors once and keeps them where wgmma cannot take them from.
+        const u32 from = cfg::FUSED ? uniform(base) : base;
+        const u64 k = wgmma_k_inner(from + RING + stage.slot * STAGE_BYTES);
+        const u64 q = wgmma_k_inner(from + queries.slot * Q_BYTES + number * 64 * ROW_BYTES);
 #pragma unroll
         for (int i = 0; i < QK_STEPS; ++i) {
             const u64 k_step = k + (i / 4 * KV_CHUNK + i % 4 * 32) / 16;
@@ -120,7 +131,7 @@ struct Consumer {
         const u64 v = wgmma_n_inner(base + RING + K_BYTES + stage.slot * STAGE_BYTES, KV_CHUNK);
 #pragma unroll
         for (int i = 0; i < PV_STEPS; ++i)
-            Wgmma<HEAD_DIM_V>::rs_mn(o, &probabilities[4 * i], v + i * (16 * ROW_BYTES / 16), true);
+            Wgmma<COLUMNS_V>::rs_mn(o, &probabilities[4 * i], v + i * (16 * ROW_BYTES / 16), true);
         wgmma_commit();
     }
 
@@ -231,7 +242,7 @@ struct Consumer {
     __device__ __forceinline__ void rescale_output(const float (&alpha)[2]) {
         if (!__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f)) return;
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] *= alpha[i / 2 % 2];
+        for (int i = 0; i < COLUMNS_V / 2; ++i) o[i] *= alpha[i / 2 % 2];
     }
 
     __device__ __forceinline__ void softmax_of_first(int block, bool masked) {
@@ -306,20 +317,21 @@ struct Consumer {
         clear_output();
     }
 
-    // The last P·V of a tile when no block of this warpgroup's follows.
+    // The last P·V of a tile when no block of this warpgroup's follows; or when its keys are for a step of their own.
+    template <bool KEYS_TOO = false>
     __device__ __forceinline__ void last_step(const Tile& done) {
         float inverse[2];
         wait_stage();
         clear_stale_values();
-        turn_wait();
+        if (!KEYS_TOO) turn_wait();
         wgmma_fence();
         multiply_values();
-        turn_pass();
+        if (!KEYS_TOO) turn_pass();
         finish_statistics(done, inverse);
         wgmma_wait<0>(o);
-        release_keys();
-        release_stage();
+        if (!KEYS_TOO) release_keys(), release_stage();
         store_output(done, inverse);
+        join_later(done);
     }
 
     // A block that none of this warpgroup's rows sees.
@@ -337,11 +349,20 @@ struct Consumer {
 
     // Where the row of a tile goes, or null past the end of the sequence.
     __device__ __forceinline__ Out* out_row(const Tile& at, const Sequence& in, int half, float*& lse) const {
-        const int row = at.row + row_of(half), query = row / PACK, head = at.head * PACK + row % PACK;
+        const int row = at.row + row_of(half), query = row / PACK, head = head_of(at) * PACK + row % PACK;
         lse = p.lse + at.split * p.lse_split + in.q_batch * p.lse_batch + head * p.lse_head + in.q_first + query;
         if (query >= in.q_length) return nullptr;
         return static_cast<Out*>(p.out) + at.split * p.out_split + in.q_batch * p.out_batch +
-               (in.q_first + query) * p.out_row + head * p.out_head;
+               (in.q_first + query) * p.out_row + head * p.out_head + slice_of(at) * COLUMNS_V;
+    }
+
+    // Columns of a tile's slice; the last one may have fewer than the others.
+    static __device__ __forceinline__ int columns_of(const Tile& tile) {
+        return cfg::HEAD_DIM_V % COLUMNS_V == 0 ? COLUMNS_V : min(COLUMNS_V, cfg::HEAD_DIM_V - slice_of(tile) * COLUMNS_V);
+    }
+    // One slice writes the LSE; of parts each does, and they write the same.
+    __device__ __forceinline__ bool writes_lse(const Tile& tile) const {
+        return lane % 4 == 0 && (cfg::SPLIT || slice_of(tile) == 0);
     }
 
     // LSE of a finished tile, and what its output is multiplied by.
@@ -355,7 +376,7 @@ struct Consumer {
             float* lse;
             const bool exists = out_row(done, in, half, lse) != nullptr;
             if constexpr (cfg::SINKS && !cfg::SPLIT) {  // the parts' sink is added when they are combined
-                const int head = done.head * PACK + (done.row + row_of(half)) % PACK;
+                const int head = head_of(done) * PACK + (done.row + row_of(half)) % PACK;
                 const float sink = p.sinks[head] * LOG2_E, top = fmaxf(total, sink);
                 if (top > -INF) {
                     const float all = top + __log2f(ex2(total - top) + ex2(sink - top));
@@ -363,12 +384,13 @@ struct Consumer {
                     total = all;
                 }
             }
-            if (exists && lane % 4 == 0) *lse = total * LN_2;
+            if (exists && writes_lse(done)) *lse = total * LN_2;
         }
     }
 
     __device__ __forceinline__ void store_output(const Tile& done, const float (&factor)[2]) {
         const Sequence in(p, done.batch);
+        const int columns = columns_of(done);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float* lse;
@@ -376,24 +398,25 @@ struct Consumer {
             if constexpr (is_same<Out, float>) {
                 if (out == nullptr) continue;
 #pragma unroll
-                for (int n = 0; n < HEAD_DIM_V / 8; ++n)
-                    *reinterpret_cast<float2*>(out + 8 * n + lane % 4 * 2) =
-                        make_float2(o[4 * n + 2 * half] * factor[half], o[4 * n + 2 * half + 1] * factor[half]);
+                for (int n = 0; n < COLUMNS_V / 8; ++n)
+                    if (8 * n < columns)
+                        *reinterpret_cast<float2*>(out + 8 * n + lane % 4 * 2) =
+                            make_float2(o[4 * n + 2 * half] * factor[half], o[4 * n + 2 * half + 1] * factor[half]);
             } else {
                 // Groups of 8 columns are transposed in the quad, so that each lane stores 16 bytes.
 #pragma unroll
-                for (int n = 0; n < HEAD_DIM_V / 8; n += 4) {
+                for (int n = 0; n < COLUMNS_V / 8; n += 4) {
                     u32 word[4];
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const int j = 4 * (n + i) + 2 * half;
-                        word[i] = n + i < HEAD_DIM_V / 8
+                        word[i] = n + i < COLUMNS_V / 8
                                       ? Convert<Element>::pack(o[j] * factor[half], o[j + 1] * factor[half])
                                       : 0u;
                     }
                     transpose_quad(word);
                     const int column = (n + lane % 4) * 8;
-                    if (out != nullptr && column < HEAD_DIM_V)
+                    if (out != nullptr && column < columns)
                         *reinterpret_cast<uint4*>(out + column) = make_uint4(word[0], word[1], word[2], word[3]);
                 }
             }
@@ -408,19 +431,60 @@ struct Consumer {
             float* lse;
             Out* out = out_row(at, in, half, lse);
             if (out == nullptr) continue;
-            for (int column = lane % 4 * 8; column < HEAD_DIM_V; column += 32)
+            for (int column = lane % 4 * 8; column < columns_of(at); column += 32)
 #pragma unroll
                 for (int i = 0; i < 8; i += 16 / sizeof(Out))
                     *reinterpret_cast<uint4*>(out + column + i) = make_uint4(0, 0, 0, 0);
             const bool sink = cfg::SINKS && !cfg::SPLIT && !(cfg::VARLEN && at.batch == p.batch);
-            const int head = at.head * PACK + (at.row + row_of(half)) % PACK;
-            if (lane % 4 == 0) *lse = sink ? p.sinks[head] : -INF;
+            const int head = head_of(at) * PACK + (at.row + row_of(half)) % PACK;
+            if (writes_lse(at)) *lse = sink ? p.sinks[head] : -INF;
+        }
+    }
+
+    // ---- parts of a tile's keys that meet in the launch (FUSED)
+
+    __device__ __forceinline__ void join_later(const Tile& stored) {
+        if constexpr (cfg::FUSED) (to_join++ == 0 ? joining : joining_next) = stored;
+    }
+
+    // Nothing else is in the registers from here on: ptxas would keep it, as it does not know when a P is pending.
+    __device__ __forceinline__ void forget() {
+        clear_output();
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; ++i) probabilities[i] = 0;
+    }
+
+    // The warpgroup that stores the last part of its rows puts them together.
+    __device__ __forceinline__ void join_parts() {
+        if constexpr (cfg::FUSED) {
+#pragma unroll 1
+            for (; to_join > 0; --to_join, joining = joining_next) {
+                const Tile& tile = joining;
+                const Blocks all = blocks_of(p, Sequence(p, tile.batch), tile.row, BLOCK_M);
+                const int parts = ceil_div(all.high - all.low, part_size(p, all));  // that have blocks
+                const int rows = ((tile.batch * p.heads + tile.head) * p.q_blocks + tile.row / BLOCK_M) * CONSUMERS + number;
+                const bool last = arrive_last(p.join.tickets + rows, parts, TOGETHER + number, WARPGROUP,
+                                              base + LAST + 4 * number, threadIdx.x % WARPGROUP == 0);
+                if (uniform(last))
+                    join_rows<CONSUMERS == 1 ? 16 : 8>(tile, parts);
+            }
+        }
+    }
+
+    template <int AHEAD>
+    __device__ __forceinline__ void join_rows(const Tile& tile, int parts) const {
+#pragma unroll 1
+        for (int i = uniform(warp); i < 64; i += WARPS) {
+            const int row = tile.row + first_row() + i, query = row / PACK, head = head_of(tile) * PACK + row % PACK;
+            if (query >= p.seqlen_q) return;
+            combine_row<COLUMNS_V, AHEAD>(p.join, parts, tile.batch, head, query, slice_of(tile) * COLUMNS_V,
+                                          slice_of(tile) == 0);
         }
     }
 
     __device__ __forceinline__ void clear_output() {
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] = 0.f;
+        for (int i = 0; i < COLUMNS_V / 2; ++i) o[i] = 0.f;
     }
 
     // ---- the stream
@@ -443,7 +507,7 @@ struct Consumer {
             limits.end[half] = sequence.end_key(p, query) - first_column;
             limits.first[half] = sequence.first_key(p, query) - first_column;
             if constexpr (cfg::ALIBI) {
-                const int head = tile.head * PACK + row % PACK;
+                const int head = head_of(tile) * PACK + row % PACK;
                 slopes.position[half] = query + sequence.shift - first_column;
                 slopes.slope[half] = p.alibi[tile.batch * p.alibi_batch + head] * LOG2_E;
             }
@@ -462,12 +526,18 @@ struct Consumer {
                 } else if (started) {
                     pass();
                 }
+                join_parts();
                 return;
             }
             sequence = Sequence(p, tile.batch);
             const Blocks all = blocks_of(p, sequence, tile);
-            Blocks mine = blocks_of(p, sequence, tile.row + number * 64, 64);
+            Blocks mine = blocks_of(p, sequence, tile.row + first_row(), 64);
             mine.low = max(mine.low, all.low), mine.high = min(mine.high, all.high);
+            if (cfg::FUSED && all.empty()) {
+                release_queries();
+                if (tile.split == 0) join_rows<1>(tile, 0);  // no part has blocks
+                continue;
+            }
             if (mine.empty()) mine = {all.low, all.low};
             const int values_end = sequence.k_length - (all.high - 1) * BLOCK_N;  // rows of the first values of the tile
 
@@ -481,20 +551,27 @@ struct Consumer {
                     pass();
                 }
             }
+            if constexpr (cfg::FUSED) {
+                if (pending) last_step<true>(owed);
+                pending = false;
+                forget();
+                join_parts();
+            }
             if (mine.empty()) {
                 release_queries();
                 store_nothing(tile);
+                join_later(tile);
                 continue;
             }
             load_fragments();
             take_limits();
-            const int first_query = (tile.row + number * 64) / PACK;
-            const int last_query = min((tile.row + number * 64 + 63) / PACK, sequence.q_length - 1);
+            const int first_query = (tile.row + first_row()) / PACK;
+            const int last_query = min((tile.row + first_row() + 63) / PACK, sequence.q_length - 1);
             // Blocks that all rows see whole: full_low <= block < full_high.
             const int full_high = max(0, sequence.end_key(p, first_query)) / BLOCK_N;
             const int full_low = ceil_div(sequence.first_key(p, last_query), BLOCK_N);
             const bool masked = block >= full_high || block < full_low;
-            if (pending) {
+            if (!cfg::FUSED && pending) {
                 turn_over(owed, block, masked);
             } else {
                 first_step(block, masked);
@@ -523,32 +600,43 @@ struct Consumer {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_forward(const __grid_constant__ Params p) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) hopper_forward(const __grid_constant__ Params p) {
     const u32 base = shared_address(shared_memory);
+    const int rank = CLUSTER > 1 ? cluster_rank() : 0;
     if (threadIdx.x == 0) {
         if (base % 1024 != 0) __trap();  // the swizzle counts from there
         for (int i = 0; i < Q_STAGES; ++i) {
             barrier_init(base + Q_FULL + 8 * i, 1);
             barrier_init(base + Q_EMPTY + 8 * i, 4 * CONSUMERS);
         }
+        constexpr int FILLING = cfg::GATHER ? WARPGROUP : 1;  // arrivals that say that a stage is full
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(base + K_FULL + 8 * i, 1);
+            barrier_init(base + K_FULL + 8 * i, FILLING);
             barrier_init(base + K_EMPTY + 8 * i, 4 * CONSUMERS);
+            if (CLUSTER > 1) barrier_init(base + K_PEER + 8 * i, 1);
             if (cfg::ONE_BARRIER) continue;
-            barrier_init(base + V_FULL + 8 * i, 1);
+            barrier_init(base + V_FULL + 8 * i, FILLING);
             barrier_init(base + V_EMPTY + 8 * i, 4 * CONSUMERS);
+            if (CLUSTER > 1) barrier_init(base + V_PEER + 8 * i, 1);
         }
+        if (CLUSTER > 1) barrier_init(base + NEXT_FULL, 1), barrier_init(base + NEXT_EMPTY, 1);
         barrier_init_fence();
-        tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v);
+        tma_prefetch(p.q);
+        if (!cfg::GATHER) tma_prefetch(p.k), tma_prefetch(p.v);
     }
-    __syncthreads();
+    if constexpr (CLUSTER > 1) cluster_arrive(), cluster_wait();
+    else __syncthreads();
     // By shuffle, so that ptxas knows them to be alike in the warp and keeps descriptors in uniform registers.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), warpgroup = warp / 4;
     if (warpgroup == 0) {
         give_registers<cfg::PRODUCER_REGISTERS>();
-        if (warp == 0) Producer{p, base}.run();
+        if (warp == 0 || cfg::GATHER) Producer{p, base, rank, warp}.run();
     } else {
         take_registers<cfg::CONSUMER_REGISTERS>();
         Consumer(p, base, warpgroup - 1).run();
+    }
+    if constexpr (CLUSTER > 1) {  // nobody leaves while the other block may still write to its shared memory
+        __syncwarp();
+        cluster_arrive(), cluster_wait();
     }
 }

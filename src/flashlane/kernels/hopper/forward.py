@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 
 import torch
 
 from flashlane import jit, tune
-from flashlane.jit import KernelSource, tensormap
+from flashlane.jit import KernelSource, launch, tensormap
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper import schedule, shapes
-from flashlane.kernels.hopper.config import CHUNK, ELEMENTS, ROWS, HopperConfig
+from flashlane.kernels.hopper.config import CHUNK, ELEMENTS, ROWS, HopperConfig, columns_of, header
 from flashlane.kernels.params import LOG2_E, unsupported_features
 from flashlane.problem import AttentionProblem, Inputs
-from flashlane.registry import DeviceKernel, Resources, memoised, register
+from flashlane.registry import DeviceKernel, Repeat, Resources, memoised, register
 
 ARCH = "sm_90a"
 MAX_HEAD_DIM = 256
+MAX_HEAD_DIM_V = 1024
 PAGE_UNIT = 8
-"""Rows of a swizzle's pattern: pages must have a multiple."""
+"""Rows of a swizzle's pattern: a box of a page has a multiple, and where there is none the rows come by cp.async."""
+MOST_GATHERING = 2
+"""Consumers beside four gathering warps, which need more registers than taller tiles leave."""
 MAX_LENGTH = 1 << 30
 SPILLS_ALLOWED = 320
 """Bytes, stores and loads, all outside the steady loop: tile by tile, for the tallest tiles."""
 FEW_WAVES = 4
 """Tiles an SM up to which the last one's being alone counts."""
-MAPS_BYTES = 3 * tensormap.MAP_BYTES
-MAPS_KEPT = 64
+BLOCKS_KEPT = 256
+"""Sets of addresses that a plan is ready for: those of a model's layers."""
 COMBINE = "kernels/hopper/combine.cu"
 COMBINE_WARPS = 4
 FEATURES = ("alibi", "sinks", "varlen", "softcap", "seqused_k", "leftpad_k", "batch_idx", "page_size")
@@ -41,6 +45,22 @@ _INTEGERS = ("batch", "heads", "group", "seqlen_q", "seqlen_k", "window_left", "
 _INTEGERS += ("q_blocks", "heads_together", "splits", "tiles", "page_size")
 
 
+class RowsParams(ctypes.Structure):
+    """Mirror of ``Rows`` in ``tiles.cuh``."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in ("page", "row", "head")))
+
+
+class CombineParams(ctypes.Structure):
+    """Mirror of ``Combine`` in ``combine.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("parts", "part_lse", "sinks", "out", "lse", "tickets")),
+        *((name, ctypes.c_longlong) for name in ("part_split", "lse_split", "out_batch", "out_row", "out_head")),
+        *((name, ctypes.c_int) for name in ("batch", "rows", "heads", "splits")),
+    )
+
+
 class HopperParams(ctypes.Structure):
     """Mirror of ``Params`` in ``tiles.cuh``, padded to its alignment of 64 bytes."""
 
@@ -48,24 +68,16 @@ class HopperParams(ctypes.Structure):
         *((side, ctypes.c_ubyte * tensormap.MAP_BYTES) for side in "qkv"),
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_longlong) for name in _STRIDES),
+        *((name, RowsParams) for name in ("k_rows", "v_rows")),
+        ("join", CombineParams),
         *((name, ctypes.c_int) for name in _INTEGERS),
         *((name, ctypes.c_float) for name in ("scale_log2", "softcap_in", "softcap_log2")),
         ("padding", ctypes.c_ubyte * 64),
     )
 
 
-class CombineParams(ctypes.Structure):
-    """Mirror of ``Params`` in ``combine.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("parts", "part_lse", "sinks", "out", "lse")),
-        *((name, ctypes.c_longlong) for name in ("part_split", "lse_split", "out_batch", "out_row", "out_head")),
-        *((name, ctypes.c_int) for name in ("batch", "rows", "heads", "splits")),
-    )
-
-
 class HopperForward(DeviceKernel):
-    """wgmma and TMA, one producer warp and one to three consumer warpgroups, tiles taken dynamically."""
+    """wgmma and TMA, one producer warp and one to four consumer warpgroups, tiles taken dynamically."""
 
     tag = "hopper(wgmma+tma)"
     family = "hopper"
@@ -80,15 +92,12 @@ class HopperForward(DeviceKernel):
             return reason
         if problem.arch != ARCH:
             return f"architecture is {problem.arch}; it takes {ARCH}"
-        largest = max(problem.head_dim, problem.head_dim_v)
-        if largest > MAX_HEAD_DIM:
-            return f"head_dim is {largest}; it takes up to {MAX_HEAD_DIM}"
+        if problem.head_dim > MAX_HEAD_DIM:
+            return f"head_dim is {problem.head_dim}; it takes up to {MAX_HEAD_DIM}"
+        if problem.head_dim_v > MAX_HEAD_DIM_V:
+            return f"head_dim of v is {problem.head_dim_v}; it takes up to {MAX_HEAD_DIM_V}"
         if not problem.aligned or problem.head_dim % 8 or problem.head_dim_v % 8:
             return "rows of q, k and v must be contiguous and start on 16 bytes, as TMA copies them"
-        if problem.page_size % PAGE_UNIT:
-            return f"page_size is {problem.page_size}; it takes multiples of {PAGE_UNIT}"
-        if problem.page_size and problem.leftpad_k:
-            return "it has no leftpad_k together with pages"
         if max(problem.seqlen_q * problem.group, problem.seqlen_k) > MAX_LENGTH:
             return f"lengths are {problem.seqlen_q} and {problem.seqlen_k}; it takes up to {MAX_LENGTH}"
         return None
@@ -97,11 +106,13 @@ class HopperForward(DeviceKernel):
         return _config(problem)
 
     def candidates(self, problem: AttentionProblem) -> Iterator[HopperConfig]:
-        """The tiles that the tables have for the head dims, at whatever length."""
-        found = (shapes.shapes_for(table, problem.head_dim, problem.head_dim_v) for table in shapes.TABLES)
-        configs = (_with(shape, problem) for row in found for shape in row)
+        """The tiles that the tables have for the head dims, at whatever length; of parts joined both ways, of pages
+        brought both ways."""
+        columns = columns_of(problem.head_dim_v)
+        found = (shapes.shapes_for(table, problem.head_dim, columns) for table in shapes.TABLES)
         limit = jit.shared_limit(ARCH)
-        yield from dict.fromkeys(config for config in configs if config.shared_memory <= limit)
+        variants = (v for row in found for shape in row for v in _variants(_with(shape, problem), problem))
+        yield from dict.fromkeys(config for config in variants if config.shared_memory <= limit)
 
     def kernel_source(self, config: HopperConfig) -> KernelSource:
         return config.source()
@@ -119,6 +130,23 @@ class HopperForward(DeviceKernel):
     def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
         _launch(None, problem, inputs, out, lse)
 
+    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
+        plan = _checked_plan(None, problem, inputs, out, lse)
+        some = out.numel() > 0
+
+        def repeat(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            out: torch.Tensor,
+            lse: torch.Tensor,
+            addresses: tuple[int, int, int],
+        ) -> None:
+            if some:
+                plan.launch(addresses, out, lse)
+
+        return repeat
+
     def run(
         self, config: HopperConfig, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -129,6 +157,20 @@ class HopperForward(DeviceKernel):
 def _launch(
     config: HopperConfig | None, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
+    plan = _checked_plan(config, problem, inputs, out, lse)
+    if out.data_ptr() % tensormap.ALIGNMENT:
+        raise ValueError(f"out starts at address {out.data_ptr():#x}; it must start on {tensormap.ALIGNMENT} bytes")
+    if out.numel():
+        plain = _plain(inputs)
+        addresses = plain.q.data_ptr(), plain.k.data_ptr(), plain.v.data_ptr()
+        with launch.on_device(plan.device):
+            plan.launch(addresses, out, lse, plain)
+
+
+def _checked_plan(
+    config: HopperConfig | None, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
+) -> Plan:
+    """The plan of a call, whose outputs are what it writes."""
     q, k, v = inputs.q, inputs.k, inputs.v
     plan = _plan(
         config, problem, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.shape, out.stride(), out.device.index
@@ -143,14 +185,13 @@ def _launch(
             f"out is {out.dtype} and lse {lse.dtype} {tuple(lse.shape)}; they must be {problem.dtype}, and contiguous "
             f"torch.float32 {plan.lse_shape}"
         )
-    if out.data_ptr() % tensormap.ALIGNMENT:
-        raise ValueError(f"out starts at address {out.data_ptr():#x}; it must start on {tensormap.ALIGNMENT} bytes")
-    if out.numel():
-        plan.launch(_plain(inputs), out, lse)
+    return plan
 
 
 class Plan:
     """What calls of one problem have in common, prepared once: a call sets its addresses and launches.
+
+    Threads may share it: a launch takes a block of parameters for itself and gives it back.
 
     Args:
         config: the configuration; None is the heuristic's.
@@ -174,7 +215,7 @@ class Plan:
     ) -> None:
         config = _config(problem) if config is None else config
         self.splits = splits_of(problem, config) if config.split else 1
-        self.config = config = config if self.splits > 1 else replace(config, split=False)
+        self.config = config = config if self.splits > 1 else replace(config, split=False, fused=False)
         self.device, self.problem = device, problem
         *batch, rows, heads, _ = q_shape
         self.lse_shape = (*batch, heads, rows)
@@ -184,11 +225,22 @@ class Plan:
         self.keys = key_map(config, k_shape, k_stride)
         self.values = key_map(config, v_shape, v_stride)
         self.any_keys = k_shape.numel() > 0
-        self.maps: dict[tuple[int, int, int], bytes] = {}
-        parts = (_contiguous((self.splits, *out_shape)), _contiguous((self.splits, *self.lse_shape)))
+        self.parts_shapes = (self.splits, *out_shape), (self.splits, *self.lse_shape)
+        parts = _contiguous(self.parts_shapes[0]), _contiguous(self.parts_shapes[1])
         written = parts if config.split else (out_stride, _contiguous(self.lse_shape))
         self.params = hopper_params(config, problem, q_shape, *written, self.splits)
-        self.template = bytes(self.params)
+        if config.gather:
+            self.params.k_rows = RowsParams(None, *k_stride[:3])
+            self.params.v_rows = RowsParams(None, *v_stride[:3])
+        self.encoded = False
+        self.out_shape, self.out_stride = out_shape, out_stride
+        self.counters = 1
+        if config.fused:
+            self.counters += self.params.tiles // self.splits * config.consumers
+            self.params.join = _combine_params(self)
+        self.stream_of = launch.stream_getter()
+        self.idle: dict[tuple[int, int, int], Block] = {}
+        """Blocks that no launch is using, by the addresses of q, k and v in their maps; the longest unused first."""
 
     @functools.cached_property
     def loaded(self) -> tuple[jit.Function, tuple[int, int, int]]:
@@ -196,49 +248,85 @@ class Plan:
         the GPU, perhaps fewer have work)."""
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         function = jit.load(jit.compile(self.config.source(), ARCH), self.device)
-        return function, (max(1, min(sms, self.params.tiles)), 1, 1)
+        cluster = self.config.cluster
+        return function, (max(1, min(sms // cluster, self.params.tiles)) * cluster, 1, 1)
 
-    def launch(self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Enqueue the kernel, and the one that combines parts of the keys, on torch's current stream."""
-        config = self.config
-        parts, part_lse = out, lse
-        if config.split:
-            parts = out.new_empty((self.splits, *out.shape), dtype=torch.float32)
-            part_lse = lse.new_empty((self.splits, *lse.shape))
-        function, grid = self.loaded
-        buffer = bytearray(self.template)
-        buffer[:MAPS_BYTES] = self.encoded(inputs)
-        params = HopperParams.from_buffer(buffer)
-        params.out, params.lse = parts.data_ptr(), part_lse.data_ptr()
-        params.counter = _counter(self.device)
-        if inputs.alibi_slopes is not None and inputs.alibi_slopes.dim() == 2:
-            params.alibi_batch = inputs.alibi_slopes.stride(0)
-        if inputs.block_table is not None:
-            params.pages_row = inputs.block_table.stride(0)
-        for name, field in _OPTIONAL:
-            tensor = getattr(inputs, field)
-            if tensor is not None:
-                setattr(params, name, tensor.data_ptr())
-        function.launch(grid, (config.threads, 1, 1), config.shared_memory, params)
-        if config.split:
-            _combine(config, parts, part_lse, inputs.sinks, out, lse)
-
-    def encoded(self, inputs: Inputs) -> bytes:
-        """The three tensor maps, packed by the driver once for each set of addresses."""
-        addresses = inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr()
-        found = self.maps.get(addresses)
-        if found is None:
+    def template(self, addresses: tuple[int, ...]) -> HopperParams:
+        """The parameters with the maps of the first addresses that were asked for; a block moves its copy of them."""
+        if not self.encoded:
             element = self.problem.dtype_name
-            maps = [tensormap.encode(tensormap.describe(element, addresses[0], *self.queries))]
-            if self.any_keys:
-                for address, what in zip(addresses[1:], (self.keys, self.values), strict=True):
-                    maps.append(tensormap.encode(tensormap.describe(element, address, *what)))
-            else:  # nothing is loaded
-                maps *= 3
-            if len(self.maps) >= MAPS_KEPT:
-                self.maps.clear()
-            found = self.maps[addresses] = b"".join(maps)
-        return found
+            maps = (self.queries, self.keys, self.values) if self.any_keys else (self.queries,) * 3
+            for side, address, what in zip("qkv", addresses, maps, strict=True):
+                encoded = tensormap.encode(tensormap.describe(element, address, *what))
+                ctypes.memmove(getattr(self.params, side), encoded, tensormap.MAP_BYTES)
+            self.encoded = True
+        return self.params
+
+    def launch(
+        self, addresses: tuple[int, int, int], out: torch.Tensor, lse: torch.Tensor, inputs: Inputs | None = None
+    ) -> None:
+        """Enqueue the kernel, and the one that combines parts of the keys, on torch's current stream.
+
+        Args:
+            addresses: of q, k and v, which lie on torch's current device.
+            out: what is written.
+            lse: likewise.
+            inputs: needed where the problem has other tensors than these.
+        """
+        block = self.idle.pop(addresses, None) or self._block(addresses)
+        params = block.params
+        stream = self.stream_of(self.device)
+        parts, part_lse = out, lse
+        if self.splits > 1:
+            parts, part_lse = (lse.new_empty(shape) for shape in self.parts_shapes)
+        params.out, params.lse = parts.data_ptr(), part_lse.data_ptr()
+        params.counter = _counter(self.device, stream, self.counters)
+        if inputs is not None:
+            _set_others(params, inputs)
+        if self.config.fused:
+            join = params.join
+            join.parts, join.part_lse, join.sinks = params.out, params.lse, params.sinks
+            join.out, join.lse, join.tickets = out.data_ptr(), lse.data_ptr(), params.counter + COUNTER_BYTES
+        block.enqueue(stream)
+        if block.combine is not None:
+            sinks = None if inputs is None or inputs.sinks is None else inputs.sinks.data_ptr()
+            block.combine(stream, params.out, params.lse, sinks, out.data_ptr(), lse.data_ptr())
+        self.idle[addresses] = block
+
+    def _block(self, addresses: tuple[int, int, int]) -> Block:
+        """A block for other addresses than those of the idle ones: the longest unused one, if there are many."""
+        wanted = addresses if self.any_keys else addresses[:1] * 3  # without keys nothing is loaded
+        block = None
+        if len(self.idle) >= BLOCKS_KEPT:
+            with contextlib.suppress(StopIteration, RuntimeError, KeyError):  # another thread takes blocks meanwhile
+                block = self.idle.pop(next(iter(self.idle)))
+        block = block or Block(self, self.template(wanted))
+        block.point_to(wanted)
+        return block
+
+
+class Block:
+    """The parameters of one launch at a time, with its maps, and what enqueues it."""
+
+    def __init__(self, plan: Plan, template: HopperParams) -> None:
+        function, grid = plan.loaded
+        config, size, step = plan.config, ctypes.sizeof(HopperParams), tensormap.MAP_BYTES
+        self.memory = ctypes.create_string_buffer(size + step)
+        start = -ctypes.addressof(self.memory) % step  # where the driver can change maps
+        ctypes.memmove(ctypes.addressof(self.memory) + start, ctypes.addressof(template), size)
+        self.params = HopperParams.from_buffer(self.memory, start)
+        first = ctypes.addressof(self.params)
+        self.movers = [tensormap.mover(first + number * step) for number in range(3)]
+        self.enqueue = function.prepare(grid, (config.threads, 1, 1), config.shared_memory, self.params)
+        self.combine = _combine_of(plan) if plan.splits > 1 and not config.fused else None
+
+    def point_to(self, addresses: tuple[int, ...]) -> None:
+        """Move the maps of q, k and v."""
+        _, self.params.k_rows.data, self.params.v_rows.data = addresses
+        for move, address in zip(self.movers, addresses, strict=True):
+            if address % tensormap.ALIGNMENT:
+                raise ValueError(f"q, k or v starts at address {address:#x}; TMA needs a multiple of 16")
+            move(address)
 
 
 _plan = memoised(Plan)
@@ -257,7 +345,7 @@ def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
         ),
         default=0,
     )
-    return schedule.splits_of(problem.batch * problem.heads // pack * q_blocks, longest)
+    return schedule.splits_of(problem.batch * problem.heads // pack * config.slices * q_blocks, longest)
 
 
 @memoised
@@ -273,16 +361,35 @@ def _config(problem: AttentionProblem) -> HopperConfig:
     keys = problem.seqlen_k if problem.window_left < 0 else min(problem.seqlen_k, problem.window_left + 1)
     if any(getattr(problem, name) for name in ("softcap", "alibi", "page_size", "seqused_k", "leftpad_k", "batch_idx")):
         keys = min(keys, 1024)  # the shapes for short sequences leave registers for more
-    shape = shapes.shape_of(table, problem.head_dim, problem.head_dim_v, keys)
-    low = shapes.shape_of(shapes.LOW, problem.head_dim, problem.head_dim_v, keys)
-    if shape.consumers > 2 and not problem.varlen and _cost(problem, low) * shapes.LOW_COST < _cost(problem, shape):
+    columns = columns_of(problem.head_dim_v)
+    shape = shapes.shape_of(table, problem.head_dim, columns, keys)
+    low = shapes.shape_of(shapes.LOW, problem.head_dim, columns, keys)
+    few = not problem.varlen and _cost(problem, low) * shapes.LOW_COST < _cost(problem, shape)
+    crowded = (problem.softcap > 0) + problem.alibi + (problem.window_left >= 0) > 1  # each takes registers
+    if shape.consumers > 2 and (few or crowded or _must_gather(problem)):
         shape = low
+    if crowded:
+        shape = replace(shape, q_in_registers=False)
     return _with(shape, problem)
 
 
 def _with(shape: shapes.Shape, problem: AttentionProblem) -> HopperConfig:
     """A tile with what a problem needs."""
-    return specialise(HopperConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape)), problem)
+    wanted = HopperConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), fused=True)
+    config = specialise(wanted, problem)
+    if config.fused:
+        rows = min(problem.seqlen_q * config.pack, config.block_m)
+        config = replace(config, fused=schedule.joins_in_launch(rows, splits_of(problem, config), config.columns_v))
+    return config
+
+
+def _variants(config: HopperConfig, problem: AttentionProblem) -> Iterator[HopperConfig]:
+    """A configuration, and the other ways of joining parts and of bringing pages."""
+    yield config
+    if config.split:
+        yield replace(config, fused=not config.fused)
+    if problem.page_size and not config.gather and config.consumers <= MOST_GATHERING:
+        yield specialise(replace(config, gather=True), problem)
 
 
 def _cost(problem: AttentionProblem, shape: shapes.Shape) -> float:
@@ -294,8 +401,18 @@ def _cost(problem: AttentionProblem, shape: shapes.Shape) -> float:
     return block_m * (math.ceil(waves) if waves < FEW_WAVES else waves)
 
 
+def _must_gather(problem: AttentionProblem) -> bool:
+    """Whether no box fits the pages: their rows begin anywhere in the pattern of a swizzle."""
+    return problem.page_size > 0 and (problem.page_size % PAGE_UNIT > 0 or problem.leftpad_k)
+
+
 def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
-    """A configuration's tile with what a problem needs switched on, and no more."""
+    """A configuration's tile with what a problem needs switched on, and no more.
+
+    ``cluster``, ``gather`` and ``fused`` stay where they are possible.
+    """
+    gather = _must_gather(problem) or (config.gather and problem.page_size > 0)
+    dense = not (problem.varlen or problem.seqused_k or problem.leftpad_k or problem.batch_idx or problem.page_size)
     config = replace(
         config,
         has_left=problem.window_left >= 0,
@@ -305,10 +422,15 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
         sinks=problem.sinks,
         varlen=problem.varlen,
         cache=problem.seqused_k or problem.leftpad_k or problem.batch_idx,
-        page_rows=_box_rows(problem.page_size, config.block_n) if problem.page_size else 0,
+        page_rows=_box_rows(problem.page_size, config.block_n) if problem.page_size and not gather else 0,
+        gather=gather,
+        pack=schedule.pack_of(problem, config.block_rows),
     )
-    config = replace(config, pack=schedule.pack_of(problem, config.block_m))
-    return replace(config, split=splits_of(problem, config) > 1)
+    alone = replace(config, cluster=1)
+    split = splits_of(problem, alone) > 1
+    if split or not dense or problem.seqlen_q * config.pack <= config.block_rows:
+        config = alone
+    return replace(config, split=split, fused=split and config.fused)
 
 
 def _box_rows(page_size: int, block_n: int) -> int:
@@ -326,7 +448,7 @@ def hopper_params(
 ) -> HopperParams:
     """All of a launch but addresses. The strides begin with that of the parts when ``config.split``."""
     pack = config.pack
-    heads = problem.heads // pack
+    heads = problem.heads // pack * config.slices
     q_blocks = schedule.ceil_div(problem.seqlen_q * pack, config.block_m)
     rows = q_shape[0] if problem.varlen else problem.seqlen_q
     tiles = heads * splits * problem.batch * q_blocks
@@ -355,7 +477,7 @@ def hopper_params(
     params.window_left, params.window_right = min(problem.window_left, reach), min(problem.window_right, reach)
     params.bottom_right = problem.alignment == "bottom-right"
     params.q_blocks, params.tiles, params.splits = q_blocks, tiles, splits
-    params.heads_together = schedule.heads_together(problem, pack)
+    params.heads_together = schedule.heads_together(problem, pack) * config.slices
     params.page_size = problem.page_size
     params.scale_log2 = problem.scale * LOG2_E
     if problem.softcap:
@@ -378,7 +500,7 @@ def query_map(
     return (
         (dim, pack, rows, heads // pack, batch),
         (1, by_head, by_row, pack * by_head, by_batch),
-        (CHUNK, pack, config.block_m // pack, 1, 1),
+        (CHUNK, pack, config.block_rows // pack, 1, 1),
     )
 
 
@@ -386,8 +508,7 @@ def key_map(config: HopperConfig, shape: tuple[int, ...], stride: tuple[int, ...
     """k or v as (column, row, head, batch), a page being a batch row; a box is a block of keys or part of a page."""
     batch, rows, heads, dim = shape if len(shape) == 4 else (1, *shape)
     by_batch, by_row, by_head, _ = stride if len(stride) == 4 else (0, *stride)
-    box = (CHUNK, config.page_rows or config.block_n, 1, 1)
-    return (dim, rows, heads, batch), (1, by_row, by_head, by_batch), box
+    return (dim, rows, heads, batch), (1, by_row, by_head, by_batch), (CHUNK, config.box_rows, 1, 1)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -398,6 +519,18 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 _OPTIONAL = (("alibi", "alibi_slopes"), ("sinks", "sinks"), ("cu_q", "cu_seqlens_q"), ("cu_k", "cu_seqlens_k"))
 _OPTIONAL += (("used_k", "seqused_k"), ("leftpad_k", "leftpad_k"), ("batch_idx", "batch_idx"), ("pages", "block_table"))
 """Pointers of the parameters, and the inputs that they point to."""
+
+
+def _set_others(params: HopperParams, inputs: Inputs) -> None:
+    """Point the parameters at the small tensors of a call, those of :func:`_plain`; what another call set is gone."""
+    if inputs.alibi_slopes is not None:
+        params.alibi_batch = inputs.alibi_slopes.stride(0) if inputs.alibi_slopes.dim() == 2 else 0
+    if inputs.block_table is not None:
+        params.pages_row = inputs.block_table.stride(0)
+    for name, field in _OPTIONAL:
+        tensor = getattr(inputs, field)
+        if tensor is not None:
+            setattr(params, name, tensor.data_ptr())
 
 
 def _plain(inputs: Inputs) -> Inputs:
@@ -412,45 +545,57 @@ def _plain(inputs: Inputs) -> Inputs:
     return replace(inputs, **changes) if changes else inputs
 
 
-_counters: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+_counters: dict[tuple[int, int], tuple[int, int, torch.Tensor]] = {}
+COUNTER_BYTES = 4
 
 
-def _counter(device: int) -> int:
-    """Address of the current stream's tile counter, 0 between launches; a launch into a graph gets one of its own."""
+def _counter(device: int, stream: int, count: int = 1) -> int:
+    """Address of a stream's tile counter, 0 between launches; a launch into a graph gets one of its own.
+
+    Args:
+        device: index of torch's current device.
+        stream: address of its current stream.
+        count: the tile counter, and the tickets of parts that are joined in the launch.
+    """
     if torch.cuda.is_current_stream_capturing():
         # Replays may run beside launches on the stream that captured: they share nothing with them. The graph zeroes
         # it, and keeps its memory.
-        return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device)).data_ptr()
-    key = device, torch._C._cuda_getCurrentRawStream(device)
-    found = _counters.get(key)
-    if found is None:
-        counter = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
-        found = _counters[key] = counter, counter.data_ptr()
-    return found[1]
+        return torch.zeros(count, dtype=torch.int32, device=torch.device("cuda", device)).data_ptr()
+    found = _counters.get((device, stream))
+    if found is None or found[1] < count:
+        size = 1 << (count - 1).bit_length()
+        counters = torch.zeros(size, dtype=torch.int32, device=torch.device("cuda", device))
+        found = _counters[device, stream] = counters.data_ptr(), size, counters
+    return found[0]
 
 
-def _combine(
-    config: HopperConfig,
-    parts: torch.Tensor,
-    part_lse: torch.Tensor,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    batch, rows, heads, _ = out.shape
-    params = CombineParams(
-        parts.data_ptr(), part_lse.data_ptr(), None if sinks is None else sinks.data_ptr(), out.data_ptr(),
-        lse.data_ptr(), parts.stride(0), part_lse.stride(0), *out.stride()[:3], batch, rows, heads, parts.shape[0],
-    )  # fmt: skip
-    function = _combining(config.dtype, config.head_dim_v, config.sinks, out.device.index)
+def _combine_params(plan: Plan) -> CombineParams:
+    """What joins the parts of a plan's keys, but for addresses."""
+    batch, rows, heads, _ = plan.out_shape
+    strides = plan.params.out_split, plan.params.lse_split, *plan.out_stride[:3]
+    return CombineParams(*(None,) * 6, *strides, batch, rows, heads, plan.splits)
+
+
+def _combine_of(plan: Plan) -> Callable[[int, int, int, int | None, int, int], None]:
+    """What enqueues the kernel that combines the parts of a plan's keys, for one thread at a time: a function of the
+    stream and the addresses of parts, their LSE, sinks, output and LSE."""
+    batch, rows, heads, _ = plan.out_shape
+    params, config = _combine_params(plan), plan.config
+    function = _combining(config.dtype, config.head_dim_v, config.sinks, plan.device)
     blocks = schedule.ceil_div(batch * rows * heads, COMBINE_WARPS)
-    function.launch((blocks, 1, 1), (32 * COMBINE_WARPS, 1, 1), 0, params)
+    enqueue = function.prepare((blocks, 1, 1), (32 * COMBINE_WARPS, 1, 1), 0, params)
+
+    def combine(stream: int, parts: int, part_lse: int, sinks: int | None, out: int, lse: int) -> None:
+        params.parts, params.part_lse, params.sinks, params.out, params.lse = parts, part_lse, sinks, out, lse
+        enqueue(stream)
+
+    return combine
 
 
 def combine_source(dtype: str, head_dim_v: int, sinks: bool) -> KernelSource:
     """``combine.cu`` for a dtype and head dim."""
     constants = (("Element", ELEMENTS[dtype]), ("HEAD_DIM_V", head_dim_v), ("SINKS", sinks))
-    return KernelSource(COMBINE, device_code(COMBINE), "hopper_combine", constants)
+    return KernelSource(COMBINE, device_code(COMBINE), "hopper_combine", constants, (header("combine"),))
 
 
 @functools.lru_cache(maxsize=256)
@@ -473,7 +618,7 @@ def _check_output(
 
 def shipped_problems() -> Iterator[AttentionProblem]:
     """Problems that lead the heuristic through its tables, and through each feature at the common head dims."""
-    for head_dim, head_dim_v in dict.fromkeys((row.head_dim, row.head_dim_v) for row in shapes.FULL):
+    for head_dim, head_dim_v in dict.fromkeys([(row.head_dim, row.head_dim_v) for row in shapes.FULL] + [(64, 512)]):
         for seqlen in (1024, 4096, 16384):
             base = AttentionProblem(
                 batch=64, heads=32, kv_heads=8, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim,
@@ -484,7 +629,7 @@ def shipped_problems() -> Iterator[AttentionProblem]:
         yield replace(base, seqlen_q=1)
         yield replace(base, seqlen_q=1, batch=1)
         yield replace(base, seqlen_q=256, batch=1, heads=8)
-        if head_dim in (64, 128):
+        if head_dim == head_dim_v and head_dim in (64, 128):
             causal = replace(base, window_right=0)
             yield replace(causal, dtype=torch.float16)
             yield replace(causal, varlen=True)
@@ -494,6 +639,8 @@ def shipped_problems() -> Iterator[AttentionProblem]:
             yield replace(causal, alibi=True)
             yield replace(causal, seqused_k=True)
             yield replace(causal, seqused_k=True, page_size=64)
+            yield replace(causal, seqused_k=True, page_size=12)
+            yield replace(base, seqlen_q=8, batch=1, seqused_k=True, page_size=12)
 
 
 KERNEL = register(HopperForward())

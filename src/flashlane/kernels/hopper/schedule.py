@@ -19,6 +19,11 @@ MIN_BLOCKS = 2
 """Blocks of keys below which cutting does not pay for the combining."""
 
 
+JOINED_BYTES = 160 << 10
+"""Parts of one tile, in f32, up to which the block that finishes last joins them: it reads about 85 bytes a nanosecond
+alone, so that this many cost what another launch does. An estimate; a timing is to replace it."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """Rows ``row`` to ``row + block_m`` of a tile head of a sequence, and which part of its keys."""
@@ -59,6 +64,17 @@ def splits_of(tiles: int, blocks: int, sms: int = SMS) -> int:
         efficiency[splits] = tiles * blocks / (sms * waves * longest)
     best = max(efficiency.values())
     return next(s for s, e in efficiency.items() if e >= NEARLY_BEST * best)
+
+
+def joins_in_launch(rows: int, splits: int, columns: int) -> bool:
+    """Whether the parts of a tile are joined by the launch that makes them, rather than by another.
+
+    Args:
+        rows: of a tile, that exist.
+        splits: parts of its keys.
+        columns: of v that a tile has.
+    """
+    return rows * splits * columns * 4 <= JOINED_BYTES
 
 
 def heads_together(problem: AttentionProblem, pack: int) -> int:

@@ -1,12 +1,12 @@
 """Tiles of the Hopper forward kernel as data: which configuration a head dim, a mask and a length get.
 
-The rows were timed on an H200 (docs/notebook/0003-hopper-forward.md). Of a mask's table the first row that is large
-enough for both the head dims and the number of keys decides.
+The rows were timed on an H200 (docs/notebook/0003-hopper-forward.md), but for those that say otherwise. Of a mask's
+table the first row that is large enough for both the head dims (of v, one slice's) and the number of keys decides.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ANY = 1 << 30
 
@@ -23,6 +23,7 @@ class Shape:
     one_barrier: bool = True
     pingpong: bool = False
     late_wait: bool = False
+    cluster: int = 1
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,15 @@ KEPT = Shape(128, 2, 3, q_in_registers=True)
 KEPT_LATE = Shape(128, 2, 3, q_in_registers=True, late_wait=True)
 KEPT_APART = Shape(128, 2, 2, q_in_registers=True, one_barrier=False)
 LARGE = Shape(64, 2, 2, one_barrier=False)
+NARROW = Shape(80, 2, 3)
+"""Values of 256 columns and narrower keys; longer blocks spill (96) or have their products serialised. Not timed."""
 
 FULL = (
     Row(64, 64, 4096, TALL),
     Row(64, 64, ANY, WIDE),
+    Row(64, 128, 2048, KEPT),
+    Row(64, 128, ANY, MIDDLE),
+    Row(64, 256, ANY, NARROW),
     Row(80, 80, 1024, KEPT),
     Row(80, 80, ANY, Shape(112, 3, 2)),
     Row(96, 96, 1024, KEPT),
@@ -56,6 +62,7 @@ FULL = (
     Row(112, 112, ANY, Shape(160, 2, 2, q_in_registers=True, late_wait=True)),
     Row(128, 128, 2048, KEPT),
     Row(128, 128, ANY, MIDDLE),
+    Row(128, 256, ANY, NARROW),
     Row(160, 160, 1024, Shape(96, 2, 2, q_in_registers=True, one_barrier=False)),
     Row(160, 160, ANY, Shape(64, 3, 2)),
     Row(192, 128, 2048, Shape(128, 2, 2, pingpong=True, one_barrier=False)),
@@ -68,6 +75,9 @@ FULL = (
 CAUSAL = (
     Row(64, 64, 4096, TALL),
     Row(64, 64, ANY, WIDE),
+    Row(64, 128, 2048, KEPT),
+    Row(64, 128, ANY, MIDDLE),
+    Row(64, 256, ANY, NARROW),
     Row(80, 80, 1024, KEPT_APART),
     Row(80, 80, ANY, Shape(112, 3, 2)),
     Row(96, 96, 1024, KEPT_APART),
@@ -76,6 +86,7 @@ CAUSAL = (
     Row(112, 112, ANY, MIDDLE),
     Row(128, 128, 2048, KEPT),
     Row(128, 128, ANY, MIDDLE),
+    Row(128, 256, ANY, NARROW),
     Row(160, 160, 1024, Shape(96, 2, 2, q_in_registers=True, one_barrier=False)),
     Row(160, 160, ANY, Shape(64, 3, 2)),
     Row(192, 128, ANY, Shape(112, 2, 2, q_in_registers=True, late_wait=True)),
@@ -85,7 +96,10 @@ CAUSAL = (
 )
 LOW = (
     Row(64, 64, ANY, Shape(128, 2, 4, q_in_registers=True, late_wait=True)),
+    Row(64, 128, ANY, KEPT),
+    Row(64, 256, ANY, NARROW),
     Row(128, 128, ANY, KEPT),
+    Row(128, 256, ANY, NARROW),
     Row(160, 160, ANY, Shape(96, 2, 2, q_in_registers=True, one_barrier=False)),
     Row(192, 128, ANY, Shape(112, 2, 2, q_in_registers=True, late_wait=True)),
     Row(192, 192, ANY, Shape(96, 2, 2, one_barrier=False)),
@@ -96,13 +110,33 @@ LOW_COST = 1.2
 """Times a row of such a tile over a row of a taller one's."""
 FEW_ROWS = (
     Row(128, 128, ANY, Shape(128, 1, 3)),
+    Row(128, 256, ANY, Shape(64, 1, 4)),
     Row(192, 192, ANY, Shape(96, 1, 2)),
     Row(256, 256, ANY, Shape(64, 1, 2)),
 )
 """For at most 64 packed rows of queries a head: one consumer, whose time the copies of K and V hide."""
 
 
-TABLES = (FULL, CAUSAL, LOW, FEW_ROWS)
+def _paired(shape: Shape) -> Shape:
+    return replace(shape, cluster=2)
+
+
+UNTRIED = (
+    Row(64, 64, ANY, _paired(WIDE)),
+    Row(64, 256, ANY, Shape(64, 2, 4)),
+    Row(64, 256, ANY, _paired(NARROW)),
+    Row(128, 128, ANY, Shape(64, 3, 3, q_stages=2)),
+    Row(128, 128, ANY, Shape(64, 3, 3, q_stages=2, pingpong=True)),
+    Row(128, 128, ANY, _paired(Shape(64, 3, 3, q_stages=2))),
+    Row(128, 128, ANY, _paired(MIDDLE)),
+    Row(128, 128, ANY, _paired(KEPT)),
+    Row(128, 256, ANY, _paired(NARROW)),
+    Row(192, 192, ANY, _paired(Shape(96, 2, 2, one_barrier=False))),
+    Row(256, 256, ANY, _paired(LARGE)),
+)
+"""For the tuner only: nothing has timed them yet."""
+
+TABLES = (FULL, CAUSAL, LOW, FEW_ROWS, UNTRIED)
 
 
 def shape_of(table: tuple[Row, ...], head_dim: int, head_dim_v: int, seqlen_k: int) -> Shape:

@@ -2,13 +2,21 @@
 //
 // A tile is BLOCK_M rows of one tile head and its range of key blocks. A tile head stands for PACK query heads of one
 // key/value head: its row r is query r / PACK of query head `head * PACK + r % PACK`. PACK is 1, or all heads of a group
-// (short queries then fill a tile and share the loads of K and V).
+// (short queries then fill a tile and share the loads of K and V). Where v is wider than an accumulator, a tile has one of
+// SLICES parts of its columns, and slices of one head count as neighbouring tile heads.
 #pragma once
 #include "config.cuh"
+#include "hopper_combine.cuh"
 #include "tma.cuh"
 
-constexpr int BLOCK_M = cfg::BLOCK_M, BLOCK_N = cfg::BLOCK_N, PACK = cfg::PACK;
+constexpr int BLOCK_M = cfg::BLOCK_M, BLOCK_N = cfg::BLOCK_N, PACK = cfg::PACK, SLICES = cfg::SLICES;
 static_assert(BLOCK_M % PACK == 0);
+
+// Rows of K or V as they lie in memory, for GATHER; strides in elements.
+struct Rows {
+    const void* data;
+    long long page, row, head;
+};
 
 struct Params {
     TensorMap q, k, v;             // q (column, packed head, row, tile head, batch); k, v (column, row, head, batch)
@@ -22,7 +30,9 @@ struct Params {
     long long out_split, out_batch, out_row, out_head;  // strides, in elements
     long long lse_split, lse_batch, lse_head;
     long long alibi_batch, pages_row;
-    int batch, heads, group;       // tile heads; tile heads that share a key/value head
+    Rows k_rows, v_rows;           // GATHER
+    Combine join;                  // FUSED
+    int batch, heads, group;       // tile heads (and slices); tile heads (without) that share a key/value head
     int seqlen_q, seqlen_k;        // VARLEN: seqlen_q is the number of rows of q
     int window_left, window_right; // with HAS_LEFT and HAS_RIGHT
     int bottom_right;              // masks align by the last query and key, else by the first
@@ -38,6 +48,9 @@ struct Params {
 struct alignas(16) Tile {
     int batch, head, row, split;   // row: the first, counted within the sequence; batch −1: no tile is left
 };
+
+__device__ __forceinline__ int head_of(const Tile& tile) { return SLICES == 1 ? tile.head : tile.head / SLICES; }
+__device__ __forceinline__ int slice_of(const Tile& tile) { return SLICES == 1 ? 0 : tile.head % SLICES; }
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -90,11 +103,14 @@ __device__ __forceinline__ Blocks blocks_of(const Params& p, const Sequence& seq
     return {low / BLOCK_N, ceil_div(end, BLOCK_N)};
 }
 
+// Blocks of each part of a tile's keys; the last part may have fewer, and parts after it none.
+__device__ __forceinline__ int part_size(const Params& p, const Blocks& all) { return ceil_div(all.high - all.low, p.splits); }
+
 // The blocks of a tile: of all its rows, and of its part of the keys.
 __device__ __forceinline__ Blocks blocks_of(const Params& p, const Sequence& sequence, const Tile& tile) {
     Blocks all = blocks_of(p, sequence, tile.row, BLOCK_M);
     if constexpr (cfg::SPLIT) {
-        const int size = ceil_div(all.high - all.low, p.splits);
+        const int size = part_size(p, all);
         all.low += tile.split * size;
         all.high = min(all.high, all.low + size);
     }

@@ -17,6 +17,7 @@ from flashlane import jit
 from flashlane.kernels.params import LOG2_E
 from flashlane.kernels.triton import backward_configs as configs
 from flashlane.kernels.triton.backward_configs import PRECISIONS, BackwardConfig, Tile, padded
+from flashlane.kernels.triton.configs import unit_of
 from flashlane.problem import AttentionProblem, Inputs
 from flashlane.tiled import Gradients
 
@@ -310,9 +311,16 @@ def _axes(stride: tuple[int, ...], problem: AttentionProblem) -> tuple[int, ...]
     return (0, *stride) if problem.varlen else tuple(stride)
 
 
-def _strides(**tensors: tuple[int, ...]) -> dict[str, int]:
-    names = ("batch", "row", "head", "column")
-    return {f"{t}_stride_{axis}": size for t, sizes in tensors.items() for axis, size in zip(names, sizes, strict=True)}
+def _strides(problem: AttentionProblem, **tensors: torch.Tensor) -> dict[str, int]:
+    """Strides by name, those of batch, row and head in units of the UNIT beside them."""
+    sides = {name: (t, _axes(t.stride(), problem)) for name, t in tensors.items()}
+    unit = unit_of(*sides.values())
+    found = {"UNIT": unit}
+    for name, (_, (*outer, column)) in sides.items():
+        for axis, stride in zip(("batch", "row", "head"), outer, strict=True):
+            found[f"{name}_stride_{axis}"] = stride // unit
+        found[f"{name}_stride_column"] = column
+    return found
 
 
 def _log_strides(name: str, tensor: torch.Tensor | None) -> dict[str, int]:
@@ -329,9 +337,11 @@ def _statistics_arguments(
     rows: int,
     stat_units: int,
 ) -> dict[str, Any]:
-    return {
+    from flashlane.kernels.triton.backward_kernels import row_statistics
+
+    given = {
         **dict.fromkeys(("out", "do", "log", "dlog", "sinks", "delta", "lse", "dsinks")),
-        **_strides(out=_axes(out.stride(), problem), do=_axes(do.stride(), problem)),
+        **_strides(problem, out=out, do=do),
         **_log_strides("log", lse),
         **_log_strides("dlog", dlse),
         "rows": rows,
@@ -341,21 +351,21 @@ def _statistics_arguments(
         "DV0": padded(problem.head_dim_v),
         "BM": configs.STATISTICS_ROWS,
     }
+    return {name: given[name] for name in row_statistics.arg_names}
 
 
 def _common_arguments(
     problem: AttentionProblem, inputs: Inputs, do: torch.Tensor, precision: str, stat_units: int
 ) -> dict[str, Any]:
     """Arguments that all kernels but the statistics take."""
-    q, k, v, bias, slopes = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi_slopes
-    sides = {name: _axes(t.stride(), problem) for name, t in (("q", q), ("k", k), ("v", v), ("do", do))}
+    bias, slopes = inputs.bias, inputs.alibi_slopes
     pairs = (0, 0, 0, 0)
     if bias is not None:
         pairs = bias.detach().expand(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k).stride()
     far = problem.seqlen_q + problem.seqlen_k  # a window that reaches past every key is unbounded
     left, right = (-1 if side >= far else side for side in (problem.window_left, problem.window_right))
     return {
-        **_strides(**sides),
+        **_strides(problem, q=inputs.q, k=inputs.k, v=inputs.v, do=do),
         **{f"bias_stride_{axis}": size for axis, size in zip(("batch", "head", "i", "j"), pairs, strict=True)},
         "slopes_stride_batch": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
         "heads": problem.heads,
@@ -399,9 +409,10 @@ def _launch(
 
     tensors = ("q", "k", "v", "do", "lse", "delta", *written, "slopes", "bias", "cu_seqlens_q", "cu_seqlens_k", "seed")
     sides = [name for name in common if name.split("_stride_")[0] in ("q", "k", "v", "do")]
-    reach = max(common[name] for name in sides if name.endswith("row")) * max(tile.bm, tile.bn)
+    apart = max(common[name] for name in sides if name.endswith("row")) * common["UNIT"]
+    reach = apart * max(tile.bm, tile.bn)
     if descriptors:  # of what a kernel does not read, it needs no variants
-        common = {**common, **dict.fromkeys(sides, 0)}
+        common = {**common, **dict.fromkeys(sides, 0), "UNIT": 1}
     given = {
         **dict.fromkeys(tensors),
         **common,

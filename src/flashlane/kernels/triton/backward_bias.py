@@ -88,6 +88,7 @@ def bias_gradients(
     BOTTOM_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -109,8 +110,8 @@ def bias_gradients(
     each_m = 1 if ROWS else all_m
     each_n = 1 if COLUMNS else all_n
     VARLEN: tl.constexpr = cu_seqlens_q is not None
-    q_rows, do_rows = tile_offsets(q_stride_row, BM, WIDE), tile_offsets(do_stride_row, BM, WIDE)
-    k_rows, v_rows = tile_offsets(k_stride_row, BN, WIDE), tile_offsets(v_stride_row, BN, WIDE)
+    q_rows, do_rows = tile_offsets(q_stride_row, BM, UNIT, WIDE), tile_offsets(do_stride_row, BM, UNIT, WIDE)
+    k_rows, v_rows = tile_offsets(k_stride_row, BN, UNIT, WIDE), tile_offsets(v_stride_row, BN, UNIT, WIDE)
     key = tl.load(seed) if DROPOUT else 0
     total = tl.zeros((BM, BN), tl.float32)
     for step in range(0, batches_each * heads_each * each_m * each_n):
@@ -128,21 +129,22 @@ def bias_gradients(
         if (i_first < len_q) & (low < high) & (j_first < high) & (j_first + BN > low):
             i = i_first + tl.arange(0, BM)
             j = j_first + tl.arange(0, BN)
-            q_at = head_of(q, b, head, start_q, q_stride_batch, q_stride_row, q_stride_head, False)
-            do_at = head_of(do, b, head, start_q, do_stride_batch, do_stride_row, do_stride_head, False)
-            k_at = head_of(k, b, kv_head, start_k, k_stride_batch, k_stride_row, k_stride_head, False)
-            v_at = head_of(v, b, kv_head, start_k, v_stride_batch, v_stride_row, v_stride_head, False)
+            q_at = head_of(q, b, head, start_q, q_stride_batch, q_stride_row, q_stride_head, UNIT, False)
+            do_at = head_of(do, b, head, start_q, do_stride_batch, do_stride_row, do_stride_head, UNIT, False)
+            k_at = head_of(k, b, kv_head, start_k, k_stride_batch, k_stride_row, k_stride_head, UNIT, False)
+            v_at = head_of(v, b, kv_head, start_k, v_stride_batch, v_stride_row, v_stride_head, UNIT, False)
             q_tile = load_rows(
-                q, q_at, b, head, i_first, q_stride_row, q_stride_column, q_rows, i < len_q, D, D0, BM, False
+                q, q_at, b, head, i_first, q_stride_row, q_stride_column, q_rows, i < len_q, D, D0, BM, UNIT, False
             )  # fmt: skip
             k_tile = load_rows(
-                k, k_at, b, kv_head, j_first, k_stride_row, k_stride_column, k_rows, j < len_k, D, D0, BN, False
+                k, k_at, b, kv_head, j_first, k_stride_row, k_stride_column, k_rows, j < len_k, D, D0, BN, UNIT, False
             )  # fmt: skip
             do_tile = load_rows(
-                do, do_at, b, head, i_first, do_stride_row, do_stride_column, do_rows, i < len_q, DV, DV0, BM, False
+                do, do_at, b, head, i_first, do_stride_row, do_stride_column, do_rows, i < len_q,
+                DV, DV0, BM, UNIT, False,
             )  # fmt: skip
             v_tile = load_rows(
-                v, v_at, b, kv_head, j_first, v_stride_row, v_stride_column, v_rows, j < len_k, DV, DV0, BN, False
+                v, v_at, b, kv_head, j_first, v_stride_row, v_stride_column, v_rows, j < len_k, DV, DV0, BN, UNIT, False
             )  # fmt: skip
             log = load_statistics(
                 lse, b, head, heads, i_first, start_q, i, len_q, stat_units, float("inf"), BM, VARLEN, False

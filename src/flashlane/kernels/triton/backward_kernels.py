@@ -37,8 +37,10 @@ from flashlane.kernels.triton.forward import load_tile
 
 VARYING = ("seqlen_q", "seqlen_k", "stat_units", "heads", "kv_heads", "left", "right", "threshold", "tiles")
 VARYING += ("slopes_stride_batch", "batch", "rows", "bias_heads")
+VARYING += tuple(f"{side}_stride_{axis}" for side in ("q", "k", "v", "do", "out") for axis in ("batch", "row", "head"))
+VARYING += ("log_stride_batch", "log_stride_head", "dlog_stride_batch", "dlog_stride_head")
 VARYING += tuple(f"bias_stride_{axis}" for axis in ("batch", "head", "i"))
-"""Arguments of which no kernel variant is made."""
+"""Arguments of which no kernel variant is made: lengths that happen to be multiples of 16 compile nothing."""
 ANY_ADDRESS = ("slopes", "bias", "cu_seqlens_q", "cu_seqlens_k", "seed", "log", "sinks", "dlog")
 STAT_UNIT: tl.constexpr = tl.constexpr(128)
 """The statistics of a head start at a multiple of this many rows, and end there: all tiles of queries divide it."""
@@ -74,11 +76,15 @@ def row_statistics(
     DV: tl.constexpr,
     DV0: tl.constexpr,
     BM: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """delta = rowsum(O∘dO) − dLSE and the LSE in base 2 of a tile of rows, f32 ``(b, h, stat_units · STAT_UNIT)``.
 
     A row that sees no key, or does not exist, gets delta 0 and LSE +inf. ``dsinks`` (tile and batch, h) is the tile's
     share of the sinks' gradient: a sink is a key whose value is 0, so its dS is −P·delta.
+
+    Here and below, strides of q, k, v, do and out by batch, row and head are in units of UNIT elements, which tells the
+    compiler how far loads may reach at once.
     """
     tiles = stat_units * (STAT_UNIT // BM)
     tile = tl.program_id(0) % tiles
@@ -88,10 +94,10 @@ def row_statistics(
     inside = i < rows
     row = i.to(tl.int64)
     head, batch = h.to(tl.int64), b.to(tl.int64)
-    out += batch * out_stride_batch + head * out_stride_head
-    do += batch * do_stride_batch + head * do_stride_head
-    o = load_tile(out, row * out_stride_row, inside, out_stride_column, DV, DV0, 0)
-    g = load_tile(do, row * do_stride_row, inside, do_stride_column, DV, DV0, 0)
+    out += (batch * out_stride_batch + head * out_stride_head) * UNIT
+    do += (batch * do_stride_batch + head * do_stride_head) * UNIT
+    o = load_tile(out, row * out_stride_row * UNIT, inside, out_stride_column, DV, DV0, 0)
+    g = load_tile(do, row * do_stride_row * UNIT, inside, do_stride_column, DV, DV0, 0)
     total = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     if dlog is not None:
         at = batch * dlog_stride_batch + head * dlog_stride_head + row * dlog_stride_row
@@ -143,33 +149,35 @@ def score_gradients(p, dp, delta, keep, keep_scale, DROPOUT: tl.constexpr):
 @triton.jit
 def load_rows(
     source, at, b, head, start, stride_row, stride_column, tile_rows, mask,
-    D: tl.constexpr, D0: tl.constexpr, BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Rows ``start …`` of a head, ``(BLOCK, D0)``: by descriptor (b, h, s, d), or by pointer from ``at``, its row 0."""
     if DESCRIPTORS:
         return source.load([b, head, start, 0]).reshape(BLOCK, D0)
     else:
-        return load_tile(at + tl.cast(start, tl.int64) * stride_row, tile_rows, mask, stride_column, D, D0, 0)
+        return load_tile(at + tl.cast(start, tl.int64) * stride_row * UNIT, tile_rows, mask, stride_column, D, D0, 0)
 
 
 @triton.jit
-def head_of(tensor, b, head, first, stride_batch, stride_row, stride_head, DESCRIPTORS: tl.constexpr):
+def head_of(
+    tensor, b, head, first, stride_batch, stride_row, stride_head, UNIT: tl.constexpr, DESCRIPTORS: tl.constexpr
+):
     """Pointer to the first row of a head of a sequence; descriptors count rows themselves."""
     if DESCRIPTORS:
         return tensor
     else:
         offset = tl.cast(b, tl.int64) * stride_batch + tl.cast(head, tl.int64) * stride_head
-        return tensor + (offset + first * stride_row)
+        return tensor + (offset + first * stride_row) * UNIT
 
 
 @triton.jit
-def tile_offsets(stride_row, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def tile_offsets(stride_row, BLOCK: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr):
     """Offsets of the rows of a tile, in 64 bits only where they need it."""
     rows = tl.arange(0, BLOCK)
     if WIDE:
-        return rows.to(tl.int64) * stride_row
+        return rows.to(tl.int64) * stride_row * UNIT
     else:
-        return rows * stride_row
+        return rows * (stride_row * UNIT)
 
 
 @triton.jit
@@ -282,6 +290,7 @@ def key_gradients(
     WHOLE_K: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    UNIT: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     WIDE: tl.constexpr,
     LATE_DP: tl.constexpr,
@@ -306,17 +315,16 @@ def key_gradients(
     first, last, full_first, full_last = cut_and_full(low, high, full_low, full_high, len_q, BM, True)
 
     exists = None if WHOLE_K else j < len_k
-    k_at = head_of(k, b, kv_head, start_k, k_stride_batch, k_stride_row, k_stride_head, DESCRIPTORS)
-    v_at = head_of(v, b, kv_head, start_k, v_stride_batch, v_stride_row, v_stride_head, DESCRIPTORS)
+    k_at = head_of(k, b, kv_head, start_k, k_stride_batch, k_stride_row, k_stride_head, UNIT, DESCRIPTORS)
+    v_at = head_of(v, b, kv_head, start_k, v_stride_batch, v_stride_row, v_stride_head, UNIT, DESCRIPTORS)
+    k_rows, v_rows = tile_offsets(k_stride_row, BN, UNIT, WIDE), tile_offsets(v_stride_row, BN, UNIT, WIDE)
     k_tile = load_rows(
-        k, k_at, b, kv_head, j_first, k_stride_row, k_stride_column, tile_offsets(k_stride_row, BN, WIDE), exists,
-        D, D0, BN, DESCRIPTORS,
+        k, k_at, b, kv_head, j_first, k_stride_row, k_stride_column, k_rows, exists, D, D0, BN, UNIT, DESCRIPTORS
     )  # fmt: skip
     v_tile = load_rows(
-        v, v_at, b, kv_head, j_first, v_stride_row, v_stride_column, tile_offsets(v_stride_row, BN, WIDE), exists,
-        DV, DV0, BN, DESCRIPTORS,
+        v, v_at, b, kv_head, j_first, v_stride_row, v_stride_column, v_rows, exists, DV, DV0, BN, UNIT, DESCRIPTORS
     )  # fmt: skip
-    q_rows, do_rows = tile_offsets(q_stride_row, BM, WIDE), tile_offsets(do_stride_row, BM, WIDE)
+    q_rows, do_rows = tile_offsets(q_stride_row, BM, UNIT, WIDE), tile_offsets(do_stride_row, BM, UNIT, WIDE)
     dk_acc = tl.zeros((BN, D0), tl.float32)
     dv_acc = tl.zeros((BN, DV0), tl.float32)
     key = tl.load(seed) if DROPOUT else 0
@@ -324,8 +332,8 @@ def key_gradients(
 
     for member in range(0, group):
         head = kv_head * group + member
-        q_at = head_of(q, b, head, start_q, q_stride_batch, q_stride_row, q_stride_head, DESCRIPTORS)
-        do_at = head_of(do, b, head, start_q, do_stride_batch, do_stride_row, do_stride_head, DESCRIPTORS)
+        q_at = head_of(q, b, head, start_q, q_stride_batch, q_stride_row, q_stride_head, UNIT, DESCRIPTORS)
+        do_at = head_of(do, b, head, start_q, do_stride_batch, do_stride_row, do_stride_head, UNIT, DESCRIPTORS)
         slope, head_bias = load_modifiers(
             slopes, bias, b, head, slopes_stride_batch, bias_stride_batch, bias_stride_head
         )
@@ -336,7 +344,7 @@ def key_gradients(
             i = i_first + tl.arange(0, BM)
             inside = None if WHOLE_Q else i < len_q
             q_tile = load_rows(
-                q, q_at, b, head, i_first, q_stride_row, q_stride_column, q_rows, inside, D, D0, BM, DESCRIPTORS
+                q, q_at, b, head, i_first, q_stride_row, q_stride_column, q_rows, inside, D, D0, BM, UNIT, DESCRIPTORS
             )  # fmt: skip
             log = load_statistics(
                 lse, b, head, heads, i_first, start_q, i, len_q, stat_units, float("inf"),
@@ -344,7 +352,7 @@ def key_gradients(
             )  # fmt: skip
             do_tile = load_rows(
                 do, do_at, b, head, i_first, do_stride_row, do_stride_column, do_rows, inside,
-                DV, DV0, BM, DESCRIPTORS,
+                DV, DV0, BM, UNIT, DESCRIPTORS,
             )  # fmt: skip
             share = load_statistics(
                 delta, b, head, heads, i_first, start_q, i, len_q, stat_units, 0.0, BM, VARLEN, DESCRIPTORS
@@ -449,6 +457,7 @@ def query_gradients(
     WHOLE_K: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    UNIT: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -474,23 +483,22 @@ def query_gradients(
     first, last, full_first, full_last = cut_and_full(low, high, full_low, full_high, len_k, BN, False)
 
     exists = i < len_q
-    q_at = head_of(q, b, head, start_q, q_stride_batch, q_stride_row, q_stride_head, DESCRIPTORS)
-    do_at = head_of(do, b, head, start_q, do_stride_batch, do_stride_row, do_stride_head, DESCRIPTORS)
+    q_at = head_of(q, b, head, start_q, q_stride_batch, q_stride_row, q_stride_head, UNIT, DESCRIPTORS)
+    do_at = head_of(do, b, head, start_q, do_stride_batch, do_stride_row, do_stride_head, UNIT, DESCRIPTORS)
+    q_rows, do_rows = tile_offsets(q_stride_row, BM, UNIT, WIDE), tile_offsets(do_stride_row, BM, UNIT, WIDE)
     q_tile = load_rows(
-        q, q_at, b, head, i_first, q_stride_row, q_stride_column, tile_offsets(q_stride_row, BM, WIDE), exists,
-        D, D0, BM, DESCRIPTORS,
+        q, q_at, b, head, i_first, q_stride_row, q_stride_column, q_rows, exists, D, D0, BM, UNIT, DESCRIPTORS
     )  # fmt: skip
     do_tile = load_rows(
-        do, do_at, b, head, i_first, do_stride_row, do_stride_column, tile_offsets(do_stride_row, BM, WIDE), exists,
-        DV, DV0, BM, DESCRIPTORS,
+        do, do_at, b, head, i_first, do_stride_row, do_stride_column, do_rows, exists, DV, DV0, BM, UNIT, DESCRIPTORS
     )  # fmt: skip
     log = load_statistics(
         lse, b, head, heads, i_first, start_q, i, len_q, stat_units, float("inf"), BM, VARLEN, DESCRIPTORS
     )
     share = load_statistics(delta, b, head, heads, i_first, start_q, i, len_q, stat_units, 0.0, BM, VARLEN, DESCRIPTORS)
-    k_at = head_of(k, b, kv_head, start_k, k_stride_batch, k_stride_row, k_stride_head, DESCRIPTORS)
-    v_at = head_of(v, b, kv_head, start_k, v_stride_batch, v_stride_row, v_stride_head, DESCRIPTORS)
-    k_rows, v_rows = tile_offsets(k_stride_row, BN, WIDE), tile_offsets(v_stride_row, BN, WIDE)
+    k_at = head_of(k, b, kv_head, start_k, k_stride_batch, k_stride_row, k_stride_head, UNIT, DESCRIPTORS)
+    v_at = head_of(v, b, kv_head, start_k, v_stride_batch, v_stride_row, v_stride_head, UNIT, DESCRIPTORS)
+    k_rows, v_rows = tile_offsets(k_stride_row, BN, UNIT, WIDE), tile_offsets(v_stride_row, BN, UNIT, WIDE)
     dq_acc = tl.zeros((BM, D0), tl.float32)
     key = tl.load(seed) if DROPOUT else 0
     place = (len_q, len_k, shift, left, right)
@@ -503,11 +511,11 @@ def query_gradients(
         j = j_first + tl.arange(0, BN)
         inside = None if WHOLE_K else j < len_k
         k_tile = load_rows(
-            k, k_at, b, kv_head, j_first, k_stride_row, k_stride_column, k_rows, inside, D, D0, BN, DESCRIPTORS
+            k, k_at, b, kv_head, j_first, k_stride_row, k_stride_column, k_rows, inside, D, D0, BN, UNIT, DESCRIPTORS
         )  # fmt: skip
         v_tile = load_rows(
             v, v_at, b, kv_head, j_first, v_stride_row, v_stride_column, v_rows, inside,
-            DV, DV0, BN, DESCRIPTORS,
+            DV, DV0, BN, UNIT, DESCRIPTORS,
         )  # fmt: skip
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)

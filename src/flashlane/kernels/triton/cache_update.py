@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from flashlane.kernels.triton.common import cache_row, paged_rows
+from flashlane.kernels.triton.configs import unit_of
 from flashlane.kernels.triton.launch import Launch
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ _AXES = ("batch", "row", "head", "column")
 _STRIDED = ("q", "k", "v", "k_cache", "v_cache")
 _SIZES = ("seqlen_q", "seqlen_new", "heads", "kv_heads", "capacity", "page_size", "seqlen_ro", "row_tiles")
 _SIZES += ("cos_stride", "sin_stride", "table_stride")
+_SIZES += tuple(f"{name}_stride_{axis}" for name in _STRIDED for axis in _AXES[:3])
+"""Arguments of which no kernel variant is made: a length that happens to be a multiple of 16 compiles nothing."""
 _ANY_ADDRESS = ("seqused", "cos", "sin", "lengths", "batch_idx", "block_table")
 ROWS = 16
 """Rows of a program where there are many."""
@@ -127,8 +130,12 @@ def update_cache(
     PAGED: tl.constexpr,
     BATCH_IDX: tl.constexpr,
     WIDE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
-    """Grid: (sequences · row tiles, kv_heads, and with rotary as many again as q has heads)."""
+    """Grid: (sequences · row tiles, kv_heads, and with rotary as many again as q has heads).
+
+    Strides by batch, row and head are in units of UNIT elements, which tells the compiler how far loads may reach.
+    """
     b = tl.program_id(0) // row_tiles
     tile = tl.program_id(0) % row_tiles
     head = tl.program_id(1)
@@ -144,9 +151,9 @@ def update_cache(
         else:
             place, row = cache_row(b, batch_idx, BATCH_IDX) + rows.to(tl.int64) * 0, rows.to(tl.int64)
         kv_offset = head.to(tl.int64)
-        k_rows = i.to(tl.int64) * k_stride_row
+        k_rows = i.to(tl.int64) * k_stride_row * UNIT
         k_new = turned(
-            k + sequence * k_stride_batch + kv_offset * k_stride_head,
+            k + (sequence * k_stride_batch + kv_offset * k_stride_head) * UNIT,
             k_rows,
             inside,
             rows,
@@ -163,14 +170,16 @@ def update_cache(
         )
         k_columns = tl.arange(0, DB)
         k_mask = inside[:, None] & (k_columns < D)[None, :]
-        k_to = k_cache + place * k_cache_stride_batch + row * k_cache_stride_row + kv_offset * k_cache_stride_head
+        k_at = place * k_cache_stride_batch + row * k_cache_stride_row + kv_offset * k_cache_stride_head
+        k_to = k_cache + k_at * UNIT
         tl.store(k_to[:, None] + (k_columns * k_cache_stride_column)[None, :], k_new, mask=k_mask)
 
         v_columns = tl.arange(0, DVB)
         v_mask = inside[:, None] & (v_columns < DV)[None, :]
-        v_from = v + sequence * v_stride_batch + kv_offset * v_stride_head + i.to(tl.int64) * v_stride_row
+        v_from = v + (sequence * v_stride_batch + kv_offset * v_stride_head + i.to(tl.int64) * v_stride_row) * UNIT
         v_new = tl.load(v_from[:, None] + (v_columns * v_stride_column)[None, :], mask=v_mask)
-        v_to = v_cache + place * v_cache_stride_batch + row * v_cache_stride_row + kv_offset * v_cache_stride_head
+        v_at = place * v_cache_stride_batch + row * v_cache_stride_row + kv_offset * v_cache_stride_head
+        v_to = v_cache + v_at * UNIT
         tl.store(v_to[:, None] + (v_columns * v_cache_stride_column)[None, :], v_new, mask=v_mask)
         if head + tile == 0:
             tl.store(seqused + b, tl.minimum(length + seqlen_new, capacity))
@@ -179,9 +188,9 @@ def update_cache(
         position = length + i if ADVANCE else length + i * 0
         position = tl.maximum(tl.minimum(position, seqlen_ro - 1), 0)
         q_offset = (head - kv_heads).to(tl.int64)
-        q_rows = i.to(tl.int64) * q_stride_row
+        q_rows = i.to(tl.int64) * q_stride_row * UNIT
         q_new = turned(
-            q + sequence * q_stride_batch + q_offset * q_stride_head,
+            q + (sequence * q_stride_batch + q_offset * q_stride_head) * UNIT,
             q_rows,
             asked,
             position,
@@ -211,9 +220,11 @@ def _make(update: Update) -> Launch:
     d, dv = update.k.shape[3], update.v.shape[3]
     arguments: dict[str, Any] = dict.fromkeys(("q", "k", "v", "k_cache", "v_cache", "q_out", "seqused"))
     arguments |= dict.fromkeys(("cos", "sin", "lengths", "batch_idx", "block_table"))
-    for name in _STRIDED:
-        for axis, stride in zip(_AXES, getattr(update, name).stride(), strict=True):
-            arguments[f"{name}_stride_{axis}"] = stride
+    sides = {name: (getattr(update, name), getattr(update, name).stride()) for name in _STRIDED}
+    unit = unit_of(*sides.values())
+    for name, (_, strides) in sides.items():
+        for axis, stride in zip(_AXES, strides, strict=True):
+            arguments[f"{name}_stride_{axis}"] = stride if axis == "column" else stride // unit
     wide = tl.float64 if update.q.dtype == torch.float64 else tl.float32
     arguments |= {
         "seqlen_q": update.q.shape[1],
@@ -238,6 +249,7 @@ def _make(update: Update) -> Launch:
         "PAGED": update.block_table is not None,
         "BATCH_IDX": update.batch_idx is not None,
         "WIDE": wide,
+        "UNIT": unit,
     }
     grid = (update.q.shape[0] * tiles, kv_heads + (heads if rotary else 0))
     return Launch(update_cache, grid, arguments, {"num_warps": 1 if rows == 1 else 4})

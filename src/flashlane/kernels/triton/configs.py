@@ -176,6 +176,20 @@ def describes(*tensors: torch.Tensor) -> bool:
     return all(stride for t in tensors for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
 
 
+def unit_of(*sides: tuple[torch.Tensor, tuple[int, ...]]) -> int:
+    """Elements that all strides of some tensors, given by batch, row, head and column, are multiples of.
+
+    16 bytes of the first tensor where every row of each starts on 16 bytes and its columns are contiguous, else 1. A
+    kernel that counts strides in this unit loads 16 bytes at once, and is the same for lengths of every divisibility.
+    """
+    size = 16 // sides[0][0].element_size()
+    for tensor, strides in sides:
+        address = 0 if tensor.is_meta else tensor.data_ptr() % 16
+        if address or strides[3] != 1 or any(stride % size for stride in strides[:3]):
+            return 1
+    return size
+
+
 def candidates(problem: AttentionProblem, limit: int, precision: str = "ieee") -> Iterator[TritonConfig]:
     """Configurations worth timing that need at most ``limit`` bytes of shared memory, the preferred one first."""
     table = table_of(problem, precision)

@@ -241,7 +241,8 @@ def _forward_launch(
         "v": inputs.v.stride() if inputs.v.dim() == 4 else _with_batch(inputs.v.stride(), problem),
         "out": _with_batch(written.stride(), problem),
     }
-    unit = _unit(inputs, written, sides)
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": written}
+    unit = configs.unit_of(*((tensors[side], strides) for side, strides in sides.items()))
     rows = problem.seqlen_q * pack
     row_tiles = max(1, -(-rows // config.bm))
     units = problem.heads // pack * (problem.batch + problem.varlen)
@@ -341,18 +342,6 @@ def _merge_launch(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tenso
 def _with_batch(strides: tuple[int, ...], problem: AttentionProblem) -> tuple[int, ...]:
     """Strides by batch, row, head (and column); a packed tensor has no batch axis, and its sequences no stride."""
     return (0, *strides) if problem.varlen else tuple(strides)
-
-
-def _unit(inputs: Inputs, written: torch.Tensor, sides: dict[str, tuple[int, ...]]) -> int:
-    """Elements that every stride is a multiple of: 16 bytes where every row starts on 16 bytes, else 1."""
-    size = 16 // inputs.q.element_size()
-    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": written}
-    for side, strides in sides.items():
-        tensor = tensors[side]
-        address = 0 if tensor.is_meta else tensor.data_ptr() % 16
-        if address or strides[3] != 1 or any(stride % size for stride in strides[:3]):
-            return 1
-    return size
 
 
 def _window(problem: AttentionProblem) -> tuple[int, int]:

@@ -1,0 +1,91 @@
+"""A Hopper GPU that only writes launches down, for tests of what is launched: no driver, and tensors on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashlane import plans
+from flashlane.jit import launch, tensormap
+from flashlane.kernels.hopper import forward
+
+SMS = 132
+WORD = 8
+
+
+class Launches(list):
+    """What each launch was given: grid, block, shared memory and parameters. It stands for every loaded function."""
+
+    def __init__(self) -> None:
+        self.maps: list[tensormap.TensorMap] = []
+        """Maps that were encoded anew, each as its number repeated behind its address."""
+        self.plans: list[forward.Plan] = []
+        self.streams: list[int] = []
+        """Of each launch."""
+        self.stream = 1000
+        """Of this moment."""
+        self.before: Callable[[], None] = lambda: None
+        """Called by each launch before it reads its parameters."""
+
+    def prepare(self, grid: Any, block: Any, shared: int, params: ctypes.Structure) -> Callable[[int], None]:
+        def enqueue(stream: int) -> None:
+            self.before()
+            self.streams.append(stream)
+            self.append((grid, block, shared, type(params).from_buffer_copy(bytes(params))))
+
+        return enqueue
+
+    def encode(self, described: tensormap.TensorMap) -> bytes:
+        self.maps.append(described)
+        number = bytes([len(self.maps) % 256]) * (tensormap.MAP_BYTES - WORD)
+        return described.address.to_bytes(WORD, "little") + number
+
+    @staticmethod
+    def mover(place: int) -> Callable[[int], None]:
+        return lambda address: ctypes.memmove(place, address.to_bytes(WORD, "little"), WORD)
+
+
+def addresses(params: forward.HopperParams) -> list[int]:
+    """What the maps of q, k and v point to."""
+    return [int.from_bytes(bytes(getattr(params, side))[:WORD], "little") for side in "qkv"]
+
+
+def numbers(params: forward.HopperParams) -> list[int]:
+    """Which of the encoded maps those of q, k and v are, from 1."""
+    return [bytes(getattr(params, side))[WORD] for side in "qkv"]
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """Put it in the place of the driver, with nothing remembered before and after."""
+    found = Launches()
+    monkeypatch.setattr(forward.jit, "load", lambda compiled, device: found)
+    monkeypatch.setattr(forward.jit, "compile", lambda source, arch: source)
+    monkeypatch.setattr(forward, "_counter", lambda device, stream, count=1: 77)
+    monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: found.stream)
+    monkeypatch.setattr(launch, "device_getter", lambda: lambda: None)
+    properties = SimpleNamespace(multi_processor_count=SMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(tensormap, "encode", found.encode)
+    monkeypatch.setattr(tensormap, "mover", found.mover)
+
+    init = forward.Plan.__init__
+
+    def recorded(plan: forward.Plan, *args: Any) -> None:
+        init(plan, *args)
+        found.plans.append(plan)
+
+    monkeypatch.setattr(forward.Plan, "__init__", recorded)
+
+    def forget() -> None:
+        plans.forget()
+        forward._plan.cache_clear()
+        forward._combining.cache_clear()
+
+    forget()
+    yield found
+    forget()
