@@ -109,7 +109,7 @@ class DecodeConfig:
         rings = self.stages * self.stage_bytes
         if not self.boxes:
             rings = max(self.teams * rings, self.team_sums, self.max_parts * self.rows * 8)
-        return {
+        found = {
             "rings": rings,
             "queries": TileLayout(self.head_dim, True).bytes(self.rows),
             "share": self.rows * 8 + self._sum_bytes if self.cluster > 1 else 0,
@@ -118,6 +118,7 @@ class DecodeConfig:
             "barriers": 16 * self.stages if self.boxes else 0,
             "works": WORKS * (16 + WORK_BYTES) if self.stream else 0,
         }
+        return {name: size for name, size in found.items() if size}
 
     @property
     def shared_memory(self) -> int:
