@@ -173,8 +173,9 @@ def test_what_an_h200_runs() -> None:
     assert chosen(seqlen_k=1024, batch=4) == (8, 2, 1)
     assert chosen() == (8, 2, 8)  # 128 large blocks
     assert chosen(batch=16, seqlen_k=8192) == (8, 1, 1)
-    assert chosen(batch=64, seqlen_k=1024) == 132  # more items than SMs: a stream
-    assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == 132  # unknown lengths
+    assert chosen(seqlen_k=8192) == (8, 8, 1)
+    assert chosen(batch=64, seqlen_k=1024) == (4, 1, 1)  # more items than SMs: two small blocks an SM
+    assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # unknown lengths: two waves
     assert chosen(seqused_k=True) == chosen()  # of one sequence they cannot differ
     assert chosen(seqlen_q=8) == (4, 2, 8)
     assert chosen(page_size=17) == chosen(boxes=False, page_size=17)  # no box fits such pages
@@ -272,8 +273,9 @@ def test_what_a_launch_is_given(launches: list[tuple[Any, ...]]) -> None:
 def test_a_stream_is_launched_once_an_sm(launches: list[tuple[Any, ...]]) -> None:
     q, k = torch.zeros(64, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(64, 500, 8, 128, dtype=torch.bfloat16)
     problem = AttentionProblem.from_inputs(Inputs(q, k, k)).on("sm_90a")
+    stream = rules.config_of(problem, rules.Shape(1, 8, keys=16, boxes=True, stream=True))
     for _ in range(2):
-        KERNEL.forward(problem, Inputs(q, k, k), torch.empty_like(q), torch.empty(64, 8, 1))
+        KERNEL.run(stream, problem, Inputs(q, k, k), torch.empty_like(q), torch.empty(64, 8, 1))
     (grid, block, _, params, _), _ = launches
     assert grid == (132, 1, 1) and block == (288, 1, 1) and params.alike and params.split.out
     assert len(described) == 2  # K and V once, whatever the number of calls

@@ -215,6 +215,8 @@ PREFERRED: dict[str, Table] = {
         for head_dim, few in ((128, 8), (256, 4))
     ),
 }
+SHARING = 4
+"""Blocks of a cluster from which keys come faster in boxes than in rows."""
 SMS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
 """SMs of the largest GPU of an architecture: what is few items is decided without a device."""
 
@@ -232,7 +234,9 @@ class Cluster:
     """Steps of a block up to which they are used: an item that one cluster computes alone needs no work space."""
 
 
-CLUSTERS: dict[str, tuple[Cluster, ...]] = {"sm_90a": (Cluster(8, 15, 15, 8), Cluster(4, 30, 30, 5))}
+CLUSTERS: dict[str, tuple[Cluster, ...]] = {
+    "sm_90a": (Cluster(8, 15, 15, 8), Cluster(4, 30, 30, 5), Cluster(2, 66, 66, 1 << 30))
+}
 """By architecture, the preferred one first."""
 
 
@@ -276,8 +280,7 @@ def config_for(problem: AttentionProblem, boxes: bool = True) -> DecodeConfig | 
     """
     tables = (*(PREFERRED[arch] for arch in (problem.arch,) if boxes and arch in PREFERRED), SHAPES)
     shapes = (shape for table in tables for shape in _shapes(problem, table))
-    # In boxes only where blocks share the keys: else they come faster in rows.
-    wanted = (s for s in shapes if not s.boxes or cluster_size(problem, s, 16 * s.warps_m) > 1)
+    wanted = (s for s in shapes if not s.boxes or cluster_size(problem, s, 16 * s.warps_m) >= SHARING)
     found = (config_of(problem, shape) for shape in wanted)
     return next((config for config in found if config is not None), None)
 
@@ -289,7 +292,7 @@ def _shapes(problem: AttentionProblem, table: Table) -> Shapes:
     for tile, by_load in by_rows:
         if rows <= tile or tile == TALLEST:
             load = load_of(problem, tile)
-            if load == "uneven" and by_load["few"] and cluster_size(problem, by_load["few"][0], tile) > 1:
+            if load == "uneven" and by_load["few"] and cluster_size(problem, by_load["few"][0], tile) >= SHARING:
                 load = "few"  # short sequences, each in a cluster
             return by_load[load]
     return ()

@@ -630,7 +630,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) hopper_forwar
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), warpgroup = warp / 4;
     if (warpgroup == 0) {
         give_registers<cfg::PRODUCER_REGISTERS>();
-        if (warp == 0 || cfg::GATHER) Producer{p, base}.run();
+        if (warp == 0 || cfg::GATHER) Producer{p, base, rank, warp}.run();
     } else {
         take_registers<cfg::CONSUMER_REGISTERS>();
         Consumer(p, base, warpgroup - 1).run();

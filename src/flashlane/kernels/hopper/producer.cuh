@@ -50,8 +50,8 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 struct Producer {
     const Params& p;
     const u32 base;
-    static constexpr int rank = 0;
-    static constexpr int warp = 0; const int lane = threadIdx.x % WARP;
+    const int rank;  // of the block in its cluster
+    const int warp, lane = threadIdx.x % WARP;
     Ring<STAGES> stage;
     Ring<Q_STAGES> queries;
     Ring<cfg::GATHER ? 2 : 1> word;
