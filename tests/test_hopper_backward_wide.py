@@ -121,8 +121,8 @@ def launches_of(problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch) -> t
     v = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim_v)
     out = tensor(problem.seqlen_q, problem.heads, problem.head_dim_v)
     lse = torch.zeros(problem.batch, problem.heads, problem.seqlen_q)
-    plan = WidePlan(None, problem, q.shape, k.shape, 0)
-    plan.functions = lambda: (SimpleNamespace(launch=record),) * 3  # type: ignore[method-assign]
+    plan = WidePlan(pick(problem), problem, q.shape, k.shape, 0)
+    plan.functions = (SimpleNamespace(launch=record),) * 3  # type: ignore[misc]
     tensors = backward_launch.Tensors(Inputs(q, k, v), out, lse, out.clone(), None, *map(torch.zeros_like, (q, k, v)))
     assert plan.launch(tensors) is None
     return found, tensors

@@ -112,3 +112,27 @@ def check_outputs(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tenso
     lse_shape = (problem.batch, problem.heads, problem.seqlen_q)
     if tuple(lse.shape) != lse_shape or str(lse.dtype) != "torch.float32" or not lse.is_contiguous():
         raise ValueError(f"lse is {lse.dtype} {tuple(lse.shape)}; it must be contiguous torch.float32 {lse_shape}")
+
+
+def check_gradient_inputs(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> None:
+    """What a backward kernel reads beside the inputs must be of their call: its output, its LSE and their gradients."""
+    import torch
+
+    *outer, heads, _ = inputs.q.shape
+    shape = (*outer, heads, problem.head_dim_v)
+    logs = (heads, *outer) if problem.varlen else (outer[0], heads, outer[1])
+    for name, tensor, wanted, dtype in (
+        ("out", out, shape, problem.dtype),
+        ("do", do, shape, problem.dtype),
+        ("lse", lse, logs, torch.float32),
+        ("dlse", dlse, logs, torch.float32),
+    ):
+        if tensor is not None and (tuple(tensor.shape) != wanted or tensor.dtype != dtype):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} {wanted}")

@@ -16,11 +16,12 @@ from flashlane.jit import tensormap
 from flashlane.kernels.hopper import backward_pair, backward_shapes, backward_wide_config
 from flashlane.kernels.hopper.backward_config import WIDEST_FUSED, BackwardConfig
 from flashlane.kernels.hopper.backward_fused import FusedPlan
-from flashlane.kernels.hopper.backward_launch import ARCH, Tensors, plain
+from flashlane.kernels.hopper.backward_launch import Tensors, plain
 from flashlane.kernels.hopper.backward_pair import PairConfig, PairPlan
 from flashlane.kernels.hopper.backward_wide import WidePlan
 from flashlane.kernels.hopper.backward_wide_config import MAX_HEAD_DIM, WideConfig
-from flashlane.kernels.params import unsupported_features
+from flashlane.kernels.hopper.config import ARCH
+from flashlane.kernels.params import check_gradient_inputs, unsupported_features
 from flashlane.problem import AttentionProblem, Inputs
 from flashlane.registry import memoised
 from flashlane.tiled import Gradients
@@ -121,7 +122,7 @@ def hopper_backward(
         ValueError: a tensor has another shape or dtype than its part of the call.
         NotImplementedError: :func:`supports` gives a reason.
     """
-    _check(problem, inputs, out, lse, do, dlse)
+    check_gradient_inputs(problem, inputs, out, lse, do, dlse)
     q, k, v = inputs.q, inputs.k, inputs.v
     plan = plan_of(config, problem, q.shape, k.shape, q.device.index)
     # Rows of a packed tensor after its last sequence are no kernel's.
@@ -133,27 +134,6 @@ def hopper_backward(
         return Gradients(dq, dk, dv, None, _idle_sinks(problem, inputs, lse, dlse))
     tensors = Tensors(inputs, _readable(out), lse.contiguous(), _readable(do), plain(dlse), dq, dk, dv)
     return Gradients(dq, dk, dv, None, plan.launch(tensors))
-
-
-def _check(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    do: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> None:
-    *outer, heads, _ = inputs.q.shape
-    shape = (*outer, heads, problem.head_dim_v)
-    logs = (heads, *outer) if problem.varlen else (outer[0], heads, outer[1])
-    for name, tensor, wanted, dtype in (
-        ("out", out, shape, problem.dtype),
-        ("do", do, shape, problem.dtype),
-        ("lse", lse, logs, torch.float32),
-        ("dlse", dlse, logs, torch.float32),
-    ):
-        if tensor is not None and (tuple(tensor.shape) != wanted or tensor.dtype != dtype):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} {wanted}")
 
 
 def _idle_sinks(

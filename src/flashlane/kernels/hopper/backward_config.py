@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from flashlane.jit import KernelSource
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper.config import CHUNK, ELEMENTS, WARPGROUP
 from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header
 from flashlane.registry import Resources
+
+if TYPE_CHECKING:
+    from flashlane.problem import AttentionProblem
 
 FOLDER = "kernels/hopper"
 PARTS = ("backward_tiles", "backward_products")
@@ -21,25 +26,27 @@ REGISTERS = ((200, (56, 224)), (216, (40, 232)), (1 << 30, (24, 240)))
 """Of a producer and of a consumer thread, by the accumulators and operands that a consumer thread holds at once."""
 
 
-def _whole(head_dim: int) -> int:
+def row_bytes(head_dim: int) -> int:
     """Bytes of a row of a tile: whole chunks."""
     return -(-head_dim // CHUNK) * CHUNK * 2
 
 
+SCORES = ("has_left", "has_right", "softcap", "alibi", "varlen")
+"""What of a problem all kernels of the gradients are compiled for."""
+SWITCHES = (*SCORES, "sinks", "deterministic")
+"""What a problem needs beside a tile."""
+Config = TypeVar("Config", bound="GradientConfig")
+
+
 @dataclass(frozen=True)
-class BackwardConfig:
-    """Compile-time constants of ``backward.cu``; its head draws the roles."""
+class GradientConfig(ABC):
+    """What all designs have: the problem's dims, the queries of a step, and what is switched on."""
 
     dtype: str
     head_dim: int
     head_dim_v: int
-    block_m: int
-    """Queries of a step."""
-    q_stages: int = 2
-    do_stages: int = 2
-    k_stages: int = 1
-    """Tiles whose keys have a place at once: with two, the next tile's are there when it begins."""
-    v_stages: int = 1
+    block_m: int = 64
+    """Queries of a step, and of a block of the statistics."""
     has_left: bool = False
     has_right: bool = False
     softcap: bool = False
@@ -48,10 +55,104 @@ class BackwardConfig:
     sinks: bool = False
     deterministic: bool = False
 
-    block_n = CHUNK * CONSUMERS
+    threads: ClassVar[int] = WARPGROUP * (CONSUMERS + 1)
+    """Of a block."""
+    shown: ClassVar[tuple[str, ...]] = ("dtype", "head_dim", "head_dim_v", "block_m")
+    """Fields that :attr:`tile` shows, or tables beside it."""
+
+    @property
+    @abstractmethod
+    def tile(self) -> str:
+        """The tile, for tables."""
+
+    @property
+    @abstractmethod
+    def shared_memory(self) -> int:
+        """Bytes of one block."""
+
+    @property
+    def sum_floats(self) -> int:
+        """Sums of dQ of a block of queries in device memory; 0 where they are registers'."""
+        return self.block_m * -(-self.head_dim // SLAB) * SLAB
+
+    def resources(self) -> Resources:
+        return Resources(self.threads, self.shared_memory)
+
+    def specialised(self: Config, problem: AttentionProblem) -> Config:
+        """The tile with what a problem needs switched on, and no more: sums in registers always have one order."""
+        return replace(
+            self,
+            has_left=problem.window_left >= 0,
+            has_right=problem.window_right >= 0,
+            softcap=problem.softcap > 0,
+            alibi=problem.alibi,
+            varlen=problem.varlen,
+            sinks=problem.sinks,
+            deterministic=problem.deterministic and self.sum_floats > 0,
+        )
+
+    def device_source(
+        self,
+        name: str,
+        columns: tuple[int, ...],
+        parts: tuple[str, ...],
+        registers: tuple[int, int],
+        headers: tuple[tuple[str, str], ...] = (),
+        **own: int,
+    ) -> KernelSource:
+        """``<name>.cu`` with these constants and its own.
+
+        Args:
+            name: of the file; its entry is ``hopper_<name>``.
+            columns: of the accumulators of its products.
+            parts: device files that it includes as ``hopper_<part>.cuh``.
+            registers: of a producer and of a consumer thread.
+            headers: names and texts of further headers.
+            own: constants that other designs have not.
+        """
+        constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **own}
+        constants |= {switch.upper(): getattr(self, switch) for switch in SCORES}
+        constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
+        headers += (
+            (HEADER, wgmma_header(self.dtype, columns)),
+            *((f"hopper_{part}.cuh", device_code(f"{FOLDER}/{part}.cuh")) for part in parts),
+        )
+        return _source(name, self, constants, headers)
+
+    def describe(self) -> str:
+        """The tile and what is switched on, for tables: ``80x128, has_right``."""
+        words = [self.tile]
+        for field in sorted(fields(self), key=lambda field: field.name in SWITCHES):
+            value = getattr(self, field.name)
+            if field.name not in self.shown and value != field.default:
+                words.append(field.name if value is True else f"{field.name}={value}")
+        return ", ".join(words)
+
+
+def _source(
+    name: str, config: GradientConfig, constants: dict[str, int], headers: tuple[tuple[str, str], ...] = ()
+) -> KernelSource:
+    path = f"{FOLDER}/{name}.cu"
+    values = (("Element", ELEMENTS[config.dtype]), *constants.items())
+    return KernelSource(path, device_code(path), f"hopper_{name}", values, headers)
+
+
+@dataclass(frozen=True)
+class BackwardConfig(GradientConfig):
+    """Compile-time constants of ``backward.cu``; its head draws the roles."""
+
+    q_stages: int = 2
+    do_stages: int = 2
+    k_stages: int = 1
+    """Tiles whose keys have a place at once: with two, the next tile's are there when it begins."""
+    v_stages: int = 1
+
+    block_n: ClassVar[int] = CHUNK * CONSUMERS
     """Keys of a block of threads."""
-    threads = WARPGROUP * (CONSUMERS + 1)
-    grid_of = "keys"
+
+    @property
+    def tile(self) -> str:
+        return f"{self.block_m}x{self.block_n}"
 
     @property
     def split_columns(self) -> bool:
@@ -59,14 +160,9 @@ class BackwardConfig:
         return self.head_dim > CHUNK
 
     @property
-    def sum_floats(self) -> int:
-        """Sums of dQ of a block of queries."""
-        return self.block_m * -(-self.head_dim // SLAB) * SLAB
-
-    @property
     def regions(self) -> dict[str, int]:
         """Bytes of each part of shared memory."""
-        m, n, qk, v = self.block_m, self.block_n, _whole(self.head_dim), _whole(self.head_dim_v)
+        m, n, qk, v = self.block_m, self.block_n, row_bytes(self.head_dim), row_bytes(self.head_dim_v)
         part = CHUNK * 4 * (m if self.split_columns else m // 2)
         stages = self.q_stages + self.do_stages
         return {
@@ -86,9 +182,6 @@ class BackwardConfig:
         """Bytes of one block."""
         return sum(self.regions.values())
 
-    def resources(self) -> Resources:
-        return Resources(self.threads, self.shared_memory)
-
     @property
     def registers(self) -> tuple[int, int]:
         """Of a producer and of a consumer thread."""
@@ -99,61 +192,24 @@ class BackwardConfig:
     def source(self) -> KernelSource:
         """``backward.cu`` with these constants."""
         part = self.block_m if self.split_columns else self.block_m // 2
+        stages = {f"{name}_STAGES": getattr(self, f"{name.lower()}_stages") for name in ("Q", "DO", "K", "V")}
         columns = (self.block_m, part, self.head_dim, self.head_dim_v)
-        return _source("backward", "hopper_backward", self, columns, block_n=self.block_n)
-
-    def describe(self) -> str:
-        """The tile and what is switched on, for tables: ``80x128, has_right``."""
-        words = [f"{self.block_m}x{self.block_n}"]
-        shown = ("dtype", "head_dim", "head_dim_v", "block_m")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in shown and value != field.default:
-                words.append(field.name if value is True else f"{field.name}={value}")
-        return ", ".join(words)
+        own = {
+            **stages,
+            "BLOCK_N": self.block_n,
+            "DETERMINISTIC": self.deterministic,
+            "SHARED_BYTES": self.shared_memory,
+        }
+        return self.device_source("backward", columns, PARTS, self.registers, **own)
 
 
-def _source(
-    name: str, entry: str, config: BackwardConfig, columns: tuple[int, ...], **more: int | bool
-) -> KernelSource:
-    constants = {"HEAD_DIM": config.head_dim, "HEAD_DIM_V": config.head_dim_v, "BLOCK_M": config.block_m}
-    constants |= {f"{name}_STAGES": getattr(config, f"{name.lower()}_stages") for name in ("Q", "DO", "K", "V")}
-    switches = ("has_left", "has_right", "softcap", "alibi", "varlen", "deterministic")
-    constants |= {switch.upper(): getattr(config, switch) for switch in switches}
-    constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), config.registers, strict=True))
-    constants |= {"SHARED_BYTES": config.shared_memory, **{key.upper(): value for key, value in more.items()}}
-    headers = (
-        (HEADER, wgmma_header(config.dtype, columns)),
-        *((f"hopper_{part}.cuh", device_code(f"{FOLDER}/{part}.cuh")) for part in PARTS),
-    )
-    path = f"{FOLDER}/{name}.cu"
-    return KernelSource(
-        path, device_code(path), entry, (("Element", ELEMENTS[config.dtype]), *constants.items()), headers
-    )
-
-
-def prepare_source(config: BackwardConfig) -> KernelSource:
+def prepare_source(config: GradientConfig) -> KernelSource:
     """``backward_prepare.cu`` for what a configuration of the gradients' kernels reads."""
-    path = f"{FOLDER}/backward_prepare.cu"
-    constants = (
-        ("Element", ELEMENTS[config.dtype]),
-        ("HEAD_DIM_V", config.head_dim_v),
-        ("BLOCK_M", config.block_m),
-        ("SUM_FLOATS", config.sum_floats),
-        ("SINKS", config.sinks),
-        ("VARLEN", config.varlen),
-        ("DETERMINISTIC", config.deterministic),
-    )
-    return KernelSource(path, device_code(path), "hopper_backward_prepare", constants)
+    names = ("head_dim_v", "block_m", "sum_floats", "sinks", "varlen", "deterministic")
+    return _source("backward_prepare", config, {name.upper(): getattr(config, name) for name in names})
 
 
-def finish_source(config: BackwardConfig) -> KernelSource:
-    """``backward_finish.cu`` for the sums that a configuration of ``backward.cu`` writes."""
-    path = f"{FOLDER}/backward_finish.cu"
-    constants = (
-        ("Element", ELEMENTS[config.dtype]),
-        ("HEAD_DIM", config.head_dim),
-        ("BLOCK_M", config.block_m),
-        ("VARLEN", config.varlen),
-    )
-    return KernelSource(path, device_code(path), "hopper_backward_finish", constants)
+def finish_source(config: GradientConfig) -> KernelSource:
+    """``backward_finish.cu`` for the sums that a configuration writes."""
+    names = ("head_dim", "block_m", "varlen")
+    return _source("backward_finish", config, {name.upper(): getattr(config, name) for name in names})

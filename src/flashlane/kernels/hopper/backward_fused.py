@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from flashlane import jit
-from flashlane.kernels.hopper import backward_shapes
+from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward_config import BackwardConfig, finish_source, prepare_source
 from flashlane.kernels.hopper.backward_launch import (
-    ARCH,
-    L2_BYTES,
-    Rows,
+    GradientPlan,
     Small,
     Tensors,
     finish_queries,
@@ -23,53 +20,33 @@ from flashlane.kernels.hopper.backward_launch import (
     set_maps,
     sink_gradient,
 )  # fmt: skip
+from flashlane.kernels.hopper.schedule import L2_BYTES, SMS
 from flashlane.problem import AttentionProblem
 
-SMS = 132
-"""Streaming multiprocessors of an H200."""
 LONG_CHAIN = 64
 """Tiles of a head beyond which a deterministic launch under a causal mask is bound by their order."""
 
 
-class FusedPlan:
-    """What calls of one problem have in common, prepared once.
-
-    Args:
-        config: the configuration; None is the table's.
-        problem: what is asked.
-        q_shape, k_shape: of the tensors.
-        device: index of the GPU.
-    """
+class FusedPlan(GradientPlan[BackwardConfig]):
+    """What calls of one problem have in common, prepared once; see :class:`GradientPlan`."""
 
     def __init__(
-        self,
-        config: BackwardConfig | None,
-        problem: AttentionProblem,
-        q_shape: torch.Size,
-        k_shape: torch.Size,
-        device: int,
+        self, config: BackwardConfig, problem: AttentionProblem, q_shape: torch.Size, k_shape: torch.Size, device: int
     ) -> None:
-        self.config = backward_shapes.specialise(config or backward_shapes.pick(problem), problem)
-        self.problem, self.device = problem, device
-        self.rows = Rows(problem, q_shape, self.config.block_m)
+        super().__init__(config, problem, q_shape, k_shape, device)
         self.key_blocks = -(-problem.seqlen_k // self.config.block_n)
         self.tiles = self.key_blocks * problem.kv_heads * problem.batch
         # At most a block an SM. Of a varlen call, whose tiles are counted on the GPU, perhaps fewer have work.
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.grid = min(self.sms, self.tiles)
-        self.loaded: tuple[jit.Function, ...] | None = None
 
-    def functions(self) -> tuple[jit.Function, ...]:
-        """The kernels on the device: before, the gradients, after."""
-        if self.loaded is None:
-            sources = prepare_source(self.config), self.config.source(), finish_source(self.config)
-            self.loaded = tuple(jit.load(jit.compile(source, ARCH), self.device) for source in sources)
-        return self.loaded
+    def sources(self) -> tuple[KernelSource, ...]:
+        return prepare_source(self.config), self.config.source(), finish_source(self.config)
 
     def launch(self, tensors: Tensors) -> torch.Tensor | None:
         """Enqueue the kernels on torch's current stream; the sinks' gradient."""
         problem, config, rows = self.problem, self.config, self.rows
-        prepare, gradients, finish = self.functions()
+        prepare, gradients, finish = self.functions
         small, device = Small.of(tensors.inputs), tensors.dq.device
         sums = torch.empty((rows.stats, config.sum_floats), dtype=torch.float32, device=device)
         # The tile counter, and with `deterministic` how many tiles were added to each half of a block of queries.

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from flashlane import jit
-from flashlane.jit import tensormap
-from flashlane.kernels.hopper.config import CHUNK
+from flashlane.jit import KernelSource, tensormap
+from flashlane.kernels.hopper.backward_config import GradientConfig
+from flashlane.kernels.hopper.config import ARCH, CHUNK
 from flashlane.kernels.params import LOG2_E
 from flashlane.problem import AttentionProblem, Inputs
+from flashlane.registry import memoised
 
-ARCH = "sm_90a"
-L2_BYTES = 32 << 20
-"""Share of the L2 cache that the operands of heads run together may take."""
 ROW_THREADS = 256
 """Threads of a block of the kernels before and after."""
 
@@ -142,6 +143,40 @@ class Rows:
         return statistics, shares
 
 
+Config = TypeVar("Config", bound=GradientConfig)
+
+
+class GradientPlan(ABC, Generic[Config]):
+    """What calls of one problem have in common, prepared once; each design has its own.
+
+    Args:
+        config: the configuration's tile; what the problem needs is switched on.
+        problem: what is asked.
+        q_shape, k_shape: of the tensors.
+        device: index of the GPU.
+    """
+
+    def __init__(
+        self, config: Config, problem: AttentionProblem, q_shape: torch.Size, k_shape: torch.Size, device: int
+    ) -> None:
+        self.config = config.specialised(problem)
+        self.problem, self.device = problem, device
+        self.rows = Rows(problem, q_shape, self.config.block_m)
+
+    @abstractmethod
+    def sources(self) -> tuple[KernelSource, ...]:
+        """The kernels in the order of their launches; that of the statistics is the first."""
+
+    @abstractmethod
+    def launch(self, tensors: Tensors) -> torch.Tensor | None:
+        """Enqueue the kernels on torch's current stream; the sinks' gradient."""
+
+    @functools.cached_property
+    def functions(self) -> tuple[jit.Function, ...]:
+        """The kernels on the device."""
+        return tuple(jit.load(jit.compile(source, ARCH), self.device) for source in self.sources())
+
+
 def gradient_params(problem: AttentionProblem, rows: Rows, tensors: Tensors, small: Small) -> BackwardParams:
     """What the kernels of the gradients are told alike: all but the operands' maps, the sums and the tiles."""
     params = BackwardParams()
@@ -208,12 +243,15 @@ def step(params: ctypes.Structure, name: str, along: tuple[str, ...], strides: t
 
 def encoded(element: Any, tensor: torch.Tensor, rows: int) -> bytes:
     """The map of a tensor as (column, row, head, batch); a box is rows of a block, a chunk of columns wide."""
-    batch, length, heads, dim = tensor.shape if tensor.dim() == 4 else (1, *tensor.shape)
-    by_batch, by_row, by_head, _ = tensor.stride() if tensor.dim() == 4 else (0, *tensor.stride())
-    what = tensormap.describe(
-        element, tensor.data_ptr(), (dim, length, heads, batch), (1, by_row, by_head, by_batch), (CHUNK, rows, 1, 1)
-    )
-    return tensormap.encode(what)
+    return _encoded(element, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), rows)
+
+
+@memoised  # a training step comes back to the same addresses, and the driver takes microseconds for a map
+def _encoded(element: Any, address: int, shape: tuple[int, ...], stride: tuple[int, ...], rows: int) -> bytes:
+    *batch, length, heads, dim = shape
+    *by_batch, by_row, by_head, _ = stride
+    sizes, steps = (dim, length, heads, *(batch or [1])), (1, by_row, by_head, *(by_batch or [0]))
+    return tensormap.encode(tensormap.describe(element, address, sizes, steps, (CHUNK, rows, 1, 1)))
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
 
 from flashlane.kernels.hopper.backward_config import BackwardConfig
 from flashlane.problem import AttentionProblem
-
-Config = TypeVar("Config", bound=Any)
 
 
 def pick(problem: AttentionProblem) -> BackwardConfig:
@@ -24,18 +21,4 @@ def pick(problem: AttentionProblem) -> BackwardConfig:
     tile = BackwardConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m)
     if not wide:  # there is room for the next tile's keys
         tile = replace(tile, k_stages=2, v_stages=2)
-    return specialise(tile, problem)
-
-
-def specialise(config: Config, problem: AttentionProblem) -> Config:
-    """A configuration's tile with what a problem needs switched on, and no more."""
-    return replace(
-        config,
-        has_left=problem.window_left >= 0,
-        has_right=problem.window_right >= 0,
-        softcap=problem.softcap > 0,
-        alibi=problem.alibi,
-        varlen=problem.varlen,
-        sinks=problem.sinks,
-        deterministic=problem.deterministic,
-    )
+    return tile.specialised(problem)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from flashlane import jit
+from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward_config import prepare_source
 from flashlane.kernels.hopper.backward_launch import (
-    ARCH,
-    L2_BYTES,
-    Rows,
+    GradientPlan,
     Small,
     Tensors,
     gradient_params,
@@ -22,46 +20,28 @@ from flashlane.kernels.hopper.backward_launch import (
     set_maps,
     sink_gradient,
 )  # fmt: skip
-from flashlane.kernels.hopper.backward_wide_config import WideConfig, pick, specialise
+from flashlane.kernels.hopper.backward_wide_config import WideConfig
+from flashlane.kernels.hopper.schedule import L2_BYTES
 from flashlane.problem import AttentionProblem
 
 
-class WidePlan:
-    """What calls of one problem have in common, prepared once; ``FusedPlan`` for wide heads.
-
-    Args:
-        config: the configuration; None is the heuristic's.
-        problem: what is asked.
-        q_shape, k_shape: of the tensors.
-        device: index of the GPU.
-    """
+class WidePlan(GradientPlan[WideConfig]):
+    """What calls of one problem have in common, prepared once; see :class:`GradientPlan`."""
 
     def __init__(
-        self,
-        config: WideConfig | None,
-        problem: AttentionProblem,
-        q_shape: torch.Size,
-        k_shape: torch.Size,
-        device: int,
+        self, config: WideConfig, problem: AttentionProblem, q_shape: torch.Size, k_shape: torch.Size, device: int
     ) -> None:
-        self.config = pick(problem) if config is None else specialise(config, problem)
-        self.problem, self.device = problem, device
-        self.rows = Rows(problem, q_shape, self.config.block_m)
+        super().__init__(config, problem, q_shape, k_shape, device)
         self.key_blocks = -(-problem.seqlen_k // self.config.team_keys)
         self.query_blocks = -(-problem.seqlen_q // self.config.queries_rows)
-        self.loaded: tuple[jit.Function, ...] | None = None
 
-    def functions(self) -> tuple[jit.Function, ...]:
-        """The kernels on the device: statistics, keys and values, queries."""
-        if self.loaded is None:
-            sources = prepare_source(self.config), *self.config.sources()
-            self.loaded = tuple(jit.load(jit.compile(source, ARCH), self.device) for source in sources)
-        return self.loaded
+    def sources(self) -> tuple[KernelSource, ...]:
+        return prepare_source(self.config), *self.config.sources()
 
     def launch(self, tensors: Tensors) -> torch.Tensor | None:
         """Enqueue the kernels on torch's current stream; the sinks' gradient."""
         problem, config = self.problem, self.config
-        prepare, keys, queries = self.functions()
+        prepare, keys, queries = self.functions
         small = Small.of(tensors.inputs)
         statistics, shares = self.rows.launch(prepare, tensors, small)
         params = gradient_params(problem, self.rows, tensors, small)

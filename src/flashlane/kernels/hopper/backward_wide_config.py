@@ -3,16 +3,13 @@ gradients of keys and values, the other that of queries."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from flashlane.jit import KernelSource, shared_limit
-from flashlane.kernels.device_file import device_code
-from flashlane.kernels.hopper.backward_config import FOLDER
-from flashlane.kernels.hopper.backward_launch import ARCH
-from flashlane.kernels.hopper.config import CHUNK, ELEMENTS, WARPGROUP
-from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header
+from flashlane.kernels.hopper.backward_config import GradientConfig, row_bytes
+from flashlane.kernels.hopper.config import ARCH
 from flashlane.problem import AttentionProblem
-from flashlane.registry import Resources
 
 MAX_HEAD_DIM = 256
 """Columns of an accumulator that leaves a warpgroup registers for the scores."""
@@ -32,24 +29,10 @@ SLOTS = 2
 """Blocks of probabilities on their way from one warpgroup to the other."""
 
 
-def chunks_of(head_dim: int) -> int:
-    """Chunks of 64 columns of a row of a tile; zeros fill the last one."""
-    return -(-head_dim // CHUNK)
-
-
-def row_bytes(head_dim: int) -> int:
-    return chunks_of(head_dim) * CHUNK * 2
-
-
 @dataclass(frozen=True)
-class WideConfig:
+class WideConfig(GradientConfig):
     """Compile-time constants of ``backward_keys.cu`` and ``backward_queries.cu``; their heads draw the roles."""
 
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    block_m: int = 64
-    """Queries of a step of the keys' kernel, and of a block of the statistics."""
     q_stages: int = 2
     do_stages: int = 2
     cluster: int = 2
@@ -58,22 +41,19 @@ class WideConfig:
     """Keys of a step of the queries' kernel."""
     k_stages: int = 2
     v_stages: int = 2
-    has_left: bool = False
-    has_right: bool = False
-    softcap: bool = False
-    alibi: bool = False
-    varlen: bool = False
-    sinks: bool = False
 
-    threads = WARPGROUP * 3
-    """Of a block of either kernel."""
-    keys_rows = ROWS
+    keys_rows: ClassVar[int] = ROWS
     """Keys of a block of the keys' kernel."""
-    queries_rows = 2 * ROWS
+    queries_rows: ClassVar[int] = 2 * ROWS
     """Queries of a block of the queries' kernel."""
-    sum_floats = 0
+    sum_floats: ClassVar[int] = 0
     """dQ is summed in registers, so nothing is added in device memory, in whatever order."""
-    deterministic = False
+    shown: ClassVar[tuple[str, ...]] = (*GradientConfig.shown, "block_n", "cluster")
+
+    @property
+    def tile(self) -> str:
+        """``64x128 and 128x64``."""
+        return f"{self.block_m}x{self.team_keys} and {self.queries_rows}x{self.block_n}"
 
     @property
     def team_keys(self) -> int:
@@ -136,69 +116,32 @@ class WideConfig:
         """Bytes of one block of the kernel that takes more."""
         return max(self.keys_shared, self.queries_shared)
 
-    def resources(self) -> Resources:
-        return Resources(self.threads, self.shared_memory)
-
     def keys_source(self) -> KernelSource:
         """``backward_keys.cu`` with these constants."""
-        constants = {"Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages, "CLUSTER": self.cluster}
-        constants["SHARED_BYTES"] = self.keys_shared
-        return self._source(KEYS, (self.block_m, self.head_dim, self.head_dim_v), constants)
+        # An attribute cannot depend on a constant, and a cluster of one block is not the same as none.
+        clustered = f"#define CLUSTERED {f'__cluster_dims__(1, {self.cluster}, 1)' if self.cluster > 1 else ''}\n"
+        own = {"Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages, "CLUSTER": self.cluster}
+        own["SHARED_BYTES"] = self.keys_shared
+        headers = (("hopper_clustered.cuh", clustered),)
+        return self.device_source(
+            KEYS, (self.block_m, self.head_dim, self.head_dim_v), INCLUDED, REGISTERS, headers, **own
+        )
 
     def queries_source(self) -> KernelSource:
         """``backward_queries.cu`` with these constants."""
-        constants = {"BLOCK_N": self.block_n, "K_STAGES": self.k_stages, "V_STAGES": self.v_stages}
-        constants["SHARED_BYTES"] = self.queries_shared
-        return self._source(QUERIES, (self.block_n, self.head_dim), constants)
+        own = {"BLOCK_N": self.block_n, "K_STAGES": self.k_stages, "V_STAGES": self.v_stages}
+        own["SHARED_BYTES"] = self.queries_shared
+        return self.device_source(QUERIES, (self.block_n, self.head_dim), INCLUDED, REGISTERS, **own)
 
     def sources(self) -> tuple[KernelSource, KernelSource]:
         """Both kernels."""
         return self.keys_source(), self.queries_source()
 
-    def _source(self, name: str, columns: tuple[int, ...], own: dict[str, int]) -> KernelSource:
-        constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **own}
-        switches = ("has_left", "has_right", "softcap", "alibi", "varlen")
-        constants |= {switch.upper(): getattr(self, switch) for switch in switches}
-        constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), REGISTERS, strict=True))
-        # An attribute cannot depend on a constant, and a cluster of one block is not the same as none.
-        clustered = f"#define CLUSTERED {f'__cluster_dims__(1, {self.cluster}, 1)' if self.cluster > 1 else ''}\n"
-        headers = (
-            (HEADER, wgmma_header(self.dtype, columns)),
-            ("hopper_clustered.cuh", clustered),
-            *((f"hopper_{part}.cuh", device_code(f"{FOLDER}/{part}.cuh")) for part in INCLUDED),
-        )
-        path = f"{FOLDER}/{name}.cu"
-        text = (("Element", ELEMENTS[self.dtype]), *constants.items())
-        return KernelSource(path, device_code(path), f"hopper_{name}", text, headers)
-
-    def describe(self) -> str:
-        """The tiles and what is switched on, for tables: ``64x128 and 128x64, has_right``."""
-        words = [f"{self.block_m}x{self.team_keys} and {self.queries_rows}x{self.block_n}"]
-        shown = ("dtype", "head_dim", "head_dim_v", "block_m", "block_n", "cluster")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in shown and value != field.default:
-                words.append(field.name if value is True else f"{field.name}={value}")
-        return ", ".join(words)
-
 
 def pick(problem: AttentionProblem) -> WideConfig:
     """The configuration of a problem."""
-    config = specialise(WideConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v), problem)
+    config = WideConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v).specialised(problem)
     return fitted(replace(config, cluster=1 if problem.seqlen_k <= ROWS else 2))
-
-
-def specialise(config: WideConfig, problem: AttentionProblem) -> WideConfig:
-    """A configuration's tiles with what a problem needs switched on, and no more."""
-    return replace(
-        config,
-        has_left=problem.window_left >= 0,
-        has_right=problem.window_right >= 0,
-        softcap=problem.softcap > 0,
-        alibi=problem.alibi,
-        varlen=problem.varlen,
-        sinks=problem.sinks,
-    )
 
 
 def fitted(config: WideConfig) -> WideConfig:

@@ -9,6 +9,7 @@ from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header
 from flashlane.registry import Resources
 
+ARCH = "sm_90a"
 SOURCE = "kernels/hopper/forward.cu"
 PARTS = ("combine", "tiles", "producer")
 """Device files beside it, which it includes as ``hopper_<name>.cuh``."""

@@ -15,12 +15,11 @@ from flashlane import jit, tune
 from flashlane.jit import KernelSource, launch, tensormap
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper import schedule, shapes
-from flashlane.kernels.hopper.config import CHUNK, ELEMENTS, ROWS, HopperConfig, columns_of, header
+from flashlane.kernels.hopper.config import ARCH, CHUNK, ELEMENTS, ROWS, HopperConfig, columns_of, header
 from flashlane.kernels.params import LOG2_E, unsupported_features
 from flashlane.problem import AttentionProblem, Inputs
 from flashlane.registry import DeviceKernel, Repeat, Resources, memoised, register
 
-ARCH = "sm_90a"
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_V = 1024
 PAGE_UNIT = 8

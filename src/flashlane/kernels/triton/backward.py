@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashlane import jit
-from flashlane.kernels.params import LOG2_E
+from flashlane.kernels.params import LOG2_E, check_gradient_inputs
 from flashlane.kernels.triton import backward_configs as configs
 from flashlane.kernels.triton.backward_configs import PRECISIONS, BackwardConfig, Tile, padded
 from flashlane.kernels.triton.configs import unit_of
@@ -101,7 +101,9 @@ def triton_backward(
         ValueError: a tensor has another shape or dtype than its part of the call, or the precision is unknown.
         NotImplementedError: :func:`supports_backward` gives a reason.
     """
-    _check(problem, inputs, out, lse, do, dlse, precision)
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; it may be one of {', '.join(map(repr, PRECISIONS))}")
+    check_gradient_inputs(problem, inputs, out, lse, do, dlse)
     key = _facts(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
     plan = _plans.get(key)
     if plan is None:
@@ -112,30 +114,6 @@ def triton_backward(
             _plans.clear()
         plan = _plans[key] = _plan(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
     return plan(inputs, out, lse, do, dlse)
-
-
-def _check(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    do: torch.Tensor,
-    dlse: torch.Tensor | None,
-    precision: str,
-) -> None:
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; it may be one of {', '.join(map(repr, PRECISIONS))}")
-    *outer, heads, _ = inputs.q.shape
-    shape = (*outer, heads, problem.head_dim_v)
-    logs = (heads, *outer) if problem.varlen else (outer[0], heads, outer[1])
-    for name, tensor, wanted, dtype in (
-        ("out", out, shape, problem.dtype),
-        ("do", do, shape, problem.dtype),
-        ("lse", lse, logs, torch.float32),
-        ("dlse", dlse, logs, torch.float32),
-    ):
-        if tensor is not None and (tuple(tensor.shape) != wanted or tensor.dtype != dtype):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} {wanted}")
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
