@@ -1,4 +1,4 @@
-"""Time the Hopper forward kernel beside cuDNN and FlashAttention-2 (torch's SDPA), and FlashAttention-4 if it is there.
+"""Time the Hopper forward kernel beside cuDNN and FlashAttention-2 (torch's SDPA), FlashAttention-4 and FlexAttention.
 
     PYTHONPATH=src python3 benchmarks/hopper_forward.py --out benchmarks/hopper_forward.json [--suite grid,dims,shapes]
 
@@ -15,7 +15,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -33,7 +33,6 @@ from flashlane.problem import AttentionProblem, Inputs
 TAG = "hopper(wgmma+tma)"
 TOLERANCE = 1e-2
 """Largest relative error of a bf16 output, ‖out − ref‖ / ‖ref‖."""
-PEERS = ("cudnn", "fa2", "fa4")
 Call = Callable[[], torch.Tensor]
 
 
@@ -48,7 +47,8 @@ def suite(name: str) -> Iterator[Shape]:
     elif name == "dims":
         for head_dim, head_dim_v in ((80, 80), (96, 96), (112, 112), (160, 160), (192, 128), (192, 192)):
             for causal in masks:
-                yield Shape(2, 16, 16, 8192, 8192, head_dim, head_dim_v, causal)
+                for batch, seqlen in ((8, 2048), (2, 8192)):
+                    yield Shape(batch, 16, 16, seqlen, seqlen, head_dim, head_dim_v, causal)
     elif name == "shapes":
         yield Shape(2, 32, 8, 8192, 8192, 128, 128, True)
         yield Shape(4, 32, 8, 4096, 4096, 128, 128, False)
@@ -75,9 +75,9 @@ def ours(problem: AttentionProblem, inputs: Inputs) -> Call:
     return call
 
 
-def peers(problem: AttentionProblem, inputs: Inputs) -> Iterator[tuple[str, Call | str]]:
+def peers(names: Sequence[str], problem: AttentionProblem, inputs: Inputs) -> Iterator[tuple[str, Call | str]]:
     """Each peer's call, which gives its output in our layout, or why it is not there."""
-    for name in PEERS:
+    for name in names:
         (peer,) = bench.select_peers(PEER_TAGS[name])
         reason = peer.available(inputs.q.device) or peer.supports(problem)
         if reason is not None:
@@ -124,7 +124,9 @@ def time_interleaved(calls: dict[str, Call], rounds: int, round_ms: float) -> di
     return found
 
 
-def measure(shape: Shape, device: torch.device, rounds: int, round_ms: float) -> dict[str, object]:
+def measure(
+    shape: Shape, device: torch.device, names: Sequence[str], rounds: int, round_ms: float
+) -> dict[str, object]:
     """One row: TFLOP/s and spread of each implementation, its error, and our ratio to the fastest peer."""
     problem, inputs = make(shape, device)
     row: dict[str, object] = {"problem": shape.title, "config": registry.get(TAG).config(problem).describe()}
@@ -132,7 +134,7 @@ def measure(shape: Shape, device: torch.device, rounds: int, round_ms: float) ->
     result = calls["flashlane"]()
     errors = {}
     absent: dict[str, str] = {}
-    for name, call in peers(problem, inputs):
+    for name, call in peers(names, problem, inputs):
         if isinstance(call, str):
             absent[name] = call
             continue
@@ -169,11 +171,15 @@ def line(row: dict[str, object]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="grid,dims,shapes")
+    parser.add_argument("--peers", default=",".join(PEER_TAGS), help=f"some of {','.join(PEER_TAGS)}")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--round-ms", type=float, default=8.0)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further problem after so long")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/hopper_forward.json"))
     arguments = parser.parse_args()
+    names = [name for name in arguments.peers.split(",") if name]
+    if not set(names) <= set(PEER_TAGS):
+        parser.error(f"--peers is {arguments.peers!r}; it may hold {', '.join(PEER_TAGS)}")
     device = device_or_exit()
     shapes = [shape for name in arguments.suite.split(",") for shape in suite(name)]
     kernel = registry.get(TAG)
@@ -186,7 +192,7 @@ def main() -> int:
             if time.monotonic() > stop:
                 print(f"time is up before {shape.title}")
                 break
-            row = measure(shape, device, max(ROUNDS, arguments.rounds), arguments.round_ms)
+            row = measure(shape, device, names, max(ROUNDS, arguments.rounds), arguments.round_ms)
             body["rows"].append(row)
             write_atomically(arguments.out, json.dumps(body, indent=1) + "\n")
             print(line(row), flush=True)
