@@ -123,7 +123,7 @@ def forward_cases() -> Iterator[ForwardCase]:
     yield ForwardCase("rows of pages", 256, kind="pages", page=12)
     yield ForwardCase("rows of pages with leftpad", kind="pages", page=16, leftpad=True)
     # Parts of the keys, joined by the launch that makes them or by another.
-    short = {"seqlen_q": 3, "seqlen_k": 1100}
+    short = {"seqlen_q": 3, "seqlen_k": 1700}
     for fused in (False, True):
         how = "joined in the launch" if fused else "joined by another"
         yield ForwardCase(f"parts {how}", **short, sinks=True, changes={"fused": fused})

@@ -12,7 +12,7 @@ struct Combine {
     const float *parts, *part_lse;  // (split, batch, row, head, column) and (split, batch, head, row), contiguous
     const float* sinks;
     void* out;
-    float* lse;                     // (batch, head, row), contiguous
+    float* lse;                     // (batch, head, row), contiguous; or null
     u32* tickets;                   // FUSED: one a tile and consumer, 0 before and after a launch
     long long part_split, lse_split;            // strides in elements
     long long out_batch, out_row, out_head;
@@ -32,20 +32,21 @@ __device__ __forceinline__ void combine_row(const Combine& p, int splits, int ba
         return part < splits ? __ldcg(p.part_lse + flat + part * p.lse_split) * LOG2_E : -INF;
     };
     const float sink = cfg::SINKS ? p.sinks[head] * LOG2_E : -INF;
-    float top = sink;
+    const float near = lse_of(lane);  // rarely are there more parts than lanes: each look costs the row a trip to L2
+    float top = fmaxf(sink, near);
 #pragma unroll 1
-    for (int part = 0; part < splits; part += WARP) top = fmaxf(top, lse_of(part + lane));
+    for (int part = WARP; part < splits; part += WARP) top = fmaxf(top, lse_of(part + lane));
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
     const float zero = top == -INF ? 0.f : top;
-    float sum = 0.f;
+    float sum = ex2(near - zero);
 #pragma unroll 1
-    for (int part = 0; part < splits; part += WARP) sum += ex2(lse_of(part + lane) - zero);
+    for (int part = WARP; part < splits; part += WARP) sum += ex2(lse_of(part + lane) - zero);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (cfg::SINKS) sum += ex2(sink - zero);
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
-    if (with_lse && lane == 0) p.lse[flat] = sum > 0.f ? (zero + log2f(sum)) * LN_2 : -INF;
+    if (with_lse && lane == 0 && p.lse != nullptr) p.lse[flat] = sum > 0.f ? (zero + log2f(sum)) * LN_2 : -INF;
 
     const float* parts = p.parts + ((static_cast<long long>(batch) * p.rows + row) * p.heads + head) * cfg::HEAD_DIM_V;
     cfg::Element* out = static_cast<cfg::Element*>(p.out) + batch * p.out_batch + row * p.out_row + head * p.out_head;
@@ -57,7 +58,7 @@ __device__ __forceinline__ void combine_row(const Combine& p, int splits, int ba
         float4 result = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
         for (int part = 0; part < splits; part += WARP) {
-            const float weight = ex2(lse_of(part + lane) - zero) * inverse;
+            const float weight = ex2((part == 0 ? near : lse_of(part + lane)) - zero) * inverse;
 #pragma unroll 1
             for (int i = 0; i < min(WARP, splits - part); i += AHEAD) {
                 float4 x[AHEAD];

@@ -358,18 +358,30 @@ def _config(problem: AttentionProblem) -> HopperConfig:
     else:
         table = shapes.CAUSAL if problem.window_right >= 0 else shapes.FULL
     keys = problem.seqlen_k if problem.window_left < 0 else min(problem.seqlen_k, problem.window_left + 1)
-    if any(getattr(problem, name) for name in ("softcap", "alibi", "page_size", "seqused_k", "leftpad_k", "batch_idx")):
+    loaded = any(
+        getattr(problem, name) for name in ("softcap", "alibi", "page_size", "seqused_k", "leftpad_k", "batch_idx")
+    )
+    if loaded:
         keys = min(keys, 1024)  # the shapes for short sequences leave registers for more
     columns = columns_of(problem.head_dim_v)
     shape = shapes.shape_of(table, problem.head_dim, columns, keys)
     low = shapes.shape_of(shapes.LOW, problem.head_dim, columns, keys)
     few = not problem.varlen and _cost(problem, low) * shapes.LOW_COST < _cost(problem, shape)
     crowded = (problem.softcap > 0) + problem.alibi + (problem.window_left >= 0) > 1  # each takes registers
-    if shape.consumers > 2 and (few or crowded or _must_gather(problem)):
+    if shape.consumers > 2 and (few or crowded or _must_gather(problem) or (loaded and shape == shapes.SHORT)):
         shape = low
+    elif shape.consumers > 2:
+        shape = _filling(problem, table, shape)
     if crowded:
         shape = replace(shape, q_in_registers=False)
     return _with(shape, problem)
+
+
+def _filling(problem: AttentionProblem, table: tuple[shapes.Row, ...], chosen: shapes.Shape) -> shapes.Shape:
+    """Of a table's tall tiles for the head dims the chosen one, or one that leaves fewer SMs idle in the last wave."""
+    tall = [s for s in shapes.shapes_for(table, problem.head_dim, columns_of(problem.head_dim_v)) if s.consumers > 2]
+    best = min(tall, key=lambda shape: _cost(problem, shape))
+    return best if _cost(problem, best) * shapes.OTHER_COST < _cost(problem, chosen) else chosen
 
 
 def _with(shape: shapes.Shape, problem: AttentionProblem) -> HopperConfig:
@@ -378,7 +390,7 @@ def _with(shape: shapes.Shape, problem: AttentionProblem) -> HopperConfig:
     config = specialise(wanted, problem)
     if config.fused:
         rows = min(problem.seqlen_q * config.pack, config.block_m)
-        config = replace(config, fused=schedule.joins_in_launch(rows, splits_of(problem, config), config.columns_v))
+        config = replace(config, fused=schedule.joins_in_launch(rows))
     return config
 
 

@@ -16,12 +16,12 @@ FULL_ENOUGH = 0.8
 NEARLY_BEST = 0.85
 MAX_SPLITS = 128
 MIN_BLOCKS = 2
-"""Blocks of keys below which cutting does not pay for the combining."""
-
-
-JOINED_BYTES = 160 << 10
-"""Parts of one tile, in f32, up to which the block that finishes last joins them: it reads about 85 bytes a nanosecond
-alone, so that this many cost what another launch does. An estimate; a timing is to replace it."""
+"""Fewest blocks of keys of a part."""
+WORTH_CUTTING = 12
+"""Blocks of keys below which cutting does not save what putting the parts together costs."""
+JOINED_ROWS = 16
+"""Rows of a tile up to which the warpgroup that finishes last joins the parts: its four warps take each some 1.5 µs a
+row, two trips to L2, and another launch costs 4 to 5 µs (with 64 rows it took 25 µs longer than that)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def splits_of(tiles: int, blocks: int, sms: int = SMS) -> int:
         blocks: blocks of keys that a tile has.
         sms: streaming multiprocessors.
     """
-    if tiles >= FULL_ENOUGH * sms or blocks < 2 * MIN_BLOCKS or tiles == 0:
+    if tiles >= FULL_ENOUGH * sms or blocks < WORTH_CUTTING or tiles == 0:
         return 1
     most = min(MAX_SPLITS, blocks // MIN_BLOCKS, max(1, 2 * sms // tiles))
     # Parts have whole blocks: what counts is how long the longest takes, over how long perfect sharing would.
@@ -66,15 +66,13 @@ def splits_of(tiles: int, blocks: int, sms: int = SMS) -> int:
     return next(s for s, e in efficiency.items() if e >= NEARLY_BEST * best)
 
 
-def joins_in_launch(rows: int, splits: int, columns: int) -> bool:
+def joins_in_launch(rows: int) -> bool:
     """Whether the parts of a tile are joined by the launch that makes them, rather than by another.
 
     Args:
         rows: of a tile, that exist.
-        splits: parts of its keys.
-        columns: of v that a tile has.
     """
-    return rows * splits * columns * 4 <= JOINED_BYTES
+    return rows <= JOINED_ROWS
 
 
 def heads_together(problem: AttentionProblem, pack: int) -> int:

@@ -41,6 +41,8 @@ TALL = Shape(64, 4, 4, q_stages=2, pingpong=True)
 WIDE = Shape(128, 3, 3, q_stages=2, pingpong=True)
 MIDDLE = Shape(80, 3, 3)
 """Three consumers, 192 rows: a block of keys serves more rows, and more products hide a softmax."""
+SHORT = Shape(64, 3, 3, q_stages=2)
+"""The same with shorter blocks and two places for Q: less is lost at a diagonal and between tiles."""
 KEPT = Shape(128, 2, 3, q_in_registers=True)
 KEPT_LATE = Shape(128, 2, 3, q_in_registers=True, late_wait=True)
 KEPT_APART = Shape(128, 2, 2, q_in_registers=True, one_barrier=False)
@@ -49,7 +51,7 @@ NARROW = Shape(80, 2, 3)
 """Values of 256 columns and narrower keys; longer blocks spill (96) or have their products serialised. Not timed."""
 
 FULL = (
-    Row(64, 64, 4096, TALL),
+    Row(64, 64, 2048, TALL),
     Row(64, 64, ANY, WIDE),
     Row(64, 128, 2048, KEPT),
     Row(64, 128, ANY, MIDDLE),
@@ -84,7 +86,7 @@ CAUSAL = (
     Row(96, 96, ANY, Shape(96, 3, 3)),
     Row(112, 112, 1024, KEPT_LATE),
     Row(112, 112, ANY, MIDDLE),
-    Row(128, 128, 2048, KEPT),
+    Row(128, 128, 4096, SHORT),
     Row(128, 128, ANY, MIDDLE),
     Row(128, 256, ANY, NARROW),
     Row(160, 160, 1024, Shape(96, 2, 2, q_in_registers=True, one_barrier=False)),
@@ -108,6 +110,8 @@ LOW = (
 """Two consumers, 128 rows: where taller tiles would be too few for the GPU, or too empty."""
 LOW_COST = 1.2
 """Times a row of such a tile over a row of a taller one's."""
+OTHER_COST = 1.05
+"""Times a row of another tall tile than the table's over a row of that one's."""
 FEW_ROWS = (
     Row(128, 128, ANY, Shape(128, 1, 3)),
     Row(128, 256, ANY, Shape(64, 1, 4)),
@@ -125,9 +129,8 @@ UNTRIED = (
     Row(64, 64, ANY, _paired(WIDE)),
     Row(64, 256, ANY, Shape(64, 2, 4)),
     Row(64, 256, ANY, _paired(NARROW)),
-    Row(128, 128, ANY, Shape(64, 3, 3, q_stages=2)),
-    Row(128, 128, ANY, Shape(64, 3, 3, q_stages=2, pingpong=True)),
-    Row(128, 128, ANY, _paired(Shape(64, 3, 3, q_stages=2))),
+    Row(128, 128, ANY, replace(SHORT, pingpong=True)),
+    Row(128, 128, ANY, _paired(SHORT)),
     Row(128, 128, ANY, _paired(MIDDLE)),
     Row(128, 128, ANY, _paired(KEPT)),
     Row(128, 256, ANY, _paired(NARROW)),
