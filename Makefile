@@ -42,6 +42,7 @@ gpu:            ## on a GPU, with python3 as it is (installs nothing): the GPU t
 	PYTHONPATH=src $(PYTHON) benchmarks/correctness.py --out $(OUT)/correctness.json
 	PYTHONPATH=src $(PYTHON) benchmarks/sanitize.py --out $(OUT)/sanitizer.json
 	PYTHONPATH=src $(PYTHON) benchmarks/founding.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/founding_logs.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/mma_bars.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/ncu_conflicts.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/ncu_bounds.py --out $(OUT)

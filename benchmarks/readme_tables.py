@@ -5,15 +5,18 @@
 
 A part stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. NAME is ``kernels`` (the registry),
 ``features`` (the registry beside what other libraries document, benchmarks/features.json), ``standing`` (where the
-committed results lead and where they trail), ``mma-shapes`` (what the mma family's heuristic picks), or ``bench:FILE``:
-benchmarks/FILE.json as the table that its format has. ``bench:FILE/VIEW`` takes another view of it: ``ladder`` and
-``founding`` of a file that ``flashlane bench`` or founding.py wrote, ``roofs`` of the one of blocks_gpu.py. A file that
-is not there leaves a line that says so.
+committed results lead and where they trail), ``mma-shapes`` (what the mma family's heuristic picks), ``mma-holes``
+(where it has no tile that fits), or ``bench:FILE``: benchmarks/FILE.json as the table that its format has.
+``bench:FILE/VIEW`` takes another view of it: ``ladder`` and ``founding`` of a file that ``flashlane bench`` or
+founding.py wrote, ``logs`` of that of founding_logs.py, ``roofs`` and ``rows`` of that of blocks_gpu.py. A file that is
+not there leaves a line that says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
+import itertools
 import json
 import math
 import os
@@ -25,7 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(
-    r"(<!-- (kernels|features|standing|mma-shapes|bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n).*?(<!-- \2:end -->)",
+    r"(<!-- (kernels|features|standing|mma-(?:shapes|holes)|bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n)"
+    r".*?(<!-- \2:end -->)",
     re.DOTALL,
 )
 VERSIONS = ("torch", "cuda", "driver", "flashlane")
@@ -35,6 +39,7 @@ RUNGS = ("naive", "split-kv", "split-q", "split-q+share-kv", "split-q+share-qkv"
 RUNGS += ("split-q+tiling-qkv",)
 SHAPE_HEAD_DIMS = (64, 128, 256, 512, 1024)
 SHAPE_ARCH = "sm_90a"
+CEILING = "% mma ceiling:"
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -56,7 +61,7 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
         if f"<!-- {begin}:end -->" not in document:
             raise ValueError(f"{name} has <!-- {begin}:begin --> but no <!-- {begin}:end -->")
         if not MARKED.search(f"<!-- {begin}:begin -->\n<!-- {begin}:end -->"):
-            allowed = "kernels, features, standing, mma-shapes or bench:FILE[/VIEW]"
+            allowed = "kernels, features, standing, mma-shapes, mma-holes or bench:FILE[/VIEW]"
             raise ValueError(f"{name} has <!-- {begin}:begin -->; it may be {allowed}")
 
     def part(match: re.Match[str]) -> str:
@@ -68,6 +73,8 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
             body = standing(results)
         elif match[2] == "mma-shapes":
             body = shape_table()
+        elif match[2] == "mma-holes":
+            body = hole_table()
         else:
             body = bench_tables(results / f"{match[3]}.json", match[4] or "")
         return f"{match[1]}{body}{match[5]}"
@@ -155,6 +162,47 @@ def shape_table() -> str:
     return table(("design", *(f"D {head_dim}" for head_dim in SHAPE_HEAD_DIMS)), rows)
 
 
+def hole_table() -> str:
+    """Where no tile of the mma family fits the shared memory of a block: a line a size of it, design and stage."""
+    from flashlane import jit, registry
+
+    archs: dict[int, list[str]] = {}
+    for arch in (arch for arch in jit.LIMITS if not arch.endswith(("a", "f")) or arch == SHAPE_ARCH):
+        archs.setdefault(jit.shared_limit(arch), []).append(arch)
+    known = {kernel.tag: kernel for kernel in registry.kernels()}
+    rows = []
+    for limit, names in sorted(archs.items()):
+        for design, persist, stage in itertools.product(RUNGS[1:], ("", "+persist-q"), (1, 2, 3, 4)):
+            found: dict[str, list[str]] = {}
+            for swizzle in ("", "+swizzle-q", "+swizzle-qk", "+swizzle-qkv"):
+                kernel = known.get(f"mma({design}{persist}{swizzle}+stage{stage})")
+                first = kernel and first_hole(kernel, names[0])
+                if first:
+                    found.setdefault(f"{first} to {kernel.variant.max_head_dim}", []).append(
+                        swizzle.lstrip("+") or "padded"
+                    )
+            for head_dims, tiles in found.items():
+                what = "all" if len(tiles) == 4 else ", ".join(tiles)
+                rows.append((f"{limit // 1024} KiB: {', '.join(names)}", f"{design}{persist}", stage, what, head_dims))
+    return table(("a block's shared memory", "design", "stage:", "tiles", "no tile for head dims"), rows)
+
+
+def first_hole(kernel: Any, arch: str) -> int | None:
+    """The head dim from which on a variant has no configuration on an architecture (tests/test_mma_grid.py: no other).
+
+    Tiles have whole 16 columns, so that a multiple of 8 has what the next multiple of 16 has.
+    """
+    from flashlane.bench import make_problem
+
+    def none(head_dim: int) -> bool:
+        problem = make_problem(64, 8, 4096, head_dim, arch=arch)
+        return next(kernel.variant.configs(problem, False), None) is None
+
+    head_dims = range(16, kernel.variant.max_head_dim + 1, 16)
+    first = bisect.bisect_left(head_dims, True, key=none)
+    return head_dims[first] - 8 if first < len(head_dims) else None
+
+
 # --- from results
 
 
@@ -207,6 +255,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 def ladder(result: Result) -> str:
     """A table a problem: the fastest tag of each rung that accumulates and stores in f32, padded then swizzled."""
     head = ("rung", "fastest tag", "ms:", "TFLOPS:", "× rung before:", "× SDPA flash:", "registers:", "KiB:")
+    shares = any(row.get("mma_ceiling") for row in result["rows"])
+    head += (CEILING,) if shares else ()
     tables = []
     for problem, rows in by_problem(result).items():
         baselines = {row["tag"]: milliseconds(row) for row in rows if row["kind"] == "baseline" and milliseconds(row)}
@@ -220,13 +270,15 @@ def ladder(result: Result) -> str:
             ratios = [number(other / ms if other else None, 2) for other in (before, flash)]
             shared = usage.get("shared_bytes")
             size = (usage.get("registers") or "–", number(shared / 1024 if shared else None, 1))
+            size += (share(best),) if shares else ()
             lines.append((name, f"`{best['tag']}`", significant(ms), number(best["tflops"], 1), *ratios, *size))
             before = ms
         for row in rows:
             if row["tag"] in baselines:
                 ms = milliseconds(row)
                 ratio = number(flash / ms if flash else None, 2)
-                lines.append((row["tag"], "", significant(ms), number(row["tflops"], 1), "", ratio, "", ""))
+                rest = ("", "", "") if shares else ("", "")
+                lines.append((row["tag"], "", significant(ms), number(row["tflops"], 1), "", ratio, *rest))
         tables.append(f"**{problem}**\n\n" + table(head, lines))
     return "\n".join(tables)
 
@@ -383,15 +435,74 @@ def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def bars(result: Result) -> str:
     """A line a goal: the ratio to the peer, and whether the bar was met."""
-    head = ("problem", "against", "ratio:", "bar:", "", "ms:", "TFLOPS:", "tag")
+    shares = any(goal.get("mma_ceiling") for goal in result["goals"])
+    head = ("problem", "against", "ratio:", "bar:", "", "ms:", "TFLOPS:", *((CEILING,) if shares else ()), "tag")
     rows = []
     for goal in result["goals"]:
         verdict = "" if goal["ratio"] is None else "met" if goal["met"] else "**missed**"
         tag = f"`{goal['tag']}`" if goal["tag"] else "not run"
-        figures = (significant(goal["ms"]), number(goal["tflops"], 1))
+        figures = (significant(goal["ms"]), number(goal["tflops"], 1), *((share(goal),) if shares else ()))
         rows.append((goal["problem"], goal["peer"], number(goal["ratio"], 3), goal["bar"], verdict, *figures, tag))
     met = sum(goal["met"] for goal in result["goals"])
     return table(head, rows) + f"\n{met} of {len(rows)} bars met.\n"
+
+
+def triton_bars(result: Result) -> str:
+    """A line a goal: our time, and how many times as fast as each peer it is."""
+    peers = list(dict.fromkeys(peer for goal in result["goals"] for peer in goal.get("ratios") or {}))
+    head = ("goal", "ms:", "TFLOPS:", *(f"× {PEERS.get(peer.strip('()'), peer)}:" for peer in peers), "bar")
+    rows = []
+    for goal in result["goals"]:
+        ratios = (number((goal.get("ratios") or {}).get(peer), 3) for peer in peers)
+        verdict = "met" if goal["met"] else "**missed**" if goal.get("ratios") else "not run"
+        rows.append((goal["name"], significant(goal["ms"]), number(goal["tflops"], 1), *ratios, verdict))
+    return table(head, rows) + f"\n{sum(goal['met'] for goal in result['goals'])} of {len(rows)} bars met.\n"
+
+
+def logs(result: Result) -> str:
+    """A table a founding log: every line of it, our figures, and the milliseconds that it reports."""
+    reported = json.loads((ROOT / "benchmarks" / "founding_reported.json").read_text(encoding="utf-8"))
+    head = ("problem", "tag", "first, second, last output", "ms:", "TFLOPS (founding count):", "the log's ms:")
+    measured = {(row["problem"], row["tag"]): row for row in result["rows"]}
+    tables = []
+    for log in reported["logs"]:
+        lines = []
+        for line in log["rows"]:
+            title = "B{} H{} N{} D{}".format(*line["shape"]) + f" {line['dtype']}"
+            for tag, theirs in line["ms"].items():
+                row = measured.get((f"{title}, {log['name']}", tag), {})
+                ms = milliseconds(row) if row.get("status") == "ok" else None
+                values = ", ".join(f"{value:.8f}" for value in row.get("values") or ()) if ms else ""
+                ours = f"{ms:.6f}" if ms else row.get("status", "not run")
+                lines.append((title, f"`{tag}`", values, ours, number(row.get("tflops_founding"), 2), f"{theirs:.6f}"))
+        tables.append(f"**{log['name']}** (reported on {log['card']})\n\n" + table(head, lines))
+    return "\n".join(tables)
+
+
+def blocks(result: Result) -> str:
+    """A line a group: the fastest of ours, torch, and the best loop of mma.sync from registers in the same rounds."""
+    head = ("block", "problem", "fastest of ours", "ms:", "TFLOP/s or TB/s:", "torch, ms:", "× torch:", "% of ceiling:")
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in result["rows"]:
+        groups.setdefault((row["block"], row["group"]), []).append(row)
+    lines = []
+    for (block, group), rows in groups.items():
+        ours = [row for row in rows if row["ok"] and row["tag"] != "torch" and not row["tag"].startswith("ceiling")]
+        torch = next((row["milliseconds"] for row in rows if row["tag"] == "torch" and row["ok"]), None)
+        if not ours:
+            lines.append((block, group, "none passed its check", "–", "–", significant(torch), "–", ""))
+            continue
+        best = min(ours, key=lambda row: row["milliseconds"])
+        rate = number(best["tflops"], 1) if best["tflops"] else number((best["gigabytes_per_second"] or 0) / 1e3, 2)
+        figures = (rate, significant(torch), number(best["versus_torch"], 2))
+        of_ceiling = number(100 * best["of_ceiling"], 0) if best["of_ceiling"] else ""
+        lines.append((block, group, f"`{best['tag']}`", significant(best["milliseconds"]), *figures, of_ceiling))
+    return table(head, lines)
+
+
+def share(row: Row) -> str:
+    """Percent of what ``mma.sync`` gives from registers, where it was measured."""
+    return number(100 * row["mma_ceiling"], 0) if row.get("mma_ceiling") else "–"
 
 
 def conflicts(result: Result) -> str:
@@ -426,10 +537,11 @@ def roofs(result: Result) -> str:
 
 
 VIEWS = {
-    "flashlane-bench/": {"": all_rows, "ladder": ladder, "founding": founding, "summary": summary},
+    "flashlane-bench/": {"": all_rows, "ladder": ladder, "founding": founding, "logs": logs, "summary": summary},
     "flashlane-bars/": {"": bars},
+    "flashlane-triton-bars/": {"": triton_bars},
     "flashlane-ncu-conflicts/": {"": conflicts},
-    "blocks": {"roofs": roofs},
+    "blocks": {"roofs": roofs, "rows": blocks},
 }
 """Start of a file's format -> its views."""
 

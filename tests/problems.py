@@ -228,12 +228,18 @@ def _cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 @st.composite
-def cases(draw: st.DrawFn, dropout: bool = False, cached: bool = False) -> Case:
+def cases(
+    draw: st.DrawFn,
+    dropout: bool = False,
+    cached: bool = False,
+    some_lengths: tuple[int, ...] = LENGTHS,
+    head_dims: tuple[int, ...] = HEAD_DIMS,
+) -> Case:
     """Every product of features, of those for which it says so as well; lengths fall around tile edges."""
     varlen = draw(st.booleans())
-    length = st.tuples(st.sampled_from(LENGTHS), st.sampled_from(LENGTHS))
+    length = st.tuples(st.sampled_from(some_lengths), st.sampled_from(some_lengths))
     lengths = draw(st.lists(length, min_size=1, max_size=3)) if varlen else [draw(length)] * draw(st.integers(1, 2))
-    head_dim = draw(st.sampled_from(HEAD_DIMS))
+    head_dim = draw(st.sampled_from(head_dims))
     page_size = draw(st.sampled_from((0, 1, 5, 16, 64))) if cached else 0
     return Case(
         dropout=draw(st.sampled_from((0.0, 0.17, 0.9))) if dropout else 0.0,
@@ -246,7 +252,7 @@ def cases(draw: st.DrawFn, dropout: bool = False, cached: bool = False) -> Case:
         kv_heads=draw(st.integers(1, 2)),
         group=draw(st.integers(1, 3)),
         head_dim=head_dim,
-        head_dim_v=draw(st.sampled_from((head_dim, *HEAD_DIMS))),
+        head_dim_v=draw(st.sampled_from((head_dim, *head_dims))),
         causal=draw(st.booleans()),
         alignment=draw(st.sampled_from(("bottom-right", "top-left"))),
         window=draw(st.tuples(st.sampled_from((-1, 0, 5, 70)), st.sampled_from((-1, 0, 9)))),

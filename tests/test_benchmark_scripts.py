@@ -107,6 +107,83 @@ def test_ladder_takes_the_fastest_f32_tag_of_each_rung(script, tmp_path):
     ]
 
 
+def test_the_share_of_the_ceiling_is_a_column_where_it_was_measured(script, tmp_path):
+    tables = script("readme_tables")
+    rows = [row("mma(naive)", 80.0), row("mma(split-q+acc-f32+stage1)", 2.0, mma_ceiling=0.564), row("(flash)", 1.2)]
+    lines = lines_of(tables.bench_tables(write(tmp_path, "x", {"format": "flashlane-bench/1", "rows": rows}), "ladder"))
+    assert [line[-1] for line in lines] == ["–", "56", ""] and {len(line) for line in lines} == {9}
+    goal = {"problem": "P", "peer": "(flash)", "bar": 1.1, "ratio": 1.2, "met": True, "tag": "mma(x)", "ms": 2.0}
+    goals = [goal | {"tflops": 300.0, "mma_ceiling": 0.5}, goal | {"tflops": 300.0}]
+    path = write(tmp_path, "b", {"format": "flashlane-bars/1", "goals": goals})
+    assert [line[-2:] for line in lines_of(tables.bench_tables(path))] == [["50", "`mma(x)`"], ["–", "`mma(x)`"]]
+
+
+def test_the_founding_logs_stand_beside_ours_line_by_line(script, tmp_path):
+    title = "B2 H2 N4096 D64 f16, README"
+    rows = [
+        row("mma(split-kv+stage1)", 0.145, title, values=(1.0, -0.5, 0.25), tflops_founding=120.6),
+        row("mma(split-kv+stage2)", None, title, status="FAIL"),
+    ]
+    path = write(tmp_path, "x", {"format": "flashlane-bench/1", "rows": rows})
+    lines = lines_of(script("readme_tables").bench_tables(path, "logs"))[:5]
+    values = "1.00000000, -0.50000000, 0.25000000"
+    assert lines[2] == ["B2 H2 N4096 D64 f16", "`mma(split-kv+stage1)`", values, "0.145000", "120.60", "0.336719"]
+    assert lines[3][3:] == ["FAIL", "–", "0.304818"] and lines[0][1] == "`(unfused)`" and lines[0][3] == "not run"
+
+
+def test_every_line_of_the_founding_logs_can_be_run(script):
+    """40 problems of the README, 24 of the older one (12 of them in f32 too), and the three of the release notes."""
+    lines = list(script("founding_logs").lines("sm_90a"))
+    assert len(lines) == 40 + 36 + 3 and sum(len(line.kernels) + len(line.baselines) for line in lines) == 288
+    for line in lines:
+        assert all(registry.get(tag).supports(line.problem) is None for tag in line.kernels), line
+        assert len(bench.select_peers(",".join(line.baselines))) == len(line.baselines), line
+    assert {line.problem.describe() for line in lines if line.problem.head_dim == 512} == {
+        "B1 H8 N8192 D512 f16",
+        "B1 H48 N16384 D512 f16",
+    }
+
+
+def test_blocks_show_the_fastest_beside_torch_and_the_ceiling(script, tmp_path):
+    made = {"block": "hgemm", "group": "8192 f16", "ok": True, "gigabytes_per_second": None, "message": ""}
+    rows = [
+        made | {"tag": "torch", "milliseconds": 1.0, "tflops": 800.0, "versus_torch": 1.0, "of_ceiling": 1.3},
+        made | {"tag": "a", "milliseconds": 4.0, "tflops": 200.0, "versus_torch": 0.25, "of_ceiling": 0.3},
+        made | {"tag": "b", "milliseconds": 2.0, "tflops": 400.0, "versus_torch": 0.5, "of_ceiling": 0.6},
+        made | {"tag": "wrong", "ok": False, "milliseconds": None, "tflops": None, "versus_torch": None},
+        made | {"tag": "ceiling 8 warps", "milliseconds": 1.5, "tflops": 600.0, "versus_torch": None, "of_ceiling": 1},
+    ]
+    other = {"block": "softmax", "group": "2x2 f32", "tag": "torch", "ok": True, "milliseconds": 3.0}
+    path = write(tmp_path, "x", {"rows": [*rows, other]})
+    assert lines_of(script("readme_tables").bench_tables(path, "rows")) == [
+        ["hgemm", "8192 f16", "`b`", "2", "400.0", "1", "0.50", "60"],
+        ["softmax", "2x2 f32", "none passed its check", "–", "–", "3", "–", ""],
+    ]
+
+
+def test_triton_bars_become_a_table(script, tmp_path):
+    ratios = {"(flash)": 1.5, "(flex)": 1.2}
+    goals = [
+        {"name": "a", "ms": 2.0, "tflops": 300.0, "ratios": ratios, "met": True},
+        {"name": "b", "ms": 4.0, "tflops": 100.0, "ratios": {"(flex)": 0.9}, "met": False},
+        {"name": "c", "ms": None, "tflops": None, "ratios": {}, "met": False},
+    ]
+    path = write(tmp_path, "x", {"format": "flashlane-triton-bars/1", "goals": goals})
+    text = script("readme_tables").bench_tables(path)
+    assert lines_of(text) == [
+        ["a", "2", "300.0", "1.500", "1.200", "met"],
+        ["b", "4", "100.0", "–", "0.900", "**missed**"],
+        ["c", "–", "–", "–", "–", "not run"],
+    ]
+    assert "1 of 3 bars met" in text
+
+
+def test_holes_of_the_grid_are_listed(script):
+    lines = lines_of(script("readme_tables").hole_table())
+    assert all(line[1].startswith("split-q+tiling-qk") and line[4].endswith(" to 1024") for line in lines)
+    assert not any("sm_90" in line[0] for line in lines) and any("sm_86" in line[0] for line in lines)
+
+
 def test_founding_view_has_the_columns_of_the_founding_logs(script, tmp_path):
     rows = [
         row("(unfused)", 20.0, values=(1.0, -0.5, 0.25), tflops_founding=6.67),
@@ -181,7 +258,7 @@ def test_results_are_kept_problem_by_problem(script, tmp_path):
     assert {row.tag for row in results.failed} == {"wrong"} and saved["rows"][0]["timing"]["rounds"] == 5
 
 
-@pytest.mark.parametrize("name", ["founding", "mma_bars", "ncu_conflicts"])
+@pytest.mark.parametrize("name", ["founding", "founding_logs", "mma_bars", "ncu_conflicts"])
 def test_scripts_say_that_there_is_no_gpu(script, name, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", [name, "--out", str(tmp_path)])

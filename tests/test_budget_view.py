@@ -142,6 +142,7 @@ def test_spills_and_no_blocks_stand_out():
     [
         (("mma(split-q+acc-f32+stage)",), "did you mean 'mma(split-q+acc-f32+stage"),
         (("reference",), "reference is made of torch operations"),
+        (("triton",), "triton is compiled by Triton"),
         (("mma(naive)", "--arch", "sm_91a"), "--arch is 'sm_91a'"),
         (("mma(naive)", "--D", "0"), "--D"),
     ],

@@ -10,7 +10,10 @@ import contextlib
 import math
 import os
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,3 +266,27 @@ def test_a_call_after_the_first_builds_nothing(
     assert compiled() == before
     monkeypatch.setattr(launch.Plan, "__init__", lambda *args: pytest.fail("a plan was made"))
     run(problem, inputs)
+
+
+FIRST_CALL = """
+import torch, triton
+from flashlane import flash_attn_func
+
+built, launched = [], []
+triton.knobs.runtime.jit_post_compile_hook = lambda **known: built.append(known["fn"].name)
+triton.knobs.runtime.launch_enter_hook.add(lambda data: launched.append(data.get()["name"]))
+q, k, v = (torch.randn(1, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+flash_attn_func(q, k, v, causal=True, kernel="triton").sum().backward()
+torch.cuda.synchronize()
+print(len(built), len(launched), *sorted(launched))
+"""
+
+
+def test_a_fresh_process_compiles_no_more_than_it_runs(tmp_path: Path) -> None:
+    """Configurations are tables, or were stored by the tuner: nothing is tried, forward and backward."""
+    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    built, launched, *names = done.stdout.split()
+    assert int(launched) == len(names) == len(set(names)) >= 3, done.stdout
+    assert int(built) == int(launched), done.stdout

@@ -73,7 +73,10 @@ def budget_of(kernel: Kernel, problem: AttentionProblem, arch: str) -> Budget:
         ValueError: the kernel is not compiled by us, or the architecture is unknown.
     """
     if not isinstance(kernel, DeviceKernel):
-        raise ValueError(f"{kernel.tag} is made of torch operations: it has no registers or shared memory of its own")
+        made = "compiled by Triton" if kernel.family.startswith("triton") else "made of torch operations"
+        raise ValueError(
+            f"{kernel.tag} is {made}, not from a device file of ours; budgets are of kernels like mma(split-q+stage1)"
+        )
     limit, asked = jit.shared_limit(arch), problem.on(arch)
     reason = kernel.supports(asked)
     if reason is not None:

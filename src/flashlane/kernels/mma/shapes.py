@@ -59,7 +59,7 @@ THROUGHPUT: Table = {
         (256, (Shape(64, 32, 4, min_blocks=2), Shape(64, 16, 4))),
     ),
     "tiling-qk": (
-        (64, (Shape(128, 64, 4, min_blocks=2),)),
+        (64, (Shape(128, 64, 4, min_blocks=2), Shape(64, 64, 4))),
         (128, (Shape(128, 64, 4), Shape(64, 64, 4, min_blocks=2))),
         (
             384,
@@ -77,6 +77,7 @@ THROUGHPUT: Table = {
                 Shape(64, 128, 2, 4, v_rows=16),
                 Shape(64, 64, 2, 4, v_rows=16),
                 Shape(32, 64, 2, 4, v_rows=16, k_slice=32),
+                Shape(16, 64, 1, 4, v_rows=16, k_slice=16),
             ),
         ),
         (
@@ -89,7 +90,7 @@ THROUGHPUT: Table = {
         ),
     ),
     "tiling-qkv": (
-        (64, (Shape(128, 128, 4), Shape(128, 64, 4, min_blocks=2))),
+        (64, (Shape(128, 128, 4), Shape(128, 64, 4, min_blocks=2), Shape(64, 64, 4))),
         (128, (Shape(128, 64, 4), Shape(64, 64, 4, min_blocks=2))),
         (384, (Shape(128, 64, 4, 2, k_slice=160), Shape(64, 64, 2, 2, min_blocks=2), Shape(32, 32, 2, 2))),
         (
