@@ -14,6 +14,6 @@ def main_sources(config: Any) -> tuple[KernelSource, ...]:
 
 
 def side_sources(config: Any) -> tuple[KernelSource, ...]:
-    """The kernels before and after; what sums dQ in registers has none after."""
+    """The kernels before and after; what sums dQ in registers, or finishes it itself, has none after."""
     before = (prepare_source(config),)
-    return (*before, finish_source(config)) if config.sum_floats else before
+    return (*before, finish_source(config)) if config.sum_floats and not config.finish_inside else before

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 
-def steady_loops(text: str) -> list[list[str]]:
-    """Opcodes of the loops over key blocks: from a label to the backward branch to it, multiplying but not storing."""
+def loops(text: str) -> list[list[str]]:
+    """Opcodes of the loops: from a label to a backward branch to it."""
     opcodes: list[str] = []
     labels: dict[str, int] = {}
     spans: list[tuple[int, int]] = []
@@ -18,6 +19,14 @@ def steady_loops(text: str) -> list[list[str]]:
             target = re.search(r"\.L_x_\d+", found[2]) if found[1].startswith("BRA") else None
             if target and target[0] in labels:
                 spans.append((labels[target[0]], len(opcodes)))
-    loops = [opcodes[a:b] for a, b in spans]
-    families = [{op.split(".")[0] for op in loop} for loop in loops]
-    return [loop for loop, has in zip(loops, families, strict=True) if "HGMMA" in has and "STG" not in has]
+    return [opcodes[a:b] for a, b in spans]
+
+
+def families(loop: list[str]) -> Counter[str]:
+    """How often each opcode is there, whatever its modifiers."""
+    return Counter(op.split(".")[0] for op in loop)
+
+
+def steady_loops(text: str) -> list[list[str]]:
+    """Opcodes of the loops over key blocks: multiplying but not storing."""
+    return [loop for loop in loops(text) if (has := families(loop))["HGMMA"] and not has["STG"]]

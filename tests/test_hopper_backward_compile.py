@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hopper_sources import main_sources, side_sources
-from sass_loops import steady_loops
+from sass_loops import families, loops, steady_loops
 
 from flashlane import jit, registry
 from flashlane.backwards import select_backward
@@ -59,9 +58,13 @@ def taken() -> list[AttentionProblem]:
 
 
 CONFIGS = tuple(dict.fromkeys(backward.config_of(problem) for problem in taken()))
-
-
-MAIN = [(config, source) for config in CONFIGS for source in main_sources(config)]
+SEPARATE = tuple(
+    replace(config, finish_inside=False, first_stores=False)
+    for config in CONFIGS
+    if isinstance(config, BackwardConfig) and config.head_dim in COMMON and not (config.softcap or config.alibi)
+)
+"""With a launch of its own that makes dQ from its sums."""
+MAIN = [(config, source) for config in (*CONFIGS, *SEPARATE) for source in main_sources(config)]
 
 
 def name_of(piece: tuple[Any, KernelSource]) -> str:
@@ -91,19 +94,25 @@ def test_the_gradients_compile_as_the_schedule_needs(piece: tuple[Any, KernelSou
         pytest.skip("no disassembler")
     counts = jit.sass.count_instructions(text)
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
-    loops = [Counter(op.split(".")[0] for op in loop) for loop in steady_loops(text)]
-    assert loops
-    for inside in loops:  # nothing in them goes to local memory; from there comes at most the number of steps
+    steady = [families(loop) for loop in steady_loops(text)]
+    assert steady
+    for inside in steady:  # nothing in them goes to local memory; from there comes at most the number of steps
         assert not inside["STL"] and inside["LDL"] <= 1
     if source.entry == FUSED:
         assert counts["UBLKRED"] > 0, "dQ is added by the copy engine"
-        (inside,) = (loop for loop in loops if loop["HGMMA"] >= products_of_a_step(config))
+        # Loops over the rows of a part of dQ: all loads of a row at once, and nothing in local memory.
+        slabs = min(4, -(-config.head_dim // 16))
+        finishing = [inside for loop in loops(text) if (inside := families(loop))["MOVM"] and inside["LDG"] == slabs]
+        assert len(finishing) == (0 if not config.finish_inside else 1 if config.softcap or config.alibi else 2)
+        for inside in finishing:
+            assert inside["MOVM"] == 2 * slabs and not inside["STL"] and not inside["LDL"]
+        (inside,) = (loop for loop in steady if loop["HGMMA"] >= products_of_a_step(config))
         assert inside["HGMMA"] == products_of_a_step(config)
         assert inside["STSM"] == config.block_m // 16, "dS of a warp, transposed on its way"
 
 
 def test_the_kernels_before_and_after_compile() -> None:
-    for source in dict.fromkeys(source for config in CONFIGS for source in side_sources(config)):
+    for source in dict.fromkeys(source for config in (*CONFIGS, *SEPARATE) for source in side_sources(config)):
         report = jit.compile(source, ARCH).report
         assert report.spills == 0 and not report.warnings, source.constants
         # Dynamic shared memory is asked for by the gradients only: what these have must fit without.

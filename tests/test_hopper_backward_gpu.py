@@ -432,6 +432,41 @@ def test_four_streams_at_once() -> None:
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_launches_that_share_the_sms_end(head_dim: int, deterministic: bool) -> None:
+    """Each has more tiles than there are SMs: none may hold an SM while it waits for a tile that has none."""
+    problem, inputs = dense(2048, head_dim, batch=8, heads=8, kv_heads=4, causal=True, deterministic=deterministic)
+    what = forwarded(problem, inputs)
+    alone = run(problem, inputs, what)
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in range(3)], []
+    for number in range(18):
+        with torch.cuda.stream(streams[number % 3]):
+            found.append(hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse))
+    torch.cuda.synchronize()
+    for grads in found:
+        assert equal(grads, alone, repeats(problem))
+        torch.testing.assert_close(grads.q, alone.q, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_a_thread_that_has_not_used_cuda(head_dim: int) -> None:
+    """Torch runs a backward pass in a thread of its own; the first there may be ours."""
+    problem, inputs = dense(100, head_dim, deterministic=True)
+    what = forwarded(problem, inputs)
+    expected = run(problem, inputs, what)
+    moved = Inputs(*(t.clone() for t in (inputs.q, inputs.k, inputs.v)))  # other addresses: maps are made anew
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(hopper_backward, problem, moved, what.out, what.lse, what.do, what.dlse).result()
+    torch.cuda.synchronize()
+    assert equal(found, expected, ("q", "k", "v"))
+
+
+@pytest.mark.gpu
+@needs_hopper
 def test_rows_far_apart() -> None:
     """Rows of q, k, v and dO further apart than 2^31 elements."""
     rows, stride = 70, 1 << 25

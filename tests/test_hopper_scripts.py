@@ -56,7 +56,7 @@ def test_every_forward_problem_has_a_peer_with_an_installed_flash_attention_4(
             (5, 8) if shape.lengths else (),
         )  # fmt: skip
         problem = forward.make(small, CPU)[0].on("sm_90a")
-        able = {name for name in forward.PEERS if peers[forward.PEER_TAGS[name]].supports(problem) is None}
+        able = {name for name in forward.PEER_TAGS if peers[forward.PEER_TAGS[name]].supports(problem) is None}
         assert {"fa2", "fa4"} <= able, shape.title
         assert ("cudnn" in able) == (not shape.lengths and shape.window < 0), shape.title
 

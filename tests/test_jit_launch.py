@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,12 +53,19 @@ class FakeDriver:
     """Two devices whose contexts are 100 and 101; every call is written down."""
 
     CUfunction_attribute = CUdevice_attribute = Attribute
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
+    CUlaunchConfig = SimpleNamespace
+
+    @staticmethod
+    def CUlaunchAttribute() -> SimpleNamespace:
+        return SimpleNamespace(value=SimpleNamespace())
 
     def __init__(self) -> None:
         self.contexts = [100]
         self.calls: list[tuple] = []
         self.failing: dict[str, Code] = {}
         self.params: list[bytes] = []
+        self.configs: list[SimpleNamespace] = []
 
     def __getattr__(self, name):
         if not name.startswith("cu"):
@@ -67,7 +75,7 @@ class FakeDriver:
             self.calls.append((name, *arguments))
             if name in self.failing:
                 return (self.failing[name], None)
-            if name == "cuLaunchKernel" and self.contexts[-1] == NO_CONTEXT:
+            if name.startswith("cuLaunchKernel") and self.contexts[-1] == NO_CONTEXT:
                 return (Code.CUDA_ERROR_INVALID_CONTEXT,)
             answer = 7
             if hasattr(self, f"do_{name}"):
@@ -104,6 +112,10 @@ class FakeDriver:
         address = ctypes.c_void_p.from_address(arguments[-2]).value
         self.params.append(ctypes.string_at(address, ctypes.sizeof(Params)))
         self.launched_in = self.contexts[-1]
+
+    def do_cuLaunchKernelEx(self, config, *arguments):
+        self.configs.append(SimpleNamespace(**vars(config)))
+        self.do_cuLaunchKernel(*arguments)
 
     def named(self, name):
         return [call[1:] for call in self.calls if call[0] == name]
@@ -151,6 +163,24 @@ def test_launch_passes_everything_on(fake):
     first, second = fake.named("cuLaunchKernel")
     assert first[1:9] == (5, 6, 7, 64, 2, 2, 512, 1000) and second[8] == 77
     assert fake.params == [bytes(params)] * 2
+
+
+def test_a_launch_that_overlaps_the_one_before_it(fake):
+    params = Params(1, 2, 3, 2**40)
+    enqueue = on_fake(fake).prepare((5, 6, 7), (32, 4, 2), 512, params, overlapped=True)
+    for stream in (77, 78):
+        enqueue(stream)
+    fake.contexts = [NO_CONTEXT]
+    on_fake(fake).launch((1, 1, 1), (32, 1, 1), 0, params, overlapped=True)  # in a thread that has not used CUDA
+    assert not fake.named("cuLaunchKernel") and fake.params == [bytes(params)] * 3 and fake.launched_in == 100
+    first, second, third = fake.configs
+    for config, stream in ((first, 77), (second, 78)):
+        assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (5, 6, 7)
+        assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (32, 4, 2)
+        assert (config.sharedMemBytes, config.hStream, config.numAttrs) == (512, stream, 1)
+    assert third.hStream == 1000
+    (attribute,) = third.attrs
+    assert attribute.id == 6 and attribute.value.programmaticStreamSerializationAllowed == 1
 
 
 def test_launch_with_a_parameter_each(fake):

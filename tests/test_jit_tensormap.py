@@ -157,3 +157,32 @@ def test_a_map_is_moved_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = 4096
     with pytest.raises(LaunchError, match="cuda-bindings does not change a tensor map in place"):
         tensormap.mover(1280)
+
+
+def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the thread of a backward pass, before CUDA's runtime has been called there."""
+    current, made = [], []
+
+    def make_current() -> None:
+        made.append(True)
+        current.append(True)
+
+    def encode_tiled(*_):
+        return (0 if current else 201), SimpleNamespace(getPtr=lambda: buffer.data_ptr())
+
+    fake = SimpleNamespace(
+        cuuint64_t=int,
+        cuuint32_t=int,
+        CUtensorMap=lambda place: SimpleNamespace(getPtr=lambda: place),
+        cuTensorMapEncodeTiled=encode_tiled,
+        cuTensorMapReplaceAddress=lambda *_: (0 if current else 201,),
+        **{f"CUtensorMap{x}": Names() for x in ("DataType", "Interleave", "Swizzle", "L2promotion", "FloatOOBfill")},
+    )
+    buffer = torch.arange(128, dtype=torch.uint8)
+    monkeypatch.setattr(tensormap, "driver", lambda: fake)
+    monkeypatch.setattr(tensormap, "make_current", make_current)
+    move = tensormap.mover(1280)
+    for call in (lambda: encode(describe("bf16", 256, (80, 7), (1, 80), (64, 16))), lambda: move(256)):
+        call(), call()
+        assert made == [True]
+        current.clear(), made.clear()

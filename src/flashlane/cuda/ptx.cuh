@@ -53,6 +53,13 @@ __device__ __forceinline__ void stmatrix_x4_trans(u32 address, u32 r0, u32 r1, u
                  : "memory");
 }
 
+// An 8×8 matrix of 16-bit elements, two of row lane / 4 in each lane, transposed.
+__device__ __forceinline__ u32 movmatrix_trans(u32 x) {
+    u32 y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 __device__ __forceinline__ int4 load_shared_int4(u32 address) {
     int4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -97,3 +104,9 @@ __device__ __forceinline__ float ex2(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// A launch that was told to overlap the one before it (flashlane.jit) may begin once all blocks of that one have called
+// launch_dependents() or ended. It sees what that one wrote after wait_prerequisites(), which waits for its end. Both do
+// nothing in any other launch (PTX ISA, griddepcontrol).
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -106,6 +106,8 @@ class Function:
         shared: int,
         params: ctypes.Structure | Sequence[Any],
         stream: int | None = None,
+        *,
+        overlapped: bool = False,
     ) -> None:
         """Enqueue the kernel.
 
@@ -115,12 +117,15 @@ class Function:
             shared: bytes of dynamic shared memory.
             params: the kernel's one by-value struct, or a ctypes object for each of its parameters.
             stream: address of a CUDA stream of the device; None is torch's current one.
+            overlapped: the kernel may begin before the one before it on the stream has ended (programmatic dependent
+                launch). That one says when by ``launch_dependents()``; every block of this one calls
+                ``wait_prerequisites()`` before it reads or overwrites what that one writes or reads.
 
         Raises:
             ValueError: the grid, the block or the shared memory is beyond what can be launched.
             LaunchError: the driver refuses the launch, or an earlier kernel had failed.
         """
-        enqueue = self.prepare(grid, block, shared, params)
+        enqueue = self.prepare(grid, block, shared, params, overlapped=overlapped)
         if stream is None:
             stream = self._stream_of(self.device_index)
         if self._current_device() == self.device_index:
@@ -130,7 +135,13 @@ class Function:
                 enqueue(stream)
 
     def prepare(
-        self, grid: Dim3, block: Dim3, shared: int, params: ctypes.Structure | Sequence[Any]
+        self,
+        grid: Dim3,
+        block: Dim3,
+        shared: int,
+        params: ctypes.Structure | Sequence[Any],
+        *,
+        overlapped: bool = False,
     ) -> Callable[[int], None]:
         """Check a launch once, to make it any number of times; the arguments are those of :meth:`launch`.
 
@@ -154,9 +165,12 @@ class Function:
             pointers = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
         address = ctypes.addressof(pointers)
         launch, function = self._driver.cuLaunchKernel, self._function
+        if overlapped:
+            launch = self._overlapping_launch()
 
         def enqueue(stream: int) -> None:
-            code = launch(function, gx, gy, gz, bx, by, bz, shared, stream, address, 0)[0]
+            # The bindings take None for stream 0 in less time than 0.
+            code = launch(function, gx, gy, gz, bx, by, bz, shared, stream or None, address, 0)[0]
             if code:
                 if code in NOT_CURRENT:  # as in a thread that has not used CUDA yet
                     with self._current():
@@ -167,6 +181,27 @@ class Function:
 
         enqueue.keeps = params, pointers  # type: ignore[attr-defined]  # the driver reads them at each launch
         return enqueue
+
+    def _overlapping_launch(self) -> Callable[..., tuple[Any, ...]]:
+        """What takes the arguments of ``cuLaunchKernel``, and lets the kernel overlap the one before it."""
+        enqueue, config = self._driver.cuLaunchKernelEx, self._driver.CUlaunchConfig()
+        config.attrs, config.numAttrs = [self._overlap], 1
+
+        def launch(function: Any, *sizes_and_rest: int) -> tuple[Any, ...]:
+            *grid, bx, by, bz, config.sharedMemBytes, config.hStream, params, extra = sizes_and_rest
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = bx, by, bz
+            return enqueue(config, function, params, extra)
+
+        return launch
+
+    @functools.cached_property
+    def _overlap(self) -> Any:
+        """The attribute of such a launch."""
+        attribute = self._driver.CUlaunchAttribute()
+        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        return attribute
 
     def occupancy(self, threads: int, shared: int) -> int:
         """Blocks resident on an SM, as the driver says.
@@ -267,6 +302,15 @@ def _primary_context(device_index: int) -> Any:
     return _checked(driver(), "cuDevicePrimaryCtxRetain", device, what=what)
 
 
+def make_current() -> None:
+    """Give this thread the context of torch's current device, as CUDA's runtime does at a thread's first call.
+
+    A thread that torch starts for a backward pass may come here before that.
+    """
+    device = device_getter()()
+    _checked(driver(), "cuCtxSetCurrent", _primary_context(device), what=f"device {device}")
+
+
 @functools.cache
 def _shared_opt_in(device_index: int) -> int:
     """Bytes of shared memory that a block may opt in to."""
@@ -289,6 +333,17 @@ def device_getter() -> Callable[[], int]:
     import torch
 
     return getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
+
+
+def allocator(device: Any) -> Callable[[tuple[int, ...], tuple[int, ...], Any], Any]:
+    """``torch.empty_strided(size, stride, dtype)`` on a device, which if it is a GPU is torch's current one.
+
+    What the code that Inductor writes calls takes half the time of the public function, as it passes the dispatcher by.
+    """
+    import torch
+
+    short = getattr(getattr(torch._C._dynamo, "guards", None), f"_empty_strided_{device.type}", None)
+    return short or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device))
 
 
 def on_device(device_index: int) -> contextlib.AbstractContextManager[Any]:

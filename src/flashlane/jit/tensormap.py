@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from flashlane.jit.launch import LaunchError, driver
+from flashlane.jit.launch import NOT_CURRENT, LaunchError, driver, make_current
 
 Element = Literal["f16", "bf16", "f32"]
 ITEM_BYTES: dict[str, int] = {"f16": 2, "bf16": 2, "f32": 4}
@@ -125,7 +125,7 @@ def encode(tensor_map: TensorMap) -> bytes:
     api = driver()
     wide, narrow = api.cuuint64_t, api.cuuint32_t
     swizzle = f"CU_TENSOR_MAP_SWIZZLE_{tensor_map.swizzle}B" if tensor_map.swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"
-    code, encoded = api.cuTensorMapEncodeTiled(
+    arguments = (
         getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[tensor_map.element]}"),
         len(tensor_map.sizes),
         tensor_map.address,
@@ -138,6 +138,10 @@ def encode(tensor_map: TensorMap) -> bytes:
         api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
+    code, encoded = api.cuTensorMapEncodeTiled(*arguments)
+    if code in NOT_CURRENT:
+        make_current()
+        code, encoded = api.cuTensorMapEncodeTiled(*arguments)
     if code:
         raise LaunchError(f"cuTensorMapEncodeTiled failed: {getattr(code, 'name', code)}; the map was {tensor_map}")
     return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
@@ -163,6 +167,9 @@ def mover(place: int) -> Callable[[int], None]:
 
     def move(address: int) -> None:
         code = replace_address(found, address)[0]
+        if code in NOT_CURRENT:
+            make_current()
+            code = replace_address(found, address)[0]
         if code:
             name = getattr(code, "name", code)
             raise LaunchError(f"cuTensorMapReplaceAddress failed: {name}; the address was {address:#x}")

@@ -9,7 +9,7 @@
 //
 // Only dS goes through shared memory, from which the last product takes it: of a head dim above 64 each warpgroup makes
 // half of the columns of dQ, else half of its rows. dQ is summed in device memory by the copy engine, in the order of the
-// accumulator's registers; backward_finish.cu knows that order. A step of a consumer, i the block of queries:
+// accumulator's registers (backward_sums.cuh). A step of a consumer, i the block of queries:
 //
 //     issue S(i), dP(i) │ wait S │ P │ issue dV(i) │ wait dP │ dS, store it │ wait dV │ issue dQ(i−1), dK(i) │ wait dQ,
 //     store it │ wait dK
@@ -19,7 +19,11 @@
 // Blocks of threads stay on their SMs and take tile after tile (a tile: a block of keys), so that the loads of the next
 // tile run under the stores of the one before. DETERMINISTIC: the tiles add to a block of queries in their order. Each
 // walks the queries in the direction in which the tiles before it arrive there earlier: with a causal mask, backwards.
-#include "hopper_backward_products.cuh"
+//
+// FINISH_INSIDE: who makes the last addition to a part of dQ puts it into a queue, from which any idle warp of the launch
+// takes it and writes dQ, under the products of the others. Else backward_finish.cu does it. FIRST_STORES: the first
+// addition to a part is a store, so that the sums need no zeros before.
+#include "hopper_backward_finisher.cuh"
 
 constexpr int BLOCK_N = cfg::BLOCK_N, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);
 constexpr int K_STAGES = cfg::K_STAGES, V_STAGES = cfg::V_STAGES;  // tiles whose keys have a place at once
@@ -29,11 +33,10 @@ constexpr u32 K_BYTES = QK_CHUNKS * KEYS_CHUNK, V_BYTES = V_CHUNKS * KEYS_CHUNK;
 constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK, DS_BYTES = BLOCK_N / 64 * ROWS_CHUNK;
 constexpr u32 STAT_BYTES = BLOCK_M * 4;
 
-// A warpgroup's part of dQᵀ: 64 columns of dQ (SPLIT_COLUMNS: its own), PART queries. Slabs of 16 columns are a warp's.
-constexpr bool SPLIT_COLUMNS = HEAD_DIM > 64;
-constexpr int PART = SPLIT_COLUMNS ? BLOCK_M : BLOCK_M / 2;
-constexpr u32 SLAB_BYTES = 16 * PART * 4, PART_BYTES = 4 * SLAB_BYTES;
-static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128);
+// Of dQᵀ a warpgroup makes 64 columns for PART queries; what is added of them is its part (backward_sums.cuh).
+constexpr u32 SLAB_BYTES = SLAB_FLOATS * 4, PART_BYTES = 4 * SLAB_BYTES;
+static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128 && PARTS == CONSUMERS);
+static_assert(cfg::FINISH_INSIDE || !cfg::FIRST_STORES, "a launch that finishes would read what nobody stored");
 
 constexpr u32 K = 0, V = K + K_STAGES * K_BYTES, Q = V + V_STAGES * V_BYTES, DO = Q + Q_STAGES * Q_BYTES, DS = DO + DO_STAGES * DO_BYTES;
 constexpr u32 DQ = DS + DS_STAGES * DS_BYTES, LSE = DQ + CONSUMERS * PART_BYTES, DELTA = LSE + Q_STAGES * STAT_BYTES;
@@ -41,8 +44,8 @@ constexpr u32 DQ = DS + DS_STAGES * DS_BYTES, LSE = DQ + CONSUMERS * PART_BYTES,
 constexpr u32 TILES = DELTA + DO_STAGES * STAT_BYTES, TILE_SLOTS = 2, TILE_BYTES = 32;
 constexpr u32 STEPS = TILES + TILE_BYTES * TILE_SLOTS, STEP_BYTES = 16;
 // And what the adders look up of a part of dQ: of two a step, and the producer is Q_STAGES steps ahead of them.
-constexpr u32 PARTS = STEPS + STEP_BYTES * Q_STAGES, PART_SLOTS = 4 * Q_STAGES, ORDER_BYTES = 8;
-constexpr u32 TILE_FULL = PARTS + ORDER_BYTES * PART_SLOTS, TILE_EMPTY = TILE_FULL + 8 * TILE_SLOTS;
+constexpr u32 ORDERS = STEPS + STEP_BYTES * Q_STAGES, ORDER_SLOTS = 4 * Q_STAGES, ORDER_BYTES = 8;
+constexpr u32 TILE_FULL = ORDERS + ORDER_BYTES * ORDER_SLOTS, TILE_EMPTY = TILE_FULL + 8 * TILE_SLOTS;
 constexpr u32 K_FULL = TILE_EMPTY + 8 * TILE_SLOTS, K_EMPTY = K_FULL + 8 * K_STAGES, V_FULL = K_EMPTY + 8 * K_STAGES;
 constexpr u32 V_EMPTY = V_FULL + 8 * V_STAGES, Q_FULL = V_EMPTY + 8 * V_STAGES, Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES;
 constexpr u32 DO_EMPTY = DO_FULL + 8 * DO_STAGES, DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 8 * DS_STAGES;
@@ -51,8 +54,6 @@ constexpr int CONSUMER_WARPS = 4 * CONSUMERS;
 constexpr bool BACKWARDS = cfg::DETERMINISTIC && cfg::HAS_RIGHT;
 static_assert(DQ_EMPTY + 8 * CONSUMERS == cfg::SHARED_BYTES, "the Python formula disagrees");
 enum { TOGETHER = 1, ALL = 3 };                           // named barriers: one a consumer, and of both
-
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
@@ -78,6 +79,7 @@ struct StepQueries {
     int masked;                                           // some pair of the step's is hidden
 };
 enum { NO_BLOCK = -1, NO_MORE = -2 };                     // parts of dQ that are of no block, and not there
+enum { LAST_OF_TILE, SAME_TILE };
 
 __device__ __forceinline__ Place tile_place(u32 base, u32 slot) {
     const int4 x = load_shared_int4(base + TILES + TILE_BYTES * slot);
@@ -108,10 +110,11 @@ struct Producer {
         ++tiles;
     }
 
-    // Tell the adders of the next part: the block of queries that it is of, and after how many tiles it is added.
-    __device__ __forceinline__ void order_part(int block, int turn) const {
-        const u32 at = base + PARTS + (steps + full_tiles) % PART_SLOTS * ORDER_BYTES;
-        store_shared(at, static_cast<u32>(block)), store_shared(at + 4, static_cast<u32>(turn));
+    // Tell the adders of the next part: the block of queries that it is of, and if DETERMINISTIC the block of keys, else
+    // whether the part after it is of the SAME_TILE.
+    __device__ __forceinline__ void order_part(int block, int keys) const {
+        const u32 at = base + ORDERS + (steps + full_tiles) % ORDER_SLOTS * ORDER_BYTES;
+        store_shared(at, static_cast<u32>(block)), store_shared(at + 4, static_cast<u32>(keys));
     }
 
     template <int CHUNKS>
@@ -138,9 +141,10 @@ struct Producer {
         const Sequence& sequence = work.sequence;
         const int blocks = work.queries.high - work.queries.low;
         if (blocks <= 0) return;
-        order_part(NO_BLOCK, 0), ++full_tiles;
+        order_part(NO_BLOCK, SAME_TILE), ++full_tiles;
         bool first = true;
-        for (int head = work.kv_head * work.group; head < (work.kv_head + 1) * work.group; ++head) {
+        const int end = (work.kv_head + 1) * work.group;
+        for (int head = end - work.group; head < end; ++head) {
             const long long stat = stat_block(p, sequence, work.which, head);
 #pragma unroll 1
             for (int i = 0; i < blocks; ++i, ++steps) {
@@ -148,8 +152,8 @@ struct Producer {
                 const int row = sequence.q_first + query;
                 u32 slot = steps % Q_STAGES, full = base + Q_FULL + 8 * slot;
                 barrier_wait(base + Q_EMPTY + 8 * slot, steps / Q_STAGES % 2 ^ 1);
-                order_part(stat + block,
-                           work.first_key / BLOCK_N - (cfg::DETERMINISTIC ? first_keys_of(p, sequence, block, BLOCK_N) : 0));
+                order_part(stat + block, cfg::DETERMINISTIC ? work.first_key / BLOCK_N
+                                         : head + 1 < end || i + 1 < blocks ? SAME_TILE : LAST_OF_TILE);
                 const bool masked = partly_masked<BLOCK_N>(p, work.first_key, sequence.k_length, query, sequence.shift);
                 store_shared(base + STEPS + STEP_BYTES * slot,
                              make_uint4(query, sequence.q_length - query, head, masked));
@@ -168,67 +172,125 @@ struct Producer {
     }
 
     __device__ __forceinline__ void run() {
+        wait_prerequisites();
         Finder finder;
-        int index = blockIdx.x;
         while (true) {
-            const Place place = finder.find(p, index, BLOCK_N);
+            // Late, as who is done first takes the next; and never a tile of one's own, which might wait for an SM while
+            // others that have theirs wait for the tile.
+            const Place place = finder.find(p, atomicAdd(p.counters + TILES_TAKEN, 1), BLOCK_N);
             const Work work(p, place.batch < 0 ? Place{0, 0, 0, 0} : place);
-            if (place.batch < 0) order_part(NO_MORE, 0);
+            if (place.batch < 0) order_part(NO_MORE, LAST_OF_TILE);
             announce(place, work);
             if (place.batch < 0) return;
             load_tile(work);
-            index = gridDim.x + atomicAdd(p.counter, 1);  // late: who is done first takes the next
         }
     }
 };
 
-// Wait until `turn` tiles were added to a block of queries.
-__device__ __forceinline__ void wait_turn(const int* turns, int turn) {
-    int now;
-#ifdef FLASHLANE_DEBUG
-    const long long start = clock64();
-#endif
-    do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
-#ifdef FLASHLANE_DEBUG
-        if (clock64() - start > 8000000000ll) __trap();
-#endif
-    } while (now != turn);
-    asm volatile("fence.proxy.async;" ::: "memory");  // what was added before is seen by the copy engine
-}
+// ---------------------------------------------------------------------------------------------- sums of dQ
 
-__device__ __forceinline__ void pass_turn(int* turns) {
-    bulk_wait();
-    asm volatile("fence.proxy.async;" ::: "memory");
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
-}
-
-// Adds a consumer's parts of dQ to the sums.
+// Adds a consumer's parts of dQ to the sums. Additions are counted when they have arrived, which the copy engine's end of
+// them makes visible to this thread's later operations (PTX ISA, async proxy).
 struct Adder {
     const Params& p;
     const u32 base;
     const int consumer;
+    int added = NO_BLOCK;                                 // not counted yet
+    int counted = NO_BLOCK, left = 0;                     // not looked at yet: how many were to come before it was counted
 
-    __device__ __forceinline__ void run() const {
-        constexpr int SLABS_HERE = SLABS < 4 ? SLABS : 4, SLABS_LAST = SPLIT_COLUMNS ? SLABS - 4 : SLABS_HERE;
-        const u32 bytes = (consumer == 0 ? SLABS_HERE : SLABS_LAST) * SLAB_BYTES;
-        const int offset = consumer * (SPLIT_COLUMNS ? 4 : SLABS) * 16 * PART;
+    // The first additions to the parts are claimed by who comes first.
+    static constexpr bool CLAIMED = cfg::FIRST_STORES && !cfg::DETERMINISTIC;
+
+    __device__ __forceinline__ u32 order(u32 part) const { return base + ORDERS + part % ORDER_SLOTS * ORDER_BYTES; }
+    __device__ __forceinline__ int* count_of(int block) const { return &p.states[block].count[consumer]; }
+
+    // BlockState::count; what was counted there is seen by the copy engine.
+    __device__ __forceinline__ int look(int block) const {
+        const int now = load_acquire(count_of(block));
+        proxy_fence();
+        return now;
+    }
+    // Wait until it is the turn of a block of keys. Negative: it is the first.
+    __device__ __forceinline__ int wait_turn(int block, int keys) const {
+        const Patience patience;
+        while (true) {
+            const int now = look(block);
+            if (now == keys || now == ~keys) return now;
+            patience.spend();
+        }
+    }
+    // Minus the number of additions if this is the first. Else it waits until that is stored, by a tile that has it ready.
+    __device__ __forceinline__ int claim_first(int block) const {
+        const Patience patience;
+        while (true) {
+            const int now = look(block);
+            if (now > 0 || (now < 0 && atomicCAS(count_of(block), now, 0) == now)) return now;
+            patience.spend();
+        }
+    }
+    __device__ __forceinline__ void pass_turn(int block, int keys) const {
+        bulk_wait();
+        store_release(count_of(block), keys + 1);
+        if (cfg::FINISH_INSIDE && keys + 1 == p.states[block].keys_end) complete(block);
+    }
+    // Of the part before this one. The answer takes a while: it is looked at when the next one is counted.
+    __device__ __forceinline__ void count(int block) {
+        if (left == 1) complete(counted);
+        counted = added, left = added < 0 ? 0 : count_release(count_of(added));
+        added = block;
+    }
+    __device__ __forceinline__ void complete(int block) const {
+        if constexpr (cfg::FINISH_INSIDE) {
+            acquire_fence();                              // what others counted, before what the finisher reads
+            const int place = atomicAdd(p.counters + PARTS_COMPLETE, 1);
+            store_release(p.queue + place, PARTS * block + consumer + 1);
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        const u32 bytes = slabs_of(consumer) * SLAB_BYTES, from = base + DQ + consumer * PART_BYTES;
+        bool stored = false;                              // the first addition, of the part that comes next
+        wait_prerequisites();
         for (u32 handed = 0;; ++handed) {
             barrier_wait(base + DQ_FULL + 8 * consumer, handed % 2);
-            const u32 order = base + PARTS + handed % PART_SLOTS * ORDER_BYTES;
-            const int block = load_shared(order), turn = load_shared(order + 4);
+            const int block = load_shared(order(handed));
             if (block == NO_MORE) break;
-            int* const turns = p.turns + 2 * static_cast<long long>(block) + consumer;
+            const int keys = load_shared(order(handed) + 4);
+            int now = 1;                                  // negative: it is the first addition
             if (block != NO_BLOCK) {
-                if (cfg::DETERMINISTIC) wait_turn(turns, turn);
-                bulk_add(p.dq + static_cast<long long>(block) * SUM_FLOATS + offset, base + DQ + consumer * PART_BYTES, bytes);
-                bulk_commit();
-                bulk_wait_read();
+                if (cfg::DETERMINISTIC) now = wait_turn(block, keys);
+                if (CLAIMED && !stored) now = claim_first(block);
+                float* const to = p.dq + static_cast<long long>(block) * SUM_FLOATS + consumer * PART_FLOATS;
+                if (cfg::FIRST_STORES && now < 0) {
+                    bulk_store(to, from, bytes);
+                } else {
+                    bulk_add(to, from, bytes);
+                }
             }
+            bulk_commit();
+            // The next part's count already, as that takes a while. Its order is there: who handed this part over has
+            // seen the queries of the next step, before which it was written.
+            const int next = CLAIMED && keys == SAME_TILE ? load_acquire(count_of(load_shared(order(handed + 1)))) : 0;
+            bulk_wait_read();
             barrier_arrive(base + DQ_EMPTY + 8 * consumer);
-            if (cfg::DETERMINISTIC && block != NO_BLOCK) pass_turn(turns);
+            if (cfg::DETERMINISTIC) {
+                if (block != NO_BLOCK) pass_turn(block, keys);
+            } else if (cfg::FINISH_INSIDE) {
+                if (CLAIMED && now < 0) {                 // others wait for it
+                    bulk_wait();
+                    store_release(count_of(block), -now);
+                }
+                bulk_wait_but_last();
+                count(block);
+            }
+            stored = next > 0;
+            if (CLAIMED) proxy_fence();
         }
         bulk_wait();
+        if (cfg::FINISH_INSIDE && !cfg::DETERMINISTIC) {
+#pragma unroll 1
+            for (int i = 0; i < 2; ++i) count(NO_BLOCK);
+        }
     }
 };
 
@@ -489,19 +551,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
             barrier_init(base + DQ_FULL + 8 * i, 4), barrier_init(base + DQ_EMPTY + 8 * i, 1);
         barrier_init_fence();
         tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
+        if (!cfg::FINISH_INSIDE) launch_dependents();     // which wait for the end all the same
     }
     __syncthreads();
     const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / 4;
     if (warpgroup == 0) {
         give_registers<cfg::PRODUCER_REGISTERS>();
-        if (threadIdx.x % WARP != 0) return;
-        if (warp == 0) {
-            Producer{p, base}.run();
-        } else if (warp <= CONSUMERS) {
-            Adder{p, base, warp - 1}.run();
+        if (threadIdx.x % WARP == 0) {
+            if (warp == 0) {
+                Producer{p, base}.run();
+            } else if (warp <= CONSUMERS) {
+                Adder{p, base, warp - 1}.run();
+            }
         }
+        __syncwarp();
+        if constexpr (cfg::FINISH_INSIDE) Finisher{p}.run();
     } else {
         take_registers<cfg::CONSUMER_REGISTERS>();
         Consumer(p, base, warpgroup - 1).run();
+        // What is left, with all warps; but where scores are capped or biased, that costs a register inside the loop.
+        if constexpr (cfg::FINISH_INSIDE && !TRANSFORMED) Finisher{p}.run();
     }
 }

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from flashlane.problem import AttentionProblem
 
 FOLDER = "kernels/hopper"
-PARTS = ("backward_tiles", "backward_products")
-"""Device files beside it, which it includes as ``hopper_<name>.cuh``."""
+PARTS = ("backward_rows", "backward_blocks", "backward_tiles", "backward_products")
+"""Device files that all kernels of the gradients include as ``hopper_<name>.cuh``."""
+SUMS = "backward_sums"
+"""And who sums dQ in device memory, or reads the sums."""
 WIDEST_FUSED = 128
 """Head dims up to which one kernel makes all gradients; accumulators of larger ones leave no registers for it."""
 SLAB = 16
@@ -57,6 +59,8 @@ class GradientConfig(ABC):
 
     threads: ClassVar[int] = WARPGROUP * (CONSUMERS + 1)
     """Of a block."""
+    finish_inside: ClassVar[bool] = False
+    first_stores: ClassVar[bool] = False
     shown: ClassVar[tuple[str, ...]] = ("dtype", "head_dim", "head_dim_v", "block_m")
     """Fields that :attr:`tile` shows, or tables beside it."""
 
@@ -74,6 +78,11 @@ class GradientConfig(ABC):
     def sum_floats(self) -> int:
         """Sums of dQ of a block of queries in device memory; 0 where they are registers'."""
         return self.block_m * -(-self.head_dim // SLAB) * SLAB
+
+    @property
+    def counted(self) -> bool:
+        """Additions to the sums of dQ are counted by blocks of queries."""
+        return self.finish_inside or self.deterministic
 
     def resources(self) -> Resources:
         return Resources(self.threads, self.shared_memory)
@@ -113,11 +122,8 @@ class GradientConfig(ABC):
         constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **own}
         constants |= {switch.upper(): getattr(self, switch) for switch in SCORES}
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
-        headers += (
-            (HEADER, wgmma_header(self.dtype, columns)),
-            *((f"hopper_{part}.cuh", device_code(f"{FOLDER}/{part}.cuh")) for part in parts),
-        )
-        return _source(name, self, constants, headers)
+        headers += ((HEADER, wgmma_header(self.dtype, columns)),)
+        return _source(name, self, constants, parts, headers)
 
     def describe(self) -> str:
         """The tile and what is switched on, for tables: ``80x128, has_right``."""
@@ -130,10 +136,15 @@ class GradientConfig(ABC):
 
 
 def _source(
-    name: str, config: GradientConfig, constants: dict[str, int], headers: tuple[tuple[str, str], ...] = ()
+    name: str,
+    config: GradientConfig,
+    constants: dict[str, int],
+    parts: tuple[str, ...],
+    headers: tuple[tuple[str, str], ...] = (),
 ) -> KernelSource:
     path = f"{FOLDER}/{name}.cu"
     values = (("Element", ELEMENTS[config.dtype]), *constants.items())
+    headers += tuple((f"hopper_{part}.cuh", device_code(f"{FOLDER}/{part}.cuh")) for part in parts)
     return KernelSource(path, device_code(path), f"hopper_{name}", values, headers)
 
 
@@ -146,9 +157,19 @@ class BackwardConfig(GradientConfig):
     k_stages: int = 1
     """Tiles whose keys have a place at once: with two, the next tile's are there when it begins."""
     v_stages: int = 1
+    finish_inside: bool = False
+    """Idle warps of the launch make dQ from its sums as soon as they are complete; else another launch does it."""
+    first_stores: bool = False
+    """The first addition to a sum of dQ is a store; else the launch before writes zeros. Needs ``finish_inside``."""
+    overlapped: bool = True
+    """Each launch may begin before the one before it has ended, and waits for what that one writes."""
 
     block_n: ClassVar[int] = CHUNK * CONSUMERS
     """Keys of a block of threads."""
+
+    def __post_init__(self) -> None:
+        if self.first_stores and not self.finish_inside:
+            raise ValueError("first_stores is True without finish_inside; sums that nothing is added to would be read")
 
     @property
     def tile(self) -> str:
@@ -198,18 +219,26 @@ class BackwardConfig(GradientConfig):
             **stages,
             "BLOCK_N": self.block_n,
             "DETERMINISTIC": self.deterministic,
+            "FINISH_INSIDE": self.finish_inside,
+            "FIRST_STORES": self.first_stores,
             "SHARED_BYTES": self.shared_memory,
         }
-        return self.device_source("backward", columns, PARTS, self.registers, **own)
+        return self.device_source("backward", columns, (*PARTS, SUMS, "backward_finisher"), self.registers, **own)
 
 
 def prepare_source(config: GradientConfig) -> KernelSource:
     """``backward_prepare.cu`` for what a configuration of the gradients' kernels reads."""
-    names = ("head_dim_v", "block_m", "sum_floats", "sinks", "varlen", "deterministic")
-    return _source("backward_prepare", config, {name.upper(): getattr(config, name) for name in names})
+    names = ("head_dim", "head_dim_v", "block_m", "sum_floats", "sinks", "varlen")
+    names += ("counted", "deterministic", "finish_inside", "first_stores")
+    constants = {name.upper(): getattr(config, name) for name in names}
+    # Of the mask, and of the blocks of keys, it is told where it counts who adds.
+    for name in ("block_n", "has_left", "has_right"):
+        constants[name.upper()] = getattr(config, name) if config.counted else 0
+    return _source("backward_prepare", config, constants, ("backward_rows", "backward_blocks"))
 
 
 def finish_source(config: GradientConfig) -> KernelSource:
     """``backward_finish.cu`` for the sums that a configuration writes."""
     names = ("head_dim", "block_m", "varlen")
-    return _source("backward_finish", config, {name.upper(): getattr(config, name) for name in names})
+    constants = {name.upper(): getattr(config, name) for name in names}
+    return _source("backward_finish", config, constants, ("backward_rows", SUMS))

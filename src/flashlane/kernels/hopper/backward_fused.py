@@ -1,6 +1,6 @@
 """The Hopper backward for head dims that one kernel makes all gradients of (``backward.cu``): how it is launched.
 
-Three launches: the statistics of the rows (and zeros for the sums of dQ), the gradients, dQ from its sums.
+Two launches: the statistics of the rows, the gradients. Without ``finish_inside`` a third makes dQ from its sums.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 
 from flashlane.jit import KernelSource
-from flashlane.kernels.hopper.backward_config import BackwardConfig, finish_source, prepare_source
+from flashlane.kernels.hopper.backward_config import CONSUMERS, BackwardConfig, finish_source, prepare_source
 from flashlane.kernels.hopper.backward_launch import (
+    COUNTERS,
+    STATE_INTS,
     GradientPlan,
     Small,
     Tensors,
@@ -20,9 +22,11 @@ from flashlane.kernels.hopper.backward_launch import (
     set_maps,
     sink_gradient,
 )  # fmt: skip
-from flashlane.kernels.hopper.schedule import L2_BYTES, SMS
+from flashlane.kernels.hopper.schedule import SMS
 from flashlane.problem import AttentionProblem
 
+L2_BYTES = 32 << 20
+"""Share of the L2 cache that the queries, dO and sums of heads run together may take."""
 LONG_CHAIN = 64
 """Tiles of a head beyond which a deterministic launch under a causal mask is bound by their order."""
 
@@ -41,27 +45,31 @@ class FusedPlan(GradientPlan[BackwardConfig]):
         self.grid = min(self.sms, self.tiles)
 
     def sources(self) -> tuple[KernelSource, ...]:
-        return prepare_source(self.config), self.config.source(), finish_source(self.config)
+        config = self.config
+        last = () if config.finish_inside else (finish_source(config),)
+        return prepare_source(config), config.source(), *last
 
     def launch(self, tensors: Tensors) -> torch.Tensor | None:
         """Enqueue the kernels on torch's current stream; the sinks' gradient."""
         problem, config, rows = self.problem, self.config, self.rows
-        prepare, gradients, finish = self.functions
+        prepare, gradients, *finish = self.functions
         small, device = Small.of(tensors.inputs), tensors.dq.device
         sums = torch.empty((rows.stats, config.sum_floats), dtype=torch.float32, device=device)
-        # The tile counter, and with `deterministic` how many tiles were added to each half of a block of queries.
-        counts = torch.empty(1 + 2 * config.deterministic * rows.stats, dtype=torch.int32, device=device)
-        turns = counts[1:] if config.deterministic else None
-        statistics, shares = rows.launch(prepare, tensors, small, dq=sums, turns=turns, counter=counts)
+        integers = {"dtype": torch.int32, "device": device}
+        states = torch.empty((rows.stats, STATE_INTS), **integers) if config.counted else None
+        counts = torch.empty(COUNTERS + CONSUMERS * rows.stats * config.finish_inside, **integers)
+        used = {"dq": sums, "states": states, "counters": counts, "queue": counts[COUNTERS:]}
+        statistics, shares = rows.launch(prepare, tensors, small, **used)
 
         params = gradient_params(problem, rows, tensors, small)
-        point(params, lse=statistics[0], delta=statistics[1], dq=sums, turns=turns, counter=counts)
+        point(params, lse=statistics[0], delta=statistics[1], **used)
         set_maps(params, problem, tensors, config.block_m, config.block_n)
         params.blocks, params.tiles = self.key_blocks, self.tiles
         params.heads_together = heads_together(problem, self.key_blocks, self.sms)
-        gradients.launch((self.grid, 1, 1), (config.threads, 1, 1), config.shared_memory, params)
-
-        finish_queries(finish, problem, rows, tensors, small, sums)
+        grid, block = (self.grid, 1, 1), (config.threads, 1, 1)
+        gradients.launch(grid, block, config.shared_memory, params, overlapped=config.overlapped)
+        for function in finish:
+            finish_queries(function, problem, rows, tensors, small, sums, overlapped=config.overlapped)
         return sink_gradient(shares, tensors.inputs)
 
 

@@ -21,8 +21,13 @@ from flashlane.registry import memoised
 ROW_THREADS = 256
 """Threads of a block of the kernels before and after."""
 
+STATE_INTS = 8
+"""Of ``BlockState`` in ``backward_blocks.cuh``."""
+COUNTERS = 4
+"""Of ``Counters`` there."""
+
 _MAPS = ("q", "k", "v", "dout")
-_POINTERS = ("lse", "delta", "dq", "dk", "dv", "alibi", "cu_q", "cu_k", "turns", "dq_out", "counter")
+_POINTERS = ("lse", "delta", "dq", "dk", "dv", "alibi", "cu_q", "cu_k", "states", "queue", "dq_out", "counters")
 _STRIDES = tuple(f"{name}_{axis}" for name in ("dk", "dv", "dq") for axis in ("batch", "row", "head"))
 _STRIDES += ("alibi_batch",)
 _INTEGERS = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "window_left", "window_right", "bottom_right")
@@ -46,11 +51,13 @@ class PrepareParams(ctypes.Structure):
     """Mirror of ``Params`` in ``backward_prepare.cu``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("out", "dout", "lse_in", "dlse", "sinks", "cu_q")),
-        *((name, ctypes.c_void_p) for name in ("lse", "delta", "dq", "shares", "turns", "counter")),
-        *((f"{name}_{axis}", ctypes.c_longlong) for name in ("out", "dout") for axis in ("batch", "row", "head")),
+        *((name, ctypes.c_void_p) for name in ("out", "dout", "lse_in", "dlse", "sinks", "cu_q", "cu_k")),
+        *((name, ctypes.c_void_p) for name in ("lse", "delta", "dq", "shares")),
+        *((name, ctypes.c_void_p) for name in ("states", "queue", "counters", "dq_out")),
+        *((f"{name}_{axis}", ctypes.c_longlong) for name in ("out", "dout", "dq") for axis in ("batch", "row", "head")),
         *((name, ctypes.c_longlong) for name in ("lse_batch", "lse_head", "dlse_batch", "dlse_head")),
-        *((name, ctypes.c_int) for name in ("heads", "seqlen_q", "stat_blocks", "blocks")),
+        *((name, ctypes.c_int) for name in ("heads", "seqlen_q", "stat_blocks", "blocks", "seqlen_k")),
+        *((name, ctypes.c_int) for name in ("window_left", "window_right", "bottom_right")),
     )
 
 
@@ -117,14 +124,15 @@ class Rows:
         self.grid = self.blocks, problem.heads, problem.batch
 
     def launch(
-        self, prepare: jit.Function, tensors: Tensors, small: Small, **zeroed: torch.Tensor | None
+        self, prepare: jit.Function, tensors: Tensors, small: Small, **begun: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Enqueue it; the statistics ``(2, stats, block_m)`` and the sinks' gradient in shares.
 
         Args:
             prepare: the kernel.
             tensors, small: of the call.
-            zeroed: what it zeroes: ``dq``, ``turns`` and ``counter``.
+            begun: what dQ is summed with, which it sets to its first values: ``dq``, ``states``, ``queue`` and
+                ``counters``.
         """
         problem, float32 = self.problem, {"dtype": torch.float32, "device": tensors.dq.device}
         statistics = torch.empty((2, self.stats, self.block_m), **float32)
@@ -132,10 +140,11 @@ class Rows:
         params = PrepareParams(
             heads=problem.heads, seqlen_q=problem.seqlen_q, stat_blocks=self.stat_blocks, blocks=self.blocks
         )
+        set_mask(params, problem)
         point(params, out=tensors.out, dout=tensors.do, lse_in=tensors.lse, dlse=tensors.dlse)
-        point(params, sinks=small.sinks, cu_q=small.cu_q, lse=statistics[0], delta=statistics[1], shares=shares)
-        point(params, **zeroed)
-        for name, tensor in (("out", tensors.out), ("dout", tensors.do)):
+        point(params, sinks=small.sinks, cu_q=small.cu_q, cu_k=small.cu_k, dq_out=tensors.dq)
+        point(params, lse=statistics[0], delta=statistics[1], shares=shares, **begun)
+        for name, tensor in (("out", tensors.out), ("dout", tensors.do), ("dq", tensors.dq)):
             step(params, name, ("batch", "row", "head"), axes(tensor, problem))
         for name, tensor in (("lse", tensors.lse), ("dlse", tensors.dlse)):
             step(params, name, ("batch", "head"), log_axes(tensor, problem))
@@ -185,18 +194,24 @@ def gradient_params(problem: AttentionProblem, rows: Rows, tensors: Tensors, sma
     point(params, dk=tensors.dk, dv=tensors.dv, dq_out=tensors.dq)
     point(params, alibi=small.slopes, cu_q=small.cu_q, cu_k=small.cu_k)
     params.alibi_batch = small.slopes.stride(0) if small.slopes is not None and small.slopes.dim() == 2 else 0
-    for name in ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "scale"):
+    for name in ("batch", "heads", "kv_heads", "seqlen_q", "scale"):
         setattr(params, name, getattr(problem, name))
-    # A side that reaches past every key might not fit the kernels' integers.
-    reach = problem.seqlen_q + problem.seqlen_k
-    params.window_left, params.window_right = min(problem.window_left, reach), min(problem.window_right, reach)
-    params.bottom_right = problem.alignment == "bottom-right"
+    set_mask(params, problem)
     params.stat_blocks = rows.stat_blocks
     params.scale_log2 = problem.scale * LOG2_E
     if problem.softcap:
         params.softcap_in = 2 * LOG2_E * problem.scale / problem.softcap
         params.softcap_log2 = problem.softcap * LOG2_E
     return params
+
+
+def set_mask(params: ctypes.Structure, problem: AttentionProblem) -> None:
+    """What kernels are told of which query sees which key."""
+    # A side that reaches past every key might not fit the kernels' integers.
+    reach = problem.seqlen_q + problem.seqlen_k
+    params.window_left, params.window_right = min(problem.window_left, reach), min(problem.window_right, reach)
+    params.bottom_right = problem.alignment == "bottom-right"
+    params.seqlen_k = problem.seqlen_k
 
 
 def set_maps(params: BackwardParams, problem: AttentionProblem, tensors: Tensors, rows: int, keys: int) -> None:
@@ -209,7 +224,14 @@ def set_maps(params: BackwardParams, problem: AttentionProblem, tensors: Tensors
 
 
 def finish_queries(
-    finish: jit.Function, problem: AttentionProblem, rows: Rows, tensors: Tensors, small: Small, sums: torch.Tensor
+    finish: jit.Function,
+    problem: AttentionProblem,
+    rows: Rows,
+    tensors: Tensors,
+    small: Small,
+    sums: torch.Tensor,
+    *,
+    overlapped: bool = False,
 ) -> None:
     """Enqueue ``backward_finish.cu``: dQ from its sums."""
     params = FinishParams(
@@ -217,7 +239,7 @@ def finish_queries(
     )
     point(params, sums=sums, dq=tensors.dq, cu_q=small.cu_q)
     step(params, "dq", ("batch", "row", "head"), axes(tensors.dq, problem))
-    finish.launch(rows.grid, (ROW_THREADS, 1, 1), 0, params)
+    finish.launch(rows.grid, (ROW_THREADS, 1, 1), 0, params, overlapped=overlapped)
 
 
 def is_causal(problem: AttentionProblem) -> bool:

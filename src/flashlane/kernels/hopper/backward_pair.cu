@@ -19,8 +19,9 @@
 //     1:  issue dP(i) │ wait for it and for P(i) │ dS(i), send it │ issue dQ(i−1), dK(i) │ wait dQ, add it │ wait dK
 //
 // While one computes P or dS, the other's products run. Each warp adds its 16 columns of dQ to the sums in device memory
-// by the copy engine, in ROUNDS parts, in the order of its registers; that order is backward_finish.cu's.
+// by the copy engine, in ROUNDS parts, in the order of its registers (backward_sums.cuh).
 #include "cluster.cuh"
+#include "hopper_backward_sums.cuh"
 #include "hopper_backward_work.cuh"
 
 constexpr int BLOCKS = 2, KEYS = 64, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);

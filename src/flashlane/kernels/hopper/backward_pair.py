@@ -1,6 +1,6 @@
 """The Hopper backward of clusters of two blocks (``backward_pair.cu``), for head dims above those of ``backward.cu``.
 
-Three launches, as there: the statistics of the rows (and zeros for the sums of dQ), the gradients, dQ from its sums.
+Three launches: the statistics of the rows (and zeros for the sums of dQ), the gradients, dQ from its sums.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward_config import (
     CONSUMERS,
+    PARTS,
+    SUMS,
     WIDEST_FUSED,
     GradientConfig,
     finish_source,
@@ -38,7 +40,7 @@ DS_STAGES = 2
 REGISTERS = (24, 240)
 """Of a producer and of a consumer thread."""
 WIDEST = 256
-INCLUDED = ("backward_tiles", "backward_products", "backward_work")
+INCLUDED = (*PARTS, "backward_work", SUMS)
 """Device files that it includes as ``hopper_<name>.cuh``."""
 
 

@@ -1,14 +1,12 @@
-// Before the backward kernels: the statistics of the rows, zeros where dQ is summed, and the sinks' gradient.
+// Before the backward kernels: the statistics of the rows, what dQ is summed with, and the sinks' gradient.
 //
 //     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   a block's share of dsink = −Σ exp(sink − LSE) · delta
 //
 // A row that sees no key, and one past the end of its sequence, has −∞ and 0: all its probabilities are then 0.
-#include "config.cuh"
+#include "hopper_backward_blocks.cuh"
 #include "mma.cuh"
-#include "ptx.cuh"
 
-using Element = cfg::Element;
-constexpr int BLOCK_M = cfg::BLOCK_M, HEAD_DIM_V = cfg::HEAD_DIM_V, THREADS = 256;
+constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V, THREADS = 256;
 constexpr int LANES = HEAD_DIM_V <= 64 ? 8 : HEAD_DIM_V <= 128 ? 16 : 32;  // of a row, 8 columns each
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -16,13 +14,18 @@ struct Params {
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
     const float* sinks;            // (head)
-    const int* cu_q;               // VARLEN
-    float *lse, *delta, *dq;
+    const int *cu_q, *cu_k;        // VARLEN; cu_k where additions are COUNTED
+    float *lse, *delta;
+    float* dq;                     // sums
     float* shares;                 // (batch, block, head) of dsink
-    int *turns, *counter;          // to become 0; turns with DETERMINISTIC
+    BlockState* states;            // COUNTED
+    int *queue, *counters;         // to become 0; the queue with FINISH_INSIDE
+    void* dq_out;                  // FINISH_INSIDE: (batch, row, head, column)
     long long out_batch, out_row, out_head, dout_batch, dout_row, dout_head;  // in elements
+    long long dq_batch, dq_row, dq_head;
     long long lse_batch, lse_head, dlse_batch, dlse_head;
     int heads, seqlen_q, stat_blocks, blocks;  // blocks: of the longest sequence
+    int seqlen_k, window_left, window_right, bottom_right;  // COUNTED: what the backward kernel knows of the mask
 };
 
 // Products of two packed elements, summed in f32.
@@ -32,16 +35,54 @@ __device__ __forceinline__ float dot(u32 a, u32 b) {
            Convert<Element>::to_float(x[1]) * Convert<Element>::to_float(y[1]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_prepare(const __grid_constant__ Params p) {
-    const int head = blockIdx.y, which = blockIdx.z, first = blockIdx.x * BLOCK_M;
-    int q_first = 0, q_length = p.seqlen_q, batch = which;
-    long long stat = (static_cast<long long>(which) * p.heads + head) * p.stat_blocks;
-    if constexpr (cfg::VARLEN) {
-        q_first = p.cu_q[which], q_length = p.cu_q[which + 1] - q_first, batch = 0;
-        stat = static_cast<long long>(head) * p.stat_blocks + q_first / BLOCK_M + which;
+__device__ __forceinline__ void clear(void* from, int bytes) {
+    for (int i = threadIdx.x; i < bytes / 16; i += THREADS) static_cast<uint4*>(from)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// The state of a block of queries, and zeros where nobody else puts them.
+__device__ __forceinline__ void begin_sums(const Params& p, const Rows& rows, int which, int head, long long stat) {
+    int tiles = 0;                                        // that add to the block
+    if constexpr (cfg::COUNTED) {
+        const int first = blockIdx.x * BLOCK_M;
+        const Blocks keys = keys_of(p, Sequence(p, which), blockIdx.x, cfg::BLOCK_N);
+        tiles = keys.count();
+        if (threadIdx.x == 0) {
+            const int count = cfg::DETERMINISTIC ? (cfg::FIRST_STORES ? ~keys.low : keys.low)
+                                                 : (cfg::FIRST_STORES ? -tiles : tiles);
+            p.states[stat] = {{count, count}, keys.high, 0, rows.batch, head, rows.q_first + first, rows.q_length - first};
+        }
+        if (cfg::FINISH_INSIDE && tiles == 0) {
+            Element* const dq = static_cast<Element*>(p.dq_out) + rows.batch * p.dq_batch + head * p.dq_head;
+            for (int row = first; row < min(first + BLOCK_M, rows.q_length); ++row)
+                clear(dq + (static_cast<long long>(rows.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(Element));
+        }
     }
-    stat += blockIdx.x;
-    if (p.counter != nullptr && head + which + blockIdx.x + threadIdx.x == 0) *p.counter = 0;
+    if (!cfg::FIRST_STORES) clear(p.dq + stat * cfg::SUM_FLOATS, cfg::SUM_FLOATS * sizeof(float));
+}
+
+// By one warp of the launch.
+__device__ __forceinline__ void begin_counters(const Params& p) {
+    if (threadIdx.x < COUNTERS && threadIdx.x != PARTS_ALL) p.counters[threadIdx.x] = 0;
+    if constexpr (cfg::FINISH_INSIDE) {
+        int blocks = 0;                                   // of queries that any keys are added to
+        for (int i = threadIdx.x; i < gridDim.z; i += WARP)
+            blocks += queries_of_all(p, Sequence(p, i), cfg::BLOCK_N).count();
+        blocks = __reduce_add_sync(0xffffffffu, blocks);
+        if (threadIdx.x == 0) p.counters[PARTS_ALL] = 2 * blocks * p.heads;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_prepare(const __grid_constant__ Params p) {
+    launch_dependents();
+    const int head = blockIdx.y, which = blockIdx.z, first = blockIdx.x * BLOCK_M;
+    const Rows rows(p, which);
+    const int q_first = rows.q_first, q_length = rows.q_length, batch = rows.batch;
+    const long long stat = stat_block(p, rows, which, head) + blockIdx.x;
+    const long long index = (static_cast<long long>(which) * gridDim.y + head) * gridDim.x + blockIdx.x;
+    if (p.counters != nullptr && index == 0 && threadIdx.x < WARP) begin_counters(p);
+    // There are no more parts than blocks of threads for them, and of packed sequences than places.
+    if (cfg::FINISH_INSIDE && threadIdx.x < 2 && (!cfg::VARLEN || index < static_cast<long long>(p.heads) * p.stat_blocks))
+        p.queue[2 * index + threadIdx.x] = 0;
     const bool some = first < q_length;
     float share = 0.f;
     if (some) {
@@ -71,11 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_prepare(co
             p.delta[stat * BLOCK_M + row] = sum;
             if (cfg::SINKS && seen) share -= ex2((p.sinks[head] - lse) * LOG2_E) * sum;
         }
-        if constexpr (cfg::SUM_FLOATS > 0) {
-            float4* sums = reinterpret_cast<float4*>(p.dq + stat * cfg::SUM_FLOATS);
-            for (int i = threadIdx.x; i < cfg::SUM_FLOATS / 4; i += THREADS) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-        }
-        if (cfg::DETERMINISTIC && threadIdx.x < 2) p.turns[2 * stat + threadIdx.x] = 0;
+        if constexpr (cfg::SUM_FLOATS > 0) begin_sums(p, rows, which, head, stat);
     }
     if constexpr (cfg::SINKS) {
         __shared__ float warps[THREADS / WARP];

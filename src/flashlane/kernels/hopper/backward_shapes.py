@@ -7,6 +7,9 @@ from dataclasses import replace
 from flashlane.kernels.hopper.backward_config import BackwardConfig
 from flashlane.problem import AttentionProblem
 
+SHORT = 1024
+"""Queries up to which tiles that a mask cuts are better small."""
+
 
 def pick(problem: AttentionProblem) -> BackwardConfig:
     """The table's configuration of a problem."""
@@ -17,8 +20,9 @@ def pick(problem: AttentionProblem) -> BackwardConfig:
     masked = problem.window_left >= 0 or problem.window_right >= 0
     if wide and problem.softcap:
         extras = 2
-    block_m = (64 if masked else 80, 64, 48)[extras] if wide else (128, 96, 96)[extras]
+    few = 64 if problem.window_left >= 0 or (masked and problem.seqlen_q <= SHORT) else 80
+    block_m = (few, 64, 48)[extras] if wide else (128, 96, 96)[extras]
     tile = BackwardConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m)
-    if not wide:  # there is room for the next tile's keys
-        tile = replace(tile, k_stages=2, v_stages=2)
+    if not wide:  # there is room for the next tile's keys, and the warps that finish dQ are not in the way
+        tile = replace(tile, k_stages=2, v_stages=2, finish_inside=True)
     return tile.specialised(problem)

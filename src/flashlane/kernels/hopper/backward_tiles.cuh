@@ -1,32 +1,26 @@
-// What the backward kernels share: a launch's parameters, where a sequence lies, which blocks see each other.
-//
-// Keys are cut into blocks of cfg::BLOCK_N, queries into blocks of BLOCK_M. The statistics of the rows (−LSE in base 2
-// and delta = Σ O·dO − dLSE) and the sums of dQ lie by blocks of queries that belong to one sequence each, so that no
-// block needs a bound: rows past the end of a sequence have −∞ and 0 there.
+// What the backward kernels share: a launch's parameters, and its tiles.
 #pragma once
 #include "barrier.cuh"
-#include "config.cuh"
+#include "hopper_backward_blocks.cuh"
 #include "mma.cuh"
 #include "tma.cuh"
 
-using Element = cfg::Element;
-constexpr int BLOCK_M = cfg::BLOCK_M, HEAD_DIM = cfg::HEAD_DIM, HEAD_DIM_V = cfg::HEAD_DIM_V;
+constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V;
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr int SLABS = (HEAD_DIM + 15) / 16;               // of 16 columns, in which dQ is summed
-constexpr int SUM_FLOATS = BLOCK_M * SLABS * 16;          // sums of dQ of a block of queries
 constexpr int CHUNK_COLUMNS = 64, ROW_BYTES = 128;        // tiles lie in chunks of 64 columns; zeros fill the last one
 constexpr int WARPGROUP = 128;
 
 struct Params {
     TensorMap q, k, v, dout;       // (column, row, head, batch)
     const float *lse, *delta;      // statistics, see stat_block
-    float* dq;                     // sums, of SUM_FLOATS a block of queries
+    float* dq;                     // sums, see backward_sums.cuh
     void *dk, *dv;                 // (batch, row, head, column)
     const float* alibi;            // (batch, head)
     const int *cu_q, *cu_k;        // VARLEN: first rows of the sequences, and the end of the last
-    int* turns;                    // DETERMINISTIC: two a block of queries, how many blocks of keys were added
-    void* dq_out;                  // (batch, row, head, column), of the kernels that sum dQ in registers
-    int* counter;                  // tiles taken beyond the first of each block of threads; 0 before a launch
+    BlockState* states;            // of blocks of queries, where additions to their sums are counted
+    int* queue;                    // FINISH_INSIDE: parts of dQ whose sums are complete, in that order; 0 before a launch
+    void* dq_out;                  // (batch, row, head, column)
+    int* counters;                 // see Counters; 0 before a launch
     long long dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, dq_batch, dq_row, dq_head;  // in elements
     long long alibi_batch;
     int batch, heads, kv_heads;
@@ -40,54 +34,6 @@ struct Params {
     float scale, scale_log2;       // scale · log2(e)
     float softcap_in, softcap_log2;  // 2 · log2(e) · scale / softcap; softcap · log2(e)
 };
-
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-struct Sequence {
-    int q_first, q_length, k_first, k_length;
-    int batch;                     // of the tensors
-    int shift;                     // a query i is aligned with key i + shift
-
-    __device__ __forceinline__ Sequence(const Params& p, int which) {
-        q_first = 0, q_length = p.seqlen_q, k_first = 0, k_length = p.seqlen_k, batch = which;
-        if constexpr (cfg::VARLEN) {
-            q_first = p.cu_q[which], q_length = p.cu_q[which + 1] - q_first;
-            k_first = p.cu_k[which], k_length = p.cu_k[which + 1] - k_first;
-            batch = 0;
-        }
-        shift = p.bottom_right ? k_length - q_length : 0;
-    }
-};
-
-// Where the statistics of a head's blocks of queries begin. Of packed sequences each begins at its own block:
-// ⌊(a + b)/m⌋ + 1 ≥ ⌊a/m⌋ + ⌈b/m⌉ leaves room for all.
-__device__ __forceinline__ long long stat_block(const Params& p, const Sequence& sequence, int which, int head) {
-    if constexpr (cfg::VARLEN)
-        return static_cast<long long>(head) * p.stat_blocks + sequence.q_first / BLOCK_M + which;
-    return (static_cast<long long>(which) * p.heads + head) * p.stat_blocks;
-}
-
-// Blocks low <= block < high.
-struct Blocks {
-    int low, high;
-};
-
-// The blocks of queries that see a block of `keys` keys from `first` on.
-__device__ __forceinline__ Blocks queries_of(const Params& p, const Sequence& sequence, int first, int keys) {
-    Blocks found{0, ceil_div(sequence.q_length, BLOCK_M)};
-    if (cfg::HAS_RIGHT) found.low = max(0, first - sequence.shift - p.window_right) / BLOCK_M;
-    if (cfg::HAS_LEFT) {
-        const int last = first + keys - 1 - sequence.shift + p.window_left;
-        found.high = last < 0 ? 0 : min(found.high, last / BLOCK_M + 1);
-    }
-    if (sequence.k_length <= first) found.high = 0;
-    return found;
-}
-
-// Of the blocks of `keys` keys, the first that sees a block of queries: the inverse of queries_of.
-__device__ __forceinline__ int first_keys_of(const Params& p, const Sequence& sequence, int block, int keys) {
-    return cfg::HAS_LEFT ? max(0, block * BLOCK_M + sequence.shift - p.window_left) / keys : 0;
-}
 
 // A tile of the launch: a block of keys (or queries) of a head of a sequence; batch −1: no tile is left.
 struct alignas(16) Place {

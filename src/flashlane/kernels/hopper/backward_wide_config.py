@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashlane.jit import KernelSource, shared_limit
-from flashlane.kernels.hopper.backward_config import GradientConfig, row_bytes
+from flashlane.kernels.hopper.backward_config import PARTS, GradientConfig, row_bytes
 from flashlane.kernels.hopper.config import ARCH
 from flashlane.problem import AttentionProblem
 
@@ -15,7 +15,7 @@ MAX_HEAD_DIM = 256
 """Columns of an accumulator that leaves a warpgroup registers for the scores."""
 KEYS = "backward_keys"
 QUERIES = "backward_queries"
-INCLUDED = ("backward_tiles", "backward_products", "backward_work")
+INCLUDED = (*PARTS, "backward_work")
 """Device files that they include as ``hopper_<name>.cuh``."""
 ROWS = 64
 """Rows of a warpgroup's tile."""

@@ -1,0 +1,71 @@
+// Which blocks of queries and of keys see each other, and what is kept of a block of queries while dQ is summed.
+//
+// Keys are cut into blocks of cfg::BLOCK_N, queries into blocks of BLOCK_M.
+#pragma once
+#include "hopper_backward_rows.cuh"
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+struct Sequence : Rows {
+    int k_first, k_length;
+    int shift;                     // a query i is aligned with key i + shift
+
+    template <typename Params>
+    __device__ __forceinline__ Sequence(const Params& p, int which) : Rows(p, which), k_first(0), k_length(p.seqlen_k) {
+        if constexpr (cfg::VARLEN) k_first = p.cu_k[which], k_length = p.cu_k[which + 1] - k_first;
+        shift = p.bottom_right ? k_length - q_length : 0;
+    }
+};
+
+// Blocks low <= block < high.
+struct Blocks {
+    int low, high;
+    __device__ __forceinline__ int count() const { return max(0, high - low); }
+};
+
+// The blocks of queries that see a block of `keys` keys from `first` on.
+template <typename Params>
+__device__ __forceinline__ Blocks queries_of(const Params& p, const Sequence& sequence, int first, int keys) {
+    Blocks found{0, ceil_div(sequence.q_length, BLOCK_M)};
+    if (cfg::HAS_RIGHT) found.low = max(0, first - sequence.shift - p.window_right) / BLOCK_M;
+    if (cfg::HAS_LEFT) {
+        const int last = first + keys - 1 - sequence.shift + p.window_left;
+        found.high = last < 0 ? 0 : min(found.high, last / BLOCK_M + 1);
+    }
+    if (sequence.k_length <= first) found.high = 0;
+    return found;
+}
+
+// The blocks of `keys` keys that see a block of queries: the inverse of queries_of.
+template <typename Params>
+__device__ __forceinline__ Blocks keys_of(const Params& p, const Sequence& sequence, int block, int keys) {
+    const int first = block * BLOCK_M + sequence.shift;
+    Blocks found{0, ceil_div(sequence.k_length, keys)};
+    if (cfg::HAS_LEFT) found.low = max(0, first - p.window_left) / keys;
+    if (cfg::HAS_RIGHT) {
+        const int last = first + BLOCK_M - 1 + p.window_right;
+        found.high = last < 0 ? 0 : min(found.high, last / keys + 1);
+    }
+    return found;
+}
+
+// The blocks of queries that see any block of keys: they follow each other, as both ends of queries_of only grow.
+template <typename Params>
+__device__ __forceinline__ Blocks queries_of_all(const Params& p, const Sequence& sequence, int keys) {
+    const int last = (ceil_div(sequence.k_length, keys) - 1) * keys;
+    return last < 0 ? Blocks{0, 0} : Blocks{queries_of(p, sequence, 0, keys).low, queries_of(p, sequence, last, keys).high};
+}
+
+// What is kept of a block of queries while the two parts of its dQ are summed; backward_prepare.cu makes it.
+struct alignas(32) BlockState {
+    // Of each part, the additions that are not counted yet; with FIRST_STORES negative until the first one is claimed, and
+    // 0 until that is stored. DETERMINISTIC: the block of keys whose turn it is; with FIRST_STORES ~ of the first one.
+    int count[2];
+    int keys_end;                  // the last block of keys that adds, and one
+    int unused;
+    int batch, head, row, rows;    // where the block's dQ is: its first row, and how many there are to the sequence's end
+};
+
+// What the threads of a launch count together: tiles that were taken, parts of dQ whose sums are complete, of these those
+// that were taken. And how many parts there are.
+enum Counters { TILES_TAKEN, PARTS_COMPLETE, PARTS_TAKEN, PARTS_ALL, COUNTERS };

@@ -1,0 +1,45 @@
+// Makes dQ of the parts whose sums are complete, in the launch that sums them.
+#pragma once
+#include "hopper_backward_products.cuh"
+#include "hopper_backward_sums.cuh"
+#include "order.cuh"
+
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// Writes dQ of the parts whose sums are complete, by a warp, until all are taken.
+struct Finisher {
+    const Params& p;
+
+    // The next part, one more than its number, as soon as it is there; 0: there is none. No tile waits for this warp, so
+    // all that are running get done meanwhile, and take those that are not.
+    __device__ __forceinline__ int take() const {
+        const int place = atomicAdd(p.counters + PARTS_TAKEN, 1);
+        if (place >= load_relaxed(p.counters + PARTS_ALL)) return 0;
+        const Patience patience;
+        int part;
+        while ((part = load_relaxed(p.queue + place)) == 0) {
+            __nanosleep(200);
+            patience.spend();
+        }
+        acquire_fence();
+        return part;
+    }
+    __device__ __forceinline__ void finish(int block, int part) const {
+        const int4 place = __ldcg(reinterpret_cast<const int4*>(&p.states[block].batch));  // batch, head, row, rows
+        PartRows rows(thread_again() % WARP, p.dq + static_cast<long long>(block) * SUM_FLOATS,
+                      static_cast<Element*>(p.dq_out) + place.x * p.dq_batch + place.y * p.dq_head + place.z * p.dq_row,
+                      p.dq_row, place.w, part, 0);
+#pragma unroll 1
+        for (; __any_sync(0xffffffffu, rows.rows > 0); rows.next(p.dq_row)) rows.finish(part, p.scale);
+    }
+    __device__ __forceinline__ void run() const {
+        wait_prerequisites();
+        while (true) {
+            int part = threadIdx.x % WARP == 0 ? take() : 0;
+            __syncwarp();                                 // what lane 0 was told of is there for all
+            part = uniform(part);
+            if (part == 0) return;
+            finish((part - 1) / PARTS, (part - 1) % PARTS);
+        }
+    }
+};

@@ -1,0 +1,114 @@
+"""The Hopper backward of head dims up to 128, without a GPU: what its launches are given."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashlane.kernels.hopper import backward_launch
+from flashlane.kernels.hopper.backward_config import BackwardConfig
+from flashlane.kernels.hopper.backward_fused import FusedPlan
+from flashlane.kernels.hopper.backward_shapes import pick
+from flashlane.problem import AttentionProblem, Inputs
+
+SMS = 132
+LAUNCHES = {"before": backward_launch.PrepareParams, "gradients": backward_launch.BackwardParams}
+LAUNCHES |= {"after": backward_launch.FinishParams}
+
+
+def problem_of(**changes: object) -> AttentionProblem:
+    fields = {"batch": 2, "heads": 8, "kv_heads": 4, "seqlen_q": 1000, "seqlen_k": 700, "head_dim": 128}
+    fields |= {"head_dim_v": 128, "dtype": torch.bfloat16, "scale": 0.1, "arch": "sm_90a"}
+    return AttentionProblem(**{**fields, **changes})
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch):
+    """Launches a configuration, and tells what each launch was given, by which parameters it has; and the memory."""
+    properties = SimpleNamespace(multi_processor_count=SMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(backward_launch, "encoded", lambda element, tensor, rows: bytes([rows]) * 128)
+
+    def run(config: BackwardConfig, problem: AttentionProblem) -> tuple[dict[str, SimpleNamespace], list[torch.Tensor]]:
+        found: list[SimpleNamespace] = []
+
+        def record(grid: tuple, block: tuple, shared: int, params: object, *, overlapped: bool = False) -> None:
+            copy = type(params).from_buffer_copy(params)
+            found.append(SimpleNamespace(grid=grid, block=block, shared=shared, params=copy, overlapped=overlapped))
+
+        def tensor(rows: int, heads: int, dim: int) -> torch.Tensor:
+            return torch.zeros(problem.batch, rows, heads, dim, dtype=problem.dtype)
+
+        q = tensor(problem.seqlen_q, problem.heads, problem.head_dim)
+        k = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim)
+        v = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim_v)
+        out = tensor(problem.seqlen_q, problem.heads, problem.head_dim_v)
+        lse = torch.zeros(problem.batch, problem.heads, problem.seqlen_q)
+        plan = FusedPlan(config, problem, q.shape, k.shape, 0)
+        plan.functions = (SimpleNamespace(launch=record),) * len(plan.sources())
+        made: list[torch.Tensor] = []
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *size, **how: made.append(empty(*size, **how)) or made[-1])
+        gradients = tuple(map(torch.zeros_like, (q, k, v)))
+        assert plan.launch(backward_launch.Tensors(Inputs(q, k, v), out, lse, out.clone(), None, *gradients)) is None
+        monkeypatch.setattr(torch, "empty", empty)
+        names = {params: name for name, params in LAUNCHES.items()}
+        return {names[type(one.params)]: one for one in found}, [*made, *gradients]
+
+    return run
+
+
+def inside(memory: list[torch.Tensor], address: int | None, size: int) -> bool:
+    """Whether so many bytes from an address on are of one tensor."""
+    ends = ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in memory)
+    return address is not None and any(begin <= address and address + size <= end for begin, end in ends)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_two_launches_make_all_gradients(launch, deterministic: bool) -> None:
+    problem = problem_of(window_right=0, deterministic=deterministic)
+    launches, memory = launch(replace(pick(problem), finish_inside=True, first_stores=True), problem)
+    assert list(launches) == ["before", "gradients"]
+    before, gradients = launches["before"], launches["gradients"]
+    # Only the second may begin early: the first is behind whatever is on the stream.
+    assert (before.overlapped, gradients.overlapped) == (False, True)
+    blocks = 16 * 8 * 2  # of 64 queries, of all heads and sequences
+    assert before.grid == (16, 8, 2) and gradients.grid == (6 * 4 * 2, 1, 1)
+    for one in (before.params, gradients.params):
+        assert inside(memory, one.dq, blocks * 64 * 128 * 4)
+        assert inside(memory, one.states, blocks * backward_launch.STATE_INTS * 4)
+        assert inside(memory, one.counters, backward_launch.COUNTERS * 4)
+        assert inside(memory, one.queue, 2 * blocks * 4)
+        assert one.queue >= one.counters + 4 * backward_launch.COUNTERS
+        assert (one.dq_row, one.dq_out) == (8 * 128, memory[-3].data_ptr())
+    shared = ("dq", "states", "counters", "queue", "lse", "delta", "dq_out", "seqlen_q", "seqlen_k", "window_left")
+    shared += ("window_right", "bottom_right", "stat_blocks", "heads", "dq_batch", "dq_row", "dq_head")
+    for name in shared:
+        assert getattr(before.params, name) == getattr(gradients.params, name), name
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_third_launch_where_the_second_does_not_finish(launch, overlapped: bool) -> None:
+    problem = problem_of()
+    config = replace(pick(problem), finish_inside=False, first_stores=False, overlapped=overlapped)
+    launches, memory = launch(config, problem)
+    assert list(launches) == ["before", "gradients", "after"]
+    assert [one.overlapped for one in launches.values()] == [False, overlapped, overlapped]
+    assert launches["after"].grid == launches["before"].grid == (13, 8, 2)  # of 80 queries
+    assert launches["after"].params.sums == launches["gradients"].params.dq == launches["before"].params.dq
+    assert launches["gradients"].params.states is None and launches["after"].params.dq == memory[-3].data_ptr()
+
+
+def test_sums_that_are_not_begun_with_zeros_are_read_only_where_something_was_added() -> None:
+    for inside_, first, overlapped in itertools.product((False, True), repeat=3):
+        switches = {"finish_inside": inside_, "first_stores": first, "overlapped": overlapped}
+        if first and not inside_:
+            with pytest.raises(ValueError, match="first_stores is True without finish_inside"):
+                BackwardConfig("bf16", 128, 128, **switches)
+        else:
+            constants = dict(BackwardConfig("bf16", 128, 128, **switches).source().constants)
+            assert (constants["FINISH_INSIDE"], constants["FIRST_STORES"]) == (inside_, first)
