@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,8 +91,9 @@ def test_heads_are_packed_where_that_saves_tiles() -> None:
     assert schedule.pack_of(problem_of(1, 1000), 64) == 1
 
 
-def test_heads_together_share_the_cache() -> None:
-    causal = problem_of(16384, 16384, heads=32, kv_heads=8, window_right=0, head_dim=128, head_dim_v=128)
-    assert schedule.heads_together(causal, 1) == 16  # 8 MiB of keys and values a head: four of them, times the group
-    assert schedule.heads_together(problem_of(128, 128, window_right=0, batch=3), 1) == 12  # all there are
+def test_heads_take_turns_under_a_causal_mask() -> None:
+    causal = problem_of(16384, 16384, heads=32, kv_heads=8, window_right=0, batch=2)
+    assert schedule.heads_together(causal, 1) == 64 and schedule.heads_together(causal, 4) == 16
+    assert schedule.heads_together(replace(causal, varlen=True), 1) == 32, "of a sequence"
     assert schedule.heads_together(problem_of(16384, 16384), 1) == 1
+    assert schedule.heads_together(problem_of(16384, 16384, window_left=100, window_right=0), 1) == 1
