@@ -13,6 +13,7 @@ import torch
 from flashlane import plans
 from flashlane.jit import launch, tensormap
 from flashlane.kernels.hopper import forward
+from flashlane.kernels.mma import attention
 
 SMS = 132
 WORD = 8
@@ -29,8 +30,12 @@ class Launches(list):
         """Of each launch."""
         self.stream = 1000
         """Of this moment."""
+        self.capturing = False
+        """Whether it is being captured in a graph."""
         self.before: Callable[[], None] = lambda: None
         """Called by each launch before it reads its parameters."""
+        self.stream_of: Callable[[int], int] = lambda device: self.stream
+        self.device_index = 0
 
     def prepare(self, grid: Any, block: Any, shared: int, params: ctypes.Structure) -> Callable[[int], None]:
         def enqueue(stream: int) -> None:
@@ -39,6 +44,9 @@ class Launches(list):
             self.append((grid, block, shared, type(params).from_buffer_copy(bytes(params))))
 
         return enqueue
+
+    def launch(self, grid: Any, block: Any, shared: int, params: ctypes.Structure) -> None:
+        self.prepare(grid, block, shared, params)(self.stream_of(0))
 
     def encode(self, described: tensormap.TensorMap) -> bytes:
         self.maps.append(described)
@@ -65,8 +73,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     found = Launches()
     monkeypatch.setattr(forward.jit, "load", lambda compiled, device: found)
     monkeypatch.setattr(forward.jit, "compile", lambda source, arch: source)
-    monkeypatch.setattr(forward, "_counter", lambda device, stream, count=1: 77)
-    monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: found.stream)
+    monkeypatch.setattr(forward, "_counter", lambda *_: SimpleNamespace(data_ptr=lambda: 77))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: found.stream_of(device))
     monkeypatch.setattr(launch, "device_getter", lambda: lambda: None)
     properties = SimpleNamespace(multi_processor_count=SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -85,6 +94,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         plans.forget()
         forward._plan.cache_clear()
         forward._combining.cache_clear()
+        attention._loaded.cache_clear()
 
     forget()
     yield found

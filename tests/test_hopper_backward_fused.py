@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashlane.kernels.hopper import backward_launch
+from flashlane.kernels.hopper import backward, backward_launch
 from flashlane.kernels.hopper.backward_config import BackwardConfig
 from flashlane.kernels.hopper.backward_fused import FusedPlan
 from flashlane.kernels.hopper.backward_shapes import pick
@@ -112,3 +112,14 @@ def test_sums_that_are_not_begun_with_zeros_are_read_only_where_something_was_ad
         else:
             constants = dict(BackwardConfig("bf16", 128, 128, **switches).source().constants)
             assert (constants["FINISH_INSIDE"], constants["FIRST_STORES"]) == (inside_, first)
+
+
+def test_rows_that_start_anywhere_are_copied() -> None:
+    """A tensor of one row is contiguous to torch wherever it starts."""
+    space = torch.arange(64, dtype=torch.bfloat16)
+    for start in (0, 1):
+        row = space[start : start + 24].view(1, 1, 1, 24)
+        readable = backward._readable(row)
+        assert torch.equal(readable, row) and readable.data_ptr() % 16 == 0
+        assert (readable is row) == (row.data_ptr() % 16 == 0)
+    assert backward._readable(space.view(1, 8, 1, 8)).data_ptr() == space.data_ptr()

@@ -58,8 +58,10 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
     for loop in loops:
         products = sum(op.startswith("HGMMA") for op in loop)
         assert products == -(-what.head_dim // 16) + what.block_n // 16
-        # Nothing in the steady loop goes to local memory, and descriptors stay in uniform registers.
-        assert not [op for op in loop if op.startswith(("LDL", "STL", "R2UR"))]
+        # Nothing in the steady loop goes to local memory, and descriptors stay in uniform registers (but for one where
+        # Q takes most of the others).
+        assert not [op for op in loop if op.startswith(("LDL", "STL"))]
+        assert sum(op.startswith("R2UR") for op in loop) <= (what.q_in_registers and what.head_dim == 192)
         # A consumer waits for no memory but its own block's.
         assert not [op for op in loop if op.startswith(("MEMBAR.ALL.GPU", "CCTL", "ERRBAR"))]
 

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,7 +221,8 @@ def test_parts_of_the_keys_are_combined(launches: Launches) -> None:
 
 def test_parts_of_the_keys_are_joined_in_the_launch(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
-    monkeypatch.setattr(forward, "_counter", lambda device, stream, count=1: counted.append(count) or 400)
+    memory = SimpleNamespace(data_ptr=lambda: 400)
+    monkeypatch.setattr(forward, "_counter", lambda device, stream, count, capturing: counted.append(count) or memory)
     q, k = torch.zeros(2, 3, 32, 128, dtype=torch.bfloat16), torch.zeros(2, 8192, 8, 128, dtype=torch.bfloat16)
     sinks = torch.randn(32)
     _, out, lse = call(Inputs(q, k, k, sinks=sinks), {"fused": True})

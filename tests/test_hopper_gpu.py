@@ -298,8 +298,8 @@ def test_a_pair_of_blocks_gives_what_one_gives(number: int, keys: int) -> None:
         ((3, 8, 2, 3, 5000, 64, 64), {"causal": True}),
         ((1, 8, 8, 256, 8000, 128, 128), {}),
         ((2, 3, 3, 190, 2500, 256, 256), {"causal": True}),
-        ((1, 2, 1, 700, 900, 192, 128), {"causal": True, "alignment": "top-left"}),
-        ((1, 4, 2, 300, 1500, 80, 80), {"window_size": (600, 0)}),
+        ((1, 2, 1, 700, 1900, 192, 128), {}),
+        ((1, 4, 2, 300, 4000, 80, 80), {"window_size": (2400, 0)}),
     ],
 )
 def test_parts_are_joined_alike_in_the_launch_and_after_it(sizes: tuple[int, ...], asked: dict[str, object]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,13 +23,21 @@ from flashlane.kernels.hopper import forward
 from flashlane.problem import AttentionProblem, Inputs
 from flashlane.registry import Kernel
 
+HOPPER, MMA = (registry.get(tag) for tag in ("hopper(wgmma+tma)", "mma(split-q+stage2)"))
+
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(problem, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(problem, "_VALIDATED", {})  # problems of the CPU, and after this of a GPU that is not there
-    with registry.table_of(registry.get("hopper(wgmma+tma)")):
+    with registry.table_of(HOPPER):
         yield from install(monkeypatch)
+
+
+@pytest.fixture(params=[HOPPER, MMA], ids=lambda kernel: kernel.family)
+def either(launches: Launches, request: pytest.FixtureRequest) -> Iterator[Launches]:
+    with registry.table_of(request.param):
+        yield launches
 
 
 def qkv(n: int = 64, m: int = 64, heads: int = 2, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
@@ -66,6 +76,30 @@ def test_every_call_launches_with_its_own_tensors(launches: Launches, monkeypatc
     assert len({out.data_ptr() for _, (out, _) in kept}) == len(kept)
 
 
+def test_the_mma_family_repeats_with_each_calls_own_tensors(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = [qkv() for _ in range(3)]
+    longer = [qkv(m=128) for _ in range(2)]
+    wide = [[torch.randn(1, 64, 4, 64).half()[:, :, ::2] for _ in range(3)] for _ in range(2)]  # other strides only
+    with registry.table_of(MMA):
+        kept = [(t, flashlane.flash_attn_func(*t, return_lse=True)) for t in (same[0], longer[0], wide[0])]
+        first = [params for *_, params in launches]
+        quick(monkeypatch)
+        for number, tensors in enumerate((*same, wide[1], *longer, *same[::-1], wide[0])):
+            launches.stream = number
+            kept.append((tensors, flashlane.flash_attn_func(*tensors, return_lse=True)))
+            assert launches.streams[-1] == number
+    kinds = {(t[1].shape, t[1].stride()): params for (t, _), params in zip(kept, first, strict=False)}
+    for (tensors, (out, lse)), (*_, params) in zip(kept, launches, strict=True):
+        assert [params.q, params.k, params.v] == [t.data_ptr() for t in tensors]
+        assert (params.out, params.lse) == (out.data_ptr(), lse.data_ptr())
+        wanted = kinds[tensors[1].shape, tensors[1].stride()]
+        wanted.q, wanted.k, wanted.v, wanted.out, wanted.lse = (t.data_ptr() for t in (*tensors, out, lse))
+        assert bytes(params) == bytes(wanted)
+    assert len({bytes(params) for params in first}) == 3
+
+
 def test_the_same_memory_in_another_shape_is_another_launch(launches: Launches) -> None:
     base = qkv(n=128, m=128)
     views = [[t.view(1, 64, 4, 64) for t in base], [t.view(2, 64, 2, 64) for t in base], base]
@@ -91,46 +125,81 @@ def test_more_addresses_than_are_kept(launches: Launches, monkeypatch: pytest.Mo
     assert len(plan.idle) == forward.BLOCKS_KEPT
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_the_lse_is_written_where_it_is_wanted(launches: Launches, given: bool) -> None:
+    """Calls with and without it alternate: no launch has the LSE of another one. Of parts it is the joined one."""
+    short, long = qkv(), qkv(n=1, m=8192)
+    for tensors in (short, long):
+        flashlane.flash_attn_func(*tensors)  # checked; from here on, repeated
+    for return_lse in (given, not given, given):
+        for tensors in (short, long):
+            found = flashlane.flash_attn_func(*tensors, return_lse=return_lse)
+            params = launches[-1][3]
+            last = params.join if params.splits > 1 else params
+            assert last.lse == (found[1].data_ptr() if return_lse else None)
+            assert last.out == (found[0] if return_lse else found).data_ptr()
+            if params.splits > 1:
+                assert (last.parts, last.part_lse) == (params.out, params.lse) and params.out and params.lse
+    assert {params.splits > 1 for *_, params in launches} == {True, False}
+
+
 def test_the_stream_and_its_counter_are_those_of_the_moment(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "_counter", lambda device, stream, count=1: 5 * stream)
-    tensors = qkv()
-    for stream in (1000, 1000, 1001, 1002, 1000):
-        launches.stream = stream
+    """And a launch into a graph has a counter of its own, which later launches do not have."""
+    fresh = itertools.count(1_000_000)
+
+    def counter_of(device: int, stream: int, count: int, capturing: bool) -> SimpleNamespace:
+        address = next(fresh) if capturing else 5 * stream + 1
+        return SimpleNamespace(data_ptr=lambda: address)
+
+    monkeypatch.setattr(forward, "_counter", counter_of)
+    tensors, captured = qkv(), []
+    for stream, capturing in ((0, 0), (1000, 0), (1000, 0), (1001, 1), (1001, 1), (1001, 0), (1002, 0), (0, 0), (7, 1)):
+        launches.stream, launches.capturing = stream, bool(capturing)
         flashlane.flash_attn_func(*tensors)
-        assert launches.streams[-1] == stream and launches[-1][3].counter == 5 * stream
+        counter = launches[-1][3].counter
+        assert launches.streams[-1] == stream
+        if capturing:
+            captured.append(counter)
+        else:
+            assert counter == 5 * stream + 1
+    assert len(set(captured)) == 3 and min(captured) >= 1_000_000
 
 
 def test_counters_belong_to_streams_and_graphs_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    capturing, made = False, []
+    made = []
 
     def zeros(count: int, **keywords: object) -> torch.Tensor:
-        made.append(torch.full((count,), 0, dtype=torch.int32))
-        return made[-1]
+        made.append(weakref.ref(found := torch.full((count,), 0, dtype=torch.int32)))
+        return found
 
     monkeypatch.setattr(forward, "_counters", {})
+    monkeypatch.setattr(forward, "_outgrown", [])
     monkeypatch.setattr(forward.torch, "zeros", zeros)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    usual = {key: forward._counter(*key) for key in ((0, 7), (0, 8), (1, 7))}
+    usual = {key: forward._counter(*key).data_ptr() for key in ((0, 7), (0, 8), (1, 7))}
     assert len(set(usual.values())) == 3
-    capturing = True
-    captured = [forward._counter(0, 7) for _ in range(2)]
-    assert len({*captured, *usual.values()}) == 5 and len(made) == 5
-    capturing = False
-    assert {key: forward._counter(*key) for key in usual} == usual
+    captured = [forward._counter(0, 7, capturing=True) for _ in range(2)]
+    assert len({*usual.values(), *(memory.data_ptr() for memory in captured)}) == len(made) == 5
+    assert {key: forward._counter(*key).data_ptr() for key in usual} == usual
+    # More of them: parameters that were prepared before still point to the first ones.
+    assert forward._counter(0, 7, 33) is forward._counter(0, 7)
+    assert forward._counter(0, 7).data_ptr() != usual[0, 7]
+    # Theirs is the graph's from here on. It is held until the launch, whose other memory must not be the same.
+    del captured
+    gc.collect()
+    assert [there() is not None for there in made] == [True] * 3 + [False] * 2 + [True]
 
 
-def test_threads_do_not_share_parameters(launches: Launches) -> None:
+def test_threads_do_not_share_parameters(either: Launches) -> None:
     """Both launch with the same tensors at one moment: each with its own output and stream."""
-    tensors = qkv()
+    launches, tensors = either, qkv()
     flashlane.flash_attn_func(*tensors)
     meet = threading.Barrier(2, timeout=20)
     local = threading.local()
     seen: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
     launches.before = meet.wait  # until both have set their parameters
-    (plan,) = launches.plans
-    plan.stream_of = lambda device: local.stream
+    launches.stream_of = lambda device: local.stream
 
     def work(number: int) -> None:
         local.stream = number
@@ -149,8 +218,8 @@ def test_threads_do_not_share_parameters(launches: Launches) -> None:
         assert [pair for pair in launched if pair[0] == number] == found
 
 
-def test_a_failed_launch_leaves_nothing_behind(launches: Launches) -> None:
-    tensors = qkv()
+def test_a_failed_launch_leaves_nothing_behind(either: Launches) -> None:
+    launches, tensors = either, qkv()
     flashlane.flash_attn_func(*tensors)
 
     def fail() -> None:
@@ -167,19 +236,29 @@ def test_a_failed_launch_leaves_nothing_behind(launches: Launches) -> None:
 def test_gradients_and_the_operator_go_the_short_way_too(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = qkv(), qkv()
     wanting = [[t.clone().requires_grad_() for t in tensors] for tensors in (first, second)]
-    for tensors in (first, wanting[0]):
+
+    def ways(wants: bool) -> list[tuple[tuple, dict]]:
+        whole = (None, True, "bottom-right", [-1, -1], 0.0, 0.0, False, wants, HOPPER.tag, *[None] * 12)
+        return [(whole, {}), ((), {"causal": True, "needs_grad": wants})]
+
+    for tensors, wants in ((first, False), (wanting[0], True)):
         flashlane.flash_attn_func(*tensors, causal=True)
+        for rest, named in ways(wants):
+            torch.ops.flashlane.forward(*tensors, *rest, **named)
     quick(monkeypatch)
     out = flashlane.flash_attn_func(*wanting[1], causal=True)
     assert out.grad_fn is not None and addresses(launches[-1][3]) == [t.data_ptr() for t in wanting[1]]
     for tensors, wants in ((second, False), (wanting[1], True)):
-        whole = (*[None] * 13, True, "bottom-right", [-1, -1], 0.0, 0.0, False, wants, None)
-        for rest, named in ((whole, {}), ((), {"causal": True, "needs_grad": wants})):
+        for rest, named in ways(wants):
             out, lse = torch.ops.flashlane.forward(*tensors, *rest, **named)
             params = launches[-1][3]
             assert addresses(params) == [t.data_ptr() for t in tensors]
             assert (params.out, params.lse) == (out.data_ptr(), lse.data_ptr())
             assert (out.grad_fn is not None) == wants
+
+
+def through_the_operator(*tensors: torch.Tensor, **asked: object) -> object:
+    return torch.ops.flashlane.forward(*tensors, needs_grad=any(t.requires_grad for t in tensors), **asked)
 
 
 class Recorder(Kernel):
@@ -231,6 +310,57 @@ def test_what_is_asked_is_part_of_the_key(recorder: Recorder, asked: dict, field
         assert getattr(recorder.problems[-1], field) == value
 
 
+@pytest.mark.parametrize(
+    ("asked", "field", "value"),
+    [
+        ({"causal": True}, "window_right", 0),
+        ({"scale": 0.5}, "scale", 0.5),
+        ({"alignment": "top-left"}, "alignment", "top-left"),
+        ({"window_size": [3, 4]}, "window_left", 3),
+        ({"softcap": 2.0}, "softcap", 2.0),
+        ({"deterministic": True}, "deterministic", True),
+        ({"alibi_slopes": torch.rand(2)}, "alibi", True),
+        ({"bias": torch.randn(64, 64)}, "bias", True),
+        ({"sinks": torch.randn(2)}, "sinks", True),
+        ({"seqused_k": torch.tensor([5], dtype=torch.int32)}, "seqused_k", True),
+        ({"dropout_p": 0.5, "dropout_seed": torch.tensor([3])}, "dropout_p", 0.5),
+    ],
+)
+def test_what_the_operator_is_asked_is_part_of_the_key(
+    recorder: Recorder, asked: dict, field: str, value: object
+) -> None:
+    """Its calls of q, k and v alone are remembered beside those of the function; others are not taken for them."""
+    tensors = qkv()
+    operator = torch.ops.flashlane.forward
+    for others in ({}, {"window_size": [5, 6]}, {"causal": True, "window_size": [1, 1], "tag": "recorder"}):
+        operator(*tensors, **others)
+    for _ in range(2):
+        operator(*tensors, **asked)
+        assert getattr(recorder.problems[-1], field) == value
+        operator(*tensors)
+        assert recorder.problems[-1] == recorder.problems[0]
+
+
+@pytest.mark.parametrize("call", [flashlane.flash_attn_func, through_the_operator])
+def test_the_kernel_that_is_named_runs(recorder: Recorder, call: Callable) -> None:
+    tensors = qkv()
+    name = "kernel" if call is flashlane.flash_attn_func else "tag"
+    for _ in range(3):
+        for tag, ran in (("reference", 0), ("recorder", 1), (None, 1)):
+            before = len(recorder.problems)
+            call(*tensors, **{name: tag})
+            assert len(recorder.problems) == before + ran
+
+
+def test_dropout_draws_a_seed_for_each_call(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+    monkeypatch.setattr(recorder, "forward", lambda problem, inputs, out, lse: seeds.append(int(inputs.dropout_seed)))
+    tensors = qkv()
+    for _ in range(3):
+        flashlane.flash_attn_func(*tensors, dropout_p=0.5)
+    assert len(set(seeds)) == 3 and recorder.prepared == 0
+
+
 @pytest.mark.parametrize("value", [True, False])
 def test_numbers_that_are_equal_ask_the_same(recorder: Recorder, value: bool) -> None:
     """Python takes 1 for True as a key: it must mean the same."""
@@ -244,8 +374,12 @@ def test_the_operator_is_differentiable_without_being_told(recorder: Recorder) -
     """``needs_grad`` chooses the kernel; whether a gradient is recorded is the tensors' affair."""
     tensors = [t.requires_grad_() for t in qkv()]
     for wants in (True, False, True, False):
-        assert torch.ops.flashlane.forward(*tensors, needs_grad=wants)[0].grad_fn is not None
-        assert recorder.problems[-1].needs_grad is wants
+        for on in (True, False, True):
+            with torch.set_grad_enabled(on):
+                out, _ = torch.ops.flashlane.forward(*tensors, needs_grad=wants)
+            assert (out.grad_fn is not None) == on
+            assert recorder.problems[-1].needs_grad is wants
+    assert recorder.prepared == 4
 
 
 def test_a_call_for_another_device_makes_it_the_current_one(
@@ -285,6 +419,8 @@ CHANGES: dict[str, tuple[Change, str, object]] = {
     "dtype": (lambda t: [x.bfloat16() for x in t], "dtype", torch.bfloat16),
     "strides": (lambda t: [x.transpose(1, 2).contiguous().transpose(1, 2) for x in t], "strides", None),
     "heads of k and v": (lambda t: [t[0], t[1][:, :, :1].clone(), t[2][:, :, :1].clone()], "kv_heads", 1),
+    "length": (lambda t: [x[:, :48].clone() for x in t], "seqlen_q", 48),
+    "length of k and v": (lambda t: [t[0], *(x[:, :48].clone() for x in t[1:])], "seqlen_k", 48),
     "columns of v": (lambda t: [t[0], t[1], t[2][..., :32].clone()], "head_dim_v", 32),
     "address": (lambda t: [torch.zeros(t[0].numel() + 1).half()[1:].view_as(t[0]), *t[1:]], "aligned", False),
     "gradient": (lambda t: [t[0].clone().requires_grad_(), *t[1:]], "needs_grad", True),
@@ -292,17 +428,18 @@ CHANGES: dict[str, tuple[Change, str, object]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_differs_in_the_tensors_is_seen(recorder: Recorder, name: str) -> None:
+@pytest.mark.parametrize("call", [flashlane.flash_attn_func, through_the_operator])
+def test_what_differs_in_the_tensors_is_seen(recorder: Recorder, name: str, call: Callable) -> None:
     change, field, value = CHANGES[name]
     tensors = qkv()
-    flashlane.flash_attn_func(*tensors)
+    call(*tensors)
     before = recorder.problems[-1]
     changed = change(tensors)
     value = tuple(t.stride() for t in changed) if value is None else value
     for _ in range(2):
-        flashlane.flash_attn_func(*changed)
+        call(*changed)
         assert getattr(recorder.problems[-1], field) == value != getattr(before, field)
-        flashlane.flash_attn_func(*tensors)
+        call(*tensors)
         assert recorder.problems[-1] == before and recorder.problems[-1].strides == before.strides
 
 
@@ -364,6 +501,19 @@ def test_a_remembered_call_that_is_watched_goes_to_the_operator(
     assert seen and len(recorder.problems) == 2
 
 
+@pytest.mark.parametrize("call", [flashlane.flash_attn_func, through_the_operator])
+def test_autocast_is_off_in_the_kernel_each_time(
+    recorder: Recorder, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(recorder, "forward", lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    tensors = qkv(dtype=torch.bfloat16)
+    for on in (True, False, True, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            call(*tensors)
+    assert seen == [False] * 4
+
+
 def test_subclasses_and_parameters_are_checked_anew(recorder: Recorder) -> None:
     class Mine(torch.Tensor):
         pass
@@ -421,6 +571,16 @@ def test_a_window_given_as_a_list_or_tensor_is_read_each_time(recorder: Recorder
     assert recorder.prepared == 0
 
 
+def test_plans_go_with_the_table_of_kernels(recorder: Recorder) -> None:
+    tensors = qkv()
+    for call in (flashlane.flash_attn_func, through_the_operator):
+        call(*tensors)
+    with registry.table_of(registry.get("reference")):
+        for call in (flashlane.flash_attn_func, through_the_operator):
+            call(*tensors)
+    assert len(recorder.problems) == 2
+
+
 def test_plans_keep_no_tensor_alive(recorder: Recorder) -> None:
     tensors = qkv()
     out = flashlane.flash_attn_func(*tensors)
@@ -463,7 +623,7 @@ def test_without_the_guard_every_call_is_checked(recorder: Recorder, monkeypatch
 
 
 def test_without_the_short_allocator_the_public_one_serves(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plans._allocator(torch.device("cpu")) is plans._guards._empty_strided_cpu
+    assert launch.allocator(torch.device("cpu")) is plans._guards._empty_strided_cpu
     monkeypatch.delattr(plans._guards, "_empty_strided_cpu")
     tensors = qkv()
     flashlane.flash_attn_func(*tensors)
@@ -525,13 +685,34 @@ def test_gpu_threads_compute_their_own_tensors() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 192, 320, 2, 2, 64, 64), (3, 700, 900, 8, 4, 128, 128), (1, 1, 16384, 8, 2, 128, 128)]
+    + [(1, 256, 16384, 8, 8, 64, 64), (2, 300, 300, 4, 4, 64, 512)],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_gpu_the_output_is_the_same_without_its_lse(shape: tuple[int, ...]) -> None:
+    """One tile or several, parts joined in the launch and after it, values in slices."""
+    batch, n, m, heads, kv_heads, dim, dim_v = shape
+    sizes = ((n, heads, dim), (m, kv_heads, dim), (m, kv_heads, dim_v))
+    tensors = [torch.randn(batch, *size, dtype=torch.bfloat16, device="cuda") for size in sizes]
+    named = {"causal": True, "kernel": "hopper(wgmma+tma)"}
+    want, lse = flashlane.flash_attn_func(*tensors, **named, return_lse=True)
+    for return_lse in (False, True, False):
+        found = flashlane.flash_attn_func(*tensors, **named, return_lse=return_lse)
+        out = found[0] if return_lse else found
+        assert torch.equal(out, want) and (not return_lse or torch.equal(found[1], lse))
+
+
+@pytest.mark.gpu
 def test_gpu_a_remembered_call_is_captured() -> None:
     tensors = [t.cuda() for t in qkv(n=192, m=320)]
     for _ in range(2):
         flashlane.flash_attn_func(*tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = flashlane.flash_attn_func(*tensors)
+        for _ in range(3):
+            got = flashlane.flash_attn_func(*tensors)
     for _ in range(3):
         for t in tensors:
             t.normal_()

@@ -132,10 +132,10 @@ def test_opcheck(varlen: bool, modified: bool) -> None:
         if t is not None:
             t.requires_grad_()
     asked = (None, True, "bottom-right", [-1, -1], 1.5, 0.0, False, True, "tiled")
-    torch.library.opcheck(torch.ops.flashlane.forward.default, (*ops._tensors(inputs), *asked))
-    out, lse = (t.detach() for t in torch.ops.flashlane.forward(*ops._tensors(inputs), *asked))
-    plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in ops._tensors(inputs)]
-    args = (out, lse, torch.randn_like(out), torch.randn_like(lse), modified, *plain, *asked)
+    torch.library.opcheck(torch.ops.flashlane.forward.default, ops.arguments(inputs, asked))
+    out, lse = (t.detach() for t in torch.ops.flashlane.forward(*ops.arguments(inputs, asked)))
+    plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in ops.arguments(inputs, asked)]
+    args = (out, lse, torch.randn_like(out), torch.randn_like(lse), modified, *plain)
     torch.library.opcheck(torch.ops.flashlane.backward.default, args)
 
 
@@ -290,9 +290,7 @@ BAD = {
         "^key has dtype torch.float16 and query has torch.float32; query, key and value must",
     ),
     "operator": (
-        lambda: torch.ops.flashlane.forward(
-            Q, Q.half(), Q, *[None] * 12, None, False, "top-left", [-1, -1], 0.0, 0.0, False, False, None
-        ),
+        lambda: torch.ops.flashlane.forward(Q, Q.half(), Q, alignment="top-left"),
         TypeError,
         "^k has dtype torch.float16",
     ),
@@ -377,7 +375,7 @@ def test_the_operator_has_defaults_under_every_transform() -> None:
     """The dispatcher leaves trailing defaults off, so that every Python kernel of ours sees fewer arguments."""
     q, k, v = (torch.randn(2, 9, 2, 16) for _ in range(3))
     short = torch.ops.flashlane.forward
-    whole = (*[None] * 13, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None)
+    whole = (None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None, *[None] * 12)
     want = short(q, k, v, *whole)
     torch.testing.assert_close(short(q, k, v), want)
     torch.testing.assert_close(

@@ -161,10 +161,10 @@ def test_opcheck_of_both_operators_with_every_feature(on: tuple[str, ...]) -> No
     )
     window = [2, 1] if "windowed" in on else [-1, -1]
     asked = (0.5, "windowed" not in on, "top-left", window, 1.5, 0.5 * ("dropout" in on), True, True, "tiled")
-    torch.library.opcheck(torch.ops.flashlane.forward.default, (*ops._tensors(inputs), *asked))
-    out, lse = (t.detach() for t in torch.ops.flashlane.forward(*ops._tensors(inputs), *asked))
-    plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in ops._tensors(inputs)]
-    args = (out, lse, torch.randn_like(out), torch.randn_like(lse), "bias" in on, *plain, *asked)
+    torch.library.opcheck(torch.ops.flashlane.forward.default, ops.arguments(inputs, asked))
+    out, lse = (t.detach() for t in torch.ops.flashlane.forward(*ops.arguments(inputs, asked)))
+    plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in ops.arguments(inputs, asked)]
+    args = (out, lse, torch.randn_like(out), torch.randn_like(lse), "bias" in on, *plain)
     torch.library.opcheck(torch.ops.flashlane.backward.default, args)
 
 
@@ -173,7 +173,7 @@ def test_opcheck_of_a_paged_cache() -> None:
     table = torch.tensor([[3, 1], [0, 4]], dtype=torch.int32)
     inputs = Inputs(q, pages, pages, seqused_k=torch.tensor([7, 5], dtype=torch.int32), block_table=table)
     asked = (None, True, "bottom-right", [-1, -1], 0.0, 0.0, False, False, "tiled")
-    torch.library.opcheck(torch.ops.flashlane.forward.default, (*ops._tensors(inputs), *asked))
+    torch.library.opcheck(torch.ops.flashlane.forward.default, ops.arguments(inputs, asked))
 
 
 # --- autocast ---
@@ -202,7 +202,7 @@ def test_autocast_casts_q_k_v_as_torchs_attention_does(compiled: bool) -> None:
 def test_autocast_reaches_the_operator_and_not_into_the_kernel() -> None:
     q, k, v = qkv(torch.float32, grad=False)
     wide = qkv(grad=False)
-    tail = (*[None] * 12, None, False, "top-left", [-1, -1], 0.0, 0.0, False, False, "reference")
+    tail = (None, False, "top-left", [-1, -1], 0.0, 0.0, False, False, "reference", *[None] * 12)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.ops.flashlane.forward(q, k, v, *tail)[0].dtype == torch.bfloat16
         # f64 is not cast, by torch's rule, and what computes it must not be cast either
@@ -324,7 +324,7 @@ def test_inference_mode_takes_leaves_and_wants_no_gradient() -> None:
     with torch.inference_mode():
         out = flashlane.flash_attn_func(q, k, v)
         through = torch.ops.flashlane.forward(
-            q, k, v, *[None] * 12, None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None
+            q, k, v, None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None, *[None] * 12
         )[0]
         assert not flashlane.explain(q, k, v).problem.needs_grad
     assert out.is_inference() and torch.equal(out, through)

@@ -70,9 +70,8 @@ def flash_attn_func(
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
     if alibi_slopes is attn_bias is sinks is None and not return_attn_probs:
-        found = ops.again(
-            q, k, v, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, kernel
-        )
+        asked = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic
+        found = ops.again(q, k, v, asked, return_lse)
         if found is not None:
             return found if return_lse else found[0]
     inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks)

@@ -28,19 +28,16 @@ from flashlane.problem import Alignment, AttentionProblem, Inputs, facts_of, kno
 from flashlane.registry import Kernel
 from flashlane.tiled import Gradients
 
-_INPUTS = """Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? bias, Tensor? sinks,
-    Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? leftpad_k, Tensor? batch_idx,
-    Tensor? block_table, Tensor? dropout_seed, SymInt? max_seqlen_q, SymInt? max_seqlen_k"""
 _ASKED = """float? scale, bool causal, str alignment, int[] window_size, float softcap, float dropout_p,
     bool deterministic, bool needs_grad, str? tag"""
-_FIELDS = 15
-"""How many arguments of ``forward`` are those of :class:`~flashlane.problem.Inputs`, in its order."""
+_REST = """Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,
+    Tensor? seqused_k, Tensor? leftpad_k, Tensor? batch_idx, Tensor? block_table, Tensor? dropout_seed,
+    SymInt? max_seqlen_q, SymInt? max_seqlen_k"""
+_ARGUMENTS = f"Tensor q, Tensor k, Tensor v, {_ASKED}, {_REST}"
 _SAVED = 13
-"""How many of those are tensors."""
-_BIAS, _SINKS = 4, 5
+"""How many of the fields of :class:`~flashlane.problem.Inputs` are tensors."""
+_WINDOW, _BIAS, _SINKS = map(transforms.ARGUMENTS.index, ("window_size", "bias", "sinks"))
 _DIFFERENTIABLE = (0, 1, 2, _BIAS, _SINKS)
-ASKED = ("scale", "causal", "alignment", "window_size", "softcap", "dropout_p", "deterministic")
-"""The keyword arguments of :meth:`AttentionProblem.from_inputs`."""
 SEEDS = 2**63 - 1
 """Dropout seeds are drawn from 0 to this."""
 
@@ -53,9 +50,9 @@ def _defaulted(arguments: str) -> str:
 
 
 _library = torch.library.Library("flashlane", "DEF")
-_library.define(f"forward({_defaulted(f'{_INPUTS}, {_ASKED}')}) -> (Tensor out, Tensor lse)")
+_library.define(f"forward({_defaulted(_ARGUMENTS)}) -> (Tensor out, Tensor lse)")
 _library.define(
-    f"backward(Tensor out, Tensor lse, Tensor do, Tensor? dlse, bool bias_grad, {_INPUTS}, {_ASKED})"
+    f"backward(Tensor out, Tensor lse, Tensor do, Tensor? dlse, bool bias_grad, {_ARGUMENTS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
 
@@ -65,22 +62,15 @@ _modes_active = torch._C._len_torch_dispatch_stack
 _profiling = torch.autograd._profiler_enabled
 
 
-def again(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None,
-    causal: bool,
-    alignment: Alignment,
-    window_size: tuple[int, int] | torch.Tensor,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    kernel: str | None,
-) -> Results | None:
+def again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: plans.Key, wants_lse: bool) -> plans.Found | None:
     """Run a call that has no tensors but q, k and v, if it is like an earlier one and nothing watches.
 
-    The arguments are those of :func:`attend`, as the caller gave them; what cannot be is answered by None.
+    Args:
+        q: as the caller gave it, so that it may be anything; also k, v and what is asked.
+        k: likewise.
+        v: likewise.
+        asked: the tag of the kernel and the values of :data:`transforms.ASKED`.
+        wants_lse: whether the LSE is needed; else it may be None.
 
     Returns:
         out and LSE; or None, and :func:`anew` is to be called, which checks the call and remembers it.
@@ -88,13 +78,12 @@ def again(
     if _compiling():
         return None
     try:
-        asked = (q.shape, k.shape, scale, causal, alignment, window_size, softcap, dropout_p, deterministic, kernel)
         plan = plans.find(asked, q, k, v)
     except (TypeError, AttributeError, RuntimeError):  # what cannot be a key, or is no tensor of the usual kind
         return None
     if plan is None or _modes_active() or forward_ad._current_level >= 0 or _profiling():
         return None
-    return _recorded(plan, q, k, v) if plan.problem.needs_grad else plan.run(q, k, v)
+    return _recorded(plan, q, k, v) if plan.records else plan.run(q, k, v, wants_lse)
 
 
 def _recorded(plan: plans.Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results | None:
@@ -135,7 +124,7 @@ def attend(
     """
     asked = (scale, causal, alignment, window_size, softcap, dropout_p, deterministic)
     if inputs.alone:
-        found = again(inputs.q, inputs.k, inputs.v, *asked, kernel)
+        found = again(inputs.q, inputs.k, inputs.v, (kernel, *asked), True)
         if found is not None:
             return found
     return anew(inputs, kernel, names, *asked)
@@ -165,17 +154,17 @@ def anew(
     facts = facts_of(inputs, *asked)
     problem = known(facts)
     if problem is None:
-        problem = _checked(inputs, names, dict(zip(ASKED, asked, strict=True)))
+        problem = _checked(inputs, names, dict(zip(transforms.ASKED, asked, strict=True)))
+    chosen = dispatch.select(problem, kernel)
     if facts is not None and not casts:
-        _remember(problem, inputs, kernel, asked)
-    return _straight(problem, inputs, kernel)
+        _remember((kernel, *asked), problem, inputs, chosen)
+    return _straight(problem, inputs, chosen)
 
 
-def _remember(problem: AttentionProblem, inputs: Inputs, kernel: str | None, asked: tuple[Any, ...]) -> None:
-    """Keep a plan for :func:`again`, if the call is of its kind and will run; its facts are a key."""
+def _remember(key: plans.Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> None:
+    """Keep a plan for calls like this one, if it is of their kind."""
     if inputs.alone and plans.distinct(inputs.q, inputs.k, inputs.v):
-        shapes = inputs.q.shape, inputs.k.shape
-        plans.remember((*shapes, *asked, kernel), problem, inputs, dispatch.select(problem, kernel))
+        plans.remember(key, problem, inputs, kernel)
 
 
 def attention(problem: AttentionProblem, inputs: Inputs, kernel: str | None = None) -> Results:
@@ -191,7 +180,7 @@ def attention(problem: AttentionProblem, inputs: Inputs, kernel: str | None = No
     """
     if _traced(inputs):
         return torch.ops.flashlane.forward(*_operands(problem, inputs, kernel))
-    return _straight(problem, inputs, kernel)
+    return _straight(problem, inputs, dispatch.select(problem, kernel))
 
 
 def problem_of(inputs: Inputs, *, names: Mapping[str, str] | None = None, **asked: Any) -> AttentionProblem:
@@ -218,11 +207,10 @@ def _seeded(inputs: Inputs, seed: torch.Tensor) -> Inputs:
     return Inputs(*tensors)
 
 
-def _straight(problem: AttentionProblem, inputs: Inputs, kernel: str | None) -> Results:
-    chosen = dispatch.select(problem, kernel)
+def _straight(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Results:
     if problem.needs_grad:
-        return _differentiable(problem, inputs, chosen)
-    return _run(chosen, problem, inputs)
+        return _differentiable(problem, inputs, kernel)
+    return _run(kernel, problem, inputs)
 
 
 def _differentiable(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Results:
@@ -267,7 +255,13 @@ def _call_operator(
 ) -> Results:
     window = window_size.tolist() if isinstance(window_size, torch.Tensor) else list(window_size)
     asked = (scale, causal, alignment, window, softcap, dropout_p, deterministic, needs_grad, kernel)
-    return torch.ops.flashlane.forward(*_tensors(inputs), *asked)
+    return torch.ops.flashlane.forward(*arguments(inputs, asked))
+
+
+def arguments(inputs: Inputs, asked: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All arguments of the operator; ``asked`` are those that are no inputs."""
+    q, k, v, *rest = _tensors(inputs)
+    return (q, k, v, *asked, *rest)
 
 
 def _tensors(inputs: Inputs) -> tuple[Any, ...]:
@@ -294,35 +288,29 @@ def _operands(problem: AttentionProblem, inputs: Inputs, kernel: str | None) -> 
     """The operator's arguments of a validated problem."""
     window = [problem.window_left, problem.window_right]
     asked = (problem.scale, False, problem.alignment, window, problem.softcap, problem.dropout_p)
-    return (*_tensors(inputs), *asked, problem.deterministic, problem.needs_grad, kernel)
+    return arguments(inputs, (*asked, problem.deterministic, problem.needs_grad, kernel))
 
 
-def _asked(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values of :data:`ASKED` among an operator's arguments."""
-    scale, causal, alignment, window, *rest = args[_FIELDS:-2]
-    return (scale, causal, alignment, tuple(window), *rest)
+def _key(rest: tuple[Any, ...]) -> plans.Key:
+    """The key of a call of the operator: its arguments after q, k and v, as the dispatcher gives them. It is never one
+    of :func:`again`, which has the alignment where this has the window."""
+    window = rest[_WINDOW - 3 : _WINDOW - 2]
+    return (*rest[: _WINDOW - 3], tuple(window[0]), *rest[_WINDOW - 2 :]) if window else rest
 
 
-def _again(args: tuple[Any, ...]) -> Results | None:
-    """:func:`again` inside the operator, of all its arguments."""
-    (
-        q, k, v, alibi, bias, sinks, cu_q, cu_k, used, pad, index, table, seed, _, _,
-        scale, causal, alignment, window, softcap, dropout_p, deterministic, needs_grad, kernel,
-    ) = args  # fmt: skip
-    if not (alibi is bias is sinks is cu_q is cu_k is used is pad is index is table is seed is None):
+def _found(key: plans.Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> plans.Plan | None:
+    """The plan that holds for a call of the operator. One with more tensors than q, k and v has a key as well, which is
+    never remembered."""
+    try:
+        return plans.find(key, q, k, v)
+    except TypeError:  # it cannot be a key
         return None
-    window = tuple(window)
-    asked = (q.shape, k.shape, scale, causal, alignment, window, softcap, dropout_p, deterministic, kernel)
-    plan = plans.find(asked, q, k, v)
-    if plan is None or plan.problem.needs_grad != needs_grad:
-        return None
-    return _recorded(plan, q, k, v) if needs_grad else plan.run(q, k, v)
 
 
 def _rebuild(args: tuple[Any, ...]) -> tuple[AttentionProblem, Inputs, Kernel]:
     """Inputs, problem and kernel from an operator's arguments."""
-    inputs = Inputs(*args[:_FIELDS])
-    scale, causal, alignment, window, softcap, dropout_p, deterministic, needs_grad, kernel = args[_FIELDS:]
+    inputs = Inputs(*transforms.fields_of(args))
+    scale, causal, alignment, window, softcap, dropout_p, deterministic, needs_grad, kernel = args[3 : transforms.REST]
     problem = AttentionProblem.from_inputs(
         inputs,
         scale=scale,
@@ -386,7 +374,7 @@ class _Attention(torch.autograd.Function):
         if run is None:
             out, lse = _run(kernel, problem, inputs)
         else:
-            out, lse = run(q, k, v)
+            out, lse = run(q, k, v, True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*_tensors(inputs)[:_SAVED], out, lse)
         ctx.call = problem, kernel, inputs.max_seqlen_q, inputs.max_seqlen_k
@@ -419,8 +407,9 @@ class _Watched(torch.autograd.function._SingleLevelFunction):
         with transforms.as_outside():
             out, lse = _below_autograd(keyset, args)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*args[:_SAVED], out, lse)
-        ctx.rest = args[_SAVED:]
+        fields = transforms.fields_of(args)
+        ctx.save_for_backward(*fields[:_SAVED], out, lse)
+        ctx.longest, ctx.asked = fields[_SAVED:], args[3 : transforms.REST]
         return out, lse
 
     @staticmethod
@@ -428,9 +417,10 @@ class _Watched(torch.autograd.function._SingleLevelFunction):
         *tensors, out, lse = ctx.saved_tensors
         do = torch.zeros_like(out) if do is None else do
         bias_grad = ctx.needs_input_grad[1 + _BIAS]
-        grads = torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *tensors, *ctx.rest)
-        dq, dk, dv, dbias, dsinks = _present(Inputs(*tensors), bias_grad, grads)
-        return (None, dq, dk, dv, None, dbias, dsinks, *[None] * (_SAVED - 6 + len(ctx.rest)))
+        inputs = Inputs(*tensors, *ctx.longest)
+        grads = torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *arguments(inputs, ctx.asked))
+        dq, dk, dv, dbias, dsinks = _present(inputs, bias_grad, grads)
+        return (None, *arguments(Inputs(dq, dk, dv, bias=dbias, sinks=dsinks), (None,) * len(ctx.asked)))
 
 
 def _watched(keyset: Any, args: tuple[Any, ...]) -> Results:
@@ -464,14 +454,17 @@ def _below_autograd(keyset: Any, args: tuple[Any, ...]) -> Results:
         return torch.ops.flashlane.forward.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
-def _autograd(keyset: Any, *args: Any) -> Results:
+def _autograd(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Results:
     """The operator's autograd kernel. ``torch.library.register_autograd`` makes one of the same meaning, 10 µs slower:
     it always goes through the dispatcher again."""
-    args = transforms.whole(args)
+    key = _key(rest)
     if forward_ad._current_level < 0 and not _modes_active():
-        found = _again(args)
-        if found is not None:
-            return found
+        plan = _found(key, q, k, v)
+        if plan is not None:
+            found = _recorded(plan, q, k, v) if plan.records else plan.run(q, k, v, True)
+            if found is not None:
+                return found
+    args = transforms.whole((q, k, v, *rest))
     tensors = [args[index] for index in _DIFFERENTIABLE]
     if forward_ad._current_level >= 0:
         transforms.refuse_tangents(tensors)
@@ -479,8 +472,7 @@ def _autograd(keyset: Any, *args: Any) -> Results:
     if not _plain(keyset):
         return _watched(keyset, args) if wanted else _below_autograd(keyset, args)
     problem, inputs, kernel = _rebuild(args)
-    if wanted == problem.needs_grad:
-        _remember(problem, inputs, args[-1], _asked(args))
+    _remember(key, problem, inputs, kernel)
     return _Attention.apply(*tensors, problem, inputs, kernel, None) if wanted else _run(kernel, problem, inputs)
 
 
@@ -515,14 +507,15 @@ def _autograd_of_backward(keyset: Any, *args: Any) -> tuple[torch.Tensor, ...]:
 # --- the operators' kernels ---
 
 
-def _forward(*args: Any) -> Results:
-    args = transforms.whole(args)
-    found = None if args[-2] else _again(args)
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Results:
+    key = _key(rest)
+    plan = _found(key, q, k, v)
+    found = None if plan is None else plan.run(q, k, v, True)
     if found is not None:
         return found
+    args = transforms.whole((q, k, v, *rest))
     problem, inputs, kernel = _rebuild(args)
-    if not problem.needs_grad:
-        _remember(problem, inputs, args[-1], _asked(args))
+    _remember(key, problem, inputs, kernel)
     return _run(kernel, problem, inputs)
 
 
@@ -542,7 +535,7 @@ def _backward(
 def _fake_backward(
     out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, bias_grad: bool, *args: Any
 ) -> tuple[torch.Tensor, ...]:
-    q, k, v, _, bias, sinks = args[:6]
+    q, k, v, bias, sinks = (args[index] for index in _DIFFERENTIABLE)
     like = [t.new_empty(t.shape) for t in (q, k, v)]
     like.append(bias.new_empty(bias.shape) if bias is not None and bias_grad else q.new_empty(0))
     like.append(sinks.new_empty(sinks.shape) if sinks is not None else q.new_empty(0))

@@ -3,7 +3,8 @@
 Validation, the choice of a kernel and the preparation of its launch cost more than many a call computes. All of that is
 a plan, kept for calls of q, k and v alone by what they ask and the shapes of q and k. Whether a plan holds for tensors
 is decided by torch's own guard over tensors, in one call: it compares type, dispatch keys (with those that autocast,
-inference mode, transforms and tracing in this thread add), dtype, device, shape, strides and ``requires_grad``.
+inference mode, transforms and tracing in this thread add), dtype, device, shape, strides and ``requires_grad``. The
+plan that held last for what is asked is tried first: mostly that is all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from flashlane.problem import VECTOR_BYTES, AttentionProblem, Inputs
 from flashlane.registry import Kernel
 
 Results = tuple[torch.Tensor, torch.Tensor]
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Results | None]
+Found = tuple[torch.Tensor, torch.Tensor | None]
+"""Output, and the LSE where it is wanted."""
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Found | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +32,37 @@ class Plan:
     """A call of q, k and v alone, checked and prepared for all calls like it."""
 
     like: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
-    """Whether tensors differ from those of the first call in their addresses only."""
-    grad: bool | None
-    """Holds with autograd on, or off; None where no tensor requires gradients."""
+    """Whether it holds for tensors, at this moment: all but their addresses is as in the first call."""
+    records: bool
+    """Whether autograd records such a call: some tensor requires gradients, and gradients are on."""
     problem: AttentionProblem
     kernel: Kernel
     run: Run
     """Allocates the results and has the kernel write them, without autograd; None, and nothing was done, where an
-    address is no multiple of 16."""
+    address is no multiple of 16. The last argument says whether the LSE is wanted; else it may be None."""
 
 
-_plans: dict[tuple[Any, ...], tuple[Plan, ...]] = {}
+Key = tuple[Any, ...]
+_plans: dict[tuple[Key, torch.Size, torch.Size], tuple[Plan, ...]] = {}
+_latest: dict[Key, Plan] = {}
+"""Of what is asked, the plan that held last: it is tried before the shapes are looked at."""
 SIZE = 4096
 """Keys that are kept."""
 PLANS_A_KEY = 8
 """Plans of one key, which differ in strides, dtype, device or modes; the newest first."""
-forget = _plans.clear
-registry.on_change(forget)
 _guards = getattr(torch._C._dynamo, "guards", None)
 
 
-def find(asked: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Plan | None:
+def forget() -> None:
+    """Drop all plans."""
+    _plans.clear()
+    _latest.clear()
+
+
+registry.on_change(forget)
+
+
+def find(asked: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Plan | None:
     """The plan that holds for a call.
 
     Args:
@@ -61,17 +74,21 @@ def find(asked: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     Raises:
         TypeError: ``asked`` cannot be a key.
     """
-    for plan in _plans.get(asked, ()):
-        if plan.like(q, k, v) and (plan.grad is None or plan.grad == torch.is_grad_enabled()):
+    plan = _latest.get(asked)
+    if plan is None or plan.like(q, k, v):
+        return plan
+    for plan in _plans.get((asked, q.shape, k.shape), ()):
+        if plan.like(q, k, v):
+            _latest[asked] = plan
             return plan
     return None
 
 
-def remember(asked: tuple[Any, ...], problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> None:
+def remember(asked: Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> None:
     """Keep a plan for calls like this one.
 
     Args:
-        asked: a key of plain values: what the call asks, the shapes of q and k, the kernel named.
+        asked: plain values, a key: what the call asks, and the kernel named.
         problem: what they and the tensors amount to.
         inputs: q, k and v, :func:`distinct`.
         kernel: the kernel that runs the problem.
@@ -80,11 +97,13 @@ def remember(asked: tuple[Any, ...], problem: AttentionProblem, inputs: Inputs, 
     like = _guard(q, k, v)
     if like is None:
         return
-    grad = torch.is_grad_enabled() if q.requires_grad or k.requires_grad or v.requires_grad else None
-    plan = Plan(like, grad, problem, kernel, _runner(problem, inputs, kernel))
+    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    plan = Plan(like, records, problem, kernel, _runner(problem, inputs, kernel))
     if len(_plans) >= SIZE:
-        _plans.clear()
-    _plans[asked] = (plan, *_plans.get(asked, ()))[:PLANS_A_KEY]
+        forget()
+    key = asked, q.shape, k.shape
+    _plans[key] = (plan, *_plans.get(key, ()))[:PLANS_A_KEY]
+    _latest[asked] = plan
 
 
 def distinct(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -102,9 +121,14 @@ def _guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     """Tells whether tensors are like these; None where this torch has no such guard, or another one than we know."""
     try:
         check = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        return check if check(*tensors) else None
+        if not check(*tensors):
+            return None
     except (AttributeError, TypeError):
         return None
+    if not any(t.requires_grad for t in tensors):
+        return check
+    grad = torch.is_grad_enabled()
+    return lambda *others: check(*others) and torch.is_grad_enabled() == grad
 
 
 def shapes(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -122,30 +146,23 @@ def allocate(q: torch.Tensor, v: torch.Tensor) -> Results:
 def _runner(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Run:
     like_out, like_lse = allocate(inputs.q, inputs.v)
     repeat = kernel.prepare(problem, inputs, like_out, like_lse)
-    out_as, lse_as = ((tuple(t.shape), t.stride(), t.dtype) for t in (like_out, like_lse))
-    empty = _allocator(inputs.q.device)
+    (out_size, out_stride, out_dtype), (lse_size, lse_stride, lse_dtype) = (
+        (tuple(t.shape), t.stride(), t.dtype) for t in (like_out, like_lse)
+    )
+    always_lse = not kernel.lse_optional
+    empty = launch.allocator(inputs.q.device)
     index, current_device = inputs.q.get_device(), launch.device_getter()
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results | None:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_lse: bool) -> Found | None:
         if index >= 0 and current_device() != index:
             with torch.cuda.device(index):
-                return run(q, k, v)
+                return run(q, k, v, wants_lse)
         addresses = at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (at_q | at_k | at_v) % VECTOR_BYTES:
             return None
-        out, lse = empty(*out_as), empty(*lse_as)
+        out = empty(out_size, out_stride, out_dtype)
+        lse = empty(lse_size, lse_stride, lse_dtype) if wants_lse or always_lse else None
         repeat(q, k, v, out, lse, addresses)
         return out, lse
 
     return run
-
-
-def _allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
-    """``empty_strided`` on a device, which if it is a GPU is torch's current one.
-
-    What the code that Inductor writes calls takes half the time of the public function, as it passes the dispatcher by.
-    """
-    short = getattr(_guards, f"_empty_strided_{device.type}", None)
-    if short is not None:
-        return short
-    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flashlane.problem import AttentionProblem, Inputs
 
 Repeat = Callable[
-    ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", tuple[int, int, int]], None
+    ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", tuple[int, int, int]], None
 ]
 """See :meth:`Kernel.prepare`."""
 
@@ -49,6 +49,8 @@ class Kernel(ABC):
     """Paper, or PTX section, that it comes from."""
     priority: int = 0
     """``auto`` takes the supporting kernel with the highest :meth:`preference`, which starts from this."""
+    lse_optional: bool = False
+    """Whether what :meth:`prepare` gives takes None for the LSE, and then writes none."""
     listed: bool = True
     """Whether it is shown, run and chosen by ``auto`` without being asked for by name."""
 
@@ -71,8 +73,8 @@ class Kernel(ABC):
 
         Returns:
             A function of q, k, v, out, lse and the addresses of q, k and v, which its caller has read and which are
-            multiples of 16. q, k, v, out and lse are like those of this call, and on a GPU torch's current device is
-            theirs.
+            multiples of 16. q, k, v, out and lse (or None, see ``lse_optional``) are like those of this call, and on a
+            GPU torch's current device is theirs.
         """
         from flashlane.problem import Inputs
 

@@ -1,6 +1,7 @@
 """What the operators do under autocast, ``torch.vmap``, forward-mode differentiation and the FLOP counter.
 
-Positions of arguments follow :class:`~flashlane.problem.Inputs`, whose fields the operators' schemas start with.
+Arguments of the operators are q, k and v, then what is asked of them, and then what few calls give: the dispatcher
+leaves off the last ones that have their defaults, and a call costs the less, the more it leaves off.
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ from flashlane.problem import Inputs
 FIELDS = tuple(field.name for field in fields(Inputs))
 BACKWARD_EXTRAS = 5
 """Arguments of ``flashlane::backward`` (out, lse, do, dlse, bias_grad) before those of ``flashlane::forward``."""
-DEFAULTS = (*(None for _ in FIELDS[3:]), None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None)
-"""Of the arguments of ``flashlane::forward`` after q, k and v."""
+ASKED = ("scale", "causal", "alignment", "window_size", "softcap", "dropout_p", "deterministic")
+"""The keyword arguments of :meth:`~flashlane.problem.AttentionProblem.from_inputs`."""
+ARGUMENTS = (*FIELDS[:3], *ASKED, "needs_grad", "tag", *FIELDS[3:])
+"""Of ``flashlane::forward``."""
+REST = ARGUMENTS.index(FIELDS[3])
+"""Where the fields of :class:`~flashlane.problem.Inputs` after q, k and v begin."""
+DEFAULTS = (None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None, *(None for _ in FIELDS[3:]))
+"""Of the arguments after q, k and v."""
 _AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 _NOTHING = contextlib.nullcontext()
 
@@ -39,6 +46,11 @@ def register(library: torch.library.Library) -> None:
 def whole(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """All arguments of ``flashlane::forward``: the dispatcher leaves off the last ones that have their defaults."""
     return args + DEFAULTS[len(args) - 3 :]
+
+
+def fields_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of all arguments, the fields of :class:`~flashlane.problem.Inputs`."""
+    return (*args[:3], *args[REST:])
 
 
 # --- autocast ---
@@ -118,34 +130,34 @@ def _vmap_forward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple
     operator, size = torch.ops.flashlane.forward, info.batch_size
     args = whole(args)
     in_dims = (*in_dims, *(None,) * (len(args) - len(in_dims)))
-    named = dict(zip(FIELDS, args[: len(FIELDS)], strict=True))
-    dims = dict(zip(FIELDS, in_dims[: len(FIELDS)], strict=True))
+    named = dict(zip(ARGUMENTS, args, strict=True))
+    dims = dict(zip(ARGUMENTS, in_dims, strict=True))
     if not _folds(named, dims):
         return _one_by_one(operator, size, in_dims, args)
     folded = [_fold_input(name, t, dims[name], size, named["q"], dims["q"]) for name, t in named.items()]
-    results = operator(*folded, *args[len(FIELDS) :])
+    results = operator(*folded)
     return tuple(t.unflatten(0, (size, -1)) for t in results), (0, 0)
 
 
 def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
     operator, size = torch.ops.flashlane.backward, info.batch_size
     extras, rest = args[:BACKWARD_EXTRAS], args[BACKWARD_EXTRAS:]
-    named = dict(zip(FIELDS, rest, strict=False))
-    dims = dict(zip(FIELDS, in_dims[BACKWARD_EXTRAS:], strict=False))
+    named = dict(zip(ARGUMENTS, rest, strict=True))
+    dims = dict(zip(ARGUMENTS, in_dims[BACKWARD_EXTRAS:], strict=True))
     # The gradients of a bias and of sinks are sums over the batch, which must not run over the axis of vmap.
     if not _folds(named, dims) or named["bias"] is not None or named["sinks"] is not None:
         return _one_by_one(operator, size, in_dims, args)
     *tensors, bias_grad = extras
     outer = [_fold(t, dim, size) for t, dim in zip(tensors, in_dims, strict=False)]
     folded = [_fold_input(name, t, dims[name], size, named["q"], dims["q"]) for name, t in named.items()]
-    dq, dk, dv, dbias, dsinks = operator(*outer, bias_grad, *folded, *rest[len(FIELDS) :])
+    dq, dk, dv, dbias, dsinks = operator(*outer, bias_grad, *folded)
     return (*(t.unflatten(0, (size, -1)) for t in (dq, dk, dv)), dbias, dsinks), (0, 0, 0, None, None)
 
 
 def _folds(named: dict[str, Any], dims: dict[str, int | None]) -> bool:
     """Whether an axis of vmap can be made part of the batch axis."""
-    for name, value in named.items():
-        if value is None or name in _FOLDABLE:
+    for name in FIELDS:
+        if named[name] is None or name in _FOLDABLE:
             continue
         if name not in _SHARED or dims[name] is not None:
             return False
@@ -204,11 +216,12 @@ def backward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
 
 def _pairs(args: Sequence[Any]) -> int:
     """Visible (query, key) pairs of one head of all sequences."""
-    named = dict(zip(FIELDS, args, strict=False))
-    _, causal, alignment, (left, right) = args[len(FIELDS) : len(FIELDS) + 4]
+    named = dict(zip(ARGUMENTS, args, strict=True))
+    left, right = named["window_size"]
+    right = 0 if named["causal"] else right
+    bottom_right = named["alignment"] == "bottom-right"
     return sum(
-        visible_pairs(sq, sk, int(left), 0 if causal else int(right), sk - sq if alignment == "bottom-right" else 0)
-        for sq, sk in _lengths(named)
+        visible_pairs(sq, sk, int(left), int(right), sk - sq if bottom_right else 0) for sq, sk in _lengths(named)
     )
 
 

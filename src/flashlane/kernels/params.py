@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from flashlane.jit import launch
 
 if TYPE_CHECKING:
     import torch
 
+    from flashlane.jit.launch import Dim3, Function
     from flashlane.problem import AttentionProblem, Inputs
+    from flashlane.registry import Repeat
 
 LOG2_E = math.log2(math.e)
 SCALES = (1e-30, 1e30)
@@ -75,6 +80,32 @@ def attention_params(
         problem.scale * LOG2_E / q_fold,
         q_fold,
     )
+
+
+def repeated(function: Function, grid: Dim3, block: Dim3, shared: int, params: AttentionParams) -> Repeat:
+    """A launch again and again, each with its own addresses of q, k, v, out and LSE; threads may share it."""
+    stream_of, device = launch.stream_getter(), function.device_index
+    idle: list[tuple[AttentionParams, Callable[[int], None]]] = []  # what no launch is using
+
+    def repeat(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        addresses: tuple[int, int, int],
+    ) -> None:
+        try:
+            own = mine, enqueue = idle.pop()
+        except IndexError:
+            mine = AttentionParams.from_buffer_copy(params)
+            own = mine, enqueue = mine, function.prepare(grid, block, shared, mine)
+        mine.q, mine.k, mine.v = addresses
+        mine.out, mine.lse = out.data_ptr(), lse.data_ptr()
+        enqueue(stream_of(device))
+        idle.append(own)
+
+    return repeat
 
 
 def _window(side: int, problem: AttentionProblem) -> int:

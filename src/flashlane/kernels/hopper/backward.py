@@ -153,4 +153,6 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     unit = tensormap.ALIGNMENT // tensor.element_size()
     steps = [step for step, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
     readable = tensor.stride(-1) == 1 and not any(step % unit or step <= 0 for step in steps)
-    return tensor if readable and tensor.data_ptr() % tensormap.ALIGNMENT == 0 else tensor.contiguous()
+    if readable and tensor.data_ptr() % tensormap.ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)  # a contiguous one, too, may start anywhere

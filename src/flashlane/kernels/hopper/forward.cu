@@ -360,9 +360,9 @@ struct Consumer {
     static __device__ __forceinline__ int columns_of(const Tile& tile) {
         return cfg::HEAD_DIM_V % COLUMNS_V == 0 ? COLUMNS_V : min(COLUMNS_V, cfg::HEAD_DIM_V - slice_of(tile) * COLUMNS_V);
     }
-    // One slice writes the LSE; of parts each does, and they write the same.
+    // One slice writes the LSE, if it is wanted; of parts each does, and they write the same.
     __device__ __forceinline__ bool writes_lse(const Tile& tile) const {
-        return lane % 4 == 0 && (cfg::SPLIT || slice_of(tile) == 0);
+        return lane % 4 == 0 && (cfg::SPLIT || (slice_of(tile) == 0 && p.lse != nullptr));
     }
 
     // LSE of a finished tile, and what its output is multiplied by.

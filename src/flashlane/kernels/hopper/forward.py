@@ -29,6 +29,7 @@ MOST_GATHERING = 2
 MAX_LENGTH = 1 << 30
 SPILLS_ALLOWED = 320
 """Bytes, stores and loads, all outside the steady loop: tile by tile, for the tallest tiles."""
+FEW_TILES = 8
 FEW_WAVES = 4
 """Tiles an SM up to which the last one's being alone counts."""
 BLOCKS_KEPT = 256
@@ -84,6 +85,7 @@ class HopperForward(DeviceKernel):
     source = "Shah et al. 2024 (FlashAttention-3), algorithm 2; PTX ISA wgmma, cp.async.bulk.tensor, mbarrier"
     priority = 20
     architectures = (ARCH,)
+    lse_optional = True
 
     def supports(self, problem: AttentionProblem) -> str | None:
         reason = unsupported_features(problem, ("f16", "bf16"), FEATURES)
@@ -100,6 +102,12 @@ class HopperForward(DeviceKernel):
         if max(problem.seqlen_q * problem.group, problem.seqlen_k) > MAX_LENGTH:
             return f"lengths are {problem.seqlen_q} and {problem.seqlen_k}; it takes up to {MAX_LENGTH}"
         return None
+
+    def preference(self, problem: AttentionProblem) -> float:
+        """Behind the mma.sync family's best for a few short tiles, as that one cuts the keys among warps."""
+        tiles = problem.batch * problem.heads * schedule.ceil_div(problem.seqlen_q, 2 * ROWS)
+        small = problem.seqlen_k <= 1024 and max(problem.head_dim, problem.head_dim_v) <= 64
+        return 10.5 if small and tiles <= FEW_TILES and not problem.needs_grad else self.priority
 
     def config(self, problem: AttentionProblem) -> HopperConfig:
         return _config(problem)
@@ -130,21 +138,8 @@ class HopperForward(DeviceKernel):
         _launch(None, problem, inputs, out, lse)
 
     def prepare(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
-        plan = _checked_plan(None, problem, inputs, out, lse)
-        some = out.numel() > 0
-
-        def repeat(
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            out: torch.Tensor,
-            lse: torch.Tensor,
-            addresses: tuple[int, int, int],
-        ) -> None:
-            if some:
-                plan.launch(addresses, out, lse)
-
-        return repeat
+        repeat = _checked_plan(None, problem, inputs, out, lse).launch
+        return repeat if out.numel() else lambda *_: None
 
     def run(
         self, config: HopperConfig, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
@@ -163,7 +158,7 @@ def _launch(
         plain = _plain(inputs)
         addresses = plain.q.data_ptr(), plain.k.data_ptr(), plain.v.data_ptr()
         with launch.on_device(plan.device):
-            plan.launch(addresses, out, lse, plain)
+            plan.launch(plain.q, plain.k, plain.v, out, lse, addresses, plain)
 
 
 def _checked_plan(
@@ -224,8 +219,9 @@ class Plan:
         self.keys = key_map(config, k_shape, k_stride)
         self.values = key_map(config, v_shape, v_stride)
         self.any_keys = k_shape.numel() > 0
-        self.parts_shapes = (self.splits, *out_shape), (self.splits, *self.lse_shape)
-        parts = _contiguous(self.parts_shapes[0]), _contiguous(self.parts_shapes[1])
+        parts_shapes = (self.splits, *out_shape), (self.splits, *self.lse_shape)
+        self.parts_floats, self.part_lse_floats = map(math.prod, parts_shapes)
+        parts = _contiguous(parts_shapes[0]), _contiguous(parts_shapes[1])
         written = parts if config.split else (out_stride, _contiguous(self.lse_shape))
         self.params = hopper_params(config, problem, q_shape, *written, self.splits)
         if config.gather:
@@ -262,35 +258,58 @@ class Plan:
         return self.params
 
     def launch(
-        self, addresses: tuple[int, int, int], out: torch.Tensor, lse: torch.Tensor, inputs: Inputs | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        addresses: tuple[int, int, int],
+        inputs: Inputs | None = None,
     ) -> None:
         """Enqueue the kernel, and the one that combines parts of the keys, on torch's current stream.
 
         Args:
-            addresses: of q, k and v, which lie on torch's current device.
+            q: on torch's current device; of q, k and v only the addresses are read.
+            k: likewise.
+            v: likewise.
             out: what is written.
-            lse: likewise.
+            lse: likewise, where it is wanted.
+            addresses: of q, k and v.
             inputs: needed where the problem has other tensors than these.
         """
         block = self.idle.pop(addresses, None) or self._block(addresses)
-        params = block.params
-        stream = self.stream_of(self.device)
-        parts, part_lse = out, lse
-        if self.splits > 1:
-            parts, part_lse = (lse.new_empty(shape) for shape in self.parts_shapes)
-        params.out, params.lse = parts.data_ptr(), part_lse.data_ptr()
-        params.counter = _counter(self.device, stream, self.counters)
+        params, stream = block.params, self.stream_of(self.device)
+        capturing = stream != 0 and torch.cuda.is_current_stream_capturing()  # stream 0 cannot be captured
+        if capturing or stream != block.stream:
+            counter = _counter(self.device, stream, self.counters, capturing)  # kept: its memory is taken
+            params.counter = counter.data_ptr()
+            block.stream = None if capturing else stream
         if inputs is not None:
             _set_others(params, inputs)
+        params.out, params.lse = out.data_ptr(), None if lse is None else lse.data_ptr()
+        if self.splits > 1:
+            self._launch_parts(block, stream, out)
+        else:
+            block.enqueue(stream)
+        self.idle[addresses] = block
+
+    def _launch_parts(self, block: Block, stream: int, out: torch.Tensor) -> None:
+        """:meth:`launch` of a block that has all but the memory of the parts."""
+        params = block.params
+        floats = self.parts_floats + self.part_lse_floats
+        space = launch.allocator(out.device)((floats,), (1,), torch.float32)
+        parts = space.data_ptr()
+        part_lse = parts + FLOAT_BYTES * self.parts_floats
+        sinks, results = params.sinks, (params.out, params.lse)
+        params.out, params.lse = parts, part_lse
         if self.config.fused:
             join = params.join
-            join.parts, join.part_lse, join.sinks = params.out, params.lse, params.sinks
-            join.out, join.lse, join.tickets = out.data_ptr(), lse.data_ptr(), params.counter + COUNTER_BYTES
+            join.parts, join.part_lse, join.sinks, join.out, join.lse = parts, part_lse, sinks, *results
+            join.tickets = params.counter + COUNTER_BYTES
         block.enqueue(stream)
         if block.combine is not None:
-            sinks = None if inputs is None or inputs.sinks is None else inputs.sinks.data_ptr()
-            block.combine(stream, params.out, params.lse, sinks, out.data_ptr(), lse.data_ptr())
-        self.idle[addresses] = block
+            block.combine(stream, parts, part_lse, sinks, *results)
 
     def _block(self, addresses: tuple[int, int, int]) -> Block:
         """A block for other addresses than those of the idle ones: the longest unused one, if there are many."""
@@ -318,6 +337,8 @@ class Block:
         self.movers = [tensormap.mover(first + number * step) for number in range(3)]
         self.enqueue = function.prepare(grid, (config.threads, 1, 1), config.shared_memory, self.params)
         self.combine = _combine_of(plan) if plan.splits > 1 and not config.fused else None
+        self.stream: int | None = None
+        """The one whose counter the parameters have."""
 
     def point_to(self, addresses: tuple[int, ...]) -> None:
         """Move the maps of q, k and v."""
@@ -556,28 +577,32 @@ def _plain(inputs: Inputs) -> Inputs:
     return replace(inputs, **changes) if changes else inputs
 
 
-_counters: dict[tuple[int, int], tuple[int, int, torch.Tensor]] = {}
-COUNTER_BYTES = 4
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+_outgrown: list[torch.Tensor] = []
+"""Counters that were too few; parameters of other plans still point to them."""
+COUNTER_BYTES = FLOAT_BYTES = 4
 
 
-def _counter(device: int, stream: int, count: int = 1) -> int:
-    """Address of a stream's tile counter, 0 between launches; a launch into a graph gets one of its own.
+def _counter(device: int, stream: int, count: int = 1, capturing: bool = False) -> torch.Tensor:
+    """A stream's tile counter, 0 between launches; a launch into a graph gets one of its own.
 
     Args:
         device: index of torch's current device.
         stream: address of its current stream.
         count: the tile counter, and the tickets of parts that are joined in the launch.
+        capturing: whether that stream is being captured in a graph.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if capturing:
         # Replays may run beside launches on the stream that captured: they share nothing with them. The graph zeroes
         # it, and keeps its memory.
-        return torch.zeros(count, dtype=torch.int32, device=torch.device("cuda", device)).data_ptr()
+        return torch.zeros(count, dtype=torch.int32, device=torch.device("cuda", device))
     found = _counters.get((device, stream))
-    if found is None or found[1] < count:
+    if found is None or found.numel() < count:
+        if found is not None:
+            _outgrown.append(found)
         size = 1 << (count - 1).bit_length()
-        counters = torch.zeros(size, dtype=torch.int32, device=torch.device("cuda", device))
-        found = _counters[device, stream] = counters.data_ptr(), size, counters
-    return found[0]
+        found = _counters[device, stream] = torch.zeros(size, dtype=torch.int32, device=torch.device("cuda", device))
+    return found
 
 
 def _combine_params(plan: Plan) -> CombineParams:

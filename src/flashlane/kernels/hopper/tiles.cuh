@@ -21,7 +21,7 @@ struct Rows {
 struct Params {
     TensorMap q, k, v;             // q (column, packed head, row, tile head, batch); k, v (column, row, head, batch)
     void* out;                     // (split, batch, row, head, column); f32 when SPLIT, else the operands' type
-    float* lse;                    // (split, batch, head, row)
+    float* lse;                    // (split, batch, head, row); null where it is not wanted, without SPLIT
     const float *alibi, *sinks;    // (batch, head), (head)
     const int *cu_q, *cu_k;        // VARLEN: first rows of the sequences, and the end of the last
     const int *used_k, *leftpad_k, *batch_idx;  // CACHE: null, or by sequence

@@ -11,12 +11,20 @@ import torch
 
 from flashlane import jit, tune
 from flashlane.jit import KernelSource
+from flashlane.jit.launch import Dim3
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.mma import shapes
 from flashlane.kernels.mma.config import OUTPUTS, MmaConfig
-from flashlane.kernels.params import attention_params, check_outputs, fold_of, unsupported_features
+from flashlane.kernels.params import (
+    AttentionParams,
+    attention_params,
+    check_outputs,
+    fold_of,
+    repeated,
+    unsupported_features,
+)
 from flashlane.problem import AttentionProblem, Inputs
-from flashlane.registry import DeviceKernel, Resources, memoised, register
+from flashlane.registry import DeviceKernel, Repeat, Resources, memoised, register
 
 SOURCE = "kernels/mma/attention.cu"
 L2_BYTES = 24 << 20
@@ -226,21 +234,33 @@ class MmaAttention(DeviceKernel):
     ) -> None:
         """Launch a given configuration (the tuner's entry; ``forward`` takes the heuristic's)."""
         check_outputs(problem, out, lse)
-        if problem.seqlen_q == 0:
-            return
-        q_blocks = -(-problem.seqlen_q // config.br)
-        heads = problem.batch * problem.heads
-        params = attention_params(
-            problem,
-            inputs,
-            out,
-            lse,
-            q_blocks=q_blocks,
-            heads_together=heads_together(problem),
-            q_fold=fold_of(problem.scale) if config.scores == "f16" else 1.0,
-        )
-        function, threads, shared_memory = _loaded(config, problem.arch, out.device.index)
-        function.launch((q_blocks * heads, 1, 1), (threads, 1, 1), shared_memory, params)
+        if problem.seqlen_q:
+            function, *launch = _launch(config, problem, inputs, out, lse)
+            function.launch(*launch)
+
+    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
+        check_outputs(problem, out, lse)
+        if not problem.seqlen_q:
+            return lambda *_: None
+        return repeated(*_launch(self.config(problem), problem, inputs, out, lse))
+
+
+def _launch(
+    config: MmaConfig, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[jit.Function, Dim3, Dim3, int, AttentionParams]:
+    """A call's function, grid, block, bytes of shared memory and parameters."""
+    q_blocks = -(-problem.seqlen_q // config.br)
+    params = attention_params(
+        problem,
+        inputs,
+        out,
+        lse,
+        q_blocks=q_blocks,
+        heads_together=heads_together(problem),
+        q_fold=fold_of(problem.scale) if config.scores == "f16" else 1.0,
+    )
+    function, threads, shared_memory = _loaded(config, problem.arch, out.device.index)
+    return function, (q_blocks * problem.batch * problem.heads, 1, 1), (threads, 1, 1), shared_memory, params
 
 
 @functools.lru_cache(maxsize=4096)
