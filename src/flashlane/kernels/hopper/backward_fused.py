@@ -22,11 +22,9 @@ from flashlane.kernels.hopper.backward_launch import (
     set_maps,
     sink_gradient,
 )  # fmt: skip
-from flashlane.kernels.hopper.schedule import SMS
+from flashlane.kernels.hopper.schedule import L2_BYTES, SMS
 from flashlane.problem import AttentionProblem
 
-L2_BYTES = 32 << 20
-"""Share of the L2 cache that the queries, dO and sums of heads run together may take."""
 LONG_CHAIN = 64
 """Tiles of a head beyond which a deterministic launch under a causal mask is bound by their order."""
 

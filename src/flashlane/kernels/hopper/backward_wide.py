@@ -10,7 +10,6 @@ import torch
 
 from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward_config import prepare_source
-from flashlane.kernels.hopper.backward_fused import L2_BYTES
 from flashlane.kernels.hopper.backward_launch import (
     GradientPlan,
     Small,
@@ -22,6 +21,7 @@ from flashlane.kernels.hopper.backward_launch import (
     sink_gradient,
 )  # fmt: skip
 from flashlane.kernels.hopper.backward_wide_config import WideConfig
+from flashlane.kernels.hopper.schedule import L2_BYTES
 from flashlane.problem import AttentionProblem
 
 

@@ -106,7 +106,7 @@ class HopperForward(DeviceKernel):
     def preference(self, problem: AttentionProblem) -> float:
         """Behind the mma.sync family's best for a few short tiles, as that one cuts the keys among warps."""
         tiles = problem.batch * problem.heads * schedule.ceil_div(problem.seqlen_q, 2 * ROWS)
-        small = problem.seqlen_k <= 1024 and max(problem.head_dim, problem.head_dim_v) <= 64
+        small = 512 <= problem.seqlen_k <= 1024 and max(problem.head_dim, problem.head_dim_v) <= 64
         return 10.5 if small and tiles <= FEW_TILES and not problem.needs_grad else self.priority
 
     def config(self, problem: AttentionProblem) -> HopperConfig:

@@ -9,6 +9,10 @@ from flashlane.problem import AttentionProblem
 
 SMS = 132
 """Streaming multiprocessors that the heuristics count on (H100 SXM and H200)."""
+L2_BYTES = 32 << 20
+"""Share of the L2 cache that what heads run together read again may take."""
+LONG = 4096
+"""Keys from which on a causal launch has all heads run together."""
 FULL_ENOUGH = 0.8
 """Share of the SMs beyond which the keys are not cut into parts."""
 NEARLY_BEST = 0.85
@@ -74,15 +78,19 @@ def joins_in_launch(rows: int) -> bool:
 
 
 def heads_together(problem: AttentionProblem, pack: int) -> int:
-    """Tile heads that take turns at each row of tiles: under a causal mask all (if varlen, of a sequence), else 1.
+    """Tile heads that take turns at each row of tiles, under a causal mask; else 1: all tiles of a head are alike then.
 
-    Under a causal mask the longest tiles come first, and the shortest ones of all heads fill the SMs at the end: worth
-    more than keeping to heads whose keys and values fit the L2 cache (3 to 9 % of the time). Without it all tiles are
-    alike, and the tiles of one head follow each other.
+    The longest tiles of those heads come first. Of long sequences all heads: tiles that run at once are then equally
+    long, and those of a head ask for the same keys at about the same time (3 to 9 % of the time at N 4096 to 16384). Of
+    short ones a row of tiles has too many heads for that: as many as fit the L2 cache, so that keys are not read anew.
     """
     if problem.window_right < 0 or problem.window_left >= 0:
         return 1
-    return problem.heads // pack * (1 if problem.varlen else problem.batch)
+    heads = problem.heads // pack * (1 if problem.varlen else problem.batch)
+    if problem.seqlen_k >= LONG:
+        return heads
+    size = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize)
+    return min(heads, max(1, L2_BYTES // size) * (problem.group // pack))
 
 
 def blocks_of(problem: AttentionProblem, row: int, rows: int, pack: int, block_n: int) -> range:
