@@ -30,8 +30,8 @@ SOURCE = "kernels/mma/attention.cu"
 L2_BYTES = 24 << 20
 """Share of the L2 cache that the keys and values of heads run together may take."""
 CAUSAL_L2_BYTES = 48 << 20
-"""The same under a causal mask, where tiles of one length, of several heads, beat those of all lengths of one: 4 to 16 %
-of the time at N 2048 to 16384 (an H200; more than this gains nothing)."""
+"""The same under a causal mask, where tiles of one length, of several heads, beat those of all lengths of one: 4 to
+16 % of the time at N 2048 to 16384 (an H200; more than this gains nothing)."""
 FAMILIES = {
     "split-kv": "warps share a row tile by keys; P and row maxima cross warps through shared memory",
     "split-q": "each warp owns rows and sees all keys; P stays in registers",
