@@ -59,7 +59,7 @@ def taken() -> list[AttentionProblem]:
 
 CONFIGS = tuple(dict.fromkeys(backward.config_of(problem) for problem in taken()))
 SEPARATE = tuple(
-    replace(config, finish_inside=False, first_stores=False)
+    replace(config, finish_inside=False)
     for config in CONFIGS
     if isinstance(config, BackwardConfig) and config.head_dim in COMMON and not (config.softcap or config.alibi)
 )

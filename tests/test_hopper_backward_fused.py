@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -71,7 +70,7 @@ def inside(memory: list[torch.Tensor], address: int | None, size: int) -> bool:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_two_launches_make_all_gradients(launch, deterministic: bool) -> None:
     problem = problem_of(window_right=0, deterministic=deterministic)
-    launches, memory = launch(replace(pick(problem), finish_inside=True, first_stores=True), problem)
+    launches, memory = launch(replace(pick(problem), finish_inside=True), problem)
     assert list(launches) == ["before", "gradients"]
     before, gradients = launches["before"], launches["gradients"]
     # Only the second may begin early: the first is behind whatever is on the stream.
@@ -91,27 +90,14 @@ def test_two_launches_make_all_gradients(launch, deterministic: bool) -> None:
         assert getattr(before.params, name) == getattr(gradients.params, name), name
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_a_third_launch_where_the_second_does_not_finish(launch, overlapped: bool) -> None:
+def test_a_third_launch_where_the_second_does_not_finish(launch) -> None:
     problem = problem_of()
-    config = replace(pick(problem), finish_inside=False, first_stores=False, overlapped=overlapped)
-    launches, memory = launch(config, problem)
+    launches, memory = launch(replace(pick(problem), finish_inside=False), problem)
     assert list(launches) == ["before", "gradients", "after"]
-    assert [one.overlapped for one in launches.values()] == [False, overlapped, overlapped]
+    assert [one.overlapped for one in launches.values()] == [False, True, True]
     assert launches["after"].grid == launches["before"].grid == (13, 8, 2)  # of 80 queries
     assert launches["after"].params.sums == launches["gradients"].params.dq == launches["before"].params.dq
     assert launches["gradients"].params.states is None and launches["after"].params.dq == memory[-3].data_ptr()
-
-
-def test_sums_that_are_not_begun_with_zeros_are_read_only_where_something_was_added() -> None:
-    for inside_, first, overlapped in itertools.product((False, True), repeat=3):
-        switches = {"finish_inside": inside_, "first_stores": first, "overlapped": overlapped}
-        if first and not inside_:
-            with pytest.raises(ValueError, match="first_stores is True without finish_inside"):
-                BackwardConfig("bf16", 128, 128, **switches)
-        else:
-            constants = dict(BackwardConfig("bf16", 128, 128, **switches).source().constants)
-            assert (constants["FINISH_INSIDE"], constants["FIRST_STORES"]) == (inside_, first)
 
 
 def test_rows_that_start_anywhere_are_copied() -> None:

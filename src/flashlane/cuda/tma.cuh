@@ -62,11 +62,6 @@ __device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 byt
                  : "memory");
 }
 
-__device__ __forceinline__ void bulk_store(float* destination, u32 source, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
-                 : "memory");
-}
-
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Of this thread's groups: shared memory may be written again; the results are in place; those of all but the last are.

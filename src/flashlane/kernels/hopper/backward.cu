@@ -21,8 +21,7 @@
 // walks the queries in the direction in which the tiles before it arrive there earlier: with a causal mask, backwards.
 //
 // FINISH_INSIDE: who makes the last addition to a part of dQ puts it into a queue, from which any idle warp of the launch
-// takes it and writes dQ, under the products of the others. Else backward_finish.cu does it. FIRST_STORES: the first
-// addition to a part is a store, so that the sums need no zeros before.
+// takes it and writes dQ, under the products of the others. Else backward_finish.cu does it.
 #include "hopper_backward_finisher.cuh"
 
 constexpr int BLOCK_N = cfg::BLOCK_N, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);
@@ -36,7 +35,6 @@ constexpr u32 STAT_BYTES = BLOCK_M * 4;
 // Of dQᵀ a warpgroup makes 64 columns for PART queries; what is added of them is its part (backward_sums.cuh).
 constexpr u32 SLAB_BYTES = SLAB_FLOATS * 4, PART_BYTES = 4 * SLAB_BYTES;
 static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128 && PARTS == CONSUMERS);
-static_assert(cfg::FINISH_INSIDE || !cfg::FIRST_STORES, "a launch that finishes would read what nobody stored");
 
 constexpr u32 K = 0, V = K + K_STAGES * K_BYTES, Q = V + V_STAGES * V_BYTES, DO = Q + Q_STAGES * Q_BYTES, DS = DO + DO_STAGES * DO_BYTES;
 constexpr u32 DQ = DS + DS_STAGES * DS_BYTES, LSE = DQ + CONSUMERS * PART_BYTES, DELTA = LSE + Q_STAGES * STAT_BYTES;
@@ -79,7 +77,6 @@ struct StepQueries {
     int masked;                                           // some pair of the step's is hidden
 };
 enum { NO_BLOCK = -1, NO_MORE = -2 };                     // parts of dQ that are of no block, and not there
-enum { LAST_OF_TILE, SAME_TILE };
 
 __device__ __forceinline__ Place tile_place(u32 base, u32 slot) {
     const int4 x = load_shared_int4(base + TILES + TILE_BYTES * slot);
@@ -110,11 +107,11 @@ struct Producer {
         ++tiles;
     }
 
-    // Tell the adders of the next part: the block of queries that it is of, and if DETERMINISTIC the block of keys, else
-    // whether the part after it is of the SAME_TILE.
-    __device__ __forceinline__ void order_part(int block, int keys) const {
+    // Tell the adders of the next part: the block of queries that it is of, and if DETERMINISTIC the block of keys.
+    __device__ __forceinline__ void order_part(int block, int keys = 0) const {
         const u32 at = base + ORDERS + (steps + full_tiles) % ORDER_SLOTS * ORDER_BYTES;
-        store_shared(at, static_cast<u32>(block)), store_shared(at + 4, static_cast<u32>(keys));
+        store_shared(at, static_cast<u32>(block));
+        if (cfg::DETERMINISTIC) store_shared(at + 4, static_cast<u32>(keys));
     }
 
     template <int CHUNKS>
@@ -141,7 +138,7 @@ struct Producer {
         const Sequence& sequence = work.sequence;
         const int blocks = work.queries.high - work.queries.low;
         if (blocks <= 0) return;
-        order_part(NO_BLOCK, SAME_TILE), ++full_tiles;
+        order_part(NO_BLOCK), ++full_tiles;
         bool first = true;
         const int end = (work.kv_head + 1) * work.group;
         for (int head = end - work.group; head < end; ++head) {
@@ -152,8 +149,7 @@ struct Producer {
                 const int row = sequence.q_first + query;
                 u32 slot = steps % Q_STAGES, full = base + Q_FULL + 8 * slot;
                 barrier_wait(base + Q_EMPTY + 8 * slot, steps / Q_STAGES % 2 ^ 1);
-                order_part(stat + block, cfg::DETERMINISTIC ? work.first_key / BLOCK_N
-                                         : head + 1 < end || i + 1 < blocks ? SAME_TILE : LAST_OF_TILE);
+                order_part(stat + block, work.first_key / BLOCK_N);
                 const bool masked = partly_masked<BLOCK_N>(p, work.first_key, sequence.k_length, query, sequence.shift);
                 store_shared(base + STEPS + STEP_BYTES * slot,
                              make_uint4(query, sequence.q_length - query, head, masked));
@@ -179,7 +175,7 @@ struct Producer {
             // others that have theirs wait for the tile.
             const Place place = finder.find(p, atomicAdd(p.counters + TILES_TAKEN, 1), BLOCK_N);
             const Work work(p, place.batch < 0 ? Place{0, 0, 0, 0} : place);
-            if (place.batch < 0) order_part(NO_MORE, LAST_OF_TILE);
+            if (place.batch < 0) order_part(NO_MORE);
             announce(place, work);
             if (place.batch < 0) return;
             load_tile(work);
@@ -198,35 +194,14 @@ struct Adder {
     int added = NO_BLOCK;                                 // not counted yet
     int counted = NO_BLOCK, left = 0;                     // not looked at yet: how many were to come before it was counted
 
-    // The first additions to the parts are claimed by who comes first.
-    static constexpr bool CLAIMED = cfg::FIRST_STORES && !cfg::DETERMINISTIC;
-
     __device__ __forceinline__ u32 order(u32 part) const { return base + ORDERS + part % ORDER_SLOTS * ORDER_BYTES; }
     __device__ __forceinline__ int* count_of(int block) const { return &p.states[block].count[consumer]; }
 
-    // BlockState::count; what was counted there is seen by the copy engine.
-    __device__ __forceinline__ int look(int block) const {
-        const int now = load_acquire(count_of(block));
+    // Until what the blocks of keys before this one added is there for the copy engine.
+    __device__ __forceinline__ void wait_turn(int block, int keys) const {
+        const Patience patience;
+        while (load_acquire(count_of(block)) != keys) patience.spend();
         proxy_fence();
-        return now;
-    }
-    // Wait until it is the turn of a block of keys. Negative: it is the first.
-    __device__ __forceinline__ int wait_turn(int block, int keys) const {
-        const Patience patience;
-        while (true) {
-            const int now = look(block);
-            if (now == keys || now == ~keys) return now;
-            patience.spend();
-        }
-    }
-    // Minus the number of additions if this is the first. Else it waits until that is stored, by a tile that has it ready.
-    __device__ __forceinline__ int claim_first(int block) const {
-        const Patience patience;
-        while (true) {
-            const int now = look(block);
-            if (now > 0 || (now < 0 && atomicCAS(count_of(block), now, 0) == now)) return now;
-            patience.spend();
-        }
     }
     __device__ __forceinline__ void pass_turn(int block, int keys) const {
         bulk_wait();
@@ -249,42 +224,26 @@ struct Adder {
 
     __device__ __forceinline__ void run() {
         const u32 bytes = slabs_of(consumer) * SLAB_BYTES, from = base + DQ + consumer * PART_BYTES;
-        bool stored = false;                              // the first addition, of the part that comes next
         wait_prerequisites();
         for (u32 handed = 0;; ++handed) {
             barrier_wait(base + DQ_FULL + 8 * consumer, handed % 2);
             const int block = load_shared(order(handed));
             if (block == NO_MORE) break;
-            const int keys = load_shared(order(handed) + 4);
-            int now = 1;                                  // negative: it is the first addition
+            const int keys = cfg::DETERMINISTIC ? load_shared(order(handed) + 4) : 0;
             if (block != NO_BLOCK) {
-                if (cfg::DETERMINISTIC) now = wait_turn(block, keys);
-                if (CLAIMED && !stored) now = claim_first(block);
+                if (cfg::DETERMINISTIC) wait_turn(block, keys);
                 float* const to = p.dq + static_cast<long long>(block) * SUM_FLOATS + consumer * PART_FLOATS;
-                if (cfg::FIRST_STORES && now < 0) {
-                    bulk_store(to, from, bytes);
-                } else {
-                    bulk_add(to, from, bytes);
-                }
+                bulk_add(to, from, bytes);
             }
             bulk_commit();
-            // The next part's count already, as that takes a while. Its order is there: who handed this part over has
-            // seen the queries of the next step, before which it was written.
-            const int next = CLAIMED && keys == SAME_TILE ? load_acquire(count_of(load_shared(order(handed + 1)))) : 0;
             bulk_wait_read();
             barrier_arrive(base + DQ_EMPTY + 8 * consumer);
             if (cfg::DETERMINISTIC) {
                 if (block != NO_BLOCK) pass_turn(block, keys);
             } else if (cfg::FINISH_INSIDE) {
-                if (CLAIMED && now < 0) {                 // others wait for it
-                    bulk_wait();
-                    store_release(count_of(block), -now);
-                }
                 bulk_wait_but_last();
                 count(block);
             }
-            stored = next > 0;
-            if (CLAIMED) proxy_fence();
         }
         bulk_wait();
         if (cfg::FINISH_INSIDE && !cfg::DETERMINISTIC) {

@@ -58,8 +58,7 @@ __device__ __forceinline__ Blocks queries_of_all(const Params& p, const Sequence
 
 // What is kept of a block of queries while the two parts of its dQ are summed; backward_prepare.cu makes it.
 struct alignas(32) BlockState {
-    // Of each part, the additions that are not counted yet; with FIRST_STORES negative until the first one is claimed, and
-    // 0 until that is stored. DETERMINISTIC: the block of keys whose turn it is; with FIRST_STORES ~ of the first one.
+    // Of each part, the additions that are not counted yet. DETERMINISTIC: the block of keys whose turn it is.
     int count[2];
     int keys_end;                  // the last block of keys that adds, and one
     int unused;

@@ -60,7 +60,6 @@ class GradientConfig(ABC):
     threads: ClassVar[int] = WARPGROUP * (CONSUMERS + 1)
     """Of a block."""
     finish_inside: ClassVar[bool] = False
-    first_stores: ClassVar[bool] = False
     shown: ClassVar[tuple[str, ...]] = ("dtype", "head_dim", "head_dim_v", "block_m")
     """Fields that :attr:`tile` shows, or tables beside it."""
 
@@ -159,17 +158,9 @@ class BackwardConfig(GradientConfig):
     v_stages: int = 1
     finish_inside: bool = False
     """Idle warps of the launch make dQ from its sums as soon as they are complete; else another launch does it."""
-    first_stores: bool = False
-    """The first addition to a sum of dQ is a store; else the launch before writes zeros. Needs ``finish_inside``."""
-    overlapped: bool = True
-    """Each launch may begin before the one before it has ended, and waits for what that one writes."""
 
     block_n: ClassVar[int] = CHUNK * CONSUMERS
     """Keys of a block of threads."""
-
-    def __post_init__(self) -> None:
-        if self.first_stores and not self.finish_inside:
-            raise ValueError("first_stores is True without finish_inside; sums that nothing is added to would be read")
 
     @property
     def tile(self) -> str:
@@ -220,7 +211,6 @@ class BackwardConfig(GradientConfig):
             "BLOCK_N": self.block_n,
             "DETERMINISTIC": self.deterministic,
             "FINISH_INSIDE": self.finish_inside,
-            "FIRST_STORES": self.first_stores,
             "SHARED_BYTES": self.shared_memory,
         }
         return self.device_source("backward", columns, (*PARTS, SUMS, "backward_finisher"), self.registers, **own)
@@ -229,7 +219,7 @@ class BackwardConfig(GradientConfig):
 def prepare_source(config: GradientConfig) -> KernelSource:
     """``backward_prepare.cu`` for what a configuration of the gradients' kernels reads."""
     names = ("head_dim", "head_dim_v", "block_m", "sum_floats", "sinks", "varlen")
-    names += ("counted", "deterministic", "finish_inside", "first_stores")
+    names += ("counted", "deterministic", "finish_inside")
     constants = {name.upper(): getattr(config, name) for name in names}
     # Of the mask, and of the blocks of keys, it is told where it counts who adds.
     for name in ("block_n", "has_left", "has_right"):

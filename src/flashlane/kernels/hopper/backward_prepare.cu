@@ -39,16 +39,14 @@ __device__ __forceinline__ void clear(void* from, int bytes) {
     for (int i = threadIdx.x; i < bytes / 16; i += THREADS) static_cast<uint4*>(from)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// The state of a block of queries, and zeros where nobody else puts them.
+// The state of a block of queries, its sums' zeros, and those of dQ where nobody adds to it.
 __device__ __forceinline__ void begin_sums(const Params& p, const Rows& rows, int which, int head, long long stat) {
-    int tiles = 0;                                        // that add to the block
     if constexpr (cfg::COUNTED) {
         const int first = blockIdx.x * BLOCK_M;
         const Blocks keys = keys_of(p, Sequence(p, which), blockIdx.x, cfg::BLOCK_N);
-        tiles = keys.count();
+        const int tiles = keys.count();                   // that add to the block
         if (threadIdx.x == 0) {
-            const int count = cfg::DETERMINISTIC ? (cfg::FIRST_STORES ? ~keys.low : keys.low)
-                                                 : (cfg::FIRST_STORES ? -tiles : tiles);
+            const int count = cfg::DETERMINISTIC ? keys.low : tiles;
             p.states[stat] = {{count, count}, keys.high, 0, rows.batch, head, rows.q_first + first, rows.q_length - first};
         }
         if (cfg::FINISH_INSIDE && tiles == 0) {
@@ -57,7 +55,7 @@ __device__ __forceinline__ void begin_sums(const Params& p, const Rows& rows, in
                 clear(dq + (static_cast<long long>(rows.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(Element));
         }
     }
-    if (!cfg::FIRST_STORES) clear(p.dq + stat * cfg::SUM_FLOATS, cfg::SUM_FLOATS * sizeof(float));
+    clear(p.dq + stat * cfg::SUM_FLOATS, cfg::SUM_FLOATS * sizeof(float));
 }
 
 // By one warp of the launch.
