@@ -14,9 +14,8 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from gpu_run import ROUNDS, compile_ahead, device_or_exit, run_and_keep, settings_for
+from gpu_run import compile_ahead, device_or_exit, options, run_and_keep, settings_for, told
 
 from flashlane import bench, registry
 from flashlane.bench.grid import FOUNDING_SHAPES
@@ -83,20 +82,14 @@ def measure(arguments: argparse.Namespace) -> Results:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder of founding.json")
+    parser = options(__doc__, "founding", seconds=60.0)
     parser.add_argument("--tags", default="", help="instead of the listed tags: all that contain one of these words")
     parser.add_argument("--baselines", default=BASELINES, help="as in flashlane bench")
-    parser.add_argument("--seconds", type=float, default=60.0, help="GPU time to aim at")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, at least {ROUNDS}")
     arguments = parser.parse_args()
     check_writable(arguments.out)
     results = measure(arguments)
-    for row in results.failed:
-        print(f"{row.status} {row.problem} {row.tag}: {row.message}", flush=True)
     print("\n".join(summary(results.rows)))
-    print(f"{len(results.rows)} rows, {len(results.failed)} failed, {len(results.skipped)} skipped")
-    return 1 if results.failed else 0
+    return told(results)
 
 
 if __name__ == "__main__":

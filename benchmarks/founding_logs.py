@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_run import ROUNDS, compile_ahead, device_or_exit, run_and_keep, settings_for
+from gpu_run import compile_ahead, device_or_exit, options, run_and_keep, settings_for, told
 
 from flashlane import bench, registry
 from flashlane.bench.progress import Bar
@@ -71,18 +71,12 @@ def measure(arguments: argparse.Namespace) -> Results:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder of founding_logs.json")
+    parser = options(__doc__, "founding_logs", seconds=60.0)
     parser.add_argument("--only", default="", help="problems whose title and log have all of these words: D512")
-    parser.add_argument("--seconds", type=float, default=60.0, help="GPU time to aim at")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, at least {ROUNDS}")
     arguments = parser.parse_args()
     check_writable(arguments.out)
     results = measure(arguments)
-    for row in results.failed:
-        print(f"{row.status} {row.problem} {row.tag}: {row.message}", flush=True)
-    print(f"{len(results.rows)} rows, {len(results.failed)} failed, {len(results.skipped)} skipped")
-    return 1 if results.failed else 0
+    return told(results)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -22,6 +23,15 @@ from flashlane.registry import DeviceKernel, Kernel
 ROUNDS = 5
 """Fewest rounds of a figure that is published."""
 HEAT_SECONDS = 1.0
+
+
+def options(description: str | None, name: str, seconds: float) -> argparse.ArgumentParser:
+    """The options that a script has which writes a file of that name and aims at so many seconds of GPU time."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help=f"folder of {name}.json")
+    parser.add_argument("--seconds", type=float, default=seconds, help="GPU time to aim at")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, at least {ROUNDS}")
+    return parser
 
 
 def device_or_exit() -> torch.device:
@@ -111,3 +121,11 @@ def run_and_keep(
     if path is not None:
         found.write(path.parent, path.stem)
     return found
+
+
+def told(results: Results) -> int:
+    """Print what failed and how much there is; the exit status, 1 when a kernel of ours fails its check."""
+    for row in results.failed:
+        print(f"{row.status} {row.problem} {row.tag}: {row.message}", flush=True)
+    print(f"{len(results.rows)} rows, {len(results.failed)} failed, {len(results.skipped)} skipped")
+    return 1 if results.failed else 0

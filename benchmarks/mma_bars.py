@@ -9,16 +9,14 @@ fails; a missed bar is a result, not a failure.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-from gpu_run import ROUNDS, compile_ahead, device_or_exit, run_and_keep, settings_for
+from gpu_run import compile_ahead, device_or_exit, options, run_and_keep, settings_for
 
 from flashlane import bench, registry
 from flashlane.bench.progress import Bar
@@ -137,12 +135,9 @@ def table(found: Sequence[Measured]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder of mma_bars.json")
+    parser = options(__doc__, "mma_bars", seconds=30.0)
     parser.add_argument("--tags", default="", help="tags that contain one of these words, instead of the short list")
     parser.add_argument("--only", default="", help="goals whose name has all of these words: d64,causal")
-    parser.add_argument("--seconds", type=float, default=30.0, help="GPU time to aim at")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, at least {ROUNDS}")
     arguments = parser.parse_args()
     device = device_or_exit()
     check_writable(arguments.out)

@@ -9,15 +9,13 @@ failure.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
-from gpu_run import ROUNDS, device_or_exit, run_and_keep, settings_for
+from gpu_run import device_or_exit, options, run_and_keep, settings_for
 
 from flashlane import bench
 from flashlane.bench.flops import DIRECTIONS, Direction
@@ -116,11 +114,8 @@ def table(found: Sequence[Measured]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder of triton_bars.json")
+    parser = options(__doc__, "triton_bars", seconds=30.0)
     parser.add_argument("--only", default="", help="goals whose name has all of these words: d64,causal")
-    parser.add_argument("--seconds", type=float, default=30.0, help="GPU time to aim at")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, at least {ROUNDS}")
     parser.add_argument("--directions", default="forward", help=f"some of {','.join(DIRECTIONS)}")
     arguments = parser.parse_args()
     directions = [word for word in arguments.directions.split(",") if word]

@@ -258,7 +258,7 @@ def test_results_are_kept_problem_by_problem(script, tmp_path):
     assert {row.tag for row in results.failed} == {"wrong"} and saved["rows"][0]["timing"]["rounds"] == 5
 
 
-@pytest.mark.parametrize("name", ["founding", "founding_logs", "mma_bars", "ncu_conflicts"])
+@pytest.mark.parametrize("name", ["founding", "founding_logs", "mma_bars", "triton_bars", "ncu_conflicts"])
 def test_scripts_say_that_there_is_no_gpu(script, name, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", [name, "--out", str(tmp_path)])
