@@ -65,6 +65,16 @@ def test_auto_takes_it_on_hopper_only() -> None:
     assert dispatch.select(problem_of(bias=True)).family != "hopper"
 
 
+def test_a_few_short_tiles_of_narrow_heads_go_to_the_mma_family() -> None:
+    one = {"batch": 1, "heads": 1, "kv_heads": 1, "seqlen_q": 1024, "seqlen_k": 1024, "head_dim": 64, "head_dim_v": 64}
+    chosen = dispatch.select(problem_of(**one))
+    assert chosen.family == "mma" and chosen.priority < forward.BEHIND_MMA < chosen.preference(problem_of(**one))
+    others = ({"batch": 2}, {"seqlen_k": 511}, {"seqlen_k": 1025}, {"head_dim_v": 128}, {"needs_grad": True})
+    others += ({"softcap": 5.0}, {"sinks": True}, {"varlen": True})  # which that family does not take
+    for changes in others:
+        assert dispatch.select(problem_of(**{**one, **changes})) is KERNEL, changes
+
+
 def test_tiles_follow_the_problem() -> None:
     def rows(**changes: object) -> int:
         return KERNEL.config(problem_of(**changes)).block_m

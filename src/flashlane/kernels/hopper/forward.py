@@ -30,6 +30,11 @@ MAX_LENGTH = 1 << 30
 SPILLS_ALLOWED = 320
 """Bytes, stores and loads, all outside the steady loop: tile by tile, for the tallest tiles."""
 FEW_TILES = 8
+"""So few that the mma.sync family, which cuts the keys among the warps of a block, is ahead: one head of 64 with 1024
+keys took it 9.8 µs, and this one 16 (benchmarks/auto_check.json)."""
+FEW_TILES_KEYS = range(512, 1025)
+BEHIND_MMA = 10.5
+"""Between the priority of that family and what its best tag has."""
 FEW_WAVES = 4
 """Tiles an SM up to which the last one's being alone counts."""
 BLOCKS_KEPT = 256
@@ -104,10 +109,11 @@ class HopperForward(DeviceKernel):
         return None
 
     def preference(self, problem: AttentionProblem) -> float:
-        """Behind the mma.sync family's best for a few short tiles, as that one cuts the keys among warps."""
+        """Behind the mma.sync family's best where it has few tiles of narrow heads, which that one's warps share."""
         tiles = problem.batch * problem.heads * schedule.ceil_div(problem.seqlen_q, 2 * ROWS)
-        small = 512 <= problem.seqlen_k <= 1024 and max(problem.head_dim, problem.head_dim_v) <= 64
-        return 10.5 if small and tiles <= FEW_TILES and not problem.needs_grad else self.priority
+        narrow = max(problem.head_dim, problem.head_dim_v) <= 64
+        few = tiles <= FEW_TILES and problem.seqlen_k in FEW_TILES_KEYS
+        return BEHIND_MMA if few and narrow and not problem.needs_grad else self.priority
 
     def config(self, problem: AttentionProblem) -> HopperConfig:
         return _config(problem)
@@ -389,7 +395,7 @@ def _config(problem: AttentionProblem) -> HopperConfig:
     low = shapes.shape_of(shapes.LOW, problem.head_dim, columns, keys)
     few = not problem.varlen and _cost(problem, low) * shapes.LOW_COST < _cost(problem, shape)
     crowded = (problem.softcap > 0) + problem.alibi + (problem.window_left >= 0) > 1  # each takes registers
-    if shape.consumers > 2 and (few or crowded or _must_gather(problem) or (loaded and shape == shapes.SHORT)):
+    if shape.consumers > 2 and (few or crowded or _must_gather(problem) or (loaded and shape in shapes.CRAMPED)):
         shape = low
     elif shape.consumers > 2:
         shape = _filling(problem, table, shape)

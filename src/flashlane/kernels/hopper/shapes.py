@@ -43,6 +43,8 @@ MIDDLE = Shape(80, 3, 3)
 """Three consumers, 192 rows: a block of keys serves more rows, and more products hide a softmax."""
 SHORT = Shape(64, 3, 3, q_stages=2)
 """The same with shorter blocks and two places for Q: less is lost at a diagonal and between tiles."""
+CRAMPED = (SHORT,)
+"""Of those for short sequences the ones without registers for what a score takes beside a mask."""
 KEPT = Shape(128, 2, 3, q_in_registers=True)
 KEPT_LATE = Shape(128, 2, 3, q_in_registers=True, late_wait=True)
 KEPT_APART = Shape(128, 2, 2, q_in_registers=True, one_barrier=False)
