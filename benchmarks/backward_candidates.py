@@ -36,9 +36,8 @@ from flashlane import bench, jit, registry
 from flashlane.bench.environment import environment
 from flashlane.bench.flops import flops, sequences_of
 from flashlane.bench.results import write_atomically
-from flashlane.jit import KernelSource
 from flashlane.kernels.hopper import backward
-from flashlane.kernels.hopper.backward_config import SWITCHES, GradientConfig, finish_source, prepare_source
+from flashlane.kernels.hopper.backward_config import SWITCHES, GradientConfig
 from flashlane.problem import AttentionProblem, Inputs
 from flashlane.reference import reference_attention
 from flashlane.tiled import Gradients
@@ -87,23 +86,12 @@ def combinations(base: GradientConfig, values: Values) -> Iterator[GradientConfi
     yield from dict.fromkeys((base, *made))
 
 
-def gradient_sources(config: GradientConfig) -> tuple[KernelSource, ...]:
-    """The kernels of the gradients: one, or several."""
-    return tuple(config.sources()) if hasattr(config, "sources") else (config.source(),)
-
-
-def sources(config: GradientConfig) -> tuple[KernelSource, ...]:
-    """All kernels of a configuration."""
-    last = (finish_source(config),) if config.sum_floats and not config.finish_inside else ()
-    return (*gradient_sources(config), prepare_source(config), *last)
-
-
 def refusal(config: GradientConfig) -> str | None:
     """Compile a configuration; why there is none such, or None."""
     if config.shared_memory > jit.shared_limit(ARCH):
         return f"{config.shared_memory} bytes of shared memory; a block has {jit.shared_limit(ARCH)}"
     try:
-        for source in sources(config):
+        for source in config.sources():
             jit.compile(source, ARCH)
     except (ValueError, jit.CompileError) as error:
         return str(error).splitlines()[0]
@@ -142,7 +130,7 @@ def said(cell: Cell, values: Values, why: dict[GradientConfig, str | None]) -> I
         if why[config]:
             yield f"  {name}  left out: {why[config]}"
             continue
-        for source in gradient_sources(config):
+        for source in config.gradient_sources():
             report = jit.compile(source, ARCH).report
             yield f"  {name}  {source.entry}: {report.registers} registers, {report.spills} bytes spilled"
 

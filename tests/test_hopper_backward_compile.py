@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_sources import main_sources, side_sources
 from sass_loops import families, loops, steady_loops
 
 from flashlane import jit, registry
@@ -64,7 +63,7 @@ SEPARATE = tuple(
     if isinstance(config, BackwardConfig) and config.head_dim in COMMON and not (config.softcap or config.alibi)
 )
 """With a launch of its own that makes dQ from its sums."""
-MAIN = [(config, source) for config in (*CONFIGS, *SEPARATE) for source in main_sources(config)]
+MAIN = [(config, source) for config in (*CONFIGS, *SEPARATE) for source in config.gradient_sources()]
 
 
 def name_of(piece: tuple[Any, KernelSource]) -> str:
@@ -112,7 +111,10 @@ def test_the_gradients_compile_as_the_schedule_needs(piece: tuple[Any, KernelSou
 
 
 def test_the_kernels_before_and_after_compile() -> None:
-    for source in dict.fromkeys(source for config in (*CONFIGS, *SEPARATE) for source in side_sources(config)):
+    sources = (source for config in (*CONFIGS, *SEPARATE) for source in config.sources())
+    beside = [source for source in dict.fromkeys(sources) if source not in {source for _, source in MAIN}]
+    assert {source.entry for source in beside} == {"hopper_backward_prepare", "hopper_backward_finish"}
+    for source in beside:
         report = jit.compile(source, ARCH).report
         assert report.spills == 0 and not report.warnings, source.constants
         # Dynamic shared memory is asked for by the gradients only: what these have must fit without.

@@ -48,7 +48,7 @@ def launch(monkeypatch: pytest.MonkeyPatch):
         out = tensor(problem.seqlen_q, problem.heads, problem.head_dim_v)
         lse = torch.zeros(problem.batch, problem.heads, problem.seqlen_q)
         plan = FusedPlan(config, problem, q.shape, k.shape, 0)
-        plan.functions = (SimpleNamespace(launch=record),) * len(plan.sources())
+        plan.functions = (SimpleNamespace(launch=record),) * len(plan.config.sources())
         made: list[torch.Tensor] = []
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *size, **how: made.append(empty(*size, **how)) or made[-1])

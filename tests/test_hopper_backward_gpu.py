@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from backward_rule import Given, complaints, given, logs_of, poison, without_an_owner
-from hopper_sources import main_sources, side_sources
 from problems import Case
 
 from flashlane import flash_attn_func, jit, registry
@@ -228,7 +227,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
         problem = replace(case.build(variant.dtype)[0].on(ARCH), deterministic="deterministic" in variant.features)
         if supports(problem) is None:
             config = config_of(problem)
-            sources |= dict.fromkeys((*main_sources(config), *side_sources(config)))
+            sources |= dict.fromkeys(config.sources())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda source: jit.compile(source, ARCH), sources))
 

@@ -73,6 +73,15 @@ class GradientConfig(ABC):
     def shared_memory(self) -> int:
         """Bytes of one block."""
 
+    @abstractmethod
+    def gradient_sources(self) -> tuple[KernelSource, ...]:
+        """The kernels of the gradients, in the order of their launches."""
+
+    def sources(self) -> tuple[KernelSource, ...]:
+        """All kernels in the order of their launches: that of the statistics is the first."""
+        finish = (finish_source(self),) if self.sum_floats and not self.finish_inside else ()
+        return (prepare_source(self), *self.gradient_sources(), *finish)
+
     @property
     def sum_floats(self) -> int:
         """Sums of dQ of a block of queries in device memory; 0 where they are registers'."""
@@ -201,7 +210,7 @@ class BackwardConfig(GradientConfig):
         live = (self.head_dim + self.head_dim_v) // 2 + self.block_m // 2 * 2 + self.block_m // 4 + extras
         return next(registers for most, registers in REGISTERS if live <= most)
 
-    def source(self) -> KernelSource:
+    def gradient_sources(self) -> tuple[KernelSource, ...]:
         """``backward.cu`` with these constants."""
         part = self.block_m if self.split_columns else self.block_m // 2
         stages = {f"{name}_STAGES": getattr(self, f"{name.lower()}_stages") for name in ("Q", "DO", "K", "V")}
@@ -213,7 +222,8 @@ class BackwardConfig(GradientConfig):
             "FINISH_INSIDE": self.finish_inside,
             "SHARED_BYTES": self.shared_memory,
         }
-        return self.device_source("backward", columns, (*PARTS, SUMS, "backward_finisher"), self.registers, **own)
+        parts = (*PARTS, SUMS, "backward_finisher")
+        return (self.device_source("backward", columns, parts, self.registers, **own),)
 
 
 def prepare_source(config: GradientConfig) -> KernelSource:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlane.jit import KernelSource
-from flashlane.kernels.hopper.backward_config import CONSUMERS, BackwardConfig, finish_source, prepare_source
+from flashlane.kernels.hopper.backward_config import CONSUMERS, BackwardConfig
 from flashlane.kernels.hopper.backward_launch import (
     COUNTERS,
     STATE_INTS,
@@ -41,11 +40,6 @@ class FusedPlan(GradientPlan[BackwardConfig]):
         # At most a block an SM. Of a varlen call, whose tiles are counted on the GPU, perhaps fewer have work.
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.grid = min(self.sms, self.tiles)
-
-    def sources(self) -> tuple[KernelSource, ...]:
-        config = self.config
-        last = () if config.finish_inside else (finish_source(config),)
-        return prepare_source(config), config.source(), *last
 
     def launch(self, tensors: Tensors) -> torch.Tensor | None:
         """Enqueue the kernels on torch's current stream; the sinks' gradient."""

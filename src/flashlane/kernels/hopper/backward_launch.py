@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from flashlane import jit
-from flashlane.jit import KernelSource, tensormap
+from flashlane.jit import tensormap
 from flashlane.kernels.hopper.backward_config import GradientConfig
 from flashlane.kernels.hopper.config import ARCH, CHUNK
 from flashlane.kernels.params import LOG2_E
@@ -173,17 +173,13 @@ class GradientPlan(ABC, Generic[Config]):
         self.rows = Rows(problem, q_shape, self.config.block_m)
 
     @abstractmethod
-    def sources(self) -> tuple[KernelSource, ...]:
-        """The kernels in the order of their launches; that of the statistics is the first."""
-
-    @abstractmethod
     def launch(self, tensors: Tensors) -> torch.Tensor | None:
         """Enqueue the kernels on torch's current stream; the sinks' gradient."""
 
     @functools.cached_property
     def functions(self) -> tuple[jit.Function, ...]:
-        """The kernels on the device."""
-        return tuple(jit.load(jit.compile(source, ARCH), self.device) for source in self.sources())
+        """The kernels of the configuration on the device."""
+        return tuple(jit.load(jit.compile(source, ARCH), self.device) for source in self.config.sources())
 
 
 def gradient_params(problem: AttentionProblem, rows: Rows, tensors: Tensors, small: Small) -> BackwardParams:

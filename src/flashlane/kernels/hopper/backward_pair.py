@@ -17,8 +17,6 @@ from flashlane.kernels.hopper.backward_config import (
     SUMS,
     WIDEST_FUSED,
     GradientConfig,
-    finish_source,
-    prepare_source,
 )
 from flashlane.kernels.hopper.backward_fused import heads_together
 from flashlane.kernels.hopper.backward_launch import (
@@ -81,12 +79,12 @@ class PairConfig(GradientConfig):
         """Bytes of one block."""
         return sum(self.regions.values())
 
-    def source(self) -> KernelSource:
+    def gradient_sources(self) -> tuple[KernelSource, ...]:
         """``backward_pair.cu`` with these constants."""
         columns = (self.block_m, self.head_dim, self.head_dim_v)
         own = {"BLOCK_N": self.block_n, "Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages, "ROUNDS": self.rounds}
         own["SHARED_BYTES"] = self.shared_memory
-        return self.device_source("backward_pair", columns, INCLUDED, REGISTERS, **own)
+        return (self.device_source("backward_pair", columns, INCLUDED, REGISTERS, **own),)
 
 
 def refusal(problem: AttentionProblem) -> str | None:
@@ -122,9 +120,6 @@ class PairPlan(GradientPlan[PairConfig]):
         super().__init__(config, problem, q_shape, k_shape, device)
         self.key_blocks = -(-problem.seqlen_k // self.config.block_n)
         self.grid = BLOCKS * self.key_blocks * problem.kv_heads * problem.batch
-
-    def sources(self) -> tuple[KernelSource, ...]:
-        return prepare_source(self.config), self.config.source(), finish_source(self.config)
 
     def launch(self, tensors: Tensors) -> torch.Tensor | None:
         """Enqueue the kernels on torch's current stream; the sinks' gradient."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from flashlane.jit import KernelSource
-from flashlane.kernels.hopper.backward_config import prepare_source
 from flashlane.kernels.hopper.backward_launch import (
     GradientPlan,
     Small,
@@ -34,9 +32,6 @@ class WidePlan(GradientPlan[WideConfig]):
         super().__init__(config, problem, q_shape, k_shape, device)
         self.key_blocks = -(-problem.seqlen_k // self.config.team_keys)
         self.query_blocks = -(-problem.seqlen_q // self.config.queries_rows)
-
-    def sources(self) -> tuple[KernelSource, ...]:
-        return prepare_source(self.config), *self.config.sources()
 
     def launch(self, tensors: Tensors) -> torch.Tensor | None:
         """Enqueue the kernels on torch's current stream; the sinks' gradient."""

@@ -133,7 +133,7 @@ class WideConfig(GradientConfig):
         own["SHARED_BYTES"] = self.queries_shared
         return self.device_source(QUERIES, (self.block_n, self.head_dim), INCLUDED, REGISTERS, **own)
 
-    def sources(self) -> tuple[KernelSource, KernelSource]:
+    def gradient_sources(self) -> tuple[KernelSource, ...]:
         """Both kernels."""
         return self.keys_source(), self.queries_source()
 
