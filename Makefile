@@ -8,7 +8,7 @@ OUT     ?= results
 BIN  := $(VENV)/bin
 TEST := $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help bench test lint format readme docs compile gpu clean distclean venv venv-test
+.PHONY: help bench test lint format readme docs compile ahead gpu clean distclean venv venv-test
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 14
@@ -35,6 +35,9 @@ docs: venv-test ## build the documentation site into build/site; a warning is an
 
 compile: venv-test ## compile every kernel for every architecture and read the compiler's reports
 	$(BIN)/flashlane compile --all $(ARGS)
+
+ahead: venv-test ## without a GPU: compile what `make gpu` runs on a Hopper one, and pack it for that machine
+	$(BIN)/python tools/ahead.py $(ARGS)
 
 gpu:            ## on a GPU, with python3 as it is (installs nothing): the GPU tests, then every measurement, to OUT
 	mkdir -p $(OUT)

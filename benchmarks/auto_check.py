@@ -58,6 +58,7 @@ from flashlane.problem import DTYPES, AttentionProblem, arch_of
 from flashlane.registry import DeviceKernel
 
 FORMAT = "flashlane-auto-check/2"
+GRID = {"N": "512:16384:x2", "D": "64,128,256", "dtype": "f16,bf16"}
 TOKENS, WIDTH = 16384, 2048
 """batch × seqlen and heads × head_dim of the grid's problems."""
 QUICK = replace(SETTINGS, rounds=2, round_ms=1.0, warmup_ms=1.0, budget_ms=100.0)
@@ -202,9 +203,8 @@ def compiling(problems: Sequence[AttentionProblem], device: torch.device) -> Ite
 def main() -> int:
     """Run the grid, print the cells that lose, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--N", default="512:16384:x2")
-    parser.add_argument("--D", default="64,128,256")
-    parser.add_argument("--dtype", default="f16,bf16")
+    for name, values in GRID.items():
+        parser.add_argument(f"--{name}", default=values)
     parser.add_argument("--limit", type=float, default=0.05, help="loss that is accepted (0.05: 5 %%)")
     parser.add_argument("--rounds", type=int, default=SETTINGS.rounds)
     parser.add_argument("--seed", type=int, default=1)

@@ -30,7 +30,7 @@ import torch
 from gpu_run import ROUNDS, device_or_exit, heat
 from hopper_backward import PEER_TAGS, TAG, Cell, cells, wanted
 from hopper_forward import time_interleaved
-from hopper_shapes import Shape, make
+from hopper_shapes import Shape, make, problem_of
 
 from flashlane import bench, jit, registry
 from flashlane.bench.environment import environment
@@ -108,15 +108,6 @@ def changes(config: GradientConfig, base: GradientConfig) -> str:
     """What a configuration has other than the base: ``block_m=64, k_stages=2``."""
     differ = [field.name for field in fields(base) if getattr(config, field.name) != getattr(base, field.name)]
     return ", ".join(f"{name}={getattr(config, name)}" for name in differ) or "*"
-
-
-def problem_of(shape: Shape, deterministic: bool) -> AttentionProblem:
-    """The problem of a shape, without its tensors."""
-    names = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
-    return AttentionProblem(
-        **{name: getattr(shape, name) for name in names}, dtype=torch.bfloat16, scale=shape.head_dim**-0.5, arch=ARCH,
-        window_right=0 if shape.causal else -1, varlen=bool(shape.lengths), deterministic=deterministic,
-    )  # fmt: skip
 
 
 # ---- without a GPU

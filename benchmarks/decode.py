@@ -295,15 +295,20 @@ def line(row: Row) -> str:
     return f"{row.cell:<26} {row.tag:<18} {speed}"
 
 
+def problems(cells: Sequence[Cell], arch: str | None) -> Iterator[AttentionProblem]:
+    """Those of the cells, without tensors."""
+    for cell in cells:
+        yield AttentionProblem(
+            cell.batch, HEADS, KV_HEADS, cell.tokens, cell.keys, HEAD_DIM, HEAD_DIM, torch.bfloat16, HEAD_DIM**-0.5,
+            arch=arch, page_size=cell.page_size, seqused_k=bool(cell.page_size),
+        )  # fmt: skip
+
+
 def compile_ahead(cells: Sequence[Cell], device: torch.device) -> None:
     """All kernels of the cells, many at a time."""
     arch = AttentionProblem.from_inputs(Inputs(*[torch.zeros(1, 1, 1, 8, device=device)] * 3)).arch
     jobs = set()
-    for cell in cells:
-        problem = AttentionProblem(
-            cell.batch, HEADS, KV_HEADS, cell.tokens, cell.keys, HEAD_DIM, HEAD_DIM, torch.bfloat16, HEAD_DIM**-0.5,
-            arch=arch, page_size=cell.page_size, seqused_k=bool(cell.page_size),
-        )  # fmt: skip
+    for problem in problems(cells, arch):
         kernel = dispatch.select(problem)
         if isinstance(kernel, DeviceKernel):
             jobs.add((kernel, kernel.config(problem)))

@@ -74,3 +74,13 @@ def make(shape: Shape, device: torch.device) -> tuple[AttentionProblem, Inputs]:
     window = (shape.window, 0 if shape.causal else shape.window)
     problem = AttentionProblem.from_inputs(inputs, causal=shape.causal, window_size=window)
     return problem, inputs
+
+
+def problem_of(shape: Shape, deterministic: bool = False, arch: str = "sm_90a") -> AttentionProblem:
+    """The problem of a shape, without tensors."""
+    names = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+    return AttentionProblem(
+        **{name: getattr(shape, name) for name in names}, dtype=torch.bfloat16, scale=shape.head_dim**-0.5, arch=arch,
+        window_left=shape.window, window_right=0 if shape.causal else shape.window, varlen=bool(shape.lengths),
+        deterministic=deterministic,
+    )  # fmt: skip

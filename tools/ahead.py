@@ -1,0 +1,181 @@
+"""Compile, without a GPU, what the benchmarks and GPU tests run on a Hopper one, and pack it for that machine.
+
+    python tools/ahead.py [--parts hopper,tests,mma,founding,decode,auto] [--out .carry/cubins.tar.xz] [--list]
+
+There, before the first run (the cache is keyed by sources and the compiler's version, so it must be the same NVRTC):
+
+    mkdir -p CACHE/flashlane && tar xf cubins.tar.xz -C CACHE/flashlane && export XDG_CACHE_HOME=CACHE
+
+Parts: ``hopper`` forward and backward benchmarks; ``tests`` their GPU tests; ``mma`` its bars; ``founding`` the logs;
+``decode`` its cells; ``auto`` everything that ``auto`` is checked against, which takes longest. Exit status 1 when
+something did not compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from flashlane import dispatch, jit, registry
+from flashlane.jit import KernelSource, cache
+from flashlane.kernels.hopper import backward, forward
+from flashlane.kernels.hopper.config import HopperConfig
+from flashlane.problem import AttentionProblem, Inputs
+from flashlane.registry import DeviceKernel, Kernel
+
+ROOT = Path(__file__).resolve().parent.parent
+ARCH, SMS = "sm_90a", 132
+HOPPER = "hopper(wgmma+tma)"
+
+
+def of(pairs: Iterable[tuple[Kernel, AttentionProblem]]) -> Iterator[KernelSource]:
+    """What kernels run problems with, where there is something to compile."""
+    for kernel, problem in pairs:
+        if isinstance(kernel, DeviceKernel) and kernel.supports(problem) is None:
+            yield kernel.kernel_source(kernel.config(problem))
+
+
+def with_backward(problem: AttentionProblem) -> Iterator[KernelSource]:
+    yield from of([(registry.get(HOPPER), problem)])
+    if backward.supports(problem) is None:
+        yield from backward.config_of(problem).sources()
+
+
+def hopper() -> Iterator[KernelSource]:
+    import hopper_backward
+    import hopper_forward
+    from hopper_shapes import Shape, problem_of
+
+    shapes = [shape for name in ("grid", "dims", "shapes") for shape in hopper_forward.suite(name)]
+    shapes += [Shape(1, 8, 8, 128, 128, 64, 64, True)]  # host_cost.py
+    for shape in shapes:
+        yield from of([(registry.get(HOPPER), problem_of(shape))])
+    for cell in hopper_backward.cells(("backward",)):
+        for deterministic in {False, cell.deterministic}:
+            yield from with_backward(problem_of(cell.shape, deterministic))
+
+
+def tests() -> Iterator[KernelSource]:
+    import test_hopper_backward_gpu as of_backward
+    import test_hopper_gpu as of_forward
+
+    for variant in of_backward.VARIANTS:
+        case = replace(of_backward.draw(variant, 0).case, lengths=((3, 5), (3, 5)), strides="plain")
+        problem = case.build(variant.dtype)[0].on(ARCH)
+        yield from with_backward(replace(problem, deterministic="deterministic" in variant.features))
+    for number, (row, causal) in enumerate(of_forward.ROWS):
+        dtype = tuple(of_forward.RELATIVE)[number % 2]
+        sizes = ((1500, 6, row.head_dim), (1777, 2, row.head_dim), (1777, 2, row.head_dim_v))
+        inputs = Inputs(*(torch.empty(2, *size, dtype=dtype) for size in sizes))
+        problem = AttentionProblem.from_inputs(inputs, causal=causal).on(ARCH)
+        tile = HopperConfig(problem.dtype_name, row.head_dim, row.head_dim_v, **asdict(row.shape))
+        yield forward.specialise(tile, problem).source()
+    for kind in of_forward.KINDS:
+        yield from of((registry.get(HOPPER), of_forward.draw(kind, s)[0].on(ARCH)) for s in range(of_forward.SEEDS))
+    for case in of_forward.CASES:
+        yield case.config(case.build(torch.device("cpu"))[0].on(ARCH)).source()
+
+
+def mma() -> Iterator[KernelSource]:
+    import mma_bars
+
+    yield from of((registry.get(tag), g.problem) for g in mma_bars.goals(ARCH) for tag in mma_bars.tags_for(g, ()))
+
+
+def founding() -> Iterator[KernelSource]:
+    import founding_logs
+
+    yield from of((registry.get(tag), line.problem) for line in founding_logs.lines(ARCH) for tag in line.kernels)
+
+
+def decode() -> Iterator[KernelSource]:
+    import decode as bench
+
+    yield from of((dispatch.select(problem), problem) for problem in bench.problems(bench.grid(), ARCH))
+
+
+def auto() -> Iterator[KernelSource]:
+    import auto_check
+
+    grid = auto_check.grid_of(argparse.Namespace(**auto_check.GRID))
+    for problem in dict.fromkeys(auto_check.problems_of(grid, ARCH)):
+        found = map(auto_check.source_of, auto_check.contenders(problem))
+        yield from (source for source in found if source is not None)
+
+
+PARTS: dict[str, Callable[[], Iterator[KernelSource]]] = {
+    part.__name__: part for part in (hopper, tests, mma, founding, decode, auto)
+}
+
+
+def collected(parts: Iterable[str]) -> dict[KernelSource, str]:
+    """The sources of some parts, each with the first part that needs it."""
+    found: dict[KernelSource, str] = {}
+    sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks", "tests")]  # whose modules the parts import
+    kept = torch.cuda.get_device_properties
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
+    try:
+        for part in parts:
+            for source in PARTS[part]():
+                found.setdefault(source, part)
+    finally:
+        torch.cuda.get_device_properties = kept
+        del sys.path[:2]
+    return found
+
+
+def packed(path: Path, folder: Path, keys: Iterable[str]) -> int:
+    """Write an archive of what the cache holds under some keys; how many bytes it has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with tarfile.open(part, "w:xz") as archive:
+        for key in sorted(keys):
+            for file in sorted(folder.glob(f"{key}.*")):
+                archive.add(file, file.name)
+    part.replace(path)
+    return path.stat().st_size
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="hopper,tests", help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--out", type=Path, default=Path(".carry/cubins.tar.xz"))
+    parser.add_argument("--list", action="store_true", help="say how many kernels there are, and compile nothing")
+    options = parser.parse_args(arguments)
+    parts = [word for word in options.parts.split(",") if word]
+    if not parts or not set(parts) <= set(PARTS):
+        parser.error(f"--parts is {options.parts!r}; it may hold {', '.join(PARTS)}")
+    sources = collected(parts)
+    for part in parts:
+        print(f"{part}: {sum(of == part for of in sources.values())} kernels")
+    if options.list:
+        return 0
+    keys, wrong = [], []
+
+    def build(source: KernelSource) -> None:
+        try:
+            keys.append(jit.compile(source, ARCH).key)
+        except Exception as error:
+            wrong.append(f"{source.entry}: {str(error).splitlines()[0]}")
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in track(pool.map(build, sources), "compiling", len(sources), console=Console(stderr=True)):
+            pass
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    print(f"{options.out}: {len(keys)} kernels, {packed(options.out, cache.default().folder, keys) / 1e6:.1f} MB")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
