@@ -117,7 +117,7 @@ def said(cell: Cell, values: Values, why: dict[GradientConfig, str | None]) -> I
     """What the compiler says of each configuration of a cell, a line each."""
     base = backward.config_of(problem_of(cell.shape, cell.deterministic))
     for config in combinations(base, values):
-        name = f"{changes(config, base):<40} {config.shared_memory:>7} bytes"
+        name = f"{changes(config, base):<52} {config.shared_memory:>7} bytes"
         if why[config]:
             yield f"  {name}  left out: {why[config]}"
             continue
