@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from pathlib import Path
 import torch
 from gpu_run import ROUNDS, device_or_exit, heat
 from hopper_features import TAG
-from hopper_forward import TOLERANCE, Call, relative_error, time_interleaved
+from hopper_forward import TOLERANCE, Call, rates, relative_error, time_interleaved
 from hopper_shapes import Shape, make, square
 
 from flashlane import jit, registry
@@ -119,21 +118,17 @@ def measure(cell: Cell, device: torch.device, rounds: int, round_ms: float) -> d
         if error <= TOLERANCE:
             calls[config.describe()] = call
     work = sum(flops(sequence) for sequence in sequences_of(problem, inputs))
-    times = time_interleaved(calls, rounds, round_ms)
-    row["us"] = {name: 1e3 * statistics.median(found) for name, found in times.items()}
-    row["tflops"] = {name: work / us / 1e6 for name, us in row["us"].items()}
-    row["spread"] = {name: (max(found) - min(found)) / statistics.median(found) for name, found in times.items()}
-    return row
+    return row | rates(time_interleaved(calls, rounds, round_ms), work)
 
 
 def report(row: dict[str, object]) -> str:
-    ranked = sorted(row["us"], key=row["us"].get)
+    ranked = sorted(row["ms"], key=row["ms"].get)
     marks = {row["chosen"]: "*"}
     lines = [
-        f"  {row['tflops'][name]:7.1f} TFLOP/s {row['us'][name]:9.1f} us  {marks.get(name, ' ')} {name}"
+        f"  {row['tflops'][name]:7.1f} TFLOP/s {1e3 * row['ms'][name]:9.1f} us  {marks.get(name, ' ')} {name}"
         for name in ranked
     ]
-    lines += [f"  WRONG by {error:.1e}: {name}" for name, error in row["errors"].items() if name not in row["us"]]
+    lines += [f"  WRONG by {error:.1e}: {name}" for name, error in row["errors"].items() if name not in row["ms"]]
     return "\n".join((row["problem"], *lines))
 
 
@@ -168,7 +163,7 @@ def main() -> int:
                 print(f"time is up before {cell.title}")
                 break
             row = measure(cell, device, max(ROUNDS, arguments.rounds), arguments.round_ms)
-            wrong |= len(row["us"]) < len(row["errors"])
+            wrong |= len(row["ms"]) < len(row["errors"])
             body["rows"].append(row)
             print(report(row), flush=True)
             if arguments.out:

@@ -124,6 +124,16 @@ def time_interleaved(calls: dict[str, Call], rounds: int, round_ms: float) -> di
     return found
 
 
+def rates(found: dict[str, list[float]], work: float) -> dict[str, dict[str, float]]:
+    """Medians, spreads and TFLOP/s of calls that do so many FLOP, of their milliseconds."""
+    ms = {name: statistics.median(times) for name, times in found.items()}
+    return {
+        "ms": ms,
+        "spread": {name: (max(times) - min(times)) / ms[name] for name, times in found.items()},
+        "tflops": {name: work / median / 1e9 for name, median in ms.items()},
+    }
+
+
 def measure(
     shape: Shape, device: torch.device, names: Sequence[str], rounds: int, round_ms: float
 ) -> dict[str, object]:
@@ -148,10 +158,7 @@ def measure(
         row["absent"] = absent
     torch.cuda.synchronize()
     work = sum(flops(sequence) for sequence in sequences_of(problem, inputs))
-    found = time_interleaved(calls, rounds, round_ms)
-    row["ms"] = {name: statistics.median(times) for name, times in found.items()}
-    row["spread"] = {name: (max(times) - min(times)) / statistics.median(times) for name, times in found.items()}
-    row["tflops"] = {name: work / ms / 1e9 for name, ms in row["ms"].items()}
+    row |= rates(time_interleaved(calls, rounds, round_ms), work)
     row["relative_error_to"] = errors
     row["ok"] = bool(errors) and all(error <= TOLERANCE for error in errors.values())
     others = {name: ms for name, ms in row["ms"].items() if name != "flashlane"}
