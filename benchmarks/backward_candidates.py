@@ -204,8 +204,7 @@ def measure(
         if why[config]:
             row["absent"].append(f"{name}: {why[config]}")
             continue
-        own = replace(config, varlen=False)
-        errors = {"small": worst(small.run(own), right), "large": worst(large.run(config), like)}
+        errors = {"small": worst(small.run(config), right), "large": worst(large.run(config), like)}
         row["errors"][name] = errors
         if all(error <= TOLERANCE for error in errors.values()):
             calls[name] = lambda config=config: large.run(config)

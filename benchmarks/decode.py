@@ -18,22 +18,20 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from gpu_run import device_or_exit
+from gpu_run import compile_ahead, device_or_exit
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashlane import dispatch
 from flashlane.bench.environment import environment
 from flashlane.bench.results import write_atomically
 from flashlane.bench.timing import GraphClock, Settings, Timing, measure
-from flashlane.problem import AttentionProblem, Inputs
+from flashlane.problem import AttentionProblem, Inputs, arch_of
 from flashlane.reference import reference_attention
-from flashlane.registry import DeviceKernel
 
 FORMAT = "flashlane-decode/1"
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -304,18 +302,6 @@ def problems(cells: Sequence[Cell], arch: str | None) -> Iterator[AttentionProbl
         )  # fmt: skip
 
 
-def compile_ahead(cells: Sequence[Cell], device: torch.device) -> None:
-    """All kernels of the cells, many at a time."""
-    arch = AttentionProblem.from_inputs(Inputs(*[torch.zeros(1, 1, 1, 8, device=device)] * 3)).arch
-    jobs = set()
-    for problem in problems(cells, arch):
-        kernel = dispatch.select(problem)
-        if isinstance(kernel, DeviceKernel):
-            jobs.add((kernel, kernel.config(problem)))
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda job: job[0].compile(job[1], arch), jobs))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder of decode.json")
@@ -326,7 +312,7 @@ def main() -> int:
     words = [word for word in arguments.only.split(",") if word]
     cells = [cell for cell in grid() if not words or any(word in cell.name for word in words)]
     settings = Settings(rounds=max(5, arguments.rounds), round_ms=1.5, warmup_ms=4.0, max_iterations=20)
-    compile_ahead(cells, device)
+    compile_ahead((dispatch.select(problem), problem) for problem in problems(cells, arch_of(device)))
     copy = copy_rate(device)
     print(f"copy rate {copy / 1e9:.0f} GB/s", flush=True)
     pool = Pool(cells, device)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from flashlane import bench
+from flashlane import bench, jit
 from flashlane.bench.flops import Direction
 from flashlane.bench.progress import Bar
 from flashlane.bench.results import Results
+from flashlane.jit import KernelSource
 from flashlane.problem import AttentionProblem
 from flashlane.registry import DeviceKernel, Kernel
 
@@ -69,26 +70,31 @@ def settings_for(implementations: int, seconds: float, rounds: int = ROUNDS) -> 
     )
 
 
+def sources_of(pairs: Iterable[tuple[Kernel, AttentionProblem]]) -> dict[KernelSource, tuple[str, str]]:
+    """What kernels run problems with, where there is something to compile: its kernel's tag and architecture."""
+    return {
+        kernel.kernel_source(kernel.config(problem)): (kernel.tag, str(problem.arch))
+        for kernel, problem in pairs
+        if isinstance(kernel, DeviceKernel) and kernel.supports(problem) is None
+    }
+
+
 def compile_ahead(pairs: Iterable[tuple[Kernel, AttentionProblem]]) -> int:
     """Compile every configuration that kernels have for problems, many at a time; how many there are.
 
     One that does not compile is left to the bench, where it becomes a row that says so.
     """
-    jobs = {}
-    for kernel, problem in pairs:
-        if isinstance(kernel, DeviceKernel) and kernel.supports(problem) is None:
-            config = kernel.config(problem)
-            jobs[kernel.kernel_source(config)] = (kernel, config, problem.arch)
+    jobs = sources_of(pairs)
 
-    def build(job: tuple[DeviceKernel, object, str]) -> None:
-        kernel, config, arch = job
+    def build(source: KernelSource) -> None:
+        tag, arch = jobs[source]
         try:
-            kernel.compile(config, arch)
+            jit.compile(source, arch)
         except Exception as error:
-            print(f"{kernel.tag}: {error}", file=sys.stderr, flush=True)
+            print(f"{tag}: {error}", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(build, jobs.values()))
+        list(pool.map(build, jobs))
     return len(jobs)
 
 

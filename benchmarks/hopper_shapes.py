@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from flashlane.bench import make_problem
 from flashlane.problem import AttentionProblem, Inputs
 
 PEER_TAGS = {"cudnn": "(cudnn)", "fa2": "(flash)", "fa4": "(flash-attn-4)", "flex": "(flex)"}
@@ -78,9 +79,10 @@ def make(shape: Shape, device: torch.device) -> tuple[AttentionProblem, Inputs]:
 
 def problem_of(shape: Shape, deterministic: bool = False, arch: str = "sm_90a") -> AttentionProblem:
     """The problem of a shape, without tensors."""
-    names = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
-    return AttentionProblem(
-        **{name: getattr(shape, name) for name in names}, dtype=torch.bfloat16, scale=shape.head_dim**-0.5, arch=arch,
-        window_left=shape.window, window_right=0 if shape.causal else shape.window, varlen=bool(shape.lengths),
-        deterministic=deterministic,
+    dense = make_problem(
+        shape.batch, shape.heads, shape.seqlen_q, shape.head_dim, torch.bfloat16,
+        kv_heads=shape.kv_heads, seqlen_k=shape.seqlen_k, causal=shape.causal, arch=arch,
     )  # fmt: skip
+    right = dense.window_right if shape.causal else shape.window
+    more = {"varlen": bool(shape.lengths), "deterministic": deterministic}
+    return replace(dense, head_dim_v=shape.head_dim_v, window_left=shape.window, window_right=right, **more)

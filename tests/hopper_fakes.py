@@ -12,8 +12,9 @@ import torch
 
 from flashlane import plans
 from flashlane.jit import launch, tensormap
-from flashlane.kernels.hopper import forward
+from flashlane.kernels.hopper import backward, backward_launch, forward
 from flashlane.kernels.mma import attention
+from flashlane.problem import AttentionProblem, Inputs
 
 SMS = 132
 WORD = 8
@@ -99,3 +100,31 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     forget()
     yield found
     forget()
+
+
+def gradient_launches(
+    config: backward.Config, problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[SimpleNamespace], backward_launch.Tensors]:
+    """What a backward hands to its kernels, with the rows of a box in place of each map, and the call's tensors."""
+    monkeypatch.setattr(backward_launch, "encoded", lambda element, tensor, rows: bytes([rows]) * 128)
+    properties = SimpleNamespace(multi_processor_count=SMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    found: list[SimpleNamespace] = []
+
+    def record(grid: tuple, block: tuple, shared: int, params: ctypes.Structure, *, overlapped: bool = False) -> None:
+        copy = type(params).from_buffer_copy(params)
+        found.append(SimpleNamespace(grid=grid, block=block, shared=shared, params=copy, overlapped=overlapped))
+
+    def tensor(rows: int, heads: int, dim: int) -> torch.Tensor:
+        return torch.zeros(problem.batch, rows, heads, dim, dtype=problem.dtype)
+
+    q = tensor(problem.seqlen_q, problem.heads, problem.head_dim)
+    k = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim)
+    v = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim_v)
+    out = tensor(problem.seqlen_q, problem.heads, problem.head_dim_v)
+    lse = torch.zeros(problem.batch, problem.heads, problem.seqlen_q)
+    plan = backward.DESIGNS[type(config)][1](config, problem, q.shape, k.shape, 0)
+    plan.functions = (SimpleNamespace(launch=record),) * len(plan.config.sources())
+    tensors = backward_launch.Tensors(Inputs(q, k, v), out, lse, out.clone(), None, *map(torch.zeros_like, (q, k, v)))
+    assert plan.launch(tensors) is None
+    return found, tensors

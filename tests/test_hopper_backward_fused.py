@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hopper_fakes import gradient_launches
 
 from flashlane.kernels.hopper import backward, backward_launch
 from flashlane.kernels.hopper.backward_config import BackwardConfig
-from flashlane.kernels.hopper.backward_fused import FusedPlan
 from flashlane.kernels.hopper.backward_shapes import pick
-from flashlane.problem import AttentionProblem, Inputs
+from flashlane.problem import AttentionProblem
 
-SMS = 132
 LAUNCHES = {"before": backward_launch.PrepareParams, "gradients": backward_launch.BackwardParams}
 LAUNCHES |= {"after": backward_launch.FinishParams}
 
@@ -28,35 +27,15 @@ def problem_of(**changes: object) -> AttentionProblem:
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch):
     """Launches a configuration, and tells what each launch was given, by which parameters it has; and the memory."""
-    properties = SimpleNamespace(multi_processor_count=SMS)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(backward_launch, "encoded", lambda element, tensor, rows: bytes([rows]) * 128)
 
     def run(config: BackwardConfig, problem: AttentionProblem) -> tuple[dict[str, SimpleNamespace], list[torch.Tensor]]:
-        found: list[SimpleNamespace] = []
-
-        def record(grid: tuple, block: tuple, shared: int, params: object, *, overlapped: bool = False) -> None:
-            copy = type(params).from_buffer_copy(params)
-            found.append(SimpleNamespace(grid=grid, block=block, shared=shared, params=copy, overlapped=overlapped))
-
-        def tensor(rows: int, heads: int, dim: int) -> torch.Tensor:
-            return torch.zeros(problem.batch, rows, heads, dim, dtype=problem.dtype)
-
-        q = tensor(problem.seqlen_q, problem.heads, problem.head_dim)
-        k = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim)
-        v = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim_v)
-        out = tensor(problem.seqlen_q, problem.heads, problem.head_dim_v)
-        lse = torch.zeros(problem.batch, problem.heads, problem.seqlen_q)
-        plan = FusedPlan(config, problem, q.shape, k.shape, 0)
-        plan.functions = (SimpleNamespace(launch=record),) * len(plan.config.sources())
         made: list[torch.Tensor] = []
         empty = torch.empty
-        monkeypatch.setattr(torch, "empty", lambda *size, **how: made.append(empty(*size, **how)) or made[-1])
-        gradients = tuple(map(torch.zeros_like, (q, k, v)))
-        assert plan.launch(backward_launch.Tensors(Inputs(q, k, v), out, lse, out.clone(), None, *gradients)) is None
-        monkeypatch.setattr(torch, "empty", empty)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *size, **how: made.append(empty(*size, **how)) or made[-1])
+            found, tensors = gradient_launches(config, problem, patch)
         names = {params: name for name, params in LAUNCHES.items()}
-        return {names[type(one.params)]: one for one in found}, [*made, *gradients]
+        return {names[type(one.params)]: one for one in found}, [*made, tensors.dq, tensors.dk, tensors.dv]
 
     return run
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
+from hopper_fakes import gradient_launches
 
 from flashlane import jit
-from flashlane.kernels.hopper import backward, backward_launch
-from flashlane.kernels.hopper.backward_wide import WidePlan
+from flashlane.kernels.hopper import backward
 from flashlane.kernels.hopper.backward_wide_config import (
     ARCH,
     MAX_HEAD_DIM,
@@ -21,7 +20,7 @@ from flashlane.kernels.hopper.backward_wide_config import (
     fitted,
     pick,
 )
-from flashlane.problem import AttentionProblem, Inputs
+from flashlane.problem import AttentionProblem
 
 ALL = {"has_left": True, "has_right": True, "softcap": True, "alibi": True, "varlen": True}
 HEAD_DIMS = [
@@ -104,34 +103,10 @@ def test_compiles_as_the_schedule_needs(config: WideConfig) -> None:
             assert not {"LDL", "STL"} & set(counts)
 
 
-def launches_of(problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch) -> tuple[list[SimpleNamespace], object]:
-    """What a call hands to the three kernels, and its tensors."""
-    monkeypatch.setattr(backward_launch, "encoded", lambda element, tensor, rows: bytes([rows]) * 128)
-    found: list[SimpleNamespace] = []
-
-    def record(grid: tuple, block: tuple, shared: int, params: object) -> None:
-        copy = type(params).from_buffer_copy(params)
-        found.append(SimpleNamespace(grid=grid, block=block, shared=shared, params=copy))
-
-    def tensor(rows: int, heads: int, dim: int) -> torch.Tensor:
-        return torch.zeros(problem.batch, rows, heads, dim, dtype=problem.dtype)
-
-    q = tensor(problem.seqlen_q, problem.heads, problem.head_dim)
-    k = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim)
-    v = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim_v)
-    out = tensor(problem.seqlen_q, problem.heads, problem.head_dim_v)
-    lse = torch.zeros(problem.batch, problem.heads, problem.seqlen_q)
-    plan = WidePlan(pick(problem), problem, q.shape, k.shape, 0)
-    plan.functions = (SimpleNamespace(launch=record),) * 3  # type: ignore[misc]
-    tensors = backward_launch.Tensors(Inputs(q, k, v), out, lse, out.clone(), None, *map(torch.zeros_like, (q, k, v)))
-    assert plan.launch(tensors) is None
-    return found, tensors
-
-
 def test_launches_cover_all_rows_and_point_at_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(window_right=0)
     config = pick(problem)
-    (rows, keys, queries), tensors = launches_of(problem, monkeypatch)
+    (rows, keys, queries), tensors = gradient_launches(config, problem, monkeypatch)
     assert rows.grid == (16, 8, 2) and rows.params.stat_blocks == rows.params.blocks == 16  # 1000 queries by 64
     assert keys.grid == (6 * 4 * 2, 2, 1) and keys.params.blocks == 6  # 700 keys by 128, of 4 heads and 2 batches
     assert queries.grid == (8 * 8 * 2, 1, 1) and queries.params.blocks == 8  # 1000 queries by 128, of 8 heads
@@ -147,7 +122,8 @@ def test_launches_cover_all_rows_and_point_at_the_tensors(monkeypatch: pytest.Mo
 
 
 def test_heads_follow_each_other_without_a_causal_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    (_, keys, queries), _ = launches_of(problem_of(seqlen_k=64), monkeypatch)
+    problem = problem_of(seqlen_k=64)
+    (_, keys, queries), _ = gradient_launches(pick(problem), problem, monkeypatch)
     assert keys.params.heads_together == queries.params.heads_together == 1
     assert keys.grid == (1 * 4 * 2, 1, 1) and keys.params.q[0] == 64
 

@@ -32,18 +32,18 @@ from flashlane.jit import KernelSource, cache
 from flashlane.kernels.hopper import backward, forward
 from flashlane.kernels.hopper.config import HopperConfig
 from flashlane.problem import AttentionProblem, Inputs
-from flashlane.registry import DeviceKernel, Kernel
+from flashlane.registry import Kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCH, SMS = "sm_90a", 132
 HOPPER = "hopper(wgmma+tma)"
 
 
-def of(pairs: Iterable[tuple[Kernel, AttentionProblem]]) -> Iterator[KernelSource]:
-    """What kernels run problems with, where there is something to compile."""
-    for kernel, problem in pairs:
-        if isinstance(kernel, DeviceKernel) and kernel.supports(problem) is None:
-            yield kernel.kernel_source(kernel.config(problem))
+def of(pairs: Iterable[tuple[Kernel, AttentionProblem]]) -> Iterable[KernelSource]:
+    """What kernels run problems with."""
+    from gpu_run import sources_of
+
+    return sources_of(pairs)
 
 
 def with_backward(problem: AttentionProblem) -> Iterator[KernelSource]:
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--parts is {options.parts!r}; it may hold {', '.join(PARTS)}")
     sources = collected(parts)
     for part in parts:
-        print(f"{part}: {sum(of == part for of in sources.values())} kernels")
+        print(f"{part}: {list(sources.values()).count(part)} kernels")
     if options.list:
         return 0
     keys, wrong = [], []

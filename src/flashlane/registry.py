@@ -78,17 +78,7 @@ class Kernel(ABC):
         """
         from flashlane.problem import Inputs
 
-        def repeat(
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            out: torch.Tensor,
-            lse: torch.Tensor,
-            addresses: tuple[int, int, int],
-        ) -> None:
-            self.forward(problem, Inputs(q, k, v), out, lse)
-
-        return repeat
+        return lambda q, k, v, out, lse, addresses: self.forward(problem, Inputs(q, k, v), out, lse)
 
     def preference(self, problem: AttentionProblem) -> float:
         """How much ``auto`` wants this kernel for a problem it supports; data of the kernel's heuristic."""
