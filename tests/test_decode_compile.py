@@ -42,6 +42,7 @@ CORNERS: list[dict[str, Any]] = [
     {"dtype": torch.float16, "seqlen_q": 8, "alibi": True, "seqlen_k": 1024},
     {"batch": 64, "seqused_k": True, "page_size": 16, "sinks": True},
     {"batch": 64, "seqlen_q": 8, "softcap": 30.0, "page_size": 48},
+    {"batch": 64, "num_splits": 1},
 ]
 
 
@@ -268,6 +269,53 @@ def test_what_a_launch_is_given(launches: list[tuple[Any, ...]]) -> None:
     assert params.softcap_log2 == pytest.approx(10 * math.log2(math.e))
     assert params.split.splits == 3 and params.split.arrivals and params.total_q == -1 and not params.alike
     assert [n * params.group_inverse >> 32 for n in range(100)] == [n // 4 for n in range(100)]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_parts_are_as_many_as_are_asked_for(launches: list[tuple[Any, ...]], paged: bool) -> None:
+    """On the same grid of parts, by the same blocks of threads, whatever the batch; at most one a step of 128 keys."""
+    given = {}
+    for batch, num_splits in itertools.product((1, 3, 64), (0, 1, 3, 8, 1000)):
+        q, k = torch.zeros(batch, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(batch, 2000, 2, 128).bfloat16()
+        inputs = Inputs(q, k, k, seqused_k=torch.full((batch,), 2000, dtype=torch.int32))
+        if paged:
+            table = torch.arange(batch * 125, dtype=torch.int32).view(batch, 125)
+            inputs = replace(inputs, k=k.view(-1, 16, 2, 128), v=k.view(-1, 16, 2, 128), block_table=table)
+        problem = AttentionProblem.from_inputs(inputs, num_splits=num_splits).on("sm_90a")
+        assert dispatch.select(problem) is KERNEL
+        KERNEL.forward(problem, inputs, torch.empty_like(q), torch.empty(batch, 8, 1))
+        grid, block, shared, params, _ = launches[-1]
+        assert params.split.splits == grid[1] and bool(params.split.out) == (grid[1] > 1)
+        given[batch, num_splits] = grid[0], grid[1], block, shared
+    for num_splits, parts in ((1, 1), (3, 3), (8, 8), (1000, 16)):
+        blocks = {given[batch, num_splits] for batch in (1, 3, 64)}
+        assert len(blocks) == 1 and next(iter(blocks))[:2] == (2, parts)
+    assert len({given[batch, 0] for batch in (1, 3, 64)}) > 1  # what is asked for with 0 follows the batch
+
+
+def test_parts_asked_for_are_the_only_ones() -> None:
+    """No blocks of a cluster or of a stream share keys beside them; most are as many as there is room for."""
+    for num_splits, arch, change in itertools.product((1, 7, 500), ("sm_80", "sm_90a", "sm_120"), CORNERS):
+        problem = replace(BASE, arch=arch, **(change | {"num_splits": num_splits}))
+        found = {config_for(replace(problem, batch=batch)) for batch in (1, 2, 16, 500)}
+        (config,) = found
+        assert config.cluster == 1 and not config.stream and not config.boxes
+        steps = -(-problem.seqlen_k // config.step)
+        for items, slots in itertools.product((1, 8, 5000), (66, 264)):
+            assert splits_for(problem, config, items, slots) == min(num_splits, 128, steps)
+    assert splits_for(replace(BASE, seqlen_k=0, num_splits=3), config, 8, 132) == 1
+    window = replace(BASE, num_splits=9, window_left=400, window_right=0)
+    assert splits_for(window, config, 8, 132) == -(-401 // config.step) + 1 < 9  # it may begin within a step
+
+
+def test_a_configuration_that_shares_keys_otherwise_is_refused(launches: list[tuple[Any, ...]]) -> None:
+    q, k = torch.zeros(4, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 500, 8, 128, dtype=torch.bfloat16)
+    problem = AttentionProblem.from_inputs(Inputs(q, k, k), num_splits=1).on("sm_90a")
+    for shape in (rules.Shape(1, 8, boxes=True, stream=True), rules.Shape(1, 8, cluster=2)):
+        config = rules.config_of(problem, shape)
+        with pytest.raises(ValueError, match=r"config is .* no stream and no clusters, as num_splits is 1"):
+            KERNEL.run(config, problem, Inputs(q, k, k), torch.empty_like(q), torch.empty(4, 8, 1))
+    assert launches == []
 
 
 def test_a_stream_is_launched_once_an_sm(launches: list[tuple[Any, ...]]) -> None:

@@ -41,6 +41,14 @@ def test_agrees_with_the_reference(seed: int) -> None:
         assert fault is None, f"{item}: {fault}"
 
 
+@pytest.mark.parametrize("num_splits", [1, 3, 8, 128])
+def test_agrees_with_the_reference_in_parts_asked_for(num_splits: int) -> None:
+    for item in draw(12, seed=2000 + num_splits):
+        problem, inputs = item.build(CUDA)
+        fault = faults(problem, inputs, *run(replace(problem, num_splits=num_splits), inputs))
+        assert fault is None, f"{item}: {fault}"
+
+
 SHAPES = (
     Shape(1, 8),
     Shape(1, 8, boxes=True, cluster=4),

@@ -170,6 +170,7 @@ def calls() -> list[tuple[Inputs, dict[str, object]]]:
         {"scale": 0.5},
     ]
     asked += [{"deterministic": True}, {"alignment": "top-left"}, {"window_size": torch.tensor([3, 2])}]
+    asked += [{"num_splits": 1}, {"num_splits": 2}]
     made = [
         plain,
         Inputs(q.clone(), k.clone(), k.clone()),
@@ -186,7 +187,7 @@ def calls() -> list[tuple[Inputs, dict[str, object]]]:
 
 def test_a_call_seen_before_gives_what_the_checks_would_give() -> None:
     full = {"scale": None, "causal": False, "alignment": "bottom-right", "window_size": (-1, -1), "softcap": 0.0}
-    full |= {"dropout_p": 0.0, "deterministic": False}
+    full |= {"dropout_p": 0.0, "deterministic": False, "num_splits": 0}
     problems = []
     for grad in (True, False):
         with torch.set_grad_enabled(grad):

@@ -249,6 +249,41 @@ def test_parts_of_the_keys_are_joined_in_the_launch(launches: Launches, monkeypa
     assert counted[1:] == [1] and shared == launches[1][2] + 16
 
 
+@pytest.mark.parametrize("rows", [1, 100])
+def test_parts_are_as_many_as_are_asked_for(launches: Launches, rows: int) -> None:
+    """Of the same tiles, whatever the batch; at most one a block of keys."""
+    found: dict[int, set[tuple[int, HopperConfig]]] = {}
+    for batch, num_splits in itertools.product((1, 3, 40), (0, 1, 3, 8, 1000)):
+        q, k = torch.zeros(batch, rows, 8, 128).half(), torch.zeros(batch, 1900, 2, 128).half()
+        used = torch.full((batch,), 1900, dtype=torch.int32)
+        call(Inputs(q, k, k, seqused_k=used), causal=True, num_splits=num_splits)
+        plan, params = launches.plans[-1], launches[0][3]
+        assert params.splits == plan.splits and plan.config.split == (plan.splits > 1)
+        assert len(launches) == 1 + (plan.splits > 1 and not plan.config.fused)
+        launches.clear()
+        found.setdefault(num_splits, set()).add((plan.splits, plan.config))
+    assert len(found[0]) > 1  # without being asked for they follow the batch
+    for num_splits, parts in ((1, 1), (3, 3), (8, 8)):
+        ((splits, _),) = found[num_splits]
+        assert splits == parts
+    ((splits, config),) = found[1000]
+    assert splits == -(-1900 // config.block_n)
+
+
+def test_what_is_asked_to_be_split_is_chosen_for_one_sequence() -> None:
+    """The kernel and its tiles, where they follow the batch otherwise."""
+    narrow = {"heads": 1, "kv_heads": 1, "seqlen_k": 1024, "head_dim": 64, "head_dim_v": 64}
+    long = {"heads": 4, "kv_heads": 4, "seqlen_q": 500, "seqlen_k": 5000}
+    for changes in (narrow | {"seqlen_q": 200}, long, long | {"arch": "sm_80"}, long | {"softcap": 3.0}):
+        for num_splits in (0, 1, 5):
+            problems = [problem_of(**changes, batch=batch, num_splits=num_splits) for batch in (1, 2, 9, 33, 200)]
+            kernels = [dispatch.select(problem) for problem in problems]
+            chosen = {(kernel.tag, kernel.config(problem)) for kernel, problem in zip(kernels, problems, strict=True)}
+            assert (len(chosen) > 1) == (num_splits == 0), changes
+    packed = problem_of(**long, varlen=True, num_splits=4)
+    assert forward.splits_of(packed, KERNEL.config(packed)) == 1  # packed sequences are not split
+
+
 def test_values_wider_than_an_accumulator_are_cut_into_slices(launches: Launches) -> None:
     q, k = torch.zeros(2, 4096, 16, 64, dtype=torch.float16), torch.zeros(2, 4096, 4, 64, dtype=torch.float16)
     v = torch.zeros(2, 4096, 4, 264, dtype=torch.float16)

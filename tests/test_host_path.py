@@ -324,6 +324,7 @@ def test_what_is_asked_is_part_of_the_key(recorder: Recorder, asked: dict, field
         ({"sinks": torch.randn(2)}, "sinks", True),
         ({"seqused_k": torch.tensor([5], dtype=torch.int32)}, "seqused_k", True),
         ({"dropout_p": 0.5, "dropout_seed": torch.tensor([3])}, "dropout_p", 0.5),
+        ({"num_splits": 2}, "num_splits", 2),
     ],
 )
 def test_what_the_operator_is_asked_is_part_of_the_key(

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from flashlane import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flashlane import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, registry
 from flashlane.kvcache import Update, update_in_torch
+from flashlane.problem import AttentionProblem, Inputs
+from flashlane.registry import Kernel
 from flashlane.rotary import rotate
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -300,7 +302,7 @@ def test_a_cache_of_more_rows_than_sequences(device: str) -> None:
     assert torch.equal(larger["k_cache"][:2], given["k_cache"]) and not larger["k_cache"][2:].any()
 
 
-def test_ours_and_the_hint() -> None:
+def test_ours_and_parts() -> None:
     given = Step(causal=True).arguments(torch.float64, "cpu")
     fresh = lambda: {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in given.items()}  # noqa: E731
     plain = flash_attn_with_kvcache(**fresh())
@@ -316,6 +318,114 @@ def test_ours_and_the_hint() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(flash_attn_with_kvcache(**fresh()), plain)
         assert flash_attn_with_kvcache(**Step().arguments(torch.float32, "cpu")).dtype == torch.float32
+
+
+class Recorder(Kernel):
+    """Writes down the problem of each call."""
+
+    tag, family, summary, source, priority = "recorder", "test", "", "", 1000
+
+    def __init__(self) -> None:
+        self.problems: list[AttentionProblem] = []
+
+    def supports(self, problem: AttentionProblem) -> None:
+        return None
+
+    def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        self.problems.append(problem)
+        out.zero_()
+        lse.zero_()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["called", "compiled"])
+@pytest.mark.parametrize("step", [Step(), Step(seqlen_new=0), None], ids=["append", "lengths", "plain"])
+def test_the_kernel_hears_of_the_parts(step: Step | None, compiled: bool) -> None:
+    """At every call, whatever was asked before."""
+    torch._dynamo.reset()
+    given = (step or Step(seqlen_new=0)).arguments(torch.float32, "cpu")
+    if step is None:
+        del given["cache_seqlens"]
+    call = flash_attn_with_kvcache
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    recorder = Recorder()
+    asked = (0, 1, 0, 5, 1, 1, 0)
+    with registry.table_of(recorder):
+        for num_splits in asked:
+            fresh = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+            call(**fresh, **({"num_splits": num_splits} if num_splits else {}))
+    assert [problem.num_splits for problem in recorder.problems] == list(asked)
+    assert recorder.problems[1].describe() == recorder.problems[0].describe() + " num_splits 1"
+
+
+@pytest.mark.parametrize("wrong", [-1, True, 1.0, None])
+def test_the_validator_wants_a_number_of_parts(wrong: Any) -> None:
+    q = torch.zeros(1, 2, 1, 8)
+    with pytest.raises(ValueError, match=f"num_splits is {wrong!r}; it must be a whole number of at least 0"):
+        AttentionProblem.from_inputs(Inputs(q, q, q), num_splits=wrong)
+
+
+PARTED = {
+    "one token": (Step(20, 1, 0, 3000, (8, 2), (128, 128)), torch.bfloat16),
+    "pages": (Step(20, 2, 0, 3000, (8, 2), (128, 128), page_size=16, leftpad=True, causal=True), torch.float16),
+    "odd pages": (Step(20, 8, 1, 2000, (7, 1), (96, 64), page_size=7, rotary=16, causal=True), torch.bfloat16),
+    "rows": (Step(20, 1, 1, 5000, (4, 4), (256, 256), batch_idx=True, window=(1500, 0), alibi=True), torch.float16),
+    "prompt": (Step(20, 130, 0, 1500, (4, 2), (64, 64), causal=True), torch.float16),
+    "prompt of wide heads": (Step(20, 300, 7, 2500, (4, 1), (192, 128), page_size=64, causal=True), torch.bfloat16),
+    "f32": (Step(20, 3, 0, 1000, (4, 2), (64, 64), causal=True), torch.float32),
+}
+"""Steps for every kernel that can split keys, and for each of its ways of reading them."""
+parted = pytest.mark.parametrize(("step", "dtype"), PARTED.values(), ids=PARTED)
+
+
+def called(given: dict[str, Any], **asked: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of a step that leaves its tensors as they are."""
+    fresh = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    return flash_attn_with_kvcache(**fresh, **asked, return_lse=True)
+
+
+def some_of(given: dict[str, Any], rows: slice) -> dict[str, Any]:
+    """A step for some of its sequences."""
+    shared = {"rotary_cos", "rotary_sin"}
+    if "block_table" in given or "cache_batch_idx" in given:
+        shared |= {"k_cache", "v_cache"}
+    return {n: t[rows] if isinstance(t, torch.Tensor) and n not in shared else t for n, t in given.items()}
+
+
+@pytest.mark.gpu
+@parted
+def test_parts_give_the_same_values(step: Step, dtype: torch.dtype) -> None:
+    given = step.arguments(dtype, "cuda")
+    want_out, want_lse, _, _ = retold(given)
+    close = {"rtol": ON_GPU[dtype], "atol": ON_GPU[dtype]}
+    for num_splits in (0, 1, 3, 8, 1000):
+        out, lse = called(given, num_splits=num_splits)
+        torch.testing.assert_close(out.double().cpu(), want_out, **close)
+        torch.testing.assert_close(lse.double().cpu(), want_lse, **close)
+
+
+def check_alone(given: dict[str, Any], **asked: Any) -> None:
+    whole_out, whole_lse = called(given, **asked)
+    for rows in (slice(0, 1), slice(7, 8), slice(19, 20), slice(2, 9), slice(5, 20)):
+        out, lse = called(some_of(given, rows), **asked)
+        assert torch.equal(out, whole_out[rows]) and torch.equal(lse, whole_lse[rows]), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 3])
+@parted
+def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(step: Step, dtype: torch.dtype, num_splits: int) -> None:
+    check_alone(step.arguments(dtype, "cuda"), num_splits=num_splits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [None, "mma(split-kv+acc-f32+swizzle-qkv+stage1)", "triton"])
+def test_so_does_one_of_a_full_cache(kernel: str | None) -> None:
+    """Few tiles go to another kernel than many, and of many keys to other tiles, where nothing is said of parts."""
+    for queries, capacity in ((100, 1024), (200, 4096)):
+        given = Step(20, queries, 0, capacity, (1, 1), (64, 64)).arguments(torch.float16, "cuda")
+        del given["cache_seqlens"]
+        check_alone(given, num_splits=1, kernel=kernel)
 
 
 def test_gradients_are_refused_when_they_are_asked_for() -> None:

@@ -6,6 +6,7 @@ Problems over the whole product of features are drawn in test_triton_draws.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -271,6 +272,39 @@ def test_splits() -> None:
     assert configs.splits_of(replace(decode, batch=64), config) == 1
     assert configs.splits_of(replace(decode, window_left=100, window_right=0), config) == 1
     assert configs.splits_of(replace(decode, seqlen_q=0), config) >= 1
+
+
+def test_splits_that_are_asked_for() -> None:
+    config = TritonConfig(16, 64, 4, 3)
+    for batch, arch in itertools.product((1, 64), ("sm_80", "sm_90a", None)):
+        for asked, splits in ((1, 1), (3, 3), (100, 100), (1000, 128)):
+            problem = problem_of(batch=batch, seqlen_q=1, seqlen_k=9000, arch=arch, num_splits=asked)
+            assert configs.splits_of(problem, config) == splits
+        assert configs.splits_of(replace(problem, seqlen_k=130), config) == 3  # one a tile of keys
+        assert configs.splits_of(replace(problem, seqlen_k=0), config) == 1
+        assert configs.splits_of(replace(problem, window_left=100, window_right=0), config) == 3  # of 116 keys
+    for num_splits in (0, 1, 2):  # what is read through descriptors, in a large batch only, has other tiles
+        short = problem_of(heads=2, kv_heads=2, seqlen_q=512, seqlen_k=512, num_splits=num_splits)
+        found = {KERNEL.config(replace(short, batch=batch)) for batch in (1, 100)}
+        assert len(found) == (1 if num_splits else 2)
+
+
+@interpreted
+@pytest.mark.parametrize("asked", [1, 2, 3, 50])
+def test_keys_are_split_as_asked(asked: int) -> None:
+    from flashlane.kernels.triton import launch
+
+    inputs = Inputs(*(torch.randn(2, n, h, 32) for n, h in ((3, 4), (250, 2), (250, 2))))
+    problem = AttentionProblem.from_inputs(inputs, causal=True, num_splits=asked)
+    out, lse = torch.full((2, 3, 4, 32), torch.nan), torch.full((2, 4, 3), torch.nan)
+    launch.clear()
+    KERNEL.forward(problem, inputs, out, lse)
+    (plan,) = launch._plans.values()
+    assert plan.splits == min(asked, -(-250 // plan.forward.arguments["BN"]))
+    assert (plan.merge is not None) == (asked > 1)
+    want_out, want_lse = reference_attention(problem, inputs, torch.float64)
+    torch.testing.assert_close(out.double(), want_out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_bars(monkeypatch: pytest.MonkeyPatch) -> None:

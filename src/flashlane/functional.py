@@ -316,8 +316,11 @@ def flash_attn_with_kvcache(
         softcap: when positive, scores become ``softcap * tanh(score / softcap)`` before the mask.
         rotary_interleaved: whether columns 2i and 2i + 1 are rotated together, or else i and i + rotary_dim / 2.
         alibi_slopes: f32 ``(h,)`` or ``(b, h)``.
-        num_splits: a hint, at least 0. The kernels choose by themselves how to split the keys, so that it is only
-            checked: a result does not depend on it.
+        num_splits: parts into which the keys of a sequence are split, to be computed at once and then added up: 0 for
+            as many as the kernel likes, 1 for no splitting, n for at most n and at most 128 (fewer where the steps that
+            a kernel takes over the keys do not give n shares). A kernel that never splits keys takes any number. With 1
+            or more, kernel and tiles are chosen without regard to the batch: a sequence gives the same bits, whatever
+            the batch around it (but from ``reference`` and ``tiled``, whose products are torch's).
         return_softmax_lse: also return the LSE.
         kernel: the tag of the kernel to run; it runs or raises. None lets the dispatcher choose.
         return_lse: the same as return_softmax_lse.

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from flashlane import dispatch, ops, transforms
-from flashlane.problem import Inputs, window_sides
+from flashlane.problem import Inputs, check_splits, window_sides
 from flashlane.rotary import rotate
 
 NAMES = {
@@ -156,7 +156,6 @@ def attend_cache(
     alibi_slopes: torch.Tensor | None,
     attn_bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    num_splits: int,
     kernel: str | None,
     **asked: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,8 +163,7 @@ def attend_cache(
 
     Everything is checked before the cache is written to.
     """
-    if type(num_splits) is not int or num_splits < 0:
-        raise ValueError(f"num_splits is {num_splits!r}; it must be a whole number of at least 0")
+    check_splits(asked["num_splits"])
     capacity = _check_caches(q, k_cache, v_cache, block_table)
     seqused = _lengths(cache_seqlens, q, capacity)
     batch_idx, leftpad, table = (_contiguous(t) for t in (cache_batch_idx, cache_leftpad, block_table))

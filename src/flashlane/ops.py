@@ -32,7 +32,7 @@ _ASKED = """float? scale, bool causal, str alignment, int[] window_size, float s
     bool deterministic, bool needs_grad, str? tag"""
 _REST = """Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,
     Tensor? seqused_k, Tensor? leftpad_k, Tensor? batch_idx, Tensor? block_table, Tensor? dropout_seed,
-    SymInt? max_seqlen_q, SymInt? max_seqlen_k"""
+    SymInt? max_seqlen_q, SymInt? max_seqlen_k, int num_splits"""
 _ARGUMENTS = f"Tensor q, Tensor k, Tensor v, {_ASKED}, {_REST}"
 _SAVED = 13
 """How many of the fields of :class:`~flashlane.problem.Inputs` are tensors."""
@@ -69,7 +69,7 @@ def again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: plans.Key, w
         q: as the caller gave it, so that it may be anything; also k, v and what is asked.
         k: likewise.
         v: likewise.
-        asked: the tag of the kernel and the values of :data:`transforms.ASKED`.
+        asked: the tag of the kernel, the values of :data:`transforms.ASKED`, and ``num_splits`` unless it is 0.
         wants_lse: whether the LSE is needed; else it may be None.
 
     Returns:
@@ -104,6 +104,7 @@ def attend(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    num_splits: int = 0,
 ) -> Results:
     """Validate a call and run it: what every face does.
 
@@ -124,10 +125,10 @@ def attend(
     """
     asked = (scale, causal, alignment, window_size, softcap, dropout_p, deterministic)
     if inputs.alone:
-        found = again(inputs.q, inputs.k, inputs.v, (kernel, *asked), True)
+        found = again(inputs.q, inputs.k, inputs.v, _key_of(kernel, asked, num_splits), True)
         if found is not None:
             return found
-    return anew(inputs, kernel, names, *asked)
+    return anew(inputs, kernel, names, *asked, num_splits)
 
 
 def anew(
@@ -141,6 +142,7 @@ def anew(
     softcap: float,
     dropout_p: float,
     deterministic: bool,
+    num_splits: int = 0,
 ) -> Results:
     """:func:`attend` without trying :func:`again`."""
     asked = (scale, causal, alignment, window_size, softcap, dropout_p, deterministic)
@@ -150,15 +152,21 @@ def anew(
     if dropout_p and inputs.dropout_seed is None and isinstance(inputs.q, torch.Tensor):
         inputs = _seeded(inputs, torch.randint(SEEDS, (1,), dtype=torch.int64, device=inputs.q.device))
     if _traced(inputs):
-        return _call_operator(inputs, kernel, _grad_wanted(inputs), *asked)
-    facts = facts_of(inputs, *asked)
+        return _call_operator(inputs, kernel, _grad_wanted(inputs), num_splits, *asked)
+    facts = facts_of(inputs, *asked, num_splits)
     problem = known(facts)
     if problem is None:
-        problem = _checked(inputs, names, dict(zip(transforms.ASKED, asked, strict=True)))
+        by_name = dict(zip(transforms.ASKED, asked, strict=True))
+        problem = _checked(inputs, names, {**by_name, "num_splits": num_splits})
     chosen = dispatch.select(problem, kernel)
     if facts is not None and not casts:
-        _remember((kernel, *asked), problem, inputs, chosen)
+        _remember(_key_of(kernel, asked, num_splits), problem, inputs, chosen)
     return _straight(problem, inputs, chosen)
+
+
+def _key_of(kernel: str | None, asked: tuple[Any, ...], num_splits: int) -> plans.Key:
+    """What :func:`again` is asked; most calls do not pay for what few ask."""
+    return (kernel, *asked, num_splits) if num_splits else (kernel, *asked)
 
 
 def _remember(key: plans.Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> None:
@@ -245,6 +253,7 @@ def _call_operator(
     inputs: Inputs,
     kernel: str | None,
     needs_grad: bool,
+    num_splits: int,
     scale: float | None,
     causal: bool,
     alignment: str,
@@ -255,13 +264,13 @@ def _call_operator(
 ) -> Results:
     window = window_size.tolist() if isinstance(window_size, torch.Tensor) else list(window_size)
     asked = (scale, causal, alignment, window, softcap, dropout_p, deterministic, needs_grad, kernel)
-    return torch.ops.flashlane.forward(*arguments(inputs, asked))
+    return torch.ops.flashlane.forward(*arguments(inputs, asked, num_splits))
 
 
-def arguments(inputs: Inputs, asked: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All arguments of the operator; ``asked`` are those that are no inputs."""
+def arguments(inputs: Inputs, asked: tuple[Any, ...], num_splits: int | None = 0) -> tuple[Any, ...]:
+    """All arguments of the operator; ``asked`` and ``num_splits`` are those that are no inputs."""
     q, k, v, *rest = _tensors(inputs)
-    return (q, k, v, *asked, *rest)
+    return (q, k, v, *asked, *rest, num_splits)
 
 
 def _tensors(inputs: Inputs) -> tuple[Any, ...]:
@@ -288,7 +297,7 @@ def _operands(problem: AttentionProblem, inputs: Inputs, kernel: str | None) -> 
     """The operator's arguments of a validated problem."""
     window = [problem.window_left, problem.window_right]
     asked = (problem.scale, False, problem.alignment, window, problem.softcap, problem.dropout_p)
-    return arguments(inputs, (*asked, problem.deterministic, problem.needs_grad, kernel))
+    return arguments(inputs, (*asked, problem.deterministic, problem.needs_grad, kernel), problem.num_splits)
 
 
 def _key(rest: tuple[Any, ...]) -> plans.Key:
@@ -320,6 +329,7 @@ def _rebuild(args: tuple[Any, ...]) -> tuple[AttentionProblem, Inputs, Kernel]:
         softcap=softcap,
         dropout_p=dropout_p,
         deterministic=deterministic,
+        num_splits=args[-1],
     )
     if problem.needs_grad != needs_grad:
         # Autograd may be off inside an operator, and the kernel chosen must be the one chosen outside.
@@ -409,7 +419,7 @@ class _Watched(torch.autograd.function._SingleLevelFunction):
         ctx.set_materialize_grads(False)
         fields = transforms.fields_of(args)
         ctx.save_for_backward(*fields[:_SAVED], out, lse)
-        ctx.longest, ctx.asked = fields[_SAVED:], args[3 : transforms.REST]
+        ctx.longest, ctx.asked, ctx.num_splits = fields[_SAVED:], args[3 : transforms.REST], args[-1]
         return out, lse
 
     @staticmethod
@@ -418,9 +428,10 @@ class _Watched(torch.autograd.function._SingleLevelFunction):
         do = torch.zeros_like(out) if do is None else do
         bias_grad = ctx.needs_input_grad[1 + _BIAS]
         inputs = Inputs(*tensors, *ctx.longest)
-        grads = torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *arguments(inputs, ctx.asked))
+        operands = arguments(inputs, ctx.asked, ctx.num_splits)
+        grads = torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *operands)
         dq, dk, dv, dbias, dsinks = _present(inputs, bias_grad, grads)
-        return (None, *arguments(Inputs(dq, dk, dv, bias=dbias, sinks=dsinks), (None,) * len(ctx.asked)))
+        return (None, *arguments(Inputs(dq, dk, dv, bias=dbias, sinks=dsinks), (None,) * len(ctx.asked), None))
 
 
 def _watched(keyset: Any, args: tuple[Any, ...]) -> Results:

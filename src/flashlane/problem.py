@@ -21,6 +21,8 @@ ALIGNMENTS: tuple[Alignment, ...] = ("bottom-right", "top-left")
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEAD_DIM = 1024
+MAX_SPLITS = 128
+"""Most parts that keys are split into because ``num_splits`` says so; more count as so many."""
 VECTOR_BYTES = 16
 
 
@@ -105,6 +107,9 @@ class AttentionProblem:
     batch_idx: bool = False
     page_size: int = 0
     """Rows of a page of a paged key/value cache (``block_table`` is given), or 0; ``seqlen_k`` is then its capacity."""
+    num_splits: int = 0
+    """Parts that the keys of a row are split into, to be added up at the end: at most so many, or as many as the kernel
+    likes (0). With it, what a sequence gives depends on no other one: see :attr:`chosen_for`."""
     deterministic: bool = False
     needs_grad: bool = False
     arch: str | None = None
@@ -143,6 +148,16 @@ class AttentionProblem:
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def chosen_for(self) -> AttentionProblem:
+        """What kernels and tiles are chosen for: the problem, or with ``num_splits`` one sequence of it, whatever the
+        batch around that."""
+        return replace(self, batch=1) if self.num_splits else self
+
+    def parts(self, blocks: int) -> int:
+        """Parts into which ``num_splits`` splits so many blocks of keys; a window may begin within one more."""
+        return max(1, min(self.num_splits, MAX_SPLITS, blocks + (self.window_left >= 0)))
 
     def visible_keys(self, row: int) -> range:
         """Keys that query ``row`` may see (of one sequence; not for varlen)."""
@@ -185,6 +200,8 @@ class AttentionProblem:
             words.append(f"softcap {self.softcap:g}")
         if self.dropout_p:
             words.append(f"dropout {self.dropout_p:g}")
+        if self.num_splits:
+            words.append(f"num_splits {self.num_splits}")
         return " ".join(words)
 
     @classmethod
@@ -199,6 +216,7 @@ class AttentionProblem:
         softcap: float = 0.0,
         dropout_p: float = 0.0,
         deterministic: bool = False,
+        num_splits: int = 0,
     ) -> AttentionProblem:
         """Check a call and say what it asks.
 
@@ -207,10 +225,11 @@ class AttentionProblem:
             ValueError: a shape, device or number is not possible; the message names the argument, what it was and
                 what it may be.
         """
-        facts = facts_of(inputs, scale, causal, alignment, window_size, softcap, dropout_p, deterministic)
+        asked = (scale, causal, alignment, window_size, softcap, dropout_p, deterministic, num_splits)
+        facts = facts_of(inputs, *asked)
         found = known(facts)
         if found is None:
-            found = cls._checked(inputs, scale, causal, alignment, window_size, softcap, dropout_p, deterministic)
+            found = cls._checked(inputs, *asked)
             if facts is not None:
                 _remember(facts, found)
         return found
@@ -226,6 +245,7 @@ class AttentionProblem:
         softcap: float,
         dropout_p: float,
         deterministic: bool,
+        num_splits: int,
     ) -> AttentionProblem:
         q, k, v = inputs.q, inputs.k, inputs.v
         varlen = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
@@ -253,6 +273,7 @@ class AttentionProblem:
             )
         dropout_p = _number("dropout_p", dropout_p, low=0.0, below=1.0)
         _check_seed(inputs, dropout_p)
+        check_splits(num_splits)
         return cls(
             batch=batch,
             heads=heads,
@@ -276,6 +297,7 @@ class AttentionProblem:
             leftpad_k=inputs.leftpad_k is not None,
             batch_idx=inputs.batch_idx is not None,
             page_size=k.shape[1] if paged else 0,
+            num_splits=num_splits,
             deterministic=bool(deterministic),
             needs_grad=needs_grad,
             arch=arch_of(q.device),
@@ -303,6 +325,7 @@ def facts_of(
     softcap: Any,
     dropout_p: Any,
     deterministic: Any,
+    num_splits: Any,
 ) -> tuple[Any, ...] | None:
     """All that :meth:`AttentionProblem.from_inputs` reads, as a key; None for what a key cannot hold.
 
@@ -317,6 +340,7 @@ def facts_of(
         and type(softcap) in _NUMBERS
         and type(dropout_p) in _NUMBERS
         and type(alignment) is str
+        and type(num_splits) is int
         and type(window_size) is tuple
         and len(window_size) == 2
         and type(window_size[0]) is type(window_size[1]) is int
@@ -334,7 +358,7 @@ def facts_of(
             (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             (q.data_ptr() % VECTOR_BYTES, k.data_ptr() % VECTOR_BYTES, v.data_ptr() % VECTOR_BYTES),
             grad and (q.requires_grad or k.requires_grad or v.requires_grad),
-            (scale, causal, alignment, window_size, softcap, dropout_p, deterministic),
+            (scale, causal, alignment, window_size, softcap, dropout_p, deterministic, num_splits),
             others,
         )
     except RuntimeError:  # sparse tensors have no strides, those inside vmap no address
@@ -547,6 +571,12 @@ def _check_seed(inputs: Inputs, dropout_p: float) -> None:
         raise ValueError(f"dropout_seed has shape {tuple(seed.shape)}; it must be {shape}")
     if seed.device != inputs.q.device:
         raise ValueError(f"dropout_seed is on {seed.device} and q is on {inputs.q.device}; they must agree")
+
+
+def check_splits(num_splits: Any) -> None:
+    """Raise ValueError for what cannot be a number of parts."""
+    if type(num_splits) is not int or num_splits < 0:
+        raise ValueError(f"num_splits is {num_splits!r}; it must be a whole number of at least 0")
 
 
 def _check_score_modifiers(inputs: Inputs, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:

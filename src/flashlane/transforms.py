@@ -22,12 +22,12 @@ FIELDS = tuple(field.name for field in fields(Inputs))
 BACKWARD_EXTRAS = 5
 """Arguments of ``flashlane::backward`` (out, lse, do, dlse, bias_grad) before those of ``flashlane::forward``."""
 ASKED = ("scale", "causal", "alignment", "window_size", "softcap", "dropout_p", "deterministic")
-"""The keyword arguments of :meth:`~flashlane.problem.AttentionProblem.from_inputs`."""
-ARGUMENTS = (*FIELDS[:3], *ASKED, "needs_grad", "tag", *FIELDS[3:])
+"""The keyword arguments of :meth:`~flashlane.problem.AttentionProblem.from_inputs`, all but the rarest."""
+ARGUMENTS = (*FIELDS[:3], *ASKED, "needs_grad", "tag", *FIELDS[3:], "num_splits")
 """Of ``flashlane::forward``."""
 REST = ARGUMENTS.index(FIELDS[3])
 """Where the fields of :class:`~flashlane.problem.Inputs` after q, k and v begin."""
-DEFAULTS = (None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None, *(None for _ in FIELDS[3:]))
+DEFAULTS = (None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None, *(None for _ in FIELDS[3:]), 0)
 """Of the arguments after q, k and v."""
 _AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 _NOTHING = contextlib.nullcontext()
@@ -50,7 +50,7 @@ def whole(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def fields_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Of all arguments, the fields of :class:`~flashlane.problem.Inputs`."""
-    return (*args[:3], *args[REST:])
+    return (*args[:3], *args[REST:-1])
 
 
 # --- autocast ---

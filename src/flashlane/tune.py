@@ -84,6 +84,7 @@ class Tuned:
 
 def few_blocks(problem: AttentionProblem) -> bool:
     """Whether tiles of 128 rows would leave SMs of a large GPU idle."""
+    problem = problem.chosen_for
     return problem.batch * problem.heads * -(-problem.seqlen_q // 128) < FEW_BLOCKS
 
 

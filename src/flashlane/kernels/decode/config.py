@@ -278,6 +278,7 @@ def config_for(problem: AttentionProblem, boxes: bool = True) -> DecodeConfig | 
         problem: what is asked.
         boxes: whether the copy engine can read K and V.
     """
+    problem = problem.chosen_for
     tables = (*(PREFERRED[arch] for arch in (problem.arch,) if boxes and arch in PREFERRED), SHAPES)
     shapes = (shape for table in tables for shape in _shapes(problem, table))
     wanted = (s for s in shapes if not s.boxes or cluster_size(problem, s, 16 * s.warps_m) >= SHARING)
@@ -347,6 +348,8 @@ def box_rows(page_size: int, step: int) -> int:
 
 def cluster_size(problem: AttentionProblem, shape: Shape, rows: int) -> int:
     """Blocks of a cluster that the rules give to a shape with tiles of so many rows."""
+    if problem.num_splits:
+        return 1  # the blocks of a cluster would be parts as well, more or fewer with the number of items
     steps, items = -(-keys_of(problem) // (shape.keys * shape.teams)), items_of(problem, rows)
     for rule in CLUSTERS.get(problem.arch, ()):
         if items <= rule.items and rule.size <= steps <= rule.size * rule.steps:
@@ -405,8 +408,11 @@ def split_count(items: int, steps: int, slots: int, uneven: bool = False, most: 
 
 
 def splits_for(problem: AttentionProblem, config: DecodeConfig, items: int, slots: int) -> int:
-    """Most parts of an item on a GPU that holds ``slots`` blocks. Clusters are at most as many as it holds at once."""
+    """Most parts of an item: as many as ``num_splits`` says, up to one a step, or as suit a GPU that holds ``slots``
+    blocks. Clusters are at most as many as it holds at once."""
     steps, most = -(-keys_of(problem) // (config.step * config.cluster)), config.max_parts
+    if problem.num_splits:
+        return min(most, problem.parts(steps))
     if config.cluster > 1:
         held = next(rule.held for rule in CLUSTERS[problem.arch] if rule.size == config.cluster)
         slots = min(slots // config.cluster, held)

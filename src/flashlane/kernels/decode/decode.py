@@ -152,11 +152,12 @@ class Decode(DeviceKernel):
 
         Args:
             config, problem, inputs, out, lse: as :meth:`forward` has them.
-            splits: most parts of an item, or of a stream blocks an item; None for the heuristic's.
+            splits: most parts of an item, or of a stream blocks an item; None for the problem's or the heuristic's.
             debug: compile with waits that trap after seconds, so that a hang is an error.
 
         Raises:
-            ValueError: the configuration reads K and V by the copy engine, which cannot read them as they lie.
+            ValueError: the configuration reads K and V by the copy engine, which cannot read them as they lie; or it
+                shares keys beside the parts, and the problem says how many there are.
         """
         _launch(config, problem, inputs, out, lse, splits, debug)
 
@@ -186,6 +187,11 @@ class Plan:
             config = config_for(problem, boxes=reason is None)
         elif config.boxes and reason is not None:
             raise ValueError(f"config is {config.describe()}; {reason}")
+        if problem.num_splits and (config.stream or config.cluster > 1):
+            raise ValueError(
+                f"config is {config.describe()}; it may have no stream and no clusters, as num_splits is "
+                f"{problem.num_splits}"
+            )
         self.config, self.problem, self.sides = config, problem, sides
         self.row_blocks = max(1, -(-rows_of(problem) // config.rows))
         self.items = items = problem.batch * problem.kv_heads * self.row_blocks
@@ -356,6 +362,7 @@ def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
     base = AttentionProblem(1, 4, 1, 1, 65536, 128, 128, torch.bfloat16, 128**-0.5)
     shapes = ((64, 64), (128, 128), (192, 128), (256, 256))
     changes = ({"dtype": torch.float16}, {"softcap": 30.0}, {"seqlen_k": 1024}, {"batch": 16, "seqused_k": True})
+    changes += ({"num_splits": 1},)
     changes += tuple({"page_size": size} for size in (16, 17, 64, 256))
     for arch, (head_dim, head_dim_v), seqlen_q in itertools.product(kernel.architectures, shapes, (1, 8, 16)):
         plain = replace(base, arch=arch, head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=seqlen_q)

@@ -110,6 +110,7 @@ class HopperForward(DeviceKernel):
 
     def preference(self, problem: AttentionProblem) -> float:
         """Behind the mma.sync family's best where it has few tiles of narrow heads, which that one's warps share."""
+        problem = problem.chosen_for
         tiles = problem.batch * problem.heads * schedule.ceil_div(problem.seqlen_q, 2 * ROWS)
         narrow = max(problem.head_dim, problem.head_dim_v) <= 64
         few = tiles <= FEW_TILES and problem.seqlen_k in FEW_TILES_KEYS
@@ -359,8 +360,8 @@ _plan = memoised(Plan)
 
 
 def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
-    """Parts that a problem's keys are cut into."""
-    if problem.varlen:
+    """Parts that a problem's keys are cut into: of whole blocks, as many as ``num_splits`` says or as fill the SMs."""
+    if problem.varlen or problem.num_splits == 1:
         return 1
     pack = config.pack
     q_blocks = schedule.ceil_div(problem.seqlen_q * pack, config.block_m)
@@ -371,12 +372,15 @@ def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
         ),
         default=0,
     )
+    if problem.num_splits:
+        return problem.parts(longest)
     return schedule.splits_of(problem.batch * problem.heads // pack * config.slices * q_blocks, longest)
 
 
 @memoised
 def _config(problem: AttentionProblem) -> HopperConfig:
     """What the tuner found on this GPU, or else the tables' choice."""
+    problem = problem.chosen_for
     tuned = tune.lookup(KERNEL, problem)
     if tuned is not None:
         return specialise(HopperConfig(**tuned), problem)

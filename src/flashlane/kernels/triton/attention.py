@@ -148,6 +148,7 @@ def _capability(arch: str) -> int:
 
 @memoised
 def _config(kernel: TritonAttention, problem: AttentionProblem) -> TritonConfig:
+    problem = problem.chosen_for
     tuned = tune.lookup(kernel, problem)
     if tuned:
         config = TritonConfig(**tuned)

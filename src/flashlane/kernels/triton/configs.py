@@ -209,15 +209,18 @@ def candidates(problem: AttentionProblem, limit: int, precision: str = "ieee") -
 
 
 def splits_of(problem: AttentionProblem, config: TritonConfig) -> int:
-    """Programs that share the keys of one tile of rows; more than 1 only where the tiles leave SMs idle."""
+    """Programs that share the keys of one tile of rows: as many as ``num_splits`` says, up to one a tile of keys; else
+    more than 1 only where the tiles leave SMs idle."""
+    keys = problem.seqlen_k
+    if problem.window_left >= 0 and problem.window_right >= 0:
+        keys = min(keys, problem.window_left + problem.window_right + config.bm)
+    if problem.num_splits:
+        return problem.parts(-(-keys // config.bn))
     if problem.arch is None:
         return 1
     heads = problem.kv_heads if packed(problem) else problem.heads
     rows = rows_of(problem) if packed(problem) else problem.seqlen_q
     tiles = problem.batch * heads * max(1, -(-rows // config.bm))
-    keys = problem.seqlen_k
-    if problem.window_left >= 0 and problem.window_right >= 0:
-        keys = min(keys, problem.window_left + problem.window_right + config.bm)
     sms = SMS.get(problem.arch, 100)
     if tiles * 4 > sms * 3:
         return 1
