@@ -6,19 +6,21 @@ import pytest
 from test_hopper_compile import LAUNCH_REGISTERS, steady_loops
 
 from flashlane import jit
-from flashlane.kernels.hopper.backward_config import finish_source
-from flashlane.kernels.hopper.backward_pair import CONSUMERS, PairConfig
+from flashlane.kernels.hopper.backward_config import CONSUMERS, finish_source
+from flashlane.kernels.hopper.backward_pair import PairConfig
 
 ARCH = "sm_90a"
 LARGEST = {"has_left": True, "has_right": True, "softcap": True, "alibi": True, "varlen": True}
 CONFIGS = [
     PairConfig("bf16", 256, 256),
     PairConfig("f16", 256, 256, has_right=True),
-    PairConfig("bf16", 256, 256, do_stages=1, rounds=1),
+    PairConfig("bf16", 256, 256, do_stages=1),
     PairConfig("bf16", 256, 256, **LARGEST),
     PairConfig("bf16", 200, 200, softcap=True),
     PairConfig("f16", 192, 192, has_right=True),
     PairConfig("bf16", 192, 128),
+    PairConfig("bf16", 160, 160, block_m=80, do_stages=1),
+    PairConfig("f16", 192, 192, block_m=80, do_stages=1, has_left=True, has_right=True, varlen=True),
     PairConfig("bf16", 136, 136, alibi=True),
 ]
 
@@ -35,9 +37,9 @@ def test_compiles_as_the_schedule_needs(what: PairConfig) -> None:
     text = jit.disassemble(compiled.cubin)
     if text is None:
         pytest.skip("no disassembler")
-    quarters = [16 * -(-dim // 64) for dim in (what.head_dim, what.head_dim_v)]
-    products = sorted(4 * quarter // 16 + what.block_n // 16 + what.block_m // 16 for quarter in quarters)
-    loops = [loop for loop in steady_loops(text) if any(op.startswith("UBLKRED") for op in loop)]
+    halves = [-(-dim // 32) for dim in (what.head_dim, what.head_dim_v)]
+    products = sorted(2 * half + what.block_n // 16 + what.block_m // 16 for half in halves)
+    loops = [loop for loop in steady_loops(text) if any(op.startswith("REDG") for op in loop)]
     found = [sum(op.startswith("HGMMA") for op in loop) for loop in loops]
     assert sorted(count for count in found if count) == products
 

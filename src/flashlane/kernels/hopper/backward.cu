@@ -8,8 +8,8 @@
 //     Sᵀ = K·Qᵀ     dPᵀ = V·dOᵀ     dV += Pᵀ·dO     dK += dSᵀ·Q     dQᵀ = Kᵀ·dSᵀ of both warpgroups' keys
 //
 // Only dS goes through shared memory, from which the last product takes it: of a head dim above 64 each warpgroup makes
-// half of the columns of dQ, else half of its rows. dQ is summed in device memory by the copy engine, in the order of the
-// accumulator's registers (backward_sums.cuh). A step of a consumer, i the block of queries:
+// half of the columns of dQ, else half of its rows. dQ is summed in device memory, in the order of the accumulator's registers
+// (backward_sums.cuh): by the copy engine, or if DIRECT from the registers. A step of a consumer, i the block of queries:
 //
 //     issue S(i), dP(i) │ wait S │ P │ issue dV(i) │ wait dP │ dS, store it │ wait dV │ issue dQ(i−1), dK(i) │ wait dQ,
 //     store it │ wait dK
@@ -33,7 +33,7 @@ constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK
 constexpr u32 STAT_BYTES = BLOCK_M * 4;
 
 // Of dQᵀ a warpgroup makes 64 columns for PART queries; what is added of them is its part (backward_sums.cuh).
-constexpr u32 SLAB_BYTES = SLAB_FLOATS * 4, PART_BYTES = 4 * SLAB_BYTES;
+constexpr u32 SLAB_BYTES = SLAB_FLOATS * 4, PART_BYTES = cfg::DIRECT ? 0 : 4 * SLAB_BYTES;
 static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128 && PARTS == CONSUMERS);
 
 constexpr u32 K = 0, V = K + K_STAGES * K_BYTES, Q = V + V_STAGES * V_BYTES, DO = Q + Q_STAGES * Q_BYTES, DS = DO + DO_STAGES * DO_BYTES;
@@ -50,6 +50,7 @@ constexpr u32 DO_EMPTY = DO_FULL + 8 * DO_STAGES, DS_FULL = DO_EMPTY + 8 * DO_ST
 constexpr u32 DQ_FULL = DS_EMPTY + 8 * DS_STAGES, DQ_EMPTY = DQ_FULL + 8 * CONSUMERS;
 constexpr int CONSUMER_WARPS = 4 * CONSUMERS;
 constexpr bool BACKWARDS = cfg::DETERMINISTIC && cfg::HAS_RIGHT;
+static_assert(!cfg::DIRECT || (!cfg::DETERMINISTIC && !cfg::FINISH_INSIDE), "these count additions, which the adders do");
 static_assert(DQ_EMPTY + 8 * CONSUMERS == cfg::SHARED_BYTES, "the Python formula disagrees");
 enum { TOGETHER = 1, ALL = 3 };                           // named barriers: one a consumer, and of both
 
@@ -306,7 +307,7 @@ struct Consumer {
     __device__ __forceinline__ void multiply_queries() {
         wait<DS_STAGES>(DS_FULL, handed);
         const u64 a = wgmma_n_inner(base + keys() + (SPLIT_COLUMNS ? number * KEYS_CHUNK : 0), KEYS_CHUNK);
-        const u64 b = wgmma_k_inner(base + DS + handed % DS_STAGES * DS_BYTES + (SPLIT_COLUMNS ? 0 : number * PART * ROW_BYTES));
+        const u64 b = opaque(wgmma_k_inner(base + DS + handed % DS_STAGES * DS_BYTES + (SPLIT_COLUMNS ? 0 : number * PART * ROW_BYTES)));
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 16; ++i) {
@@ -396,7 +397,6 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 16; ++i)
             stmatrix_x4_trans(to + i * 16 * ROW_BYTES, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
-        announce_gradients(handed + 1);
     }
     __device__ __forceinline__ void announce_gradients(u32 part) const {
         async_fence();
@@ -406,18 +406,30 @@ struct Consumer {
 
     // ---- results
 
+    // What multiply_queries made: to the sums, or to where the adder takes it from.
     __device__ __forceinline__ void store_queries() {
         arrive(DS_EMPTY, handed % DS_STAGES);
-        barrier_wait(base + DQ_EMPTY + 8 * number, handed % 2 ^ 1);
         const int thread = thread_again();
-        const u32 to = base + DQ + number * PART_BYTES + thread / WARP * SLAB_BYTES + thread % WARP * 16;
+        if constexpr (cfg::DIRECT) {
+            const int block = load_shared(base + ORDERS + handed % ORDER_SLOTS * ORDER_BYTES);
+            float* const to = p.dq + static_cast<long long>(block) * SUM_FLOATS + number * PART_FLOATS +
+                              thread / WARP * SLAB_FLOATS + thread % WARP * 4;
+            if (block >= 0 && (SLABS % PART_SLABS == 0 || thread / WARP < slabs_of(number))) {
 #pragma unroll
-        for (int i = 0; i < PART / 8; ++i)
-            store_shared(to + i * 512, make_uint4(__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
-                                                  __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])));
-        async_fence();
-        __syncwarp();
-        arrive(DQ_FULL, number);
+                for (int i = 0; i < PART / 8; ++i)
+                    global_add(to + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+            }
+        } else {
+            barrier_wait(base + DQ_EMPTY + 8 * number, handed % 2 ^ 1);
+            const u32 to = base + DQ + number * PART_BYTES + thread / WARP * SLAB_BYTES + thread % WARP * 16;
+#pragma unroll
+            for (int i = 0; i < PART / 8; ++i)
+                store_shared(to + i * 512, make_uint4(__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
+                                                      __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])));
+            async_fence();
+            __syncwarp();
+            arrive(DQ_FULL, number);
+        }
         ++handed;
     }
 
@@ -449,10 +461,12 @@ struct Consumer {
             accumulate_rows<HEAD_DIM_V, BLOCK_M>(dv, probabilities, base + DO + outputs() * DO_BYTES);
             wgmma_wait<1>(dp);
             make_gradients();
+            if (!cfg::LATE) announce_gradients(handed + 1);
             wgmma_wait<0>(dv);
             arrive(DO_EMPTY, outputs());
             multiply_queries();
             accumulate_rows<HEAD_DIM, BLOCK_M>(dk, ds, base + Q + queries() * Q_BYTES);
+            if (cfg::LATE) announce_gradients(handed + 1);
             wgmma_wait<1>(dq);
             store_queries();
             wgmma_wait<0>(dk);
@@ -467,6 +481,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void run() {
+        if (cfg::DIRECT) wait_prerequisites();            // of the sums
         for (;; ++tiles_made) {
             const u32 slot = tiles_made % TILE_SLOTS;
             wait<TILE_SLOTS>(TILE_FULL, tiles_made);
@@ -483,6 +498,7 @@ struct Consumer {
             store_keys<HEAD_DIM_V>(dv, work, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
             store_keys<HEAD_DIM>(dk, work, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
         }
+        if (cfg::DIRECT) return;
         barrier_wait(base + DQ_EMPTY + 8 * number, handed % 2 ^ 1);
         arrive(DQ_FULL, number);                          // the end, for the adder
     }
@@ -519,7 +535,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
         if (threadIdx.x % WARP == 0) {
             if (warp == 0) {
                 Producer{p, base}.run();
-            } else if (warp <= CONSUMERS) {
+            } else if (!cfg::DIRECT && warp <= CONSUMERS) {
                 Adder{p, base, warp - 1}.run();
             }
         }

@@ -165,6 +165,10 @@ class BackwardConfig(GradientConfig):
     k_stages: int = 1
     """Tiles whose keys have a place at once: with two, the next tile's are there when it begins."""
     v_stages: int = 1
+    direct: bool = False
+    """dQ is added to its sums from registers, in any order; else by the copy engine from shared memory."""
+    late: bool = False
+    """dS is announced when the products after it are under way: the fence before waits for its stores."""
     finish_inside: bool = False
     """Idle warps of the launch make dQ from its sums as soon as they are complete; else another launch does it."""
 
@@ -191,7 +195,7 @@ class BackwardConfig(GradientConfig):
             "Q": self.q_stages * m * qk,
             "dO": self.do_stages * m * v,
             "dS": 2 * m * n * 2,
-            "dQ": CONSUMERS * part,
+            "dQ": 0 if self.direct else CONSUMERS * part,
             "statistics": stages * m * 4,
             "tiles and barriers": 2 * 32
             + (16 + 4 * 8) * self.q_stages
@@ -220,6 +224,8 @@ class BackwardConfig(GradientConfig):
             "BLOCK_N": self.block_n,
             "DETERMINISTIC": self.deterministic,
             "FINISH_INSIDE": self.finish_inside,
+            "DIRECT": self.direct,
+            "LATE": self.late,
             "SHARED_BYTES": self.shared_memory,
         }
         parts = (*PARTS, SUMS, "backward_finisher")

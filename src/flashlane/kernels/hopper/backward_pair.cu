@@ -19,31 +19,35 @@
 //     1:  issue dP(i) │ wait for it and for P(i) │ dS(i), send it │ issue dQ(i−1), dK(i) │ wait dQ, add it │ wait dK
 //
 // While one computes P or dS, the other's products run. Each warp adds its 16 columns of dQ to the sums in device memory
-// by the copy engine, in ROUNDS parts, in the order of its registers (backward_sums.cuh).
+// from its registers, in their order (backward_sums.cuh).
 #include "cluster.cuh"
 #include "hopper_backward_sums.cuh"
 #include "hopper_backward_work.cuh"
 
 constexpr int BLOCKS = 2, KEYS = 64, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);
-constexpr int Q_STAGES = cfg::Q_STAGES, DO_STAGES = cfg::DO_STAGES, DS_STAGES = 2, ROUNDS = cfg::ROUNDS;
-// Columns of K and V in quarters, each padded to a chunk: two in shared memory, two in registers.
-constexpr int QK_QUARTER = 16 * QK_CHUNKS, V_QUARTER = 16 * V_CHUNKS;
+constexpr int Q_STAGES = cfg::Q_STAGES, DO_STAGES = cfg::DO_STAGES, DS_STAGES = 2;
+// Columns of K and V in quarters of 16 · FIRST and 16 · SECOND, of either half of them, each padded to a chunk: two in
+// shared memory, two in registers.
+template <int COLUMNS>
+struct Quarters {
+    static constexpr int STEPS = (COLUMNS + 31) / 32;     // of 16 columns, of half of them
+    static constexpr int FIRST = (STEPS + 1) / 2, SECOND = STEPS - FIRST;
+    static __device__ __forceinline__ constexpr int column(int half, int i) { return 16 * (half * STEPS + i * FIRST); }
+};
+using KeyQuarters = Quarters<HEAD_DIM>;
+using ValueQuarters = Quarters<HEAD_DIM_V>;
 constexpr u32 KEYS_CHUNK = KEYS * ROW_BYTES, ROWS_CHUNK = BLOCK_M * ROW_BYTES;
 constexpr u32 K_BYTES = 2 * BLOCKS * KEYS_CHUNK, V_BYTES = 2 * KEYS_CHUNK, KEPT_BYTES = 2 * KEYS_CHUNK;
 constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK, DS_BYTES = BLOCKS * ROWS_CHUNK;
 constexpr u32 STAT_BYTES = BLOCK_M * 4;
 constexpr int HALF_ROWS = BLOCK_M / BLOCKS;
 
-// Of dQᵀ a warp has 16 columns, added in ROUNDS parts of GROUPS·8 queries.
-constexpr int GROUPS = BLOCK_M / 8 / ROUNDS;
-constexpr u32 PART_BYTES = GROUPS * 512;
-static_assert(cfg::BLOCK_N == BLOCKS * KEYS && BLOCK_M % 16 == 0 && BLOCK_M % (8 * ROUNDS) == 0);
+static_assert(cfg::BLOCK_N == BLOCKS * KEYS && BLOCK_M % 16 == 0);
 static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DO_STAGES & (DO_STAGES - 1)) == 0);
 static_assert(HEAD_DIM <= 256 && HEAD_DIM_V <= 256 && KEPT_BYTES <= DS_BYTES);
 
 constexpr u32 K = 0, V = K + K_BYTES, Q = V + V_BYTES, DO = Q + Q_STAGES * Q_BYTES, DS = DO + DO_STAGES * DO_BYTES;
-constexpr u32 DQ = DS + DS_STAGES * DS_BYTES, LSE = DQ + CONSUMERS * 4 * PART_BYTES;
-constexpr u32 DELTA = LSE + Q_STAGES * STAT_BYTES;
+constexpr u32 LSE = DS + DS_STAGES * DS_BYTES, DELTA = LSE + Q_STAGES * STAT_BYTES;
 // What the threads look up of the keys, and the consumers of a step with its Q or dO: they have no registers to carry it.
 constexpr u32 KEYS_RECORD = DELTA + DO_STAGES * STAT_BYTES, Q_RECORD = KEYS_RECORD + 48;
 constexpr u32 DO_RECORD = Q_RECORD + 16 * Q_STAGES, KV_FULL = DO_RECORD + 16 * DO_STAGES;
@@ -89,11 +93,12 @@ struct Use {
 
 // ---------------------------------------------------------------------------------------------- the producer's warps
 
-// Quarters of the columns of 64 keys, as chunks `stride` bytes apart: half `half` of a quarter's width twice.
-__device__ __forceinline__ void load_keys(u32 to, u32 stride, const TensorMap& map, u32 barrier, int half, int quarter,
-                                          int row, int head, int batch) {
+// Half of the columns of 64 keys: its two quarters, as chunks `stride` bytes apart.
+template <typename QUARTERS>
+__device__ __forceinline__ void load_keys(u32 to, u32 stride, const TensorMap& map, u32 barrier, int half, int row, int head,
+                                          int batch) {
     for (int i = 0; i < 2; ++i)
-        tma_load(to + i * stride, map, barrier, (2 * half + i) * quarter, row, head, batch);
+        tma_load(to + i * stride, map, barrier, QUARTERS::column(half, i), row, head, batch);
 }
 
 // K and V: the half of the columns that stays, and the half that goes to registers.
@@ -104,12 +109,12 @@ __device__ __forceinline__ void produce_keys(const Params& p, u32 base, int rank
     u32 full = base + KV_FULL;
     barrier_expect(full, K_BYTES + KEPT_BYTES);
     for (int i = 0; i < BLOCKS; ++i)
-        load_keys(base + K + i * KEYS_CHUNK, BLOCKS * KEYS_CHUNK, p.k, full, rank, QK_QUARTER, row + i * KEYS, head, batch);
-    load_keys(base + DS, KEYS_CHUNK, p.k, full, 1 - rank, QK_QUARTER, own, head, batch);
+        load_keys<KeyQuarters>(base + K + i * KEYS_CHUNK, BLOCKS * KEYS_CHUNK, p.k, full, rank, row + i * KEYS, head, batch);
+    load_keys<KeyQuarters>(base + DS, KEYS_CHUNK, p.k, full, 1 - rank, own, head, batch);
     full += 8;
     barrier_expect(full, V_BYTES + KEPT_BYTES);
-    load_keys(base + V, KEYS_CHUNK, p.v, full, rank, V_QUARTER, own, head, batch);
-    load_keys(base + DS + DS_BYTES, KEYS_CHUNK, p.v, full, 1 - rank, V_QUARTER, own, head, batch);
+    load_keys<ValueQuarters>(base + V, KEYS_CHUNK, p.v, full, rank, own, head, batch);
+    load_keys<ValueQuarters>(base + DS + DS_BYTES, KEYS_CHUNK, p.v, full, 1 - rank, own, head, batch);
 }
 
 // Blocks of Q or dO, half of the rows to both blocks of the cluster, and their statistics.
@@ -151,27 +156,31 @@ __device__ __forceinline__ void produce_rows(const Params& p, u32 base, int rank
 // ---------------------------------------------------------------------------------------------- the consumers
 
 // 64 keys as A operand of a product with rows of queries: of the quarters of their columns, two in registers.
-template <int QUARTER>
+template <typename QUARTERS>
 struct Keys {
-    static constexpr int STEPS = QUARTER / 16;            // of 16 columns
-    u32 kept[2 * STEPS * 4];
+    static constexpr int STEPS = QUARTERS::STEPS, FIRST = QUARTERS::FIRST;
+    u32 kept[STEPS * 4];
 
-    // Where columns of step i lie in a tile of rows: in one half of the columns, and how much further in the other.
+    // Where step i of a half lies in its chunks `stride` bytes apart, and where its columns lie in a tile of rows.
+    static __device__ __forceinline__ constexpr u32 offset(int i, u32 stride) {
+        return i < FIRST ? i * 32 : stride + (i - FIRST) * 32;
+    }
     static __device__ __forceinline__ constexpr int place(int half, int i) {
-        const int column = (2 * half + i / STEPS) * QUARTER + i % STEPS * 16;
+        const int column = 16 * (half * STEPS + i);
         return column / CHUNK_COLUMNS * ROWS_CHUNK + column % CHUNK_COLUMNS * 2;
     }
-    static __device__ __forceinline__ int offset(int half, int i) {
+    static __device__ __forceinline__ int rows_offset(int half, int i) {
         return (place(0, i) + half * (place(1, i) - place(0, i))) / 16;
     }
 
     __device__ __forceinline__ void take(u32 tile, int warp, int lane) {
         const int row = 16 * warp + lane % 16;
 #pragma unroll
-        for (int i = 0; i < 2 * STEPS; ++i) {
-            const int piece = i % STEPS * 2 + lane / 16;
+        for (int i = 0; i < STEPS; ++i) {
+            const u32 at = offset(i, KEYS_CHUNK);
+            const int piece = at % ROW_BYTES / 16 + lane / 16;
             u32(&words)[4] = reinterpret_cast<u32(&)[4]>(kept[4 * i]);
-            ldmatrix_x4(words, tile + i / STEPS * KEYS_CHUNK + row * ROW_BYTES + (piece ^ row % 8) * 16);
+            ldmatrix_x4(words, tile + at / ROW_BYTES * ROW_BYTES + row * ROW_BYTES + (piece ^ row % 8) * 16);
         }
     }
 
@@ -180,8 +189,8 @@ struct Keys {
         const u64 a = wgmma_k_inner(keys), b = wgmma_k_inner(rows);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 2 * STEPS; ++i) {
-            const u64 a_step = a + (i / STEPS * stride + i % STEPS * 32) / 16, b_step = b + offset(half, i);
+        for (int i = 0; i < STEPS; ++i) {
+            const u64 a_step = a + offset(i, stride) / 16, b_step = b + rows_offset(half, i);
             if (i == 0) {
                 Wgmma<BLOCK_M>::ss_first(d, a_step, b_step);
             } else {
@@ -189,7 +198,7 @@ struct Keys {
             }
         }
 #pragma unroll
-        for (int i = 0; i < 2 * STEPS; ++i) Wgmma<BLOCK_M>::rs(d, &kept[4 * i], b + offset(1 - half, i), true);
+        for (int i = 0; i < STEPS; ++i) Wgmma<BLOCK_M>::rs(d, &kept[4 * i], b + rows_offset(1 - half, i), true);
         wgmma_commit();
     }
 };
@@ -257,28 +266,12 @@ struct Consumer {
     // Adds what multiply_queries made; the first is of no block.
     __device__ __forceinline__ void add_queries() {
         arrive_both(DS_EMPTY, used().slot);
-        const int slab = (2 * rank + NUMBER) * (QK_QUARTER / 16) + warp;
-        if (before >= 0 && warp < QK_QUARTER / 16 && slab < SLABS) {
-            const u32 from = base + DQ + (4 * NUMBER + warp) * PART_BYTES;
-            float* const sums = p.dq + static_cast<long long>(before) * SUM_FLOATS + slab * (16 * BLOCK_M);
+        const int slab = rank * KeyQuarters::STEPS + NUMBER * KeyQuarters::FIRST + warp;
+        if (before >= 0 && warp < (NUMBER ? KeyQuarters::SECOND : KeyQuarters::FIRST) && slab < SLABS) {
+            float* const sums = p.dq + static_cast<long long>(before) * SUM_FLOATS + slab * (16 * BLOCK_M) + lane * 4;
 #pragma unroll
-            for (int round = 0; round < ROUNDS; ++round) {
-                if (lane == 0) bulk_wait_read();
-                __syncwarp();
-#pragma unroll
-                for (int i = 0; i < GROUPS; ++i) {
-                    const float* const x = dq + 4 * (round * GROUPS + i);
-                    store_shared(from + i * 512 + lane * 16,
-                                 make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
-                                            __float_as_uint(x[3])));
-                }
-                async_fence();
-                __syncwarp();
-                if (lane == 0) {
-                    bulk_add(sums + round * (GROUPS * 128), from, PART_BYTES);
-                    bulk_commit();
-                }
-            }
+            for (int i = 0; i < BLOCK_M / 8; ++i)
+                global_add(sums + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
         }
     }
 
@@ -414,8 +407,8 @@ struct Consumer {
     }
 
     // K and V have come; the halves that go to registers are taken, and their place becomes the stages of dS.
-    template <int QUARTER>
-    __device__ __forceinline__ void begin(Keys<QUARTER>& keys) {
+    template <typename QUARTERS>
+    __device__ __forceinline__ void begin(Keys<QUARTERS>& keys) {
         barrier_wait(base + KV_FULL, 0);
         barrier_wait(base + KV_FULL + 8, 0);
         clear_stale_keys();
@@ -426,7 +419,6 @@ struct Consumer {
         multiply_queries();
         wgmma_wait<0>(dq);
         add_queries();
-        if (lane == 0) bulk_wait();
     }
 
     __device__ __forceinline__ void make_dv() {
@@ -434,7 +426,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM_V / 2; ++i) dv[i] = 0.f;
         if (steps() > 0) {
-            Keys<QK_QUARTER> keys;
+            Keys<KeyQuarters> keys;
             begin(keys);
             arrive(P_FULL, 0);                            // of no block
 #pragma unroll 1
@@ -475,7 +467,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = 0.f;
         if (steps() > 0) {
-            Keys<V_QUARTER> values;
+            Keys<ValueQuarters> values;
             begin(values);
             // The dS of no block: zeros, so that the loop has no special first step.
             barrier_wait(base + DS_EMPTY, 0);

@@ -5,14 +5,13 @@ Three launches: the statistics of the rows (and zeros for the sums of dQ), the g
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward_config import (
-    CONSUMERS,
     PARTS,
     SUMS,
     WIDEST_FUSED,
@@ -38,6 +37,8 @@ DS_STAGES = 2
 REGISTERS = (24, 240)
 """Of a producer and of a consumer thread."""
 WIDEST = 256
+WIDEST_TALL = 192
+"""Head dims up to which accumulators leave registers for 80 queries of plain scores a step."""
 INCLUDED = (*PARTS, "backward_work", SUMS)
 """Device files that it includes as ``hopper_<name>.cuh``."""
 
@@ -48,8 +49,6 @@ class PairConfig(GradientConfig):
 
     q_stages: int = 2
     do_stages: int = 2
-    rounds: int = 2
-    """Parts in which a warp adds its dQ of a step to the sums; more need less shared memory."""
 
     block_n: ClassVar[int] = CHUNK * BLOCKS
     """Keys of a cluster."""
@@ -68,7 +67,6 @@ class PairConfig(GradientConfig):
             "Q": self.q_stages * m * row * -(-self.head_dim // CHUNK),
             "dO": self.do_stages * m * row * -(-self.head_dim_v // CHUNK),
             "dS": DS_STAGES * BLOCKS * m * row,
-            "dQ": CONSUMERS * CHUNK * m * 4 // self.rounds,
             "statistics": stages * m * 4,
             "records": 48 + 16 * stages,
             "barriers": 8 * (2 + 2 * stages + 3 * DS_STAGES),
@@ -82,7 +80,7 @@ class PairConfig(GradientConfig):
     def gradient_sources(self) -> tuple[KernelSource, ...]:
         """``backward_pair.cu`` with these constants."""
         columns = (self.block_m, self.head_dim, self.head_dim_v)
-        own = {"BLOCK_N": self.block_n, "Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages, "ROUNDS": self.rounds}
+        own = {"BLOCK_N": self.block_n, "Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages}
         own["SHARED_BYTES"] = self.shared_memory
         return (self.device_source("backward_pair", columns, INCLUDED, REGISTERS, **own),)
 
@@ -101,7 +99,10 @@ def refusal(problem: AttentionProblem) -> str | None:
 
 def pick(problem: AttentionProblem) -> PairConfig:
     """The configuration of a problem."""
-    return PairConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v).specialised(problem)
+    tile = PairConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v)
+    if max(problem.head_dim, problem.head_dim_v) <= WIDEST_TALL and not problem.softcap and not problem.alibi:
+        tile = replace(tile, block_m=80, do_stages=1)
+    return tile.specialised(problem)
 
 
 class PairPlan(GradientPlan[PairConfig]):

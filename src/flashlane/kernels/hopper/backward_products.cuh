@@ -10,10 +10,16 @@ constexpr int QK_CHUNKS = (HEAD_DIM + 63) / 64, V_CHUNKS = (HEAD_DIM_V + 63) / 6
 constexpr int QK_STEPS = (HEAD_DIM + 15) / 16, V_STEPS = (HEAD_DIM_V + 15) / 16;
 constexpr bool TRANSFORMED = cfg::SOFTCAP || cfg::ALIBI;
 
+// The same: what is added to it is added, in one instruction, where the compiler would know enough bits to take two.
+__device__ __forceinline__ u64 opaque(u64 x) {
+    asm("" : "+l"(x));
+    return x;
+}
+
 // d = A·Bᵀ of 64 rows at `a` and N rows at `b`, over STEPS · 16 columns. Chunks are so many bytes apart.
 template <int N, int STEPS, u32 A_CHUNK, u32 B_CHUNK>
 __device__ __forceinline__ void multiply_rows(float (&d)[N / 2], u32 a, u32 b) {
-    const u64 a_first = wgmma_k_inner(a), b_first = wgmma_k_inner(b);
+    const u64 a_first = opaque(wgmma_k_inner(a)), b_first = opaque(wgmma_k_inner(b));
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
@@ -57,9 +63,9 @@ __device__ __forceinline__ float alibi_slope(const Params& p, int sequence, int 
 
 // This thread of its warpgroup, from %tid: what is computed from it again needs no register until then.
 __device__ __forceinline__ int thread_again() {
-    int thread;
+    u32 thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread % WARPGROUP;
+    return static_cast<int>(thread % WARPGROUP);
 }
 
 // Where the scores of a thread lie, whose rows are keys and columns queries: its first key, the end of the sequence's keys,

@@ -19,6 +19,12 @@ __device__ __forceinline__ int slabs_of(int part) {
     return SLABS % PART_SLABS == 0 || part < PARTS - 1 ? PART_SLABS : SLABS % PART_SLABS;
 }
 
+// Add 16 bytes of sums, in any order (PTX ISA, red.vec_32_bit; sm_90 and up).
+__device__ __forceinline__ void global_add(float* to, float x, float y, float z, float w) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w)
+                 : "memory");
+}
+
 // Eight queries of a part, of which a lane has its share of the sums, and a row and every fourth 8 columns of dQ.
 struct PartRows {
     const float4* from;
