@@ -57,6 +57,8 @@ class GradientConfig(ABC):
     sinks: bool = False
     deterministic: bool = False
 
+    straight: ClassVar[bool] = False
+    """The sums of dQ are of dQ itself, else of its transpose (``backward_sums.cuh``)."""
     threads: ClassVar[int] = WARPGROUP * (CONSUMERS + 1)
     """Of a block."""
     finish_inside: ClassVar[bool] = False
@@ -115,6 +117,7 @@ class GradientConfig(ABC):
         parts: tuple[str, ...],
         registers: tuple[int, int],
         headers: tuple[tuple[str, str], ...] = (),
+        n_inner: tuple[int, ...] = (),
         **own: int,
     ) -> KernelSource:
         """``<name>.cu`` with these constants and its own.
@@ -125,12 +128,13 @@ class GradientConfig(ABC):
             parts: device files that it includes as ``hopper_<part>.cuh``.
             registers: of a producer and of a consumer thread.
             headers: names and texts of further headers.
+            n_inner: columns of products whose second operand has them innermost in shared memory.
             own: constants that other designs have not.
         """
         constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **own}
         constants |= {switch.upper(): getattr(self, switch) for switch in SCORES}
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
-        headers += ((HEADER, wgmma_header(self.dtype, columns)),)
+        headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner)),)
         return _source(name, self, constants, parts, headers)
 
     def describe(self) -> str:
@@ -245,6 +249,6 @@ def prepare_source(config: GradientConfig) -> KernelSource:
 
 def finish_source(config: GradientConfig) -> KernelSource:
     """``backward_finish.cu`` for the sums that a configuration writes."""
-    names = ("head_dim", "block_m", "varlen")
+    names = ("head_dim", "block_m", "varlen", "straight")
     constants = {name.upper(): getattr(config, name) for name in names}
     return _source("backward_finish", config, constants, ("backward_rows", SUMS))

@@ -21,9 +21,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_finish(con
     const float* sums = p.sums + (stat_block(p, rows, which, head) + blockIdx.x) * SUM_FLOATS;
     Element* dq = static_cast<Element*>(p.dq) + rows.batch * p.dq_batch + head * p.dq_head +
                   static_cast<long long>(rows.q_first + first) * p.dq_row;
+    const int warp = threadIdx.x / WARP;
+    if constexpr (cfg::STRAIGHT) {
+        constexpr int TALL = BLOCK_M / 16, ALL = TALL * ((HEAD_DIM + 31) / 32);
+        for (int i = warp; i < ALL; i += THREADS / WARP)
+            finish_straight(sums, dq, p.dq_row, here, i % TALL * 16, i / TALL * 32, p.scale);
+    } else {
 #pragma unroll 2
-    for (int i = threadIdx.x / WARP; i < PARTS * (PART / 8); i += THREADS / WARP) {
-        const int part = i / (PART / 8);
-        PartRows(threadIdx.x % WARP, sums, dq, p.dq_row, here, part, i % (PART / 8)).finish(part, p.scale);
+        for (int i = warp; i < PARTS * (PART / 8); i += THREADS / WARP) {
+            const int part = i / (PART / 8);
+            PartRows(threadIdx.x % WARP, sums, dq, p.dq_row, here, part, i % (PART / 8)).finish(part, p.scale);
+        }
     }
 }

@@ -4,7 +4,7 @@
 // queries; each brings half of the rows of Q and dO to both. In a block the two consumer warpgroups divide the products,
 // for the accumulators of dV and dK take half of the registers each:
 //
-//     warpgroup 0:  Sᵀ = K·Qᵀ, P          dV += Pᵀ·dO     dQᵀ = Kᵀ·dSᵀ, a quarter of the columns, all 128 keys
+//     warpgroup 0:  Sᵀ = K·Qᵀ, P          dV += Pᵀ·dO     dQ = dS·K, a quarter of the columns, all 128 keys
 //     warpgroup 1:  dPᵀ = V·dOᵀ, dS       dK += dSᵀ·Q     the next quarter
 //
 // A stage of dS has two tiles of 64 keys, a row a query. Warpgroup 0 leaves P in its block's tile, warpgroup 1 takes it
@@ -18,8 +18,8 @@
 //     0:  issue S(i) │ wait │ P(i), hand it over │ issue dQ(i−1), dV(i) │ wait dQ, add it to the sums │ wait dV
 //     1:  issue dP(i) │ wait for it and for P(i) │ dS(i), send it │ issue dQ(i−1), dK(i) │ wait dQ, add it │ wait dK
 //
-// While one computes P or dS, the other's products run. Each warp adds its 16 columns of dQ to the sums in device memory
-// from its registers, in their order (backward_sums.cuh).
+// While one computes P or dS, the other's products run. dQ is added to its sums in device memory from registers, in their
+// order (backward_sums.cuh).
 #include "cluster.cuh"
 #include "hopper_backward_sums.cuh"
 #include "hopper_backward_work.cuh"
@@ -42,7 +42,7 @@ constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK
 constexpr u32 STAT_BYTES = BLOCK_M * 4;
 constexpr int HALF_ROWS = BLOCK_M / BLOCKS;
 
-static_assert(cfg::BLOCK_N == BLOCKS * KEYS && BLOCK_M % 16 == 0);
+static_assert(cfg::BLOCK_N == BLOCKS * KEYS && BLOCK_M == 64);
 static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DO_STAGES & (DO_STAGES - 1)) == 0);
 static_assert(HEAD_DIM <= 256 && HEAD_DIM_V <= 256 && KEPT_BYTES <= DS_BYTES);
 
@@ -215,7 +215,8 @@ struct Consumer {
     const int rank, warp, lane;
     u32 turn = 0;                                         // steps so far
     int before = -1;                                      // the block of sums that dS in the stage used() belongs to
-    float dq[BLOCK_M / 2];
+    static constexpr int COLUMNS = 16 * (NUMBER ? KeyQuarters::SECOND : KeyQuarters::FIRST);  // of dQ
+    float dq[COLUMNS / 2];
 
     __device__ __forceinline__ Consumer(const Params& params, u32 address, int block, int own_warp)
         : p(params), base(address), rank(block), warp(own_warp), lane(threadIdx.x % WARP) {}
@@ -246,19 +247,19 @@ struct Consumer {
 
     // ---- products
 
-    // dQᵀ of the block before: m a quarter of its columns, n queries, k all keys of the cluster.
+    // dQ of the block before: m queries, n a quarter of its columns, k all keys of the cluster.
     __device__ __forceinline__ void multiply_queries() {
         barrier_wait(base + DS_FULL + 8 * used().slot, used().parity);
-        const u64 a = wgmma_n_inner(base + K + NUMBER * (BLOCKS * KEYS_CHUNK), KEYS_CHUNK);
-        const u64 b = wgmma_k_inner(base + DS + used().slot * DS_BYTES);
+        const u64 a = opaque(wgmma_k_inner(base + DS + used().slot * DS_BYTES));
+        const u64 b = wgmma_n_inner(base + K + NUMBER * (BLOCKS * KEYS_CHUNK), KEYS_CHUNK);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < cfg::BLOCK_N / 16; ++i) {
-            const u64 a_step = a + i * (16 * ROW_BYTES / 16), b_step = b + (i / 4 * ROWS_CHUNK + i % 4 * 32) / 16;
+            const u64 a_step = a + (i / 4 * ROWS_CHUNK + i % 4 * 32) / 16, b_step = b + i * (16 * ROW_BYTES / 16);
             if (i == 0) {
-                Wgmma<BLOCK_M>::ss_mt_first(dq, a_step, b_step);
+                Wgmma<COLUMNS>::ss_mn_first(dq, a_step, b_step);
             } else {
-                Wgmma<BLOCK_M>::ss_mt(dq, a_step, b_step, true);
+                Wgmma<COLUMNS>::ss_mn(dq, a_step, b_step, true);
             }
         }
         wgmma_commit();
@@ -266,13 +267,13 @@ struct Consumer {
     // Adds what multiply_queries made; the first is of no block.
     __device__ __forceinline__ void add_queries() {
         arrive_both(DS_EMPTY, used().slot);
-        const int slab = rank * KeyQuarters::STEPS + NUMBER * KeyQuarters::FIRST + warp;
-        if (before >= 0 && warp < (NUMBER ? KeyQuarters::SECOND : KeyQuarters::FIRST) && slab < SLABS) {
-            float* const sums = p.dq + static_cast<long long>(before) * SUM_FLOATS + slab * (16 * BLOCK_M) + lane * 4;
+        if (before < 0) return;
+        const int first = KeyQuarters::column(rank, NUMBER) / 8;
+        float* const sums = p.dq + static_cast<long long>(before) * SUM_FLOATS + first * GROUP_FLOATS + warp * 128 + lane * 4;
 #pragma unroll
-            for (int i = 0; i < BLOCK_M / 8; ++i)
-                global_add(sums + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-        }
+        for (int i = 0; i < COLUMNS / 8; ++i)
+            if (HEAD_DIM % 32 == 0 || first + i < 2 * SLABS)
+                global_add(sums + i * GROUP_FLOATS, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
 
     // ---- what lies past the end of a packed sequence

@@ -5,7 +5,7 @@ Three launches: the statistics of the rows (and zeros for the sums of dQ), the g
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward_config import (
     PARTS,
+    SLAB,
     SUMS,
     WIDEST_FUSED,
     GradientConfig,
@@ -37,8 +38,6 @@ DS_STAGES = 2
 REGISTERS = (24, 240)
 """Of a producer and of a consumer thread."""
 WIDEST = 256
-WIDEST_TALL = 192
-"""Head dims up to which accumulators leave registers for 80 queries of plain scores a step."""
 INCLUDED = (*PARTS, "backward_work", SUMS)
 """Device files that it includes as ``hopper_<name>.cuh``."""
 
@@ -50,6 +49,7 @@ class PairConfig(GradientConfig):
     q_stages: int = 2
     do_stages: int = 2
 
+    straight: ClassVar[bool] = True
     block_n: ClassVar[int] = CHUNK * BLOCKS
     """Keys of a cluster."""
 
@@ -73,6 +73,11 @@ class PairConfig(GradientConfig):
         }
 
     @property
+    def half_steps(self) -> int:
+        """Steps of 16 columns of half of Q and K."""
+        return -(-self.head_dim // (2 * SLAB))
+
+    @property
     def shared_memory(self) -> int:
         """Bytes of one block."""
         return sum(self.regions.values())
@@ -80,9 +85,11 @@ class PairConfig(GradientConfig):
     def gradient_sources(self) -> tuple[KernelSource, ...]:
         """``backward_pair.cu`` with these constants."""
         columns = (self.block_m, self.head_dim, self.head_dim_v)
+        first = (self.half_steps + 1) // 2
+        quarters = tuple(SLAB * steps for steps in (first, self.half_steps - first))
         own = {"BLOCK_N": self.block_n, "Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages}
         own["SHARED_BYTES"] = self.shared_memory
-        return (self.device_source("backward_pair", columns, INCLUDED, REGISTERS, **own),)
+        return (self.device_source("backward_pair", columns, INCLUDED, REGISTERS, n_inner=quarters, **own),)
 
 
 def refusal(problem: AttentionProblem) -> str | None:
@@ -99,10 +106,7 @@ def refusal(problem: AttentionProblem) -> str | None:
 
 def pick(problem: AttentionProblem) -> PairConfig:
     """The configuration of a problem."""
-    tile = PairConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v)
-    if max(problem.head_dim, problem.head_dim_v) <= WIDEST_TALL and not problem.softcap and not problem.alibi:
-        tile = replace(tile, block_m=80, do_stages=1)
-    return tile.specialised(problem)
+    return PairConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v).specialised(problem)
 
 
 class PairPlan(GradientPlan[PairConfig]):

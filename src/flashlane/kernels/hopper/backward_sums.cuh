@@ -3,6 +3,9 @@
 // The sums of a block of queries lie in parts, and a part in slabs of 16 columns, a warp's accumulator of dQᵀ each: of
 // every 8 queries, lane l has 16 bytes with the columns l / 4 (x, y) and l / 4 + 8 (z, w) of queries 2 (l % 4) (x, z) and
 // 2 (l % 4) + 1 (y, w).
+//
+// Of dQ itself (cfg::STRAIGHT) the sums lie in groups of 8 columns: of 64 queries, warp w and lane l have 16 bytes with the
+// columns 2 (l % 4) (x, z) and 2 (l % 4) + 1 (y, w) of queries 16 w + l / 4 (x, y) and 16 w + l / 4 + 8 (z, w).
 #pragma once
 #include "hopper_backward_rows.cuh"
 #include "mma.cuh"
@@ -13,6 +16,7 @@ constexpr int SLABS = (HEAD_DIM + 15) / 16, SUM_FLOATS = BLOCK_M * SLABS * 16;  
 constexpr int PART = SPLIT_COLUMNS ? BLOCK_M : BLOCK_M / 2;                     // queries of a part
 constexpr int PARTS = SPLIT_COLUMNS ? (SLABS + 3) / 4 : 2, PART_SLABS = SPLIT_COLUMNS ? 4 : SLABS;
 constexpr int SLAB_FLOATS = 16 * PART, PART_FLOATS = PART_SLABS * SLAB_FLOATS;
+constexpr int GROUP_FLOATS = 8 * BLOCK_M;                 // of dQ itself
 static_assert(PART % 8 == 0);
 
 __device__ __forceinline__ int slabs_of(int part) {
@@ -63,3 +67,26 @@ struct PartRows {
         }
     }
 };
+
+// Of sums of dQ itself, 16 queries and 32 columns, by a warp; `dq` is the block's, which has `rows` to the sequence's end.
+__device__ __forceinline__ void finish_straight(const float* sums, Element* dq, long long stride, int rows, int queries,
+                                                int columns, float factor) {
+    const int lane = threadIdx.x % WARP;
+    const float4* const from = reinterpret_cast<const float4*>(sums + columns / 8 * GROUP_FLOATS + queries * 8) + lane;
+    float4 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        x[i] = columns / 8 + i < 2 * SLABS ? __ldcg(from + i * (GROUP_FLOATS / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        u32 word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            word[i] = half ? Convert<Element>::pack(x[i].z * factor, x[i].w * factor)
+                           : Convert<Element>::pack(x[i].x * factor, x[i].y * factor);
+        transpose_quad(word);
+        const int row = queries + lane / 4 + 8 * half, column = columns + lane % 4 * 8;
+        if (row < rows && column < HEAD_DIM)
+            *reinterpret_cast<uint4*>(dq + row * stride + column) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+}

@@ -14,21 +14,23 @@ MAX_COLUMNS = 256
 
 
 @functools.cache
-def wgmma_header(dtype: str, columns: tuple[int, ...]) -> str:
+def wgmma_header(dtype: str, columns: tuple[int, ...], n_inner: tuple[int, ...] = ()) -> str:
     """``Wgmma<N>`` for each N of ``columns``, with operands of a dtype and f32 accumulators.
+
+    Those of ``n_inner`` also have products of two tiles in shared memory whose B has n innermost.
 
     Raises:
         ValueError: a size is not a multiple of 8 from 8 to 256.
     """
     parts = ["#pragma once", '#include "ptx.cuh"', "template <int N>", "struct Wgmma;"]
-    for n in sorted(set(columns)):
+    for n in sorted({*columns, *n_inner}):
         if n % 8 or not 8 <= n <= MAX_COLUMNS:
             raise ValueError(f"columns is {n}; wgmma takes multiples of 8 from 8 to {MAX_COLUMNS}")
-        parts.append(_shape(SUFFIXES[dtype], n))
+        parts.append(_shape(SUFFIXES[dtype], n, n in n_inner))
     return "\n".join(parts) + "\n"
 
 
-def _shape(suffix: str, n: int) -> str:
+def _shape(suffix: str, n: int, n_inner: bool) -> str:
     count = n // 2
     accumulators = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
@@ -52,15 +54,18 @@ def _shape(suffix: str, n: int) -> str:
             f' bool accumulate) {{\n    asm volatile("{text}"\n      : {outputs}\n      : {inputs});\n  }}'
         )
 
+    in_shared = '"l"(a), "l"(b), "r"(int(accumulate))'
+    more = (function("ss_mn", "u64 a", f"%{count}", 1, "1, 1, 0, 1", in_shared), first("ss_mn_first", "1, 1, 0, 1"))
     return "\n".join(
         (
             f"template <>\nstruct Wgmma<{n}> {{",
-            function("ss", "u64 a", f"%{count}", 1, "1, 1, 0, 0", '"l"(a), "l"(b), "r"(int(accumulate))'),
+            function("ss", "u64 a", f"%{count}", 1, "1, 1, 0, 0", in_shared),
             first("ss_first", "1, 1, 0, 0"),
-            function("ss_mt", "u64 a", f"%{count}", 1, "1, 1, 1, 0", '"l"(a), "l"(b), "r"(int(accumulate))'),
+            function("ss_mt", "u64 a", f"%{count}", 1, "1, 1, 1, 0", in_shared),
             first("ss_mt_first", "1, 1, 1, 0"),
             function("rs", "const u32* a", registers, 4, "1, 1, 0", in_registers),
             function("rs_mn", "const u32* a", registers, 4, "1, 1, 1", in_registers),
+            *(more if n_inner else ()),
             "};",
         )
     )
