@@ -106,14 +106,44 @@ def gradient_launches(
     config: backward.Config, problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[SimpleNamespace], backward_launch.Tensors]:
     """What a backward hands to its kernels, with the rows of a box in place of each map, and the call's tensors."""
-    monkeypatch.setattr(backward_launch, "encoded", lambda element, tensor, rows: bytes([rows]) * 128)
+    plan, found = gradient_plan(config, problem, monkeypatch)
+    tensors = gradient_tensors(problem)
+    assert plan.launch(tensors) is None
+    return found, tensors
+
+
+def gradient_plan(
+    config: backward.Config, problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch
+) -> tuple[backward.Plan, list[SimpleNamespace]]:
+    """A backward's plan, and a list that gets what it hands to its kernels. A map has the rows of a box behind the
+    address."""
+
+    def encoded(element: Any, tensor: torch.Tensor, rows: int) -> bytes:
+        return tensor.data_ptr().to_bytes(WORD, "little") + bytes([rows]) * (tensormap.MAP_BYTES - WORD)
+
+    monkeypatch.setattr(backward_launch, "encoded", encoded)
+    monkeypatch.setattr(tensormap, "mover", Launches.mover)
     properties = SimpleNamespace(multi_processor_count=SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: 0)
     found: list[SimpleNamespace] = []
 
-    def record(grid: tuple, block: tuple, shared: int, params: ctypes.Structure, *, overlapped: bool = False) -> None:
-        copy = type(params).from_buffer_copy(params)
-        found.append(SimpleNamespace(grid=grid, block=block, shared=shared, params=copy, overlapped=overlapped))
+    def prepare(grid: tuple, block: tuple, shared: int, params: ctypes.Structure, *, overlapped: bool = False) -> Any:
+        def enqueue(stream: int) -> None:
+            copy = type(params).from_buffer_copy(params)
+            found.append(SimpleNamespace(grid=grid, block=block, shared=shared, params=copy, overlapped=overlapped))
+
+        return enqueue
+
+    q_shape = torch.Size((problem.batch, problem.seqlen_q, problem.heads, problem.head_dim))
+    k_shape = torch.Size((problem.batch, problem.seqlen_k, problem.kv_heads, problem.head_dim))
+    plan = backward.DESIGNS[type(config)][1](config, problem, q_shape, k_shape, 0)
+    plan.functions = (SimpleNamespace(prepare=prepare),) * len(plan.config.sources())
+    return plan, found
+
+
+def gradient_tensors(problem: AttentionProblem) -> backward_launch.Tensors:
+    """What a backward of a problem reads and writes."""
 
     def tensor(rows: int, heads: int, dim: int) -> torch.Tensor:
         return torch.zeros(problem.batch, rows, heads, dim, dtype=problem.dtype)
@@ -123,8 +153,4 @@ def gradient_launches(
     v = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim_v)
     out = tensor(problem.seqlen_q, problem.heads, problem.head_dim_v)
     lse = torch.zeros(problem.batch, problem.heads, problem.seqlen_q)
-    plan = backward.DESIGNS[type(config)][1](config, problem, q.shape, k.shape, 0)
-    plan.functions = (SimpleNamespace(launch=record),) * len(plan.config.sources())
-    tensors = backward_launch.Tensors(Inputs(q, k, v), out, lse, out.clone(), None, *map(torch.zeros_like, (q, k, v)))
-    assert plan.launch(tensors) is None
-    return found, tensors
+    return backward_launch.Tensors(Inputs(q, k, v), out, lse, out.clone(), None, *map(torch.zeros_like, (q, k, v)))

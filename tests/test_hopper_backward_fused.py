@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hopper_fakes import gradient_launches
+from hopper_fakes import gradient_launches, gradient_plan, gradient_tensors
 
+from flashlane.jit import launch as jit_launch
 from flashlane.kernels.hopper import backward, backward_launch
 from flashlane.kernels.hopper.backward_config import BackwardConfig
 from flashlane.kernels.hopper.backward_shapes import pick
@@ -30,9 +31,12 @@ def launch(monkeypatch: pytest.MonkeyPatch):
 
     def run(config: BackwardConfig, problem: AttentionProblem) -> tuple[dict[str, SimpleNamespace], list[torch.Tensor]]:
         made: list[torch.Tensor] = []
-        empty = torch.empty
+
+        def strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty_strided(size, stride, dtype=dtype)
+
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", lambda *size, **how: made.append(empty(*size, **how)) or made[-1])
+            patch.setattr(jit_launch, "allocator", lambda device: lambda *how: made.append(strided(*how)) or made[-1])
             found, tensors = gradient_launches(config, problem, patch)
         names = {params: name for name, params in LAUNCHES.items()}
         return {names[type(one.params)]: one for one in found}, [*made, tensors.dq, tensors.dk, tensors.dv]
@@ -75,8 +79,8 @@ def test_a_third_launch_where_the_second_does_not_finish(launch) -> None:
     assert list(launches) == ["before", "gradients", "after"]
     assert [one.overlapped for one in launches.values()] == [False, True, True]
     assert launches["after"].grid == launches["before"].grid == (13, 8, 2)  # of 80 queries
-    assert launches["after"].params.sums == launches["gradients"].params.dq == launches["before"].params.dq
-    assert launches["gradients"].params.states is None and launches["after"].params.dq == memory[-3].data_ptr()
+    assert launches["after"].params.dq == launches["gradients"].params.dq == launches["before"].params.dq
+    assert launches["gradients"].params.states is None and launches["after"].params.dq_out == memory[-3].data_ptr()
 
 
 def test_rows_that_start_anywhere_are_copied() -> None:
@@ -88,3 +92,62 @@ def test_rows_that_start_anywhere_are_copied() -> None:
         assert torch.equal(readable, row) and readable.data_ptr() % 16 == 0
         assert (readable is row) == (row.data_ptr() % 16 == 0)
     assert backward._readable(space.view(1, 8, 1, 8)).data_ptr() == space.data_ptr()
+
+
+DESIGNS = (
+    {"head_dim": 64, "head_dim_v": 64, "window_right": 0},
+    {"head_dim": 64, "head_dim_v": 64, "deterministic": True},
+    {"deterministic": True},
+    {"head_dim": 192},
+    {"head_dim": 256, "head_dim_v": 256, "deterministic": True, "window_right": 0},
+)
+
+
+@pytest.mark.parametrize("changes", DESIGNS, ids=str)
+def test_a_call_like_an_earlier_one_is_told_the_same_but_for_addresses(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = problem_of(**changes)
+    config = backward.config_of(problem)
+    plan, found = gradient_plan(config, problem, monkeypatch)
+    spaces = [torch.empty(plan.space.words) for _ in range(3)]
+    calls = [gradient_tensors(problem), gradient_tensors(problem)]
+
+    def told(plan: backward.Plan, found: list[SimpleNamespace], which: int, space: int) -> list[tuple[object, ...]]:
+        monkeypatch.setattr(jit_launch, "allocator", lambda device: lambda *how: spaces[space])
+        found.clear()
+        plan.launch(calls[which])
+        return [(one.grid, one.block, one.shared, one.overlapped, bytes(one.params)) for one in found]
+
+    again = [told(plan, found, *call) for call in ((0, 0), (1, 1), (0, 2))]
+    assert [len(idle) for idle in plan.idle.values()] == [1], "parameters are used again"
+    assert again[0] != again[1] != again[2] != again[0]
+    anew = [told(*gradient_plan(config, problem, monkeypatch), *call) for call in ((0, 0), (1, 1), (0, 2))]
+    assert again == anew
+
+
+def test_other_strides_are_another_kind_and_threads_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of()
+    plan, found = gradient_plan(backward.config_of(problem), problem, monkeypatch)
+    tensors = gradient_tensors(problem)
+    plan.launch(tensors)
+    turned = tensors.do.transpose(1, 2).contiguous().transpose(1, 2)
+    plan.launch(replace(tensors, do=turned))
+    assert len(plan.idle) == 2
+    before, after = found[0].params, found[len(found) // 2].params
+    assert (before.dout_row, before.dout_head) == (8 * 128, 128)
+    assert (after.dout_row, after.dout_head) == (128, 1000 * 128)
+    taken = plan.idle[tensors.kind].pop()  # as a thread has it that has not given it back
+    plan.launch(tensors)
+    (call,) = plan.idle[tensors.kind]
+    assert call is not taken
+
+
+def test_an_operand_that_starts_anywhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of()
+    plan, _ = gradient_plan(backward.config_of(problem), problem, monkeypatch)
+    tensors = gradient_tensors(problem)
+    plan.launch(tensors)
+    space = torch.empty(tensors.do.numel() + 1, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"dout starts at address .*; TMA needs a multiple of 16"):
+        plan.launch(replace(tensors, do=space[1:].view(tensors.do.shape)))

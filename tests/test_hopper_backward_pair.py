@@ -38,7 +38,7 @@ def test_compiles_as_the_schedule_needs(what: PairConfig) -> None:
     if text is None:
         pytest.skip("no disassembler")
     halves = [-(-dim // 32) for dim in (what.head_dim, what.head_dim_v)]
-    # S or dP over the columns, of which two halves have an even count of steps; dQ over the keys, dV or dK over the queries.
+    # S or dP over the columns in two halves of as many steps, dQ over the keys, dV or dK over the queries.
     products = sorted(2 * half + what.block_n // 16 + what.block_m // 16 for half in halves)
     loops = [loop for loop in steady_loops(text) if any(op.startswith("REDG") for op in loop)]
     found = [sum(op.startswith("HGMMA") for op in loop) for loop in loops]

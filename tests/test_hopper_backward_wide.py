@@ -116,8 +116,13 @@ def test_launches_cover_all_rows_and_point_at_the_tensors(monkeypatch: pytest.Mo
         assert getattr(keys.params, name) == tensor.data_ptr()
     assert keys.params.lse == queries.params.lse == rows.params.lse != rows.params.delta == keys.params.delta
     # Boxes: each block of a pair brings half of the queries.
-    assert [keys.params.q[0], keys.params.k[0], keys.params.v[0], keys.params.dout[0]] == [32, 64, 64, 32]
-    assert [queries.params.q[0], queries.params.k[0], queries.params.v[0], queries.params.dout[0]] == [128, 64, 64, 128]
+    assert [keys.params.q[-1], keys.params.k[-1], keys.params.v[-1], keys.params.dout[-1]] == [32, 64, 64, 32]
+    assert [queries.params.q[-1], queries.params.k[-1], queries.params.v[-1], queries.params.dout[-1]] == [
+        128,
+        64,
+        64,
+        128,
+    ]
     assert keys.params.heads_together == 8 and queries.params.heads_together == 16  # all fit the L2 cache
 
 
@@ -125,7 +130,7 @@ def test_heads_follow_each_other_without_a_causal_mask(monkeypatch: pytest.Monke
     problem = problem_of(seqlen_k=64)
     (_, keys, queries), _ = gradient_launches(pick(problem), problem, monkeypatch)
     assert keys.params.heads_together == queries.params.heads_together == 1
-    assert keys.grid == (1 * 4 * 2, 1, 1) and keys.params.q[0] == 64
+    assert keys.grid == (1 * 4 * 2, 1, 1) and keys.params.q[-1] == 64
 
 
 def test_head_dims_beyond_it_are_refused() -> None:

@@ -175,3 +175,11 @@ def mover(place: int) -> Callable[[int], None]:
             raise LaunchError(f"cuTensorMapReplaceAddress failed: {name}; the address was {address:#x}")
 
     return move
+
+
+def movable(params: ctypes.Structure) -> ctypes.Structure:
+    """A copy of parameters that begin with maps, at an address where :func:`mover` can change these."""
+    memory = ctypes.create_string_buffer(ctypes.sizeof(params) + MAP_BYTES)
+    start = -ctypes.addressof(memory) % MAP_BYTES
+    ctypes.memmove(ctypes.addressof(memory) + start, ctypes.addressof(params), ctypes.sizeof(params))
+    return type(params).from_buffer(memory, start)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from flashlane.jit import tensormap
+from flashlane.jit import launch, tensormap
 from flashlane.kernels.hopper import backward_pair, backward_shapes, backward_wide_config
 from flashlane.kernels.hopper.backward_config import WIDEST_FUSED, BackwardConfig
 from flashlane.kernels.hopper.backward_fused import FusedPlan
@@ -88,7 +88,6 @@ def plan_of(
     return DESIGNS[type(config)][1](config, problem, q_shape, k_shape, device)
 
 
-@torch.no_grad()
 def hopper_backward(
     problem: AttentionProblem,
     inputs: Inputs,
@@ -122,18 +121,20 @@ def hopper_backward(
         ValueError: a tensor has another shape or dtype than its part of the call.
         NotImplementedError: :func:`supports` gives a reason.
     """
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return hopper_backward(problem, inputs, out, lse, do, dlse, bias_grad=bias_grad, config=config)
     check_gradient_inputs(problem, inputs, out, lse, do, dlse)
-    q, k, v = inputs.q, inputs.k, inputs.v
+    q, k = inputs.q, inputs.k
     plan = plan_of(config, problem, q.shape, k.shape, q.device.index)
-    # Rows of a packed tensor after its last sequence are no kernel's.
-    make = torch.zeros if problem.varlen else torch.empty
-    dq, dk, dv = (make(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    if not (q.shape[:-1].numel() and k.shape[:-1].numel() and problem.seqlen_q and problem.seqlen_k):
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-        return Gradients(dq, dk, dv, None, _idle_sinks(problem, inputs, lse, dlse))
-    tensors = Tensors(inputs, _readable(out), lse.contiguous(), _readable(do), plain(dlse), dq, dk, dv)
-    return Gradients(dq, dk, dv, None, plan.launch(tensors))
+    with launch.on_device(plan.device):
+        dq, dk, dv = plan.allocate(q)
+        if not (q.shape[:-1].numel() and k.shape[:-1].numel() and problem.seqlen_q and problem.seqlen_k):
+            for gradient in (dq, dk, dv):
+                gradient.zero_()
+            return Gradients(dq, dk, dv, None, _idle_sinks(problem, inputs, lse, dlse))
+        tensors = Tensors(inputs, _readable(out), lse.contiguous(), _readable(do), plain(dlse), dq, dk, dv)
+        return Gradients(dq, dk, dv, None, plan.launch(tensors))
 
 
 def _idle_sinks(

@@ -4,8 +4,8 @@
 constexpr int THREADS = 256;
 
 struct Params {
-    const float* sums;
-    void* dq;                      // (batch, row, head, column)
+    const float* dq;               // sums
+    void* dq_out;                  // (batch, row, head, column)
     const int* cu_q;               // VARLEN
     long long dq_batch, dq_row, dq_head;  // in elements
     int heads, seqlen_q, stat_blocks;
@@ -18,8 +18,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_finish(con
     const Rows rows(p, which);
     const int here = rows.q_length - first;
     if (here <= 0) return;
-    const float* sums = p.sums + (stat_block(p, rows, which, head) + blockIdx.x) * SUM_FLOATS;
-    Element* dq = static_cast<Element*>(p.dq) + rows.batch * p.dq_batch + head * p.dq_head +
+    const float* sums = p.dq + (stat_block(p, rows, which, head) + blockIdx.x) * SUM_FLOATS;
+    Element* dq = static_cast<Element*>(p.dq_out) + rows.batch * p.dq_batch + head * p.dq_head +
                   static_cast<long long>(rows.q_first + first) * p.dq_row;
     const int warp = threadIdx.x / WARP;
     if constexpr (cfg::STRAIGHT) {

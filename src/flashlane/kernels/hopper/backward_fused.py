@@ -5,22 +5,20 @@ Two launches: the statistics of the rows, the gradients. Without ``finish_inside
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from flashlane.kernels.hopper.backward_config import CONSUMERS, BackwardConfig
+from flashlane.kernels.hopper.backward_config import BackwardConfig
 from flashlane.kernels.hopper.backward_launch import (
-    COUNTERS,
-    STATE_INTS,
     GradientPlan,
+    Launch,
     Small,
     Tensors,
     finish_queries,
     gradient_params,
     is_causal,
-    point,
-    set_maps,
-    sink_gradient,
-)  # fmt: skip
+)
 from flashlane.kernels.hopper.schedule import L2_BYTES, SMS
 from flashlane.problem import AttentionProblem
 
@@ -41,29 +39,17 @@ class FusedPlan(GradientPlan[BackwardConfig]):
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.grid = min(self.sms, self.tiles)
 
-    def launch(self, tensors: Tensors) -> torch.Tensor | None:
-        """Enqueue the kernels on torch's current stream; the sinks' gradient."""
+    def launches(self, tensors: Tensors, small: Small) -> Iterator[Launch]:
         problem, config, rows = self.problem, self.config, self.rows
         prepare, gradients, *finish = self.functions
-        small, device = Small.of(tensors.inputs), tensors.dq.device
-        sums = torch.empty((rows.stats, config.sum_floats), dtype=torch.float32, device=device)
-        integers = {"dtype": torch.int32, "device": device}
-        states = torch.empty((rows.stats, STATE_INTS), **integers) if config.counted else None
-        counts = torch.empty(COUNTERS + CONSUMERS * rows.stats * config.finish_inside, **integers)
-        used = {"dq": sums, "states": states, "counters": counts, "queue": counts[COUNTERS:]}
-        statistics, shares = rows.launch(prepare, tensors, small, **used)
-
+        yield rows.launch(prepare, tensors)
         params = gradient_params(problem, rows, tensors, small)
-        point(params, lse=statistics[0], delta=statistics[1], **used)
-        set_maps(params, problem, tensors, config.block_m, config.block_n)
         params.blocks, params.tiles = self.key_blocks, self.tiles
         params.heads_together = heads_together(problem, self.key_blocks, self.sms)
-        grid, block = (self.grid, 1, 1), (config.threads, 1, 1)
-        # Each may begin before the one before it has ended, and waits for what that one writes.
-        gradients.launch(grid, block, config.shared_memory, params, overlapped=True)
+        grid, boxes = (self.grid, 1, 1), (config.block_m, config.block_n)
+        yield Launch(gradients, grid, config.threads, params, config.shared_memory, overlapped=True, boxes=boxes)
         for function in finish:
-            finish_queries(function, problem, rows, tensors, small, sums, overlapped=True)
-        return sink_gradient(shares, tensors.inputs)
+            yield finish_queries(function, problem, rows, tensors, overlapped=True)
 
 
 def heads_together(problem: AttentionProblem, key_blocks: int, sms: int = SMS) -> int:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from flashlane import jit
-from flashlane.jit import tensormap
-from flashlane.kernels.hopper.backward_config import GradientConfig
+from flashlane.jit import launch, tensormap
+from flashlane.kernels.hopper.backward_config import CONSUMERS, GradientConfig
 from flashlane.kernels.hopper.config import ARCH, CHUNK
 from flashlane.kernels.params import LOG2_E
 from flashlane.problem import AttentionProblem, Inputs
-from flashlane.registry import memoised
 
 ROW_THREADS = 256
 """Threads of a block of the kernels before and after."""
@@ -25,6 +26,10 @@ STATE_INTS = 8
 """Of ``BlockState`` in ``backward_blocks.cuh``."""
 COUNTERS = 4
 """Of ``Counters`` there."""
+PART_WORDS = 32
+"""What parts of a call's device memory are multiples of."""
+KINDS_KEPT = 16
+"""Kinds of calls whose parameters a plan keeps."""
 
 _MAPS = ("q", "k", "v", "dout")
 _POINTERS = ("lse", "delta", "dq", "dk", "dv", "alibi", "cu_q", "cu_k", "states", "queue", "dq_out", "counters")
@@ -61,11 +66,14 @@ class PrepareParams(ctypes.Structure):
     )
 
 
+Kind = tuple[Any, ...]
+
+
 class FinishParams(ctypes.Structure):
     """Mirror of ``Params`` in ``backward_finish.cu``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("sums", "dq", "cu_q")),
+        *((name, ctypes.c_void_p) for name in ("dq", "dq_out", "cu_q")),
         *((f"dq_{axis}", ctypes.c_longlong) for axis in ("batch", "row", "head")),
         *((name, ctypes.c_int) for name in ("heads", "seqlen_q", "stat_blocks")),
         ("scale", ctypes.c_float),
@@ -84,6 +92,14 @@ class Tensors:
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
+
+    @property
+    def kind(self) -> Kind:
+        """What parameters depend on beside the plan and addresses: strides, and how many dims slopes have."""
+        inputs, dlse, slopes = self.inputs, self.dlse, self.inputs.alibi_slopes
+        strided = (inputs.q, inputs.k, inputs.v, self.out, self.lse, self.do, self.dq, self.dk, self.dv)
+        strides = tuple(tensor.stride() for tensor in strided)
+        return *strides, None if dlse is None else dlse.stride(), None if slopes is None else slopes.dim()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,33 +139,38 @@ class Rows:
         """Of all heads and sequences."""
         self.grid = self.blocks, problem.heads, problem.batch
 
-    def launch(
-        self, prepare: jit.Function, tensors: Tensors, small: Small, **begun: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Enqueue it; the statistics ``(2, stats, block_m)`` and the sinks' gradient in shares.
-
-        Args:
-            prepare: the kernel.
-            tensors, small: of the call.
-            begun: what dQ is summed with, which it sets to its first values: ``dq``, ``states``, ``queue`` and
-                ``counters``.
-        """
-        problem, float32 = self.problem, {"dtype": torch.float32, "device": tensors.dq.device}
-        statistics = torch.empty((2, self.stats, self.block_m), **float32)
-        shares = torch.empty((problem.batch, self.blocks, problem.heads), **float32) if problem.sinks else None
+    def launch(self, prepare: jit.Function, tensors: Tensors) -> Launch:
+        """The launch that makes the statistics, and sets what dQ is summed with to its first values."""
+        problem = self.problem
         params = PrepareParams(
             heads=problem.heads, seqlen_q=problem.seqlen_q, stat_blocks=self.stat_blocks, blocks=self.blocks
         )
         set_mask(params, problem)
-        point(params, out=tensors.out, dout=tensors.do, lse_in=tensors.lse, dlse=tensors.dlse)
-        point(params, sinks=small.sinks, cu_q=small.cu_q, cu_k=small.cu_k, dq_out=tensors.dq)
-        point(params, lse=statistics[0], delta=statistics[1], shares=shares, **begun)
         for name, tensor in (("out", tensors.out), ("dout", tensors.do), ("dq", tensors.dq)):
             step(params, name, ("batch", "row", "head"), axes(tensor, problem))
         for name, tensor in (("lse", tensors.lse), ("dlse", tensors.dlse)):
             step(params, name, ("batch", "head"), log_axes(tensor, problem))
-        prepare.launch(self.grid, (ROW_THREADS, 1, 1), 0, params)
-        return statistics, shares
+        return Launch(prepare, self.grid, ROW_THREADS, params)
+
+    def shares(self, device: torch.device) -> torch.Tensor | None:
+        """Where that launch leaves the sinks' gradient in shares."""
+        size = self.problem.batch, self.blocks, self.problem.heads
+        return torch.empty(size, dtype=torch.float32, device=device) if self.problem.sinks else None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel of a plan, with parameters that lack only addresses."""
+
+    function: jit.Function
+    grid: tuple[int, int, int]
+    threads: int
+    params: ctypes.Structure
+    shared: int = 0
+    overlapped: bool = False
+    """It may begin before the one before it has ended, and waits for what that one writes."""
+    boxes: tuple[int, int] | None = None
+    """Rows of the boxes of queries and of keys in its maps; None: it has no maps."""
 
 
 Config = TypeVar("Config", bound=GradientConfig)
@@ -172,9 +193,41 @@ class GradientPlan(ABC, Generic[Config]):
         self.problem, self.device = problem, device
         self.rows = Rows(problem, q_shape, self.config.block_m)
 
+        self.idle: dict[Kind, list[Call]] = {}
+        """Calls that no thread is enqueueing."""
+        self.space = space_of(self.rows, self.config)
+        shapes = q_shape, k_shape, (*k_shape[:-1], problem.head_dim_v)
+        self.gradients = tuple((tuple(shape), _contiguous(shape)) for shape in shapes)
+        """Shapes and strides of dq, dk and dv."""
+
+    def allocate(self, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """dq, dk and dv of a call with q: zeros for packed sequences, since rows after the last one are no kernel's."""
+        make = launch.allocator(q.device)
+        made = tuple(make(shape, stride, q.dtype) for shape, stride in self.gradients)
+        return tuple(map(torch.Tensor.zero_, made)) if self.problem.varlen else made
+
     @abstractmethod
+    def launches(self, tensors: Tensors, small: Small) -> Iterable[Launch]:
+        """The kernels in their order, for calls of the tensors' kind."""
+
     def launch(self, tensors: Tensors) -> torch.Tensor | None:
-        """Enqueue the kernels on torch's current stream; the sinks' gradient."""
+        """Enqueue the kernels on torch's current stream, of the GPU that is current to torch; the sinks' gradient."""
+        small, device, kind = Small.of(tensors.inputs), tensors.dq.device, tensors.kind
+        idle = self.idle.get(kind)
+        try:
+            call = idle.pop() if idle else Call(self, tensors, small)
+        except IndexError:  # another thread took the last one meanwhile
+            call = Call(self, tensors, small)
+        space = launch.allocator(device)((self.space.words,), (1,), torch.float32)
+        shares = self.rows.shares(device)
+        call.point(tensors, small, space.data_ptr(), shares)
+        call.enqueue(launch.stream_getter()(self.device))
+        if idle is None:
+            if len(self.idle) >= KINDS_KEPT:
+                self.idle.clear()
+            idle = self.idle.setdefault(kind, [])
+        idle.append(call)
+        return sink_gradient(shares, tensors.inputs)
 
     @functools.cached_property
     def functions(self) -> tuple[jit.Function, ...]:
@@ -182,13 +235,91 @@ class GradientPlan(ABC, Generic[Config]):
         return tuple(jit.load(jit.compile(source, ARCH), self.device) for source in self.config.sources())
 
 
+@dataclass(frozen=True)
+class Space:
+    """Device memory of one call, in words of 4 bytes: where its parts begin, by their names in the parameters."""
+
+    words: int
+    offsets: dict[str, int]
+
+
+def space_of(rows: Rows, config: GradientConfig) -> Space:
+    """Statistics, sums of dQ, and what counts additions to them, of the designs that have them."""
+    sizes = {"lse": rows.stats * rows.block_m, "delta": rows.stats * rows.block_m}
+    if config.sum_floats:
+        # The launch that sums dQ takes its tiles by a counter, and may finish parts from a queue.
+        sizes |= {"dq": rows.stats * config.sum_floats, "states": rows.stats * STATE_INTS * config.counted}
+        sizes |= {"counters": COUNTERS, "queue": CONSUMERS * rows.stats * config.finish_inside}
+    offsets, words = {}, 0
+    for name, size in sizes.items():
+        if size:
+            offsets[name] = words
+            words += -(-size // PART_WORDS) * PART_WORDS
+    return Space(words, offsets)
+
+
+class Call:
+    """What enqueues a plan's kernels, for one call of a kind at a time: parameters, launches prepared, maps."""
+
+    def __init__(self, plan: GradientPlan[Any], tensors: Tensors, small: Small) -> None:
+        self.offsets = tuple(plan.space.offsets.items())
+        self.pointed: list[tuple[ctypes.Structure, tuple[str, ...]]] = []
+        self.enqueues: list[Callable[[int], None]] = []
+        self.maps: list[tuple[str, list[Callable[[int], None]]]] = [(name, []) for name in _MAPS]
+        self.mapped: dict[str, int] = {}
+        """The address in the maps of a tensor."""
+        for one in plan.launches(tensors, small):
+            params = one.params
+            if one.boxes:
+                params = tensormap.movable(params)
+                self._map(params, plan.problem, tensors, *one.boxes)
+            self.pointed.append((params, tuple(n for n, kind in params._fields_ if kind is ctypes.c_void_p)))
+            threads = one.threads, 1, 1
+            enqueue = one.function.prepare(one.grid, threads, one.shared, params, overlapped=one.overlapped)
+            self.enqueues.append(enqueue)
+
+    def _map(self, params: BackwardParams, problem: AttentionProblem, tensors: Tensors, rows: int, keys: int) -> None:
+        """The maps of the operands, with boxes of so many queries and keys."""
+        for (name, movers), box in zip(self.maps, (rows, keys, keys, rows), strict=True):
+            tensor = tensors.do if name == "dout" else getattr(tensors.inputs, name)
+            ctypes.memmove(getattr(params, name), encoded(problem.dtype_name, tensor, box), tensormap.MAP_BYTES)
+            movers.append(tensormap.mover(ctypes.addressof(params) + getattr(BackwardParams, name).offset))
+            self.mapped[name] = tensor.data_ptr()
+
+    def point(self, tensors: Tensors, small: Small, space: int, shares: torch.Tensor | None) -> None:
+        """Set all addresses to those of a call; ``space`` is that of its device memory.
+
+        Raises:
+            ValueError: q, k, v or the output's gradient starts where TMA cannot read it.
+        """
+        inputs = tensors.inputs
+        where = dict.fromkeys(_POINTERS) | {name: space + 4 * offset for name, offset in self.offsets}
+        where |= {"dq_out": tensors.dq.data_ptr(), "dk": tensors.dk.data_ptr(), "dv": tensors.dv.data_ptr()}
+        where |= {"alibi": address(small.slopes), "cu_q": address(small.cu_q), "cu_k": address(small.cu_k)}
+        where |= {"out": tensors.out.data_ptr(), "dout": tensors.do.data_ptr(), "lse_in": tensors.lse.data_ptr()}
+        where |= {"dlse": address(tensors.dlse), "sinks": address(small.sinks), "shares": address(shares)}
+        for params, names in self.pointed:
+            for name in names:
+                setattr(params, name, where[name])
+        mapped = inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), where["dout"]
+        for (name, movers), place in zip(self.maps, mapped, strict=True):
+            if place != self.mapped.get(name):
+                if place % tensormap.ALIGNMENT:
+                    raise ValueError(f"{name} starts at address {place:#x}; TMA needs a multiple of 16")
+                for move in movers:
+                    move(place)
+                self.mapped[name] = place
+
+    def enqueue(self, stream: int) -> None:
+        for enqueue in self.enqueues:
+            enqueue(stream)
+
+
 def gradient_params(problem: AttentionProblem, rows: Rows, tensors: Tensors, small: Small) -> BackwardParams:
-    """What the kernels of the gradients are told alike: all but the operands' maps, the sums and the tiles."""
+    """What the kernels of the gradients are told alike: all but addresses and the tiles."""
     params = BackwardParams()
     for name in ("dk", "dv", "dq"):
         step(params, name, ("batch", "row", "head"), axes(getattr(tensors, name), problem))
-    point(params, dk=tensors.dk, dv=tensors.dv, dq_out=tensors.dq)
-    point(params, alibi=small.slopes, cu_q=small.cu_q, cu_k=small.cu_k)
     params.alibi_batch = small.slopes.stride(0) if small.slopes is not None and small.slopes.dim() == 2 else 0
     for name in ("batch", "heads", "kv_heads", "seqlen_q", "scale"):
         setattr(params, name, getattr(problem, name))
@@ -210,32 +341,15 @@ def set_mask(params: ctypes.Structure, problem: AttentionProblem) -> None:
     params.seqlen_k = problem.seqlen_k
 
 
-def set_maps(params: BackwardParams, problem: AttentionProblem, tensors: Tensors, rows: int, keys: int) -> None:
-    """The maps of the operands, with boxes of so many queries and keys."""
-    inputs = tensors.inputs
-    for name, tensor, box in (
-        ("q", inputs.q, rows), ("k", inputs.k, keys), ("v", inputs.v, keys), ("dout", tensors.do, rows),
-    ):  # fmt: skip
-        getattr(params, name)[:] = encoded(problem.dtype_name, tensor, box)
-
-
 def finish_queries(
-    finish: jit.Function,
-    problem: AttentionProblem,
-    rows: Rows,
-    tensors: Tensors,
-    small: Small,
-    sums: torch.Tensor,
-    *,
-    overlapped: bool = False,
-) -> None:
-    """Enqueue ``backward_finish.cu``: dQ from its sums."""
+    finish: jit.Function, problem: AttentionProblem, rows: Rows, tensors: Tensors, overlapped: bool = False
+) -> Launch:
+    """The launch of ``backward_finish.cu``: dQ from its sums."""
     params = FinishParams(
         heads=problem.heads, seqlen_q=problem.seqlen_q, stat_blocks=rows.stat_blocks, scale=problem.scale
     )
-    point(params, sums=sums, dq=tensors.dq, cu_q=small.cu_q)
     step(params, "dq", ("batch", "row", "head"), axes(tensors.dq, problem))
-    finish.launch(rows.grid, (ROW_THREADS, 1, 1), 0, params, overlapped=overlapped)
+    return Launch(finish, rows.grid, ROW_THREADS, params, overlapped=overlapped)
 
 
 def is_causal(problem: AttentionProblem) -> bool:
@@ -247,12 +361,6 @@ def sink_gradient(shares: torch.Tensor | None, inputs: Inputs) -> torch.Tensor |
     return None if shares is None else shares.sum((0, 1)).to(inputs.sinks.dtype)
 
 
-def point(params: ctypes.Structure, **tensors: torch.Tensor | None) -> None:
-    """Set pointers to tensors."""
-    for name, tensor in tensors.items():
-        setattr(params, name, address(tensor))
-
-
 def step(params: ctypes.Structure, name: str, along: tuple[str, ...], strides: tuple[int, ...]) -> None:
     """Set a tensor's strides."""
     for axis, stride in zip(along, strides, strict=True):
@@ -261,15 +369,10 @@ def step(params: ctypes.Structure, name: str, along: tuple[str, ...], strides: t
 
 def encoded(element: Any, tensor: torch.Tensor, rows: int) -> bytes:
     """The map of a tensor as (column, row, head, batch); a box is rows of a block, a chunk of columns wide."""
-    return _encoded(element, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), rows)
-
-
-@memoised  # a training step comes back to the same addresses, and the driver takes microseconds for a map
-def _encoded(element: Any, address: int, shape: tuple[int, ...], stride: tuple[int, ...], rows: int) -> bytes:
-    *batch, length, heads, dim = shape
-    *by_batch, by_row, by_head, _ = stride
+    *batch, length, heads, dim = tensor.shape
+    *by_batch, by_row, by_head, _ = tensor.stride()
     sizes, steps = (dim, length, heads, *(batch or [1])), (1, by_row, by_head, *(by_batch or [0]))
-    return tensormap.encode(tensormap.describe(element, address, sizes, steps, (CHUNK, rows, 1, 1)))
+    return tensormap.encode(tensormap.describe(element, tensor.data_ptr(), sizes, steps, (CHUNK, rows, 1, 1)))
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
@@ -278,6 +381,10 @@ def address(tensor: torch.Tensor | None) -> int | None:
 
 def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def axes(tensor: torch.Tensor, problem: AttentionProblem) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Three launches: the statistics of the rows (and zeros for the sums of dQ), the g
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,13 +22,11 @@ from flashlane.kernels.hopper.backward_config import (
 from flashlane.kernels.hopper.backward_fused import heads_together
 from flashlane.kernels.hopper.backward_launch import (
     GradientPlan,
+    Launch,
     Small,
     Tensors,
     finish_queries,
     gradient_params,
-    point,
-    set_maps,
-    sink_gradient,
 )
 from flashlane.kernels.hopper.config import CHUNK
 from flashlane.problem import AttentionProblem
@@ -126,20 +125,13 @@ class PairPlan(GradientPlan[PairConfig]):
         self.key_blocks = -(-problem.seqlen_k // self.config.block_n)
         self.grid = BLOCKS * self.key_blocks * problem.kv_heads * problem.batch
 
-    def launch(self, tensors: Tensors) -> torch.Tensor | None:
-        """Enqueue the kernels on torch's current stream; the sinks' gradient."""
+    def launches(self, tensors: Tensors, small: Small) -> Iterator[Launch]:
         problem, config, rows = self.problem, self.config, self.rows
         prepare, gradients, finish = self.functions
-        small = Small.of(tensors.inputs)
-        sums = torch.empty((rows.stats, config.sum_floats), dtype=torch.float32, device=tensors.dq.device)
-        statistics, shares = rows.launch(prepare, tensors, small, dq=sums)
-
+        yield rows.launch(prepare, tensors)
         params = gradient_params(problem, rows, tensors, small)
-        point(params, lse=statistics[0], delta=statistics[1], dq=sums)
-        # Each block brings half of the rows of Q and dO.
-        set_maps(params, problem, tensors, config.block_m // BLOCKS, CHUNK)
         params.blocks, params.heads_together = self.key_blocks, heads_together(problem, self.key_blocks)
-        gradients.launch((self.grid, 1, 1), (config.threads, 1, 1), config.shared_memory, params)
-
-        finish_queries(finish, problem, rows, tensors, small, sums)
-        return sink_gradient(shares, tensors.inputs)
+        # Each block brings half of the rows of Q and dO.
+        boxes = config.block_m // BLOCKS, CHUNK
+        yield Launch(gradients, (self.grid, 1, 1), config.threads, params, config.shared_memory, boxes=boxes)
+        yield finish_queries(finish, problem, rows, tensors)

@@ -335,13 +335,10 @@ class Block:
 
     def __init__(self, plan: Plan, template: HopperParams) -> None:
         function, grid = plan.loaded
-        config, size, step = plan.config, ctypes.sizeof(HopperParams), tensormap.MAP_BYTES
-        self.memory = ctypes.create_string_buffer(size + step)
-        start = -ctypes.addressof(self.memory) % step  # where the driver can change maps
-        ctypes.memmove(ctypes.addressof(self.memory) + start, ctypes.addressof(template), size)
-        self.params = HopperParams.from_buffer(self.memory, start)
+        config = plan.config
+        self.params = tensormap.movable(template)
         first = ctypes.addressof(self.params)
-        self.movers = [tensormap.mover(first + number * step) for number in range(3)]
+        self.movers = [tensormap.mover(first + number * tensormap.MAP_BYTES) for number in range(3)]
         self.enqueue = function.prepare(grid, (config.threads, 1, 1), config.shared_memory, self.params)
         self.combine = _combine_of(plan) if plan.splits > 1 and not config.fused else None
         self.stream: int | None = None
