@@ -515,6 +515,31 @@ def test_autocast_is_off_in_the_kernel_each_time(
     assert seen == [False] * 4
 
 
+def test_under_autocast_a_launch_is_remembered_where_nothing_is_cast(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training step runs so. Where autocast has another dtype, or is off, the call is another one."""
+    tensors, wide = qkv(dtype=torch.bfloat16), [t.float() for t in qkv()]
+    with torch.autocast("cpu", torch.bfloat16):
+        flashlane.flash_attn_func(*tensors)
+        assert {t.dtype for t in (flashlane.flash_attn_func(*wide), flashlane.flash_attn_func(*wide))} == {
+            torch.bfloat16
+        }
+    checked = []
+    anew = ops.anew
+    monkeypatch.setattr(ops, "anew", lambda *args, **asked: checked.append(args) or anew(*args, **asked))
+    with torch.autocast("cpu", torch.bfloat16):
+        flashlane.flash_attn_func(*tensors)
+        assert not checked and len(launches) == 4
+        assert flashlane.flash_attn_func(*wide).dtype == torch.bfloat16 and len(checked) == 1
+    with torch.autocast("cpu", torch.float16):
+        assert flashlane.flash_attn_func(*tensors).dtype == torch.float16
+    assert flashlane.flash_attn_func(*tensors).dtype == torch.bfloat16
+    assert len(checked) == 3
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flashlane.flash_attn_func(*tensors).dtype == torch.bfloat16
+
+
 def test_subclasses_and_parameters_are_checked_anew(recorder: Recorder) -> None:
     class Mine(torch.Tensor):
         pass

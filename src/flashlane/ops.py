@@ -25,7 +25,7 @@ from flashlane import dispatch, plans, transforms
 from flashlane.backwards import select_backward
 from flashlane.plans import Results
 from flashlane.problem import Alignment, AttentionProblem, Inputs, facts_of, known
-from flashlane.registry import Kernel
+from flashlane.registry import DeviceKernel, Kernel
 from flashlane.tiled import Gradients
 
 _ASKED = """float? scale, bool causal, str alignment, int[] window_size, float softcap, float dropout_p,
@@ -81,7 +81,7 @@ def again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: plans.Key, w
         plan = plans.find(asked, q, k, v)
     except (TypeError, AttributeError, RuntimeError):  # what cannot be a key, or is no tensor of the usual kind
         return None
-    if plan is None or _modes_active() or forward_ad._current_level >= 0 or _profiling():
+    if plan is None or _modes_active() or forward_ad._current_level >= 0 or _profiling() or plan.casts(q):
         return None
     return _recorded(plan, q, k, v) if plan.records else plan.run(q, k, v, wants_lse)
 
@@ -146,9 +146,9 @@ def anew(
 ) -> Results:
     """:func:`attend` without trying :func:`again`."""
     asked = (scale, causal, alignment, window_size, softcap, dropout_p, deterministic)
-    casts = torch._C._is_any_autocast_enabled()
+    casts, given = torch._C._is_any_autocast_enabled(), inputs
     if casts:
-        inputs = transforms.autocast(inputs)
+        inputs = transforms.autocast(given)
     if dropout_p and inputs.dropout_seed is None and isinstance(inputs.q, torch.Tensor):
         inputs = _seeded(inputs, torch.randint(SEEDS, (1,), dtype=torch.int64, device=inputs.q.device))
     if _traced(inputs):
@@ -161,6 +161,9 @@ def anew(
     chosen = dispatch.select(problem, kernel)
     if facts is not None and not casts:
         _remember(_key_of(kernel, asked, num_splits), problem, inputs, chosen)
+    elif facts is not None and isinstance(chosen, DeviceKernel) and _same(given, inputs):  # which launches, and no more
+        dtype = torch.get_autocast_dtype(inputs.q.device.type)
+        _remember(_key_of(kernel, asked, num_splits), problem, inputs, chosen, dtype)
     return _straight(problem, inputs, chosen)
 
 
@@ -169,10 +172,16 @@ def _key_of(kernel: str | None, asked: tuple[Any, ...], num_splits: int) -> plan
     return (kernel, *asked, num_splits) if num_splits else (kernel, *asked)
 
 
-def _remember(key: plans.Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> None:
+def _same(some: Inputs, others: Inputs) -> bool:
+    return some.q is others.q and some.k is others.k and some.v is others.v
+
+
+def _remember(
+    key: plans.Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel, autocast: torch.dtype | None = None
+) -> None:
     """Keep a plan for calls like this one, if it is of their kind."""
     if inputs.alone and plans.distinct(inputs.q, inputs.k, inputs.v):
-        plans.remember(key, problem, inputs, kernel)
+        plans.remember(key, problem, inputs, kernel, autocast)
 
 
 def attention(problem: AttentionProblem, inputs: Inputs, kernel: str | None = None) -> Results:

@@ -40,6 +40,12 @@ class Plan:
     run: Run
     """Allocates the results and has the kernel write them, without autograd; None, and nothing was done, where an
     address is no multiple of 16. The last argument says whether the LSE is wanted; else it may be None."""
+    autocast: torch.dtype | None = None
+    """The dtype of the autocast under which it was checked, which q, k and v had already; None: there was none."""
+
+    def casts(self, q: torch.Tensor) -> bool:
+        """Whether autocast, of which the guard knows that it is on as it was, has another dtype now."""
+        return self.autocast is not None and torch.get_autocast_dtype(q.device.type) != self.autocast
 
 
 Key = tuple[Any, ...]
@@ -84,7 +90,9 @@ def find(asked: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Plan 
     return None
 
 
-def remember(asked: Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> None:
+def remember(
+    asked: Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel, autocast: torch.dtype | None = None
+) -> None:
     """Keep a plan for calls like this one.
 
     Args:
@@ -92,13 +100,14 @@ def remember(asked: Key, problem: AttentionProblem, inputs: Inputs, kernel: Kern
         problem: what they and the tensors amount to.
         inputs: q, k and v, :func:`distinct`.
         kernel: the kernel that runs the problem.
+        autocast: the dtype of the autocast that is on, which is that of q, k and v.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     like = _guard(q, k, v)
     if like is None:
         return
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    plan = Plan(like, records, problem, kernel, _runner(problem, inputs, kernel))
+    plan = Plan(like, records, problem, kernel, _runner(problem, inputs, kernel), autocast)
     if len(_plans) >= SIZE:
         forget()
     key = asked, q.shape, k.shape
