@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -344,6 +345,11 @@ def allocator(device: Any) -> Callable[[tuple[int, ...], tuple[int, ...], Any], 
 
     short = getattr(getattr(torch._C._dynamo, "guards", None), f"_empty_strided_{device.type}", None)
     return short or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device))
+
+
+def packed(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of a shape, as torch has them."""
+    return tuple(math.prod(max(1, size) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def on_device(device_index: int) -> contextlib.AbstractContextManager[Any]:

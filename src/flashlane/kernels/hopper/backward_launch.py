@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -197,7 +196,7 @@ class GradientPlan(ABC, Generic[Config]):
         """Calls that no thread is enqueueing."""
         self.space = space_of(self.rows, self.config)
         shapes = q_shape, k_shape, (*k_shape[:-1], problem.head_dim_v)
-        self.gradients = tuple((tuple(shape), _contiguous(shape)) for shape in shapes)
+        self.gradients = tuple((tuple(shape), launch.packed(shape)) for shape in shapes)
         """Shapes and strides of dq, dk and dv."""
 
     def allocate(self, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -381,10 +380,6 @@ def address(tensor: torch.Tensor | None) -> int | None:
 
 def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def axes(tensor: torch.Tensor, problem: AttentionProblem) -> tuple[int, ...]:

@@ -228,8 +228,8 @@ class Plan:
         self.any_keys = k_shape.numel() > 0
         parts_shapes = (self.splits, *out_shape), (self.splits, *self.lse_shape)
         self.parts_floats, self.part_lse_floats = map(math.prod, parts_shapes)
-        parts = _contiguous(parts_shapes[0]), _contiguous(parts_shapes[1])
-        written = parts if config.split else (out_stride, _contiguous(self.lse_shape))
+        parts = launch.packed(parts_shapes[0]), launch.packed(parts_shapes[1])
+        written = parts if config.split else (out_stride, launch.packed(self.lse_shape))
         self.params = hopper_params(config, problem, q_shape, *written, self.splits)
         if config.gather:
             self.params.k_rows = RowsParams(None, *k_stride[:3])
@@ -548,11 +548,6 @@ def key_map(config: HopperConfig, shape: tuple[int, ...], stride: tuple[int, ...
     batch, rows, heads, dim = shape if len(shape) == 4 else (1, *shape)
     by_batch, by_row, by_head, _ = stride if len(stride) == 4 else (0, *stride)
     return (dim, rows, heads, batch), (1, by_row, by_head, by_batch), (CHUNK, config.box_rows, 1, 1)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 _OPTIONAL = (("alibi", "alibi_slopes"), ("sinks", "sinks"), ("cu_q", "cu_seqlens_q"), ("cu_k", "cu_seqlens_k"))
