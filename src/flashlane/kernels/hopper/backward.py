@@ -151,9 +151,12 @@ def _idle_sinks(
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy where its rows are not contiguous or do not start on 16 bytes."""
+    starts = tensor.data_ptr() % tensormap.ALIGNMENT == 0
+    if starts and tensor.is_contiguous():  # and head dims are multiples of 16 bytes
+        return tensor
     unit = tensormap.ALIGNMENT // tensor.element_size()
     steps = [step for step, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
     readable = tensor.stride(-1) == 1 and not any(step % unit or step <= 0 for step in steps)
-    if readable and tensor.data_ptr() % tensormap.ALIGNMENT == 0:
+    if starts and readable:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)  # a contiguous one, too, may start anywhere

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -262,7 +263,8 @@ class Call:
 
     def __init__(self, plan: GradientPlan[Any], tensors: Tensors, small: Small) -> None:
         self.offsets = tuple(plan.space.offsets.items())
-        self.pointed: list[tuple[ctypes.Structure, tuple[str, ...]]] = []
+        self.pointed: list[tuple[Any, Callable[[dict[str, int | None]], tuple[int | None, ...]]]] = []
+        """The pointers of each launch's parameters, and what takes theirs from all addresses."""
         self.enqueues: list[Callable[[int], None]] = []
         self.maps: list[tuple[str, list[Callable[[int], None]]]] = [(name, []) for name in _MAPS]
         self.mapped: dict[str, int] = {}
@@ -272,7 +274,10 @@ class Call:
             if one.boxes:
                 params = tensormap.movable(params)
                 self._map(params, plan.problem, tensors, *one.boxes)
-            self.pointed.append((params, tuple(n for n, kind in params._fields_ if kind is ctypes.c_void_p)))
+            names = [name for name, kind in params._fields_ if kind is ctypes.c_void_p]  # one after another
+            place = getattr(type(params), names[0]).offset
+            pointers = (ctypes.c_void_p * len(names)).from_buffer(params, place)
+            self.pointed.append((pointers, operator.itemgetter(*names)))
             threads = one.threads, 1, 1
             enqueue = one.function.prepare(one.grid, threads, one.shared, params, overlapped=one.overlapped)
             self.enqueues.append(enqueue)
@@ -297,9 +302,8 @@ class Call:
         where |= {"alibi": address(small.slopes), "cu_q": address(small.cu_q), "cu_k": address(small.cu_k)}
         where |= {"out": tensors.out.data_ptr(), "dout": tensors.do.data_ptr(), "lse_in": tensors.lse.data_ptr()}
         where |= {"dlse": address(tensors.dlse), "sinks": address(small.sinks), "shares": address(shares)}
-        for params, names in self.pointed:
-            for name in names:
-                setattr(params, name, where[name])
+        for pointers, own in self.pointed:
+            pointers[:] = own(where)
         mapped = inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), where["dout"]
         for (name, movers), place in zip(self.maps, mapped, strict=True):
             if place != self.mapped.get(name):
