@@ -116,13 +116,8 @@ def test_launches_cover_all_rows_and_point_at_the_tensors(monkeypatch: pytest.Mo
         assert getattr(keys.params, name) == tensor.data_ptr()
     assert keys.params.lse == queries.params.lse == rows.params.lse != rows.params.delta == keys.params.delta
     # Boxes: each block of a pair brings half of the queries.
-    assert [keys.params.q[-1], keys.params.k[-1], keys.params.v[-1], keys.params.dout[-1]] == [32, 64, 64, 32]
-    assert [queries.params.q[-1], queries.params.k[-1], queries.params.v[-1], queries.params.dout[-1]] == [
-        128,
-        64,
-        64,
-        128,
-    ]
+    boxes = [[getattr(launch.params, name)[-1] for name in ("q", "k", "v", "dout")] for launch in (keys, queries)]
+    assert boxes == [[32, 64, 64, 32], [128, 64, 64, 128]]
     assert keys.params.heads_together == 8 and queries.params.heads_together == 16  # all fit the L2 cache
 
 

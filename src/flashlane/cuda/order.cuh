@@ -27,13 +27,7 @@ __device__ __forceinline__ int load_acquire(const int* from) {
 __device__ __forceinline__ void store_release(int* to, int x) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
-// One less; what it was.
-__device__ __forceinline__ int count_release(int* at) {
-    int x;
-    asm volatile("atom.release.gpu.global.add.s32 %0, [%1], -1;" : "=r"(x) : "l"(at) : "memory");
-    return x;
-}
-// Makes a relaxed load or count before it an acquire.
+// Makes a relaxed load before it an acquire.
 __device__ __forceinline__ void acquire_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 // What others' copy engines did, before what this thread has its own do.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

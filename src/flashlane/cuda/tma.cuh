@@ -64,7 +64,6 @@ __device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 byt
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Of this thread's groups: shared memory may be written again; the results are in place; those of all but the last are.
+// Of this thread's groups: shared memory may be written again; the results are in place.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-__device__ __forceinline__ void bulk_wait_but_last() { asm volatile("cp.async.bulk.wait_group 1;" ::: "memory"); }

@@ -50,7 +50,8 @@ constexpr u32 DO_EMPTY = DO_FULL + 8 * DO_STAGES, DS_FULL = DO_EMPTY + 8 * DO_ST
 constexpr u32 DQ_FULL = DS_EMPTY + 8 * DS_STAGES, DQ_EMPTY = DQ_FULL + 8 * CONSUMERS;
 constexpr int CONSUMER_WARPS = 4 * CONSUMERS;
 constexpr bool BACKWARDS = cfg::DETERMINISTIC && cfg::HAS_RIGHT;
-static_assert(!cfg::DIRECT || (!cfg::DETERMINISTIC && !cfg::FINISH_INSIDE), "these count additions, which the adders do");
+static_assert(!cfg::DIRECT || !cfg::DETERMINISTIC, "the adders keep the order");
+static_assert(cfg::DETERMINISTIC || !cfg::FINISH_INSIDE, "only an order tells which addition is the last");
 static_assert(DQ_EMPTY + 8 * CONSUMERS == cfg::SHARED_BYTES, "the Python formula disagrees");
 enum { TOGETHER = 1, ALL = 3 };                           // named barriers: one a consumer, and of both
 
@@ -186,38 +187,30 @@ struct Producer {
 
 // ---------------------------------------------------------------------------------------------- sums of dQ
 
-// Adds a consumer's parts of dQ to the sums. Additions are counted when they have arrived, which the copy engine's end of
-// them makes visible to this thread's later operations (PTX ISA, async proxy).
+// Adds a consumer's parts of dQ to the sums. A turn is passed when the addition has arrived, which the copy engine's end of
+// it makes visible to this thread's later operations (PTX ISA, async proxy).
 struct Adder {
     const Params& p;
     const u32 base;
     const int consumer;
-    int added = NO_BLOCK;                                 // not counted yet
-    int counted = NO_BLOCK, left = 0;                     // not looked at yet: how many were to come before it was counted
 
     __device__ __forceinline__ u32 order(u32 part) const { return base + ORDERS + part % ORDER_SLOTS * ORDER_BYTES; }
-    __device__ __forceinline__ int* count_of(int block) const { return &p.states[block].count[consumer]; }
+    __device__ __forceinline__ int* turn_of(int block) const { return &p.states[block].turn[consumer]; }
 
     // Until what the blocks of keys before this one added is there for the copy engine.
     __device__ __forceinline__ void wait_turn(int block, int keys) const {
         const Patience patience;
-        while (load_acquire(count_of(block)) != keys) patience.spend();
+        while (load_acquire(turn_of(block)) != keys) patience.spend();
         proxy_fence();
     }
     __device__ __forceinline__ void pass_turn(int block, int keys) const {
         bulk_wait();
-        store_release(count_of(block), keys + 1);
+        store_release(turn_of(block), keys + 1);
         if (cfg::FINISH_INSIDE && keys + 1 == p.states[block].keys_end) complete(block);
-    }
-    // Of the part before this one. The answer takes a while: it is looked at when the next one is counted.
-    __device__ __forceinline__ void count(int block) {
-        if (left == 1) complete(counted);
-        counted = added, left = added < 0 ? 0 : count_release(count_of(added));
-        added = block;
     }
     __device__ __forceinline__ void complete(int block) const {
         if constexpr (cfg::FINISH_INSIDE) {
-            acquire_fence();                              // what others counted, before what the finisher reads
+            acquire_fence();                              // what others added, before what the finisher reads
             const int place = atomicAdd(p.counters + PARTS_COMPLETE, 1);
             store_release(p.queue + place, PARTS * block + consumer + 1);
         }
@@ -239,18 +232,9 @@ struct Adder {
             bulk_commit();
             bulk_wait_read();
             barrier_arrive(base + DQ_EMPTY + 8 * consumer);
-            if (cfg::DETERMINISTIC) {
-                if (block != NO_BLOCK) pass_turn(block, keys);
-            } else if (cfg::FINISH_INSIDE) {
-                bulk_wait_but_last();
-                count(block);
-            }
+            if (cfg::DETERMINISTIC && block != NO_BLOCK) pass_turn(block, keys);
         }
         bulk_wait();
-        if (cfg::FINISH_INSIDE && !cfg::DETERMINISTIC) {
-#pragma unroll 1
-            for (int i = 0; i < 2; ++i) count(NO_BLOCK);
-        }
     }
 };
 

@@ -56,10 +56,9 @@ __device__ __forceinline__ Blocks queries_of_all(const Params& p, const Sequence
     return last < 0 ? Blocks{0, 0} : Blocks{queries_of(p, sequence, 0, keys).low, queries_of(p, sequence, last, keys).high};
 }
 
-// What is kept of a block of queries while the two parts of its dQ are summed; backward_prepare.cu makes it.
+// What is kept of a block of queries while the two parts of its dQ are summed in order; backward_prepare.cu makes it.
 struct alignas(32) BlockState {
-    // Of each part, the additions that are not counted yet. DETERMINISTIC: the block of keys whose turn it is.
-    int count[2];
+    int turn[2];                   // of each part: the block of keys that adds next
     int keys_end;                  // the last block of keys that adds, and one
     int unused;
     int batch, head, row, rows;    // where the block's dQ is: its first row, and how many there are to the sequence's end

@@ -89,11 +89,6 @@ class GradientConfig(ABC):
         """Sums of dQ of a block of queries in device memory; 0 where they are registers'."""
         return self.block_m * -(-self.head_dim // SLAB) * SLAB
 
-    @property
-    def counted(self) -> bool:
-        """Additions to the sums of dQ are counted by blocks of queries."""
-        return self.finish_inside or self.deterministic
-
     def resources(self) -> Resources:
         return Resources(self.threads, self.shared_memory)
 
@@ -174,7 +169,7 @@ class BackwardConfig(GradientConfig):
     late: bool = False
     """dS is announced when the products after it are under way: the fence before waits for its stores."""
     finish_inside: bool = False
-    """Idle warps of the launch make dQ from its sums as soon as they are complete; else another launch does it."""
+    """Deterministic: idle warps of the launch make dQ from its sums as soon as they are complete, no other launch."""
 
     block_n: ClassVar[int] = CHUNK * CONSUMERS
     """Keys of a block of threads."""
@@ -239,11 +234,11 @@ class BackwardConfig(GradientConfig):
 def prepare_source(config: GradientConfig) -> KernelSource:
     """``backward_prepare.cu`` for what a configuration of the gradients' kernels reads."""
     names = ("head_dim", "head_dim_v", "block_m", "sum_floats", "sinks", "varlen")
-    names += ("counted", "deterministic", "finish_inside")
+    names += ("deterministic", "finish_inside")
     constants = {name.upper(): getattr(config, name) for name in names}
-    # Of the mask, and of the blocks of keys, it is told where it counts who adds.
+    # Of the mask, and of the blocks of keys, it is told where it says who adds first.
     for name in ("block_n", "has_left", "has_right"):
-        constants[name.upper()] = getattr(config, name) if config.counted else 0
+        constants[name.upper()] = getattr(config, name) if config.deterministic else 0
     return _source("backward_prepare", config, constants, ("backward_rows", "backward_blocks"))
 
 

@@ -1,6 +1,6 @@
 """The Hopper backward for head dims that one kernel makes all gradients of (``backward.cu``): how it is launched.
 
-Two launches: the statistics of the rows, the gradients. Without ``finish_inside`` a third makes dQ from its sums.
+Three launches: the statistics of the rows, the gradients, dQ from its sums; with ``finish_inside`` the second does all.
 """
 
 from __future__ import annotations

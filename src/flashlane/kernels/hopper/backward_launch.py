@@ -66,9 +66,6 @@ class PrepareParams(ctypes.Structure):
     )
 
 
-Kind = tuple[Any, ...]
-
-
 class FinishParams(ctypes.Structure):
     """Mirror of ``Params`` in ``backward_finish.cu``."""
 
@@ -78,6 +75,9 @@ class FinishParams(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("heads", "seqlen_q", "stat_blocks")),
         ("scale", ctypes.c_float),
     )
+
+
+Kind = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,6 @@ class GradientPlan(ABC, Generic[Config]):
         self.config = config.specialised(problem)
         self.problem, self.device = problem, device
         self.rows = Rows(problem, q_shape, self.config.block_m)
-
         self.idle: dict[Kind, list[Call]] = {}
         """Calls that no thread is enqueueing."""
         self.space = space_of(self.rows, self.config)
@@ -213,20 +212,17 @@ class GradientPlan(ABC, Generic[Config]):
     def launch(self, tensors: Tensors) -> torch.Tensor | None:
         """Enqueue the kernels on torch's current stream, of the GPU that is current to torch; the sinks' gradient."""
         small, device, kind = Small.of(tensors.inputs), tensors.dq.device, tensors.kind
-        idle = self.idle.get(kind)
         try:
-            call = idle.pop() if idle else Call(self, tensors, small)
-        except IndexError:  # another thread took the last one meanwhile
+            call = self.idle[kind].pop()
+        except (KeyError, IndexError):
             call = Call(self, tensors, small)
         space = launch.allocator(device)((self.space.words,), (1,), torch.float32)
         shares = self.rows.shares(device)
         call.point(tensors, small, space.data_ptr(), shares)
         call.enqueue(launch.stream_getter()(self.device))
-        if idle is None:
-            if len(self.idle) >= KINDS_KEPT:
-                self.idle.clear()
-            idle = self.idle.setdefault(kind, [])
-        idle.append(call)
+        if len(self.idle) > KINDS_KEPT:
+            self.idle.clear()
+        self.idle.setdefault(kind, []).append(call)
         return sink_gradient(shares, tensors.inputs)
 
     @functools.cached_property
@@ -248,7 +244,7 @@ def space_of(rows: Rows, config: GradientConfig) -> Space:
     sizes = {"lse": rows.stats * rows.block_m, "delta": rows.stats * rows.block_m}
     if config.sum_floats:
         # The launch that sums dQ takes its tiles by a counter, and may finish parts from a queue.
-        sizes |= {"dq": rows.stats * config.sum_floats, "states": rows.stats * STATE_INTS * config.counted}
+        sizes |= {"dq": rows.stats * config.sum_floats, "states": rows.stats * STATE_INTS * config.deterministic}
         sizes |= {"counters": COUNTERS, "queue": CONSUMERS * rows.stats * config.finish_inside}
     offsets, words = {}, 0
     for name, size in sizes.items():

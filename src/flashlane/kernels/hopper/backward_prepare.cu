@@ -14,18 +14,18 @@ struct Params {
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
     const float* sinks;            // (head)
-    const int *cu_q, *cu_k;        // VARLEN; cu_k where additions are COUNTED
+    const int *cu_q, *cu_k;        // VARLEN; cu_k with DETERMINISTIC
     float *lse, *delta;
     float* dq;                     // sums
     float* shares;                 // (batch, block, head) of dsink
-    BlockState* states;            // COUNTED
+    BlockState* states;            // DETERMINISTIC
     int *queue, *counters;         // to become 0; the queue with FINISH_INSIDE
     void* dq_out;                  // FINISH_INSIDE: (batch, row, head, column)
     long long out_batch, out_row, out_head, dout_batch, dout_row, dout_head;  // in elements
     long long dq_batch, dq_row, dq_head;
     long long lse_batch, lse_head, dlse_batch, dlse_head;
     int heads, seqlen_q, stat_blocks, blocks;  // blocks: of the longest sequence
-    int seqlen_k, window_left, window_right, bottom_right;  // COUNTED: what the backward kernel knows of the mask
+    int seqlen_k, window_left, window_right, bottom_right;  // DETERMINISTIC: what the backward kernel knows of the mask
 };
 
 // Products of two packed elements, summed in f32.
@@ -41,15 +41,13 @@ __device__ __forceinline__ void clear(void* from, int bytes) {
 
 // The state of a block of queries, its sums' zeros, and those of dQ where nobody adds to it.
 __device__ __forceinline__ void begin_sums(const Params& p, const Rows& rows, int which, int head, long long stat) {
-    if constexpr (cfg::COUNTED) {
+    if constexpr (cfg::DETERMINISTIC) {
         const int first = blockIdx.x * BLOCK_M;
         const Blocks keys = keys_of(p, Sequence(p, which), blockIdx.x, cfg::BLOCK_N);
-        const int tiles = keys.count();                   // that add to the block
         if (threadIdx.x == 0) {
-            const int count = cfg::DETERMINISTIC ? keys.low : tiles;
-            p.states[stat] = {{count, count}, keys.high, 0, rows.batch, head, rows.q_first + first, rows.q_length - first};
+            p.states[stat] = {{keys.low, keys.low}, keys.high, 0, rows.batch, head, rows.q_first + first, rows.q_length - first};
         }
-        if (cfg::FINISH_INSIDE && tiles == 0) {
+        if (cfg::FINISH_INSIDE && keys.count() == 0) {
             Element* const dq = static_cast<Element*>(p.dq_out) + rows.batch * p.dq_batch + head * p.dq_head;
             for (int row = first; row < min(first + BLOCK_M, rows.q_length); ++row)
                 clear(dq + (static_cast<long long>(rows.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(Element));

@@ -17,7 +17,7 @@ struct Params {
     void *dk, *dv;                 // (batch, row, head, column)
     const float* alibi;            // (batch, head)
     const int *cu_q, *cu_k;        // VARLEN: first rows of the sequences, and the end of the last
-    BlockState* states;            // of blocks of queries, where additions to their sums are counted
+    BlockState* states;            // DETERMINISTIC: of blocks of queries
     int* queue;                    // FINISH_INSIDE: parts of dQ whose sums are complete, in that order; 0 before a launch
     void* dq_out;                  // (batch, row, head, column)
     int* counters;                 // see Counters; 0 before a launch
