@@ -147,6 +147,38 @@ def test_rows_of_no_sequence_give_zeros() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("dtype", "asked"),
+    [(torch.float32, {"causal": True}), (torch.float16, {"window_size": (20, 3), "dropout_p": 0.3})],
+    ids=["causal f32", "window dropout f16"],
+)
+def test_programs_that_share_a_tile_find_what_one_finds(dtype: torch.dtype, asked: dict[str, Any]) -> None:
+    problem, inputs = small(dtype, n=40, heads=2, **asked)
+    tile = configs.Tile(16, 32, 4, 1)
+    one = configs.BackwardConfig(tile, tile, parts=1)
+    out, lse = reference_attention(problem, inputs)
+    do, dlse = torch.randn_like(out).to(dtype), torch.randn_like(lse)
+    alone = triton_backward(problem, inputs, out.to(dtype), lse, do, dlse, config=one)
+    found = triton_backward(problem, inputs, out.to(dtype), lse, do, dlse, config=replace(one, parts=4))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    for a, b in zip(found[:3], alone[:3], strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype == dtype
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_tiles_are_shared_out_where_they_are_few() -> None:
+    problem, _ = small(n=4096, m=4096, d=64)
+    problem = replace(problem.on("sm_90a"), batch=1, heads=1, kv_heads=1)
+    config = configs.BackwardConfig(configs.Tile(64, 128, 8, 1), configs.Tile(128, 64, 8, 1))
+    assert configs.parts_of(problem, config) == (16, 16)  # 32 tiles of 64 steps; 4 programs an SM
+    assert configs.parts_of(replace(problem, seqlen_q=256), config) == (2, 32)
+    assert configs.parts_of(replace(problem, batch=40), config) == (1, 1)
+    assert configs.parts_of(replace(problem, window_left=127, window_right=0), config) == (2, 2)
+    assert configs.parts_of(problem, replace(config, parts=3)) == (3, 3)
+    assert configs.parts_of(problem.on(None), config) == (1, 1)
+
+
+@interpreted
 def test_no_queries_or_no_keys() -> None:
     for n, m in ((0, 20), (20, 0)):
         problem, inputs = small(n=n, m=m)
@@ -190,7 +222,7 @@ def test_configurations_fit_the_shared_memory(arch: str) -> None:
             asked = replace(problem.on(arch), head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
             for precision in configs.PRECISIONS:
                 config = configs.pick(asked, precision, True, limit)
-                assert config.shared_memory(asked) <= limit
+                assert config.shared_memory(asked, precision) <= limit
                 assert config.key.bm <= 128 >= config.query.bm, "statistics are padded to 128 rows"
 
 

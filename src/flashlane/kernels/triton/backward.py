@@ -1,7 +1,8 @@
 """The Triton backward pass: gradients from the output and the LSE of any forward kernel.
 
 Three launches: the statistics of the rows (delta and the LSE in base 2), dK and dV, dQ; a fourth where the gradient of
-a bias is wanted. Linear memory, no atomics: ``deterministic`` costs nothing because every run gives the same bits.
+a bias is wanted. With few tiles several programs share one, and their sums are added up after. Linear memory, no
+atomics: ``deterministic`` costs nothing because every run gives the same bits.
 Triton is imported by the first call, not before.
 """
 
@@ -167,6 +168,8 @@ class Plan:
     sink_shape: tuple[int, ...]
     key_descriptors: dict[str, Any] | None
     query_descriptors: dict[str, Any] | None
+    parts: tuple[int, int]
+    """Programs that share a tile of keys and a tile of queries, each with sums of its own."""
 
     def __call__(
         self,
@@ -178,9 +181,7 @@ class Plan:
     ) -> Gradients:
         problem = self.problem
         q, k, v = inputs.q, inputs.k, inputs.v
-        # Rows of a packed tensor after its last sequence are no kernel's.
-        make = torch.zeros if problem.varlen else torch.empty
-        dq, dk, dv = (make(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        dq, dk, dv = self._made(q, self.parts[1]), self._made(k, self.parts[0]), self._made(v, self.parts[0])
         delta, lse2 = torch.empty((2, *self.stat_shape), dtype=torch.float32, device=q.device)
         shares = None
         if inputs.sinks is not None:
@@ -207,7 +208,16 @@ class Plan:
             self.key({**tensors, "dk": dk, "dv": dv}, self.key_descriptors)
         if self.query is not None:
             self.query({**tensors, "dq": dq}, self.query_descriptors)
+        dq, dk, dv = _added(dq, q), _added(dk, k), _added(dv, v)
         return Gradients(dq, dk, dv, self._bias(tensors, inputs), self._sinks(shares, inputs))
+
+    def _made(self, like: torch.Tensor, parts: int) -> torch.Tensor:
+        """A gradient to be written, or the parts of one."""
+        # Rows of a packed tensor after its last sequence are no kernel's.
+        make = torch.zeros if self.problem.varlen else torch.empty
+        if parts == 1:
+            return make(like.shape, dtype=like.dtype, device=like.device)
+        return make((parts, *like.shape), dtype=torch.float32, device=like.device)
 
     def _bias(self, tensors: dict[str, Any], inputs: Inputs) -> torch.Tensor | None:
         if not self.bias_shape:
@@ -223,6 +233,11 @@ class Plan:
 
     def _sinks(self, shares: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
         return None if shares is None else shares.sum(0).to(inputs.sinks.dtype)
+
+
+def _added(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A gradient from its parts."""
+    return found if found.shape == like.shape else found.sum(0).to(like.dtype)
 
 
 def _plan(
@@ -253,15 +268,19 @@ def _plan(
     key_tiles = -(-problem.seqlen_k // config.key.bn)
     query_tiles = -(-problem.seqlen_q // config.query.bm)
     key = query = None
+    keys = inputs.k.shape[0] if problem.varlen else problem.batch * problem.seqlen_k
+    parts = configs.parts_of(problem, config)
     if key_tiles:
         key = _launch(
             backward_kernels.key_gradients, problem, common, ("dk", "dv"), config.key, config.descriptors,
-            key_tiles * problem.kv_heads * problem.batch, tiles=key_tiles, LATE_DP=config.key.late_dp,
+            key_tiles * problem.kv_heads * problem.batch * parts[0], tiles=key_tiles, LATE_DP=config.key.late_dp,
+            parts=parts[0], part_rows=keys,
         )  # fmt: skip
     if query_tiles:
         query = _launch(
             backward_kernels.query_gradients, problem, common, ("dq",), config.query, config.descriptors,
-            query_tiles * problem.heads * problem.batch, tiles=query_tiles,
+            query_tiles * problem.heads * problem.batch * parts[1], tiles=query_tiles,
+            parts=parts[1], part_rows=batch * rows,
         )  # fmt: skip
     bias, bias_shape = None, ()
     if problem.bias and bias_grad:
@@ -281,6 +300,7 @@ def _plan(
         sink_shape=(batch * tiles, problem.heads),
         key_descriptors=described[0],
         query_descriptors=described[1],
+        parts=parts,
     )
 
 

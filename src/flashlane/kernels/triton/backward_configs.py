@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from flashlane.kernels.triton.configs import SMS
 from flashlane.problem import VECTOR_BYTES, AttentionProblem
 
 MAX_HEAD_DIM = 256
 MIN_TILE = 16
 """Least size of a product in ``tl.dot``."""
+PROGRAMS_PER_SM = 4
+"""So many programs for each SM even out the tiles of a causal mask; with fewer, tiles are shared out."""
+PART_TILES = 2
+"""Least tiles that a part walks: it loads as much as it works on in about one."""
+PIECES = {"tf32x3": 2.0, "bf16x6": 1.5}
+"""Bytes of the pieces of an f32 operand over its own."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +53,24 @@ class BackwardConfig:
     """dQ: ``bm`` queries are owned, ``bn`` keys are loaded at a time."""
     descriptors: bool = False
     """Load q, k, v and do through tensor descriptors (TMA)."""
+    parts: int = 0
+    """Programs that share the queries of a tile of keys, and the keys of a tile of queries; 0: what fills the GPU."""
 
-    def shared_memory(self, problem: AttentionProblem) -> int:
-        """Bytes of shared memory of the larger kernel: what it owns, and what is in flight; an upper estimate."""
-        row = (padded(problem.head_dim) + padded(problem.head_dim_v)) * problem.dtype.itemsize
-        key = (self.key.bn + self.key.stages * self.key.bm) * row + self.key.bm * self.key.bn * problem.dtype.itemsize
-        query = (self.query.bm + self.query.stages * self.query.bn) * row
-        query += self.query.bm * self.query.bn * problem.dtype.itemsize
-        return max(key, query)
+    def shared_memory(self, problem: AttentionProblem, precision: str = "ieee") -> int:
+        """Bytes of shared memory of the larger kernel: what it owns, and what is in flight."""
+        sizes = padded(problem.head_dim), padded(problem.head_dim_v)
+        row = sum(sizes) * problem.dtype.itemsize
+        scores = self.key.bm * self.key.bn, self.query.bm * self.query.bn
+        found = []
+        tiles = (self.key, self.key.bn, self.key.bm), (self.query, self.query.bm, self.query.bn)
+        for (tile, owned, streamed), pairs in zip(tiles, scores, strict=True):
+            if problem.dtype.itemsize == 4 and precision in PIECES:
+                # Operands lie there in pieces, of what is loaded one tensor at a time (read off ptxas' reports).
+                needed = PIECES[precision] * (owned * row + streamed * max(sizes) * problem.dtype.itemsize)
+                found.append(int(needed) + (tile.stages - 1) * streamed * row)
+            else:
+                found.append((owned + tile.stages * streamed) * row + pairs * problem.dtype.itemsize)
+        return max(found)
 
 
 def padded(head_dim: int) -> int:
@@ -99,22 +116,22 @@ TF32: tuple[Row, ...] = (
     (256, Tile(16, 64, 8, 1, True), Tile(64, 16, 8, 1)),
 )
 TF32X3: tuple[Row, ...] = (
-    (64, Tile(32, 128, 8, 1), Tile(128, 64, 8, 1)),
+    (64, Tile(64, 128, 8, 1, True), Tile(128, 64, 8, 1)),
     (64, Tile(32, 32, 4, 1, True), Tile(32, 32, 4, 1)),
     (128, Tile(32, 32, 4, 1, True), Tile(64, 32, 4, 1)),
     (256, Tile(16, 16, 4, 1, True), Tile(16, 32, 4, 1)),
 )
-"""Both halves of an operand lie in shared memory."""
 BF16X6: tuple[Row, ...] = (
-    (64, Tile(32, 128, 8, 1), Tile(128, 32, 8, 1)),
+    (64, Tile(64, 128, 8, 1, True), Tile(128, 64, 8, 1)),
     (64, Tile(32, 64, 4, 1, True), Tile(64, 32, 4, 1)),
-    (128, Tile(32, 64, 8, 1, True), Tile(64, 32, 8, 1)),
+    (128, Tile(32, 128, 8, 1, True), Tile(128, 32, 8, 1)),
+    (128, Tile(16, 64, 4, 1, True), Tile(64, 16, 4, 1)),
     (128, Tile(16, 32, 4, 1, True), Tile(32, 16, 4, 1)),
     (256, Tile(16, 32, 4, 1, True), Tile(16, 32, 4, 1)),
 )
-"""Chosen by what the compiler reports (registers, spills); nobody has timed them."""
-SINGLE = {"ieee": (IEEE, 1.0), "tf32": (TF32, 1.0), "tf32x3": (TF32X3, 2.0), "bf16x6": (BF16X6, 1.4)}
-"""By the precision of f32 products: the table, and how much more shared memory the parts of the operands take."""
+"""To 128 measured on an H200 (docs/triton.md)."""
+SINGLE = {"ieee": IEEE, "tf32": TF32, "tf32x3": TF32X3, "bf16x6": BF16X6}
+"""By the precision of f32 products."""
 PRECISIONS = tuple(SINGLE)
 SMALLEST = (Tile(16, 16, 4, 1, True), Tile(16, 16, 4, 1))
 """What fits everywhere."""
@@ -133,9 +150,8 @@ def pick(problem: AttentionProblem, precision: str, describable: bool, limit: in
         limit: bytes of shared memory of a block.
     """
     largest = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    copies = 1.0
     if problem.dtype.itemsize == 4:
-        (table, copies), describable = SINGLE[precision], False
+        table, describable = SINGLE[precision], False
     elif problem.arch == "sm_90a":
         table = HALF_HOPPER if describable else HALF_HOPPER_POINTERS
     else:
@@ -145,9 +161,30 @@ def pick(problem: AttentionProblem, precision: str, describable: bool, limit: in
         if modified:  # needs the registers
             key = replace(key, registers=0)
         config = BackwardConfig(key, query, describable)
-        if largest <= largest_of_row and copies * config.shared_memory(problem) <= limit:
+        if largest <= largest_of_row and config.shared_memory(problem, precision) <= limit:
             return config
     return BackwardConfig(*SMALLEST)
+
+
+def parts_of(problem: AttentionProblem, config: BackwardConfig) -> tuple[int, int]:
+    """Programs that share one tile of keys, and one of queries: more than 1 where tiles alone leave SMs idle."""
+    if config.parts:
+        return config.parts, config.parts
+    if problem.arch is None:
+        return 1, 1
+    seen_q, seen_k = problem.seqlen_q, problem.seqlen_k
+    if problem.window_left >= 0 and problem.window_right >= 0:
+        window = problem.window_left + problem.window_right
+        seen_q, seen_k = min(seen_q, window + config.key.bn), min(seen_k, window + config.query.bm)
+    wanted = PROGRAMS_PER_SM * SMS.get(problem.arch, 100)
+
+    def parts(programs: int, seen: int, tile: int) -> int:
+        return max(1, min(wanted // max(programs, 1), -(-seen // (tile * PART_TILES))))
+
+    return (
+        parts(-(-problem.seqlen_k // config.key.bn) * problem.kv_heads * problem.batch, seen_q, config.key.bm),
+        parts(-(-problem.seqlen_q // config.query.bm) * problem.heads * problem.batch, seen_k, config.query.bn),
+    )
 
 
 def bias_tile(problem: AttentionProblem) -> Tile:

@@ -2,7 +2,8 @@
 
 The scores and the probabilities are worked out again from Q, K and the LSE of the forward, twice: :func:`key_gradients`
 owns a tile of keys and walks the queries that see it, :func:`query_gradients` owns a tile of queries and walks its
-keys. Nothing is summed by two programs, so there are no atomics, and every run gives the same bits. The heads of a
+keys. Where there are too few tiles for the GPU, several programs walk parts of what one would, and write sums of their
+own, which are then added in a fixed order: there are no atomics, and every run gives the same bits. The heads of a
 group are walked by one program, so that dK and dV of a shared head are summed in f32.
 
 A tile that the window or the end of the keys cuts computes a mask; the others skip it by a branch, so that there is
@@ -36,7 +37,7 @@ from flashlane.kernels.triton.common import (
 from flashlane.kernels.triton.forward import load_tile
 
 VARYING = ("seqlen_q", "seqlen_k", "stat_units", "heads", "kv_heads", "left", "right", "threshold", "tiles")
-VARYING += ("slopes_stride_batch", "batch", "rows", "bias_heads")
+VARYING += ("slopes_stride_batch", "batch", "rows", "bias_heads", "parts", "part_rows")
 VARYING += tuple(f"{side}_stride_{axis}" for side in ("q", "k", "v", "do", "out") for axis in ("batch", "row", "head"))
 VARYING += ("log_stride_batch", "log_stride_head", "dlog_stride_batch", "dlog_stride_head")
 VARYING += tuple(f"bias_stride_{axis}" for axis in ("batch", "head", "i"))
@@ -217,6 +218,14 @@ def cut_and_full(low, high, full_low, full_high, length, BLOCK: tl.constexpr, WH
 
 
 @triton.jit
+def part_of(first, last, part, parts):
+    """Tiles that one of ``parts`` programs walks, from and to, which is at most from where there is none for it."""
+    each = tl.cdiv(last - first, parts)
+    first += part * each
+    return first, tl.minimum(first + each, last)
+
+
+@triton.jit
 def load_modifiers(slopes, bias, b, head, slopes_stride_batch, bias_stride_batch, bias_stride_head):
     """The head's ALiBi slope and the pointer to its bias."""
     slope, head_bias = 0.0, 0
@@ -270,6 +279,8 @@ def key_gradients(
     seqlen_k,
     stat_units,
     tiles,
+    parts,
+    part_rows,
     left,
     right,
     score_scale,
@@ -296,10 +307,16 @@ def key_gradients(
     LATE_DP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dK and dV of one tile of keys of one key/value head, both contiguous; tiles are transposed: (BN keys, BM)."""
-    tile = tl.program_id(0) % tiles
-    kv_head = tl.program_id(0) // tiles % kv_heads
-    b = tl.program_id(0) // tiles // kv_heads
+    """dK and dV of one tile of keys of one key/value head, both contiguous; tiles are transposed: (BN keys, BM).
+
+    With ``parts`` above 1 a program walks one part of the queries, and what it finds lies ``part_rows`` rows further
+    for each part before it.
+    """
+    part = tl.program_id(0) % parts
+    block = tl.program_id(0) // parts
+    tile = block % tiles
+    kv_head = block // tiles % kv_heads
+    b = block // tiles // kv_heads
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     start_q, len_q = query_span(b, cu_seqlens_q, seqlen_q, VARLEN)
     start_k, len_k = key_span(b, cu_seqlens_k, None, None, seqlen_k, VARLEN, False, False, False)
@@ -313,6 +330,7 @@ def key_gradients(
     full_low, full_high = full_query_range(j_first, j_last, len_q, shift, left, right, LEFT, RIGHT)
     full_high = tl.where(j_first + BN > len_k, 0, full_high)  # keys that do not exist are hidden by the mask
     first, last, full_first, full_last = cut_and_full(low, high, full_low, full_high, len_q, BM, True)
+    first, last = part_of(first, last, part, parts)
 
     exists = None if WHOLE_K else j < len_k
     k_at = head_of(k, b, kv_head, start_k, k_stride_batch, k_stride_row, k_stride_head, UNIT, DESCRIPTORS)
@@ -380,7 +398,7 @@ def key_gradients(
     if DROPOUT:
         dv_acc = dv_acc * keep_scale
     row = tl.cast(start_k, tl.int64) if VARLEN else tl.cast(b, tl.int64) * seqlen_k
-    row = (row + j) * kv_heads + kv_head
+    row = (row + tl.cast(part, tl.int64) * part_rows + j) * kv_heads + kv_head
     store_rows(dk, row, j < len_k, dk_acc * scale, D, D0)
     store_rows(dv, row, j < len_k, dv_acc, DV, DV0)
 
@@ -437,6 +455,8 @@ def query_gradients(
     seqlen_k,
     stat_units,
     tiles,
+    parts,
+    part_rows,
     left,
     right,
     score_scale,
@@ -462,12 +482,17 @@ def query_gradients(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dQ of one tile of queries of one head, contiguous; with a causal mask the tiles with most keys go first."""
-    tile = tl.program_id(0) % tiles
+    """dQ of one tile of queries of one head, contiguous; with a causal mask the tiles with most keys go first.
+
+    ``parts`` and ``part_rows`` are as in :func:`key_gradients`, the parts being of the keys.
+    """
+    part = tl.program_id(0) % parts
+    block = tl.program_id(0) // parts
+    tile = block % tiles
     if RIGHT:
         tile = tiles - 1 - tile
-    head = tl.program_id(0) // tiles % heads
-    b = tl.program_id(0) // tiles // heads
+    head = block // tiles % heads
+    b = block // tiles // heads
     kv_head = head // group
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     start_q, len_q = query_span(b, cu_seqlens_q, seqlen_q, VARLEN)
@@ -481,6 +506,7 @@ def query_gradients(
     low, high = key_range(i_first, i_last, len_k, shift, left, right, LEFT, RIGHT)
     full_low, full_high = full_key_range(i_first, i_last, len_k, shift, left, right, LEFT, RIGHT)
     first, last, full_first, full_last = cut_and_full(low, high, full_low, full_high, len_k, BN, False)
+    first, last = part_of(first, last, part, parts)
 
     exists = i < len_q
     q_at = head_of(q, b, head, start_q, q_stride_batch, q_stride_row, q_stride_head, UNIT, DESCRIPTORS)
@@ -532,4 +558,5 @@ def query_gradients(
         dq_acc = tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision=PRECISION)
 
     row = tl.cast(start_q, tl.int64) if VARLEN else tl.cast(b, tl.int64) * seqlen_q
-    store_rows(dq, (row + i) * heads + head, exists, dq_acc * scale, D, D0)
+    row = (row + tl.cast(part, tl.int64) * part_rows + i) * heads + head
+    store_rows(dq, row, exists, dq_acc * scale, D, D0)
