@@ -24,7 +24,9 @@ from problems import Case
 from flashlane import flash_attn_func, jit, registry
 from flashlane.backwards import select_backward
 from flashlane.jit import KernelSource
+from flashlane.kernels.hopper import backward_launch
 from flashlane.kernels.hopper.backward import config_of, hopper_backward, supports
+from flashlane.kernels.hopper.backward_launch import Space
 from flashlane.problem import AttentionProblem, Inputs, arch_of
 from flashlane.reference import reference_attention
 from flashlane.tiled import Gradients
@@ -350,6 +352,61 @@ def forwarded(problem: AttentionProblem, inputs: Inputs) -> Given:
     lse = torch.empty(logs_of(problem, inputs), device=HERE)
     KERNEL.forward(problem, inputs, out, lse)
     return Given(out, lse, torch.randn_like(out), torch.randn_like(lse), {}, {})
+
+
+GAP = 4096
+"""Words between the parts of a call's memory in the next test, more than a slab of sums."""
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[torch.Tensor, Space]]]:
+    """Keeps the parts of each call's memory apart; gives that memory, every word of which was 1, and where they lie.
+
+    As a float, 1 is so small that an addition of 0 to it in device memory makes it 0.
+    """
+    spaces, made = {}, []
+
+    packing = backward_launch.space_of
+
+    def space_of(rows: Any, config: Any) -> Space:
+        packed = packing(rows, config)
+        order = enumerate(packed.offsets.items(), start=1)
+        space = Space(packed.words + (len(packed.offsets) + 1) * GAP, {n: at + i * GAP for i, (n, at) in order})
+        spaces[space.words] = space
+        return space
+
+    def allocator(device: torch.device) -> Any:
+        def make(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            if shape[0] in spaces and len(shape) == 1:
+                made.append((tensor, spaces[shape[0]]))
+                tensor.view(torch.int32).fill_(1)
+            return tensor
+
+        return make
+
+    registry.changed()  # plans that were made before know other places
+    with monkeypatch.context() as patch:
+        patch.setattr(backward_launch, "space_of", space_of)
+        patch.setattr(backward_launch.launch, "allocator", allocator)
+        yield made
+    registry.changed()
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 48, 64, 72, 80, 96, 112, 128, 136, 160, 192, 256])
+def test_no_part_of_a_calls_memory_is_written_past_its_end(
+    head_dim: int, deterministic: bool, apart: list[tuple[torch.Tensor, Space]]
+) -> None:
+    problem, inputs = dense(300, head_dim, causal=True, deterministic=deterministic)
+    run(problem, inputs, forwarded(problem, inputs))
+    ((words, space),) = apart
+    starts = sorted(space.offsets.values())
+    for end in (*starts, len(words)):  # each part ends a gap or less before what follows it
+        gap = words[end - GAP : end].view(torch.int32)
+        assert bool((gap == 1).all()), f"{int((gap != 1).sum())} words before {end} of {space}"
 
 
 @pytest.mark.gpu
