@@ -67,7 +67,6 @@ def config_of(problem: AttentionProblem, inputs: Inputs, do: torch.Tensor, preci
     return configs.pick(problem, precision, usable, limit)
 
 
-@torch.no_grad()
 def triton_backward(
     problem: AttentionProblem,
     inputs: Inputs,
@@ -102,12 +101,17 @@ def triton_backward(
         ValueError: a tensor has another shape or dtype than its part of the call, or the precision is unknown.
         NotImplementedError: :func:`supports_backward` gives a reason.
     """
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return triton_backward(
+                problem, inputs, out, lse, do, dlse, bias_grad=bias_grad, precision=precision, config=config
+            )
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; it may be one of {', '.join(map(repr, PRECISIONS))}")
-    check_gradient_inputs(problem, inputs, out, lse, do, dlse)
     key = _facts(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
     plan = _plans.get(key)
     if plan is None:
+        check_gradient_inputs(problem, inputs, out, lse, do, dlse)
         reason = supports_backward(problem)
         if reason is not None:
             raise NotImplementedError(f"the Triton backward cannot run {problem.describe()}: {reason}")
@@ -139,13 +143,14 @@ def _facts(
         precision,
         config,
         (q.stride(), k.stride(), v.stride(), out.stride(), do.stride(), lse.stride()),
+        (q.shape, out.shape, do.shape, lse.shape, out.dtype, do.dtype, lse.dtype),
         # Launches are kept for tensors that start on 16 bytes, or do not.
         tuple(t.data_ptr() % 16 == 0 for t in (q, k, v, out, do)),
         q.device.index,
-        None if dlse is None else dlse.stride(),
+        None if dlse is None else (dlse.stride(), dlse.shape, dlse.dtype),
     )
     if problem.varlen:
-        facts += (q.shape, k.shape[0])
+        facts += (k.shape[0],)
     for tensor in (inputs.bias, inputs.alibi_slopes, inputs.sinks):
         if tensor is not None:
             facts += (tensor.shape, tensor.stride(), tensor.dtype)
@@ -170,6 +175,8 @@ class Plan:
     query_descriptors: dict[str, Any] | None
     parts: tuple[int, int]
     """Programs that share a tile of keys and a tile of queries, each with sums of its own."""
+    together: bool
+    """The parts of all three gradients lie in one tensor, (parts, 3, shape of q)."""
 
     def __call__(
         self,
@@ -181,8 +188,12 @@ class Plan:
     ) -> Gradients:
         problem = self.problem
         q, k, v = inputs.q, inputs.k, inputs.v
-        dq, dk, dv = self._made(q, self.parts[1]), self._made(k, self.parts[0]), self._made(v, self.parts[0])
-        delta, lse2 = torch.empty((2, *self.stat_shape), dtype=torch.float32, device=q.device)
+        if self.together:
+            made = self._made(q, self.parts[0], 3)
+            dq, dk, dv = made.unbind(1)
+        else:
+            dq, dk, dv = self._made(q, self.parts[1]), self._made(k, self.parts[0]), self._made(v, self.parts[0])
+        delta, lse2 = torch.empty((2, *self.stat_shape), dtype=torch.float32, device=q.device).unbind()
         shares = None
         if inputs.sinks is not None:
             shares = torch.empty(self.sink_shape, dtype=torch.float32, device=q.device)
@@ -208,16 +219,19 @@ class Plan:
             self.key({**tensors, "dk": dk, "dv": dv}, self.key_descriptors)
         if self.query is not None:
             self.query({**tensors, "dq": dq}, self.query_descriptors)
-        dq, dk, dv = _added(dq, q), _added(dk, k), _added(dv, v)
+        if self.together:
+            dq, dk, dv = made.sum(0).to(q.dtype).unbind()
+        else:
+            dq, dk, dv = _added(dq, q), _added(dk, k), _added(dv, v)
         return Gradients(dq, dk, dv, self._bias(tensors, inputs), self._sinks(shares, inputs))
 
-    def _made(self, like: torch.Tensor, parts: int) -> torch.Tensor:
-        """A gradient to be written, or the parts of one."""
+    def _made(self, like: torch.Tensor, parts: int, *gradients: int) -> torch.Tensor:
+        """A gradient to be written, or the parts of one or of several."""
         # Rows of a packed tensor after its last sequence are no kernel's.
         make = torch.zeros if self.problem.varlen else torch.empty
         if parts == 1:
             return make(like.shape, dtype=like.dtype, device=like.device)
-        return make((parts, *like.shape), dtype=torch.float32, device=like.device)
+        return make((parts, *gradients, *like.shape), dtype=torch.float32, device=like.device)
 
     def _bias(self, tensors: dict[str, Any], inputs: Inputs) -> torch.Tensor | None:
         if not self.bias_shape:
@@ -270,17 +284,18 @@ def _plan(
     key = query = None
     keys = inputs.k.shape[0] if problem.varlen else problem.batch * problem.seqlen_k
     parts = configs.parts_of(problem, config)
+    together = parts[0] == parts[1] > 1 and inputs.q.shape == inputs.k.shape == inputs.v.shape
     if key_tiles:
         key = _launch(
             backward_kernels.key_gradients, problem, common, ("dk", "dv"), config.key, config.descriptors,
             key_tiles * problem.kv_heads * problem.batch * parts[0], tiles=key_tiles, LATE_DP=config.key.late_dp,
-            parts=parts[0], part_rows=keys,
+            columns=problem.kv_heads * problem.batch, parts=parts[0], part_rows=keys * (3 if together else 1),
         )  # fmt: skip
     if query_tiles:
         query = _launch(
             backward_kernels.query_gradients, problem, common, ("dq",), config.query, config.descriptors,
             query_tiles * problem.heads * problem.batch * parts[1], tiles=query_tiles,
-            parts=parts[1], part_rows=batch * rows,
+            columns=problem.heads * problem.batch, parts=parts[1], part_rows=batch * rows * (3 if together else 1),
         )  # fmt: skip
     bias, bias_shape = None, ()
     if problem.bias and bias_grad:
@@ -301,6 +316,7 @@ def _plan(
         key_descriptors=described[0],
         query_descriptors=described[1],
         parts=parts,
+        together=together,
     )
 
 
@@ -421,9 +437,18 @@ def _launch(
         "WHOLE_K": descriptors or (not problem.varlen and problem.seqlen_k % tile.bn == 0),
         "DESCRIPTORS": descriptors,
         "WIDE": reach >= MAX_OFFSET and not descriptors,
+        "HEADS_FIRST": _heads_first(problem),
     }
     arguments = {name: given[name] for name in function.arg_names}
     return launch.Launch(function, (programs,), arguments, tile.options())
+
+
+def _heads_first(problem: AttentionProblem) -> bool:
+    """Whether the longest tiles of all heads go first, not those of each head: the last ones then end together.
+
+    That pays under a causal mask where tiles take long, as those of f32 do; else a head's tiles share the L2 cache.
+    """
+    return problem.dtype == torch.float32 and problem.window_right >= 0 > problem.window_left
 
 
 def _bias_launch(

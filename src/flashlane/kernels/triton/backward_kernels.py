@@ -37,7 +37,7 @@ from flashlane.kernels.triton.common import (
 from flashlane.kernels.triton.forward import load_tile
 
 VARYING = ("seqlen_q", "seqlen_k", "stat_units", "heads", "kv_heads", "left", "right", "threshold", "tiles")
-VARYING += ("slopes_stride_batch", "batch", "rows", "bias_heads", "parts", "part_rows")
+VARYING += ("slopes_stride_batch", "batch", "rows", "bias_heads", "parts", "part_rows", "columns")
 VARYING += tuple(f"{side}_stride_{axis}" for side in ("q", "k", "v", "do", "out") for axis in ("batch", "row", "head"))
 VARYING += ("log_stride_batch", "log_stride_head", "dlog_stride_batch", "dlog_stride_head")
 VARYING += tuple(f"bias_stride_{axis}" for axis in ("batch", "head", "i"))
@@ -218,6 +218,22 @@ def cut_and_full(low, high, full_low, full_high, length, BLOCK: tl.constexpr, WH
 
 
 @triton.jit
+def place_of(parts, tiles, columns, heads, HEADS_FIRST: tl.constexpr):
+    """Part, tile, head and sequence of a program: parts follow each other, then tiles of a head.
+
+    With HEADS_FIRST then the same tile of all ``columns``, which are the heads of all sequences.
+    """
+    block = tl.program_id(0) // parts
+    if HEADS_FIRST:
+        tile = block // columns
+        column = block % columns
+    else:
+        tile = block % tiles
+        column = block // tiles
+    return tl.program_id(0) % parts, tile, column % heads, column // heads
+
+
+@triton.jit
 def part_of(first, last, part, parts):
     """Tiles that one of ``parts`` programs walks, from and to, which is at most from where there is none for it."""
     each = tl.cdiv(last - first, parts)
@@ -279,6 +295,7 @@ def key_gradients(
     seqlen_k,
     stat_units,
     tiles,
+    columns,
     parts,
     part_rows,
     left,
@@ -305,6 +322,7 @@ def key_gradients(
     DESCRIPTORS: tl.constexpr,
     WIDE: tl.constexpr,
     LATE_DP: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dK and dV of one tile of keys of one key/value head, both contiguous; tiles are transposed: (BN keys, BM).
@@ -312,11 +330,7 @@ def key_gradients(
     With ``parts`` above 1 a program walks one part of the queries, and what it finds lies ``part_rows`` rows further
     for each part before it.
     """
-    part = tl.program_id(0) % parts
-    block = tl.program_id(0) // parts
-    tile = block % tiles
-    kv_head = block // tiles % kv_heads
-    b = block // tiles // kv_heads
+    part, tile, kv_head, b = place_of(parts, tiles, columns, kv_heads, HEADS_FIRST)
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     start_q, len_q = query_span(b, cu_seqlens_q, seqlen_q, VARLEN)
     start_k, len_k = key_span(b, cu_seqlens_k, None, None, seqlen_k, VARLEN, False, False, False)
@@ -455,6 +469,7 @@ def query_gradients(
     seqlen_k,
     stat_units,
     tiles,
+    columns,
     parts,
     part_rows,
     left,
@@ -480,19 +495,16 @@ def query_gradients(
     UNIT: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     WIDE: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dQ of one tile of queries of one head, contiguous; with a causal mask the tiles with most keys go first.
 
     ``parts`` and ``part_rows`` are as in :func:`key_gradients`, the parts being of the keys.
     """
-    part = tl.program_id(0) % parts
-    block = tl.program_id(0) // parts
-    tile = block % tiles
+    part, tile, head, b = place_of(parts, tiles, columns, heads, HEADS_FIRST)
     if RIGHT:
         tile = tiles - 1 - tile
-    head = block // tiles % heads
-    b = block // tiles // heads
     kv_head = head // group
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     start_q, len_q = query_span(b, cu_seqlens_q, seqlen_q, VARLEN)
