@@ -459,6 +459,22 @@ def triton_bars(result: Result) -> str:
     return table(head, rows) + f"\n{sum(goal['met'] for goal in result['goals'])} of {len(rows)} bars met.\n"
 
 
+def suite(result: Result) -> str:
+    """A course table: our times, and how many times as fast as the others we are."""
+    sizes = ("seqlen", "head_dim", "dtype", "size", "attention", "tokens", "peak")
+    words = {c["key"]: c["title"] for c in result["columns"]}
+    shown = [key for key in words if key in sizes or key.startswith(("ours_", "speedup")) or key.endswith("_avg")]
+
+    def cell(key: str, value: object) -> str:
+        if not isinstance(value, float):
+            return "–" if value is None else str(value)
+        return f"{marked(value)}×" if key.startswith("speedup") else f"{value:.4g}"
+
+    rows = [[cell(key, row.get(key)) for key in shown] for row in result["rows"]]
+    text = table([words[key].replace("_", " ") + ":" for key in shown], rows)
+    return text + "".join(f"\n{message}\n" for message in result["messages"])
+
+
 def logs(result: Result) -> str:
     """A table a founding log: every line of it, our figures, and the milliseconds that it reports."""
     reported = json.loads((ROOT / "benchmarks" / "founding_reported.json").read_text(encoding="utf-8"))
@@ -541,6 +557,7 @@ VIEWS = {
     "flashlane-bars/": {"": bars},
     "flashlane-triton-bars/": {"": triton_bars},
     "flashlane-ncu-conflicts/": {"": conflicts},
+    "flashlane-suite/": {"": suite},
     "blocks": {"roofs": roofs, "rows": blocks},
 }
 """Start of a file's format -> its views."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import csv
 import functools
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from typer.testing import CliRunner
 
 from flashlane import registry
 from flashlane.bench import suite_attention, suite_model, suites
 from flashlane.bench.suite_attention import AttentionSuite, Case, powers
 from flashlane.bench.suite_model import ModelSuite
-from flashlane.bench.suites import FAIL, NA, OOM, SuiteResults, guarded, run_suite
+from flashlane.bench.suites import FAIL, NA, OOM, SavedBytes, SuiteResults, guarded, run_suite
 from flashlane.bench.timing import Settings
 from flashlane.models import Config
 from flashlane.problem import AttentionProblem, Inputs
@@ -132,10 +135,18 @@ def test_what_a_cpu_cannot_hold_is_not_tried(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(found.rows[0]["torch_forward"], float) and found.rows[1]["torch_forward"] == OOM
 
 
-def test_out_of_memory_holds_no_tensor() -> None:
-    import gc
-    import weakref
+def test_counting_what_is_saved_keeps_nothing() -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    with SavedBytes() as saved:
+        probabilities = torch.softmax(x, -1)  # saves its own output
+    assert saved.total(x) == 2 * 8 * 8 * 4
+    there = StorageWeakRef(probabilities.untyped_storage())
+    del probabilities
+    gc.collect()
+    assert there.expired()
 
+
+def test_out_of_memory_holds_no_tensor() -> None:
     kept = []
 
     def fail() -> None:

@@ -309,17 +309,20 @@ class AttentionSuite:
         before: int,
     ) -> Value:
         """Megabytes alive between the forward and the backward pass."""
+        on_gpu = self.device.type == "cuda"
+        release(self.device)  # what the implementation before it left
         try:
             refuse_beyond_memory(SCORE_COPIES["forward"] * score_bytes, self.device)
-            with torch.enable_grad(), SavedBytes() as saved:
+            with torch.enable_grad(), contextlib.nullcontext() if on_gpu else SavedBytes() as saved:
                 out = guarded(lambda: attend(*tensors), self.device)
-                total = saved.total(*tensors, out)
+                if saved is None:  # a forward pass has no do
+                    total = torch.cuda.memory_allocated(self.device) - before - do.nbytes
+                else:
+                    total = saved.total(*tensors, out)
         except OutOfMemory:
             return OOM
         except Exception:
             return ERROR  # the timing of the same call says what it raises
-        if self.device.type == "cuda":
-            total = torch.cuda.memory_allocated(self.device) - before - do.nbytes  # a forward pass has no do
         return total / 1e6
 
 

@@ -270,7 +270,7 @@ class SavedBytes:
     def _seen(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         self.storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an operation that saves its own output would keep itself alive for ever
 
     def total(self, *others: torch.Tensor) -> int:
         """Bytes of all that was saved, and of other tensors that are alive."""
