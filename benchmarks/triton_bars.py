@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python3 benchmarks/triton_bars.py --out benchmarks [--only d64,causal] [--directions forward,both]
 
-The kernel is named (``triton``), checked, and timed interleaved with the peers; a ratio is a peer's median over ours.
+The kernel is named (``triton``), and its backward is Triton's too, where ``auto`` might take a faster family's. It is
+checked, and timed interleaved with the peers; a ratio is a peer's median over ours.
 Writes triton_bars.json, anew after each problem. Exit status 1 when a check fails; a missed bar is a result, not a
 failure.
 """
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from gpu_run import device_or_exit, options, run_and_keep, settings_for
 
-from flashlane import bench
+from flashlane import backwards, bench, registry
 from flashlane.bench.flops import DIRECTIONS, Direction
 from flashlane.bench.progress import Bar
 from flashlane.bench.results import Results, check_writable, write_atomically
@@ -81,6 +82,12 @@ def forward_goals(arch: str) -> Iterator[Goal]:
         yield Goal(f"d{head_dim} n{seqlen} f32 {'causal' if causal else 'full'}", problem, "(sdpa-efficient)", ())
 
 
+def triton_alone() -> None:
+    """Leave only the portable backwards in the table."""
+    backwards.BACKWARDS[:] = [backward for backward in backwards.BACKWARDS if backward.name in ("tiled", "triton")]
+    registry.changed()
+
+
 def judged(goal: Goal, results: Results) -> Measured:
     """The kernel's time, the peers', and their ratios."""
     found = Measured(goal.name, goal.problem.describe(), goal.peer)
@@ -123,6 +130,7 @@ def main() -> int:
         parser.error(f"--directions is {arguments.directions!r}; it may hold {', '.join(DIRECTIONS)}")
     device = device_or_exit()
     check_writable(arguments.out)
+    triton_alone()
     only = {word for word in arguments.only.split(",") if word}
     wanted = [goal for goal in goals(arch_of(device), directions) if only <= set(goal.name.split())]
     implementations = sum(2 + len(goal.others) for goal in wanted)
