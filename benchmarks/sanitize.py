@@ -10,6 +10,7 @@ backward run with each of their features (``--tags forward`` or ``--tags backwar
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import json
 import re
@@ -36,7 +37,7 @@ from flashlane.registry import DeviceKernel
 from flashlane.tiled import tiled_backward
 
 # memcheck would also count driver entry points that cuda-bindings asks for in vain.
-TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
+TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ("--print-limit", "10000")}
 SIZES = {"batch": 1, "seqlen_q": 150, "seqlen_k": 200, "heads": 2, "kv_heads": 1}
 NAMES = ("mma_", "flash_attention_1", "decode_", "hopper_")
 """What the names of our kernels in device code contain."""
@@ -199,6 +200,25 @@ def _moved(inputs: Inputs, device: torch.device) -> Inputs:
     return Inputs(**{name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in values.items()})
 
 
+ACCESS = re.compile(r"(Read|Write) access at (\w+)\([^)]*\)\+\S+ in (\S+?:\d+)")
+
+
+def hazards(said: str) -> dict[str, int]:
+    """What racecheck reports, by the two functions that meet and their lines, most frequent first."""
+    found: collections.Counter[str] = collections.Counter()
+    first = ""
+    for line in said.splitlines():
+        match = ACCESS.search(line)
+        if match is None:
+            continue
+        access = f"{match[1].lower()} {match[2]} ({match[3]})"
+        if "Race reported between" in line:
+            first = access
+        else:
+            found[f"{first}, {access}"] += 1
+    return dict(found.most_common())
+
+
 def main() -> int:
     """Run both tools, print and write what they said."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -236,12 +256,14 @@ def main() -> int:
         summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
         clean = bool(summary) and all(re.search(r"SUMMARY: 0 (errors|hazards)", line) for line in summary)
         body[tool] = {"kernels": ran, "wrong": wrong, "summary": summary, "clean": clean, "status": done.returncode}
-        body[tool] |= {"refused": refused}
+        body[tool] |= {"refused": refused, "hazards": hazards(done.stdout)}
         bad |= not clean or bool(wrong) or done.returncode != 0
         print(f"{tool}: {len(ran)} kernels, {'clean' if clean else 'NOT CLEAN'}: {' '.join(summary)}")
         for line in (*wrong[:5], *refused):
             print(" ", line)
         if not clean:
+            for pair, count in body[tool]["hazards"].items():
+                print(f"  {count:6} {pair}")
             said = [line for line in done.stdout.splitlines() if line.startswith("=========")]
             print("\n".join(said[:40]), done.stderr[-2000:])
     write_atomically(arguments.out, json.dumps(body, indent=1) + "\n")
