@@ -198,3 +198,17 @@ def members(text: str) -> list[tuple[str, str]]:
 def test_the_parameters_mirror_the_device_s(mirror: type[ctypes.Structure], file: str) -> None:
     fields = [(name, MIRRORED[kind]) for name, kind in mirror._fields_ if name != "padding"]
     assert fields == members(device_code(f"kernels/hopper/{file}"))
+
+
+def test_for_racecheck_every_lane_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It orders threads by their own arrivals; else lane 0 arrives for its warp, whose lanes run in step."""
+    (source,) = backward.config_of(asked(64, 64)).gradient_sources()
+    plain = jit.compile(source, ARCH)
+    monkeypatch.setenv("FLASHLANE_RACECHECK", "1")
+    checked = jit.compile(source, ARCH)
+    assert checked.key != plain.key and not [line for line in checked.report.warnings if "spill" not in line]
+    text, all_lanes = jit.disassemble(plain.cubin), jit.disassemble(checked.cubin)
+    if text is None or all_lanes is None:
+        pytest.skip("no disassembler")
+    arrivals = [len(re.findall(r"@!?P\d SYNCS\.ARRIVE", code)) for code in (text, all_lanes)]
+    assert arrivals[0] >= 8 and arrivals[1] < arrivals[0] // 2

@@ -40,7 +40,6 @@ SMALL_TILES = (
     None,
     BackwardConfig(Tile(32, 32, 4, 1, True), Tile(32, 32, 4, 1)),
     BackwardConfig(Tile(16, 32, 4, 2), Tile(32, 16, 4, 2), parts=2),
-    BackwardConfig(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), parts=5),
 )
 
 SHARES, STRUCTURES = 16, 2

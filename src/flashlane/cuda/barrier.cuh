@@ -20,6 +20,26 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// racecheck orders threads by their own arrivals, and takes a cp.async.bulk for a store of the thread that issues it. In a
+// build for it every lane of a warp arrives, where else lane 0 does for all (whose loads a __syncwarp(), or running in step,
+// orders before), and who fills a slot arrives after the copies, where else the bytes hold the phase open.
+#ifdef FLASHLANE_RACECHECK
+constexpr int WARP_ARRIVALS = 32;
+__device__ __forceinline__ void barrier_expect_copies(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_copies_issued(u32 barrier) { barrier_arrive(barrier); }
+#else
+constexpr int WARP_ARRIVALS = 1;
+__device__ __forceinline__ void barrier_expect_copies(u32 barrier, u32 bytes) { barrier_expect(barrier, bytes); }
+__device__ __forceinline__ void barrier_copies_issued(u32) {}
+#endif
+
+// A warp's arrival, which counts WARP_ARRIVALS.
+__device__ __forceinline__ void warp_arrive(u32 barrier, int lane) {
+    if (WARP_ARRIVALS > 1 || lane == 0) barrier_arrive(barrier);
+}
+
 __device__ __forceinline__ bool barrier_try(u32 barrier, u32 parity) {
     u32 done;
     asm volatile(

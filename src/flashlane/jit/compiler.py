@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -68,13 +69,17 @@ class CompileError(RuntimeError):
         return type(self), (str(self), self.log, self.source)  # so that it crosses process pools
 
 
-_memo: dict[tuple[KernelSource, str, bool, tuple[str, ...]], Compiled] = {}
+RACECHECK = "FLASHLANE_RACECHECK"
+"""Environment variable, and macro of device code."""
+
+_memo: dict[tuple[KernelSource, str, tuple[str, ...]], Compiled] = {}
 
 
 def compile(source: KernelSource, arch: str, *, debug: bool = False, options: tuple[str, ...] = ()) -> Compiled:
     """Compile a kernel for an architecture, or take it from memory or from the disk cache.
 
-    Needs NVRTC and the CUDA runtime headers, but neither a driver nor a GPU.
+    Needs NVRTC and the CUDA runtime headers, but neither a driver nor a GPU. With ``FLASHLANE_RACECHECK=1`` in the
+    environment, kernels tell their barriers what compute-sanitizer's racecheck needs to follow them (``barrier.cuh``).
 
     Args:
         source: the kernel.
@@ -88,11 +93,12 @@ def compile(source: KernelSource, arch: str, *, debug: bool = False, options: tu
         ValueError: ``arch`` is not one NVRTC compiles for, or a constant is out of range.
         TypeError: a constant is neither int, bool nor str.
     """
-    wanted = (source, arch, debug, options)
+    macros = ("-DFLASHLANE_DEBUG=1",) * debug + ("-DFLASHLANE_RACECHECK=1",) * (os.environ.get(RACECHECK) == "1")
+    wanted = (source, arch, macros + options)
     found = _memo.get(wanted)
     if found is None:
         # Two threads may both compile; the first to finish is the one that both get.
-        found = _memo.setdefault(wanted, _load_or_compile(source, arch, debug, options))
+        found = _memo.setdefault(wanted, _load_or_compile(*wanted))
     return found
 
 
@@ -118,13 +124,13 @@ def _declaration(name: str, value: int | bool | str) -> str:
     raise TypeError(f"constants: {name} is a {type(value).__name__}; it may be int, bool or str (a type)")
 
 
-def _load_or_compile(source: KernelSource, arch: str, debug: bool, options: tuple[str, ...]) -> Compiled:
+def _load_or_compile(source: KernelSource, arch: str, options: tuple[str, ...]) -> Compiled:
     start = time.perf_counter()
     toolchain.check_architecture(arch)
     # The headers that were hashed are the ones handed to NVRTC, so that an edit in between cannot poison the cache.
     headers = {**toolchain.device_headers(), **dict(source.headers)}
     headers[CONFIG_HEADER] = constants_header(source.constants)
-    flags = (f"--gpu-architecture={arch}", *OPTIONS, *(("-DFLASHLANE_DEBUG=1",) if debug else ()), *options)
+    flags = (f"--gpu-architecture={arch}", *OPTIONS, *options)
     key = _key(source, headers, flags)
     disk = cache.default()
     if (entry := disk.get(key)) is not None and (loaded := _unpack(entry)) is not None:

@@ -232,11 +232,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK_THREADS, cfg::MIN_B
             if (shared % 1024 != 0) __trap();  // the swizzle counts from there
             for (int i = 0; i < STAGES; ++i) {
                 barrier_init(shared + FULL + 8 * i, 1);
-                barrier_init(shared + EMPTY + 8 * i, TEAMS * WARPS_M);
+                barrier_init(shared + EMPTY + 8 * i, TEAMS * WARPS_M * WARP_ARRIVALS);
             }
             for (int i = 0; i < WORKS; ++i) {
                 barrier_init(shared + WORK_FULL + 8 * i, 1);
-                barrier_init(shared + WORK_EMPTY + 8 * i, TEAMS * WARPS_M);
+                barrier_init(shared + WORK_EMPTY + 8 * i, TEAMS * WARPS_M * WARP_ARRIVALS);
             }
             barrier_init_fence();
             tma_prefetch(maps.k), tma_prefetch(maps.v);
@@ -315,7 +315,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK_THREADS, cfg::MIN_B
                 ring.next();
                 attend(key_of(i), last * STAGE_BYTES);
                 __syncwarp();
-                if (lane.lane == 0 && i + 1 < steps) barrier_arrive(shared + EMPTY + 8 * last);
+                if (i + 1 < steps) warp_arrive(shared + EMPTY + 8 * last, lane.lane);
             }
         } else {
             const Sequence& sequence = work.sequence;
@@ -364,7 +364,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK_THREADS, cfg::MIN_B
         if constexpr (STREAM) {  // the feeder has the places back
             async_fence();
             __syncwarp();
-            if (lane.lane == 0) barrier_arrive(shared + EMPTY + 8 * last), barrier_arrive(shared + WORK_EMPTY + 8 * works.slot);
+            warp_arrive(shared + EMPTY + 8 * last, lane.lane), warp_arrive(shared + WORK_EMPTY + 8 * works.slot, lane.lane);
             works.next();
         }
     } while (STREAM);

@@ -48,7 +48,7 @@ constexpr u32 K_FULL = TILE_EMPTY + 8 * TILE_SLOTS, K_EMPTY = K_FULL + 8 * K_STA
 constexpr u32 V_EMPTY = V_FULL + 8 * V_STAGES, Q_FULL = V_EMPTY + 8 * V_STAGES, Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES;
 constexpr u32 DO_EMPTY = DO_FULL + 8 * DO_STAGES, DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 8 * DS_STAGES;
 constexpr u32 DQ_FULL = DS_EMPTY + 8 * DS_STAGES, DQ_EMPTY = DQ_FULL + 8 * CONSUMERS;
-constexpr int CONSUMER_WARPS = 4 * CONSUMERS;
+constexpr int CONSUMER_ARRIVALS = 4 * CONSUMERS * WARP_ARRIVALS;
 constexpr bool BACKWARDS = cfg::DETERMINISTIC && cfg::HAS_RIGHT;
 static_assert(!cfg::DIRECT || !cfg::DETERMINISTIC, "the adders keep the order");
 static_assert(cfg::DETERMINISTIC || !cfg::FINISH_INSIDE, "only an order tells which addition is the last");
@@ -155,14 +155,16 @@ struct Producer {
                 const bool masked = partly_masked<BLOCK_N>(p, work.first_key, sequence.k_length, query, sequence.shift);
                 store_shared(base + STEPS + STEP_BYTES * slot,
                              make_uint4(query, sequence.q_length - query, head, masked));
-                barrier_expect(full, Q_BYTES + STAT_BYTES);
+                barrier_expect_copies(full, Q_BYTES + STAT_BYTES);
                 load<QK_CHUNKS>(p.q, Q + slot * Q_BYTES, ROWS_CHUNK, full, row, head, sequence.batch);
                 bulk_load(base + LSE + slot * STAT_BYTES, p.lse + (stat + block) * BLOCK_M, STAT_BYTES, full);
+                barrier_copies_issued(full);
                 slot = steps % DO_STAGES, full = base + DO_FULL + 8 * slot;
                 barrier_wait(base + DO_EMPTY + 8 * slot, steps / DO_STAGES % 2 ^ 1);
-                barrier_expect(full, DO_BYTES + STAT_BYTES);
+                barrier_expect_copies(full, DO_BYTES + STAT_BYTES);
                 load<V_CHUNKS>(p.dout, DO + slot * DO_BYTES, ROWS_CHUNK, full, row, head, sequence.batch);
                 bulk_load(base + DELTA + slot * STAT_BYTES, p.delta + (stat + block) * BLOCK_M, STAT_BYTES, full);
+                barrier_copies_issued(full);
                 if (first) load_keys(work);
                 first = false;
             }
@@ -262,7 +264,7 @@ struct Consumer {
         barrier_wait(base + which + 8 * (count % STAGES), count / STAGES % 2 ^ flip);
     }
     __device__ __forceinline__ void arrive(u32 which, u32 slot = 0) const {
-        if (lane == 0) barrier_arrive(base + which + 8 * slot);
+        warp_arrive(base + which + 8 * slot, lane);
     }
     // Tiles with steps before this one; not while the step's part is handed over.
     __device__ __forceinline__ u32 full_tiles() const { return handed - steps_made; }
@@ -494,20 +496,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
         if (base % 1024 != 0) __trap();  // the swizzle counts from there
         for (int i = 0; i < TILE_SLOTS; ++i) {
             barrier_init(base + TILE_FULL + 8 * i, 1);
-            barrier_init(base + TILE_EMPTY + 8 * i, CONSUMER_WARPS);
+            barrier_init(base + TILE_EMPTY + 8 * i, CONSUMER_ARRIVALS);
         }
         for (int i = 0; i < K_STAGES; ++i)
-            barrier_init(base + K_FULL + 8 * i, 1), barrier_init(base + K_EMPTY + 8 * i, CONSUMER_WARPS);
+            barrier_init(base + K_FULL + 8 * i, 1), barrier_init(base + K_EMPTY + 8 * i, CONSUMER_ARRIVALS);
         for (int i = 0; i < V_STAGES; ++i)
-            barrier_init(base + V_FULL + 8 * i, 1), barrier_init(base + V_EMPTY + 8 * i, CONSUMER_WARPS);
+            barrier_init(base + V_FULL + 8 * i, 1), barrier_init(base + V_EMPTY + 8 * i, CONSUMER_ARRIVALS);
         for (int i = 0; i < Q_STAGES; ++i)
-            barrier_init(base + Q_FULL + 8 * i, 1), barrier_init(base + Q_EMPTY + 8 * i, CONSUMER_WARPS);
+            barrier_init(base + Q_FULL + 8 * i, 1), barrier_init(base + Q_EMPTY + 8 * i, CONSUMER_ARRIVALS);
         for (int i = 0; i < DO_STAGES; ++i)
-            barrier_init(base + DO_FULL + 8 * i, 1), barrier_init(base + DO_EMPTY + 8 * i, CONSUMER_WARPS);
+            barrier_init(base + DO_FULL + 8 * i, 1), barrier_init(base + DO_EMPTY + 8 * i, CONSUMER_ARRIVALS);
         for (int i = 0; i < DS_STAGES; ++i)
-            barrier_init(base + DS_FULL + 8 * i, CONSUMER_WARPS), barrier_init(base + DS_EMPTY + 8 * i, CONSUMER_WARPS);
+            barrier_init(base + DS_FULL + 8 * i, CONSUMER_ARRIVALS), barrier_init(base + DS_EMPTY + 8 * i, CONSUMER_ARRIVALS);
         for (int i = 0; i < CONSUMERS; ++i)
-            barrier_init(base + DQ_FULL + 8 * i, 4), barrier_init(base + DQ_EMPTY + 8 * i, 1);
+            barrier_init(base + DQ_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(base + DQ_EMPTY + 8 * i, 1);
         barrier_init_fence();
         tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
         if (!cfg::FINISH_INSIDE) launch_dependents();     // which wait for the end all the same

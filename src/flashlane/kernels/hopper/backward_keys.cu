@@ -70,7 +70,7 @@ struct Producer {
             barrier_arrive_cluster(address_in(base + peer + at, rank ^ 1));
             barrier_wait_cluster(base + peer + at, ring.parity);
         }
-        barrier_expect(base + full + at, chunks * ROWS_CHUNK + STAT_BYTES);
+        barrier_expect_copies(base + full + at, chunks * ROWS_CHUNK + STAT_BYTES);
         for (int i = 0; i < chunks; ++i) {
             const u32 chunk = tile + i * ROWS_CHUNK;
             if constexpr (CLUSTER > 1)
@@ -80,6 +80,7 @@ struct Producer {
                 tma_load(chunk, map, base + full + at, i * CHUNK_COLUMNS, row, step.head, work.sequence.batch);
         }
         bulk_load(base + stat_to + ring.slot * STAT_BYTES, statistics + rows, STAT_BYTES, base + full + at);
+        barrier_copies_issued(base + full + at);
     }
 
     __device__ __forceinline__ void run() const {
@@ -123,7 +124,7 @@ struct Consumer {
           lane(threadIdx.x % WARP), step(w) {}
 
     __device__ __forceinline__ void arrive(u32 which, int slot) const {
-        if (lane == 0) barrier_arrive(base + which + 8 * slot);
+        warp_arrive(base + which + 8 * slot, lane);
     }
     __device__ __forceinline__ u32 queries_at() const { return Q + queries.slot * Q_BYTES; }
     __device__ __forceinline__ u32 outputs_at() const { return DO + outputs.slot * DO_BYTES; }
@@ -313,14 +314,15 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) hopper_backwa
         if (base % 1024 != 0) __trap();  // the swizzle counts from there
         barrier_init(base + KV_FULL, 1), barrier_init(base + KV_FULL + 8, 1);
         for (int i = 0; i < Q_STAGES; ++i) {
-            barrier_init(base + Q_FULL + 8 * i, 1), barrier_init(base + Q_EMPTY + 8 * i, 8);
+            barrier_init(base + Q_FULL + 8 * i, 1), barrier_init(base + Q_EMPTY + 8 * i, 8 * WARP_ARRIVALS);
             if (CLUSTER > 1) barrier_init(base + Q_PEER + 8 * i, 1);
         }
         for (int i = 0; i < DO_STAGES; ++i) {
-            barrier_init(base + DO_FULL + 8 * i, 1), barrier_init(base + DO_EMPTY + 8 * i, 8);
+            barrier_init(base + DO_FULL + 8 * i, 1), barrier_init(base + DO_EMPTY + 8 * i, 8 * WARP_ARRIVALS);
             if (CLUSTER > 1) barrier_init(base + DO_PEER + 8 * i, 1);
         }
-        for (int i = 0; i < SLOTS; ++i) barrier_init(base + P_FULL + 8 * i, 4), barrier_init(base + P_EMPTY + 8 * i, 4);
+        for (int i = 0; i < SLOTS; ++i)
+            barrier_init(base + P_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(base + P_EMPTY + 8 * i, 4 * WARP_ARRIVALS);
         barrier_init_fence();
         tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
     }

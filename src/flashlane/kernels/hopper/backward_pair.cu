@@ -137,7 +137,7 @@ __device__ __forceinline__ void produce_rows(const Params& p, u32 base, int rank
         const KeysRecord keys = keys_record(base);
         const bool masked = partly_masked<KEYS>(p, keys.first, keys.length, first, keys.shift);
         store_shared(base + record + 16 * use.slot, make_uint4(first, head, sums, masked));
-        barrier_expect(barrier, BYTES + STAT_BYTES);
+        barrier_expect_copies(barrier, BYTES + STAT_BYTES);
         const u32 to = base + tile + use.slot * BYTES + rank * (HALF_ROWS * ROW_BYTES);
 #pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; ++chunk)
@@ -145,6 +145,7 @@ __device__ __forceinline__ void produce_rows(const Params& p, u32 base, int rank
                                steps.q_first + first + rank * HALF_ROWS, head, owner.batch, (1 << BLOCKS) - 1);
         bulk_load(base + stat + use.slot * STAT_BYTES, statistics + static_cast<long long>(sums) * BLOCK_M, STAT_BYTES,
                   barrier);
+        barrier_copies_issued(barrier);
         ++sums;
         if (++block == steps.high) {
             sums += p.stat_blocks - (steps.high - steps.low);
@@ -230,10 +231,14 @@ struct Consumer {
 
     // One arrival of this warp, after its products: in this block, or in both.
     __device__ __forceinline__ void arrive(u32 which, u32 slot) const {
-        if (lane == 0) barrier_arrive(base + which + 8 * slot);
+        warp_arrive(base + which + 8 * slot, lane);
     }
     __device__ __forceinline__ void arrive_both(u32 which, u32 slot) const {
-        if (lane < BLOCKS) barrier_arrive_at(address_in(base + which + 8 * slot, lane));
+        if constexpr (WARP_ARRIVALS > 1) {
+            for (int block = 0; block < BLOCKS; ++block) barrier_arrive_at(address_in(base + which + 8 * slot, block));
+        } else if (lane < BLOCKS) {
+            barrier_arrive_at(address_in(base + which + 8 * slot, lane));
+        }
     }
 
     __device__ __forceinline__ u32 own_tile() const {
@@ -389,8 +394,9 @@ struct Consumer {
         named_sync(TOGETHER + NUMBER, WARPGROUP);
         if (warp == 0 && lane == 0) {
             const u32 full = base + DS_FULL + 8 * made().slot, other = 1 - rank;
-            barrier_expect(full, ROWS_CHUNK);
+            barrier_expect_copies(full, ROWS_CHUNK);
             bulk_copy(address_in(own_tile(), other), own_tile(), ROWS_CHUNK, address_in(full, other));
+            barrier_copies_issued(full);
         }
         __syncwarp();
     }
@@ -514,12 +520,12 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         barrier_init(base + KV_FULL, 1), barrier_init(base + KV_FULL + 8, 1);
         // Arrivals are of warps: of warpgroup 1, or of both, in both blocks where the slot is filled from both.
         for (int i = 0; i < Q_STAGES; ++i)
-            barrier_init(base + Q_FULL + 8 * i, 1), barrier_init(base + Q_EMPTY + 8 * i, 4 * BLOCKS);
+            barrier_init(base + Q_FULL + 8 * i, 1), barrier_init(base + Q_EMPTY + 8 * i, 4 * BLOCKS * WARP_ARRIVALS);
         for (int i = 0; i < DO_STAGES; ++i)
-            barrier_init(base + DO_FULL + 8 * i, 1), barrier_init(base + DO_EMPTY + 8 * i, 8 * BLOCKS);
+            barrier_init(base + DO_FULL + 8 * i, 1), barrier_init(base + DO_EMPTY + 8 * i, 8 * BLOCKS * WARP_ARRIVALS);
         for (int i = 0; i < DS_STAGES; ++i) {
-            barrier_init(base + P_FULL + 8 * i, 4), barrier_init(base + DS_FULL + 8 * i, 1);
-            barrier_init(base + DS_EMPTY + 8 * i, 8 * BLOCKS);
+            barrier_init(base + P_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(base + DS_FULL + 8 * i, 1);
+            barrier_init(base + DS_EMPTY + 8 * i, 8 * BLOCKS * WARP_ARRIVALS);
         }
         barrier_init_fence();
         Place place = place_at(p, blockIdx.x / BLOCKS, p.kv_heads * p.batch, p.blocks, false);

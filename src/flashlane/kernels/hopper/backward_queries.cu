@@ -10,7 +10,7 @@
 #include "hopper_backward_products.cuh"
 
 constexpr int BLOCK_N = cfg::BLOCK_N, CONSUMERS = 2, ROWS = 64 * CONSUMERS, THREADS = WARPGROUP * (CONSUMERS + 1);
-constexpr int K_STAGES = cfg::K_STAGES, V_STAGES = cfg::V_STAGES, CONSUMER_WARPS = 4 * CONSUMERS;
+constexpr int K_STAGES = cfg::K_STAGES, V_STAGES = cfg::V_STAGES, CONSUMER_ARRIVALS = 4 * CONSUMERS * WARP_ARRIVALS;
 constexpr u32 KEYS_CHUNK = BLOCK_N * ROW_BYTES, ROWS_CHUNK = ROWS * ROW_BYTES;
 constexpr u32 K_BYTES = QK_CHUNKS * KEYS_CHUNK, V_BYTES = V_CHUNKS * KEYS_CHUNK;
 constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK;
@@ -91,7 +91,7 @@ struct Consumer {
           lane(threadIdx.x % WARP), first_query(w.first_query + warpgroup * 64) {}
 
     __device__ __forceinline__ void arrive(u32 which, int slot) const {
-        if (lane == 0) barrier_arrive(base + which + 8 * slot);
+        warp_arrive(base + which + 8 * slot, lane);
     }
     __device__ __forceinline__ void wait_keys() const { barrier_wait(base + K_FULL + 8 * keys.slot, keys.parity); }
     __device__ __forceinline__ void wait_values() const { barrier_wait(base + V_FULL + 8 * values.slot, values.parity); }
@@ -242,9 +242,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward_queries
         if (base % 1024 != 0) __trap();  // the swizzle counts from there
         barrier_init(base + Q_FULL, 1), barrier_init(base + DO_FULL, 1);
         for (int i = 0; i < K_STAGES; ++i)
-            barrier_init(base + K_FULL + 8 * i, 1), barrier_init(base + K_EMPTY + 8 * i, CONSUMER_WARPS);
+            barrier_init(base + K_FULL + 8 * i, 1), barrier_init(base + K_EMPTY + 8 * i, CONSUMER_ARRIVALS);
         for (int i = 0; i < V_STAGES; ++i)
-            barrier_init(base + V_FULL + 8 * i, 1), barrier_init(base + V_EMPTY + 8 * i, CONSUMER_WARPS);
+            barrier_init(base + V_FULL + 8 * i, 1), barrier_init(base + V_EMPTY + 8 * i, CONSUMER_ARRIVALS);
         barrier_init_fence();
         tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
     }

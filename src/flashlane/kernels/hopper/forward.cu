@@ -89,15 +89,15 @@ struct Consumer {
         if (cfg::GATHER) async_fence();  // cp.async wrote it
     }
     __device__ __forceinline__ void release_keys() const {
-        if (!cfg::ONE_BARRIER && lane == 0) barrier_arrive(barrier(K_EMPTY));
+        if (!cfg::ONE_BARRIER) warp_arrive(barrier(K_EMPTY), lane);
     }
     __device__ __forceinline__ void release_stage() {
-        if (lane == 0) barrier_arrive(barrier(V_EMPTY));
+        warp_arrive(barrier(V_EMPTY), lane);
         stage.next();
     }
     __device__ __forceinline__ void release_queries() {
         __syncwarp();
-        if (lane == 0) barrier_arrive(base + Q_EMPTY + 8 * queries.slot);
+        warp_arrive(base + Q_EMPTY + 8 * queries.slot, lane);
         queries.next();
     }
     // Consumers issue their products in turn.
@@ -607,16 +607,16 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) hopper_forwar
         if (base % 1024 != 0) __trap();  // the swizzle counts from there
         for (int i = 0; i < Q_STAGES; ++i) {
             barrier_init(base + Q_FULL + 8 * i, 1);
-            barrier_init(base + Q_EMPTY + 8 * i, 4 * CONSUMERS);
+            barrier_init(base + Q_EMPTY + 8 * i, 4 * CONSUMERS * WARP_ARRIVALS);
         }
         constexpr int FILLING = cfg::GATHER ? WARPGROUP : 1;  // arrivals that say that a stage is full
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(base + K_FULL + 8 * i, FILLING);
-            barrier_init(base + K_EMPTY + 8 * i, 4 * CONSUMERS);
+            barrier_init(base + K_EMPTY + 8 * i, 4 * CONSUMERS * WARP_ARRIVALS);
             if (CLUSTER > 1) barrier_init(base + K_PEER + 8 * i, 1);
             if (cfg::ONE_BARRIER) continue;
             barrier_init(base + V_FULL + 8 * i, FILLING);
-            barrier_init(base + V_EMPTY + 8 * i, 4 * CONSUMERS);
+            barrier_init(base + V_EMPTY + 8 * i, 4 * CONSUMERS * WARP_ARRIVALS);
             if (CLUSTER > 1) barrier_init(base + V_PEER + 8 * i, 1);
         }
         if (CLUSTER > 1) barrier_init(base + NEXT_FULL, 1), barrier_init(base + NEXT_EMPTY, 1);
