@@ -6,7 +6,7 @@ ARGS    ?=
 OUT     ?= results
 
 BIN  := $(VENV)/bin
-TEST := $(BIN)/python -m pytest -n $(WORKERS)
+TEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help bench test lint format readme docs compile ahead gpu clean distclean venv venv-test
 

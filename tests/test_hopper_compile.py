@@ -31,7 +31,6 @@ OTHERS = [
     config(256, shapes.LARGE, cache=True, gather=True, split=True, fused=True),
     WIDEST,
     *(HopperConfig("f16", row.head_dim, row.head_dim_v, **asdict(row.shape)) for row in shapes.UNTRIED),
-    *(config(128, row.shape, has_left=True, has_right=True) for row in shapes.UNTRIED if row.head_dim == 128),
 ]
 
 
