@@ -400,7 +400,8 @@ struct Consumer {
             const int block = load_shared(base + ORDERS + handed % ORDER_SLOTS * ORDER_BYTES);
             float* const to = p.dq + static_cast<long long>(block) * SUM_FLOATS + number * PART_FLOATS +
                               thread / WARP * SLAB_FLOATS + thread % WARP * 4;
-            if (block >= 0 && (SLABS % 4 == 0 || thread / WARP < slabs_of(number))) {  // a warp has a slab, or there is none
+            // The last warps of a narrow head dim have no slab; their zeros would go past the part.
+            if (block >= 0 && (SLABS % 4 == 0 || thread / WARP < slabs_of(number))) {
 #pragma unroll
                 for (int i = 0; i < PART / 8; ++i)
                     global_add(to + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);

@@ -285,17 +285,18 @@ def _plan(
     keys = inputs.k.shape[0] if problem.varlen else problem.batch * problem.seqlen_k
     parts = configs.parts_of(problem, config)
     together = parts[0] == parts[1] > 1 and inputs.q.shape == inputs.k.shape == inputs.v.shape
+    between = 3 if together else 1  # gradients that a part has before the next one's
     if key_tiles:
         key = _launch(
             backward_kernels.key_gradients, problem, common, ("dk", "dv"), config.key, config.descriptors,
             key_tiles * problem.kv_heads * problem.batch * parts[0], tiles=key_tiles, LATE_DP=config.key.late_dp,
-            columns=problem.kv_heads * problem.batch, parts=parts[0], part_rows=keys * (3 if together else 1),
+            columns=problem.kv_heads * problem.batch, parts=parts[0], part_rows=keys * between,
         )  # fmt: skip
     if query_tiles:
         query = _launch(
             backward_kernels.query_gradients, problem, common, ("dq",), config.query, config.descriptors,
             query_tiles * problem.heads * problem.batch * parts[1], tiles=query_tiles,
-            columns=problem.heads * problem.batch, parts=parts[1], part_rows=batch * rows * (3 if together else 1),
+            columns=problem.heads * problem.batch, parts=parts[1], part_rows=batch * rows * between,
         )  # fmt: skip
     bias, bias_shape = None, ()
     if problem.bias and bias_grad:

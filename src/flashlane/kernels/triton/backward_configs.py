@@ -60,16 +60,17 @@ class BackwardConfig:
         """Bytes of shared memory of the larger kernel: what it owns, and what is in flight."""
         sizes = padded(problem.head_dim), padded(problem.head_dim_v)
         row = sum(sizes) * problem.dtype.itemsize
-        scores = self.key.bm * self.key.bn, self.query.bm * self.query.bn
         found = []
-        tiles = (self.key, self.key.bn, self.key.bm), (self.query, self.query.bm, self.query.bn)
-        for (tile, owned, streamed), pairs in zip(tiles, scores, strict=True):
+        for tile, owned, streamed in (
+            (self.key, self.key.bn, self.key.bm),
+            (self.query, self.query.bm, self.query.bn),
+        ):
             if problem.dtype.itemsize == 4 and precision in PIECES:
                 # Operands lie there in pieces, of what is loaded one tensor at a time (read off ptxas' reports).
                 needed = PIECES[precision] * (owned * row + streamed * max(sizes) * problem.dtype.itemsize)
                 found.append(int(needed) + (tile.stages - 1) * streamed * row)
             else:
-                found.append((owned + tile.stages * streamed) * row + pairs * problem.dtype.itemsize)
+                found.append((owned + tile.stages * streamed) * row + tile.bm * tile.bn * problem.dtype.itemsize)
         return max(found)
 
 
