@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashlane.kernels.triton import configs
 from flashlane.kernels.triton.common import LOG2_E
 from flashlane.kernels.triton.configs import TritonConfig
+from flashlane.kernels.triton.direct import DirectLaunch
 from flashlane.problem import AttentionProblem, Inputs
 
 Tensors = dict[str, Any]
@@ -94,8 +95,9 @@ def _warn_of_ptxas(path: str, version: str) -> None:
 class Launch:
     """One kernel with all arguments but the tensors' addresses.
 
-    The first call goes through Triton, which compiles or loads the kernel; the following ones hand its launcher the
-    arguments directly, as ``JITFunction.run`` of Triton 3.6 to 3.9 does after binding them.
+    The first call goes through Triton, which compiles or loads the kernel; the following ones go past it where that can
+    be (:mod:`flashlane.kernels.triton.direct`), else they hand its launcher the arguments directly, as
+    ``JITFunction.run`` of Triton 3.6 to 3.9 does after binding them.
     """
 
     def __init__(self, function: Any, grid: tuple[int, ...], arguments: Tensors, options: dict[str, Any]) -> None:
@@ -106,6 +108,10 @@ class Launch:
         self.positions = {name: index for index, name in enumerate(arguments)}
         self.values = list(arguments.values())
         self.compiled: Any = None
+        self.idle: list[DirectLaunch] = []
+        """Launches past Triton that no thread is using."""
+        self.direct = True
+        """Whether the kernel can be launched past Triton, as far as is known."""
 
     def __call__(self, tensors: Tensors, descriptors: Tensors | None = None) -> None:
         """Launch on torch's current stream.
@@ -125,14 +131,29 @@ class Launch:
             # Triton's interpreter has no compiled kernel.
             self.compiled = result if hasattr(result, "packed_metadata") else None
             return
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        if self._enqueued(tensors, stream):
+            return
         values = self.values.copy()
         for name, tensor in tensors.items():
             if tensor is not None:
                 values[self.positions[name]] = tensor.data_ptr()
         for name, (shape, strides, block) in described.items():
             values[self.positions[name]] = _descriptor(tensors[name], shape, strides, block)
-        stream = driver.active.get_current_stream(driver.active.get_current_device())
         compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+
+    def _enqueued(self, tensors: Tensors, stream: int) -> bool:
+        """Enqueue the kernel past Triton; False when that cannot be."""
+        try:
+            launch = self.idle.pop()
+        except IndexError:
+            launch = DirectLaunch.of(self.compiled, self.grid, self.arguments) if self.direct else None
+            self.direct = launch is not None
+            if launch is None:
+                return False
+        done = launch(tensors, stream)
+        self.idle.append(launch)
+        return done
 
 
 def _hooked() -> bool:
