@@ -1,4 +1,4 @@
-"""Launches of Triton kernels past Triton's launcher, with a driver that only looks at what it is given."""
+"""Launches of Triton kernels past Triton's launcher, with a driver that only looks at what it is given; and a GPU's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import flashlane
 from flashlane.jit.launch import NOT_CURRENT, LaunchError
-from flashlane.kernels.triton import direct
+from flashlane.kernels.triton import backward, direct, launch
 from flashlane.kernels.triton.direct import DirectLaunch
 
 SIGNATURE = {"q": "*bf16", "bias": "constexpr", "rows": "i32", "stride": "i64", "scale": "fp32", "out": "*fp32"}
@@ -59,11 +60,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_hands_the_driver_every_parameter_in_its_order(driver: Driver) -> None:
-    launch = DirectLaunch.of(compiled(), (7, 2, 1), ARGUMENTS)
-    assert launch is not None
+    made = DirectLaunch.of(compiled(), (7, 2, 1), ARGUMENTS)
+    assert made is not None
     for stream in (0, 99):
         q, out = torch.zeros(3), torch.zeros(5)
-        assert launch({"q": q, "out": out, "bias": None, "BM": None}, stream)
+        assert made({"q": q, "out": out, "bias": None, "BM": None}, stream)
         wanted = [q.data_ptr(), 77, 1 << 40, 0.375, out.data_ptr(), 0, 0]
         assert driver.launched.pop() == (1234, (7, 2, 1, 128, 1, 1, 4096), stream or None, wanted)
 
@@ -91,11 +92,32 @@ def test_leaves_descriptors_empty_grids_and_old_drivers_to_triton(driver: Driver
 
 
 def test_an_error_is_raised_but_for_a_thread_without_a_context(driver: Driver) -> None:
-    launch = DirectLaunch.of(compiled(), (1, 1, 1), ARGUMENTS)
-    assert launch is not None
+    made = DirectLaunch.of(compiled(), (1, 1, 1), ARGUMENTS)
+    assert made is not None
     tensors = {"q": torch.zeros(1), "out": torch.zeros(1)}
     driver.code = NOT_CURRENT[0]
-    assert not launch(tensors, 0)
+    assert not made(tensors, 0)
     driver.code = 700
     with pytest.raises(LaunchError, match=r"grid, block and shared memory \(1, 1, 1, 128, 1, 1, 4096\): 700"):
-        launch(tensors, 0)
+        made(tensors, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen", [333, 2048])
+def test_on_a_gpu_later_calls_go_past_triton_and_give_the_bits_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, seqlen: int
+) -> None:
+    made: list[DirectLaunch | None] = []
+    of = DirectLaunch.of
+    monkeypatch.setattr(DirectLaunch, "of", lambda *given: made.append(of(*given)) or made[-1])
+    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(backward, "_plans", {})
+    q, k, v, grad = (torch.randn(1, seqlen, 3, 64, device="cuda") for _ in range(4))
+    found = []
+    for _ in range(3):
+        leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+        out = flashlane.flash_attn_func(*leaves, causal=True, kernel="triton")
+        found.append([out, *torch.autograd.grad(out, leaves, grad)])
+    assert len(made) >= 3 and None not in made  # the forward, and at least two kernels of the backward
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))

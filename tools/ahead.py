@@ -1,14 +1,14 @@
 """Compile, without a GPU, what the benchmarks and GPU tests run on a Hopper one, and pack it for that machine.
 
-    python tools/ahead.py [--parts hopper,tests,mma,founding,decode,auto] [--out .carry/cubins.tar.xz] [--list]
+    python tools/ahead.py [--parts hopper,tests,mma,founding,decode,sanitize,auto] [--out .carry/cubins.tar.xz] [--list]
 
 There, before the first run (the cache is keyed by sources and the compiler's version, so it must be the same NVRTC):
 
     mkdir -p CACHE/flashlane && tar xf cubins.tar.xz -C CACHE/flashlane && export XDG_CACHE_HOME=CACHE
 
 Parts: ``hopper`` forward and backward benchmarks; ``tests`` their GPU tests; ``mma`` its bars; ``founding`` the logs;
-``decode`` its cells; ``auto`` everything that ``auto`` is checked against, which takes longest. Exit status 1 when
-something did not compile.
+``decode`` its cells; ``sanitize`` both builds that sanitize.py runs; ``auto`` everything that ``auto`` is checked
+against, which takes longest. Exit status 1 when something did not compile.
 """
 
 from __future__ import annotations
@@ -105,6 +105,29 @@ def decode() -> Iterator[KernelSource]:
     yield from of((dispatch.select(problem), problem) for problem in bench.problems(bench.grid(), ARCH))
 
 
+def sanitize() -> Iterator[KernelSource]:
+    import sanitize as tools
+
+    def drawn(head_dim: int, dtype: torch.dtype) -> AttentionProblem:
+        of_keys = (1, tools.SIZES["seqlen_k"], tools.SIZES["kv_heads"], head_dim)
+        inputs = Inputs(
+            torch.empty(1, tools.SIZES["seqlen_q"], tools.SIZES["heads"], head_dim, dtype=dtype),
+            *(torch.empty(of_keys, dtype=dtype) for _ in range(2)),
+        )
+        return AttentionProblem.from_inputs(inputs, causal=True).on(ARCH)
+
+    problems = [drawn(head_dim, dtype) for head_dim in (64, 128) for dtype in (torch.float16, torch.float32)]
+    yield from of((kernel, problem) for kernel in tools.selected([]) for problem in problems)
+    for case in tools.forward_cases():
+        problem = case.build(torch.device("cpu"))[0].on(ARCH)
+        if registry.get(HOPPER).supports(problem) is None:
+            yield case.config(problem).source()
+    for case in tools.backward_cases():
+        problem = case.build()[0].on(ARCH)
+        if backward.supports(problem) is None:
+            yield from backward.config_of(problem).sources()
+
+
 def auto() -> Iterator[KernelSource]:
     import auto_check
 
@@ -115,7 +138,7 @@ def auto() -> Iterator[KernelSource]:
 
 
 PARTS: dict[str, Callable[[], Iterator[KernelSource]]] = {
-    part.__name__: part for part in (hopper, tests, mma, founding, decode, auto)
+    part.__name__: part for part in (hopper, tests, mma, founding, decode, sanitize, auto)
 }
 
 
@@ -162,6 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         return 0
     keys, wrong = [], []
+    racecheck = set(collected(["sanitize"])) if "sanitize" in parts else ()
 
     def build(source: KernelSource) -> None:
         try:
@@ -172,6 +196,10 @@ def main(arguments: list[str] | None = None) -> int:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in track(pool.map(build, sources), "compiling", len(sources), console=Console(stderr=True)):
             pass
+        os.environ[jit.compiler.RACECHECK] = "1"
+        for _ in track(pool.map(build, racecheck), "for racecheck", len(racecheck), console=Console(stderr=True)):
+            pass
+        del os.environ[jit.compiler.RACECHECK]
     print(*wrong, sep="\n", end="\n" if wrong else "")
     print(f"{options.out}: {len(keys)} kernels, {packed(options.out, cache.default().folder, keys) / 1e6:.1f} MB")
     return int(bool(wrong))
