@@ -134,6 +134,13 @@ def of_structure(case: Case, fields: dict[str, Any]) -> Case:
     return replace(case, lengths=lengths, **{name: value for name, value in fields.items() if name != "dtype"})
 
 
+def second_backward(*given: Any, **options: Any) -> Any:
+    """What a second call of the Triton backward gives, in f32 as the table of backwards runs it."""
+    for _ in range(2):
+        found = triton_backward(*given, precision="bf16x6", **options)
+    return found
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", range(SHARES))
 def test_on_a_gpu(share: int) -> None:
@@ -145,11 +152,11 @@ def test_on_a_gpu(share: int) -> None:
     def both(case: Case, fields: dict[str, Any]) -> None:
         case = of_structure(case, fields)
         problem, inputs = case.build(fields["dtype"], device="cuda")
-        forward_of(problem, inputs)
+        ran(problem, inputs)
+        forward_of(problem, inputs)  # the second call is launched otherwise: past Triton
         if not case.cached:
             torch.manual_seed(case.seed)
-            # In f32 what the table of backwards runs.
-            judge(problem, inputs, functools.partial(triton_backward, precision="bf16x6"))
+            judge(problem, inputs, second_backward)
 
     both()
 
