@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,9 +103,14 @@ def module(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_sample_of_a_module_runs(module: Path) -> None:
-    rc, said = run(module, "--sample", "6", "-v")
-    cases = [line.split(" ")[0] for line in said.splitlines() if "test_func[" in line and "PASSED" in line]
+@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "workers"])
+def test_a_sample_of_a_module_runs(module: Path, options: tuple[str, ...]) -> None:
+    rc, said = run(module, "--sample", "6", "-v", *options)
+    cases = [
+        re.search(r"test_func\[\S+\]", line)[0]
+        for line in said.splitlines()
+        if "PASSED" in line and "test_func[" in line
+    ]
     assert rc == 1 and "7 passed" in said and "1 failed" in said, said
     assert len(set(cases)) == 6
 

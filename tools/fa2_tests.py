@@ -10,6 +10,7 @@ docs/flash-attention-2-tests.md.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import random
 import sys
@@ -221,29 +222,44 @@ def _pretend() -> list[Any]:
     ]
 
 
+# --- pytest, whose workers (``-n 8``) load this file as a plugin too ---
+
+
+def _add_options(add: Callable[..., Any]) -> None:
+    add("--sample", type=int, default=None, metavar="N", help="run N cases of each test function")
+    add("--seed", type=int, default=0, help="of the sample")
+    add("--on-cpu", action="store_true", help="run on the CPU what the module asks of a GPU; slow")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    _add_options(parser.getgroup("flash-attention-2").addoption)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sys.modules.update(modules())
+    if config.getoption("--sample") is not None:
+        config.pluginmanager.register(Sample(config.getoption("--sample"), config.getoption("--seed")))
+    for context in _pretend() if config.getoption("--on-cpu") else []:
+        context.__enter__()
+        config.add_cleanup(functools.partial(context.__exit__, None, None, None))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", type=Path, help="FlashAttention-2's tests/test_flash_attn.py")
-    parser.add_argument("--sample", type=int, default=None, metavar="N", help="run N cases of each test function")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--on-cpu", action="store_true", help="run on the CPU what the module asks of a GPU; slow")
+    _add_options(parser.add_argument)
     known, rest = parser.parse_known_args(arguments)
     if not known.module.is_file():
         parser.error(f"module is {known.module}, which is not a file; download FlashAttention-2's test module")
     if known.sample is not None and known.sample < 1:
         parser.error(f"--sample is {known.sample}; it must be at least 1")
-    sys.modules.update(modules())
-    plugins = [] if known.sample is None else [Sample(known.sample, known.seed)]
+    sys.path.insert(0, str(Path(__file__).parent))
     # Its own root, so that no configuration or conftest of this repository is in force.
-    options = [str(known.module), f"--rootdir={known.module.parent}", "-c", "/dev/null", "-p", "no:cacheprovider"]
-    contexts = _pretend() if known.on_cpu else []
-    for context in contexts:
-        context.__enter__()
-    try:
-        return int(pytest.main([*options, *rest], plugins=plugins))
-    finally:
-        for context in reversed(contexts):
-            context.__exit__(None, None, None)
+    options = ["-p", "fa2_tests", str(known.module), f"--rootdir={known.module.parent}", "-c", "/dev/null"]
+    options += ["-p", "no:cacheprovider", f"--seed={known.seed}"]
+    options += [f"--sample={known.sample}"] if known.sample is not None else []
+    options += ["--on-cpu"] if known.on_cpu else []
+    return int(pytest.main([*options, *rest]))
 
 
 if __name__ == "__main__":
