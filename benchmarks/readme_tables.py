@@ -8,14 +8,16 @@ A part stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. NAME is
 committed results lead and where they trail), ``mma-shapes`` (what the mma family's heuristic picks), ``mma-holes``
 (where it has no tile that fits), or ``bench:FILE``: benchmarks/FILE.json as the table that its format has.
 ``bench:FILE/VIEW`` takes another view of it: ``ladder`` and ``founding`` of a file that ``flashlane bench`` or
-founding.py wrote, ``logs`` of that of founding_logs.py, ``roofs`` and ``rows`` of that of blocks_gpu.py. A file that is
-not there leaves a line that says so.
+founding.py wrote, ``logs`` of that of founding_logs.py, ``roofs`` and ``rows`` of that of blocks_gpu.py, ``grid`` (or
+``grid-backward``, ``grid-both``), ``rows`` and ``bars`` of those of hopper_forward.py and hopper_backward.py. A file
+that is not there leaves a line that says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
+import functools
 import itertools
 import json
 import math
@@ -337,7 +339,7 @@ STANDING = {
     "founding": "`mma`, founding shapes",
     "mma_bars": "`mma`, goals",
     "hopper_forward": "`hopper`, forward",
-    "hopper_backward": "`hopper`, backward",
+    "hopper_backward": "`hopper`, {direction}",
     "triton_bars": "`triton`, goals",
     "decode": "`decode`",
 }
@@ -364,15 +366,16 @@ def standing(results: Path) -> str:
         if not path.is_file():
             continue
         result = json.loads(path.read_text(encoding="utf-8"))
-        ratios: dict[str, list[float]] = {}
-        for peer, ratio in pairs(result):
-            word = peer.strip("()")
-            ratios.setdefault(PEERS.get(word, word), []).append(ratio)
+        ratios: dict[tuple[str, str], list[float]] = {}
+        for part, parts_result in directions(result):
+            for peer, ratio in pairs(parts_result):
+                word = peer.strip("()")
+                ratios.setdefault((family.format(direction=part), PEERS.get(word, word)), []).append(ratio)
         devices.append(f"{result['environment']['device']}, {str(result['environment'].get('date'))[:10]}")
-        for peer, found in ratios.items():
+        for who, found in ratios.items():
             mean = math.exp(sum(map(math.log, found)) / len(found))
             figures = (marked(value) for value in (mean, min(found), max(found)))
-            rows.append((family, peer, len(found), sum(ratio > 1 for ratio in found), *figures))
+            rows.append((*who, len(found), sum(ratio > 1 for ratio in found), *figures))
     if not rows:
         return NOT_MEASURED
     head = ("kernels", "against", "problems:", "faster in:", "geometric mean:", "least:", "most:")
@@ -387,6 +390,17 @@ def standing(results: Path) -> str:
             f"{found['failures']} failed ([correctness.json](benchmarks/correctness.json)).\n"
         )
     return text
+
+
+def directions(result: Result) -> Iterable[tuple[str, Result]]:
+    """What is timed together, and a result with its rows only."""
+    names = {"backward": "backward", "both": "forward and backward"}
+    given = dict.fromkeys(row.get("direction") for row in result.get("rows") or ())
+    if not given or not names.keys() >= given.keys():
+        yield "", result
+        return
+    for direction in given:
+        yield names[direction], {**result, "rows": [r for r in result["rows"] if r["direction"] == direction]}
 
 
 def marked(ratio: float) -> str:
@@ -475,6 +489,64 @@ def suite(result: Result) -> str:
     return text + "".join(f"\n{message}\n" for message in result["messages"])
 
 
+HOPPER_PEERS = ("cudnn", "fa4", "fa2", "flex")
+SQUARE = re.compile(r"D(64|128|256) (full|causal) N(\d+) B(\d+) H(\d+)")
+"""A problem of the grid: as many tokens and columns whatever the length and the head dim."""
+
+
+def hopper_name(row: Row) -> str:
+    return str(row.get("name") or row["problem"])
+
+
+def hopper_grid(result: Result, direction: str = "") -> str:
+    """A row a head dim and mask, a column a length: TFLOP/s of ours and of the peers, and the ratio to the fastest."""
+    suffix = f" {direction}" if direction else ""
+    cells: dict[str, dict[int, str]] = {}
+    ratios = []
+    for row in result["rows"]:
+        match = SQUARE.fullmatch(hopper_name(row).removesuffix(suffix) if direction else hopper_name(row))
+        if match is None or (direction and row["direction"] != direction) or not row.get("ratio"):
+            continue
+        rates = [row["tflops"].get(peer) for peer in ("flashlane", *HOPPER_PEERS[:3])]
+        text = " / ".join("–" if rate is None else f"{rate:.0f}" for rate in rates)
+        cells.setdefault(f"D{match[1]} {match[2]}", {})[int(match[3])] = f"{text} **{row['ratio']:.2f}**"
+        ratios.append(row["ratio"])
+    if not ratios:
+        return NOT_MEASURED
+    lengths = sorted({length for row in cells.values() for length in row})
+    lines = [(name, *(row.get(length, "–") for length in lengths)) for name, row in cells.items()]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    text = table(("", *(f"N {length}:" for length in lengths)), lines)
+    return text + f"\nGeometric mean of the {len(ratios)} ratios {mean:.3f}, the least {min(ratios):.3f}.\n"
+
+
+def hopper_rows(result: Result) -> str:
+    """A line a problem that is not of the grid: TFLOP/s of ours and of the peers, and the ratio to the fastest."""
+    rows = [row for row in result["rows"] if row.get("group") not in ("grid", "d256") and row.get("ratio")]
+    rows = [row for row in rows if not SQUARE.fullmatch(hopper_name(row))]
+    peers = [peer for peer in HOPPER_PEERS if any(peer in row["tflops"] for row in rows)]
+    tiles = any(row.get("config") for row in rows)
+    costs = any(row.get("cost") is not None for row in rows)
+    head = ("problem", *(("tile",) if tiles else ()), "flashlane:", *(f"{PEERS.get(p, p)}:" for p in peers), "ratio:")
+    lines = []
+    for row in rows:
+        rates = (number(row["tflops"].get(peer), 0) for peer in ("flashlane", *peers))
+        tile = (str(row.get("config", "")).split(",")[0],) if tiles else ()
+        cost = ("" if row.get("cost") is None else f"{100 * row['cost']:.0f} %",) if costs else ()
+        lines.append((hopper_name(row), *tile, *rates, marked(row["ratio"]), *cost))
+    return table((*head, *(("cost of the order:",) if costs else ())), lines)
+
+
+def hopper_bars(result: Result) -> str:
+    """A line a bar of the whole run."""
+    head = ("bar", "problems:", "asked:", "found:", "")
+    rows = [
+        (bar["bar"], bar["cells"], f"{bar['asked']:g}", number(bar["found"], 3), "met" if bar["met"] else "**missed**")
+        for bar in result["bars"]
+    ]
+    return table(head, rows)
+
+
 def logs(result: Result) -> str:
     """A table a founding log: every line of it, our figures, and the milliseconds that it reports."""
     reported = json.loads((ROOT / "benchmarks" / "founding_reported.json").read_text(encoding="utf-8"))
@@ -558,6 +630,13 @@ VIEWS = {
     "flashlane-triton-bars/": {"": triton_bars},
     "flashlane-ncu-conflicts/": {"": conflicts},
     "flashlane-suite/": {"": suite},
+    "flashlane-hopper-backward/": {
+        "grid-backward": functools.partial(hopper_grid, direction="backward"),
+        "grid-both": functools.partial(hopper_grid, direction="both"),
+        "rows": hopper_rows,
+        "bars": hopper_bars,
+    },
+    "flashlane-hopper-": {"grid": hopper_grid, "rows": hopper_rows},
     "blocks": {"roofs": roofs, "rows": blocks},
 }
 """Start of a file's format -> its views."""

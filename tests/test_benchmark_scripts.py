@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,64 @@ def test_triton_bars_become_a_table(script, tmp_path):
         ["c", "–", "–", "–", "–", "not run"],
     ]
     assert "1 of 3 bars met" in text
+
+
+def hopper_row(name: str, group: str, ours: float, fa4: float, **more: Any) -> dict[str, Any]:
+    direction = name.split()[-1]
+    row = {"name": name, "group": group, "direction": direction, "problem": name, "ratio": ours / fa4, "cost": None}
+    return row | {"tflops": {"flashlane": ours, "fa4": fa4}} | more
+
+
+HOPPER_ROWS = [
+    hopper_row("D64 full N1024 B16 H32 backward", "grid", 400.0, 500.0),
+    hopper_row("D64 full N1024 B16 H32 both", "grid", 450.0, 400.0),
+    hopper_row("D64 full N2048 B8 H32 backward", "grid", 500.0, 400.0),
+    hopper_row("D128 causal N4096 B4 H32/8 backward", "gqa", 300.0, 200.0),
+    hopper_row("D64 full N4096 B4 H32 deterministic backward", "deterministic", 300.0, 400.0, cost=0.125),
+]
+
+
+def test_hopper_results_become_tables(script, tmp_path):
+    bar = {"bar": "least", "cells": 2, "asked": 1.0, "found": 0.8, "met": False}
+    result = {"format": "flashlane-hopper-backward/1", "rows": HOPPER_ROWS, "bars": [bar]}
+    path, tables = write(tmp_path, "hopper_backward", result), script("readme_tables")
+    grid = tables.bench_tables(path, "grid-backward")
+    assert lines_of(grid) == [["D64 full", "400 / – / 500 / – **0.80**", "500 / – / 400 / – **1.25**"]]
+    assert "2 ratios 1.000, the least 0.800" in grid
+    assert lines_of(tables.bench_tables(path, "grid-both")) == [["D64 full", "450 / – / 400 / – **1.12**"]]
+    assert lines_of(tables.bench_tables(path, "rows")) == [
+        ["D128 causal N4096 B4 H32/8 backward", "300", "200", "1.50", ""],
+        ["D64 full N4096 B4 H32 deterministic backward", "300", "400", "**0.75**", "12 %"],
+    ]
+    assert lines_of(tables.bench_tables(path, "bars")) == [["least", "2", "1", "0.800", "**missed**"]]
+    goals = [{"ratios": {"(flex)": 2.0}}]
+    write(tmp_path, "triton_bars", {"format": "flashlane-triton-bars/1", "goals": goals})
+    standing = {tuple(line[:3]): line[3:] for line in lines_of(tables.standing(tmp_path))}
+    assert standing["`hopper`, backward", "FlashAttention-4", "4"][:1] == ["2"]
+    assert standing["`hopper`, forward and backward", "FlashAttention-4", "1"] == ["1", "1.12", "1.12", "1.12"]
+    assert standing["`triton`, goals", "FlexAttention", "1"] == ["1", "2.00", "2.00", "2.00"]
+
+
+def test_hopper_forward_s_other_problems_show_their_tile(script, tmp_path):
+    rows = [
+        {
+            "problem": "D64 full N1024 B16 H32",
+            "config": "256x64",
+            "ratio": 1.2,
+            "tflops": {"flashlane": 6.0, "fa4": 5.0},
+        },
+        {
+            "problem": "D64 full N1024 B16 H32/8",
+            "config": "192x64, x",
+            "ratio": 2,
+            "tflops": {"flashlane": 6, "fa4": 3},
+        },
+    ]
+    path = write(tmp_path, "hopper_forward", {"format": "flashlane-hopper-forward/1", "rows": rows})
+    assert lines_of(script("readme_tables").bench_tables(path, "rows")) == [
+        ["D64 full N1024 B16 H32/8", "192x64", "6", "3", "2.00"]
+    ]
+    assert lines_of(script("readme_tables").bench_tables(path, "grid")) == [["D64 full", "6 / – / 5 / – **1.20**"]]
 
 
 def test_holes_of_the_grid_are_listed(script):
