@@ -95,8 +95,12 @@ def test_heads_take_turns_under_a_causal_mask() -> None:
     causal = problem_of(16384, 16384, heads=32, kv_heads=8, window_right=0, batch=2)
     assert schedule.heads_together(causal, 1) == 64 and schedule.heads_together(causal, 4) == 16
     assert schedule.heads_together(replace(causal, varlen=True), 1) == 32, "of a sequence"
-    short = problem_of(2048, 2048, heads=32, kv_heads=8, window_right=0, batch=9, head_dim=128, head_dim_v=128)
-    assert schedule.heads_together(short, 1) == 128, "1 MiB of keys and values each, times the group"
+    # Groups are equal: 264 times half a MiB of keys and values are 4 groups of 66, times the heads that share them.
+    short = problem_of(1024, 1024, heads=32, kv_heads=8, window_right=0, batch=33, head_dim=128, head_dim_v=128)
+    assert schedule.heads_together(short, 1) == 4 * 66 and schedule.heads_together(short, 4) == 66
+    longer = problem_of(2048, 2048, heads=13, kv_heads=13, window_right=0, batch=8, head_dim=160, head_dim_v=160)
+    assert schedule.heads_together(longer, 1) == 52, "130 MiB in 2 groups, not in 51 + 51 + 2 heads"
+    assert schedule.heads_together(replace(longer, batch=3), 1) == 39, "49 MiB: one group"
     assert schedule.heads_together(problem_of(128, 128, window_right=0, batch=3), 1) == 12, "all there are"
     assert schedule.heads_together(problem_of(16384, 16384), 1) == 1
     assert schedule.heads_together(problem_of(16384, 16384, window_left=100, window_right=0), 1) == 1

@@ -10,7 +10,9 @@ from flashlane.problem import AttentionProblem
 SMS = 132
 """Streaming multiprocessors that the heuristics count on (H100 SXM and H200)."""
 L2_BYTES = 32 << 20
-"""Share of the L2 cache that what heads run together read again may take."""
+"""About how much heads that run together read again; in short sequences no more than stays in the L2 cache."""
+MEDIUM, MEDIUM_BYTES = 2048, 64 << 20
+"""Keys from which on it may be more."""
 LONG = 4096
 """Keys from which on a causal launch has all heads run together."""
 FULL_ENOUGH = 0.8
@@ -82,15 +84,19 @@ def heads_together(problem: AttentionProblem, pack: int) -> int:
 
     The longest tiles of those heads come first. Of long sequences all heads: tiles that run at once are then equally
     long, and those of a head ask for the same keys at about the same time (3 to 9 % of the time at N 4096 to 16384). Of
-    short ones a row of tiles has too many heads for that: as many as fit the L2 cache, so that keys are not read anew.
+    short ones a row of tiles has too many heads for that: keys would be read anew, so heads come in groups. Equal ones:
+    a small last group would begin its longest tiles when all others are done (up to 10 % at N 2048).
     """
     if problem.window_right < 0 or problem.window_left >= 0:
         return 1
     heads = problem.heads // pack * (1 if problem.varlen else problem.batch)
     if problem.seqlen_k >= LONG:
         return heads
-    size = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize)
-    return min(heads, max(1, L2_BYTES // size) * (problem.group // pack))
+    sharing = problem.group // pack
+    size = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    share = MEDIUM_BYTES if problem.seqlen_k >= MEDIUM else L2_BYTES
+    groups = max(1, round(heads // sharing * size / share))
+    return ceil_div(heads // sharing, groups) * sharing
 
 
 def blocks_of(problem: AttentionProblem, row: int, rows: int, pack: int, block_n: int) -> range:

@@ -49,6 +49,9 @@ KEPT = Shape(128, 2, 3, q_in_registers=True)
 KEPT_LATE = Shape(128, 2, 3, q_in_registers=True, late_wait=True)
 KEPT_APART = Shape(128, 2, 2, q_in_registers=True, one_barrier=False)
 LARGE = Shape(64, 2, 2, one_barrier=False)
+DEEP = Shape(64, 2, 3, q_in_registers=True)
+"""Q of 160 or 192 columns in registers makes room for a third stage of short blocks (notebook 0011)."""
+DEEP_APART = Shape(64, 2, 3, q_in_registers=True, one_barrier=False)
 NARROW = Shape(80, 2, 3)
 """Values of 256 columns and narrower keys; longer blocks spill (96) or have their products serialised. Not timed."""
 
@@ -69,10 +72,11 @@ FULL = (
     Row(128, 256, ANY, NARROW),
     Row(160, 160, 1024, Shape(96, 2, 2, q_in_registers=True, one_barrier=False)),
     Row(160, 160, ANY, Shape(64, 3, 2)),
+    Row(192, 128, 1024, replace(DEEP, pingpong=True)),
     Row(192, 128, 2048, Shape(128, 2, 2, pingpong=True, one_barrier=False)),
-    Row(192, 128, ANY, Shape(80, 3, 2)),
-    Row(192, 192, 2048, Shape(80, 2, 2, one_barrier=False)),
-    Row(192, 192, ANY, Shape(112, 2, 2, pingpong=True)),
+    Row(192, 128, ANY, Shape(112, 2, 2)),
+    Row(192, 192, 2048, replace(DEEP_APART, pingpong=True)),
+    Row(192, 192, ANY, DEEP_APART),
     Row(256, 256, 1024, LARGE),
     Row(256, 256, ANY, Shape(64, 2, 2, pingpong=True, one_barrier=False)),
 )
@@ -92,12 +96,11 @@ CAUSAL = (
     Row(128, 128, ANY, MIDDLE),
     Row(128, 256, ANY, NARROW),
     Row(160, 160, 1024, Shape(96, 2, 2, q_in_registers=True, one_barrier=False)),
-    Row(160, 160, 2048, Shape(64, 3, 2)),
-    Row(160, 160, ANY, Shape(112, 2, 2, pingpong=True, one_barrier=False)),
-    Row(192, 128, 2048, Shape(112, 2, 2, q_in_registers=True, late_wait=True)),
-    Row(192, 128, ANY, Shape(112, 2, 2, q_in_registers=True, late_wait=True, one_barrier=False)),
-    Row(192, 192, 1024, Shape(80, 2, 2, one_barrier=False)),
-    Row(192, 192, ANY, Shape(96, 2, 2, one_barrier=False)),
+    Row(160, 160, 2048, DEEP),
+    Row(160, 160, ANY, Shape(64, 3, 3)),
+    Row(192, 128, 1024, DEEP),
+    Row(192, 128, ANY, Shape(64, 3, 2, q_stages=2)),
+    Row(192, 192, ANY, DEEP_APART),
     Row(256, 256, ANY, LARGE),
 )
 LOW = (
