@@ -51,6 +51,13 @@ def problems() -> Iterator[AttentionProblem]:
         yield replace(asked(head_dim, head_dim), deterministic=True)
         yield replace(both, softcap=10.0)
         yield replace(both, **EVERYTHING)
+    for head_dim in (64, 96, 128):  # the last tiles of many equal ones are cut, and all of few
+        heads = 2048 // head_dim
+        many = replace(asked(head_dim, head_dim), heads=heads, kv_heads=heads, batch=4)
+        yield many
+        yield replace(many, batch=1, heads=2, kv_heads=2, **MASKS["causal"])
+    yield replace(many, softcap=10.0)
+    yield replace(many, alibi=True, dtype=torch.float16)
 
 
 def taken() -> list[AttentionProblem]:

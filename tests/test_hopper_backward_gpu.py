@@ -24,7 +24,7 @@ from problems import Case
 from flashlane import flash_attn_func, jit, registry
 from flashlane.backwards import select_backward
 from flashlane.jit import KernelSource
-from flashlane.kernels.hopper import backward_launch
+from flashlane.kernels.hopper import backward_cut, backward_launch
 from flashlane.kernels.hopper.backward import config_of, hopper_backward, supports
 from flashlane.kernels.hopper.backward_launch import Space
 from flashlane.problem import AttentionProblem, Inputs, arch_of
@@ -368,8 +368,8 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[torch.Tensor, 
 
     packing = backward_launch.space_of
 
-    def space_of(rows: Any, config: Any) -> Space:
-        packed = packing(rows, config)
+    def space_of(rows: Any, config: Any, cut: Any) -> Space:
+        packed = packing(rows, config, cut)
         order = enumerate(packed.offsets.items(), start=1)
         space = Space(packed.words + (len(packed.offsets) + 1) * GAP, {n: at + i * GAP for i, (n, at) in order})
         spaces[space.words] = space
@@ -393,12 +393,79 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[torch.Tensor, 
     registry.changed()
 
 
+@pytest.fixture
+def always_cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiles are cut into pieces wherever they may be, as if that cost nothing."""
+    registry.changed()
+    with monkeypatch.context() as patch:
+        for cost in ("START", "JOIN", "ADD", "WORTH"):
+            patch.setattr(backward_cut, cost, 0.0)
+        yield
+    registry.changed()
+
+
+CUT = tuple(Variant(BF16, head_dim, mask=mask) for head_dim in (64, 96, 128) for mask in ("full", "right"))
+CUT += (Variant(F16, 24), Variant(F16, 112, mask="full"), Variant(BF16, 128, 64, "full"), Variant(BF16, 40, 128))
+CUT += tuple(Variant(F16, 128, mask="full", features=(feature,)) for feature in ("softcap", "alibi", "sinks"))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("variant", CUT, ids=str)
+def test_pieces_of_tiles_find_what_whole_ones_do(variant: Variant, always_cut: None) -> None:
+    cut = 0
+    for number in range(DRAWS):
+        item = draw(variant, number)
+        problem, inputs = item.build(variant.dtype, HERE)
+        if refusal(problem) is not None:
+            continue
+        cut += config_of(problem).cut
+        rows, what = item.given(problem, inputs)
+        found = run(problem, rows, what)
+        wrong = complaints(rows, what, found)
+        assert not wrong, f"{item}: {'; '.join(wrong)}"
+        for _ in range(3):
+            assert equal(found, run(problem, rows, what), repeats(problem)), f"{item}: other bits in another run"
+    assert cut >= DRAWS // 4
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_last_of_many_tiles_are_cut(head_dim: int, always_cut: None) -> None:
+    # 504 tiles: three rounds of 132 SMs, and 108 that are left.
+    problem, inputs = dense(1023, head_dim, batch=3, heads=21, kv_heads=21)
+    assert config_of(problem).cut
+    what = given(problem, inputs, torch.randn_like(inputs.q), torch.randn(logs_of(problem, inputs), device=HERE))
+    found = run(problem, inputs, what)
+    assert not (wrong := complaints(inputs, what, found)), wrong
+    for _ in range(20):
+        assert equal(found, run(problem, inputs, what), repeats(problem))
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_pieces_on_several_streams_at_once(always_cut: None) -> None:
+    """Launches share SMs, so that pieces of one tile start far apart."""
+    problem, inputs = dense(1500, 64, batch=1, heads=3, kv_heads=3)
+    what = forwarded(problem, inputs)
+    right = run(problem, inputs, what)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for turn in range(80):
+        with torch.cuda.stream(streams[turn % 4]):
+            found.append(hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse))
+    torch.cuda.synchronize()
+    assert all(equal(right, again, repeats(problem)) for again in found)
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [8, 24, 40, 48, 64, 72, 80, 96, 112, 128, 136, 160, 192, 256])
 def test_no_part_of_a_calls_memory_is_written_past_its_end(
-    head_dim: int, deterministic: bool, apart: list[tuple[torch.Tensor, Space]]
+    head_dim: int, deterministic: bool, apart: list[tuple[torch.Tensor, Space]], always_cut: None
 ) -> None:
     problem, inputs = dense(300, head_dim, causal=True, deterministic=deterministic)
     run(problem, inputs, forwarded(problem, inputs))

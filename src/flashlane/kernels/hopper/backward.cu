@@ -20,6 +20,9 @@
 // tile run under the stores of the one before. DETERMINISTIC: the tiles add to a block of queries in their order. Each
 // walks the queries in the direction in which the tiles before it arrive there earlier: with a causal mask, backwards.
 //
+// CUT: the last tiles are cut along their queries into pieces, so that all SMs get done at about the same time. All but the
+// last piece of a tile leave their dK and dV in device memory, where the last one adds them to its own, in their order.
+//
 // FINISH_INSIDE: who makes the last addition to a part of dQ puts it into a queue, from which any idle warp of the launch
 // takes it and writes dQ, under the products of the others. Else backward_finish.cu does it.
 #include "hopper_backward_finisher.cuh"
@@ -52,6 +55,7 @@ constexpr int CONSUMER_ARRIVALS = 4 * CONSUMERS * WARP_ARRIVALS;
 constexpr bool BACKWARDS = cfg::DETERMINISTIC && cfg::HAS_RIGHT;
 static_assert(!cfg::DIRECT || !cfg::DETERMINISTIC, "the adders keep the order");
 static_assert(cfg::DETERMINISTIC || !cfg::FINISH_INSIDE, "only an order tells which addition is the last");
+static_assert(!cfg::CUT || !(cfg::DETERMINISTIC || cfg::VARLEN), "a turn is a tile's, and the tiles are counted before");
 static_assert(DQ_EMPTY + 8 * CONSUMERS == cfg::SHARED_BYTES, "the Python formula disagrees");
 enum { TOGETHER = 1, ALL = 3 };                           // named barriers: one a consumer, and of both
 
@@ -69,6 +73,19 @@ struct Work {
     __device__ __forceinline__ int steps() const { return max(0, queries.high - queries.low) * group; }
 };
 
+// The steps of a tile that are made: begin <= step < end.
+struct Steps {
+    int begin, end;
+
+    __device__ __forceinline__ Steps(const Params& p, const Place& place, int all) : begin(0), end(all) {
+        if (cfg::CUT && place.piece > 0) {
+            const int piece = (place.piece - 1) % p.pieces;
+            begin = all * piece / p.pieces, end = all * (piece + 1) / p.pieces;
+        }
+    }
+    __device__ __forceinline__ int count() const { return end - begin; }
+};
+
 // What the producer announces of a tile, 16 bytes each.
 struct TileKeys {
     int first, length, shift, steps;                      // first key of the tile; keys of its sequence
@@ -82,7 +99,7 @@ enum { NO_BLOCK = -1, NO_MORE = -2 };                     // parts of dQ that ar
 
 __device__ __forceinline__ Place tile_place(u32 base, u32 slot) {
     const int4 x = load_shared_int4(base + TILES + TILE_BYTES * slot);
-    return {x.x, x.y, x.z, 0};
+    return {x.x, x.y, x.z, x.w};
 }
 __device__ __forceinline__ TileKeys tile_keys(u32 base, u32 slot) {
     const int4 x = load_shared_int4(base + TILES + TILE_BYTES * slot + 16);
@@ -100,11 +117,11 @@ struct Producer {
     const u32 base;
     u32 tiles = 0, full_tiles = 0, steps = 0;             // announced so far; full: with steps
 
-    __device__ __forceinline__ void announce(const Place& place, const Work& work) {
+    __device__ __forceinline__ void announce(const Place& place, const Work& work, const Steps& made) {
         const u32 slot = tiles % TILE_SLOTS, at = base + TILES + TILE_BYTES * slot;
         barrier_wait(base + TILE_EMPTY + 8 * slot, tiles / TILE_SLOTS % 2 ^ 1);
-        store_shared(at, make_uint4(place.block, place.head, place.batch, 0));
-        store_shared(at + 16, make_uint4(work.first_key, work.sequence.k_length, work.sequence.shift, work.steps()));
+        store_shared(at, make_uint4(place.block, place.head, place.batch, place.piece));
+        store_shared(at + 16, make_uint4(work.first_key, work.sequence.k_length, work.sequence.shift, made.count()));
         barrier_arrive(base + TILE_FULL + 8 * slot);
         ++tiles;
     }
@@ -136,17 +153,19 @@ struct Producer {
         load<QK_CHUNKS>(p.k, K + k * K_BYTES, KEYS_CHUNK, base + K_FULL + 8 * k, row, work.kv_head, batch);
     }
 
-    __device__ __forceinline__ void load_tile(const Work& work) {
+    __device__ __forceinline__ void load_tile(const Work& work, const Steps& made) {
         const Sequence& sequence = work.sequence;
         const int blocks = work.queries.high - work.queries.low;
-        if (blocks <= 0) return;
+        if (made.count() <= 0) return;
         order_part(NO_BLOCK), ++full_tiles;
         bool first = true;
         const int end = (work.kv_head + 1) * work.group;
-        for (int head = end - work.group; head < end; ++head) {
+        int i = cfg::CUT ? made.begin % blocks : 0, left = made.count();
+        for (int head = end - work.group + (cfg::CUT ? made.begin / blocks : 0); cfg::CUT ? left > 0 : head < end; ++head, i = 0) {
             const long long stat = stat_block(p, sequence, work.which, head);
 #pragma unroll 1
-            for (int i = 0; i < blocks; ++i, ++steps) {
+            for (; i < blocks; ++i, ++steps) {
+                if (cfg::CUT && left-- == 0) return;
                 const int block = BACKWARDS ? work.queries.high - 1 - i : work.queries.low + i, query = block * BLOCK_M;
                 const int row = sequence.q_first + query;
                 u32 slot = steps % Q_STAGES, full = base + Q_FULL + 8 * slot;
@@ -173,16 +192,17 @@ struct Producer {
 
     __device__ __forceinline__ void run() {
         wait_prerequisites();
-        Finder finder;
+        Finder<cfg::CUT> finder;
         while (true) {
             // Late, as who is done first takes the next; and never a tile of one's own, which might wait for an SM while
             // others that have theirs wait for the tile.
             const Place place = finder.find(p, atomicAdd(p.counters + TILES_TAKEN, 1), BLOCK_N);
             const Work work(p, place.batch < 0 ? Place{0, 0, 0, 0} : place);
+            const Steps made(p, place, work.steps());
             if (place.batch < 0) order_part(NO_MORE);
-            announce(place, work);
+            announce(place, work, made);
             if (place.batch < 0) return;
-            load_tile(work);
+            load_tile(work, made);
         }
     }
 };
@@ -429,6 +449,54 @@ struct Consumer {
                                work.kv_head * head, row, work.sequence.k_length - first, factor);
     }
 
+    // ---- pieces of a tile
+
+    // Where a piece leaves dK and dV; a thread's four by four, so that a warp's are 512 bytes in a row.
+    __device__ __forceinline__ float4* partial(int tile, int piece) const {
+        constexpr int VECTORS = (HEAD_DIM + HEAD_DIM_V) / 8;
+        const long long at = (static_cast<long long>(tile) * (p.pieces - 1) + piece) * CONSUMERS + number;
+        return reinterpret_cast<float4*>(p.partials) + at * (VECTORS * WARPGROUP) + threadIdx.x % WARPGROUP;
+    }
+    template <int N>
+    __device__ __forceinline__ static void leave(float4*& to, const float (&d)[N]) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4, to += WARPGROUP) __stcg(to, make_float4(d[i], d[i + 1], d[i + 2], d[i + 3]));
+    }
+    template <int N>
+    __device__ __forceinline__ static void fetch(const float4*& from, float (&d)[N]) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4, from += WARPGROUP) {
+            const float4 x = __ldcg(from);
+            d[i] += x.x, d[i + 1] += x.y, d[i + 2] += x.z, d[i + 3] += x.w;
+        }
+    }
+    // True when dK and dV are complete: of a piece that is not its tile's last they are left for that one.
+    __device__ __forceinline__ bool join(int number_of_all) {
+        if (number_of_all == 0) return true;
+        const int tile = (number_of_all - 1) / p.pieces, piece = (number_of_all - 1) % p.pieces, last = p.pieces - 1;
+        int* const arrived = p.counters + COUNTERS + tile * CONSUMERS + number;
+        const bool first = threadIdx.x % WARPGROUP == 0;
+        if (piece < last) {
+            float4* to = partial(tile, piece);
+            leave(to, dk), leave(to, dv);
+            named_sync(TOGETHER + number, WARPGROUP);
+            if (first) __threadfence(), atomicAdd(arrived, 1);  // releases what all threads left
+            return false;
+        }
+        // Pieces are taken in their order, so that those before this one have their SMs, or are done.
+        if (first) {
+            const Patience patience;
+            while (load_acquire(arrived) != last) patience.spend();
+        }
+        named_sync(TOGETHER + number, WARPGROUP);
+#pragma unroll 1
+        for (int i = 0; i < last; ++i) {
+            const float4* from = partial(tile, i);
+            fetch(from, dk), fetch(from, dv);
+        }
+        return true;
+    }
+
     __device__ __forceinline__ void sum_tile(int steps) {
         wait<K_STAGES>(K_FULL, full_tiles());
         wait<V_STAGES>(V_FULL, full_tiles());
@@ -479,9 +547,11 @@ struct Consumer {
             for (int i = 0; i < HEAD_DIM_V / 2; ++i) dv[i] = 0.f;
             const int steps = uniform(tile_keys(base, slot).steps);
             if (steps > 0) sum_tile(steps);
-            const Work work(p, tile_place(base, slot));
+            const Place place = tile_place(base, slot);
+            const Work work(p, place);
             __syncwarp();
             arrive(TILE_EMPTY, slot);
+            if (cfg::CUT && !join(uniform(place.piece))) continue;
             store_keys<HEAD_DIM_V>(dv, work, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
             store_keys<HEAD_DIM>(dk, work, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
         }

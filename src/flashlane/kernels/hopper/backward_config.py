@@ -170,6 +170,8 @@ class BackwardConfig(GradientConfig):
     """dS is announced when the products after it are under way: the fence before waits for its stores."""
     finish_inside: bool = False
     """Deterministic: idle warps of the launch make dQ from its sums as soon as they are complete, no other launch."""
+    cut: bool = False
+    """Tiles may be cut into pieces (``backward_cut.py``)."""
 
     block_n: ClassVar[int] = CHUNK * CONSUMERS
     """Keys of a block of threads."""
@@ -225,6 +227,7 @@ class BackwardConfig(GradientConfig):
             "FINISH_INSIDE": self.finish_inside,
             "DIRECT": self.direct,
             "LATE": self.late,
+            "CUT": self.cut,
             "SHARED_BYTES": self.shared_memory,
         }
         parts = (*PARTS, SUMS, "backward_finisher")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from flashlane.kernels.hopper.backward_config import BackwardConfig
+from flashlane.kernels.hopper.backward_cut import Cut, cut_of
 from flashlane.kernels.hopper.backward_launch import (
     GradientPlan,
     Launch,
@@ -32,19 +33,23 @@ class FusedPlan(GradientPlan[BackwardConfig]):
     def __init__(
         self, config: BackwardConfig, problem: AttentionProblem, q_shape: torch.Size, k_shape: torch.Size, device: int
     ) -> None:
+        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         super().__init__(config, problem, q_shape, k_shape, device)
         self.key_blocks = -(-problem.seqlen_k // self.config.block_n)
         self.tiles = self.key_blocks * problem.kv_heads * problem.batch
         # At most a block an SM. Of a varlen call, whose tiles are counted on the GPU, perhaps fewer have work.
-        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self.grid = min(self.sms, self.tiles)
+        self.grid = min(self.sms, self.tiles + self.cut.partials)
+
+    def cutting(self) -> Cut:
+        return cut_of(self.problem, self.config, self.sms) if self.config.cut else Cut()
 
     def launches(self, tensors: Tensors, small: Small) -> Iterator[Launch]:
         problem, config, rows = self.problem, self.config, self.rows
         prepare, gradients, *finish = self.functions
-        yield rows.launch(prepare, tensors)
+        yield rows.launch(prepare, tensors, self.cut.arrivals)
         params = gradient_params(problem, rows, tensors, small)
         params.blocks, params.tiles = self.key_blocks, self.tiles
+        params.uncut, params.pieces = self.tiles - self.cut.tiles, self.cut.pieces
         params.heads_together = heads_together(problem, self.key_blocks, self.sms)
         grid, boxes = (self.grid, 1, 1), (config.block_m, config.block_n)
         yield Launch(gradients, grid, config.threads, params, config.shared_memory, overlapped=True, boxes=boxes)

@@ -15,6 +15,7 @@ import torch
 from flashlane import jit
 from flashlane.jit import launch, tensormap
 from flashlane.kernels.hopper.backward_config import CONSUMERS, GradientConfig
+from flashlane.kernels.hopper.backward_cut import Cut
 from flashlane.kernels.hopper.config import ARCH, CHUNK
 from flashlane.kernels.params import LOG2_E
 from flashlane.problem import AttentionProblem, Inputs
@@ -33,10 +34,11 @@ KINDS_KEPT = 16
 
 _MAPS = ("q", "k", "v", "dout")
 _POINTERS = ("lse", "delta", "dq", "dk", "dv", "alibi", "cu_q", "cu_k", "states", "queue", "dq_out", "counters")
+_POINTERS += ("partials",)
 _STRIDES = tuple(f"{name}_{axis}" for name in ("dk", "dv", "dq") for axis in ("batch", "row", "head"))
 _STRIDES += ("alibi_batch",)
 _INTEGERS = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "window_left", "window_right", "bottom_right")
-_INTEGERS += ("stat_blocks", "blocks", "heads_together", "tiles")
+_INTEGERS += ("stat_blocks", "blocks", "heads_together", "tiles", "uncut", "pieces")
 
 
 class BackwardParams(ctypes.Structure):
@@ -62,7 +64,7 @@ class PrepareParams(ctypes.Structure):
         *((f"{name}_{axis}", ctypes.c_longlong) for name in ("out", "dout", "dq") for axis in ("batch", "row", "head")),
         *((name, ctypes.c_longlong) for name in ("lse_batch", "lse_head", "dlse_batch", "dlse_head")),
         *((name, ctypes.c_int) for name in ("heads", "seqlen_q", "stat_blocks", "blocks", "seqlen_k")),
-        *((name, ctypes.c_int) for name in ("window_left", "window_right", "bottom_right")),
+        *((name, ctypes.c_int) for name in ("window_left", "window_right", "bottom_right", "arrivals")),
     )
 
 
@@ -139,12 +141,13 @@ class Rows:
         """Of all heads and sequences."""
         self.grid = self.blocks, problem.heads, problem.batch
 
-    def launch(self, prepare: jit.Function, tensors: Tensors) -> Launch:
-        """The launch that makes the statistics, and sets what dQ is summed with to its first values."""
+    def launch(self, prepare: jit.Function, tensors: Tensors, arrivals: int = 0) -> Launch:
+        """The launch that makes the statistics, and sets counters and sums of dQ to their first values."""
         problem = self.problem
         params = PrepareParams(
-            heads=problem.heads, seqlen_q=problem.seqlen_q, stat_blocks=self.stat_blocks, blocks=self.blocks
-        )
+            heads=problem.heads, seqlen_q=problem.seqlen_q, stat_blocks=self.stat_blocks, blocks=self.blocks,
+            arrivals=arrivals,
+        )  # fmt: skip
         set_mask(params, problem)
         for name, tensor in (("out", tensors.out), ("dout", tensors.do), ("dq", tensors.dq)):
             step(params, name, ("batch", "row", "head"), axes(tensor, problem))
@@ -194,7 +197,8 @@ class GradientPlan(ABC, Generic[Config]):
         self.rows = Rows(problem, q_shape, self.config.block_m)
         self.idle: dict[Kind, list[Call]] = {}
         """Calls that no thread is enqueueing."""
-        self.space = space_of(self.rows, self.config)
+        self.cut = self.cutting()
+        self.space = space_of(self.rows, self.config, self.cut)
         shapes = q_shape, k_shape, (*k_shape[:-1], problem.head_dim_v)
         self.gradients = tuple((tuple(shape), launch.packed(shape)) for shape in shapes)
         """Shapes and strides of dq, dk and dv."""
@@ -204,6 +208,10 @@ class GradientPlan(ABC, Generic[Config]):
         make = launch.allocator(q.device)
         made = tuple(make(shape, stride, q.dtype) for shape, stride in self.gradients)
         return tuple(map(torch.Tensor.zero_, made)) if self.problem.varlen else made
+
+    def cutting(self) -> Cut:
+        """How tiles are cut into pieces, of designs that do."""
+        return Cut()
 
     @abstractmethod
     def launches(self, tensors: Tensors, small: Small) -> Iterable[Launch]:
@@ -239,13 +247,14 @@ class Space:
     offsets: dict[str, int]
 
 
-def space_of(rows: Rows, config: GradientConfig) -> Space:
-    """Statistics, sums of dQ, and what counts additions to them, of the designs that have them."""
+def space_of(rows: Rows, config: GradientConfig, cut: Cut) -> Space:
+    """Statistics, sums of dQ, what counts additions to them, and pieces' dK and dV, of the designs that have them."""
     sizes = {"lse": rows.stats * rows.block_m, "delta": rows.stats * rows.block_m}
     if config.sum_floats:
         # The launch that sums dQ takes its tiles by a counter, and may finish parts from a queue.
         sizes |= {"dq": rows.stats * config.sum_floats, "states": rows.stats * STATE_INTS * config.deterministic}
-        sizes |= {"counters": COUNTERS, "queue": CONSUMERS * rows.stats * config.finish_inside}
+        sizes |= {"counters": COUNTERS + cut.arrivals, "queue": CONSUMERS * rows.stats * config.finish_inside}
+        sizes |= {"partials": cut.partials * CONSUMERS * CHUNK * (config.head_dim + config.head_dim_v)}
     offsets, words = {}, 0
     for name, size in sizes.items():
         if size:

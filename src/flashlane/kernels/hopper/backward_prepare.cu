@@ -26,6 +26,7 @@ struct Params {
     long long lse_batch, lse_head, dlse_batch, dlse_head;
     int heads, seqlen_q, stat_blocks, blocks;  // blocks: of the longest sequence
     int seqlen_k, window_left, window_right, bottom_right;  // DETERMINISTIC: what the backward kernel knows of the mask
+    int arrivals;                  // further counters
 };
 
 // Products of two packed elements, summed in f32.
@@ -58,7 +59,8 @@ __device__ __forceinline__ void begin_sums(const Params& p, const Rows& rows, in
 
 // By one warp of the launch.
 __device__ __forceinline__ void begin_counters(const Params& p) {
-    if (threadIdx.x < COUNTERS && threadIdx.x != PARTS_ALL) p.counters[threadIdx.x] = 0;
+    for (int i = threadIdx.x; i < COUNTERS + p.arrivals; i += WARP)
+        if (i != PARTS_ALL) p.counters[i] = 0;
     if constexpr (cfg::FINISH_INSIDE) {
         int blocks = 0;                                   // of queries that any keys are added to
         for (int i = threadIdx.x; i < gridDim.z; i += WARP)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashlane.kernels.hopper.backward_config import BackwardConfig
+from flashlane.kernels.hopper.backward_cut import cut_of
+from flashlane.kernels.hopper.schedule import SMS
 from flashlane.problem import AttentionProblem
 
 SHORT = 1024
@@ -30,4 +32,4 @@ def pick(problem: AttentionProblem) -> BackwardConfig:
     tile = BackwardConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m, direct=direct, late=wide)
     if not wide:  # there is room for the next tile's keys
         tile = replace(tile, k_stages=2, v_stages=2, finish_inside=problem.deterministic)
-    return tile.specialised(problem)
+    return replace(tile, cut=cut_of(problem, tile, SMS).pieces > 1).specialised(problem)

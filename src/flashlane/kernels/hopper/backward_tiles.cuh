@@ -20,7 +20,8 @@ struct Params {
     BlockState* states;            // DETERMINISTIC: of blocks of queries
     int* queue;                    // FINISH_INSIDE: parts of dQ whose sums are complete, in that order; 0 before a launch
     void* dq_out;                  // (batch, row, head, column)
-    int* counters;                 // see Counters; 0 before a launch
+    int* counters;                 // see Counters, and with CUT what arrived of each cut tile; 0 before a launch
+    float* partials;               // CUT: dK and dV of the pieces of tiles but the last
     long long dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, dq_batch, dq_row, dq_head;  // in elements
     long long alibi_batch;
     int batch, heads, kv_heads;
@@ -31,13 +32,15 @@ struct Params {
     int blocks;                    // of keys (or of queries, where blocks of threads have those) of the longest sequence
     int heads_together;            // heads whose operands fit the L2 cache at once
     int tiles;                     // of the launch (not VARLEN)
+    int uncut, pieces;             // CUT: tiles that are not cut, which come first; pieces that each of the others has
     float scale, scale_log2;       // scale · log2(e)
     float softcap_in, softcap_log2;  // 2 · log2(e) · scale / softcap; softcap · log2(e)
 };
 
-// A tile of the launch: a block of keys (or queries) of a head of a sequence; batch −1: no tile is left.
+// A tile of the launch: a block of keys (or queries) of a head of a sequence; batch −1: no tile is left. Of a cut tile a
+// piece: one more than its number among the pieces of all; 0: all of a tile.
 struct alignas(16) Place {
-    int block, head, batch, unused;
+    int block, head, batch, piece;
 };
 
 // The tile of an index among those of heads with `blocks` each; `batch` and `head` are one number still. Without a mask
@@ -57,14 +60,20 @@ __device__ __forceinline__ Place place_of(const Params& p, int heads, bool desce
 }
 
 // Finds the tile of an index, for a thread whose indices only grow; a tile is `keys` keys.
+template <bool CUT = false>
 struct Finder {
     int batch = 0, before = 0;
 
     __device__ __forceinline__ Place find(const Params& p, int index, int keys) {
         if constexpr (!cfg::VARLEN) {
-            if (index >= p.tiles) return {0, 0, -1, 0};
-            Place place = place_at(p, index, p.kv_heads * p.batch, p.blocks, false);
-            place.batch = place.head / p.kv_heads, place.head -= place.batch * p.kv_heads;
+            int tile = index, piece = 0;
+            if (CUT && index >= p.uncut) {
+                piece = index - p.uncut + 1;
+                tile = p.uncut + (index - p.uncut) / p.pieces;
+            }
+            if (tile >= p.tiles) return {0, 0, -1, 0};
+            Place place = place_at(p, tile, p.kv_heads * p.batch, p.blocks, false);
+            place.batch = place.head / p.kv_heads, place.head -= place.batch * p.kv_heads, place.piece = piece;
             return place;
         } else {
             for (; batch < p.batch; ++batch) {
