@@ -219,13 +219,21 @@ def bench_tables(path: Path, view: str = "") -> str:
         raise ValueError(f"{path.name} has format {kind!r}; it must be a file that flashlane bench wrote")
     if view not in views:
         raise ValueError(f"{path.name} has no view {view!r}; it may be one of {', '.join(map(repr, views))}")
-    return f"{measured_on(result['environment'])}\n{views[view](result)}"
+    return f"{measured_on(result['environment'])}{other_runs(result)}\n{views[view](result)}"
 
 
 def measured_on(where: Mapping[str, Any]) -> str:
     """Device, versions, commit and day on one line."""
     versions = ", ".join(f"{name} {where[name]}" for name in VERSIONS if where.get(name))
     return f"{where['device']}; {versions}; commit {where.get('commit')}, {str(where.get('date'))[:10]}.\n"
+
+
+def other_runs(result: Result) -> str:
+    """How many rows are of runs at other commits, where a file joins several."""
+    last = result["environment"].get("commit")
+    commits = [row["commit"] for row in result.get("rows") or () if row.get("commit", last) != last]
+    counts = (f"{commits.count(commit)} at commit {commit}" for commit in dict.fromkeys(commits))
+    return f"Rows of earlier runs: {', '.join(counts)}.\n" if commits else ""
 
 
 def by_problem(result: Result) -> dict[str, list[Row]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashlane.kernels.hopper import backward_launch, backward_shapes
@@ -86,6 +86,7 @@ def test_memory_for_pieces_is_bounded_and_has_its_place() -> None:
             assert sizes["counters"] >= backward_launch.COUNTERS + 2 * found.tiles
 
 
+@settings(deadline=None)
 @given(
     tiles=st.integers(1, 300),
     last=st.integers(0, 300),

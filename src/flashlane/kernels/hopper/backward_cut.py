@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from flashlane.kernels.hopper.backward_config import CONSUMERS, BackwardConfig
 from flashlane.problem import AttentionProblem
 
-MOST = 8
-"""Pieces of a tile."""
+MOST = 4
+"""Pieces of a tile; with more, each begins and ends for too few steps (notebook 0011)."""
 START, JOIN, ADD = 2.0, 1.5, 1.0
 """Steps that it takes to begin and end a piece, to wait for the others' arrival, and to add what one of them made."""
 WORTH = 0.01

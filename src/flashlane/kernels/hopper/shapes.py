@@ -1,7 +1,8 @@
 """Tiles of the Hopper forward kernel as data: which configuration a head dim, a mask and a length get.
 
-The rows were timed on an H200 (docs/notebook/0003-hopper-forward.md), but for those that say otherwise. Of a mask's
-table the first row that is large enough for both the head dims (of v, one slice's) and the number of keys decides.
+The rows were timed on an H200 (docs/notebook/0003-hopper-forward.md, 0008, 0011), but for those that say otherwise. Of
+a mask's table the first row that is large enough for both the head dims (of v, one slice's) and the number of keys
+decides.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ KEPT_LATE = Shape(128, 2, 3, q_in_registers=True, late_wait=True)
 KEPT_APART = Shape(128, 2, 2, q_in_registers=True, one_barrier=False)
 LARGE = Shape(64, 2, 2, one_barrier=False)
 DEEP = Shape(64, 2, 3, q_in_registers=True)
-"""Q of 160 or 192 columns in registers makes room for a third stage of short blocks (notebook 0011)."""
+"""Short blocks in three stages; Q of 160 or 192 columns in registers, so that S reads only keys from shared memory."""
 DEEP_APART = Shape(64, 2, 3, q_in_registers=True, one_barrier=False)
 NARROW = Shape(80, 2, 3)
 """Values of 256 columns and narrower keys; longer blocks spill (96) or have their products serialised. Not timed."""
