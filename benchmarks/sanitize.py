@@ -103,6 +103,9 @@ def backward_cases() -> Iterator[BackwardCase]:
         yield BackwardCase("sinks", *where, sinks=True)
         yield BackwardCase("varlen", *where, packed, {"causal": True})
         yield BackwardCase("deterministic", *where, asked={"deterministic": True})
+        if head_dim <= 128:
+            yield BackwardCase("pieces of tiles", *where, ((700, 300),))
+            yield BackwardCase("pieces of tiles, causal", *where, ((300, 300),), {"causal": True})
         yield BackwardCase("everything", *where, packed, everything, True, True)
 
 

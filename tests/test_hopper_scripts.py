@@ -15,6 +15,7 @@ import torch
 from flashlane import backwards, bench, registry
 from flashlane.bench.results import Results, Row, Skipped
 from flashlane.bench.timing import summarise
+from flashlane.kernels.hopper.backward import config_of
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -304,6 +305,8 @@ def test_every_feature_of_the_backward_is_sanitized(scripts: Any) -> None:
             assert any(getattr(p, name) for p in problems) and not all(getattr(p, name) for p in problems), name
         assert any(p.window_left >= 0 and not p.causal for p in problems) and all(p.group == 2 for p in problems)
         assert any(p.softcap and p.alibi and p.sinks and p.varlen and p.deterministic for p in problems)
+        cut = [p.causal for p in problems if getattr(config_of(p.on("sm_90a")), "cut", False)]
+        assert set(cut) == ({False, True} if head_dim <= 128 else set())
 
 
 def test_the_backward_is_run_and_judged(
