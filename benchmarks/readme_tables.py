@@ -555,6 +555,42 @@ def hopper_bars(result: Result) -> str:
     return table(head, rows)
 
 
+def decoding(result: Result) -> str:
+    """A line a cell: our time and share of the copy rate, the peers' times, and whether its bars were met."""
+    cells: dict[str, dict[str, Row]] = {}
+    for row in result["rows"]:
+        if row["check"] == "ok" and row.get("microseconds"):
+            cells.setdefault(row["cell"], {})[row["tag"]] = row
+    bars = {bar["cell"]: bar for bar in result["bars"]}
+    peers = list(dict.fromkeys(tag for rows in cells.values() for tag in rows if tag.startswith("(")))
+    head = (
+        "cell",
+        "µs:",
+        "of the copy rate:",
+        *(f"{PEERS.get(p.strip('()'), p)}, µs:" for p in peers),
+        "× the best:",
+        "",
+    )
+    lines = []
+    for cell, rows in cells.items():
+        ours = min(
+            (row for tag, row in rows.items() if tag not in peers), key=lambda row: row["microseconds"], default=None
+        )
+        if ours is None:
+            continue
+        times = [rows[peer]["microseconds"] if peer in rows else None for peer in peers]
+        best = min((time for time in times if time), default=None)
+        missed = ", ".join(bar.split(", wanted ")[-1] for bar in bars.get(cell, {}).get("missed", ()))
+        lines.append((
+            cell, number(ours["microseconds"], 1), f"{100 * ours['share']:.1f} %", *(number(time, 1) for time in times),
+            marked(best / ours["microseconds"]) if best else "–", f"**missed** {missed}" if missed else "",
+        ))  # fmt: skip
+    met = sum(len(bar["bars"]) - len(bar["missed"]) for bar in bars.values())
+    every = sum(len(bar["bars"]) for bar in bars.values())
+    rate = f"Copy rate in the same run: {result['copy_gigabytes_per_second']:.0f} GB/s.\n\n"
+    return rate + table(head, lines) + f"\n{met} of {every} bars met.\n"
+
+
 def logs(result: Result) -> str:
     """A table a founding log: every line of it, our figures, and the milliseconds that it reports."""
     reported = json.loads((ROOT / "benchmarks" / "founding_reported.json").read_text(encoding="utf-8"))
@@ -638,6 +674,7 @@ VIEWS = {
     "flashlane-triton-bars/": {"": triton_bars},
     "flashlane-ncu-conflicts/": {"": conflicts},
     "flashlane-suite/": {"": suite},
+    "flashlane-decode/": {"": decoding},
     "flashlane-hopper-backward/": {
         "grid-backward": functools.partial(hopper_grid, direction="backward"),
         "grid-both": functools.partial(hopper_grid, direction="both"),

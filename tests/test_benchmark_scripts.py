@@ -240,6 +240,25 @@ def test_hopper_forward_s_other_problems_show_their_tile(script, tmp_path):
     assert lines_of(script("readme_tables").bench_tables(path, "grid")) == [["D64 full", "6 / – / 5 / – **1.20**"]]
 
 
+def test_decode_results_become_a_table(script, tmp_path):
+    def row(cell: str, tag: str, us: float | None, check: str = "ok") -> dict[str, Any]:
+        return {"cell": cell, "tag": tag, "microseconds": us, "share": 0.5, "check": check}
+
+    rows = [row("a", "decode(split-kv)", 10.0), row("a", "(cudnn)", 12.0), row("b", "decode(split-kv)", 20.0)]
+    rows += [row("b", "(cudnn)", 5.0, "wrong"), row("c", "(cudnn)", 1.0), row("d", "decode(split-kv)", None)]
+    bars = [{"cell": "a", "bars": ["1.20 x the best peer, wanted 1"], "missed": []}]
+    bars += [
+        {"cell": "b", "bars": ["50% of the copy rate, wanted 92%"], "missed": ["50% of the copy rate, wanted 92%"]}
+    ]
+    result = {"format": "flashlane-decode/1", "rows": rows, "bars": bars, "copy_gigabytes_per_second": 4280.4}
+    text = script("readme_tables").bench_tables(write(tmp_path, "decode", result))
+    assert lines_of(text) == [
+        ["a", "10.0", "50.0 %", "12.0", "1.20", ""],
+        ["b", "20.0", "50.0 %", "–", "–", "**missed** 92%"],
+    ]
+    assert "4280 GB/s" in text and "1 of 2 bars met" in text
+
+
 def test_holes_of_the_grid_are_listed(script):
     lines = lines_of(script("readme_tables").hole_table())
     assert all(line[1].startswith("split-q+tiling-qk") and line[4].endswith(" to 1024") for line in lines)
