@@ -57,10 +57,10 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
     for loop in loops:
         products = sum(op.startswith("HGMMA") for op in loop)
         assert products == -(-what.head_dim // 16) + what.block_n // 16
-        # Nothing in the steady loop goes to local memory, and descriptors stay in uniform registers (but for one where
-        # Q takes most of the others).
+        # Nothing in the steady loop goes to local memory, and descriptors stay in uniform registers (but for one of the
+        # many that 12 steps over D 192 take).
         assert not [op for op in loop if op.startswith(("LDL", "STL"))]
-        assert sum(op.startswith("R2UR") for op in loop) <= (what.q_in_registers and what.head_dim == 192)
+        assert sum(op.startswith("R2UR") for op in loop) <= (what.head_dim == 192)
         # A consumer waits for no memory but its own block's.
         assert not [op for op in loop if op.startswith(("MEMBAR.ALL.GPU", "CCTL", "ERRBAR"))]
 
