@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 
@@ -271,10 +272,9 @@ def test_product_strides_are_checked():
 
 
 def gemm_points():
-    for arch in ARCHITECTURES:
-        for operands in gemm.OPERANDS:
-            for layout in gemm.LAYOUTS:
-                yield gemm.default_config(8192, 8192, operands[1], arch, 132), operands, layout, arch
+    for turn, (operands, layout) in enumerate(itertools.product(gemm.OPERANDS, gemm.LAYOUTS)):
+        for arch in {"sm_90a", ARCHITECTURES[turn % len(ARCHITECTURES)]}:
+            yield gemm.default_config(8192, 8192, operands[1], arch, 132), operands, layout, arch
     for config in gemm.CONFIGS.values():
         for operands in gemm.OPERANDS[:2]:
             if gemm.fits(config, operands[1], "sm_90a"):
@@ -338,7 +338,7 @@ def softmax_points():
         row_softmax.softmax_config(variant, dtype, columns)
         for variant in row_softmax.VARIANTS.values()
         for dtype in common.DTYPES
-        for columns in (100, 1000, 2100, 8000)
+        for columns in ((100, 2100) if dtype == "f16" else (1000, 8000))
     }
     return sorted(found, key=str)
 
