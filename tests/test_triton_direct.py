@@ -102,6 +102,23 @@ def test_an_error_is_raised_but_for_a_thread_without_a_context(driver: Driver) -
         made(tensors, 0)
 
 
+def test_a_kernel_that_is_tritons_to_launch_is_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(launch.DirectLaunch, "of", lambda *given: asked.append(None))
+    kernel = launch.Launch(None, (1,), ARGUMENTS, {})
+    kernel.compiled = compiled()
+    assert not kernel._enqueued({}, 0) and not kernel._enqueued({}, 0)
+    assert len(asked) == 1
+
+
+def test_a_launch_is_made_once_and_used_again(driver: Driver) -> None:
+    kernel = launch.Launch(None, (2, 3), ARGUMENTS, {})
+    kernel.compiled = compiled()
+    for _ in range(3):
+        assert kernel._enqueued({"q": torch.zeros(1), "out": torch.zeros(1)}, 7)
+    assert len(kernel.idle) == 1 and [sizes[:3] for _, sizes, *_ in driver.launched] == [(2, 3, 1)] * 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlen", [333, 2048])
 def test_on_a_gpu_later_calls_go_past_triton_and_give_the_bits_of_the_first(

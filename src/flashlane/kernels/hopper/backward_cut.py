@@ -42,6 +42,10 @@ class Cut:
         return CONSUMERS * self.tiles
 
 
+WHOLE = Cut()
+"""No tile is cut."""
+
+
 def steps_of(problem: AttentionProblem, config: BackwardConfig) -> list[int]:
     """Steps of a tile by its block of keys."""
     blocks = -(-problem.seqlen_q // config.block_m)
@@ -61,14 +65,15 @@ def cut_of(problem: AttentionProblem, config: BackwardConfig, sms: int) -> Cut:
         sms: streaming multiprocessors.
     """
     if problem.deterministic or problem.varlen or problem.window_left >= 0:
-        return Cut()
-    steps, heads = steps_of(problem, config), problem.kv_heads * problem.batch
-    tiles = len(steps) * heads
-    longest = max(steps, default=0)
+        return WHOLE
+    tiles = -(-problem.seqlen_k // config.block_n) * problem.kv_heads * problem.batch
     rest = tiles if tiles < sms else tiles % sms if problem.window_right < 0 else 0
-    if rest == 0 or not 1 < longest <= MOST_STEPS:
-        return Cut()
-    average = sum(steps) / len(steps)
+    if rest == 0:
+        return WHOLE
+    steps = steps_of(problem, config)
+    longest, average = max(steps), sum(steps) / len(steps)
+    if not 1 < longest <= MOST_STEPS:
+        return WHOLE
 
     def rest_takes(pieces: int) -> float:
         """Steps until the last of the tiles that may be cut is done."""
@@ -84,7 +89,7 @@ def cut_of(problem: AttentionProblem, config: BackwardConfig, sms: int) -> Cut:
     part = 4 * config.block_n * (config.head_dim + config.head_dim_v)
     most = min(MOST, longest, 1 + MOST_BYTES // (part * rest))
     best = min(range(1, most + 1), key=rest_takes)
-    whole = tiles // sms * (longest + START) * (rest < tiles)
-    if rest_takes(1) - rest_takes(best) < WORTH * (whole + rest_takes(1)):
-        return Cut()
+    rounds = tiles // sms * (longest + START)
+    if rest_takes(1) - rest_takes(best) <= WORTH * (rounds + rest_takes(1)):
+        return WHOLE
     return Cut(rest, best)

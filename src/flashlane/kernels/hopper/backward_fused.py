@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from flashlane.kernels.hopper.backward_config import BackwardConfig
-from flashlane.kernels.hopper.backward_cut import Cut, cut_of
+from flashlane.kernels.hopper.backward_cut import WHOLE, cut_of
 from flashlane.kernels.hopper.backward_launch import (
     GradientPlan,
     Launch,
@@ -34,14 +34,12 @@ class FusedPlan(GradientPlan[BackwardConfig]):
         self, config: BackwardConfig, problem: AttentionProblem, q_shape: torch.Size, k_shape: torch.Size, device: int
     ) -> None:
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
-        super().__init__(config, problem, q_shape, k_shape, device)
+        cut = cut_of(problem, config, self.sms) if config.cut else WHOLE
+        super().__init__(config, problem, q_shape, k_shape, device, cut)
         self.key_blocks = -(-problem.seqlen_k // self.config.block_n)
         self.tiles = self.key_blocks * problem.kv_heads * problem.batch
         # At most a block an SM. Of a varlen call, whose tiles are counted on the GPU, perhaps fewer have work.
         self.grid = min(self.sms, self.tiles + self.cut.partials)
-
-    def cutting(self) -> Cut:
-        return cut_of(self.problem, self.config, self.sms) if self.config.cut else Cut()
 
     def launches(self, tensors: Tensors, small: Small) -> Iterator[Launch]:
         problem, config, rows = self.problem, self.config, self.rows

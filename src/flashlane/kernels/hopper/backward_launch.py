@@ -15,7 +15,7 @@ import torch
 from flashlane import jit
 from flashlane.jit import launch, tensormap
 from flashlane.kernels.hopper.backward_config import CONSUMERS, GradientConfig
-from flashlane.kernels.hopper.backward_cut import Cut
+from flashlane.kernels.hopper.backward_cut import WHOLE, Cut
 from flashlane.kernels.hopper.config import ARCH, CHUNK
 from flashlane.kernels.params import LOG2_E
 from flashlane.problem import AttentionProblem, Inputs
@@ -187,18 +187,25 @@ class GradientPlan(ABC, Generic[Config]):
         problem: what is asked.
         q_shape, k_shape: of the tensors.
         device: index of the GPU.
+        cut: how tiles are cut into pieces.
     """
 
     def __init__(
-        self, config: Config, problem: AttentionProblem, q_shape: torch.Size, k_shape: torch.Size, device: int
+        self,
+        config: Config,
+        problem: AttentionProblem,
+        q_shape: torch.Size,
+        k_shape: torch.Size,
+        device: int,
+        cut: Cut = WHOLE,
     ) -> None:
         self.config = config.specialised(problem)
         self.problem, self.device = problem, device
         self.rows = Rows(problem, q_shape, self.config.block_m)
         self.idle: dict[Kind, list[Call]] = {}
         """Calls that no thread is enqueueing."""
-        self.cut = self.cutting()
-        self.space = space_of(self.rows, self.config, self.cut)
+        self.cut = cut
+        self.space = space_of(self.rows, self.config, cut)
         shapes = q_shape, k_shape, (*k_shape[:-1], problem.head_dim_v)
         self.gradients = tuple((tuple(shape), launch.packed(shape)) for shape in shapes)
         """Shapes and strides of dq, dk and dv."""
@@ -208,10 +215,6 @@ class GradientPlan(ABC, Generic[Config]):
         make = launch.allocator(q.device)
         made = tuple(make(shape, stride, q.dtype) for shape, stride in self.gradients)
         return tuple(map(torch.Tensor.zero_, made)) if self.problem.varlen else made
-
-    def cutting(self) -> Cut:
-        """How tiles are cut into pieces, of designs that do."""
-        return Cut()
 
     @abstractmethod
     def launches(self, tensors: Tensors, small: Small) -> Iterable[Launch]:

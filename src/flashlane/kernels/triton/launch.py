@@ -144,10 +144,12 @@ class Launch:
 
     def _enqueued(self, tensors: Tensors, stream: int) -> bool:
         """Enqueue the kernel past Triton; False when that cannot be."""
+        if not self.direct:
+            return False
         try:
             launch = self.idle.pop()
         except IndexError:
-            launch = DirectLaunch.of(self.compiled, self.grid, self.arguments) if self.direct else None
+            launch = DirectLaunch.of(self.compiled, self.grid, self.arguments)
             self.direct = launch is not None
             if launch is None:
                 return False
