@@ -506,14 +506,18 @@ def hopper_name(row: Row) -> str:
     return str(row.get("name") or row["problem"])
 
 
-def hopper_grid(result: Result, direction: str = "") -> str:
+def square(row: Row) -> re.Match[str] | None:
+    """Head dim, mask, length, batch and heads of a problem of the grid; None of another."""
+    return SQUARE.fullmatch(hopper_name(row).removesuffix(f" {row.get('direction')}"))
+
+
+def hopper_grid(result: Result, direction: str | None = None) -> str:
     """A row a head dim and mask, a column a length: TFLOP/s of ours and of the peers, and the ratio to the fastest."""
-    suffix = f" {direction}" if direction else ""
     cells: dict[str, dict[int, str]] = {}
     ratios = []
     for row in result["rows"]:
-        match = SQUARE.fullmatch(hopper_name(row).removesuffix(suffix) if direction else hopper_name(row))
-        if match is None or (direction and row["direction"] != direction) or not row.get("ratio"):
+        match = square(row)
+        if match is None or row.get("direction") != direction or not row.get("ratio"):
             continue
         rates = [row["tflops"].get(peer) for peer in ("flashlane", *HOPPER_PEERS[:3])]
         text = " / ".join("–" if rate is None else f"{rate:.0f}" for rate in rates)
@@ -530,8 +534,7 @@ def hopper_grid(result: Result, direction: str = "") -> str:
 
 def hopper_rows(result: Result) -> str:
     """A line a problem that is not of the grid: TFLOP/s of ours and of the peers, and the ratio to the fastest."""
-    rows = [row for row in result["rows"] if row.get("group") not in ("grid", "d256") and row.get("ratio")]
-    rows = [row for row in rows if not SQUARE.fullmatch(hopper_name(row))]
+    rows = [row for row in result["rows"] if row.get("ratio") and not square(row)]
     peers = [peer for peer in HOPPER_PEERS if any(peer in row["tflops"] for row in rows)]
     tiles = any(row.get("config") for row in rows)
     costs = any(row.get("cost") is not None for row in rows)

@@ -115,27 +115,29 @@ def selected(words: list[str]) -> list[DeviceKernel]:
     return [k for k in kernels if not words or any(word in k.tag for word in words)]
 
 
-def run_kernels(words: list[str]) -> None:
-    """One launch a kernel (two head dims in turn), checked."""
-    device = device_or_exit()
+def kernel_cases(words: list[str], arch: str) -> Iterator[tuple[DeviceKernel, AttentionProblem, Inputs]]:
+    """A problem a kernel and type that it takes, two head dims in turn; on the CPU."""
+    shapes = ((SIZES["seqlen_q"], SIZES["heads"]), *((SIZES["seqlen_k"], SIZES["kv_heads"]),) * 2)
     for number, kernel in enumerate(selected(words)):
-        head_dim = (64, 128)[number % 2]
         for dtype in (torch.float16, torch.float32):
-            shapes = ((SIZES["seqlen_q"], SIZES["heads"]), (SIZES["seqlen_k"], SIZES["kv_heads"]))
-            q, k, v = (torch.randn(1, *shapes[min(i, 1)], head_dim, device=device).to(dtype) for i in range(3))
-            inputs = Inputs(q, k, v)
-            problem = AttentionProblem.from_inputs(inputs, causal=True)
-            if kernel.supports(problem) is not None:
-                continue
-            out = torch.full_like(q, float("nan"))
-            lse = torch.full((1, SIZES["heads"], SIZES["seqlen_q"]), float("nan"), device=device)
-            kernel.forward(problem, inputs, out, lse)
-            torch.cuda.synchronize()
-            # Judged on the CPU: torch's own kernels do not survive racecheck in one process with instrumented ones.
-            there = Inputs(*(t.cpu() for t in (q, k, v)))
-            oracle = Oracle(problem.on(None), there)
-            verdict = oracle.judge(out.cpu(), lse.cpu(), kernel.low_precision_reference(problem))
-            print(f"ran {kernel.tag} D{head_dim} {problem.dtype_name} {'ok' if verdict.ok else verdict.message}")
+            inputs = Inputs(*(torch.randn(1, *shape, (64, 128)[number % 2]).to(dtype) for shape in shapes))
+            problem = AttentionProblem.from_inputs(inputs, causal=True).on(arch)
+            if kernel.supports(problem) is None:
+                yield kernel, problem, inputs
+
+
+def run_kernels(words: list[str]) -> None:
+    """One launch a case, checked."""
+    device = device_or_exit()
+    for kernel, problem, there in kernel_cases(words, arch_of(device)):
+        inputs = _moved(there, device)
+        out = torch.full_like(inputs.q, float("nan"))
+        lse = torch.full((1, SIZES["heads"], SIZES["seqlen_q"]), float("nan"), device=device)
+        kernel.forward(problem, inputs, out, lse)
+        torch.cuda.synchronize()
+        # Judged on the CPU: torch's own kernels do not survive racecheck in one process with instrumented ones.
+        verdict = Oracle(problem.on(None), there).judge(out.cpu(), lse.cpu(), kernel.low_precision_reference(problem))
+        print(f"ran {kernel.tag} D{problem.head_dim} {problem.dtype_name} {'ok' if verdict.ok else verdict.message}")
 
 
 @contextlib.contextmanager

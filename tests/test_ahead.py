@@ -23,8 +23,8 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_part_has_kernels_and_the_first_that_needs_one_counts(ahead: ModuleType) -> None:
-    found = ahead.collected(("hopper", "tests", "mma", "founding", "decode"))
-    assert set(found.values()) == {"hopper", "tests", "mma", "founding", "decode"}
+    found = ahead.collected(("hopper", "tests", "mma", "founding", "decode", "sanitize"))
+    assert set(found.values()) == {"hopper", "tests", "mma", "founding", "decode", "sanitize"}
     entries = {source.entry for source in found}
     assert {"hopper_forward", "hopper_backward", "hopper_backward_pair", "hopper_backward_keys"} <= entries
     assert {"hopper_backward_prepare", "hopper_backward_finish", "mma_attention"} <= entries

@@ -108,16 +108,7 @@ def decode() -> Iterator[KernelSource]:
 def sanitize() -> Iterator[KernelSource]:
     import sanitize as tools
 
-    def drawn(head_dim: int, dtype: torch.dtype) -> AttentionProblem:
-        of_keys = (1, tools.SIZES["seqlen_k"], tools.SIZES["kv_heads"], head_dim)
-        inputs = Inputs(
-            torch.empty(1, tools.SIZES["seqlen_q"], tools.SIZES["heads"], head_dim, dtype=dtype),
-            *(torch.empty(of_keys, dtype=dtype) for _ in range(2)),
-        )
-        return AttentionProblem.from_inputs(inputs, causal=True).on(ARCH)
-
-    problems = [drawn(head_dim, dtype) for head_dim in (64, 128) for dtype in (torch.float16, torch.float32)]
-    yield from of((kernel, problem) for kernel in tools.selected([]) for problem in problems)
+    yield from of((kernel, problem) for kernel, problem, _ in tools.kernel_cases([], ARCH))
     for case in tools.forward_cases():
         problem = case.build(torch.device("cpu"))[0].on(ARCH)
         if registry.get(HOPPER).supports(problem) is None:
