@@ -60,6 +60,7 @@ class BackwardCase:
     asked: dict[str, Any] = field(default_factory=dict)
     alibi: bool = False
     sinks: bool = False
+    heads: tuple[int, int] = (SIZES["heads"], SIZES["kv_heads"])
 
     @property
     def tag(self) -> str:
@@ -81,11 +82,11 @@ class BackwardCase:
             more |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
             more |= {"max_seqlen_q": max(sides[0]), "max_seqlen_k": max(sides[1])}
         if self.alibi:
-            more["alibi_slopes"] = torch.rand(SIZES["heads"], generator=draw)
+            more["alibi_slopes"] = torch.rand(self.heads[0], generator=draw)
         if self.sinks:
-            more["sinks"] = torch.randn(SIZES["heads"], generator=draw)
-        kv = (sum(sides[1]), SIZES["kv_heads"])
-        inputs = Inputs(normal(sum(sides[0]), SIZES["heads"]), normal(*kv), normal(*kv), **more)
+            more["sinks"] = torch.randn(self.heads[0], generator=draw)
+        kv = (sum(sides[1]), self.heads[1])
+        inputs = Inputs(normal(sum(sides[0]), self.heads[0]), normal(*kv), normal(*kv), **more)
         return AttentionProblem.from_inputs(inputs, **self.asked), inputs
 
 
@@ -107,6 +108,11 @@ def backward_cases() -> Iterator[BackwardCase]:
             yield BackwardCase("pieces of tiles", *where, ((700, 300),))
             yield BackwardCase("pieces of tiles, causal", *where, ((300, 300),), {"causal": True})
         yield BackwardCase("everything", *where, packed, everything, True, True)
+    # More tiles than SMs: the last dQ of a tile is made in the next one; and so many that idle warps write zeros.
+    square, many = ((100, 100),), (200, 200)
+    for head_dim in (64, 128):
+        yield BackwardCase("tile after tile", head_dim, torch.bfloat16, square, {"causal": True}, heads=many)
+    yield BackwardCase("chores", 128, torch.float16, square, {"window_size": (40, 0)}, heads=(600, 600))
 
 
 def selected(words: list[str]) -> list[DeviceKernel]:

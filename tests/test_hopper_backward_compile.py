@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -56,6 +57,10 @@ def problems() -> Iterator[AttentionProblem]:
         many = replace(asked(head_dim, head_dim), heads=heads, kv_heads=heads, batch=4)
         yield many
         yield replace(many, batch=1, heads=2, kv_heads=2, **MASKS["causal"])
+    for head_dims in ((128, 128), (104, 64)):  # idle warps write zeros and make dQ of few steps
+        yield replace(
+            asked(*head_dims, **MASKS["causal"]), heads=16, kv_heads=16, batch=16, seqlen_q=1024, seqlen_k=1024
+        )
     yield replace(many, softcap=10.0)
     yield replace(many, alibi=True, dtype=torch.float16)
 
@@ -95,7 +100,8 @@ def test_the_gradients_compile_as_the_schedule_needs(piece: tuple[Any, KernelSou
         pytest.skip("no disassembler")
     counts = jit.sass.count_instructions(text)
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
-    steady = [families(loop) for loop in steady_loops(text)]
+    # More products than the last dQ of a block of threads: between a branch back and its target that may lie by chance.
+    steady = [inside for loop in steady_loops(text) if (inside := families(loop))["HGMMA"] > 128 // 16]
     assert steady
     for inside in steady:  # nothing in them goes to local memory; from there comes at most the number of steps
         assert not inside["STL"] and inside["LDL"] <= 1
@@ -104,7 +110,10 @@ def test_the_gradients_compile_as_the_schedule_needs(piece: tuple[Any, KernelSou
         # Loops over the rows of a part of dQ: all loads of a row at once, and nothing in local memory.
         slabs = min(4, -(-config.head_dim // 16))
         finishing = [inside for loop in loops(text) if (inside := families(loop))["MOVM"] and inside["LDG"] == slabs]
-        assert len(finishing) == (0 if not config.finish_inside else 1 if config.softcap or config.alibi else 2)
+        if config.chores:  # in loops over parts, blocks and shares
+            finishing = [min(finishing, key=Counter.total)]
+        places = 0 if not config.finish_inside else 1 if config.softcap or config.alibi else 2
+        assert len(finishing) == places + config.chores
         for inside in finishing:
             assert inside["MOVM"] == 2 * slabs and not inside["STL"] and not inside["LDL"]
         (inside,) = (loop for loop in steady if loop["HGMMA"] >= products_of_a_step(config))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashlane.kernels.hopper import backward_launch, backward_shapes
+from flashlane.kernels.hopper.backward_chores import NONE
 from flashlane.kernels.hopper.backward_cut import MOST, MOST_BYTES, Cut, cut_of, steps_of
 from flashlane.problem import AttentionProblem
 
@@ -77,7 +78,7 @@ def test_memory_for_pieces_is_bounded_and_has_its_place() -> None:
         problem = asked(head_dim, batch=1, heads=heads, seqlen=1 << 17)
         found, config = cut(problem), backward_shapes.pick(problem)
         rows = backward_launch.Rows(problem, torch.Size((1, 1 << 17, heads, head_dim)), config.block_m)
-        space = backward_launch.space_of(rows, config, found)
+        space = backward_launch.space_of(rows, config, found, NONE)
         assert 4 * found.partials * 128 * 2 * head_dim <= MOST_BYTES
         if found.pieces > 1:
             ends = sorted((*space.offsets.values(), space.words))

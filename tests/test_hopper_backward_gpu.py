@@ -24,7 +24,7 @@ from problems import Case
 from flashlane import flash_attn_func, jit, registry
 from flashlane.backwards import select_backward
 from flashlane.jit import KernelSource
-from flashlane.kernels.hopper import backward_cut, backward_launch
+from flashlane.kernels.hopper import backward_chores, backward_cut, backward_fused, backward_launch, backward_shapes
 from flashlane.kernels.hopper.backward import config_of, hopper_backward, supports
 from flashlane.kernels.hopper.backward_launch import Space
 from flashlane.problem import AttentionProblem, Inputs, arch_of
@@ -368,8 +368,8 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[torch.Tensor, 
 
     packing = backward_launch.space_of
 
-    def space_of(rows: Any, config: Any, cut: Any) -> Space:
-        packed = packing(rows, config, cut)
+    def space_of(*asked: Any) -> Space:
+        packed = packing(*asked)
         order = enumerate(packed.offsets.items(), start=1)
         space = Space(packed.words + (len(packed.offsets) + 1) * GAP, {n: at + i * GAP for i, (n, at) in order})
         spaces[space.words] = space
@@ -402,6 +402,66 @@ def always_cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             patch.setattr(backward_cut, cost, 0.0)
         yield
     registry.changed()
+
+
+@pytest.fixture
+def always_chores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Zeros and dQ are an idle warp's for all but the first heads, wherever that may be."""
+    registry.changed()
+    with monkeypatch.context() as patch:
+        patch.setattr(backward_chores, "LEAD", 0)
+        patch.setattr(backward_chores, "LAST", 0)
+        patch.setattr(backward_shapes, "worth_it", lambda *asked: True)
+        for module in (backward_fused, backward_shapes):
+            patch.setattr(module, "heads_together", lambda *asked: 1)
+        yield
+    registry.changed()
+
+
+CHORES = tuple(Variant(BF16, 128, mask=mask) for mask in ("full", "right", "both"))
+CHORES += (Variant(F16, 104, mask="left"), Variant(F16, 120, 40), Variant(BF16, 64, 128), Variant(F16, 128, 64, "full"))
+CHORES += (Variant(F16, 128, features=("sinks",)),)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("variant", CHORES, ids=str)
+def test_chores_of_idle_warps_find_what_other_launches_do(variant: Variant, always_chores: None) -> None:
+    with_chores = 0
+    for number in range(DRAWS):
+        item = draw(variant, number)
+        # More heads than the SMs have tiles, or the launch before writes all zeros.
+        item = replace(item, case=replace(item.case, kv_heads=7 * item.case.kv_heads))
+        problem, inputs = item.build(variant.dtype, HERE)
+        if refusal(problem) is not None:
+            continue
+        with_chores += config_of(problem).chores
+        rows, what = item.given(problem, inputs)
+        for _ in range(3):
+            found = run(problem, rows, what)
+            wrong = complaints(rows, what, found)
+            assert not wrong, f"{item}: {'; '.join(wrong)}"
+    assert with_chores >= DRAWS // 4
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_chores_on_several_streams_at_once(always_chores: None) -> None:
+    problem, inputs = dense(1000, 128, batch=3, heads=50, kv_heads=50, causal=True)
+    assert config_of(problem).chores
+    what = forwarded(problem, inputs)
+    right = run(problem, inputs, what)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for turn in range(40):
+        with torch.cuda.stream(streams[turn % 4]):
+            found.append(hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse))
+    torch.cuda.synchronize()
+    for again in found:
+        assert equal(right, again, repeats(problem))
+        # Another order, rounded to bf16.
+        assert float((again.q.float() - right.q.float()).norm() / right.q.float().norm()) < 3e-3
 
 
 CUT = tuple(Variant(BF16, head_dim, mask=mask) for head_dim in (64, 96, 128) for mask in ("full", "right"))

@@ -23,9 +23,12 @@
 // CUT: the last tiles are cut along their queries into pieces, so that all SMs get done at about the same time. All but the
 // last piece of a tile leave their dK and dV in device memory, where the last one adds them to its own, in their order.
 //
+// CHORES: warps that have nothing else to do write zeros for the sums and make dQ of them, some tiles before and after
+// (backward_chores.cuh).
+//
 // FINISH_INSIDE: who makes the last addition to a part of dQ puts it into a queue, from which any idle warp of the launch
 // takes it and writes dQ, under the products of the others. Else backward_finish.cu does it.
-#include "hopper_backward_finisher.cuh"
+#include "hopper_backward_chores.cuh"
 
 constexpr int BLOCK_N = cfg::BLOCK_N, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);
 constexpr int K_STAGES = cfg::K_STAGES, V_STAGES = cfg::V_STAGES;  // tiles whose keys have a place at once
@@ -51,15 +54,31 @@ constexpr u32 K_FULL = TILE_EMPTY + 8 * TILE_SLOTS, K_EMPTY = K_FULL + 8 * K_STA
 constexpr u32 V_EMPTY = V_FULL + 8 * V_STAGES, Q_FULL = V_EMPTY + 8 * V_STAGES, Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES;
 constexpr u32 DO_EMPTY = DO_FULL + 8 * DO_STAGES, DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 8 * DS_STAGES;
 constexpr u32 DQ_FULL = DS_EMPTY + 8 * DS_STAGES, DQ_EMPTY = DQ_FULL + 8 * CONSUMERS;
+constexpr u32 ADDED = DQ_EMPTY + 8 * CONSUMERS;           // CHORES: warps' tiles of which all additions are under way
 constexpr int CONSUMER_ARRIVALS = 4 * CONSUMERS * WARP_ARRIVALS;
 constexpr bool BACKWARDS = cfg::DETERMINISTIC && cfg::HAS_RIGHT;
+// The last dQ of a tile is made in the first step of the next one, while that one's keys have the other place: no step waits
+// for the other warpgroup's dS. Where additions have an order, a turn would be late for it.
+constexpr bool CARRY = K_STAGES > 1 && !cfg::DETERMINISTIC;
 static_assert(!cfg::DIRECT || !cfg::DETERMINISTIC, "the adders keep the order");
 static_assert(cfg::DETERMINISTIC || !cfg::FINISH_INSIDE, "only an order tells which addition is the last");
 static_assert(!cfg::CUT || !(cfg::DETERMINISTIC || cfg::VARLEN), "a turn is a tile's, and the tiles are counted before");
-static_assert(DQ_EMPTY + 8 * CONSUMERS == cfg::SHARED_BYTES, "the Python formula disagrees");
-enum { TOGETHER = 1, ALL = 3 };                           // named barriers: one a consumer, and of both
+static_assert(!cfg::CHORES || !cfg::VARLEN, "shares are of tiles that are counted before");
+static_assert(!cfg::CHORES || cfg::DIRECT, "the copy engine's additions are not told");
+static_assert(ADDED + 16 == cfg::SHARED_BYTES, "the Python formula disagrees");
+enum { TOGETHER = 1, ALL = 3, TURN = 4 };                 // named barriers: one a consumer, of both, one a consumer
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// A count of what warps of the block have done, and what each did before.
+__device__ __forceinline__ void add_shared_release(u32 address, u32 x) {
+    asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ u32 load_shared_acquire(u32 address) {
+    u32 x;
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
 
 // A tile: its keys, and the (query head, block of queries) that it steps through.
 struct Work {
@@ -128,9 +147,13 @@ struct Producer {
 
     // Tell the adders of the next part: the block of queries that it is of, and if DETERMINISTIC the block of keys.
     __device__ __forceinline__ void order_part(int block, int keys = 0) const {
-        const u32 at = base + ORDERS + (steps + full_tiles) % ORDER_SLOTS * ORDER_BYTES;
+        const u32 at = base + ORDERS + (steps + (CARRY ? min(full_tiles, 1u) : full_tiles)) % ORDER_SLOTS * ORDER_BYTES;
         store_shared(at, static_cast<u32>(block));
         if (cfg::DETERMINISTIC) store_shared(at + 4, static_cast<u32>(keys));
+    }
+    __device__ __forceinline__ void wait_zeros(const Place& place) const {
+        const Patience patience;
+        while (load_acquire(p.zeroed + place.batch * p.kv_heads + place.head) != p.blocks) patience.spend();
     }
 
     template <int CHUNKS>
@@ -141,23 +164,32 @@ struct Producer {
             tma_load(base + to + i * chunk_bytes, map, full, i * CHUNK_COLUMNS, row, head, batch);
     }
 
+    __device__ __forceinline__ void load_k(int row, int head, int batch) const {
+        const u32 before = full_tiles - 1, slot = before % K_STAGES, full = base + K_FULL + 8 * slot;
+        barrier_wait(base + K_EMPTY + 8 * slot, before / K_STAGES % 2 ^ 1);
+        barrier_expect(full, K_BYTES);
+        load<QK_CHUNKS>(p.k, K + slot * K_BYTES, KEYS_CHUNK, full, row, head, batch);
+    }
+    __device__ __forceinline__ void load_v(int row, int head, int batch) const {
+        const u32 before = full_tiles - 1, slot = before % V_STAGES, full = base + V_FULL + 8 * slot;
+        barrier_wait(base + V_EMPTY + 8 * slot, before / V_STAGES % 2 ^ 1);
+        barrier_expect(full, V_BYTES);
+        load<V_CHUNKS>(p.v, V + slot * V_BYTES, KEYS_CHUNK, full, row, head, batch);
+    }
+    // What has its place first: of two places K's, of one V's, which the tile before needs less long.
     __device__ __forceinline__ void load_keys(const Work& work) const {
         const int row = work.sequence.k_first + work.first_key, batch = work.sequence.batch;
-        const u32 before = full_tiles - 1, v = before % V_STAGES, k = before % K_STAGES;
-        // The tile before keeps its keys until the end, V a little less long.
-        barrier_wait(base + V_EMPTY + 8 * v, before / V_STAGES % 2 ^ 1);
-        barrier_expect(base + V_FULL + 8 * v, V_BYTES);
-        load<V_CHUNKS>(p.v, V + v * V_BYTES, KEYS_CHUNK, base + V_FULL + 8 * v, row, work.kv_head, batch);
-        barrier_wait(base + K_EMPTY + 8 * k, before / K_STAGES % 2 ^ 1);
-        barrier_expect(base + K_FULL + 8 * k, K_BYTES);
-        load<QK_CHUNKS>(p.k, K + k * K_BYTES, KEYS_CHUNK, base + K_FULL + 8 * k, row, work.kv_head, batch);
+        if (K_STAGES > 1) load_k(row, work.kv_head, batch);
+        load_v(row, work.kv_head, batch);
+        if (K_STAGES == 1) load_k(row, work.kv_head, batch);
     }
 
-    __device__ __forceinline__ void load_tile(const Work& work, const Steps& made) {
+    __device__ __forceinline__ void load_tile(const Place& place, const Work& work, const Steps& made) {
         const Sequence& sequence = work.sequence;
         const int blocks = work.queries.high - work.queries.low;
         if (made.count() <= 0) return;
-        order_part(NO_BLOCK), ++full_tiles;
+        if (!CARRY || full_tiles == 0) order_part(NO_BLOCK);
+        ++full_tiles;
         bool first = true;
         const int end = (work.kv_head + 1) * work.group;
         int i = cfg::CUT ? made.begin % blocks : 0, left = made.count();
@@ -184,7 +216,10 @@ struct Producer {
                 load<V_CHUNKS>(p.dout, DO + slot * DO_BYTES, ROWS_CHUNK, full, row, head, sequence.batch);
                 bulk_load(base + DELTA + slot * STAT_BYTES, p.delta + (stat + block) * BLOCK_M, STAT_BYTES, full);
                 barrier_copies_issued(full);
-                if (first) load_keys(work);
+                if (first) {
+                    if (cfg::CHORES) wait_zeros(place);
+                    load_keys(work);
+                }
                 first = false;
             }
         }
@@ -202,7 +237,7 @@ struct Producer {
             if (place.batch < 0) order_part(NO_MORE);
             announce(place, work, made);
             if (place.batch < 0) return;
-            load_tile(work, made);
+            load_tile(place, work, made);
         }
     }
 };
@@ -260,15 +295,41 @@ struct Adder {
     }
 };
 
+// CHORES: tells of the tiles whose additions the consumers of the block have made. It looks seldom: it shares its scheduler
+// with consumers.
+struct Teller {
+    const Params& p;
+    const u32 base;
+
+    __device__ __forceinline__ void run() const {
+        wait_prerequisites();
+        u32 full_tiles = 0;
+        for (u32 made = 0;; ++made) {
+            const u32 slot = made % TILE_SLOTS;
+            while (!barrier_try(base + TILE_FULL + 8 * slot, made / TILE_SLOTS % 2)) __nanosleep(PAUSE);
+            const Place place = tile_place(base, slot);
+            const int steps = tile_keys(base, slot).steps;
+            barrier_arrive(base + TILE_EMPTY + 8 * slot);
+            if (place.batch < 0) return;
+            if (steps > 0) {
+                ++full_tiles;
+                while (load_shared_acquire(base + ADDED) < full_tiles * 4 * CONSUMERS) __nanosleep(PAUSE);
+            }
+            announce_added(p, place.batch * p.kv_heads + place.head, place.piece);
+        }
+    }
+};
+
 // ---------------------------------------------------------------------------------------------- the consumers
 
 struct Consumer {
     const Params& p;
     const u32 base;
     const int number, warp, lane;
-    // Every ring's place follows from the tiles and steps made and the parts of dQ given to the adders, one more a tile
-    // than it has steps. dS of a step is part `handed + 1`, the part that its dQ product reads is `handed`.
-    u32 tiles_made = 0, steps_made = 0, handed = 0;
+    // Every ring's place follows from the tiles and steps made and the parts of dQ handed over, one more a tile than it has
+    // steps (CARRY: one more in all). dS of a step is part `handed() + 1`, the part that its dQ product reads is `handed()`.
+    u32 tiles_made = 0, steps_made = 0;
+    u32 counted = 0;                                      // parts handed over; CARRY: tiles with steps before this one
     int masked;                                           // of the step
     float s[BLOCK_M / 2], dp[BLOCK_M / 2], dq[PART / 2];
     float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
@@ -286,12 +347,23 @@ struct Consumer {
     __device__ __forceinline__ void arrive(u32 which, u32 slot = 0) const {
         warp_arrive(base + which + 8 * slot, lane);
     }
+    __device__ __forceinline__ u32 handed() const { return CARRY ? steps_made : counted; }
     // Tiles with steps before this one; not while the step's part is handed over.
-    __device__ __forceinline__ u32 full_tiles() const { return handed - steps_made; }
+    __device__ __forceinline__ u32 full_tiles() const { return CARRY ? counted : counted - steps_made; }
     __device__ __forceinline__ u32 keys() const { return K + full_tiles() % K_STAGES * K_BYTES; }
     __device__ __forceinline__ u32 values() const { return V + full_tiles() % V_STAGES * V_BYTES; }
     __device__ __forceinline__ u32 queries() const { return steps_made % Q_STAGES; }
     __device__ __forceinline__ u32 outputs() const { return steps_made % DO_STAGES; }
+
+    // ---- TURNS: one consumer makes S and dP while the other has its scores, so that they do not leave the tensor cores idle
+    // together. A turn is over when the products are issued (1), or when they have come (2).
+
+    __device__ __forceinline__ void take_turn() const {
+        if (cfg::TURNS) named_sync(TURN + number, CONSUMERS * WARPGROUP);
+    }
+    __device__ __forceinline__ void pass_turn(int after) const {
+        if (cfg::TURNS == after) named_arrive(TURN + 1 - number, CONSUMERS * WARPGROUP);
+    }
 
     // ---- products
 
@@ -310,10 +382,10 @@ struct Consumer {
                                                                 base + DO + outputs() * DO_BYTES);
     }
     // dQᵀ of the block before: m its columns, n queries, k all keys.
-    __device__ __forceinline__ void multiply_queries() {
-        wait<DS_STAGES>(DS_FULL, handed);
-        const u64 a = wgmma_n_inner(base + keys() + (SPLIT_COLUMNS ? number * KEYS_CHUNK : 0), KEYS_CHUNK);
-        const u64 b = opaque(wgmma_k_inner(base + DS + handed % DS_STAGES * DS_BYTES + (SPLIT_COLUMNS ? 0 : number * PART * ROW_BYTES)));
+    __device__ __forceinline__ void multiply_queries(u32 its_keys) {
+        wait<DS_STAGES>(DS_FULL, handed());
+        const u64 a = wgmma_n_inner(base + its_keys + (SPLIT_COLUMNS ? number * KEYS_CHUNK : 0), KEYS_CHUNK);
+        const u64 b = opaque(wgmma_k_inner(base + DS + handed() % DS_STAGES * DS_BYTES + (SPLIT_COLUMNS ? 0 : number * PART * ROW_BYTES)));
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 16; ++i) {
@@ -396,10 +468,10 @@ struct Consumer {
                 ds[j / 2] = Convert<Element>::pack(low, high);
             }
         }
-        wait<DS_STAGES>(DS_EMPTY, handed + 1, 1);
+        wait<DS_STAGES>(DS_EMPTY, handed() + 1, 1);
         // Transposed on its way: a row is a query, and a chunk of columns the keys of one consumer.
         const int row = lane / 16 * 8 + lane % 8, piece = (2 * warp + lane / 8 % 2) ^ (lane % 8);
-        const u32 to = base + DS + (handed + 1) % DS_STAGES * DS_BYTES + number * ROWS_CHUNK + row * ROW_BYTES + piece * 16;
+        const u32 to = base + DS + (handed() + 1) % DS_STAGES * DS_BYTES + number * ROWS_CHUNK + row * ROW_BYTES + piece * 16;
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 16; ++i)
             stmatrix_x4_trans(to + i * 16 * ROW_BYTES, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
@@ -414,10 +486,10 @@ struct Consumer {
 
     // What multiply_queries made: to the sums, or to where the adder takes it from.
     __device__ __forceinline__ void store_queries() {
-        arrive(DS_EMPTY, handed % DS_STAGES);
+        arrive(DS_EMPTY, handed() % DS_STAGES);
         const int thread = thread_again();
         if constexpr (cfg::DIRECT) {
-            const int block = load_shared(base + ORDERS + handed % ORDER_SLOTS * ORDER_BYTES);
+            const int block = load_shared(base + ORDERS + handed() % ORDER_SLOTS * ORDER_BYTES);
             float* const to = p.dq + static_cast<long long>(block) * SUM_FLOATS + number * PART_FLOATS +
                               thread / WARP * SLAB_FLOATS + thread % WARP * 4;
             // The last warps of a narrow head dim have no slab; their zeros would go past the part.
@@ -427,7 +499,7 @@ struct Consumer {
                     global_add(to + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
             }
         } else {
-            barrier_wait(base + DQ_EMPTY + 8 * number, handed % 2 ^ 1);
+            barrier_wait(base + DQ_EMPTY + 8 * number, handed() % 2 ^ 1);
             const u32 to = base + DQ + number * PART_BYTES + thread / WARP * SLAB_BYTES + thread % WARP * 16;
 #pragma unroll
             for (int i = 0; i < PART / 8; ++i)
@@ -437,7 +509,7 @@ struct Consumer {
             __syncwarp();
             arrive(DQ_FULL, number);
         }
-        ++handed;
+        if (!CARRY) ++counted;
     }
 
     // A consumer's rows of dK or dV.
@@ -497,46 +569,74 @@ struct Consumer {
         return true;
     }
 
+    // The dS of no block: zeros, so that the loop has no special first step.
+    __device__ __forceinline__ void begin_gradients() {
+        if (CARRY && full_tiles() > 0) return;            // it is that of the tile before
+        wait<DS_STAGES>(DS_EMPTY, handed(), 1);
+        const u32 zeros = base + DS + handed() % DS_STAGES * DS_BYTES + number * ROWS_CHUNK;
+        for (int i = threadIdx.x % WARPGROUP; i < BLOCK_M * ROW_BYTES / 16; i += WARPGROUP)
+            store_shared(zeros + i * 16, make_uint4(0, 0, 0, 0));
+        announce_gradients(handed());
+    }
+    // dQ of the last step, of keys that are then free.
+    __device__ __forceinline__ void end_gradients() {
+        const u32 tile = full_tiles() - CARRY;
+        multiply_queries(K + tile % K_STAGES * K_BYTES);
+        wgmma_wait<0>(dq);
+        arrive(K_EMPTY, tile % K_STAGES);
+        store_queries();
+        count_added();
+    }
+    __device__ __forceinline__ void count_added() const {
+        if constexpr (cfg::CHORES) {
+            __syncwarp();
+            if (lane == 0) add_shared_release(base + ADDED, 1);
+        }
+    }
+
     __device__ __forceinline__ void sum_tile(int steps) {
         wait<K_STAGES>(K_FULL, full_tiles());
         wait<V_STAGES>(V_FULL, full_tiles());
         clear_stale_keys();
-        // The dS of no block: zeros, so that the loop has no special first step.
-        wait<DS_STAGES>(DS_EMPTY, handed, 1);
-        const u32 zeros = base + DS + handed % DS_STAGES * DS_BYTES + number * ROWS_CHUNK;
-        for (int i = threadIdx.x % WARPGROUP; i < BLOCK_M * ROW_BYTES / 16; i += WARPGROUP)
-            store_shared(zeros + i * 16, make_uint4(0, 0, 0, 0));
-        announce_gradients(handed);
+        begin_gradients();
 #pragma unroll 1
         for (int i = 0; i < steps; ++i) {
+            const bool carried = CARRY && i == 0 && full_tiles() > 0;
+            take_turn();
             multiply_scores();
             multiply_outputs();
+            pass_turn(1);
             wgmma_wait<1>(s);
             make_probabilities();
             accumulate_rows<HEAD_DIM_V, BLOCK_M>(dv, probabilities, base + DO + outputs() * DO_BYTES);
             wgmma_wait<1>(dp);
+            pass_turn(2);
             make_gradients();
-            if (!cfg::LATE) announce_gradients(handed + 1);
+            if (!cfg::LATE) announce_gradients(handed() + 1);
             wgmma_wait<0>(dv);
             arrive(DO_EMPTY, outputs());
-            multiply_queries();
+            multiply_queries(K + (full_tiles() - carried) % K_STAGES * K_BYTES);
             accumulate_rows<HEAD_DIM, BLOCK_M>(dk, ds, base + Q + queries() * Q_BYTES);
-            if (cfg::LATE) announce_gradients(handed + 1);
+            if (cfg::LATE) announce_gradients(handed() + 1);
             wgmma_wait<1>(dq);
+            if (carried) arrive(K_EMPTY, (full_tiles() - 1) % K_STAGES);
             store_queries();
+            if (carried) count_added();
             wgmma_wait<0>(dk);
             arrive(Q_EMPTY, queries());
             ++steps_made;
         }
         arrive(V_EMPTY, full_tiles() % V_STAGES);
-        multiply_queries();
-        wgmma_wait<0>(dq);
-        arrive(K_EMPTY, full_tiles() % K_STAGES);
-        store_queries();
+        if (CARRY) {
+            ++counted;
+        } else {
+            end_gradients();
+        }
     }
 
     __device__ __forceinline__ void run() {
         if (cfg::DIRECT) wait_prerequisites();            // of the sums
+        if (cfg::TURNS && number == 1) named_arrive(TURN, CONSUMERS * WARPGROUP);  // the first turn is consumer 0's
         for (;; ++tiles_made) {
             const u32 slot = tiles_made % TILE_SLOTS;
             wait<TILE_SLOTS>(TILE_FULL, tiles_made);
@@ -555,8 +655,9 @@ struct Consumer {
             store_keys<HEAD_DIM_V>(dv, work, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
             store_keys<HEAD_DIM>(dk, work, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
         }
+        if (CARRY && full_tiles() > 0) end_gradients(), ++steps_made;
         if (cfg::DIRECT) return;
-        barrier_wait(base + DQ_EMPTY + 8 * number, handed % 2 ^ 1);
+        barrier_wait(base + DQ_EMPTY + 8 * number, handed() % 2 ^ 1);
         arrive(DQ_FULL, number);                          // the end, for the adder
     }
 };
@@ -567,7 +668,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
         if (base % 1024 != 0) __trap();  // the swizzle counts from there
         for (int i = 0; i < TILE_SLOTS; ++i) {
             barrier_init(base + TILE_FULL + 8 * i, 1);
-            barrier_init(base + TILE_EMPTY + 8 * i, CONSUMER_ARRIVALS);
+            barrier_init(base + TILE_EMPTY + 8 * i, CONSUMER_ARRIVALS + cfg::CHORES);
         }
         for (int i = 0; i < K_STAGES; ++i)
             barrier_init(base + K_FULL + 8 * i, 1), barrier_init(base + K_EMPTY + 8 * i, CONSUMER_ARRIVALS);
@@ -581,6 +682,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
             barrier_init(base + DS_FULL + 8 * i, CONSUMER_ARRIVALS), barrier_init(base + DS_EMPTY + 8 * i, CONSUMER_ARRIVALS);
         for (int i = 0; i < CONSUMERS; ++i)
             barrier_init(base + DQ_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(base + DQ_EMPTY + 8 * i, 1);
+        if (cfg::CHORES) store_shared(base + ADDED, 0u);
         barrier_init_fence();
         tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
         if (!cfg::FINISH_INSIDE) launch_dependents();     // which wait for the end all the same
@@ -594,9 +696,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
                 Producer{p, base}.run();
             } else if (!cfg::DIRECT && warp <= CONSUMERS) {
                 Adder{p, base, warp - 1}.run();
+            } else if (cfg::CHORES && warp == 1) {
+                Teller{p, base}.run();
             }
         }
         __syncwarp();
+        if constexpr (cfg::CHORES) {
+            if (warp > 1) Chores{p}.run();
+        }
         if constexpr (cfg::FINISH_INSIDE) Finisher{p}.run();
     } else {
         take_registers<cfg::CONSUMER_REGISTERS>();

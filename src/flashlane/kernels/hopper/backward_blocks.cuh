@@ -65,5 +65,32 @@ struct alignas(32) BlockState {
 };
 
 // What the threads of a launch count together: tiles that were taken, parts of dQ whose sums are complete, of these those
-// that were taken. And how many parts there are.
-enum Counters { TILES_TAKEN, PARTS_COMPLETE, PARTS_TAKEN, PARTS_ALL, COUNTERS };
+// that were taken. And how many parts there are. With CHORES: shares that someone is to fill with zeros, and to finish.
+enum Counters { TILES_TAKEN, PARTS_COMPLETE, PARTS_TAKEN, PARTS_ALL, ZEROS_TAKEN, FINISHES_TAKEN, COUNTERS };
+
+// The order of a launch's tiles (of dense tensors): `together` heads take turns at each block of keys, in groups.
+struct TileOrder {
+    int heads, blocks, together;   // key/value heads of all sequences, blocks of keys of each
+
+    // Tiles of the group before those of a head, and heads that take turns in it.
+    __device__ __forceinline__ int first(int head) const { return head / together * together; }
+    __device__ __forceinline__ int turns(int head) const { return min(together, heads - first(head)); }
+    __device__ __forceinline__ int index(int block, int head) const {
+        return first(head) * blocks + block * turns(head) + head - first(head);
+    }
+    // Tiles of a head among the first so many of the launch.
+    __device__ __forceinline__ int before(int head, int tiles) const {
+        const int own = index(0, head);
+        return tiles <= own ? 0 : min(blocks, (tiles - own - 1) / turns(head) + 1);
+    }
+};
+
+// A tile's share of the blocks of queries of its key/value head's group, low <= block < high. All tiles of the head have
+// them together.
+__device__ __forceinline__ Blocks share_of(int tile_block, int tile_blocks, long long all) {
+    return {static_cast<int>(all * tile_block / tile_blocks), static_cast<int>(all * (tile_block + 1) / tile_blocks)};
+}
+// The tile's block of keys that has a block of queries in its share.
+__device__ __forceinline__ int owner_of(int block, int tile_blocks, long long all) {
+    return static_cast<int>(((block + 1ll) * tile_blocks - 1) / all);
+}

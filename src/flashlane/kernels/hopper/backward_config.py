@@ -62,6 +62,7 @@ class GradientConfig(ABC):
     threads: ClassVar[int] = WARPGROUP * (CONSUMERS + 1)
     """Of a block."""
     finish_inside: ClassVar[bool] = False
+    chores: ClassVar[bool] = False
     shown: ClassVar[tuple[str, ...]] = ("dtype", "head_dim", "head_dim_v", "block_m")
     """Fields that :attr:`tile` shows, or tables beside it."""
 
@@ -168,10 +169,14 @@ class BackwardConfig(GradientConfig):
     """dQ is added to its sums from registers, in any order; else by the copy engine from shared memory."""
     late: bool = False
     """dS is announced when the products after it are under way: the fence before waits for its stores."""
+    turns: int = 0
+    """Consumers take turns at the first two products of a step: until they are issued (1), or have come (2)."""
     finish_inside: bool = False
     """Deterministic: idle warps of the launch make dQ from its sums as soon as they are complete, no other launch."""
     cut: bool = False
     """Tiles may be cut into pieces (``backward_cut.py``)."""
+    chores: bool = False
+    """Zeros are written and dQ is made by idle warps of the launch, as far as they get (``backward_chores.py``)."""
 
     block_n: ClassVar[int] = CHUNK * CONSUMERS
     """Keys of a block of threads."""
@@ -200,7 +205,7 @@ class BackwardConfig(GradientConfig):
             "statistics": stages * m * 4,
             "tiles and barriers": 2 * 32
             + (16 + 4 * 8) * self.q_stages
-            + 8 * (4 + 2 * (self.k_stages + self.v_stages + stages) + 4 + 2 * CONSUMERS),
+            + 8 * (6 + 2 * (self.k_stages + self.v_stages + stages) + 4 + 2 * CONSUMERS),
         }
 
     @property
@@ -227,17 +232,19 @@ class BackwardConfig(GradientConfig):
             "FINISH_INSIDE": self.finish_inside,
             "DIRECT": self.direct,
             "LATE": self.late,
+            "TURNS": self.turns,
             "CUT": self.cut,
+            "CHORES": self.chores,
             "SHARED_BYTES": self.shared_memory,
         }
-        parts = (*PARTS, SUMS, "backward_finisher")
+        parts = (*PARTS, SUMS, "backward_finisher", "backward_chores")
         return (self.device_source("backward", columns, parts, self.registers, **own),)
 
 
 def prepare_source(config: GradientConfig) -> KernelSource:
     """``backward_prepare.cu`` for what a configuration of the gradients' kernels reads."""
     names = ("head_dim", "head_dim_v", "block_m", "sum_floats", "sinks", "varlen")
-    names += ("deterministic", "finish_inside")
+    names += ("deterministic", "finish_inside", "chores")
     constants = {name.upper(): getattr(config, name) for name in names}
     # Of the mask, and of the blocks of keys, it is told where it says who adds first.
     for name in ("block_n", "has_left", "has_right"):
@@ -247,6 +254,8 @@ def prepare_source(config: GradientConfig) -> KernelSource:
 
 def finish_source(config: GradientConfig) -> KernelSource:
     """``backward_finish.cu`` for the sums that a configuration writes."""
-    names = ("head_dim", "block_m", "varlen", "straight")
+    names = ("head_dim", "block_m", "varlen", "straight", "chores")
     constants = {name.upper(): getattr(config, name) for name in names}
-    return _source("backward_finish", config, constants, ("backward_rows", SUMS))
+    for name in ("has_left", "has_right"):  # of the mask it asks nothing
+        constants[name.upper()] = 0
+    return _source("backward_finish", config, constants, ("backward_rows", "backward_blocks", SUMS))

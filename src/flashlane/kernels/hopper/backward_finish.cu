@@ -1,4 +1,5 @@
-// After the backward kernel: dQ from its sums, scaled.
+// After the backward kernel: dQ from its sums, scaled; with CHORES, of the blocks that it has left.
+#include "hopper_backward_blocks.cuh"
 #include "hopper_backward_sums.cuh"
 
 constexpr int THREADS = 256;
@@ -7,8 +8,10 @@ struct Params {
     const float* dq;               // sums
     void* dq_out;                  // (batch, row, head, column)
     const int* cu_q;               // VARLEN
+    const int* finished;           // CHORES, of each tile
     long long dq_batch, dq_row, dq_head;  // in elements
     int heads, seqlen_q, stat_blocks;
+    int kv_heads, key_blocks, heads_together;  // CHORES
     float scale;
 };
 
@@ -18,6 +21,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_finish(con
     const Rows rows(p, which);
     const int here = rows.q_length - first;
     if (here <= 0) return;
+    if constexpr (cfg::CHORES) {
+        const int group = p.heads / p.kv_heads, kv_head = which * p.kv_heads + head / group;
+        const TileOrder order{p.kv_heads * static_cast<int>(gridDim.z), p.key_blocks, p.heads_together};
+        const int block = head % group * p.stat_blocks + blockIdx.x;
+        if (p.finished[order.index(owner_of(block, order.blocks, static_cast<long long>(group) * p.stat_blocks), kv_head)]) return;
+    }
     const float* sums = p.dq + (stat_block(p, rows, which, head) + blockIdx.x) * SUM_FLOATS;
     Element* dq = static_cast<Element*>(p.dq_out) + rows.batch * p.dq_batch + head * p.dq_head +
                   static_cast<long long>(rows.q_first + first) * p.dq_row;

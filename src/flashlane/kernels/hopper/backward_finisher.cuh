@@ -6,6 +6,14 @@
 
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
+// dQ of a part of a block of queries, by a warp; its first row, and the rows from there to the sequence's end.
+__device__ __forceinline__ void finish_part(const Params& p, long long block, int part, int batch, int head, long long row, int rows) {
+    PartRows from(thread_again() % WARP, p.dq + block * SUM_FLOATS,
+                  static_cast<Element*>(p.dq_out) + batch * p.dq_batch + head * p.dq_head + row * p.dq_row, p.dq_row, rows, part, 0);
+#pragma unroll 1
+    for (; __any_sync(0xffffffffu, from.rows > 0); from.next(p.dq_row)) from.finish(part, p.scale);
+}
+
 // Writes dQ of the parts whose sums are complete, by a warp, until all are taken.
 struct Finisher {
     const Params& p;
@@ -26,11 +34,7 @@ struct Finisher {
     }
     __device__ __forceinline__ void finish(int block, int part) const {
         const int4 place = __ldcg(reinterpret_cast<const int4*>(&p.states[block].batch));  // batch, head, row, rows
-        PartRows rows(thread_again() % WARP, p.dq + static_cast<long long>(block) * SUM_FLOATS,
-                      static_cast<Element*>(p.dq_out) + place.x * p.dq_batch + place.y * p.dq_head + place.z * p.dq_row,
-                      p.dq_row, place.w, part, 0);
-#pragma unroll 1
-        for (; __any_sync(0xffffffffu, rows.rows > 0); rows.next(p.dq_row)) rows.finish(part, p.scale);
+        finish_part(p, block, part, place.x, place.y, place.z, place.w);
     }
     __device__ __forceinline__ void run() const {
         wait_prerequisites();

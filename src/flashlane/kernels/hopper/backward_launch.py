@@ -14,6 +14,7 @@ import torch
 
 from flashlane import jit
 from flashlane.jit import launch, tensormap
+from flashlane.kernels.hopper.backward_chores import NONE, Chores
 from flashlane.kernels.hopper.backward_config import CONSUMERS, GradientConfig
 from flashlane.kernels.hopper.backward_cut import WHOLE, Cut
 from flashlane.kernels.hopper.config import ARCH, CHUNK
@@ -25,7 +26,7 @@ ROW_THREADS = 256
 
 STATE_INTS = 8
 """Of ``BlockState`` in ``backward_blocks.cuh``."""
-COUNTERS = 4
+COUNTERS = 6
 """Of ``Counters`` there."""
 PART_WORDS = 32
 """What parts of a call's device memory are multiples of."""
@@ -34,11 +35,13 @@ KINDS_KEPT = 16
 
 _MAPS = ("q", "k", "v", "dout")
 _POINTERS = ("lse", "delta", "dq", "dk", "dv", "alibi", "cu_q", "cu_k", "states", "queue", "dq_out", "counters")
-_POINTERS += ("partials",)
+_POINTERS += ("partials", "zeroed", "added", "finished")
 _STRIDES = tuple(f"{name}_{axis}" for name in ("dk", "dv", "dq") for axis in ("batch", "row", "head"))
 _STRIDES += ("alibi_batch",)
 _INTEGERS = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "window_left", "window_right", "bottom_right")
-_INTEGERS += ("stat_blocks", "blocks", "heads_together", "tiles", "uncut", "pieces")
+_INTEGERS += ("stat_blocks", "blocks", "heads_together", "tiles", "uncut", "pieces", "zeroed_before", "finish_until")
+_ORDER = ("kv_heads", "key_blocks", "heads_together")
+"""What the kernels before and after are told of the order of the tiles between them."""
 
 
 class BackwardParams(ctypes.Structure):
@@ -60,11 +63,12 @@ class PrepareParams(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "dout", "lse_in", "dlse", "sinks", "cu_q", "cu_k")),
         *((name, ctypes.c_void_p) for name in ("lse", "delta", "dq", "shares")),
-        *((name, ctypes.c_void_p) for name in ("states", "queue", "counters", "dq_out")),
+        *((name, ctypes.c_void_p) for name in ("states", "queue", "counters", "dq_out", "zeroed", "added", "finished")),
         *((f"{name}_{axis}", ctypes.c_longlong) for name in ("out", "dout", "dq") for axis in ("batch", "row", "head")),
         *((name, ctypes.c_longlong) for name in ("lse_batch", "lse_head", "dlse_batch", "dlse_head")),
         *((name, ctypes.c_int) for name in ("heads", "seqlen_q", "stat_blocks", "blocks", "seqlen_k")),
         *((name, ctypes.c_int) for name in ("window_left", "window_right", "bottom_right", "arrivals")),
+        *((name, ctypes.c_int) for name in (*_ORDER, "zeroed_before")),
     )
 
 
@@ -72,9 +76,9 @@ class FinishParams(ctypes.Structure):
     """Mirror of ``Params`` in ``backward_finish.cu``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("dq", "dq_out", "cu_q")),
+        *((name, ctypes.c_void_p) for name in ("dq", "dq_out", "cu_q", "finished")),
         *((f"dq_{axis}", ctypes.c_longlong) for axis in ("batch", "row", "head")),
-        *((name, ctypes.c_int) for name in ("heads", "seqlen_q", "stat_blocks")),
+        *((name, ctypes.c_int) for name in ("heads", "seqlen_q", "stat_blocks", *_ORDER)),
         ("scale", ctypes.c_float),
     )
 
@@ -141,13 +145,14 @@ class Rows:
         """Of all heads and sequences."""
         self.grid = self.blocks, problem.heads, problem.batch
 
-    def launch(self, prepare: jit.Function, tensors: Tensors, arrivals: int = 0) -> Launch:
+    def launch(self, prepare: jit.Function, tensors: Tensors, arrivals: int = 0, chores: Chores = NONE) -> Launch:
         """The launch that makes the statistics, and sets counters and sums of dQ to their first values."""
         problem = self.problem
         params = PrepareParams(
             heads=problem.heads, seqlen_q=problem.seqlen_q, stat_blocks=self.stat_blocks, blocks=self.blocks,
-            arrivals=arrivals,
+            arrivals=arrivals, zeroed_before=chores.zeroed_before,
         )  # fmt: skip
+        set_order(params, problem, chores)
         set_mask(params, problem)
         for name, tensor in (("out", tensors.out), ("dout", tensors.do), ("dq", tensors.dq)):
             step(params, name, ("batch", "row", "head"), axes(tensor, problem))
@@ -188,6 +193,7 @@ class GradientPlan(ABC, Generic[Config]):
         q_shape, k_shape: of the tensors.
         device: index of the GPU.
         cut: how tiles are cut into pieces.
+        chores: what the gradients' launch does of the launches before and after it.
     """
 
     def __init__(
@@ -198,14 +204,15 @@ class GradientPlan(ABC, Generic[Config]):
         k_shape: torch.Size,
         device: int,
         cut: Cut = WHOLE,
+        chores: Chores = NONE,
     ) -> None:
         self.config = config.specialised(problem)
         self.problem, self.device = problem, device
         self.rows = Rows(problem, q_shape, self.config.block_m)
         self.idle: dict[Kind, list[Call]] = {}
         """Calls that no thread is enqueueing."""
-        self.cut = cut
-        self.space = space_of(self.rows, self.config, cut)
+        self.cut, self.chores = cut, chores
+        self.space = space_of(self.rows, self.config, cut, chores)
         shapes = q_shape, k_shape, (*k_shape[:-1], problem.head_dim_v)
         self.gradients = tuple((tuple(shape), launch.packed(shape)) for shape in shapes)
         """Shapes and strides of dq, dk and dv."""
@@ -250,13 +257,14 @@ class Space:
     offsets: dict[str, int]
 
 
-def space_of(rows: Rows, config: GradientConfig, cut: Cut) -> Space:
+def space_of(rows: Rows, config: GradientConfig, cut: Cut, chores: Chores) -> Space:
     """Statistics, sums of dQ, what counts additions to them, and pieces' dK and dV, of the designs that have them."""
     sizes = {"lse": rows.stats * rows.block_m, "delta": rows.stats * rows.block_m}
     if config.sum_floats:
         # The launch that sums dQ takes its tiles by a counter, and may finish parts from a queue.
         sizes |= {"dq": rows.stats * config.sum_floats, "states": rows.stats * STATE_INTS * config.deterministic}
         sizes |= {"counters": COUNTERS + cut.arrivals, "queue": CONSUMERS * rows.stats * config.finish_inside}
+        sizes |= {"zeroed": chores.heads, "added": chores.heads, "finished": chores.tiles}
         sizes |= {"partials": cut.partials * CONSUMERS * CHUNK * (config.head_dim + config.head_dim_v)}
     offsets, words = {}, 0
     for name, size in sizes.items():
@@ -343,6 +351,11 @@ def gradient_params(problem: AttentionProblem, rows: Rows, tensors: Tensors, sma
     return params
 
 
+def set_order(params: ctypes.Structure, problem: AttentionProblem, chores: Chores) -> None:
+    """What the kernels before and after are told of the order of the tiles."""
+    params.kv_heads, params.key_blocks, params.heads_together = problem.kv_heads, chores.blocks, chores.together
+
+
 def set_mask(params: ctypes.Structure, problem: AttentionProblem) -> None:
     """What kernels are told of which query sees which key."""
     # A side that reaches past every key might not fit the kernels' integers.
@@ -353,19 +366,20 @@ def set_mask(params: ctypes.Structure, problem: AttentionProblem) -> None:
 
 
 def finish_queries(
-    finish: jit.Function, problem: AttentionProblem, rows: Rows, tensors: Tensors, overlapped: bool = False
+    finish: jit.Function,
+    problem: AttentionProblem,
+    rows: Rows,
+    tensors: Tensors,
+    overlapped: bool = False,
+    chores: Chores = NONE,
 ) -> Launch:
     """The launch of ``backward_finish.cu``: dQ from its sums."""
     params = FinishParams(
         heads=problem.heads, seqlen_q=problem.seqlen_q, stat_blocks=rows.stat_blocks, scale=problem.scale
     )
+    set_order(params, problem, chores)
     step(params, "dq", ("batch", "row", "head"), axes(tensors.dq, problem))
     return Launch(finish, rows.grid, ROW_THREADS, params, overlapped=overlapped)
-
-
-def is_causal(problem: AttentionProblem) -> bool:
-    """The right side of the window is bounded and the left is not: tiles are of very unlike length."""
-    return problem.window_right >= 0 and problem.window_left < 0
 
 
 def sink_gradient(shares: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:

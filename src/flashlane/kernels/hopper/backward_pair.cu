@@ -528,6 +528,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             barrier_init(base + DS_EMPTY + 8 * i, 8 * BLOCKS * WARP_ARRIVALS);
         }
         barrier_init_fence();
+        launch_dependents();                              // which wait for the end all the same
         Place place = place_at(p, blockIdx.x / BLOCKS, p.kv_heads * p.batch, p.blocks, false);
         place.batch = place.head / p.kv_heads, place.head -= place.batch * p.kv_heads;
         const Work work(p, place, cfg::BLOCK_N, rank * KEYS);
@@ -547,13 +548,16 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         if (steps_record(base).count > 0 && threadIdx.x % WARP == 0) {
             if (warp == 0) {
                 produce_keys(p, base, rank);
+                wait_prerequisites();                     // of the statistics
                 produce_rows<Q_STAGES, QK_CHUNKS>(p, base, rank, p.q, p.lse, Q, LSE, Q_RECORD, Q_FULL, Q_EMPTY);
             } else if (warp == 1) {
+                wait_prerequisites();
                 produce_rows<DO_STAGES, V_CHUNKS>(p, base, rank, p.dout, p.delta, DO, DELTA, DO_RECORD, DO_FULL, DO_EMPTY);
             }
         }
     } else {
         take_registers<cfg::CONSUMER_REGISTERS>();
+        wait_prerequisites();                             // of the sums
         if (warpgroup == 1) {
             Consumer<0>(p, base, rank, warp % 4).make_dv();
         } else {

@@ -19,7 +19,6 @@ from flashlane.kernels.hopper.backward_config import (
     WIDEST_FUSED,
     GradientConfig,
 )
-from flashlane.kernels.hopper.backward_fused import heads_together
 from flashlane.kernels.hopper.backward_launch import (
     GradientPlan,
     Launch,
@@ -28,6 +27,7 @@ from flashlane.kernels.hopper.backward_launch import (
     finish_queries,
     gradient_params,
 )
+from flashlane.kernels.hopper.backward_order import pair_heads_together
 from flashlane.kernels.hopper.config import CHUNK
 from flashlane.problem import AttentionProblem
 
@@ -130,8 +130,9 @@ class PairPlan(GradientPlan[PairConfig]):
         prepare, gradients, finish = self.functions
         yield rows.launch(prepare, tensors)
         params = gradient_params(problem, rows, tensors, small)
-        params.blocks, params.heads_together = self.key_blocks, heads_together(problem, self.key_blocks)
+        params.blocks, params.heads_together = self.key_blocks, pair_heads_together(problem)
         # Each block brings half of the rows of Q and dO.
         boxes = config.block_m // BLOCKS, CHUNK
-        yield Launch(gradients, (self.grid, 1, 1), config.threads, params, config.shared_memory, boxes=boxes)
-        yield finish_queries(finish, problem, rows, tensors)
+        grid = self.grid, 1, 1
+        yield Launch(gradients, grid, config.threads, params, config.shared_memory, overlapped=True, boxes=boxes)
+        yield finish_queries(finish, problem, rows, tensors, overlapped=True)

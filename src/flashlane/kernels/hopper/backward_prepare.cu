@@ -21,12 +21,14 @@ struct Params {
     BlockState* states;            // DETERMINISTIC
     int *queue, *counters;         // to become 0; the queue with FINISH_INSIDE
     void* dq_out;                  // FINISH_INSIDE: (batch, row, head, column)
+    int *zeroed, *added, *finished;  // CHORES, see backward_tiles.cuh
     long long out_batch, out_row, out_head, dout_batch, dout_row, dout_head;  // in elements
     long long dq_batch, dq_row, dq_head;
     long long lse_batch, lse_head, dlse_batch, dlse_head;
     int heads, seqlen_q, stat_blocks, blocks;  // blocks: of the longest sequence
     int seqlen_k, window_left, window_right, bottom_right;  // DETERMINISTIC: what the backward kernel knows of the mask
     int arrivals;                  // further counters
+    int kv_heads, key_blocks, heads_together, zeroed_before;  // CHORES
 };
 
 // Products of two packed elements, summed in f32.
@@ -38,6 +40,18 @@ __device__ __forceinline__ float dot(u32 a, u32 b) {
 
 __device__ __forceinline__ void clear(void* from, int bytes) {
     for (int i = threadIdx.x; i < bytes / 16; i += THREADS) static_cast<uint4*>(from)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// What is known of the tiles' shares before the launch that has them. Whether this block's sums get their zeros here.
+__device__ __forceinline__ bool begin_chores(const Params& p, int which, int head) {
+    const int group = p.heads / p.kv_heads, kv_head = which * p.kv_heads + head / group;
+    const TileOrder order{p.kv_heads * static_cast<int>(gridDim.z), p.key_blocks, p.heads_together};
+    if (blockIdx.x == 0 && head % group == 0) {
+        if (threadIdx.x == 0) p.zeroed[kv_head] = order.before(kv_head, p.zeroed_before), p.added[kv_head] = 0;
+        for (int i = threadIdx.x; i < order.blocks; i += THREADS) p.finished[order.index(i, kv_head)] = 0;
+    }
+    const int owner = owner_of(head % group * p.stat_blocks + blockIdx.x, order.blocks, static_cast<long long>(group) * p.stat_blocks);
+    return order.index(owner, kv_head) < p.zeroed_before;
 }
 
 // The state of a block of queries, its sums' zeros, and those of dQ where nobody adds to it.
@@ -54,7 +68,7 @@ __device__ __forceinline__ void begin_sums(const Params& p, const Rows& rows, in
                 clear(dq + (static_cast<long long>(rows.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(Element));
         }
     }
-    clear(p.dq + stat * cfg::SUM_FLOATS, cfg::SUM_FLOATS * sizeof(float));
+    if (!cfg::CHORES || begin_chores(p, which, head)) clear(p.dq + stat * cfg::SUM_FLOATS, cfg::SUM_FLOATS * sizeof(float));
 }
 
 // By one warp of the launch.

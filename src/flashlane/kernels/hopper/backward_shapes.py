@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flashlane.kernels.hopper.backward_chores import worth_it
 from flashlane.kernels.hopper.backward_config import BackwardConfig
 from flashlane.kernels.hopper.backward_cut import cut_of
+from flashlane.kernels.hopper.backward_order import heads_together
 from flashlane.kernels.hopper.schedule import SMS
 from flashlane.problem import AttentionProblem
 
 SHORT = 1024
 """Queries up to which tiles that a mask cuts are better small."""
+FEW_STEPS = 2048
+"""Queries that see a tile under a mask, of all heads of its group, up to which what is between tiles counts most; half
+as many without a mask."""
 WIDEST_DIRECT = 96
 """Head dims up to which registers that wait for the sums of dQ to take them are not missed."""
 
@@ -29,7 +34,25 @@ def pick(problem: AttentionProblem) -> BackwardConfig:
         extras = 2
     few = 64 if problem.window_left >= 0 or (masked and problem.seqlen_q <= SHORT) else 96 if direct else 80
     block_m = (few, 64, 48)[extras] if wide else (128, 96, 96)[extras]
-    tile = BackwardConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m, direct=direct, late=wide)
+    tile = BackwardConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m, direct=direct, late=True)
+    chores = False
     if not wide:  # there is room for the next tile's keys
-        tile = replace(tile, k_stages=2, v_stages=2, finish_inside=problem.deterministic)
-    return replace(tile, cut=cut_of(problem, tile, SMS).pieces > 1).specialised(problem)
+        tile = replace(tile, k_stages=2, v_stages=2, turns=2, finish_inside=problem.deterministic)
+    elif largest > WIDEST_DIRECT and not extras:
+        if problem.deterministic:
+            tile = replace(tile, turns=2)
+        elif problem.varlen and masked:  # packed sequences are short ones
+            tile = replace(tile, block_m=64, turns=1)
+        elif few_steps(problem, tile.block_n):  # again there is room, and few steps to gain from more queries in each
+            together = heads_together(problem, -(-problem.seqlen_k // tile.block_n))
+            chores = worth_it(problem, tile.block_n, together, SMS)
+            tile = replace(tile, block_m=64, k_stages=2, turns=1, direct=chores)
+    return replace(tile, cut=cut_of(problem, tile, SMS).pieces > 1, chores=chores).specialised(problem)
+
+
+def few_steps(problem: AttentionProblem, block_n: int) -> bool:
+    """Whether tiles of dense tensors are so short that what is between them matters most."""
+    if problem.window_left >= 0:
+        reach = block_n + problem.window_left + max(0, problem.window_right)
+        return min(problem.seqlen_q, reach) * problem.group <= FEW_STEPS
+    return problem.seqlen_q * problem.group <= (FEW_STEPS if problem.window_right >= 0 else FEW_STEPS // 2)

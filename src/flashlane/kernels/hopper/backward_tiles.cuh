@@ -22,6 +22,8 @@ struct Params {
     void* dq_out;                  // (batch, row, head, column)
     int* counters;                 // see Counters, and with CUT what arrived of each cut tile; 0 before a launch
     float* partials;               // CUT: dK and dV of the pieces of tiles but the last
+    int *zeroed, *added;           // CHORES: of each key/value head, shares whose sums are zeros, and what tiles have added
+    int* finished;                 // CHORES: of each tile, 1 when dQ of its share is made
     long long dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, dq_batch, dq_row, dq_head;  // in elements
     long long alibi_batch;
     int batch, heads, kv_heads;
@@ -33,6 +35,8 @@ struct Params {
     int heads_together;            // heads whose operands fit the L2 cache at once
     int tiles;                     // of the launch (not VARLEN)
     int uncut, pieces;             // CUT: tiles that are not cut, which come first; pieces that each of the others has
+    int zeroed_before;             // CHORES: tiles whose share has zeros before the launch
+    int finish_until;              // CHORES: how many tiles are taken when nobody begins to make dQ any more
     float scale, scale_log2;       // scale · log2(e)
     float softcap_in, softcap_log2;  // 2 · log2(e) · scale / softcap; softcap · log2(e)
 };

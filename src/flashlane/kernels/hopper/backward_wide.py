@@ -16,8 +16,8 @@ from flashlane.kernels.hopper.backward_launch import (
     Small,
     Tensors,
     gradient_params,
-    is_causal,
 )
+from flashlane.kernels.hopper.backward_order import is_causal
 from flashlane.kernels.hopper.backward_wide_config import WideConfig
 from flashlane.kernels.hopper.schedule import L2_BYTES
 from flashlane.problem import AttentionProblem
