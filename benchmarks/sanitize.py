@@ -1,10 +1,11 @@
 """Run every GPU kernel under compute-sanitizer's memcheck and racecheck on one small problem each.
 
-    PYTHONPATH=src python3 benchmarks/sanitize.py [--out FILE.json] [--tags …]
+    PYTHONPATH=src python3 benchmarks/sanitize.py [--out FILE.json] [--tags …] [--jobs 4]
 
 The script starts itself again under each tool, with only flashlane's kernels instrumented, and reads the summary. The
 problem is ragged, causal and grouped, so that tails, masks and shared heads are on the way. The Hopper forward and
-backward run with each of their features (``--tags forward`` or ``--tags backward``: one alone).
+backward run with each of their features (``--tags forward`` or ``--tags backward``: one alone). With several jobs each
+tool runs that many processes, each with its share of the problems.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from gpu_run import device_or_exit
@@ -132,10 +135,21 @@ def kernel_cases(words: list[str], arch: str) -> Iterator[tuple[DeviceKernel, At
                 yield kernel, problem, inputs
 
 
-def run_kernels(words: list[str]) -> None:
+Share = tuple[int, int]
+"""A process's number, and how many there are."""
+ALL: Share = (0, 1)
+Case = TypeVar("Case")
+
+
+def shared(cases: Iterable[Case], share: Share) -> Iterator[Case]:
+    """A process's share of the cases."""
+    return itertools.islice(cases, share[0], None, share[1])
+
+
+def run_kernels(words: list[str], share: Share = ALL) -> None:
     """One launch a case, checked."""
     device = device_or_exit()
-    for kernel, problem, there in kernel_cases(words, arch_of(device)):
+    for kernel, problem, there in shared(kernel_cases(words, arch_of(device)), share):
         inputs = _moved(there, device)
         out = torch.full_like(inputs.q, float("nan"))
         lse = torch.full((1, SIZES["heads"], SIZES["seqlen_q"]), float("nan"), device=device)
@@ -158,10 +172,10 @@ def torch_on_the_host() -> Iterator[None]:
         torch.zeros, torch.Tensor.sum = zeros, total
 
 
-def run_forwards(words: list[str]) -> None:
+def run_forwards(words: list[str], share: Share = ALL) -> None:
     """One launch of the Hopper forward a case."""
     device, kernel = device_or_exit(), registry.get(TAG)
-    for case in forward_cases():
+    for case in shared(forward_cases(), share):
         if words and not any(word in case.tag for word in words):
             continue
         problem, inputs = case.build(device)
@@ -181,10 +195,10 @@ def run_forwards(words: list[str]) -> None:
         print(f"ran {case.tag} {problem.dtype_name} {'ok' if fine else f'off by {error:.2e}, LSE {lse_error:.2e}'}")
 
 
-def run_backwards(words: list[str]) -> None:
+def run_backwards(words: list[str], share: Share = ALL) -> None:
     """One call a case, beside the portable backward on the CPU."""
     device = device_or_exit()
-    for case in backward_cases():
+    for case in shared(backward_cases(), share):
         if words and not any(word in case.tag for word in words):
             continue
         problem, inputs = case.build()
@@ -231,57 +245,94 @@ def hazards(said: str) -> dict[str, int]:
     return dict(found.most_common())
 
 
+def run_all(words: list[str], share: Share = ALL) -> None:
+    for run in (run_kernels, run_forwards, run_backwards):
+        run(words, share)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a process under a tool printed."""
+
+    stdout: str
+    stderr: str
+    status: int
+
+    @classmethod
+    def of(cls, tool: str, script: list[str], share: Share) -> Run:
+        environ = dict(os.environ)
+        script = [*script, "--inside", "{}/{}".format(*share)]
+        if tool == "racecheck":  # a build that it can follow
+            environ[jit.compiler.RACECHECK] = "1"
+            subprocess.run(script, env=environ, check=False, stdout=subprocess.DEVNULL)  # compiles it outside the tool
+        command = [str(shutil.which("compute-sanitizer")), "--tool", tool, *TOOLS[tool]]
+        command += [word for name in NAMES for word in ("--kernel-name", f"kns={name}")]
+        done = subprocess.run([*command, *script], env=environ, capture_output=True, text=True)
+        return cls(done.stdout, done.stderr, done.returncode)
+
+
+def verdict(runs: Sequence[Run]) -> dict[str, Any]:
+    """What a tool said in all its processes."""
+    lines = [line for run in runs for line in run.stdout.splitlines()]
+    summary = [line for line in lines if "SUMMARY" in line]
+    return {
+        "kernels": re.findall(r"^ran (.*? D\d+)", "\n".join(lines), re.M),
+        "wrong": [line for line in lines if line.startswith("ran ") and not line.endswith(" ok")],
+        "summary": summary,
+        "clean": bool(summary) and all(re.search(r"SUMMARY: 0 (errors|hazards)", line) for line in summary),
+        "status": max((run.status for run in runs), key=abs),
+        "refused": [line for line in lines if line.startswith("refused ")],
+        "hazards": hazards("\n".join(lines)),
+    }
+
+
+def show(tool: str, found: dict[str, Any], runs: Sequence[Run]) -> None:
+    clean = found["clean"]
+    print(f"{tool}: {len(found['kernels'])} kernels, {'clean' if clean else 'NOT CLEAN'}: {' '.join(found['summary'])}")
+    for line in (*found["wrong"][:5], *found["refused"]):
+        print(" ", line)
+    if clean:
+        return
+    for pair, count in found["hazards"].items():
+        print(f"  {count:6} {pair}")
+    said = [line for run in runs for line in run.stdout.splitlines() if line.startswith("=========")]
+    print("\n".join(said[:40]), *(run.stderr[-2000:] for run in runs))
+
+
 def main() -> int:
     """Run both tools, print and write what they said."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/sanitizer.json"))
     parser.add_argument("--tags", default="")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that each tool runs at once")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     words = [word for word in arguments.tags.split(",") if word]
+    if arguments.jobs < 1:
+        parser.error(f"--jobs is {arguments.jobs}; it must be at least 1")
     if arguments.inside:
-        run_kernels(words)
-        run_forwards(words)
-        run_backwards(words)
+        number, jobs = map(int, arguments.inside.split("/"))
+        run_all(words, (number, jobs))
         return 0
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
+    if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    run_kernels(words)  # compiles everything outside the tools
-    run_forwards(words)
-    run_backwards(words)
+    run_all(words)  # compiles everything outside the tools
     body: dict[str, object] = {
         "format": "flashlane-sanitizer/1",
         "environment": environment(device_or_exit()),
         "problem": SIZES,
     }
+    script = [sys.executable, __file__, "--tags", arguments.tags]
+    shares = [(number, arguments.jobs) for number in range(arguments.jobs)]
     bad = False
-    script = [sys.executable, __file__, "--inside", "--tags", arguments.tags]
-    for tool in TOOLS:
-        environ = dict(os.environ)
-        if tool == "racecheck":  # a build that it can follow
-            environ[jit.compiler.RACECHECK] = "1"
-            subprocess.run(script, env=environ, check=False, stdout=subprocess.DEVNULL)  # compiles it outside the tool
-        command = [sanitizer, "--tool", tool, *TOOLS[tool]]
-        command += [word for name in NAMES for word in ("--kernel-name", f"kns={name}")]
-        done = subprocess.run([*command, *script], env=environ, capture_output=True, text=True)
-        ran = re.findall(r"^ran (.*? D\d+)", done.stdout, re.M)
-        wrong = [line for line in done.stdout.splitlines() if line.startswith("ran ") and not line.endswith(" ok")]
-        refused = [line for line in done.stdout.splitlines() if line.startswith("refused ")]
-        summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
-        clean = bool(summary) and all(re.search(r"SUMMARY: 0 (errors|hazards)", line) for line in summary)
-        body[tool] = {"kernels": ran, "wrong": wrong, "summary": summary, "clean": clean, "status": done.returncode}
-        body[tool] |= {"refused": refused, "hazards": hazards(done.stdout)}
-        bad |= not clean or bool(wrong) or done.returncode != 0
-        print(f"{tool}: {len(ran)} kernels, {'clean' if clean else 'NOT CLEAN'}: {' '.join(summary)}")
-        for line in (*wrong[:5], *refused):
-            print(" ", line)
-        if not clean:
-            for pair, count in body[tool]["hazards"].items():
-                print(f"  {count:6} {pair}")
-            said = [line for line in done.stdout.splitlines() if line.startswith("=========")]
-            print("\n".join(said[:40]), done.stderr[-2000:])
+    with ThreadPoolExecutor(len(TOOLS) * arguments.jobs) as pool:
+        running = {tool: [pool.submit(Run.of, tool, script, share) for share in shares] for tool in TOOLS}
+        for tool, futures in running.items():
+            runs = [future.result() for future in futures]
+            found = body[tool] = verdict(runs)
+            show(tool, found, runs)
+            bad |= not found["clean"] or bool(found["wrong"]) or found["status"] != 0
     write_atomically(arguments.out, json.dumps(body, indent=1) + "\n")
     return 1 if bad else 0
 

@@ -125,3 +125,9 @@ def test_groups_of_heads_are_nearly_equal(heads: int, most: int) -> None:
     together = even(heads, most)
     assert 1 <= together <= heads and (most // 2 <= together <= 2 * most or heads < most)
     assert -heads % together <= together / 3, "none of a few heads, which would begin their longest tiles at the end"
+
+
+def test_nothing_to_order_is_no_error() -> None:
+    """Packed sequences may all be empty."""
+    for changes in ({"deterministic": True, "window_right": -1}, {}):
+        assert heads_together(asked(seqlen_q=0, seqlen_k=0, varlen=True, **changes), 0) >= 1

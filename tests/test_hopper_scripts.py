@@ -296,6 +296,38 @@ def test_what_racecheck_says_is_counted_by_who_meets_whom(scripts: Any) -> None:
     }
 
 
+def test_what_the_tools_say_in_several_processes_is_one_verdict(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sanitize = scripts("sanitize")
+    assert [list(sanitize.shared(range(5), (number, 3))) for number in range(3)] == [[0, 3], [1, 4], [2]]
+    asked: list[tuple[str, tuple[int, int]]] = []
+    errors = {"racecheck": 0}
+
+    def of(tool: str, script: list[str], share: tuple[int, int]) -> Any:
+        asked.append((tool, share))
+        number = errors.get(tool, 0) * share[0]
+        said = f"ran {tool} {share[0]} D64 f16 ok\n========= {tool} SUMMARY: {number} errors\n"
+        return sanitize.Run(said, "", number)
+
+    monkeypatch.setattr(sanitize.Run, "of", of)
+    monkeypatch.setattr(sanitize, "run_all", lambda *asked: None)
+    monkeypatch.setattr(sanitize, "device_or_exit", lambda: CPU)
+    monkeypatch.setattr(sanitize, "environment", lambda device: {})
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
+    out = tmp_path / "found.json"
+    monkeypatch.setattr("sys.argv", ["sanitize.py", "--jobs", "2", "--out", str(out)])
+    assert sanitize.main() == 0
+    assert sorted(asked) == [(tool, (number, 2)) for tool in ("memcheck", "racecheck") for number in (0, 1)]
+    found = json.loads(out.read_text())["memcheck"]
+    assert found["kernels"] == ["memcheck 0 D64", "memcheck 1 D64"] and found["clean"] and len(found["summary"]) == 2
+    errors["racecheck"] = 3
+    assert sanitize.main() == 1
+    found = json.loads(out.read_text())
+    assert found["memcheck"]["clean"] and not found["racecheck"]["clean"] and found["racecheck"]["status"] == 3
+    assert "racecheck: 2 kernels, NOT CLEAN" in capsys.readouterr().out
+
+
 def test_every_feature_of_the_backward_is_sanitized(scripts: Any) -> None:
     cases = list(scripts("sanitize").backward_cases())
     assert len({case.tag for case in cases}) == len(cases)

@@ -41,7 +41,7 @@ def heads_together(problem: AttentionProblem, key_blocks: int, sms: int = SMS) -
     size = problem.seqlen_q * ((problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + 4 * problem.head_dim)
     together = even(heads, max(1, L2_BYTES // max(1, size))) if causal else 1
     if problem.deterministic and (not causal or key_blocks > LONG_CHAIN):
-        together = -(-sms // key_blocks) * (4 if causal else 1)
+        together = -(-sms // max(1, key_blocks)) * (4 if causal else 1)
     return min(heads, max(1, together))
 
 
