@@ -296,7 +296,9 @@ struct Adder {
 };
 
 // CHORES: tells of the tiles whose additions the consumers of the block have made. It looks seldom: it shares its scheduler
-// with consumers.
+// with consumers. The last additions of a tile are made in the next one that has steps, so it would wait for ever where two
+// tiles without follow, whose places in the ring it does not free meanwhile: such problems have no chores
+// (backward_shapes.py).
 struct Teller {
     const Params& p;
     const u32 base;

@@ -45,7 +45,7 @@ def pick(problem: AttentionProblem) -> BackwardConfig:
             tile = replace(tile, block_m=64, turns=1)
         elif few_steps(problem, tile.block_n):  # again there is room, and few steps to gain from more queries in each
             together = heads_together(problem, -(-problem.seqlen_k // tile.block_n))
-            chores = worth_it(problem, tile.block_n, together, SMS)
+            chores = all_have_steps(problem) and worth_it(problem, tile.block_n, together, SMS)
             tile = replace(tile, block_m=64, k_stages=2, turns=1, direct=chores)
     return replace(tile, cut=cut_of(problem, tile, SMS).pieces > 1, chores=chores).specialised(problem)
 
@@ -56,3 +56,8 @@ def few_steps(problem: AttentionProblem, block_n: int) -> bool:
         reach = block_n + problem.window_left + max(0, problem.window_right)
         return min(problem.seqlen_q, reach) * problem.group <= FEW_STEPS
     return problem.seqlen_q * problem.group <= (FEW_STEPS if problem.window_right >= 0 else FEW_STEPS // 2)
+
+
+def all_have_steps(problem: AttentionProblem) -> bool:
+    """Whether some query sees every key, so that no tile is without steps: chores would wait for those for ever."""
+    return problem.seqlen_q == problem.seqlen_k
