@@ -14,7 +14,9 @@
 //     issue S(i), dP(i) │ wait S │ P │ issue dV(i) │ wait dP │ dS, store it │ wait dV │ issue dQ(i−1), dK(i) │ wait dQ,
 //     store it │ wait dK
 //
-// dQ is one block late, so that neither warpgroup waits for the other's dS of this step.
+// dQ is one block late, so that neither warpgroup waits for the other's dS of this step. Where K has two places the first
+// step of a tile makes the last dQ of the tile before (CARRY). TURNS: one consumer issues S and dP while the other has its
+// scores.
 //
 // Blocks of threads stay on their SMs and take tile after tile (a tile: a block of keys), so that the loads of the next
 // tile run under the stores of the one before. DETERMINISTIC: the tiles add to a block of queries in their order. Each
@@ -614,12 +616,11 @@ struct Consumer {
             wgmma_wait<1>(dp);
             pass_turn(2);
             make_gradients();
-            if (!cfg::LATE) announce_gradients(handed() + 1);
             wgmma_wait<0>(dv);
             arrive(DO_EMPTY, outputs());
             multiply_queries(K + (full_tiles() - carried) % K_STAGES * K_BYTES);
             accumulate_rows<HEAD_DIM, BLOCK_M>(dk, ds, base + Q + queries() * Q_BYTES);
-            if (cfg::LATE) announce_gradients(handed() + 1);
+            announce_gradients(handed() + 1);             // now, as its fence waits for the stores of dS
             wgmma_wait<1>(dq);
             if (carried) arrive(K_EMPTY, (full_tiles() - 1) % K_STAGES);
             store_queries();

@@ -167,8 +167,6 @@ class BackwardConfig(GradientConfig):
     v_stages: int = 1
     direct: bool = False
     """dQ is added to its sums from registers, in any order; else by the copy engine from shared memory."""
-    late: bool = False
-    """dS is announced when the products after it are under way: the fence before waits for its stores."""
     turns: int = 0
     """Consumers take turns at the first two products of a step: until they are issued (1), or have come (2)."""
     finish_inside: bool = False
@@ -231,7 +229,6 @@ class BackwardConfig(GradientConfig):
             "DETERMINISTIC": self.deterministic,
             "FINISH_INSIDE": self.finish_inside,
             "DIRECT": self.direct,
-            "LATE": self.late,
             "TURNS": self.turns,
             "CUT": self.cut,
             "CHORES": self.chores,

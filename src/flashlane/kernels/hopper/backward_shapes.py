@@ -34,7 +34,7 @@ def pick(problem: AttentionProblem) -> BackwardConfig:
         extras = 2
     few = 64 if problem.window_left >= 0 or (masked and problem.seqlen_q <= SHORT) else 96 if direct else 80
     block_m = (few, 64, 48)[extras] if wide else (128, 96, 96)[extras]
-    tile = BackwardConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m, direct=direct, late=True)
+    tile = BackwardConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m, direct=direct)
     chores = False
     if not wide:  # there is room for the next tile's keys
         tile = replace(tile, k_stages=2, v_stages=2, turns=2, finish_inside=problem.deterministic)
