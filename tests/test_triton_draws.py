@@ -35,7 +35,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 SHORT = (0, 1, 2, 15, 16, 17, 33)
 SMALL_HEAD_DIMS = (8, 24, 59, 64, 40, 96)
-FORWARD_DRAWS, BACKWARD_DRAWS = 150, 70
+FORWARD_DRAWS, BACKWARD_DRAWS = 100, 50
 SMALL_TILES = (
     None,
     BackwardConfig(Tile(32, 32, 4, 1, True), Tile(32, 32, 4, 1)),
