@@ -355,6 +355,18 @@ def forwarded(problem: AttentionProblem, inputs: Inputs) -> Given:
     return Given(out, lse, torch.randn_like(out), torch.randn_like(lse), {}, {})
 
 
+def on_four_streams(problem: AttentionProblem, inputs: Inputs, what: Given, calls: int) -> list[Gradients]:
+    """What so many calls find, on four streams in turn, none waiting for another."""
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for turn in range(calls):
+        with torch.cuda.stream(streams[turn % 4]):
+            found.append(hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse))
+    torch.cuda.synchronize()
+    return found
+
+
 GAP = 4096
 """Words between the parts of a call's memory in the next test, more than a slab of sums."""
 
@@ -455,14 +467,7 @@ def test_chores_on_several_streams_at_once(always_chores: None) -> None:
     assert config_of(problem).chores
     what = forwarded(problem, inputs)
     right = run(problem, inputs, what)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
-    found = []
-    for turn in range(40):
-        with torch.cuda.stream(streams[turn % 4]):
-            found.append(hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse))
-    torch.cuda.synchronize()
-    for again in found:
+    for again in on_four_streams(problem, inputs, what, 40):
         assert equal(right, again, repeats(problem))
         # Another order, rounded to bf16.
         assert float((again.q.float() - right.q.float()).norm() / right.q.float().norm()) < 3e-3
@@ -513,14 +518,7 @@ def test_pieces_on_several_streams_at_once(always_cut: None) -> None:
     problem, inputs = dense(1500, 64, batch=1, heads=3, kv_heads=3)
     what = forwarded(problem, inputs)
     right = run(problem, inputs, what)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
-    found = []
-    for turn in range(80):
-        with torch.cuda.stream(streams[turn % 4]):
-            found.append(hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse))
-    torch.cuda.synchronize()
-    assert all(equal(right, again, repeats(problem)) for again in found)
+    assert all(equal(right, again, repeats(problem)) for again in on_four_streams(problem, inputs, what, 80))
 
 
 @pytest.mark.gpu
