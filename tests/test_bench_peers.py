@@ -92,7 +92,8 @@ def test_what_a_peer_cannot_be_given_is_refused() -> None:
         assert "deterministic" in PEER[tag].supports(fixed)
         assert PEER[tag].supports(replace(fixed, deterministic=False)) is None
         assert PEER[tag].supports(replace(fixed, needs_grad=False)) is None, "a forward pass is deterministic"
-    for tag in ("(cudnn)", "(flex)", "(unfused)", "(sdpa-efficient)", "(xformers)", "(ffpa)"):
+    assert PEER["(flex)"].supports(packed()[0].on(GPU)) is None
+    for tag in ("(cudnn)", "(unfused)", "(sdpa-efficient)", "(xformers)", "(ffpa)"):
         assert PEER[tag].supports(packed()[0].on(GPU)) == "the bench does not give it varlen", tag
     for tag in ("(flash)", "(cudnn)", "(flex)", "(unfused)", "(xformers)"):
         assert PEER[tag].supports(dense(softcap=3.0)[0].on(GPU)) == "the bench does not give it softcap", tag
@@ -105,6 +106,22 @@ MASKS = [{}, {"causal": True}, {"window_size": (7, 0)}, {"window_size": (-1, 3)}
 def test_flex_masks_as_we_do(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **how: function)
     problem, inputs = dense(dtype=torch.float32, n=70, keys=90, **asked)
+    with torch.no_grad():
+        found = PEER["(flex)"].prepare(problem, inputs)()
+        torch.testing.assert_close(found, reference_attention(problem, inputs)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("alignment", ["bottom-right", "top-left"])
+@pytest.mark.parametrize("asked", MASKS, ids=str)
+def test_flex_keeps_packed_sequences_apart(
+    asked: dict[str, Any], alignment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    lengths = ((5, 9), (33, 40), (0, 7), (20, 20))  # of queries and of keys
+    ends = [torch.tensor([0, *column]).cumsum(0).to(torch.int32) for column in zip(*lengths, strict=True)]
+    q, k, v = (torch.randn(int(end[-1]), heads, 16) for end, heads in ((ends[0], 4), (ends[1], 2), (ends[1], 2)))
+    inputs = Inputs(q, k, v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=33, max_seqlen_k=40)
+    problem = AttentionProblem.from_inputs(inputs, alignment=alignment, **asked)
     with torch.no_grad():
         found = PEER["(flex)"].prepare(problem, inputs)()
         torch.testing.assert_close(found, reference_attention(problem, inputs)[0], rtol=1e-4, atol=1e-5)

@@ -279,25 +279,51 @@ def _flex(problem: AttentionProblem, inputs: Inputs) -> Call:
 
         functorch.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
-    q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
+    packed = [t.unsqueeze(0) if problem.varlen else t for t in (inputs.q, inputs.k, inputs.v)]
+    q, k, v = (t.transpose(1, 2) for t in packed)
     mask = None
-    if problem.window_left >= 0 or problem.window_right >= 0:
-        shift, left, right = problem.shift, problem.window_left, problem.window_right
-
-        def visible(_b: torch.Tensor, _h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-            if left < 0:
-                return j <= i + shift + right
-            if right < 0:
-                return j >= i + shift - left
-            return (j <= i + shift + right) & (j >= i + shift - left)
-
-        mask = create_block_mask(visible, None, None, problem.seqlen_q, problem.seqlen_k, device=q.device)
+    if problem.varlen or problem.window_left >= 0 or problem.window_right >= 0:
+        visible = _flex_mask(problem, inputs)
+        mask = create_block_mask(visible, None, None, q.shape[2], k.shape[2], device=q.device)
     keywords = {"scale": problem.scale, "block_mask": mask, "enable_gqa": problem.group > 1}
-    return lambda: compiled(q, k, v, **keywords).transpose(1, 2)
+
+    def call() -> torch.Tensor:
+        out = compiled(q, k, v, **keywords).transpose(1, 2)
+        return out[0] if problem.varlen else out
+
+    return call
+
+
+def _flex_mask(problem: AttentionProblem, inputs: Inputs) -> Callable[..., torch.Tensor]:
+    """Which key a query sees, of packed sequences in one batch entry."""
+    left, right, shift = problem.window_left, problem.window_right, problem.shift
+    sequences: list[torch.Tensor] = []
+    if problem.varlen:
+        ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+        lengths = len(inputs.q), len(inputs.k)
+        sequences = [
+            torch.bucketize(torch.arange(length, device=end.device), end[1:], right=True)
+            for length, end in zip(lengths, ends, strict=True)
+        ]
+        # Where the key lies that a row's query is aligned with, relative to the row.
+        first_q, first_k = (end[:-1] for end in ends)
+        aligned = first_k - first_q
+        if problem.alignment == "bottom-right":
+            aligned = aligned + ends[1].diff() - ends[0].diff()
+        shift = torch.nn.functional.pad(aligned, (0, 1))[sequences[0]]  # rows after the last sequence are nobody's
+
+    def visible(_b: torch.Tensor, _h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        middle = i + (shift[i] if problem.varlen else shift)
+        seen = [j <= middle + right] if right >= 0 else []
+        seen += [j >= middle - left] if left >= 0 else []
+        seen += [sequences[0][i] == sequences[1][j]] if problem.varlen else []
+        return functools.reduce(torch.logical_and, seen)
+
+    return visible
 
 
 def _flex_supports(problem: AttentionProblem) -> Reason:
-    return _lacks(problem, "bias", "sinks", "alibi", "varlen", "softcap")
+    return _lacks(problem, "bias", "sinks", "alibi", "softcap")
 
 
 def _xformers(problem: AttentionProblem, inputs: Inputs) -> Call:
