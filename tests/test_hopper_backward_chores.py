@@ -104,6 +104,11 @@ def test_short_sequences_of_many_heads_have_chores() -> None:
     assert few.k_stages == 2 and not few.direct, "additions from registers pay with chores only"
 
 
+def test_packed_sequences_have_small_tiles_unless_one_is_long() -> None:
+    tiles = {n: backward_shapes.pick(asked(varlen=True, seqlen_q=n, seqlen_k=n)) for n in (4096, 4097)}
+    assert [(tile.block_m, tile.turns, tile.k_stages) for tile in tiles.values()] == [(64, 1, 1), (80, 0, 1)]
+
+
 def test_the_launch_before_writes_the_first_zeros() -> None:
     problem = asked()
     together = heads_together(problem, 16)

@@ -16,6 +16,8 @@ SHORT = 1024
 FEW_STEPS = 2048
 """Queries that see a tile under a mask, of all heads of its group, up to which what is between tiles counts most; half
 as many without a mask."""
+PACKED = 4096
+"""Length of the longest of packed sequences up to which most are short."""
 WIDEST_DIRECT = 96
 """Head dims up to which registers that wait for the sums of dQ to take them are not missed."""
 
@@ -41,8 +43,9 @@ def pick(problem: AttentionProblem) -> BackwardConfig:
     elif largest > WIDEST_DIRECT and not extras:
         if problem.deterministic:
             tile = replace(tile, turns=2)
-        elif problem.varlen and masked:  # packed sequences are short ones
-            tile = replace(tile, block_m=64, turns=1)
+        elif problem.varlen:
+            if masked and problem.seqlen_q <= PACKED:
+                tile = replace(tile, block_m=64, turns=1)
         elif few_steps(problem, tile.block_n):  # again there is room, and few steps to gain from more queries in each
             together = heads_together(problem, -(-problem.seqlen_k // tile.block_n))
             chores = all_have_steps(problem) and worth_it(problem, tile.block_n, together, SMS)
