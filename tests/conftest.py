@@ -15,6 +15,11 @@ if not torch.cuda.is_available():
 
 from flashlane import registry
 
+# Processes that test side by side share the cores: threads of each on all of them would spin while the others' run.
+THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+torch.set_num_threads(THREADS)
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # of processes that tests start
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
