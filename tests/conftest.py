@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # of processes that test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # first, so that none is left alone at the end
     if torch.cuda.is_available():
         return
     for item in items:

@@ -90,6 +90,7 @@ def invoke(tmp_path, monkeypatch):
     return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
 
 
+@pytest.mark.slow
 def test_peers_that_raise_hang_or_crash_have_rows_that_say_so(invoke, tmp_path):
     (tmp_path / "peers.py").write_text(PEERS)
     words = (

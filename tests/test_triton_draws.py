@@ -68,6 +68,7 @@ def forward_of(problem: AttentionProblem, inputs: Inputs) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.slow
 @interpreted
 @drawing(FORWARD_DRAWS)
 @given(
@@ -87,6 +88,7 @@ def test_forward(case: Case, dtype: torch.dtype, splits: int) -> None:
     launch.clear()
 
 
+@pytest.mark.slow
 @interpreted
 @drawing(BACKWARD_DRAWS)
 @given(

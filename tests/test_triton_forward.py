@@ -197,6 +197,7 @@ def test_no_kernel_is_made_for_a_length() -> None:
     assert not [row for row in rows if row["several"]]
 
 
+@pytest.mark.slow
 def test_what_the_compiler_makes(tmp_path: Path) -> None:
     """Tensor-core and copy instructions are there, shared memory fits, and no uniform register is read unwritten."""
     done = subprocess.run(
