@@ -279,8 +279,8 @@ def _flex(problem: AttentionProblem, inputs: Inputs) -> Call:
 
         functorch.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
-    packed = [t.unsqueeze(0) if problem.varlen else t for t in (inputs.q, inputs.k, inputs.v)]
-    q, k, v = (t.transpose(1, 2) for t in packed)
+    batched = (t.unsqueeze(0) if problem.varlen else t for t in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (t.transpose(1, 2) for t in batched)
     mask = None
     if problem.varlen or problem.window_left >= 0 or problem.window_right >= 0:
         visible = _flex_mask(problem, inputs)
@@ -295,7 +295,7 @@ def _flex(problem: AttentionProblem, inputs: Inputs) -> Call:
 
 
 def _flex_mask(problem: AttentionProblem, inputs: Inputs) -> Callable[..., torch.Tensor]:
-    """Which key a query sees, of packed sequences in one batch entry."""
+    """Which key a query sees; packed sequences are one batch entry, and each sees its own keys alone."""
     left, right, shift = problem.window_left, problem.window_right, problem.shift
     sequences: list[torch.Tensor] = []
     if problem.varlen:

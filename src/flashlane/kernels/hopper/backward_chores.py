@@ -17,7 +17,7 @@ LEAD = 2
 LAST = 2
 """Rounds of tiles at the end in which nobody begins to make dQ: it would be done last."""
 MOST_TILES = 1 << 29
-"""Whose numbers fit the kernel's integers, doubled."""
+"""Whose numbers, and those of what is taken beyond them, fit the kernel's integers."""
 
 
 @dataclass(frozen=True)
