@@ -18,6 +18,9 @@
 //     0:  issue S(i) │ wait │ P(i), hand it over │ issue dQ(i−1), dV(i) │ wait dQ, add it to the sums │ wait dV
 //     1:  issue dP(i) │ wait for it and for P(i) │ dS(i), send it │ issue dQ(i−1), dK(i) │ wait dQ, add it │ wait dK
 //
+// Clusters stay on their SMs and take tile after tile (a tile: a block of keys), of which block 0 tells block 1: the loads of
+// the next one run under the stores of the one before. What goes to registers counts as two more uses of the stages of dS.
+//
 // While one computes P or dS, the other's products run. dQ is added to its sums in device memory from registers, in their
 // order (backward_sums.cuh).
 #include "cluster.cuh"
@@ -26,6 +29,7 @@
 
 constexpr int BLOCKS = 2, KEYS = 64, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);
 constexpr int Q_STAGES = cfg::Q_STAGES, DO_STAGES = cfg::DO_STAGES, DS_STAGES = 2;
+constexpr int LOADERS = 3;                                // warps that load, and look tiles up
 // Columns of K and V in quarters of 16 · FIRST and 16 · SECOND, of either half of them, each padded to a chunk: two in
 // shared memory, two in registers.
 template <int COLUMNS>
@@ -48,10 +52,13 @@ static_assert(HEAD_DIM <= 256 && HEAD_DIM_V <= 256 && KEPT_BYTES <= DS_BYTES);
 
 constexpr u32 K = 0, V = K + K_BYTES, Q = V + V_BYTES, DO = Q + Q_STAGES * Q_BYTES, DS = DO + DO_STAGES * DO_BYTES;
 constexpr u32 LSE = DS + DS_STAGES * DS_BYTES, DELTA = LSE + Q_STAGES * STAT_BYTES;
-// What the threads look up of the keys, and the consumers of a step with its Q or dO: they have no registers to carry it.
-constexpr u32 KEYS_RECORD = DELTA + DO_STAGES * STAT_BYTES, Q_RECORD = KEYS_RECORD + 48;
-constexpr u32 DO_RECORD = Q_RECORD + 16 * Q_STAGES, KV_FULL = DO_RECORD + 16 * DO_STAGES;
-constexpr u32 Q_FULL = KV_FULL + 16, Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES;
+// What the threads look up of a tile, and the consumers of a step with its Q or dO: they have no registers to carry it.
+constexpr u32 TILE_RECORDS = DELTA + DO_STAGES * STAT_BYTES, TILE_SLOTS = 2, TILE_BYTES = 48;
+constexpr u32 Q_RECORD = TILE_RECORDS + TILE_SLOTS * TILE_BYTES, DO_RECORD = Q_RECORD + 16 * Q_STAGES;
+constexpr u32 NEXT = DO_RECORD + 16 * DO_STAGES, NEXT_FULL = NEXT + 8, NEXT_EMPTY = NEXT_FULL + 8;
+constexpr u32 WANTED = NEXT_EMPTY + 8, TILE_FULL = WANTED + 8, TILE_EMPTY = TILE_FULL + 8 * TILE_SLOTS;
+constexpr u32 KV_FULL = TILE_EMPTY + 8 * TILE_SLOTS, KV_EMPTY = KV_FULL + 16, Q_FULL = KV_EMPTY + 8;
+constexpr u32 Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES;
 constexpr u32 DO_EMPTY = DO_FULL + 8 * DO_STAGES, P_FULL = DO_EMPTY + 8 * DO_STAGES, DS_FULL = P_FULL + 8 * DS_STAGES;
 constexpr u32 DS_EMPTY = DS_FULL + 8 * DS_STAGES;
 static_assert(DS_EMPTY + 8 * DS_STAGES == cfg::SHARED_BYTES, "the Python formula disagrees");
@@ -67,7 +74,7 @@ struct OwnerRecord {
     int kv_head, batch, k_first, which;                   // batch of the tensors, and first row of the sequence there
 };
 struct StepsRecord {
-    int count, low, high;                                 // steps of the block; blocks of queries, of each head
+    int count, low, high;                                 // steps (NO_TILE: none is left); blocks of queries of each head
     int q_first;                                          // row of the sequence in the tensors
 };
 struct StepRecord {
@@ -80,9 +87,15 @@ __device__ __forceinline__ Record record_at(u32 address) {
     const int4 x = load_shared_int4(address);
     return {x.x, x.y, x.z, x.w};
 }
-__device__ __forceinline__ KeysRecord keys_record(u32 base) { return record_at<KeysRecord>(base + KEYS_RECORD); }
-__device__ __forceinline__ OwnerRecord owner_record(u32 base) { return record_at<OwnerRecord>(base + KEYS_RECORD + 16); }
-__device__ __forceinline__ StepsRecord steps_record(u32 base) { return record_at<StepsRecord>(base + KEYS_RECORD + 32); }
+constexpr int NO_TILE = -1;
+__device__ __forceinline__ u32 tile_record(u32 base, u32 tile) { return base + TILE_RECORDS + tile % TILE_SLOTS * TILE_BYTES; }
+__device__ __forceinline__ KeysRecord keys_record(u32 base, u32 tile) { return record_at<KeysRecord>(tile_record(base, tile)); }
+__device__ __forceinline__ OwnerRecord owner_record(u32 base, u32 tile) {
+    return record_at<OwnerRecord>(tile_record(base, tile) + 16);
+}
+__device__ __forceinline__ StepsRecord steps_record(u32 base, u32 tile) {
+    return record_at<StepsRecord>(tile_record(base, tile) + 32);
+}
 
 // Where the n-th use of a ring is: its slot, and the parity of the slot's phase. STAGES is a power of two.
 template <int STAGES>
@@ -93,6 +106,110 @@ struct Use {
 
 // ---------------------------------------------------------------------------------------------- the producer's warps
 
+// Steps of a tile of whose record some warp told, or NO_TILE.
+__device__ __forceinline__ int wait_tile(u32 base, u32 tile) {
+    barrier_wait(base + TILE_FULL + 8 * (tile % TILE_SLOTS), tile / TILE_SLOTS % 2);
+    return steps_record(base, tile).count;
+}
+
+// Takes tiles for the cluster, each when the loads of the one before are under way, and tells the others of its block.
+struct Taker {
+    const Params& p;
+    const u32 base;
+    const int rank;
+    u32 tiles = 0;                                        // told of so far
+
+    // The next tile's number: block 0 takes it, and passes it on.
+    __device__ __forceinline__ int take() const {
+        const u32 parity = tiles % 2;
+        if (rank == 0) {
+            barrier_wait(base + WANTED, parity ^ 1);
+            const int index = atomicAdd(p.counters + TILES_TAKEN, 1);
+            barrier_wait_cluster(base + NEXT_EMPTY, parity ^ 1);
+            store_cluster_async(address_in(base + NEXT, 1), index, address_in(base + NEXT_FULL, 1));
+            return index;
+        }
+        barrier_expect(base + NEXT_FULL, 4);
+        barrier_wait_cluster(base + NEXT_FULL, parity);
+        const int index = load_shared(base + NEXT);
+        barrier_arrive_cluster(address_in(base + NEXT_EMPTY, 0));
+        return index;
+    }
+    __device__ __forceinline__ void run() {
+        wait_prerequisites();                             // of the counter
+        for (bool more = true; more; ++tiles) {
+            const int index = take();
+            const u32 slot = tiles % TILE_SLOTS, at = tile_record(base, tiles);
+            barrier_wait(base + TILE_EMPTY + 8 * slot, tiles / TILE_SLOTS % 2 ^ 1);
+            more = index < p.tiles;
+            if (more) {
+                Place place = place_at(p, index, p.kv_heads * p.batch, p.blocks, false);
+                place.batch = place.head / p.kv_heads, place.head -= place.batch * p.kv_heads;
+                const Work work(p, place, cfg::BLOCK_N, rank * KEYS);
+                const Sequence& sequence = work.sequence;
+                store_shared(at, make_uint4(work.first_key, sequence.k_length, sequence.shift, sequence.q_length));
+                store_shared(at + 16, make_uint4(work.kv_head, sequence.batch, sequence.k_first, work.which));
+                store_shared(at + 32, make_uint4(work.steps(), work.queries.low, work.queries.high, sequence.q_first));
+            } else {
+                store_shared(at + 32, make_uint4(static_cast<u32>(NO_TILE), 0, 0, 0));
+            }
+            barrier_arrive(base + TILE_FULL + 8 * slot);
+        }
+    }
+};
+
+// Loads blocks of Q or dO, half of the rows to both blocks of the cluster, and their statistics.
+template <int STAGES, int CHUNKS>
+struct RowLoader {
+    const Params& p;
+    const u32 base;
+    const int rank;
+
+    __device__ __forceinline__ void run(const TensorMap& map, const float* statistics, u32 tile, u32 stat, u32 record, u32 full,
+                                        u32 empty, bool wants) const {
+        constexpr u32 BYTES = CHUNKS * ROWS_CHUNK;
+        u32 made = 0;                                     // steps so far
+        wait_prerequisites();
+        for (u32 tiles = 0;; ++tiles) {
+            int left = wait_tile(base, tiles);
+            if (left == NO_TILE) return;
+            const OwnerRecord owner = owner_record(base, tiles);
+            int head = owner.kv_head * (p.heads / p.kv_heads), block = steps_record(base, tiles).low;
+            int sums = (cfg::VARLEN ? head : owner.which * p.heads + head) * p.stat_blocks + block;
+            if (cfg::VARLEN) sums += steps_record(base, tiles).q_first / BLOCK_M + owner.which;  // stat_block
+#pragma unroll 1
+            for (; left > 0; --left, ++made) {
+                const Use<STAGES> use(made);
+                const u32 barrier = base + full + 8 * use.slot;
+                barrier_wait(base + empty + 8 * use.slot, use.parity ^ 1);
+                const int first = block * BLOCK_M;
+                const KeysRecord keys = keys_record(base, tiles);
+                const bool masked = partly_masked<KEYS>(p, keys.first, keys.length, first, keys.shift);
+                store_shared(base + record + 16 * use.slot, make_uint4(first, head, sums, masked));
+                barrier_expect_copies(barrier, BYTES + STAT_BYTES);
+                const u32 to = base + tile + use.slot * BYTES + rank * (HALF_ROWS * ROW_BYTES);
+                const int row = steps_record(base, tiles).q_first + first + rank * HALF_ROWS;
+                const int batch = owner_record(base, tiles).batch;
+#pragma unroll 1
+                for (int chunk = 0; chunk < CHUNKS; ++chunk)
+                    tma_load_multicast(to + chunk * ROWS_CHUNK, map, barrier, chunk * CHUNK_COLUMNS, row, head, batch,
+                                       (1 << BLOCKS) - 1);
+                bulk_load(base + stat + use.slot * STAT_BYTES, statistics + static_cast<long long>(sums) * BLOCK_M,
+                          STAT_BYTES, barrier);
+                barrier_copies_issued(barrier);
+                const StepsRecord steps = steps_record(base, tiles);
+                ++sums;
+                if (++block == steps.high) {
+                    sums += p.stat_blocks - (steps.high - steps.low);
+                    block = steps.low, ++head;
+                }
+            }
+            if (wants) barrier_arrive(base + WANTED);
+            barrier_arrive(base + TILE_EMPTY + 8 * (tiles % TILE_SLOTS));
+        }
+    }
+};
+
 // Half of the columns of 64 keys: its two quarters, as chunks `stride` bytes apart.
 template <typename QUARTERS>
 __device__ __forceinline__ void load_keys(u32 to, u32 stride, const TensorMap& map, u32 barrier, int half, int row, int head,
@@ -101,58 +218,45 @@ __device__ __forceinline__ void load_keys(u32 to, u32 stride, const TensorMap& m
         tma_load(to + i * stride, map, barrier, QUARTERS::column(half, i), row, head, batch);
 }
 
-// K and V: the half of the columns that stays, and the half that goes to registers.
-__device__ __forceinline__ void produce_keys(const Params& p, u32 base, int rank) {
-    const OwnerRecord owner = owner_record(base);
-    const int own = owner.k_first + keys_record(base).first, row = own - rank * KEYS;
-    const int head = owner.kv_head, batch = owner.batch;
-    u32 full = base + KV_FULL;
-    barrier_expect(full, K_BYTES + KEPT_BYTES);
-    for (int i = 0; i < BLOCKS; ++i)
-        load_keys<KeyQuarters>(base + K + i * KEYS_CHUNK, BLOCKS * KEYS_CHUNK, p.k, full, rank, row + i * KEYS, head, batch);
-    load_keys<KeyQuarters>(base + DS, KEYS_CHUNK, p.k, full, 1 - rank, own, head, batch);
-    full += 8;
-    barrier_expect(full, V_BYTES + KEPT_BYTES);
-    load_keys<ValueQuarters>(base + V, KEYS_CHUNK, p.v, full, rank, own, head, batch);
-    load_keys<ValueQuarters>(base + DS + DS_BYTES, KEYS_CHUNK, p.v, full, 1 - rank, own, head, batch);
-}
+// Loads K and V: the half of the columns that stays, and through the next two stages of dS the half that goes to registers.
+struct KeysLoader {
+    const Params& p;
+    const u32 base;
+    const int rank;
+    u32 full_tiles = 0, parts = 0;                        // tiles with steps so far, parts of dS
 
-// Blocks of Q or dO, half of the rows to both blocks of the cluster, and their statistics.
-template <int STAGES, int CHUNKS>
-__device__ __forceinline__ void produce_rows(const Params& p, u32 base, int rank, const TensorMap& map,
-                                             const float* statistics, u32 tile, u32 stat, u32 record, u32 full, u32 empty) {
-    constexpr u32 BYTES = CHUNKS * ROWS_CHUNK;
-    const StepsRecord steps = steps_record(base);
-    const OwnerRecord owner = owner_record(base);
-    int head = owner.kv_head * (p.heads / p.kv_heads), block = steps.low;
-    int sums = (cfg::VARLEN ? head : owner.which * p.heads + head) * p.stat_blocks + block;
-    if (cfg::VARLEN) sums += steps.q_first / BLOCK_M + owner.which;  // stat_block
-#pragma unroll 1
-    for (int i = 0; i < steps.count + STAGES; ++i) {
-        const Use<STAGES> use(i);
-        const u32 barrier = base + full + 8 * use.slot;
-        barrier_wait(base + empty + 8 * use.slot, use.parity ^ 1);
-        if (i >= steps.count) continue;                   // the block may not end while arrivals are under way
-        const int first = block * BLOCK_M;
-        const KeysRecord keys = keys_record(base);
-        const bool masked = partly_masked<KEYS>(p, keys.first, keys.length, first, keys.shift);
-        store_shared(base + record + 16 * use.slot, make_uint4(first, head, sums, masked));
-        barrier_expect_copies(barrier, BYTES + STAT_BYTES);
-        const u32 to = base + tile + use.slot * BYTES + rank * (HALF_ROWS * ROW_BYTES);
-#pragma unroll 1
-        for (int chunk = 0; chunk < CHUNKS; ++chunk)
-            tma_load_multicast(to + chunk * ROWS_CHUNK, map, barrier, chunk * CHUNK_COLUMNS,
-                               steps.q_first + first + rank * HALF_ROWS, head, owner.batch, (1 << BLOCKS) - 1);
-        bulk_load(base + stat + use.slot * STAT_BYTES, statistics + static_cast<long long>(sums) * BLOCK_M, STAT_BYTES,
-                  barrier);
-        barrier_copies_issued(barrier);
-        ++sums;
-        if (++block == steps.high) {
-            sums += p.stat_blocks - (steps.high - steps.low);
-            block = steps.low, ++head;
+    __device__ __forceinline__ void load(u32 tile) const {
+        const OwnerRecord owner = owner_record(base, tile);
+        const int own = owner.k_first + keys_record(base, tile).first, row = own - rank * KEYS;
+        const int head = owner.kv_head, batch = owner.batch;
+        u32 full = base + KV_FULL;
+        barrier_wait(base + KV_EMPTY, full_tiles % 2 ^ 1);
+        wait_stage(parts);
+        barrier_expect(full, K_BYTES + KEPT_BYTES);
+        for (int i = 0; i < BLOCKS; ++i)
+            load_keys<KeyQuarters>(base + K + i * KEYS_CHUNK, BLOCKS * KEYS_CHUNK, p.k, full, rank, row + i * KEYS, head, batch);
+        load_keys<KeyQuarters>(stage(parts), KEYS_CHUNK, p.k, full, 1 - rank, own, head, batch);
+        full += 8;
+        wait_stage(parts + 1);
+        barrier_expect(full, V_BYTES + KEPT_BYTES);
+        load_keys<ValueQuarters>(base + V, KEYS_CHUNK, p.v, full, rank, own, head, batch);
+        load_keys<ValueQuarters>(stage(parts + 1), KEYS_CHUNK, p.v, full, 1 - rank, own, head, batch);
+    }
+    __device__ __forceinline__ u32 stage(u32 part) const { return base + DS + part % DS_STAGES * DS_BYTES; }
+    // Until a stage of dS is free for a part that the next tile has before its own.
+    __device__ __forceinline__ void wait_stage(u32 part) const {
+        const u32 use = (part + 2 * full_tiles) / DS_STAGES;
+        barrier_wait_cluster(base + DS_EMPTY + 8 * (part % DS_STAGES), use % 2 ^ 1);
+    }
+    __device__ __forceinline__ void run() {
+        for (u32 tile = 0;; ++tile) {
+            const int steps = wait_tile(base, tile);
+            if (steps == NO_TILE) return;
+            if (steps > 0) load(tile), ++full_tiles, parts += steps + 1;
+            barrier_arrive(base + TILE_EMPTY + 8 * (tile % TILE_SLOTS));
         }
     }
-}
+};
 
 // ---------------------------------------------------------------------------------------------- the consumers
 
@@ -215,6 +319,7 @@ struct Consumer {
     const u32 base;
     const int rank, warp, lane;
     u32 turn = 0;                                         // steps so far
+    u32 tiles = 0, full_tiles = 0;                        // so far; with steps
     int before = -1;                                      // the block of sums that dS in the stage used() belongs to
     static constexpr int COLUMNS = 16 * (NUMBER ? KeyQuarters::SECOND : KeyQuarters::FIRST);  // of dQ
     float dq[COLUMNS / 2];
@@ -222,12 +327,15 @@ struct Consumer {
     __device__ __forceinline__ Consumer(const Params& params, u32 address, int block, int own_warp)
         : p(params), base(address), rank(block), warp(own_warp), lane(threadIdx.x % WARP) {}
 
-    __device__ __forceinline__ u32 steps() const { return load_shared(base + KEYS_RECORD + 32); }
     __device__ __forceinline__ Use<Q_STAGES> queries() const { return Use<Q_STAGES>(turn); }
     __device__ __forceinline__ Use<DO_STAGES> outputs() const { return Use<DO_STAGES>(turn); }
-    // Stages of dS: the first is of no block; where P and dS are written, and where they are read for dQ.
-    __device__ __forceinline__ Use<DS_STAGES> made() const { return Use<DS_STAGES>(turn + 1); }
-    __device__ __forceinline__ Use<DS_STAGES> used() const { return Use<DS_STAGES>(turn); }
+    // Stages of dS: the first of a tile is of no block; where P and dS are written, and where they are read for dQ.
+    __device__ __forceinline__ Use<DS_STAGES> made() const { return Use<DS_STAGES>(turn + full_tiles + 1); }
+    __device__ __forceinline__ Use<DS_STAGES> used() const { return Use<DS_STAGES>(turn + full_tiles); }
+    // Until a stage is free in both blocks: of its uses two a tile are K's and V's on their way to registers.
+    __device__ __forceinline__ void wait_free(const Use<DS_STAGES>& use) const {
+        barrier_wait(base + DS_EMPTY + 8 * use.slot, (use.parity + full_tiles) % 2);
+    }
 
     // One arrival of this warp, after its products: in this block, or in both.
     __device__ __forceinline__ void arrive(u32 which, u32 slot) const {
@@ -286,7 +394,7 @@ struct Consumer {
     template <int CHUNKS>
     __device__ __forceinline__ void clear_stale(u32 tile, const StepRecord& step) {
         if constexpr (cfg::VARLEN) {
-            const int rows = keys_record(base).queries - step.first;
+            const int rows = keys_record(base, tiles).queries - step.first;
             if (rows >= BLOCK_M) return;
             // Who else reads the tile writes the same zeros, or waits for this warpgroup.
             clear_rows<CHUNKS, BLOCK_M>(tile, rows, threadIdx.x % WARPGROUP, WARPGROUP);
@@ -296,7 +404,7 @@ struct Consumer {
     }
     __device__ __forceinline__ void clear_stale_keys() {
         if constexpr (cfg::VARLEN) {
-            const KeysRecord keys = keys_record(base);
+            const KeysRecord keys = keys_record(base, tiles);
             const int own = max(0, keys.length - keys.first), rows = keys.length - keys.first + rank * KEYS;
             if (rows >= cfg::BLOCK_N) return;
             const int thread = threadIdx.x - WARPGROUP, threads = CONSUMERS * WARPGROUP;
@@ -316,7 +424,7 @@ struct Consumer {
     // This thread's first key and first query of a step, and the sequence that they are of. Looked up, and from %tid, each
     // time: kept in registers they would spill.
     __device__ __forceinline__ Corner corner(const StepRecord& step) const {
-        const KeysRecord keys = keys_record(base);
+        const KeysRecord keys = keys_record(base, tiles);
         return Corner(keys.first, keys.length, step.first, keys.shift);
     }
 
@@ -333,10 +441,10 @@ struct Consumer {
         }
         if (step.masked) mask_scores(p, corner(step), s);
         if constexpr (cfg::ALIBI) {
-            slope = alibi_slope(p, owner_record(base).which, step.head);
+            slope = alibi_slope(p, owner_record(base, tiles).which, step.head);
             distance = corner(step).distance();
         }
-        barrier_wait(base + DS_EMPTY + 8 * made().slot, made().parity);
+        wait_free(made());
         const u32 to = own_rows();
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 16; ++i) {
@@ -406,8 +514,8 @@ struct Consumer {
     template <int DIM>
     __device__ __forceinline__ void store_keys(const float (&d)[DIM / 2], void* to, long long batch, long long row,
                                                long long head, float factor) const {
-        const KeysRecord keys = keys_record(base);
-        const OwnerRecord owner = owner_record(base);
+        const KeysRecord keys = keys_record(base, tiles);
+        const OwnerRecord owner = owner_record(base, tiles);
         Element* const out = static_cast<Element*>(to) + owner.batch * batch +
                              static_cast<long long>(owner.k_first + keys.first) * row + owner.kv_head * head;
         store_rows<DIM>(d, out, row, keys.length - keys.first, factor);
@@ -416,26 +524,38 @@ struct Consumer {
     // K and V have come; the halves that go to registers are taken, and their place becomes the stages of dS.
     template <typename QUARTERS>
     __device__ __forceinline__ void begin(Keys<QUARTERS>& keys) {
-        barrier_wait(base + KV_FULL, 0);
-        barrier_wait(base + KV_FULL + 8, 0);
+        barrier_wait(base + KV_FULL, full_tiles % 2);
+        barrier_wait(base + KV_FULL + 8, full_tiles % 2);
         clear_stale_keys();
-        keys.take(base + DS + NUMBER * DS_BYTES, warp, lane);
+        keys.take(base + DS + (turn + full_tiles + NUMBER) % DS_STAGES * DS_BYTES, warp, lane);
         for (int i = 0; i < DS_STAGES; ++i) arrive_both(DS_EMPTY, i);
+        before = -1;
     }
     __device__ __forceinline__ void finish() {
         multiply_queries();
         wgmma_wait<0>(dq);
+        arrive(KV_EMPTY, 0);
         add_queries();
+        ++full_tiles;
+    }
+    // Steps of the next tile, or NO_TILE.
+    __device__ __forceinline__ int next_tile() const {
+        return __shfl_sync(0xffffffffu, wait_tile(base, tiles), 0);
+    }
+    __device__ __forceinline__ void end_tile() {
+        __syncwarp();
+        arrive(TILE_EMPTY, tiles % TILE_SLOTS);
+        ++tiles;
     }
 
-    __device__ __forceinline__ void make_dv() {
+    __device__ __forceinline__ void make_dv(int count) {
         float dv[HEAD_DIM_V / 2];
 #pragma unroll
         for (int i = 0; i < HEAD_DIM_V / 2; ++i) dv[i] = 0.f;
-        if (steps() > 0) {
+        if (count > 0) {
             Keys<KeyQuarters> keys;
             begin(keys);
-            arrive(P_FULL, 0);                            // of no block
+            arrive(P_FULL, used().slot);                  // of no block
 #pragma unroll 1
             do {
                 float s[BLOCK_M / 2];
@@ -456,33 +576,27 @@ struct Consumer {
                 before = step.sums;
                 wgmma_wait<0>(dv);
                 arrive_both(DO_EMPTY, outputs().slot);
-            } while (++turn < steps());
+            } while (++turn, --count > 0);
             finish();
         }
         store_keys<HEAD_DIM_V>(dv, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
-        if (turn > 0) {
-            // Neither block may end while the other's arrivals are under way.
-            for (u32 last = turn + 1; last <= turn + DS_STAGES; ++last) {
-                const Use<DS_STAGES> use(last);
-                barrier_wait(base + DS_EMPTY + 8 * use.slot, use.parity);
-            }
-        }
     }
 
-    __device__ __forceinline__ void make_dk() {
+    __device__ __forceinline__ void make_dk(int count) {
         float dk[HEAD_DIM / 2];
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = 0.f;
-        if (steps() > 0) {
+        if (count > 0) {
             Keys<ValueQuarters> values;
             begin(values);
             // The dS of no block: zeros, so that the loop has no special first step.
-            barrier_wait(base + DS_EMPTY, 0);
+            wait_free(used());
+            const u32 zeros = base + DS + used().slot * DS_BYTES;
             for (int i = threadIdx.x % WARPGROUP; i < DS_BYTES / 16; i += WARPGROUP)
-                store_shared(base + DS + i * 16, make_uint4(0, 0, 0, 0));
+                store_shared(zeros + i * 16, make_uint4(0, 0, 0, 0));
             async_fence();
             named_sync(TOGETHER + NUMBER, WARPGROUP);
-            if (threadIdx.x % WARPGROUP == 0) barrier_arrive(base + DS_FULL);
+            if (threadIdx.x % WARPGROUP == 0) barrier_arrive(base + DS_FULL + 8 * used().slot);
 #pragma unroll 1
             do {
                 float dp[BLOCK_M / 2];
@@ -504,10 +618,21 @@ struct Consumer {
                 before = step.sums;
                 wgmma_wait<0>(dk);
                 arrive_both(Q_EMPTY, queries().slot);
-            } while (++turn < steps());
+            } while (++turn, --count > 0);
             finish();
         }
         store_keys<HEAD_DIM>(dk, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
+    }
+
+    __device__ __forceinline__ void run() {
+        wait_prerequisites();                             // of the sums
+        for (int count; (count = next_tile()) != NO_TILE; end_tile()) {
+            if (NUMBER == 0) {
+                make_dv(count);
+            } else {
+                make_dk(count);
+            }
+        }
     }
 };
 
@@ -517,7 +642,11 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     const int rank = blockIdx.x % BLOCKS;
     if (threadIdx.x == 0) {
         if (base % 1024 != 0) __trap();  // the swizzle counts from there
+        barrier_init(base + NEXT_FULL, 1), barrier_init(base + NEXT_EMPTY, 1), barrier_init(base + WANTED, 1);
+        for (int i = 0; i < TILE_SLOTS; ++i)
+            barrier_init(base + TILE_FULL + 8 * i, 1), barrier_init(base + TILE_EMPTY + 8 * i, 8 * WARP_ARRIVALS + LOADERS);
         barrier_init(base + KV_FULL, 1), barrier_init(base + KV_FULL + 8, 1);
+        barrier_init(base + KV_EMPTY, 8 * WARP_ARRIVALS);
         // Arrivals are of warps: of warpgroup 1, or of both, in both blocks where the slot is filled from both.
         for (int i = 0; i < Q_STAGES; ++i)
             barrier_init(base + Q_FULL + 8 * i, 1), barrier_init(base + Q_EMPTY + 8 * i, 4 * BLOCKS * WARP_ARRIVALS);
@@ -529,14 +658,6 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         }
         barrier_init_fence();
         launch_dependents();                              // which wait for the end all the same
-        Place place = place_at(p, blockIdx.x / BLOCKS, p.kv_heads * p.batch, p.blocks, false);
-        place.batch = place.head / p.kv_heads, place.head -= place.batch * p.kv_heads;
-        const Work work(p, place, cfg::BLOCK_N, rank * KEYS);
-        const Sequence& sequence = work.sequence;
-        store_shared(base + KEYS_RECORD, make_uint4(work.first_key, sequence.k_length, sequence.shift, sequence.q_length));
-        store_shared(base + KEYS_RECORD + 16, make_uint4(work.kv_head, sequence.batch, sequence.k_first, work.which));
-        store_shared(base + KEYS_RECORD + 32,
-                     make_uint4(work.steps(), work.queries.low, work.queries.high, sequence.q_first));
         tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
     }
     __syncthreads();
@@ -545,23 +666,25 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), warpgroup = warp / 4;
     if (warpgroup == 0) {
         give_registers<cfg::PRODUCER_REGISTERS>();
-        if (steps_record(base).count > 0 && threadIdx.x % WARP == 0) {
+        if (threadIdx.x % WARP == 0) {
             if (warp == 0) {
-                produce_keys(p, base, rank);
-                wait_prerequisites();                     // of the statistics
-                produce_rows<Q_STAGES, QK_CHUNKS>(p, base, rank, p.q, p.lse, Q, LSE, Q_RECORD, Q_FULL, Q_EMPTY);
+                RowLoader<Q_STAGES, QK_CHUNKS>{p, base, rank}.run(p.q, p.lse, Q, LSE, Q_RECORD, Q_FULL, Q_EMPTY, rank == 0);
             } else if (warp == 1) {
-                wait_prerequisites();
-                produce_rows<DO_STAGES, V_CHUNKS>(p, base, rank, p.dout, p.delta, DO, DELTA, DO_RECORD, DO_FULL, DO_EMPTY);
+                RowLoader<DO_STAGES, V_CHUNKS>{p, base, rank}.run(p.dout, p.delta, DO, DELTA, DO_RECORD, DO_FULL, DO_EMPTY, false);
+            } else if (warp == 2) {
+                KeysLoader{p, base, rank}.run();
+            } else {
+                Taker{p, base, rank}.run();
             }
         }
+        __syncwarp();
     } else {
         take_registers<cfg::CONSUMER_REGISTERS>();
-        wait_prerequisites();                             // of the sums
         if (warpgroup == 1) {
-            Consumer<0>(p, base, rank, warp % 4).make_dv();
+            Consumer<0>(p, base, rank, warp % 4).run();
         } else {
-            Consumer<1>(p, base, rank, warp % 4).make_dk();
+            Consumer<1>(p, base, rank, warp % 4).run();
         }
     }
+    cluster_arrive(), cluster_wait();                     // neither block may end while the other's arrivals are under way
 }

@@ -34,6 +34,8 @@ from flashlane.problem import AttentionProblem
 BLOCKS = 2
 """Of a cluster."""
 DS_STAGES = 2
+TILE_SLOTS = 2
+"""Tiles that the warps of a block may be told of ahead."""
 REGISTERS = (24, 240)
 """Of a producer and of a consumer thread."""
 WIDEST = 256
@@ -67,8 +69,8 @@ class PairConfig(GradientConfig):
             "dO": self.do_stages * m * row * -(-self.head_dim_v // CHUNK),
             "dS": DS_STAGES * BLOCKS * m * row,
             "statistics": stages * m * 4,
-            "records": 48 + 16 * stages,
-            "barriers": 8 * (2 + 2 * stages + 3 * DS_STAGES),
+            "records": TILE_SLOTS * 48 + 16 * stages,
+            "barriers": 8 * (4 + 2 * TILE_SLOTS + 3 + 2 * stages + 3 * DS_STAGES),
         }
 
     @property
@@ -123,13 +125,16 @@ class PairPlan(GradientPlan[PairConfig]):
             raise NotImplementedError(f"the pair of blocks cannot run {problem.describe()}: {reason}")
         super().__init__(config, problem, q_shape, k_shape, device)
         self.key_blocks = -(-problem.seqlen_k // self.config.block_n)
-        self.grid = BLOCKS * self.key_blocks * problem.kv_heads * problem.batch
+        self.tiles = self.key_blocks * problem.kv_heads * problem.batch
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.grid = BLOCKS * min(self.tiles, sms // BLOCKS)
 
     def launches(self, tensors: Tensors, small: Small) -> Iterator[Launch]:
         problem, config, rows = self.problem, self.config, self.rows
         prepare, gradients, finish = self.functions
         yield rows.launch(prepare, tensors)
         params = gradient_params(problem, rows, tensors, small)
+        params.tiles = self.tiles
         params.blocks, params.heads_together = self.key_blocks, pair_heads_together(problem)
         # Each block brings half of the rows of Q and dO.
         boxes = config.block_m // BLOCKS, CHUNK
