@@ -111,6 +111,8 @@ def test_launches_cover_all_rows_and_point_at_the_tensors(monkeypatch: pytest.Mo
     assert keys.grid == (6 * 4 * 2, 2, 1) and keys.params.blocks == 6  # 700 keys by 128, of 4 heads and 2 batches
     assert queries.grid == (8 * 8 * 2, 1, 1) and queries.params.blocks == 8  # 1000 queries by 128, of 8 heads
     assert (keys.shared, queries.shared) == (config.keys_shared, config.queries_shared)
+    # The last needs what the first makes, and nothing that the second does: it begins on SMs that are left.
+    assert [launch.overlapped for launch in (rows, keys, queries)] == [False, True, True]
     assert keys.block == queries.block == (384, 1, 1)
     for name, tensor in (("dk", tensors.dk), ("dv", tensors.dv), ("dq_out", tensors.dq)):
         assert getattr(keys.params, name) == tensor.data_ptr()

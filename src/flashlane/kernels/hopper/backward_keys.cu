@@ -324,6 +324,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) hopper_backwa
         for (int i = 0; i < SLOTS; ++i)
             barrier_init(base + P_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(base + P_EMPTY + 8 * i, 4 * WARP_ARRIVALS);
         barrier_init_fence();
+        wait_prerequisites();                             // this thread loads the statistics
+        launch_dependents();                              // they need those, too, and nothing that is made here
         tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
     }
     if constexpr (CLUSTER > 1) cluster_arrive(), cluster_wait();

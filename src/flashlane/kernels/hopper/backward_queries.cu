@@ -234,10 +234,8 @@ struct Consumer {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward_queries(const __grid_constant__ Params p) {
+__device__ __forceinline__ void run_block(const Params& p, const Work& work) {
     const u32 base = shared_address(shared_memory);
-    const Work work(p, place_of(p, p.heads, true));
-    if (work.first_query >= work.sequence.q_length) return;
     if (threadIdx.x == 0) {
         if (base % 1024 != 0) __trap();  // the swizzle counts from there
         barrier_init(base + Q_FULL, 1), barrier_init(base + DO_FULL, 1);
@@ -258,4 +256,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward_queries
         take_registers<cfg::CONSUMER_REGISTERS>();
         Consumer(p, base, work, warpgroup - 1).run();
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward_queries(const __grid_constant__ Params p) {
+    const Work work(p, place_of(p, p.heads, true));
+    if (work.first_query < work.sequence.q_length) run_block(p, work);
+    if (blockIdx.x == 0) wait_prerequisites();            // the launch before, beside which this one runs, ends first
 }

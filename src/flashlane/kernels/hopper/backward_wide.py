@@ -1,7 +1,8 @@
 """The Hopper backward for head dims above those of ``backward.cu``: how its kernels are launched.
 
 Three launches: the statistics of the rows, the gradients of keys and values (``backward_keys.cu``), the gradient of
-queries (``backward_queries.cu``). Each sums in registers, so all gradients have the same bits at every run.
+queries (``backward_queries.cu``), which begins on SMs that the second has left. Each sums in registers, so all
+gradients have the same bits at every run.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ class WidePlan(GradientPlan[WideConfig]):
         row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
 
         def together(heads: int, read: int) -> int:
-            """Heads that take turns at each block: under a causal mask as many as fit the L2 cache, else 1."""
-            return min(heads, max(1, L2_BYTES // max(1, read))) if causal else 1
+            """Heads that take turns at each block: under a causal mask as many as fit half of that L2, else 1."""
+            return min(heads, max(1, L2_BYTES // 2 // max(1, read))) if causal else 1
 
         teams, heads = problem.kv_heads * problem.batch, problem.heads * problem.batch
         params = gradient_params(problem, self.rows, tensors, small)
         params.blocks = self.key_blocks
         params.heads_together = together(teams, problem.seqlen_q * problem.group * row_bytes)
         grid, boxes = (self.key_blocks * teams, config.cluster, 1), (config.share, config.keys_rows)
-        yield Launch(keys, grid, config.threads, params, config.keys_shared, boxes=boxes)
+        yield Launch(keys, grid, config.threads, params, config.keys_shared, overlapped=True, boxes=boxes)
 
         params = gradient_params(problem, self.rows, tensors, small)
         params.blocks = self.query_blocks
         # A group's heads read the same keys.
         params.heads_together = together(heads, problem.seqlen_k * row_bytes // problem.group)
         grid, boxes = (self.query_blocks * heads, 1, 1), (config.queries_rows, config.block_n)
-        yield Launch(queries, grid, config.threads, params, config.queries_shared, boxes=boxes)
+        yield Launch(queries, grid, config.threads, params, config.queries_shared, overlapped=True, boxes=boxes)
