@@ -26,7 +26,6 @@ from flashlane.backwards import select_backward
 from flashlane.jit import KernelSource
 from flashlane.kernels.hopper import backward_chores, backward_cut, backward_fused, backward_launch, backward_shapes
 from flashlane.kernels.hopper.backward import config_of, hopper_backward, supports
-from flashlane.kernels.hopper.backward_cut import WHOLE
 from flashlane.kernels.hopper.backward_launch import Space
 from flashlane.problem import AttentionProblem, Inputs, arch_of
 from flashlane.reference import reference_attention
@@ -427,9 +426,6 @@ def always_chores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(backward_shapes, "worth_it", lambda *asked: True)
         for module in (backward_fused, backward_shapes):
             patch.setattr(module, "heads_together", lambda *asked: 1)
-        # A piece of a tile under a mask may have no steps, and so few tiles have no chores else.
-        cut_of = backward_cut.cut_of
-        patch.setattr(backward_shapes, "cut_of", lambda p, *rest: WHOLE if p.window_right >= 0 else cut_of(p, *rest))
         yield
     registry.changed()
 

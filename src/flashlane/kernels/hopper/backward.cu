@@ -20,7 +20,8 @@
 //
 // Blocks of threads stay on their SMs and take tile after tile (a tile: a block of keys), so that the loads of the next
 // tile run under the stores of the one before. DETERMINISTIC: the tiles add to a block of queries in their order. Each
-// walks the queries in the direction in which the tiles before it arrive there earlier: with a causal mask, backwards.
+// walks the queries in the direction in which the tiles before it arrive there earlier: with a causal mask, backwards. dQ that
+// waits for its turn has DQ_STAGES places.
 //
 // CUT: the last tiles are cut along their queries into pieces, so that all SMs get done at about the same time. All but the
 // last piece of a tile leave their dK and dV in device memory, where the last one adds them to its own, in their order.
@@ -35,6 +36,7 @@
 constexpr int BLOCK_N = cfg::BLOCK_N, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);
 constexpr int K_STAGES = cfg::K_STAGES, V_STAGES = cfg::V_STAGES;  // tiles whose keys have a place at once
 constexpr int Q_STAGES = cfg::Q_STAGES, DO_STAGES = cfg::DO_STAGES, DS_STAGES = 2;
+constexpr u32 DQ_STAGES = cfg::DQ_STAGES;                 // blocks of dQ that may wait for the adder
 constexpr u32 KEYS_CHUNK = BLOCK_N * ROW_BYTES, ROWS_CHUNK = BLOCK_M * ROW_BYTES;
 constexpr u32 K_BYTES = QK_CHUNKS * KEYS_CHUNK, V_BYTES = V_CHUNKS * KEYS_CHUNK;
 constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK, DS_BYTES = BLOCK_N / 64 * ROWS_CHUNK;
@@ -45,7 +47,7 @@ constexpr u32 SLAB_BYTES = SLAB_FLOATS * 4, PART_BYTES = cfg::DIRECT ? 0 : 4 * S
 static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128 && PARTS == CONSUMERS);
 
 constexpr u32 K = 0, V = K + K_STAGES * K_BYTES, Q = V + V_STAGES * V_BYTES, DO = Q + Q_STAGES * Q_BYTES, DS = DO + DO_STAGES * DO_BYTES;
-constexpr u32 DQ = DS + DS_STAGES * DS_BYTES, LSE = DQ + CONSUMERS * PART_BYTES, DELTA = LSE + Q_STAGES * STAT_BYTES;
+constexpr u32 DQ = DS + DS_STAGES * DS_BYTES, LSE = DQ + DQ_STAGES * CONSUMERS * PART_BYTES, DELTA = LSE + Q_STAGES * STAT_BYTES;
 // What the consumers look up of a tile and of a step: they have no registers to carry it.
 constexpr u32 TILES = DELTA + DO_STAGES * STAT_BYTES, TILE_SLOTS = 2, TILE_BYTES = 32;
 constexpr u32 STEPS = TILES + TILE_BYTES * TILE_SLOTS, STEP_BYTES = 16;
@@ -55,8 +57,8 @@ constexpr u32 TILE_FULL = ORDERS + ORDER_BYTES * ORDER_SLOTS, TILE_EMPTY = TILE_
 constexpr u32 K_FULL = TILE_EMPTY + 8 * TILE_SLOTS, K_EMPTY = K_FULL + 8 * K_STAGES, V_FULL = K_EMPTY + 8 * K_STAGES;
 constexpr u32 V_EMPTY = V_FULL + 8 * V_STAGES, Q_FULL = V_EMPTY + 8 * V_STAGES, Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES;
 constexpr u32 DO_EMPTY = DO_FULL + 8 * DO_STAGES, DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 8 * DS_STAGES;
-constexpr u32 DQ_FULL = DS_EMPTY + 8 * DS_STAGES, DQ_EMPTY = DQ_FULL + 8 * CONSUMERS;
-constexpr u32 ADDED = DQ_EMPTY + 8 * CONSUMERS;           // CHORES: warps' tiles of which all additions are under way
+constexpr u32 DQ_FULL = DS_EMPTY + 8 * DS_STAGES, DQ_EMPTY = DQ_FULL + 8 * DQ_STAGES * CONSUMERS;
+constexpr u32 ADDED = DQ_EMPTY + 8 * DQ_STAGES * CONSUMERS;  // CHORES: warps' tiles of which all additions are under way
 constexpr int CONSUMER_ARRIVALS = 4 * CONSUMERS * WARP_ARRIVALS;
 constexpr bool BACKWARDS = cfg::DETERMINISTIC && cfg::HAS_RIGHT;
 // The last dQ of a tile is made in the first step of the next one, while that one's keys have the other place: no step waits
@@ -69,6 +71,9 @@ static_assert(!cfg::CHORES || !cfg::VARLEN, "shares are of tiles that are counte
 static_assert(!cfg::CHORES || cfg::DIRECT, "the copy engine's additions are not told");
 static_assert(ADDED + 16 == cfg::SHARED_BYTES, "the Python formula disagrees");
 enum { TOGETHER = 1, ALL = 3, TURN = 4 };                 // named barriers: one a consumer, of both, one a consumer
+
+// Where a consumer leaves its part of dQ for the adder.
+__device__ __forceinline__ u32 dq_place(u32 handed, int consumer) { return handed % DQ_STAGES * CONSUMERS + consumer; }
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
@@ -276,10 +281,11 @@ struct Adder {
     }
 
     __device__ __forceinline__ void run() {
-        const u32 bytes = slabs_of(consumer) * SLAB_BYTES, from = base + DQ + consumer * PART_BYTES;
+        const u32 bytes = slabs_of(consumer) * SLAB_BYTES;
         wait_prerequisites();
         for (u32 handed = 0;; ++handed) {
-            barrier_wait(base + DQ_FULL + 8 * consumer, handed % 2);
+            const u32 place = dq_place(handed, consumer), from = base + DQ + place * PART_BYTES;
+            barrier_wait(base + DQ_FULL + 8 * place, handed / DQ_STAGES % 2);
             const int block = load_shared(order(handed));
             if (block == NO_MORE) break;
             const int keys = cfg::DETERMINISTIC ? load_shared(order(handed) + 4) : 0;
@@ -290,7 +296,7 @@ struct Adder {
             }
             bulk_commit();
             bulk_wait_read();
-            barrier_arrive(base + DQ_EMPTY + 8 * consumer);
+            barrier_arrive(base + DQ_EMPTY + 8 * place);
             if (cfg::DETERMINISTIC && block != NO_BLOCK) pass_turn(block, keys);
         }
         bulk_wait();
@@ -298,29 +304,43 @@ struct Adder {
 };
 
 // CHORES: tells of the tiles whose additions the consumers of the block have made. It looks seldom: it shares its scheduler
-// with consumers. The last additions of a tile are made in the next one that has steps, so it would wait for ever where two
-// tiles without follow, whose places in the ring it does not free meanwhile: such problems have no chores
-// (backward_shapes.py).
+// with consumers. The last additions of a tile are made in the next one that has steps. So it keeps two tiles in mind, whose
+// places in the ring it has freed: it waits for the first only when it knows the tile that the consumers need to go on.
 struct Teller {
     const Params& p;
     const u32 base;
+    u32 read = 0, told = 0;                               // tiles with steps
+    int first = 0, second = 0;                            // those that are not told yet: head, twice, and whether a piece
 
-    __device__ __forceinline__ void run() const {
+    __device__ __forceinline__ void announce(int tile) const { announce_added(p, tile / 2, tile % 2); }
+    // Whether there was a tile to tell of.
+    __device__ __forceinline__ bool tell() {
+        if (told == read || load_shared_acquire(base + ADDED) < (told + 1) * 4 * CONSUMERS) return false;
+        announce(first);
+        first = second, ++told;
+        return true;
+    }
+
+    __device__ __forceinline__ void run() {
         wait_prerequisites();
-        u32 full_tiles = 0;
         for (u32 made = 0;; ++made) {
             const u32 slot = made % TILE_SLOTS;
-            while (!barrier_try(base + TILE_FULL + 8 * slot, made / TILE_SLOTS % 2)) __nanosleep(PAUSE);
+            while (!barrier_try(base + TILE_FULL + 8 * slot, made / TILE_SLOTS % 2))
+                if (!tell()) __nanosleep(PAUSE);
             const Place place = tile_place(base, slot);
-            const int steps = tile_keys(base, slot).steps;
+            const int steps = tile_keys(base, slot).steps, tile = 2 * (place.batch * p.kv_heads + place.head) + (place.piece > 0);
             barrier_arrive(base + TILE_EMPTY + 8 * slot);
-            if (place.batch < 0) return;
-            if (steps > 0) {
-                ++full_tiles;
-                while (load_shared_acquire(base + ADDED) < full_tiles * 4 * CONSUMERS) __nanosleep(PAUSE);
+            if (place.batch < 0) break;
+            if (steps == 0) {
+                announce(tile);
+                continue;
             }
-            announce_added(p, place.batch * p.kv_heads + place.head, place.piece);
+            while (read - told == 2)                      // the first is added to while the second is made
+                if (!tell()) __nanosleep(PAUSE);
+            (read == told ? first : second) = tile, ++read;
         }
+        while (told < read)
+            if (!tell()) __nanosleep(PAUSE);
     }
 };
 
@@ -503,15 +523,16 @@ struct Consumer {
                     global_add(to + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
             }
         } else {
-            barrier_wait(base + DQ_EMPTY + 8 * number, handed() % 2 ^ 1);
-            const u32 to = base + DQ + number * PART_BYTES + thread / WARP * SLAB_BYTES + thread % WARP * 16;
+            const u32 place = dq_place(handed(), number);
+            barrier_wait(base + DQ_EMPTY + 8 * place, handed() / DQ_STAGES % 2 ^ 1);
+            const u32 to = base + DQ + place * PART_BYTES + thread / WARP * SLAB_BYTES + thread % WARP * 16;
 #pragma unroll
             for (int i = 0; i < PART / 8; ++i)
                 store_shared(to + i * 512, make_uint4(__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
                                                       __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])));
             async_fence();
             __syncwarp();
-            arrive(DQ_FULL, number);
+            arrive(DQ_FULL, place);
         }
         if (!CARRY) ++counted;
     }
@@ -660,8 +681,9 @@ struct Consumer {
         }
         if (CARRY && full_tiles() > 0) end_gradients(), ++steps_made;
         if (cfg::DIRECT) return;
-        barrier_wait(base + DQ_EMPTY + 8 * number, handed() % 2 ^ 1);
-        arrive(DQ_FULL, number);                          // the end, for the adder
+        const u32 place = dq_place(handed(), number);
+        barrier_wait(base + DQ_EMPTY + 8 * place, handed() / DQ_STAGES % 2 ^ 1);
+        arrive(DQ_FULL, place);                           // the end, for the adder
     }
 };
 
@@ -683,7 +705,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
             barrier_init(base + DO_FULL + 8 * i, 1), barrier_init(base + DO_EMPTY + 8 * i, CONSUMER_ARRIVALS);
         for (int i = 0; i < DS_STAGES; ++i)
             barrier_init(base + DS_FULL + 8 * i, CONSUMER_ARRIVALS), barrier_init(base + DS_EMPTY + 8 * i, CONSUMER_ARRIVALS);
-        for (int i = 0; i < CONSUMERS; ++i)
+        for (int i = 0; i < DQ_STAGES * CONSUMERS; ++i)
             barrier_init(base + DQ_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(base + DQ_EMPTY + 8 * i, 1);
         if (cfg::CHORES) store_shared(base + ADDED, 0u);
         barrier_init_fence();

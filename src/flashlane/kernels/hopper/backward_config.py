@@ -165,6 +165,8 @@ class BackwardConfig(GradientConfig):
     k_stages: int = 1
     """Tiles whose keys have a place at once: with two, the next tile's are there when it begins."""
     v_stages: int = 1
+    dq_stages: int = 1
+    """Blocks of dQ that wait in shared memory for their turns to be added."""
     direct: bool = False
     """dQ is added to its sums from registers, in any order; else by the copy engine from shared memory."""
     turns: int = 0
@@ -199,11 +201,11 @@ class BackwardConfig(GradientConfig):
             "Q": self.q_stages * m * qk,
             "dO": self.do_stages * m * v,
             "dS": 2 * m * n * 2,
-            "dQ": 0 if self.direct else CONSUMERS * part,
+            "dQ": 0 if self.direct else self.dq_stages * CONSUMERS * part,
             "statistics": stages * m * 4,
             "tiles and barriers": 2 * 32
             + (16 + 4 * 8) * self.q_stages
-            + 8 * (6 + 2 * (self.k_stages + self.v_stages + stages) + 4 + 2 * CONSUMERS),
+            + 8 * (6 + 2 * (self.k_stages + self.v_stages + stages) + 4 + 2 * self.dq_stages * CONSUMERS),
         }
 
     @property
@@ -221,7 +223,7 @@ class BackwardConfig(GradientConfig):
     def gradient_sources(self) -> tuple[KernelSource, ...]:
         """``backward.cu`` with these constants."""
         part = self.block_m if self.split_columns else self.block_m // 2
-        stages = {f"{name}_STAGES": getattr(self, f"{name.lower()}_stages") for name in ("Q", "DO", "K", "V")}
+        stages = {f"{name}_STAGES": getattr(self, f"{name.lower()}_stages") for name in ("Q", "DO", "K", "V", "DQ")}
         columns = (self.block_m, part, self.head_dim, self.head_dim_v)
         own = {
             **stages,

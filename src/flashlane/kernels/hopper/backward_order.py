@@ -9,6 +9,8 @@ from flashlane.problem import AttentionProblem
 
 LONG_CHAIN = 64
 """Tiles of a head beyond which a deterministic launch under a causal mask is bound by their order."""
+SHORT_STEPS, SHORT_CHAIN = 64, 32
+"""Head dims whose steps take no longer than an addition, and tiles of a head up to which twice the heads help."""
 HEADS_OF_PAIRS = 8
 """Heads whose tiles 66 clusters take in turns best, of any length (notebook 0012)."""
 
@@ -42,6 +44,8 @@ def heads_together(problem: AttentionProblem, key_blocks: int, sms: int = SMS) -
     together = even(heads, max(1, L2_BYTES // max(1, size))) if causal else 1
     if problem.deterministic and (not causal or key_blocks > LONG_CHAIN):
         together = -(-sms // max(1, key_blocks)) * (4 if causal else 1)
+        if not causal and problem.head_dim <= SHORT_STEPS and key_blocks <= SHORT_CHAIN:
+            together *= 2
     return min(heads, max(1, together))
 
 

@@ -38,8 +38,10 @@ def pick(problem: AttentionProblem) -> BackwardConfig:
     block_m = (few, 64, 48)[extras] if wide else (128, 96, 96)[extras]
     tile = BackwardConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m, direct=direct)
     chores = False
-    if not wide:  # there is room for the next tile's keys
-        tile = replace(tile, k_stages=2, v_stages=2, turns=2, finish_inside=problem.deterministic)
+    if not wide and problem.deterministic:  # there is room for dQ that waits for its turn
+        tile = replace(tile, dq_stages=2, finish_inside=True)
+    elif not wide:  # or for the next tile's keys
+        tile = replace(tile, k_stages=2, v_stages=2, turns=2)
     elif largest > WIDEST_DIRECT and not extras:
         if problem.deterministic:
             tile = replace(tile, turns=2)
@@ -48,7 +50,7 @@ def pick(problem: AttentionProblem) -> BackwardConfig:
                 tile = replace(tile, block_m=64, turns=1)
         elif few_steps(problem, tile.block_n):  # again there is room, and few steps to gain from more queries in each
             together = heads_together(problem, -(-problem.seqlen_k // tile.block_n))
-            chores = all_have_steps(problem) and worth_it(problem, tile.block_n, together, SMS)
+            chores = worth_it(problem, tile.block_n, together, SMS)
             tile = replace(tile, block_m=64, k_stages=2, turns=1, direct=chores)
     return replace(tile, cut=cut_of(problem, tile, SMS).pieces > 1, chores=chores).specialised(problem)
 
@@ -59,8 +61,3 @@ def few_steps(problem: AttentionProblem, block_n: int) -> bool:
         reach = block_n + problem.window_left + max(0, problem.window_right)
         return min(problem.seqlen_q, reach) * problem.group <= FEW_STEPS
     return problem.seqlen_q * problem.group <= (FEW_STEPS if problem.window_right >= 0 else FEW_STEPS // 2)
-
-
-def all_have_steps(problem: AttentionProblem) -> bool:
-    """Whether some query sees every key, so that no tile is without steps: chores would wait for those for ever."""
-    return problem.seqlen_q == problem.seqlen_k
