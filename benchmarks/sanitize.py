@@ -113,8 +113,10 @@ def backward_cases() -> Iterator[BackwardCase]:
         yield BackwardCase("everything", *where, packed, everything, True, True)
     # More tiles than SMs: the last dQ of a tile is made in the next one; and so many that idle warps write zeros.
     square, many = ((100, 100),), (200, 200)
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 256):
         yield BackwardCase("tile after tile", head_dim, torch.bfloat16, square, {"causal": True}, heads=many)
+    order = {"causal": True, "deterministic": True}
+    yield BackwardCase("tile after tile, deterministic", 64, torch.float16, ((200, 200),), order, heads=many)
     yield BackwardCase("chores", 128, torch.float16, square, {"window_size": (40, 0)}, heads=(600, 600))
 
 

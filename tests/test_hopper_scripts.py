@@ -16,6 +16,7 @@ from flashlane import backwards, bench, registry
 from flashlane.bench.results import Results, Row, Skipped
 from flashlane.bench.timing import summarise
 from flashlane.kernels.hopper.backward import config_of
+from flashlane.kernels.hopper.backward_pair import PairConfig
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -340,9 +341,11 @@ def test_every_feature_of_the_backward_is_sanitized(scripts: Any) -> None:
         cut = [p.causal for p in problems if getattr(config_of(p.on("sm_90a")), "cut", False)]
         assert set(cut) == ({False, True} if head_dim <= 128 else set())
     configs = [config_of(case.build()[0].on("sm_90a")) for case in cases if case.heads[0] > 132]
-    assert {(config.chores, config.direct, config.k_stages) for config in configs} == {
-        (False, True, 2), (False, False, 2), (True, True, 2)
+    fused = [config for config in configs if config.head_dim <= 128]
+    assert {(config.chores, config.direct, config.k_stages, config.dq_stages) for config in fused} == {
+        (False, True, 2, 1), (False, False, 2, 1), (True, True, 2, 1), (False, False, 1, 2)
     }  # fmt: skip
+    assert any(isinstance(config, PairConfig) for config in configs), "a cluster takes more than one tile"
 
 
 def test_the_backward_is_run_and_judged(
