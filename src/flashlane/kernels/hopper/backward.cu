@@ -64,6 +64,8 @@ constexpr bool BACKWARDS = cfg::DETERMINISTIC && cfg::HAS_RIGHT;
 // The last dQ of a tile is made in the first step of the next one, while that one's keys have the other place: no step waits
 // for the other warpgroup's dS. Where additions have an order, a turn would be late for it.
 constexpr bool CARRY = K_STAGES > 1 && !cfg::DETERMINISTIC;
+// V of the next tile has no place but V's of this one, which is needed no more when the last dP has come.
+constexpr bool EARLY_VALUES = CARRY && V_STAGES == 1;
 static_assert(!cfg::DIRECT || !cfg::DETERMINISTIC, "the adders keep the order");
 static_assert(cfg::DETERMINISTIC || !cfg::FINISH_INSIDE, "only an order tells which addition is the last");
 static_assert(!cfg::CUT || !(cfg::DETERMINISTIC || cfg::VARLEN), "a turn is a tile's, and the tiles are counted before");
@@ -636,6 +638,7 @@ struct Consumer {
             accumulate_rows<HEAD_DIM_V, BLOCK_M>(dv, probabilities, base + DO + outputs() * DO_BYTES);
             wgmma_wait<1>(dp);
             pass_turn(2);
+            if (EARLY_VALUES && i + 1 == steps) arrive(V_EMPTY);
             make_gradients();
             wgmma_wait<0>(dv);
             arrive(DO_EMPTY, outputs());
@@ -650,7 +653,7 @@ struct Consumer {
             arrive(Q_EMPTY, queries());
             ++steps_made;
         }
-        arrive(V_EMPTY, full_tiles() % V_STAGES);
+        if (!EARLY_VALUES) arrive(V_EMPTY, full_tiles() % V_STAGES);
         if (CARRY) {
             ++counted;
         } else {

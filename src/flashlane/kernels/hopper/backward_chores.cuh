@@ -4,7 +4,8 @@
 // Each tile has a share of the blocks of queries of its head. Shares are taken in the order of the tiles: one that is to
 // become zeros some time before its head's first tile begins, one that is to become dQ when all tiles of its head have
 // added. A warp has one of each and makes what may be made, so that it never waits for another: zeros of a tile are due
-// when one `zeroed_before` tiles earlier is taken, which is more than the tiles that a group of heads has.
+// when one `zeroed_before` tiles earlier is taken, which is more than the tiles that a group of heads has. Tiles wait for
+// zeros, and for dQ nobody: it is made a block of queries at a time, between which zeros may be due.
 #pragma once
 #include "hopper_backward_finisher.cuh"
 
@@ -49,26 +50,29 @@ struct Chores {
     __device__ __forceinline__ bool complete(int tile) const {
         return load_acquire(p.added + place(tile).head) == p.blocks * p.pieces;
     }
-    __device__ __forceinline__ void finish(int tile) const {
+    // The next block of the tile's share; whether it was the last.
+    __device__ __forceinline__ bool finish(int tile, int made) const {
         const Place at = place(tile);
         const Blocks blocks = share(at);
         const int group = p.heads / p.kv_heads;
         const int which = at.head / p.kv_heads, first_head = (at.head - which * p.kv_heads) * group;
-#pragma unroll 1
-        for (int i = blocks.low; i < blocks.high; ++i) {
-            const int row = i % p.stat_blocks * BLOCK_M;
+        const int block = blocks.low + made, row = block % p.stat_blocks * BLOCK_M;
+        if (block < blocks.high) {
 #pragma unroll 1
             for (int part = 0; part < PARTS; ++part)
-                finish_part(p, first_of(at) + i, part, which, first_head + i / p.stat_blocks, row, p.seqlen_q - row);
+                finish_part(p, first_of(at) + block, part, which, first_head + block / p.stat_blocks, row, p.seqlen_q - row);
         }
+        if (block + 1 < blocks.high) return false;
         __syncwarp();
         if (threadIdx.x % WARP == 0) p.finished[tile] = 1;
+        return true;
     }
 
     __device__ __forceinline__ void run() const {
         wait_prerequisites();
         const int items = p.uncut + (p.tiles - p.uncut) * p.pieces;
         int zero = p.zeroed_before + take(ZEROS_TAKEN), done = take(FINISHES_TAKEN);
+        int made = -1;                                    // blocks of the share `done`; −1: it is not begun
         while (true) {
             const int taken = load_relaxed(p.counters + TILES_TAKEN);
             if (zero < p.tiles) {
@@ -77,15 +81,15 @@ struct Chores {
                     zero = p.zeroed_before + take(ZEROS_TAKEN);
                     continue;
                 }
-            } else if (uniform(taken >= items)) {
+            } else if (made < 0 && uniform(taken >= items)) {
                 return;
             }
-            if (done < p.tiles && uniform(taken < p.finish_until && complete(done))) {
-                finish(done);
-                done = take(FINISHES_TAKEN);
-                continue;
+            if (made < 0 && done < p.tiles && uniform(taken < p.finish_until && complete(done))) made = 0;
+            if (made < 0) {
+                __nanosleep(LONG_PAUSE);
+            } else if (finish(done, made++)) {
+                done = take(FINISHES_TAKEN), made = -1;
             }
-            __nanosleep(LONG_PAUSE);
         }
     }
 };
