@@ -135,22 +135,29 @@ def gradient_plan(
 
         return enqueue
 
-    q_shape = torch.Size((problem.batch, problem.seqlen_q, problem.heads, problem.head_dim))
-    k_shape = torch.Size((problem.batch, problem.seqlen_k, problem.kv_heads, problem.head_dim))
-    plan = backward.DESIGNS[type(config)][1](config, problem, q_shape, k_shape, 0)
+    inputs = gradient_tensors(problem).inputs
+    plan = backward.DESIGNS[type(config)][1](config, problem, inputs.q.shape, inputs.k.shape, 0)
     plan.functions = (SimpleNamespace(prepare=prepare),) * len(plan.config.sources())
     return plan, found
 
 
 def gradient_tensors(problem: AttentionProblem) -> backward_launch.Tensors:
-    """What a backward of a problem reads and writes."""
+    """What a backward of a problem reads and writes; packed sequences are all of the greatest length."""
+    batch = problem.batch
 
     def tensor(rows: int, heads: int, dim: int) -> torch.Tensor:
-        return torch.zeros(problem.batch, rows, heads, dim, dtype=problem.dtype)
+        size = (batch * rows,) if problem.varlen else (batch, rows)
+        return torch.zeros(*size, heads, dim, dtype=problem.dtype)
 
     q = tensor(problem.seqlen_q, problem.heads, problem.head_dim)
     k = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim)
     v = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim_v)
     out = tensor(problem.seqlen_q, problem.heads, problem.head_dim_v)
-    lse = torch.zeros(problem.batch, problem.heads, problem.seqlen_q)
-    return backward_launch.Tensors(Inputs(q, k, v), out, lse, out.clone(), None, *map(torch.zeros_like, (q, k, v)))
+    lse = torch.zeros(*((problem.heads, len(q)) if problem.varlen else (batch, problem.heads, problem.seqlen_q)))
+    packed = {}
+    if problem.varlen:
+        lengths = {"q": problem.seqlen_q, "k": problem.seqlen_k}
+        packed = {f"cu_seqlens_{side}": n * torch.arange(batch + 1, dtype=torch.int32) for side, n in lengths.items()}
+        packed |= {f"max_seqlen_{side}": n for side, n in lengths.items()}
+    inputs = Inputs(q, k, v, **packed)
+    return backward_launch.Tensors(inputs, out, lse, out.clone(), None, *map(torch.zeros_like, (q, k, v)))

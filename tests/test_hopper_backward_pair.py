@@ -61,17 +61,19 @@ def test_every_head_dim_fits_shared_memory() -> None:
         assert PairConfig("bf16", head_dim, head_dim).shared_memory <= jit.shared_limit(ARCH)
 
 
+@pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize(("batch", "clusters"), [(1, 24), (2, 48), (40, SMS // BLOCKS)])
 def test_clusters_stay_on_their_sms_and_take_all_tiles(
-    batch: int, clusters: int, monkeypatch: pytest.MonkeyPatch
+    batch: int, clusters: int, varlen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = AttentionProblem(
         batch=batch, heads=8, kv_heads=4, seqlen_q=1000, seqlen_k=700, head_dim=256, head_dim_v=256,
-        dtype=torch.bfloat16, scale=0.1, arch=ARCH,
+        dtype=torch.bfloat16, scale=0.1, arch=ARCH, varlen=varlen,
     )  # fmt: skip
     (before, gradients, after), _ = gradient_launches(pick(problem), problem, monkeypatch)
     assert gradients.grid == (BLOCKS * clusters, 1, 1), "no more than fit at once"
     assert gradients.params.tiles == 6 * 4 * batch and gradients.params.blocks == 6  # 700 keys by 128
     # Tiles are counted from 0, which the launch before writes and this one waits for.
-    assert isinstance(before.params, PrepareParams) and before.params.counters == gradients.params.counters
+    assert isinstance(before.params, PrepareParams)
+    assert before.params.counters == gradients.params.counters is not None
     assert (before.overlapped, gradients.overlapped, after.overlapped) == (False, True, True)

@@ -134,3 +134,10 @@ def test_head_dims_beyond_it_are_refused() -> None:
     problem = problem_of(head_dim=264)
     with pytest.raises(NotImplementedError, match="head_dim is 264"):
         backward.plan_of(None, problem, torch.Size((2, 1000, 8, 264)), torch.Size((2, 700, 4, 264)), 0)
+
+
+def test_the_statistics_are_waited_for_though_all_packed_sequences_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks without keys end at once: were they all, nothing after them would know whether the statistics are made."""
+    problem = problem_of(varlen=True, deterministic=True)
+    (rows, keys, queries), _ = gradient_launches(pick(problem), problem, monkeypatch)
+    assert [launch.overlapped for launch in (rows, keys, queries)] == [False, False, True]

@@ -51,7 +51,8 @@ constexpr u32 DQ = DS + DS_STAGES * DS_BYTES, LSE = DQ + DQ_STAGES * CONSUMERS *
 // What the consumers look up of a tile and of a step: they have no registers to carry it.
 constexpr u32 TILES = DELTA + DO_STAGES * STAT_BYTES, TILE_SLOTS = 2, TILE_BYTES = 32;
 constexpr u32 STEPS = TILES + TILE_BYTES * TILE_SLOTS, STEP_BYTES = 16;
-// And what the adders look up of a part of dQ: of two a step, and the producer is Q_STAGES steps ahead of them.
+// And what the adders look up of a part of dQ: of two a step, and the producer is Q_STAGES steps ahead of the consumers, who are
+// as many parts ahead of the adders as wait.
 constexpr u32 ORDERS = STEPS + STEP_BYTES * Q_STAGES, ORDER_SLOTS = 4 * Q_STAGES, ORDER_BYTES = 8;
 constexpr u32 TILE_FULL = ORDERS + ORDER_BYTES * ORDER_SLOTS, TILE_EMPTY = TILE_FULL + 8 * TILE_SLOTS;
 constexpr u32 K_FULL = TILE_EMPTY + 8 * TILE_SLOTS, K_EMPTY = K_FULL + 8 * K_STAGES, V_FULL = K_EMPTY + 8 * K_STAGES;
@@ -71,6 +72,7 @@ static_assert(cfg::DETERMINISTIC || !cfg::FINISH_INSIDE, "only an order tells wh
 static_assert(!cfg::CUT || !(cfg::DETERMINISTIC || cfg::VARLEN), "a turn is a tile's, and the tiles are counted before");
 static_assert(!cfg::CHORES || !cfg::VARLEN, "shares are of tiles that are counted before");
 static_assert(!cfg::CHORES || cfg::DIRECT, "the copy engine's additions are not told");
+static_assert(DQ_STAGES == 1 || ORDER_SLOTS >= 2 * Q_STAGES + DQ_STAGES + 2, "an order would be overwritten");
 static_assert(ADDED + 16 == cfg::SHARED_BYTES, "the Python formula disagrees");
 enum { TOGETHER = 1, ALL = 3, TURN = 4 };                 // named barriers: one a consumer, of both, one a consumer
 

@@ -176,7 +176,7 @@ class Launch:
     params: ctypes.Structure
     shared: int = 0
     overlapped: bool = False
-    """It may begin before the one before it has ended, and waits for what that one writes."""
+    """It may begin before the one before it has ended, and waits for what that one writes, if it reads any of it."""
     boxes: tuple[int, int] | None = None
     """Rows of the boxes of queries and of keys in its maps; None: it has no maps."""
 

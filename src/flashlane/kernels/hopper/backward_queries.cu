@@ -1,5 +1,6 @@
 // The gradient of the queries, of head dims that leave no registers for all three gradients in one kernel;
-// backward_keys.cu makes the others from the same statistics. Nothing is summed in device memory.
+// backward_keys.cu makes the others from the same statistics. Nothing is summed in device memory. It begins beside that one,
+// whose blocks have waited for the statistics by then, and reads nothing that that one writes.
 //
 // A block of threads has 128 queries of a head, a consumer warpgroup 64 of them. Q and dO stay in shared memory; K and V
 // stream through rings, for each block of keys that the queries see. A step of a consumer, i the block of keys:
@@ -261,5 +262,5 @@ __device__ __forceinline__ void run_block(const Params& p, const Work& work) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward_queries(const __grid_constant__ Params p) {
     const Work work(p, place_of(p, p.heads, true));
     if (work.first_query < work.sequence.q_length) run_block(p, work);
-    if (blockIdx.x == 0) wait_prerequisites();            // the launch before, beside which this one runs, ends first
+    if (blockIdx.x == 0) wait_prerequisites();            // the launch before ends before this one
 }

@@ -33,7 +33,7 @@ struct Params {
     int stat_blocks;               // blocks of queries of a head (and, of dense tensors, of a sequence)
     int blocks;                    // of keys (or of queries, where blocks of threads have those) of the longest sequence
     int heads_together;            // heads whose operands fit the L2 cache at once
-    int tiles;                     // of the launch (not VARLEN)
+    int tiles;                     // of the launch (not VARLEN, but of pairs: of sequences of the greatest length)
     int uncut, pieces;             // CUT: tiles that are not cut, which come first; pieces that each of the others has
     int zeroed_before;             // CHORES: tiles whose share has zeros before the launch
     int finish_until;              // CHORES: how many tiles are taken when nobody begins to make dQ any more

@@ -50,7 +50,10 @@ class WidePlan(GradientPlan[WideConfig]):
         params.blocks = self.key_blocks
         params.heads_together = together(teams, problem.seqlen_q * problem.group * row_bytes)
         grid, boxes = (self.key_blocks * teams, config.cluster, 1), (config.share, config.keys_rows)
-        yield Launch(keys, grid, config.threads, params, config.keys_shared, overlapped=True, boxes=boxes)
+        # Blocks past the end of a packed sequence end without a wait for the statistics, perhaps all of them: then the
+        # next launch, which waits for this one, would not wait for those either.
+        early = not problem.varlen
+        yield Launch(keys, grid, config.threads, params, config.keys_shared, overlapped=early, boxes=boxes)
 
         params = gradient_params(problem, self.rows, tensors, small)
         params.blocks = self.query_blocks
