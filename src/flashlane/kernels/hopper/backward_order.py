@@ -35,7 +35,7 @@ def heads_together(problem: AttentionProblem, key_blocks: int, sms: int = SMS) -
     Under a causal mask the longest tiles of all those heads come first: as many heads as fit the L2 cache, since a tile
     goes through one query head at a time. Without it a head's tiles follow each other. A deterministic launch adds the
     tiles of a head in their order, and each waits for the one before: so many heads run at once that the tiles of one
-    start no faster than the additions follow each other.
+    start no faster than the additions follow each other, and twice as many where a step leaves an addition no time.
     """
     heads = problem.kv_heads * (1 if problem.varlen else problem.batch)
     causal = is_causal(problem)

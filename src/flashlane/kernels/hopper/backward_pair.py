@@ -70,6 +70,7 @@ class PairConfig(GradientConfig):
             "dS": DS_STAGES * BLOCKS * m * row,
             "statistics": stages * m * 4,
             "records": TILE_SLOTS * 48 + 16 * stages,
+            # Of the next tile's number, with its word; of tiles; of K and V; of steps; of dS.
             "barriers": 8 * (4 + 2 * TILE_SLOTS + 3 + 2 * stages + 3 * DS_STAGES),
         }
 
