@@ -28,7 +28,7 @@ format: venv-test ## put the style right where ruff can
 	$(BIN)/ruff format .
 
 readme: venv    ## make README.md's generated parts anew
-	$(BIN)/python benchmarks/readme_tables.py
+	$(BIN)/python benchmarks/scripts/readme_tables.py
 
 docs: venv-test ## build the documentation site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -42,21 +42,21 @@ ahead: venv-test ## without a GPU: compile what `make gpu` runs on a Hopper one,
 gpu:            ## on a GPU, with python3 as it is (installs nothing): the GPU tests, then every measurement, to OUT
 	mkdir -p $(OUT)
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
-	PYTHONPATH=src $(PYTHON) benchmarks/correctness.py --out $(OUT)/correctness.json
-	PYTHONPATH=src $(PYTHON) benchmarks/sanitize.py --out $(OUT)/sanitizer.json
-	PYTHONPATH=src $(PYTHON) benchmarks/founding.py --out $(OUT)
-	PYTHONPATH=src $(PYTHON) benchmarks/founding_logs.py --out $(OUT)
-	PYTHONPATH=src $(PYTHON) benchmarks/mma_bars.py --out $(OUT)
-	PYTHONPATH=src $(PYTHON) benchmarks/ncu_conflicts.py --out $(OUT)
-	PYTHONPATH=src $(PYTHON) benchmarks/ncu_bounds.py --out $(OUT)
-	PYTHONPATH=src $(PYTHON) benchmarks/blocks_gpu.py $(OUT)/blocks.json
-	PYTHONPATH=src $(PYTHON) benchmarks/hopper_forward.py --out $(OUT)/hopper_forward.json
-	PYTHONPATH=src $(PYTHON) benchmarks/hopper_backward.py --out $(OUT)/hopper_backward.json
-	PYTHONPATH=src $(PYTHON) benchmarks/triton_bars.py --out $(OUT) --directions forward,backward,both
-	PYTHONPATH=src $(PYTHON) benchmarks/decode.py --out $(OUT)
-	PYTHONPATH=src $(PYTHON) benchmarks/host_cost.py --out $(OUT)
-	PYTHONPATH=src $(PYTHON) benchmarks/auto_check.py --out $(OUT)/auto_check.json
-	PYTHONPATH=src $(PYTHON) benchmarks/product_gpu.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/correctness.py --out $(OUT)/correctness.json
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/sanitize.py --out $(OUT)/sanitizer.json
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/founding.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/founding_logs.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/mma_bars.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/ncu_conflicts.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/ncu_bounds.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/blocks_gpu.py $(OUT)/blocks.json
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/hopper_forward.py --out $(OUT)/hopper_forward.json
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/hopper_backward.py --out $(OUT)/hopper_backward.json
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/triton_bars.py --out $(OUT) --directions forward,backward,both
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/decode.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/host_cost.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/auto_check.py --out $(OUT)/auto_check.json
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/product_gpu.py --out $(OUT)
 
 clean:          ## remove what builds and tests leave; keeps .venv
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

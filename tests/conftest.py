@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     # Before anything imports Triton: its kernels then run on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from flashlane import registry
+from flashlane.core import registry
 
 # Processes that test side by side share the cores: threads of each on all of them would spin while the others' run.
 THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

@@ -27,14 +27,18 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from flashlane import dispatch, jit, registry
+from flashlane import jit
+from flashlane.core import dispatch, registry
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.registry import Kernel
 from flashlane.jit import KernelSource, cache
-from flashlane.kernels.hopper import backward, forward
-from flashlane.kernels.hopper.config import HopperConfig
-from flashlane.problem import AttentionProblem, Inputs
-from flashlane.registry import Kernel
+from flashlane.kernels.hopper.backward import kernel as backward
+from flashlane.kernels.hopper.forward import kernel as forward
+from flashlane.kernels.hopper.forward.config import HopperConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+IMPORTED = ("benchmarks/scripts", "tests/support", "tests/kernels/hopper")
+"""Folders whose modules the parts import."""
 ARCH, SMS = "sm_90a", 132
 HOPPER = "hopper(wgmma+tma)"
 
@@ -136,7 +140,9 @@ PARTS: dict[str, Callable[[], Iterator[KernelSource]]] = {
 def collected(parts: Iterable[str]) -> dict[KernelSource, str]:
     """The sources of some parts, each with the first part that needs it."""
     found: dict[KernelSource, str] = {}
-    sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks", "tests")]  # whose modules the parts import
+    sys.path[:0] = [
+        str(ROOT / folder) for folder in ("benchmarks/scripts", "tests/support")
+    ]  # whose modules the parts import
     kept = torch.cuda.get_device_properties
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
     try:

@@ -89,7 +89,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 def options_table(name: str) -> str:
     """The options of a command as a Markdown table, in its groups."""
-    from flashlane.cli import app
+    from flashlane.cli.main import app
 
     command = next(c for c in app.registered_commands if c.name == name)
     hints = get_type_hints(command.callback, include_extras=True)

@@ -25,9 +25,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import flashlane
-from flashlane.attn_probs import block_of_keys
-from flashlane.problem import arch_of
-from flashlane.rotary import rotate
+from flashlane.api.attn_probs import block_of_keys
+from flashlane.api.rotary import rotate
+from flashlane.core.problem import arch_of
 
 FUNCTIONS = [name for name in flashlane.__all__ if name.startswith("flash_attn_")]
 

@@ -49,9 +49,9 @@ class Calls:
         from torch._subclasses.fake_tensor import FakeTensor
 
         from flashlane import bench
-        from flashlane.bench import implementations
+        from flashlane.bench.measure import implementations
 
-        sys.path.insert(0, str(ROOT / "benchmarks"))
+        sys.path.insert(0, str(ROOT / "benchmarks" / "scripts"))
         self.shapes, self.forward, self.backward = map(
             importlib.import_module, ("hopper_shapes", "hopper_forward", "hopper_backward")
         )

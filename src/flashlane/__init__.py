@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashlane.functional import (
+    from flashlane.api.functional import (
         explain,
         flash_attn_func,
         flash_attn_kvpacked_func,
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         flash_attn_varlen_qkvpacked_func,
         flash_attn_with_kvcache,
     )
-    from flashlane.huggingface import register_transformers
-    from flashlane.sdpa import scaled_dot_product_attention
+    from flashlane.api.sdpa import scaled_dot_product_attention
+    from flashlane.integrations.transformers import register_transformers
 
 __version__ = "0.1.0"
 
@@ -39,15 +39,15 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "register_transformers": "flashlane.huggingface",
-    "scaled_dot_product_attention": "flashlane.sdpa",
+    "register_transformers": "flashlane.integrations.transformers",
+    "scaled_dot_product_attention": "flashlane.api.sdpa",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _ELSEWHERE.get(name, "flashlane.functional")
+    module = _ELSEWHERE.get(name, "flashlane.api.functional")
     value = globals()[name] = getattr(importlib.import_module(module), name)
     return value
 

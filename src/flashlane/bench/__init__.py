@@ -6,18 +6,18 @@
 >>> for row in results: print(row.tag, row.status, row.timing.median)
 """
 
-from flashlane.bench.check import Oracle, Verdict
-from flashlane.bench.compile_report import Usage, report_problem, report_shipped
-from flashlane.bench.flops import flops, least_bytes, tflops
-from flashlane.bench.grid import Grid, make_problem, problems
-from flashlane.bench.inputs import Case, Pattern, load_cases, random_inputs
-from flashlane.bench.memory import Memory
-from flashlane.bench.peers import PEERS, Peer, select_peers
-from flashlane.bench.presets import PRESETS, Preset
-from flashlane.bench.results import Results, Row, Skipped, load_results
-from flashlane.bench.runner import Selection, run
-from flashlane.bench.table import make_console, print_compiled, print_results
-from flashlane.bench.timing import Settings, Timing
+from flashlane.bench.measure.check import Oracle, Verdict
+from flashlane.bench.measure.flops import flops, least_bytes, tflops
+from flashlane.bench.measure.grid import Grid, make_problem, problems
+from flashlane.bench.measure.inputs import Case, Pattern, load_cases, random_inputs
+from flashlane.bench.measure.memory import Memory
+from flashlane.bench.measure.peers import PEERS, Peer, select_peers
+from flashlane.bench.measure.presets import PRESETS, Preset
+from flashlane.bench.measure.results import Results, Row, Skipped, load_results
+from flashlane.bench.measure.runner import Selection, run
+from flashlane.bench.measure.timing import Settings, Timing
+from flashlane.bench.present.table import make_console, print_compiled, print_results
+from flashlane.inspect.compile_report import Usage, report_problem, report_shipped
 
 __all__ = [
     "PEERS",

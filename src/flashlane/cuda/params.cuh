@@ -15,7 +15,7 @@ struct AttentionParams {
     int batch, heads, group;  // group: query heads that share a key/value head
     int seqlen_q, seqlen_k, head_dim, head_dim_v;
     int window_left, window_right, shift;
-    int q_blocks, heads_together;
+    int q_blocks, heads_per_section;
     float scale_log2;  // scale · log2(e), or what is left of it after the fold
     float q_fold;      // power of two multiplied into Q, exactly, before an f16 product can overflow
 };
@@ -28,10 +28,10 @@ struct Block {
 
     template <typename Params>
     __device__ __forceinline__ explicit Block(const Params& p) {
-        const int per_group = p.q_blocks * p.heads_together;
+        const int per_group = p.q_blocks * p.heads_per_section;
         const int group = blockIdx.x / per_group, inside = blockIdx.x % per_group;
-        const int first = group * p.heads_together;
-        const int together = min(p.heads_together, p.batch * p.heads - first);
+        const int first = group * p.heads_per_section;
+        const int together = min(p.heads_per_section, p.batch * p.heads - first);
         const int flat = first + inside % together;
         batch = flat / p.heads, head = flat % p.heads;
         row = (p.q_blocks - 1 - inside / together) * ROWS;

@@ -106,7 +106,7 @@ __device__ __forceinline__ float ex2(float x) {
 }
 
 // A launch that was told to overlap the one before it (flashlane.jit) may begin once all blocks of that one have called
-// launch_dependents() or ended. It sees what that one wrote after wait_prerequisites(), which waits for its end. Both do
+// griddepcontrol_launch_dependents() or ended. It sees what that one wrote after griddepcontrol_wait(), which waits for its end. Both do
 // nothing in any other launch (PTX ISA, griddepcontrol).
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -1,7 +1,7 @@
 // One softmax computed in parts by several blocks, and put together by the one that finishes last, in the parts' order:
 // the result does not depend on which one that is. flashlane.kernels.decode mirrors SplitParams.
 #pragma once
-#include "barrier.cuh"
+#include "mbarrier.cuh"
 
 // Row statistics of a part: the largest score in log2 units and the sum of 2^(score − largest).
 struct Statistics {
@@ -39,8 +39,8 @@ __device__ __forceinline__ bool arrive_last(u32* arrivals, u32 parts) {
 // The same for a team of `threads` threads of a block (whole warps), by a named barrier and a word of shared memory;
 // `first` in one of them.
 __device__ __forceinline__ bool arrive_last(u32* arrivals, u32 parts, int barrier, int threads, u32 word, bool first) {
-    named_sync(barrier, threads);
+    named_barrier_sync(barrier, threads);
     if (first) store_shared(word, count_arrival(arrivals, parts));
-    named_sync(barrier, threads);
+    named_barrier_sync(barrier, threads);
     return load_shared(word) == parts - 1;
 }

@@ -1,5 +1,5 @@
 // Shared-memory tiles of 16-bit elements in 16-byte chunks, read by ldmatrix without bank conflicts.
-// flashlane.layout mirrors these formulas in Python and counts the conflicts.
+// flashlane.kernels.tile_layout mirrors these formulas in Python and counts the conflicts.
 #pragma once
 #include "ptx.cuh"
 

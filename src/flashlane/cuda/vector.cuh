@@ -37,7 +37,7 @@ template <typename Element, bool PACKED>
 constexpr int PACK_SIZE = PACKED ? 16 / int(sizeof(Element)) : 1;
 
 // How an array is cut:     | head: < 1 pack, up to a 16-byte boundary | packs | tail: < 1 pack |
-// Without packing every element is a pack. Mirrored by flashlane.blocks.common.cut.
+// Without packing every element is a pack. Mirrored by flashlane.lessons.common.cut.
 template <typename Element, bool PACKED>
 struct Cut {
     using Full = Pack<Element, PACK_SIZE<Element, PACKED>>;

@@ -46,11 +46,11 @@ __device__ __forceinline__ u64 wgmma_n_inner(u32 address, u32 chunk_bytes) {
 
 // Registers of a thread from here on; of all four warps of a warpgroup alike.
 template <int COUNT>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 template <int COUNT>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }

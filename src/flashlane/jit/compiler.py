@@ -32,7 +32,8 @@ class KernelSource:
     name: str
     """Path of the device file, for messages and line numbers: ``kernels/mma/attention.cu``."""
     text: str
-    """CUDA C++. ``#include "mma.cuh"`` finds flashlane's device headers, ``#include "config.cuh"`` the constants."""
+    """CUDA C++. ``#include "mma.cuh"`` finds flashlane's device headers (of ``cuda/`` and of ``kernels/``, by the
+    path there), ``#include "config.cuh"`` the constants."""
     entry: str
     """The ``extern "C"`` name of the kernel."""
     constants: tuple[tuple[str, int | bool | str], ...] = ()
@@ -128,8 +129,8 @@ def _load_or_compile(source: KernelSource, arch: str, options: tuple[str, ...]) 
     start = time.perf_counter()
     toolchain.check_architecture(arch)
     # The headers that were hashed are the ones handed to NVRTC, so that an edit in between cannot poison the cache.
-    headers = {**toolchain.device_headers(), **dict(source.headers)}
-    headers[CONFIG_HEADER] = constants_header(source.constants)
+    generated = {**dict(source.headers), CONFIG_HEADER: constants_header(source.constants)}
+    headers = {**toolchain.device_headers(source.text, generated), **generated}
     flags = (f"--gpu-architecture={arch}", *OPTIONS, *options)
     key = _key(source, headers, flags)
     disk = cache.default()

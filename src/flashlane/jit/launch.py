@@ -119,8 +119,8 @@ class Function:
             params: the kernel's one by-value struct, or a ctypes object for each of its parameters.
             stream: address of a CUDA stream of the device; None is torch's current one.
             overlapped: the kernel may begin before the one before it on the stream has ended (programmatic dependent
-                launch). That one says when by ``launch_dependents()``; every block of this one calls
-                ``wait_prerequisites()`` before it reads or overwrites what that one writes or reads.
+                launch). That one says when by ``griddepcontrol_launch_dependents()``; every block of this one calls
+                ``griddepcontrol_wait()`` before it reads or overwrites what that one writes or reads.
 
         Raises:
             ValueError: the grid, the block or the shared memory is beyond what can be launched.

@@ -11,12 +11,13 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-DEVICE_HEADERS = Path(__file__).parent.parent / "cuda"
-"""Flashlane's own device headers, which ``#include "mma.cuh"`` finds."""
+DEVICE_HEADERS = (Path(__file__).parent.parent / "cuda", Path(__file__).parent.parent / "kernels")
+"""Where ``#include "mma.cuh"`` and ``#include "hopper/forward/producer.cuh"`` find flashlane's own device headers."""
 
 HOW_TO_INSTALL = (
     'pip install "flashlane[nvrtc]" brings them (PyTorch for CUDA 13 has them already), '
@@ -26,6 +27,7 @@ HOW_TO_INSTALL = (
 RUNTIME_HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp8.h", "cuda_fp8.hpp")
 """The headers of the CUDA runtime that device code may include; they are part of the cache key."""
 
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _ARCH = re.compile(r"sm_(\d+)([af]?)")
 
 
@@ -131,8 +133,25 @@ def runtime_headers_digest() -> str:
     return digest.hexdigest()
 
 
-def device_headers(folder: Path | None = None) -> dict[str, str]:
-    """Flashlane's device headers by the name they are included under, in a fixed order."""
-    folder = DEVICE_HEADERS if folder is None else folder
-    paths = sorted(path for pattern in ("*.cuh", "*.h") for path in folder.rglob(pattern))
-    return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+def device_headers(text: str, given: Mapping[str, str] = {}) -> dict[str, str]:
+    """The headers of flashlane that device code includes, directly or through others, by the name they are included by.
+
+    Args:
+        text: CUDA C++.
+        given: headers that are generated: they are looked through, and not looked up.
+    """
+    found: dict[str, str] = {}
+    waiting = [text]
+    while waiting:
+        for name in _INCLUDE.findall(waiting.pop()):
+            if name in found:
+                continue
+            header = given.get(name)
+            if header is None:
+                path = next((folder / name for folder in DEVICE_HEADERS if (folder / name).is_file()), None)
+                if path is None:  # the compiler says that there is no such file, and where
+                    continue
+                header = path.read_text(encoding="utf-8")
+            found[name] = header
+            waiting.append(header)
+    return {name: found[name] for name in sorted(found) if name not in given}

@@ -12,9 +12,9 @@ from flashlane.jit import launch
 if TYPE_CHECKING:
     import torch
 
+    from flashlane.core.problem import AttentionProblem, Inputs
+    from flashlane.core.registry import Repeat
     from flashlane.jit.launch import Dim3, Function
-    from flashlane.problem import AttentionProblem, Inputs
-    from flashlane.registry import Repeat
 
 LOG2_E = math.log2(math.e)
 SCALES = (1e-30, 1e30)
@@ -23,7 +23,7 @@ _SIDES = {"q": ("batch", "row", "head", "column"), "k": ("batch", "row", "head",
 _SIDES |= {"v": _SIDES["k"], "out": ("batch", "row", "head")}
 _STRIDES = [f"{side}_{axis}" for side, axes in _SIDES.items() for axis in axes]
 _INTEGERS = ("batch", "heads", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
-_INTEGERS += ("window_left", "window_right", "shift", "q_blocks", "heads_together")
+_INTEGERS += ("window_left", "window_right", "shift", "q_blocks", "heads_per_section")
 
 
 class AttentionParams(ctypes.Structure):
@@ -50,7 +50,7 @@ def attention_params(
     lse: torch.Tensor,
     *,
     q_blocks: int,
-    heads_together: int,
+    heads_per_section: int,
     q_fold: float = 1.0,
 ) -> AttentionParams:
     """Fill the struct for a launch over tensors in the canonical layout ``(b, s, h, d)``."""
@@ -76,7 +76,7 @@ def attention_params(
         _window(problem.window_right, problem),
         problem.shift,
         q_blocks,
-        heads_together,
+        heads_per_section,
         problem.scale * LOG2_E / q_fold,
         q_fold,
     )

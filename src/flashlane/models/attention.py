@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from flashlane.functional import flash_attn_func
+from flashlane.api.functional import flash_attn_func
 
 CausalAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q ``(b, s, h, d)``, k and v ``(b, s, hk, d)`` to ``(b, s, h, d)``; query i sees keys 0 to i."""
@@ -33,7 +33,7 @@ def select_attention(name: str) -> CausalAttention:
         return sdpa_attention
     if name == "auto":
         return functools.partial(flash_attn_func, causal=True)
-    from flashlane import registry
+    from flashlane.core import registry
 
     try:
         registry.get(name)

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from flashlane.bench.environment import child_environment
-from flashlane.bench.flops import Direction
-from flashlane.problem import AttentionProblem
+from flashlane.bench.measure.environment import child_environment
+from flashlane.bench.measure.flops import Direction
+from flashlane.core.problem import AttentionProblem
 from flashlane.profile.target import MARKER, Request
 from flashlane.profile.tools import NCU
 

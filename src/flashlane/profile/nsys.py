@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashlane.bench.environment import child_environment
+from flashlane.bench.measure.environment import child_environment
 from flashlane.profile.target import Request
 
 SECONDS = 240.0

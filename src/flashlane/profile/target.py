@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from flashlane.bench.flops import Direction
-from flashlane.bench.implementations import Implementation, prepare
-from flashlane.bench.inputs import random_inputs
-from flashlane.bench.peers import PEERS, peer_tags
-from flashlane.bench.runner import Selection
-from flashlane.problem import DTYPE_NAMES, DTYPES, AttentionProblem
-from flashlane.registry import get, suggest
+from flashlane.bench.measure.flops import Direction
+from flashlane.bench.measure.implementations import Implementation, prepare
+from flashlane.bench.measure.inputs import random_inputs
+from flashlane.bench.measure.peers import PEERS, peer_tags
+from flashlane.bench.measure.runner import Selection
+from flashlane.core.problem import DTYPE_NAMES, DTYPES, AttentionProblem
+from flashlane.core.registry import get, suggest
 
 MARKER = "spin_kernel"
 """What torch calls the kernel of ``torch.cuda._sleep``."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashlane.bench.memory import quiet_profiler
+from flashlane.bench.measure.memory import quiet_profiler
 from flashlane.profile.target import Request, implementations, named
 
 

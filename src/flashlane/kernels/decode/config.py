@@ -10,10 +10,10 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from flashlane import jit
+from flashlane.core.problem import AttentionProblem
+from flashlane.core.registry import Resources
 from flashlane.kernels.mma.config import ELEMENTS
-from flashlane.layout import TileLayout
-from flashlane.problem import AttentionProblem
-from flashlane.registry import Resources
+from flashlane.kernels.tile_layout import TileLayout
 
 PAGES = ("none", "whole", "any")
 """No pages; pages whose size is a multiple of a tile's keys, or of a box; pages of any size."""
@@ -201,7 +201,8 @@ SHAPES: Table = (
 
 
 # What is preferred where the architecture has it: short sequences whose keys a cluster shares come in boxes. Longer
-# ones come faster in rows, and no stream was ahead of them (benchmarks/decode_candidates.json). A team's tile has as
+# ones come faster in rows, and no stream was ahead of them (benchmarks/results/decode_candidates.json). A team's tile
+# has as
 # many keys as rows, so that its sums fit in its tiles' place; with 64 of both the registers do not suffice.
 PREFERRED: dict[str, Table] = {
     "sm_90a": tuple(

@@ -12,8 +12,8 @@
 //
 // A block runs once, and instructions that run once come from memory a few at a time: the code around the loop is kept
 // short, and one piece of code fills the rings before and in the loop.
-#include "decode_feeder.cuh"
-#include "decode_sums.cuh"
+#include "decode/feeder.cuh"
+#include "decode/sums.cuh"
 
 constexpr int S_TILES = KEYS / 8, O_TILES = HEAD_DIM_V / 8, QK_STEPS = HEAD_DIM / 16, PV_STEPS = KEYS / 16;
 constexpr float LAZY = 8.f;  // old maxima are kept until a score exceeds them by 2^8: O is rarely rescaled
@@ -196,7 +196,7 @@ __device__ __forceinline__ void clear_stale(u32 tile, const Keys& keys, const La
         if (key + row < keys.first || key + row >= keys.end)
             store_shared(tile + plane * PLANE_BYTES + LayoutV::offset(row, i % CHUNKS), make_uint4(0, 0, 0, 0));
     }
-    async_fence();  // before the copy engine writes there again
+    fence_proxy_async();  // before the copy engine writes there again
     lane.team_sync();
 }
 
@@ -231,14 +231,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK_THREADS, cfg::MIN_B
         if (threadIdx.x == THREADS) {
             if (shared % 1024 != 0) __trap();  // the swizzle counts from there
             for (int i = 0; i < STAGES; ++i) {
-                barrier_init(shared + FULL + 8 * i, 1);
-                barrier_init(shared + EMPTY + 8 * i, TEAMS * WARPS_M * WARP_ARRIVALS);
+                mbarrier_init(shared + FULL + 8 * i, 1);
+                mbarrier_init(shared + EMPTY + 8 * i, TEAMS * WARPS_M * WARP_ARRIVALS);
             }
             for (int i = 0; i < WORKS; ++i) {
-                barrier_init(shared + WORK_FULL + 8 * i, 1);
-                barrier_init(shared + WORK_EMPTY + 8 * i, TEAMS * WARPS_M * WARP_ARRIVALS);
+                mbarrier_init(shared + WORK_FULL + 8 * i, 1);
+                mbarrier_init(shared + WORK_EMPTY + 8 * i, TEAMS * WARPS_M * WARP_ARRIVALS);
             }
-            barrier_init_fence();
+            fence_mbarrier_init();
             tma_prefetch(maps.k), tma_prefetch(maps.v);
         }
         __syncthreads();
@@ -249,13 +249,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK_THREADS, cfg::MIN_B
     }
     clear_rest(p);
     const float scale_log2 = cfg::MODIFIERS ? 1.f : a.scale_log2;
-    Ring<STAGES> ring;
-    Ring<larger(WORKS, 1)> works;
+    PipelineState<STAGES> ring;
+    PipelineState<larger(WORKS, 1)> works;
     Work own;
     do {
-        if constexpr (STREAM) barrier_wait(shared + WORK_FULL + 8 * works.slot, works.parity);
+        if constexpr (STREAM) mbarrier_wait(shared + WORK_FULL + 8 * works.index, works.phase);
         else if (!Schedule<false>(p).next(own)) return;
-        const Work& work = STREAM ? *announced(works.slot) : own;
+        const Work& work = STREAM ? *announced(works.index) : own;
         const int first_step = work.step, steps = work.steps;
         const Keys keys = work.keys;
         if (STREAM && steps == 0) return;
@@ -310,12 +310,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK_THREADS, cfg::MIN_B
             take_queries();
 #pragma unroll 1
             for (int i = 0; i < steps; ++i) {
-                last = ring.slot;
-                barrier_wait(shared + FULL + 8 * last, ring.parity);
-                ring.next();
+                last = ring.index;
+                mbarrier_wait(shared + FULL + 8 * last, ring.phase);
+                ring.advance();
                 attend(key_of(i), last * STAGE_BYTES);
                 __syncwarp();
-                if (i + 1 < steps) warp_arrive(shared + EMPTY + 8 * last, lane.lane);
+                if (i + 1 < steps) mbarrier_arrive_warp(shared + EMPTY + 8 * last, lane.lane);
             }
         } else {
             const Sequence& sequence = work.sequence;
@@ -362,10 +362,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK_THREADS, cfg::MIN_B
         teams_sync();
         finish(p, work, scratch);
         if constexpr (STREAM) {  // the feeder has the places back
-            async_fence();
+            fence_proxy_async();
             __syncwarp();
-            warp_arrive(shared + EMPTY + 8 * last, lane.lane), warp_arrive(shared + WORK_EMPTY + 8 * works.slot, lane.lane);
-            works.next();
+            mbarrier_arrive_warp(shared + EMPTY + 8 * last, lane.lane), mbarrier_arrive_warp(shared + WORK_EMPTY + 8 * works.index, lane.lane);
+            works.advance();
         }
     } while (STREAM);
 }

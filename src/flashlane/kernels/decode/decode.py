@@ -10,6 +10,8 @@ from dataclasses import replace
 import torch
 
 from flashlane import jit
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.registry import DeviceKernel, Resources, memoised, register
 from flashlane.jit import KernelSource, tensormap
 from flashlane.kernels.decode.config import (
     PLANE,
@@ -22,11 +24,8 @@ from flashlane.kernels.decode.config import (
 )
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.params import LOG2_E, AttentionParams, attention_params, check_outputs, unsupported_features
-from flashlane.problem import AttentionProblem, Inputs
-from flashlane.registry import DeviceKernel, Resources, memoised, register
 
 SOURCE = "kernels/decode/decode.cu"
-PARTS = ("work", "feeder", "sums")
 """Device files beside it, which it includes as ``decode_<name>.cuh``."""
 MAX_HEAD_DIM = 256
 MAX_BATCH = 65535
@@ -78,8 +77,7 @@ class DecodeParams(ctypes.Structure):
 def source_of(config: DecodeConfig) -> KernelSource:
     """The device file with a configuration's constants."""
     constants = (*config.constants(), ("PARAMS_BYTES", ctypes.sizeof(DecodeParams)))
-    headers = tuple((f"decode_{name}.cuh", device_code(f"kernels/decode/{name}.cuh")) for name in PARTS)
-    return KernelSource(SOURCE, device_code(SOURCE), "decode_attention", constants, headers)
+    return KernelSource(SOURCE, device_code(SOURCE), "decode_attention", constants)
 
 
 class Decode(DeviceKernel):
@@ -272,7 +270,7 @@ def _launch(
     plan = _plan(problem, config, splits, debug, ((k.shape, k.stride()), (v.shape, v.stride())), device.index)
     config = plan.config
     params = DecodeParams(
-        attention_params(problem, packed, out, lse, q_blocks=1, heads_together=1),
+        attention_params(problem, packed, out, lse, q_blocks=1, heads_per_section=1),
         _cache(problem, inputs),
         kv_heads=problem.kv_heads,
         row_blocks=plan.row_blocks,

@@ -1,8 +1,9 @@
 // The warp that keeps the ring of a block full: the copy engine brings each step's K and V in boxes of 64 columns, with
 // the swizzle of 128 bytes that LayoutK and LayoutV have. Pages are looked up a step ahead.
 #pragma once
-#include "barrier.cuh"
-#include "decode_work.cuh"
+#include "attention/pipeline.cuh"
+#include "mbarrier.cuh"
+#include "decode/work.cuh"
 
 struct Feeder {
     static constexpr int BOXES_OF_PLANE = STEP / cfg::BOX_ROWS;  // one, if keys lie in one piece
@@ -12,7 +13,7 @@ struct Feeder {
     const Maps& maps;
     const u32 base;
     const int lane = threadIdx.x % WARP;
-    Ring<STAGES> ring;
+    PipelineState<STAGES> ring;
 
     // The page of this lane's box of the step from `key` on; −1 if no row of the box is needed: its page may not exist.
     __device__ __forceinline__ int look_up(const Work& work, int key) const {
@@ -44,16 +45,16 @@ struct Feeder {
     }
 
     __device__ __forceinline__ void step(const Work& work, int key, int page) {
-        const u32 slot = base + ring.slot * STAGE_BYTES, full = base + FULL + 8 * ring.slot;
+        const u32 slot = base + ring.index * STAGE_BYTES, full = base + FULL + 8 * ring.index;
         const bool needed = key < work.keys.end && key + STEP > work.keys.first;
-        barrier_wait(base + EMPTY + 8 * ring.slot, ring.parity ^ 1);
-        if (lane == 0) barrier_expect(full, needed ? STAGE_BYTES : 0);
+        mbarrier_wait(base + EMPTY + 8 * ring.index, ring.phase ^ 1);
+        if (lane == 0) mbarrier_arrive_expect_tx(full, needed ? STAGE_BYTES : 0);
         __syncwarp();
         if (needed) {
             load<K_PLANES>(maps.k, slot, full, work, key, page);
             load<V_PLANES>(maps.v, slot + K_BYTES, full, work, key, page);
         }
-        ring.next();
+        ring.advance();
     }
 
     __device__ __forceinline__ void load_all(const Work& work) {
@@ -67,20 +68,20 @@ struct Feeder {
     }
 
     // Tell the teams what comes next; a work without steps is the end.
-    __device__ __forceinline__ void announce(Ring<larger(WORKS, 1)>& works, const Work& work) const {
-        barrier_wait(base + WORK_EMPTY + 8 * works.slot, works.parity ^ 1);
+    __device__ __forceinline__ void announce(PipelineState<larger(WORKS, 1)>& works, const Work& work) const {
+        mbarrier_wait(base + WORK_EMPTY + 8 * works.index, works.phase ^ 1);
         if (lane == 0) {
-            *announced(works.slot) = work;
-            barrier_arrive(base + WORK_FULL + 8 * works.slot);
+            *announced(works.index) = work;
+            mbarrier_arrive(base + WORK_FULL + 8 * works.index);
         }
-        works.next();
+        works.advance();
     }
 
     __device__ __forceinline__ void run() {
         Schedule<STREAM> schedule(p);
         Work work;
         if constexpr (STREAM) {
-            Ring<larger(WORKS, 1)> works;
+            PipelineState<larger(WORKS, 1)> works;
             while (schedule.next(work)) announce(works, work), load_all(work);
             work.steps = 0;
             announce(works, work);

@@ -2,7 +2,7 @@
 // parts of an item in device memory by the block that comes last.
 #pragma once
 #include "cluster.cuh"
-#include "decode_work.cuh"
+#include "decode/work.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
 

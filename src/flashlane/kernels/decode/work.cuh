@@ -86,7 +86,7 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 
 // All teams of the block; the warp that feeds them goes its own way.
 constexpr int ALL_TEAMS = 15;
-__device__ __forceinline__ void teams_sync() { named_sync(ALL_TEAMS, THREADS); }
+__device__ __forceinline__ void teams_sync() { named_barrier_sync(ALL_TEAMS, THREADS); }
 
 // The keys that rows of some tokens see.
 struct Keys {

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from flashlane import jit
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.registry import DeviceKernel, Resources, register
 from flashlane.jit import KernelSource
 from flashlane.jit.launch import MAX_GRID
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.params import AttentionParams, attention_params, check_outputs, unsupported_features
-from flashlane.problem import AttentionProblem, Inputs
-from flashlane.registry import DeviceKernel, Resources, register
 
 SOURCE = "kernels/fa1/flash_attention_1.cu"
 TILE = 32
@@ -73,7 +73,7 @@ class FlashAttention1(DeviceKernel):
             return
         config = self.config(problem)
         row_sum, row_max = torch.empty_like(lse), torch.empty_like(lse)
-        attention = attention_params(problem, inputs, out, lse, q_blocks=1, heads_together=1)
+        attention = attention_params(problem, inputs, out, lse, q_blocks=1, heads_per_section=1)
         params = _Params(attention, row_sum.data_ptr(), row_max.data_ptr())
         function = jit.load(self.compile(config, problem.arch), out.device.index)
         function.launch((problem.heads, problem.batch, 1), (TILE, 1, 1), config.shared_memory, params)

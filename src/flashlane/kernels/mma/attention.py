@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlane import jit, tune
+from flashlane import jit
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.registry import DeviceKernel, Repeat, Resources, memoised, register
 from flashlane.jit import KernelSource
 from flashlane.jit.launch import Dim3
 from flashlane.kernels.device_file import device_code
-from flashlane.kernels.mma import shapes
+from flashlane.kernels.mma import tiles as shapes
 from flashlane.kernels.mma.config import OUTPUTS, MmaConfig
 from flashlane.kernels.params import (
     AttentionParams,
@@ -23,8 +25,7 @@ from flashlane.kernels.params import (
     repeated,
     unsupported_features,
 )
-from flashlane.problem import AttentionProblem, Inputs
-from flashlane.registry import DeviceKernel, Repeat, Resources, memoised, register
+from flashlane.tuning import stored as tune
 
 SOURCE = "kernels/mma/attention.cu"
 L2_BYTES = 24 << 20
@@ -259,7 +260,7 @@ def _launch(
         out,
         lse,
         q_blocks=q_blocks,
-        heads_together=heads_together(problem),
+        heads_per_section=heads_per_section(problem),
         q_fold=fold_of(problem.scale) if config.scores == "f16" else 1.0,
     )
     function, threads, shared_memory = _loaded(config, problem.arch, out.device.index)
@@ -272,7 +273,7 @@ def _loaded(config: MmaConfig, arch: str, device: int) -> tuple[jit.Function, in
     return jit.load(jit.compile(source_of(config), arch), device), config.threads, config.shared_memory
 
 
-def heads_together(problem: AttentionProblem) -> int:
+def heads_per_section(problem: AttentionProblem) -> int:
     """Query heads whose keys and values fit the L2 cache at once; whole groups of a shared key/value head."""
     size = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize)
     share = L2_BYTES if problem.window_right < 0 else CAUSAL_L2_BYTES

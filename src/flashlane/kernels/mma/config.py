@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from flashlane.layout import TileLayout
-from flashlane.registry import Resources
+from flashlane.core.registry import Resources
+from flashlane.kernels.tile_layout import TileLayout
 
 ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16"}
 OUTPUTS = ("direct", "shuffle", "shared")

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from flashlane import jit
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.registry import DeviceKernel, Resources, register
 from flashlane.jit import KernelSource
 from flashlane.jit.launch import MAX_GRID
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.mma.config import ELEMENTS
 from flashlane.kernels.params import attention_params, check_outputs, unsupported_features
-from flashlane.layout import TileLayout
-from flashlane.problem import AttentionProblem, Inputs
-from flashlane.registry import DeviceKernel, Resources, register
+from flashlane.kernels.tile_layout import TileLayout
 
 SOURCE = "kernels/mma/naive.cu"
 ROWS = 64
@@ -73,7 +73,7 @@ class MmaNaive(DeviceKernel):
         if problem.seqlen_q == 0:
             return
         config = self.config(problem)
-        params = attention_params(problem, inputs, out, lse, q_blocks=1, heads_together=1)
+        params = attention_params(problem, inputs, out, lse, q_blocks=1, heads_per_section=1)
         function = jit.load(self.compile(config, problem.arch), out.device.index)
         function.launch((1, problem.heads, problem.batch), (128, 1, 1), config.shared_memory, params)
 

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from flashlane import jit, tune
+from flashlane import jit
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.registry import TunableKernel, memoised, register
 from flashlane.kernels.params import LOG2_E
 from flashlane.kernels.triton import configs
 from flashlane.kernels.triton.configs import TritonConfig
-from flashlane.problem import AttentionProblem, Inputs
-from flashlane.registry import TunableKernel, memoised, register
+from flashlane.tuning import stored as tune
 
 MIN_TRITON = (3, 6)
 MIN_CAPABILITY = 80

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashlane import jit
+from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.params import LOG2_E, check_gradient_inputs
 from flashlane.kernels.triton import backward_configs as configs
 from flashlane.kernels.triton.backward_configs import PRECISIONS, BackwardConfig, Tile, padded
 from flashlane.kernels.triton.configs import unit_of
-from flashlane.problem import AttentionProblem, Inputs
-from flashlane.tiled import Gradients
+from flashlane.reference.tiled import Gradients
 
 if TYPE_CHECKING:
     from flashlane.kernels.triton.launch import Launch

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from flashlane.core.problem import VECTOR_BYTES, AttentionProblem
 from flashlane.kernels.triton.configs import SMS
-from flashlane.problem import VECTOR_BYTES, AttentionProblem
 
 MAX_HEAD_DIM = 256
 MIN_TILE = 16

@@ -4,7 +4,7 @@ A program owns BT rows of one head, of the new k and v or (where there is rotary
 partner beside itself, so that both pairings are one code: ``x * cos ± partner * sin``. Rows past the end of the cache
 are not stored. Importing this module imports Triton.
 
-Source: Su et al. 2021, "RoFormer", section 3.2.2; the semantics are those of :class:`flashlane.kvcache.Update`.
+Source: Su et al. 2021, "RoFormer", section 3.2.2; the semantics are those of :class:`flashlane.api.kvcache.Update`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashlane.kernels.triton.configs import unit_of
 from flashlane.kernels.triton.launch import Launch
 
 if TYPE_CHECKING:
-    from flashlane.kvcache import Update
+    from flashlane.api.kvcache import Update
 
 _AXES = ("batch", "row", "head", "column")
 _STRIDED = ("q", "k", "v", "k_cache", "v_cache")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashlane.problem import AttentionProblem
+from flashlane.core.problem import AttentionProblem
 
 MIN_PIECE = 16
 """Narrowest piece of a head dim that ``tl.dot`` takes."""

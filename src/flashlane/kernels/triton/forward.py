@@ -41,7 +41,7 @@ _VARYING = (
     *(f"bias_stride_{axis}" for axis in ("batch", "head", "i", "j")),
     *("out_stride_split", "lse_stride_split", "slopes_stride_batch", "table_stride_batch", "table_stride_page"),
     *("batch", "heads", "group", "seqlen_q", "seqlen_k", "total_q", "left", "right", "page_size"),
-    *("row_tiles", "heads_together", "threshold"),
+    *("row_tiles", "heads_per_section", "threshold"),
 )
 """Arguments of which no kernel variant is made: a new length or stride compiles nothing."""
 _ANY_ADDRESS = ("slopes", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "batch_idx")
@@ -120,7 +120,7 @@ def attention_forward(
     right,
     page_size,
     row_tiles,
-    heads_together,
+    heads_per_section,
     score_scale,
     cap_scale,
     keep_scale,
@@ -156,9 +156,9 @@ def attention_forward(
     # Tiles of some heads together, which share the L2 cache; of those, the tiles with most keys first.
     tile = tl.program_id(0)
     units = heads // PACK * (batch + (1 if cu_seqlens_q is not None else 0))
-    first_unit = tile // (heads_together * row_tiles) * heads_together
-    within = tile % (heads_together * row_tiles)
-    count = tl.minimum(units - first_unit, heads_together)
+    first_unit = tile // (heads_per_section * row_tiles) * heads_per_section
+    within = tile % (heads_per_section * row_tiles)
+    count = tl.minimum(units - first_unit, heads_per_section)
     unit = first_unit + within % count
     row_tile = within // count
     if REVERSED:

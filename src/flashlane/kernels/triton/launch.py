@@ -21,11 +21,11 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.triton import configs
 from flashlane.kernels.triton.common import LOG2_E
 from flashlane.kernels.triton.configs import TritonConfig
 from flashlane.kernels.triton.direct import DirectLaunch
-from flashlane.problem import AttentionProblem, Inputs
 
 Tensors = dict[str, Any]
 L2_BYTES = 24 << 20
@@ -304,7 +304,7 @@ def _forward_launch(
         "right": right,
         "page_size": problem.page_size,
         "row_tiles": row_tiles,
-        "heads_together": min(units, _heads_together(problem, pack)),
+        "heads_per_section": min(units, _heads_together(problem, pack)),
         "score_scale": (problem.softcap or problem.scale) * LOG2_E.value,
         "cap_scale": problem.scale / problem.softcap if problem.softcap else 0.0,
         "keep_scale": 1.0 / (1.0 - problem.dropout_p),

@@ -1,0 +1,137 @@
+"""What the GPU scripts of this folder share: settings that keep to a time, compiling ahead, results piece by piece."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from flashlane import bench, jit
+from flashlane.bench.measure.flops import Direction
+from flashlane.bench.measure.progress import Bar
+from flashlane.bench.measure.results import Results
+from flashlane.core.problem import AttentionProblem
+from flashlane.core.registry import DeviceKernel, Kernel
+from flashlane.jit import KernelSource
+
+ROUNDS = 5
+"""Fewest rounds of a figure that is published."""
+HEAT_SECONDS = 1.0
+
+
+def options(description: str | None, name: str, seconds: float) -> argparse.ArgumentParser:
+    """The options that a script has which writes a file of that name and aims at so many seconds of GPU time."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help=f"folder of {name}.json")
+    parser.add_argument("--seconds", type=float, default=seconds, help="GPU time to aim at")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, at least {ROUNDS}")
+    return parser
+
+
+def device_or_exit() -> torch.device:
+    """The GPU; without one the script ends with status 2 and says so."""
+    if not torch.cuda.is_available():
+        print("no CUDA device: this script measures on a GPU (flashlane doctor says what was found)", file=sys.stderr)
+        raise SystemExit(2)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def heat(device: torch.device) -> None:
+    """Multiply matrices until the clock is that of a GPU under load."""
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    stop = time.monotonic() + HEAT_SECONDS
+    while time.monotonic() < stop:
+        for _ in range(10):
+            a @ a
+        torch.cuda.synchronize()
+
+
+def settings_for(implementations: int, seconds: float, rounds: int = ROUNDS) -> bench.Settings:
+    """Settings with which timing so many implementations takes about so many seconds of GPU time.
+
+    An implementation is one tag on one problem. A fifth of its share warms it up; a third goes to the check and to
+    flushing the cache. Nothing goes below what a round needs to mean anything, so very many take longer.
+    """
+    share_ms = 1e3 * seconds / max(1, implementations)
+    return bench.Settings(
+        rounds=max(ROUNDS, rounds),
+        round_ms=min(8.0, max(1.0, 0.45 * share_ms / rounds)),
+        warmup_ms=min(60.0, max(4.0, 0.2 * share_ms)),
+        warmup=2,
+        max_iterations=100,
+        budget_ms=max(400.0, 4 * share_ms),
+    )
+
+
+def sources_of(pairs: Iterable[tuple[Kernel, AttentionProblem]]) -> dict[KernelSource, tuple[str, str]]:
+    """What kernels run problems with, where there is something to compile: its kernel's tag and architecture."""
+    return {
+        kernel.kernel_source(kernel.config(problem)): (kernel.tag, str(problem.arch))
+        for kernel, problem in pairs
+        if isinstance(kernel, DeviceKernel) and kernel.supports(problem) is None
+    }
+
+
+def compile_ahead(pairs: Iterable[tuple[Kernel, AttentionProblem]]) -> int:
+    """Compile every configuration that kernels have for problems, many at a time; how many there are.
+
+    One that does not compile is left to the bench, where it becomes a row that says so.
+    """
+    jobs = sources_of(pairs)
+
+    def build(source: KernelSource) -> None:
+        tag, arch = jobs[source]
+        try:
+            jit.compile(source, arch)
+        except Exception as error:
+            print(f"{tag}: {error}", file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build, jobs))
+    return len(jobs)
+
+
+def run_and_keep(
+    problem: AttentionProblem | bench.Case,
+    results: Results | None,
+    path: Path | None,
+    *,
+    selection: bench.Selection,
+    settings: bench.Settings,
+    seed: int,
+    reporter: Bar,
+    note: str = "",
+    directions: Sequence[Direction] = ("forward",),
+) -> Results:
+    """Bench one problem, add it to what was found before, and rewrite the file, so that a stop loses one problem.
+
+    ``note`` is appended to the problem's title, to tell two runs of one problem apart.
+    """
+    found = bench.run(
+        [problem], selection=selection, settings=settings, seed=seed, reporter=reporter, directions=directions
+    )
+    if note:
+        found.rows = [replace(row, problem=f"{row.problem}, {note}") for row in found.rows]
+        found.skipped = [replace(item, problem=f"{item.problem}, {note}") for item in found.skipped]
+    if results is not None:
+        results.rows += found.rows
+        results.skipped += found.skipped
+        found = results
+    if path is not None:
+        found.write(path.parent, path.stem)
+    return found
+
+
+def told(results: Results) -> int:
+    """Print what failed and how much there is; the exit status, 1 when a kernel of ours fails its check."""
+    for row in results.failed:
+        print(f"{row.status} {row.problem} {row.tag}: {row.message}", flush=True)
+    print(f"{len(results.rows)} rows, {len(results.failed)} failed, {len(results.skipped)} skipped")
+    return 1 if results.failed else 0

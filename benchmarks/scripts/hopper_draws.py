@@ -1,0 +1,147 @@
+"""Thousands of drawn problems through the Hopper forward kernel, each against the formula in f32.
+
+    PYTHONPATH=src python3 benchmarks/scripts/hopper_draws.py --seconds 60 [--kernels 150] [--seed 0] [--out FILE.json]
+
+Problems are drawn over the whole product of features, sizes and head dims, and run with the configuration of the
+tables or with another of the tuner's candidates. So that the time goes to running, a first pass compiles so many
+kernels, and draws that would need another are passed over. Outputs are NaN before, what belongs to no sequence is NaN
+too, and each tenth launch is repeated bit for bit. Exit status 1 when an output was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_run import device_or_exit
+from hopper_features import KINDS, TAG, ForwardCase
+
+from flashlane import jit
+from flashlane.bench.measure.check import max_error, relative_l2
+from flashlane.bench.measure.environment import environment
+from flashlane.bench.measure.results import write_atomically
+from flashlane.core import registry
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.kernels.hopper.forward.config import HopperConfig
+from flashlane.reference.naive import reference_attention
+
+KERNEL = registry.get(TAG)
+ALLOWED = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
+"""Largest ‖out − ref‖ / ‖ref‖."""
+LSE_ALLOWED = 2e-4
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (80, 80), (96, 96), (160, 160), (192, 128), (72, 40))
+HEAD_DIMS += ((64, 512), (128, 264))
+ROWS = (1, 2, 5, 17, 64, 100, 129, 200, 300, 513)
+KEYS = (1, 33, 64, 100, 200, 500, 900, 1500)
+HEADS = ((1, 1), (2, 1), (4, 1), (6, 2), (8, 8), (3, 3))
+FEATURE_SETS = 60
+"""Sets of features, which decide what is compiled; sizes are drawn anew for each problem."""
+
+
+def features(chance: random.Random) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    head_dim, head_dim_v = chance.choice(HEAD_DIMS)
+    kind = chance.choice(KINDS)
+    asked: dict[str, Any] = chance.choice(({}, {"causal": True}, {"window_size": (50, 10)}, {"window_size": (200, 0)}))
+    asked |= chance.choice(({}, {"softcap": 15.0})) if chance.random() < 0.4 else {}
+    asked |= {"alignment": chance.choice(("bottom-right", "top-left"))}
+    more = {"page": chance.choice((16, 64, 8, 48, 1, 7, 12, 100))} if kind == "pages" else {}
+    more |= {"leftpad": chance.random() < 0.5} if kind in ("cache", "pages") else {}
+    more |= {"alibi": chance.random() < 0.25, "sinks": chance.random() < 0.25, "dtype": chance.choice(tuple(ALLOWED))}
+    return {"head_dim": head_dim, "head_dim_v": head_dim_v, "kind": kind, "asked": asked, **more}
+
+
+def draw(seed: int) -> tuple[ForwardCase, float]:
+    """A problem, and which of the candidates runs it: below one half that of the tables."""
+    chance = random.Random(seed)
+    chosen = features(random.Random(f"features {chance.randrange(FEATURE_SETS)}"))
+    heads, kv_heads = chance.choice(HEADS)
+    sizes = {"seqlen_q": chance.choice(ROWS), "seqlen_k": chance.choice(KEYS), "heads": heads, "kv_heads": kv_heads}
+    return ForwardCase(f"seed {seed}", **chosen, **sizes), chance.choice((0.0, 0.0, 0.55, 0.7, 0.95))
+
+
+def config_of(problem: AttentionProblem, pick: float) -> HopperConfig:
+    others = list(KERNEL.candidates(problem)) if pick >= 0.5 else []
+    return others[int((pick - 0.5) * 2 * len(others))] if others else KERNEL.config(problem)
+
+
+def run(config: HopperConfig, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    *batch, rows, heads, _ = inputs.q.shape
+    out = torch.full((*batch, rows, heads, problem.head_dim_v), math.nan, dtype=problem.dtype, device=inputs.q.device)
+    lse = torch.full((*batch, heads, rows), math.nan, device=out.device)
+    KERNEL.run(config, problem, inputs, out, lse)
+    return out, lse
+
+
+def check(case: ForwardCase, pick: float, number: int, device: torch.device) -> str | None:
+    """What is wrong with a problem's output, or None."""
+    problem, inputs = case.build(device, number)
+    config = config_of(problem, pick)
+    out, lse = run(config, problem, inputs)
+    right, right_lse = reference_attention(problem, inputs, torch.float32)
+    error, lse_error = relative_l2(out.float(), right), max_error(lse, right_lse)
+    if not (error <= ALLOWED[problem.dtype] and lse_error <= LSE_ALLOWED):
+        return f"{case.feature}: off by {error:.2e}, LSE {lse_error:.2e}: {problem.describe()} with {config.describe()}"
+    if number % 10 == 0:
+        again = run(config, problem, inputs)
+        if not (torch.equal(out, again[0]) and torch.equal(lse, again[1])):
+            return f"{case.feature}: another result the second time: {problem.describe()} with {config.describe()}"
+    return None
+
+
+def compile_first(kernels: int, seed: int) -> set[Any]:
+    """The sources of the first so many kernels that the draws ask for, compiled."""
+    cpu, wanted = torch.device("cpu"), {}
+    for number in range(seed, seed + 20 * kernels):
+        case, pick = draw(number)
+        source = config_of(case.build(cpu)[0], pick).source()
+        wanted[source] = None
+        if len(wanted) >= kernels:
+            break
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source: jit.compile(source, "sm_90a"), wanted))
+    return set(wanted)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of running, after compiling")
+    parser.add_argument("--kernels", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    device = device_or_exit()
+    known = compile_first(arguments.kernels, arguments.seed)
+    stop, done, passed_over, wrong, number = time.monotonic() + arguments.seconds, 0, 0, [], arguments.seed
+    cpu = torch.device("cpu")
+    with torch.no_grad():
+        while time.monotonic() < stop:
+            case, pick = draw(number)
+            if config_of(case.build(cpu)[0], pick).source() in known:
+                fault = check(case, pick, number, device)
+                done += 1
+                if fault is not None:
+                    wrong.append(fault)
+                    print(fault, flush=True)
+            else:
+                passed_over += 1
+            number += 1
+    print(f"{done} problems with {len(known)} kernels, {len(wrong)} wrong; {passed_over} draws passed over")
+    if arguments.out:
+        body = {"format": "flashlane-hopper-draws/1", "environment": environment(device), "problems": done}
+        body |= {"kernels": len(known), "wrong": wrong, "seeds": [arguments.seed, number]}
+        write_atomically(arguments.out, json.dumps(body, indent=1) + "\n")
+    return 1 if wrong or not done else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""What a call costs the host in microseconds: straight to the kernel, through the operator, with a gradient; and peers.
+
+    PYTHONPATH=src python3 benchmarks/scripts/host_cost.py --out benchmarks [--kernel TAG] [--seconds 30]
+
+A round issues each implementation's calls back to back and reads the clock before waiting for the device, so that what
+is timed is the time until the call returns. Rounds are short enough that the queue of launches never fills, and the
+problem small enough that the device keeps up. The implementation ``nothing`` is ours with a kernel that launches
+nothing: the part of the cost that is this library's Python. On a machine without a GPU, where a call returns when it is
+computed, that is all that is measured. Writes host_cost.json, anew after each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+import flashlane
+from flashlane.bench.measure.environment import environment
+from flashlane.bench.measure.peers import PEERS
+from flashlane.bench.measure.results import check_writable, write_atomically
+from flashlane.bench.measure.timing import interleaved
+from flashlane.core import dispatch, registry
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.registry import Kernel
+from flashlane.ops import library as ops
+
+FORMAT = "flashlane-host-cost/1"
+CALLS = 100
+"""Calls of one round: far fewer than the launches that fit into a queue (1024)."""
+ROUNDS = 41
+TURNS = 24
+"""Sets of q, k and v that take turns: the addresses of a model's layers, where one set alone might stay prepared."""
+LIMITS = {"direct": 12.0, "operator": 20.0}
+"""What an inference call of ours may cost, µs."""
+PEER_TAGS = ("(flash)", "(cudnn)", "(flash-attn-2)", "(flash-attn-3)", "(flash-attn-4)", "(ffpa)")
+
+
+class Nothing(Kernel):
+    """A kernel that launches nothing: its output is what the memory held."""
+
+    tag, family, summary, source, priority = "nothing", "none", "launches nothing", "here", -1
+    listed = False
+    lse_optional = True
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        return None
+
+    def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        pass
+
+
+@dataclass
+class Cost:
+    """One implementation: its samples are microseconds a call, one a round."""
+
+    name: str
+    path: str
+    """``direct``, ``operator``, ``gradient`` (forward that records one) or ``peer``, ``peer gradient``."""
+    kernel: str
+    samples: list[float] = field(default_factory=list)
+    error: str = ""
+
+    def figures(self) -> dict[str, object]:
+        """Median and quartiles, µs."""
+        found: dict[str, object] = asdict(self)
+        if self.samples:
+            low, median, high = statistics.quantiles(self.samples, n=4) if len(self.samples) > 1 else self.samples * 3
+            found |= {"us": median, "us_q1": low, "us_q3": high, "us_least": min(self.samples)}
+        return found
+
+
+Call = Callable[[], object]
+Context = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+def ours(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterator[tuple[Cost, Call, Context]]:
+    """The ways into a kernel of ours, causal."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    asked = (None, True, "bottom-right", [-1, -1], 0.0, 0.0, False, False, kernel)
+    whole = ops.arguments(inputs, asked)
+    given = asked if kernel else asked[:2]  # a compiled graph leaves off the last ones that have their defaults
+    operator = torch.ops.flashlane.forward.default
+    turns = itertools.cycle([[t.clone() for t in (q, k, v)] for _ in range(TURNS)])
+
+    def direct() -> object:
+        return flashlane.flash_attn_func(q, k, v, causal=True, kernel=kernel)
+
+    def in_turn() -> object:
+        return flashlane.flash_attn_func(*next(turns), causal=True, kernel=kernel)
+
+    def short() -> object:
+        return operator(q, k, v, causal=True, tag=kernel) if kernel else operator(q, k, v, causal=True)
+
+    def in_graph() -> object:
+        return operator(q, k, v, *given)
+
+    def recorded() -> object:
+        return flashlane.flash_attn_func(grad.q, grad.k, grad.v, causal=True, kernel=kernel)
+
+    yield Cost(f"{name}: flash_attn_func", "direct", name), direct, torch.no_grad
+    yield Cost(f"{name}: flash_attn_func, {TURNS} sets of tensors in turn", "direct", name), in_turn, torch.no_grad
+    yield Cost(f"{name}: flashlane::forward", "operator", name), short, torch.no_grad
+    yield Cost(f"{name}: flashlane::forward in a compiled graph", "operator", name), in_graph, torch.no_grad
+    yield Cost(f"{name}: flashlane::forward, every argument", "operator", name), lambda: operator(*whole), torch.no_grad
+    yield Cost(f"{name}: flash_attn_func with gradient", "gradient", name), recorded, contextlib.nullcontext
+
+
+def peers(problem: AttentionProblem, inputs: Inputs, grad: Inputs) -> Iterator[tuple[Cost, Call, Context]]:
+    """The peers that this machine has, with and without a gradient."""
+    for peer in PEERS:
+        if peer.tag not in PEER_TAGS or peer.available(inputs.q.device) or peer.supports(problem):
+            continue
+        for suffix, path, tensors in (("", "peer", inputs), (" with gradient", "peer gradient", grad)):
+
+            @contextlib.contextmanager
+            def context(peer=peer, recording=bool(suffix)) -> Iterator[None]:
+                with peer.context(), torch.set_grad_enabled(recording):
+                    yield
+
+            yield Cost(peer.tag + suffix, path, peer.tag), peer.prepare(problem, tensors), context
+
+
+def one_round(call: Call, context: Context, wait: Callable[[], None], calls: int) -> float:
+    """Microseconds a call until it returns."""
+    with context():
+        wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        spent = time.perf_counter() - start
+        wait()
+    return spent / calls * 1e6
+
+
+def measure(
+    items: list[tuple[Cost, Call, Context]],
+    wait: Callable[[], None],
+    rounds: int,
+    seconds: float,
+    keep: Callable[[], None],
+) -> None:
+    """Warm every implementation, then time them in turn until the rounds or the seconds are spent."""
+    able = []
+    for cost, call, context in items:
+        try:
+            one_round(call, context, wait, CALLS)
+            able.append((cost, call, context))
+        except Exception as error:  # a peer may raise anything; it becomes a line that says so
+            cost.error = f"{type(error).__name__}: {error}"
+    end = time.monotonic() + seconds
+    last = -1
+    for number, index in interleaved(len(able), rounds):
+        if number != last:
+            if last >= 0:
+                keep()
+            if time.monotonic() > end:
+                break
+            last = number
+        cost, call, context = able[index]
+        cost.samples.append(one_round(call, context, wait, CALLS))
+    keep()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--kernel", help="tag of the kernel; default: what auto takes")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seqlen", type=int, default=128)
+    parser.add_argument("--dtype", choices=("f16", "bf16", "f32"), default="bf16")
+    given = parser.parse_args(arguments)
+    check_writable(given.out)
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    shape = {"batch": 1, "heads": 8, "seqlen": given.seqlen, "head_dim": 64}
+    dtype = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[given.dtype]
+    inputs = Inputs(*(torch.randn(1, given.seqlen, 8, 64, dtype=dtype, device=device) for _ in range(3)))
+    grad = Inputs(*(t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)))
+    with torch.no_grad():
+        problem = AttentionProblem.from_inputs(inputs, causal=True)
+    registry.register(Nothing())
+    items = list(ours(inputs, grad, "nothing", "nothing"))
+    tag = dispatch.select(problem, given.kernel).tag
+    if gpu or given.kernel:
+        items += ours(inputs, grad, given.kernel, tag)
+    if gpu:
+        items += peers(problem, inputs, grad)
+    body = {"format": FORMAT, "environment": environment(device), "problem": problem.describe(), **shape}
+    body |= {"calls": CALLS, "method": "host clock, the device waited for outside", "limits_us": LIMITS, "auto": tag}
+    path = given.out / "host_cost.json"
+
+    def keep() -> None:
+        rows = [cost.figures() for cost, _, _ in items]
+        write_atomically(path, json.dumps({**body, "rows": rows}, indent=1) + "\n")
+
+    measure(items, torch.cuda.synchronize if gpu else lambda: None, given.rounds, given.seconds, keep)
+    over = 0
+    for cost, _, _ in items:
+        found = cost.figures()
+        limit = LIMITS.get(cost.path) if not cost.name.startswith("(") else None
+        if "us" not in found:
+            print(f"{cost.name:<60} {cost.error}")
+            continue
+        late = limit is not None and found["us"] > limit
+        over += late
+        note = f"  {'OVER' if late else 'within'} {limit:g}" if limit else ""
+        print(f"{cost.name:<60} {found['us']:7.1f} µs  ({found['us_q1']:.1f} to {found['us_q3']:.1f}){note}")
+    print(f"wrote {path}")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""Run every GPU kernel under compute-sanitizer's memcheck and racecheck on one small problem each.
+
+    PYTHONPATH=src python3 benchmarks/scripts/sanitize.py [--out FILE.json] [--tags …] [--jobs 4]
+
+The script starts itself again under each tool, with only flashlane's kernels instrumented, and reads the summary. The
+problem is ragged, causal and grouped, so that tails, masks and shared heads are on the way. The Hopper forward and
+backward run with each of their features (``--tags forward`` or ``--tags backward``: one alone). With several jobs each
+tool runs that many processes, each with its share of the problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from gpu_run import device_or_exit
+from hopper_features import TAG, forward_cases
+
+from flashlane import jit
+from flashlane.bench.measure.check import Oracle, max_error, relative_l2
+from flashlane.bench.measure.environment import environment
+from flashlane.bench.measure.results import write_atomically
+from flashlane.core import registry
+from flashlane.core.problem import AttentionProblem, Inputs, arch_of
+from flashlane.core.registry import DeviceKernel
+from flashlane.kernels.hopper.backward.kernel import hopper_backward, supports
+from flashlane.reference.naive import reference_attention
+from flashlane.reference.tiled import tiled_backward
+
+# memcheck would also count driver entry points that cuda-bindings asks for in vain.
+TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ("--print-limit", "10000")}
+SIZES = {"batch": 1, "seqlen_q": 150, "seqlen_k": 200, "heads": 2, "kv_heads": 1}
+NAMES = ("mma_", "flash_attention_1", "decode_", "hopper_")
+"""What the names of our kernels in device code contain."""
+FORWARD_ERROR, LSE_ERROR = 1e-2, 1e-3
+"""Largest ‖out − ref‖ / ‖ref‖ of an output in 16 bits, and largest error of its LSE."""
+BACKWARD_ERROR = 1e-2
+"""Largest ‖grad − ref‖ / ‖ref‖ of a gradient in 16 bits."""
+
+
+@dataclass(frozen=True)
+class BackwardCase:
+    """A small problem of the Hopper backward: one feature, or several that meet."""
+
+    feature: str
+    head_dim: int
+    dtype: torch.dtype
+    lengths: tuple[tuple[int, int], ...] = ((SIZES["seqlen_q"], SIZES["seqlen_k"]),)
+    """Of queries and keys; of more than one the sequences are packed."""
+    asked: dict[str, Any] = field(default_factory=dict)
+    alibi: bool = False
+    sinks: bool = False
+    heads: tuple[int, int] = (SIZES["heads"], SIZES["kv_heads"])
+
+    @property
+    def tag(self) -> str:
+        return f"hopper backward, {self.feature} D{self.head_dim}"
+
+    def build(self) -> tuple[AttentionProblem, Inputs]:
+        """On the CPU."""
+        draw = torch.Generator().manual_seed(0)
+        packed = len(self.lengths) > 1
+        sides = [[pair[side] for pair in self.lengths] for side in (0, 1)]
+
+        def normal(length: int, heads: int) -> torch.Tensor:
+            size = (length, heads, self.head_dim) if packed else (1, length, heads, self.head_dim)
+            return torch.randn(size, generator=draw).to(self.dtype)
+
+        more: dict[str, Any] = {}
+        if packed:
+            cu_q, cu_k = (torch.tensor([0, *side]).cumsum(0).to(torch.int32) for side in sides)
+            more |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+            more |= {"max_seqlen_q": max(sides[0]), "max_seqlen_k": max(sides[1])}
+        if self.alibi:
+            more["alibi_slopes"] = torch.rand(self.heads[0], generator=draw)
+        if self.sinks:
+            more["sinks"] = torch.randn(self.heads[0], generator=draw)
+        kv = (sum(sides[1]), self.heads[1])
+        inputs = Inputs(normal(sum(sides[0]), self.heads[0]), normal(*kv), normal(*kv), **more)
+        return AttentionProblem.from_inputs(inputs, **self.asked), inputs
+
+
+def backward_cases() -> Iterator[BackwardCase]:
+    """Each feature alone at each head dim that has a tile of its own, and all of them."""
+    packed = ((70, 90), (0, 33), (130, 0), (1, 140))
+    everything = {"causal": True, "window_size": (60, 0), "softcap": 10.0, "deterministic": True}
+    for head_dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)):
+        where = (head_dim, dtype)
+        yield BackwardCase("full", *where)
+        yield BackwardCase("causal", *where, asked={"causal": True})
+        yield BackwardCase("window", *where, asked={"window_size": (40, 20)})
+        yield BackwardCase("softcap", *where, asked={"softcap": 10.0})
+        yield BackwardCase("alibi", *where, alibi=True)
+        yield BackwardCase("sinks", *where, sinks=True)
+        yield BackwardCase("varlen", *where, packed, {"causal": True})
+        yield BackwardCase("deterministic", *where, asked={"deterministic": True})
+        if head_dim <= 128:
+            yield BackwardCase("pieces of tiles", *where, ((700, 300),))
+            yield BackwardCase("pieces of tiles, causal", *where, ((300, 300),), {"causal": True})
+        yield BackwardCase("everything", *where, packed, everything, True, True)
+    # More tiles than SMs: the last dQ of a tile is made in the next one; and so many that idle warps write zeros.
+    square, many = ((100, 100),), (200, 200)
+    for head_dim in (64, 128, 256):
+        yield BackwardCase("tile after tile", head_dim, torch.bfloat16, square, {"causal": True}, heads=many)
+    order = {"causal": True, "deterministic": True}
+    yield BackwardCase("tile after tile, deterministic", 64, torch.float16, ((200, 200),), order, heads=many)
+    yield BackwardCase("chores", 128, torch.float16, square, {"window_size": (40, 0)}, heads=(600, 600))
+
+
+def selected(words: list[str]) -> list[DeviceKernel]:
+    """The listed GPU kernels whose tag has one of the words (all of them without words)."""
+    kernels = [k for k in registry.kernels() if isinstance(k, DeviceKernel) and k.listed]
+    return [k for k in kernels if not words or any(word in k.tag for word in words)]
+
+
+def kernel_cases(words: list[str], arch: str) -> Iterator[tuple[DeviceKernel, AttentionProblem, Inputs]]:
+    """A problem a kernel and type that it takes, two head dims in turn; on the CPU."""
+    shapes = ((SIZES["seqlen_q"], SIZES["heads"]), *((SIZES["seqlen_k"], SIZES["kv_heads"]),) * 2)
+    for number, kernel in enumerate(selected(words)):
+        for dtype in (torch.float16, torch.float32):
+            inputs = Inputs(*(torch.randn(1, *shape, (64, 128)[number % 2]).to(dtype) for shape in shapes))
+            problem = AttentionProblem.from_inputs(inputs, causal=True).on(arch)
+            if kernel.supports(problem) is None:
+                yield kernel, problem, inputs
+
+
+Share = tuple[int, int]
+"""A process's number, and how many there are."""
+ALL: Share = (0, 1)
+Case = TypeVar("Case")
+
+
+def shared(cases: Iterable[Case], share: Share) -> Iterator[Case]:
+    """A process's share of the cases."""
+    return itertools.islice(cases, share[0], None, share[1])
+
+
+def run_kernels(words: list[str], share: Share = ALL) -> None:
+    """One launch a case, checked."""
+    device = device_or_exit()
+    for kernel, problem, there in shared(kernel_cases(words, arch_of(device)), share):
+        inputs = _moved(there, device)
+        out = torch.full_like(inputs.q, float("nan"))
+        lse = torch.full((1, SIZES["heads"], SIZES["seqlen_q"]), float("nan"), device=device)
+        kernel.forward(problem, inputs, out, lse)
+        torch.cuda.synchronize()
+        # Judged on the CPU: torch's own kernels do not survive racecheck in one process with instrumented ones.
+        verdict = Oracle(problem.on(None), there).judge(out.cpu(), lse.cpu(), kernel.low_precision_reference(problem))
+        print(f"ran {kernel.tag} D{problem.head_dim} {problem.dtype_name} {'ok' if verdict.ok else verdict.message}")
+
+
+@contextlib.contextmanager
+def torch_on_the_host() -> Iterator[None]:
+    """What a backward has torch compute on the GPU is computed on the CPU: see above."""
+    zeros, total = torch.zeros, torch.Tensor.sum
+    torch.zeros = lambda *size, device=None, **how: zeros(*size, **how).to(device)
+    torch.Tensor.sum = lambda t, *axes, **how: total(t.cpu(), *axes, **how)
+    try:
+        yield
+    finally:
+        torch.zeros, torch.Tensor.sum = zeros, total
+
+
+def run_forwards(words: list[str], share: Share = ALL) -> None:
+    """One launch of the Hopper forward a case."""
+    device, kernel = device_or_exit(), registry.get(TAG)
+    for case in shared(forward_cases(), share):
+        if words and not any(word in case.tag for word in words):
+            continue
+        problem, inputs = case.build(device)
+        there = replace(problem, arch=arch_of(device))
+        if (reason := kernel.supports(there)) is not None:
+            print(f"refused {case.tag}: {reason}")
+            continue
+        *batch, rows, heads, _ = inputs.q.shape
+        out = torch.full((*batch, rows, heads, problem.head_dim_v), float("nan"), dtype=problem.dtype).to(device)
+        lse = torch.full((*batch, heads, rows), float("nan")).to(device)
+        with torch_on_the_host():
+            kernel.run(case.config(there), there, inputs, out, lse)
+        torch.cuda.synchronize()
+        right, right_lse = reference_attention(problem.on(None), case.build(torch.device("cpu"))[1], torch.float32)
+        error, lse_error = relative_l2(out.cpu().float(), right), max_error(lse.cpu(), right_lse)
+        fine = error <= FORWARD_ERROR and lse_error <= LSE_ERROR
+        print(f"ran {case.tag} {problem.dtype_name} {'ok' if fine else f'off by {error:.2e}, LSE {lse_error:.2e}'}")
+
+
+def run_backwards(words: list[str], share: Share = ALL) -> None:
+    """One call a case, beside the portable backward on the CPU."""
+    device = device_or_exit()
+    for case in shared(backward_cases(), share):
+        if words and not any(word in case.tag for word in words):
+            continue
+        problem, inputs = case.build()
+        there = problem.on(arch_of(device))
+        reason = supports(there)
+        if reason is not None:
+            print(f"refused {case.tag}: {reason}")
+            continue
+        with torch.no_grad():
+            out, lse = reference_attention(problem, inputs)
+        out, lse = out.to(problem.dtype), lse.float()
+        do, dlse = torch.randn(out.shape).to(problem.dtype), torch.randn(lse.shape)
+        right = tiled_backward(problem, inputs, out, lse, do, dlse)
+        with torch_on_the_host():
+            found = hopper_backward(there, _moved(inputs, device), *(t.to(device) for t in (out, lse, do, dlse)))
+        torch.cuda.synchronize()
+        pairs = {f"d{name}": (getattr(found, name), getattr(right, name)) for name in ("q", "k", "v", "sinks")}
+        errors = {name: relative_l2(a.cpu().float(), b.float()) for name, (a, b) in pairs.items() if b is not None}
+        wrong = {name: f"{error:.2e}" for name, error in errors.items() if not error <= BACKWARD_ERROR}
+        print(f"ran {case.tag} {problem.dtype_name} {f'off by {wrong}' if wrong else 'ok'}")
+
+
+def _moved(inputs: Inputs, device: torch.device) -> Inputs:
+    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    return Inputs(**{name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in values.items()})
+
+
+ACCESS = re.compile(r"(Read|Write) access at (\w+)\([^)]*\)\+\S+ in (\S+?:\d+)")
+
+
+def hazards(said: str) -> dict[str, int]:
+    """What racecheck reports, by the two functions that meet and their lines, most frequent first."""
+    found: collections.Counter[str] = collections.Counter()
+    first = ""
+    for line in said.splitlines():
+        match = ACCESS.search(line)
+        if match is None:
+            continue
+        access = f"{match[1].lower()} {match[2]} ({match[3]})"
+        if "Race reported between" in line:
+            first = access
+        else:
+            found[f"{first}, {access}"] += 1
+    return dict(found.most_common())
+
+
+def run_all(words: list[str], share: Share = ALL) -> None:
+    for run in (run_kernels, run_forwards, run_backwards):
+        run(words, share)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a process under a tool printed."""
+
+    stdout: str
+    stderr: str
+    status: int
+
+    @classmethod
+    def of(cls, tool: str, script: list[str], share: Share) -> Run:
+        environ = dict(os.environ)
+        script = [*script, "--inside", "{}/{}".format(*share)]
+        if tool == "racecheck":  # a build that it can follow
+            environ[jit.compiler.RACECHECK] = "1"
+            subprocess.run(script, env=environ, check=False, stdout=subprocess.DEVNULL)  # compiles it outside the tool
+        command = [str(shutil.which("compute-sanitizer")), "--tool", tool, *TOOLS[tool]]
+        command += [word for name in NAMES for word in ("--kernel-name", f"kns={name}")]
+        done = subprocess.run([*command, *script], env=environ, capture_output=True, text=True)
+        return cls(done.stdout, done.stderr, done.returncode)
+
+
+def verdict(runs: Sequence[Run]) -> dict[str, Any]:
+    """What a tool said in all its processes."""
+    lines = [line for run in runs for line in run.stdout.splitlines()]
+    summary = [line for line in lines if "SUMMARY" in line]
+    return {
+        "kernels": re.findall(r"^ran (.*? D\d+)", "\n".join(lines), re.M),
+        "wrong": [line for line in lines if line.startswith("ran ") and not line.endswith(" ok")],
+        "summary": summary,
+        "clean": bool(summary) and all(re.search(r"SUMMARY: 0 (errors|hazards)", line) for line in summary),
+        "status": max((run.status for run in runs), key=abs),
+        "refused": [line for line in lines if line.startswith("refused ")],
+        "hazards": hazards("\n".join(lines)),
+    }
+
+
+def show(tool: str, found: dict[str, Any], runs: Sequence[Run]) -> None:
+    clean = found["clean"]
+    print(f"{tool}: {len(found['kernels'])} kernels, {'clean' if clean else 'NOT CLEAN'}: {' '.join(found['summary'])}")
+    for line in (*found["wrong"][:5], *found["refused"]):
+        print(" ", line)
+    if clean:
+        return
+    for pair, count in found["hazards"].items():
+        print(f"  {count:6} {pair}")
+    said = [line for run in runs for line in run.stdout.splitlines() if line.startswith("=========")]
+    print("\n".join(said[:40]), *(run.stderr[-2000:] for run in runs))
+
+
+def main() -> int:
+    """Run both tools, print and write what they said."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sanitizer.json"))
+    parser.add_argument("--tags", default="")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that each tool runs at once")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    words = [word for word in arguments.tags.split(",") if word]
+    if arguments.jobs < 1:
+        parser.error(f"--jobs is {arguments.jobs}; it must be at least 1")
+    if arguments.inside:
+        number, jobs = map(int, arguments.inside.split("/"))
+        run_all(words, (number, jobs))
+        return 0
+    if shutil.which("compute-sanitizer") is None:
+        print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    run_all(words)  # compiles everything outside the tools
+    body: dict[str, object] = {
+        "format": "flashlane-sanitizer/1",
+        "environment": environment(device_or_exit()),
+        "problem": SIZES,
+    }
+    script = [sys.executable, __file__, "--tags", arguments.tags]
+    shares = [(number, arguments.jobs) for number in range(arguments.jobs)]
+    bad = False
+    with ThreadPoolExecutor(len(TOOLS) * arguments.jobs) as pool:
+        running = {tool: [pool.submit(Run.of, tool, script, share) for share in shares] for tool in TOOLS}
+        for tool, futures in running.items():
+            runs = [future.result() for future in futures]
+            found = body[tool] = verdict(runs)
+            show(tool, found, runs)
+            bad |= not found["clean"] or bool(found["wrong"]) or found["status"] != 0
+    write_atomically(arguments.out, json.dumps(body, indent=1) + "\n")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

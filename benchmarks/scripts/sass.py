@@ -1,0 +1,220 @@
+"""Machine code of every shipped configuration, recorded and compared: renames and moves must leave it as it is.
+
+    python benchmarks/scripts/sass.py record --out benchmarks/results/sass_before.json
+    python benchmarks/scripts/sass.py compare benchmarks/results/sass_before.json
+
+A record holds, for each kernel and architecture, a digest of the executable sections and constant banks of every cubin,
+its registers and its shared memory. Names (of functions, files and configurations), line tables and comments are no
+part of a digest. Two records are the same when each kernel has the same digests, in any order. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flashlane import jit
+from flashlane.core.problem import AttentionProblem
+from flashlane.jit import KernelSource
+from flashlane.tuning import stored as tune
+
+CODE = (".text.", ".nv.constant2", ".nv.constant3", ".nv.constant4")
+"""Sections that decide what runs; constant bank 0 holds parameters, of which only the size is compared."""
+SECTION = struct.Struct("<IIQQQQIIQQ")
+WORKERS = 2
+FULL_ARCH, SAMPLED = "sm_90a", 12
+"""The mma family ships two thousand configurations: all are compiled for one architecture, one of so many for
+others."""
+
+
+class Job(NamedTuple):
+    """A source to compile: ``kernel`` names it in the record, ``described`` its configuration for a reader."""
+
+    kernel: str
+    described: str
+    source: KernelSource
+    arch: str
+
+
+def digest(cubin: bytes) -> str:
+    """SHA-256 of a cubin's machine code and constants, without any name."""
+    table, count, names = struct.unpack_from("<Q", cubin, 40)[0], *struct.unpack_from("<HH", cubin, 60)
+    headers = [SECTION.unpack_from(cubin, table + SECTION.size * i) for i in range(count)]
+    strings = headers[names]
+    found = []
+    for name_at, kind, _, _, offset, size, *_ in headers:
+        start = strings[4] + name_at
+        name = cubin[start : cubin.index(b"\0", start)].decode()
+        # A section without contents (NOBITS: shared memory) counts by its size, and so does the parameters' bank.
+        if name.startswith(CODE):
+            found.append((name.split(".")[1], cubin[offset : offset + size] if kind != 8 else b""))
+        elif name.startswith((".nv.constant0", ".nv.shared")):
+            found.append((name.split(".")[2], str(size).encode()))
+    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:24]
+
+
+def jobs() -> Iterator[Job]:
+    """Every shipped configuration of every kernel, on each architecture that it ships for."""
+    from flashlane.inspect.compile_report import describe_config, device_kernels
+
+    number = 0
+    with tune.heuristics_only():
+        for kernel in device_kernels():
+            for config, archs in kernel.shipped():
+                for arch in archs:
+                    number += 1
+                    if kernel.family == "mma" and arch != FULL_ARCH and number % SAMPLED:
+                        continue
+                    yield Job(kernel.family, describe_config(config), kernel.kernel_source(config), arch)
+    yield from backward_jobs()
+    yield from combine_jobs()
+    yield from block_jobs()
+
+
+def record(only: str = "", keep: Path | None = None) -> dict[str, Any]:
+    """Compile everything, or the kernels whose name contains ``only``, and digest it."""
+    found = [job for job in jobs() if only in job.kernel]
+
+    def one(numbered: tuple[int, Job]) -> tuple[str, dict[str, Any]]:
+        number, job = numbered
+        compiled = jit.compile(job.source, job.arch)
+        code = digest(compiled.cubin)
+        if keep is not None:
+            (keep / f"{code}.cubin").write_bytes(compiled.cubin)
+        if sys.stderr.isatty():
+            print(f"\r{number + 1} of {len(found)}", end="", file=sys.stderr, flush=True)
+        report = compiled.report
+        return f"{job.kernel} {job.arch}", {
+            "code": code, "config": job.described, "registers": report.registers, "spills": report.spills,
+        }  # fmt: skip
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for name, row in pool.map(one, enumerate(found)):
+            rows.setdefault(name, []).append(row)
+    from flashlane.jit import toolchain
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "script": "benchmarks/scripts/sass.py",
+        "commit": commit,
+        "compiler": toolchain.compiler_version(),
+        "kernels": rows,
+    }
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What differs, a line each."""
+    lines = []
+    for name in sorted({*before["kernels"], *after["kernels"]}):
+        old, new = (side["kernels"].get(name, []) for side in (before, after))
+        gone = Counter(row["code"] for row in old) - Counter(row["code"] for row in new)
+        come = Counter(row["code"] for row in new) - Counter(row["code"] for row in old)
+        for what, rows, codes in (("only before", old, gone), ("only after", new, come)):
+            lines += [
+                f"{name}: {what}: {row['code']} {row['registers']} registers, {row['config']}"
+                for row in rows if row["code"] in codes
+            ]  # fmt: skip
+    return lines
+
+
+def backward_problems() -> Iterator[AttentionProblem]:
+    """Problems that lead the Hopper backward through its designs, tiles, masks and features."""
+    masks = ({}, {"window_right": 0}, {"window_left": 100, "window_right": 9})
+    features = ({}, {"softcap": 10.0}, {"alibi": True}, {"sinks": True}, {"varlen": True}, {"deterministic": True})
+    everything = {"alibi": True, "softcap": 10.0, "sinks": True, "varlen": True, "deterministic": True}
+    dims = ((64, 64), (80, 80), (96, 96), (104, 64), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
+    dtypes = (torch.bfloat16, torch.float16)
+    number = 0
+    for (d, dv), mask, feature in itertools.product(dims, masks, (*features, everything)):
+        for batch, heads, kv_heads, n in ((2, 8, 2, 4096), (16, 16, 16, 1024), (1, 2, 2, 2048)):
+            number += 1
+            if feature and n != 4096 and d not in (64, 128):
+                continue
+            yield AttentionProblem(
+                batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=n, seqlen_k=n, head_dim=d, head_dim_v=dv,
+                dtype=dtypes[number % 2], scale=0.1, arch="sm_90a", needs_grad=True, **mask, **feature,
+            )  # fmt: skip
+
+
+def backward_jobs() -> Iterator[Job]:
+    """The Hopper backward's kernels."""
+    from flashlane.kernels.hopper.backward import kernel as backward
+
+    seen: set[KernelSource] = set()
+    for problem in backward_problems():
+        config = backward.config_of(problem)
+        for source in config.sources():
+            if source not in seen:
+                seen.add(source)
+                yield Job("hopper-backward", f"{source.entry} {config.describe()}", source, "sm_90a")
+
+
+def combine_jobs() -> Iterator[Job]:
+    """The Hopper forward's second launch."""
+    from flashlane.kernels.hopper.forward import kernel as forward
+
+    for dtype, dim, sinks in itertools.product(("f16", "bf16"), (64, 128, 256), (False, True)):
+        yield Job("hopper-combine", f"{dtype} {dim} {sinks}", forward.combine_source(dtype, dim, sinks), "sm_90a")
+
+
+def block_jobs() -> Iterator[Job]:
+    """The lessons: HGEMM, softmax, activations, the matrix ceiling."""
+    from flashlane.lessons import activation, ceiling, gemm, row_softmax
+
+    archs = ("sm_80", "sm_90a")
+    for config, layout, arch in itertools.product(gemm.CONFIGS.values(), ("nn", "tn"), archs):
+        yield Job("hgemm", config.name, gemm.gemm_source(config, "f16", "f32", layout), arch)
+    for config, arch in itertools.product(ceiling.CONFIGS.values(), archs):
+        yield Job("ceiling", str(config), ceiling.ceiling_source(config, "f16", "f32"), arch)
+    for config, arch in itertools.product(activation.CONFIGS.values(), archs):
+        yield Job("activation", config.tag, activation.activation_source(config), arch)
+    points = itertools.product(row_softmax.VARIANTS.values(), ("f16", "f32"), (100, 1000, 8000))
+    for config in dict.fromkeys(row_softmax.softmax_config(*point) for point in points):
+        for arch in archs:
+            yield Job("softmax", str(config), row_softmax.softmax_source(config), arch)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record", help="compile everything and write the record")
+    recording.add_argument("--out", type=Path, required=True)
+    recording.add_argument("--keep", type=Path, help="a folder for the cubins, by digest")
+    comparing = commands.add_parser("compare", help="compile everything and compare; exit 1 where something differs")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("--out", type=Path, help="also write the new record")
+    comparing.add_argument("--keep", type=Path, help="a folder for the cubins, by digest")
+    for command in (recording, comparing):
+        command.add_argument("--only", default="", help="kernels whose name contains this")
+    given = parser.parse_args()
+    if given.keep is not None:
+        given.keep.mkdir(parents=True, exist_ok=True)
+    found = record(given.only, given.keep)
+    if given.out is not None:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    total = sum(map(len, found["kernels"].values()))
+    if given.command == "record":
+        print(f"{total} configurations of {len(found['kernels'])} kernels recorded")
+        return 0
+    before = json.loads(given.before.read_text())
+    before["kernels"] = {name: rows for name, rows in before["kernels"].items() if given.only in name}
+    lines = compare(before, found)
+    print("\n".join(lines) or f"{total} configurations: machine code identical")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""S_dmask: the probabilities and the dropout mask as FlashAttention-2 returns them, for tests of it.
+
+Source: Dao-AILab/flash-attention, ``return_attn_probs`` and, in its test module, ``convert_flash_attn_S_to_softmax``
+and ``normalize_flash_attn_S``, which undo what is described here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.reference.masks import Part, compute_dtype, parts, soft_cap, tiles
+
+ROUND_TO = 128
+BLOCK_SCORES = 1 << 26
+"""Scores that are worked on at once."""
+
+
+def block_of_keys(head_dim: int, dropout: bool, causal: bool, arch: str | None) -> int:
+    """Keys that FlashAttention-2's forward kernel takes at once: the running maximum changes at their multiples.
+
+    Source: ``_get_block_size_n`` of its interface module.
+    """
+    if head_dim <= 32 or (head_dim <= 64 and not dropout):
+        return 128
+    if 96 < head_dim <= 128:
+        if arch in ("sm_86", "sm_89"):
+            return 64 if causal and not dropout else 32
+        return 32 if dropout else 64
+    return 64
+
+
+@torch.no_grad()
+def signed_probabilities(problem: AttentionProblem, inputs: Inputs) -> torch.Tensor:
+    """S_dmask of a call: ``exp(score − m)``, negative where dropout drops it.
+
+    m is the maximum of the row's scores from the key's block (:func:`block_of_keys`) to the last one, as keys are
+    walked backwards; ``exp(m − lse)`` makes probabilities of it. Hidden pairs are 0.
+
+    Returns:
+        ``(b, h, sq, sk)`` in the dtype of q, both lengths rounded up to 128 (varlen: the longest ones); of varlen,
+        each sequence in the top-left corner of its own matrix.
+    """
+    lengths = (-(-n // ROUND_TO) * ROUND_TO for n in (problem.seqlen_q, problem.seqlen_k))
+    result = inputs.q.new_zeros((problem.batch, problem.heads, *lengths))
+    block = block_of_keys(problem.head_dim, problem.dropout_p > 0, problem.causal, problem.arch)
+    for part in parts(problem, inputs):
+        band = part.band
+        where = slice(None) if part.sequence is None else slice(part.sequence, part.sequence + 1)
+        target = result[where].unflatten(1, (part.kv_heads, part.group))
+        size = max(1, BLOCK_SCORES // max(1, len(target) * problem.heads * band.seqlen_k))
+        for rows in tiles(range(band.seqlen_q), size):
+            values = _rows(part, problem, inputs, rows, block)
+            target[:, :, :, rows.start : rows.stop, : band.seqlen_k] = values
+    return result
+
+
+def _rows(part: Part, problem: AttentionProblem, inputs: Inputs, rows: range, block: int) -> torch.Tensor:
+    dtype, keys = compute_dtype(problem.dtype), range(part.band.seqlen_k)
+    q = part.queries(inputs.q)[:, :, :, rows.start : rows.stop].to(dtype)
+    k = part.keys(inputs.k).to(dtype).unsqueeze(2)
+    scores = soft_cap(q @ k.transpose(-1, -2) * problem.scale, problem.softcap)
+    scores = part.add_modifiers(scores, inputs, rows, keys)
+    if not keys:
+        return scores
+    tops = torch.stack([piece.amax(-1) for piece in scores.split(block, dim=-1)], dim=-1)
+    tops = tops.flip(-1).cummax(-1).values.flip(-1).masked_fill_(tops == -torch.inf, 0.0)
+    tops = tops.repeat_interleave(block, dim=-1)[..., : len(keys)]
+    values = scores.sub_(tops).exp_()
+    return torch.where(part.kept(problem, inputs, rows, keys), values, -values)

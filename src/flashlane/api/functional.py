@@ -1,0 +1,454 @@
+"""FlashAttention-2's functions: names, argument order, defaults and semantics as its users know them.
+
+Tensors are ``(batch, seqlen, heads, head_dim)``; causal masks and windows are bottom-right aligned. Keyword-only
+arguments are flashlane's own additions. Source of the contract: Dao-AILab/flash-attention, ``flash_attn_interface.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flashlane.api import attn_probs, kvcache
+from flashlane.core import dispatch
+from flashlane.core.problem import Inputs
+from flashlane.ops import library as ops
+
+_NAMES = {"scale": "softmax_scale", "bias": "attn_bias"}
+"""What this module's signatures call the validator's arguments."""
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    kernel: str | None = None,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+) -> Result:
+    """Exact attention: softmax(q·kᵀ·softmax_scale) · v, differentiable in q, k, v, sinks and attn_bias.
+
+    Args:
+        q: ``(b, sq, h, d)``, f16, bf16, f32 or f64, any strides.
+        k: ``(b, sk, hk, d)``; h is a multiple of hk, and query head i reads KV head ``i // (h / hk)``.
+        v: ``(b, sk, hk, dv)``; dv may differ from d.
+        dropout_p: share of the probabilities that is dropped, 0 to below 1; the rest is divided by 1 − dropout_p. The
+            mask follows torch's generator of the device (:mod:`flashlane.reference.masks` defines it).
+        softmax_scale: ``d ** -0.5`` by default.
+        causal: key j is visible to query i iff ``j <= i + sk - sq``.
+        window_size: (left, right): key j is visible iff ``i + sk - sq - left <= j <= i + sk - sq + right``; −1 is
+            unbounded, and causal makes right 0.
+        softcap: when positive, scores become ``softcap * tanh(score / softcap)`` before the mask.
+        alibi_slopes: f32 ``(h,)`` or ``(b, h)``: ``-slope * |i + sk - sq - j|`` is added to the scores.
+        deterministic: ask for a backward pass that gives the same bits every time.
+        return_attn_probs: also return the LSE and S_dmask, for tests: empty when dropout_p is 0, else as
+            FlashAttention-2 has it (:func:`flashlane.api.attn_probs.signed_probabilities`), in O(sq·sk) memory.
+        kernel: the tag of the kernel to run; it runs or raises. None lets the dispatcher choose, see :func:`explain`.
+        return_lse: also return the LSE.
+        sinks: ``(h,)``: one more logit for every row of a head, which takes probability and gives no value.
+        attn_bias: added to the scores, broadcastable to ``(b, h, sq, sk)``; −inf hides a key.
+
+    Returns:
+        out ``(b, sq, h, dv)``; with ``return_lse`` (out, lse); with ``return_attn_probs`` (out, lse, S_dmask). The
+        LSE is ``(b, h, sq)``, natural logarithm, f32 (f64 for f64 inputs). A row that sees no key has output 0, LSE
+        −inf (with sinks: the sink) and gradients 0.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be; the message names it.
+        NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
+    """
+    if alibi_slopes is attn_bias is sinks is None and not return_attn_probs:
+        asked = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic
+        found = ops.again(q, k, v, asked, return_lse)
+        if found is not None:
+            return found if return_lse else found[0]
+    inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks)
+    return _attend(
+        inputs,
+        kernel,
+        return_lse,
+        return_attn_probs,
+        scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    kernel: str | None = None,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+) -> Result:
+    """:func:`flash_attn_func` of one tensor ``(b, s, 3, h, d)`` that holds q, k and v; the same keywords of ours."""
+    q, k, v = _unpack("qkv", qkv, 3)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *tail, kernel=kernel, return_lse=return_lse, sinks=sinks, attn_bias=attn_bias)
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    kernel: str | None = None,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+) -> Result:
+    """:func:`flash_attn_func` of q and one tensor ``(b, sk, 2, hk, d)`` that holds k and v; the same keywords."""
+    k, v = _unpack("kv", kv, 2)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *tail, kernel=kernel, return_lse=return_lse, sinks=sinks, attn_bias=attn_bias)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    kernel: str | None = None,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+) -> Result:
+    """:func:`flash_attn_func` of sequences of different lengths, packed one after another.
+
+    Args:
+        q: ``(total_q, h, d)``.
+        k: ``(total_k, hk, d)``.
+        v: ``(total_k, hk, dv)``.
+        cu_seqlens_q: int32 ``(b + 1,)``: sequence i is rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of q.
+        cu_seqlens_k: the same for k and v.
+        max_seqlen_q: length of the longest sequence of q.
+        max_seqlen_k: length of the longest sequence of k.
+        block_table: int32 ``(b, pages)``: k and v are the pages of a cache, ``(all_pages, page_size, hk, d)`` with any
+            page size, and row j of sequence i lies in page ``block_table[i, j // page_size]``; ``cu_seqlens_k`` tells
+            the lengths. Such a call has no gradients: to ask for one raises NotImplementedError.
+        attn_bias: broadcastable to ``(b, h, max_seqlen_q, max_seqlen_k)``; a sequence reads its top-left corner.
+
+    The other arguments are those of :func:`flash_attn_func`, with sk and sq those of each sequence.
+
+    Returns:
+        out ``(total_q, h, dv)``, and where asked the LSE ``(h, total_q)``.
+    """
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(cu, torch.Tensor):
+            raise TypeError(f"{name} is a {type(cu).__name__}; it must be an int32 torch.Tensor of shape (batch + 1,)")
+    inputs = Inputs(
+        q,
+        k,
+        v,
+        alibi_slopes=alibi_slopes,
+        bias=attn_bias,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        block_table=block_table,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
+    return _attend(
+        inputs,
+        kernel,
+        return_lse,
+        return_attn_probs,
+        scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    kernel: str | None = None,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of one tensor ``(total, 3, h, d)`` that holds q, k and v of the same lengths."""
+    q, k, v = _unpack("qkv", qkv, 3, ("total",))
+    where = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
+    return flash_attn_varlen_func(q, k, v, *where, *tail, **ours)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    kernel: str | None = None,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of q and one tensor ``(total_k, 2, hk, d)`` that holds k and v."""
+    k, v = _unpack("kv", kv, 2, ("total",))
+    where = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
+    return flash_attn_varlen_func(q, k, v, *where, *tail, **ours)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    kernel: str | None = None,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+) -> Result:
+    """Attention of new queries over a key/value cache, to which new rows are appended in place first.
+
+    The keys of sequence i are its rows ``cache_leftpad[i]`` to ``cache_seqlens[i]`` plus the new ones; masks and ALiBi
+    count from the first of them and align the last query with the last key. Nothing waits for the GPU, so that a step
+    can be captured in a CUDA graph; everything but what a GPU holds is checked before the cache is written to. There,
+    rows past the end of the cache are not stored and lengths past it count as full.
+
+    Args:
+        q: ``(b, sq, h, d)``.
+        k_cache: ``(b_cache, capacity, hk, d)``, or with ``block_table`` ``(all_pages, page_size, hk, d)`` with any page
+            size; its batch axis may be longer than that of q.
+        v_cache: ``(b_cache, capacity, hk, dv)``, or pages likewise.
+        k: new keys ``(b, seqlen_new, hk, d)``, stored at rows ``cache_seqlens[i]`` on; needs v and cache_seqlens.
+        v: new values ``(b, seqlen_new, hk, dv)``, stored bit by bit.
+        rotary_cos: ``(seqlen_ro, rotary_dim / 2)`` in the dtype of q or f32, with seqlen_ro at least the capacity: the
+            first rotary_dim columns of q and the new k are rotated. Row j of the new k is at position
+            ``cache_seqlens + j``; row j of q too with causal or a window, else at ``cache_seqlens``.
+        rotary_sin: likewise.
+        cache_seqlens: rows in use before the new ones, int32 ``(b,)`` or one int; all of them by default.
+        cache_batch_idx: int32 ``(b,)``: the row of the batch axis of the cache that a sequence has; not with pages.
+        cache_leftpad: int32 ``(b,)``: the first row in use of each sequence, 0 by default.
+        block_table: int32 ``(b, pages)``: row j of sequence i lies in page ``block_table[i, j // page_size]``.
+        softmax_scale: ``d ** -0.5`` by default.
+        causal: see :func:`flash_attn_func`, with sk the number of keys of each sequence; so too window_size, softcap.
+        window_size: (left, right), −1 for unbounded.
+        softcap: when positive, scores become ``softcap * tanh(score / softcap)`` before the mask.
+        rotary_interleaved: whether columns 2i and 2i + 1 are rotated together, or else i and i + rotary_dim / 2.
+        alibi_slopes: f32 ``(h,)`` or ``(b, h)``.
+        num_splits: parts into which the keys of a sequence are split, to be computed at once and then added up: 0 for
+            as many as the kernel likes, 1 for no splitting, n for at most n and at most 128 (fewer where the steps that
+            a kernel takes over the keys do not give n shares). A kernel that never splits keys takes any number. With 1
+            or more, kernel and tiles are chosen without regard to the batch: a sequence gives the same bits, whatever
+            the batch around it (but from ``reference`` and ``tiled``, whose products are torch's).
+        return_softmax_lse: also return the LSE.
+        kernel: the tag of the kernel to run; it runs or raises. None lets the dispatcher choose.
+        return_lse: the same as return_softmax_lse.
+        sinks: ``(h,)``: one more logit for every row of a head, which takes probability and gives no value.
+        attn_bias: broadcastable to ``(b, h, sq, capacity)``; a sequence reads its top-left corner.
+
+    Returns:
+        out ``(b, sq, h, dv)``, and where asked the LSE ``(b, h, sq)``. Autocast changes nothing. There are no
+        gradients: to ask for one raises NotImplementedError.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be; the message names it.
+        NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
+    """
+    out, lse = kvcache.attend_cache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        alibi_slopes=alibi_slopes,
+        attn_bias=attn_bias,
+        sinks=sinks,
+        num_splits=num_splits,
+        kernel=kernel,
+        scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+    )
+    out, lse = _undifferentiable("flash_attn_with_kvcache", out, lse, (q, k_cache, v_cache, k, v, sinks, attn_bias))
+    return (out, lse) if return_softmax_lse or return_lse else out
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    kernel: str | None = None,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+) -> dispatch.Explanation:
+    """Which kernel :func:`flash_attn_func` would run for these arguments, and why each other one would not.
+
+    What is returned along with the output changes nothing, so ``return_attn_probs`` and ``return_lse`` are not read.
+    """
+    problem = ops.problem_of(
+        Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks),
+        names=_NAMES,
+        scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+    )
+    return dispatch.explain_problem(problem, kernel)
+
+
+def _unpack(
+    name: str, packed: torch.Tensor, count: int, outer: tuple[str, ...] = ("batch", "seqlen")
+) -> tuple[torch.Tensor, ...]:
+    if not isinstance(packed, torch.Tensor):
+        raise TypeError(f"{name} is a {type(packed).__name__}; it must be a torch.Tensor")
+    at = len(outer)
+    if packed.dim() != at + 3 or packed.shape[at] != count:
+        axes = ", ".join((*outer, str(count), "heads", "head_dim"))
+        raise ValueError(f"{name} has shape {tuple(packed.shape)}; it must be ({axes})")
+    return packed.unbind(at)
+
+
+def _attend(inputs: Inputs, kernel: str | None, return_lse: bool, return_attn_probs: bool, **asked: Any) -> Result:
+    if return_attn_probs and asked["dropout_p"] and isinstance(inputs.q, torch.Tensor):
+        # The mask is wanted as well, so that the seed must be known here.
+        seed = torch.randint(ops.SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
+        inputs = replace(inputs, dropout_seed=seed)
+    if inputs.block_table is None:
+        out, lse = ops.anew(inputs, kernel, _NAMES, alignment="bottom-right", **asked)
+    else:
+        with torch.no_grad():
+            out, lse = ops.anew(inputs, kernel, _NAMES, alignment="bottom-right", **asked)
+        given = (inputs.q, inputs.k, inputs.v, inputs.sinks, inputs.bias)
+        out, lse = _undifferentiable("flash_attn_varlen_func with block_table", out, lse, given)
+    if return_attn_probs:
+        if not asked["dropout_p"]:
+            return out, lse, out.new_empty(0)
+        problem = ops.problem_of(inputs, names=_NAMES, **asked)
+        return out, lse, attn_probs.signed_probabilities(problem, inputs)
+    return (out, lse) if return_lse else out
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """Results without a backward pass, for inputs that want one: the error comes when it is asked for, as forward-only
+    calls with such tensors are common."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, what: str, out: torch.Tensor, lse: torch.Tensor, *given: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.what = what
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        raise NotImplementedError(f"{ctx.what} has no gradients; its inputs may not require any that are asked for")
+
+
+def _undifferentiable(
+    what: str, out: torch.Tensor, lse: torch.Tensor, given: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wanting = [t for t in given if t is not None and t.requires_grad] if torch.is_grad_enabled() else []
+    return _Undifferentiable.apply(what, out, lse, *wanting) if wanting else (out, lse)

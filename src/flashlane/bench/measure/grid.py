@@ -1,0 +1,216 @@
+"""Sizes as they are written on the command line, and the grid of problems that they span."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flashlane.core.problem import ALIGNMENTS, DTYPES, MAX_HEAD_DIM, Alignment, AttentionProblem
+from flashlane.core.registry import suggest
+
+FOUNDING_SHAPES = ((1, 8, 8192, 64), (2, 2, 4096, 64), (2, 2, 4096, 128), (4, 8, 2048, 128), (1, 1, 1024, 64))
+"""(batch, heads, seqlen, head_dim) that the founding logs report; the default on a GPU."""
+CPU_SHAPES = ((1, 4, 512, 64),)
+"""The default without a GPU: small enough that every implementation ends in a few seconds."""
+DTYPE_ALIASES = {
+    **DTYPES,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float64": torch.float64,
+}
+MAX_SWEEP = 4096
+_SWEEP = re.compile(r"^(\d+):(\d+):([x+])(\d+)$")
+
+
+def parse_sizes(text: str, name: str, *, low: int = 1, high: int | None = None) -> tuple[int, ...]:
+    """Sizes from a value (``64``), a comma list (``64,128``) or a sweep, both ends included.
+
+    ``1024:8192:x2`` multiplies (1024, 2048, 4096, 8192); ``64:256:+64`` adds (64, 128, 192, 256). A list may hold
+    sweeps. Order is kept, repeats are dropped.
+
+    Raises:
+        ValueError: it is not of that form, or a size is below ``low`` or above ``high``; the message has ``name``.
+    """
+    sizes = tuple(dict.fromkeys(size for item in text.split(",") for size in _item_sizes(item.strip(), text, name)))
+    for size in sizes:
+        if size < low or (high is not None and size > high):
+            bounds = f"at least {low}" if high is None else f"{low} to {high}"
+            raise ValueError(f"{name} has {size} (given {text!r}); it may be {bounds}")
+    return sizes
+
+
+def _item_sizes(item: str, text: str, name: str) -> Iterator[int]:
+    if item.isascii() and item.isdigit():
+        yield int(item)
+        return
+    match = _SWEEP.match(item)
+    if match is None:
+        raise ValueError(
+            f"{name} is {text!r}; it may be a whole number (64), a list (64,128), a geometric sweep (1024:8192:x2) "
+            "or an arithmetic one (64:256:+64)"
+        )
+    first, last, step = int(match[1]), int(match[2]), int(match[4])
+    if last < first:
+        raise ValueError(f"{name} is {text!r}: the sweep ends at {last}, below its start {first}; write low:high:step")
+    if step < (2 if match[3] == "x" else 1) or (match[3] == "x" and first == 0):
+        raise ValueError(f"{name} is {text!r}: the sweep never ends; it needs x2 or more from 1 or more, or +1 or more")
+    size = first
+    for _ in range(MAX_SWEEP):
+        if size > last:
+            return
+        yield size
+        size = size * step if match[3] == "x" else size + step
+    raise ValueError(f"{name} is {text!r}: the sweep has more than {MAX_SWEEP} sizes; take a larger step")
+
+
+def parse_dtypes(text: str, name: str = "--dtype") -> tuple[torch.dtype, ...]:
+    """Element types from a comma list of f16, bf16, f32, f64 (or torch's names for them)."""
+    words = [word.strip().lower() for word in text.split(",")]
+    for word in words:
+        if word not in DTYPE_ALIASES:
+            raise ValueError(f"{name} has {word!r} (given {text!r}); it may be a list of {', '.join(DTYPES)}")
+    return tuple(dict.fromkeys(DTYPE_ALIASES[word] for word in words))
+
+
+def parse_names(text: str, name: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Names from a comma list, each of which must be known; the error names the nearest known ones."""
+    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for word in names:
+        if word not in known:
+            raise ValueError(f"{name} has {word!r} (given {text!r}), which is unknown; {suggest(word, tuple(known))}")
+    return names
+
+
+def make_problem(
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float16,
+    *,
+    kv_heads: int | None = None,
+    seqlen_k: int | None = None,
+    causal: bool = False,
+    alignment: Alignment = "bottom-right",
+    scale: float | None = None,
+    arch: str | None = None,
+) -> AttentionProblem:
+    """A dense problem from its sizes, as contiguous tensors of those sizes would give.
+
+    Raises:
+        ValueError: a size or the alignment is not possible; the message names it.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    for name, value, low in (
+        ("batch", batch, 1),
+        ("heads", heads, 1),
+        ("kv_heads", kv_heads, 1),
+        ("seqlen_q", seqlen_q, 0),
+        ("seqlen_k", seqlen_k, 0),
+        ("head_dim", head_dim, 1),
+    ):
+        if value < low:
+            raise ValueError(f"{name} is {value}; it must be at least {low}")
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}; it may be 1 to {MAX_HEAD_DIM}")
+    if heads % kv_heads:
+        raise ValueError(f"kv_heads is {kv_heads}, which does not divide heads {heads}; heads must be a multiple of it")
+    if alignment not in ALIGNMENTS:
+        raise ValueError(f"alignment is {alignment!r}; it may be one of {', '.join(map(repr, ALIGNMENTS))}")
+    return AttentionProblem(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=dtype,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        window_right=0 if causal else -1,
+        alignment=alignment,
+        arch=arch,
+        aligned=(head_dim * dtype.itemsize) % 16 == 0,
+    )
+
+
+def problems(
+    *,
+    batch: int | Sequence[int] = 1,
+    heads: int | Sequence[int] = 8,
+    seqlen: int | Sequence[int] = 1024,
+    head_dim: int | Sequence[int] = 64,
+    kv_heads: int | Sequence[int] | None = None,
+    seqlen_k: int | Sequence[int] | None = None,
+    dtype: str | torch.dtype | Sequence[str | torch.dtype] = "f16",
+    causal: bool | Sequence[bool] = False,
+) -> list[AttentionProblem]:
+    """Every combination of sizes, each one number or several: what a notebook gives to :func:`flashlane.bench.run`.
+
+    ``dtype`` is f16, bf16, f32, f64 or torch's own; ``kv_heads`` and ``seqlen_k`` default to those of the queries.
+
+    Raises:
+        ValueError: a size is not possible, or a dtype is unknown; the message names it.
+    """
+
+    def several(value: object) -> tuple:
+        return tuple(value) if isinstance(value, list | tuple | range) else (value,)
+
+    dtypes = tuple(d if isinstance(d, torch.dtype) else parse_dtypes(str(d), "dtype")[0] for d in several(dtype))
+    axes = [several(value) for value in (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, causal)]
+    return [
+        make_problem(b, h, n, d, kind, kv_heads=hk, seqlen_k=nk, causal=masked)
+        for kind in dtypes
+        for b, h, n, d, hk, nk, masked in itertools.product(*axes)
+    ]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes asked for; None means "as the shapes say" (:data:`FOUNDING_SHAPES`) or "as the queries have"."""
+
+    batch: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    seqlen: tuple[int, ...] | None = None
+    head_dim: tuple[int, ...] | None = None
+    kv_heads: tuple[int, ...] | None = None
+    seqlen_k: tuple[int, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] = (torch.float16,)
+    causal: tuple[bool, ...] = (False,)
+    alignment: Alignment = "bottom-right"
+
+    def problems(self, arch: str | None, shapes: Sequence[tuple[int, int, int, int]]) -> list[AttentionProblem]:
+        """Every combination, on an architecture.
+
+        With no size given: ``shapes``. With some given, each other one is that of the first of ``shapes``.
+        """
+        given = (self.batch, self.heads, self.seqlen, self.head_dim)
+        if any(given):
+            given = tuple(sizes or (default,) for sizes, default in zip(given, shapes[0], strict=True))
+            shapes = list(itertools.product(*given))
+        return [
+            make_problem(
+                *shape,
+                dtype,
+                kv_heads=kv_heads,
+                seqlen_k=seqlen_k,
+                causal=causal,
+                alignment=self.alignment,
+                arch=arch,
+            )
+            for dtype in self.dtypes
+            for causal in self.causal
+            for shape in shapes
+            for kv_heads in (self.kv_heads or (None,))
+            for seqlen_k in (self.seqlen_k or (None,))
+        ]

@@ -1,0 +1,178 @@
+"""What the bench runs on one problem: kernels writing into shared buffers, peers, and the gradients of either."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashlane.bench.measure.flops import Direction, sequences_of
+from flashlane.bench.measure.gradients import output_gradient
+from flashlane.bench.measure.peers import Peer
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.registry import Kernel
+from flashlane.reference.masks import compute_dtype
+
+if TYPE_CHECKING:
+    from flashlane.bench.measure.runner import Selection
+
+Outcome = torch.Tensor | tuple[torch.Tensor, ...] | None
+
+
+@dataclass
+class Implementation:
+    """One thing to run on one problem: a kernel writing into shared buffers, or a peer returning its output.
+
+    Of a backward the call gives dq, dk and dv, whatever it is.
+    """
+
+    tag: str
+    kind: str
+    call: Callable[[], Outcome]
+    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    kernel: Kernel | None = None
+    written: int = 0
+    """Bytes of results that the call writes into tensors that are there already."""
+
+
+@dataclass
+class Work:
+    """One problem in one direction, with its tensors and what runs on it."""
+
+    problem: AttentionProblem
+    direction: Direction
+    inputs: Inputs
+    out: torch.Tensor
+    lse: torch.Tensor
+    sequences: tuple[AttentionProblem, ...] = ()
+    """The dense problems whose operations are counted."""
+    do: torch.Tensor | None = None
+    """Gradient of the output, where there is a backward."""
+    items: list[Implementation] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    def poison(self) -> None:
+        """Fill what is to be written with NaN, so that what is not written shows."""
+        if self.direction == "forward":
+            self.out.fill_(math.nan)
+            self.lse.fill_(math.nan)
+            return
+        # Gradients are allocated anew, and would find the right ones of an earlier implementation in that memory.
+        stale = [torch.full_like(t, math.nan) for t in (self.inputs.q, self.inputs.k, self.inputs.v)]
+        del stale
+
+
+def prepare(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    direction: Direction,
+    selection: Selection,
+    device: torch.device,
+    seed: int,
+) -> Work:
+    """Everything that can run a problem in a direction, and why the others cannot."""
+    out, lse = shared_outputs(problem, inputs)
+    work = Work(problem, direction, inputs, out, lse, sequences_of(problem, inputs))
+    if direction != "forward":
+        work.problem = problem = replace(problem, needs_grad=True)
+        q, k, v = (t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+        work.inputs = inputs = replace(inputs, q=q, k=k, v=v)
+        work.do = output_gradient(problem, inputs, seed)
+    for tag, reason, make in _candidates(work, selection, device):
+        if reason is None:
+            work.items.append(make())
+        else:
+            work.skipped.append((tag, reason))
+    return work
+
+
+def _candidates(
+    work: Work, selection: Selection, device: torch.device
+) -> Iterator[tuple[str, str | None, Callable[[], Implementation]]]:
+    problem = work.problem
+    for kernel in selection.kernels():
+        reason = kernel.supports(problem) or selection.declines(kernel, problem) or selection.excludes(kernel.tag)
+        yield kernel.tag, reason, lambda kernel=kernel: _of_kernel(work, kernel)
+    for peer in selection.peers:
+        reason = peer.available(device) or peer.supports(problem) or selection.excludes(peer.tag)
+        yield peer.tag, reason, lambda peer=peer: _of_peer(work, peer)
+
+
+def _of_kernel(work: Work, kernel: Kernel) -> Implementation:
+    if work.direction == "forward":
+        written = work.out.nbytes + work.lse.nbytes
+        call = _writer(kernel, work.problem, work.inputs, work.out, work.lse)
+        return Implementation(kernel.tag, "kernel", call, kernel=kernel, written=written)
+    from flashlane.ops.library import attention
+
+    def forward() -> torch.Tensor:
+        return attention(work.problem, work.inputs, kernel.tag)[0]
+
+    return Implementation(kernel.tag, "kernel", _Differentiated(work, forward), kernel=kernel)
+
+
+def _of_peer(work: Work, peer: Peer) -> Implementation:
+    prepared = Prepared(peer, work.problem, work.inputs)
+    call = prepared if work.direction == "forward" else _Differentiated(work, prepared)
+    return Implementation(peer.tag, "baseline", call, peer.context)
+
+
+def _writer(
+    kernel: Kernel, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
+) -> Callable[[], None]:
+    return lambda: kernel.forward(problem, inputs, out, lse)
+
+
+@dataclass
+class Prepared:
+    """A peer's call, prepared at its first use, so that a peer that cannot even be prepared is a row that says so."""
+
+    peer: Peer
+    problem: AttentionProblem
+    inputs: Inputs
+    function: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
+
+    def __call__(self) -> torch.Tensor:
+        if self.function is None:
+            self.function = self.peer.prepare(self.problem, self.inputs)
+        return self.function()
+
+
+@dataclass
+class _Differentiated:
+    """The gradients of a forward call: of one kept graph (``backward``), or of a new forward each time (``both``)."""
+
+    work: Work
+    forward: Callable[[], torch.Tensor]
+    out: torch.Tensor | None = field(default=None, repr=False)
+
+    def __call__(self) -> tuple[torch.Tensor, ...]:
+        inputs, keep = self.work.inputs, self.work.direction == "backward"
+        out = self.out
+        if out is None:
+            with torch.enable_grad():
+                out = self.forward()
+            if keep:
+                self.out = out
+        return torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), self.work.do, retain_graph=keep)
+
+
+def shared_outputs(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """One output and one LSE that all kernels write, poisoned before each check."""
+    *batch, rows, heads, _ = inputs.q.shape
+    out = inputs.q.new_full((*batch, rows, heads, problem.head_dim_v), math.nan)
+    return out, inputs.q.new_full((*batch, heads, rows), math.nan, dtype=compute_dtype(problem.dtype))
+
+
+def first_second_last(out: torch.Tensor | Sequence[torch.Tensor]) -> tuple[float, ...]:
+    """Three elements (of dq, of gradients), in the order of memory of a contiguous tensor."""
+    out = out if isinstance(out, torch.Tensor) else out[0]
+    if out.numel() == 0:
+        return ()
+    last = tuple(size - 1 for size in out.shape)
+    flat = out[(0,) * (out.dim() - 1)]
+    return tuple(float(x) for x in (flat[0], flat[min(1, flat.numel() - 1)], out[last]))

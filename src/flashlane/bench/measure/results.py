@@ -1,0 +1,364 @@
+"""What a run of the bench found, and its files: JSON with everything, CSV with one line a row.
+
+A file is written beside its place and moved over it, so that a reader sees the old one or the new one, never half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import io
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashlane.bench.measure.check import Verdict
+from flashlane.bench.measure.flops import Direction
+from flashlane.bench.measure.memory import Memory
+from flashlane.bench.measure.timing import Timing
+from flashlane.inspect.compile_report import Usage
+
+if TYPE_CHECKING:
+    import pandas
+    from rich.console import Console
+
+FORMAT = "flashlane-bench/1"
+NOT_WRITTEN, INTERRUPTED = 3, 130
+"""Exit statuses: the files could not be written where they should be; the user stopped it."""
+STOPPED = "interrupted"
+"""What :attr:`Results.stopped` says after Ctrl-C."""
+OK, FAIL, ERROR, UNCHECKED = "ok", "FAIL", "error", "unchecked"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation on one problem."""
+
+    problem: str
+    sizes: dict[str, Any]
+    tag: str
+    kind: str
+    """``kernel`` (of the registry) or ``baseline``."""
+    status: str
+    """``ok``, ``FAIL`` (its check), ``error`` (it raised) or ``unchecked``."""
+    message: str = ""
+    """Why, when the status is not ``ok``."""
+    values: tuple[float, ...] = ()
+    """First, second and last element of the output."""
+    timing: Timing | None = None
+    tflops: float | None = None
+    tflops_founding: float | None = None
+    speedup: float | None = None
+    """Time of the best checked baseline of the same problem over this row's time."""
+    usage: Usage | None = None
+    """Registers and shared memory of the compiled kernel, where there is one."""
+    verdict: Verdict | None = None
+    direction: Direction = "forward"
+    """What was run and timed: ``forward``, ``backward`` (alone) or ``both``."""
+    tflops_peak: float | None = None
+    """Of the fastest round; likewise of the mean of all rounds."""
+    tflops_mean: float | None = None
+    mma_ceiling: float | None = None
+    """Of a kernel built on ``mma.sync``: its rate over what the instruction gave on this card in this run."""
+    memory: Memory | None = None
+    host_us: float | None = None
+    """Microseconds that the host spends in one call; measured beside the replay of graphs."""
+    cycles: float | None = None
+    """SM cycles of one call, all its launches added up (Nsight Compute)."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An implementation that did not run a problem, and why."""
+
+    problem: str
+    tag: str
+    reason: str
+
+
+@dataclass
+class Results:
+    """Rows in the order of the table, what was skipped, and on what it was measured. Iterates over its rows."""
+
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    compiled: list[Usage] = field(default_factory=list)
+    """The compile report, when one was asked for."""
+    unlisted: int = 0
+    """Further kernels of the table, which nobody asked for; the files say how to ask."""
+    notes: list[str] = field(default_factory=list)
+    """What else a reader must know: something asked for that could not be measured."""
+    stopped: str = ""
+    """Why the run ended before its last problem; empty when it did not."""
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def failed(self) -> list[Row]:
+        """Rows of kernels whose check failed or that raised; a baseline's faults are its own, and only shown."""
+        return [r for r in self.rows if r.kind == "kernel" and r.status in (FAIL, ERROR)]
+
+    def to_json(self) -> str:
+        """Everything, as JSON (numbers that JSON has not are null)."""
+        body = {"format": FORMAT, **asdict(self), "unlisted_note": unlisted_note(self.unlisted)}
+        return json.dumps(finite(body), indent=1, allow_nan=False) + "\n"
+
+    def to_csv(self) -> str:
+        """One line a row, skipped implementations included."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, fieldnames=list(_flat_names()), lineterminator="\n", extrasaction="raise")
+        writer.writeheader()
+        writer.writerows(_flat(row, self.environment) for row in self.rows)
+        writer.writerows(
+            {"problem": s.problem, "tag": s.tag, "status": "skipped", "message": s.reason} for s in self.skipped
+        )
+        return text.getvalue()
+
+    def frame(self) -> pandas.DataFrame:
+        """A tidy table, a line for each row and a column for each figure, named as in the CSV file.
+
+        Raises:
+            ImportError: there is no pandas.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError('a frame needs pandas: pip install "flashlane[notebooks]"') from error
+        return pandas.DataFrame(flat_rows(self), columns=list(_flat_names()))
+
+    def _repr_html_(self) -> str | None:
+        """In a notebook: the frame's most read columns."""
+        try:
+            frame = self.frame()
+        except ImportError:
+            return None
+        return frame[["problem", "tag", "status", "ms", "tflops", "speedup", "max_error"]].to_html(index=False)
+
+    def write(self, directory: Path, stem: str | None = None) -> tuple[Path, Path]:
+        """Write ``<stem>.json`` and ``<stem>.csv``, each replaced at once; the two paths."""
+        stem = stem or file_stem(str(self.environment.get("device", "device")))
+        json_path, csv_path = directory / f"{stem}.json", directory / f"{stem}.csv"
+        write_atomically(json_path, self.to_json())
+        write_atomically(csv_path, self.to_csv())
+        return json_path, csv_path
+
+
+def keep(results: Results, directory: Path, extra: Mapping[str, str] | None = None, kind: str = "bench") -> Kept:
+    """Write the files; where that fails, into the folder for temporary files, so that nothing measured is lost.
+
+    Args:
+        extra: further files by their suffix.
+        kind: what the names begin with.
+    """
+    stem = file_stem(str(results.environment.get("device", "device")), kind)
+    texts = {".json": results.to_json(), ".csv": results.to_csv(), **(extra or {})}
+    problem = ""
+    for folder in (directory, Path(tempfile.gettempdir())):
+        paths = [folder / f"{stem}{suffix}" for suffix in texts]
+        try:
+            for path, text in zip(paths, texts.values(), strict=True):
+                write_atomically(path, text)
+        except OSError as error:
+            reason = error.strerror or error
+            if problem:
+                return Kept((), f"{problem}; nor can {str(folder)!r} ({reason}): only what is printed is kept")
+            problem = f"--out is {str(folder)!r}, which cannot be written ({reason})"
+        else:
+            return Kept(tuple(paths), f"{problem}; the results are in {folder}" if problem else "")
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where results were written, and what went wrong first."""
+
+    paths: tuple[Path, ...]
+    problem: str
+
+
+def finish_files(
+    results: Results,
+    directory: Path,
+    console: Console,
+    extra: Mapping[str, str] | None = None,
+    kind: str = "bench",
+) -> bool:
+    """:func:`keep`, and say where; whether they are where they should be."""
+    kept = keep(results, directory, extra, kind)
+    if kept.problem:
+        print(f"error: {kept.problem}", file=sys.stderr)
+    for path in kept.paths:
+        console.print(f"wrote {path}", style="dim", soft_wrap=True)
+    return not kept.problem
+
+
+def unlisted_note(unlisted: int, verb: str = "runs") -> str:
+    """How many kernels of the table nobody asked for, and how to ask; empty when there is none."""
+    how = f"--show-all {verb} them all, --tags WORD some"
+    return f"{unlisted} further variants of the kernel grid: {how}" if unlisted else ""
+
+
+def file_stem(device: str, kind: str = "bench") -> str:
+    """``bench-20250131-235959-nvidia-h200``."""
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
+    return f"{kind}-{now}-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')[:40]}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file by a text in one step; when anything fails the old file stands and no other is left."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)  # mkstemp gives 0600; a result is for others to read
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def check_writable(directory: Path, name: str = "--out") -> None:
+    """Make the directory and try to write there, before anything is measured.
+
+    Raises:
+        ValueError: it cannot be written; the message has ``name`` and the reason.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{name} is {str(directory)!r}, where results cannot be written: {error.strerror or error}"
+        ) from None
+
+
+def load_results(path: Path) -> Results:
+    """A results file as the bench wrote it.
+
+    Raises:
+        ValueError: it cannot be read, or is damaged or something else; the message names it.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    return results_of(body, str(path))
+
+
+def results_of(body: Any, path: str) -> Results:
+    """The results in the JSON of a results file; ``path`` is for the message.
+
+    Raises:
+        ValueError: it is something else, or damaged.
+    """
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        found = body.get("format") if isinstance(body, dict) else type(body).__name__
+        raise ValueError(f"{path} is no results file of flashlane bench: format {found!r}, not {FORMAT!r}")
+    try:
+        return Results(
+            environment=dict(body["environment"]),
+            settings=dict(body["settings"]),
+            rows=[_row_of(row) for row in body["rows"]],
+            skipped=[Skipped(**item) for item in body.get("skipped", ())],
+            compiled=[_known(Usage, item) for item in body.get("compiled", ())],
+            unlisted=int(body.get("unlisted", 0)),
+            notes=[str(note) for note in body.get("notes", ())],
+            stopped=str(body.get("stopped", "")),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from None
+
+
+_PARTS = {"timing": Timing, "usage": Usage, "verdict": Verdict, "memory": Memory}
+
+
+def _row_of(row: dict[str, Any]) -> Row:
+    parts = {name: _known(kind, row.get(name)) for name, kind in _PARTS.items()}
+    verdict = row.get("verdict")
+    if verdict is not None:  # JSON has no infinity: an infinite error is null there
+        infinite = {k: math.inf for k in ("max_error", "allowed", "relative_l2") if verdict.get(k) is None}
+        parts["verdict"] = _known(Verdict, verdict | infinite)
+    return _known(Row, {**row, **parts, "values": tuple(row.get("values") or ())})
+
+
+def _known(kind: type, fields: dict[str, Any] | None) -> Any:
+    """A dataclass from a mapping; lists become tuples, and what a later version added is passed over."""
+    if fields is None:
+        return None
+    names = kind.__dataclass_fields__
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items() if k in names})
+
+
+def finite(value: Any) -> Any:
+    """The value with every number that JSON has not (NaN, infinities) as None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _flat_names() -> tuple[str, ...]:
+    sizes = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "dtype", "causal")
+    figures = ("first", "second", "last", "ms", "ms_q1", "ms_q3", "ms_min", "ms_max", "ms_mean")
+    figures += ("rounds", "iterations", "method", "host_us", "cycles")
+    speeds = ("tflops", "tflops_peak", "tflops_mean", "tflops_founding", "speedup", "mma_ceiling")
+    memory = ("memory_extra", "memory_allocated", "memory_reserved", "memory_peak", "memory_method")
+    usage = ("registers", "spills", "shared_bytes", "blocks_per_sm", "occupancy")
+    errors = ("max_error", "allowed_error", "relative_l2", "lse_error")
+    machine = ("device", "commit", "date")
+    head = ("problem", "direction", *sizes, "tag", "kind", "status", "message")
+    return (*head, *figures, *speeds, *memory, *usage, *errors, *machine)
+
+
+def flat_rows(results: Results) -> list[dict[str, Any]]:
+    """Every row as one flat mapping with the same keys, absent figures None: what the CSV and the frame hold."""
+    names = _flat_names()
+    return [dict.fromkeys(names) | _flat(row, results.environment) for row in results.rows]
+
+
+def _flat(row: Row, environment: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {name: row.sizes.get(name) for name in _flat_names() if name in row.sizes}
+    flat |= {"problem": row.problem, "direction": row.direction, "tag": row.tag, "kind": row.kind}
+    flat |= {"status": row.status, "message": row.message}
+    flat |= dict(zip(("first", "second", "last"), row.values, strict=False))
+    if row.timing is not None:
+        t = row.timing
+        flat |= {"ms": t.median, "ms_q1": t.quartile_low, "ms_q3": t.quartile_high}
+        flat |= {"ms_min": t.fastest, "ms_max": t.slowest, "ms_mean": t.mean}
+        flat |= {"rounds": t.rounds, "iterations": t.iterations, "method": t.method}
+    flat |= {"tflops": row.tflops, "tflops_peak": row.tflops_peak, "tflops_mean": row.tflops_mean}
+    flat |= {"tflops_founding": row.tflops_founding, "speedup": row.speedup, "mma_ceiling": row.mma_ceiling}
+    flat |= {"host_us": row.host_us, "cycles": row.cycles}
+    if row.memory is not None:
+        flat |= {f"memory_{name}": value for name, value in asdict(row.memory).items()}
+    if row.usage is not None:
+        u = row.usage
+        flat |= {"registers": u.registers, "spills": u.spills, "shared_bytes": u.shared_bytes}
+        flat |= {"blocks_per_sm": u.blocks, "occupancy": u.occupancy}
+    if row.verdict is not None:
+        v = row.verdict
+        flat |= {"max_error": v.max_error, "allowed_error": v.allowed, "relative_l2": v.relative_l2}
+        flat |= {"lse_error": v.lse_error}
+    flat |= {name: environment.get(name) for name in ("device", "commit", "date")}
+    return flat

@@ -1,0 +1,213 @@
+"""The two roofs of a device, measured: how fast it copies, and how fast it multiplies matrices.
+
+Source: Williams, Waterman and Patterson, Roofline (2009). The copy rate counts a byte read and a byte written. The
+matrix rate is that of torch's own product (cuBLAS on a GPU) of large square matrices; ``mma.sync``'s own ceiling is
+measured apart, from registers alone (``lessons/ceiling.py``), as a Hopper GPU has faster instructions.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashlane.bench.measure.results import Row
+from flashlane.bench.measure.timing import Settings, clock_for
+from flashlane.core.problem import DTYPES
+
+FORMAT = "flashlane-roofs/1"
+GPU_COPY_BYTES, CPU_COPY_BYTES = 1 << 30, 1 << 26
+GPU_MATRIX, CPU_MATRICES = 8192, (256, 512, 1024)
+REPEATS = 7
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """Rates of one device."""
+
+    copy: float
+    """GB/s, read and written bytes added up."""
+    matrix: dict[str, float] = field(default_factory=dict)
+    """TFLOP/s of torch's matrix product by dtype."""
+    mma: dict[str, float] = field(default_factory=dict)
+    """TFLOP/s of ``mma.sync`` with f32 accumulators by dtype; empty where there is no such instruction."""
+
+    def rate(self, dtype: str, tag: str = "") -> float | None:
+        """The matrix rate that holds for a kernel: that of ``mma.sync`` for kernels made of it."""
+        return (self.mma.get(dtype) if tag.startswith("mma(") else None) or self.matrix.get(dtype)
+
+    def attainable(self, intensity: float, dtype: str, tag: str = "") -> float | None:
+        """TFLOP/s that the roofs leave to so many operations a byte; None for a dtype that was not measured."""
+        rate = self.rate(dtype, tag)
+        return None if rate is None else min(rate, intensity * self.copy * 1e-3)
+
+    def ridge(self, dtype: str, tag: str = "") -> float | None:
+        """Operations a byte from which on the matrix rate binds."""
+        rate = self.rate(dtype, tag)
+        return None if rate is None else rate / (self.copy * 1e-3)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@functools.cache
+def measure_roofs(device: torch.device, dtypes: tuple[str, ...]) -> Roofs:
+    """Measure a device, once a process for the same dtypes."""
+    with torch.no_grad():
+        if device.type != "cuda":
+            # A CPU's attention computes 16-bit types in f32, whose product is mostly the faster one.
+            rates = {dtype: matrix_rate(device, DTYPES[dtype]) for dtype in {_on_cpu(dtype) for dtype in dtypes}}
+            return Roofs(copy_rate(device), {dtype: rates[_on_cpu(dtype)] for dtype in dtypes})
+        from flashlane.bench.measure.ceilings import ceiling
+
+        matrix = {dtype: matrix_rate(device, DTYPES[dtype]) for dtype in dtypes}
+        mma = {dtype: ceiling(device.index or 0, dtype, "f32") for dtype in dtypes if dtype in ("f16", "bf16")}
+        return Roofs(copy_rate(device), matrix, mma)
+
+
+def _on_cpu(dtype: str) -> str:
+    return "f64" if dtype == "f64" else "f32"
+
+
+def copy_rate(device: torch.device) -> float:
+    """GB/s of a copy of a buffer much larger than every cache."""
+    size = GPU_COPY_BYTES if device.type == "cuda" else CPU_COPY_BYTES
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _milliseconds(lambda: target.copy_(source), device) * 1e-6
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """TFLOP/s of the product of two random square matrices; on a CPU the best of several sizes."""
+    sizes = (GPU_MATRIX,) if device.type == "cuda" else CPU_MATRICES
+    return max(_product(size, device, dtype) for size in sizes)
+
+
+def _product(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / _milliseconds(functools.partial(torch.mm, a, b, out=out), device) * 1e-9
+
+
+def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """The fastest of a few calls: a roof is what can be reached."""
+    clock = clock_for(device, Settings())
+    clock.time(call, 2)
+    return min(clock.time(call, REPEATS))
+
+
+def roofs_of(body: Any, path: str) -> Roofs:
+    """The roofs in a JSON object.
+
+    Raises:
+        ValueError: it is damaged; the message has ``path``.
+    """
+    try:
+        tables = {name: {str(k): _rate(v) for k, v in dict(body.get(name) or {}).items()} for name in ("matrix", "mma")}
+        return Roofs(_rate(body["copy"]), **tables)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} has damaged roofs: {type(error).__name__} {error}") from None
+
+
+def _rate(value: Any) -> float:
+    if not 0 < float(value) < float("inf"):
+        raise ValueError(f"{value} is no rate")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One timed row under the roofs."""
+
+    problem: str
+    tag: str
+    kind: str
+    dtype: str
+    intensity: float
+    """Operations a byte, each input read once and each output written once."""
+    tflops: float
+    attainable: float
+    """TFLOP/s that the roofs leave."""
+    ridge: float
+
+    @property
+    def share(self) -> float:
+        """Of what is attainable."""
+        return self.tflops / self.attainable
+
+    @property
+    def bound_by(self) -> str:
+        """The roof that is lower at this intensity."""
+        return "matrix rate" if self.intensity >= self.ridge else "copy rate"
+
+
+LATENCY_SHARE = 0.15
+"""Below this share of the roof neither roof binds: launches, latency or the host do."""
+
+
+def place(rows: Iterable[Row], roofs: Roofs) -> list[Placed]:
+    """Every timed row of a dtype that was measured, in order."""
+    found = []
+    for row in rows:
+        dtype = str(row.sizes.get("dtype"))
+        if row.timing is None or not row.tflops or roofs.rate(dtype, row.tag) is None:
+            continue
+        intensity = row.tflops * row.timing.median * 1e9 / bytes_of(row)
+        attainable, ridge = roofs.attainable(intensity, dtype, row.tag), roofs.ridge(dtype, row.tag)
+        found.append(Placed(row.problem, row.tag, row.kind, dtype, intensity, row.tflops, attainable, ridge))
+    return found
+
+
+def bytes_of(row: Row) -> int:
+    """The least bytes that a row's problem moves."""
+    from flashlane.bench.measure.flops import least_bytes
+    from flashlane.bench.measure.grid import make_problem
+
+    s = row.sizes
+    problem = make_problem(
+        s["batch"], s["heads"], s["seqlen_q"], s["head_dim"], DTYPES[s["dtype"]], kv_heads=s["kv_heads"],
+        seqlen_k=s["seqlen_k"],
+    )  # fmt: skip
+    return least_bytes(problem, row.direction)
+
+
+def sentence(points: list[Placed]) -> str:
+    """What bounds one problem, and how near the fastest kernel and the fastest baseline come."""
+    best = {kind: max((p for p in points if p.kind == kind), key=lambda p: p.tflops, default=None)
+            for kind in ("kernel", "baseline")}  # fmt: skip
+    shown = [p for p in best.values() if p is not None]
+    first = shown[0]
+    side = "above" if first.intensity >= first.ridge else "below"
+    text = f"{first.intensity:.0f} FLOP/byte, {side} the ridge at {first.ridge:.0f}: the {first.bound_by} bounds it"
+    if all(p.share < LATENCY_SHARE for p in shown):
+        text = (
+            f"{first.intensity:.0f} FLOP/byte; neither roof bounds it, everything is below "
+            f"{LATENCY_SHARE:.0%} of them: launches, latency or the host do"
+        )
+    reach = [f"{p.tag} reaches {p.tflops:.3g} of {p.attainable:.3g} TFLOP/s ({p.share:.0%})" for p in shown]
+    return f"{first.problem}: {text}; {', '.join(reach)}."
+
+
+def read_roofs_file(path: Path, device: str) -> Roofs:
+    """The roofs of a file that ``flashlane roofline`` wrote on a device.
+
+    Raises:
+        ValueError: it is something else, or was measured on another device; the message names it.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--roofs: {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"--roofs: {path} is no JSON: {error}") from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise ValueError(f"--roofs: {path} is no file of flashlane roofline")
+    measured_on = (body.get("environment") or {}).get("device")
+    if measured_on != device:
+        raise ValueError(f"--roofs: {path} was measured on {measured_on}, the results on {device}")
+    return roofs_of(body.get("roofs") or {}, f"--roofs: {path}")

@@ -1,0 +1,502 @@
+"""The main job: every kernel and every baseline on every problem, checked, then timed against each other."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from flashlane.bench.measure.ceilings import share_of_ceiling
+from flashlane.bench.measure.check import STANDARD, Oracle, Rule, Verdict
+from flashlane.bench.measure.environment import environment
+from flashlane.bench.measure.flops import DIRECTIONS, Convention, Direction, tflops
+from flashlane.bench.measure.gradients import GradientOracle
+from flashlane.bench.measure.implementations import (
+    Implementation,
+    Work,
+    first_second_last,
+    prepare,
+    shared_outputs,
+)
+from flashlane.bench.measure.inputs import RANDOM, Case, Pattern
+from flashlane.bench.measure.memory import measure_memory
+from flashlane.bench.measure.peers import PEERS, Peer, peer_tags
+from flashlane.bench.measure.progress import Reporter, Silent
+from flashlane.bench.measure.results import ERROR, FAIL, OK, STOPPED, UNCHECKED, Results, Row, Skipped
+from flashlane.bench.measure.roofs import measure_roofs
+from flashlane.bench.measure.timing import Settings, Timing, clock_for, host_cost, measure
+from flashlane.core import registry
+from flashlane.core.problem import AttentionProblem, arch_of
+from flashlane.core.registry import DeviceKernel, Kernel
+from flashlane.inspect.compile_report import Usage, first_line, report_problem, usage_of
+
+__all__ = ["Implementation", "Selection", "resolve_device", "run", "shared_outputs"]
+
+TITLES: dict[Direction, str] = {"forward": "", "backward": ", backward", "both": ", forward+backward"}
+"""What a direction adds to a problem's title."""
+CHECKING, TIMING = "checking ", "timing "
+"""How a step's text begins; a tag follows."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which implementations run; without words and tags all listed kernels."""
+
+    words: tuple[str, ...] = ()
+    """Kernels whose tag contains one of these."""
+    tags: tuple[str, ...] = ()
+    """Kernels with exactly these tags."""
+    peers: tuple[Peer, ...] = PEERS
+    accumulate_f32: bool = False
+    """Only kernels whose matrix products accumulate in f32."""
+    show_all: bool = False
+    """Without words and tags: every kernel of the table instead of the listed ones."""
+    excluded: tuple[tuple[str, str], ...] = ()
+    """(tag, reason) of what is left out all the same, such as a peer that hung before."""
+
+    def __post_init__(self) -> None:
+        known = tuple(k.tag for k in registry.kernels())
+        for tag in self.tags:
+            if tag not in known:
+                raise ValueError(f"--kernels has {tag!r}, which no kernel is called; {registry.suggest(tag, known)}")
+        for word in self.words:
+            if not any(word in tag for tag in known):
+                raise ValueError(f"--tags has {word!r}, which is in no kernel's tag; {_near(word, known)}")
+
+    def kernels(self) -> list[Kernel]:
+        """The kernels asked for by name, in the order of the registry."""
+        if not self.words and not self.tags:
+            return list(registry.kernels(listed_only=not self.show_all))
+        return [k for k in registry.kernels() if k.tag in self.tags or any(word in k.tag for word in self.words)]
+
+    @property
+    def unlisted(self) -> int:
+        """How many kernels of the table are left out because nobody asked for them by name."""
+        asked = self.words or self.tags
+        return 0 if asked else len(registry.kernels()) - len(self.kernels())
+
+    def declines(self, kernel: Kernel, problem: AttentionProblem) -> str | None:
+        """Why a kernel that was asked for by name is left out all the same."""
+        if self.accumulate_f32:
+            narrow = kernel.low_precision_reference(problem).split(",")
+            if any(item.strip() in ("scores=f16", "out=f16") for item in narrow):
+                return "--acc-f32: it accumulates in f16"
+        return None
+
+    def excludes(self, tag: str) -> str | None:
+        """Why a tag is in :attr:`excluded`, or None."""
+        return dict(self.excluded).get(tag)
+
+
+def _near(word: str, known: tuple[str, ...]) -> str:
+    if any(word in tag for tag in peer_tags()):
+        return "it is in a baseline's: use --baselines"
+    pieces = {piece for tag in known for piece in tag.replace("(", "+").replace(")", "+").split("+") if piece}
+    return registry.suggest(word, (*sorted(pieces), *known))
+
+
+@dataclass
+class _Checked:
+    """An implementation's row as far as the check brings it."""
+
+    item: Implementation
+    row: Row
+    runs: bool = True
+
+
+def run(
+    problems: Iterable[AttentionProblem | Case],
+    *,
+    device: torch.device | str | None = None,
+    selection: Selection | None = None,
+    check: bool = True,
+    rule: Rule = "fa2",
+    settings: Settings | None = None,
+    pattern: Pattern = RANDOM,
+    seed: int = 0,
+    directions: Sequence[Direction] = ("forward",),
+    memory: bool = True,
+    cycles: bool = False,
+    roofs: bool = False,
+    arch: str | None = None,
+    arch_seconds: float = math.inf,
+    keep_partial: bool = False,
+    reporter: Reporter | None = None,
+) -> Results:
+    """Bench problems and return every row; :meth:`Results.frame` makes a tidy table of them for a notebook.
+
+    Args:
+        problems: dense problems, or :class:`~flashlane.bench.measure.inputs.Case` with tensors of their own, which may
+        be
+            packed sequences.
+        device: default: the current GPU, or the CPU without one.
+        selection: which kernels and baselines; default: all that are listed.
+        check: compare each output and LSE with the reference; what fails is not timed.
+        rule: how close it must be, see :mod:`flashlane.bench.measure.check`.
+        settings: how long to measure.
+        pattern: what fills the tensors.
+        seed: of the first problem; each next one adds 1, so that no two see the same numbers.
+        directions: what is timed of each problem: ``forward``, ``backward`` (alone, of a forward that is done),
+            ``both`` (a forward and its backward in one).
+        memory: also run each once to see what it allocates.
+        cycles: also count each one's cycles with Nsight Compute.
+        roofs: also measure the copy and matrix rates of the device, into ``environment["roofs"]``.
+        arch: also compile every GPU kernel for this architecture and report it (``sm_90a``).
+        arch_seconds: how long that may take; kernels left out then have a line that says so.
+        keep_partial: after Ctrl-C, or when a kernel breaks the CUDA context, return the problems that are done, with
+            ``stopped`` saying why, instead of raising.
+        reporter: told where the run is.
+
+    Raises:
+        ValueError: a problem is not dense (packed sequences need tensors of their own), the device is not there, or
+            cycles cannot be counted on it.
+        BrokenContext: a kernel left the device unusable.
+    """
+    device = resolve_device(device)
+    selection, settings, reporter = selection or Selection(), settings or Settings(), reporter or Silent()
+    cases = [p if isinstance(p, Case) else Case(p) for p in problems]
+    cases = [replace(case, problem=case.problem.on(arch_of(device))) for case in cases]
+    _check_directions(directions, settings)
+    for case in cases:
+        _check_case(case, directions, cycles)
+    clock_for(device, settings)  # refuses what the device cannot do before anything runs
+    if cycles:
+        from flashlane.profile.tools import need_ncu
+
+        need_ncu(device, "--cycles")
+    results = Results(
+        environment=environment(device),
+        settings={
+            **asdict(settings),
+            "check": check,
+            "rule": rule,
+            "seed": seed,
+            "directions": list(directions),
+            "inputs": pattern.describe(),
+            "order": "interleaved round by round, every other round reversed",
+        },
+        unlisted=selection.unlisted,
+    )
+    if roofs:
+        reporter.step("measuring the roofs of the device", advance=False)
+        dtypes = tuple(dict.fromkeys(case.problem.dtype_name for case in cases))
+        try:
+            results.environment["roofs"] = measure_roofs(device, dtypes).as_dict()
+        except RuntimeError as error:
+            results.notes.append(f"--roofs: {first_line(error)}")
+    plan = _Plan(device, selection, check, rule, settings, pattern, memory, cycles, reporter)
+    try:
+        for number, case in enumerate(cases):
+            for direction in directions:
+                _run_case(case, direction, results, plan, seed + number)
+    except (KeyboardInterrupt, BrokenContext) as error:
+        if not keep_partial:
+            raise
+        results.stopped = str(error) if isinstance(error, BrokenContext) else STOPPED
+        return results
+    if arch is not None:
+        compile_cases(cases, results, arch, time.monotonic() + arch_seconds, selection, reporter)
+    return results
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is the same for every problem of a run."""
+
+    device: torch.device
+    selection: Selection
+    check: bool
+    rule: Rule
+    settings: Settings
+    pattern: Pattern
+    memory: bool
+    cycles: bool
+    reporter: Reporter
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """A device that is there.
+
+    Raises:
+        ValueError: there is no such device; the message says what there is.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
+    try:
+        asked = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"--device is {str(device)!r}; it may be cpu, cuda or cuda:N") from None
+    if asked.type == "cpu":
+        return asked
+    if asked.type != "cuda":
+        raise ValueError(f"--device is {str(device)!r}; it may be cpu, cuda or cuda:N")
+    if (asked.index or 0) >= count:
+        there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device here (see flashlane doctor), only cpu"
+        raise ValueError(f"--device is {str(device)!r}; there is {there}")
+    index = torch.cuda.current_device() if asked.index is None else asked.index
+    return torch.device("cuda", index)
+
+
+def _check_directions(directions: Sequence[Direction], settings: Settings) -> None:
+    for direction in directions:
+        if direction not in DIRECTIONS:
+            raise ValueError(f"directions has {direction!r}; it may hold {', '.join(map(repr, DIRECTIONS))}")
+    if settings.graph and set(directions) != {"forward"}:
+        raise ValueError(
+            "--graph replays forward passes; it goes without --backward and --both (autograd runs a backward on the "
+            "stream of its forward, which a graph of the backward alone cannot hold)"
+        )
+
+
+def _check_case(case: Case, directions: Sequence[Direction], cycles: bool) -> None:
+    problem = case.problem
+    for name in ("alibi", "sinks", "dropout_p", "needs_grad"):
+        if getattr(problem, name):
+            raise ValueError(f"problem {problem.describe()} has {name}; the bench takes dense forward problems")
+    if problem.varlen and case.inputs is None:
+        raise ValueError(
+            f"problem {problem.describe()} has varlen and no tensors; the bench draws dense problems only, packed "
+            "sequences come as a Case with inputs"
+        )
+    if problem.varlen and cycles:
+        raise ValueError(f"--cycles counts dense problems; {problem.describe()} has varlen")
+    if problem.bias and set(directions) != {"forward"}:
+        raise ValueError(f"problem {problem.describe()} has a bias; the bench differentiates problems without")
+
+
+def _run_case(case: Case, direction: Direction, results: Results, plan: _Plan, seed: int) -> None:
+    device, reporter, title = plan.device, plan.reporter, case.title + TITLES[direction]
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_device, torch.no_grad():
+        try:
+            inputs = case.materialise(device, seed, plan.pattern)
+            work = prepare(case.problem, inputs, direction, plan.selection, device, seed)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            tags = [k.tag for k in plan.selection.kernels()] + [peer.tag for peer in plan.selection.peers]
+            results.skipped += [Skipped(title, tag, "out of memory: its tensors do not fit") for tag in tags]
+            free_memory(device)
+            return
+        results.skipped += [Skipped(title, tag, reason) for tag, reason in work.skipped]
+        reporter.begin(title, len(work.items) * (2 + plan.settings.rounds))
+        oracle = _oracle(work, plan) if plan.check else None
+        checked = [_check(title, item, oracle, work, plan) for item in work.items]
+        del oracle
+        free_memory(device)
+        running = [c for c in checked if c.runs]
+        _time(running, work, plan, results)
+        if plan.cycles:
+            _count_cycles(running, work, results, plan, seed)
+        results.rows += _compared([c.row for c in checked])
+    del inputs, work, checked, running
+    free_memory(device)
+
+
+def _time(running: list[_Checked], work: Work, plan: _Plan, results: Results) -> None:
+    """Time what passed its check, interleaved, and fill in the rows."""
+    items, device = [c.item for c in running], plan.device
+    clock = clock_for(device, plan.settings)
+    timings = measure(items, clock, plan.settings, lambda tag: plan.reporter.step(f"{TIMING}{tag}"))
+    costs = host_cost(items, device) if plan.settings.graph else {}
+    for entry, timing in zip(running, timings, strict=True):
+        entry.row = _timed(entry.row, timing, work)
+        share = _share(entry, work, device, results)
+        entry.row = replace(entry.row, host_us=costs.get(entry.item.tag), mma_ceiling=share)
+
+
+def _share(entry: _Checked, work: Work, device: torch.device, results: Results) -> float | None:
+    """The row's share of the mma.sync ceiling; where that cannot be measured a note says why, and the times stand."""
+    if work.direction != "forward":
+        return None
+    try:
+        return share_of_ceiling(entry.item.kernel, work.problem, entry.row.tflops, device)
+    except Exception as error:
+        note = f"% mma ceiling: {first_line(error)}"
+        results.notes += [] if note in results.notes else [note]
+        return None
+
+
+def _count_cycles(running: list[_Checked], work: Work, results: Results, plan: _Plan, seed: int) -> None:
+    from flashlane.profile.ncu import CYCLES, count
+
+    tags = [c.item.tag for c in running]
+    plan.reporter.step("counting cycles with ncu", advance=False)
+    problem = replace(work.problem, needs_grad=False)
+    try:
+        counted = count(problem, tags, work.direction, metrics=(CYCLES,), seed=seed, device=plan.device)
+    except RuntimeError as error:  # what was timed stands
+        results.notes.append(f"--cycles: {error}")
+        return
+    for entry in running:
+        launches = counted.get(entry.item.tag, ())
+        if launches:
+            entry.row = replace(entry.row, cycles=sum(launch.metrics.get(CYCLES, 0.0) for launch in launches))
+
+
+def _oracle(work: Work, plan: _Plan) -> Oracle | GradientOracle:
+    if work.direction == "forward":
+        return Oracle(work.problem, work.inputs, plan.rule)
+    return GradientOracle(work.problem, work.inputs, work.do)
+
+
+def _check(
+    title: str, item: Implementation, oracle: Oracle | GradientOracle | None, work: Work, plan: _Plan
+) -> _Checked:
+    plan.reporter.step(f"{CHECKING}{item.tag}")
+    problem, device = work.problem, plan.device
+    row = Row(title, sizes_of(problem), item.tag, item.kind, UNCHECKED, direction=work.direction)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            work.poison()
+            with item.context():
+                returned = item.call()
+            synchronize(device)
+            result = work.out if item.kind == "kernel" and work.direction == "forward" else returned
+            row = replace(row, values=first_second_last(result), usage=_usage(item, problem))
+            if oracle is not None:
+                row = _judged(row, oracle, item, result, work.lse)
+            del result, returned
+            if plan.memory and row.status in (OK, UNCHECKED):
+                with item.context():
+                    row = replace(row, memory=measure_memory(item.call, device, item.written))
+        except Exception as error:  # whatever it raises, the run goes on and the row says it
+            row = replace(row, status=ERROR, message=explained(error, heard))
+            stop_if_broken(device, item.tag, problem, error)
+            free_memory(device)
+    return _Checked(item, row, runs=row.status in (OK, UNCHECKED))
+
+
+def _judged(
+    row: Row,
+    oracle: Oracle | GradientOracle,
+    item: Implementation,
+    result: torch.Tensor | Sequence[torch.Tensor],
+    lse: torch.Tensor,
+) -> Row:
+    try:
+        oracle.reference  # noqa: B018  computed here, so that its lack of memory is not taken for the kernel's
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return replace(row, status=ERROR, message="the reference ran out of memory; --no-check times without it")
+    verdict = _verdict(oracle, item, result, lse)
+    return replace(row, verdict=verdict, status=OK if verdict.ok else FAIL, message=verdict.message)
+
+
+def _verdict(
+    oracle: Oracle | GradientOracle,
+    item: Implementation,
+    result: torch.Tensor | Sequence[torch.Tensor],
+    lse: torch.Tensor,
+) -> Verdict:
+    if isinstance(oracle, GradientOracle):
+        return oracle.judge(result)
+    emulation = item.kernel.low_precision_reference(oracle.problem) if item.kernel else STANDARD
+    return oracle.judge(result, lse if item.kind == "kernel" else None, emulation)
+
+
+class BrokenContext(RuntimeError):
+    """A kernel left the device unusable for this process; the message says which, and on what."""
+
+
+def stop_if_broken(device: torch.device, tag: str, problem: AttentionProblem, error: Exception) -> None:
+    """After an illegal access nothing more runs in this process, and every later row would blame the wrong kernel."""
+    try:
+        synchronize(device)
+    except RuntimeError as broken:
+        raise BrokenContext(
+            f"{tag} broke the CUDA context on {problem.describe()}: {first_line(error)}; nothing after it can run in "
+            "this process (run it alone with --kernels, under compute-sanitizer)"
+        ) from broken
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error of torch says that memory ran out."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text
+
+
+def explained(error: Exception, heard: Sequence[warnings.WarningMessage]) -> str:
+    """An error on one line; torch says why it refuses a backend in warnings, so those follow."""
+    if out_of_memory(error):
+        return "out of memory"
+    text = first_line(error)
+    if "No available kernel" in text:
+        causes = dict.fromkeys(str(w.message).splitlines()[0].split(" (Triggered")[0] for w in heard)
+        text = "; ".join(c for c in causes if c and not c.endswith("because:")) or text
+    return text
+
+
+def _timed(row: Row, timing: Timing | Exception, work: Work) -> Row:
+    if isinstance(timing, Exception):
+        return replace(row, status=ERROR, message=f"while timing: {explained(timing, ())}")
+
+    def rate(ms: float, convention: Convention) -> float | None:
+        return sum(tflops(one, ms, convention, work.direction) for one in work.sequences) if ms else None
+
+    usual, peak, mean = (rate(ms, "gemm") for ms in (timing.median, timing.fastest, timing.mean))
+    founding = rate(timing.median, "founding")
+    return replace(row, timing=timing, tflops=usual, tflops_peak=peak, tflops_mean=mean, tflops_founding=founding)
+
+
+def _compared(rows: Sequence[Row]) -> list[Row]:
+    """Each row's speed-up over the best baseline that ran and did not fail."""
+    baselines = [r.timing.median for r in rows if r.kind == "baseline" and r.timing and r.status in (OK, UNCHECKED)]
+    if not baselines:
+        return list(rows)
+    best = min(baselines)
+    return [replace(r, speedup=best / r.timing.median) if r.timing and r.timing.median else r for r in rows]
+
+
+def compile_cases(
+    cases: Sequence[Case], results: Results, arch: str, deadline: float, selection: Selection, reporter: Reporter
+) -> None:
+    """Add the compile report of each distinct problem to results."""
+    kernels = [k for k in selection.kernels() if isinstance(k, DeviceKernel)]
+    if not kernels:
+        return
+    for problem in dict.fromkeys(case.problem for case in cases):
+        reporter.begin(f"compiling for {arch}: {problem.describe()}", len(kernels))
+        results.compiled += report_problem(
+            problem, arch, kernels, lambda tag: reporter.step(f"compiled {tag}"), deadline
+        )
+
+
+def _usage(item: Implementation, problem: AttentionProblem) -> Usage | None:
+    if not isinstance(item.kernel, DeviceKernel) or problem.arch is None:
+        return None
+    return usage_of(item.kernel, item.kernel.config(problem), problem.arch, instructions=False)
+
+
+def sizes_of(problem: AttentionProblem) -> dict[str, object]:
+    """What a results file says of a problem's sizes."""
+    return {
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "head_dim": problem.head_dim,
+        "dtype": problem.dtype_name,
+        "causal": problem.causal,
+    }
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

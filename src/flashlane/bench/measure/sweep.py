@@ -1,0 +1,172 @@
+"""A grid of problems, benched cell by cell into a journal, so that an interrupted sweep goes on where it stopped.
+
+A cell is one problem in one direction. It is done when its record is on the disk; a sweep that is killed loses the cell
+it was in, and nothing else. What runs out of memory, hangs or crashes is recorded and passed.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flashlane.bench.measure.flops import Direction
+from flashlane.bench.measure.isolated import Crew, Died, Spec, join_roofs
+from flashlane.bench.measure.journal import Journal
+from flashlane.bench.measure.progress import Reporter
+from flashlane.bench.measure.results import Results, Skipped, results_of, write_atomically
+from flashlane.bench.measure.runner import TITLES
+from flashlane.core.problem import AttentionProblem
+
+DONE, OOM, DIED = "done", "out of memory", "died"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem in one direction."""
+
+    problem: AttentionProblem
+    direction: Direction
+
+    @property
+    def key(self) -> str:
+        """Its title: unique in a grid, the same in every run."""
+        return self.problem.describe() + TITLES[self.direction]
+
+    def seed(self, base: int) -> int:
+        """Of its inputs: its own, whatever else is in the grid."""
+        return base + zlib.crc32(self.key.encode()) % (1 << 31)
+
+
+def cells_of(problems: Iterable[AttentionProblem], directions: Sequence[Direction]) -> list[Cell]:
+    """Every problem in every direction, each once."""
+    cells = {(cell := Cell(problem, direction)).key: cell for problem in problems for direction in directions}
+    return list(cells.values())
+
+
+def common_of(spec: Spec, seed: int, environment: dict[str, Any]) -> dict[str, Any]:
+    """What cells must share to stand in one table: the device, the versions, the code and how long is measured."""
+    machine = {name: environment.get(name) for name in ("device", "driver", "torch", "flashlane", "commit")}
+    chosen = asdict(spec)
+    chosen.pop("directions")  # a cell says its own
+    return {**machine, "seed": seed, **chosen}
+
+
+def sweep(
+    cells: Sequence[Cell],
+    spec: Spec,
+    journal: Journal,
+    *,
+    seconds: float,
+    seed: int,
+    reporter: Reporter,
+    retry: bool = False,
+    told: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Bench the cells that the journal does not have; ``retry`` takes those again that did not come through.
+
+    Raises:
+        journal.Full: the journal cannot be written; what is in it is kept.
+        ValueError: the worker refused a cell.
+    """
+    todo = [cell for cell in cells if _is_open(journal.records.get(cell.key), retry)]
+    with Crew(spec, seconds, reporter) as crew:
+        for cell in todo:
+            try:
+                results = crew.run(cell.problem, cell.direction, cell.seed(seed))
+            except Died as error:
+                journal.add(cell.key, {"status": DIED, "message": error.reason, "results": None})
+                told(f"{cell.key}: {error.reason}")
+                continue
+            journal.add(cell.key, {"status": status_of(results), "results": as_json(results)})
+
+
+def _is_open(record: dict[str, Any] | None, retry: bool) -> bool:
+    return record is None or (retry and record["status"] != DONE)
+
+
+def status_of(results: Results) -> str:
+    """``done`` when anything was timed; ``out of memory`` when nothing was, for want of memory."""
+    if any(row.timing for row in results.rows) or not lacking_memory(results):
+        return DONE
+    return OOM
+
+
+def lacking_memory(results: Results) -> list[str]:
+    """The tags that ran out of memory."""
+    lines = [(row.tag, row.message) for row in results.rows] + [(s.tag, s.reason) for s in results.skipped]
+    return [tag for tag, text in lines if text.startswith("out of memory") or text.endswith(": out of memory")]
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    """Results as JSON has them."""
+    return json.loads(results.to_json())
+
+
+def collected(journal: Journal, cells: Sequence[Cell]) -> Results | None:
+    """Everything that the journal has of these cells, as one run's results; None when it has nothing."""
+    whole: Results | None = None
+    lost: list[Skipped] = []
+    for cell in cells:
+        record = journal.records.get(cell.key)
+        if record is None:
+            continue
+        if record["results"] is None:
+            lost.append(Skipped(cell.key, "(everything)", f"{record['status']}: {record['message']}"))
+            continue
+        found = results_of(record["results"], str(journal.path))
+        if whole is None:
+            whole = found
+        else:
+            whole.rows += found.rows
+            whole.skipped += found.skipped
+            join_roofs(whole.environment, found.environment)
+            whole.notes += [note for note in found.notes if note not in whole.notes]
+    if whole is not None:
+        whole.skipped += lost
+        whole.settings["directions"] = list(dict.fromkeys(cell.direction for cell in cells))
+        whole.settings["seed"] = journal.common.get("seed")
+        whole.settings["sweep"] = {"cells": len(cells), "done": len(journal.records), "journal": journal.path.name}
+    return whole
+
+
+def summary_rows(results: Results) -> list[tuple[str, ...]]:
+    """(problem, fastest of ours, ms, TFLOP/s, best peer, ×, out of memory) of every cell."""
+    from flashlane.bench.present.table import NONE, significant
+
+    rows = []
+    titles = dict.fromkeys([row.problem for row in results.rows] + [s.problem for s in results.skipped])
+    for title in titles:
+        members = [row for row in results.rows if row.problem == title]
+        timed = sorted((row for row in members if row.timing), key=lambda row: row.timing.median)
+        ours = next((row for row in timed if row.kind == "kernel"), None)
+        peer = next((row for row in timed if row.kind == "baseline"), None)
+        few = Results({}, {}, members, [s for s in results.skipped if s.problem == title])
+        lacking = ", ".join(lacking_memory(few))
+        ratio = f"{peer.timing.median / ours.timing.median:.2f}" if ours and peer else NONE
+        figures = (significant(ours.timing.median), significant(ours.tflops)) if ours else (NONE, NONE)
+        rows.append((title, ours.tag if ours else NONE, *figures, peer.tag if peer else NONE, ratio, lacking))
+    return rows
+
+
+HEAD = ("problem", "fastest of ours", "ms", "TFLOPS", "best peer", "× best peer", "out of memory")
+
+
+def markdown(results: Results) -> str:
+    """The summary as Markdown."""
+    lines = [HEAD, ("---", "---", "---:", "---:", "---", "---:", "---"), *summary_rows(results)]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    where = results.environment
+    head = f"{where.get('device')}; torch {where.get('torch')}; commit {where.get('commit')}; {where.get('date')}"
+    return f"{head}\n\n{table}\n"
+
+
+def write(results: Results, folder: Path, name: str) -> list[Path]:
+    """``NAME.json``, ``.csv`` and ``.md``, each replaced at once."""
+    texts = {".json": results.to_json(), ".csv": results.to_csv(), ".md": markdown(results)}
+    for suffix, text in texts.items():
+        write_atomically(folder / f"{name}{suffix}", text)
+    return [folder / f"{name}{suffix}" for suffix in texts]

@@ -1,0 +1,372 @@
+"""Pictures of a bench's results file: rates and memory against length, speed-up bars, ratios to the best baseline.
+
+From a file that :meth:`flashlane.bench.measure.results.Results.write` wrote to a matplotlib figure; nothing is
+measured here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashlane.bench.measure.measured import Measured, Point, fastest_tags, read_results, read_roofs
+from flashlane.bench.present.figure import DARK, LIGHT, Theme, need_matplotlib, new_figure, provenance, save, themed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "DARK",
+    "LIGHT",
+    "Measured",
+    "Point",
+    "Theme",
+    "fastest_tags",
+    "heatmap_figure",
+    "memory_figure",
+    "need_matplotlib",
+    "provenance",
+    "read_results",
+    "read_roofs",
+    "save",
+    "speedup_figure",
+    "throughput_figure",
+]
+
+FAR = 4.0
+"""A roof so many times as high as all that was measured is named, not drawn."""
+MOST_LINES, MOST_BARS, MOST_PROBLEMS = 5, 12, 120
+"""Kernels drawn without being asked for; problems that one picture holds."""
+MARKERS = "osD^vPX<>*"
+DASHES = ("--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (2, 1)))
+
+
+# --- Throughput
+
+
+@themed
+def throughput_figure(
+    measured: Measured,
+    most: int = MOST_LINES,
+    roofs: dict[str, float] | None = None,
+    copy: float | None = None,
+    *,
+    theme: Theme = LIGHT,
+) -> Figure:
+    """TFLOP/s against sequence length: a panel for each head dim (and dtype, mask), a line for each tag.
+
+    Args:
+        most: kernels drawn, the fastest over all problems; every baseline is.
+        roofs: TFLOP/s by name; a name that begins with a dtype is drawn in that dtype's panels alone.
+        copy: GB/s of a copy: the roof that it puts over each length, by the least bytes that the problem moves.
+
+    Raises:
+        ValueError: more problems than a picture holds.
+    """
+    return _lines_figure(
+        measured,
+        most,
+        "TFLOP/s",
+        lambda p: p.tflops,
+        lambda axis, points: (_draw_roofs(axis, points, roofs or {}, copy, theme), axis.set_ylim(bottom=0)),
+        theme,
+    )
+
+
+@themed
+def memory_figure(measured: Measured, most: int = MOST_LINES, *, theme: Theme = LIGHT) -> Figure:
+    """MiB that one call takes beyond its inputs against sequence length: panels and lines as in the throughput.
+
+    Raises:
+        ValueError: no row says what it took, or more problems than a picture holds.
+    """
+    kept = tuple(p for p in measured.points if p.extra_bytes)
+    if not kept:
+        raise ValueError(f"{measured.path} does not say what a call allocates (flashlane bench --memory)")
+
+    def finish(axis: Axes, points: list[Point]) -> None:
+        axis.set_yscale("log", base=2)
+        low, high = (round(math.log2(v)) for v in axis.get_ylim())
+        steps = [2.0**e for e in range(low, high + 1, max(1, -(-(high - low) // 8)))]
+        axis.set_yticks(steps, [f"{x:g}" if x >= 1 else f"{x:.2g}" for x in steps])
+        axis.minorticks_off()
+
+    few = Measured(measured.path, measured.environment, kept)
+    title = "MiB a call, beyond its inputs"
+    return _lines_figure(few, most, title, lambda p: p.extra_bytes / 2**20, finish, theme)
+
+
+def _lines_figure(
+    measured: Measured,
+    most: int,
+    quantity: str,
+    value: Callable[[Point], float],
+    finish: Callable[[Axes, list[Point]], object],
+    theme: Theme,
+) -> Figure:
+    """A quantity against sequence length: a panel for each head dim and variant, a line for each tag."""
+    tags = fastest_tags(measured.points, most)
+    baselines = list(dict.fromkeys(p.tag for p in measured.points if not p.ours))
+    styles = {tag: _line_style(index, theme) for index, tag in enumerate(tags)}
+    styles |= {tag: _baseline_style(index, theme) for index, tag in enumerate(baselines)}
+    panels = _panels(measured.path, [p for p in measured.points if p.tag in styles])
+    across = min(3, len(panels))
+    kernels = len({p.tag for p in measured.points if p.ours})
+    heading = f"{quantity} against sequence length" + _of(len(tags), kernels)
+    legend_columns = 2 if across > 1 else 1
+    size = (4.7 * across + 0.4, 3.9 * -(-len(panels) // across) + 0.24 * -(-len(styles) // legend_columns) + 0.3)
+    figure, axes = new_figure(measured.environment, heading, len(panels), across, size, theme)
+    for axis, (title, points) in zip(axes, panels.items()):
+        _draw_lines(axis, points, styles, title, quantity, value)
+        finish(axis, points)
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
+    ordered = [tag for tag in styles if tag in handles]
+    figure.legend(
+        [handles[t] for t in ordered], ordered, loc="outside lower center", ncols=legend_columns, frameon=False
+    )
+    return figure
+
+
+def _panels(path: Path, points: Sequence[Point]) -> dict[str, list[Point]]:
+    """Points by title. Batch and heads may change along a line, but where two share a length each gets a panel."""
+    groups: dict[tuple[str, ...], list[Point]] = defaultdict(list)
+    for point in points:
+        groups[point.head_dim, point.variant, point.queries].append(point)
+    panels: dict[str, list[Point]] = {}
+    for key in sorted(groups, key=lambda k: (*map(int, k[0].split("/")), *k[1:])):
+        title = " · ".join(filter(None, (f"head dim {key[0]}", *key[1:])))
+        group = groups[key]
+        extents = list(dict.fromkeys(p.extent for p in group))
+        shared = len({(p.extent, p.seqlen_k) for p in group}) > len({p.seqlen_k for p in group})
+        if shared or len(extents) == 1:
+            panels |= {f"{title} · {each}": [p for p in group if p.extent == each] for each in extents}
+        else:
+            panels[title] = group
+    _check_number(path, len(panels))
+    return panels
+
+
+def _draw_lines(
+    axis: Axes,
+    points: list[Point],
+    styles: dict[str, dict[str, Any]],
+    title: str,
+    quantity: str,
+    value: Callable[[Point], float],
+) -> None:
+    for tag, style in styles.items():
+        line = sorted((p.seqlen_k, value(p)) for p in points if p.tag == tag)
+        if line:
+            axis.plot(*zip(*line), label=tag, **style)
+    extents = {p.seqlen_k: p.extent for p in points}
+    lengths, vary = sorted(extents), len(set(extents.values())) > 1
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [f"{n}\n{extents[n]}" if vary else str(n) for n in lengths])
+    axis.minorticks_off()
+    axis.set_xlim(lengths[0] / 1.4, lengths[-1] * 1.4)
+    axis.set_xlabel("keys a sequence" if points[0].queries else "sequence length")
+    axis.set_ylabel(quantity)
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.grid(axis="y")
+
+
+def _draw_roofs(axis: Axes, points: list[Point], roofs: dict[str, float], copy: float | None, theme: Theme) -> None:
+    dtype = re.split(r"[ ,]", points[0].variant)[0]
+    kept: dict[str, list[str]] = defaultdict(list)
+    for name, rate in roofs.items():
+        first, _, rest = name.partition(" ")
+        if first == dtype or not re.fullmatch(r"b?f\d+", first):
+            kept[_rate(rate)].append(rest if first == dtype else name)
+    highest = max(line.get_ydata().max() for line in axis.lines)
+    near = [float(rate) for rate in kept if float(rate) < FAR * highest]
+    labels = []
+    for rate in sorted(kept, key=float, reverse=True):
+        far = "" if float(rate) in near else "↑ "  # its line would press the measured ones flat
+        labels.append(f"{far}{' and '.join(filter(None, kept[rate]))}: {rate} TFLOP/s")
+        if not far:
+            axis.axhline(float(rate), color=theme.roof, linewidth=1.3, zorder=1)
+    if copy is not None:
+        labels += _draw_copy_roof(axis, points, copy, max([highest, *near]), theme)
+    for row, label in enumerate(labels):
+        place = {"xycoords": "axes fraction", "textcoords": "offset points", "xytext": (4, -11 - 12 * row)}
+        axis.annotate(label, (0, 1), color=theme.roof, fontsize=8, **place)
+    if labels:  # the labels are above all that is drawn
+        axis.set_ylim(top=max(highest, *near) * (1.08 + 0.055 * len(labels)) if near else highest * 1.2)
+
+
+def _draw_copy_roof(axis: Axes, points: list[Point], copy: float, top: float, theme: Theme) -> list[str]:
+    """What the copy rate leaves at each length, cut off above the other roofs; its label."""
+    over = sorted({(p.seqlen_k, p.intensity * copy * 1e-3) for p in points if p.intensity})
+    if not over:
+        return []
+    inside = [(n, rate) for n, rate in over if rate < FAR * top]
+    if inside:
+        axis.plot(*zip(*inside), color=theme.roof, linewidth=1.3, linestyle=":", zorder=1, label="_copy")
+    return [f"{'' if inside else '↑ '}copy: {copy / 1000:.3g} TB/s" + (" (dotted)" if inside else "")]
+
+
+def _line_style(index: int, theme: Theme) -> dict[str, Any]:
+    return {
+        "color": theme.lines[index % len(theme.lines)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linewidth": 1.8,
+        "markersize": 5.5,
+        "zorder": 3,
+    }
+
+
+def _baseline_style(index: int, theme: Theme) -> dict[str, Any]:
+    return {
+        "color": theme.baseline,
+        "marker": MARKERS[index % len(MARKERS)],
+        "markerfacecolor": theme.background,
+        "linestyle": DASHES[index % len(DASHES)],
+        "linewidth": 1.4,
+        "markersize": 5.5,
+        "zorder": 2,
+    }
+
+
+# --- Speed-up
+
+
+@themed
+def speedup_figure(measured: Measured, most: int = MOST_BARS, *, theme: Theme = LIGHT) -> Figure:
+    """Bars of each problem's fastest kernels and all its baselines: how many times as fast as the best baseline.
+
+    Raises:
+        ValueError: no problem has a timed baseline, or more problems than a picture holds.
+    """
+    panels: dict[str, list[Point]] = defaultdict(list)
+    for point in _compared(measured):
+        panels[point.problem].append(point)
+    _check_number(measured.path, len(panels))
+    bars = {problem: _bars(points, most) for problem, points in panels.items()}
+    across = min(2, len(panels))
+    rows = max(map(len, bars.values()))
+    size = (7.4 * across, (0.9 + 0.21 * rows) * -(-len(panels) // across))
+    figure, axes = new_figure(measured.environment, "Speed against the best baseline", len(panels), across, size, theme)
+    for axis, (problem, points) in zip(axes, bars.items()):
+        total = sum(p.ours for p in panels[problem])
+        _draw_bars(axis, points, problem + _of(sum(p.ours for p in points), total), theme)
+    return figure
+
+
+def _bars(points: list[Point], most: int) -> list[Point]:
+    ours = sorted((p for p in points if p.ours), key=lambda p: -(p.speedup or 0))[:most]
+    return sorted([*ours, *(p for p in points if not p.ours)], key=lambda p: -(p.speedup or 0))
+
+
+def _draw_bars(axis: Axes, points: list[Point], title: str, theme: Theme) -> None:
+    widths = [p.speedup or 0.0 for p in points]
+    colours = [theme.lines[0] if p.ours else theme.baseline for p in points]
+    axis.barh(range(len(points)), widths, color=colours, height=0.74)
+    for row, point in enumerate(points):
+        label = f"{point.speedup:.2f}×  {_rate(point.tflops)} TFLOP/s"
+        box = {"facecolor": theme.background, "edgecolor": "none", "pad": 0.6}
+        place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "zorder": 4}
+        axis.annotate(label, (widths[row], row), fontsize=7, bbox=box, **place)
+    axis.axvline(1.0, color=theme.roof, linewidth=1.1, linestyle="--", zorder=3)
+    axis.set_yticks(range(len(points)), [p.tag for p in points], fontsize=7)
+    for tick, point in zip(axis.get_yticklabels(), points):
+        tick.set_fontweight("normal" if point.ours else "bold")
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.45 * max(1.0, *widths))  # room for the figures
+    axis.set_xlabel("× best baseline (baselines grey and bold)", fontsize=8)
+    axis.set_title("\n".join(textwrap.wrap(title, 54)), fontsize=9.5, loc="left")
+
+
+# --- Heat map
+
+
+@themed
+def heatmap_figure(measured: Measured, *, theme: Theme = LIGHT) -> Figure:
+    """Our fastest kernel's speed over the best baseline's: batch, heads and kind down, head dim and length across.
+
+    Raises:
+        ValueError: no problem has both a kernel and a timed baseline, or more problems than a picture holds.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+
+    cells: dict[tuple[Any, ...], dict[tuple[Any, ...], Point]] = defaultdict(dict)
+    for point in (p for p in _compared(measured) if p.ours):
+        heads = tuple(map(int, point.heads.split("/")))
+        row = (point.variant, point.queries, point.batch, heads, point.extent)
+        column = (tuple(map(int, point.head_dim.split("/"))), point.seqlen_k)
+        best = cells[row].get(column)
+        if best is None or best.tflops < point.tflops:
+            cells[row][column] = point
+    if not cells:
+        raise ValueError(f"{measured.path} has no problem with both a kernel and a checked baseline")
+    rows, columns = sorted(cells), sorted({column for by_column in cells.values() for column in by_column})
+    _check_number(measured.path, max(len(rows), len(columns)))
+    size = (max(8.4, 3.3 + 1.05 * len(columns)), 1.5 + 0.52 * len(rows))
+    figure, (axis,) = new_figure(
+        measured.environment, "Our fastest kernel against the best baseline", 1, 1, size, theme
+    )
+    grid = [[cells[r][c].speedup if c in cells[r] else math.nan for c in columns] for r in rows]
+    reach = max(0.5, *(abs(math.log2(x)) for line in grid for x in line if not math.isnan(x)))
+    colours = LinearSegmentedColormap.from_list("ratio", theme.ratio)
+    logs = [[math.log2(x) for x in line] for line in grid]
+    image = axis.imshow(logs, cmap=colours, vmin=-reach, vmax=reach, aspect="auto")
+    _label_cells(axis, [[cells[r].get(c) for c in columns] for r in rows], functools.partial(_ink, image))
+    axis.set_xticks(range(len(columns)), [f"D{'/'.join(map(str, dim))}\nN{length}" for dim, length in columns])
+    names = [" · ".join(filter(None, (row[4], row[0], row[1]))) for row in rows]
+    axis.set_yticks(range(len(rows)), names)
+    axis.set_xlabel("head dim and sequence length")
+    axis.set_ylabel("problem")
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    bar = figure.colorbar(image, ax=axis, pad=0.02)
+    marks = (0.5, 0.7, 1.0, 1.4, 2.0) if reach < 2 else (0.01, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 100.0)
+    steps = [x for x in marks if abs(math.log2(x)) <= reach + 1e-9]
+    bar.set_ticks([math.log2(x) for x in steps], labels=[f"{x:g}×" for x in steps])
+    bar.set_label("× best baseline")
+    bar.outline.set_visible(False)
+    return figure
+
+
+def _label_cells(axis: Axes, cells: list[list[Point | None]], ink: Callable[[float], str]) -> None:
+    for y, line in enumerate(cells):
+        for x, point in enumerate(line):
+            if point is None:
+                axis.text(x, y, "–", ha="center", va="center")
+            else:
+                label = f"{point.speedup:.2f}×\n{_rate(point.tflops)} TFLOP/s"
+                axis.text(x, y, label, ha="center", va="center", fontsize=8, color=ink(math.log2(point.speedup or 1)))
+
+
+def _ink(image: Any, value: float) -> str:
+    """Black or white, whichever stands out on the colour of a value (relative luminance, WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in image.to_rgba(value)[:3]]
+    luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
+    return "#000000" if luminance > 0.18 else "#ffffff"
+
+
+def _compared(measured: Measured) -> list[Point]:
+    points = [p for p in measured.points if p.speedup]
+    if not points:
+        raise ValueError(f"{measured.path} has no problem with a checked baseline, so no speed-up to draw")
+    return points
+
+
+def _check_number(path: Path, panels: int) -> None:
+    if panels > MOST_PROBLEMS:
+        raise ValueError(f"{path} asks for {panels} problems in one picture; at most {MOST_PROBLEMS} fit")
+
+
+def _of(shown: int, total: int) -> str:
+    return f" · fastest {shown} of {total}" if shown < total else ""
+
+
+def _rate(tflops: float) -> str:
+    return f"{tflops:.0f}" if tflops >= 100 else f"{tflops:.3g}"

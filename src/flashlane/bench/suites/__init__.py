@@ -1,0 +1,1 @@
+"""Fixed sets of problems."""

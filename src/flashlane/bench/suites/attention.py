@@ -1,0 +1,344 @@
+"""The course's two attention tables: plain PyTorch attention by size, and FlashAttention against PyTorch.
+
+``attention``: batch 8, one head, f32, no mask; forward, backward and memory before the backward pass. ``flash``: batch
+1, one head, causal; forward, backward and both, against eager PyTorch and PyTorch under ``torch.compile``. Passes are
+timed apart: the forward records what a gradient needs, the backward runs on a graph that was made before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from flashlane import flash_attn_func
+from flashlane.bench.measure.timing import Clock, Settings, Timing, clock_for, measure
+from flashlane.bench.suites.flash import (
+    ERROR,
+    FAIL,
+    OOM,
+    Column,
+    OutOfMemory,
+    SavedBytes,
+    Value,
+    guarded,
+    milliseconds,
+    refuse_beyond_memory,
+    release,
+    speedup,
+)
+from flashlane.core.problem import DTYPES
+from flashlane.models.attention import eager_attention
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Direction = Literal["forward", "backward", "both"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
+Compiling = Literal["static", "dynamic", "none"]
+COMPILING: tuple[Compiling, ...] = ("static", "dynamic", "none")
+SCORE_COPIES = {"forward": 3, "backward": 5, "both": 5}
+"""Matrices of scores that plain attention holds at once, for refusing what a CPU's memory does not hold."""
+TOLERANCE = {"f16": 1e-2, "bf16": 2e-2, "f32": 2e-3, "f64": 1e-6}
+"""Largest relative L2 error of an output or gradient against torch's own attention in f32 (f64 for f64)."""
+GPU_SETTINGS = Settings(rounds=5, round_ms=5.0, warmup_ms=20.0, warmup=2, max_iterations=100, budget_ms=2000.0)
+CPU_SETTINGS = Settings(rounds=3, round_ms=2.0, warmup_ms=4.0, warmup=1, max_iterations=50, budget_ms=600.0)
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """softmax(QKᵀ)V without a mask, as separate operations; ``(b, s, h, d)``."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return (torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, dim=-1) @ v).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: length, head dim and dtype."""
+
+    seqlen: int
+    head_dim: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"N{self.seqlen} D{self.head_dim} {self.dtype}"
+
+
+@dataclass
+class Pass:
+    """One implementation in one direction, for the interleaved clock; its graph lives only inside its context."""
+
+    tag: str
+    attend: Attend
+    direction: Direction
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    do: torch.Tensor
+    score_bytes: int = 0
+    """Bytes of one matrix of scores, for an implementation that holds them."""
+    out: torch.Tensor | None = field(default=None, repr=False)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        refuse_beyond_memory(SCORE_COPIES[self.direction] * self.score_bytes, self.do.device)
+        try:
+            with torch.enable_grad():
+                if self.direction == "backward":
+                    self.out = guarded(lambda: self.attend(*self.tensors), self.do.device)
+                yield
+        finally:
+            self.out = None
+
+    def call(self) -> object:
+        return guarded(self._call, self.do.device)
+
+    def _call(self) -> object:
+        if self.direction == "forward":
+            return self.attend(*self.tensors)
+        keep = self.direction == "backward"
+        out = self.out if keep else self.attend(*self.tensors)
+        return torch.autograd.grad(out, self.tensors, self.do, retain_graph=keep)
+
+
+@dataclass
+class Implementation:
+    """What a suite compares: its key in the columns, and attention of a shape."""
+
+    key: str
+    label: str
+    prepare: Callable[[Case], Attend]
+    holds_scores: bool = True
+
+
+def compiled(attend: Attend, how: Compiling) -> Callable[[Case], Attend]:
+    """``torch.compile`` of plain attention: anew for each shape (static), or once for all lengths (dynamic)."""
+    import torch._functorch.config as functorch
+
+    functorch.donated_buffer = False  # a backward pass that is timed runs many times on one graph
+    if how == "dynamic":
+        once = torch.compile(attend, dynamic=True)
+        return lambda case: once
+
+    def prepare(case: Case) -> Attend:
+        torch._dynamo.reset()  # after eight shapes dynamo would run the eager version in its name
+        return torch.compile(attend, dynamic=False)
+
+    return prepare
+
+
+@dataclass
+class AttentionSuite:
+    """Either table; see the module's docstring.
+
+    Args:
+        name: ``attention`` or ``flash``.
+        device: where it runs.
+        seqlens: lengths.
+        head_dims: head dims.
+        dtypes: names of dtypes.
+        batch: sequences.
+        heads: heads of each.
+        compiling: whether torch.compile is compared, and how (``flash`` only).
+        kernel: tag of our kernel, or None for what the dispatcher takes.
+        timing: how long to measure.
+        seed: of the inputs.
+    """
+
+    name: Literal["attention", "flash"]
+    device: torch.device
+    seqlens: Sequence[int]
+    head_dims: Sequence[int]
+    dtypes: Sequence[str]
+    batch: int = 1
+    heads: int = 1
+    compiling: Compiling = "none"
+    kernel: str | None = None
+    timing: Settings = GPU_SETTINGS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.causal = self.name == "flash"
+        self._clock: Clock | None = None
+        plain = eager_attention if self.causal else plain_attention
+        ours = functools.partial(flash_attn_func, causal=self.causal, kernel=self.kernel)
+        self.implementations = [Implementation("torch", "eager PyTorch", lambda case: plain)]
+        if self.causal and self.compiling != "none":
+            prepare = compiled(plain, self.compiling)
+            self.implementations.append(Implementation("compiled", f"torch.compile ({self.compiling})", prepare))
+        self.implementations.append(Implementation("ours", "flashlane", lambda case: ours, holds_scores=False))
+
+    @property
+    def title(self) -> str:
+        mask = "causal" if self.causal else "no mask"
+        return f"{self.name}: batch {self.batch}, {self.heads} head{'s' * (self.heads > 1)}, {mask}, ms"
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        keys = [implementation.key for implementation in self.implementations]
+        sizes = (Column("seqlen", "seq_len"), Column("head_dim", "d_model"), Column("dtype", "precision"))
+        short = {"forward": "fwd", "backward": "bwd", "both": "fbwd"}
+        if not self.causal:
+            found = [
+                column
+                for key in keys
+                for column in (
+                    Column(f"{key}_forward", f"fwd_{key}(ms)", 3),
+                    Column(f"{key}_backward", f"bwd_{key}(ms)", 3),
+                    Column(f"{key}_memory", f"mem_{key}(MB)", 1),
+                )
+            ]
+            return (sizes[1], sizes[0], sizes[2], *found, *self._speedups(short, ("forward", "backward")))
+        letters = {"forward": "ft", "backward": "bt", "both": "fbt"}
+        times = [Column(f"{key}_{d}", f"{letters[d]}_{key}", 3) for key in keys for d in DIRECTIONS]
+        return (*sizes, *times, *self._speedups({"forward": "fwd", "backward": "bwd", "both": "tot"}, DIRECTIONS))
+
+    def _speedups(self, names: dict[str, str], directions: Sequence[str]) -> Iterator[Column]:
+        others = [implementation.key for implementation in self.implementations[:-1]]
+        for other, direction in itertools.product(others, directions):
+            suffix = "" if len(others) == 1 else f"_{other}"
+            yield Column(f"speedup_{other}_{direction}", f"speedup_{names[direction]}{suffix}", 2, "x")
+
+    @property
+    def notes(self) -> list[str]:
+        labels = ", ".join(f"{i.key}: {i.label}" for i in self.implementations)
+        found = [
+            f"{labels}. Milliseconds: median of interleaved rounds. The forward records what a gradient needs; the "
+            "backward is timed apart, on a graph that was made before.",
+            "OOM: out of memory. N/A: one of the two times is missing. FAIL: our result is off; it is not timed.",
+        ]
+        if self.causal:
+            found.append("ft, bt, fbt: forward, backward, both in one.")
+        else:
+            how = "torch's allocator" if self.device.type == "cuda" else "inputs, output and what autograd saved"
+            found.append(f"mem: bytes alive before the backward pass ({how}), 10⁶ bytes.")
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        problem = {"batch": self.batch, "heads": self.heads, "causal": self.causal, "seed": self.seed}
+        how = {"rounds": self.timing.rounds, "round_ms": self.timing.round_ms, "compile": self.compiling}
+        return {**problem, **how, "kernel": self.kernel or "auto", "tolerance": TOLERANCE}
+
+    def cases(self) -> list[Case]:
+        if self.causal:
+            return [Case(n, d, t) for n, d, t in itertools.product(self.seqlens, self.head_dims, self.dtypes)]
+        return [Case(n, d, t) for t, d, n in itertools.product(self.dtypes, self.head_dims, self.seqlens)]
+
+    def describe(self, case: Case) -> str:
+        return f"{self.name} {case}"
+
+    def measure(self, case: Case, say: Callable[[str], None], messages: list[str]) -> list[dict[str, Value]]:
+        row: dict[str, Value] = {"seqlen": case.seqlen, "head_dim": case.head_dim, "dtype": case.dtype}
+        clock = self._clock_of()  # its buffer is no part of what the inputs take
+        before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        try:
+            tensors, do = guarded(lambda: self._inputs(case), self.device)
+        except OutOfMemory:
+            row |= {column.key: OOM for column in self.columns if column.key not in row}
+            return [row]
+        score_bytes = self.batch * self.heads * case.seqlen**2 * DTYPES[case.dtype].itemsize
+        passes = {i.key: (i.prepare(case), score_bytes if i.holds_scores else 0, i.label) for i in self.implementations}
+        say("check")
+        wrong = self._check(case, passes["ours"][0], tensors, do)
+        if wrong:
+            messages.append(f"{case}: {wrong}")
+            passes.pop("ours")
+            row |= {column.key: FAIL for column in self.columns if column.key.startswith("ours_")}
+        for direction in ("forward", "backward") if not self.causal else DIRECTIONS:
+            items = [Pass(key, a, direction, tensors, do, size) for key, (a, size, _) in passes.items()]
+            results = measure(items, clock, self.timing, lambda tag, d=direction: say(f"{d} {tag}"))
+            for item, result in zip(items, results, strict=True):
+                what = f"{case} {direction} {item.tag}"
+                row[f"{item.tag}_{direction}"] = milliseconds(_without_traceback(result), what, messages)
+            release(self.device)
+        if not self.causal:
+            for key, (attend, size, _) in passes.items():
+                row[f"{key}_memory"] = self._memory(attend, tensors, do, size, before)
+        for column in self.columns:
+            if column.key.startswith("speedup_"):
+                _, other, direction = column.key.split("_")
+                row[column.key] = speedup(row.get(f"{other}_{direction}"), row.get(f"ours_{direction}"))
+        del tensors, do, items
+        release(self.device)
+        return [row]
+
+    def _clock_of(self) -> Clock:
+        if self._clock is None:
+            self._clock = clock_for(self.device, self.timing)
+        return self._clock
+
+    def _inputs(self, case: Case) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        generator = torch.Generator(device=self.device).manual_seed(self.seed)
+        shape = (self.batch, case.seqlen, self.heads, case.head_dim)
+        q, k, v, do = (
+            torch.randn(shape, generator=generator, device=self.device).to(DTYPES[case.dtype]) for _ in range(4)
+        )
+        return (q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), do
+
+    def _check(
+        self, case: Case, attend: Attend, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], do: torch.Tensor
+    ) -> str:
+        """What is wrong with our output or gradients against torch's attention in a wider type; empty when nothing."""
+        wide = torch.float64 if case.dtype == "f64" else torch.float32
+        try:
+            found = guarded(lambda: _results(attend, tensors, do), self.device)
+            exact = tuple(t.detach().to(wide).requires_grad_() for t in tensors)
+            right = guarded(lambda: _results(self._torch_attention, exact, do.to(wide)), self.device)
+        except OutOfMemory:
+            return ""  # what runs out of memory here says so in its own cell
+        except Exception as error:
+            return f"flashlane: {type(error).__name__}: {error}"
+        for name, mine, theirs in zip(("out", "dq", "dk", "dv"), found, right, strict=True):
+            error = float((mine.to(wide) - theirs).norm() / theirs.norm().clamp(min=torch.finfo(wide).tiny))
+            if not error <= TOLERANCE[case.dtype]:
+                return f"flashlane: {name} is off by {error:.2e} (relative L2; allowed {TOLERANCE[case.dtype]:g})"
+        return ""
+
+    def _torch_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)
+
+    def _memory(
+        self,
+        attend: Attend,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        do: torch.Tensor,
+        score_bytes: int,
+        before: int,
+    ) -> Value:
+        """Megabytes alive between the forward and the backward pass."""
+        on_gpu = self.device.type == "cuda"
+        release(self.device)  # what the implementation before it left
+        try:
+            refuse_beyond_memory(SCORE_COPIES["forward"] * score_bytes, self.device)
+            with torch.enable_grad(), contextlib.nullcontext() if on_gpu else SavedBytes() as saved:
+                out = guarded(lambda: attend(*tensors), self.device)
+                if saved is None:  # a forward pass has no do
+                    total = torch.cuda.memory_allocated(self.device) - before - do.nbytes
+                else:
+                    total = saved.total(*tensors, out)
+        except OutOfMemory:
+            return OOM
+        except Exception:
+            return ERROR  # the timing of the same call says what it raises
+        return total / 1e6
+
+
+def _results(
+    attend: Attend, tensors: tuple[torch.Tensor, ...], do: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    with torch.enable_grad():
+        out = attend(*tensors)
+        return (out.detach(), *torch.autograd.grad(out, tensors, do))
+
+
+def _without_traceback(result: Timing | Exception) -> Timing | Exception:
+    """An exception's traceback holds the frames of what raised it, and those its tensors."""
+    return result.with_traceback(None) if isinstance(result, Exception) else result
+
+
+def powers(low: int, high: int, factor: int = 2) -> list[int]:
+    """low, low·factor, … up to high."""
+    return [low * factor**i for i in range(int(math.log(high / low, factor) + 1e-9) + 1)] if high >= low else []

@@ -1,0 +1,298 @@
+"""What the course tables share: rows that grow one at a time, what a cell may hold, files after every row.
+
+A suite is a list of cases and a function that measures one. Its table goes out as a terminal table, Markdown, CSV and
+JSON; the files are rewritten after each row, so that a stop loses one row. A cell that runs out of memory says OOM and
+the run goes on.
+"""
+
+from __future__ import annotations
+
+import csv
+import gc
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from flashlane.bench.measure.environment import environment
+from flashlane.bench.measure.progress import Reporter, Silent
+from flashlane.bench.measure.results import file_stem, finite, write_atomically
+from flashlane.bench.measure.timing import Timing
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FORMAT = "flashlane-suite/1"
+OOM, NA, FAIL, ERROR = "OOM", "N/A", "FAIL", "error"
+Value = float | int | str | None
+"""A cell: a number, one of the words above or a name, or None where nothing was tried."""
+T = TypeVar("T")
+
+
+class OutOfMemory(RuntimeError):
+    """A cell ran out of memory, or would."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a suite's table."""
+
+    key: str
+    title: str
+    digits: int | None = None
+    """Digits after the point of a number, or None for what is printed as it is."""
+    unit: str = ""
+    """Put after a number: ``×``."""
+
+    def cell(self, value: Value) -> str:
+        if value is None:
+            return "–"
+        if isinstance(value, float) and self.digits is not None:
+            return f"{value:.{self.digits}f}{self.unit}"
+        return str(value)
+
+
+@dataclass
+class SuiteResults:
+    """The rows of a suite so far, and on what they were measured."""
+
+    suite: str
+    title: str
+    columns: tuple[Column, ...]
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    """How to read the table, a sentence each."""
+    rows: list[dict[str, Value]] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    """What went wrong, a line each."""
+    complete: bool = False
+    """Whether every case was measured."""
+    interrupted: bool = False
+    """Whether Ctrl-C ended it."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether a check of ours failed or something raised."""
+        return any(value in (FAIL, ERROR) for row in self.rows for value in row.values())
+
+    def to_json(self) -> str:
+        columns = [{"key": c.key, "title": c.title} for c in self.columns]
+        body = {"format": FORMAT, "suite": self.suite, "title": self.title, "complete": self.complete}
+        body |= {"environment": self.environment, "settings": self.settings, "columns": columns, "rows": self.rows}
+        return json.dumps(finite({**body, "notes": self.notes, "messages": self.messages}), indent=1) + "\n"
+
+    def to_csv(self) -> str:
+        """One line a row, numbers in full, the columns' titles as head."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([column.title for column in self.columns])
+        writer.writerows([_blank(row.get(column.key)) for column in self.columns] for row in self.rows)
+        return text.getvalue()
+
+    def to_markdown(self) -> str:
+        """A heading, the table, the notes and where it was measured."""
+        cells = [[column.title for column in self.columns]] + self.cells()
+        widths = [max(len(line[i]) for line in cells) for i in range(len(self.columns))]
+        lines = [
+            "| " + " | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells
+        ]
+        lines.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
+        notes = [*self.notes, *self.messages, self.where()]
+        notes += [] if self.complete else ["The run was stopped before the last row."]
+        return f"# {self.title}\n\n" + "\n".join(lines) + "\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
+
+    def table(self) -> Table:
+        """The table for a terminal."""
+        from rich import box
+        from rich.markup import escape
+        from rich.table import Table
+        from rich.text import Text
+
+        made = Table(title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for column in self.columns:
+            made.add_column(column.title, justify="right", no_wrap=True)
+        for line in self.cells():
+            made.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in line))
+        return made
+
+    def cells(self) -> list[list[str]]:
+        """Every row as text."""
+        return [[column.cell(row.get(column.key)) for column in self.columns] for row in self.rows]
+
+    def where(self) -> str:
+        """Device, versions, commit and date in one line."""
+        e = self.environment
+        return f"{e['device']}, torch {e['torch']}, flashlane {e['flashlane']}, commit {e['commit']}, {e['date']}"
+
+    def write(self, folder: Path, stem: str) -> tuple[Path, ...]:
+        """Write JSON, CSV and Markdown, each replaced in one step; their paths."""
+        made = {"json": self.to_json(), "csv": self.to_csv(), "md": self.to_markdown()}
+        for suffix, text in made.items():
+            write_atomically(folder / f"{stem}.{suffix}", text)
+        return tuple(folder / f"{stem}.{suffix}" for suffix in made)
+
+
+_STYLES = {OOM: "yellow", NA: "dim", FAIL: "bold red", ERROR: "bold red", "–": "dim"}
+
+
+def _blank(value: Value) -> Value:
+    return "" if value is None else value
+
+
+class Suite(Protocol):
+    """A table to measure."""
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    notes: list[str]
+
+    def cases(self) -> Sequence[Any]:
+        """What a row (or a few) is measured of, in order."""
+
+    def describe(self, case: Any) -> str:
+        """One line for the progress bar."""
+
+    def measure(self, case: Any, say: Callable[[str], None], messages: list[str]) -> list[dict[str, Value]]:
+        """The rows of a case; ``say`` tells what runs, ``messages`` takes what went wrong."""
+
+    def settings(self) -> dict[str, Any]:
+        """What the JSON file says beside the rows."""
+
+
+def run_suite(
+    suite: Suite,
+    device: torch.device,
+    *,
+    seconds: float | None = None,
+    reporter: Reporter | None = None,
+    keep: Callable[[SuiteResults], None] = lambda results: None,
+) -> SuiteResults:
+    """Measure every case of a suite; after each, ``keep`` gets what there is.
+
+    Args:
+        suite: what to measure.
+        device: what the environment is told of.
+        seconds: no case begins after so many.
+        reporter: told of the progress.
+        keep: called with the results after each case.
+
+    Returns:
+        The results; after Ctrl-C, or when the time was over, those of the cases before, with ``complete`` False.
+    """
+    reporter = reporter or Silent()
+    found = SuiteResults(
+        suite.name, suite.title, suite.columns, environment(device), suite.settings(), list(suite.notes)
+    )
+    cases, start = suite.cases(), time.monotonic()
+    try:
+        for number, case in enumerate(cases):
+            if seconds is not None and number and time.monotonic() - start > seconds:
+                found.messages.append(
+                    f"{len(cases) - number} of {len(cases)} cases were left out: {seconds:g} s are over"
+                )
+                break
+            reporter.begin(suite.describe(case), 1)
+            found.rows += suite.measure(case, lambda what: reporter.step(what, advance=False), found.messages)
+            found.complete = number + 1 == len(cases)
+            keep(found)
+    except KeyboardInterrupt:
+        found.interrupted = True
+    keep(found)
+    return found
+
+
+def stem_of(suite: Suite, device: str) -> str:
+    """The name of a run's files, without suffix."""
+    return file_stem(device, f"suite-{suite.name}")
+
+
+# --- memory ---
+
+
+def guarded(call: Callable[[], T], device: torch.device) -> T:
+    """Call; running out of memory becomes :class:`OutOfMemory`, which holds no tensor, and the cache is emptied."""
+    try:
+        return call()
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, OutOfMemory) or not _is_out_of_memory(error):
+            raise
+    gc.collect()
+    release(device)
+    raise OutOfMemory("out of memory")
+
+
+def release(device: torch.device) -> None:
+    """Give a GPU's memory that nobody holds back to it."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    words = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
+
+
+def refuse_beyond_memory(needed: int, device: torch.device) -> None:
+    """Raise :class:`OutOfMemory` on a CPU that lacks so many bytes: there a process is killed, it gets no error."""
+    if device.type != "cpu":
+        return
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return
+    if needed > 0.8 * free:
+        raise OutOfMemory(f"it would need {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free: not tried")
+
+
+class SavedBytes:
+    """Bytes of the tensors that autograd saves inside this context, each storage once."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, int] = {}
+
+    def __enter__(self) -> SavedBytes:
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._seen, lambda tensor: tensor)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.hooks.__exit__(*error)
+
+    def _seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # an operation that saves its own output would keep itself alive for ever
+
+    def total(self, *others: torch.Tensor) -> int:
+        """Bytes of all that was saved, and of other tensors that are alive."""
+        for tensor in others:
+            self._seen(tensor)
+        return sum(self.storages.values())
+
+
+# --- cells ---
+
+
+def milliseconds(result: Timing | Exception, what: str, messages: list[str]) -> Value:
+    """The cell of a timing: its median, OOM, or ``error`` with a message."""
+    if isinstance(result, Timing):
+        return result.median
+    if isinstance(result, OutOfMemory):
+        return OOM
+    messages.append(f"{what}: {type(result).__name__}: {str(result).splitlines()[0] if str(result) else ''}")
+    return ERROR
+
+
+def speedup(theirs: Value, ours: Value) -> Value:
+    """How many times as fast ours is, or N/A where one of them has no time."""
+    both = isinstance(theirs, float) and isinstance(ours, float) and ours > 0
+    return theirs / ours if both else NA

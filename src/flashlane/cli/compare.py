@@ -1,0 +1,158 @@
+"""``flashlane compare``: everything that can run a problem, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashlane.cli import options as o
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashlane.bench.measure.results import Results
+    from flashlane.core.problem import AttentionProblem
+
+
+def compare_command(
+    batch: o.Batch = None,
+    heads: o.Heads = None,
+    seqlen: o.Seqlen = None,
+    head_dim: o.HeadDim = None,
+    kv_heads: o.KvHeads = None,
+    seqlen_k: o.SeqlenK = None,
+    causal: o.Causal = None,
+    alignment: o.AlignmentName = "bottom-right",
+    dtype: o.Dtype = None,
+    preset: o.PresetName = None,
+    tags: Annotated[
+        str,
+        o.option(
+            "--tags",
+            help="Kernels whose tag contains one of these words. Default: what auto takes, and one a family.",
+            panel=o.WHICH,
+        ),
+    ] = "",
+    kernels: o.Kernels = "",
+    baselines: o.Baselines = "all",
+    peers_from: o.PeersFrom = None,
+    no_grad: o.NoGrad = False,
+    backward: o.Backward = False,
+    both: o.Both = False,
+    check: Annotated[
+        bool, o.option("--check/--no-check", help="Compare outputs (and gradients) with the formula.", panel=o.MEASURE)
+    ] = True,
+    warmup: o.Warmup = None,
+    iters: o.Rounds = None,
+    quick: o.Quick = False,
+    timeout: o.Timeout = o.TIMEOUT,
+    seed: o.Seed = 0,
+    device: o.Device = None,
+    out: o.Out = o.RESULTS,
+) -> None:
+    """Compare plain PyTorch, torch's SDPA backends, our kernels and every installed peer: time, memory, error.
+
+    Everything runs interleaved in one process of its own. What raises has a row that says so; so has what hangs
+    longer than --timeout or crashes: it is ended, and the rest is measured without it. The fastest and the leanest
+    (least memory a call) are named. Writes JSON, CSV and Markdown.
+
+    Exit status: 0 done, 1 a kernel's check failed or it raised, 2 bad input, 3 the files could not be written where
+    they should be.
+
+    Examples:
+
+      flashlane compare --preset gpt2
+
+      flashlane compare --N 4096 --D 128 --causal --backward --baselines flash,cudnn,flash-attn-4
+
+      flashlane compare --preset bert-base --peers-from my_attention.py --timeout 30
+    """
+    from flashlane.bench.measure.isolated import Spec, run_isolated
+    from flashlane.bench.measure.peers import peers_of_files, select_peers
+    from flashlane.bench.measure.progress import Bar
+    from flashlane.bench.measure.results import check_writable
+    from flashlane.bench.measure.runner import Selection, resolve_device
+    from flashlane.cli.bench import settings_for
+
+    where = resolve_device(device)
+    directions = o.directions_of(no_grad, backward, both)
+    o.check_timeout(timeout)
+    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+    problems = o.problems_of(preset, *sizes, device=where, quick=quick, first=True)
+    files = tuple(peers_from or ())
+    peers_of_files(files)  # refused here, before anything runs
+    words, exact = o.words_of(tags), o.words_of(kernels)
+    if not words and not exact:
+        exact = _representatives(problems)
+    Selection(words, exact)
+    check_writable(out)
+    spec = Spec(
+        str(where),
+        words,
+        exact,
+        tuple(peer.tag for peer in select_peers(baselines)),
+        tuple(map(str, files)),
+        directions=directions,
+        settings=settings_for(where, quick, warmup, iters, graph=False),
+        check=check,
+    )
+    with Bar(len(problems) * len(directions)) as reporter:
+        results = run_isolated(problems, spec, seconds=timeout, seed=seed, reporter=reporter)
+    _finish(results, out)
+
+
+def _representatives(problems: list[AttentionProblem]) -> tuple[str, ...]:
+    from flashlane.bench.present.comparison import representatives
+
+    return tuple(dict.fromkeys(tag for problem in problems for tag in representatives(problem)))
+
+
+def _finish(results: Results, out: Path) -> None:
+    from flashlane.bench.measure.results import NOT_WRITTEN, finish_files
+    from flashlane.bench.present.comparison import markdown
+    from flashlane.bench.present.table import make_console
+
+    console = make_console()
+    print_comparison(results, console)
+    written = finish_files(results, out, console, extra={".md": markdown(results)}, kind="compare")
+    if results.failed:
+        tags = ", ".join(dict.fromkeys(row.tag for row in results.failed))
+        make_console(stderr=True).print(
+            f"{len(results.failed)} rows of kernels failed: {tags}", style="bold red", soft_wrap=True
+        )
+        raise typer.Exit(1)
+    if not written:
+        raise typer.Exit(NOT_WRITTEN)
+
+
+def print_comparison(results: Results, console: Console) -> None:
+    """One table a problem, the fastest first, then what went wrong and the verdict."""
+    from rich.text import Text
+
+    from flashlane.bench.present.comparison import columns, standings, verdict
+    from flashlane.bench.present.table import STYLES, make_table, print_reasons
+
+    where = f"{results.environment['device']}, torch {results.environment['torch']}"
+    titles = dict.fromkeys([r.problem for r in results.rows] + [s.problem for s in results.skipped])
+    for title in titles:
+        found = standings([row for row in results.rows if row.problem == title])
+        if found:
+            heading, fastest = f"{title} · {where}", found[:1]
+            table = make_table(
+                found, columns(), heading, console.width, lambda s, best=fastest: "bold" if s in best else None
+            )
+            console.print(table)
+        for s in found:
+            if s.row.message:
+                label = Text(f"{s.row.status} {s.tag}: ", STYLES.get(s.row.status, ""))
+                console.print(label.append(s.row.message, "default"), soft_wrap=True)
+        print_reasons([(s.tag, s.reason) for s in results.skipped if s.problem == title], "not run", console)
+        console.print(Text(verdict(found), "bold"), soft_wrap=True)
+        console.print()
+    console.print(
+        "× plain: times as fast as (unfused), plain PyTorch; MiB: what one call takes beyond its inputs, at the peak",
+        style="dim",
+        soft_wrap=True,
+    )

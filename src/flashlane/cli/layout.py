@@ -1,0 +1,144 @@
+"""``flashlane layout``: where tiles lie in shared memory, and what that costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashlane.cli import options as o
+
+if TYPE_CHECKING:
+    from flashlane.core.problem import AttentionProblem
+    from flashlane.kernels.tile_layout import Tile
+
+TILE, KERNEL = "A tile of any size", "The tiles of a kernel"
+COLUMNS, THREADS, ARCH = 64, 128, "sm_90a"
+
+
+def layout_command(
+    columns: Annotated[
+        int | None, o.option("--columns", help=f"16-bit elements of a row. Default: {COLUMNS}.", panel=TILE)
+    ] = None,
+    rows: Annotated[int, o.option("--rows", help="Rows (with --tag: rows to draw).", panel=TILE)] = 16,
+    threads: Annotated[
+        int | None, o.option("--threads", help=f"Threads that copy the tile. Default: {THREADS}.", panel=TILE)
+    ] = None,
+    plain: Annotated[bool, o.option("--plain", help="Row after row.", panel=TILE)] = False,
+    pad: Annotated[bool, o.option("--pad", help="Each row followed by 16 unused bytes.", panel=TILE)] = False,
+    swizzle: Annotated[bool, o.option("--swizzle", help="XOR swizzle, no padding (the default).", panel=TILE)] = False,
+    founding: Annotated[
+        bool, o.option("--founding", help="The founding project's swizzle, made for 16 columns.", panel=TILE)
+    ] = False,
+    tag: Annotated[
+        str | None, o.option("--tag", help="The layouts that this kernel is compiled with.", panel=KERNEL)
+    ] = None,
+    batch: o.Batch = None,
+    heads: o.Heads = None,
+    seqlen: o.Seqlen = None,
+    head_dim: o.HeadDim = None,
+    dtype: o.Dtype = None,
+    arch: Annotated[
+        str | None, o.option("--arch", help=f"Architecture to compile for. Default: {ARCH}.", panel=KERNEL)
+    ] = None,
+    compare: Annotated[bool, o.option("--compare", help="Show every scheme beside.", panel=o.OUTPUT)] = False,
+    full: Annotated[
+        bool, o.option("--table", help="Every chunk on a line of its own instead of the grid.", panel=o.OUTPUT)
+    ] = False,
+    png: Annotated[Path | None, o.option("--png", help="Draw the layouts into this file.", panel=o.OUTPUT)] = None,
+    json_: Annotated[
+        Path | None, o.option("--json", help="Write all figures to this file; - prints only them.", panel=o.OUTPUT)
+    ] = None,
+) -> None:
+    """Show where tiles of 16-bit elements lie in shared memory, and count bank conflicts by simulation; needs no GPU.
+
+    A grid of chunks of 8 elements at their logical places, coloured by the banks that hold them, with the physical
+    column in each cell; then the passes of every read and write that the kernels do.
+
+    Exit status: 0 done, 2 bad input.
+
+    Examples:
+
+      flashlane layout --columns 128 --swizzle --compare
+
+      flashlane layout --tag "mma(split-q+acc-f32+swizzle-qkv+stage1)" --D 64 --png layout.png
+    """
+    from flashlane.core.registry import get
+    from flashlane.kernels.tile_layout import alternatives, kernel_tiles
+
+    if rows < 1:
+        raise ValueError(f"--rows is {rows}; at least 1")
+    flags = {"plain": plain, "padded": pad, "swizzled": swizzle, "founding": founding}
+    asked = [name for name, on in flags.items() if on]
+    of_tile = {"--columns": columns, "--threads": threads, "--plain": plain, "--pad": pad, "--swizzle": swizzle}
+    of_kernel = {"--B": batch, "--H": heads, "--N": seqlen, "--D": head_dim, "--dtype": dtype, "--arch": arch}
+    heading = ""
+    if tag is None:
+        _refuse(of_kernel, "goes with --tag; the width of a tile is --columns")
+        tiles = free_tiles(
+            COLUMNS if columns is None else columns,
+            rows,
+            THREADS if threads is None else threads,
+            list(flags) if compare else asked,
+        )
+    else:
+        _refuse({**of_tile, "--founding": founding}, "goes without --tag; the kernel says how its tiles lie")
+        problem = _problem(batch, heads, seqlen, head_dim, dtype, arch or ARCH)
+        tiles = kernel_tiles(get(tag), problem)
+        tiles = tuple(other for tile in tiles for other in alternatives(tile)) if compare else tiles
+        heading = f"{tag} · {problem.describe()} · {problem.arch}"
+    _show(tiles, rows, heading, full, png, json_)
+
+
+def free_tiles(columns: int, rows: int, threads: int, schemes: list[str]) -> tuple[Tile, ...]:
+    """A tile in each of the named schemes (swizzled, when none is named), in the order of the table of schemes."""
+    from flashlane.kernels import tile_layout as layout
+
+    wanted = schemes or ["swizzled"]
+    return tuple(layout.Tile(each, rows, threads) for each in layout.schemes(columns) if each.scheme in wanted)
+
+
+def _refuse(options: dict[str, object], why: str) -> None:
+    for name, value in options.items():
+        if value not in (None, False):
+            raise ValueError(f"{name} {why}")
+
+
+def _problem(
+    batch: str | None, heads: str | None, seqlen: str | None, head_dim: str | None, dtype: str | None, arch: str
+) -> AttentionProblem:
+    from flashlane.inspect.compile_report import check_arch
+
+    grid = o.grid_of(batch, heads, seqlen, head_dim, None, None, dtype, None, "bottom-right")
+    problems = list(grid.problems(check_arch(arch), o.shapes_of(on_gpu=True, quick=False)[:1]))
+    if len(problems) != 1:
+        raise ValueError(f"the sizes name {len(problems)} problems; --tag shows the layouts of one")
+    return problems[0]
+
+
+def _show(
+    tiles: tuple[Tile, ...], rows: int, heading: str, full: bool, png: Path | None, json_path: Path | None
+) -> None:
+    from flashlane.bench.measure.results import check_writable
+    from flashlane.bench.present.table import make_console
+    from flashlane.inspect import layout_view
+
+    for name, path in (("--png", png), ("--json", json_path)):
+        if path is not None and str(path) != "-":
+            if path.is_dir():
+                raise ValueError(f"{name} is {str(path)!r}, which is a folder; it names a file")
+            check_writable(path.parent, name)
+    if png is not None:
+        layout_view.save_png(tiles, png, rows, heading)
+    if json_path is not None:
+        text = json.dumps(layout_view.as_dict(tiles, rows), indent=1)
+        if str(json_path) == "-":
+            typer.echo(text)
+            return
+        json_path.write_text(text + "\n")
+    console = make_console()
+    if heading:
+        console.print(heading, style="bold", markup=False)
+    layout_view.print_layouts(tiles, console, rows, full)

@@ -1,0 +1,254 @@
+"""The command line's options that say which problems and which implementations, shared by bench, compile, explain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from flashlane.bench.measure.flops import CONVENTIONS, DIRECTIONS, Direction
+from flashlane.bench.measure.grid import CPU_SHAPES, FOUNDING_SHAPES, Grid, parse_dtypes, parse_names, parse_sizes
+from flashlane.bench.measure.presets import PRESETS, select_presets
+from flashlane.core.problem import ALIGNMENTS, MAX_HEAD_DIM, AttentionProblem, arch_of
+
+SIZES, WHICH, INPUT, MEASURE, OUTPUT = "Sizes", "Which implementations", "Input", "Checking and timing", "Output"
+
+
+def option(*names: str, help: str, panel: str, **extra: object) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **extra)
+
+
+Batch = Annotated[str | None, option("--B", "--batch", help="Batch size. A value, list or sweep.", panel=SIZES)]
+Heads = Annotated[str | None, option("--H", "--nheads", help="Query heads. A value, list or sweep.", panel=SIZES)]
+Seqlen = Annotated[
+    str | None,
+    option("--N", "--seqlen", help="Queries a sequence (and keys, without --seqlen-k). Likewise.", panel=SIZES),
+]
+HeadDim = Annotated[str | None, option("--D", "--headdim", help="Head dimension. Likewise.", panel=SIZES)]
+KvHeads = Annotated[
+    str | None,
+    option("--kv-heads", help="Key/value heads (GQA, MQA); must divide --H. Default: as many as --H.", panel=SIZES),
+]
+SeqlenK = Annotated[
+    str | None, option("--seqlen-k", help="Keys a sequence (cross attention). Default: as many as --N.", panel=SIZES)
+]
+Causal = Annotated[
+    bool | None, option("--causal/--no-causal", help="Hide keys after the query's position.", panel=SIZES)
+]
+AlignmentName = Annotated[
+    str,
+    option(
+        "--alignment",
+        help="Where the causal diagonal ends: bottom-right (FlashAttention) or top-left (torch).",
+        panel=SIZES,
+    ),
+]
+Dtype = Annotated[str | None, option("--dtype", help="f16, bf16, f32, f64, or a list. Default: f16.", panel=SIZES)]
+Tags = Annotated[
+    str,
+    option(
+        "--tags",
+        help="Kernels whose tag contains one of these words: split-q,share-kv. Default: the listed ones.",
+        panel=WHICH,
+    ),
+]
+Kernels = Annotated[
+    str, option("--kernels", help="Kernels with exactly these tags, in a list; adds to --tags.", panel=WHICH)
+]
+ShowAll = Annotated[
+    bool,
+    option("--show-all", help="Every kernel of the grid; without it and without --tags the listed ones.", panel=WHICH),
+]
+
+PresetName = Annotated[
+    str | None,
+    option(
+        "--preset",
+        help=f"Sizes of a model's layer, or of several: {', '.join(PRESETS)}; all. Other sizes given override it.",
+        panel=SIZES,
+        autocompletion=lambda: list(PRESETS),
+    ),
+]
+NoGrad = Annotated[bool, option("--no-grad", help="The forward pass alone (the default).", panel=MEASURE)]
+Backward = Annotated[
+    bool, option("--backward", help="Also the backward pass, timed apart from its forward.", panel=MEASURE)
+]
+Both = Annotated[
+    bool,
+    option("--both", help="Also the backward pass apart, and forward and backward in one.", panel=MEASURE),
+]
+Device = Annotated[str | None, option("--device", help="cpu, cuda or cuda:N. Default: the GPU if any.", panel=MEASURE)]
+Seed = Annotated[int, option("--seed", help="Of the random inputs; each problem adds 1.", panel=INPUT)]
+Warmup = Annotated[int | None, option("--warmup", help="Calls before the first round, at least.", panel=MEASURE)]
+Rounds = Annotated[
+    int | None,
+    option(
+        "--iters", "--rounds", "--repeats", help="Rounds; in each, every implementation runs in turn.", panel=MEASURE
+    ),
+]
+Quick = Annotated[
+    bool, option("--quick", help="Three short rounds, and one small shape where none is given.", panel=MEASURE)
+]
+MeasureRoofs = Annotated[
+    bool,
+    option(
+        "--roofs", help="Also measure the device's copy and matrix rates; plot and report draw them.", panel=MEASURE
+    ),
+]
+Baselines = Annotated[str, option("--baselines", help="all, none, or a list: unfused,flash,cudnn,…", panel=WHICH)]
+PeersFrom = Annotated[
+    list[Path] | None,
+    option(
+        "--peers-from",
+        help="Your own baselines: a Python file that defines PEERS, a tuple of flashlane.bench.Peer. Repeatable.",
+        panel=WHICH,
+    ),
+]
+Timeout = Annotated[
+    float,
+    option("--timeout", help="Seconds without a sign of life after which what runs is ended.", panel=MEASURE),
+]
+Out = Annotated[Path, option("--out", help="Folder for the results.", panel=OUTPUT)]
+RESULTS = Path("results")
+TIMEOUT = 120.0
+
+
+def check_timeout(seconds: float) -> None:
+    """ValueError unless it is a positive number of seconds."""
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"--timeout is {seconds:g}; it must be a positive number of seconds")
+
+
+def directions_of(no_grad: bool, backward: bool, both: bool) -> tuple[Direction, ...]:
+    """What is timed.
+
+    Raises:
+        ValueError: ``--no-grad`` beside one of the others.
+    """
+    if no_grad and (backward or both):
+        raise ValueError(f"--no-grad is given beside {'--both' if both else '--backward'}; one of them may be")
+    if both:
+        return DIRECTIONS
+    return ("forward", "backward") if backward else ("forward",)
+
+
+def problems_of(
+    preset: str | None,
+    batch: str | None,
+    heads: str | None,
+    seqlen: str | None,
+    head_dim: str | None,
+    kv_heads: str | None,
+    seqlen_k: str | None,
+    dtype: str | None,
+    causal: bool | None,
+    alignment: str,
+    *,
+    device: torch.device,
+    quick: bool = False,
+    first: bool = False,
+) -> list[AttentionProblem]:
+    """The problems that the options ask for on a device, each once; without a size the usual ones, or the ``first``.
+
+    Raises:
+        ValueError: an option cannot be read; the message names it.
+    """
+    arch, shapes = arch_of(device), shapes_of(device.type == "cuda", quick)[: 1 if first else None]
+    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+    return list(dict.fromkeys(p for grid in grids_of(preset, *sizes) for p in grid.problems(arch, shapes)))
+
+
+def grids_of(
+    preset: str | None,
+    batch: str | None,
+    heads: str | None,
+    seqlen: str | None,
+    head_dim: str | None,
+    kv_heads: str | None,
+    seqlen_k: str | None,
+    dtype: str | None,
+    causal: bool | None,
+    alignment: str,
+) -> list[Grid]:
+    """One grid for each preset, whose sizes the others given override; without a preset one.
+
+    Raises:
+        ValueError: an option cannot be read; the message names it.
+    """
+    given = {"batch": batch, "heads": heads, "seqlen": seqlen, "head_dim": head_dim, "kv_heads": kv_heads}
+    given = {name: text for name, text in given.items() if text is not None}
+    found = []
+    for chosen in (None,) if preset is None else select_presets(preset):
+        sizes = dict.fromkeys(("batch", "heads", "seqlen", "head_dim", "kv_heads"))
+        sizes |= (chosen.sizes() if chosen else {}) | given
+        masked = chosen.causal if chosen is not None and causal is None else causal
+        found.append(grid_of(**sizes, seqlen_k=seqlen_k, dtype=dtype, causal=masked, alignment=alignment))
+    return found
+
+
+def grid_of(
+    batch: str | None,
+    heads: str | None,
+    seqlen: str | None,
+    head_dim: str | None,
+    kv_heads: str | None,
+    seqlen_k: str | None,
+    dtype: str | None,
+    causal: bool | None,
+    alignment: str,
+) -> Grid:
+    """The grid that the options ask for.
+
+    Raises:
+        ValueError: one of them cannot be read; the message names it.
+    """
+    if alignment not in ALIGNMENTS:
+        raise ValueError(f"--alignment is {alignment!r}; it may be one of {', '.join(ALIGNMENTS)}")
+
+    def sizes(text: str | None, name: str, low: int = 1, high: int | None = None) -> tuple[int, ...] | None:
+        return None if text is None else parse_sizes(text, name, low=low, high=high)
+
+    return Grid(
+        batch=sizes(batch, "--B"),
+        heads=sizes(heads, "--H"),
+        seqlen=sizes(seqlen, "--N", 0),
+        head_dim=sizes(head_dim, "--D", 1, MAX_HEAD_DIM),
+        kv_heads=sizes(kv_heads, "--kv-heads"),
+        seqlen_k=sizes(seqlen_k, "--seqlen-k", 0),
+        dtypes=parse_dtypes(dtype or "f16"),
+        causal=(bool(causal),),
+        alignment=alignment,
+    )
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words of a comma list."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def convention_of(text: str) -> str:
+    """The FLOP convention asked for."""
+    names = parse_names(text, "--flops", CONVENTIONS)
+    if len(names) != 1:
+        raise ValueError(f"--flops is {text!r}; it may be one of {', '.join(CONVENTIONS)}")
+    return names[0]
+
+
+def shapes_of(on_gpu: bool, quick: bool) -> tuple[tuple[int, int, int, int], ...]:
+    """(batch, heads, seqlen, head_dim) when no size is given."""
+    if quick:
+        return ((1, 8, 1024, 64),) if on_gpu else ((1, 2, 128, 64),)
+    return FOUNDING_SHAPES if on_gpu else CPU_SHAPES
+
+
+def check_file(path: Path, name: str) -> Path:
+    """A file that is there.
+
+    Raises:
+        ValueError: it is not; the message names the option.
+    """
+    if not path.is_file():
+        raise ValueError(f"{name} is {str(path)!r}, which {'is a folder' if path.is_dir() else 'does not exist'}")
+    return path

@@ -1,0 +1,266 @@
+"""``flashlane profile``: where the time of one implementation goes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashlane.cli import options as o
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashlane.profile.ncu import Launch
+    from flashlane.profile.nsys import KernelTime
+    from flashlane.profile.target import Request
+    from flashlane.profile.trace import Trace
+
+TOOLS = ("torch", "ncu", "nsys")
+FORMAT = "flashlane-profile/1"
+MOST = 14
+"""Operations shown; the trace has them all."""
+
+
+@dataclass
+class Found:
+    """What the tools said."""
+
+    trace: Trace | None = None
+    counted: dict[str, list[Launch]] = field(default_factory=dict)
+    kernels: list[KernelTime] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def profile_command(
+    tag: Annotated[
+        list[str] | None,
+        o.option("--tag", help="A kernel or (baseline), by its whole tag. Repeatable. Default: auto's.", panel=o.WHICH),
+    ] = None,
+    batch: o.Batch = None,
+    heads: o.Heads = None,
+    seqlen: o.Seqlen = None,
+    head_dim: o.HeadDim = None,
+    kv_heads: o.KvHeads = None,
+    seqlen_k: o.SeqlenK = None,
+    causal: o.Causal = None,
+    alignment: o.AlignmentName = "bottom-right",
+    dtype: o.Dtype = None,
+    preset: o.PresetName = None,
+    tool: Annotated[
+        str,
+        o.option("--tool", help=f"{', '.join(TOOLS)}, a list, or all: those that are here.", panel=o.MEASURE),
+    ] = "torch",
+    backward: Annotated[bool, o.option("--backward", help="The backward pass instead.", panel=o.MEASURE)] = False,
+    calls: Annotated[int, o.option("--calls", help="Calls that torch's profiler and nsys see.", panel=o.MEASURE)] = 10,
+    metrics: Annotated[str, o.option("--metrics", help="Further counters for ncu, in a list.", panel=o.MEASURE)] = "",
+    show_commands: Annotated[
+        bool,
+        o.option("--show-commands", help="Print the command lines of ncu and nsys, and run nothing.", panel=o.OUTPUT),
+    ] = False,
+    seed: o.Seed = 0,
+    device: o.Device = None,
+    out: Annotated[Path, o.option("--out", help="Folder for the traces and tables.", panel=o.OUTPUT)] = Path(
+        "profiles"
+    ),
+) -> None:
+    """Profile one implementation on one problem: torch's profiler, Nsight Compute, Nsight Systems.
+
+    torch: a Chrome trace (open it in chrome://tracing or ui.perfetto.dev) with a range for each call, and a table of
+    the operations; runs on a CPU too. ncu: the counters of every kernel launch of one call (DRAM, L2, SM, tensor and
+    MUFU pipes, occupancy, bank conflicts, stall reasons) and what bounds it; the clocks are left alone, so cycles
+    repeat. nsys: a timeline and the time of each kernel. A tool that is not here is named with how to get it.
+
+    Exit status: 0 done, 2 bad input, or a tool that was asked for by name is not here or failed.
+
+    Examples:
+
+      flashlane profile --tag tiled --N 1024 --D 64
+
+      flashlane profile --tag "mma(split-q+acc-f32+swizzle-qkv+stage1)" --tag "(flash)" --preset long --tool all
+
+      flashlane profile --tag "(cudnn)" --backward --tool ncu --metrics lts__t_bytes.sum
+    """
+    from flashlane.bench.measure.environment import environment
+    from flashlane.bench.measure.results import check_writable, file_stem, finite, write_atomically
+    from flashlane.bench.measure.runner import resolve_device
+    from flashlane.bench.present.table import make_console
+    from flashlane.profile.target import Request, selection_of
+
+    where = resolve_device(device)
+    if calls < 1:
+        raise ValueError(f"--calls is {calls}; it must be at least 1")
+    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+    problems = o.problems_of(preset, *sizes, device=where, first=True)
+    if len(problems) != 1:
+        raise ValueError(f"the sizes name {len(problems)} problems; a profile is of one")
+    tags = tuple(dict.fromkeys(tag or (_auto(problems[0]),)))
+    selection_of(tags)
+    direction = "backward" if backward else "forward"
+    request = Request(problems[0], tags, direction, seed, str(where), calls)
+    if show_commands:
+        _show_commands(request, out, metrics)
+        return
+    tools, asked = _tools(tool, where)
+    check_writable(out)
+    name = file_stem(f"{problems[0].describe()} {direction}", "profile")
+    found = Found()
+    for each in tools:
+        _profile(each, request, out / name, metrics, found, asked)
+    body = {"format": FORMAT, "environment": environment(where), "problem": problems[0].describe(), **_as_json(found)}
+    body |= {"tags": list(tags), "direction": direction}
+    write_atomically(out / f"{name}.json", json.dumps(finite(body), indent=1) + "\n")
+    console = make_console()
+    print_profile(found, request, console)
+    for path in sorted(out.glob(f"{name}*")):
+        console.print(f"wrote {path}", style="dim", soft_wrap=True)
+
+
+def _auto(problem: Any) -> str:
+    from flashlane.core.dispatch import select
+
+    return select(problem).tag
+
+
+def _tools(text: str, device: Any) -> tuple[tuple[str, ...], bool]:
+    """The tools to use, and whether they were asked for by name (then each must be there)."""
+    from flashlane.profile.tools import NSYS, need_ncu
+
+    words = o.words_of(text)
+    if words == ("all",):
+        return TOOLS, False
+    if not words or set(words) - set(TOOLS):
+        raise ValueError(f"--tool is {text!r}; it may be {', '.join(TOOLS)}, a list of them, or all")
+    if "ncu" in words:
+        need_ncu(device, "--tool ncu")
+    if "nsys" in words:
+        NSYS.need("--tool nsys")
+    return words, True
+
+
+def _profile(tool: str, request: Request, stem: Path, metrics: str, found: Found, asked: bool) -> None:
+    """One tool's part; what cannot be done is a note, or an error where the tool was asked for."""
+    from flashlane.profile import ncu, nsys, trace
+    from flashlane.profile.tools import NSYS, need_ncu
+
+    try:
+        if tool == "torch":
+            found.trace = trace.record(request, stem.with_suffix(".trace.json"))
+        elif tool == "ncu":
+            need_ncu(_device(request), "--tool ncu")
+            wanted = (*ncu.all_metrics(), *o.words_of(metrics))
+            found.counted = ncu.count(
+                request.problem, request.tags, request.direction, metrics=wanted, seed=request.seed,
+                device=request.device,
+            )  # fmt: skip
+        else:
+            found.kernels = nsys.record(NSYS.need("--tool nsys"), request, stem.with_suffix(".nsys-rep"))
+    except RuntimeError as error:
+        if asked:
+            raise ValueError(str(error)) from error
+        found.notes.append(str(error))
+    except ValueError as error:
+        if asked or tool == "torch":
+            raise
+        found.notes.append(str(error))
+
+
+def _device(request: Request) -> Any:
+    import torch
+
+    return torch.device(request.device)
+
+
+def _show_commands(request: Request, out: Path, metrics: str) -> None:
+    import sys
+
+    from flashlane.profile import ncu, nsys
+    from flashlane.profile.tools import NCU, NSYS
+
+    spec = Path(tempfile.gettempdir()) / "flashlane-request.json"
+    spec.write_text(request.to_json(), encoding="utf-8")
+    target = [sys.executable, "-m", "flashlane.profile.target", str(spec)]
+    names = ",".join((*ncu.all_metrics(), *o.words_of(metrics)))
+    command = [NCU.path or NCU.command, "--clock-control", "none", "--profile-from-start", "off", "--metrics", names]
+    typer.echo(f"# {spec} holds the request\n{shlex.join([*command, *target])}")
+    typer.echo(shlex.join(nsys.command(NSYS.path or NSYS.command, spec, out / "timeline.nsys-rep")))
+    for tool in (NCU, NSYS):
+        if tool.path is None:
+            typer.echo(f"# {tool.remedy}")
+
+
+def _as_json(found: Found) -> dict[str, Any]:
+    from flashlane.profile.ncu import to_json
+
+    body: dict[str, Any] = {"notes": found.notes, "ncu": json.loads(to_json(found.counted))}
+    body["nsys"] = [asdict(kernel) for kernel in found.kernels]
+    if found.trace is not None:
+        trace = found.trace
+        body["torch"] = {"trace": trace.path.name, "operations": [asdict(x) for x in trace.operations]}
+        body["torch"]["ranges"] = [asdict(x) for x in trace.ranges]
+    return body
+
+
+def print_profile(found: Found, request: Request, console: Console) -> None:
+    """A table for each tool, then what could not be done."""
+    from rich.text import Text
+
+    title = f"{request.problem.describe()}, {request.direction}"
+    if found.trace is not None:
+        _print_trace(found.trace, title, console)
+    for tag, launches in found.counted.items():
+        for launch in launches:
+            _print_launch(tag, launch, console)
+    if found.kernels:
+        rows = [(k.name, str(k.calls), f"{k.total:.1f}", f"{k.median:.1f}") for k in found.kernels[:MOST]]
+        _print_table(f"{title} · nsys", ("kernel", "calls", "total µs", "median µs"), rows, console)
+    for note in found.notes:
+        console.print(Text(note, "yellow"), soft_wrap=True)
+
+
+def _print_trace(trace: Trace, title: str, console: Console) -> None:
+    device = trace.on_device
+    names = {True: ("device self µs", "device µs"), False: ("CPU self µs", "CPU µs")}[device]
+    own, whole = ("device_self", "device_total") if device else ("cpu_self", "cpu_total")
+    total = sum(getattr(x, own) for x in trace.operations) or 1.0
+    rows = []
+    for x in (*trace.ranges, *trace.operations[:MOST]):
+        share = "" if x in trace.ranges else f"{getattr(x, own) / total:.0%}"
+        memory = x.device_bytes if device else x.cpu_bytes
+        figures = (f"{getattr(x, own):.1f}", share, f"{getattr(x, whole):.1f}", f"{memory / 2**20:.2f}")
+        rows.append((x.name[:90], str(x.calls), *figures))
+    left = len(trace.operations) - MOST
+    _print_table(f"{title} · torch profiler", ("operation", "calls", names[0], "", names[1], "MiB"), rows, console)
+    if left > 0:
+        console.print(f"{left} more in the JSON file", style="dim")
+
+
+def _print_launch(tag: str, launch: Launch, console: Console) -> None:
+    from rich.text import Text
+
+    from flashlane.profile.ncu import meaning
+
+    stalls = [(f"stalled: {meaning(reason)}", f"{share:.0%}") for reason, share in launch.stalls[:6]]
+    _print_table(f"{tag} · {launch.kernel[:80]}", ("counter", ""), [*launch.rows(), *stalls], console)
+    console.print(Text(launch.bound_by, "bold"), soft_wrap=True)
+    console.print()
+
+
+def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=escape(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for index, name in enumerate(head):
+        table.add_column(name, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    console.print()

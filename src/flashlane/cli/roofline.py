@@ -1,0 +1,177 @@
+"""``flashlane roofline``: what bounds each problem on this device, and how near each implementation comes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashlane.cli import options as o
+
+if TYPE_CHECKING:
+    from flashlane.bench.measure.results import Results
+    from flashlane.bench.measure.roofs import Placed, Roofs
+
+
+def roofline_command(
+    batch: o.Batch = None,
+    heads: o.Heads = None,
+    seqlen: o.Seqlen = None,
+    head_dim: o.HeadDim = None,
+    kv_heads: o.KvHeads = None,
+    seqlen_k: o.SeqlenK = None,
+    causal: o.Causal = None,
+    alignment: o.AlignmentName = "bottom-right",
+    dtype: o.Dtype = None,
+    preset: o.PresetName = None,
+    tags: o.Tags = "",
+    kernels: o.Kernels = "",
+    baselines: o.Baselines = "all",
+    results: Annotated[
+        Path | None,
+        o.option("--results", help="Place the rows of this results file instead of measuring some.", panel=o.INPUT),
+    ] = None,
+    backward: o.Backward = False,
+    iters: o.Rounds = None,
+    quick: o.Quick = False,
+    seed: o.Seed = 0,
+    device: o.Device = None,
+    dark: Annotated[bool, o.option("--dark", help="A picture light on dark.", panel=o.OUTPUT)] = False,
+    formats: Annotated[str, o.option("--format", help="Of the picture: png, svg, or both.", panel=o.OUTPUT)] = "png",
+    out: o.Out = o.RESULTS,
+) -> None:
+    """Measure this device's copy and matrix rates, place each implementation under them, say what bounds it.
+
+    The copy rate is that of a large copy, the matrix rate that of torch's own product (and, for kernels on mma.sync,
+    of that instruction from registers). Operations a byte count each input read once and each output written once.
+    Writes roofs.json (for plot --roofs and report), and a picture where matplotlib is installed. Runs on a CPU too.
+
+    Exit status: 0 done, 1 a kernel's check failed, 2 bad input.
+
+    Examples:
+
+      flashlane roofline --N 512:16384:x2 --D 64,128 --tags split-q --baselines flash,cudnn
+
+      flashlane roofline --results results/sweep.json --format svg
+    """
+    from flashlane.bench.measure.environment import environment
+    from flashlane.bench.measure.results import check_writable, finite, load_results, write_atomically
+    from flashlane.bench.measure.roofs import FORMAT, measure_roofs, place
+    from flashlane.bench.measure.runner import resolve_device
+    from flashlane.bench.present import figure
+    from flashlane.bench.present.table import make_console
+
+    where = resolve_device(device)
+    suffixes = o.words_of(formats)
+    if not suffixes or set(suffixes) - {"png", "svg"}:
+        raise ValueError(f"--format is {formats!r}; it may be png, svg, or both in a list")
+    check_writable(out)
+    console = make_console()
+    if results is not None:
+        found = load_results(results)
+        here = environment(where)["device"]
+        if found.environment.get("device") != here:
+            raise ValueError(f"--results: {results} was measured on {found.environment.get('device')}, this is {here}")
+    else:
+        sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+        problems = o.problems_of(preset, *sizes, device=where, quick=quick)
+        found = _bench(problems, where, tags, kernels, baselines, backward, iters, quick, seed)
+    dtypes = tuple(dict.fromkeys(str(row.sizes.get("dtype")) for row in found.rows)) or ("f16",)
+    with console.status("measuring the roofs …"):
+        roofs = measure_roofs(where, dtypes)
+    points = place(found.rows, roofs)
+    _print(points, roofs, found, console)
+    body = {"format": FORMAT, "environment": found.environment, "roofs": roofs.as_dict()}
+    body["points"] = [asdict(p) | {"share": p.share, "bound_by": p.bound_by} for p in points]
+    written = out / "roofs.json"
+    write_atomically(written, json.dumps(finite(body), indent=1) + "\n")
+    console.print(f"wrote {written}", style="dim", soft_wrap=True)
+    try:
+        figure.need_matplotlib()
+    except ImportError as error:
+        console.print(f"no picture: {error}", style="yellow", markup=False)
+    else:
+        _draw(points, roofs, found, out, suffixes, dark, console)
+    if found.failed and results is None:
+        raise typer.Exit(1)
+
+
+def _bench(
+    problems: list[Any],
+    where: Any,
+    tags: str,
+    kernels: str,
+    baselines: str,
+    backward: bool,
+    iters: int | None,
+    quick: bool,
+    seed: int,
+) -> Results:
+    from flashlane.bench.measure.peers import select_peers
+    from flashlane.bench.measure.progress import Bar
+    from flashlane.bench.measure.runner import Selection, run
+    from flashlane.bench.present.comparison import representatives
+    from flashlane.cli.bench import settings_for
+
+    words, exact = o.words_of(tags), o.words_of(kernels)
+    if not words and not exact:
+        exact = tuple(dict.fromkeys(tag for problem in problems for tag in representatives(problem)))
+    directions = o.directions_of(False, backward, False)
+    with Bar(len(problems) * len(directions)) as reporter:
+        return run(
+            problems,
+            device=where,
+            selection=Selection(words, exact, select_peers(baselines)),
+            settings=settings_for(where, quick, None, iters, graph=False),
+            directions=directions,
+            seed=seed,
+            reporter=reporter,
+        )
+
+
+def _print(points: list[Placed], roofs: Roofs, results: Results, console: Any) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from flashlane.bench.measure.roofs import sentence
+    from flashlane.bench.present.table import significant
+
+    rates = [f"copy {roofs.copy / 1000:.3g} TB/s"]
+    rates += [f"{dtype} matrix product {rate:.3g} TFLOP/s" for dtype, rate in roofs.matrix.items()]
+    rates += [f"{dtype} mma.sync {rate:.3g} TFLOP/s" for dtype, rate in roofs.mma.items()]
+    console.print(f"{results.environment['device']}: {'; '.join(rates)}", style="bold", markup=False, soft_wrap=True)
+    for problem in dict.fromkeys(p.problem for p in points):
+        members = sorted((p for p in points if p.problem == problem), key=lambda p: -p.tflops)
+        table = Table(title=problem, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for index, name in enumerate(("tag", "TFLOPS", "roof", "of roof", "FLOP/byte", "bound by")):
+            table.add_column(name, justify="right" if 0 < index < 5 else "left", overflow="fold")
+        for p in members:
+            figures = (significant(p.tflops), significant(p.attainable), f"{p.share:.1%}", f"{p.intensity:.0f}")
+            table.add_row(*map(Text, (p.tag, *figures, p.bound_by)))
+        console.print(table)
+        console.print(Text(sentence(members), "bold"), soft_wrap=True)
+        console.print()
+
+
+def _draw(
+    points: list[Placed],
+    roofs: Roofs,
+    results: Results,
+    out: Path,
+    suffixes: tuple[str, ...],
+    dark: bool,
+    console: Any,
+) -> None:
+    from flashlane.bench.measure.roofline import roofline_figure
+    from flashlane.bench.present import figure
+
+    if not points:
+        return
+    picture = roofline_figure(points, roofs, results.environment, theme=figure.DARK if dark else figure.LIGHT)
+    for suffix in suffixes:
+        path = out / f"roofline{'-dark' * dark}.{suffix}"
+        figure.write(picture, path)
+        console.print(f"wrote {path}", style="dim", soft_wrap=True)

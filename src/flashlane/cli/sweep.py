@@ -1,0 +1,293 @@
+"""``flashlane sweep``: a grid of problems, resumable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashlane.cli import options as o
+
+if TYPE_CHECKING:
+    from flashlane.bench.measure.results import Results
+    from flashlane.bench.measure.sweep import Cell
+
+MASKS = ("full", "causal")
+KEYS = {
+    "B": "batch", "H": "heads", "N": "seqlen", "D": "head_dim", "kv-heads": "kv_heads", "seqlen-k": "seqlen_k",
+    "masks": "masks", "alignment": "alignment", "dtype": "dtype", "preset": "preset", "tags": "tags",
+    "kernels": "kernels", "baselines": "baselines", "peers-from": "peers_from", "backward": "backward", "both": "both",
+    "roofs": "roofs", "check": "check", "warmup": "warmup", "rounds": "iters", "quick": "quick",
+    "timeout": "timeout", "seed": "seed",    "device": "device", "out": "out", "name": "name",
+}  # fmt: skip
+"""Keys of the table ``[sweep]`` of a TOML file, and the options that they are."""
+SWITCHES, NUMBERS = ("backward", "both", "roofs", "check", "quick"), ("warmup", "rounds", "seed", "timeout")
+
+
+def sweep_command(
+    context: typer.Context,
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[GRID.toml]",
+            help="A TOML file whose table \\[sweep] has these options as keys; options override it.",
+        ),
+    ] = None,
+    batch: o.Batch = None,
+    heads: o.Heads = None,
+    seqlen: o.Seqlen = None,
+    head_dim: o.HeadDim = None,
+    kv_heads: o.KvHeads = None,
+    seqlen_k: o.SeqlenK = None,
+    masks: Annotated[str, o.option("--masks", help="full, causal, or both in a list.", panel=o.SIZES)] = "full",
+    alignment: o.AlignmentName = "bottom-right",
+    dtype: o.Dtype = None,
+    preset: o.PresetName = None,
+    tags: o.Tags = "",
+    kernels: o.Kernels = "",
+    baselines: o.Baselines = "all",
+    peers_from: o.PeersFrom = None,
+    backward: o.Backward = False,
+    both: o.Both = False,
+    roofs: o.MeasureRoofs = False,
+    check: Annotated[
+        bool, o.option("--check/--no-check", help="Compare outputs (and gradients) with the formula.", panel=o.MEASURE)
+    ] = True,
+    warmup: o.Warmup = None,
+    iters: o.Rounds = None,
+    quick: o.Quick = False,
+    timeout: o.Timeout = o.TIMEOUT,
+    seed: o.Seed = 0,
+    device: o.Device = None,
+    out: o.Out = o.RESULTS,
+    name: Annotated[str, o.option("--name", help="What the files are called.", panel=o.OUTPUT)] = "sweep",
+    fresh: Annotated[
+        bool, o.option("--fresh", help="Start anew; an old journal is kept as NAME.jsonl.old.", panel=o.OUTPUT)
+    ] = False,
+    retry: Annotated[
+        bool, o.option("--retry", help="Do cells again that ran out of memory or died.", panel=o.OUTPUT)
+    ] = False,
+    export: Annotated[
+        bool, o.option("--export", help="Measure nothing; write the files from the journal.", panel=o.OUTPUT)
+    ] = False,
+) -> None:
+    """Bench every cell of a grid, from options or a TOML file; go on where an earlier run stopped.
+
+    Every finished cell is on the disk, in OUT/NAME.jsonl, before the next begins: run the same command again after
+    a kill, a crash or a reboot, and nothing is lost or done twice. A cell that runs out of memory, hangs longer than
+    --timeout or crashes is recorded and passed. At the end, and on Ctrl-C, OUT/NAME.json, .csv and .md are written
+    from the journal; flashlane plot, regress and report read them.
+
+    Exit status: 0 every cell is done, 1 a kernel's check failed or it raised, 2 bad input, 3 the disk is full or the
+    files could not be written, 130 interrupted.
+
+    Examples:
+
+      flashlane sweep --N 512:16384:x2 --D 64,128 --masks full,causal --dtype f16,bf16 --backward
+
+      flashlane sweep grid.toml --out results/h200
+
+      flashlane sweep grid.toml --export
+    """
+    options: dict[str, Any] = {key: value for key, value in locals().items() if key not in ("context", "file")}
+    if file is not None:
+        options |= _from_file(file, context)
+    _run(**options)
+
+
+def _from_file(path: Path, context: typer.Context) -> dict[str, Any]:
+    """The options that a TOML file gives and the command line does not."""
+    table = _read_toml(path)
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in KEYS:
+            from flashlane.core.registry import suggest
+
+            raise ValueError(f"{path} has {key!r} in [sweep], which is unknown; {suggest(key, tuple(KEYS))}")
+        option = KEYS[key]
+        source = context.get_parameter_source(option)
+        if source is None or source.name == "DEFAULT":
+            found[option] = _converted(path, key, value)
+    return found
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        import tomllib
+    except ImportError as error:  # Python 3.10
+        raise ImportError(f"{path}: TOML files need Python 3.11 or newer; give the grid as options") from error
+    try:
+        body = tomllib.loads(o.check_file(path, "GRID.toml").read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML: {error}") from None
+    table = body.get("sweep")
+    if not isinstance(table, dict):
+        raise ValueError(f"{path} has no table [sweep]; its keys may be {', '.join(KEYS)}")
+    return table
+
+
+def _converted(path: Path, key: str, value: Any) -> Any:
+    """A TOML value as the command line would have given it."""
+    if key in SWITCHES:
+        if not isinstance(value, bool):
+            raise ValueError(f"{path} has {key} = {value!r}; it may be true or false")
+        return value
+    if key in NUMBERS:
+        if isinstance(value, bool) or not isinstance(value, int | float) or (key != "timeout" and value != int(value)):
+            raise ValueError(f"{path} has {key} = {value!r}; it may be a number")
+        return value
+    items = value if isinstance(value, list) else [value]
+    if not items or any(isinstance(item, bool) or not isinstance(item, int | str) for item in items):
+        raise ValueError(f"{path} has {key} = {value!r}; it may be a number, a text, or a list of them")
+    if key == "peers-from":
+        return [path.parent / str(item) for item in items]
+    text = ",".join(map(str, items))
+    return Path(text) if key == "out" else text
+
+
+def _run(
+    *,
+    preset: str | None,
+    tags: str,
+    kernels: str,
+    masks: str,
+    baselines: str,
+    peers_from: list[Path] | None,
+    backward: bool,
+    both: bool,
+    check: bool,
+    roofs: bool,
+    warmup: int | None,
+    iters: int | None,
+    quick: bool,
+    timeout: float,
+    seed: int,
+    device: str | None,
+    out: Path,
+    name: str,
+    fresh: bool,
+    retry: bool,
+    export: bool,
+    alignment: str,
+    dtype: str | None,
+    **sizes: str | None,
+) -> None:
+    from flashlane.bench.measure.environment import environment
+    from flashlane.bench.measure.isolated import Spec
+    from flashlane.bench.measure.journal import Full, Journal
+    from flashlane.bench.measure.peers import peers_of_files, select_peers
+    from flashlane.bench.measure.progress import Bar
+    from flashlane.bench.measure.results import INTERRUPTED, NOT_WRITTEN, check_writable
+    from flashlane.bench.measure.runner import Selection, resolve_device
+    from flashlane.bench.measure.sweep import cells_of, common_of, sweep
+    from flashlane.bench.present.table import make_console
+    from flashlane.cli.bench import settings_for
+
+    where = resolve_device(device)
+    o.check_timeout(timeout)
+    if not name or "/" in name or name.startswith("."):
+        raise ValueError(f"--name is {name!r}; it names files in --out, without a folder")
+    directions = o.directions_of(False, backward, both)
+    order = ("batch", "heads", "seqlen", "head_dim", "kv_heads", "seqlen_k")
+    problems = [
+        problem
+        for causal in _masks(masks, preset)
+        for problem in o.problems_of(
+            preset, *(sizes[key] for key in order), dtype, causal, alignment, device=where, quick=quick
+        )
+    ]
+    cells = cells_of(problems, directions)
+    files = tuple(peers_from or ())
+    peers_of_files(files)
+    words, exact = o.words_of(tags), o.words_of(kernels)
+    Selection(words, exact)
+    spec = Spec(
+        str(where),
+        words,
+        exact,
+        tuple(peer.tag for peer in select_peers(baselines)),
+        tuple(map(str, files)),
+        directions=directions,
+        settings=settings_for(where, quick, warmup, iters, graph=False),
+        check=check,
+        roofs=roofs,
+    )
+    check_writable(out)
+    notes = make_console(stderr=True)
+    common = None if export else common_of(spec, seed, environment(where))
+    with Journal(out / f"{name}.jsonl", common, fresh=fresh) as journal:
+        done = sum(cell.key in journal.records for cell in cells)
+        notes.print(f"{len(cells)} cells, {done} of them done before: {journal.path}", style="dim", soft_wrap=True)
+        status = 0
+        try:
+            if not export:
+                with Bar(len(cells) - done) as reporter:
+                    sweep(
+                        cells, spec, journal, seconds=timeout, seed=seed, reporter=reporter, retry=retry,
+                        told=lambda text: notes.print(text, style="yellow", soft_wrap=True),
+                    )  # fmt: skip
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+            notes.print("interrupted; the same command goes on from here", style="bold yellow", soft_wrap=True)
+        except Full as error:
+            status = NOT_WRITTEN
+            notes.print(
+                f"error: {error}; make room, and the same command goes on from here", style="bold red", soft_wrap=True
+            )
+        status = _finish(journal, cells, out, name, status)
+    if status:
+        raise typer.Exit(status)
+
+
+def _masks(text: str, preset: str | None) -> list[bool | None]:
+    words = o.words_of(text)
+    if not words or set(words) - set(MASKS):
+        raise ValueError(f"--masks is {text!r}; it may be full, causal, or both in a list")
+    if preset is not None and words == ("full",):
+        return [None]  # as the preset has it
+    return [word == "causal" for word in words]
+
+
+def _finish(journal: Any, cells: list[Cell], out: Path, name: str, status: int) -> int:
+    """Print the summary and write the files from the journal; the exit status."""
+    from flashlane.bench.measure.results import NOT_WRITTEN
+    from flashlane.bench.measure.sweep import collected, write
+    from flashlane.bench.present.table import make_console
+
+    console = make_console()
+    results = collected(journal, cells)
+    if results is None:
+        console.print("no cell is done")
+        return status
+    _print(results, console)
+    try:
+        for path in write(results, out, name):
+            console.print(f"wrote {path}", style="dim", soft_wrap=True)
+    except OSError as error:
+        make_console(stderr=True).print(
+            f"error: --out is {str(out)!r}, which cannot be written ({error.strerror or error}); "
+            f"every cell is kept in {journal.path}: flashlane sweep … --export writes the files from it",
+            style="bold red",
+            soft_wrap=True,
+        )
+        return status or NOT_WRITTEN
+    if results.failed:
+        tags = ", ".join(dict.fromkeys(row.tag for row in results.failed))
+        make_console(stderr=True).print(f"{len(results.failed)} rows of kernels failed: {tags}", style="bold red")
+        return status or 1
+    return status
+
+
+def _print(results: Results, console: Any) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from flashlane.bench.measure.sweep import HEAD, summary_rows
+
+    table = Table(title=f"sweep · {results.environment['device']}", title_justify="left", box=None, pad_edge=False)
+    for index, title in enumerate(HEAD):
+        table.add_column(title, justify="right" if index in (2, 3, 5) else "left", overflow="fold")
+    for row in summary_rows(results):
+        table.add_row(*map(Text, row))
+    console.print(table)

@@ -1,0 +1,216 @@
+"""``flashlane tune``: time the configurations of kernels on this GPU and keep the fastest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashlane.cli import options as o
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from rich.text import Text
+
+    from flashlane.tuning.search import Trial, TuneRun
+
+
+def tune_command(
+    batch: o.Batch = None,
+    heads: o.Heads = None,
+    seqlen: o.Seqlen = None,
+    head_dim: o.HeadDim = None,
+    kv_heads: o.KvHeads = None,
+    seqlen_k: o.SeqlenK = None,
+    causal: o.Causal = None,
+    alignment: o.AlignmentName = "bottom-right",
+    dtype: o.Dtype = None,
+    preset: o.PresetName = None,
+    tags: o.Tags = "",
+    kernels: o.Kernels = "",
+    show_all: o.ShowAll = False,
+    iters: Annotated[
+        int | None,
+        o.option("--iters", "--rounds", help="Rounds; in each, every candidate runs in turn.", panel=o.MEASURE),
+    ] = None,
+    seed: Annotated[int, o.option("--seed", help="Of the random inputs; each problem adds 1.", panel=o.INPUT)] = 0,
+    device: Annotated[str | None, o.option("--device", help="cuda or cuda:N.", panel=o.MEASURE)] = None,
+    out: Annotated[Path, o.option("--out", help="Folder for the JSON file of all trials.", panel=o.OUTPUT)] = Path(
+        "results"
+    ),
+    list_: Annotated[
+        bool, o.option("--list", help="Show what is stored (of --tags), and do nothing else.", panel=o.OUTPUT)
+    ] = False,
+    forget: Annotated[
+        bool, o.option("--forget", help="Drop what is stored (of --tags), and do nothing else.", panel=o.OUTPUT)
+    ] = False,
+    json_: Annotated[bool, o.option("--json", help="Print the trials, or the list, as JSON.", panel=o.OUTPUT)] = False,
+) -> None:
+    """Time every candidate configuration of the kernels for the given sizes on this GPU, and keep the fastest.
+
+    Each candidate is checked against the formula first. The fastest configuration of each tag is stored for the class
+    of the problem (dtype, head dim, mask, lengths up to the next power of two, few or many blocks) and used from then
+    on; so is the fastest tag of those that auto may take. Without sizes: the founding shapes.
+
+    Exit status: 0 all is right, 1 a candidate failed, 2 bad input or no GPU.
+
+    Examples:
+
+      flashlane tune --tags split-q --N 1024:16384:x2 --D 64,128 --dtype f16,bf16
+
+      flashlane tune --list
+    """
+    if list_ and forget:
+        raise ValueError("--list and --forget are both given; one of them may be")
+    words = o.words_of(tags) + o.words_of(kernels)
+    if list_:
+        return _list(words, json_)
+    if forget:
+        return _forget(words)
+
+    from flashlane.bench.measure.progress import Bar
+    from flashlane.bench.measure.results import check_writable
+    from flashlane.bench.measure.runner import Selection
+    from flashlane.core.problem import arch_of
+    from flashlane.core.registry import TunableKernel
+    from flashlane.tuning.search import SETTINGS, tune_kernels
+    from flashlane.tuning.stored import folder
+
+    where = _gpu(device)
+    if iters is not None and iters < 1:
+        raise ValueError(f"--iters is {iters}; it must be at least 1")
+    selection = Selection(o.words_of(tags), o.words_of(kernels), show_all=show_all)
+    chosen = [kernel for kernel in selection.kernels() if isinstance(kernel, TunableKernel)]
+    if not chosen:
+        raise ValueError(f"--tags is {tags!r}, which names no kernel that has configurations")
+    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+    shapes = o.shapes_of(on_gpu=True, quick=False)
+    problems = [p for grid in o.grids_of(preset, *sizes) for p in grid.problems(arch_of(where), shapes)]
+    check_writable(out)
+    check_writable(folder(), "the cache folder")
+    settings = SETTINGS if iters is None else replace(SETTINGS, rounds=iters)
+    with Bar(len(problems)) as reporter:
+        run = tune_kernels(problems, chosen, where, settings=settings, seed=seed, reporter=reporter)
+    _finish(run, out, json_, selection.unlisted)
+
+
+def _gpu(device: str | None) -> torch.device:
+    from flashlane.bench.measure.runner import resolve_device
+
+    where = resolve_device(device)
+    if where.type != "cuda":
+        raise ValueError(
+            f"--device is {str(where)!r}; flashlane tune times kernels on a GPU, and needs one (see flashlane doctor); "
+            "without it the kernels' heuristics decide"
+        )
+    return where
+
+
+def _finish(run: TuneRun, out: Path, as_json: bool, unlisted: int) -> None:
+    from flashlane.bench.present.table import make_console, print_unlisted
+
+    console = make_console()
+    if as_json:
+        typer.echo(run.to_json(), nl=False)
+    else:
+        print_trials(run, console)
+        print_unlisted(unlisted, "tunes", console)
+    path = run.write(out)
+    notes = make_console(stderr=True) if as_json else console
+    notes.print(f"{len(run.stored)} choices stored; wrote {path}", style="dim", soft_wrap=True)
+    if run.failed:
+        tags = ", ".join(dict.fromkeys(trial.tag for trial in run.failed))
+        make_console(stderr=True).print(
+            f"{len(run.failed)} candidates failed: {tags}", style="bold red", soft_wrap=True
+        )
+        raise typer.Exit(1)
+
+
+def print_trials(run: TuneRun, console: Console) -> None:
+    """One table a problem, the fastest first; then what failed, and what was skipped."""
+    from flashlane.bench.present.table import make_table, print_reasons
+
+    where = f"{run.environment['device']}, torch {run.environment['torch']}"
+    titles = [trial.problem for trial in run.trials] + [problem for problem, _, _ in run.skipped]
+    for title in dict.fromkeys(titles):
+        trials = sorted((t for t in run.trials if t.problem == title), key=lambda trial: trial.ms)
+        if trials:
+            heading = f"{title} · {where}"
+            console.print(make_table(trials, _columns(), heading, console.width, lambda t: "bold" if t.best else None))
+        failed = [(trial.tag, f"{trial.status}: {trial.message} ({trial.config})") for trial in trials if trial.message]
+        print_reasons(failed, "failed", console, "bold red")
+        skipped = [(tag, reason) for problem, tag, reason in run.skipped if problem == title]
+        print_reasons(skipped, "not run", console)
+        console.print()
+    legend = "tag: the fastest of its tag, stored; auto: what auto takes from now on; was auto: what it took before"
+    console.print(legend, style="dim", soft_wrap=True)
+
+
+def _columns() -> list[object]:
+    from flashlane.bench.present.table import NONE, Column, kib_cell, significant, spill_cell
+
+    def registers(trial: Trial) -> str:
+        return NONE if trial.usage is None or trial.usage.registers is None else str(trial.usage.registers)
+
+    return [
+        Column("configuration", lambda t: t.config or NONE, drop=5, justify="left"),
+        Column("ms", lambda t: significant(t.timing and t.timing.median)),
+        Column("±%", lambda t: f"{50 * t.timing.spread:.1f}" if t.timing else NONE, drop=1),
+        Column("TFLOPS", lambda t: significant(t.tflops)),
+        Column("regs", registers, drop=2),
+        Column("spill", lambda t: spill_cell(t.usage), drop=3),
+        Column("KiB", lambda t: kib_cell(t.usage), drop=4),
+        Column("chosen", _marks, justify="left"),
+    ]
+
+
+def _marks(trial: Trial) -> Text:
+    from rich.text import Text
+
+    from flashlane.bench.present.table import STYLES
+
+    if trial.timing is None:
+        return Text(trial.status, STYLES.get(trial.status, ""))
+    marks = {"tag": trial.chosen, "auto": trial.best, "heuristic": trial.heuristic, "was auto": trial.auto}
+    return Text(", ".join(name for name, holds in marks.items() if holds))
+
+
+def _list(words: Sequence[str], as_json: bool) -> None:
+    from rich.table import Table
+
+    from flashlane.bench.present.table import make_console, significant
+    from flashlane.tuning import stored as tune
+
+    stored = {
+        path: {key: entry for key, entry in tune.load(path).items() if _asked(entry.tag, words)}
+        for path in tune.files()
+    }
+    if as_json:
+        listed = {path.stem: {key: asdict(entry) for key, entry in kept.items()} for path, kept in stored.items()}
+        typer.echo(json.dumps(listed, indent=1))
+        return
+    console = make_console()
+    for path, entries in stored.items():
+        table = Table("class", "runs", "configuration", "ms", "TFLOPS", "date", title=str(path), box=None)
+        for key, entry in entries.items():
+            config = " ".join(f"{name}={value}" for name, value in entry.config.items())
+            figures = (significant(entry.ms), significant(entry.tflops), entry.date)
+            table.add_row(key, entry.tag if key.startswith(f"{tune.AUTO} ") else "", config, *figures)
+        console.print(table)
+    count = sum(map(len, stored.values()))
+    console.print(f"{count} choices in {tune.folder()}", style="dim", soft_wrap=True)
+
+
+def _asked(tag: str, words: Sequence[str]) -> bool:
+    return not words or any(word in tag for word in words)
+
+
+def _forget(words: Sequence[str]) -> None:
+    from flashlane.tuning import stored as tune
+
+    typer.echo(f"{tune.forget(words)} choices dropped from {tune.folder()}")

@@ -1,1 +1,0 @@
-"""Commands of ``flashlane``, one module each."""

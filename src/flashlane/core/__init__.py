@@ -1,0 +1,1 @@
+"""What is asked, who can run it, who does."""

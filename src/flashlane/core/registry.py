@@ -1,0 +1,274 @@
+"""Kernel: a tag, what it can do and what it needs; and the table of all kernels.
+
+A kernel is added by one line in :data:`MODULES` naming the module that defines it; the module calls
+:func:`register`. Everything else (dispatch, ``explain``, the bench, the compile tests) reads the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashlane.core.problem import AttentionProblem, Inputs
+    from flashlane.jit import Compiled, KernelSource
+
+Repeat = Callable[
+    ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", tuple[int, int, int]], None
+]
+"""See :meth:`Kernel.prepare`."""
+
+MODULES = (
+    "flashlane.reference.naive",
+    "flashlane.reference.tiled",
+    "flashlane.kernels.fa1.flash_attention_1",
+    "flashlane.kernels.mma.naive",
+    "flashlane.kernels.mma.attention",
+    "flashlane.kernels.hopper.forward.kernel",
+    "flashlane.kernels.decode.decode",
+    "flashlane.kernels.triton.attention",
+)
+
+
+class Kernel(ABC):
+    """One implementation of attention's forward pass, named by its tag."""
+
+    tag: str
+    family: str
+    summary: str
+    """One line: the idea."""
+    source: str
+    """Paper, or PTX section, that it comes from."""
+    priority: int = 0
+    """``auto`` takes the supporting kernel with the highest :meth:`preference`, which starts from this."""
+    lse_optional: bool = False
+    """Whether what :meth:`prepare` gives takes None for the LSE, and then writes none."""
+    listed: bool = True
+    """Whether it is shown, run and chosen by ``auto`` without being asked for by name."""
+
+    @abstractmethod
+    def supports(self, problem: AttentionProblem) -> str | None:
+        """None when the kernel can run the problem, else the reason in words."""
+
+    @abstractmethod
+    def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Write the output ``(b, sq, h, dv)`` and the LSE, f32 ``(b, h, sq)``, natural logarithm.
+
+        Varlen: ``(total_q, h, dv)`` and ``(h, total_q)``. Both are allocated by the caller and fully written.
+        """
+
+    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
+        """What repeats :meth:`forward` for calls that differ from this one in addresses only.
+
+        The call has no tensors but q, k and v. A kernel that spends more on the host than it must overrides this; a
+        repeated launch is checked no more.
+
+        Returns:
+            A function of q, k, v, out, lse and the addresses of q, k and v, which its caller has read and which are
+            multiples of 16. q, k, v, out and lse (or None, see ``lse_optional``) are like those of this call, and on a
+            GPU torch's current device is theirs.
+        """
+        from flashlane.core.problem import Inputs
+
+        return lambda q, k, v, out, lse, addresses: self.forward(problem, Inputs(q, k, v), out, lse)
+
+    def preference(self, problem: AttentionProblem) -> float:
+        """How much ``auto`` wants this kernel for a problem it supports; data of the kernel's heuristic."""
+        return self.priority
+
+    def low_precision_reference(self, problem: AttentionProblem) -> str:
+        """Which emulation the peers' relative rule compares with: see ``flashlane.bench.measure.check``."""
+        return "standard"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.tag}>"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one launch of a compiled configuration takes."""
+
+    threads: int
+    shared_memory: int
+    """Dynamic shared memory of one block, bytes."""
+
+
+class TunableKernel(Kernel):
+    """A kernel of several configurations, of which ``flashlane tune`` may find the fastest."""
+
+    @abstractmethod
+    def config(self, problem: AttentionProblem) -> Any:
+        """The configuration (a frozen dataclass) that the heuristic gives to a supported problem."""
+
+    @abstractmethod
+    def source_of(self, config: Any) -> str:
+        """The package's file whose change makes stored timings of a configuration void."""
+
+    def candidates(self, problem: AttentionProblem) -> Iterable[Any]:
+        """The configurations that ``flashlane tune`` times for a supported problem."""
+        return (self.config(problem),)
+
+    def run(self, config: Any, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """:meth:`forward` with a given configuration; a kernel of more than one candidate overrides it.
+
+        Raises:
+            ValueError: the kernel runs no other configuration than :meth:`config`, and was given one.
+        """
+        only = self.config(problem)
+        if config != only:
+            raise ValueError(f"config is {config}; kernel {self.tag!r} runs {problem.describe()} with {only} only")
+        self.forward(problem, inputs, out, lse)
+
+    def low_precision_reference_of(self, config: Any, problem: AttentionProblem) -> str:
+        """:meth:`low_precision_reference` of a given configuration, where it depends on that."""
+        return self.low_precision_reference(problem)
+
+
+class DeviceKernel(TunableKernel):
+    """A kernel written in CUDA C++ and compiled by :mod:`flashlane.jit`."""
+
+    architectures: tuple[str, ...] = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+    """The architectures that CI compiles every shipped configuration for."""
+
+    @abstractmethod
+    def kernel_source(self, config: Any) -> KernelSource:
+        """The device code and the compile-time constants of a configuration."""
+
+    @abstractmethod
+    def resources(self, config: Any) -> Resources:
+        """Threads and shared memory of one block of a configuration."""
+
+    @abstractmethod
+    def shipped(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
+        """Every configuration that the heuristic can choose, with the architectures it can be chosen on."""
+
+    def source_of(self, config: Any) -> str:
+        return self.kernel_source(config).name
+
+    def spills_allowed(self, config: Any, arch: str) -> int:
+        """Bytes, stores and loads, that a configuration is known to spill: ``flashlane compile`` accepts no more."""
+        return 0
+
+    def compile(self, config: Any, arch: str) -> Compiled:
+        """Compile a configuration (or load it from the disk cache)."""
+        from flashlane import jit
+
+        return jit.compile(self.kernel_source(config), arch)
+
+
+_KERNELS: dict[str, Kernel] = {}
+_loaded = False
+_memos: list[Callable[[], None]] = []
+MEMO_SIZE = 4096
+SHORTLIST = 50
+"""How many of a large table's tags are compared letter by letter with an unknown one."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def memoised(function: F) -> F:
+    """A bounded memory for a function of hashable arguments, emptied by :func:`changed`."""
+    cached = functools.lru_cache(MEMO_SIZE)(function)
+    _memos.append(cached.cache_clear)
+    return cached  # type: ignore[return-value]
+
+
+def on_change(forget: Callable[[], None]) -> None:
+    """Call ``forget`` whenever :func:`memoised` results are forgotten; for a memory that is kept elsewhere."""
+    _memos.append(forget)
+
+
+def changed() -> None:
+    """Forget every :func:`memoised` result: the table of kernels, or what the tuner knows, is another now."""
+    for forget in _memos:
+        forget()
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Add a kernel to the table; its tag must be new."""
+    if kernel.tag in _KERNELS:
+        raise ValueError(f"tag {kernel.tag!r} is registered already")
+    _KERNELS[kernel.tag] = kernel
+    changed()
+    return kernel
+
+
+@contextlib.contextmanager
+def table_of(*kernels: Kernel) -> Iterator[None]:
+    """A table that holds exactly these kernels, for as long as the context lasts; for tests."""
+    before = _table().copy()
+    try:
+        _fill({kernel.tag: kernel for kernel in kernels})
+        yield
+    finally:
+        _fill(before)
+
+
+def _fill(table: dict[str, Kernel]) -> None:
+    _KERNELS.clear()
+    _KERNELS.update(table)
+    changed()
+
+
+def _table() -> dict[str, Kernel]:
+    global _loaded
+    if not _loaded:
+        for module in MODULES:
+            importlib.import_module(module)
+        _loaded = True
+        # Some were imported, and so registered, before: the order of the table is that of MODULES all the same.
+        rank = {module: number for number, module in enumerate(MODULES)}
+        _fill(dict(sorted(_KERNELS.items(), key=lambda item: rank.get(type(item[1]).__module__, len(rank)))))
+    return _KERNELS
+
+
+def kernels(listed_only: bool = False) -> tuple[Kernel, ...]:
+    """All kernels, in the order of the table; or those that are shown without being asked for."""
+    return tuple(kernel for kernel in _table().values() if kernel.listed or not listed_only)
+
+
+def get(tag: str) -> Kernel:
+    """The kernel of that tag.
+
+    Raises:
+        ValueError: no kernel has it; the message names the nearest tags.
+    """
+    found = _table().get(tag)
+    if found is None:
+        raise ValueError(f"kernel is {tag!r}, which no kernel is called; {suggest(tag, tuple(_KERNELS))}")
+    return found
+
+
+def suggest(word: str, known: tuple[str, ...]) -> str:
+    """``did you mean …`` with the nearest known words, or the list of them all (of a long one, its start)."""
+    near = difflib.get_close_matches(word, _shortlist(word, known), n=3, cutoff=0.5)
+    near = near or [name for name in known if word in name][:3]
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    more = f", and {len(known) - SHORTLIST} more" if len(known) > SHORTLIST else ""
+    return f"known: {', '.join(known[:SHORTLIST])}{more}"
+
+
+def _shortlist(word: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The words that share most pairs of letters with ``word``: comparing letter by letter takes 0.1 ms a word."""
+    if len(known) <= SHORTLIST:
+        return known
+    pairs = _pairs(word)
+
+    def likeness(name: str) -> float:
+        others = _pairs(name)
+        return len(pairs & others) / (len(pairs | others) or 1)
+
+    return tuple(sorted(known, key=likeness, reverse=True)[:SHORTLIST])
+
+
+def _pairs(word: str) -> set[str]:
+    return {word[i : i + 2] for i in range(len(word) - 1)}

@@ -1,0 +1,1 @@
+"""What the machine and the compiler say: doctor, budgets, shared-memory layouts."""

@@ -1,0 +1,164 @@
+"""What a kernel takes of an SM: registers, spills, shared memory region by region, occupancy and what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from flashlane import jit
+from flashlane.core.problem import AttentionProblem
+from flashlane.core.registry import DeviceKernel, Kernel
+from flashlane.inspect.compile_report import Usage, usage_of
+from flashlane.jit.budget import MAX_REGISTERS
+
+NONE = "–"
+WIDE = 100
+"""Columns from which on nothing is left out."""
+KIB = 1024
+NOTE = f"""regs: of {MAX_REGISTERS} a thread; spill: bytes, stores and loads
+Q, KV (the ring), P, stats, tiles: KiB of shared memory; shared: of what a block may take
+blocks: that an SM holds; regs·shared·threads: as many as each alone would allow"""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One kernel's configuration for one problem, compiled for one architecture."""
+
+    usage: Usage
+    """What the compiler and the occupancy arithmetic say; its ``reason`` or ``error`` where there is no budget."""
+    regions: dict[str, int]
+    """Bytes of shared memory by what lies there; they sum to ``usage.shared_bytes``."""
+    shared_limit: int
+    """Bytes of shared memory that one block may take."""
+    fits: dict[str, int]
+    """Blocks an SM would hold if only registers, shared memory or threads counted."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        usage = asdict(self.usage)
+        for name in ("instructions", "seconds", "cached"):
+            del usage[name]
+        return {**usage, "regions": self.regions, "shared_limit": self.shared_limit, "fits": self.fits}
+
+
+def regions(config: Any, dynamic: int, static: int = 0) -> dict[str, int]:
+    """The shared memory of a configuration, region by region, in the order in which the regions lie.
+
+    Args:
+        config: the configuration; one of the mma template is taken apart, others are one region, ``tiles``.
+        dynamic: bytes of dynamic shared memory, which the regions share out.
+        static: bytes of static shared memory, a region of its own.
+
+    Raises:
+        ValueError: the parts of a configuration do not sum to ``dynamic``: a formula here is out of date.
+    """
+    parts = getattr(config, "regions", None) or {"tiles": dynamic}
+    if sum(parts.values()) != dynamic:
+        raise ValueError(f"{type(config).__name__}: the regions {parts} do not sum to its {dynamic} bytes")
+    return {**parts, **({"static": static} if static else {})}
+
+
+def budget_of(kernel: Kernel, problem: AttentionProblem, arch: str) -> Budget:
+    """Compile what a kernel would run for a problem on an architecture, and say what it takes; needs no GPU.
+
+    A problem that the kernel does not support, or a compile that fails, gives a budget whose usage says why.
+
+    Raises:
+        ValueError: the kernel is not compiled by us, or the architecture is unknown.
+    """
+    if not isinstance(kernel, DeviceKernel):
+        made = "compiled by Triton" if kernel.family.startswith("triton") else "made of torch operations"
+        raise ValueError(
+            f"{kernel.tag} is {made}, not from a device file of ours; budgets are of kernels like mma(split-q+stage1)"
+        )
+    limit, asked = jit.shared_limit(arch), problem.on(arch)
+    reason = kernel.supports(asked)
+    if reason is not None:
+        return Budget(Usage(kernel.tag, arch, asked.describe(), reason=reason), {}, limit, {})
+    config = kernel.config(asked)
+    usage = usage_of(kernel, config, arch, problem=asked.describe(), instructions=False)
+    dynamic = kernel.resources(config).shared_memory
+    parts = regions(config, dynamic, (usage.shared_bytes or dynamic) - dynamic)
+    return Budget(usage, parts, limit, {} if usage.error else _fits(usage))
+
+
+def _fits(usage: Usage) -> dict[str, int]:
+    def blocks(registers: int, shared: int) -> int:
+        return jit.occupancy(usage.arch, usage.threads, registers, shared).blocks
+
+    return {
+        "registers": blocks(usage.registers, 0),
+        "shared memory": blocks(0, usage.shared_bytes),
+        "threads": blocks(0, 0),
+    }
+
+
+def print_budgets(budgets: Sequence[Budget], console: Console) -> None:
+    """A table for each tag and problem with a line for each architecture."""
+    groups: dict[tuple[str, str], list[Budget]] = {}
+    for budget in budgets:
+        groups.setdefault((budget.usage.tag, budget.usage.problem), []).append(budget)
+    for (tag, problem), group in groups.items():
+        console.print(Text.assemble((tag, "bold"), f" · {problem}"))
+        made = [budget for budget in group if not budget.usage.reason and not budget.usage.error]
+        _print_configurations(made, console)
+        if made:
+            console.print(budget_table(made, console.width))
+        for budget in group:
+            usage = budget.usage
+            if usage.error:
+                console.print(Text(f"{usage.arch}: error: ", "bold red").append(usage.error, "default"))
+            elif usage.reason:
+                console.print(Text(f"{usage.arch}: not for this problem: ", "yellow").append(usage.reason, "default"))
+            for line in usage.warnings:
+                console.print(Text(f"{usage.arch}: compiler: ", "yellow").append(line, "default"))
+        console.print()
+    if any(budget.fits for budget in budgets):
+        console.print(NOTE, style="dim", soft_wrap=True)
+
+
+def _print_configurations(budgets: Iterable[Budget], console: Console) -> None:
+    archs: dict[str, list[str]] = {}
+    for budget in budgets:
+        archs.setdefault(budget.usage.config, []).append(budget.usage.arch)
+    for config, names in archs.items():
+        where = f"{' '.join(names)}: " if len(archs) > 1 else ""
+        console.print(Text(f"{where}{config}", "dim"))
+
+
+def budget_table(budgets: Sequence[Budget], width: int = WIDE) -> Table:
+    """One line a budget; a column for every region that one of them has; the last column only from ``WIDE`` on."""
+    names = list(dict.fromkeys(name for budget in budgets for name in budget.regions))
+    wide = width >= WIDE
+    table = Table(box=None, pad_edge=False, header_style="dim", collapse_padding=not wide)
+    table.add_column("arch", no_wrap=True)
+    for heading in ("regs", "spill", "threads", *names, "shared", "blocks", "occ"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("limited by", no_wrap=True)
+    if wide:
+        table.add_column("regs·shared·threads", no_wrap=True, style="dim")
+    for budget in budgets:
+        table.add_row(*_row(budget, names)[: len(table.columns)])
+    return table
+
+
+def _row(budget: Budget, names: Sequence[str]) -> list[str | Text]:
+    usage = budget.usage
+    spill = Text(str(usage.spills), "bold red" if usage.spills else "")
+    kib = [_kib(budget.regions[name]) if name in budget.regions else NONE for name in names]
+    shared = f"{_kib(usage.shared_bytes or 0)}/{budget.shared_limit // KIB}"
+    fits = "·".join(map(str, budget.fits.values()))
+    blocks = Text(str(usage.blocks), "bold" if usage.blocks else "bold red")
+    percent = f"{100 * (usage.occupancy or 0):.0f}%"
+    figures = [str(usage.registers), spill, str(usage.threads), *kib, shared, blocks, percent]
+    return [usage.arch, *figures, escape(usage.limit), fits]
+
+
+def _kib(size: int) -> str:
+    return f"{size / KIB:.4g}"

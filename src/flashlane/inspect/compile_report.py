@@ -1,0 +1,220 @@
+"""What the compiler made of each kernel, for a named architecture, on any machine: no GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashlane import jit
+from flashlane.core import registry
+from flashlane.core.problem import AttentionProblem
+from flashlane.core.registry import DeviceKernel
+from flashlane.jit import cache
+from flashlane.tuning import stored as tune
+
+WORKERS = 2
+LATE = "time is up (a second run goes on from the cache; --arch or flashlane compile takes all the time it needs)"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """One compiled configuration of one kernel; ``reason`` says why there is none, ``error`` how it failed."""
+
+    tag: str
+    arch: str
+    problem: str = ""
+    config: str = ""
+    registers: int | None = None
+    spill_stores: int | None = None
+    """Bytes, as the compiler reports them; likewise the loads."""
+    spill_loads: int | None = None
+    shared_bytes: int | None = None
+    """Shared memory of a block, static and dynamic."""
+    threads: int | None = None
+    blocks: int | None = None
+    """Blocks that one multiprocessor holds."""
+    occupancy: float | None = None
+    limit: str = ""
+    """What the number of blocks is limited by."""
+    instructions: dict[str, int] | None = None
+    seconds: float | None = None
+    cached: bool = False
+    warnings: tuple[str, ...] = field(default=())
+    reason: str = ""
+    error: str = ""
+    spills_allowed: int = 0
+    """Bytes that the kernel declares for this configuration, stores and loads."""
+
+    @property
+    def spills(self) -> int | None:
+        """Bytes spilled, stores and loads."""
+        return None if self.spill_stores is None else self.spill_stores + (self.spill_loads or 0)
+
+    @property
+    def spilled(self) -> bool:
+        """Whether more was spilled than the kernel declares."""
+        return (self.spills or 0) > self.spills_allowed
+
+    @property
+    def unexpected_warnings(self) -> tuple[str, ...]:
+        """The compiler's warnings, but for those of spills that the kernel declares."""
+        return tuple(line for line in self.warnings if self.spilled or "spill" not in line.lower())
+
+
+def device_kernels() -> list[DeviceKernel]:
+    """The listed kernels of the registry that are compiled."""
+    return [k for k in registry.kernels(listed_only=True) if isinstance(k, DeviceKernel)]
+
+
+def check_arch(arch: str, name: str = "--arch") -> str:
+    """The architecture, if the compiler's tables know it.
+
+    Raises:
+        ValueError: they do not; the message names the nearest.
+    """
+    if arch not in jit.LIMITS:
+        raise ValueError(f"{name} is {arch!r}, which is unknown; {registry.suggest(arch, tuple(jit.LIMITS))}")
+    return arch
+
+
+def usage_of(kernel: DeviceKernel, config: Any, arch: str, *, problem: str = "", instructions: bool = True) -> Usage:
+    """Compile a configuration (or load it from the disk cache) and read what it takes.
+
+    A compile that fails gives a :class:`Usage` with ``error``; it does not raise.
+    """
+    described = describe_config(config)
+    try:
+        compiled = kernel.compile(config, arch)
+    except Exception as error:  # every failure of the compiler becomes a line of the report
+        return Usage(kernel.tag, arch, problem, described, error=first_line(error))
+    report, resources = compiled.report, kernel.resources(config)
+    shared = report.static_shared + resources.shared_memory
+    fit = jit.occupancy(arch, resources.threads, report.registers, shared)
+    return Usage(
+        tag=kernel.tag,
+        arch=arch,
+        problem=problem,
+        config=described,
+        registers=report.registers,
+        spill_stores=report.spill_stores,
+        spill_loads=report.spill_loads,
+        spills_allowed=kernel.spills_allowed(config, arch),
+        shared_bytes=shared,
+        threads=resources.threads,
+        blocks=fit.blocks,
+        occupancy=fit.fraction,
+        limit=fit.limit,
+        instructions=_instructions(compiled) if instructions else None,
+        seconds=compiled.seconds,
+        cached=compiled.cached,
+        warnings=tuple(report.warnings),
+    )
+
+
+def _instructions(compiled: jit.Compiled) -> dict[str, int] | None:
+    """Instruction counts, kept beside the cubin: disassembling takes longer than compiling."""
+    disk, key = cache.default(), f"{compiled.key}-instructions"
+    kept = disk.get(key)
+    if kept is not None:
+        return json.loads(kept)
+    counts = jit.instruction_counts(compiled.cubin)
+    if counts is not None:
+        disk.put(key, json.dumps(counts).encode())
+    return counts
+
+
+def report_problem(
+    problem: AttentionProblem,
+    arch: str,
+    kernels: Sequence[DeviceKernel] | None = None,
+    progress: Callable[[str], None] = lambda tag: None,
+    deadline: float = math.inf,
+) -> list[Usage]:
+    """Every kernel's configuration for a problem as it would be chosen on ``arch``, compiled two at a time.
+
+    A kernel whose turn comes after ``deadline`` (of ``time.monotonic``) is left out, and its line says so.
+    """
+    asked = problem.on(arch)
+    jobs: list[tuple[DeviceKernel, Any, str]] = []
+    reasons: dict[str, str] = {}
+    chosen = device_kernels() if kernels is None else kernels
+    for kernel in chosen:
+        reason = kernel.supports(asked)
+        if reason is None:
+            jobs.append((kernel, kernel.config(asked), arch))
+        else:
+            reasons[kernel.tag] = reason
+    if deadline < math.inf:  # what is wanted most comes first
+        jobs.sort(key=lambda job: -job[0].preference(asked))
+    made = {usage.tag: usage for usage in _compile(jobs, asked.describe(), progress, deadline)}
+    return [
+        made[k.tag] if k.tag in made else Usage(k.tag, arch, asked.describe(), reason=reasons[k.tag]) for k in chosen
+    ]
+
+
+def report_shipped(
+    archs: Sequence[str] | None,
+    kernels: Sequence[DeviceKernel] | None = None,
+    progress: Callable[[str], None] = lambda tag: None,
+) -> list[Usage]:
+    """Every configuration that a heuristic can choose, on each architecture it can be chosen on (and in ``archs``)."""
+    with tune.heuristics_only():
+        jobs = [
+            (kernel, config, arch)
+            for kernel in (device_kernels() if kernels is None else kernels)
+            for config, possible in kernel.shipped()
+            for arch in possible
+            if archs is None or arch in archs
+        ]
+    return _compile(jobs, "", progress)
+
+
+def is_wrong(usage: Usage, strict: bool = True) -> bool:
+    """Whether a line should fail a check: it did not compile or, strictly, spilled undeclared or drew a warning."""
+    return bool(usage.error) or (strict and bool(usage.spilled or usage.unexpected_warnings))
+
+
+def _compile(
+    jobs: Sequence[tuple[DeviceKernel, Any, str]],
+    problem: str,
+    progress: Callable[[str], None],
+    deadline: float = math.inf,
+) -> list[Usage]:
+    def one(job: tuple[DeviceKernel, Any, str]) -> Usage:
+        kernel, config, arch = job
+        if time.monotonic() > deadline:
+            return Usage(kernel.tag, arch, problem, describe_config(config), reason=LATE)
+        usage = usage_of(kernel, config, arch, problem=problem)
+        progress(kernel.tag)
+        return usage
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        return list(pool.map(one, jobs))
+
+
+def describe_config(config: Any) -> str:
+    """A configuration on one line: ``block_q=64 block_k=64 stages=2``."""
+    if hasattr(config, "describe"):
+        return config.describe()
+    fields = getattr(config, "__dataclass_fields__", None)
+    if fields is None:
+        return str(config)
+    return " ".join(f"{name}={_plain(getattr(config, name))}" for name in fields)
+
+
+def _plain(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one line: its first, and the next one too where that is what the first announces."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {text}"

@@ -1,0 +1,1 @@
+"""Faces of other libraries."""

@@ -1,0 +1,1 @@
+"""The Hopper forward kernel."""

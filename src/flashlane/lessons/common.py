@@ -1,0 +1,82 @@
+"""What the blocks share: their element types, the checks of their arguments, and how a device file is run."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable
+
+import torch
+
+from flashlane import jit
+from flashlane.core.problem import arch_of
+from flashlane.jit import KernelSource
+from flashlane.kernels.device_file import device_code
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+ELEMENTS = {"f32": "float", "f16": "__half", "bf16": "__nv_bfloat16"}
+VECTOR_BYTES = 16
+"""Bytes of a packed access: what one thread reads or writes at once."""
+THREADS = 256
+"""Threads of a block of the blocks that are bound by memory."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``f32``, ``f16`` or ``bf16``."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def check_tensor(name: str, tensor: torch.Tensor, dtypes: Iterable[str]) -> None:
+    """A block's argument must be a CUDA tensor of one of these dtypes.
+
+    Raises:
+        TypeError: it is no tensor, or has another dtype.
+        ValueError: it is not on a CUDA device.
+    """
+    allowed = tuple(dtypes)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.dtype not in {DTYPES[item] for item in allowed}:
+        raise TypeError(f"{name} is {tensor.dtype}; it may be {', '.join(str(DTYPES[item]) for item in allowed)}")
+    if tensor.device.type != "cuda":
+        raise ValueError(f"{name} is on {tensor.device}; the blocks run on CUDA devices only")
+
+
+def check_choice(name: str, value: object, known: Iterable[object]) -> None:
+    """An argument must be one of a few values.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    known = tuple(known)
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it may be {', '.join(map(repr, known))}")
+
+
+def source_of(file: str, entry: str, constants: tuple[tuple[str, int | bool | str], ...]) -> KernelSource:
+    """A device file of this package with its constants."""
+    name = f"lessons/{file}"
+    return KernelSource(name, device_code(name), entry, constants)
+
+
+@functools.cache
+def device_arch(device: torch.device) -> str:
+    """The architecture of a CUDA device."""
+    return arch_of(device)
+
+
+def run(
+    source: KernelSource, device: torch.device, blocks: int, threads: int, shared: int, params: ctypes.Structure
+) -> None:
+    """Compile a kernel if it is new, and enqueue it on torch's current stream of the device."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    function = jit.load(jit.compile(source, device_arch(device)), index)
+    function.launch((blocks, 1, 1), (threads, 1, 1), shared, params)
+
+
+def cut(address: int, size: int, itemsize: int) -> tuple[int, int, int]:
+    """(single elements, packs, single elements) of a packed pass over an array; mirror of ``Cut`` in vector.cuh."""
+    count = VECTOR_BYTES // itemsize
+    head = min(size, -(address % VECTOR_BYTES // itemsize) % count)
+    packs = (size - head) // count
+    return head, packs, size - head - packs * count

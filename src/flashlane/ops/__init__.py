@@ -1,0 +1,1 @@
+"""The torch operators and the cache of calls."""

@@ -1,0 +1,177 @@
+"""Calls like an earlier one: told by one look at their tensors, and run without being checked again.
+
+Validation, the choice of a kernel and the preparation of its launch cost more than many a call computes. All of that is
+a plan, kept for calls of q, k and v alone by what they ask and the shapes of q and k. Whether a plan holds for tensors
+is decided by torch's own guard over tensors, in one call: it compares type, dispatch keys (with those that autocast,
+inference mode, transforms and tracing in this thread add), dtype, device, shape, strides and ``requires_grad``. The
+plan that held last for what is asked is tried first: mostly that is all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashlane.core import registry
+from flashlane.core.problem import VECTOR_BYTES, AttentionProblem, Inputs
+from flashlane.core.registry import Kernel
+from flashlane.jit import launch
+from flashlane.reference.masks import compute_dtype
+
+Results = tuple[torch.Tensor, torch.Tensor]
+Found = tuple[torch.Tensor, torch.Tensor | None]
+"""Output, and the LSE where it is wanted."""
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Found | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A call of q, k and v alone, checked and prepared for all calls like it."""
+
+    like: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
+    """Whether it holds for tensors, at this moment: all but their addresses is as in the first call."""
+    records: bool
+    """Whether autograd records such a call: some tensor requires gradients, and gradients are on."""
+    problem: AttentionProblem
+    kernel: Kernel
+    run: Run
+    """Allocates the results and has the kernel write them, without autograd; None, and nothing was done, where an
+    address is no multiple of 16. The last argument says whether the LSE is wanted; else it may be None."""
+    autocast: torch.dtype | None = None
+    """The dtype of the autocast under which it was checked, which q, k and v had already; None: there was none."""
+
+    def casts(self, q: torch.Tensor) -> bool:
+        """Whether autocast, of which the guard knows that it is on as it was, has another dtype now."""
+        return self.autocast is not None and torch.get_autocast_dtype(q.device.type) != self.autocast
+
+
+Key = tuple[Any, ...]
+_plans: dict[tuple[Key, torch.Size, torch.Size], tuple[Plan, ...]] = {}
+_latest: dict[Key, Plan] = {}
+"""Of what is asked, the plan that held last: it is tried before the shapes are looked at."""
+SIZE = 4096
+"""Keys that are kept."""
+PLANS_A_KEY = 8
+"""Plans of one key, which differ in strides, dtype, device or modes; the newest first."""
+_guards = getattr(torch._C._dynamo, "guards", None)
+
+
+def forget() -> None:
+    """Drop all plans."""
+    _plans.clear()
+    _latest.clear()
+
+
+registry.on_change(forget)
+
+
+def find(asked: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Plan | None:
+    """The plan that holds for a call.
+
+    Args:
+        asked: what :func:`remember` was given.
+        q: a tensor, or whatever the caller passed in its place.
+        k: likewise.
+        v: likewise.
+
+    Raises:
+        TypeError: ``asked`` cannot be a key.
+    """
+    plan = _latest.get(asked)
+    if plan is None or plan.like(q, k, v):
+        return plan
+    for plan in _plans.get((asked, q.shape, k.shape), ()):
+        if plan.like(q, k, v):
+            _latest[asked] = plan
+            return plan
+    return None
+
+
+def remember(
+    asked: Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel, autocast: torch.dtype | None = None
+) -> None:
+    """Keep a plan for calls like this one.
+
+    Args:
+        asked: plain values, a key: what the call asks, and the kernel named.
+        problem: what they and the tensors amount to.
+        inputs: q, k and v, :func:`distinct`.
+        kernel: the kernel that runs the problem.
+        autocast: the dtype of the autocast that is on, which is that of q, k and v.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    like = _guard(q, k, v)
+    if like is None:
+        return
+    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    plan = Plan(like, records, problem, kernel, _runner(problem, inputs, kernel), autocast)
+    if len(_plans) >= SIZE:
+        forget()
+    key = asked, q.shape, k.shape
+    _plans[key] = (plan, *_plans.get(key, ()))[:PLANS_A_KEY]
+    _latest[asked] = plan
+
+
+def distinct(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a plan can hold for tensors: they are three, as the guard wants them, and lie on multiples of 16."""
+    plain = type(q) is type(k) is type(v) is torch.Tensor
+    return plain and q is not k and k is not v and v is not q and aligned(q, k, v)
+
+
+def aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether all addresses are multiples of 16."""
+    return (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES == 0
+
+
+def _guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+    """Tells whether tensors are like these; None where this torch has no such guard, or another one than we know."""
+    try:
+        check = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        if not check(*tensors):
+            return None
+    except (AttributeError, TypeError):
+        return None
+    if not any(t.requires_grad for t in tensors):
+        return check
+    grad = torch.is_grad_enabled()
+    return lambda *others: check(*others) and torch.is_grad_enabled() == grad
+
+
+def shapes(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Of output and LSE: (b, sq, h, dv) and (b, h, sq), or without b for varlen."""
+    *batch, seqlen, heads, _ = q.shape
+    return (*batch, seqlen, heads, v.shape[-1]), (*batch, heads, seqlen)
+
+
+def allocate(q: torch.Tensor, v: torch.Tensor) -> Results:
+    """Output and LSE of a call, uninitialised."""
+    out, lse = shapes(q, v)
+    return q.new_empty(out), q.new_empty(lse, dtype=compute_dtype(q.dtype))
+
+
+def _runner(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Run:
+    like_out, like_lse = allocate(inputs.q, inputs.v)
+    repeat = kernel.prepare(problem, inputs, like_out, like_lse)
+    (out_size, out_stride, out_dtype), (lse_size, lse_stride, lse_dtype) = (
+        (tuple(t.shape), t.stride(), t.dtype) for t in (like_out, like_lse)
+    )
+    always_lse = not kernel.lse_optional
+    empty = launch.allocator(inputs.q.device)
+    index, current_device = inputs.q.get_device(), launch.device_getter()
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_lse: bool) -> Found | None:
+        if index >= 0 and current_device() != index:
+            with torch.cuda.device(index):
+                return run(q, k, v, wants_lse)
+        addresses = at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (at_q | at_k | at_v) % VECTOR_BYTES:
+            return None
+        out = empty(out_size, out_stride, out_dtype)
+        lse = empty(lse_size, lse_stride, lse_dtype) if wants_lse or always_lse else None
+        repeat(q, k, v, out, lse, addresses)
+        return out, lse
+
+    return run

@@ -1,0 +1,262 @@
+"""What the operators do under autocast, ``torch.vmap``, forward-mode differentiation and the FLOP counter.
+
+Arguments of the operators are q, k and v, then what is asked of them, and then what few calls give: the dispatcher
+leaves off the last ones that have their defaults, and a call costs the less, the more it leaves off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from flashlane.core.problem import Inputs
+
+FIELDS = tuple(field.name for field in fields(Inputs))
+BACKWARD_EXTRAS = 5
+"""Arguments of ``flashlane::backward`` (out, lse, do, dlse, bias_grad) before those of ``flashlane::forward``."""
+ASKED = ("scale", "causal", "alignment", "window_size", "softcap", "dropout_p", "deterministic")
+"""The keyword arguments of :meth:`~flashlane.core.problem.AttentionProblem.from_inputs`, all but the rarest."""
+ARGUMENTS = (*FIELDS[:3], *ASKED, "needs_grad", "tag", *FIELDS[3:], "num_splits")
+"""Of ``flashlane::forward``."""
+REST = ARGUMENTS.index(FIELDS[3])
+"""Where the fields of :class:`~flashlane.core.problem.Inputs` after q, k and v begin."""
+DEFAULTS = (None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None, *(None for _ in FIELDS[3:]), 0)
+"""Of the arguments after q, k and v."""
+_AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
+_NOTHING = contextlib.nullcontext()
+
+
+def register(library: torch.library.Library) -> None:
+    """Give both operators their rules."""
+    for device, key in _AUTOCAST_KEYS.items():
+        library.impl("forward", _autocast_kernel(device), key)
+    torch.library.register_vmap("flashlane::forward", _vmap_forward, lib=library)
+    torch.library.register_vmap("flashlane::backward", _vmap_backward, lib=library)
+    register_flop_formula(torch.ops.flashlane.forward, get_raw=True)(forward_flops)
+    register_flop_formula(torch.ops.flashlane.backward, get_raw=True)(backward_flops)
+
+
+def whole(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All arguments of ``flashlane::forward``: the dispatcher leaves off the last ones that have their defaults."""
+    return args + DEFAULTS[len(args) - 3 :]
+
+
+def fields_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of all arguments, the fields of :class:`~flashlane.core.problem.Inputs`."""
+    return (*args[:3], *args[REST:-1])
+
+
+# --- autocast ---
+
+
+def autocast(inputs: Inputs) -> Inputs:
+    """The inputs as ``torch.autocast`` wants them: q, k and v in its dtype (f64 stays), all else as it is."""
+    if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
+        return inputs  # when compiling, the operator's own autocast kernel casts
+    values = [getattr(inputs, name) for name in FIELDS]
+    values[:3] = _cast(values[:3])
+    return Inputs(*values)
+
+
+def no_autocast(like: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autocast off on a tensor's device: what a kernel computes in is its own affair."""
+    if not torch._C._is_any_autocast_enabled():
+        return _NOTHING
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def _cast(tensors: Sequence[Any]) -> list[Any]:
+    return [_cast_one(t) for t in tensors]
+
+
+def _cast_one(t: Any) -> Any:
+    if not isinstance(t, torch.Tensor) or not t.is_floating_point() or t.dtype == torch.float64:
+        return t
+    device = t.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return t
+    return t.to(torch.get_autocast_dtype(device))
+
+
+def _autocast_kernel(device: str) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        tensors = _cast(args[:3])
+        with torch.autocast(device, enabled=False):
+            return torch.ops.flashlane.forward(*tensors, *args[3:])
+
+    return kernel
+
+
+# --- forward-mode differentiation ---
+
+
+def refuse_tangents(tensors: Sequence[torch.Tensor | None]) -> None:
+    """Raise for a tensor that carries a tangent: it would be dropped without a word."""
+    for t in tensors:
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                "flashlane::forward has no forward-mode derivative (jvp, jacfwd, hessian); reverse mode (backward, "
+                "grad, vjp, jacrev) works"
+            )
+
+
+@contextlib.contextmanager
+def as_outside() -> Iterator[None]:
+    """Inside the forward of an autograd function, which turns differentiation off: on again for the transforms of
+    ``torch.func`` further out, which are still to see the call and would record nothing."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+# --- vmap ---
+
+_FOLDABLE = {"q", "k", "v", "alibi_slopes", "bias"}
+"""Tensors with a batch axis of their own, which an axis of vmap can be folded into."""
+_SHARED = {"sinks", "max_seqlen_q", "max_seqlen_k"}
+"""What may be there beside them, without an axis of vmap, for all batch elements alike."""
+
+
+def _vmap_forward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+    operator, size = torch.ops.flashlane.forward, info.batch_size
+    args = whole(args)
+    in_dims = (*in_dims, *(None,) * (len(args) - len(in_dims)))
+    named = dict(zip(ARGUMENTS, args, strict=True))
+    dims = dict(zip(ARGUMENTS, in_dims, strict=True))
+    if not _folds(named, dims):
+        return _one_by_one(operator, size, in_dims, args)
+    folded = [_fold_input(name, t, dims[name], size, named["q"], dims["q"]) for name, t in named.items()]
+    results = operator(*folded)
+    return tuple(t.unflatten(0, (size, -1)) for t in results), (0, 0)
+
+
+def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+    operator, size = torch.ops.flashlane.backward, info.batch_size
+    extras, rest = args[:BACKWARD_EXTRAS], args[BACKWARD_EXTRAS:]
+    named = dict(zip(ARGUMENTS, rest, strict=True))
+    dims = dict(zip(ARGUMENTS, in_dims[BACKWARD_EXTRAS:], strict=True))
+    # The gradients of a bias and of sinks are sums over the batch, which must not run over the axis of vmap.
+    if not _folds(named, dims) or named["bias"] is not None or named["sinks"] is not None:
+        return _one_by_one(operator, size, in_dims, args)
+    *tensors, bias_grad = extras
+    outer = [_fold(t, dim, size) for t, dim in zip(tensors, in_dims, strict=False)]
+    folded = [_fold_input(name, t, dims[name], size, named["q"], dims["q"]) for name, t in named.items()]
+    dq, dk, dv, dbias, dsinks = operator(*outer, bias_grad, *folded)
+    return (*(t.unflatten(0, (size, -1)) for t in (dq, dk, dv)), dbias, dsinks), (0, 0, 0, None, None)
+
+
+def _folds(named: dict[str, Any], dims: dict[str, int | None]) -> bool:
+    """Whether an axis of vmap can be made part of the batch axis."""
+    for name in FIELDS:
+        if named[name] is None or name in _FOLDABLE:
+            continue
+        if name not in _SHARED or dims[name] is not None:
+            return False
+    return True
+
+
+def _fold(t: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
+    """(b, …) with an axis of vmap anywhere, or without one, as (size·b, …)."""
+    if t is None:
+        return None
+    t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+    return t.flatten(0, 1)
+
+
+def _fold_input(name: str, t: Any, dim: int | None, size: int, q: torch.Tensor, q_dim: int | None) -> Any:
+    if t is None or name not in _FOLDABLE or name in ("q", "k", "v"):
+        return _fold(t, dim, size) if name in ("q", "k", "v") else t
+    batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
+    rank = 2 if name == "alibi_slopes" else 4
+    own = t.dim() - (dim is not None)
+    if dim is None and (own < rank or t.shape[0] == 1):
+        return t  # the same for every batch element
+    t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+    t = t[(slice(None),) + (None,) * (rank - own)]
+    return t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
+
+
+def _one_by_one(operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
+    results = []
+    for index in range(size):
+        chosen = [a.select(d, index) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)]
+        results.append(operator(*chosen))
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+# --- FLOP counter ---
+
+
+def forward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
+    """FLOPs of a forward call, 2·(D + Dv) for each visible (query, key) pair of each head: its two matrix products.
+
+    Where the lengths of a packed or cached call cannot be read (fake tensors), every sequence counts as the longest.
+    """
+    args = whole(args)
+    q, _, v = args[:3]
+    return 2 * _pairs(args) * q.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def backward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
+    """FLOPs of a backward call, 2·(3D + 2Dv) for each visible pair of each head: its five matrix products."""
+    rest = args[BACKWARD_EXTRAS:]
+    q, _, v = rest[:3]
+    return 2 * _pairs(rest) * q.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+def _pairs(args: Sequence[Any]) -> int:
+    """Visible (query, key) pairs of one head of all sequences."""
+    named = dict(zip(ARGUMENTS, args, strict=True))
+    left, right = named["window_size"]
+    right = 0 if named["causal"] else right
+    bottom_right = named["alignment"] == "bottom-right"
+    return sum(
+        visible_pairs(sq, sk, int(left), int(right), sk - sq if bottom_right else 0) for sq, sk in _lengths(named)
+    )
+
+
+def _lengths(named: dict[str, Any]) -> list[tuple[int, int]]:
+    """Lengths (queries, keys) of every sequence of a call."""
+    q, k = named["q"], named["k"]
+    if named["cu_seqlens_q"] is not None:
+        batch = named["cu_seqlens_q"].shape[0] - 1
+        sides = [_values(named[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+        if None in sides:
+            return [(int(named["max_seqlen_q"]), int(named["max_seqlen_k"]))] * batch
+        queries, keys = (np.diff(side).tolist() for side in sides)
+        return list(zip(queries, keys, strict=True))
+    table = named["block_table"]
+    capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+    batch = q.shape[0]
+    used, pad = (None if named[name] is None else _values(named[name]) for name in ("seqused_k", "leftpad_k"))
+    keys = [capacity] * batch if used is None else used
+    keys = keys if pad is None else [key - first for key, first in zip(keys, pad, strict=True)]
+    return [(q.shape[1], int(key)) for key in keys]
+
+
+def _values(t: torch.Tensor) -> list[int] | None:
+    """A tensor's contents, or None where it has none to read (fake and meta tensors)."""
+    if type(t) is not torch.Tensor or t.is_meta:
+        return None
+    return t.tolist()
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, shift: int) -> int:
+    """Visible (query, key) pairs of one sequence, as :meth:`AttentionProblem.visible_pairs`, without torch: a FLOP
+    counter may run under fake tensors."""
+    if left < 0 and right < 0:
+        return seqlen_q * seqlen_k
+    rows = np.arange(seqlen_q, dtype=np.int64) + shift
+    low = np.zeros_like(rows) if left < 0 else np.maximum(rows - left, 0)
+    high = np.full_like(rows, seqlen_k) if right < 0 else np.minimum(rows + right + 1, seqlen_k)
+    return int(np.maximum(high - low, 0).sum())

@@ -1,0 +1,1 @@
+"""Attention in readable torch operations: the specification."""

@@ -1,0 +1,1 @@
+"""Stored timings and the search for the fastest configuration."""

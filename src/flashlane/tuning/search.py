@@ -1,0 +1,410 @@
+"""``flashlane tune``: every candidate configuration of some kernels on one problem, checked, timed, and the best kept.
+
+Beside the candidates runs what ``auto`` takes for the problem now, so that a new favourite has beaten it in one
+interleaved run. ``auto`` is offered listed kernels only, and only those that keep scores, sums and the running output
+in f32: speed never costs it precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashlane.bench.measure.check import STANDARD, Oracle, Verdict
+from flashlane.bench.measure.environment import environment
+from flashlane.bench.measure.flops import tflops
+from flashlane.bench.measure.inputs import random_inputs
+from flashlane.bench.measure.progress import Reporter, Silent
+from flashlane.bench.measure.results import ERROR, FAIL, OK, file_stem, finite, write_atomically
+from flashlane.bench.measure.runner import (
+    Implementation,
+    explained,
+    free_memory,
+    shared_outputs,
+    stop_if_broken,
+    synchronize,
+)
+from flashlane.bench.measure.timing import Clock, Settings, Timing, clock_for, measure
+from flashlane.core import dispatch
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.registry import DeviceKernel, Kernel, TunableKernel
+from flashlane.inspect.compile_report import Usage, describe_config, usage_of
+from flashlane.tuning import stored as tune
+
+FORMAT = "flashlane-tune-run/1"
+SETTINGS = Settings(rounds=5, round_ms=5.0, warmup_ms=30.0, budget_ms=2000.0)
+SHORT_MS = 1.0
+"""A call shorter than this is timed five times more where one call of each is to tell the slow ones."""
+VERSIONS = ("flashlane", "commit", "torch", "cuda", "driver", "nvidia-cuda-nvrtc")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A kernel with one configuration (None for a kernel that has none)."""
+
+    kernel: Kernel
+    config: Any
+    heuristic: bool = False
+    """Whether an untuned GPU would run the kernel so."""
+    auto: bool = False
+    """Whether ``auto`` runs the problem so, now."""
+    candidate: bool = True
+    """Whether it may become its tag's choice; False for what only runs to be beaten."""
+
+    def run(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Launch it."""
+        if isinstance(self.kernel, TunableKernel):
+            self.kernel.run(self.config, problem, inputs, out, lse)
+        else:
+            self.kernel.forward(problem, inputs, out, lse)
+
+    def emulation(self, problem: AttentionProblem) -> str:
+        """How it rounds, for the check."""
+        if isinstance(self.kernel, TunableKernel):
+            return self.kernel.low_precision_reference_of(self.config, problem)
+        return self.kernel.low_precision_reference(problem)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How one configuration did on one problem."""
+
+    problem: str
+    tag: str
+    config: str
+    """On one line."""
+    status: str = OK
+    message: str = ""
+    timing: Timing | None = None
+    tflops: float | None = None
+    usage: Usage | None = None
+    verdict: Verdict | None = None
+    heuristic: bool = False
+    auto: bool = False
+    chosen: bool = False
+    """The fastest of its tag."""
+    best: bool = False
+    """What ``auto`` takes from now on."""
+    contender: Contender | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def ms(self) -> float:
+        """The median; infinite where it was not timed."""
+        return self.timing.median if self.timing else math.inf
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A short timing before the figure, by which the slow ones drop out."""
+
+    margin: float
+    """Contenders slower than this many times the fastest do not run again; what ``auto`` takes does."""
+    settings: Settings | None = None
+    """How long; None for one call each, which the check has warmed up."""
+
+
+@dataclass
+class TuneRun:
+    """All trials of a run, and on what they were measured."""
+
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    trials: list[Trial] = field(default_factory=list)
+    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+    """(problem, tag, reason)"""
+    stored: list[str] = field(default_factory=list)
+    """Keys of the classes that were stored."""
+
+    @property
+    def failed(self) -> list[Trial]:
+        """Trials that did not compile, did not run or were wrong."""
+        return [trial for trial in self.trials if trial.status != OK]
+
+    def to_json(self) -> str:
+        """Everything, as JSON (numbers that JSON has not are null)."""
+        body = {"format": FORMAT, "environment": self.environment, "settings": self.settings}
+        body |= {"trials": [trial_dict(trial) for trial in self.trials]}
+        body |= {"skipped": [dict(zip(("problem", "tag", "reason"), item, strict=True)) for item in self.skipped]}
+        return json.dumps(finite({**body, "stored": self.stored}), indent=1, allow_nan=False) + "\n"
+
+    def write(self, directory: Path) -> Path:
+        """Write ``tune-<date>-<device>.json``; its path."""
+        path = directory / f"{file_stem(str(self.environment['device']), 'tune')}.json"
+        write_atomically(path, self.to_json())
+        return path
+
+
+def trial_dict(trial: Trial) -> dict[str, Any]:
+    """A trial as plain values."""
+    return asdict(replace(trial, contender=None))
+
+
+def full_precision(kernel: Kernel, problem: AttentionProblem) -> bool:
+    """Whether a kernel keeps scores, sums and the running output in f32: what ``auto`` may take."""
+    return kernel.low_precision_reference(problem) == STANDARD
+
+
+def tune_kernels(
+    problems: Iterable[AttentionProblem],
+    kernels: Sequence[TunableKernel],
+    device: torch.device,
+    *,
+    settings: Settings = SETTINGS,
+    seed: int = 0,
+    reporter: Reporter | None = None,
+) -> TuneRun:
+    """Time the candidates of kernels on problems, and store the winners of each problem as soon as it is done.
+
+    Args:
+        problems: dense problems on the architecture of ``device``.
+        kernels: whose candidates run; one that does not support a problem is skipped with its reason.
+        device: the GPU.
+        settings: how long to measure.
+        seed: of the first problem's inputs; each next one adds 1.
+        reporter: told where the run is.
+
+    Raises:
+        ValueError: a problem has features that are not tuned (windows, score modifiers, packed sequences).
+    """
+    found = environment(device)
+    run = TuneRun(found, asdict(settings) | {"seed": seed})
+    clock = clock_for(device, settings)
+    problems = list(problems)
+    for problem in problems:
+        if tune.class_of(tune.AUTO, problem) is None:
+            raise ValueError(f"problem is {problem.describe()}; only dense ones without window or modifiers are tuned")
+    for number, problem in enumerate(problems):
+        contenders, skipped = contenders_of(problem, kernels)
+        run.skipped += [(problem.describe(), tag, reason) for tag, reason in skipped]
+        try:
+            trials = time_contenders(
+                problem, contenders, device, clock=clock, settings=settings, seed=seed + number, reporter=reporter
+            )
+        except torch.OutOfMemoryError:
+            reason = "out of memory: its tensors or the reference do not fit"
+            run.skipped += [
+                (problem.describe(), tag, reason) for tag in dict.fromkeys(c.kernel.tag for c in contenders)
+            ]
+            continue
+        finally:
+            free_memory(device)
+        trials = judge(trials, problem)
+        run.trials += trials
+        entries = entries_of(trials, problem, found)
+        if entries:
+            tune.save(str(found["device"]), str(problem.arch), entries)
+            run.stored += entries
+    return run
+
+
+def contenders_of(
+    problem: AttentionProblem, kernels: Sequence[TunableKernel]
+) -> tuple[list[Contender], list[tuple[str, str]]]:
+    """Every candidate of the kernels that can run a problem, and what ``auto`` runs; (tag, reason) of the others."""
+    incumbent = dispatch.select(problem)
+    current = incumbent.config(problem) if isinstance(incumbent, TunableKernel) else None
+    contenders: list[Contender] = []
+    skipped = []
+    with tune.heuristics_only():
+        for kernel in kernels:
+            reason = kernel.supports(problem)
+            if reason is not None:
+                skipped.append((kernel.tag, reason))
+                continue
+            usual = kernel.config(problem)
+            for config in dict.fromkeys((usual, *kernel.candidates(problem))):
+                auto = kernel is incumbent and config == current
+                contenders.append(Contender(kernel, config, heuristic=config == usual, auto=auto))
+        if contenders and not any(contender.auto for contender in contenders):
+            usual = incumbent.config(problem) if isinstance(incumbent, TunableKernel) else None
+            contenders.append(
+                Contender(incumbent, current, current == usual, auto=True, candidate=incumbent in kernels)
+            )
+    return contenders, skipped
+
+
+def time_contenders(
+    problem: AttentionProblem,
+    contenders: Sequence[Contender],
+    device: torch.device,
+    *,
+    clock: Clock | None = None,
+    settings: Settings = SETTINGS,
+    seed: int = 0,
+    reporter: Reporter | None = None,
+    heats: Sequence[Heat] = (),
+) -> list[Trial]:
+    """Compile, check and time contenders against each other; what fails gives a trial that says so.
+
+    Who drops out in one of the ``heats`` gives a trial without a timing, whose message says by how much.
+    """
+    reporter = reporter or Silent()
+    reporter.begin(problem.describe(), len(contenders) * (3 + settings.rounds))
+    trials = _compiled(problem, contenders, reporter)
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_device, torch.no_grad():
+        inputs = random_inputs(problem, device, seed)
+        out, lse = shared_outputs(problem, inputs)
+        oracle = Oracle(problem, inputs)
+        trials = [_checked(trial, problem, inputs, oracle, out, lse, reporter) for trial in trials]
+        del oracle
+        free_memory(device)
+        running = [trial for trial in trials if trial.status == OK]
+        buffers = (problem, inputs, out, lse)
+        clock = clock or clock_for(device, settings)
+        timed: dict[int, Trial] = {}
+        for heat in heats:
+            out_of_it = _dropped(running, _heat(_callable(running, buffers), clock, heat), heat.margin, problem)
+            timed |= out_of_it
+            running = [trial for trial in running if id(trial) not in out_of_it]
+        items = _callable(running, buffers)
+        timings = measure(items, clock, settings, lambda tag: reporter.step(f"timing {tag}"))
+    timed |= {id(trial): _timed(trial, timing, problem) for trial, timing in zip(running, timings, strict=True)}
+    return [timed.get(id(trial), trial) for trial in trials]
+
+
+def _callable(trials: Sequence[Trial], buffers: tuple[Any, ...]) -> list[Implementation]:
+    return [Implementation(t.tag, "kernel", functools.partial(t.contender.run, *buffers)) for t in trials]
+
+
+def _heat(items: Sequence[Implementation], clock: Clock, heat: Heat) -> list[float | Exception]:
+    """Milliseconds of each item, or what it raised."""
+    if heat.settings is not None:
+        return [t.median if isinstance(t, Timing) else t for t in measure(items, clock, heat.settings)]
+    return [_glance(item, clock) for item in items]
+
+
+def _glance(item: Implementation, clock: Clock) -> float | Exception:
+    try:
+        call = clock.prepare(item)
+        with item.context():
+            once = clock.time(call, 1)[0]
+            return once if once >= SHORT_MS else min(clock.time(call, 5))
+    except Exception as error:  # as in a timing: the others go on
+        return error
+
+
+def _dropped(
+    running: Sequence[Trial], times: Sequence[float | Exception], margin: float, problem: AttentionProblem
+) -> dict[int, Trial]:
+    """Trials that do not run again, by identity."""
+    fastest = min((ms for ms in times if isinstance(ms, float)), default=math.inf)
+    dropped = {}
+    for trial, ms in zip(running, times, strict=True):
+        if isinstance(ms, Exception):
+            dropped[id(trial)] = _timed(trial, ms, problem)
+        elif ms > margin * fastest and not trial.auto:
+            said = f"{ms / fastest:.3g} times the fastest in a short run: not timed further"
+            dropped[id(trial)] = replace(trial, message=said)
+    return dropped
+
+
+def _compiled(problem: AttentionProblem, contenders: Sequence[Contender], reporter: Reporter) -> list[Trial]:
+    def one(contender: Contender) -> Trial:
+        kernel, config = contender.kernel, contender.config
+        usage = None
+        if isinstance(kernel, DeviceKernel):
+            usage = usage_of(kernel, config, str(problem.arch), instructions=False)
+        reporter.step(f"compiled {kernel.tag}")
+        error = usage.error if usage else ""
+        return Trial(
+            problem=problem.describe(),
+            tag=kernel.tag,
+            config="" if config is None else describe_config(config),
+            status=ERROR if error else OK,
+            message=error,
+            usage=usage,
+            heuristic=contender.heuristic,
+            auto=contender.auto,
+            contender=contender,
+        )
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(one, contenders))
+
+
+def _checked(
+    trial: Trial,
+    problem: AttentionProblem,
+    inputs: Inputs,
+    oracle: Oracle,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    reporter: Reporter,
+) -> Trial:
+    reporter.step(f"checking {trial.tag}")
+    if trial.status != OK:
+        return trial
+    out.fill_(math.nan)
+    lse.fill_(math.nan)
+    try:
+        trial.contender.run(problem, inputs, out, lse)
+        synchronize(out.device)
+    except Exception as error:  # whatever it raises, the others go on and the trial says it
+        stop_if_broken(out.device, trial.tag, problem, error)
+        return replace(trial, status=ERROR, message=explained(error, ()))
+    verdict = oracle.judge(out, lse, trial.contender.emulation(problem))
+    return replace(trial, verdict=verdict, status=OK if verdict.ok else FAIL, message=verdict.message)
+
+
+def _timed(trial: Trial, timing: Timing | Exception, problem: AttentionProblem) -> Trial:
+    if isinstance(timing, Exception):
+        return replace(trial, status=ERROR, message=f"while timing: {explained(timing, ())}")
+    speed = tflops(problem, timing.median, "gemm") if timing.median else None
+    return replace(trial, timing=timing, tflops=speed)
+
+
+def judge(trials: Sequence[Trial], problem: AttentionProblem) -> list[Trial]:
+    """Mark the fastest candidate of each tag, and the fastest of all that ``auto`` may take."""
+    timed = sorted((trial for trial in trials if trial.timing), key=lambda trial: trial.ms)
+    fastest: dict[str, Trial] = {}
+    for trial in timed:
+        if trial.contender.candidate:
+            fastest.setdefault(trial.tag, trial)
+    best = next((trial for trial in timed if _offered(trial, problem)), None)
+    return [replace(trial, chosen=fastest.get(trial.tag) is trial, best=trial is best) for trial in trials]
+
+
+def _offered(trial: Trial, problem: AttentionProblem) -> bool:
+    """Whether ``auto`` may take a trial's kernel; what it takes now it may keep."""
+    kernel = trial.contender.kernel
+    return trial.auto or (kernel.listed and full_precision(kernel, problem))
+
+
+def entries_of(trials: Sequence[Trial], problem: AttentionProblem, found: dict[str, Any]) -> dict[str, tune.Tuned]:
+    """What to store of a problem's judged trials: its tags' choices, and ``auto``'s where it has a configuration."""
+    entries = {}
+    for trial in trials:
+        if not isinstance(trial.contender.kernel, TunableKernel):
+            continue
+        for tag, wanted in ((trial.tag, trial.chosen), (tune.AUTO, trial.best)):
+            if wanted:
+                entries[tune.class_of(tag, problem).key] = _tuned(trial, found)
+    return entries
+
+
+def _tuned(trial: Trial, found: dict[str, Any]) -> tune.Tuned:
+    contender = trial.contender
+    source = contender.kernel.source_of(contender.config)
+    return tune.Tuned(
+        tag=trial.tag,
+        config=tune.plain_config(contender.config),
+        problem=trial.problem,
+        ms=trial.ms,
+        tflops=trial.tflops,
+        source=source,
+        digest=tune.digest_of(source),
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        versions={name: found.get(name) for name in VERSIONS},
+    )

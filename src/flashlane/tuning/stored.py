@@ -1,0 +1,309 @@
+"""What ``flashlane tune`` found on this GPU: the fastest configuration of a tag, and the fastest tag, by problem class.
+
+One JSON file a device model, in ``<cache>/tune``: read once a process, replaced in one step under a lock, ignored with
+a warning where it is damaged, and entry by entry where the device code is no longer the one that was timed. Without a
+file the kernels' own heuristics decide. The measuring is in :mod:`flashlane.tuning.search`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from flashlane.core import registry
+from flashlane.core.problem import AttentionProblem, arch_of
+from flashlane.core.registry import TunableKernel
+from flashlane.jit import toolchain
+from flashlane.kernels.device_file import device_code
+
+try:
+    import fcntl
+except ImportError:  # Windows: two processes that tune at once may lose one's entries there, never half a file
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT = "flashlane-tune/1"
+AUTO = "auto"
+"""Stands for a tag in the class whose entry says which tag is fastest."""
+FEW_BLOCKS = 100
+"""Tiles of 128 rows below which a problem leaves SMs of a large GPU idle."""
+PLAIN = (bool, int, float, str)
+_UNTUNED = ("alibi", "bias", "sinks", "varlen", "softcap", "dropout_p")
+_UNTUNED += ("seqused_k", "leftpad_k", "batch_idx", "page_size")
+
+
+@dataclass(frozen=True)
+class ProblemClass:
+    """Problems that one measurement speaks for. Lengths stand for all down to half of them."""
+
+    tag: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    seqlen_q: int
+    """The power of two at or above the problem's; likewise the keys'."""
+    seqlen_k: int
+    few_blocks: bool
+    aligned: bool
+
+    @property
+    def key(self) -> str:
+        """The class as one stable line: ``mma(naive) f16 D64/64 causal Q8192 K8192 many-blocks aligned``."""
+        words = [self.tag, self.dtype, f"D{self.head_dim}/{self.head_dim_v}", "causal" if self.causal else "full"]
+        words += [f"Q{self.seqlen_q}", f"K{self.seqlen_k}", "few-blocks" if self.few_blocks else "many-blocks"]
+        return " ".join([*words, "aligned" if self.aligned else "unaligned"])
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One stored choice, and where it comes from."""
+
+    tag: str
+    config: dict[str, Any]
+    """Fields of the kernel's config dataclass."""
+    problem: str
+    ms: float
+    tflops: float | None
+    source: str
+    """The device file."""
+    digest: str
+    """Of the device file and the headers, when it was timed."""
+    date: str
+    versions: dict[str, Any]
+
+
+def few_blocks(problem: AttentionProblem) -> bool:
+    """Whether tiles of 128 rows would leave SMs of a large GPU idle."""
+    problem = problem.chosen_for
+    return problem.batch * problem.heads * -(-problem.seqlen_q // 128) < FEW_BLOCKS
+
+
+def class_of(tag: str, problem: AttentionProblem) -> ProblemClass | None:
+    """The class of a problem for a tag; None for what is not tuned: windows, score modifiers, packed sequences."""
+    if problem.window_left >= 0 or problem.window_right > 0 or any(getattr(problem, name) for name in _UNTUNED):
+        return None
+    return ProblemClass(
+        tag=tag,
+        dtype=problem.dtype_name,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        causal=problem.causal,
+        seqlen_q=_bucket(problem.seqlen_q),
+        seqlen_k=_bucket(problem.seqlen_k),
+        few_blocks=few_blocks(problem),
+        aligned=problem.aligned,
+    )
+
+
+def _bucket(length: int) -> int:
+    return 1 << (length - 1).bit_length() if length else 0
+
+
+def lookup(kernel: TunableKernel, problem: AttentionProblem) -> dict[str, Any] | None:
+    """Fields of the config dataclass that was fastest for problems of this class on the present GPU, if it was tuned.
+
+    Give them to ``type(config)(**fields)``; do not change them.
+    """
+    found = _find(kernel.tag, problem)
+    return None if found is None else found.config
+
+
+def best_tag(problem: AttentionProblem) -> str | None:
+    """The tag that was fastest for problems of this class on the present GPU, if it was tuned."""
+    found = _find(AUTO, problem)
+    return None if found is None else found.tag
+
+
+_ignored = False
+
+
+@contextlib.contextmanager
+def heuristics_only() -> Iterator[None]:
+    """Kernels choose their configurations as on a GPU that was never tuned, in every thread."""
+    global _ignored
+    before, _ignored = _ignored, True
+    registry.changed()
+    try:
+        yield
+    finally:
+        _ignored = before
+        registry.changed()
+
+
+def _find(tag: str, problem: AttentionProblem) -> Tuned | None:
+    if _ignored or problem.arch is None:
+        return None
+    table = _table(problem.arch)
+    asked = class_of(tag, problem) if table else None
+    return None if asked is None else table.get(asked.key)
+
+
+@registry.memoised
+def _table(arch: str) -> dict[str, Tuned]:
+    """What is known of the first visible GPU of an architecture; read once, until something is stored."""
+    device = device_of(arch)
+    return {} if device is None else load(path_of(device, arch))
+
+
+def device_of(arch: str) -> str | None:
+    """Name of the first visible GPU of that architecture, or None."""
+    if not torch.cuda.is_available():
+        return None
+    for index in range(torch.cuda.device_count()):
+        if arch_of(torch.device("cuda", index)) == arch:
+            return torch.cuda.get_device_name(index)
+    return None
+
+
+def folder() -> Path:
+    """Where the files are: ``tune`` in the cache folder of the compiled kernels."""
+    from flashlane.jit import cache
+
+    return cache.directory() / "tune"
+
+
+def path_of(device: str, arch: str) -> Path:
+    """The file of a device model."""
+    return folder() / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}-{arch}.json"
+
+
+def load(path: Path) -> dict[str, Tuned]:
+    """The entries of a file that hold for the device code as it is; warns of what it leaves out."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        if body["format"] != FORMAT:
+            raise ValueError(f"its format is {body['format']!r}, not {FORMAT!r}")
+        entries = {key: _entry(value) for key, value in body["entries"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _warn(f"flashlane ignores {path}, which it cannot read ({type(error).__name__}: {error}): tune again")
+        return {}
+    current = {key: entry for key, entry in entries.items() if _is_current(entry)}
+    if len(current) < len(entries):
+        _warn(
+            f"flashlane ignores {len(entries) - len(current)} of {len(entries)} entries of {path}: they were timed "
+            "with other device code; run flashlane tune again"
+        )
+    return current
+
+
+def _entry(value: Mapping[str, Any]) -> Tuned:
+    entry = Tuned(**value)
+    wrong = [f.name for f in fields(Tuned) if not isinstance(getattr(entry, f.name), _KINDS[f.name])]
+    if wrong or not all(isinstance(item, PLAIN) for item in entry.config.values()):
+        raise ValueError(f"an entry has a bad {', '.join(wrong) or 'config'}")
+    return entry
+
+
+_KINDS: dict[str, tuple[type, ...]] = {field.name: (str,) for field in fields(Tuned)}
+_KINDS |= {"config": (dict,), "ms": (int, float), "tflops": (int, float, type(None)), "versions": (dict,)}
+
+
+def _is_current(entry: Tuned) -> bool:
+    try:
+        return digest_of(entry.source) == entry.digest
+    except ValueError:
+        return False
+
+
+@functools.cache
+def digest_of(source: str) -> str:
+    """SHA-256 of a device file and of all headers that it includes.
+
+    Raises:
+        ValueError: the package has no such file.
+    """
+    try:
+        texts = [device_code(source)]
+    except OSError:
+        raise ValueError(f"device file is {source!r}, which the package does not have") from None
+    texts += [f"{name}\n{header}" for name, header in toolchain.device_headers(texts[0]).items()]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """A config dataclass as a dict of plain values.
+
+    Raises:
+        TypeError: it is no dataclass, or a field is not bool, int, float or str.
+    """
+    if not is_dataclass(config):
+        raise TypeError(f"config is a {type(config).__name__}; it must be a dataclass")
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
+    for name, value in values.items():
+        if not isinstance(value, PLAIN):
+            raise TypeError(f"config field {name} is {value!r}; it must be a bool, int, float or str")
+    return values
+
+
+def save(device: str, arch: str, entries: Mapping[str, Tuned]) -> Path:
+    """Add entries, by the keys of their classes, to a device's file (in place of older ones), and use them from now."""
+    path = path_of(device, arch)
+    with _locked(path):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what cannot be read, or holds no more, goes
+            kept = load(path)
+        _write(path, device, arch, {**kept, **entries})
+    return path
+
+
+def forget(words: Sequence[str] = ()) -> int:
+    """Drop the entries whose tag contains one of the words (without words: all), of every device; how many."""
+    dropped = 0
+    for path in files():
+        with _locked(path), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            entries = load(path)
+            kept = {key: e for key, e in entries.items() if words and not any(word in e.tag for word in words)}
+            dropped += len(entries) - len(kept)
+            if kept:
+                _write(path, *_device_of_file(path), kept)
+            else:
+                path.unlink(missing_ok=True)
+    registry.changed()
+    return dropped
+
+
+def files() -> list[Path]:
+    """The files of all devices that were tuned with this cache folder."""
+    return sorted(folder().glob("*.json"))
+
+
+def _device_of_file(path: Path) -> tuple[str, str]:
+    body = json.loads(path.read_text(encoding="utf-8"))
+    return body["device"], body["arch"]
+
+
+def _write(path: Path, device: str, arch: str, entries: Mapping[str, Tuned]) -> None:
+    from flashlane.bench.measure.results import write_atomically
+
+    body = {"format": FORMAT, "device": device, "arch": arch}
+    body["entries"] = {key: asdict(entry) for key, entry in sorted(entries.items())}
+    write_atomically(path, json.dumps(body, indent=1) + "\n")
+    registry.changed()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time between reading a file and replacing it; readers need no lock."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock: IO[str]
+    with path.with_suffix(".lock").open("w") as lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)

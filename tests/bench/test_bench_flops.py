@@ -1,0 +1,49 @@
+"""FLOP conventions, against the founding log and against counting by brute force."""
+
+import pytest
+import torch
+
+from flashlane.bench.measure.flops import flops, tflops
+from flashlane.bench.measure.grid import make_problem
+
+
+def test_founding_log():
+    """The founding log: 2.532172 ms at B1 H8 N8192 D64 is 55.34 TFLOPS, 5.120730 ms is 27.36."""
+    problem = make_problem(1, 8, 8192, 64)
+    assert tflops(problem, 2.532172, "founding") == pytest.approx(55.34, abs=0.005)
+    assert tflops(problem, 5.120730, "founding") == pytest.approx(27.36, abs=0.005)
+    assert tflops(make_problem(1, 8, 8192, 512), 48.775554, "founding") == pytest.approx(22.60, abs=0.005)
+
+
+def test_gemm_is_four_bhnmd():
+    assert flops(make_problem(2, 3, 100, 64, seqlen_k=70)) == 4 * 2 * 3 * 100 * 70 * 64
+
+
+@pytest.mark.parametrize("alignment", ["bottom-right", "top-left"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(7, 7), (5, 9), (9, 5), (1, 4), (4, 1), (3, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_counts_match_brute_force(seqlen_q, seqlen_k, causal, alignment):
+    dim = 8
+    problem = make_problem(2, 3, seqlen_q, dim, seqlen_k=seqlen_k, causal=causal, alignment=alignment)
+    shift = seqlen_k - seqlen_q if alignment == "bottom-right" else 0
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if causal:
+        visible = torch.arange(seqlen_k) <= torch.arange(seqlen_q)[:, None] + shift
+    gemm = founding = 0
+    for seen in visible.sum(-1).tolist():
+        gemm += 4 * seen * dim
+        if seen:
+            founding += seen * (2 * dim - 1) + seen + 2 * (seen - 1) + 3 * seen + dim * (2 * seen - 1)
+    assert flops(problem) == 6 * gemm
+    assert flops(problem, "founding") == 6 * founding
+
+
+def test_founding_formula_as_written():
+    b, h, n, d = 2, 3, 50, 16
+    written = b * h * (n * n * (2 * d - 1) + n * n + n * (2 * (n - 1) + 3 * n) + n * d * (2 * n - 1))
+    assert flops(make_problem(b, h, n, d), "founding") == written
+
+
+def test_unknown_convention():
+    with pytest.raises(ValueError, match="convention is 'peak'"):
+        flops(make_problem(1, 1, 8, 8), "peak")

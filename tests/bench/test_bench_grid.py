@@ -1,0 +1,79 @@
+"""Sizes, sweeps and the grid that they span."""
+
+import pytest
+import torch
+
+from flashlane.bench.measure.grid import FOUNDING_SHAPES, Grid, make_problem, parse_dtypes, parse_names, parse_sizes
+from flashlane.core.problem import AttentionProblem, Inputs
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("64", (64,)),
+        ("64,128", (64, 128)),
+        ("1024:8192:x2", (1024, 2048, 4096, 8192)),
+        ("1024:5000:x2", (1024, 2048, 4096)),
+        ("64:256:+64", (64, 128, 192, 256)),
+        ("1,100:300:+100,7", (1, 100, 200, 300, 7)),
+        ("8,8,4", (8, 4)),
+        ("5:5:x3", (5,)),
+    ],
+)
+def test_sizes(text, sizes):
+    assert parse_sizes(text, "--N") == sizes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "-1", "1.5", "1:2", "8:4:x2", "4:8:x1", "0:8:x2", "4:8:+0", "1:2:*2", "0", "1:99999999:+1", "²"]
+)
+def test_bad_sizes_name_the_option(text):
+    with pytest.raises(ValueError, match="--N"):
+        parse_sizes(text, "--N")
+
+
+def test_bounds_say_what_is_possible():
+    with pytest.raises(ValueError, match=r"--D has 2048 \(given '64,2048'\); it may be 1 to 1024"):
+        parse_sizes("64,2048", "--D", high=1024)
+    assert parse_sizes("0", "--seqlen-k", low=0) == (0,)
+
+
+def test_dtypes():
+    assert parse_dtypes("f16,bf16,fp16") == (torch.float16, torch.bfloat16)
+    with pytest.raises(ValueError, match="--dtype has 'int8'"):
+        parse_dtypes("f16,int8")
+
+
+def test_unknown_names_get_the_nearest():
+    assert parse_names("flash, flex", "--x", ("flash", "flex")) == ("flash", "flex")
+    with pytest.raises(ValueError, match="did you mean 'flash'"):
+        parse_names("flsh", "--x", ("flash", "cudnn"))
+
+
+def test_grid_is_the_product_and_fills_what_is_not_given():
+    grid = Grid(seqlen=(128, 256), head_dim=(64, 80), dtypes=(torch.float16, torch.float32), causal=(True,))
+    problems = grid.problems(None, FOUNDING_SHAPES)
+    assert len(problems) == len(set(problems)) == 8
+    assert {(p.batch, p.heads) for p in problems} == {(1, 8)}
+    assert all(p.causal and p.scale == p.head_dim**-0.5 for p in problems)
+    assert [p.describe() for p in Grid().problems("sm_90a", FOUNDING_SHAPES)][:2] == [
+        "B1 H8 N8192 D64 f16",
+        "B2 H2 N4096 D64 f16",
+    ]
+
+
+@pytest.mark.parametrize("dim", [64, 59, 80])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_problem_is_what_its_tensors_would_give(dim, dtype):
+    made = make_problem(2, 6, 33, dim, dtype, kv_heads=3, seqlen_k=45, causal=True, alignment="top-left")
+    q, k = torch.empty(2, 33, 6, dim, dtype=dtype), torch.empty(2, 45, 3, dim, dtype=dtype)
+    assert made == AttentionProblem.from_inputs(Inputs(q, k, k), causal=True, alignment="top-left")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "word"),
+    [({"kv_heads": 3}, "kv_heads"), ({"kv_heads": 0}, "kv_heads"), ({"alignment": "left"}, "alignment")],
+)
+def test_impossible_problems(keywords, word):
+    with pytest.raises(ValueError, match=word):
+        make_problem(1, 8, 16, 64, **keywords)

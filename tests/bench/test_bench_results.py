@@ -1,0 +1,94 @@
+"""Files: complete, readable, replaced at once, and never half-written."""
+
+import csv
+import io
+import json
+import math
+import os
+
+import pytest
+
+from flashlane.bench.measure.check import Verdict
+from flashlane.bench.measure.results import Results, Row, Skipped, check_writable, file_stem, write_atomically
+from flashlane.bench.measure.timing import summarise
+
+
+def results():
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "seqlen_q": 8, "seqlen_k": 8, "head_dim": 16, "dtype": "f16"}
+    sizes["causal"] = True
+    good = Row("p", sizes, "good", "kernel", "ok", values=(0.5, -1.0, 2.0), timing=summarise([1.0, 3.0, 2.0], 4, "m"))
+    bad = Row("p", sizes, "bad", "kernel", "FAIL", "output: NaN", verdict=Verdict(False, math.inf, 1e-3, math.inf))
+    peer = Row("p", sizes, "(peer)", "baseline", "error", "RuntimeError: no")
+    environment = {"device": "NVIDIA H200", "commit": "abc", "date": "2025-01-31T00:00:00+00:00", "torch": "2"}
+    return Results(environment, {"rule": "fa2"}, [good, bad, peer], [Skipped("p", "other", "head_dim, is 1000")])
+
+
+def test_json_is_strict_and_complete():
+    body = json.loads(results().to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert body["format"] == "flashlane-bench/1"
+    assert [row["tag"] for row in body["rows"]] == ["good", "bad", "(peer)"]
+    assert body["rows"][0]["timing"]["samples"] == [1.0, 3.0, 2.0]
+    assert body["rows"][1]["verdict"]["max_error"] is None
+    assert body["skipped"][0]["reason"] == "head_dim, is 1000"
+
+
+def test_csv_has_a_line_for_every_row_and_every_skipped_one():
+    lines = list(csv.DictReader(io.StringIO(results().to_csv())))
+    assert [(line["tag"], line["status"]) for line in lines] == [
+        ("good", "ok"),
+        ("bad", "FAIL"),
+        ("(peer)", "error"),
+        ("other", "skipped"),
+    ]
+    assert float(lines[0]["ms"]) == 2.0 and lines[0]["device"] == "NVIDIA H200" and lines[0]["commit"] == "abc"
+    assert lines[0]["seqlen_q"] == "8" and lines[0]["causal"] == "True"
+
+
+def test_what_counts_as_failed():
+    assert [row.tag for row in results().failed] == ["bad"]
+
+
+def test_files_appear_together(tmp_path):
+    paths = results().write(tmp_path)
+    assert sorted(p.suffix for p in paths) == [".csv", ".json"]
+    assert sorted(os.listdir(tmp_path)) == sorted(p.name for p in paths)
+    assert "nvidia-h200" in paths[0].name and paths[0].stat().st_mode & 0o444 == 0o444
+
+
+@pytest.mark.parametrize("where", ["write", "fsync", "replace"])
+def test_a_crash_in_the_middle_leaves_the_old_file(tmp_path, monkeypatch, where):
+    path = tmp_path / "r.json"
+    path.write_text("old")
+
+    def crash(*_args, **_keywords):
+        raise KeyboardInterrupt
+
+    if where == "write":
+        opened = os.fdopen
+
+        def half_open(*args, **keywords):
+            file = opened(*args, **keywords)
+            monkeypatch.setattr(file, "write", crash, raising=False)
+            return file
+
+        monkeypatch.setattr(os, "fdopen", half_open)
+    else:
+        monkeypatch.setattr(os, where, crash)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, "new")
+    monkeypatch.undo()
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["r.json"]
+    write_atomically(path, "new")
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["r.json"]
+
+
+def test_unwritable_folder_is_found_before_measuring(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--out is .*file/deep"):
+        check_writable(tmp_path / "file" / "deep")
+    check_writable(tmp_path / "new" / "deep")
+    assert (tmp_path / "new" / "deep").is_dir() and not os.listdir(tmp_path / "new" / "deep")
+
+
+def test_stem():
+    assert file_stem("AMD EPYC (7B13) / x").startswith("bench-2") and file_stem("AMD EPYC/").endswith("-amd-epyc")

@@ -1,0 +1,103 @@
+"""Order of the rounds, what a round's figure is, and that one that raises does not stop the others."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+
+from flashlane.bench.measure.timing import HostClock, Settings, clock_for, interleaved, measure, summarise
+
+FAST = Settings(rounds=4, round_ms=0.0, warmup_ms=0.0, warmup=0)
+
+
+class Item:
+    def __init__(self, tag, log=None, seconds=0.0, fail_at=None):
+        self.tag, self.log, self.seconds, self.fail_at, self.calls = tag, log, seconds, fail_at, 0
+        self.inside = False
+
+    def call(self):
+        assert self.inside, "called outside its context"
+        self.calls += 1
+        if self.fail_at == self.calls:
+            raise RuntimeError("no")
+        if self.log is not None:
+            self.log.append(self.tag)
+        time.sleep(self.seconds)
+
+    @contextlib.contextmanager
+    def context(self):
+        self.inside = True
+        yield
+        self.inside = False
+
+
+def test_every_other_round_is_reversed():
+    assert list(interleaved(3, 3)) == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0), (2, 0), (2, 1), (2, 2)]
+    assert list(interleaved(0, 5)) == []
+
+
+def test_measured_in_that_order():
+    log = []
+    items = [Item(tag, log) for tag in "abc"]
+    timings = measure(items, HostClock(), FAST)
+    assert [t.rounds for t in timings] == [4, 4, 4]
+    assert "".join(log[-12:]) == "abccbaabccba"
+
+
+def test_slow_is_slower_and_samples_are_per_round():
+    slow, fast = measure([Item("s", seconds=0.004), Item("f", seconds=0.0005)], HostClock(), FAST)
+    assert slow.median > 2 * fast.median > 0
+    assert len(slow.samples) == 4 and slow.fastest <= slow.quartile_low <= slow.median <= slow.slowest
+    assert slow.method == "host clock"
+
+
+def test_one_that_raises_gives_its_error_and_the_rest_goes_on():
+    broken_early, late = Item("x", fail_at=1), Item("y", fail_at=5)
+    fine = Item("z")
+    results = measure([broken_early, late, fine], HostClock(), FAST)
+    assert isinstance(results[0], RuntimeError) and isinstance(results[1], RuntimeError)
+    assert results[2].rounds == 4
+
+
+def test_slow_calls_get_few_rounds_and_one_iteration():
+    settings = Settings(rounds=10, round_ms=1.0, warmup_ms=0.0, warmup=0, budget_ms=30.0)
+    (timing,) = measure([Item("slow", seconds=0.012)], HostClock(), settings)
+    assert timing.iterations == 1 and timing.rounds == 2
+
+
+def test_short_calls_fill_a_round():
+    settings = Settings(rounds=2, round_ms=100.0, warmup_ms=2.0, warmup=1, max_iterations=50)
+    (timing,) = measure([Item("short", seconds=0.0002)], HostClock(), settings)
+    assert 3 < timing.iterations <= 50
+
+
+def test_summary():
+    timing = summarise([1.0, 2.0, 3.0, 4.0, 5.0], 7, "clock")
+    assert (timing.median, timing.quartile_low, timing.quartile_high) == (3.0, 2.0, 4.0)
+    assert timing.spread == pytest.approx(2 / 3)
+    assert summarise([2.0], 1, "clock").spread == 0.0
+
+
+def test_graphs_need_a_gpu():
+    with pytest.raises(ValueError, match="--graph"):
+        clock_for(torch.device("cpu"), Settings(graph=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+def test_gpu_clock_sees_the_work(graph):
+    device = torch.device("cuda", torch.cuda.current_device())
+    small, large = (torch.randn(n, n, device=device) for n in (256, 4096))
+
+    class Product(Item):
+        def __init__(self, matrix):
+            super().__init__("product")
+            self.matrix = matrix
+
+        def call(self):
+            return self.matrix @ self.matrix
+
+    settings = Settings(rounds=3, round_ms=1.0, warmup_ms=5.0, graph=graph)
+    timings = measure([Product(small), Product(large)], clock_for(device, settings), settings)
+    assert timings[1].median > 5 * timings[0].median > 0

@@ -1,0 +1,187 @@
+"""flashlane report: one page, everything inside; its tables sort and filter in a browser."""
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from flashlane.bench.measure.memory import Memory
+from flashlane.bench.measure.results import Results, Row, Skipped
+from flashlane.bench.measure.timing import summarise
+from flashlane.bench.present import report
+from flashlane.cli.main import app
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+ENVIRONMENT = {
+    "device": "NVIDIA <Test>",
+    "torch": "2.99.1",
+    "commit": "abcdef012345",
+    "date": "2026-01-02T03:04:05+00:00",
+    "roofs": {"copy": 4000.0, "matrix": {"f16": 700.0}, "mma": {}},
+}
+TIMES = {"mma(split-q+stage1)": 0.3, "tiled": 12.0, "(flash)": 0.45, "(cudnn)": 0.0021}
+
+
+def row(tag, ms, n=1024, status="ok", message=""):
+    sizes = {"batch": 1, "heads": 8, "kv_heads": 8, "seqlen_q": n, "seqlen_k": n, "head_dim": 64, "dtype": "f16"}
+    kind = "baseline" if tag.startswith("(") else "kernel"
+    timing = None if ms is None else summarise([ms, ms * 1.1, ms * 0.9], 3, "m")
+    figures = {} if ms is None else {"tflops": 2.1 / ms, "speedup": TIMES["(cudnn)"] / ms}
+    memory = Memory(3 << 20, None, None, None, "m")
+    return Row(f"B1 H8 N{n} D64 f16", sizes, tag, kind, status, message, timing=timing, memory=memory, **figures)
+
+
+@pytest.fixture
+def results(tmp_path):
+    rows = [row(tag, ms * n / 1024, n) for n in (1024, 2048) for tag, ms in TIMES.items()]
+    rows.append(row("mma(naive)", None, status="FAIL", message="output: <b>NaN</b>"))
+    body = Results(ENVIRONMENT, {"rounds": 7}, rows, [Skipped("B1 H8 N1024 D64 f16", "(ffpa)", "not installed")])
+    path = tmp_path / "run.json"
+    path.write_text(body.to_json())
+    return path
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: CliRunner().invoke(app, ["report", *map(str, words)])
+
+
+class Page(html.parser.HTMLParser):
+    """Addresses, and whether every tag is closed in order."""
+
+    VOID = ("meta", "img", "input", "br", "hr")
+
+    def __init__(self, text):
+        super().__init__()
+        self.addresses, self.open, self.images = [], [], 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.addresses += [value for name, value in attributes if name in ("src", "href", "action", "data")]
+        self.images += tag == "img"
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, tag
+
+
+def test_everything_is_inside(results, invoke, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "0001.md").write_text(
+        "# The first\n\nIt *lost*. <script>bad()</script>\n\n## A\n\n"
+        "| a | b |\n| --- | --- |\n| 1 | 2 |\n\n## B\n\nnot quoted\n"
+    )
+    done = invoke("run.json", "--notebook", "notes", "--out", "page.html", "--title", "Mine & yours")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "page.html").read_text()
+    page = Page(text)
+    assert not page.open, "every tag is closed"
+    outside = [a for a in page.addresses if not a.startswith(("#", "data:image/svg+xml;base64,"))]
+    assert not outside and "default-src 'none'" in text, outside
+    assert not re.search(r"(?:https?:)?//\w+\.\w+", re.sub(r"base64,[^\"]+", "", text)), "no address of another place"
+    assert page.images == 2 * 5, "throughput, heat map, speed-up, memory and roofline, in light and dark"
+    for words in ("Mine &amp; yours", "NVIDIA &lt;Test&gt;", "abcdef012345", "2.99.1", "not installed", "(ffpa)"):
+        assert words in text, words
+    assert "&lt;b&gt;NaN&lt;/b&gt;" in text and "<b>NaN" not in text
+    assert "<em>lost</em>" in text and "<td>1</td>" in text and "not quoted" not in text and "<script>bad" not in text
+    assert "What bounds each problem" in text and "the matrix rate bounds it" in text
+
+
+def test_without_matplotlib_the_tables_stand(results, invoke, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert invoke("run.json").exit_code == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "No pictures: plots need matplotlib" in text and "<img" not in text and "mma(naive)" in text
+
+
+def test_figures_sort_as_figures():
+    text = report.table(("a", "b"), [("x", report.Number("1.2e-05", 1.2e-5)), ("y", "3.5"), ("z", "–")])
+    assert 'data-v="1.2e-05"' in text and 'data-v="3.5"' in text and "<td>–</td>" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["absent.json"], "absent.json cannot be read"),
+        (["bad.json"], "bad.json is no JSON"),
+        (["other.json"], "is no results file"),
+        (["run.json", "--notebook", "absent"], "--notebook is 'absent'"),
+        (["run.json", "--out", "/dev/null/x.html"], "--out is '/dev/null'"),
+        (["run.json", "--out", "."], "which is a folder"),
+    ],
+)
+def test_bad_input(results, invoke, tmp_path, words, message):
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "other.json").write_text(json.dumps({"format": "x"}))
+    done = invoke(*words)
+    assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+# --- in a browser
+
+NEEDS_BROWSER = pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian: apt-get install chromium)")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+FLAGS += ["--disable-background-networking", "--disable-component-update"]
+
+
+def browse(tmp_path, page, *words):
+    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *words, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False).stdout
+
+
+@NEEDS_BROWSER
+def test_tables_sort_and_filter_in_a_browser(results, invoke, tmp_path):
+    assert invoke("run.json").exit_code == 0
+    text = (tmp_path / "report.html").read_text()
+    steps = """
+    const box = [...document.querySelectorAll('.table')].find(b => b.querySelector('input'));
+    const heads = [...box.querySelectorAll('th')].map(h => h.textContent);
+    const click = name => box.querySelectorAll('th button')[heads.indexOf(name)].click();
+    const shown = name => [...box.querySelectorAll('tbody tr')].filter(r => !r.hidden)
+      .map(r => r.cells[heads.indexOf(name)].textContent);
+    const found = {};
+    click('ms'); found.up = shown('tag');
+    click('ms'); found.down = shown('tag');
+    click('tag'); found.tags = shown('tag');
+    const field = box.querySelector('input');
+    field.value = 'n2048 mma'; field.dispatchEvent(new Event('input')); found.filtered = shown('problem');
+    const image = document.querySelector('img.light');
+    found.image = [image.complete, image.naturalWidth > 300];
+    document.documentElement.classList.remove('dark'); document.getElementById('theme').click();
+    found.dark = [getComputedStyle(image).display, getComputedStyle(document.querySelector('img.dark')).display];
+    document.title = JSON.stringify(found);
+    """
+    tested = tmp_path / "tested.html"
+    tested.write_text(text.replace("</body>", f"<script>addEventListener('load', () => {{{steps}}})</script></body>"))
+    dom = browse(tmp_path, tested, "--virtual-time-budget=5000", "--dump-dom")
+    found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]))
+    order = sorted(((ms * scale, tag) for scale in (1, 2) for tag, ms in TIMES.items()))
+    assert found["up"] == [tag for _, tag in order] + ["mma(naive)"], "rows without a time come last"
+    assert found["down"] == ["mma(naive)"] + [tag for _, tag in reversed(order)]
+    assert found["tags"] == sorted(found["tags"], key=str.lower) or set(found["tags"]) == {*TIMES, "mma(naive)"}
+    assert found["filtered"] == ["B1 H8 N2048 D64 f16"]
+    assert found["dark"] == ["none", "inline"]
+    if "<img" in text:
+        assert found["image"] == [True, True], "the picture is drawn from the page itself"
+
+
+@NEEDS_BROWSER
+def test_the_page_is_drawn(results, invoke, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    assert invoke("run.json").exit_code == 0
+    shot = tmp_path / "shot.png"
+    browse(tmp_path, tmp_path / "report.html", "--window-size=1200,1600", f"--screenshot={shot}")
+    pixels = image.imread(shot)
+    assert pixels.shape[:2] == (1600, 1200)
+    assert (pixels[..., :3].min(axis=-1) < 0.5).mean() > 0.005, "there is text"
+    blue = (abs(pixels[..., :3] - (0.0, 0.447, 0.698)).max(axis=-1) < 0.02).sum()
+    assert blue > 50, "and a line of a picture in the palette's blue"

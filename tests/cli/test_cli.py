@@ -1,0 +1,264 @@
+"""The command line end to end, on the CPU."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from typing import get_type_hints
+
+import bench_fakes as fakes
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import flashlane
+from flashlane.cli import options as o
+from flashlane.cli.main import app
+from flashlane.core import registry
+
+SMALL = ["bench", "--device", "cpu", "--arch", "none", "--N", "48", "--D", "32", "--H", "2", "--quick"]
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    """Runs the command line with its results in a temporary folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_bench_end_to_end(invoke, tmp_path):
+    done = invoke(*SMALL, "--causal", "--kv-heads", "1", "--dtype", "f16,f32")
+    assert done.exit_code == 0, done.output
+    for word in ("reference", "tiled", "(unfused)", "(sdpa-math)", "(flash)", "B1 H2/1 N48 D32 f16 causal", "f32"):
+        assert word in done.stdout
+    (report,) = (tmp_path / "results").glob("*.json")
+    body = json.loads(report.read_text())
+    assert {row["status"] for row in body["rows"]} == {"ok"} and len(body["rows"]) >= 10
+    lines = list(csv.DictReader(report.with_suffix(".csv").open()))
+    tags = {line["tag"] for line in lines}
+    assert tags == {k.tag for k in registry.kernels(listed_only=True)} | {p.tag for p in flashlane.bench.PEERS}
+
+
+def test_progress_goes_to_stderr_when_piped(invoke):
+    done = invoke(*SMALL, "--tags", "tiled", "--baselines", "none")
+    assert "[1/1] B1 H2 N48 D32 f16" in done.stderr and "[1/1]" not in done.stdout
+
+
+def test_every_kernel_is_in_the_output(invoke):
+    """Each tag is a row, or skipped with its reason, or in the compile report."""
+    tags = ("reference", "tiled", "fa1(f32)", "mma(naive)", "mma(split-q+acc-f32+stage1)")
+    with registry.table_of(*map(registry.get, tags)):
+        done = invoke("bench", "--device", "cpu", "--quick", "--baselines", "none")
+    assert done.exit_code == 0, done.output
+    for tag in tags:
+        assert tag in done.stdout, tag
+    assert "compiled for sm_90a" in done.stdout and "further variants" not in done.stdout
+
+
+@pytest.fixture
+def hidden():
+    """A table of one listed kernel and one that must be asked for."""
+    kernel = fakes.FakeKernel("hidden(grid)")
+    kernel.listed = False
+    with registry.table_of(registry.get("reference"), kernel):
+        yield
+
+
+@pytest.mark.usefixtures("hidden")
+def test_unlisted_kernels_are_counted_and_run_when_asked_for(invoke, tmp_path):
+    done = invoke(*SMALL, "--baselines", "none", "--out", tmp_path / "out")
+    assert "hidden(grid)" not in done.stdout
+    assert "1 further variants of the kernel grid: --show-all runs them all, --tags WORD some" in done.stdout
+    (report,) = (tmp_path / "out").glob("*.json")
+    body = json.loads(report.read_text())
+    assert body["unlisted"] == 1 and "--show-all" in body["unlisted_note"]
+    for words in (["--show-all"], ["--tags", "hidden"], ["--kernels", "hidden(grid)"]):
+        asked = invoke(*SMALL, "--baselines", "none", *words)
+        assert asked.exit_code == 0 and "hidden(grid)" in asked.stdout and "further" not in asked.stdout
+
+
+@pytest.mark.usefixtures("hidden")
+def test_explain_and_compile_count_them_too(invoke):
+    words = ["explain", "--arch", "cpu", "--N", "16"]
+    said = invoke(*words).stdout
+    assert "hidden(grid)" not in said and "1 further variants run only when named" in said
+    assert "hidden(grid)" in invoke(*words, "--show-all").stdout
+    forced = invoke(*words, "--kernel", "hidden(grid)").stdout
+    assert "on cpu: hidden(grid)" in forced and "further" not in forced
+    assert "1 further variants of the kernel grid: --show-all compiles" in invoke("compile").stdout
+
+
+def test_wrong_kernel_ends_with_status_1(invoke, tmp_path):
+    with registry.table_of(fakes.FakeKernel("wrong", fakes.one_element)):
+        done = invoke(*SMALL, "--kernels", "wrong", "--out", tmp_path / "out")
+        assert done.exit_code == 1
+        assert "FAIL" in done.stdout and "1 rows of kernels failed: wrong" in done.stderr
+        assert len(list((tmp_path / "out").iterdir())) == 2
+        assert invoke(*SMALL, "--kernels", "wrong", "--no-check").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tags", "tild"], "--tags has 'tild'.*did you mean.*'tiled'"),
+        (["--kernels", "referenc"], "--kernels has 'referenc'.*'reference'"),
+        (["--baselines", "flsh"], r"--baselines has .*\(flash\)"),
+        (["--N", "8:4:x2"], "--N is '8:4:x2'"),
+        (["--D", "2000"], "--D has 2000"),
+        (["--H", "0"], "--H has 0"),
+        (["--kv-heads", "3"], "kv_heads is 3"),
+        (["--dtype", "int8"], "--dtype has 'int8'"),
+        (["--alignment", "left"], "--alignment is 'left'"),
+        (["--flops", "peak"], "--flops has 'peak'"),
+        (["--rule", "lax"], "--rule is 'lax'"),
+        (["--device", "tpu"], "--device is 'tpu'"),
+        (["--arch", "sm_1"], "--arch is 'sm_1'"),
+        (["--graph"], "--graph"),
+        (["--iters", "0"], "--iters is 0"),
+        (["--out", "/dev/null/x"], "--out is '/dev/null/x'"),
+    ],
+)
+def test_bad_input_ends_with_status_2_and_one_line(invoke, tmp_path, words, message):
+    done = invoke(*SMALL, *words)
+    assert done.exit_code == 2, done.output
+    assert re.search(message, done.stderr), done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_a_clear_error(invoke):
+    done = invoke("bench", "--device", "cuda")
+    assert done.exit_code == 2 and "no CUDA device here" in done.stderr
+
+
+def test_unknown_option_is_status_2(invoke):
+    assert invoke("bench", "--nonsense").exit_code == 2
+
+
+def test_qkv_file(invoke, tmp_path):
+    save = pytest.importorskip("safetensors.torch").save_file
+    q, k, v = (torch.randn(1, 33, 2, 16) for _ in range(3))
+    save({"q": 30 * q, "k": k, "v": v}, tmp_path / "x.safetensors", metadata={"causal": "true"})
+    words = ["bench", "--device", "cpu", "--arch", "none", "--quick", "--qkv", "x.safetensors"]
+    done = invoke(*words, "--dtype", "f16,bf16,f32")
+    assert done.exit_code == 0, done.output
+    for dtype in ("f16", "bf16", "f32"):
+        assert f"x.safetensors: B1 H2 N33 D16 {dtype} causal" in done.stdout
+    absent = invoke("bench", "--qkv", "absent.safetensors")
+    assert absent.exit_code == 2 and "--qkv is 'absent.safetensors', which does not exist" in absent.stderr
+    both = invoke(*words, "--N", "64")
+    assert both.exit_code == 2 and "--N is '64' beside --qkv" in both.stderr
+
+
+def test_founding_flags(invoke):
+    words = ["--baselines", "none", "--torch", "--show-all", "--no-rand-v", "--range-k", "--flops", "founding"]
+    done = invoke(*SMALL, "--tags", "tiled", *words, "--warmup", "1", "--iters", "2", "--seed", "7")
+    assert done.exit_code == 0, done.output
+    assert "(unfused)" in done.stdout and "(flash)" not in done.stdout and "1.000000" in done.stdout
+
+
+COMMANDS = (
+    ("bench", "compare", "sweep", "tune", "plot", "report", "roofline", "profile", "regress")
+    + ("explain", "compile", "layout", "budget", "doctor", "capture")
+)  # fmt: skip
+
+
+def test_version_and_help(invoke):
+    assert invoke("--version").stdout.strip() == f"flashlane {flashlane.__version__}"
+    shown = invoke("--help").stdout
+    for words in ("Exit status: 0 fine; 1 a check failed", "--install-completion", "1024:8192:x2"):
+        assert words in shown
+    for command in COMMANDS:
+        assert command in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_reads_like_a_manual(invoke, command):
+    shown = invoke(command, "--help")
+    assert shown.exit_code == 0
+    assert "Exit status: 0" in shown.stdout and "Examples:" in shown.stdout, "status and examples are in it"
+    assert f"flashlane {command}" in shown.stdout.split("Examples:")[1]
+
+
+def examples(command):
+    """The command lines of a command's help."""
+    import shlex
+
+    text = next(c.callback.__doc__ for c in app.registered_commands if c.name == command)
+    lines = text.split("Examples:")[1].splitlines() if "Examples:" in text else []
+    return [shlex.split(line.replace("\\[", "[")) for line in lines if line.strip().startswith("flashlane ")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_have_options_that_are_there(command):
+    from typer.main import get_command
+
+    parameters = get_command(app).commands
+    for _, name, *words in examples(command):
+        known = {option for p in parameters[name].params for option in (*p.opts, *p.secondary_opts)}
+        assert {word for word in words if word.startswith("--")} <= known, words
+
+
+def test_the_same_option_means_the_same_everywhere():
+    """One grammar: the same parameter of two commands is the same object of flashlane.cli.options."""
+    kinds = {"batch": o.Batch, "heads": o.Heads, "seqlen": o.Seqlen, "head_dim": o.HeadDim, "kv_heads": o.KvHeads}
+    kinds |= {"seqlen_k": o.SeqlenK, "dtype": o.Dtype, "preset": o.PresetName, "alignment": o.AlignmentName}
+    names = ("bench", "compare", "sweep", "tune", "explain", "compile", "roofline", "profile")
+    shared = [command for command in app.registered_commands if command.name in names]
+    assert len(shared) == len(names)
+    for command in shared:
+        hints = get_type_hints(command.callback, include_extras=True)
+        for name, kind in kinds.items():
+            assert hints[name] == kind, f"{command.name}: {name}"
+
+
+def test_the_shell_completes():
+    from flashlane.bench.measure.environment import child_environment
+
+    code = """
+import os
+from flashlane.cli.main import app
+for words in ("flashlane comp", "flashlane bench --preset llama"):
+    os.environ.update(_FLASHLANE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(words.count(" ")))
+    try:
+        app(prog_name="flashlane")
+    except SystemExit:
+        print("--")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True)
+    commands, presets, _ = done.stdout.split("--\n")
+    assert {"compare", "compile"} <= set(commands.split()) and "sweep" not in commands
+    assert presets.split() == ["llama3-8b", "llama3-70b"]
+
+
+def test_explain_as_json(invoke):
+    (found,) = json.loads(invoke("explain", "--arch", "cpu", "--N", "16", "--json").stdout)
+    assert found["chosen"] == "reference" and found["arch"] == "cpu"
+    assert next(k for k in found["kernels"] if k["tag"] == "mma(naive)" or k["reason"])["reason"]
+    several = json.loads(invoke("explain", "--arch", "sm_90a", "--preset", "gpt2,bert-base", "--json").stdout)
+    assert [each["problem"] for each in several] == ["B8 H12 N1024 D64 f16 causal", "B16 H12 N512 D64 f16"]
+
+
+def test_explain(invoke):
+    done = invoke("explain", "--arch", "cpu", "--N", "16", "--D", "32", "--H", "2")
+    assert done.exit_code == 0 and "on cpu: reference" in done.stdout
+    forced = invoke("explain", "--arch", "cpu", "--kernel", "mma(naive)")
+    assert forced.exit_code == 2 and "mma(naive)" in forced.stderr
+
+
+def test_doctor(invoke):
+    done = invoke("doctor")
+    assert done.exit_code == 0 and "torch" in done.stdout
+    assert json.loads(invoke("doctor", "--json").stdout)["findings"]
+
+
+def test_compile(invoke):
+    done = invoke("compile", "--tags", "naive", "--arch", "sm_80,sm_90a", "--no-strict")
+    assert done.exit_code == 0, done.output
+    assert "compiled for sm_80" in done.stdout and "compiled for sm_90a" in done.stdout and "mma(naive)" in done.stdout
+    usages = json.loads(invoke("compile", "--tags", "naive", "--json", "--no-strict").stdout)
+    assert usages[0]["tag"] == "mma(naive)" and usages[0]["registers"] > 0
+    assert invoke("compile", "--arch", "sm_1").exit_code == 2

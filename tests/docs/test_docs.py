@@ -1,0 +1,165 @@
+"""The documentation site: it builds without a warning, every page is in it, and what it says of options is true."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "tools" / "docs_hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site as CI builds it."""
+    pytest.importorskip("mkdocs", reason="mkdocs is in the extra docs")
+    pytest.importorskip("mkdocstrings")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if "INFO" not in line)
+    return folder
+
+
+def test_it_builds_without_a_warning_and_holds_every_page(site):
+    pages = {page.relative_to(DOCS).with_suffix(".html").as_posix() for page in DOCS.rglob("*.md")}
+    built = {page.relative_to(site).as_posix() for page in site.rglob("*.html")}
+    assert pages - built == set()
+    index = (site / "index.html").read_text(encoding="utf-8")
+    shown = {link.split("#")[0] for link in re.findall(r'href="([\w./-]+\.html)[^"]*"', index)}
+    assert pages - shown - {"index.html"} == set(), "a page that is not in the navigation"
+
+
+def test_it_needs_no_network(site):
+    text = (site / "cli" / "sweep.html").read_text(encoding="utf-8")
+    loaded = re.findall(r'<(?:script|img)[^>]+src="([^"]+)"|<link[^>]+rel="stylesheet"[^>]+href="([^"]+)"', text)
+    assert loaded and not [a or b for a, b in loaded if re.match(r"(https?:)?//", a or b)]
+
+
+def test_options_and_docstrings_are_in_it(site):
+    sweep = (site / "cli" / "sweep.html").read_text(encoding="utf-8")
+    for words in ("--masks", "--retry", "--timeout", "Checking and timing", "[sweep]"):
+        assert words in sweep, words
+    functions = (site / "api" / "functions.html").read_text(encoding="utf-8")
+    assert "flash_attn_varlen_func" in functions and "bottom-right" in functions
+    bench = (site / "api" / "bench.html").read_text(encoding="utf-8")
+    assert ":class:" not in bench and ":func:" not in bench, "Sphinx's roles are names here"
+
+
+def test_every_command_has_a_page():
+    from flashlane.cli.main import app
+
+    text = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
+    for command in app.registered_commands:
+        assert f"flashlane {command.name}" in text, command.name
+    documented = set(re.findall(r"<!-- options: ([\w -]+) -->", text))
+    assert documented >= {"bench", "compare", "sweep", "report", "roofline", "profile", "tune", "explain", "compile"}
+
+
+def test_links_that_lead_outside_become_paths(hooks, tmp_path):
+    (tmp_path / "docs" / "cli").mkdir(parents=True)
+    (tmp_path / "docs" / "a.md").touch()
+    (tmp_path / "x.json").touch()
+
+    class File:
+        src_uri = "cli/page.md"
+
+    class Page:
+        file = File()
+
+    def shown(text):
+        return hooks.on_page_markdown(text, Page(), {"docs_dir": str(tmp_path / "docs")}, None)
+
+    assert shown("[a](../a.md#b) [w](https://x.y/z)") == "[a](../a.md#b) [w](https://x.y/z)"
+    assert shown("see [the file](../../x.json)") == "see the file (`x.json`)"
+    assert shown("see [`x.json`](../../x.json)") == "see `x.json`"
+    fenced = "```\n[the file](../../x.json)\n```"
+    assert shown(fenced) == fenced
+
+
+def test_the_navigation_has_what_is_there(hooks, tmp_path):
+    (tmp_path / "a.md").touch()
+    (tmp_path / "new.md").write_text("# Brand new\n")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "1.md").write_text("intro\n# The first\n")
+    config = {"docs_dir": str(tmp_path), "nav": [{"A": "a.md"}, {"K": [{"B": "b.md"}]}, {"N": "notes/"}]}
+    assert hooks.on_config(config)["nav"] == [
+        {"A": "a.md"},
+        {"N": [{"The first": "notes/1.md"}]},
+        {"More": [{"Brand new": "new.md"}]},
+    ]
+
+
+# --- the generated parts of README that others' results fill
+
+
+@pytest.fixture(scope="module")
+def tables():
+    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "benchmarks" / "scripts" / "readme_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(problem, tag, ms):
+    kind = "baseline" if tag.startswith("(") else "kernel"
+    return {"problem": problem, "tag": tag, "kind": kind, "status": "ok", "timing": {"median": ms}}
+
+
+def test_where_it_is_behind_is_said(tables, tmp_path):
+    rows = [row("P", "k", 2.0), row("P", "(a)", 1.0), row("P", "(b)", 4.0), row("Q", "k", 1.0), row("Q", "(a)", 1.5)]
+    rows += [row("Q", "(b)", 3.0)]
+    where = {"environment": {"device": "D", "date": "2026-01-02T03"}}
+    files = {"founding": {"format": "flashlane-bench/1", "rows": rows}}
+    goals = [{"peer": "(flash)", "ratio": 1.2}, {"peer": "(flash)", "ratio": 0.8}, {"peer": "(flash)", "ratio": None}]
+    files["mma_bars"] = {"format": "flashlane-bars/1", "goals": goals}
+    files["hopper_forward"] = {
+        "format": "flashlane-hopper-forward/1",
+        "rows": [{"tflops": {"flashlane": 600.0, "cudnn": 500.0, "fa4": 750.0}}, {"tflops": {"cudnn": 500.0}}],
+    }
+    cells = [("c", "decode(x)", 10.0, "ok"), ("c", "(cudnn)", 20.0, "ok"), ("c", "(flash)", 1.0, "wrong")]
+    files["decode"] = {
+        "format": "flashlane-decode/1",
+        "rows": [{"cell": c, "tag": t, "microseconds": us, "check": check} for c, t, us, check in cells],
+    }
+    for name, body in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(body | where))
+    shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.standing(tmp_path).splitlines()[2:7]]
+    assert shown == [
+        ["`mma`, founding shapes", "a", "2", "1", "**0.87**", "**0.50**", "1.50"],
+        ["`mma`, founding shapes", "b", "2", "2", "2.45", "2.00", "3.00"],
+        ["`mma`, goals", "FlashAttention-2 (SDPA)", "2", "1", "**0.98**", "**0.80**", "1.20"],
+        ["`hopper`, forward", "cuDNN (SDPA)", "1", "1", "1.20", "1.20", "1.20"],
+        ["`hopper`, forward", "FlashAttention-4", "1", "0", "**0.80**", "**0.80**", "**0.80**"],
+    ]
+    assert "| `decode` | cuDNN (SDPA) | 1 | 1 | 2.00 |" in tables.standing(tmp_path)
+    assert "Not in any of these files: plain PyTorch, SDPA efficient, FlexAttention, ffpa-attn." in tables.standing(
+        tmp_path
+    )
+    assert tables.standing(tmp_path / "empty") == tables.NOT_MEASURED
+
+
+def test_our_features_are_asked_of_the_kernels(tables):
+    assert "mma" in tables.ours({}).split(", ") and tables.ours({"head_dim": 1024}).startswith("mma")
+    assert tables.ours(None) is None and "mma" not in tables.ours({"dtype": "f32"})
+    features = json.loads((ROOT / "benchmarks" / "results" / "features.json").read_text(encoding="utf-8"))
+    assert {"FlashAttention-2", "FlashAttention-3", "FlashAttention-4", "FlexAttention", "ffpa-attn"} < set(
+        features["libraries"]
+    )
+    for line in features["features"]:
+        assert ("ask" in line) != ("ours" in line), line["feature"]
+        assert set(features["libraries"]) <= set(line), line["feature"]

@@ -1,0 +1,191 @@
+"""Who adds to a block of queries in the Hopper backward: the device's own functions, compiled for the host.
+
+The tiles' steps, what is counted of them, and which parts of dQ are ever complete must agree, or a launch never ends.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from flashlane.kernels.device_file import device_code
+from flashlane.kernels.hopper.backward.config import BackwardConfig
+
+KEYS = BackwardConfig.block_n
+BLOCKS_M = (48, 64, 80, 128)
+SETS = [(m, *flags) for m in BLOCKS_M for flags in itertools.product((0, 1), repeat=3)]
+"""Queries of a block; whether sequences are packed, and the left and the right side bounded."""
+PROGRAM = """
+#include <algorithm>
+#include <cstdio>
+#include <vector>
+using std::max; using std::min;
+struct Params {{
+    const int *cu_q, *cu_k;
+    int batch, heads, seqlen_q, seqlen_k, window_left, window_right, bottom_right, stat_blocks;
+}};
+{namespaces}
+int main() {{
+    int set, batch;
+    while (scanf("%d %d", &set, &batch) == 2) {{
+        Params p;
+        p.batch = batch;
+        for (int* x : {{&p.heads, &p.seqlen_q, &p.seqlen_k, &p.window_left, &p.window_right, &p.bottom_right,
+                       &p.stat_blocks}})
+            if (scanf("%d", x) != 1) return 1;
+        std::vector<int> cu(2 * batch + 2);
+        for (int& x : cu) if (scanf("%d", &x) != 1) return 1;
+        p.cu_q = cu.data(), p.cu_k = cu.data() + batch + 1;
+        {calls}
+        puts("end");
+    }}
+}}
+"""
+NAMESPACE = """
+namespace set{number} {{
+namespace cfg {{
+using Element = short;
+constexpr int BLOCK_M = {m}, BLOCK_N = {n}, HEAD_DIM = 64;
+constexpr bool VARLEN = {varlen}, HAS_LEFT = {left}, HAS_RIGHT = {right};
+}}
+{header}
+void run(const Params& p) {{
+    for (int i = 0; i < p.batch; ++i) {{
+        const Sequence s(p, i);
+        const Blocks all = queries_of_all(p, s, cfg::BLOCK_N);
+        printf("sequence %d %d %d\\n", i, all.low, all.high);
+        for (int t = 0; t * cfg::BLOCK_N < s.k_length; ++t) {{
+            const Blocks found = queries_of(p, s, t * cfg::BLOCK_N, cfg::BLOCK_N);
+            printf("tile %d %d %d %d\\n", i, t, found.low, found.high);
+        }}
+        for (int b = 0; b * BLOCK_M < s.q_length; ++b) {{
+            const Blocks found = keys_of(p, s, b, cfg::BLOCK_N);
+            printf("block %d %d %d %d\\n", i, b, found.low, found.high);
+            for (int h = 0; h < p.heads; ++h) printf("place %d %d %d %lld\\n", i, b, h, stat_block(p, s, i, h) + b);
+        }}
+    }}
+}}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences of queries and keys, and which of them see each other; −1: a side is not bounded."""
+
+    lengths: tuple[tuple[int, int], ...]
+    left: int = -1
+    right: int = -1
+    bottom_right: bool = True
+    varlen: bool = False
+    heads: int = 2
+
+    def visible(self, sequence: int, query: int) -> range:
+        """The keys that a query sees."""
+        queries, keys = self.lengths[sequence]
+        at = query + (keys - queries if self.bottom_right else 0)
+        first = max(0, at - self.left) if self.left >= 0 else 0
+        last = min(keys, at + self.right + 1) if self.right >= 0 else keys
+        return range(first, max(first, last))
+
+    def places(self, block_m: int) -> tuple[int, int]:
+        """Places of blocks of a head, and of all, as ``backward_launch.Rows`` counts them."""
+        total, longest = sum(q for q, _ in self.lengths), max(q for q, _ in self.lengths)
+        a_head = total // block_m + len(self.lengths) + 1 if self.varlen else -(-longest // block_m)
+        return a_head, a_head * self.heads * (1 if self.varlen else len(self.lengths))
+
+    def words(self, block_m: int) -> str:
+        """A line for the program."""
+        sides = (block_m, int(self.varlen), int(self.left >= 0), int(self.right >= 0))
+        queries, keys = zip(*self.lengths, strict=True)
+        cu = (0, *itertools.accumulate(queries), 0, *itertools.accumulate(keys))
+        numbers = (SETS.index(sides), len(self.lengths), self.heads, max(queries), max(keys), self.left, self.right)
+        return " ".join(map(str, (*numbers, int(self.bottom_right), self.places(block_m)[0], *cu)))
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], list[list[list[str]]]]:
+    """Runs the device's functions: of each line of words, the lines of words that they print."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler for the host")
+    text = "".join(device_code(f"kernels/hopper/backward_{name}.cuh") for name in ("rows", "blocks"))
+    header = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    header = header.replace("__device__", "").replace("__forceinline__", "inline")
+    namespaces = "".join(
+        NAMESPACE.format(number=i, m=m, n=KEYS, varlen=varlen, left=left, right=right, header=header)
+        for i, (m, varlen, left, right) in enumerate(SETS)
+    )
+    calls = "\n        ".join(f"if (set == {i}) set{i}::run(p);" for i in range(len(SETS)))
+    folder: Path = tmp_path_factory.mktemp("blocks")
+    (folder / "blocks.cpp").write_text(PROGRAM.format(namespaces=namespaces, calls=calls))
+    build = [compiler, "-std=c++17", "-O0", str(folder / "blocks.cpp"), "-o", str(folder / "blocks")]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+    def run(lines: list[str]) -> list[list[list[str]]]:
+        program, text = str(folder / "blocks"), "\n".join(lines)
+        done = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
+        return [[line.split() for line in part.splitlines()] for part in done.stdout.split("end\n")[:-1]]
+
+    return run
+
+
+def drawn(seed: int) -> tuple[Packed, int]:
+    chance = random.Random(seed)
+    varlen = chance.random() < 0.5
+    lengths = [(chance.choice((1, 17, 64, 130, 300)), chance.choice((1, 60, 128, 129, 400))) for _ in range(3)]
+    if chance.random() < 0.3:
+        lengths = [(n, n) for n, _ in lengths]
+    if varlen:
+        lengths[chance.randrange(3)] = chance.choice(((0, 0), (0, 50), (50, 0), (200, 1)))
+    sides = [chance.choice((-1, 0, 5, 70, 200)) for _ in range(2)]
+    packed = Packed(tuple(lengths if varlen else [lengths[0]] * 3), *sides, chance.random() < 0.6, varlen)
+    return packed, chance.choice(BLOCKS_M)
+
+
+def test_what_is_counted_is_what_the_tiles_do(device: Callable[[list[str]], list[list[list[str]]]]) -> None:
+    cases = [drawn(seed) for seed in range(600)]
+    seen: collections.Counter[str] = collections.Counter()
+    for (packed, block_m), lines in zip(cases, device([p.words(m) for p, m in cases]), strict=True):
+        what = f"{packed} by {block_m}"
+        steps: dict[tuple[int, int], set[int]] = collections.defaultdict(set)  # of a sequence's block: its tiles
+        counted: dict[tuple[int, int], range] = {}
+        complete: dict[int, range] = {}
+        places: list[int] = []
+        for kind, *rest in lines:
+            sequence, *numbers = map(int, rest)
+            if kind == "tile":
+                tile, low, high = numbers
+                for block in range(low, high):
+                    steps[sequence, block].add(tile)
+            elif kind == "block":
+                block, low, high = numbers
+                counted[sequence, block] = range(low, max(low, high))
+            elif kind == "sequence":
+                complete[sequence] = range(*numbers)
+            else:
+                places.append(numbers[-1])
+        # Of each block, the blocks of keys that are counted are those that step through it: the last one is the last.
+        assert set(steps) <= set(counted), what
+        for (sequence, block), tiles in counted.items():
+            assert set(tiles) == steps[sequence, block], (what, sequence, block)
+            assert (block in complete[sequence]) == bool(tiles), (what, sequence, block)
+            queries = range(block * block_m, min((block + 1) * block_m, packed.lengths[sequence][0]))
+            keys = {key // KEYS for query in queries for key in packed.visible(sequence, query)}
+            assert keys <= set(tiles), (what, sequence, block)
+            seen["unseen" if not tiles else "one" if len(tiles) == 1 else "several"] += 1
+        # As many parts are waited for as there are blocks that anything is added to.
+        assert sum(map(len, complete.values())) == sum(map(bool, counted.values())), what
+        # Each has a place of its own.
+        assert len(places) == packed.heads * len(counted) == len(set(places)), what
+        assert all(0 <= place < packed.places(block_m)[1] for place in places), what
+    assert min(seen[kind] for kind in ("unseen", "one", "several")) > 100, seen

@@ -1,0 +1,232 @@
+"""The Hopper backward without a GPU: what the compiler and the SASS say of its configurations, and which is picked."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from sass_loops import families, loops, steady_loops
+
+from flashlane import jit
+from flashlane.core import registry
+from flashlane.core.backward_table import select_backward
+from flashlane.core.problem import AttentionProblem
+from flashlane.jit import KernelSource, tensormap
+from flashlane.kernels.device_file import device_code
+from flashlane.kernels.hopper.backward import kernel as backward
+from flashlane.kernels.hopper.backward import launch as backward_launch
+from flashlane.kernels.hopper.backward.config import BackwardConfig
+
+ARCH = "sm_90a"
+SPILLS_ALLOWED = getattr(backward, "SPILLS_ALLOWED", 0)
+"""Bytes, stores and loads, outside the steady loops; none unless the kernel's file says so."""
+FUSED = "hopper_backward"
+"""The kernel that makes all three gradients."""
+LAUNCH_REGISTERS = {2: 168}
+"""What ``__launch_bounds__`` leaves a thread, by consumers; ``setmaxnreg`` moves registers from there."""
+HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
+COMMON = (64, 128, 256)
+EVERYTHING = {"alibi": True, "softcap": 10.0, "sinks": True, "varlen": True, "deterministic": True}
+MASKS = {"full": {}, "causal": {"window_right": 0}, "window": {"window_left": 100, "window_right": 9}}
+
+
+def asked(head_dim: int, head_dim_v: int, **more: object) -> AttentionProblem:
+    return AttentionProblem(
+        batch=2, heads=8, kv_heads=2, seqlen_q=4096, seqlen_k=4096, head_dim=head_dim, head_dim_v=head_dim_v,
+        **{"dtype": torch.bfloat16, "scale": 0.1, "arch": ARCH, "needs_grad": True, **more},
+    )  # fmt: skip
+
+
+def problems() -> Iterator[AttentionProblem]:
+    """Problems that lead through the table, and through each feature at the common head dims."""
+    for head_dims in HEAD_DIMS:
+        yield asked(*head_dims)
+        yield asked(*head_dims, dtype=torch.float16, **MASKS["causal"])
+    for head_dim in COMMON:
+        both = asked(head_dim, head_dim, **MASKS["window"])
+        yield replace(both, varlen=True, deterministic=True)
+        yield replace(asked(head_dim, head_dim), deterministic=True)
+        yield replace(both, softcap=10.0)
+        yield replace(both, **EVERYTHING)
+    for head_dim in (64, 96, 128):  # the last tiles of many equal ones are cut, and all of few
+        heads = 2048 // head_dim
+        many = replace(asked(head_dim, head_dim), heads=heads, kv_heads=heads, batch=4)
+        yield many
+        yield replace(many, batch=1, heads=2, kv_heads=2, **MASKS["causal"])
+    for head_dims in ((128, 128), (104, 64)):  # idle warps write zeros and make dQ of few steps
+        yield replace(
+            asked(*head_dims, **MASKS["causal"]), heads=16, kv_heads=16, batch=16, seqlen_q=1024, seqlen_k=1024
+        )
+    yield replace(many, softcap=10.0)
+    yield replace(many, alibi=True, dtype=torch.float16)
+
+
+def taken() -> list[AttentionProblem]:
+    return [problem for problem in problems() if backward.supports(problem) is None]
+
+
+CONFIGS = tuple(dict.fromkeys(backward.config_of(problem) for problem in taken()))
+MAIN = [(config, source) for config in CONFIGS for source in config.gradient_sources()]
+
+
+def name_of(piece: tuple[Any, KernelSource]) -> str:
+    config, source = piece
+    dims = f"D{config.head_dim}" + (f"-{config.head_dim_v}" if config.head_dim_v != config.head_dim else "")
+    return f"{source.entry}, {config.dtype}, {dims}, {config.describe()}"
+
+
+def products_of_a_step(config: BackwardConfig) -> int:
+    """wgmma of 16: S and dP over the head dims, dV and dK over the queries, dQ over the keys."""
+    over_dims = -(-config.head_dim // 16) + -(-config.head_dim_v // 16)
+    return over_dims + 2 * (config.block_m // 16) + config.block_n // 16
+
+
+@pytest.mark.parametrize("piece", MAIN, ids=name_of)
+def test_the_gradients_compile_as_the_schedule_needs(piece: tuple[Any, KernelSource]) -> None:
+    config, source = piece
+    compiled = jit.compile(source, ARCH)
+    report = compiled.report
+    assert report.registers == LAUNCH_REGISTERS[config.threads // 128 - 1]
+    # C75xx: wgmma serialised, or setmaxnreg ignored. The Python formula of shared memory is asserted in the source.
+    assert not [line for line in report.warnings if "spill" not in line]
+    assert report.spills <= SPILLS_ALLOWED, "; ".join(report.warnings)
+    assert dict(source.constants)["SHARED_BYTES"] + report.static_shared <= jit.shared_limit(ARCH)
+    text = jit.disassemble(compiled.cubin)
+    if text is None:
+        pytest.skip("no disassembler")
+    counts = jit.sass.count_instructions(text)
+    assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
+    # More products than the last dQ of a block of threads: between a branch back and its target that may lie by chance.
+    steady = [inside for loop in steady_loops(text) if (inside := families(loop))["HGMMA"] > 128 // 16]
+    assert steady
+    for inside in steady:  # nothing in them goes to local memory; from there comes at most the number of steps
+        assert not inside["STL"] and inside["LDL"] <= 1
+    if source.entry == FUSED:
+        assert ("UBLKRED" in counts) != config.direct, "dQ is added by the copy engine"
+        # Loops over the rows of a part of dQ: all loads of a row at once, and nothing in local memory.
+        slabs = min(4, -(-config.head_dim // 16))
+        finishing = [inside for loop in loops(text) if (inside := families(loop))["MOVM"] and inside["LDG"] == slabs]
+        if config.chores:  # in loops over parts, blocks and shares
+            finishing = [min(finishing, key=Counter.total)]
+        places = 0 if not config.finish_inside else 1 if config.softcap or config.alibi else 2
+        assert len(finishing) == places + config.chores
+        for inside in finishing:
+            assert inside["MOVM"] == 2 * slabs and not inside["STL"] and not inside["LDL"]
+        (inside,) = (loop for loop in steady if loop["HGMMA"] >= products_of_a_step(config))
+        assert inside["HGMMA"] == products_of_a_step(config)
+        assert inside["STSM"] == config.block_m // 16, "dS of a warp, transposed on its way"
+        groups = config.block_m // (8 if config.split_columns else 16)
+        if config.direct or not config.varlen:  # rows past the end of a packed sequence are cleared
+            assert inside["REDG" if config.direct else "STS"] == groups, "dQ of eight queries at a time"
+
+
+def test_the_kernels_before_and_after_compile() -> None:
+    sources = (source for config in CONFIGS for source in config.sources())
+    beside = [source for source in dict.fromkeys(sources) if source not in {source for _, source in MAIN}]
+    assert {source.entry for source in beside} == {"hopper_backward_prepare", "hopper_backward_finish"}
+    for source in beside:
+        report = jit.compile(source, ARCH).report
+        assert report.spills == 0 and not report.warnings, source.constants
+        # Dynamic shared memory is asked for by the gradients only: what these have must fit without.
+        assert report.static_shared <= 48 << 10, source.constants
+
+
+def test_registers_fit_the_file() -> None:
+    for config, source in MAIN:
+        producer, consumer = (dict(source.constants)[f"{who}_REGISTERS"] for who in ("PRODUCER", "CONSUMER"))
+        consumers = config.threads // 128 - 1
+        assert producer % 8 == consumer % 8 == 0 and 24 <= producer <= consumer <= 240
+        # setmaxnreg only moves what the launch allocated.
+        assert producer + consumers * consumer <= (consumers + 1) * LAUNCH_REGISTERS[consumers] // 8 * 8
+
+
+def test_every_head_dim_has_a_tile_that_fits() -> None:
+    for head_dim in range(8, 257, 8):
+        for head_dim_v in range(8, 257, 8):
+            for more in (MASKS["full"], MASKS["causal"], {**MASKS["window"], **EVERYTHING}):
+                problem = asked(head_dim, head_dim_v, **more)
+                assert backward.supports(problem) is None, problem.describe()
+                config = backward.config_of(problem)
+                assert config.shared_memory <= jit.shared_limit(ARCH), (problem.describe(), config)
+                assert (config.head_dim, config.head_dim_v, config.dtype) == (head_dim, head_dim_v, "bf16")
+
+
+def test_a_configuration_has_what_its_problem_needs_and_no_more() -> None:
+    for problem in taken():
+        config = backward.config_of(problem)
+        want = {
+            "alibi": problem.alibi,
+            "softcap": problem.softcap > 0,
+            "varlen": problem.varlen,
+            "sinks": problem.sinks,
+        }
+        want |= {"has_left": problem.window_left >= 0, "has_right": problem.window_right >= 0}
+        if config.sum_floats:  # what is summed in registers always has one order
+            want |= {"deterministic": problem.deterministic}
+        assert {name: getattr(config, name) for name in want} == want, problem.describe()
+
+
+def test_it_follows_the_hopper_forward() -> None:
+    kernel = registry.get("hopper(wgmma+tma)")
+    for problem in taken():
+        assert select_backward(problem, kernel).name == "hopper", problem.describe()
+    elsewhere = asked(64, 64, arch="sm_80")
+    assert select_backward(elsewhere, registry.get("tiled")).name != "hopper"
+
+
+DECLARED = {"void": "pointer", "float": "float", "int": "int", "long long": "long", "TensorMap": "map"}
+MIRRORED = {
+    ctypes.c_void_p: "pointer",
+    ctypes.c_float: "float",
+    ctypes.c_int: "int",
+    ctypes.c_longlong: "long",
+    ctypes.c_ubyte * tensormap.MAP_BYTES: "map",
+}
+
+
+def members(text: str) -> list[tuple[str, str]]:
+    """Name and kind of each member of ``struct Params`` in a device file."""
+    found = re.search(r"struct Params \{(.*?)\n\};", text, re.S)
+    assert found, "no struct Params"
+    listed = []
+    for line in re.sub(r"//[^\n]*", "", found[1]).split(";"):
+        if not line.strip():
+            continue
+        kind, names = re.fullmatch(r"\s*(?:const )?(long long|\w+)(.*)", line, re.S).groups()
+        for name in names.split(","):
+            listed.append((name.strip(" *\n"), "pointer" if "*" in name else DECLARED[kind]))
+    return listed
+
+
+@pytest.mark.parametrize(
+    ("mirror", "file"),
+    [
+        (backward_launch.BackwardParams, "backward_tiles.cuh"),
+        (backward_launch.PrepareParams, "backward_prepare.cu"),
+        (backward_launch.FinishParams, "backward_finish.cu"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_the_parameters_mirror_the_device_s(mirror: type[ctypes.Structure], file: str) -> None:
+    fields = [(name, MIRRORED[kind]) for name, kind in mirror._fields_ if name != "padding"]
+    assert fields == members(device_code(f"kernels/hopper/{file}"))
+
+
+def test_for_racecheck_every_lane_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It orders threads by their own arrivals; else lane 0 arrives for its warp, whose lanes run in step."""
+    (source,) = backward.config_of(asked(64, 64)).gradient_sources()
+    plain = jit.compile(source, ARCH)
+    monkeypatch.setenv("FLASHLANE_RACECHECK", "1")
+    checked = jit.compile(source, ARCH)
+    assert checked.key != plain.key and not [line for line in checked.report.warnings if "spill" not in line]
+    text, all_lanes = jit.disassemble(plain.cubin), jit.disassemble(checked.cubin)
+    if text is None or all_lanes is None:
+        pytest.skip("no disassembler")
+    arrivals = [len(re.findall(r"@!?P\d SYNCS\.ARRIVE", code)) for code in (text, all_lanes)]
+    assert arrivals[0] >= 8 and arrivals[1] < arrivals[0] // 2

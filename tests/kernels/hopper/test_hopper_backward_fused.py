@@ -1,0 +1,161 @@
+"""The Hopper backward of head dims up to 128, without a GPU: what its launches are given."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hopper_fakes import gradient_launches, gradient_plan, gradient_tensors
+
+from flashlane.core.problem import AttentionProblem
+from flashlane.jit import launch as jit_launch
+from flashlane.kernels.hopper.backward import kernel as backward
+from flashlane.kernels.hopper.backward import launch as backward_launch
+from flashlane.kernels.hopper.backward.config import BackwardConfig
+from flashlane.kernels.hopper.backward.one_cta.tiles import pick
+
+LAUNCHES = {"before": backward_launch.PrepareParams, "gradients": backward_launch.BackwardParams}
+LAUNCHES |= {"after": backward_launch.FinishParams}
+
+
+def problem_of(**changes: object) -> AttentionProblem:
+    fields = {"batch": 2, "heads": 8, "kv_heads": 4, "seqlen_q": 1000, "seqlen_k": 700, "head_dim": 128}
+    fields |= {"head_dim_v": 128, "dtype": torch.bfloat16, "scale": 0.1, "arch": "sm_90a"}
+    return AttentionProblem(**{**fields, **changes})
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch):
+    """Launches a configuration, and tells what each launch was given, by which parameters it has; and the memory."""
+
+    def run(config: BackwardConfig, problem: AttentionProblem) -> tuple[dict[str, SimpleNamespace], list[torch.Tensor]]:
+        made: list[torch.Tensor] = []
+
+        def strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty_strided(size, stride, dtype=dtype)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(jit_launch, "allocator", lambda device: lambda *how: made.append(strided(*how)) or made[-1])
+            found, tensors = gradient_launches(config, problem, patch)
+        names = {params: name for name, params in LAUNCHES.items()}
+        return {names[type(one.params)]: one for one in found}, [*made, tensors.dq, tensors.dk, tensors.dv]
+
+    return run
+
+
+def inside(memory: list[torch.Tensor], address: int | None, size: int) -> bool:
+    """Whether so many bytes from an address on are of one tensor."""
+    ends = ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in memory)
+    return address is not None and any(begin <= address and address + size <= end for begin, end in ends)
+
+
+def test_two_launches_make_all_gradients(launch) -> None:
+    problem = problem_of(window_right=0, deterministic=True)
+    launches, memory = launch(replace(pick(problem), finish_inside=True), problem)
+    assert list(launches) == ["before", "gradients"]
+    before, gradients = launches["before"], launches["gradients"]
+    # Only the second may begin early: the first is behind whatever is on the stream.
+    assert (before.overlapped, gradients.overlapped) == (False, True)
+    blocks = 16 * 8 * 2  # of 64 queries, of all heads and sequences
+    assert before.grid == (16, 8, 2) and gradients.grid == (6 * 4 * 2, 1, 1)
+    for one in (before.params, gradients.params):
+        assert inside(memory, one.dq, blocks * 64 * 128 * 4)
+        assert inside(memory, one.states, blocks * backward_launch.STATE_INTS * 4)
+        assert inside(memory, one.counters, backward_launch.COUNTERS * 4)
+        assert inside(memory, one.queue, 2 * blocks * 4)
+        assert one.queue >= one.counters + 4 * backward_launch.COUNTERS
+        assert (one.dq_row, one.dq_out) == (8 * 128, memory[-3].data_ptr())
+    shared = ("dq", "states", "counters", "queue", "lse", "delta", "dq_out", "seqlen_q", "seqlen_k", "window_left")
+    shared += ("window_right", "bottom_right", "stat_blocks", "heads", "dq_batch", "dq_row", "dq_head")
+    for name in shared:
+        assert getattr(before.params, name) == getattr(gradients.params, name), name
+
+
+def test_a_third_launch_where_the_second_does_not_finish(launch) -> None:
+    problem = problem_of()
+    launches, memory = launch(replace(pick(problem), finish_inside=False), problem)
+    assert list(launches) == ["before", "gradients", "after"]
+    assert [one.overlapped for one in launches.values()] == [False, True, True]
+    assert launches["after"].grid == launches["before"].grid == (13, 8, 2)  # of 80 queries
+    assert launches["after"].params.dq == launches["gradients"].params.dq == launches["before"].params.dq
+    assert launches["gradients"].params.states is None and launches["after"].params.dq_out == memory[-3].data_ptr()
+
+
+def test_rows_that_start_anywhere_are_copied() -> None:
+    """A tensor of one row is contiguous to torch wherever it starts."""
+    space = torch.arange(64, dtype=torch.bfloat16)
+    for start in (0, 1):
+        row = space[start : start + 24].view(1, 1, 1, 24)
+        readable = backward._readable(row)
+        assert torch.equal(readable, row) and readable.data_ptr() % 16 == 0
+        assert (readable is row) == (row.data_ptr() % 16 == 0)
+    assert backward._readable(space.view(1, 8, 1, 8)).data_ptr() == space.data_ptr()
+
+
+DESIGNS = (
+    {"head_dim": 64, "head_dim_v": 64, "window_right": 0},
+    {"head_dim": 64, "head_dim_v": 64, "deterministic": True},
+    {"deterministic": True},
+    {"head_dim": 192},
+    {"head_dim": 256, "head_dim_v": 256, "deterministic": True, "window_right": 0},
+)
+
+
+@pytest.mark.parametrize("changes", DESIGNS, ids=str)
+def test_a_call_like_an_earlier_one_is_told_the_same_but_for_addresses(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = problem_of(**changes)
+    config = backward.config_of(problem)
+    plan, found = gradient_plan(config, problem, monkeypatch)
+    spaces = [torch.empty(plan.space.words) for _ in range(3)]
+    calls = [gradient_tensors(problem), gradient_tensors(problem)]
+
+    def told(plan: backward.Plan, found: list[SimpleNamespace], which: int, space: int) -> list[tuple[object, ...]]:
+        monkeypatch.setattr(jit_launch, "allocator", lambda device: lambda *how: spaces[space])
+        found.clear()
+        plan.launch(calls[which])
+        return [(one.grid, one.block, one.shared, one.overlapped, bytes(one.params)) for one in found]
+
+    again = [told(plan, found, *call) for call in ((0, 0), (1, 1), (0, 2))]
+    assert [len(idle) for idle in plan.idle.values()] == [1], "parameters are used again"
+    assert again[0] != again[1] != again[2] != again[0]
+    anew = [told(*gradient_plan(config, problem, monkeypatch), *call) for call in ((0, 0), (1, 1), (0, 2))]
+    assert again == anew
+
+
+def test_other_strides_are_another_kind_and_threads_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of()
+    plan, found = gradient_plan(backward.config_of(problem), problem, monkeypatch)
+    tensors = gradient_tensors(problem)
+    plan.launch(tensors)
+    turned = tensors.do.transpose(1, 2).contiguous().transpose(1, 2)
+    plan.launch(replace(tensors, do=turned))
+    assert len(plan.idle) == 2
+    before, after = found[0].params, found[len(found) // 2].params
+    assert (before.dout_row, before.dout_head) == (8 * 128, 128)
+    assert (after.dout_row, after.dout_head) == (128, 1000 * 128)
+    taken = plan.idle[tensors.kind].pop()  # as a thread has it that has not given it back
+    plan.launch(tensors)
+    (call,) = plan.idle[tensors.kind]
+    assert call is not taken
+
+
+def test_an_operand_that_starts_anywhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of()
+    plan, _ = gradient_plan(backward.config_of(problem), problem, monkeypatch)
+    tensors = gradient_tensors(problem)
+    plan.launch(tensors)
+    space = torch.empty(tensors.do.numel() + 1, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"dout starts at address .*; TMA needs a multiple of 16"):
+        plan.launch(replace(tensors, do=space[1:].view(tensors.do.shape)))
+
+
+@pytest.mark.parametrize("params", LAUNCHES.values())
+def test_pointers_follow_each_other(params: type[ctypes.Structure]) -> None:
+    """A call writes those of a kernel at once."""
+    places = [getattr(params, name).offset for name, kind in params._fields_ if kind is ctypes.c_void_p]
+    assert places == [places[0] + 8 * index for index in range(len(places))]

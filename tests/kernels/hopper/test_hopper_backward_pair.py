@@ -1,0 +1,79 @@
+"""The Hopper backward of clusters of two blocks without a GPU: what the compiler and the SASS say of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hopper_fakes import gradient_launches
+from test_hopper_compile import LAUNCH_REGISTERS, steady_loops
+
+from flashlane import jit
+from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.hopper.backward.config import CONSUMERS, finish_source
+from flashlane.kernels.hopper.backward.launch import PrepareParams
+from flashlane.kernels.hopper.backward.two_cta.config import BLOCKS, PairConfig, pick
+from flashlane.kernels.hopper.forward.tile_scheduler import SMS
+
+ARCH = "sm_90a"
+LARGEST = {"has_left": True, "has_right": True, "softcap": True, "alibi": True, "varlen": True}
+CONFIGS = [
+    PairConfig("bf16", 256, 256),
+    PairConfig("f16", 256, 256, has_right=True),
+    PairConfig("bf16", 256, 256, do_stages=1),
+    PairConfig("bf16", 256, 256, **LARGEST),
+    PairConfig("bf16", 200, 200, softcap=True),
+    PairConfig("f16", 192, 192, has_right=True),
+    PairConfig("bf16", 192, 128),
+    PairConfig("bf16", 160, 160),
+    PairConfig("f16", 192, 192, has_left=True, has_right=True, varlen=True),
+    PairConfig("bf16", 136, 136, alibi=True),
+]
+
+
+@pytest.mark.parametrize("what", CONFIGS, ids=lambda c: f"D{c.head_dim}-{c.head_dim_v}, {c.describe()}")
+def test_compiles_as_the_schedule_needs(what: PairConfig) -> None:
+    (source,) = what.gradient_sources()
+    compiled = jit.compile(source, ARCH)
+    report = compiled.report
+    assert report.registers == LAUNCH_REGISTERS[CONSUMERS]
+    # Neither spills nor C75xx: wgmma serialised, or setmaxnreg ignored. The formula of shared memory is asserted there.
+    assert report.spills == 0 and not report.warnings
+    assert what.shared_memory + report.static_shared <= jit.shared_limit(ARCH)
+    text = jit.disassemble(compiled.cubin)
+    if text is None:
+        pytest.skip("no disassembler")
+    halves = [-(-dim // 32) for dim in (what.head_dim, what.head_dim_v)]
+    # S or dP over the columns in two halves of as many steps, dQ over the keys, dV or dK over the queries.
+    products = sorted(2 * half + what.block_n // 16 + what.block_m // 16 for half in halves)
+    loops = [loop for loop in steady_loops(text) if any(op.startswith("REDG") for op in loop)]
+    found = [sum(op.startswith("HGMMA") for op in loop) for loop in loops]
+    assert sorted(count for count in found if count) == products
+
+
+def test_the_last_kernel_compiles() -> None:
+    report = jit.compile(finish_source(PairConfig("bf16", 256, 256)), ARCH).report
+    assert report.spills == 0 and not report.warnings
+    assert report.static_shared == 0
+
+
+def test_every_head_dim_fits_shared_memory() -> None:
+    for head_dim in range(136, 257, 8):
+        assert PairConfig("bf16", head_dim, head_dim).shared_memory <= jit.shared_limit(ARCH)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize(("batch", "clusters"), [(1, 24), (2, 48), (40, SMS // BLOCKS)])
+def test_clusters_stay_on_their_sms_and_take_all_tiles(
+    batch: int, clusters: int, varlen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = AttentionProblem(
+        batch=batch, heads=8, kv_heads=4, seqlen_q=1000, seqlen_k=700, head_dim=256, head_dim_v=256,
+        dtype=torch.bfloat16, scale=0.1, arch=ARCH, varlen=varlen,
+    )  # fmt: skip
+    (before, gradients, after), _ = gradient_launches(pick(problem), problem, monkeypatch)
+    assert gradients.grid == (BLOCKS * clusters, 1, 1), "no more than fit at once"
+    assert gradients.params.tiles == 6 * 4 * batch and gradients.params.blocks == 6  # 700 keys by 128
+    # Tiles are counted from 0, which the launch before writes and this one waits for.
+    assert isinstance(before.params, PrepareParams)
+    assert before.params.counters == gradients.params.counters is not None
+    assert (before.overlapped, gradients.overlapped, after.overlapped) == (False, True, True)

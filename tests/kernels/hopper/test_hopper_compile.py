@@ -1,0 +1,123 @@
+"""The Hopper kernel without a GPU: what the compiler and the SASS say of its configurations."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+from sass_loops import steady_loops
+
+from flashlane import jit
+from flashlane.kernels.hopper.forward import tiles as shapes
+from flashlane.kernels.hopper.forward.config import REGISTERS, HopperConfig
+from flashlane.kernels.hopper.forward.kernel import KERNEL, SPILLS_ALLOWED, combine_source
+from flashlane.kernels.hopper.wgmma import wgmma_header
+
+ARCH = "sm_90a"
+LAUNCH_REGISTERS = {1: 240, 2: 168, 3: 128, 4: 96}
+"""What ``__launch_bounds__`` leaves a thread, by consumers; ``setmaxnreg`` moves registers from there."""
+
+
+def config(head_dim: int, shape: shapes.Shape, **features: object) -> HopperConfig:
+    return HopperConfig("bf16", head_dim, head_dim, **asdict(shape), **features)
+
+
+LARGEST = {"has_left": True, "has_right": True, "softcap": True, "alibi": True, "sinks": True}
+WIDEST = replace(config(64, shapes.NARROW, has_right=True), head_dim_v=1016)
+SHIPPED = [what for what, _ in KERNEL.shipped()]
+OTHERS = [
+    config(128, shapes.KEPT, **LARGEST, varlen=True),
+    config(128, shapes.Shape(128, 1, 3), **LARGEST, cache=True, gather=True, pack=4, split=True, fused=True),
+    config(256, shapes.LARGE, cache=True, gather=True, split=True, fused=True),
+    WIDEST,
+    *(HopperConfig("f16", row.head_dim, row.head_dim_v, **asdict(row.shape)) for row in shapes.UNTRIED),
+]
+
+
+@pytest.mark.parametrize("what", dict.fromkeys(SHIPPED + OTHERS), ids=lambda c: f"D{c.head_dim}, {c.describe()}")
+def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
+    compiled = jit.compile(what.source(), ARCH)
+    report = compiled.report
+    assert report.registers == LAUNCH_REGISTERS[what.consumers]
+    assert report.spills <= SPILLS_ALLOWED
+    # C75xx: wgmma serialised, or setmaxnreg ignored. The Python formula of shared memory is asserted in the source.
+    assert not [line for line in report.warnings if "spill" not in line]
+    assert what.shared_memory + report.static_shared <= jit.shared_limit(ARCH)
+    text = jit.disassemble(compiled.cubin)
+    if text is None:
+        pytest.skip("no disassembler")
+    counts = jit.sass.count_instructions(text)
+    assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
+    assert ("LDGSTS" in counts) == what.gather == ("ARRIVES.LDGSTSBAR" in text)
+    assert (".MULTICAST" in text) == (what.cluster > 1) == ("UCGABAR_WAIT" in counts)
+    # The counter of tiles, and tickets of parts.
+    assert ("ATOMG.E.INC.STRONG.GPU" in text) == what.fused
+    loops = steady_loops(text)
+    assert len(loops) == (3 if what.has_left else 2)  # masked and not; with a left bound masked at both ends
+    for loop in loops:
+        products = sum(op.startswith("HGMMA") for op in loop)
+        assert products == -(-what.head_dim // 16) + what.block_n // 16
+        # Nothing in the steady loop goes to local memory, and descriptors stay in uniform registers (but for one of the
+        # many that 12 steps over D 192 take).
+        assert not [op for op in loop if op.startswith(("LDL", "STL"))]
+        assert sum(op.startswith("R2UR") for op in loop) <= (what.head_dim == 192)
+        # A consumer waits for no memory but its own block's.
+        assert not [op for op in loop if op.startswith(("MEMBAR.ALL.GPU", "CCTL", "ERRBAR"))]
+
+
+def test_a_debug_build_bounds_every_wait() -> None:
+    """Each wait for a barrier has a trap behind it, so that a hang is an error."""
+    for what in (config(128, shapes.KEPT), config(128, replace(shapes.KEPT, cluster=2), has_right=True)):
+        source = what.source()
+        text, debug = (jit.disassemble(jit.compile(source, ARCH, debug=mode).cubin) for mode in (False, True))
+        if text is None or debug is None:
+            pytest.skip("no disassembler")
+        plain, bounded = jit.sass.count_instructions(text), jit.sass.count_instructions(debug)
+        # A wait tries once, and then again and again.
+        assert "BPT" not in plain and 2 * bounded["BPT"] >= debug.count(".TRYWAIT") > 10
+
+
+def test_registers_fit_the_file() -> None:
+    for consumers, (producer, consumer) in REGISTERS.items():
+        assert producer % 8 == consumer % 8 == 0
+        assert 128 * (producer + consumers * consumer) <= 65536
+        # setmaxnreg only moves what the launch allocated.
+        assert producer + consumers * consumer <= (consumers + 1) * LAUNCH_REGISTERS[consumers] // 8 * 8
+
+
+@pytest.mark.parametrize("table", [shapes.FULL, shapes.CAUSAL, shapes.LOW, shapes.FEW_ROWS])
+def test_every_shape_of_the_tables_fits_shared_memory(table: tuple[shapes.Row, ...]) -> None:
+    for row in table:
+        what = HopperConfig("f16", row.head_dim, row.head_dim_v, **asdict(row.shape))
+        assert what.shared_memory <= jit.shared_limit(ARCH), row
+        assert what.consumers > 1 or not what.pingpong  # there is nobody to take turns with
+    for head_dim in range(8, 257, 8):
+        for head_dim_v in range(8, 257, 8):
+            for keys in (1, 4096, shapes.ANY):
+                shape = shapes.shape_of(table, head_dim, head_dim_v, keys)
+                assert HopperConfig("f16", head_dim, head_dim_v, **asdict(shape)).shared_memory <= jit.shared_limit(
+                    ARCH
+                )
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_combining_compiles(sinks: bool) -> None:
+    report = jit.compile(combine_source("f16", 72, sinks), ARCH).report
+    assert report.spills == 0 and not report.warnings
+
+
+def test_wgmma_wrappers_name_every_register() -> None:
+    text = wgmma_header("bf16", (8, 80, 80))
+    assert text.count("struct Wgmma<80>") == text.count("struct Wgmma<8>") == 1
+    assert text.count("m64n80k16.f32.bf16.bf16") == text.count("float (&d)[40]") >= 3
+    for wrong in (0, 12, 264):
+        with pytest.raises(ValueError, match=f"columns is {wrong}"):
+            wgmma_header("f16", (wrong,))
+
+
+def test_generated_headers_are_found_and_are_part_of_the_key() -> None:
+    text = '#include "generated.cuh"\nextern "C" __global__ void k(int* p) { *p = GENERATED; }'
+    one, two = (jit.KernelSource("k.cu", text, "k", (), (("generated.cuh", f"#define GENERATED {n}"),)) for n in (1, 2))
+    assert jit.compile(one, ARCH).key != jit.compile(two, ARCH).key
+    with pytest.raises(jit.CompileError, match=r"generated\.cuh"):
+        jit.compile(replace(one, headers=()), ARCH)

@@ -1,0 +1,376 @@
+"""The Hopper kernel on a GPU: each tile of its tables, its features, streams and graphs. Drawing them runs anywhere."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import random
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from flashlane import jit
+from flashlane.core import registry
+from flashlane.core.problem import AttentionProblem, Inputs, arch_of
+from flashlane.kernels.hopper.forward import kernel as forward
+from flashlane.kernels.hopper.forward import tiles as shapes
+from flashlane.kernels.hopper.forward.config import HopperConfig
+from flashlane.kernels.hopper.forward.kernel import specialise
+from flashlane.reference.naive import reference_attention
+
+KERNEL = registry.get("hopper(wgmma+tma)")
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RELATIVE = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
+"""Largest ‖out − ref‖ / ‖ref‖ against f32."""
+KINDS = ("packed", "cache", "pages", "rows")
+"""Packed sequences; a cache; pages that boxes fit, and any pages, with the first rows unused now and then."""
+PAGES = {"pages": (16, 64, 256, 8, 48), "rows": (1, 3, 7, 12, 20, 100)}
+SEEDS = 12
+needs_hopper = pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm_90 GPU")
+ROWS = [
+    (row, causal)
+    for table, causal in ((shapes.FULL, False), (shapes.CAUSAL, True), (shapes.LOW, True))
+    for row in table
+]
+
+
+def draw(kind: str, seed: int) -> tuple[AttentionProblem, Inputs]:
+    """Sequences of unlike length, with score modifiers now and then; what no sequence owns is NaN."""
+    chance, generator = random.Random(f"{kind} {seed}"), torch.Generator(HERE).manual_seed(seed)
+    dtype, head_dim = chance.choice(tuple(RELATIVE)), chance.choice((64, 128, 128, 80, 256))
+    kv_heads, batch = chance.choice((1, 2)), chance.choice((1, 3, 5, 20))
+    heads = kv_heads * chance.choice((1, 2, 4, 3))
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=HERE).to(dtype)
+
+    def whole(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=HERE)
+
+    more: dict[str, object] = {}
+    if chance.random() < 0.3:
+        more["sinks"] = torch.randn(heads, generator=generator, device=HERE)
+    if chance.random() < 0.3:
+        size = chance.choice(((heads,), (batch, heads)))
+        more["alibi_slopes"] = torch.rand(size, generator=generator, device=HERE)
+    if kind == "packed":
+        lengths_q = [chance.choice((0, 1, 17, 64, 128, 300, 700)) for _ in range(batch)]
+        lengths_k = [chance.choice((0, 1, 33, 200, 500, 900)) if chance.random() < 0.5 else n for n in lengths_q]
+        starts = [[sum(lengths[:i]) for i in range(batch + 1)] for lengths in (lengths_q, lengths_k)]
+        total_q, total_k = (max(1, start[-1] + chance.choice((0, 0, 40))) for start in starts)
+        q, k, v = (
+            normal(total_q, heads, head_dim),
+            normal(total_k, kv_heads, head_dim),
+            normal(total_k, kv_heads, head_dim),
+        )
+        k[starts[1][-1] :], v[starts[1][-1] :] = math.nan, math.nan
+        more |= {"cu_seqlens_q": whole(starts[0]), "cu_seqlens_k": whole(starts[1])}
+        more |= {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+    else:
+        q = normal(batch, chance.choice((1, 2, 8, 100, 200)), heads, head_dim)
+        capacity, page = chance.choice((130, 256, 600, 1500)), chance.choice(PAGES.get(kind, PAGES["pages"]))
+        per_sequence = -(-capacity // page)
+        if kind == "cache":
+            k, v = normal(batch, capacity, kv_heads, head_dim), normal(batch, capacity, kv_heads, head_dim)
+            rows = torch.randperm(batch, generator=torch.Generator().manual_seed(seed)).tolist()
+            more["batch_idx"] = whole(rows)
+        else:
+            capacity, pages = per_sequence * page, batch * per_sequence + 3
+            k, v = normal(pages, page, kv_heads, head_dim), normal(pages, page, kv_heads, head_dim)
+            table = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))[: batch * per_sequence]
+            more["block_table"] = whole(table.tolist()).view(batch, per_sequence)
+        used = [chance.randint(0, capacity) for _ in range(batch)]
+        more["seqused_k"] = whole(used)
+        if kind in ("cache", "rows") and chance.random() < 0.5:
+            more["leftpad_k"] = whole([chance.randint(0, n) for n in used])
+        for i, n in enumerate(used):
+            if kind == "cache":
+                k[rows[i], n:], v[rows[i], n:] = math.nan, math.nan
+            else:
+                for j, owner in enumerate(more["block_table"][i].tolist()):
+                    first = min(max(n - j * page, 0), page)
+                    k[owner, first:], v[owner, first:] = math.nan, math.nan
+    asked = chance.choice(
+        ({}, {"causal": True}, {"window_size": (50, 10)}, {"window_size": (200, 0)}, {"softcap": 15.0})
+    )
+    inputs = Inputs(q, k, v, **more)
+    return AttentionProblem.from_inputs(inputs, **asked), inputs
+
+
+def run(
+    problem: AttentionProblem, inputs: Inputs, config: HopperConfig | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE, written over NaN."""
+    *batch, rows, heads, _ = inputs.q.shape
+    out = torch.full((*batch, rows, heads, problem.head_dim_v), math.nan, dtype=problem.dtype, device=HERE)
+    lse = torch.full((*batch, heads, rows), math.nan, device=HERE)
+    KERNEL.run(config or KERNEL.config(problem), problem, inputs, out, lse)
+    return out, lse
+
+
+def assert_right(problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+    with torch.no_grad():
+        ref_out, ref_lse = reference_attention(problem, inputs, torch.float32)
+    finite = torch.isfinite(ref_lse)
+    assert torch.isfinite(out).all() and torch.equal(torch.isfinite(lse), finite)
+    assert (lse[~finite] == -math.inf).all()
+    torch.testing.assert_close(lse[finite], ref_lse[finite], rtol=0, atol=1e-4)
+    assert (out.float() - ref_out).norm() <= RELATIVE[problem.dtype] * ref_out.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_drawn_is_legal_and_various(kind: str) -> None:
+    problems = [draw(kind, seed)[0].on("sm_90a") for seed in range(SEEDS)]
+    assert all(KERNEL.supports(problem) is None for problem in problems)
+    for names in (("sinks",), ("alibi",), ("softcap",), ("causal",), ("window_left",)):
+        assert any(getattr(p, name) not in (False, 0, -1) for p in problems for name in names), names
+    assert {p.dtype for p in problems} == set(RELATIVE) and len({p.head_dim for p in problems}) > 2
+    if kind == "rows":
+        assert all(KERNEL.config(p).gather for p in problems) and {p.leftpad_k for p in problems} == {False, True}
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_every_tile_of_the_tables(number: int) -> None:
+    row, causal = ROWS[number]
+    dtype = tuple(RELATIVE)[number % 2]
+    q = torch.randn(2, 1500, 6, row.head_dim, device=HERE).to(dtype)
+    k = torch.randn(2, 1777, 2, row.head_dim, device=HERE).to(dtype)
+    v = torch.randn(2, 1777, 2, row.head_dim_v, device=HERE).to(dtype)
+    inputs = Inputs(q, k, v)
+    problem = AttentionProblem.from_inputs(inputs, causal=causal)
+    tile = HopperConfig(problem.dtype_name, row.head_dim, row.head_dim_v, **asdict(row.shape))
+    config = specialise(tile, problem)
+    out, lse = run(problem, inputs, config)
+    assert_right(problem, inputs, out, lse)
+    again = run(problem, inputs, config)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_of_unlike_length(kind: str, seed: int) -> None:
+    problem, inputs = draw(kind, seed)
+    assert_right(problem, inputs, *run(problem, inputs))
+
+
+def features() -> ModuleType:
+    """The small problems of benchmarks/, one for each feature."""
+    path = Path(__file__).parents[3] / "benchmarks" / "scripts" / "hopper_features.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CASES = list(features().forward_cases())
+
+
+def dense(
+    sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, sinks: bool = False, **asked: object
+) -> tuple[AttentionProblem, Inputs]:
+    """Random tensors of batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v."""
+    batch, heads, kv_heads, rows, keys, head_dim, head_dim_v = sizes
+    draw = torch.Generator(HERE).manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=draw, device=HERE).to(dtype)
+
+    more = {"sinks": normal(heads).float()} if sinks else {}
+    q, k = normal(batch, rows, heads, head_dim), normal(batch, keys, kv_heads, head_dim)
+    inputs = Inputs(q, k, normal(batch, keys, kv_heads, head_dim_v), **more)
+    return AttentionProblem.from_inputs(inputs, **asked), inputs
+
+
+def assert_alike(one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+
+
+def test_every_feature_is_among_the_cases() -> None:
+    problems = [(case, case.build(torch.device("cpu"))[0]) for case in CASES]
+    assert all(KERNEL.supports(problem) is None for _, problem in problems)
+    configs = [case.config(problem) for case, problem in problems]
+    for name in ("has_left", "softcap", "alibi", "sinks", "varlen", "cache", "page_rows", "gather", "split", "fused"):
+        assert any(getattr(config, name) for config in configs), name
+    assert {config.slices for config in configs} >= {1, 2} and {config.dtype for config in configs} == {"f16", "bf16"}
+    for case, config in zip(CASES, configs, strict=True):  # each is what it is called
+        assert (config.cluster == 2) == case.feature.startswith("cluster"), case.tag
+        assert config.fused == ("joined in the launch" in case.feature or case.changes.get("fused", False)), case.tag
+        assert config.gather == (case.page % 8 > 0 or (case.page > 0 and case.leftpad)), case.tag
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_debug_build_does_every_feature(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every wait traps after two seconds there: what hangs is an error."""
+    monkeypatch.setattr(forward.jit, "compile", functools.partial(jit.compile, debug=True))
+    problem, inputs = CASES[number].build(HERE)
+    forward._plan.cache_clear()
+    try:
+        assert_right(problem, inputs, *run(problem, inputs, CASES[number].config(problem)))
+    finally:
+        forward._plan.cache_clear()
+
+
+HANG = """
+import ctypes, torch
+from flashlane import jit
+text = '''#include "barrier.cuh"
+extern "C" __global__ void hang(int* p) {{
+    __shared__ u64 b;
+    if (threadIdx.x == 0) mbarrier_init(shared_address(&b), 1), {wait}(shared_address(&b), 0);
+}}'''
+torch.zeros(1, device="cuda")
+kernel = jit.load(jit.compile(jit.KernelSource("hang.cu", text, "hang"), "sm_90a", debug=True), 0)
+kernel.launch((1, 1, 1), (32, 1, 1), 0, [ctypes.c_void_p(0)])
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("wait", ["mbarrier_wait", "mbarrier_wait_cluster"])
+def test_a_hang_is_an_error_in_a_debug_build(wait: str) -> None:
+    """In a process of its own, which does not survive it."""
+    done = subprocess.run([sys.executable, "-c", HANG.format(wait=wait)], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and ("launch failure" in done.stderr or "trap" in done.stderr.lower()), done.stderr
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    ("sizes", "asked"),
+    [
+        ((2, 6, 2, 700, 900, 64, 512), {"causal": True}),
+        ((2, 6, 2, 700, 900, 64, 264), {}),
+        ((1, 40, 8, 515, 1031, 128, 320), {"window_size": (300, 0)}),
+        ((3, 4, 4, 333, 500, 40, 1016), {"causal": True, "alignment": "top-left"}),
+        ((2, 4, 1, 260, 777, 256, 512), {"softcap": 20.0}),
+        ((2, 8, 2, 5, 3000, 64, 512), {}),
+        ((2, 3, 3, 100, 2000, 192, 400), {"causal": True}),
+    ],
+)
+def test_values_wider_than_an_accumulator(sizes: tuple[int, ...], asked: dict[str, object]) -> None:
+    problem, inputs = dense(sizes, (torch.float16, torch.bfloat16)[sizes[5] % 128 // 64], sinks=sizes[0] == 3, **asked)
+    for fused in {False, KERNEL.config(problem).split}:
+        config = replace(KERNEL.config(problem), fused=fused)
+        found = run(problem, inputs, config)
+        assert_right(problem, inputs, *found)
+        assert_alike(found, run(problem, inputs, config))
+
+
+PAIRS = [row for row in shapes.UNTRIED if row.shape.cluster > 1]
+MASKS = ({}, {"causal": True}, {"window_size": (200, 0)}, {"window_size": (60, 90), "alignment": "top-left"})
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("keys", [1111, 500])
+@pytest.mark.parametrize("number", range(len(PAIRS)))
+def test_a_pair_of_blocks_gives_what_one_gives(number: int, keys: int) -> None:
+    """Odd numbers of tiles, rows without a key; bit for bit, as each row meets the same blocks in the same order."""
+    row = PAIRS[number]
+    for asked in MASKS:
+        problem, inputs = dense((3, 16, 4, 1300, keys, row.head_dim, row.head_dim_v), sinks=number % 2 == 0, **asked)
+        pair = specialise(HopperConfig(problem.dtype_name, row.head_dim, row.head_dim_v, **asdict(row.shape)), problem)
+        assert pair.cluster == 2
+        found = run(problem, inputs, pair)
+        assert_right(problem, inputs, *found)
+        for _ in range(3):
+            assert_alike(found, run(problem, inputs, pair))
+        assert_alike(found, run(problem, inputs, replace(pair, cluster=1)))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    ("sizes", "asked"),
+    [
+        ((1, 32, 8, 1, 9000, 128, 128), {}),
+        ((3, 8, 2, 3, 5000, 64, 64), {"causal": True}),
+        ((1, 8, 8, 256, 8000, 128, 128), {}),
+        ((2, 3, 3, 190, 2500, 256, 256), {"causal": True}),
+        ((1, 2, 1, 700, 1900, 192, 128), {}),
+        ((1, 4, 2, 300, 4000, 80, 80), {"window_size": (2400, 0)}),
+    ],
+)
+def test_parts_are_joined_alike_in_the_launch_and_after_it(sizes: tuple[int, ...], asked: dict[str, object]) -> None:
+    """Bit for bit: the same parts in the same order. And by replayed graphs beside launches."""
+    problem, inputs = dense(sizes, sinks=sizes[0] == 1, **asked)
+    after = replace(KERNEL.config(problem), fused=False)
+    assert after.split
+    within = replace(after, fused=True)
+    found = run(problem, inputs, within)
+    assert_right(problem, inputs, *found)
+    assert_alike(found, run(problem, inputs, after))
+    out, lse = torch.empty_like(found[0]), torch.empty_like(found[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            KERNEL.run(within, problem, inputs, out, lse)
+    for _ in range(5):
+        out.fill_(math.nan)
+        graph.replay()
+        eager = run(problem, inputs, within)
+        torch.cuda.synchronize()
+        assert_alike(found, (out, lse))
+        assert_alike(found, eager)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("seed", range(0, SEEDS, 2))
+def test_pages_come_alike_by_tma_and_by_cp_async(seed: int) -> None:
+    problem, inputs = draw("pages", seed)
+    plain = KERNEL.config(problem)
+    if plain.consumers > forward.MOST_GATHERING:
+        plain = specialise(replace(plain, consumers=2, q_stages=1), problem)
+    gathering = specialise(replace(plain, gather=True), problem)
+    assert gathering.gather and not plain.gather
+    assert_alike(run(problem, inputs, plain), run(problem, inputs, gathering))
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_a_thousand_launches_on_four_streams() -> None:
+    pool = [draw(kind, seed) for kind in KINDS for seed in range(0, SEEDS, 2)]
+    alone = [run(*item) for item in pool]
+    torch.cuda.synchronize()
+    chance, streams = random.Random(0), [torch.cuda.Stream() for _ in range(4)]
+    for _ in range(20):
+        found = []
+        for _ in range(50):
+            number = chance.randrange(len(pool))
+            with torch.cuda.stream(chance.choice(streams)):
+                found.append((number, run(*pool[number])))
+        torch.cuda.synchronize()
+        for number, (out, lse) in found:
+            assert torch.equal(out, alone[number][0]) and torch.equal(lse, alone[number][1]), pool[number][0].describe()
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_replay(kind: str) -> None:
+    problem, inputs = draw(kind, 3)
+    alone, _ = run(problem, inputs)
+    out, lse = torch.empty_like(alone), torch.empty((*alone.shape[:-3], alone.shape[-2], alone.shape[-3]), device=HERE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            KERNEL.forward(problem, inputs, out, lse)
+    for _ in range(3):
+        out.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, alone)

@@ -1,0 +1,165 @@
+"""A Hopper GPU that only writes launches down, for tests of what is launched: no driver, and tensors on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.jit import launch, tensormap
+from flashlane.kernels.hopper.backward import kernel as backward
+from flashlane.kernels.hopper.backward import launch as backward_launch
+from flashlane.kernels.hopper.forward import kernel as forward
+from flashlane.kernels.mma import attention
+from flashlane.ops import call_cache as plans
+
+SMS = 132
+WORD = 8
+
+
+class Launches(list):
+    """What each launch was given: grid, block, shared memory and parameters. It stands for every loaded function."""
+
+    def __init__(self) -> None:
+        self.maps: list[tensormap.TensorMap] = []
+        """Maps that were encoded anew, each as its number repeated behind its address."""
+        self.plans: list[forward.Plan] = []
+        self.streams: list[int] = []
+        """Of each launch."""
+        self.stream = 1000
+        """Of this moment."""
+        self.capturing = False
+        """Whether it is being captured in a graph."""
+        self.before: Callable[[], None] = lambda: None
+        """Called by each launch before it reads its parameters."""
+        self.stream_of: Callable[[int], int] = lambda device: self.stream
+        self.device_index = 0
+
+    def prepare(self, grid: Any, block: Any, shared: int, params: ctypes.Structure) -> Callable[[int], None]:
+        def enqueue(stream: int) -> None:
+            self.before()
+            self.streams.append(stream)
+            self.append((grid, block, shared, type(params).from_buffer_copy(bytes(params))))
+
+        return enqueue
+
+    def launch(self, grid: Any, block: Any, shared: int, params: ctypes.Structure) -> None:
+        self.prepare(grid, block, shared, params)(self.stream_of(0))
+
+    def encode(self, described: tensormap.TensorMap) -> bytes:
+        self.maps.append(described)
+        number = bytes([len(self.maps) % 256]) * (tensormap.MAP_BYTES - WORD)
+        return described.address.to_bytes(WORD, "little") + number
+
+    @staticmethod
+    def mover(place: int) -> Callable[[int], None]:
+        return lambda address: ctypes.memmove(place, address.to_bytes(WORD, "little"), WORD)
+
+
+def addresses(params: forward.HopperParams) -> list[int]:
+    """What the maps of q, k and v point to."""
+    return [int.from_bytes(bytes(getattr(params, side))[:WORD], "little") for side in "qkv"]
+
+
+def numbers(params: forward.HopperParams) -> list[int]:
+    """Which of the encoded maps those of q, k and v are, from 1."""
+    return [bytes(getattr(params, side))[WORD] for side in "qkv"]
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """Put it in the place of the driver, with nothing remembered before and after."""
+    found = Launches()
+    monkeypatch.setattr(forward.jit, "load", lambda compiled, device: found)
+    monkeypatch.setattr(forward.jit, "compile", lambda source, arch: source)
+    monkeypatch.setattr(forward, "_counter", lambda *_: SimpleNamespace(data_ptr=lambda: 77))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: found.stream_of(device))
+    monkeypatch.setattr(launch, "device_getter", lambda: lambda: None)
+    properties = SimpleNamespace(multi_processor_count=SMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(tensormap, "encode", found.encode)
+    monkeypatch.setattr(tensormap, "mover", found.mover)
+
+    init = forward.Plan.__init__
+
+    def recorded(plan: forward.Plan, *args: Any) -> None:
+        init(plan, *args)
+        found.plans.append(plan)
+
+    monkeypatch.setattr(forward.Plan, "__init__", recorded)
+
+    def forget() -> None:
+        plans.forget()
+        forward._plan.cache_clear()
+        forward._combining.cache_clear()
+        attention._loaded.cache_clear()
+
+    forget()
+    yield found
+    forget()
+
+
+def gradient_launches(
+    config: backward.Config, problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[SimpleNamespace], backward_launch.Tensors]:
+    """What a backward hands to its kernels, with the rows of a box in place of each map, and the call's tensors."""
+    plan, found = gradient_plan(config, problem, monkeypatch)
+    tensors = gradient_tensors(problem)
+    assert plan.launch(tensors) is None
+    return found, tensors
+
+
+def gradient_plan(
+    config: backward.Config, problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch
+) -> tuple[backward.Plan, list[SimpleNamespace]]:
+    """A backward's plan, and a list that gets what it hands to its kernels. A map has the rows of a box behind the
+    address."""
+
+    def encoded(element: Any, tensor: torch.Tensor, rows: int) -> bytes:
+        return tensor.data_ptr().to_bytes(WORD, "little") + bytes([rows]) * (tensormap.MAP_BYTES - WORD)
+
+    monkeypatch.setattr(backward_launch, "encoded", encoded)
+    monkeypatch.setattr(tensormap, "mover", Launches.mover)
+    properties = SimpleNamespace(multi_processor_count=SMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: 0)
+    found: list[SimpleNamespace] = []
+
+    def prepare(grid: tuple, block: tuple, shared: int, params: ctypes.Structure, *, overlapped: bool = False) -> Any:
+        def enqueue(stream: int) -> None:
+            copy = type(params).from_buffer_copy(params)
+            found.append(SimpleNamespace(grid=grid, block=block, shared=shared, params=copy, overlapped=overlapped))
+
+        return enqueue
+
+    inputs = gradient_tensors(problem).inputs
+    plan = backward.DESIGNS[type(config)][1](config, problem, inputs.q.shape, inputs.k.shape, 0)
+    plan.functions = (SimpleNamespace(prepare=prepare),) * len(plan.config.sources())
+    return plan, found
+
+
+def gradient_tensors(problem: AttentionProblem) -> backward_launch.Tensors:
+    """What a backward of a problem reads and writes; packed sequences are all of the greatest length."""
+    batch = problem.batch
+
+    def tensor(rows: int, heads: int, dim: int) -> torch.Tensor:
+        size = (batch * rows,) if problem.varlen else (batch, rows)
+        return torch.zeros(*size, heads, dim, dtype=problem.dtype)
+
+    q = tensor(problem.seqlen_q, problem.heads, problem.head_dim)
+    k = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim)
+    v = tensor(problem.seqlen_k, problem.kv_heads, problem.head_dim_v)
+    out = tensor(problem.seqlen_q, problem.heads, problem.head_dim_v)
+    lse = torch.zeros(*((problem.heads, len(q)) if problem.varlen else (batch, problem.heads, problem.seqlen_q)))
+    packed = {}
+    if problem.varlen:
+        lengths = {"q": problem.seqlen_q, "k": problem.seqlen_k}
+        packed = {f"cu_seqlens_{side}": n * torch.arange(batch + 1, dtype=torch.int32) for side, n in lengths.items()}
+        packed |= {f"max_seqlen_{side}": n for side, n in lengths.items()}
+    inputs = Inputs(q, k, v, **packed)
+    return backward_launch.Tensors(inputs, out, lse, out.clone(), None, *map(torch.zeros_like, (q, k, v)))

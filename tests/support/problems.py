@@ -1,0 +1,355 @@
+"""Drawn attention problems, and an oracle that shares no code with the package's own attention."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashlane.core.problem import AttentionProblem, Inputs
+
+LENGTHS = (0, 1, 2, 17, 63, 64, 65, 127)
+HEAD_DIMS = (8, 40, 59, 64, 111, 128)
+TENSORS = ("q", "k", "v", "bias", "sinks")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem in plain numbers, so that a failure prints what is needed to see it again."""
+
+    lengths: tuple[tuple[int, int], ...]
+    varlen: bool
+    kv_heads: int
+    group: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    alignment: str
+    window: tuple[int, int]
+    softcap: float
+    alibi: str
+    bias: tuple[bool, bool, bool, bool] | None
+    hide: bool
+    sinks: bool
+    strides: str
+    seed: int
+    dropout: float = 0.0
+    used: bool = False
+    leftpad: bool = False
+    batch_idx: bool = False
+    page_size: int = 0
+
+    @property
+    def cached(self) -> bool:
+        """Whether k and v are a cache, which has no gradients."""
+        return bool(self.used or self.leftpad or self.batch_idx or self.page_size)
+
+    def build(
+        self, dtype: torch.dtype, grad: bool = False, device: str | None = None
+    ) -> tuple[AttentionProblem, Inputs]:
+        """The problem and fresh random tensors of it, with a ``device`` as :func:`moved` brings them there."""
+        draw = torch.Generator().manual_seed(self.seed)
+        batch, heads = len(self.lengths), self.kv_heads * self.group
+        lengths_q, lengths_k = zip(*self.lengths, strict=True)
+        longest = max(lengths_q), max(lengths_k)
+        outer = [(sum(lengths_q) + 2,), (sum(lengths_k),)] if self.varlen else [(batch, n) for n in longest]
+        cache = self._cache(lengths_k, draw)
+        if self.page_size:
+            pages = cache["block_table"].numel() + 1
+            outer[1] = (pages, self.page_size)
+            longest = longest[0], longest[1] if self.varlen else cache["block_table"].shape[1] * self.page_size
+        elif self.batch_idx:
+            outer[1] = (batch + 2, longest[1])
+        q, k, v = (
+            _strided((*shape, h, d), self.strides, draw)
+            for shape, h, d in (
+                (outer[0], heads, self.head_dim),
+                (outer[1], self.kv_heads, self.head_dim),
+                (outer[1], self.kv_heads, self.head_dim_v),
+            )
+        )
+        slopes = {"none": None, "heads": (heads,), "batch": (batch, heads)}[self.alibi]
+        bias = None
+        if self.bias is not None:
+            full = (batch, heads, *longest)
+            bias = torch.randn([n if keep else 1 for n, keep in zip(full, self.bias, strict=True)], generator=draw)
+            if self.hide:
+                bias = bias.masked_fill(torch.rand(bias.shape, generator=draw) < 0.4, -torch.inf)
+        made = Inputs(
+            q=q,
+            k=k,
+            v=v,
+            alibi_slopes=None if slopes is None else torch.rand(slopes, generator=draw),
+            bias=bias,
+            sinks=torch.randn(heads, generator=draw) if self.sinks else None,
+            cu_seqlens_q=_cumulative(lengths_q) if self.varlen else None,
+            cu_seqlens_k=_cumulative(lengths_k) if self.varlen else None,
+            max_seqlen_q=longest[0] if self.varlen else None,
+            max_seqlen_k=longest[1] if self.varlen else None,
+            dropout_seed=torch.randint(-(2**63), 2**63 - 1, (1,), generator=draw) if self.dropout else None,
+            **cache,
+        )
+        inputs = cast(made, dtype, grad)
+        if device:
+            inputs = moved(inputs, device)
+        problem = AttentionProblem.from_inputs(
+            inputs,
+            causal=self.causal,
+            alignment=self.alignment,
+            window_size=self.window,
+            softcap=self.softcap,
+            dropout_p=self.dropout,
+        )
+        return problem, inputs
+
+    def _cache(self, lengths_k: tuple[int, ...], draw: torch.Generator) -> dict[str, torch.Tensor]:
+        """Random lengths and places; entries of the table that no sequence needs are −1."""
+        batch, made = len(lengths_k), {}
+        pages = max(1, -(-max(lengths_k) // self.page_size)) if self.page_size else 0
+        stops = torch.tensor(lengths_k) if self.varlen else torch.full((batch,), pages * self.page_size or lengths_k[0])
+        if self.used:
+            stops = made["seqused_k"] = (torch.rand(batch, generator=draw) * (stops + 1)).int()
+        if self.leftpad:
+            made["leftpad_k"] = (torch.rand(batch, generator=draw) * (stops + 1)).int()
+        if self.batch_idx:
+            made["batch_idx"] = torch.randperm(batch + 2, generator=draw)[:batch].int()
+        if self.page_size:
+            table = 1 + torch.randperm(batch * pages, generator=draw).view(batch, pages).int()
+            unread = torch.arange(pages) * self.page_size >= stops[:, None]
+            made["block_table"] = table.masked_fill(unread, -1)
+        return made
+
+
+def relaid(
+    t: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, start: int = 0
+) -> torch.Tensor:
+    """The same numbers at the same strides, ``start`` elements into memory of their own.
+
+    What lies between them is NaN, or of whole numbers the lowest, so that a read beside them shows.
+    """
+    dtype = dtype or t.dtype
+    if not t.numel():
+        return t.detach().to(device=device, dtype=dtype)
+    size = start + 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    between = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+    space = torch.full((size,), between, dtype=dtype, device=device or t.device)
+    # An axis that repeats one place is written once.
+    once = t.detach()[tuple(slice(None if stride else 1) for stride in t.stride())]
+    torch.as_strided(space, once.shape, once.stride(), start).copy_(once)
+    return torch.as_strided(space, t.shape, t.stride(), start)
+
+
+def cast(inputs: Inputs, dtype: torch.dtype, grad: bool = False) -> Inputs:
+    """The same numbers in another type, as leaves; strides are kept."""
+    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    for name in TENSORS:
+        if values[name] is not None:
+            values[name] = relaid(values[name], dtype=dtype).requires_grad_(grad)
+    return Inputs(**values)
+
+
+def moved(inputs: Inputs, device: str) -> Inputs:
+    """The same call on another device; strides are kept.
+
+    Rows that are no whole number of 16 bytes do not start on 16 bytes either, where the tensor has gaps.
+    """
+    return Inputs(**{f.name: _moved(getattr(inputs, f.name), device) for f in fields(inputs)})
+
+
+def _moved(t: Any, device: str) -> Any:
+    if not isinstance(t, torch.Tensor):
+        return t
+    odd = not t.is_contiguous() and t.stride(-1) == 1 and t.shape[-1] * t.element_size() % 16 != 0
+    return relaid(t, device=device, start=int(odd)).requires_grad_(t.requires_grad)
+
+
+class Products(TorchDispatchMode):
+    """Within it, matrix products work on what ``factor`` makes of both their factors; those of gradients too.
+
+    ``Products(tf32_factor)`` is TF32 on every device, where that of a library depends on the shapes and the alignment
+    too (cuBLAS has no such kernel for some, and takes f32).
+    """
+
+    OPERATORS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
+
+    def __init__(self, factor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self.OPERATORS:
+            args = (*args[:-2], *map(self.factor, args[-2:]))
+        return func(*args, **(kwargs or {}))
+
+
+def tf32_factor(t: torch.Tensor) -> torch.Tensor:
+    """f32 numbers as tensor cores read them: without the last 13 of 23 bits of fraction, dropped and not rounded."""
+    if t.dtype != torch.float32:
+        raise TypeError(f"t has dtype {t.dtype}; it must be torch.float32")
+    return (t.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def gradients(
+    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor, again: bool = False
+) -> dict[str, torch.Tensor]:
+    """Gradients of every differentiable input through both results; a row without a visible key has no LSE to push.
+
+    ``again`` keeps what another call with these results needs.
+    """
+    wanted = {name: getattr(inputs, name) for name in TENSORS if getattr(inputs, name) is not None}
+    pushed = [do.to(out.dtype), dlse.to(lse.dtype)]
+    grads = torch.autograd.grad([out, lse], list(wanted.values()), pushed, retain_graph=again)
+    return dict(zip(wanted, grads, strict=True))
+
+
+def _strided(shape: tuple[int, ...], kind: str, draw: torch.Generator) -> torch.Tensor:
+    *outer, n, h, d = shape
+    if kind == "transposed":
+        return torch.randn((*outer, h, n, d), generator=draw).transpose(-3, -2)
+    if kind == "sliced":
+        return torch.randn((*outer, 2 * n, h + 1, d + 3), generator=draw)[..., ::2, 1:, 2:-1]
+    if kind == "apart":  # as "sliced", where rows still start on 16 bytes
+        return torch.randn((*outer, 2 * n, h + 1, d + 16), generator=draw)[..., ::2, 1:, 8:-8]
+    if kind == "expanded":
+        return torch.randn((*outer, n, 1, d), generator=draw).expand(shape)
+    return torch.randn(shape, generator=draw)
+
+
+def _cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    dropout: bool = False,
+    cached: bool = False,
+    some_lengths: tuple[int, ...] = LENGTHS,
+    head_dims: tuple[int, ...] = HEAD_DIMS,
+) -> Case:
+    """Every product of features, of those for which it says so as well; lengths fall around tile edges."""
+    varlen = draw(st.booleans())
+    length = st.tuples(st.sampled_from(some_lengths), st.sampled_from(some_lengths))
+    lengths = draw(st.lists(length, min_size=1, max_size=3)) if varlen else [draw(length)] * draw(st.integers(1, 2))
+    head_dim = draw(st.sampled_from(head_dims))
+    page_size = draw(st.sampled_from((0, 1, 5, 16, 64))) if cached else 0
+    return Case(
+        dropout=draw(st.sampled_from((0.0, 0.17, 0.9))) if dropout else 0.0,
+        page_size=page_size,
+        used=cached and not varlen and draw(st.booleans()),
+        leftpad=cached and not varlen and draw(st.booleans()),
+        batch_idx=cached and not (varlen or page_size) and draw(st.booleans()),
+        lengths=tuple(lengths),
+        varlen=varlen,
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 3)),
+        head_dim=head_dim,
+        head_dim_v=draw(st.sampled_from((head_dim, *head_dims))),
+        causal=draw(st.booleans()),
+        alignment=draw(st.sampled_from(("bottom-right", "top-left"))),
+        window=draw(st.tuples(st.sampled_from((-1, 0, 5, 70)), st.sampled_from((-1, 0, 9)))),
+        softcap=draw(st.sampled_from((0.0, 0.0, 1.5, 20.0))),
+        alibi=draw(st.sampled_from(("none", "none", "heads", "batch"))),
+        bias=draw(st.none() | st.tuples(*[st.booleans()] * 4)),
+        hide=draw(st.booleans()),
+        sinks=draw(st.booleans()),
+        strides=draw(st.sampled_from(("plain", "transposed", "sliced", "expanded"))),
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+def oracle(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in f64, one row after another, over exactly the keys that it sees."""
+    values = cast(inputs, torch.float64)
+    out = values.q.new_zeros((*values.q.shape[:-1], problem.head_dim_v))
+    shape = (problem.heads, len(out)) if problem.varlen else (problem.batch, problem.heads, problem.seqlen_q)
+    lse = values.q.new_full(shape, -torch.inf)
+    for b in range(problem.batch):
+        k, v = (_keys(values, t, b) for t in (values.k, values.v))
+        if problem.varlen:
+            a, z = values.cu_seqlens_q[b : b + 2].tolist()
+            q, where_out, where_lse = values.q[a:z], out[a:z], lse[:, a:z]
+        else:
+            q, where_out, where_lse = values.q[b], out[b], lse[b]
+        weight = torch.ones(problem.heads, len(q), len(k), dtype=torch.float64)
+        if problem.dropout_p:
+            kept = kept_by_dropout(int(values.dropout_seed), problem.dropout_p, problem.heads, b, len(q), len(k))
+            weight = torch.from_numpy(kept).double() / (1 - problem.dropout_p)
+        for h, i in itertools.product(range(problem.heads), range(len(q))):
+            where_out[i, h], where_lse[h, i] = _row(problem, values, b, h, i, q, k, v, weight[h, i])
+    return out, lse
+
+
+def _keys(values: Inputs, t: torch.Tensor, b: int) -> torch.Tensor:
+    """The keys or values of a sequence, found one by one."""
+    place = lambda j: t[b, j]  # noqa: E731
+    start, stop = 0, t.shape[1]
+    if values.cu_seqlens_k is not None:
+        start, stop = values.cu_seqlens_k[b : b + 2].tolist()
+        place = lambda j: t[j]  # noqa: E731
+    if values.batch_idx is not None:
+        row = int(values.batch_idx[b])
+        place = lambda j: t[row, j]  # noqa: E731
+    if values.block_table is not None:
+        start, stop = 0, stop - start if values.cu_seqlens_k is not None else t.shape[1] * values.block_table.shape[1]
+        place = lambda j: t[values.block_table[b, j // t.shape[1]], j % t.shape[1]]  # noqa: E731
+    if values.seqused_k is not None:
+        stop = int(values.seqused_k[b])
+    if values.leftpad_k is not None:
+        start = int(values.leftpad_k[b])
+    return torch.stack([place(j) for j in range(start, stop)]) if stop > start else t.new_zeros((0, *t.shape[-2:]))
+
+
+def kept_by_dropout(seed: int, p: float, heads: int, b: int, rows: int, keys: int) -> np.ndarray:
+    """Philox4x32-10 in unsigned arithmetic, as the definition of dropout has it: bool (heads, rows, keys)."""
+    word = np.uint64(0xFFFFFFFF)
+    c0 = np.arange(-(-keys // 4), dtype=np.uint64)[None, None]
+    c1 = np.arange(rows, dtype=np.uint64)[None, :, None]
+    c2 = np.arange(b * heads, (b + 1) * heads, dtype=np.uint64)[:, None, None]
+    c3 = np.zeros_like(c0)
+    k0, k1 = (np.uint64(seed >> shift & 0xFFFFFFFF) for shift in (0, 32))
+    for _ in range(10):
+        x, y = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = y >> np.uint64(32) ^ c1 ^ k0, y & word, x >> np.uint64(32) ^ c3 ^ k1, x & word
+        k0, k1 = k0 + np.uint64(0x9E3779B9) & word, k1 + np.uint64(0xBB67AE85) & word
+    words = np.stack(np.broadcast_arrays(c0, c1, c2, c3), axis=-1).reshape(heads, rows, -(-keys // 4) * 4)
+    return words[:, :, :keys] >= np.uint64(int(p * 2**32))
+
+
+def _row(
+    problem: AttentionProblem,
+    values: Inputs,
+    b: int,
+    h: int,
+    i: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shift = len(k) - len(q) if problem.alignment == "bottom-right" else 0
+    low = 0 if problem.window_left < 0 else max(0, i + shift - problem.window_left)
+    high = len(k) if problem.window_right < 0 else min(len(k), i + shift + problem.window_right + 1)
+    keys = torch.arange(low, max(low, high))
+    logits = k[keys, h // problem.group] @ q[i, h] * problem.scale
+    if problem.softcap:
+        logits = problem.softcap * torch.tanh(logits / problem.softcap)
+    if values.alibi_slopes is not None:
+        slopes = values.alibi_slopes.double().expand(problem.batch, problem.heads)
+        logits = logits - slopes[b, h] * (i + shift - keys).abs()
+    if values.bias is not None:
+        full = values.bias.expand(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+        logits = logits + full[b, h, i, keys]
+    if values.sinks is not None:
+        logits = torch.cat([logits, values.sinks[h : h + 1]])
+    lse = torch.logsumexp(logits, 0)
+    weights = torch.zeros_like(logits) if lse == -torch.inf else torch.exp(logits - lse)
+    return (weights[: len(keys)] * weight[keys]) @ v[keys, h // problem.group], lse
