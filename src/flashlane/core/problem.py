@@ -76,6 +76,16 @@ class Inputs:
 CACHE_FIELDS = ("seqused_k", "leftpad_k", "batch_idx", "block_table")
 """The fields of :class:`Inputs` that describe a key/value cache; without gradients."""
 
+Group = Literal["score", "bias", "dropout", "varlen", "cache", "paged"]
+
+
+def feature(group: Group, default: Any) -> Any:
+    """A field of :class:`AttentionProblem` that a kernel may be unable to honour when it differs from its default.
+
+    :mod:`flashlane.kernels.features` reads the groups, so that a new field of a group touches no kernel by name.
+    """
+    return field(default=default, metadata={"feature": group})
+
 
 @dataclass(frozen=True)
 class AttentionProblem:
@@ -97,16 +107,16 @@ class AttentionProblem:
     window_left: int = -1
     window_right: int = -1
     alignment: Alignment = "bottom-right"
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    alibi: bool = False
-    bias: bool = False
-    sinks: bool = False
-    varlen: bool = False
-    seqused_k: bool = False
-    leftpad_k: bool = False
-    batch_idx: bool = False
-    page_size: int = 0
+    softcap: float = feature("score", 0.0)
+    dropout_p: float = feature("dropout", 0.0)
+    alibi: bool = feature("score", False)
+    bias: bool = feature("bias", False)
+    sinks: bool = feature("score", False)
+    varlen: bool = feature("varlen", False)
+    seqused_k: bool = feature("cache", False)
+    leftpad_k: bool = feature("cache", False)
+    batch_idx: bool = feature("cache", False)
+    page_size: int = feature("paged", 0)
     """Rows of a page of a paged key/value cache (``block_table`` is given), or 0; ``seqlen_k`` is then its capacity."""
     num_splits: int = 0
     """Parts that the keys of a row are split into, to be added up at the end: at most so many, or as many as the kernel
@@ -193,14 +203,12 @@ class AttentionProblem:
             words.append("causal" if self.alignment == "bottom-right" else "causal(top-left)")
         if self.window_left >= 0 or self.window_right > 0:
             words.append(f"window({self.window_left},{self.window_right})")
-        flags = ("alibi", "bias", "sinks", "varlen", "seqused_k", "leftpad_k", "batch_idx", "deterministic")
-        words += [name for name in flags if getattr(self, name)]
-        if self.page_size:
+        asked = {name: getattr(self, name) for name in (*FEATURES, "deterministic")}
+        words += [name for name, value in asked.items() if value is True]
+        if asked.pop("page_size"):
             words.append(f"paged({self.page_size})")
-        if self.softcap:
-            words.append(f"softcap {self.softcap:g}")
-        if self.dropout_p:
-            words.append(f"dropout {self.dropout_p:g}")
+        numbers = {name.removesuffix("_p"): value for name, value in asked.items() if type(value) is not bool}
+        words += [f"{name} {value:g}" for name, value in numbers.items() if value]
         if self.num_splits:
             words.append(f"num_splits {self.num_splits}")
         return " ".join(words)
@@ -307,6 +315,10 @@ class AttentionProblem:
         )
 
 
+FEATURES: dict[str, Group] = {
+    each.name: each.metadata["feature"] for each in fields(AttentionProblem) if "feature" in each.metadata
+}
+"""The fields that a kernel may be unable to honour, and the group of each."""
 _COMPARED = tuple(each.name for each in fields(AttentionProblem) if each.compare)
 _VALIDATED: dict[tuple[Any, ...], AttentionProblem] = {}
 """Calls that passed the checks, by all that the checks read: a second call like it costs 2 µs instead of 18."""

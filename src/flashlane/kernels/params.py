@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from flashlane.jit import launch
+from flashlane.kernels.features import unsupported_features  # noqa: F401  # until every kernel imports it from there
 
 if TYPE_CHECKING:
     import torch
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from flashlane.jit.launch import Dim3, Function
 
 LOG2_E = math.log2(math.e)
-SCALES = (1e-30, 1e30)
-"""Scales that stay normal numbers in f32 after the factor log2(e)."""
 _SIDES = {"q": ("batch", "row", "head", "column"), "k": ("batch", "row", "head", "column")}
 _SIDES |= {"v": _SIDES["k"], "out": ("batch", "row", "head")}
 _STRIDES = [f"{side}_{axis}" for side, axes in _SIDES.items() for axis in axes]
@@ -111,25 +110,6 @@ def repeated(function: Function, grid: Dim3, block: Dim3, shared: int, params: A
 def _window(side: int, problem: AttentionProblem) -> int:
     """A side of the window; one that reaches past every key is unbounded (and might not fit the kernel's integers)."""
     return -1 if side >= problem.seqlen_q + problem.seqlen_k else side
-
-
-FEATURES = ("alibi", "bias", "sinks", "varlen", "softcap", "dropout_p")
-FEATURES += ("seqused_k", "leftpad_k", "batch_idx", "page_size")
-"""Fields of a problem that a kernel refuses when they are set, unless it says that it is able to do them."""
-
-
-def unsupported_features(problem: AttentionProblem, dtypes: tuple[str, ...], able: tuple[str, ...] = ()) -> str | None:
-    """Why a kernel with plain masks (causal, window), these dtypes and features cannot run a problem, or None."""
-    if problem.arch is None:
-        return "it needs a GPU"
-    if problem.dtype_name not in dtypes:
-        return f"dtype is {problem.dtype_name}; it takes {' or '.join(dtypes)}"
-    wanted = [name for name in FEATURES if name not in able and getattr(problem, name)]
-    if wanted:
-        return f"it has no {', '.join(wanted)}"
-    if not SCALES[0] <= problem.scale <= SCALES[1]:
-        return f"scale is {problem.scale:g}; it takes {SCALES[0]:g} to {SCALES[1]:g}"
-    return None
 
 
 def check_outputs(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -1,0 +1,63 @@
+"""What a kernel may be unable to do, by groups, and the reason that it gives then.
+
+A field of :class:`~flashlane.core.problem.AttentionProblem` declares the group that it belongs to. A kernel names the
+groups that it implements and never the fields::
+
+    ABLE = (*SCORE_MODIFIERS, *VARLEN, *CACHE, *PAGED)
+    reason = unsupported_features(problem, ("f16", "bf16"), ABLE)
+
+A kernel whose device code takes its score modifiers from ``kernels/score.py`` names those that are defined there, so
+that it refuses a modifier which only the reference has so far.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashlane.core.problem import FEATURES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flashlane.core.problem import AttentionProblem, Group
+
+SCALES = (1e-30, 1e30)
+"""Scales that stay normal numbers in f32 after the factor log2(e)."""
+
+
+def of_group(*groups: Group) -> tuple[str, ...]:
+    """The fields of a problem that belong to these groups."""
+    return tuple(name for name, group in FEATURES.items() if group in groups)
+
+
+SCORE_MODIFIERS = of_group("score")
+"""What changes scores, or a row's sum, by numbers of a head or of the call."""
+BIAS = of_group("bias")
+"""A tensor that is added to the scores."""
+DROPOUT = of_group("dropout")
+VARLEN = of_group("varlen")
+"""Packed sequences."""
+CACHE = of_group("cache")
+"""Sequences that lie somewhere in a longer key/value cache."""
+PAGED = of_group("paged")
+"""A key/value cache in pages."""
+
+
+def unsupported_features(problem: AttentionProblem, dtypes: Iterable[str], able: Iterable[str] = ()) -> str | None:
+    """Why a kernel with plain masks (causal, window) cannot run a problem, or None.
+
+    Args:
+        problem: what is asked.
+        dtypes: names of the element types that the kernel takes.
+        able: the fields that the kernel honours, of those that :data:`~flashlane.core.problem.FEATURES` lists.
+    """
+    if problem.arch is None:
+        return "it needs a GPU"
+    if problem.dtype_name not in dtypes:
+        return f"dtype is {problem.dtype_name}; it takes {' or '.join(dtypes)}"
+    missing = [name for name in FEATURES if name not in able and getattr(problem, name)]
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    if not SCALES[0] <= problem.scale <= SCALES[1]:
+        return f"scale is {problem.scale:g}; it takes {SCALES[0]:g} to {SCALES[1]:g}"
+    return None
