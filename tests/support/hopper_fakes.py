@@ -40,7 +40,9 @@ class Launches(list):
         self.stream_of: Callable[[int], int] = lambda device: self.stream
         self.device_index = 0
 
-    def prepare(self, grid: Any, block: Any, shared: int, params: ctypes.Structure) -> Callable[[int], None]:
+    def prepare(
+        self, grid: Any, block: Any, shared: int, params: ctypes.Structure, *, overlapped: bool = False
+    ) -> Callable[[int], None]:
         def enqueue(stream: int) -> None:
             self.before()
             self.streams.append(stream)

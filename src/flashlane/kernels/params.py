@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from flashlane.jit import launch
+from flashlane.jit.launch_pool import Launch, LaunchPlan
 from flashlane.kernels.features import unsupported_features  # noqa: F401  # until every kernel imports it from there
 
 if TYPE_CHECKING:
@@ -81,10 +81,11 @@ def attention_params(
     )
 
 
-def repeated(function: Function, grid: Dim3, block: Dim3, shared: int, params: AttentionParams) -> Repeat:
-    """A launch again and again, each with its own addresses of q, k, v, out and LSE; threads may share it."""
+def repeated(function: Function, grid: Dim3, threads: int, shared: int, params: AttentionParams) -> Repeat:
+    """One launch for all calls that differ in the addresses of q, k, v, out and LSE; threads may share it."""
     stream_of, device = launch.stream_getter(), function.device_index
-    idle: list[tuple[AttentionParams, Callable[[int], None]]] = []  # what no launch is using
+    plan = LaunchPlan(lambda: [Launch(function, grid, threads, params, shared)])
+    take, give = plan.take, plan.give
 
     def repeat(
         q: torch.Tensor,
@@ -94,15 +95,12 @@ def repeated(function: Function, grid: Dim3, block: Dim3, shared: int, params: A
         lse: torch.Tensor,
         addresses: tuple[int, int, int],
     ) -> None:
-        try:
-            own = mine, enqueue = idle.pop()
-        except IndexError:
-            mine = AttentionParams.from_buffer_copy(params)
-            own = mine, enqueue = mine, function.prepare(grid, block, shared, mine)
-        mine.q, mine.k, mine.v = addresses
-        mine.out, mine.lse = out.data_ptr(), lse.data_ptr()
-        enqueue(stream_of(device))
-        idle.append(own)
+        block = take(())
+        (own,) = block.params
+        own.q, own.k, own.v = addresses
+        own.out, own.lse = out.data_ptr(), lse.data_ptr()
+        block.enqueue(stream_of(device))
+        give((), block)
 
     return repeat
 

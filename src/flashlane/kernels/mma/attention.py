@@ -246,7 +246,8 @@ class MmaAttention(DeviceKernel):
         check_outputs(problem, out, lse)
         if not problem.seqlen_q:
             return lambda *_: None
-        return repeated(*_launch(self.config(problem), problem, inputs, out, lse))
+        function, grid, cta, shared, params = _launch(self.config(problem), problem, inputs, out, lse)
+        return repeated(function, grid, cta[0], shared, params)
 
 
 def _launch(

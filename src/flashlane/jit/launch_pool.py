@@ -1,0 +1,317 @@
+"""Launches that are prepared once, and the pool of parameter blocks from which each call takes one.
+
+Checking a launch, filling its parameters and encoding its tensor maps takes longer than enqueueing it. A
+:class:`LaunchPlan` holds the launches of all calls that differ only in addresses and stream. A call takes a
+:class:`ParamsBlock` from the plan, writes its addresses into it, enqueues the launches and gives the block back::
+
+    plan = LaunchPlan(lambda: [Launch(function, (blocks, 1, 1), 128, params, shared_memory)])
+
+    block = plan.take(addresses)    # addresses of the tensors that the maps point to; () where there are no maps
+    (params,) = block.params        # ctypes structures, one for each launch
+    params.out = out.data_ptr()     # or block.set_pointers({"out": …, "lse": …}) for all launches at once
+    block.enqueue(stream)           # every launch in its order; or block.enqueues[0](stream)
+    plan.give(addresses, block)     # not after an error: the block is dropped then
+
+- No other thread has a block between ``take`` and ``give``.
+- A block that ``take`` finds under its key has maps that point to these addresses. Else the maps of another idle block
+  are moved, or a block is made. At most :data:`BLOCKS_KEPT` keys have a block; the one unused longest goes first.
+- A launch that needs counters at 0 takes them from :func:`counters_of`, which says how.
+- A kernel that is not launched by :class:`~flashlane.jit.launch.Function` uses :class:`Pool` with blocks of its own.
+- Other device memory of a call comes from :func:`~flashlane.jit.launch.allocator`, which is torch's: it lives until the
+  launches are enqueued, and torch gives it out again on the same stream only.
+
+The plan itself is kept by its kernel, under what the plan depends on (problem, shapes, strides, device).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from flashlane.jit import tensormap
+from flashlane.jit.launch import Dim3, Function
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCKS_KEPT = 256
+"""Keys that a pool keeps a block for: the addresses of a model's layers."""
+COUNTER_BYTES = 4
+
+Key = tuple[Any, ...]
+Enqueue = Callable[[int], None]
+"""A function of a stream's address."""
+
+
+# --- plans ---
+
+
+@dataclass(frozen=True)
+class Map:
+    """A tensor map among a launch's parameters."""
+
+    field: str
+    """Its name in the structure."""
+    operand: int
+    """Which of the addresses of the key it points to."""
+    describe: Callable[[int], tensormap.TensorMap]
+    """The map of a tensor at an address."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with all that does not depend on addresses. Clusters are part of the function."""
+
+    function: Function
+    grid: Dim3
+    threads: int
+    """Threads of a CTA."""
+    params: ctypes.Structure
+    """The kernel's one by-value parameter; a template, of which each block has a copy."""
+    shared: int = 0
+    """Bytes of dynamic shared memory."""
+    overlapped: bool = False
+    """Whether it may begin before the launch before it has ended: see :meth:`~flashlane.jit.launch.Function.launch`."""
+    maps: tuple[Map, ...] = ()
+    """The tensor maps with which the parameters begin."""
+
+
+class ParamsBlock:
+    """The parameters of a plan's launches, for one call at a time, and the functions that enqueue these launches.
+
+    Args:
+        launches: in their order.
+        templates: the parameters of each, with the maps encoded.
+        at: the addresses that these maps point to.
+        point: called with the block and a key when the maps have moved to the key's addresses.
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[Launch],
+        templates: Sequence[ctypes.Structure],
+        at: Key,
+        point: Callable[[ParamsBlock, Key], None] | None,
+    ) -> None:
+        movers: dict[int, list[Callable[[int], None]]] = {}
+        params, enqueues = [], []
+        for each, template in zip(launches, templates, strict=True):
+            own = tensormap.movable(template) if each.maps else type(template).from_buffer_copy(template)
+            for one in each.maps:
+                offset = getattr(type(own), one.field).offset
+                movers.setdefault(one.operand, []).append(tensormap.mover(ctypes.addressof(own) + offset))
+            cta = each.threads, 1, 1
+            params.append(own)
+            enqueues.append(each.function.prepare(each.grid, cta, each.shared, own, overlapped=each.overlapped))
+        self.params: tuple[Any, ...] = tuple(params)
+        """One structure for each launch, at an address that does not change."""
+        self.enqueues: tuple[Enqueue, ...] = tuple(enqueues)
+        self.enqueue: Enqueue = enqueues[0] if len(enqueues) == 1 else self._enqueue_all
+        """Enqueues every launch."""
+        self.stream: int | None = None
+        """The stream whose counters the parameters hold; None: those of no stream."""
+        self._movers, self._at, self._point = tuple(movers.items()), at, point
+        self._pointers: tuple[tuple[Any, Callable[[Mapping[str, Any]], Any]], ...] | None = None
+
+    def _enqueue_all(self, stream: int) -> None:
+        for enqueue in self.enqueues:
+            enqueue(stream)
+
+    def point_to(self, key: Key) -> None:
+        """Move the tensor maps to the addresses of a key.
+
+        Raises:
+            ValueError: an address is no multiple of 16 bytes.
+        """
+        for operand, movers in self._movers:
+            address = key[operand]
+            if address != self._at[operand]:
+                _check_address(address)
+                for move in movers:
+                    move(address)
+        self._at = key
+        if self._point is not None:
+            self._point(self, key)
+
+    def set_pointers(self, addresses: Mapping[str, int | None]) -> None:
+        """Set the pointers of all launches, by the names of their fields; those in nested structures stay."""
+        pointers = self._pointers
+        if pointers is None:
+            pointers = self._pointers = tuple(filter(None, map(_pointers_of, self.params)))
+        for array, of_names in pointers:
+            array[:] = of_names(addresses)
+
+
+def _check_address(address: int) -> None:
+    if address % tensormap.ALIGNMENT:
+        raise ValueError(
+            f"q, k, v or the output's gradient starts at address {address:#x}; TMA needs a multiple of "
+            f"{tensormap.ALIGNMENT}"
+        )
+
+
+def _pointers_of(params: ctypes.Structure) -> tuple[Any, Callable[[Mapping[str, Any]], Any]] | None:
+    """A structure's pointers as one array, and what takes their values from a mapping: setting each alone is slow."""
+    names = [name for name, kind, *_ in params._fields_ if kind is ctypes.c_void_p]
+    if not names:
+        return None
+    first, last = (getattr(type(params), name).offset for name in (names[0], names[-1]))
+    if last - first != (len(names) - 1) * ctypes.sizeof(ctypes.c_void_p):
+        raise TypeError(f"the pointers of {type(params).__name__} do not lie one after another: {', '.join(names)}")
+    array = (ctypes.c_void_p * len(names)).from_buffer(params, first)
+    return array, operator.itemgetter(*names) if len(names) > 1 else lambda given: (given[names[0]],)
+
+
+class LaunchPlan:
+    """The launches of all calls that differ only in addresses and stream.
+
+    ``take`` and ``give`` are those of its :class:`Pool`.
+
+    Args:
+        launches: gives the launches in their order. It is called when a call first needs a block, so that a plan can be
+            made without a GPU and for calls that launch nothing.
+        point: called with a block and a key when the block's maps have moved to the key's addresses; it sets other
+            parameters that depend on the key.
+        kept: how many keys may have an idle block.
+    """
+
+    def __init__(
+        self,
+        launches: Callable[[], Iterable[Launch]],
+        point: Callable[[ParamsBlock, Key], None] | None = None,
+        kept: int = BLOCKS_KEPT,
+    ) -> None:
+        self._build, self._point = launches, point
+        self._encoded: tuple[Key, tuple[ctypes.Structure, ...]] | None = None
+        """The key that was asked for first, and the parameters with the maps of its addresses."""
+        self.pool: Pool[ParamsBlock] = Pool(self._make, kept)
+        self.take, self.give = self.pool.take, self.pool.give
+
+    @functools.cached_property
+    def launches(self) -> tuple[Launch, ...]:
+        """The kernels in their order."""
+        return tuple(self._build())
+
+    def _make(self, key: Key) -> ParamsBlock:
+        if self._encoded is None:
+            self._encoded = key, tuple(_with_maps(each, key) for each in self.launches)
+        at, templates = self._encoded
+        return ParamsBlock(self.launches, templates, at, self._point)
+
+
+def _with_maps(each: Launch, key: Key) -> ctypes.Structure:
+    """A launch's parameters, with maps of tensors at the addresses of a key."""
+    own = type(each.params).from_buffer_copy(each.params)
+    for one in each.maps:
+        _check_address(key[one.operand])
+        encoded = tensormap.encode(one.describe(key[one.operand]))
+        ctypes.memmove(getattr(own, one.field), encoded, tensormap.MAP_BYTES)
+    return own
+
+
+# --- the pool ---
+
+
+class Block(Protocol):
+    """What a pool holds."""
+
+    def point_to(self, key: Any) -> None:
+        """Make the block ready for a call with this key."""
+
+
+B = TypeVar("B", bound=Block)
+
+
+class Pool(Generic[B]):
+    """Blocks that no call is using, by their keys; threads may share it.
+
+    Each step on its containers is one operation of a dict or a list, which the interpreter does not divide.
+
+    Args:
+        make: makes a block; the key is that of the call which needs it.
+        kept: how many keys may have an idle block. As many more may lie ready without one.
+    """
+
+    def __init__(self, make: Callable[[Any], B], kept: int = BLOCKS_KEPT) -> None:
+        self._make, self._kept = make, kept
+        self.idle: dict[Any, B] = {}
+        """By key, the longest unused first."""
+        self.spare: list[B] = []
+        """Blocks whose key has another block: two threads were launching with one key."""
+
+    def take(self, key: Any) -> B:
+        """A block that is ready for a call with this key; the caller has it alone."""
+        return self.idle.pop(key, None) or self._another(key)
+
+    def give(self, key: Any, block: B) -> None:
+        """Give a block back under the key it was taken for."""
+        if self.idle.setdefault(key, block) is not block and len(self.spare) < self._kept:
+            self.spare.append(block)
+
+    def _another(self, key: Any) -> B:
+        block = None
+        with contextlib.suppress(StopIteration, RuntimeError, KeyError, IndexError):  # another thread was first
+            if self.spare:
+                block = self.spare.pop()
+            elif len(self.idle) >= self._kept:
+                block = self.idle.pop(next(iter(self.idle)))
+        block = block or self._make(key)
+        block.point_to(key)
+        return block
+
+
+# --- counters ---
+
+COUNTERS_OF_GRAPHS = 1 << 18
+"""Counters of a device that are kept for launches captured in graphs."""
+_of_streams: dict[tuple[int, int], torch.Tensor] = {}
+_of_graphs: dict[int, tuple[torch.Tensor, int]] = {}
+"""By device: counters, and how many of them were given away."""
+_outgrown: list[torch.Tensor] = []
+"""Counters of streams that were too few; blocks of other plans still point to them."""
+
+
+def counters_of(device: int, stream: int, count: int, capturing: bool) -> torch.Tensor:
+    """Integers at 0, for a kernel that leaves them at 0.
+
+    All launches on a stream share that stream's counters. A launch that is captured in a graph gets its own, since a
+    replay may run beside anything: from a store that is never refilled, as nothing says when a graph is gone; and when
+    the store is empty, from a memset in the graph, which takes a microsecond more. The caller keeps the tensor until it
+    has enqueued the launch. A block need not ask at each call::
+
+        capturing = stream != 0 and torch.cuda.is_current_stream_capturing()  # stream 0 cannot be captured
+        if capturing or stream != block.stream:
+            counters = counters_of(device, stream, count, capturing)
+            params.counters = counters.data_ptr()
+            block.stream = None if capturing else stream
+
+    Args:
+        device: index of torch's current device.
+        stream: address of its current stream.
+        count: how many the launch needs; always the same for one block.
+        capturing: whether the stream is being captured in a graph.
+    """
+    import torch
+
+    where = torch.device("cuda", device)
+    if capturing:
+        store, used = _of_graphs.get(device, (None, 0))
+        if store is None or used + count > store.numel():
+            return torch.zeros(count, dtype=torch.int32, device=where)
+        _of_graphs[device] = store, used + count
+        return store[used : used + count]
+    if device not in _of_graphs:
+        _of_graphs[device] = torch.zeros(COUNTERS_OF_GRAPHS, dtype=torch.int32, device=where), 0
+        torch.cuda.current_stream(where).synchronize()  # once: graphs may be replayed on any stream
+    found = _of_streams.get((device, stream))
+    if found is None or found.numel() < count:
+        if found is not None:
+            _outgrown.append(found)
+        size = max(4096, 1 << (count - 1).bit_length())
+        found = _of_streams[device, stream] = torch.zeros(size, dtype=torch.int32, device=where)
+    return found

@@ -1,0 +1,192 @@
+"""Launch plans and their pool: each call has a block alone, with maps that point to its addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashlane.jit import launch_pool, tensormap
+from flashlane.jit.launch_pool import Launch, LaunchPlan, Map, ParamsBlock
+
+
+class Params(ctypes.Structure):
+    _fields_ = (
+        ("map_a", ctypes.c_ubyte * tensormap.MAP_BYTES),
+        ("map_b", ctypes.c_ubyte * tensormap.MAP_BYTES),
+        ("out", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("size", ctypes.c_int),
+    )
+
+
+class Small(ctypes.Structure):
+    _fields_ = (("lse", ctypes.c_void_p), ("size", ctypes.c_int))
+
+
+class Function:
+    """Writes down what is launched."""
+
+    def __init__(self, launched: list[tuple[int, Any]]) -> None:
+        self.launched = launched
+
+    def prepare(self, grid: Any, cta: Any, shared: int, params: Any, *, overlapped: bool) -> Callable[[int], None]:
+        self.given = grid, cta, shared, overlapped
+        return lambda stream: self.launched.append((stream, type(params).from_buffer_copy(params)))
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+
+    def encode(address: int) -> bytes:
+        found.append(address)
+        return address.to_bytes(tensormap.MAP_BYTES, "little")
+
+    def mover(where: int) -> Callable[[int], None]:
+        assert where % tensormap.MAP_BYTES == 0
+        return lambda address: ctypes.memmove(where, address.to_bytes(8, "little"), 8)
+
+    monkeypatch.setattr(tensormap, "encode", encode)
+    monkeypatch.setattr(tensormap, "mover", mover)
+    return found
+
+
+def address_in(one: Any) -> int:
+    return int.from_bytes(bytes(one)[:8], "little")
+
+
+def plan_of(launched: list[tuple[int, Any]], **keywords: Any) -> LaunchPlan:
+    maps = (Map("map_a", 0, lambda address: address), Map("map_b", 1, lambda address: address))
+    function = Function(launched)
+    first = Launch(function, (3, 1, 1), 128, Params(size=7), 1024, maps=maps)
+    return LaunchPlan(lambda: [first, Launch(function, (1, 1, 1), 32, Small(size=8), overlapped=True)], **keywords)
+
+
+def test_a_block_has_the_addresses_of_its_call(encoded: list[int]) -> None:
+    launched: list[tuple[int, Any]] = []
+    plan = plan_of(launched)
+    for number, key in enumerate([(16, 32), (16, 32), (48, 32), (16, 32), (64, 80)]):
+        block = plan.take(key)
+        block.set_pointers({"out": 100 + number, "lse": None})
+        block.enqueue(number)
+        plan.give(key, block)
+        (stream, main), (_, small) = launched[-2:]
+        assert stream == number and (address_in(main.map_a), address_in(main.map_b)) == key
+        assert (main.out, main.lse, main.size, small.lse, small.size) == (100 + number, None, 7, None, 8)
+    assert encoded == [16, 32]  # the maps of other blocks are copies that were moved
+    assert len(plan.pool.idle) == 3
+    assert plan.launches[1].function.given == ((1, 1, 1), (32, 1, 1), 0, True)
+
+
+def test_only_so_many_keys_are_kept_and_the_longest_unused_goes(encoded: list[int]) -> None:
+    plan = plan_of([], kept=2)
+    blocks = {}
+    for key in ((16, 16), (32, 32), (16, 16), (48, 48)):
+        blocks[key] = plan.take(key)
+        plan.give(key, blocks[key])
+    assert list(plan.pool.idle) == [(16, 16), (48, 48)]
+    assert blocks[48, 48] is blocks[32, 32] and address_in(blocks[48, 48].params[0].map_b) == 48
+
+
+def test_two_calls_with_one_key_have_two_blocks_which_both_stay(encoded: list[int]) -> None:
+    plan = plan_of([])
+    one, other = plan.take((16, 16)), plan.take((16, 16))
+    assert one is not other
+    plan.give((16, 16), one)
+    plan.give((16, 16), other)
+    assert {id(plan.take((16, 16))), id(plan.take((16, 16)))} == {id(one), id(other)}
+
+
+def test_other_parameters_may_follow_the_key(encoded: list[int]) -> None:
+    def point(block: ParamsBlock, key: tuple[int, int]) -> None:
+        block.params[0].size = key[1]
+
+    plan = plan_of([], point=point)
+    assert [plan.take(key).params[0].size for key in ((16, 16), (16, 48))] == [16, 48]
+
+
+def test_an_address_that_no_map_can_have(encoded: list[int]) -> None:
+    plan = plan_of([])
+    with pytest.raises(ValueError, match="starts at address 0x18; TMA needs a multiple of 16"):
+        plan.take((16, 24))
+    plan.give((16, 16), plan.take((16, 16)))
+    with pytest.raises(ValueError, match="0x18"):
+        plan.take((16, 24))
+
+
+def test_pointers_must_lie_one_after_another() -> None:
+    class Apart(ctypes.Structure):
+        _fields_ = (("q", ctypes.c_void_p), ("size", ctypes.c_longlong), ("k", ctypes.c_void_p))
+
+    block = LaunchPlan(lambda: [Launch(Function([]), (1, 1, 1), 32, Apart())]).take(())
+    with pytest.raises(TypeError, match="the pointers of Apart do not lie one after another: q, k"):
+        block.set_pointers({"q": 1, "k": 2})
+
+
+def test_nothing_is_built_before_a_block_is_needed() -> None:
+    def build() -> list[Launch]:
+        raise RuntimeError("built")
+
+    plan = LaunchPlan(build)
+    with pytest.raises(RuntimeError, match="built"):
+        plan.take(())
+
+
+def test_threads_have_their_blocks_alone(encoded: list[int]) -> None:
+    plan = plan_of([], kept=4)
+    wrong = []
+
+    def work(number: int) -> None:
+        for turn in range(300):
+            key = 16 * (1 + turn % 7), 16 * (1 + number % 2)
+            block = plan.take(key)
+            block.params[0].size = number
+            if (address_in(block.params[0].map_a), address_in(block.params[0].map_b)) != key:
+                wrong.append(key)
+            if block.params[0].size != number:
+                wrong.append(number)
+            plan.give(key, block)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.fixture
+def counters(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    monkeypatch.setattr(launch_pool, "_of_streams", {})
+    monkeypatch.setattr(launch_pool, "_of_graphs", {})
+    monkeypatch.setattr(launch_pool, "_outgrown", [])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda count, dtype, device: zeros(count, dtype=dtype))
+    return launch_pool.counters_of
+
+
+def test_counters_belong_to_streams(counters: Callable[..., torch.Tensor]) -> None:
+    usual = {key: counters(*key, 1, False).data_ptr() for key in ((0, 7), (0, 8), (1, 7))}
+    assert len(set(usual.values())) == 3
+    assert {key: counters(*key, 4000, False).data_ptr() for key in usual} == usual
+    more = counters(0, 7, 5000, False)  # blocks of other plans still point to the first ones, which therefore live on
+    assert more.numel() >= 5000 and more.data_ptr() != usual[0, 7] == launch_pool._outgrown[0].data_ptr()
+    assert counters(0, 7, 1, False) is more
+
+
+def test_a_graph_has_counters_of_its_own(counters: Callable[..., torch.Tensor]) -> None:
+    own = counters(0, 7, 3, True)  # nothing ran on this device before: the graph zeroes them itself
+    assert own.numel() == 3 and not launch_pool._of_graphs
+    usual = counters(0, 7, 3, False)
+    first, second = counters(0, 7, 3, True), counters(0, 7, 2, True)
+    assert second.data_ptr() == first.data_ptr() + 3 * launch_pool.COUNTER_BYTES
+    assert not usual.data_ptr() <= first.data_ptr() < usual.data_ptr() + usual.nbytes
+    big = counters(0, 7, launch_pool.COUNTERS_OF_GRAPHS, True)
+    assert big.numel() == launch_pool.COUNTERS_OF_GRAPHS and launch_pool._of_graphs[0][1] == 5
