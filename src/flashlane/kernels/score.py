@@ -5,11 +5,14 @@ Kernels hold a :class:`ScoreConfig` and never name a modifier themselves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import ctypes
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from flashlane.kernels.params import LOG2_E
+
 if TYPE_CHECKING:
-    from flashlane.core.problem import AttentionProblem
+    from flashlane.core.problem import AttentionProblem, Inputs
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,60 @@ class ScoreConfig:
         """How many modifiers keep values beside the scores in registers."""
         return self.softcap + self.alibi
 
-    def constants(self) -> tuple[tuple[str, bool], ...]:
-        """Name and value of each compile-time constant."""
-        return tuple((field.name.upper(), getattr(self, field.name)) for field in fields(self))
+    def constants(self, *, at_run_time: bool = False) -> tuple[tuple[str, bool], ...]:
+        """Name and value of each compile-time constant.
+
+        Args:
+            at_run_time: the kernel finds out from its parameters which of its modifiers a call has.
+        """
+        named = ((field.name.upper(), getattr(self, field.name)) for field in fields(self))
+        return (*named, ("SCORE_AT_RUN_TIME", at_run_time))
 
     def words(self) -> list[str]:
         """The modifiers that are on, for tables."""
         return [field.name for field in fields(self) if getattr(self, field.name)]
+
+
+class ScoreParams(ctypes.Structure):
+    """Mirror of ``ScoreParams`` in ``cuda/attention/score.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("alibi", "sinks")),
+        *((name, ctypes.c_longlong) for name in ("alibi_batch", "alibi_head", "sink_stride")),
+        ("sinks_are_float", ctypes.c_int),
+        *((name, ctypes.c_float) for name in ("scale_log2", "softcap_in", "softcap_log2")),
+    )
+
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> ScoreParams:
+        """All but addresses and strides."""
+        params = cls(scale_log2=problem.scale * LOG2_E, sinks_are_float=True)
+        if problem.softcap:
+            params.softcap_in = 2 * LOG2_E * problem.scale / problem.softcap
+            params.softcap_log2 = problem.softcap * LOG2_E
+        return params
+
+    def point_to(self, inputs: Inputs) -> None:
+        """Set the addresses and strides of a call's slopes and sinks, for the launch that follows.
+
+        Kernels that are compiled for a modifier read contiguous f32; see :func:`plain_score_inputs`.
+        """
+        slopes, sinks = inputs.alibi_slopes, inputs.sinks
+        if slopes is not None:
+            self.alibi, self.alibi_head = slopes.data_ptr(), slopes.stride(-1)
+            self.alibi_batch = slopes.stride(0) if slopes.dim() == 2 else 0
+        if sinks is not None:
+            self.sinks, self.sink_stride = sinks.data_ptr(), sinks.stride(0)
+            self.sinks_are_float = sinks.element_size() == ctypes.sizeof(ctypes.c_float)
+
+
+def plain_score_inputs(inputs: Inputs) -> Inputs:
+    """The same inputs, with slopes and sinks as contiguous f32. Keep them until the launch is enqueued."""
+    changes = {}
+    for name in ("alibi_slopes", "sinks"):
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            plain = tensor.float().contiguous()
+            if plain is not tensor:
+                changes[name] = plain
+    return replace(inputs, **changes) if changes else inputs

@@ -1,0 +1,92 @@
+// Row maximum and row sum of the online softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1), in base 2.
+//
+// Lazy rescaling: the old row maximum is kept until a score exceeds it by 2^RESCALE_THRESHOLD, so that O is rarely rescaled
+// (FlashAttention-4). P then stays within 2^8, which f16 holds.
+#pragma once
+#include "math.cuh"
+
+constexpr float RESCALE_THRESHOLD = 8.f;  // in powers of two
+
+// Reductions over the four lanes that share the rows of an accumulator tile.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// LSE in base 2 to the natural logarithm; a row that saw no key has −∞.
+__device__ __forceinline__ float natural_lse(float max_log2, float sum) {
+    return sum > 0.f ? (max_log2 + log2f(sum)) * LN_2 : -INF;
+}
+
+// Replaces a row's maximum by `found`, the maximum of its new scores, if that exceeds it by more than the threshold. Returns
+// what O and the sums so far are multiplied by; `grew` becomes true where that is not 1.
+//
+// (−∞ for the old one: any score replaces it. −∞ for both: the difference is not a number, and nothing does.)
+__device__ __forceinline__ float update_row_max(float& row_max, float found, float scale_log2, float threshold, bool& grew) {
+    const float old = row_max;
+    const bool update = (found - old) * scale_log2 > threshold;
+    const float now = update ? found : old;
+    row_max = now;
+    grew |= update;
+    return ex2(update ? (old - now) * scale_log2 : 0.f);
+}
+
+// Maximum and sum of a thread's two rows, over the thread's own columns, and the softmax of one block of N accumulators.
+//
+// This form has its own update: a block without a masked score needs no test for −∞, and the maxima of even and odd columns
+// run side by side.
+struct RowSoftmax {
+    float max[2], sum[2];          // of the scores as they come
+
+    __device__ __forceinline__ void reset() { max[0] = max[1] = -INF, sum[0] = sum[1] = 0.f; }
+
+    // New row maxima. `alpha`: what O and the sums so far are multiplied by; `bias`: what the exponent adds.
+    template <bool MASKED, int N>
+    __device__ __forceinline__ void update_max(const float (&s)[N], float scale, float (&alpha)[2], float (&bias)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float even = s[2 * half], odd = s[2 * half + 1];
+#pragma unroll
+            for (int i = 4; i < N; i += 4) {
+                even = fmaxf(even, s[i + 2 * half]);
+                odd = fmaxf(odd, s[i + 2 * half + 1]);
+            }
+            float& row_max = max[half];
+            const float found = fmaxf(row_max, quad_max(fmaxf(even, odd)));
+            const float growth = (row_max - found) * scale;  // at most 0; NaN where both are −∞
+            bool keep = growth >= -RESCALE_THRESHOLD;
+            if (MASKED) keep = keep || found == -INF;
+            alpha[half] = keep ? 1.f : ex2(growth);
+            row_max = keep ? row_max : found;
+            bias[half] = -row_max * scale;
+            if (MASKED) bias[half] = row_max == -INF ? 0.f : bias[half];
+        }
+    }
+
+    // S becomes P = 2^(S · scale + bias), not yet divided by its sum. SCALED: the scale is in S already.
+    template <bool SCALED, int N>
+    __device__ __forceinline__ void exponentiate(float (&s)[N], float scale_log2, const float (&alpha)[2], const float (&bias)[2]) {
+        float block_sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const int half = i / 2 % 2;
+            s[i] = ex2(SCALED ? s[i] + bias[half] : fmaf(s[i], scale_log2, bias[half]));
+            block_sum[half][i % 2] += s[i];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) sum[half] = fmaf(sum[half], alpha[half], block_sum[half][0] + block_sum[half][1]);
+    }
+};
+
+// Maximum (base 2) and sum of 2^(score − maximum) of a part of a row, where the row's keys are split.
+struct PartialSoftmax {
+    float max, sum;
+
+    // What a part counts for in a whole with the largest score `all`; 0 for a part, or a whole, without a score.
+    __device__ __forceinline__ float weight(float all) const { return max == -INF ? 0.f : ex2(max - all); }
+};

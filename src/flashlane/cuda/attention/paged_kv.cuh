@@ -1,0 +1,123 @@
+// Keys and values in the pages of a cache: which page holds a row, and copies of tiles whose rows lie in pages.
+#pragma once
+#include "attention/seqlen.cuh"
+#include "swizzle.cuh"
+#include "tma.cuh"
+
+// No pages; pages that hold whole tiles of KEYS rows; pages of any size.
+enum { PAGES_NONE, PAGES_WHOLE, PAGES_ANY };
+
+// ---- cp.async of tiles, by a decode kernel's warps
+
+// Copies tiles of KEYS cache rows by THREADS threads (whole warps); rows outside [first, end) become zeros. The page of a
+// tile, or of each of its rows, is looked up a tile ahead of its copy.
+template <int PAGES, int KEYS, int THREADS, typename Element>
+struct PagedTileReader {
+    const Element *k, *v;
+    long long k_page, v_page, k_row, v_row;
+    const int* table;
+    long long table_page;
+    int page_size, first, end, thread;
+    int page, offset;  // of the tile's first row; with PAGES_ANY of row lane % KEYS
+
+    __device__ __forceinline__ void look_up(int key) {
+        if constexpr (PAGES != PAGES_NONE) {
+            if constexpr (PAGES == PAGES_ANY) key += threadIdx.x % KEYS;
+            // Entries of the table beyond the rows in use may be anything.
+            const int inside = max(first, min(key, end - 1));
+            const int number = inside / page_size;
+            page = __ldg(table + number * table_page);
+            offset = (PAGES == PAGES_ANY ? inside : key) - number * page_size;
+        }
+    }
+    // The tiles of K and V of the rows from `key` on, whose pages were looked up.
+    template <typename LayoutK, typename LayoutV>
+    __device__ __forceinline__ void copy(u32 k_tile, u32 v_tile, int key, int head_dim, int head_dim_v) const {
+        copy_one<LayoutK>(k_tile, k, k_page, k_row, key, head_dim);
+        copy_one<LayoutV>(v_tile, v, v_page, v_row, key, head_dim_v);
+    }
+
+   private:
+    template <typename Layout>
+    __device__ __forceinline__ void copy_one(u32 tile, const Element* base, long long page_stride, long long row_stride,
+                                             int key, int columns) const {
+        constexpr int CHUNKS = Layout::CHUNKS;
+        constexpr int STEP = THREADS / CHUNKS;  // rows of one pass
+        constexpr int PASSES = (KEYS + STEP - 1) / STEP;
+        static_assert(STEP >= 1, "a row of a tile has no more chunks than there are threads");
+        const int row = thread / CHUNKS, chunk = thread % CHUNKS;
+        const bool works = THREADS % CHUNKS == 0 || row < STEP;
+        const bool column_inside = chunk * CHUNK < columns;
+        const Element* source = base + chunk * CHUNK;
+        if constexpr (PAGES == PAGES_NONE) source += (key + row) * row_stride;
+        if constexpr (PAGES == PAGES_WHOLE) source += page * page_stride + (offset + row) * row_stride;
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i) {
+            const int at = row + i * STEP;
+            const Element* from = source;
+            if constexpr (PAGES == PAGES_ANY)
+                from += __shfl_sync(0xffffffffu, page, at % KEYS) * page_stride +
+                        __shfl_sync(0xffffffffu, offset, at % KEYS) * row_stride;
+            const bool inside = column_inside && key + at >= first && key + at < end;
+            if (works && (KEYS % STEP == 0 || at < KEYS)) cp_async_16(tile + Layout::offset(at, chunk), from, inside ? 16 : 0);
+            if constexpr (PAGES != PAGES_ANY) source += STEP * row_stride;
+        }
+    }
+};
+
+// ---- by the warps of a Hopper producer
+
+// Rows of K or V as they lie in memory; strides in elements.
+struct PagedRows {
+    const void* data;
+    long long page, row, head;
+};
+
+// Copies a warp's share of a block's rows by cp.async, for pages that no TMA box fits: one lane finds where a row lies, then
+// eight lanes copy 128 bytes of it. VECTORS of 16 bytes are written to each row; what is past `columns`, or past the last
+// key, becomes zeros. Rows lie in chunks of 128 bytes, swizzled, CHUNK_BYTES a chunk.
+template <typename Element, int BLOCK_N, int WARPS, int VECTORS, int CHUNK_BYTES, typename Seqlen>
+__device__ __forceinline__ void gather_rows(const SeqlenParams& p, const Seqlen& sequence, const PagedRows& from, u32 destination,
+                                            int n_block, int head, int warp, int column, int columns) {
+    constexpr int WARP_ROWS = BLOCK_N / WARPS, CHUNKS = (VECTORS + 7) / 8, VECTOR = 8;  // VECTOR: columns of 16 bytes
+    constexpr int CHUNK_COLUMNS = 64, ROW_BYTES = 128;
+    const int lane = threadIdx.x % WARP;
+    const Element* data = static_cast<const Element*>(from.data) + head * from.head + column + lane % 8 * VECTOR;
+#pragma unroll
+    for (int first = 0; first < WARP_ROWS; first += WARP) {
+        const int key = n_block * BLOCK_N + warp * WARP_ROWS + first + lane;
+        long long offset = -1;
+        if (first + lane < WARP_ROWS && key < sequence.k_length) {
+            const int row = sequence.k_first + key, page = row / p.page_size;
+            offset = p.block_table[sequence.k_batch * p.table_batch + page] * from.page + (row - page * p.page_size) * from.row;
+        }
+#pragma unroll
+        for (int i = 0; i < (WARP_ROWS - first < WARP ? WARP_ROWS - first : WARP); i += 4) {
+            const long long at = __shfl_sync(0xffffffffu, offset, i + lane / 8);
+            const int row = warp * WARP_ROWS + first + i + lane / 8;
+            const u32 to = destination + row * ROW_BYTES + ((lane % 8 ^ row % 8) << 4);
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                const int vector = chunk * 8 + lane % 8;
+                if (VECTORS % 8 != 0 && chunk == CHUNKS - 1 && vector >= VECTORS) continue;
+                const bool inside = at >= 0 && vector * VECTOR < columns;
+                cp_async_16(to + chunk * CHUNK_BYTES, data + (inside ? at + chunk * CHUNK_COLUMNS : 0), inside ? 16 : 0);
+            }
+        }
+    }
+}
+
+// Copies a block's rows by TMA, by a warp: a box is BOX_ROWS rows of a page and a chunk of columns. What lies outside the map
+// becomes zeros, and so does what lies past the last key: its page may not exist.
+template <int BLOCK_N, int BOX_ROWS, int CHUNKS, int CHUNK_BYTES, typename Seqlen>
+__device__ __forceinline__ void load_pages(const SeqlenParams& p, const Seqlen& sequence, const TensorMap& map, u32 destination,
+                                           u32 barrier, int n_block, int head, int lane, int column) {
+    constexpr int BOXES = BLOCK_N / BOX_ROWS, CHUNK_COLUMNS = 64, ROW_BYTES = 128;
+    for (int i = lane; i < BOXES * CHUNKS; i += WARP) {
+        const int chunk = i / BOXES, row = i % BOXES * BOX_ROWS, key = n_block * BLOCK_N + row;
+        const bool inside = key < sequence.k_length;
+        const int page = inside ? p.block_table[sequence.k_batch * p.table_batch + key / p.page_size] : 0;
+        tma_load(destination + chunk * CHUNK_BYTES + row * ROW_BYTES, map, barrier, column + chunk * CHUNK_COLUMNS,
+                 inside ? key % p.page_size : p.page_size, head, page);
+    }
+}

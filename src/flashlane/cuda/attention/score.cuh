@@ -1,0 +1,100 @@
+// What is done to scores between Q·Kᵀ and the softmax. flashlane.kernels.score is the Python side: it gives the constants
+// and mirrors ScoreParams.
+//
+// In base 2: score · scale, or softcap · tanh(score · scale / softcap) under a soft cap; then minus slope · |i + shift − j|
+// of ALiBi, for query i and key j. A sink is one more logit of each row of its head; it has no value.
+#pragma once
+#include "config.cuh"
+#include "math.cuh"
+#include "mma.cuh"
+
+struct ScoreParams {
+    const float* alibi;            // slopes, (batch, head)
+    const void* sinks;             // logits, (head), f32; AT_RUN_TIME they may be of the operands' type
+    long long alibi_batch;         // strides, in elements
+    long long alibi_head, sink_stride;  // AT_RUN_TIME; 1 otherwise
+    int sinks_are_float;           // AT_RUN_TIME
+    float scale_log2;              // scale · log2(e)
+    float softcap_in;              // 2 · log2(e) · scale / softcap
+    float softcap_log2;            // softcap · log2(e); 0 without a cap
+};
+
+// A kernel is compiled for the modifiers that a call has. AT_RUN_TIME it is compiled for all, and the parameters tell which
+// ones the call has: no cap where softcap_log2 is 0, no slopes and no sinks where the pointers are null.
+template <bool SOFTCAP_, bool ALIBI_, bool SINKS_, bool AT_RUN_TIME>
+struct ScoreTransform {
+    static constexpr bool SOFTCAP = SOFTCAP_, ALIBI = ALIBI_, SINKS = SINKS_;
+    // Whether scores change before the row maximum is taken. The scale can otherwise wait for the exponent's FFMA.
+    static constexpr bool TRANSFORMED = SOFTCAP || ALIBI;
+
+    // What the maximum and the exponent multiply scores by.
+    static __device__ __forceinline__ float late_scale(const ScoreParams& p) { return TRANSFORMED ? 1.f : p.scale_log2; }
+
+    // A score in base 2, capped; also the cap's derivative there, else 1.
+    static __device__ __forceinline__ float scaled(const ScoreParams& p, float score, float& derivative) {
+        derivative = 1.f;
+        if (!SOFTCAP || (AT_RUN_TIME && p.softcap_log2 == 0.f)) return score * p.scale_log2;
+        // tanh(x) = 1 − 2r of r = 1 / (e^2x + 1), whose derivative is 4r·(1 − r). tanh.approx has an error of 2^-11, too
+        // much here.
+        const float r = reciprocal(1.f + ex2(score * p.softcap_in));
+        derivative = 4.f * r * (1.f - r);
+        return p.softcap_log2 - 2.f * p.softcap_log2 * r;
+    }
+    static __device__ __forceinline__ float scaled(const ScoreParams& p, float score) {
+        float unused;
+        return scaled(p, score, unused);
+    }
+    // The bias of a pair at `distance` i + shift − j.
+    static __device__ __forceinline__ float biased(float score, float slope, float distance) {
+        if constexpr (ALIBI) score -= slope * fabsf(distance);
+        return score;
+    }
+
+    // The slope of a head, in base 2; 0 without.
+    static __device__ __forceinline__ float slope(const ScoreParams& p, int batch, int head) {
+        if (!ALIBI || (AT_RUN_TIME && p.alibi == nullptr)) return 0.f;
+        return p.alibi[batch * p.alibi_batch + (AT_RUN_TIME ? head * p.alibi_head : head)] * LOG2_E;
+    }
+    // The sink's logit of a head; −∞ without. Multiply it by LOG2_E for base 2.
+    template <typename Element>
+    static __device__ __forceinline__ float sink(const ScoreParams& p, int head) {
+        if (!SINKS || (AT_RUN_TIME && p.sinks == nullptr)) return -INF;
+        if constexpr (!AT_RUN_TIME) return static_cast<const float*>(p.sinks)[head];
+        const long long at = head * p.sink_stride;
+        return p.sinks_are_float ? static_cast<const float*>(p.sinks)[at]
+                                 : Convert<Element>::to_float(static_cast<const Element*>(p.sinks)[at]);
+    }
+};
+
+using Score = ScoreTransform<cfg::SOFTCAP, cfg::ALIBI, cfg::SINKS, cfg::SCORE_AT_RUN_TIME>;
+
+// Scores to base 2, capped and biased by distance. `distance[half]` is that of row `half`'s query and the thread's first
+// key, `slope[half]` that of its head. Rows are queries.
+template <int N>
+__device__ __forceinline__ void transform_scores(const ScoreParams& p, float (&s)[N], const float (&distance)[2],
+                                                 const float (&slope)[2]) {
+    if constexpr (Score::TRANSFORMED) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const int half = i / 2 % 2, column = 8 * (i / 4) + i % 2;
+            s[i] = Score::biased(Score::scaled(p, s[i]), slope[half], distance[half] - column);
+        }
+    }
+}
+
+// The same for transposed scores, whose rows are keys and whose columns are queries: `distance` is that of the thread's first
+// pair. Also the cap's derivatives, as pairs of halves.
+template <int N, int DERIVATIVES>
+__device__ __forceinline__ void transform_scores_transposed(const ScoreParams& p, float distance, float slope, float (&s)[N],
+                                                            u32 (&derivatives)[DERIVATIVES]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+        float derivative[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int column = 8 * ((i + j) / 4) + (i + j) % 2;
+            s[i + j] = Score::biased(Score::scaled(p, s[i + j], derivative[j]), slope, distance + (column - (i / 2 % 2 ? 8 : 0)));
+        }
+        if constexpr (Score::SOFTCAP) derivatives[i / 2] = Convert<__half>::pack(derivative[0], derivative[1]);
+    }
+}

@@ -1,0 +1,22 @@
+// Small arithmetic that every kernel needs.
+#pragma once
+#include "ptx.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+__device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// The value of lane 0, for a value that is the same in all lanes. ptxas then knows that it is the same, and keeps what
+// follows from it (addresses, descriptors of wgmma) in uniform registers.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// The sum of the values of the lanes up to and including this one.
+__device__ __forceinline__ int warp_inclusive_sum(int x) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int step = 1; step < WARP; step *= 2) {
+        const int before = __shfl_up_sync(0xffffffffu, x, step);
+        if (lane >= step) x += before;
+    }
+    return x;
+}

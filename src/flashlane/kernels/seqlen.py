@@ -1,0 +1,80 @@
+"""Where sequences lie in the tensors of a call: the Python side of ``cuda/attention/seqlen.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashlane.core.problem import AttentionProblem, Inputs
+
+POINTERS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "batch_idx", "block_table")
+"""Inputs that tell where sequences lie; the parameters have the same names."""
+
+
+@dataclass(frozen=True)
+class SeqlenConfig:
+    """Which ways of placing sequences a kernel is compiled with; none of them: dense tensors."""
+
+    varlen: bool = False
+    """Sequences are packed one after another."""
+    cache: bool = False
+    """Lengths, first rows or batch rows of K and V come by sequence."""
+    paged: bool = False
+    """K and V lie in pages."""
+
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> SeqlenConfig:
+        """What a problem needs, and no more."""
+        cache = problem.seqused_k or problem.leftpad_k or problem.batch_idx
+        return cls(varlen=problem.varlen, cache=cache, paged=problem.page_size > 0)
+
+    @property
+    def dense(self) -> bool:
+        """Whether every sequence is a row of the batch axis, of one length."""
+        return not (self.varlen or self.cache or self.paged)
+
+    def constants(self) -> tuple[tuple[str, bool], ...]:
+        """Name and value of each compile-time constant."""
+        return tuple((field.name.upper(), getattr(self, field.name)) for field in fields(self))
+
+
+class SeqlenParams(ctypes.Structure):
+    """Mirror of ``SeqlenParams``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_longlong) for name in ("table_batch", "table_page")),
+        *((name, ctypes.c_int) for name in ("page_size", "batch", "seqlen_q", "seqlen_k", "bottom_right")),
+    )
+
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> SeqlenParams:
+        """All but addresses and strides, of dense tensors or of the longest sequences."""
+        return cls(
+            page_size=problem.page_size,
+            batch=problem.batch,
+            seqlen_q=problem.seqlen_q,
+            seqlen_k=problem.seqlen_k,
+            bottom_right=problem.alignment == "bottom-right",
+        )
+
+    def point_to(self, inputs: Inputs) -> None:
+        """Set the addresses of a call's lengths and block table, for the launch that follows."""
+        for name in POINTERS:
+            tensor = getattr(inputs, name)
+            if tensor is not None:
+                setattr(self, name, tensor.data_ptr())
+        if inputs.block_table is not None:
+            self.table_batch, self.table_page = inputs.block_table.stride()
+
+
+def plain_seqlen_inputs(inputs: Inputs) -> Inputs:
+    """The same inputs, with lengths and block table contiguous. Keep them until the launch is enqueued."""
+    changes = {}
+    for name in POINTERS:
+        tensor = getattr(inputs, name)
+        if tensor is not None and not tensor.is_contiguous():
+            changes[name] = tensor.contiguous()
+    return replace(inputs, **changes) if changes else inputs
