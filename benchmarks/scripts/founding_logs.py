@@ -4,7 +4,7 @@
 
 founding_reported.json holds the logs: problems, tags and their milliseconds. Each problem runs with the tags that its
 log has for it, checked, interleaved round by round. Writes founding_logs.json (and .csv) as ``flashlane bench`` does,
-anew after each problem; docs/founding.md is made of it. Exit status 1 when a kernel of ours fails its check.
+anew after each problem; docs/baseline-grid.md is made of it. Exit status 1 when a kernel of ours fails its check.
 """
 
 from __future__ import annotations

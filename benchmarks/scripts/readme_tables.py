@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md and docs/: tables of kernels, of tile shapes, and of committed results.
+"""Write the generated parts of docs/ and README.md: tables of kernels, of tile shapes, and of committed results.
 
     python benchmarks/scripts/readme_tables.py           # rewrite the documents
     python benchmarks/scripts/readme_tables.py --check   # exit 1 when one is not what would be written
@@ -191,7 +191,7 @@ def hole_table() -> str:
 
 
 def first_hole(kernel: Any, arch: str) -> int | None:
-    """The head dim from which on a variant has no configuration on an architecture (tests/test_mma_grid.py: no other).
+    """The head dim from which on a variant has no configuration on an architecture (see test_mma_grid.py).
 
     Tiles have whole 16 columns, so that a multiple of 8 has what the next multiple of 16 has.
     """
@@ -345,11 +345,11 @@ def summary(result: Result) -> str:
 
 
 STANDING = {
-    "founding": "`mma`, founding shapes",
-    "mma_bars": "`mma`, goals",
+    "founding": "`mma`, baseline shapes",
+    "mma_bars": "`mma`, targets",
     "hopper_forward": "`hopper`, forward",
     "hopper_backward": "`hopper`, {direction}",
-    "triton_bars": "`triton`, goals",
+    "triton_bars": "`triton`, targets",
     "decode": "`decode`",
 }
 """Committed results of a family against its peers, and what the table of the standing calls them."""
@@ -396,7 +396,7 @@ def standing(results: Path) -> str:
         found = json.loads(checked.read_text(encoding="utf-8"))
         text += (
             f"{found['runs']} checked runs of {len(found['kernels'])} kernels over {found['problems']} drawn problems, "
-            f"{found['failures']} failed ([correctness.json](benchmarks/results/correctness.json)).\n"
+            f"{found['failures']} failed ([correctness.json](../benchmarks/results/correctness.json)).\n"
         )
     return text
 

@@ -140,9 +140,9 @@ def test_where_it_is_behind_is_said(tables, tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(body | where))
     shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.standing(tmp_path).splitlines()[2:7]]
     assert shown == [
-        ["`mma`, founding shapes", "a", "2", "1", "**0.87**", "**0.50**", "1.50"],
-        ["`mma`, founding shapes", "b", "2", "2", "2.45", "2.00", "3.00"],
-        ["`mma`, goals", "FlashAttention-2 (SDPA)", "2", "1", "**0.98**", "**0.80**", "1.20"],
+        ["`mma`, baseline shapes", "a", "2", "1", "**0.87**", "**0.50**", "1.50"],
+        ["`mma`, baseline shapes", "b", "2", "2", "2.45", "2.00", "3.00"],
+        ["`mma`, targets", "FlashAttention-2 (SDPA)", "2", "1", "**0.98**", "**0.80**", "1.20"],
         ["`hopper`, forward", "cuDNN (SDPA)", "1", "1", "1.20", "1.20", "1.20"],
         ["`hopper`, forward", "FlashAttention-4", "1", "0", "**0.80**", "**0.80**", "**0.80**"],
     ]
@@ -163,3 +163,60 @@ def test_our_features_are_asked_of_the_kernels(tables):
     for line in features["features"]:
         assert ("ask" in line) != ("ours" in line), line["feature"]
         assert set(features["libraries"]) <= set(line), line["feature"]
+
+
+# --- what the pages say of the code
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of one."""
+    module, rest = name, []
+    while module:
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError:
+            module, _, last = module.rpartition(".")
+            rest.insert(0, last)
+            continue
+        for attribute in rest:
+            if not hasattr(found, attribute):
+                return False
+            found = getattr(found, attribute)
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_dotted_names_of_the_package_resolve(page):
+    text = page.read_text(encoding="utf-8")
+    names = set(re.findall(r"\bflashlane(?:\.[A-Za-z_]\w*)+", text))
+    for module, imported in re.findall(r"from (flashlane[\w.]*) import ([\w, ]+)", text):
+        names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
+    assert [name for name in sorted(names) if not resolves(name)] == []
+
+
+def test_commands_of_the_pages_parse():
+    """Every ``flashlane …`` line of a page's code blocks names a command and options that exist."""
+    from typer.main import get_command
+
+    from flashlane.cli.main import app
+
+    commands = get_command(app).commands
+    for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
+        blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+        for line in "".join(blocks).replace("\\\n", " ").splitlines():
+            if not line.startswith("flashlane "):
+                continue
+            _, name, *words = re.sub(r"\s#.*", "", line).split()
+            assert name.startswith("-") or name in commands, f"{page.name}: {line}"
+            options = set()
+            if name in commands:
+                command = commands[name]
+                options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+                if (inner := getattr(command, "commands", {}).get(words[0] if words else "")) is not None:
+                    options |= {o for p in inner.params for o in (*p.opts, *p.secondary_opts)}
+            given = {word.split("=")[0] for word in words if word.startswith("--")}
+            if not getattr(commands.get(name), "context_settings", {}).get("ignore_unknown_options"):
+                assert given <= options | {"--"}, f"{page.name}: {line}: {sorted(given - options)}"

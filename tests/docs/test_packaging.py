@@ -20,6 +20,7 @@ import flashlane
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def script(path: str) -> ModuleType:
@@ -232,10 +233,40 @@ def test_readme_begins_with_the_two_commands():
         assert any(line.startswith(command) for line in first_screen), command
 
 
-def test_readme_names_files_that_exist():
-    for page in (README, ROOT / "docs" / "capture.md"):
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def test_every_link_of_readme_and_docs_leads_to_a_file():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
+
+
+def test_every_file_that_the_docs_name_in_code_is_there():
+    """Paths of the repository between backticks: ``src/…``, ``tests/…``, ``benchmarks/…``, ``docs/…``, ``tools/…``."""
+    named = re.compile(r"(?<![\w./-])((?:src|tests|benchmarks|docs|tools)/[\w./-]*\.\w+)")
+    elsewhere = {"tests/test_flash_attn.py"}  # FlashAttention-2's module
+    for page in PAGES:
+        text = "\n".join(re.findall(r"`[^`\n]+`|^```.*?^```", page.read_text(encoding="utf-8"), re.S | re.M))
+        for path in set(named.findall(text)) - elsewhere:
+            assert (ROOT / path).exists(), f"{page.relative_to(ROOT)}: {path}"
+
+
+def test_lines_of_prose_wrap_at_120():
+    """Tables, code, links' lines and generated parts may be longer."""
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+        text = re.sub(r"<!-- (\S+):begin -->.*?<!-- \1:end -->", "", text, flags=re.S)
+        long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "!", "#", "    "))]
+        assert not long, f"{page.relative_to(ROOT)}: {long[0]}"
+
+
+def test_readme_is_short():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 100, "long tables and limits live in docs/"
+    assert all(len(line) <= 120 for line in lines)
+
+
+def test_readme_s_picture_is_of_the_committed_results():
+    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "scripts" / "peers_chart.py", "--check"], check=False)
+    assert done.returncode == 0
 
 
 def test_readme_python_runs():
@@ -247,8 +278,9 @@ def test_readme_s_commands_have_the_options_that_it_gives():
     from typer.testing import CliRunner
 
     cli = pytest.importorskip("flashlane.cli.main")
-    lines = [line.split("#")[0].split() for line in README.read_text().splitlines() if line.startswith("flashlane ")]
-    assert {line[1] for line in lines} >= {"bench", "capture", "doctor"}
+    text = README.read_text(encoding="utf-8") + (ROOT / "docs" / "cli" / "index.md").read_text(encoding="utf-8")
+    lines = [line.split("#")[0].split() for line in text.splitlines() if line.startswith("flashlane ")]
+    assert {line[1] for line in lines} >= {"bench", "compare", "capture", "doctor"}
     for _, command, *rest in lines:
         shown = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "250", "NO_COLOR": "1"})
         assert shown.exit_code == 0, shown.output
@@ -256,7 +288,7 @@ def test_readme_s_commands_have_the_options_that_it_gives():
             assert re.search(rf"{option}\b", re.sub(r"\x1b\[[\d;]*m", "", shown.output)), f"{command} {option}"
 
 
-def test_readme_s_generated_parts_are_up_to_date():
+def test_generated_parts_are_up_to_date():
     command = [
         sys.executable,
         ROOT / "benchmarks" / "scripts" / "readme_tables.py",
@@ -264,7 +296,7 @@ def test_readme_s_generated_parts_are_up_to_date():
     ]  # apart: tests register kernels
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr + "or: make readme"
-    assert "| `reference` |" in README.read_text(encoding="utf-8")
+    assert "| `reference` |" in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
 
 
 def result(**changes):

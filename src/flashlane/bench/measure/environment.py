@@ -75,16 +75,16 @@ def commit() -> str | None:
 
     Outside git, what ``FLASHLANE_COMMIT`` says (for a tree that was copied to a GPU machine), or None.
     """
-    here = Path(__file__).resolve().parent
-    head = _output("git", "-C", str(here), "rev-parse", "--short=12", "HEAD")
+    package = Path(__file__).resolve().parents[2]
+    head = _output("git", "-C", str(package), "rev-parse", "--short=12", "HEAD")
     if head is None:
         return os.environ.get("FLASHLANE_COMMIT")
-    return head + ("+dirty" if _output("git", "-C", str(here), "status", "--porcelain", "--", here.parent) else "")
+    return head + ("+dirty" if _output("git", "-C", str(package), "status", "--porcelain", "--", package) else "")
 
 
 def child_environment() -> dict[str, str]:
     """The environment of a Python that this one starts, in which it finds this same package."""
-    source = str(Path(__file__).resolve().parents[2])
+    source = str(Path(__file__).resolve().parents[3])
     paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), COMMAND: _command()}
 

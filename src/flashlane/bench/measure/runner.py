@@ -133,8 +133,7 @@ def run(
 
     Args:
         problems: dense problems, or :class:`~flashlane.bench.measure.inputs.Case` with tensors of their own, which may
-        be
-            packed sequences.
+            be packed sequences.
         device: default: the current GPU, or the CPU without one.
         selection: which kernels and baselines; default: all that are listed.
         check: compare each output and LSE with the reference; what fails is not timed.

@@ -1,0 +1,91 @@
+"""Draw README's chart: the Hopper kernels' speed over the fastest peer of each committed problem, sorted.
+
+    python benchmarks/scripts/peers_chart.py           # writes docs/images/beside-the-peers.svg
+    python benchmarks/scripts/peers_chart.py --check   # exit 1 when the picture is not of the committed results
+
+The data are benchmarks/results/hopper_forward.json and hopper_backward.json: one point a problem, every problem of both
+files. The picture holds a digest of its data, so that ``--check`` does not depend on the version of matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "images" / "beside-the-peers.svg"
+PANELS = {
+    "forward": ("hopper_forward.json", None),
+    "backward": ("hopper_backward.json", "backward"),
+    "forward and backward": ("hopper_backward.json", "both"),
+}
+"""Title of a panel: the file of its data, and the direction of its rows."""
+AHEAD, BEHIND, INK = "#2a6fb0", "#d1603d", "#333333"
+
+
+def ratios(file: str, direction: str | None) -> list[float]:
+    """Time of the fastest peer over ours, for each problem that a peer ran, in ascending order."""
+    rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]
+    return sorted(row["ratio"] for row in rows if row.get("direction") == direction and row.get("ratio"))
+
+
+def digest(panels: dict[str, list[float]]) -> str:
+    return hashlib.sha256(json.dumps(panels, sort_keys=True).encode()).hexdigest()
+
+
+def draw(panels: dict[str, list[float]], target: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    style = {"svg.hashsalt": "flashlane", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
+    style |= {"text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(1, len(panels), figsize=(9.2, 3.0), sharey=True, layout="constrained")
+        for axis, (title, values) in zip(axes, panels.items(), strict=True):
+            mean = math.exp(sum(map(math.log, values)) / len(values))
+            ahead = sum(value > 1 for value in values)
+            colours = [AHEAD if value > 1 else BEHIND for value in values]
+            axis.axhline(1, color=INK, linewidth=0.8)
+            axis.vlines(range(1, len(values) + 1), 1, values, color=colours, linewidth=1.2, alpha=0.5)
+            axis.scatter(range(1, len(values) + 1), values, c=colours, s=11, zorder=3)
+            axis.set_title(f"{title}\nahead in {ahead} of {len(values)}, geometric mean {mean:.2f}", fontsize=9)
+            axis.set_xlabel("problems, sorted")
+            axis.set_yscale("log")
+            axis.set_ylim(0.88, 2.0)
+            ticks = (0.9, 1.0, 1.2, 1.4, 1.6, 1.8)
+            axis.yaxis.set_major_locator(FixedLocator(ticks))
+            axis.yaxis.set_minor_locator(NullLocator())
+            axis.set_yticklabels([f"{tick:.1f}×" for tick in ticks])
+            axis.set_xticks([])
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0].set_ylabel("speed over the fastest peer")
+        figure.savefig(target, format="svg", facecolor="white", metadata={"Date": None, "Description": digest(panels)})
+        plt.close(figure)
+    text = target.read_text(encoding="utf-8")
+    target.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="draw nothing; exit 1 when the picture is out of date")
+    check = parser.parse_args().check
+    panels = {title: ratios(*source) for title, source in PANELS.items()}
+    if not check:
+        draw(panels, PICTURE)
+        return 0
+    if PICTURE.is_file() and digest(panels) in PICTURE.read_text(encoding="utf-8"):
+        return 0
+    print(f"{PICTURE.name} is out of date: python benchmarks/scripts/peers_chart.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
