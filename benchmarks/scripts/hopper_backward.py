@@ -34,7 +34,7 @@ from flashlane.bench.measure.flops import Direction
 from flashlane.bench.measure.progress import Bar
 from flashlane.bench.measure.results import Results, write_atomically
 from flashlane.core import registry
-from flashlane.core.backward_table import backward_choices, select_backward
+from flashlane.core.dispatch import backward_choices, select_backward
 from flashlane.core.problem import AttentionProblem, Inputs
 
 FORMAT = "flashlane-hopper-backward/1"
@@ -137,10 +137,10 @@ def declined(problem: AttentionProblem) -> str | None:
     if reason is not None:
         return f"{TAG}: {reason}"
     asked = replace(problem, needs_grad=True)
-    chosen = select_backward(asked, kernel).name
+    chosen = select_backward(asked, kernel).tag
     if chosen == BACKWARD:
         return None
-    reasons = {choice.name: choice.reason for choice in backward_choices(asked, kernel)}
+    reasons = {choice.tag: choice.reason for choice in backward_choices(asked, kernel)}
     known = reasons.get(BACKWARD, "there is none of that name")
     return f"the {chosen} backward would run, not {BACKWARD}: {known or 'it is preferred less'}"
 

@@ -23,10 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from flashlane import jit
-from flashlane.core.problem import AttentionProblem
 from flashlane.jit import KernelSource
 from flashlane.tuning import stored as tune
 
@@ -130,36 +127,16 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return lines
 
 
-def backward_problems() -> Iterator[AttentionProblem]:
-    """Problems that lead the Hopper backward through its designs, tiles, masks and features."""
-    masks = ({}, {"window_right": 0}, {"window_left": 100, "window_right": 9})
-    features = ({}, {"softcap": 10.0}, {"alibi": True}, {"sinks": True}, {"varlen": True}, {"deterministic": True})
-    everything = {"alibi": True, "softcap": 10.0, "sinks": True, "varlen": True, "deterministic": True}
-    dims = ((64, 64), (80, 80), (96, 96), (104, 64), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
-    dtypes = (torch.bfloat16, torch.float16)
-    number = 0
-    for (d, dv), mask, feature in itertools.product(dims, masks, (*features, everything)):
-        for batch, heads, kv_heads, n in ((2, 8, 2, 4096), (16, 16, 16, 1024), (1, 2, 2, 2048)):
-            number += 1
-            if feature and n != 4096 and d not in (64, 128):
-                continue
-            yield AttentionProblem(
-                batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=n, seqlen_k=n, head_dim=d, head_dim_v=dv,
-                dtype=dtypes[number % 2], scale=0.1, arch="sm_90a", needs_grad=True, **mask, **feature,
-            )  # fmt: skip
-
-
 def backward_jobs() -> Iterator[Job]:
     """The Hopper backward's kernels."""
-    from flashlane.kernels.hopper.backward import kernel as backward
+    from flashlane.core import registry
 
-    seen: set[KernelSource] = set()
-    for problem in backward_problems():
-        config = backward.config_of(problem)
-        for source in config.sources():
-            if source not in seen:
-                seen.add(source)
-                yield Job("hopper-backward", f"{source.entry} {config.describe()}", source, "sm_90a")
+    kernel, seen = registry.get_backward("hopper"), set()
+    for config, (arch,) in kernel.shipped():
+        for part in kernel.device_sources(config, arch):
+            if part.source not in seen:
+                seen.add(part.source)
+                yield Job("hopper-backward", f"{part.source.entry} {config.describe()}", part.source, arch)
 
 
 def combine_jobs() -> Iterator[Job]:

@@ -23,7 +23,6 @@ from flashlane import bench
 from flashlane.bench.measure.flops import DIRECTIONS, Direction
 from flashlane.bench.measure.progress import Bar
 from flashlane.bench.measure.results import Results, check_writable, write_atomically
-from flashlane.core import backward_table as backwards
 from flashlane.core import registry
 from flashlane.core.problem import DTYPES, AttentionProblem, arch_of
 
@@ -85,12 +84,6 @@ def forward_goals(arch: str) -> Iterator[Goal]:
         yield Goal(f"d{head_dim} n{seqlen} f32 {'causal' if causal else 'full'}", problem, "(sdpa-efficient)", ())
 
 
-def triton_alone() -> None:
-    """Leave only the portable backwards in the table."""
-    backwards.BACKWARDS[:] = [backward for backward in backwards.BACKWARDS if backward.name in ("tiled", "triton")]
-    registry.changed()
-
-
 def judged(goal: Goal, results: Results) -> Measured:
     """The kernel's time, the peers', and their ratios."""
     found = Measured(goal.name, goal.problem.describe(), goal.peer)
@@ -133,7 +126,8 @@ def main() -> int:
         parser.error(f"--directions is {arguments.directions!r}; it may hold {', '.join(DIRECTIONS)}")
     device = device_or_exit()
     check_writable(arguments.out)
-    triton_alone()
+    # Only the portable backward kernels may run, until the script ends.
+    registry.backward_table_of(*map(registry.get_backward, ("tiled", "triton"))).__enter__()
     only = {word for word in arguments.only.split(",") if word}
     wanted = [goal for goal in goals(arch_of(device), directions) if only <= set(goal.name.split())]
     implementations = sum(2 + len(goal.others) for goal in wanted)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from flashlane.bench.present import figure as figures
 from flashlane.bench.present import plots
-from flashlane.cli.main import main as cli
+from flashlane.cli import main as cli
 
 pytest.importorskip("matplotlib")
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from backward_kernels import StandIn
 
 from flashlane import bench
 from flashlane.bench.measure.results import Results, Row, Skipped
 from flashlane.bench.measure.timing import summarise
-from flashlane.core import backward_table as backwards
 from flashlane.core import registry
 from flashlane.kernels.hopper.backward.kernel import config_of
 from flashlane.kernels.hopper.backward.two_cta.config import PairConfig
@@ -236,32 +236,23 @@ def test_a_run_goes_on_where_it_stopped(
 def test_what_another_backward_would_run_is_not_measured(
     small: Any, script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusing = backwards.Backward("hopper", "", 20, lambda problem, kernel: "head_dim is 16", lambda *a, **k: None)
-    monkeypatch.setattr(backwards, "BACKWARDS", [*backwards.BACKWARDS, refusing])
+    refusing = StandIn("hopper", reason=lambda problem, kernel: "head_dim is 16", priority=20)
     monkeypatch.setattr(script, "BACKWARD", "hopper")
-    registry.changed()
-    try:
+    with registry.backward_table_of(registry.get_backward("tiled"), refusing):
         status, body = small("--only", "full,backward", "--peers", "fa4")
-    finally:
-        registry.changed()
     assert status == 0 and body["rows"][0]["ms"] == {}
     assert body["rows"][0]["absent"] == {"flashlane": "the tiled backward would run, not hopper: head_dim is 16"}
 
 
-def test_wrong_gradients_end_in_status_1(small: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    right = backwards.BACKWARDS[0]
+def test_wrong_gradients_end_in_status_1(small: Any, capsys: Any) -> None:
+    right = registry.get_backward("tiled")
 
     def wrong(*arguments: Any, **keywords: Any) -> Any:
         found = right.run(*arguments, **keywords)
         return found._replace(k=found.k * 1.5)
 
-    spoilt = backwards.Backward("tiled", "", 0, right.supports, wrong)
-    monkeypatch.setattr(backwards, "BACKWARDS", [spoilt])
-    registry.changed()
-    try:
+    with registry.backward_table_of(StandIn(right, wrong)):
         status, body = small("--only", "full,backward", "--peers", "fa4")
-    finally:
-        registry.changed()
     assert status == 1 and "WRONG D16 full" in capsys.readouterr().out
     assert "flashlane" not in body["rows"][0]["ms"] and "dk" in body["rows"][0]["absent"]["flashlane"]
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flashlane import jit
-from flashlane.cli.main import main as cli
+from flashlane.cli import main as cli
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import DeviceKernel
@@ -83,7 +83,7 @@ def test_budget_is_the_compilers_and_the_sms():
     kernel = registry.get(TAG)
     asked = problem(64).on("sm_90a")
     config = kernel.config(asked)
-    budget = budget_of(kernel, problem(64), "sm_90a")
+    (budget,) = budget_of(kernel, problem(64), "sm_90a")
     compiled = kernel.compile(config, "sm_90a")
     usage, shared = budget.usage, kernel.resources(config).shared_memory
     assert (usage.registers, usage.spills) == (compiled.report.registers, compiled.report.spills)
@@ -113,14 +113,27 @@ def test_json_has_what_the_table_has():
 
 
 @compiles
+def test_a_backward_kernel_has_a_budget_for_each_of_its_device_files():
+    found = json.loads(invoke("hopper", "--direction", "backward", "--D", 128, "--json"))
+    main = "hopper_backward"
+    assert [budget["entry"] for budget in found] == [f"{main}_preprocess", main, f"{main}_postprocess"]
+    assert all(budget["tag"] == "hopper" and budget["direction"] == "backward" for budget in found)
+    assert found[0]["regions"] == {} and found[1]["regions"]["K and V"] == 128 * 128 * 2 * 2
+    assert (
+        "architecture is sm_80"
+        in json.loads(invoke("hopper", "--direction", "backward", "--arch", "sm_80", "--json"))[0]["reason"]
+    )
+    assert "it may be forward or backward" in invoke("hopper", "--direction", "up", columns=200, status=2)
+
+
+@compiles
 def test_all_architectures_of_a_kernel():
     found = json.loads(invoke("mma(naive)", "--arch", "all", "--json"))
     assert [budget["arch"] for budget in found] == list(registry.get("mma(naive)").architectures)
 
 
 def test_a_failed_compile_is_a_line_and_a_status(monkeypatch):
-    kernel = registry.get(TAG)
-    monkeypatch.setattr(type(kernel), "compile", lambda *_: (_ for _ in ()).throw(RuntimeError("ptxas broke")))
+    monkeypatch.setattr(jit, "compile", lambda *_: (_ for _ in ()).throw(RuntimeError("ptxas broke")))
     text = invoke(TAG, status=1)
     assert "sm_90a: error: RuntimeError: ptxas broke" in text
 

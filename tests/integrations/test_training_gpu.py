@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from backward_kernels import StandIn
 
-from flashlane.core import backward_table as backwards
 from flashlane.core import registry
 from flashlane.core.problem import arch_of
 from flashlane.models import Config, Transformer
@@ -28,24 +29,22 @@ FAMILIES = (("hopper(wgmma+tma)", "hopper"), ("hopper(wgmma+tma)", "triton"), ("
 
 
 @pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def only() -> Iterator[Any]:
     """Leaves one backward in the table, and counts how often it runs."""
     calls: list[str] = []
+    with contextlib.ExitStack() as tables:
 
-    def choose(name: str) -> list[str]:
-        (found,) = [backward for backward in backwards.BACKWARDS if backward.name == name]
+        def choose(tag: str) -> list[str]:
+            found = registry.get_backward(tag)
 
-        def counted(*arguments: Any, **keywords: Any) -> Any:
-            calls.append(name)
-            return found.run(*arguments, **keywords)
+            def counted(*arguments: Any, **keywords: Any) -> Any:
+                calls.append(tag)
+                return found.run(*arguments, **keywords)
 
-        monkeypatch.setattr(backwards, "BACKWARDS", [replace(found, run=counted)])
-        registry.changed()
-        return calls
+            tables.enter_context(registry.backward_table_of(StandIn(found, counted)))
+            return calls
 
-    yield choose
-    monkeypatch.undo()
-    registry.changed()
+        yield choose
 
 
 def curve(config: Config, attention: str, device: torch.device, dtype: torch.dtype, seqlen: int) -> list[float]:
@@ -84,15 +83,13 @@ def test_the_curve_is_followed_on_a_cpu(only: Any) -> None:
 
 def test_wrong_gradients_leave_the_curve(only: Any) -> None:
     only("tiled")
-    (right,) = backwards.BACKWARDS
+    (right,) = registry.backward_kernels()
 
     def wrong(*arguments: Any, **keywords: Any) -> Any:
         found = right.run(*arguments, **keywords)
         return found._replace(v=found.v * -1)
 
-    backwards.BACKWARDS[:] = [replace(right, run=wrong)]
-    registry.changed()
-    with pytest.raises(AssertionError):
+    with registry.backward_table_of(StandIn(right, wrong)), pytest.raises(AssertionError):
         assert_one_curve(
             replace(CONFIGS[64], d_model=64, d_ff=96), "tiled", torch.device("cpu"), torch.bfloat16, seqlen=17
         )

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import flashlane
-from flashlane.cli.main import main as cli
+from flashlane.cli import main as cli
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import DeviceKernel

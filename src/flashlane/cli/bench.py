@@ -201,7 +201,8 @@ def command(
             problems = [case.problem for case in cases]
             results = run_isolated(problems, spec, seconds=timeout, seed=seed, reporter=reporter)
             if report_arch:
-                compile_cases(cases, results, report_arch, time.monotonic() + arch_seconds, selection, reporter)
+                until = time.monotonic() + arch_seconds
+                compile_cases(cases, results, report_arch, until, selection, reporter, directions)
     finish(results, out, convention)
 
 

@@ -25,6 +25,7 @@ def budget_command(
         str,
         o.option("--arch", help="Architectures, in a list; all: each that the kernel ships for.", panel=o.OUTPUT),
     ] = ARCH,
+    direction: o.KernelDirection = "forward",
     json_: Annotated[bool, o.option("--json", help="Print the budgets as JSON.", panel=o.OUTPUT)] = False,
 ) -> None:
     """Say what kernels take of an SM: registers, spills, shared memory by region, occupancy, what limits it.
@@ -39,21 +40,25 @@ def budget_command(
       flashlane budget "mma(split-q+stage1)" --D 64,128 --arch sm_80,sm_90a
 
       flashlane budget "mma(split-q+stage1)" --arch all --json
+
+      flashlane budget hopper --direction backward --D 128
     """
     from flashlane.bench.present.table import make_console
-    from flashlane.core.registry import DeviceKernel, get
+    from flashlane.core.registry import CompiledKernel, get, get_backward
     from flashlane.inspect.budget_view import budget_of, print_budgets
     from flashlane.inspect.compile_report import check_arch
 
-    chosen = [get(tag) for tag in dict.fromkeys(tags)]
+    find = get_backward if o.kernel_direction(direction) == "backward" else get
+    chosen = [find(tag) for tag in dict.fromkeys(tags)]
     named = [] if arch == "all" else [check_arch(name) for name in o.words_of(arch)]
     grid = o.grid_of(batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, None, "bottom-right")
     problems = list(grid.problems(None, o.shapes_of(on_gpu=True, quick=False)[:1]))
     budgets = [
-        budget_of(kernel, problem, name)
+        budget
         for kernel in chosen
         for problem in problems
-        for name in named or (kernel.architectures if isinstance(kernel, DeviceKernel) else [ARCH])
+        for name in named or (kernel.architectures if isinstance(kernel, CompiledKernel) else [ARCH])
+        for budget in budget_of(kernel, problem, name)
     ]
     if json_:
         typer.echo(json.dumps([budget.as_dict() for budget in budgets], indent=1))

@@ -136,7 +136,7 @@ def compile_command(
     ] = True,
     json_: Annotated[bool, o.option("--json", help="Print the report as JSON.", panel=o.OUTPUT)] = False,
 ) -> None:
-    """Compile the GPU kernels and report what the compiler made of them; no GPU is needed.
+    """Compile the GPU kernels, forward and backward, and report what the compiler made of them; no GPU is needed.
 
     Registers, spills, shared memory, blocks a multiprocessor, occupancy, instruction counts, seconds. Without --all:
     the configuration that each kernel would choose for the given sizes (default B1 H8 N8192 D64).
@@ -155,7 +155,8 @@ def compile_command(
 
     archs = [compile_report.check_arch(name) for name in o.words_of(arch)]
     selection = Selection(o.words_of(tags), o.words_of(kernels), show_all=show_all)
-    chosen = [k for k in selection.kernels() if isinstance(k, compile_report.DeviceKernel)]
+    chosen = [k for k in selection.kernels() if isinstance(k, compile_report.CompiledKernel)]
+    chosen += compile_report.backward_device_kernels((*o.words_of(tags), *o.words_of(kernels)))
     if everything:
         usages = compile_report.report_shipped(archs or None, chosen)
     else:
@@ -212,9 +213,12 @@ def explain_command(
         str | None,
         o.option("--arch", help="An architecture (sm_90a) or cpu. Default: this machine's.", panel=o.OUTPUT),
     ] = None,
+    backward: Annotated[
+        bool, o.option("--backward", help="Also which backward kernel would follow.", panel=o.WHICH)
+    ] = False,
     json_: Annotated[bool, o.option("--json", help="Print the choices as JSON.", panel=o.OUTPUT)] = False,
 ) -> None:
-    """Say which kernel would run for given sizes, and why each other one would not.
+    """Say which kernel would run for given sizes, and why each other one would not; with --backward, gradients' too.
 
     Exit status: 0 a kernel runs it, 2 bad input or none does.
 
@@ -235,7 +239,7 @@ def explain_command(
     sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
     shapes = o.shapes_of(on_gpu=True, quick=False)[:1]
     found = [
-        explain_problem(problem, kernel, show_all)
+        explain_problem(dataclasses.replace(problem, needs_grad=backward), kernel, show_all)
         for grid in o.grids_of(preset, *sizes)
         for problem in grid.problems(target, shapes)
     ]
@@ -250,7 +254,11 @@ def explanation_json(explanation: Any) -> dict[str, Any]:
     """What ``explain --json`` prints of one problem."""
     kernels = [dataclasses.asdict(choice) for choice in explanation.choices]
     arch = explanation.problem.arch or "cpu"
-    return {"problem": explanation.problem.describe(), "arch": arch, "chosen": explanation.chosen, "kernels": kernels}
+    said = {"problem": explanation.problem.describe(), "arch": arch, "chosen": explanation.chosen, "kernels": kernels}
+    if explanation.backward is None:
+        return said
+    backwards = [dataclasses.asdict(choice) for choice in explanation.backwards]
+    return {**said, "backward": explanation.backward, "backward_kernels": backwards}
 
 
 def doctor_command(

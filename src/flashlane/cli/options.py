@@ -72,6 +72,9 @@ PresetName = Annotated[
     ),
 ]
 NoGrad = Annotated[bool, option("--no-grad", help="The forward pass alone (the default).", panel=MEASURE)]
+KernelDirection = Annotated[
+    str, option("--direction", help="Kernels of the forward or of the backward pass: forward, backward.", panel=WHICH)
+]
 Backward = Annotated[
     bool, option("--backward", help="Also the backward pass, timed apart from its forward.", panel=MEASURE)
 ]
@@ -119,6 +122,17 @@ def check_timeout(seconds: float) -> None:
     """ValueError unless it is a positive number of seconds."""
     if not 0 < seconds < float("inf"):
         raise ValueError(f"--timeout is {seconds:g}; it must be a positive number of seconds")
+
+
+def kernel_direction(given: str) -> str:
+    """The direction whose kernels are meant.
+
+    Raises:
+        ValueError: it is neither ``forward`` nor ``backward``.
+    """
+    if given not in ("forward", "backward"):
+        raise ValueError(f"--direction is {given!r}; it may be forward or backward")
+    return given
 
 
 def directions_of(no_grad: bool, backward: bool, both: bool) -> tuple[Direction, ...]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,6 +34,7 @@ def tune_command(
     tags: o.Tags = "",
     kernels: o.Kernels = "",
     show_all: o.ShowAll = False,
+    direction: o.KernelDirection = "forward",
     iters: Annotated[
         int | None,
         o.option("--iters", "--rounds", help="Rounds; in each, every candidate runs in turn.", panel=o.MEASURE),
@@ -63,6 +64,8 @@ def tune_command(
 
       flashlane tune --tags split-q --N 1024:16384:x2 --D 64,128 --dtype f16,bf16
 
+      flashlane tune --direction backward --tags hopper --N 4096 --D 128 --dtype bf16
+
       flashlane tune --list
     """
     if list_ and forget:
@@ -77,17 +80,26 @@ def tune_command(
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.measure.runner import Selection
     from flashlane.core.problem import arch_of
-    from flashlane.core.registry import TunableKernel
-    from flashlane.tuning.search import SETTINGS, tune_kernels
+    from flashlane.core.registry import TunableKernel, backward_kernels
+    from flashlane.tuning.search import SETTINGS
     from flashlane.tuning.stored import folder
 
     where = _gpu(device)
     if iters is not None and iters < 1:
         raise ValueError(f"--iters is {iters}; it must be at least 1")
-    selection = Selection(o.words_of(tags), o.words_of(kernels), show_all=show_all)
-    chosen = [kernel for kernel in selection.kernels() if isinstance(kernel, TunableKernel)]
+    backward = o.kernel_direction(direction) == "backward"
+    if backward:
+        from flashlane.tuning.search_backward import tune_backward_kernels as tune_all
+
+        chosen: list[Any] = [k for k in backward_kernels() if not words or any(word in k.tag for word in words)]
+        unlisted = 0
+    else:
+        from flashlane.tuning.search import tune_kernels as tune_all
+
+        selection = Selection(o.words_of(tags), o.words_of(kernels), show_all=show_all)
+        chosen, unlisted = [k for k in selection.kernels() if isinstance(k, TunableKernel)], selection.unlisted
     if not chosen:
-        raise ValueError(f"--tags is {tags!r}, which names no kernel that has configurations")
+        raise ValueError(f"--tags is {tags!r}, which names no {direction} kernel that has configurations")
     sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
     shapes = o.shapes_of(on_gpu=True, quick=False)
     problems = [p for grid in o.grids_of(preset, *sizes) for p in grid.problems(arch_of(where), shapes)]
@@ -95,8 +107,8 @@ def tune_command(
     check_writable(folder(), "the cache folder")
     settings = SETTINGS if iters is None else replace(SETTINGS, rounds=iters)
     with Bar(len(problems)) as reporter:
-        run = tune_kernels(problems, chosen, where, settings=settings, seed=seed, reporter=reporter)
-    _finish(run, out, json_, selection.unlisted)
+        run = tune_all(problems, chosen, where, settings=settings, seed=seed, reporter=reporter)
+    _finish(run, out, json_, unlisted)
 
 
 def _gpu(device: str | None) -> torch.device:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashlane.core import registry
-from flashlane.core.backward_table import BackwardChoice, backward_choices, select_backward
 from flashlane.core.problem import AttentionProblem
-from flashlane.core.registry import Kernel
+from flashlane.core.registry import BackwardKernel, Kernel
 from flashlane.tuning import stored as tune
 
 
@@ -19,6 +18,17 @@ class Choice:
     reason: str | None
     preference: float
     summary: str
+
+
+@dataclass(frozen=True)
+class BackwardChoice:
+    """One backward kernel's standing for a problem: ``reason`` says why it cannot run it, or is None."""
+
+    tag: str
+    reason: str | None
+    summary: str
+    config: str = ""
+    """The configuration that it would run with, in a few words."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +44,9 @@ class Explanation:
     unlisted: int = 0
     """How many further kernels of the table are not among the choices."""
     backward: str | None = None
-    """The backward pass that would follow, or None where no gradient is asked for."""
+    """The tag of the backward kernel that would follow, or None where no gradient is asked for."""
     backwards: tuple[BackwardChoice, ...] = ()
-    """Every backward pass, when a gradient is asked for."""
+    """Every backward kernel, when a gradient is asked for."""
 
     def __str__(self) -> str:
         width = max(len(choice.tag) for choice in self.choices)
@@ -48,8 +58,8 @@ class Explanation:
                 why = choice.reason or f"could run; preferred less ({choice.preference:g})"
             lines.append(f"  {choice.tag:<{width}}  {why}")
         for after in self.backwards:
-            why = "runs" if after.name == self.backward else after.reason or "could run; preferred less"
-            lines.append(f"  backward {after.name}: {why}")
+            why = "runs" if after.tag == self.backward else after.reason or "could run; preferred less"
+            lines.append(f"  backward {after.tag}: {why}" + (f" ({after.config})" if after.config else ""))
         if self.unlisted:
             lines.append(f"  {self.unlisted} further variants run only when named: flashlane explain --show-all")
         return "\n".join(lines)
@@ -88,5 +98,29 @@ def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_a
     said = Explanation(problem, chosen.tag, choices, tuned, len(known) - len(shown))
     if not problem.needs_grad:
         return said
-    follows = select_backward(problem, chosen).name
+    follows = select_backward(problem, chosen).tag
     return replace(said, backward=follows, backwards=backward_choices(problem, chosen))
+
+
+@registry.memoised
+def select_backward(problem: AttentionProblem, forward: Kernel) -> BackwardKernel:
+    """The backward kernel that follows ``forward``: of those that support the problem, the highest priority.
+
+    Raises:
+        NotImplementedError: none supports it; says why each does not.
+    """
+    able = [kernel for kernel in registry.backward_kernels() if kernel.supports(problem, forward) is None]
+    if not able:
+        reasons = "; ".join(f"{choice.tag}: {choice.reason}" for choice in backward_choices(problem, forward))
+        raise NotImplementedError(f"no backward can run {problem.describe()}: {reasons}")
+    return max(able, key=lambda kernel: kernel.priority)
+
+
+def backward_choices(problem: AttentionProblem, forward: Kernel) -> tuple[BackwardChoice, ...]:
+    """Every backward kernel, and why each that cannot follow ``forward`` on this problem cannot."""
+
+    def choice(kernel: BackwardKernel) -> BackwardChoice:
+        reason = kernel.supports(problem, forward)
+        return BackwardChoice(kernel.tag, reason, kernel.summary, "" if reason else kernel.describe(problem))
+
+    return tuple(map(choice, registry.backward_kernels()))

@@ -1,7 +1,8 @@
-"""Kernel: a tag, what it can do and what it needs; and the table of all kernels.
+"""Kernels of the forward and of the backward pass: a tag, what each can do and what it needs; and the tables of them.
 
 A kernel is added by one line in :data:`MODULES` naming the module that defines it; the module calls
-:func:`register`. Everything else (dispatch, ``explain``, the bench, the compile tests) reads the table.
+:func:`register`. Everything else (dispatch, ``explain``, the bench, the compile tests) reads the tables. Forward and
+backward kernels have one table each, so that a forward kernel and a backward kernel may have the same tag.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
     from flashlane.core.problem import AttentionProblem, Inputs
     from flashlane.jit import Compiled, KernelSource
+    from flashlane.reference.tiled import Gradients
 
 Repeat = Callable[
     ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", tuple[int, int, int]], None
@@ -35,12 +37,15 @@ MODULES = (
     "flashlane.kernels.hopper.forward.kernel",
     "flashlane.kernels.decode.decode",
     "flashlane.kernels.triton.attention",
+    "flashlane.kernels.triton.backward",
+    "flashlane.kernels.hopper.backward.kernel",
 )
 
 
 class Kernel(ABC):
     """One implementation of attention's forward pass, named by its tag."""
 
+    direction = "forward"
     tag: str
     family: str
     summary: str
@@ -132,11 +137,48 @@ class TunableKernel(Kernel):
         return self.low_precision_reference(problem)
 
 
-class DeviceKernel(TunableKernel):
-    """A kernel written in CUDA C++ and compiled by :mod:`flashlane.jit`."""
+@dataclass(frozen=True)
+class DeviceSource:
+    """One device file that a configuration is compiled from, and what a launch of it takes."""
 
+    source: KernelSource
+    resources: Resources
+    regions: dict[str, int] | None = None
+    """Bytes of its dynamic shared memory by what lies there; None where nobody tells them apart."""
+    spills_allowed: int = 0
+    """Bytes, stores and loads, that it is known to spill: ``flashlane compile`` accepts no more."""
+
+
+class CompiledKernel(ABC):
+    """What kernels have in common, of either direction, that :mod:`flashlane.jit` compiles from CUDA C++.
+
+    The compile report, ``flashlane budget`` and ``flashlane tune`` read this.
+    """
+
+    direction: str
+    tag: str
     architectures: tuple[str, ...] = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
     """The architectures that CI compiles every shipped configuration for."""
+
+    @abstractmethod
+    def supports(self, problem: AttentionProblem) -> str | None:
+        """None when the kernel can run the problem, else the reason in words."""
+
+    @abstractmethod
+    def config(self, problem: AttentionProblem) -> Any:
+        """The configuration that the heuristic gives to a supported problem."""
+
+    @abstractmethod
+    def device_sources(self, config: Any, arch: str) -> tuple[DeviceSource, ...]:
+        """What a configuration is compiled from, in the order of the launches."""
+
+    @abstractmethod
+    def shipped(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
+        """Every configuration that the heuristic can choose, with the architectures it can be chosen on."""
+
+
+class DeviceKernel(TunableKernel, CompiledKernel):
+    """A forward kernel written in CUDA C++, of one device file, and compiled by :mod:`flashlane.jit`."""
 
     @abstractmethod
     def kernel_source(self, config: Any) -> KernelSource:
@@ -146,9 +188,9 @@ class DeviceKernel(TunableKernel):
     def resources(self, config: Any) -> Resources:
         """Threads and shared memory of one block of a configuration."""
 
-    @abstractmethod
-    def shipped(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
-        """Every configuration that the heuristic can choose, with the architectures it can be chosen on."""
+    def device_sources(self, config: Any, arch: str) -> tuple[DeviceSource, ...]:
+        regions, spills = getattr(config, "regions", None), self.spills_allowed(config, arch)
+        return (DeviceSource(self.kernel_source(config), self.resources(config), regions, spills),)
 
     def source_of(self, config: Any) -> str:
         return self.kernel_source(config).name
@@ -164,7 +206,71 @@ class DeviceKernel(TunableKernel):
         return jit.compile(self.kernel_source(config), arch)
 
 
-_KERNELS: dict[str, Kernel] = {}
+class BackwardKernel(ABC):
+    """One implementation of attention's backward pass. It reads O and the LSE of the forward kernel, whichever ran."""
+
+    direction = "backward"
+    tag: str
+    summary: str
+    """One line: the idea."""
+    source: str
+    """Paper, or PTX section, that it comes from."""
+    priority: int = 0
+    """Of the backward kernels that support a problem, the one with the highest priority runs."""
+
+    @abstractmethod
+    def supports(self, problem: AttentionProblem, forward: Kernel | None = None) -> str | None:
+        """None when the kernel can follow that forward kernel (None: a forward kernel on the GPU) on a problem.
+
+        Otherwise the reason in words.
+        """
+
+    @abstractmethod
+    def run(
+        self,
+        problem: AttentionProblem,
+        inputs: Inputs,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None = None,
+        *,
+        bias_grad: bool = True,
+        forward: Kernel | None = None,
+        config: Any = None,
+    ) -> Gradients:
+        """The gradients of a call; the arguments are those of :func:`flashlane.reference.tiled.tiled_backward`.
+
+        Args:
+            problem, inputs: what was asked, and its tensors.
+            out, lse: what the forward pass wrote.
+            do, dlse: gradients of both, ``dlse`` or None.
+            bias_grad: whether the bias' gradient is wanted.
+            forward: the kernel that wrote ``out``.
+            config: the configuration to run, or None for that of :meth:`config`.
+        """
+
+    def config(self, problem: AttentionProblem) -> Any:
+        """The configuration that a supported problem runs with; None for a kernel that has none to choose."""
+        return None
+
+    def candidates(self, problem: AttentionProblem) -> Iterable[Any]:
+        """The configurations that ``flashlane tune --direction backward`` times for a supported problem."""
+        return (self.config(problem),)
+
+    def tuned_fields(self, config: Any) -> dict[str, Any] | None:
+        """What ``flashlane tune`` keeps of a configuration; None where there is nothing to keep."""
+        return None
+
+    def describe(self, problem: AttentionProblem) -> str:
+        """The configuration of a supported problem in a few words, for ``explain``; empty where there is none."""
+        return ""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} backward {self.tag}>"
+
+
+K = TypeVar("K", bound="Kernel | BackwardKernel")
 _loaded = False
 _memos: list[Callable[[], None]] = []
 MEMO_SIZE = 4096
@@ -192,59 +298,103 @@ def changed() -> None:
         forget()
 
 
-def register(kernel: Kernel) -> Kernel:
-    """Add a kernel to the table; its tag must be new."""
-    if kernel.tag in _KERNELS:
-        raise ValueError(f"tag {kernel.tag!r} is registered already")
-    _KERNELS[kernel.tag] = kernel
-    changed()
+class _Table(Generic[K]):
+    """The kernels of one direction by tag."""
+
+    def __init__(self, called: str) -> None:
+        self.called = called
+        self.kernels: dict[str, K] = {}
+
+    def add(self, kernel: K) -> None:
+        if kernel.tag in self.kernels:
+            raise ValueError(f"tag {kernel.tag!r} is registered already")
+        self.kernels[kernel.tag] = kernel
+        changed()
+
+    def fill(self, kernels: Iterable[K]) -> None:
+        kernels = tuple(kernels)
+        self.kernels.clear()
+        self.kernels.update((kernel.tag, kernel) for kernel in kernels)
+        changed()
+
+    def get(self, tag: str) -> K:
+        found = self.kernels.get(tag)
+        if found is None:
+            raise ValueError(
+                f"kernel is {tag!r}, which no {self.called} is called; {suggest(tag, tuple(self.kernels))}"
+            )
+        return found
+
+    @contextlib.contextmanager
+    def holding(self, kernels: Iterable[K]) -> Iterator[None]:
+        before = tuple(self.kernels.values())
+        try:
+            self.fill(kernels)
+            yield
+        finally:
+            self.fill(before)
+
+
+_FORWARD: _Table[Kernel] = _Table("kernel")
+_BACKWARD: _Table[BackwardKernel] = _Table("backward kernel")
+
+
+def register(kernel: K) -> K:
+    """Add a kernel to the table of its direction, in which its tag must be new."""
+    (_BACKWARD if isinstance(kernel, BackwardKernel) else _FORWARD).add(kernel)  # type: ignore[arg-type]
     return kernel
 
 
-@contextlib.contextmanager
-def table_of(*kernels: Kernel) -> Iterator[None]:
-    """A table that holds exactly these kernels, for as long as the context lasts; for tests."""
-    before = _table().copy()
-    try:
-        _fill({kernel.tag: kernel for kernel in kernels})
-        yield
-    finally:
-        _fill(before)
+def table_of(*kernels: Kernel) -> contextlib.AbstractContextManager[None]:
+    """A table of forward kernels that holds exactly these, for as long as the context lasts; for tests."""
+    return _loaded_tables()[0].holding(kernels)
 
 
-def _fill(table: dict[str, Kernel]) -> None:
-    _KERNELS.clear()
-    _KERNELS.update(table)
-    changed()
+def backward_table_of(*kernels: BackwardKernel) -> contextlib.AbstractContextManager[None]:
+    """The same for the table of backward kernels."""
+    return _loaded_tables()[1].holding(kernels)
 
 
-def _table() -> dict[str, Kernel]:
+def _loaded_tables() -> tuple[_Table[Kernel], _Table[BackwardKernel]]:
     global _loaded
     if not _loaded:
         for module in MODULES:
             importlib.import_module(module)
         _loaded = True
-        # Some were imported, and so registered, before: the order of the table is that of MODULES all the same.
+        # Some were imported, and so registered, before: the order of a table is that of MODULES all the same.
         rank = {module: number for number, module in enumerate(MODULES)}
-        _fill(dict(sorted(_KERNELS.items(), key=lambda item: rank.get(type(item[1]).__module__, len(rank)))))
-    return _KERNELS
+        for table in (_FORWARD, _BACKWARD):
+            table.fill(sorted(table.kernels.values(), key=lambda k: rank.get(type(k).__module__, len(rank))))
+    return _FORWARD, _BACKWARD
 
 
 def kernels(listed_only: bool = False) -> tuple[Kernel, ...]:
-    """All kernels, in the order of the table; or those that are shown without being asked for."""
-    return tuple(kernel for kernel in _table().values() if kernel.listed or not listed_only)
+    """All forward kernels, in the order of the table; or those that are shown without being asked for."""
+    found = _loaded_tables()[0].kernels.values()
+    return tuple(kernel for kernel in found if kernel.listed or not listed_only)
+
+
+def backward_kernels() -> tuple[BackwardKernel, ...]:
+    """All backward kernels, in the order of the table."""
+    return tuple(_loaded_tables()[1].kernels.values())
 
 
 def get(tag: str) -> Kernel:
-    """The kernel of that tag.
+    """The forward kernel of that tag.
 
     Raises:
         ValueError: no kernel has it; the message names the nearest tags.
     """
-    found = _table().get(tag)
-    if found is None:
-        raise ValueError(f"kernel is {tag!r}, which no kernel is called; {suggest(tag, tuple(_KERNELS))}")
-    return found
+    return _loaded_tables()[0].get(tag)
+
+
+def get_backward(tag: str) -> BackwardKernel:
+    """The backward kernel of that tag.
+
+    Raises:
+        ValueError: no backward kernel has it; the message names the nearest tags.
+    """
+    return _loaded_tables()[1].get(tag)
 
 
 def suggest(word: str, known: tuple[str, ...]) -> str:

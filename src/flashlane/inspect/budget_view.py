@@ -13,8 +13,8 @@ from rich.text import Text
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem
-from flashlane.core.registry import DeviceKernel, Kernel
-from flashlane.inspect.compile_report import Usage, usage_of
+from flashlane.core.registry import BackwardKernel, CompiledKernel, DeviceSource, Kernel
+from flashlane.inspect.compile_report import Usage, usages_of
 from flashlane.jit.budget import MAX_REGISTERS
 
 NONE = "–"
@@ -51,41 +51,50 @@ def regions(config: Any, dynamic: int, static: int = 0) -> dict[str, int]:
     """The shared memory of a configuration, region by region, in the order in which the regions lie.
 
     Args:
-        config: the configuration; one of the mma template is taken apart, others are one region, ``tiles``.
+        config: what may say its regions (a configuration, or one of its device files); else there is one, ``tiles``.
         dynamic: bytes of dynamic shared memory, which the regions share out.
         static: bytes of static shared memory, a region of its own.
 
     Raises:
         ValueError: the parts of a configuration do not sum to ``dynamic``: a formula here is out of date.
     """
-    parts = getattr(config, "regions", None) or {"tiles": dynamic}
+    parts = getattr(config, "regions", None) or ({"tiles": dynamic} if dynamic else {})
     if sum(parts.values()) != dynamic:
         raise ValueError(f"{type(config).__name__}: the regions {parts} do not sum to its {dynamic} bytes")
     return {**parts, **({"static": static} if static else {})}
 
 
-def budget_of(kernel: Kernel, problem: AttentionProblem, arch: str) -> Budget:
+def budget_of(kernel: Kernel | BackwardKernel, problem: AttentionProblem, arch: str) -> list[Budget]:
     """Compile what a kernel would run for a problem on an architecture, and say what it takes; needs no GPU.
 
-    A problem that the kernel does not support, or a compile that fails, gives a budget whose usage says why.
+    A kernel has a budget for each of its device files. A problem that the kernel does not support, or a compile that
+    fails, gives a budget whose usage says why.
 
     Raises:
         ValueError: the kernel is not compiled by us, or the architecture is unknown.
     """
-    if not isinstance(kernel, DeviceKernel):
-        made = "compiled by Triton" if kernel.family.startswith("triton") else "made of torch operations"
+    if not isinstance(kernel, CompiledKernel):
+        made = "compiled by Triton" if kernel.tag.startswith("triton") else "made of torch operations"
         raise ValueError(
             f"{kernel.tag} is {made}, not from a device file of ours; budgets are of kernels like mma(split-q+stage1)"
         )
     limit, asked = jit.shared_limit(arch), problem.on(arch)
     reason = kernel.supports(asked)
     if reason is not None:
-        return Budget(Usage(kernel.tag, arch, asked.describe(), reason=reason), {}, limit, {})
+        return [
+            Budget(Usage(kernel.tag, arch, asked.describe(), direction=kernel.direction, reason=reason), {}, limit, {})
+        ]
     config = kernel.config(asked)
-    usage = usage_of(kernel, config, arch, problem=asked.describe(), instructions=False)
-    dynamic = kernel.resources(config).shared_memory
-    parts = regions(config, dynamic, (usage.shared_bytes or dynamic) - dynamic)
-    return Budget(usage, parts, limit, {} if usage.error else _fits(usage))
+    usages = usages_of(kernel, config, arch, problem=asked.describe(), instructions=False)
+    return [
+        Budget(usage, _regions_of(part, usage), limit, {} if usage.error else _fits(usage))
+        for part, usage in zip(kernel.device_sources(config, arch), usages, strict=True)
+    ]
+
+
+def _regions_of(part: DeviceSource, usage: Usage) -> dict[str, int]:
+    dynamic = part.resources.shared_memory
+    return regions(part, dynamic, (usage.shared_bytes or dynamic) - dynamic)
 
 
 def _fits(usage: Usage) -> dict[str, int]:
@@ -103,7 +112,7 @@ def print_budgets(budgets: Sequence[Budget], console: Console) -> None:
     """A table for each tag and problem with a line for each architecture."""
     groups: dict[tuple[str, str], list[Budget]] = {}
     for budget in budgets:
-        groups.setdefault((budget.usage.tag, budget.usage.problem), []).append(budget)
+        groups.setdefault((budget.usage.name, budget.usage.problem), []).append(budget)
     for (tag, problem), group in groups.items():
         console.print(Text.assemble((tag, "bold"), f" · {problem}"))
         made = [budget for budget in group if not budget.usage.reason and not budget.usage.error]

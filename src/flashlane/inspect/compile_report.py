@@ -13,7 +13,7 @@ from typing import Any
 from flashlane import jit
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem
-from flashlane.core.registry import DeviceKernel
+from flashlane.core.registry import CompiledKernel, DeviceSource
 from flashlane.jit import cache
 from flashlane.tuning import stored as tune
 
@@ -29,6 +29,9 @@ class Usage:
     arch: str
     problem: str = ""
     config: str = ""
+    direction: str = "forward"
+    entry: str = ""
+    """The name of the device function, of a kernel that is compiled from several device files."""
     registers: int | None = None
     spill_stores: int | None = None
     """Bytes, as the compiler reports them; likewise the loads."""
@@ -51,6 +54,12 @@ class Usage:
     """Bytes that the kernel declares for this configuration, stores and loads."""
 
     @property
+    def name(self) -> str:
+        """The tag; of a backward kernel with its direction, and with the device function where there are several."""
+        words = (self.tag, "backward" if self.direction == "backward" else "", self.entry)
+        return " ".join(word for word in words if word)
+
+    @property
     def spills(self) -> int | None:
         """Bytes spilled, stores and loads."""
         return None if self.spill_stores is None else self.spill_stores + (self.spill_loads or 0)
@@ -66,9 +75,15 @@ class Usage:
         return tuple(line for line in self.warnings if self.spilled or "spill" not in line.lower())
 
 
-def device_kernels() -> list[DeviceKernel]:
-    """The listed kernels of the registry that are compiled."""
-    return [k for k in registry.kernels(listed_only=True) if isinstance(k, DeviceKernel)]
+def device_kernels() -> list[CompiledKernel]:
+    """The listed forward kernels that are compiled."""
+    return [k for k in registry.kernels(listed_only=True) if isinstance(k, CompiledKernel)]
+
+
+def backward_device_kernels(words: Sequence[str] = ()) -> list[CompiledKernel]:
+    """The backward kernels that are compiled, and whose tag has one of the words, if there are any."""
+    kernels = [k for k in registry.backward_kernels() if isinstance(k, CompiledKernel)]
+    return [k for k in kernels if not words or any(word in k.tag for word in words)]
 
 
 def check_arch(arch: str, name: str = "--arch") -> str:
@@ -82,28 +97,48 @@ def check_arch(arch: str, name: str = "--arch") -> str:
     return arch
 
 
-def usage_of(kernel: DeviceKernel, config: Any, arch: str, *, problem: str = "", instructions: bool = True) -> Usage:
-    """Compile a configuration (or load it from the disk cache) and read what it takes.
+def usage_of(kernel: CompiledKernel, config: Any, arch: str, *, problem: str = "", instructions: bool = True) -> Usage:
+    """What a configuration takes that is compiled from one device file: :func:`usages_of`."""
+    (usage,) = usages_of(kernel, config, arch, problem=problem, instructions=instructions)
+    return usage
+
+
+def usages_of(
+    kernel: CompiledKernel, config: Any, arch: str, *, problem: str = "", instructions: bool = True
+) -> tuple[Usage, ...]:
+    """Compile a configuration's device files (or load them from the disk cache) and read what each takes.
 
     A compile that fails gives a :class:`Usage` with ``error``; it does not raise.
     """
-    described = describe_config(config)
     try:
-        compiled = kernel.compile(config, arch)
+        parts = kernel.device_sources(config, arch)
+    except Exception as error:  # a source that cannot be put together is a failure like the compiler's
+        described = describe_config(config)
+        return (Usage(kernel.tag, arch, problem, described, kernel.direction, error=first_line(error)),)
+    several = len(parts) > 1
+    return tuple(
+        _usage(kernel, part, config, arch, problem, part.source.entry if several else "", instructions)
+        for part in parts
+    )
+
+
+def _usage(
+    kernel: CompiledKernel, part: DeviceSource, config: Any, arch: str, problem: str, entry: str, instructions: bool
+) -> Usage:
+    named = (kernel.tag, arch, problem, describe_config(config), kernel.direction, entry)
+    try:
+        compiled = jit.compile(part.source, arch)
     except Exception as error:  # every failure of the compiler becomes a line of the report
-        return Usage(kernel.tag, arch, problem, described, error=first_line(error))
-    report, resources = compiled.report, kernel.resources(config)
+        return Usage(*named, error=first_line(error))
+    report, resources = compiled.report, part.resources
     shared = report.static_shared + resources.shared_memory
     fit = jit.occupancy(arch, resources.threads, report.registers, shared)
     return Usage(
-        tag=kernel.tag,
-        arch=arch,
-        problem=problem,
-        config=described,
+        *named,
         registers=report.registers,
         spill_stores=report.spill_stores,
         spill_loads=report.spill_loads,
-        spills_allowed=kernel.spills_allowed(config, arch),
+        spills_allowed=part.spills_allowed,
         shared_bytes=shared,
         threads=resources.threads,
         blocks=fit.blocks,
@@ -131,7 +166,7 @@ def _instructions(compiled: jit.Compiled) -> dict[str, int] | None:
 def report_problem(
     problem: AttentionProblem,
     arch: str,
-    kernels: Sequence[DeviceKernel] | None = None,
+    kernels: Sequence[CompiledKernel] | None = None,
     progress: Callable[[str], None] = lambda tag: None,
     deadline: float = math.inf,
 ) -> list[Usage]:
@@ -140,26 +175,29 @@ def report_problem(
     A kernel whose turn comes after ``deadline`` (of ``time.monotonic``) is left out, and its line says so.
     """
     asked = problem.on(arch)
-    jobs: list[tuple[DeviceKernel, Any, str]] = []
-    reasons: dict[str, str] = {}
+    jobs: list[tuple[CompiledKernel, Any, str]] = []
+    refused: dict[int, Usage] = {}
     chosen = device_kernels() if kernels is None else kernels
-    for kernel in chosen:
+    for number, kernel in enumerate(chosen):
         reason = kernel.supports(asked)
         if reason is None:
             jobs.append((kernel, kernel.config(asked), arch))
         else:
-            reasons[kernel.tag] = reason
+            refused[number] = Usage(kernel.tag, arch, asked.describe(), direction=kernel.direction, reason=reason)
     if deadline < math.inf:  # what is wanted most comes first
-        jobs.sort(key=lambda job: -job[0].preference(asked))
-    made = {usage.tag: usage for usage in _compile(jobs, asked.describe(), progress, deadline)}
+        jobs.sort(key=lambda job: -getattr(job[0], "preference", lambda _: 0)(asked))
+    made = _compile(jobs, asked.describe(), progress, deadline)
+    by_kernel = {id(job[0]): usages for job, usages in zip(jobs, made, strict=True)}
     return [
-        made[k.tag] if k.tag in made else Usage(k.tag, arch, asked.describe(), reason=reasons[k.tag]) for k in chosen
+        usage
+        for number, kernel in enumerate(chosen)
+        for usage in (by_kernel[id(kernel)] if id(kernel) in by_kernel else (refused[number],))
     ]
 
 
 def report_shipped(
     archs: Sequence[str] | None,
-    kernels: Sequence[DeviceKernel] | None = None,
+    kernels: Sequence[CompiledKernel] | None = None,
     progress: Callable[[str], None] = lambda tag: None,
 ) -> list[Usage]:
     """Every configuration that a heuristic can choose, on each architecture it can be chosen on (and in ``archs``)."""
@@ -171,7 +209,7 @@ def report_shipped(
             for arch in possible
             if archs is None or arch in archs
         ]
-    return _compile(jobs, "", progress)
+    return [usage for usages in _compile(jobs, "", progress) for usage in usages]
 
 
 def is_wrong(usage: Usage, strict: bool = True) -> bool:
@@ -180,18 +218,18 @@ def is_wrong(usage: Usage, strict: bool = True) -> bool:
 
 
 def _compile(
-    jobs: Sequence[tuple[DeviceKernel, Any, str]],
+    jobs: Sequence[tuple[CompiledKernel, Any, str]],
     problem: str,
     progress: Callable[[str], None],
     deadline: float = math.inf,
-) -> list[Usage]:
-    def one(job: tuple[DeviceKernel, Any, str]) -> Usage:
+) -> list[tuple[Usage, ...]]:
+    def one(job: tuple[CompiledKernel, Any, str]) -> tuple[Usage, ...]:
         kernel, config, arch = job
         if time.monotonic() > deadline:
-            return Usage(kernel.tag, arch, problem, describe_config(config), reason=LATE)
-        usage = usage_of(kernel, config, arch, problem=problem)
+            return (Usage(kernel.tag, arch, problem, describe_config(config), kernel.direction, reason=LATE),)
+        usages = usages_of(kernel, config, arch, problem=problem)
         progress(kernel.tag)
-        return usage
+        return usages
 
     with ThreadPoolExecutor(WORKERS) as pool:
         return list(pool.map(one, jobs))

@@ -23,7 +23,6 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from flashlane.core import dispatch
-from flashlane.core.backward_table import select_backward
 from flashlane.core.problem import Alignment, AttentionProblem, Inputs, facts_of, known
 from flashlane.core.registry import DeviceKernel, Kernel
 from flashlane.ops import call_cache as plans
@@ -369,9 +368,9 @@ def _gradients(
     dlse: torch.Tensor | None,
     bias_grad: bool,
 ) -> Gradients:
-    backward = select_backward(problem, kernel)
+    backward = dispatch.select_backward(problem, kernel)
     with transforms.no_autocast(inputs.q):
-        return backward.run(problem, inputs, out, lse, do, dlse, bias_grad=bias_grad, kernel=kernel)
+        return backward.run(problem, inputs, out, lse, do, dlse, bias_grad=bias_grad, forward=kernel)
 
 
 # --- autograd ---

@@ -11,7 +11,7 @@ decides how their products are made.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -316,4 +316,21 @@ class TiledKernel(registry.Kernel):
         tiled_forward(problem, inputs, out, lse)
 
 
+class TiledBackward(registry.BackwardKernel):
+    """:func:`tiled_backward` as a kernel."""
+
+    tag = "tiled"
+    summary = "FlashAttention-2's Algorithm 2 in torch operations, anywhere"
+    source = "Dao 2023, FlashAttention-2, Algorithm 2"
+
+    def supports(self, problem: AttentionProblem, forward: registry.Kernel | None = None) -> str | None:
+        return None
+
+    def run(
+        self, *call: Any, bias_grad: bool = True, forward: registry.Kernel | None = None, config: None = None
+    ) -> Gradients:
+        return tiled_backward(*call, bias_grad=bias_grad)
+
+
 registry.register(TiledKernel())
+registry.register(TiledBackward())

@@ -38,8 +38,8 @@ from flashlane.bench.measure.runner import (
 from flashlane.bench.measure.timing import Clock, Settings, Timing, clock_for, measure
 from flashlane.core import dispatch
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.core.registry import DeviceKernel, Kernel, TunableKernel
-from flashlane.inspect.compile_report import Usage, describe_config, usage_of
+from flashlane.core.registry import CompiledKernel, Kernel, TunableKernel
+from flashlane.inspect.compile_report import Usage, describe_config, usages_of
 from flashlane.tuning import stored as tune
 
 FORMAT = "flashlane-tune-run/1"
@@ -96,7 +96,7 @@ class Trial:
     """The fastest of its tag."""
     best: bool = False
     """What ``auto`` takes from now on."""
-    contender: Contender | None = field(default=None, repr=False, compare=False)
+    contender: Any = field(default=None, repr=False, compare=False)
 
     @property
     def ms(self) -> float:
@@ -251,7 +251,7 @@ def time_contenders(
     """
     reporter = reporter or Silent()
     reporter.begin(problem.describe(), len(contenders) * (3 + settings.rounds))
-    trials = _compiled(problem, contenders, reporter)
+    trials = compiled_trials(problem, contenders, reporter)
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device, torch.no_grad():
         inputs = random_inputs(problem, device, seed)
@@ -310,12 +310,16 @@ def _dropped(
     return dropped
 
 
-def _compiled(problem: AttentionProblem, contenders: Sequence[Contender], reporter: Reporter) -> list[Trial]:
-    def one(contender: Contender) -> Trial:
+def compiled_trials(problem: AttentionProblem, contenders: Sequence[Any], reporter: Reporter) -> list[Trial]:
+    """A trial of each contender, forward or backward, with what the compiler says of it."""
+
+    def one(contender: Any) -> Trial:
         kernel, config = contender.kernel, contender.config
         usage = None
-        if isinstance(kernel, DeviceKernel):
-            usage = usage_of(kernel, config, str(problem.arch), instructions=False)
+        if isinstance(kernel, CompiledKernel):
+            usages = usages_of(kernel, config, str(problem.arch), instructions=False)
+            # Of several device files, one that failed or the one that takes most registers speaks for all.
+            usage = max(usages, key=lambda usage: (bool(usage.error), usage.registers or 0))
         reporter.step(f"compiled {kernel.tag}")
         error = usage.error if usage else ""
         return Trial(
@@ -390,16 +394,18 @@ def entries_of(trials: Sequence[Trial], problem: AttentionProblem, found: dict[s
             continue
         for tag, wanted in ((trial.tag, trial.chosen), (tune.AUTO, trial.best)):
             if wanted:
-                entries[tune.class_of(tag, problem).key] = _tuned(trial, found)
+                entries[tune.class_of(tag, problem).key] = tuned_entry(trial, found)
     return entries
 
 
-def _tuned(trial: Trial, found: dict[str, Any]) -> tune.Tuned:
+def tuned_entry(trial: Trial, found: dict[str, Any]) -> tune.Tuned:
+    """What to store of a trial, forward or backward."""
     contender = trial.contender
     source = contender.kernel.source_of(contender.config)
+    of_its_own = getattr(contender.kernel, "tuned_fields", tune.plain_config)
     return tune.Tuned(
         tag=trial.tag,
-        config=tune.plain_config(contender.config),
+        config=of_its_own(contender.config),
         problem=trial.problem,
         ms=trial.ms,
         tflops=trial.tflops,

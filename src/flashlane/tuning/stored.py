@@ -22,7 +22,7 @@ import torch
 
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, arch_of
-from flashlane.core.registry import TunableKernel
+from flashlane.core.registry import BackwardKernel, TunableKernel
 from flashlane.jit import toolchain
 from flashlane.kernels.device_file import device_code
 
@@ -116,6 +116,19 @@ def lookup(kernel: TunableKernel, problem: AttentionProblem) -> dict[str, Any] |
     """
     found = _find(kernel.tag, problem)
     return None if found is None else found.config
+
+
+def backward_class(kernel: BackwardKernel, problem: AttentionProblem) -> ProblemClass | None:
+    """The class of a problem for a backward kernel; None for what is not tuned, such as sums in one order."""
+    return None if problem.deterministic else class_of(f"{kernel.tag} backward", problem)
+
+
+def lookup_backward(kernel: BackwardKernel, problem: AttentionProblem) -> dict[str, Any]:
+    """Fields of the configuration in which the fastest one of this class differs, perhaps; empty where not tuned."""
+    if problem.deterministic:
+        return {}
+    found = _find(f"{kernel.tag} backward", problem)
+    return {} if found is None else found.config
 
 
 def best_tag(problem: AttentionProblem) -> str | None:

@@ -15,17 +15,15 @@ from sass_loops import families, loops, steady_loops
 
 from flashlane import jit
 from flashlane.core import registry
-from flashlane.core.backward_table import select_backward
+from flashlane.core.dispatch import select_backward
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import KernelSource, tensormap
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper.backward import kernel as backward
 from flashlane.kernels.hopper.backward import launch as backward_launch
-from flashlane.kernels.hopper.backward.config import BackwardConfig
+from flashlane.kernels.hopper.backward.config import SPILLS_ALLOWED, BackwardConfig
 
 ARCH = "sm_90a"
-SPILLS_ALLOWED = getattr(backward, "SPILLS_ALLOWED", 0)
-"""Bytes, stores and loads, outside the steady loops; none unless the kernel's file says so."""
 FUSED = "hopper_backward"
 """The kernel that makes all three gradients."""
 LAUNCH_REGISTERS = {2: 168}
@@ -175,9 +173,9 @@ def test_a_configuration_has_what_its_problem_needs_and_no_more() -> None:
 def test_it_follows_the_hopper_forward() -> None:
     kernel = registry.get("hopper(wgmma+tma)")
     for problem in taken():
-        assert select_backward(problem, kernel).name == "hopper", problem.describe()
+        assert select_backward(problem, kernel).tag == "hopper", problem.describe()
     elsewhere = asked(64, 64, arch="sm_80")
-    assert select_backward(elsewhere, registry.get("tiled")).name != "hopper"
+    assert select_backward(elsewhere, registry.get("tiled")).tag != "hopper"
 
 
 DECLARED = {"void": "pointer", "float": "float", "int": "int", "long long": "long", "TensorMap": "map"}

@@ -23,7 +23,7 @@ from problems import Case
 
 from flashlane import flash_attn_func, jit
 from flashlane.core import registry
-from flashlane.core.backward_table import select_backward
+from flashlane.core.dispatch import select_backward
 from flashlane.core.problem import AttentionProblem, Inputs, arch_of
 from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward import launch as backward_launch
@@ -706,7 +706,7 @@ def test_follows_the_hopper_forward_in_training() -> None:
     """Through the public face: chosen after its own forward, with the sinks' gradient and that of the LSE."""
     problem, inputs = dense(203, 128, heads=8, causal=True)
     asked = replace(problem, needs_grad=True)
-    assert select_backward(asked, KERNEL).name == "hopper"
+    assert select_backward(asked, KERNEL).tag == "hopper"
     sinks = torch.randn(8, device=HERE)
     leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v, sinks)]
     out, lse = flash_attn_func(*leaves[:3], causal=True, sinks=leaves[3], return_lse=True, kernel=KERNEL.tag)

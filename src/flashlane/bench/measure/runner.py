@@ -33,8 +33,8 @@ from flashlane.bench.measure.roofs import measure_roofs
 from flashlane.bench.measure.timing import Settings, Timing, clock_for, host_cost, measure
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, arch_of
-from flashlane.core.registry import DeviceKernel, Kernel
-from flashlane.inspect.compile_report import Usage, first_line, report_problem, usage_of
+from flashlane.core.registry import CompiledKernel, DeviceKernel, Kernel
+from flashlane.inspect.compile_report import Usage, backward_device_kernels, first_line, report_problem, usage_of
 
 __all__ = ["Implementation", "Selection", "resolve_device", "run", "shared_outputs"]
 
@@ -200,7 +200,7 @@ def run(
         results.stopped = str(error) if isinstance(error, BrokenContext) else STOPPED
         return results
     if arch is not None:
-        compile_cases(cases, results, arch, time.monotonic() + arch_seconds, selection, reporter)
+        compile_cases(cases, results, arch, time.monotonic() + arch_seconds, selection, reporter, directions)
     return results
 
 
@@ -457,10 +457,18 @@ def _compared(rows: Sequence[Row]) -> list[Row]:
 
 
 def compile_cases(
-    cases: Sequence[Case], results: Results, arch: str, deadline: float, selection: Selection, reporter: Reporter
+    cases: Sequence[Case],
+    results: Results,
+    arch: str,
+    deadline: float,
+    selection: Selection,
+    reporter: Reporter,
+    directions: Sequence[str] = ("forward",),
 ) -> None:
     """Add the compile report of each distinct problem to results."""
-    kernels = [k for k in selection.kernels() if isinstance(k, DeviceKernel)]
+    kernels: list[CompiledKernel] = [k for k in selection.kernels() if isinstance(k, CompiledKernel)]
+    if set(directions) != {"forward"}:
+        kernels += backward_device_kernels((*selection.words, *selection.tags))
     if not kernels:
         return
     for problem in dict.fromkeys(case.problem for case in cases):

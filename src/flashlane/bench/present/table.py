@@ -84,7 +84,7 @@ def make_table(
     rows: Sequence[Any], columns: Sequence[Column], title: str, width: int, style: Callable[[Any], str | None]
 ) -> Table:
     """Rows under their tags; where they do not fit, tags fold first and then columns go, the least needed first."""
-    widest = max(len(row.tag) for row in rows)
+    widest = max(len(_name(row)) for row in rows)
     room = width - min(widest, FOLD)
     shown, dropped = _fitting(columns, rows, room)
     fold = widest if widest + _width(shown, rows) <= width else FOLD
@@ -97,8 +97,13 @@ def make_table(
         table.add_column(column.title, justify=column.justify, no_wrap=True)
     for row in rows:
         cells = [Text(c) if isinstance(c, str) else c for c in (column.cell(row) for column in shown)]
-        table.add_row(Text(_fold(row.tag, fold)), *cells, style=style(row))
+        table.add_row(Text(_fold(_name(row), fold)), *cells, style=style(row))
     return table
+
+
+def _name(row: Any) -> str:
+    """What the first column says of a row: its name, where it has a longer one than its tag."""
+    return getattr(row, "name", row.tag)
 
 
 def _fitting(columns: Sequence[Column], rows: Sequence[Any], room: int) -> tuple[list[Column], list[str]]:
@@ -172,9 +177,9 @@ def print_compiled(usages: Sequence[Usage], console: Console) -> None:
         made = [u for u in group if not u.reason]
         if made:
             console.print(_compiled_table(made, f"compiled for {arch}" + (f": {problem}" if problem else ""), console))
-        print_reasons([(u.tag, u.error) for u in group if u.error], "error", console, "bold red")
-        print_reasons([(u.tag, line) for u in group for line in u.unexpected_warnings], "compiler", console)
-        print_reasons([(u.tag, u.reason) for u in group if u.reason], "not compiled", console)
+        print_reasons([(u.name, u.error) for u in group if u.error], "error", console, "bold red")
+        print_reasons([(u.name, line) for u in group for line in u.unexpected_warnings], "compiler", console)
+        print_reasons([(u.name, u.reason) for u in group if u.reason], "not compiled", console)
         console.print()
 
 

@@ -16,6 +16,7 @@ import torch
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.registry import BackwardKernel, Kernel, register
 from flashlane.kernels.params import LOG2_E, check_gradient_inputs
 from flashlane.kernels.triton import backward_configs as configs
 from flashlane.kernels.triton.backward_configs import PRECISIONS, BackwardConfig, Tile, padded
@@ -487,3 +488,38 @@ def _descriptors(problem: AttentionProblem, inputs: Inputs, do: torch.Tensor, ti
     for name in ("lse", "delta"):
         made[name] = ([problem.batch * problem.heads, rows], [rows, 1], [1, tile.bm])
     return made
+
+
+PRECISION_OF_FAMILY = {"triton-tf32": "tf32"}
+"""Precision of f32 products after a forward family whose kernels have no ``precision_of``; IEEE's after all others."""
+
+
+class TritonBackward(BackwardKernel):
+    """:func:`triton_backward` as a kernel."""
+
+    tag = "triton"
+    summary = "FlashAttention-2's Algorithm 2 in Triton"
+    source = "Dao 2023, FlashAttention-2, Algorithm 2"
+    priority = 10
+
+    def supports(self, problem: AttentionProblem, forward: Kernel | None = None) -> str | None:
+        if problem.arch is None and forward is not None and not forward.family.startswith("triton"):
+            return "the tensors are on the CPU, where Triton only follows its own forward kernel"
+        return supports_backward(problem)
+
+    def run(
+        self,
+        problem: AttentionProblem,
+        *call: Any,
+        bias_grad: bool = True,
+        forward: Kernel | None = None,
+        config: BackwardConfig | None = None,
+    ) -> Gradients:
+        # f32 is multiplied as the forward multiplied it, where that has a choice.
+        chosen = getattr(forward, "precision_of", None)
+        family = "" if forward is None else forward.family
+        precision = PRECISION_OF_FAMILY.get(family, "ieee") if chosen is None else chosen(problem)
+        return triton_backward(problem, *call, bias_grad=bias_grad, precision=precision, config=config)
+
+
+register(TritonBackward())

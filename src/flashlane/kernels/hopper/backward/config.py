@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from flashlane.core.registry import Resources
+from flashlane.core.registry import DeviceSource, Resources
 from flashlane.jit import KernelSource
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper.forward.config import CHUNK, ELEMENTS, WARPGROUP
@@ -27,6 +27,10 @@ ENTRIES = {
 """The ``extern "C"`` name of each device file of this folder."""
 WIDEST_FUSED = 128
 """Head dims up to which one kernel makes all gradients; accumulators of larger ones leave no registers for it."""
+ROW_THREADS = 256
+"""Threads of a CTA of the preprocess and the postprocess kernel."""
+SPILLS_ALLOWED = 320
+"""Bytes, stores and loads, of the largest tiles: the consumers take all registers, and the producer spills by tile."""
 SLAB = 16
 CONSUMERS = 2
 REGISTERS = ((200, (56, 224)), (216, (40, 232)), (1 << 30, (24, 240)))
@@ -62,6 +66,8 @@ class GradientConfig(ABC):
     sinks: bool = False
     deterministic: bool = False
 
+    design: ClassVar[str]
+    """The folder of its device files."""
     straight: ClassVar[bool] = False
     """The sums of dQ are of dQ itself, else of its transpose (``backward_sums.cuh``)."""
     threads: ClassVar[int] = WARPGROUP * (CONSUMERS + 1)
@@ -91,12 +97,25 @@ class GradientConfig(ABC):
         return (prepare_source(self), *self.gradient_sources(), *finish)
 
     @property
+    def gradient_regions(self) -> tuple[dict[str, int], ...]:
+        """Bytes of each part of shared memory, of each of :meth:`gradient_sources`."""
+        return (self.regions,)
+
+    def device_sources(self) -> tuple[DeviceSource, ...]:
+        """All kernels in the order of their launches, with what each takes: preprocess, gradients, postprocess."""
+        first, *others = self.sources()
+        regions = self.gradient_regions
+        main = tuple(
+            DeviceSource(source, Resources(self.threads, sum(parts.values())), parts, SPILLS_ALLOWED)
+            for source, parts in zip(others, regions, strict=False)
+        )
+        rows = Resources(ROW_THREADS, 0)
+        return (DeviceSource(first, rows), *main, *(DeviceSource(last, rows) for last in others[len(regions) :]))
+
+    @property
     def sum_floats(self) -> int:
         """Sums of dQ of a block of queries in device memory; 0 where they are registers'."""
         return self.block_m * -(-self.head_dim // SLAB) * SLAB
-
-    def resources(self) -> Resources:
-        return Resources(self.threads, self.shared_memory)
 
     def specialised(self: Config, problem: AttentionProblem) -> Config:
         """The tile with what a problem needs switched on, and no more: sums in registers always have one order."""
@@ -179,6 +198,7 @@ class BackwardConfig(GradientConfig):
     chores: bool = False
     """Zeros are written and dQ is made by idle warps of the launch, as far as they get (``backward_chores.py``)."""
 
+    design: ClassVar[str] = "one_cta"
     block_n: ClassVar[int] = CHUNK * CONSUMERS
     """Keys of a block of threads."""
 

@@ -8,13 +8,16 @@ inside, so that dK and dV have no copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.core.registry import memoised
-from flashlane.jit import launch, tensormap
+from flashlane.core.registry import BackwardKernel, CompiledKernel, DeviceSource, Kernel, memoised, register
+from flashlane.jit import launch, shared_limit, tensormap
 from flashlane.kernels.hopper.backward.config import WIDEST_FUSED, BackwardConfig
 from flashlane.kernels.hopper.backward.launch import Tensors, plain
 from flashlane.kernels.hopper.backward.one_cta import tiles as backward_shapes
@@ -27,12 +30,11 @@ from flashlane.kernels.hopper.backward.two_cta.config import PairConfig, PairPla
 from flashlane.kernels.hopper.forward.config import ARCH
 from flashlane.kernels.params import check_gradient_inputs, unsupported_features
 from flashlane.reference.tiled import Gradients
+from flashlane.tuning import stored as tune
 
 FEATURES = ("alibi", "sinks", "varlen", "softcap")
 MAX_LENGTH = 1 << 30
 MAX_GRID_Y = 65535
-SPILLS_ALLOWED = 320
-"""Bytes, stores and loads, of the largest tiles: the consumers take all registers, and the producer spills by tile."""
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -66,12 +68,20 @@ DESIGNS: dict[type, tuple[Callable[[AttentionProblem], Config], type]] = {
 
 @memoised
 def config_of(problem: AttentionProblem) -> Config:
-    """The configuration that a problem runs with."""
+    """The table's configuration of a problem."""
     if max(problem.head_dim, problem.head_dim_v) <= WIDEST_FUSED:
         design: type = BackwardConfig
     else:
         design = PairConfig if backward_pair.refusal(problem) is None else WideConfig
     return DESIGNS[design][0](problem)
+
+
+@memoised
+def tuned_config(problem: AttentionProblem) -> Config:
+    """The configuration that a problem runs with: the table's, with what ``flashlane tune`` found fastest."""
+    base = config_of(problem)
+    found = tune.lookup_backward(KERNEL, problem)
+    return replace(base, **found) if found and all(hasattr(base, name) for name in found) else base
 
 
 @memoised
@@ -86,7 +96,7 @@ def plan_of(
     reason = supports(problem)
     if reason is not None:
         raise NotImplementedError(f"the Hopper backward cannot run {problem.describe()}: {reason}")
-    config = config or config_of(problem)
+    config = config or tuned_config(problem)
     return DESIGNS[type(config)][1](config, problem, q_shape, k_shape, device)
 
 
@@ -162,3 +172,88 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     if starts and readable:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)  # a contiguous one, too, may start anywhere
+
+
+class HopperBackward(BackwardKernel, CompiledKernel):
+    """:func:`hopper_backward` as a kernel, of three designs that share their preprocess and postprocess kernels."""
+
+    tag = "hopper"
+    summary = "wgmma and TMA, all gradients in one pass over the queries"
+    source = "PTX ISA, wgmma and cp.async.bulk.tensor; Dao 2023, FlashAttention-2, Algorithm 2"
+    priority = 20
+    architectures = (ARCH,)
+
+    def supports(self, problem: AttentionProblem, forward: Kernel | None = None) -> str | None:
+        return supports(problem)
+
+    def config(self, problem: AttentionProblem) -> Config:
+        return tuned_config(problem)
+
+    def describe(self, problem: AttentionProblem) -> str:
+        config = tuned_config(problem)
+        return f"{config.design}: {config.describe()}"
+
+    def device_sources(self, config: Config, arch: str) -> tuple[DeviceSource, ...]:
+        return config.device_sources()
+
+    def source_of(self, config: Config) -> str:
+        """The package's file whose change makes stored timings of a configuration void."""
+        return config.gradient_sources()[0].name
+
+    def candidates(self, problem: AttentionProblem) -> Iterator[Config]:
+        """The table's configuration, and other tiles that fit shared memory."""
+        base = config_of(problem)
+        yield base
+        own = {name: values for name, values in VARIED.items() if hasattr(base, name)}
+        for chosen in itertools.product(*own.values()):
+            other = replace(base, **dict(zip(own, chosen, strict=True)))
+            if other != base and other.shared_memory <= shared_limit(ARCH) and _makes_sense(other):
+                yield other
+
+    def tuned_fields(self, config: Config) -> dict[str, Any]:
+        return {name: getattr(config, name) for name in VARIED if hasattr(config, name)}
+
+    def shipped(self) -> Iterator[tuple[Config, tuple[str, ...]]]:
+        for config in dict.fromkeys(map(config_of, shipped_problems())):
+            yield config, self.architectures
+
+    def run(
+        self,
+        problem: AttentionProblem,
+        *call: Any,
+        bias_grad: bool = True,
+        forward: Kernel | None = None,
+        config: Config | None = None,
+    ) -> Gradients:
+        return hopper_backward(problem, *call, bias_grad=bias_grad, config=config)
+
+
+VARIED = {"block_m": (48, 64, 80, 96, 112, 128), "k_stages": (1, 2), "v_stages": (1, 2), "turns": (0, 1, 2)}
+"""What ``flashlane tune`` varies of a tile of one CTA; the other designs have the largest tile that fits."""
+
+
+def _makes_sense(config: Config) -> bool:
+    """V has a second stage only where K has one, and every count of queries is a multiple of what dQ's parts need."""
+    return config.v_stages <= config.k_stages and config.block_m % (16 if config.split_columns else 32) == 0
+
+
+def shipped_problems() -> Iterator[AttentionProblem]:
+    """Problems that lead through the designs, tiles, masks and features."""
+    masks = ({}, {"window_right": 0}, {"window_left": 100, "window_right": 9})
+    features = ({}, {"softcap": 10.0}, {"alibi": True}, {"sinks": True}, {"varlen": True}, {"deterministic": True})
+    everything = {"alibi": True, "softcap": 10.0, "sinks": True, "varlen": True, "deterministic": True}
+    dims = ((64, 64), (80, 80), (96, 96), (104, 64), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
+    dtypes = (torch.bfloat16, torch.float16)
+    number = 0
+    for (d, dv), mask, feature in itertools.product(dims, masks, (*features, everything)):
+        for batch, heads, kv_heads, n in ((2, 8, 2, 4096), (16, 16, 16, 1024), (1, 2, 2, 2048)):
+            number += 1
+            if feature and n != 4096 and d not in (64, 128):
+                continue
+            yield AttentionProblem(
+                batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=n, seqlen_k=n, head_dim=d, head_dim_v=dv,
+                dtype=dtypes[number % 2], scale=0.1, arch=ARCH, needs_grad=True, **mask, **feature,
+            )  # fmt: skip
+
+
+KERNEL = register(HopperBackward())

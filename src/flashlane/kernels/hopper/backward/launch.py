@@ -15,14 +15,11 @@ import torch
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import launch, tensormap
-from flashlane.kernels.hopper.backward.config import CONSUMERS, GradientConfig
+from flashlane.kernels.hopper.backward.config import CONSUMERS, ROW_THREADS, GradientConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import NONE, Chores
 from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE, Cut
 from flashlane.kernels.hopper.forward.config import ARCH, CHUNK
 from flashlane.kernels.params import LOG2_E
-
-ROW_THREADS = 256
-"""Threads of a block of the kernels before and after."""
 
 STATE_INTS = 8
 """Of ``BlockState`` in ``backward_blocks.cuh``."""

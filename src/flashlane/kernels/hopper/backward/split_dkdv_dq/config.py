@@ -40,6 +40,7 @@ class WideConfig(GradientConfig):
     k_stages: int = 2
     v_stages: int = 2
 
+    design: ClassVar[str] = "split_dkdv_dq"
     keys_rows: ClassVar[int] = ROWS
     """Keys of a block of the keys' kernel."""
     queries_rows: ClassVar[int] = 2 * ROWS
@@ -87,6 +88,10 @@ class WideConfig(GradientConfig):
             "V": self.v_stages * n * v,
             "barriers": 8 * (2 + 2 * self.k_stages + 2 * self.v_stages),
         }
+
+    @property
+    def gradient_regions(self) -> tuple[dict[str, int], ...]:
+        return self.keys_regions, self.queries_regions
 
     @property
     def keys_live(self) -> int:

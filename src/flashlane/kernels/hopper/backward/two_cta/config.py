@@ -46,6 +46,7 @@ class PairConfig(GradientConfig):
     q_stages: int = 2
     do_stages: int = 2
 
+    design: ClassVar[str] = "two_cta"
     straight: ClassVar[bool] = True
     block_n: ClassVar[int] = CHUNK * BLOCKS
     """Keys of a cluster."""

@@ -1,21 +1,19 @@
-"""Which backward pass follows a forward kernel, what is said about it, and that another is one line in the table."""
+"""Which backward kernel follows a forward kernel, what is said about it, and that another one is one registration."""
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import Any
 
 import pytest
 import torch
+from backward_kernels import StandIn
 
 import flashlane
-from flashlane.core import backward_table as backwards
 from flashlane.core import registry
-from flashlane.core.backward_table import Backward, select_backward
-from flashlane.core.dispatch import explain_problem
+from flashlane.core.dispatch import explain_problem, select_backward
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
+from flashlane.kernels.triton import backward as triton_module
 from flashlane.reference.tiled import TiledKernel, tiled_backward
 
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -38,19 +36,19 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """A stand-in for the Triton backward, which refuses deterministic problems; the keywords of its calls."""
     calls: list[dict[str, Any]] = []
 
-    def triton_backward(*args: Any, precision: str, **keywords: Any) -> Any:
+    def triton_backward(*args: Any, precision: str, config: None, **keywords: Any) -> Any:
         calls.append({"precision": precision, **keywords})
         grads = tiled_backward(*args, **keywords)
         return grads._replace(q=2 * grads.q)
 
-    module = types.ModuleType(backwards.TRITON)
-    module.supports_backward = lambda p: "deterministic is True; it may only be False" if p.deterministic else None
-    module.triton_backward = triton_backward
-    monkeypatch.setitem(sys.modules, backwards.TRITON, module)
-    monkeypatch.setattr(backwards, "_missing", lambda name: None)
-    registry.changed()
-    yield calls
-    registry.changed()
+    def supports(problem: AttentionProblem) -> str | None:
+        return "deterministic is True; it may only be False" if problem.deterministic else None
+
+    monkeypatch.setattr(triton_module, "supports_backward", supports)
+    monkeypatch.setattr(triton_module, "triton_backward", triton_backward)
+    portable = map(registry.get_backward, ("tiled", "triton"))
+    with registry.backward_table_of(*portable):
+        yield calls
 
 
 def dq(kernel: str, **asked: Any) -> torch.Tensor:
@@ -74,50 +72,59 @@ def test_triton_follows_its_own_forward_with_its_precision(
 
 def test_triton_follows_every_forward_on_a_gpu(triton: list[dict[str, Any]]) -> None:
     tiled = registry.get("tiled")
-    assert select_backward(problem("sm_90a"), tiled).name == "triton"
-    assert select_backward(problem(), tiled).name == "tiled"
+    assert select_backward(problem("sm_90a"), tiled).tag == "triton"
+    assert select_backward(problem(), tiled).tag == "tiled"
 
 
 def test_without_triton_tiled_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backwards, "_missing", lambda name: "triton is not installed")
+    monkeypatch.setattr("flashlane.kernels.triton.attention.missing", lambda: "Triton is not installed")
     registry.changed()
     said = explain_problem(problem("sm_90a"), "tiled")
     assert said.backward == "tiled"
-    assert "backward triton: triton is not installed" in str(said) and "backward tiled: runs" in str(said)
+    assert "backward triton: Triton is not installed" in str(said) and "backward tiled: runs" in str(said)
+    monkeypatch.undo()
     registry.changed()
 
 
 def test_explain_tells_the_backward_where_a_gradient_is_wanted(triton: list[dict[str, Any]]) -> None:
     q = torch.randn(1, 4, 2, 8, requires_grad=True)
     said = flashlane.explain(q, q, q, dropout_p=0.5)
-    assert said.backward == "tiled" and {choice.name for choice in said.backwards} >= {"tiled", "triton"}
+    assert said.backward == "tiled" and {choice.tag for choice in said.backwards} >= {"tiled", "triton"}
     assert "backward triton: the tensors are on the CPU" in str(said)
     with torch.no_grad():
         said = flashlane.explain(q, q, q)
     assert said.backward is None and "backward" not in str(said)
 
 
-def test_another_backward_is_one_line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_the_reference(problem: AttentionProblem, kernel: Kernel) -> str | None:
-        return None if kernel.tag == "reference" else "it follows the reference only"
+def test_another_backward_kernel_is_one_registration() -> None:
+    def only_the_reference(problem: AttentionProblem, kernel: Kernel | None) -> str | None:
+        return None if kernel is not None and kernel.tag == "reference" else "it follows the reference only"
 
-    def run(*args: Any, kernel: Kernel, **keywords: Any) -> Any:
+    def run(*args: Any, forward: Kernel, config: Any = None, **keywords: Any) -> Any:
         grads = tiled_backward(*args, **keywords)
         return grads._replace(q=3 * grads.q)
 
     want = dq("tiled")
-    mine = Backward("mine", "three times", 99, only_the_reference, run)
-    monkeypatch.setattr(backwards, "BACKWARDS", [*backwards.BACKWARDS, mine])
-    registry.changed()
-    torch.testing.assert_close(dq("reference"), 3 * want)
-    torch.testing.assert_close(dq("tiled"), want)
-    registry.changed()
+    with registry.backward_table_of(*registry.backward_kernels()):
+        registry.register(StandIn("mine", run, only_the_reference, priority=99))
+        torch.testing.assert_close(dq("reference"), 3 * want)
+        torch.testing.assert_close(dq("tiled"), want)
+    assert "mine" not in {kernel.tag for kernel in registry.backward_kernels()}
 
 
-def test_a_problem_that_no_backward_can_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    never = Backward("never", "nothing", 1, lambda problem, kernel: "it never does", lambda *args, **keywords: None)
-    monkeypatch.setattr(backwards, "BACKWARDS", [never])
-    registry.changed()
-    with pytest.raises(NotImplementedError, match=r"no backward can run .*: never: it never does"):
+def test_a_problem_that_no_backward_can_run_is_refused() -> None:
+    never = StandIn("never", reason=lambda problem, kernel: "it never does")
+    with (
+        registry.backward_table_of(never),
+        pytest.raises(NotImplementedError, match=r"no backward can run .*: never: it never does"),
+    ):
         select_backward(problem(), registry.get("tiled"))
-    registry.changed()
+
+
+def test_forward_and_backward_kernels_of_one_tag_are_two_kernels() -> None:
+    assert {kernel.tag for kernel in registry.backward_kernels()} == {"tiled", "triton", "hopper"}
+    assert registry.get("tiled") is not registry.get_backward("tiled")
+    with pytest.raises(
+        ValueError, match="kernel is 'hoper', which no backward kernel is called; did you mean 'hopper'"
+    ):
+        registry.get_backward("hoper")
