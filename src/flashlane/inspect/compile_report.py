@@ -29,9 +29,6 @@ class Usage:
     arch: str
     problem: str = ""
     config: str = ""
-    direction: str = "forward"
-    entry: str = ""
-    """The name of the device function, of a kernel that is compiled from several device files."""
     registers: int | None = None
     spill_stores: int | None = None
     """Bytes, as the compiler reports them; likewise the loads."""
@@ -52,6 +49,9 @@ class Usage:
     error: str = ""
     spills_allowed: int = 0
     """Bytes that the kernel declares for this configuration, stores and loads."""
+    direction: str = "forward"
+    entry: str = ""
+    """The name of the device function, of a kernel that is compiled from several device files."""
 
     @property
     def name(self) -> str:
@@ -114,7 +114,7 @@ def usages_of(
         parts = kernel.device_sources(config, arch)
     except Exception as error:  # a source that cannot be put together is a failure like the compiler's
         described = describe_config(config)
-        return (Usage(kernel.tag, arch, problem, described, kernel.direction, error=first_line(error)),)
+        return (Usage(kernel.tag, arch, problem, described, direction=kernel.direction, error=first_line(error)),)
     several = len(parts) > 1
     return tuple(
         _usage(kernel, part, config, arch, problem, part.source.entry if several else "", instructions)
@@ -125,16 +125,17 @@ def usages_of(
 def _usage(
     kernel: CompiledKernel, part: DeviceSource, config: Any, arch: str, problem: str, entry: str, instructions: bool
 ) -> Usage:
-    named = (kernel.tag, arch, problem, describe_config(config), kernel.direction, entry)
+    named: Any = {"tag": kernel.tag, "arch": arch, "problem": problem, "config": describe_config(config)}
+    named |= {"direction": kernel.direction, "entry": entry}
     try:
         compiled = jit.compile(part.source, arch)
     except Exception as error:  # every failure of the compiler becomes a line of the report
-        return Usage(*named, error=first_line(error))
+        return Usage(**named, error=first_line(error))
     report, resources = compiled.report, part.resources
     shared = report.static_shared + resources.shared_memory
     fit = jit.occupancy(arch, resources.threads, report.registers, shared)
     return Usage(
-        *named,
+        **named,
         registers=report.registers,
         spill_stores=report.spill_stores,
         spill_loads=report.spill_loads,
@@ -226,7 +227,7 @@ def _compile(
     def one(job: tuple[CompiledKernel, Any, str]) -> tuple[Usage, ...]:
         kernel, config, arch = job
         if time.monotonic() > deadline:
-            return (Usage(kernel.tag, arch, problem, describe_config(config), kernel.direction, reason=LATE),)
+            return (Usage(kernel.tag, arch, problem, describe_config(config), direction=kernel.direction, reason=LATE),)
         usages = usages_of(kernel, config, arch, problem=problem)
         progress(kernel.tag)
         return usages
