@@ -4,8 +4,9 @@
 
 Each tree runs in a process of its own, because a process can import the package once. Only one of them computes at a
 time: for each problem and round the order of the two is drawn, each runs the call by itself for ``--warm`` milliseconds
-before it is timed, and device events time ``--timed`` milliseconds of calls through the public function, allocation
-included. A problem whose median is behind by more than ``--again`` is timed for three times as many further rounds.
+before it is timed, and device events time ``--timed`` milliseconds of calls of the public function, replayed from a
+CUDA graph where it can be captured. A problem whose median is behind by more than ``--again`` is timed for three times
+as many further rounds.
 
 Outputs of a forward (and dK and dV of a backward) of both trees are compared bit by bit, dQ by its relative difference.
 Exit status 1 when results differ, when a problem is slower by more than 1 %, or when the geometric mean is below 1.
@@ -23,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,43 @@ def build(spec: dict[str, Any]) -> Any:
     return lambda: torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
 
 
+def timed(call: Callable[[], Any], warm: int, count: int) -> float:
+    """Milliseconds of a call, the mean of ``count`` after ``warm``."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(warm):
+        call()
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / count
+
+
+def captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], bool]:
+    """The replay of a CUDA graph of the call, whose host cost is nothing, or the call where none can be captured."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    try:
+        call()
+        torch.cuda.synchronize()
+        # Autograd runs a backward on its forward's stream, which must be the one that is captured.
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            call()
+    except Exception:
+        torch.cuda.synchronize()
+        return call, False
+    return graph.replay, True
+
+
 def worker() -> None:
     """Reads a request a line, writes an answer a line."""
     import torch
 
+    torch.cuda.set_stream(torch.cuda.Stream())
     calls: dict[str, Any] = {}
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything prints must not be taken for an answer
@@ -116,27 +150,13 @@ def worker() -> None:
                     hashlib.sha256(t.contiguous().view(torch.uint8).cpu().numpy()).hexdigest()[:16] for t in results
                 ]
                 answer["sums"] = [[t.double().sum().item(), t.double().norm().item()] for t in results]
-                for _ in range(WARM_CALLS):
-                    call()
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                for _ in range(WARM_CALLS):
-                    call()
-                end.record()
-                end.synchronize()
-                answer["ms"] = begin.elapsed_time(end) / WARM_CALLS
+                del results
+                calls["call"], answer["graph"] = captured(call)
+                answer["ms"] = timed(calls["call"], WARM_CALLS, WARM_CALLS)
             else:
                 call, each = calls["call"], asked["ms"]
-                for _ in range(max(1, round(asked["warm"] / each))):
-                    call()
-                count = max(3, round(asked["timed"] / each))
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                for _ in range(count):
-                    call()
-                end.record()
-                end.synchronize()
-                answer["ms"] = begin.elapsed_time(end) / count
+                warm, count = (max(3, round(asked[what] / each)) for what in ("warm", "timed"))
+                answer["ms"] = timed(call, warm, count)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"[:400]}
         print(json.dumps(answer), file=answers, flush=True)
@@ -261,6 +281,7 @@ def compare(
         same = same and all(abs(a - b) <= 1e-4 * max(abs(a), 1e-9) for a, b in norms)
     row["same_bits"] = before[first:] == after[first:]
     row["status"] = "ok" if same else "differs"
+    row["graph"] = all(answer["graph"] for answer in built.values())
     times: dict[str, list[float]] = {name: [] for name in trees}
 
     def rounds(count: int) -> float:
