@@ -44,19 +44,20 @@ gpu:            ## on a GPU, with python3 as it is (installs nothing): the GPU t
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/correctness.py --out $(OUT)/correctness.json
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/sanitize.py --out $(OUT)/sanitizer.json
-	PYTHONPATH=src $(PYTHON) benchmarks/scripts/founding.py --out $(OUT)
-	PYTHONPATH=src $(PYTHON) benchmarks/scripts/founding_logs.py --out $(OUT)
-	PYTHONPATH=src $(PYTHON) benchmarks/scripts/mma_bars.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/baseline.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/baseline_logs.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/mma_targets.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/ncu_conflicts.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/ncu_bounds.py --out $(OUT)
-	PYTHONPATH=src $(PYTHON) benchmarks/scripts/blocks_gpu.py $(OUT)/blocks.json
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/lessons_gpu.py $(OUT)/lessons.json
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/hopper_forward.py --out $(OUT)/hopper_forward.json
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/hopper_backward.py --out $(OUT)/hopper_backward.json
-	PYTHONPATH=src $(PYTHON) benchmarks/scripts/triton_bars.py --out $(OUT) --directions forward,backward,both
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/triton_targets.py --out $(OUT) --directions forward,backward,both
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/decode.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/host_cost.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/auto_check.py --out $(OUT)/auto_check.json
-	PYTHONPATH=src $(PYTHON) benchmarks/scripts/product_gpu.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/cli_gpu.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/suites.py --out $(OUT)
 
 clean:          ## remove what builds and tests leave; keeps .venv
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,13 +1,13 @@
 """Compile, without a GPU, what the benchmarks and GPU tests run on a Hopper one, and pack it for that machine.
 
-    python tools/ahead.py [--parts hopper,tests,mma,founding,decode,sanitize,auto] [--out .carry/cubins.tar.xz] [--list]
+    python tools/ahead.py [--parts hopper,tests,mma,baseline,decode,sanitize,auto] [--out .carry/cubins.tar.xz] [--list]
 
 There, before the first run (the cache is keyed by sources and the compiler's version, so it must be the same NVRTC):
 
     mkdir -p CACHE/flashlane && tar xf cubins.tar.xz -C CACHE/flashlane && export XDG_CACHE_HOME=CACHE
 
-Parts: ``hopper`` forward and backward benchmarks; ``tests`` their GPU tests; ``mma`` its bars; ``founding`` the logs;
-``decode`` its cells; ``sanitize`` both builds that sanitize.py runs; ``auto`` everything that ``auto`` is checked
+Parts: ``hopper`` forward and backward benchmarks; ``tests`` their GPU tests; ``mma`` its targets; ``baseline`` its
+logs; ``decode`` its cells; ``sanitize`` both builds that sanitize.py runs; ``auto`` everything that ``auto`` is checked
 against, which takes longest. Exit status 1 when something did not compile.
 """
 
@@ -92,15 +92,17 @@ def tests() -> Iterator[KernelSource]:
 
 
 def mma() -> Iterator[KernelSource]:
-    import mma_bars
+    import mma_targets
 
-    yield from of((registry.get(tag), g.problem) for g in mma_bars.goals(ARCH) for tag in mma_bars.tags_for(g, ()))
+    yield from of(
+        (registry.get(tag), g.problem) for g in mma_targets.targets(ARCH) for tag in mma_targets.tags_for(g, ())
+    )
 
 
-def founding() -> Iterator[KernelSource]:
-    import founding_logs
+def baseline() -> Iterator[KernelSource]:
+    import baseline_logs
 
-    yield from of((registry.get(tag), line.problem) for line in founding_logs.lines(ARCH) for tag in line.kernels)
+    yield from of((registry.get(tag), line.problem) for line in baseline_logs.lines(ARCH) for tag in line.kernels)
 
 
 def decode() -> Iterator[KernelSource]:
@@ -133,7 +135,7 @@ def auto() -> Iterator[KernelSource]:
 
 
 PARTS: dict[str, Callable[[], Iterator[KernelSource]]] = {
-    part.__name__: part for part in (hopper, tests, mma, founding, decode, sanitize, auto)
+    part.__name__: part for part in (hopper, tests, mma, baseline, decode, sanitize, auto)
 }
 
 

@@ -4,7 +4,7 @@
     PYTHONPATH=src python3 benchmarks/scripts/auto_check.py --resume [FILE]
 
 Over the grid of shared measurements (batch × length and heads × head dim constant, full and causal, grouped heads, and
-the founding shapes) every candidate configuration of every listed kernel that keeps scores, sums and output in f32 is
+the baseline grid) every candidate configuration of every listed kernel that keeps scores, sums and output in f32 is
 checked and timed beside what ``auto`` takes. Those that one call each shows to be far from the fastest drop out, then
 those that two short rounds show to be behind by more than a margin; the others are timed again, interleaved, for the
 figure. Another process compiles ahead meanwhile.
@@ -37,7 +37,7 @@ from gpu_run import device_or_exit
 from rich.progress import Progress
 
 from flashlane.bench.measure.environment import environment
-from flashlane.bench.measure.grid import FOUNDING_SHAPES, make_problem, parse_dtypes, parse_sizes
+from flashlane.bench.measure.grid import BASELINE_SHAPES, make_problem, parse_dtypes, parse_sizes
 from flashlane.bench.measure.results import OK, check_writable, finite, write_atomically
 from flashlane.bench.measure.runner import free_memory
 from flashlane.bench.measure.timing import clock_for
@@ -93,7 +93,7 @@ def problems_of(grid: dict[str, list[Any]], arch: str | None) -> Iterator[Attent
                         yield make_problem(
                             batch, heads, seqlen, head_dim, dtype, kv_heads=kv_heads, causal=causal, arch=arch
                         )
-        for batch, heads, seqlen, head_dim in FOUNDING_SHAPES:
+        for batch, heads, seqlen, head_dim in BASELINE_SHAPES:
             yield make_problem(batch, heads, seqlen, head_dim, dtype, arch=arch)
 
 

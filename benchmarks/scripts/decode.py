@@ -5,7 +5,7 @@
 Grouped queries 32/8, D 128, bf16. Every implementation is checked, then all of a cell are timed interleaved. Inputs are
 rotated: no call finds the keys of the call before it in L2. Bytes are those of K, V, q and the output, each once; the
 copy rate (bytes read and written of a large device copy) is measured in the same run. Short cells are replayed from a
-CUDA graph. Writes decode.json, anew after each cell. Exit status 1 when a check fails; a missed bar is a result.
+CUDA graph. Writes decode.json, anew after each cell. Exit status 1 when a check fails; a missed target is a result.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from flashlane.core import dispatch
 from flashlane.core.problem import AttentionProblem, Inputs, arch_of
 from flashlane.reference.naive import reference_attention
 
-FORMAT = "flashlane-decode/1"
+FORMAT = "flashlane-decode/2"
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 ROW_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
 """Of K and V together, for one key."""
-BAR_BYTES = 256e6
-BAR_SHARE, BAR_TOKENS, BAR_MICROSECONDS = 0.92, 3.5, 12.0
+TARGET_BYTES = 256e6
+TARGET_SHARE, TARGET_TOKENS, TARGET_MICROSECONDS = 0.92, 3.5, 12.0
 PEERS = {
     "(cudnn)": SDPBackend.CUDNN_ATTENTION,
     "(flash)": SDPBackend.FLASH_ATTENTION,
@@ -120,10 +120,10 @@ class Row:
 
 @dataclass
 class Verdict:
-    """The bars of a cell: each a line of what was wanted and found."""
+    """The targets of a cell: each a line of what was wanted and found."""
 
     cell: str
-    bars: list[str] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
 
 
@@ -260,27 +260,27 @@ def run_cell(cell: Cell, pool: Pool, copy: float, settings: Settings) -> Iterato
 
 
 def judge(cell: Cell, rows: Sequence[Row]) -> Verdict:
-    """The bars that a cell has."""
+    """The targets that a cell has."""
     ours, *others = rows
     verdict = Verdict(cell.name)
     if ours.microseconds is None:
         verdict.missed.append(f"not measured: {ours.check}")
         return verdict
 
-    def bar(met: bool, words: str) -> None:
-        verdict.bars.append(words)
+    def target(met: bool, words: str) -> None:
+        verdict.targets.append(words)
         if not met:
             verdict.missed.append(words)
 
-    if cell.tokens == 1 and cell.cache_bytes > BAR_BYTES:
-        bar(ours.share >= BAR_SHARE, f"{ours.share:.1%} of the copy rate, wanted {BAR_SHARE:.0%}")
+    if cell.tokens == 1 and cell.cache_bytes > TARGET_BYTES:
+        target(ours.share >= TARGET_SHARE, f"{ours.share:.1%} of the copy rate, wanted {TARGET_SHARE:.0%}")
     times = [row.microseconds for row in others if row.microseconds]
     if times:
-        wanted = BAR_TOKENS if cell.tokens > 1 else 1.0
+        wanted = TARGET_TOKENS if cell.tokens > 1 else 1.0
         ratio = min(times) / ours.microseconds
-        bar(ratio >= wanted, f"{ratio:.2f} x the best peer, wanted {wanted:g}")
+        target(ratio >= wanted, f"{ratio:.2f} x the best peer, wanted {wanted:g}")
     if cell.graph and cell.batch == 1 and cell.keys == 1024:
-        bar(ours.microseconds <= BAR_MICROSECONDS, f"{ours.microseconds:.1f} µs, wanted {BAR_MICROSECONDS:g}")
+        target(ours.microseconds <= TARGET_MICROSECONDS, f"{ours.microseconds:.1f} µs, wanted {TARGET_MICROSECONDS:g}")
     return verdict
 
 
@@ -324,13 +324,13 @@ def main() -> int:
         verdicts.append(judge(cell, found))
         print("\n".join(map(line, found)), flush=True)
         body = {"format": FORMAT, "environment": environment(device), "copy_gigabytes_per_second": copy / 1e9}
-        body |= {"rows": [asdict(row) for row in rows], "bars": [asdict(verdict) for verdict in verdicts]}
+        body |= {"rows": [asdict(row) for row in rows], "targets": [asdict(verdict) for verdict in verdicts]}
         write_atomically(arguments.out / "decode.json", json.dumps(body, indent=1) + "\n")
     missed = [(verdict.cell, words) for verdict in verdicts for words in verdict.missed]
     for name, words_missed in missed:
         print(f"MISS {name}: {words_missed}")
-    bars = sum(len(verdict.bars) for verdict in verdicts)
-    print(f"{bars - len(missed)} of {bars} bars met")
+    targets = sum(len(verdict.targets) for verdict in verdicts)
+    print(f"{targets - len(missed)} of {targets} targets met")
     return 1 if any("off by" in row.check for row in rows) else 0
 
 

@@ -1,11 +1,11 @@
-"""Set the Hopper backward against its bars: backward alone and forward with backward, beside every peer that is there.
+"""Set the Hopper backward against its targets: backward alone and forward with backward, beside every peer.
 
     PYTHONPATH=src python3 benchmarks/scripts/hopper_backward.py [--out FILE.json] [--only d128,causal] [--resume]
 
 bf16. Peers: cuDNN and FlashAttention-2 (torch's SDPA), FlashAttention-4, FlexAttention. In one process, pre-heated, the
 gradients of each cell are checked, then timed interleaved round by round; a ratio is the fastest peer's median over
 ours. Cells that another backward of ours would run are not measured. The file is written anew after each cell;
-``--resume`` keeps the cells that it has and measures the others. Exit status 1 when a check fails; a missed bar is a
+``--resume`` keeps the cells that it has and measures the others. Exit status 1 when a check fails; a missed target is a
 result, not a failure.
 
 FlashAttention-4 compiles for tens of seconds a kind of cell: FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 has it keep its
@@ -37,7 +37,7 @@ from flashlane.core import registry
 from flashlane.core.dispatch import backward_choices, select_backward
 from flashlane.core.problem import AttentionProblem, Inputs
 
-FORMAT = "flashlane-hopper-backward/1"
+FORMAT = "flashlane-hopper-backward/2"
 TAG = "hopper(wgmma+tma)"
 BACKWARD = "hopper"
 """The backward that must run after it."""
@@ -52,10 +52,10 @@ Row = dict[str, object]
 
 @dataclass(frozen=True)
 class Group:
-    """Cells with one bar."""
+    """Cells with one target."""
 
     about: str
-    bar: float
+    asked: float
     """Least ratio of every cell."""
     mean: float | None = None
     """Least geometric mean of the ratios."""
@@ -69,7 +69,7 @@ GROUPS = {
     "varlen": Group("log-normal mix of lengths", 1.05),
     "deterministic": Group("deterministic, of FlashAttention-4's", 1.05),
 }
-FAST_CELL, FAST_TFLOPS = "D256 full N16384", 500.0
+FAST_CELL, FAST_RATE = "D256 full N16384", 500.0
 COST = 0.08
 """Most that determinism may cost."""
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -93,7 +93,7 @@ class Cell:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Peers that have a bar here."""
+        """Peers that have a target here."""
         return ("fa4",) if self.deterministic else tuple(PEER_TAGS)
 
     def build(self, device: torch.device) -> tuple[AttentionProblem, Inputs]:
@@ -102,7 +102,7 @@ class Cell:
 
 
 def cells(directions: Sequence[Direction] = DIRECTIONS) -> Iterator[Cell]:
-    """Every cell of the bars, the two directions of a problem after each other."""
+    """Every cell of the targets, the two directions of a problem after each other."""
     for group, shape in shapes():
         yield from (Cell(group, shape, direction) for direction in directions)
 
@@ -175,7 +175,7 @@ def judged(cell: Cell, problem: AttentionProblem, results: Results | None, reaso
     """Times, rates and the ratio to the fastest peer, and why what has no time has none."""
     names = {TAG: OURS, **{tag: name for name, tag in PEER_TAGS.items()}}
     row: Row = {"name": cell.name, "group": cell.group, "direction": cell.direction, "problem": problem.describe()}
-    row |= {"bar": GROUPS[cell.group].bar, "ratio": None, "best_peer": None, "met": False, "cost": None}
+    row |= {"asked": GROUPS[cell.group].asked, "ratio": None, "best_peer": None, "met": False, "cost": None}
     ms, rates, spread, absent = {}, {}, {}, {} if reason is None else {OURS: reason}
     free = None
     for found in results or ():
@@ -192,7 +192,7 @@ def judged(cell: Cell, problem: AttentionProblem, results: Results | None, reaso
     if OURS in ms and others:
         best = min(others, key=others.get)
         row |= {"best_peer": best, "ratio": others[best] / ms[OURS]}
-        row["met"] = row["ratio"] >= row["bar"]
+        row["met"] = row["ratio"] >= row["asked"]
     if OURS in ms and free:
         row["cost"] = ms[OURS] / free - 1
     return row | {"ms": ms, "tflops": rates, "spread": spread, "absent": absent}
@@ -203,37 +203,39 @@ def line(row: Row) -> str:
     figures = "  ".join(f"{name} {rate:5.1f}" for name, rate in row["tflops"].items())
     verdict = "no ratio"
     if row["ratio"] is not None:
-        verdict = f"{row['ratio']:.3f} of {row['best_peer']} {'pass' if row['met'] else 'MISS'} {row['bar']:.2f}"
+        verdict = f"{row['ratio']:.3f} of {row['best_peer']} {'pass' if row['met'] else 'MISS'} {row['asked']:.2f}"
     cost = "" if row["cost"] is None else f", determinism costs {100 * row['cost']:.1f} %"
     absent = "".join(f"; no {name}: {why[:70]}" for name, why in row["absent"].items())
     return f"{row['name']:<46} {figures}  {verdict}{cost}{absent}"
 
 
 def judge(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """Every bar, over the cells that were measured: what it asks, the least or mean found, and whether it is met."""
-    bars = []
+    """Every target, over the cells that were measured: what it asks, the least or mean found, and whether it is met."""
+    targets = []
 
-    def add(bar: str, asked: float, values: Sequence[float], found: Callable[[Sequence[float]], float]) -> None:
+    def add(target: str, asked: float, values: Sequence[float], found: Callable[[Sequence[float]], float]) -> None:
         value = found(values) if values else None
-        bars.append({"bar": bar, "asked": asked, "cells": len(values), "found": value, "met": met(value, asked)})
+        targets.append(
+            {"target": target, "asked": asked, "cells": len(values), "found": value, "met": met(value, asked)}
+        )
 
     for name, group in GROUPS.items():
         for direction in DIRECTIONS:
             own = [row for row in rows if row["group"] == name and row["direction"] == direction]
             ratios = [row["ratio"] for row in own if row["ratio"] is not None]
-            add(f"{group.about}, {direction}: least ratio", group.bar, ratios, min)
+            add(f"{group.about}, {direction}: least ratio", group.asked, ratios, min)
             if group.mean is not None:
                 add(f"{group.about}, {direction}: mean ratio", group.mean, ratios, geometric_mean)
     fast = [row for row in rows if row["name"].startswith(FAST_CELL) and row["direction"] == "backward"]
     fast = [row["tflops"][OURS] for row in fast if row["group"] == "d256" and OURS in row["tflops"]]
-    add(f"{FAST_CELL}, backward: TFLOP/s", FAST_TFLOPS, fast, min)
+    add(f"{FAST_CELL}, backward: TFLOP/s", FAST_RATE, fast, min)
     costs = [row["cost"] for row in rows if row["cost"] is not None and row["direction"] == "backward"]
     worst = max(costs) if costs else None
-    bars.append({
-        "bar": "deterministic, backward: highest cost", "asked": COST, "cells": len(costs), "found": worst,
+    targets.append({
+        "target": "deterministic, backward: highest cost", "asked": COST, "cells": len(costs), "found": worst,
         "met": worst is not None and worst <= COST,
     })  # fmt: skip
-    return bars
+    return targets
 
 
 def met(value: float | None, asked: float) -> bool:
@@ -244,12 +246,12 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-def summary(bars: Sequence[dict[str, object]]) -> Iterator[str]:
-    """A line a bar."""
-    for bar in bars:
-        found = "not measured" if bar["found"] is None else f"{bar['found']:8.3f}"
-        verdict = "" if bar["found"] is None else "pass" if bar["met"] else "MISS"
-        yield f"{bar['bar']:<58} {bar['cells']:3d} cells  {found} of {bar['asked']:g}  {verdict}"
+def summary(targets: Sequence[dict[str, object]]) -> Iterator[str]:
+    """A line a target."""
+    for target in targets:
+        found = "not measured" if target["found"] is None else f"{target['found']:8.3f}"
+        verdict = "" if target["found"] is None else "pass" if target["met"] else "MISS"
+        yield f"{target['target']:<58} {target['cells']:3d} cells  {found} of {target['asked']:g}  {verdict}"
 
 
 def kept(path: Path, device: torch.device) -> dict[str, Row]:
@@ -320,7 +322,7 @@ def main() -> int:
             rows[cell.name] = row | {"commit": here["commit"], "date": here["date"]}
             ordered = [rows[known.name] for known in cells() if known.name in rows]
             body = {"format": FORMAT, "environment": here, "settings": asdict(settings), "rows": ordered}
-            write_atomically(arguments.out, json.dumps({**body, "bars": judge(ordered)}, indent=1) + "\n")
+            write_atomically(arguments.out, json.dumps({**body, "targets": judge(ordered)}, indent=1) + "\n")
             print(line(row), flush=True)
     print(*(f"WRONG {text}" for text in wrong), *summary(judge(list(rows.values()))), sep="\n")
     return 1 if wrong else 0

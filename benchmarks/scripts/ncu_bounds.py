@@ -1,4 +1,4 @@
-"""What bounds the kernels that miss a bar: Nsight Compute's counters of one launch each, on a GPU.
+"""What bounds the kernels that miss a target: Nsight Compute's counters of one launch each, on a GPU.
 
     PYTHONPATH=src python3 benchmarks/scripts/ncu_bounds.py --out benchmarks
 

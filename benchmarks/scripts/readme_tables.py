@@ -4,13 +4,13 @@
     python benchmarks/scripts/readme_tables.py --check   # exit 1 when one is not what would be written
 
 A part stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. NAME is ``kernels`` (the registry),
-``features`` (the registry beside what other libraries document, benchmarks/results/features.json), ``standing`` (where
+``features`` (the registry beside what other libraries document, benchmarks/scripts/features.json), ``standing`` (where
 the committed results lead and where they trail), ``mma-shapes`` (what the mma family's heuristic picks), ``mma-holes``
 (where it has no tile that fits), or ``bench:FILE``: benchmarks/FILE.json as the table that its format has.
-``bench:FILE/VIEW`` takes another view of it: ``ladder`` and ``founding`` of a file that ``flashlane bench`` or
-founding.py wrote, ``logs`` of that of founding_logs.py, ``roofs`` and ``rows`` of that of blocks_gpu.py, ``grid`` (or
-``grid-backward``, ``grid-both``), ``rows`` and ``bars`` of those of hopper_forward.py and hopper_backward.py. A file
-that is not there leaves a line that says so.
+``bench:FILE/VIEW`` takes another view of it: ``ladder`` and ``logs-columns`` of a file that ``flashlane bench`` or
+baseline.py wrote, ``logs`` of that of baseline_logs.py, ``ceilings`` and ``rows`` of that of lessons_gpu.py, ``grid``
+(or ``grid-backward``, ``grid-both``), ``rows`` and ``targets`` of those of hopper_forward.py and hopper_backward.py. A
+file that is not there leaves a line that says so.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MARKED = re.compile(
 VERSIONS = ("torch", "cuda", "driver", "flashlane")
 NOT_MEASURED = "Not measured yet.\n"
 FLASH, CUDNN = "(flash)", "(cudnn)"
-RUNGS = ("naive", "split-kv", "split-q", "split-q+share-kv", "split-q+share-qkv", "split-q+tiling-qk")
-RUNGS += ("split-q+tiling-qkv",)
+DESIGNS = ("naive", "split-kv", "split-q", "split-q+share-kv", "split-q+share-qkv", "split-q+tiling-qk")
+DESIGNS += ("split-q+tiling-qkv",)
 SHAPE_HEAD_DIMS = (64, 128, 256, 512, 1024)
 SHAPE_ARCH = "sm_90a"
 CEILING = "% mma ceiling:"
@@ -70,7 +70,7 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
         if match[2] == "kernels":
             body = kernel_list()
         elif match[2] == "features":
-            body = feature_table(results / "features.json")
+            body = feature_table(ROOT / "benchmarks" / "scripts" / "features.json")
         elif match[2] == "standing":
             body = standing(results)
         elif match[2] == "mma-shapes":
@@ -146,7 +146,7 @@ def shape_table() -> str:
 
     known = {kernel.tag: kernel for kernel in registry.kernels()}
     rows = []
-    for design in RUNGS[1:]:
+    for design in DESIGNS[1:]:
         for stage in (1, 2):
             padded = known[f"mma({design}+acc-f32+stage{stage})"]
             swizzled = known[f"mma({design}+acc-f32+swizzle-qkv+stage{stage})"]
@@ -175,7 +175,7 @@ def hole_table() -> str:
     known = {kernel.tag: kernel for kernel in registry.kernels()}
     rows = []
     for limit, names in sorted(archs.items()):
-        for design, persist, stage in itertools.product(RUNGS[1:], ("", "+persist-q"), (1, 2, 3, 4)):
+        for design, persist, stage in itertools.product(DESIGNS[1:], ("", "+persist-q"), (1, 2, 3, 4)):
             found: dict[str, list[str]] = {}
             for swizzle in ("", "+swizzle-q", "+swizzle-qk", "+swizzle-qkv"):
                 kernel = known.get(f"mma({design}{persist}{swizzle}+stage{stage})")
@@ -214,7 +214,7 @@ def bench_tables(path: Path, view: str = "") -> str:
     if not path.is_file():
         return NOT_MEASURED
     result = json.loads(path.read_text(encoding="utf-8"))
-    kind = str(result.get("format") or ("blocks" if "block" in (result.get("rows") or [{}])[0] else None))
+    kind = str(result.get("format") or ("flashlane-lessons/0" if "block" in (result.get("rows") or [{}])[0] else None))
     views = next((views for prefix, views in VIEWS.items() if kind.startswith(prefix)), None)
     if views is None:
         raise ValueError(f"{path.name} has format {kind!r}; it must be a file that flashlane bench wrote")
@@ -247,7 +247,7 @@ def by_problem(result: Result) -> dict[str, list[Row]]:
 
 def all_rows(result: Result) -> str:
     """A table a problem with every row, fastest first."""
-    head = ("tag", "ms:", "TFLOPS:", "× best baseline:")
+    head = ("tag", "ms:", "TFLOP/s:", "× best peer:")
     tables = []
     for problem, rows in by_problem(result).items():
         rows = sorted(rows, key=lambda row: milliseconds(row) or float("inf"))
@@ -256,7 +256,7 @@ def all_rows(result: Result) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    tag = row["tag"] if row["kind"] == "kernel" else f"{row['tag']} (baseline)"
+    tag = row["tag"] if row["kind"] == "kernel" else f"{row['tag']} (peer)"
     if row["status"] != "ok":
         return (tag, row["status"], "", "")
     speeds = (number(row.get(key), digits) for key, digits in (("tflops", 1), ("speedup", 2)))
@@ -264,15 +264,15 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def ladder(result: Result) -> str:
-    """A table a problem: the fastest tag of each rung that accumulates and stores in f32, padded then swizzled."""
-    head = ("rung", "fastest tag", "ms:", "TFLOPS:", "× rung before:", "× SDPA flash:", "registers:", "KiB:")
+    """A table a problem: the fastest tag of each design that accumulates and stores in f32, padded then swizzled."""
+    head = ("design", "fastest tag", "ms:", "TFLOP/s:", "× design before:", "× SDPA flash:", "registers:", "KiB:")
     shares = any(row.get("mma_ceiling") for row in result["rows"])
     head += (CEILING,) if shares else ()
     tables = []
     for problem, rows in by_problem(result).items():
-        baselines = {row["tag"]: milliseconds(row) for row in rows if row["kind"] == "baseline" and milliseconds(row)}
+        baselines = {row["tag"]: milliseconds(row) for row in rows if row["kind"] == "peer" and milliseconds(row)}
         flash, before, lines = baselines.get(FLASH), None, []
-        for name, members in rungs(rows):
+        for name, members in designs(rows):
             timed = [row for row in members if row["status"] == "ok" and milliseconds(row)]
             if not timed:
                 continue
@@ -294,25 +294,25 @@ def ladder(result: Result) -> str:
     return "\n".join(tables)
 
 
-def rungs(rows: Sequence[Row]) -> Iterable[tuple[str, list[Row]]]:
-    """(name, rows) of each rung, from the bottom: each design with padded tiles, then all with swizzled ones."""
+def designs(rows: Sequence[Row]) -> Iterable[tuple[str, list[Row]]]:
+    """(name, rows) of each design, from the bottom: each design with padded tiles, then all with swizzled ones."""
     kernels = [(row, *split_words(words_of(row["tag"]))) for row in rows if row["kind"] == "kernel"]
 
     def of(design: str, *must: str) -> list[Row]:
         return [row for row, named, words in kernels if named == design and set(words) - {"persist-q"} == set(must)]
 
     yield "naive", of("naive")
-    for design in RUNGS[1:]:
+    for design in DESIGNS[1:]:
         yield design, of(design, "acc-f32")
-    yield "swizzle-qkv", [row for design in RUNGS[1:] for row in of(design, "acc-f32", "swizzle-qkv")]
+    yield "swizzle-qkv", [row for design in DESIGNS[1:] for row in of(design, "acc-f32", "swizzle-qkv")]
 
 
-def founding(result: Result) -> str:
-    """The founding logs' columns and rows: f16 accumulators, padded; first, second and last output, the founding count.
+def logs_columns(result: Result) -> str:
+    """The columns and rows of the baseline logs: f16 accumulators and padded tiles.
 
     The last column is the gain over the best row so far, as those logs print it.
     """
-    head = ("tag", "first, second, last output", "ms:", "TFLOPS (founding count):", "over the best so far:")
+    head = ("tag", "first, second, last output", "ms:", "TFLOP/s (all operations):", "over the best so far:")
     tables = []
     for problem, rows in by_problem(result).items():
         best, lines = None, []
@@ -326,14 +326,14 @@ def founding(result: Result) -> str:
             gain = "" if best is not None and ms >= best else f"+{100 * (best / ms - 1) if best else 0:.2f} %"
             best = ms if best is None else min(best, ms)
             values = ", ".join(f"{value:.8f}" for value in row.get("values") or ())
-            lines.append((row["tag"], values, f"{ms:.6f}", number(row.get("tflops_founding"), 2), gain))
+            lines.append((row["tag"], values, f"{ms:.6f}", number(row.get("tflops_all"), 2), gain))
         tables.append(f"**{problem}**\n\n" + table(head, lines))
     return "\n".join(tables)
 
 
 def summary(result: Result) -> str:
     """One line a problem: our fastest kernel beside SDPA flash (FlashAttention-2) and cuDNN."""
-    head = ("problem", "fastest of ours", "ms:", "TFLOPS:", "× SDPA flash:", "× cuDNN:")
+    head = ("problem", "fastest of ours", "ms:", "TFLOP/s:", "× SDPA flash:", "× cuDNN:")
     lines = []
     for problem, rows in by_problem(result).items():
         times = {row["tag"]: (milliseconds(row), row) for row in rows if milliseconds(row) and row["status"] == "ok"}
@@ -345,11 +345,11 @@ def summary(result: Result) -> str:
 
 
 STANDING = {
-    "founding": "`mma`, baseline shapes",
-    "mma_bars": "`mma`, targets",
+    "baseline": "`mma`, baseline grid",
+    "mma_targets": "`mma`, targets",
     "hopper_forward": "`hopper`, forward",
     "hopper_backward": "`hopper`, {direction}",
-    "triton_bars": "`triton`, targets",
+    "triton_targets": "`triton`, targets",
     "decode": "`decode`",
 }
 """Committed results of a family against its peers, and what the table of the standing calls them."""
@@ -424,11 +424,11 @@ def pairs(result: Result) -> Iterable[tuple[str, float]]:
         for rows in by_problem(result).values():
             timed = [row for row in rows if row["status"] == "ok" and milliseconds(row)]
             ours = min((milliseconds(row) for row in timed if row["kind"] == "kernel"), default=None)
-            yield from ((r["tag"], milliseconds(r) / ours) for r in timed if ours and r["kind"] == "baseline")
-    elif kind.startswith("flashlane-bars/"):
-        yield from ((goal["peer"], goal["ratio"]) for goal in result["goals"] if goal["ratio"])
-    elif kind.startswith("flashlane-triton-bars/"):
-        yield from (pair for goal in result["goals"] for pair in (goal.get("ratios") or {}).items() if pair[1])
+            yield from ((r["tag"], milliseconds(r) / ours) for r in timed if ours and r["kind"] == "peer")
+    elif kind.startswith("flashlane-mma-targets/"):
+        yield from ((target["peer"], target["ratio"]) for target in result["targets"] if target["ratio"])
+    elif kind.startswith("flashlane-triton-targets/"):
+        yield from (pair for target in result["targets"] for pair in (target.get("ratios") or {}).items() if pair[1])
     elif kind.startswith("flashlane-hopper-"):
         for row in result["rows"]:
             rates = row.get("tflops") or {}
@@ -456,34 +456,36 @@ def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
     return "+".join(design), [word for word in words if word not in design and not word.startswith("stage")]
 
 
-def bars(result: Result) -> str:
-    """A line a goal: the ratio to the peer, and whether the bar was met."""
-    shares = any(goal.get("mma_ceiling") for goal in result["goals"])
-    head = ("problem", "against", "ratio:", "bar:", "", "ms:", "TFLOPS:", *((CEILING,) if shares else ()), "tag")
+def targets(result: Result) -> str:
+    """A line a target: the ratio to the peer, and whether the target was met."""
+    shares = any(target.get("mma_ceiling") for target in result["targets"])
+    head = ("problem", "against", "ratio:", "target:", "", "ms:", "TFLOP/s:", *((CEILING,) if shares else ()), "tag")
     rows = []
-    for goal in result["goals"]:
-        verdict = "" if goal["ratio"] is None else "met" if goal["met"] else "**missed**"
-        tag = f"`{goal['tag']}`" if goal["tag"] else "not run"
-        figures = (significant(goal["ms"]), number(goal["tflops"], 1), *((share(goal),) if shares else ()))
-        rows.append((goal["problem"], goal["peer"], number(goal["ratio"], 3), goal["bar"], verdict, *figures, tag))
-    met = sum(goal["met"] for goal in result["goals"])
-    return table(head, rows) + f"\n{met} of {len(rows)} bars met.\n"
+    for target in result["targets"]:
+        verdict = "" if target["ratio"] is None else "met" if target["met"] else "**missed**"
+        tag = f"`{target['tag']}`" if target["tag"] else "not run"
+        figures = (significant(target["ms"]), number(target["tflops"], 1), *((share(target),) if shares else ()))
+        rows.append(
+            (target["problem"], target["peer"], number(target["ratio"], 3), target["asked"], verdict, *figures, tag)
+        )
+    met = sum(target["met"] for target in result["targets"])
+    return table(head, rows) + f"\n{met} of {len(rows)} targets met.\n"
 
 
-def triton_bars(result: Result) -> str:
-    """A line a goal: our time, and how many times as fast as each peer it is."""
-    peers = list(dict.fromkeys(peer for goal in result["goals"] for peer in goal.get("ratios") or {}))
-    head = ("goal", "ms:", "TFLOPS:", *(f"× {PEERS.get(peer.strip('()'), peer)}:" for peer in peers), "bar")
+def triton_targets(result: Result) -> str:
+    """A line a target: our time, and how many times as fast as each peer it is."""
+    peers = list(dict.fromkeys(peer for target in result["targets"] for peer in target.get("ratios") or {}))
+    head = ("target", "ms:", "TFLOP/s:", *(f"× {PEERS.get(peer.strip('()'), peer)}:" for peer in peers), "target")
     rows = []
-    for goal in result["goals"]:
-        ratios = (number((goal.get("ratios") or {}).get(peer), 3) for peer in peers)
-        verdict = "met" if goal["met"] else "**missed**" if goal.get("ratios") else "not run"
-        rows.append((goal["name"], significant(goal["ms"]), number(goal["tflops"], 1), *ratios, verdict))
-    return table(head, rows) + f"\n{sum(goal['met'] for goal in result['goals'])} of {len(rows)} bars met.\n"
+    for target in result["targets"]:
+        ratios = (number((target.get("ratios") or {}).get(peer), 3) for peer in peers)
+        verdict = "met" if target["met"] else "**missed**" if target.get("ratios") else "not run"
+        rows.append((target["name"], significant(target["ms"]), number(target["tflops"], 1), *ratios, verdict))
+    return table(head, rows) + f"\n{sum(target['met'] for target in result['targets'])} of {len(rows)} targets met.\n"
 
 
 def suite(result: Result) -> str:
-    """A course table: our times, and how many times as fast as the others we are."""
+    """A course table (docs/suites.md explains them): our times, and how many times as fast as the others we are."""
     sizes = ("seqlen", "head_dim", "dtype", "size", "attention", "tokens", "peak")
     words = {c["key"]: c["title"] for c in result["columns"]}
     shown = [key for key in words if key in sizes or key.startswith(("ours_", "speedup")) or key.endswith("_avg")]
@@ -549,23 +551,29 @@ def hopper_rows(result: Result) -> str:
     return table((*head, *(("cost of the order:",) if costs else ())), lines)
 
 
-def hopper_bars(result: Result) -> str:
-    """A line a bar of the whole run."""
-    head = ("bar", "problems:", "asked:", "found:", "")
+def hopper_targets(result: Result) -> str:
+    """A line a target of the whole run."""
+    head = ("target", "problems:", "asked:", "found:", "")
     rows = [
-        (bar["bar"], bar["cells"], f"{bar['asked']:g}", number(bar["found"], 3), "met" if bar["met"] else "**missed**")
-        for bar in result["bars"]
+        (
+            row["target"],
+            row["cells"],
+            f"{row['asked']:g}",
+            number(row["found"], 3),
+            "met" if row["met"] else "**missed**",
+        )
+        for row in result["targets"]
     ]
     return table(head, rows)
 
 
 def decoding(result: Result) -> str:
-    """A line a cell: our time and share of the copy rate, the peers' times, and whether its bars were met."""
+    """A line a cell: our time and share of the copy rate, the peers' times, and whether its targets were met."""
     cells: dict[str, dict[str, Row]] = {}
     for row in result["rows"]:
         if row["check"] == "ok" and row.get("microseconds"):
             cells.setdefault(row["cell"], {})[row["tag"]] = row
-    bars = {bar["cell"]: bar for bar in result["bars"]}
+    targets = {target["cell"]: target for target in result["targets"]}
     peers = list(dict.fromkeys(tag for rows in cells.values() for tag in rows if tag.startswith("(")))
     head = (
         "cell",
@@ -584,21 +592,21 @@ def decoding(result: Result) -> str:
             continue
         times = [rows[peer]["microseconds"] if peer in rows else None for peer in peers]
         best = min((time for time in times if time), default=None)
-        missed = ", ".join(bar.split(", wanted ")[-1] for bar in bars.get(cell, {}).get("missed", ()))
+        missed = ", ".join(target.split(", wanted ")[-1] for target in targets.get(cell, {}).get("missed", ()))
         lines.append((
             cell, number(ours["microseconds"], 1), f"{100 * ours['share']:.1f} %", *(number(time, 1) for time in times),
             marked(best / ours["microseconds"]) if best else "–", f"**missed** {missed}" if missed else "",
         ))  # fmt: skip
-    met = sum(len(bar["bars"]) - len(bar["missed"]) for bar in bars.values())
-    every = sum(len(bar["bars"]) for bar in bars.values())
+    met = sum(len(target["targets"]) - len(target["missed"]) for target in targets.values())
+    every = sum(len(target["targets"]) for target in targets.values())
     rate = f"Copy rate in the same run: {result['copy_gigabytes_per_second']:.0f} GB/s.\n\n"
-    return rate + table(head, lines) + f"\n{met} of {every} bars met.\n"
+    return rate + table(head, lines) + f"\n{met} of {every} targets met.\n"
 
 
 def logs(result: Result) -> str:
-    """A table a founding log: every line of it, our figures, and the milliseconds that it reports."""
-    reported = json.loads((ROOT / "benchmarks" / "results" / "founding_reported.json").read_text(encoding="utf-8"))
-    head = ("problem", "tag", "first, second, last output", "ms:", "TFLOPS (founding count):", "the log's ms:")
+    """A table a log: every line of it, our figures, and the milliseconds that it reports."""
+    reported = json.loads((ROOT / "benchmarks" / "scripts" / "baseline_reported.json").read_text(encoding="utf-8"))
+    head = ("problem", "tag", "first, second, last output", "ms:", "TFLOP/s (all operations):", "the log's ms:")
     measured = {(row["problem"], row["tag"]): row for row in result["rows"]}
     tables = []
     for log in reported["logs"]:
@@ -610,12 +618,12 @@ def logs(result: Result) -> str:
                 ms = milliseconds(row) if row.get("status") == "ok" else None
                 values = ", ".join(f"{value:.8f}" for value in row.get("values") or ()) if ms else ""
                 ours = f"{ms:.6f}" if ms else row.get("status", "not run")
-                lines.append((title, f"`{tag}`", values, ours, number(row.get("tflops_founding"), 2), f"{theirs:.6f}"))
+                lines.append((title, f"`{tag}`", values, ours, number(row.get("tflops_all"), 2), f"{theirs:.6f}"))
         tables.append(f"**{log['name']}** (reported on {log['card']})\n\n" + table(head, lines))
     return "\n".join(tables)
 
 
-def blocks(result: Result) -> str:
+def lessons(result: Result) -> str:
     """A line a group: the fastest of ours, torch, and the best loop of mma.sync from registers in the same rounds."""
     head = ("block", "problem", "fastest of ours", "ms:", "TFLOP/s or TB/s:", "torch, ms:", "× torch:", "% of ceiling:")
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -656,7 +664,7 @@ def conflicts(result: Result) -> str:
     return table(head, rows)
 
 
-def roofs(result: Result) -> str:
+def ceilings(result: Result) -> str:
     """What the tensor cores and the memory gave: the best ceiling of each precision, and the best copy."""
     best: dict[str, float] = {}
     copied = 0.0
@@ -669,13 +677,19 @@ def roofs(result: Result) -> str:
     rows = [(f"mma.sync m16n8k16, {name}", f"{value:.0f} TFLOP/s") for name, value in best.items()]
     if copied:
         rows.append(("device memory, read and write together", f"{copied / 1000:.2f} TB/s"))
-    return table(("roof", "measured:"), rows)
+    return table(("ceiling", "measured:"), rows)
 
 
 VIEWS = {
-    "flashlane-bench/": {"": all_rows, "ladder": ladder, "founding": founding, "logs": logs, "summary": summary},
-    "flashlane-bars/": {"": bars},
-    "flashlane-triton-bars/": {"": triton_bars},
+    "flashlane-bench/": {
+        "": all_rows,
+        "ladder": ladder,
+        "logs-columns": logs_columns,
+        "logs": logs,
+        "summary": summary,
+    },
+    "flashlane-mma-targets/": {"": targets},
+    "flashlane-triton-targets/": {"": triton_targets},
     "flashlane-ncu-conflicts/": {"": conflicts},
     "flashlane-suite/": {"": suite},
     "flashlane-decode/": {"": decoding},
@@ -683,10 +697,10 @@ VIEWS = {
         "grid-backward": functools.partial(hopper_grid, direction="backward"),
         "grid-both": functools.partial(hopper_grid, direction="both"),
         "rows": hopper_rows,
-        "bars": hopper_bars,
+        "targets": hopper_targets,
     },
     "flashlane-hopper-": {"grid": hopper_grid, "rows": hopper_rows},
-    "blocks": {"roofs": roofs, "rows": blocks},
+    "flashlane-lessons/": {"ceilings": ceilings, "rows": lessons},
 }
 """Start of a file's format -> its views."""
 

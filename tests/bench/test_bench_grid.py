@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashlane.bench.measure.grid import FOUNDING_SHAPES, Grid, make_problem, parse_dtypes, parse_names, parse_sizes
+from flashlane.bench.measure.grid import BASELINE_SHAPES, Grid, make_problem, parse_dtypes, parse_names, parse_sizes
 from flashlane.core.problem import AttentionProblem, Inputs
 
 
@@ -52,11 +52,11 @@ def test_unknown_names_get_the_nearest():
 
 def test_grid_is_the_product_and_fills_what_is_not_given():
     grid = Grid(seqlen=(128, 256), head_dim=(64, 80), dtypes=(torch.float16, torch.float32), causal=(True,))
-    problems = grid.problems(None, FOUNDING_SHAPES)
+    problems = grid.problems(None, BASELINE_SHAPES)
     assert len(problems) == len(set(problems)) == 8
     assert {(p.batch, p.heads) for p in problems} == {(1, 8)}
     assert all(p.causal and p.scale == p.head_dim**-0.5 for p in problems)
-    assert [p.describe() for p in Grid().problems("sm_90a", FOUNDING_SHAPES)][:2] == [
+    assert [p.describe() for p in Grid().problems("sm_90a", BASELINE_SHAPES)][:2] == [
         "B1 H8 N8192 D64 f16",
         "B2 H2 N4096 D64 f16",
     ]

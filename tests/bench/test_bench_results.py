@@ -18,7 +18,7 @@ def results():
     sizes["causal"] = True
     good = Row("p", sizes, "good", "kernel", "ok", values=(0.5, -1.0, 2.0), timing=summarise([1.0, 3.0, 2.0], 4, "m"))
     bad = Row("p", sizes, "bad", "kernel", "FAIL", "output: NaN", verdict=Verdict(False, math.inf, 1e-3, math.inf))
-    peer = Row("p", sizes, "(peer)", "baseline", "error", "RuntimeError: no")
+    peer = Row("p", sizes, "(peer)", "peer", "error", "RuntimeError: no")
     environment = {"device": "NVIDIA H200", "commit": "abc", "date": "2025-01-31T00:00:00+00:00", "torch": "2"}
     return Results(environment, {"rule": "fa2"}, [good, bad, peer], [Skipped("p", "other", "head_dim, is 1000")])
 

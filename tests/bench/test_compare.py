@@ -51,11 +51,11 @@ def row(tag, ms, mib=None, kind="kernel", status="ok", speedup=None):
 
 def test_the_fastest_and_the_leanest_are_named():
     rows = [
-        row("(unfused)", 8.0, 64, "baseline"),
-        row("(flash)", 3.0, 2, "baseline", speedup=1.0),
+        row("(unfused)", 8.0, 64, "peer"),
+        row("(flash)", 3.0, 2, "peer", speedup=1.0),
         row("ours", 2.0, 4, speedup=1.5),
         row("wrong", 0.1, 0.1, status="FAIL"),
-        row("dead", None, None, "baseline", "error"),
+        row("dead", None, None, "peer", "error"),
     ]
     found = comparison.standings(rows)
     assert [s.tag for s in found] == ["wrong", "ours", "(flash)", "(unfused)", "dead"]

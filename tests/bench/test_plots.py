@@ -36,7 +36,7 @@ def row(tag: str, tflops: float | None, speedup: float | None, batch=1, length=1
         "problem": f"B{batch} H8 N{length} D{dim} f16",
         "sizes": sizes,
         "tag": tag,
-        "kind": "baseline" if tag.startswith("(") else "kernel",
+        "kind": "peer" if tag.startswith("(") else "kernel",
         "status": status,
         "tflops": tflops,
         "speedup": speedup,
@@ -157,7 +157,7 @@ def test_roofs_of_a_file(results, tmp_path):
     body = {"environment": {"device": "NVIDIA Test"}, "failures": []}
     line = {"block": "hgemm", "group": "8192 f16 acc-f32 nn", "ok": True, "tflops": 300.0, "of_ceiling": 0.5}
     body["rows"] = [line, line | {"of_ceiling": 0.6}, {"block": "softmax"}, line | {"of_ceiling": None}]
-    file = tmp_path / "blocks.json"
+    file = tmp_path / "lessons.json"
     file.write_text(json.dumps(body))
     assert plots.read_roofs(file, "NVIDIA Test") == {"f16 acc-f32": 600.0}
     with pytest.raises(ValueError, match=r"blocks\.json was measured on NVIDIA Test, the results on NVIDIA Other"):

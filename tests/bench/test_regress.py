@@ -28,7 +28,7 @@ def results(shifts=None, *, noise=0.005, rounds=7, drift=0.0, device="Fake GPU",
             continue
         ms = (i + 0.02) * (1 + (shifts or {}).get(cell, 0.0)) * (1 + drift)
         samples = [ms * RNG.lognormvariate(0, noise) * (1.5 if RNG.random() < outlier else 1) for _ in range(rounds)]
-        kind = "baseline" if cell[1] == "cudnn" else "kernel"
+        kind = "peer" if cell[1] == "cudnn" else "kernel"
         state = (status or {}).get(cell, "ok")
         timing = summarise(samples, 10, "host clock") if state == "ok" else None
         rows.append(Row(cell[0], {}, cell[1], kind, state, "" if timing else "it is wrong", timing=timing))

@@ -29,7 +29,7 @@ TIMES = {"mma(split-q+stage1)": 0.3, "tiled": 12.0, "(flash)": 0.45, "(cudnn)": 
 
 def row(tag, ms, n=1024, status="ok", message=""):
     sizes = {"batch": 1, "heads": 8, "kv_heads": 8, "seqlen_q": n, "seqlen_k": n, "head_dim": 64, "dtype": "f16"}
-    kind = "baseline" if tag.startswith("(") else "kernel"
+    kind = "peer" if tag.startswith("(") else "kernel"
     timing = None if ms is None else summarise([ms, ms * 1.1, ms * 0.9], 3, "m")
     figures = {} if ms is None else {"tflops": 2.1 / ms, "speedup": TIMES["(cudnn)"] / ms}
     memory = Memory(3 << 20, None, None, None, "m")

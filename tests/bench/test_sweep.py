@@ -263,7 +263,7 @@ def test_cells_without_memory_and_cells_that_die_are_recorded_and_passed(crew, t
         {
             first: [Skipped(first, "tiled", "out of memory: its tensors do not fit")],
             second: Died(None, "its process was ended by SIGKILL (out of memory, most likely)"),
-            third: [row(third), row(third, "(unfused)", None, "error", "out of memory", "baseline")],
+            third: [row(third), row(third, "(unfused)", None, "error", "out of memory", "peer")],
         }
     )
     cells = s.cells_of([bench.make_problem(1, 1, n, 16) for n in (8, 16, 24)], ("forward",))

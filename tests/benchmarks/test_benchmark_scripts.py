@@ -31,7 +31,7 @@ def script(monkeypatch):
 
 
 def row(tag: str, ms: float | None, problem: str = "P", **more: object) -> dict[str, object]:
-    kind = "kernel" if tag.startswith("mma") else "baseline"
+    kind = "kernel" if tag.startswith("mma") else "peer"
     timing = None if ms is None else {"median": ms}
     found = {"problem": problem, "tag": tag, "kind": kind, "status": "ok", "timing": timing, "tflops": 1 / (ms or 1)}
     return {**found, **more}
@@ -119,16 +119,16 @@ def test_the_share_of_the_ceiling_is_a_column_where_it_was_measured(script, tmp_
     rows = [row("mma(naive)", 80.0), row("mma(split-q+acc-f32+stage1)", 2.0, mma_ceiling=0.564), row("(flash)", 1.2)]
     lines = lines_of(tables.bench_tables(write(tmp_path, "x", {"format": "flashlane-bench/1", "rows": rows}), "ladder"))
     assert [line[-1] for line in lines] == ["–", "56", ""] and {len(line) for line in lines} == {9}
-    goal = {"problem": "P", "peer": "(flash)", "bar": 1.1, "ratio": 1.2, "met": True, "tag": "mma(x)", "ms": 2.0}
-    goals = [goal | {"tflops": 300.0, "mma_ceiling": 0.5}, goal | {"tflops": 300.0}]
-    path = write(tmp_path, "b", {"format": "flashlane-bars/1", "goals": goals})
+    target = {"problem": "P", "peer": "(flash)", "asked": 1.1, "ratio": 1.2, "met": True, "tag": "mma(x)", "ms": 2.0}
+    targets = [target | {"tflops": 300.0, "mma_ceiling": 0.5}, target | {"tflops": 300.0}]
+    path = write(tmp_path, "b", {"format": "flashlane-mma-targets/2", "targets": targets})
     assert [line[-2:] for line in lines_of(tables.bench_tables(path))] == [["50", "`mma(x)`"], ["–", "`mma(x)`"]]
 
 
-def test_the_founding_logs_stand_beside_ours_line_by_line(script, tmp_path):
+def test_the_baseline_logs_stand_beside_ours_line_by_line(script, tmp_path):
     title = "B2 H2 N4096 D64 f16, README"
     rows = [
-        row("mma(split-kv+stage1)", 0.145, title, values=(1.0, -0.5, 0.25), tflops_founding=120.6),
+        row("mma(split-kv+stage1)", 0.145, title, values=(1.0, -0.5, 0.25), tflops_all=120.6),
         row("mma(split-kv+stage2)", None, title, status="FAIL"),
     ]
     path = write(tmp_path, "x", {"format": "flashlane-bench/1", "rows": rows})
@@ -138,9 +138,9 @@ def test_the_founding_logs_stand_beside_ours_line_by_line(script, tmp_path):
     assert lines[3][3:] == ["FAIL", "–", "0.304818"] and lines[0][1] == "`(unfused)`" and lines[0][3] == "not run"
 
 
-def test_every_line_of_the_founding_logs_can_be_run(script):
+def test_every_line_of_the_baseline_logs_can_be_run(script):
     """40 problems of the README, 24 of the older one (12 of them in f32 too), and the three of the release notes."""
-    lines = list(script("founding_logs").lines("sm_90a"))
+    lines = list(script("baseline_logs").lines("sm_90a"))
     assert len(lines) == 40 + 36 + 3 and sum(len(line.kernels) + len(line.baselines) for line in lines) == 288
     for line in lines:
         assert all(registry.get(tag).supports(line.problem) is None for tag in line.kernels), line
@@ -170,19 +170,19 @@ def test_blocks_show_the_fastest_beside_torch_and_the_ceiling(script, tmp_path):
 
 def test_triton_bars_become_a_table(script, tmp_path):
     ratios = {"(flash)": 1.5, "(flex)": 1.2}
-    goals = [
+    targets = [
         {"name": "a", "ms": 2.0, "tflops": 300.0, "ratios": ratios, "met": True},
         {"name": "b", "ms": 4.0, "tflops": 100.0, "ratios": {"(flex)": 0.9}, "met": False},
         {"name": "c", "ms": None, "tflops": None, "ratios": {}, "met": False},
     ]
-    path = write(tmp_path, "x", {"format": "flashlane-triton-bars/1", "goals": goals})
+    path = write(tmp_path, "x", {"format": "flashlane-triton-targets/2", "targets": targets})
     text = script("readme_tables").bench_tables(path)
     assert lines_of(text) == [
         ["a", "2", "300.0", "1.500", "1.200", "met"],
         ["b", "4", "100.0", "–", "0.900", "**missed**"],
         ["c", "–", "–", "–", "–", "not run"],
     ]
-    assert "1 of 3 bars met" in text
+    assert "1 of 3 targets met" in text
 
 
 def hopper_row(name: str, group: str, ours: float, fa4: float, **more: Any) -> dict[str, Any]:
@@ -201,23 +201,23 @@ HOPPER_ROWS = [
 
 
 def test_hopper_results_become_tables(script, tmp_path):
-    bar = {"bar": "least", "cells": 2, "asked": 1.0, "found": 0.8, "met": False}
-    result = {"format": "flashlane-hopper-backward/1", "rows": HOPPER_ROWS, "bars": [bar]}
+    target = {"target": "least", "cells": 2, "asked": 1.0, "found": 0.8, "met": False}
+    result = {"format": "flashlane-hopper-backward/2", "rows": HOPPER_ROWS, "targets": [target]}
     path, tables = write(tmp_path, "hopper_backward", result), script("readme_tables")
     grid = tables.bench_tables(path, "grid-backward")
     assert lines_of(grid) == [["D64 full", "400 / – / 500 / – **0.80**", "500 / – / 400 / – **1.25**"]]
     assert "earlier" not in grid
     older = write(tmp_path, "older", {**result, "rows": [*HOPPER_ROWS[1:], {**HOPPER_ROWS[0], "commit": "dead"}]})
-    assert "Rows of earlier runs: 1 at commit dead." in tables.bench_tables(older, "bars")
+    assert "Rows of earlier runs: 1 at commit dead." in tables.bench_tables(older, "targets")
     assert "2 ratios 1.000, the least 0.800" in grid
     assert lines_of(tables.bench_tables(path, "grid-both")) == [["D64 full", "450 / – / 400 / – **1.12**"]]
     assert lines_of(tables.bench_tables(path, "rows")) == [
         ["D128 causal N4096 B4 H32/8 backward", "300", "200", "1.50", ""],
         ["D64 full N4096 B4 H32 deterministic backward", "300", "400", "**0.75**", "12 %"],
     ]
-    assert lines_of(tables.bench_tables(path, "bars")) == [["least", "2", "1", "0.800", "**missed**"]]
-    goals = [{"ratios": {"(flex)": 2.0}}]
-    write(tmp_path, "triton_bars", {"format": "flashlane-triton-bars/1", "goals": goals})
+    assert lines_of(tables.bench_tables(path, "targets")) == [["least", "2", "1", "0.800", "**missed**"]]
+    targets = [{"ratios": {"(flex)": 2.0}}]
+    write(tmp_path, "triton_targets", {"format": "flashlane-triton-targets/2", "targets": targets})
     standing = {tuple(line[:3]): line[3:] for line in lines_of(tables.standing(tmp_path))}
     assert standing["`hopper`, backward", "FlashAttention-4", "4"][:1] == ["2"]
     assert standing["`hopper`, forward and backward", "FlashAttention-4", "1"] == ["1", "1.12", "1.12", "1.12"]
@@ -252,17 +252,17 @@ def test_decode_results_become_a_table(script, tmp_path):
 
     rows = [row("a", "decode(split-kv)", 10.0), row("a", "(cudnn)", 12.0), row("b", "decode(split-kv)", 20.0)]
     rows += [row("b", "(cudnn)", 5.0, "wrong"), row("c", "(cudnn)", 1.0), row("d", "decode(split-kv)", None)]
-    bars = [{"cell": "a", "bars": ["1.20 x the best peer, wanted 1"], "missed": []}]
-    bars += [
-        {"cell": "b", "bars": ["50% of the copy rate, wanted 92%"], "missed": ["50% of the copy rate, wanted 92%"]}
+    targets = [{"cell": "a", "targets": ["1.20 x the best peer, wanted 1"], "missed": []}]
+    targets += [
+        {"cell": "b", "targets": ["50% of the copy rate, wanted 92%"], "missed": ["50% of the copy rate, wanted 92%"]}
     ]
-    result = {"format": "flashlane-decode/1", "rows": rows, "bars": bars, "copy_gigabytes_per_second": 4280.4}
+    result = {"format": "flashlane-decode/2", "rows": rows, "targets": targets, "copy_gigabytes_per_second": 4280.4}
     text = script("readme_tables").bench_tables(write(tmp_path, "decode", result))
     assert lines_of(text) == [
         ["a", "10.0", "50.0 %", "12.0", "1.20", ""],
         ["b", "20.0", "50.0 %", "–", "–", "**missed** 92%"],
     ]
-    assert "4280 GB/s" in text and "1 of 2 bars met" in text
+    assert "4280 GB/s" in text and "1 of 2 targets met" in text
 
 
 def test_holes_of_the_grid_are_listed(script):
@@ -271,17 +271,17 @@ def test_holes_of_the_grid_are_listed(script):
     assert not any("sm_90" in line[0] for line in lines) and any("sm_86" in line[0] for line in lines)
 
 
-def test_founding_view_has_the_columns_of_the_founding_logs(script, tmp_path):
+def test_logs_columns_view_has_the_columns_of_the_baseline_logs(script, tmp_path):
     rows = [
-        row("(unfused)", 20.0, values=(1.0, -0.5, 0.25), tflops_founding=6.67),
-        row("mma(split-kv+stage1)", 5.0, values=(1.0, -0.5, 0.25), tflops_founding=27.36),
-        row("mma(split-q+stage2)", 10.0, values=(1.0, -0.5, 0.25), tflops_founding=14.0),
+        row("(unfused)", 20.0, values=(1.0, -0.5, 0.25), tflops_all=6.67),
+        row("mma(split-kv+stage1)", 5.0, values=(1.0, -0.5, 0.25), tflops_all=27.36),
+        row("mma(split-q+stage2)", 10.0, values=(1.0, -0.5, 0.25), tflops_all=14.0),
         row("mma(split-q+acc-f32+stage2)", 1.0),
         row("mma(split-q+share-kv+stage1)", None, status="FAIL"),
     ]
     path = write(tmp_path, "x", {"format": "flashlane-bench/1", "rows": rows})
     values = "1.00000000, -0.50000000, 0.25000000"
-    assert lines_of(script("readme_tables").bench_tables(path, "founding")) == [
+    assert lines_of(script("readme_tables").bench_tables(path, "logs-columns")) == [
         ["(unfused)", values, "20.000000", "6.67", "+0.00 %"],
         ["mma(split-kv+stage1)", values, "5.000000", "27.36", "+300.00 %"],
         ["mma(split-q+stage2)", values, "10.000000", "14.00", ""],
@@ -289,16 +289,24 @@ def test_founding_view_has_the_columns_of_the_founding_logs(script, tmp_path):
     ]
 
 
-def test_bars_conflicts_and_roofs_become_tables(script, tmp_path):
+def test_targets_conflicts_and_ceilings_become_tables(script, tmp_path):
     tables = script("readme_tables")
-    goal = {"problem": "P", "peer": "(flash)", "bar": 1.1, "ratio": 1.0876, "met": False, "tag": "mma(x)", "ms": 2.0}
-    goals = [goal | {"tflops": 300.0}, goal | {"ratio": None, "tag": None, "ms": None, "tflops": None}]
-    text = tables.bench_tables(write(tmp_path, "b", {"format": "flashlane-bars/1", "goals": goals}))
+    target = {
+        "problem": "P",
+        "peer": "(flash)",
+        "asked": 1.1,
+        "ratio": 1.0876,
+        "met": False,
+        "tag": "mma(x)",
+        "ms": 2.0,
+    }
+    targets = [target | {"tflops": 300.0}, target | {"ratio": None, "tag": None, "ms": None, "tflops": None}]
+    text = tables.bench_tables(write(tmp_path, "b", {"format": "flashlane-mma-targets/2", "targets": targets}))
     assert lines_of(text) == [
         ["P", "(flash)", "1.088", "1.1", "**missed**", "2", "300.0", "`mma(x)`"],
         ["P", "(flash)", "–", "1.1", "", "–", "–", "not run"],
     ]
-    assert "0 of 2 bars met" in text
+    assert "0 of 2 targets met" in text
 
     ncu = script("ncu_conflicts")
     metrics = {ncu.CONFLICTS: 700.0, ncu.LDSM: 100.0, ncu.CYCLES: 5e6, ncu.TENSOR_ACTIVE: 41.25}
@@ -314,7 +322,7 @@ def test_bars_conflicts_and_roofs_become_tables(script, tmp_path):
     rows = [("ceiling 4 warps", group, 500.0), ("ceiling 8 warps", group, 610.0), ("big", group, 550.0)]
     rows = [{"block": "hgemm", "tag": t, "group": g, "tflops": x, "gigabytes_per_second": None} for t, g, x in rows]
     rows += [{"block": "softmax", "tag": "s", "group": "g", "tflops": None, "gigabytes_per_second": 4100.0}]
-    assert lines_of(tables.bench_tables(write(tmp_path, "d", {"rows": rows}), "roofs")) == [
+    assert lines_of(tables.bench_tables(write(tmp_path, "d", {"rows": rows}), "ceilings")) == [
         ["mma.sync m16n8k16, f16 acc-f32", "610 TFLOP/s"],
         ["device memory, read and write together", "4.10 TB/s"],
     ]
@@ -345,7 +353,7 @@ def test_results_are_kept_problem_by_problem(script, tmp_path):
     assert {row.tag for row in results.failed} == {"wrong"} and saved["rows"][0]["timing"]["rounds"] == 5
 
 
-@pytest.mark.parametrize("name", ["founding", "founding_logs", "mma_bars", "triton_bars", "ncu_conflicts"])
+@pytest.mark.parametrize("name", ["baseline", "baseline_logs", "mma_targets", "triton_targets", "ncu_conflicts"])
 def test_scripts_say_that_there_is_no_gpu(script, name, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", [name, "--out", str(tmp_path)])
@@ -355,28 +363,28 @@ def test_scripts_say_that_there_is_no_gpu(script, name, monkeypatch, capsys, tmp
     assert not list(tmp_path.iterdir())
 
 
-# --- founding.py and mma_bars.py
+# --- baseline.py and mma_targets.py
 
 
 def timed(tag: str, ms: float | None, status: str = "ok") -> Row:
-    kind = "kernel" if tag.startswith("mma") else "baseline"
+    kind = "kernel" if tag.startswith("mma") else "peer"
     timing = None if ms is None else summarise([ms] * 5, 1, "test")
     return Row("P", {}, tag, kind, status, "why" if ms is None else "", timing=timing, tflops=1.0)
 
 
-def test_founding_takes_the_listed_tags_or_those_asked_for(script):
-    founding = script("founding")
-    listed = {kernel.tag for kernel in founding.kernels_with(())}
+def test_baseline_takes_the_listed_tags_or_those_asked_for(script):
+    baseline = script("baseline")
+    listed = {kernel.tag for kernel in baseline.kernels_with(())}
     assert {"mma(naive)", "mma(split-kv+stage1)", "mma(split-q+share-qkv+acc-f32+swizzle-qkv+stage2)"} <= listed
     assert not any(tag.startswith(("reference", "tiled", "fa1")) for tag in listed)
-    assert all("swizzle-qk+" in kernel.tag for kernel in founding.kernels_with(["swizzle-qk+"]))
-    assert founding.kernels_with(["swizzle-qk+"]) and not founding.kernels_with(["no-such-word"])
+    assert all("swizzle-qk+" in kernel.tag for kernel in baseline.kernels_with(["swizzle-qk+"]))
+    assert baseline.kernels_with(["swizzle-qk+"]) and not baseline.kernels_with(["no-such-word"])
 
 
-def test_founding_summary_names_the_fastest_of_each_design(script):
+def test_baseline_summary_names_the_fastest_of_each_design(script):
     rows = [timed("mma(split-q+stage1)", 3.0), timed("mma(split-q+acc-f32+stage2)", 2.0), timed("(flash)", 4.0)]
     rows += [timed("mma(split-q+share-kv+stage1)", 8.0), timed("mma(split-kv+stage1)", None, "error")]
-    head, *lines = script("founding").summary(rows)
+    head, *lines = script("baseline").summary(rows)
     assert head.split()[0] == "P"
     assert [line.split()[0] for line in lines] == [
         "mma(split-q+acc-f32+stage2)",
@@ -387,48 +395,52 @@ def test_founding_summary_names_the_fastest_of_each_design(script):
 
 
 def test_every_bar_of_the_issue_is_a_goal(script):
-    goals = script("mma_bars").goals("sm_90a")
-    flash = [goal for goal in goals if goal.peer == "(flash)"]
-    assert len(flash) == 2 * 4 * 2 * 2 and {goal.bar for goal in flash} == {1.10}
-    for goal in flash:
-        assert goal.problem.batch * goal.problem.seqlen_q == 16384
-        assert goal.problem.heads * goal.problem.head_dim == 2048
-    wide = [goal for goal in goals if goal.peer == "(sdpa-efficient)"]
-    assert [goal.problem.head_dim for goal in wide] == [320, 512, 1024] and {goal.bar for goal in wide} == {1.6}
-    assert len({goal.name for goal in goals}) == len(goals) == 35
+    targets = script("mma_targets").targets("sm_90a")
+    flash = [target for target in targets if target.peer == "(flash)"]
+    assert len(flash) == 2 * 4 * 2 * 2 and {target.asked for target in flash} == {1.10}
+    for target in flash:
+        assert target.problem.batch * target.problem.seqlen_q == 16384
+        assert target.problem.heads * target.problem.head_dim == 2048
+    wide = [target for target in targets if target.peer == "(sdpa-efficient)"]
+    assert [target.problem.head_dim for target in wide] == [320, 512, 1024] and {target.asked for target in wide} == {
+        1.6
+    }
+    assert len({target.name for target in targets}) == len(targets) == 35
 
 
-def test_bars_try_swizzled_tags_that_accumulate_in_f32(script):
-    bars = script("mma_bars")
-    narrow, wide = bars.goals("sm_90a")[0], bars.goals("sm_90a")[-1]
-    assert bars.tags_for(narrow, ()) == [
+def test_targets_try_swizzled_tags_that_accumulate_in_f32(script):
+    targets = script("mma_targets")
+    narrow, wide = targets.targets("sm_90a")[0], targets.targets("sm_90a")[-1]
+    assert targets.tags_for(narrow, ()) == [
         f"mma({design}+acc-f32+swizzle-qkv+stage{stage})"
         for design in ("split-q", "split-q+share-kv")
         for stage in (1, 2)
     ]
-    tags = bars.tags_for(wide, ())
+    tags = targets.tags_for(wide, ())
     assert tags and all("tiling" in tag and "acc-f32+" in tag and "swizzle-qkv" in tag for tag in tags)
     for tag in tags:
         assert registry.get(tag).supports(wide.problem) is None, tag
         assert "f16" not in registry.get(tag).low_precision_reference(wide.problem)
-    assert bars.tags_for(wide, ["naive"]) == ["mma(naive)"]
+    assert targets.tags_for(wide, ["naive"]) == ["mma(naive)"]
 
 
-def test_a_bar_is_met_by_the_fastest_tag_against_the_peer(script):
-    bars = script("mma_bars")
-    goal = bars.Goal("g", PROBLEM, "(flash)", 1.1)
+def test_a_target_is_met_by_the_fastest_tag_against_the_peer(script):
+    targets = script("mma_targets")
+    target = targets.Target("g", PROBLEM, "(flash)", 1.1)
     results = Results({}, {}, [timed("mma(a)", 2.0), timed("mma(b)", 1.0), timed("(flash)", 1.1)])
-    found = bars.judged(goal, results)
+    found = targets.judged(target, results)
     assert (found.tag, found.ratio, found.met, found.tags) == ("mma(b)", 1.1, True, {"mma(a)": 2.0, "mma(b)": 1.0})
     results.rows[1] = timed("mma(b)", None, "FAIL")
-    missed = bars.judged(goal, results)
+    missed = targets.judged(target, results)
     assert (missed.tag, missed.met, missed.failed) == ("mma(a)", False, {"mma(b)": "FAIL: why"})
     results.rows[2:] = []
     results.skipped.append(Skipped("P", "(flash)", "not here"))
-    unknown = bars.judged(goal, results)
+    unknown = targets.judged(target, results)
     assert unknown.ratio is None and not unknown.met and unknown.failed["(flash)"] == "not here"
-    text = "\n".join(bars.table([found, missed, unknown]))
-    assert "1.100  1.10 pass" in text and "0.550  1.10 MISS" in text and "not run" in text and "1 of 3 bars met" in text
+    text = "\n".join(targets.table([found, missed, unknown]))
+    assert (
+        "1.100  1.10 pass" in text and "0.550  1.10 MISS" in text and "not run" in text and "1 of 3 targets met" in text
+    )
 
 
 # --- ncu_conflicts.py

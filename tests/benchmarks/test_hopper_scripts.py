@@ -91,8 +91,8 @@ def test_every_bar_of_the_issue_has_its_cells(script: ModuleType) -> None:
     assert all(cell.peers == (("fa4",) if cell.deterministic else tuple(script.PEER_TAGS)) for cell in cells)
     fast = [c for c in found["d256"] if c.name.startswith(script.FAST_CELL)]
     assert len(fast) == 1
-    bars = {name: (group.bar, group.mean) for name, group in script.GROUPS.items()}
-    assert bars["grid"] == (1.0, 1.05) and bars["d256"][0] == 1.35 and bars["dims"][0] == 1.10
+    targets = {name: (group.asked, group.mean) for name, group in script.GROUPS.items()}
+    assert targets["grid"] == (1.0, 1.05) and targets["d256"][0] == 1.35 and targets["dims"][0] == 1.10
 
 
 def test_cells_are_chosen_by_words(script: ModuleType) -> None:
@@ -113,7 +113,7 @@ def test_a_cell_is_the_problem_that_it_names(script: ModuleType, scripts: Any) -
 
 
 def timed(tag: str, ms: float | None, status: str = "ok") -> Row:
-    kind = "baseline" if tag.startswith("(") else "kernel"
+    kind = "peer" if tag.startswith("(") else "kernel"
     timing = None if ms is None else summarise([ms] * 5, 1, "test")
     return Row("P", {}, tag, kind, status, "" if ms else "why", timing=timing, tflops=None if ms is None else 100 / ms)
 
@@ -142,8 +142,8 @@ def test_determinism_is_set_against_flash_attention_4_and_costs(script: ModuleTy
     rows = [timed(script.TAG, 2.2), timed("(flash-attn-4)", 2.0), timed("(any-order)", 2.0)]
     row = script.judged(cell_of(script, "deterministic"), problem_of(script), Results({}, {}, rows))
     assert row["cost"] == pytest.approx(0.1) and not row["met"] and "any-order" not in str(row["tflops"])
-    bars = {bar["bar"]: bar for bar in script.judge([row])}
-    cost = bars["deterministic, backward: highest cost"]
+    targets = {target["target"]: target for target in script.judge([row])}
+    cost = targets["deterministic, backward: highest cost"]
     assert cost["found"] == pytest.approx(0.1) and not cost["met"] and cost["asked"] == 0.08
     assert script.judge([row | {"cost": 0.07}])[-1]["met"]
 
@@ -156,16 +156,16 @@ def test_bars_are_judged_over_their_cells(script: ModuleType) -> None:
 
     rows = [row(0, 1.2), row(1, 1.0), row(2, None), row(0, 0.99, "both")]
     rows += [row(4, 1.4, group="d256"), row(4, 1.4, "both", "d256")]
-    bars = {bar["bar"]: bar for bar in script.judge(rows)}
-    least, mean = (bars[f"D 64 and 128, backward: {what} ratio"] for what in ("least", "mean"))
+    targets = {target["target"]: target for target in script.judge(rows)}
+    least, mean = (targets[f"D 64 and 128, backward: {what} ratio"] for what in ("least", "mean"))
     assert (least["found"], least["met"], least["cells"]) == (1.0, True, 2)
     assert mean["found"] == pytest.approx(1.2**0.5) and mean["met"]
-    assert not bars["D 64 and 128, both: least ratio"]["met"] and bars["D 256, backward: least ratio"]["met"]
-    fast = bars["D256 full N16384, backward: TFLOP/s"]
+    assert not targets["D 64 and 128, both: least ratio"]["met"] and targets["D 256, backward: least ratio"]["met"]
+    fast = targets["D256 full N16384, backward: TFLOP/s"]
     assert (fast["cells"], fast["found"], fast["met"]) == (1, 480.0, False)
-    varlen = bars["log-normal mix of lengths, both: least ratio"]
+    varlen = targets["log-normal mix of lengths, both: least ratio"]
     assert varlen["found"] is None and not varlen["met"]
-    text = "\n".join(script.summary(list(bars.values())))
+    text = "\n".join(script.summary(list(targets.values())))
     assert "MISS" in text and "pass" in text and "not measured" in text
 
 
@@ -200,7 +200,7 @@ def small(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_a_run_writes_checks_and_judges(small: Any, script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     status, body = small("--peers", "fa2,fa4")
-    assert status == 0 and body["format"] == "flashlane-hopper-backward/1" and len(body["rows"]) == 8
+    assert status == 0 and body["format"] == "flashlane-hopper-backward/2" and len(body["rows"]) == 8
     assert [row["name"] for row in body["rows"]] == [cell.name for cell in script.cells()]
     for row in body["rows"]:
         assert row["ms"]["flashlane"] > 0 and row["commit"] == body["environment"]["commit"]
@@ -209,7 +209,7 @@ def test_a_run_writes_checks_and_judges(small: Any, script: ModuleType, capsys: 
             assert row["best_peer"] == "fa2" and row["ratio"] == row["ms"]["fa2"] / row["ms"]["flashlane"]
         if row["group"] == "deterministic":
             assert row["cost"] is not None and row["ratio"] is None and "fa2" not in row["ms"]
-    assert {bar["bar"]: bar["cells"] for bar in body["bars"]}["D 64 and 128, both: least ratio"] == 2
+    assert {target["target"]: target["cells"] for target in body["targets"]}["D 64 and 128, both: least ratio"] == 2
     assert "D 64 and 128, backward: mean ratio" in capsys.readouterr().out
 
 
@@ -441,13 +441,13 @@ def _on_hopper(problem: Any, inputs: Any) -> tuple[Any, Any]:
     return problem.on("sm_90a"), inputs
 
 
-# --- hopper_draws.py
+# --- hopper_drawn.py
 
 
 def test_drawn_problems_are_legal_various_and_judged(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from flashlane.reference.naive import reference_attention
 
-    script = scripts("hopper_draws")
+    script = scripts("hopper_drawn")
     factor = 1.0
 
     def ours(config: Any, problem: Any, inputs: Any, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -116,7 +116,7 @@ def tables():
 
 
 def row(problem, tag, ms):
-    kind = "baseline" if tag.startswith("(") else "kernel"
+    kind = "peer" if tag.startswith("(") else "kernel"
     return {"problem": problem, "tag": tag, "kind": kind, "status": "ok", "timing": {"median": ms}}
 
 
@@ -124,24 +124,24 @@ def test_where_it_is_behind_is_said(tables, tmp_path):
     rows = [row("P", "k", 2.0), row("P", "(a)", 1.0), row("P", "(b)", 4.0), row("Q", "k", 1.0), row("Q", "(a)", 1.5)]
     rows += [row("Q", "(b)", 3.0)]
     where = {"environment": {"device": "D", "date": "2026-01-02T03"}}
-    files = {"founding": {"format": "flashlane-bench/1", "rows": rows}}
-    goals = [{"peer": "(flash)", "ratio": 1.2}, {"peer": "(flash)", "ratio": 0.8}, {"peer": "(flash)", "ratio": None}]
-    files["mma_bars"] = {"format": "flashlane-bars/1", "goals": goals}
+    files = {"baseline": {"format": "flashlane-bench/1", "rows": rows}}
+    targets = [{"peer": "(flash)", "ratio": 1.2}, {"peer": "(flash)", "ratio": 0.8}, {"peer": "(flash)", "ratio": None}]
+    files["mma_targets"] = {"format": "flashlane-mma-targets/2", "targets": targets}
     files["hopper_forward"] = {
         "format": "flashlane-hopper-forward/1",
         "rows": [{"tflops": {"flashlane": 600.0, "cudnn": 500.0, "fa4": 750.0}}, {"tflops": {"cudnn": 500.0}}],
     }
     cells = [("c", "decode(x)", 10.0, "ok"), ("c", "(cudnn)", 20.0, "ok"), ("c", "(flash)", 1.0, "wrong")]
     files["decode"] = {
-        "format": "flashlane-decode/1",
+        "format": "flashlane-decode/2",
         "rows": [{"cell": c, "tag": t, "microseconds": us, "check": check} for c, t, us, check in cells],
     }
     for name, body in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(body | where))
     shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.standing(tmp_path).splitlines()[2:7]]
     assert shown == [
-        ["`mma`, baseline shapes", "a", "2", "1", "**0.87**", "**0.50**", "1.50"],
-        ["`mma`, baseline shapes", "b", "2", "2", "2.45", "2.00", "3.00"],
+        ["`mma`, baseline grid", "a", "2", "1", "**0.87**", "**0.50**", "1.50"],
+        ["`mma`, baseline grid", "b", "2", "2", "2.45", "2.00", "3.00"],
         ["`mma`, targets", "FlashAttention-2 (SDPA)", "2", "1", "**0.98**", "**0.80**", "1.20"],
         ["`hopper`, forward", "cuDNN (SDPA)", "1", "1", "1.20", "1.20", "1.20"],
         ["`hopper`, forward", "FlashAttention-4", "1", "0", "**0.80**", "**0.80**", "**0.80**"],
@@ -156,7 +156,7 @@ def test_where_it_is_behind_is_said(tables, tmp_path):
 def test_our_features_are_asked_of_the_kernels(tables):
     assert "mma" in tables.ours({}).split(", ") and tables.ours({"head_dim": 1024}).startswith("mma")
     assert tables.ours(None) is None and "mma" not in tables.ours({"dtype": "f32"})
-    features = json.loads((ROOT / "benchmarks" / "results" / "features.json").read_text(encoding="utf-8"))
+    features = json.loads((ROOT / "benchmarks" / "scripts" / "features.json").read_text(encoding="utf-8"))
     assert {"FlashAttention-2", "FlashAttention-3", "FlashAttention-4", "FlexAttention", "ffpa-attn"} < set(
         features["libraries"]
     )

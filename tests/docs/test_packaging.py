@@ -301,7 +301,7 @@ def test_generated_parts_are_up_to_date():
 
 def result(**changes):
     rows = [
-        {"problem": "P1", "tag": "b", "kind": "baseline", "status": "ok", "timing": {"median": 2.0}, "tflops": 50.04},
+        {"problem": "P1", "tag": "b", "kind": "peer", "status": "ok", "timing": {"median": 2.0}, "tflops": 50.04},
         {"problem": "P1", "tag": "k", "kind": "kernel", "status": "ok", "timing": {"median": 1.25}, "tflops": 80.0},
         {"problem": "P1", "tag": "bad", "kind": "kernel", "status": "FAIL", "timing": None, "tflops": None},
         {"problem": "P2", "tag": "k", "kind": "kernel", "status": "ok", "timing": {"median": 0.5}, "tflops": None},

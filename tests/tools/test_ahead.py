@@ -24,12 +24,12 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_part_has_kernels_and_the_first_that_needs_one_counts(ahead: ModuleType) -> None:
-    found = ahead.collected(("hopper", "tests", "mma", "founding", "decode", "sanitize"))
-    assert set(found.values()) == {"hopper", "tests", "mma", "founding", "decode", "sanitize"}
+    found = ahead.collected(("hopper", "tests", "mma", "baseline", "decode", "sanitize"))
+    assert set(found.values()) == {"hopper", "tests", "mma", "baseline", "decode", "sanitize"}
     entries = {source.entry for source in found}
-    assert {"hopper_forward", "hopper_backward", "hopper_backward_pair", "hopper_backward_keys"} <= entries
-    assert {"hopper_backward_prepare", "hopper_backward_finish", "mma_attention"} <= entries
-    assert set(ahead.collected(("founding", "mma"))) <= set(found)
+    assert {"hopper_forward", "hopper_backward", "hopper_backward_two_cta", "hopper_backward_dkdv"} <= entries
+    assert {"hopper_backward_preprocess", "hopper_backward_postprocess", "mma_attention"} <= entries
+    assert set(ahead.collected(("baseline", "mma"))) <= set(found)
 
 
 def test_what_a_benchmark_runs_is_among_them(ahead: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

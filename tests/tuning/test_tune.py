@@ -345,7 +345,7 @@ def auto_check(monkeypatch):
     monkeypatch.setattr(module, "clock_for", lambda device, settings: TableClock())
     monkeypatch.setattr(module, "environment", lambda device: {"device": DEVICE, "torch": "2", "commit": "now"})
     monkeypatch.setattr(module, "arch_of", lambda device: ARCH)
-    monkeypatch.setattr(module, "FOUNDING_SHAPES", ())
+    monkeypatch.setattr(module, "BASELINE_SHAPES", ())
     monkeypatch.setattr(module, "TOKENS", 64)
     monkeypatch.setattr(module, "WIDTH", 64)
     return module

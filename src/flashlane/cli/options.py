@@ -9,7 +9,7 @@ import torch
 import typer
 
 from flashlane.bench.measure.flops import CONVENTIONS, DIRECTIONS, Direction
-from flashlane.bench.measure.grid import CPU_SHAPES, FOUNDING_SHAPES, Grid, parse_dtypes, parse_names, parse_sizes
+from flashlane.bench.measure.grid import BASELINE_SHAPES, CPU_SHAPES, Grid, parse_dtypes, parse_names, parse_sizes
 from flashlane.bench.measure.presets import PRESETS, select_presets
 from flashlane.core.problem import ALIGNMENTS, MAX_HEAD_DIM, AttentionProblem, arch_of
 
@@ -254,7 +254,7 @@ def shapes_of(on_gpu: bool, quick: bool) -> tuple[tuple[int, int, int, int], ...
     """(batch, heads, seqlen, head_dim) when no size is given."""
     if quick:
         return ((1, 8, 1024, 64),) if on_gpu else ((1, 2, 128, 64),)
-    return FOUNDING_SHAPES if on_gpu else CPU_SHAPES
+    return BASELINE_SHAPES if on_gpu else CPU_SHAPES
 
 
 def check_file(path: Path, name: str) -> Path:

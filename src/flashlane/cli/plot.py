@@ -36,7 +36,7 @@ def plot_command(
     ] = None,
     roofs: Annotated[
         Path | None,
-        o.option("--roofs", help="Roofs from this file of flashlane roofline, or of blocks_gpu.py.", panel=PICTURE),
+        o.option("--roofs", help="Roofs from this file of flashlane roofline, or of lessons_gpu.py.", panel=PICTURE),
     ] = None,
     dark: Annotated[bool, o.option("--dark", help="Light on dark; -dark ends the names.", panel=PICTURE)] = False,
     formats: Annotated[str, o.option("--format", help="png, svg, or both in a list.", panel=o.OUTPUT)] = "png",

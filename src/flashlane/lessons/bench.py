@@ -1,7 +1,7 @@
 """Every variant of every block against torch: checked against float64 first, then timed, interleaved in its group.
 
 A group holds what is comparable: one operation on one input. A variant that fails its check is not timed; one that
-raises gives a row that says so, and the others go on. ``benchmarks/scripts/blocks_gpu.py`` prints and stores the rows.
+raises gives a row that says so, and the others go on. ``benchmarks/scripts/lessons_gpu.py`` prints and stores the rows.
 """
 
 from __future__ import annotations

@@ -316,12 +316,12 @@ def test_keys_are_split_as_asked(asked: int) -> None:
 def test_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every length of the bar is asked for, and a ratio is the named peer's time over ours."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "scripts")
-    import triton_bars
+    import triton_targets
 
     from flashlane.bench.measure.results import Results, Row
     from flashlane.bench.measure.timing import Timing
 
-    goals = {goal.name: goal for goal in triton_bars.goals("sm_90a")}
+    goals = {goal.name: goal for goal in triton_targets.goals("sm_90a")}
     wanted = [
         f"d{d} n{n} bf16 {m}" for d in (64, 128) for n in (1024, 2048, 4096, 8192, 16384) for m in ("full", "causal")
     ]
@@ -332,10 +332,10 @@ def test_bars(monkeypatch: pytest.MonkeyPatch) -> None:
         return Row("P", {}, tag, "kernel", "ok", timing=Timing(ms, ms, ms, ms, ms, 5, 1, "test"))
 
     goal = goals[wanted[0]]
-    found = triton_bars.judged(goal, Results({}, {}, [row("triton", 2.0), row("(flex)", 3.0), row("(flash)", 1.0)]))
+    found = triton_targets.judged(goal, Results({}, {}, [row("triton", 2.0), row("(flex)", 3.0), row("(flash)", 1.0)]))
     assert found.ratios == {"(flex)": 1.5, "(flash)": 0.5} and found.met
-    assert not triton_bars.judged(goal, Results({}, {}, [row("triton", 2.0), row("(flex)", 1.9)])).met
-    assert not triton_bars.judged(goal, Results({}, {}, [row("(flex)", 1.9)])).met
+    assert not triton_targets.judged(goal, Results({}, {}, [row("triton", 2.0), row("(flex)", 1.9)])).met
+    assert not triton_targets.judged(goal, Results({}, {}, [row("(flex)", 1.9)])).met
 
 
 class FakeNvidia:

@@ -29,6 +29,7 @@ PACKAGES = (
 def environment(device: torch.device) -> dict[str, object]:
     """What a results file says about the machine; every value is plain JSON."""
     return {
+        **({"script": script} if (script := script_path()) else {}),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "command": _command(),
@@ -95,6 +96,13 @@ def _command() -> str:
         return os.environ[COMMAND]
     program = Path(sys.argv[0])
     return " ".join(["flashlane" if program.stem in ("flashlane", "__main__") else program.name, *sys.argv[1:]])
+
+
+def script_path() -> str | None:
+    """The script of ``benchmarks/scripts`` that this process runs, as a path in the repository; None for another."""
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    where = Path(program).resolve() if program else None
+    return "/".join(where.parts[-3:]) if where and where.parts[-3:-1] == ("benchmarks", "scripts") else None
 
 
 def _arch(device: torch.device) -> str | None:

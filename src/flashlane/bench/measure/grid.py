@@ -12,7 +12,7 @@ import torch
 from flashlane.core.problem import ALIGNMENTS, DTYPES, MAX_HEAD_DIM, Alignment, AttentionProblem
 from flashlane.core.registry import suggest
 
-FOUNDING_SHAPES = ((1, 8, 8192, 64), (2, 2, 4096, 64), (2, 2, 4096, 128), (4, 8, 2048, 128), (1, 1, 1024, 64))
+BASELINE_SHAPES = ((1, 8, 8192, 64), (2, 2, 4096, 64), (2, 2, 4096, 128), (4, 8, 2048, 128), (1, 1, 1024, 64))
 """(batch, heads, seqlen, head_dim) that the founding logs report; the default on a GPU."""
 CPU_SHAPES = ((1, 4, 512, 64),)
 """The default without a GPU: small enough that every implementation ends in a few seconds."""
@@ -177,7 +177,7 @@ def problems(
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes asked for; None means "as the shapes say" (:data:`FOUNDING_SHAPES`) or "as the queries have"."""
+    """The sizes asked for; None means "as the shapes say" (:data:`BASELINE_SHAPES`) or "as the queries have"."""
 
     batch: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None

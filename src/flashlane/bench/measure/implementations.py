@@ -118,7 +118,7 @@ def _of_kernel(work: Work, kernel: Kernel) -> Implementation:
 def _of_peer(work: Work, peer: Peer) -> Implementation:
     prepared = Prepared(peer, work.problem, work.inputs)
     call = prepared if work.direction == "forward" else _Differentiated(work, prepared)
-    return Implementation(peer.tag, "baseline", call, peer.context)
+    return Implementation(peer.tag, "peer", call, peer.context)
 
 
 def _writer(

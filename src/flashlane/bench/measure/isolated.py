@@ -211,7 +211,7 @@ def _with_dead(results: Results, problem: AttentionProblem, direction: Direction
             problem.describe() + TITLES[direction],
             sizes_of(problem),
             tag,
-            "baseline" if tag.startswith("(") else "kernel",
+            "peer" if tag.startswith("(") else "kernel",
             ERROR,
             reason,
             direction=direction,

@@ -103,7 +103,7 @@ def lines_of(roofs: Roofs) -> dict[str, float]:
 
 
 def all_roofs(path: Path, device: str) -> tuple[dict[str, float], float | None]:
-    """Matrix rates and, where the file has it, the copy rate in GB/s: of ``flashlane roofline`` or blocks_gpu.py.
+    """Matrix rates and, where the file has it, the copy rate in GB/s: of ``flashlane roofline`` or lessons_gpu.py.
 
     Raises:
         ValueError: no such file, it has no such rate, or it was measured on another device; the message names it.
@@ -115,7 +115,7 @@ def all_roofs(path: Path, device: str) -> tuple[dict[str, float], float | None]:
 
 
 def read_roofs(path: Path, device: str) -> dict[str, float]:
-    """The matrix rates that ``benchmarks/scripts/blocks_gpu.py`` measured, TFLOP/s by ``f16 acc-f32``.
+    """The matrix rates that ``benchmarks/scripts/lessons_gpu.py`` measured, TFLOP/s by ``f16 acc-f32``.
 
     Raises:
         ValueError: no such file, it has no such rate, or it was measured on another device; the message names it.
@@ -129,7 +129,7 @@ def read_roofs(path: Path, device: str) -> dict[str, float]:
                 roofs[name] = max(roofs.get(name, 0.0), row["tflops"] / row["of_ceiling"])
         measured_on = body["environment"]["device"]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"--roofs: {path} is no file of blocks_gpu.py: {type(error).__name__} {error}") from None
+        raise ValueError(f"--roofs: {path} is no file of lessons_gpu.py: {type(error).__name__} {error}") from None
     if not roofs:
         raise ValueError(f"--roofs: {path} has no rate of the matrix units (of_ceiling of a block hgemm)")
     if measured_on != device:

@@ -55,7 +55,7 @@ class Row:
     """First, second and last element of the output."""
     timing: Timing | None = None
     tflops: float | None = None
-    tflops_founding: float | None = None
+    tflops_all: float | None = None
     speedup: float | None = None
     """Time of the best checked baseline of the same problem over this row's time."""
     usage: Usage | None = None
@@ -322,7 +322,7 @@ def _flat_names() -> tuple[str, ...]:
     sizes = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "dtype", "causal")
     figures = ("first", "second", "last", "ms", "ms_q1", "ms_q3", "ms_min", "ms_max", "ms_mean")
     figures += ("rounds", "iterations", "method", "host_us", "cycles")
-    speeds = ("tflops", "tflops_peak", "tflops_mean", "tflops_founding", "speedup", "mma_ceiling")
+    speeds = ("tflops", "tflops_peak", "tflops_mean", "tflops_all", "speedup", "mma_ceiling")
     memory = ("memory_extra", "memory_allocated", "memory_reserved", "memory_peak", "memory_method")
     usage = ("registers", "spills", "shared_bytes", "blocks_per_sm", "occupancy")
     errors = ("max_error", "allowed_error", "relative_l2", "lse_error")
@@ -348,7 +348,7 @@ def _flat(row: Row, environment: dict[str, Any]) -> dict[str, Any]:
         flat |= {"ms_min": t.fastest, "ms_max": t.slowest, "ms_mean": t.mean}
         flat |= {"rounds": t.rounds, "iterations": t.iterations, "method": t.method}
     flat |= {"tflops": row.tflops, "tflops_peak": row.tflops_peak, "tflops_mean": row.tflops_mean}
-    flat |= {"tflops_founding": row.tflops_founding, "speedup": row.speedup, "mma_ceiling": row.mma_ceiling}
+    flat |= {"tflops_all": row.tflops_all, "speedup": row.speedup, "mma_ceiling": row.mma_ceiling}
     flat |= {"host_us": row.host_us, "cycles": row.cycles}
     if row.memory is not None:
         flat |= {f"memory_{name}": value for name, value in asdict(row.memory).items()}

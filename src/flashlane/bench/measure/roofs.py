@@ -179,7 +179,7 @@ def bytes_of(row: Row) -> int:
 def sentence(points: list[Placed]) -> str:
     """What bounds one problem, and how near the fastest kernel and the fastest baseline come."""
     best = {kind: max((p for p in points if p.kind == kind), key=lambda p: p.tflops, default=None)
-            for kind in ("kernel", "baseline")}  # fmt: skip
+            for kind in ("kernel", "peer")}  # fmt: skip
     shown = [p for p in best.values() if p is not None]
     first = shown[0]
     side = "above" if first.intensity >= first.ridge else "below"

@@ -444,12 +444,12 @@ def _timed(row: Row, timing: Timing | Exception, work: Work) -> Row:
 
     usual, peak, mean = (rate(ms, "gemm") for ms in (timing.median, timing.fastest, timing.mean))
     founding = rate(timing.median, "founding")
-    return replace(row, timing=timing, tflops=usual, tflops_peak=peak, tflops_mean=mean, tflops_founding=founding)
+    return replace(row, timing=timing, tflops=usual, tflops_peak=peak, tflops_mean=mean, tflops_all=founding)
 
 
 def _compared(rows: Sequence[Row]) -> list[Row]:
     """Each row's speed-up over the best baseline that ran and did not fail."""
-    baselines = [r.timing.median for r in rows if r.kind == "baseline" and r.timing and r.status in (OK, UNCHECKED)]
+    baselines = [r.timing.median for r in rows if r.kind == "peer" and r.timing and r.status in (OK, UNCHECKED)]
     if not baselines:
         return list(rows)
     best = min(baselines)

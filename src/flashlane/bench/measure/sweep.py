@@ -143,7 +143,7 @@ def summary_rows(results: Results) -> list[tuple[str, ...]]:
         members = [row for row in results.rows if row.problem == title]
         timed = sorted((row for row in members if row.timing), key=lambda row: row.timing.median)
         ours = next((row for row in timed if row.kind == "kernel"), None)
-        peer = next((row for row in timed if row.kind == "baseline"), None)
+        peer = next((row for row in timed if row.kind == "peer"), None)
         few = Results({}, {}, members, [s for s in results.skipped if s.problem == title])
         lacking = ", ".join(lacking_memory(few))
         ratio = f"{peer.timing.median / ours.timing.median:.2f}" if ours and peer else NONE

@@ -74,7 +74,7 @@ def verdict(found: Sequence[Standing]) -> str:
     others = [s for s in timed[1:] if s.row.kind != fastest.row.kind]
     if others:
         ratio = others[0].row.timing.median / fastest.row.timing.median
-        kind = "baseline" if others[0].row.kind == "baseline" else "kernel of ours"
+        kind = "peer" if others[0].row.kind == "peer" else "kernel of ours"
         words.append(f"{ratio:.2f}× as fast as the best {kind} {others[0].tag}")
     if fastest.versus_plain and fastest.tag != PLAIN:
         words.append(f"{fastest.versus_plain:.2f}× as fast as plain PyTorch")

@@ -76,7 +76,7 @@ def print_results(results: Results, console: Console, convention: Convention = "
 def results_table(rows: Sequence[Row], title: str, width: int, convention: Convention = "gemm") -> Table:
     """One problem's rows; kernels first, baselines after a line, the fastest of each kind in bold."""
     columns = [*_columns(rows, convention), Column("check", _status, justify="left")]
-    fastest = {_fastest(rows, kind) for kind in ("kernel", "baseline")}
+    fastest = {_fastest(rows, kind) for kind in ("kernel", "peer")}
     return make_table(rows, columns, title, width, lambda r: "bold" if r.tag in fastest else None)
 
 
@@ -134,7 +134,7 @@ def _columns(rows: Sequence[Row], convention: Convention) -> list[Column]:
         Column("±%", lambda r: f"{50 * r.timing.spread:.1f}" if r.timing else NONE, drop=2),
         Column("min", lambda r: significant(r.timing and r.timing.fastest), drop=12),
         Column("max", lambda r: significant(r.timing and r.timing.slowest), drop=13),
-        Column("TFLOPS", lambda r: significant(r.tflops if convention == "gemm" else r.tflops_founding)),
+        Column("TFLOPS", lambda r: significant(r.tflops if convention == "gemm" else r.tflops_all)),
         Column("peak", lambda r: significant(r.tflops_peak), drop=14),
         Column("mean", lambda r: significant(r.tflops_mean), drop=15),
         Column("×best", lambda r: NONE if r.speedup is None else f"{r.speedup:.2f}"),

@@ -1,12 +1,12 @@
-"""Set the Triton kernels against their bars on a GPU: FlexAttention compiled in bf16, SDPA efficient in f32.
+"""Set the Triton kernels against their targets on a GPU: FlexAttention compiled in bf16, SDPA efficient in f32.
 
-    PYTHONPATH=src python3 benchmarks/scripts/triton_bars.py --out benchmarks [--only d64,causal] [--directions \
+    PYTHONPATH=src python3 benchmarks/scripts/triton_targets.py --out benchmarks [--only d64,causal] [--directions \
         forward,both]
 
 The kernel is named (``triton``), and its backward is Triton's too, where ``auto`` might take a faster family's. It is
 checked, and timed interleaved with the peers; a ratio is a peer's median over ours.
-Writes triton_bars.json, anew after each problem. Exit status 1 when a check fails; a missed bar is a result, not a
-failure.
+Writes triton_targets.json, anew after each problem. Exit status 1 when a check fails; a missed target is a result, not
+a failure.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from flashlane.bench.measure.results import Results, check_writable, write_atomi
 from flashlane.core import registry
 from flashlane.core.problem import DTYPES, AttentionProblem, arch_of
 
-FORMAT = "flashlane-triton-bars/1"
+FORMAT = "flashlane-triton-targets/2"
 TAG = "triton"
 TOKENS, WIDTH = 16384, 2048
 """B·N and H·D of the bf16 problems."""
 TOKENS_F32 = 8192
-BAR = 1.0
+TARGET = 1.0
 
 
 @dataclass(frozen=True)
-class Goal:
+class Target:
     """One problem, the peer that is to be reached, and others that run beside it."""
 
     name: str
@@ -47,12 +47,12 @@ class Goal:
 
 @dataclass
 class Measured:
-    """What was found for a goal."""
+    """What was found for a target."""
 
     name: str
     problem: str
     peer: str
-    bar: float = BAR
+    asked: float = TARGET
     ms: float | None = None
     spread: float | None = None
     tflops: float | None = None
@@ -64,29 +64,29 @@ class Measured:
     """Why the kernel or a peer has no time."""
 
 
-def goals(arch: str, directions: Sequence[Direction] = ("forward",)) -> Iterator[Goal]:
-    """Every problem that has a bar, in each direction: its name ends in that of a backward or of both."""
-    for direction, goal in itertools.product(directions, forward_goals(arch)):
-        name = goal.name if direction == "forward" else f"{goal.name} {direction}"
-        yield replace(goal, name=name, direction=direction)
+def targets(arch: str, directions: Sequence[Direction] = ("forward",)) -> Iterator[Target]:
+    """Every problem that has a target, in each direction: its name ends in that of a backward or of both."""
+    for direction, target in itertools.product(directions, forward_targets(arch)):
+        name = target.name if direction == "forward" else f"{target.name} {direction}"
+        yield replace(target, name=name, direction=direction)
 
 
-def forward_goals(arch: str) -> Iterator[Goal]:
-    """Every problem that has a bar."""
+def forward_targets(arch: str) -> Iterator[Target]:
+    """Every problem that has a target."""
     for head_dim, seqlen, causal in itertools.product((64, 128), (1024, 2048, 4096, 8192, 16384), (False, True)):
         shape = (TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim)
         problem = bench.make_problem(*shape, DTYPES["bf16"], causal=causal, arch=arch)
         name = f"d{head_dim} n{seqlen} bf16 {'causal' if causal else 'full'}"
-        yield Goal(name, problem, "(flex)", ("(flash)",))
+        yield Target(name, problem, "(flex)", ("(flash)",))
     for head_dim, seqlen, causal in itertools.product((64, 128), (1024, 4096), (False, True)):
         shape = (TOKENS_F32 // seqlen, WIDTH // head_dim, seqlen, head_dim)
         problem = bench.make_problem(*shape, DTYPES["f32"], causal=causal, arch=arch)
-        yield Goal(f"d{head_dim} n{seqlen} f32 {'causal' if causal else 'full'}", problem, "(sdpa-efficient)", ())
+        yield Target(f"d{head_dim} n{seqlen} f32 {'causal' if causal else 'full'}", problem, "(sdpa-efficient)", ())
 
 
-def judged(goal: Goal, results: Results) -> Measured:
+def judged(target: Target, results: Results) -> Measured:
     """The kernel's time, the peers', and their ratios."""
-    found = Measured(goal.name, goal.problem.describe(), goal.peer)
+    found = Measured(target.name, target.problem.describe(), target.peer)
     for row in results.rows:
         if row.timing is None:
             found.failed[row.tag] = f"{row.status}: {row.message}"
@@ -97,13 +97,13 @@ def judged(goal: Goal, results: Results) -> Measured:
     found.failed |= {item.tag: item.reason for item in results.skipped}
     if found.ms:
         found.ratios = {tag: ms / found.ms for tag, ms in found.peers.items()}
-        found.met = found.ratios.get(goal.peer, 0.0) >= found.bar
+        found.met = found.ratios.get(target.peer, 0.0) >= found.asked
     return found
 
 
 def table(found: Sequence[Measured]) -> Iterator[str]:
-    """One line a goal, then how many were met."""
-    yield f"{'goal':<33}{'ms':>9} {'±%':>5} {'TFLOPS':>7}  ratios"
+    """One line a target, then how many were met."""
+    yield f"{'target':<33}{'ms':>9} {'±%':>5} {'TFLOP/s':>7}  ratios"
     for item in found:
         if item.ms is None:
             yield f"{item.name:<33} not run: {'; '.join(item.failed.values())}"[:160]
@@ -113,12 +113,12 @@ def table(found: Sequence[Measured]) -> Iterator[str]:
         speed = f"{item.ms:9.4f} {50 * (item.spread or 0):5.1f} {item.tflops or 0:7.1f}"
         failed = f"; no {', '.join(item.failed)}" if item.failed else ""
         yield f"{item.name:<33}{speed}  {verdict} {ratios}{failed}"
-    yield f"{sum(item.met for item in found)} of {len(found)} bars met"
+    yield f"{sum(item.met for item in found)} of {len(found)} targets met"
 
 
 def main() -> int:
-    parser = options(__doc__, "triton_bars", seconds=30.0)
-    parser.add_argument("--only", default="", help="goals whose name has all of these words: d64,causal")
+    parser = options(__doc__, "triton_targets", seconds=30.0)
+    parser.add_argument("--only", default="", help="targets whose name has all of these words: d64,causal")
     parser.add_argument("--directions", default="forward", help=f"some of {','.join(DIRECTIONS)}")
     arguments = parser.parse_args()
     directions = [word for word in arguments.directions.split(",") if word]
@@ -129,24 +129,24 @@ def main() -> int:
     # Only the portable backward kernels may run, until the script ends.
     registry.backward_table_of(*map(registry.get_backward, ("tiled", "triton"))).__enter__()
     only = {word for word in arguments.only.split(",") if word}
-    wanted = [goal for goal in goals(arch_of(device), directions) if only <= set(goal.name.split())]
-    implementations = sum(2 + len(goal.others) for goal in wanted)
+    wanted = [target for target in targets(arch_of(device), directions) if only <= set(target.name.split())]
+    implementations = sum(2 + len(target.others) for target in wanted)
     settings = settings_for(implementations, arguments.seconds, arguments.rounds)
     found: list[Measured] = []
     environment: dict[str, object] = {}
     with Bar(len(wanted)) as reporter:
-        for seed, goal in enumerate(wanted):
-            peers = bench.select_peers(",".join((goal.peer, *goal.others)))
+        for seed, target in enumerate(wanted):
+            peers = bench.select_peers(",".join((target.peer, *target.others)))
             selection = bench.Selection(tags=(TAG,), peers=peers)
             results = run_and_keep(
-                goal.problem, None, None, selection=selection, settings=settings, seed=seed, reporter=reporter,
-                directions=(goal.direction,),
+                target.problem, None, None, selection=selection, settings=settings, seed=seed, reporter=reporter,
+                directions=(target.direction,),
             )  # fmt: skip
             environment = environment or results.environment
-            found.append(judged(goal, results))
+            found.append(judged(target, results))
             body = {"format": FORMAT, "environment": environment, "settings": asdict(settings)}
-            body["goals"] = [asdict(item) for item in found]
-            write_atomically(arguments.out / "triton_bars.json", json.dumps(body, indent=1) + "\n")
+            body["targets"] = [asdict(item) for item in found]
+            write_atomically(arguments.out / "triton_targets.json", json.dumps(body, indent=1) + "\n")
     wrong = [f"{item.name} {tag}: {why}" for item in found for tag, why in item.failed.items() if "FAIL" in why[:4]]
     print(*wrong, *table(found), sep="\n")
     return 1 if wrong else 0

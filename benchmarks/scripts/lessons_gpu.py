@@ -1,7 +1,7 @@
 """Check and time every variant of flashlane.lessons against torch on a GPU; one table at the end, JSON to a file.
 
-    python benchmarks/scripts/blocks_gpu.py results/blocks.json
-    python benchmarks/scripts/blocks_gpu.py results/blocks.json --block hgemm --size 4096
+    python benchmarks/scripts/lessons_gpu.py results/lessons.json
+    python benchmarks/scripts/lessons_gpu.py results/lessons.json --block hgemm --size 4096
 
 Each block runs in a process of its own with a time limit. A kernel that hangs, or that leaves the CUDA context
 unusable, costs the rest of its group (one operation on one input): a new process goes on with the next one. Exits 1
@@ -18,6 +18,7 @@ import tempfile
 from itertools import islice
 from pathlib import Path
 
+FORMAT = "flashlane-lessons/1"
 SECONDS = 240
 """Limit of one process."""
 
@@ -39,7 +40,7 @@ def main() -> int:
         print(f"best  {group:<44} {tag}")
     print(f"median spread {100 * bench.noise(rows):.1f} %", *failures, sep="\n")
     arguments.path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"environment": machine, "failures": failures, "rows": [row.to_dict() for row in rows]}
+    result = {"format": FORMAT, "environment": machine, "failures": failures, "rows": [row.to_dict() for row in rows]}
     arguments.path.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if failures or not rows or any(not row.ok for row in rows) else 0
 

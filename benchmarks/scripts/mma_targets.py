@@ -1,10 +1,10 @@
-"""Set the mma.sync family against its bars on a GPU: SDPA flash at D 64 and 128, SDPA efficient at D 320 to 1024.
+"""Set the mma.sync family against its targets on a GPU: SDPA flash at D 64 and 128, SDPA efficient at D 320 to 1024.
 
-    PYTHONPATH=src python3 benchmarks/scripts/mma_bars.py --out benchmarks [--tags split-q+acc-f32] [--only d64,causal]
+    PYTHONPATH=src python3 benchmarks/scripts/mma_targets.py --out FOLDER [--tags split-q+acc-f32] [--only d64,causal]
 
 Only kernels that accumulate and store in f32. Each is checked, then timed interleaved with the peer; the ratio is the
-peer's median over that of the fastest tag. Writes mma_bars.json, anew after each problem. Exit status 1 when a check
-fails; a missed bar is a result, not a failure.
+peer's median over that of the fastest tag. Writes mma_targets.json, anew after each problem. Exit status 1 when a check
+fails; a missed target is a result, not a failure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashlane.bench.measure.results import Results, check_writable, write_atomi
 from flashlane.core import registry
 from flashlane.core.problem import DTYPES, AttentionProblem, arch_of
 
-FORMAT = "flashlane-bars/1"
+FORMAT = "flashlane-mma-targets/2"
 TOKENS, WIDTH = 16384, 2048
 """B·N and H·D of the problems at D 64 and 128."""
 DESIGNS = ({"split-q"}, {"split-q", "share-kv"})
@@ -32,23 +32,23 @@ DESIGNS = ({"split-q"}, {"split-q", "share-kv"})
 
 
 @dataclass(frozen=True)
-class Goal:
+class Target:
     """One problem and the ratio to a peer that is wanted on it."""
 
     name: str
     problem: AttentionProblem
     peer: str
-    bar: float
+    asked: float
 
 
 @dataclass
 class Measured:
-    """What was found for a goal; the ratio is None where the tags or the peer did not run."""
+    """What was found for a target; the ratio is None where the tags or the peer did not run."""
 
     name: str
     problem: str
     peer: str
-    bar: float
+    asked: float
     peer_ms: float | None = None
     tag: str | None = None
     ms: float | None = None
@@ -64,8 +64,8 @@ class Measured:
     """Why a tag or the peer has no time."""
 
 
-def goals(arch: str) -> list[Goal]:
-    """Every problem that has a bar."""
+def targets(arch: str) -> list[Target]:
+    """Every problem that has a target."""
     found = []
     for head_dim, seqlen, dtype, causal in itertools.product(
         (64, 128), (2048, 4096, 8192, 16384), ("f16", "bf16"), (False, True)
@@ -73,14 +73,14 @@ def goals(arch: str) -> list[Goal]:
         shape = (TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim)
         problem = bench.make_problem(*shape, DTYPES[dtype], causal=causal, arch=arch)
         name = f"d{head_dim} n{seqlen} {dtype} {'causal' if causal else 'full'}"
-        found.append(Goal(name, problem, "(flash)", 1.10))
+        found.append(Target(name, problem, "(flash)", 1.10))
     for head_dim in (320, 512, 1024):
         problem = bench.make_problem(1, 8, 8192, head_dim, arch=arch)
-        found.append(Goal(f"d{head_dim} n8192 f16 full", problem, "(sdpa-efficient)", 1.6))
+        found.append(Target(f"d{head_dim} n8192 f16 full", problem, "(sdpa-efficient)", 1.6))
     return found
 
 
-def tags_for(goal: Goal, words: Sequence[str]) -> list[str]:
+def tags_for(target: Target, words: Sequence[str]) -> list[str]:
     """The tags to try: those with one of the words, or the short list for the head dim."""
     family = [kernel.tag for kernel in registry.kernels(listed_only=not words) if kernel.family == "mma"]
     if words:
@@ -88,7 +88,7 @@ def tags_for(goal: Goal, words: Sequence[str]) -> list[str]:
     chosen = []
     for tag in family:
         pieces = {word for word in tag[len("mma(") : -1].split("+") if not word.startswith("stage")}
-        if goal.problem.head_dim <= 256:
+        if target.problem.head_dim <= 256:
             wanted = pieces - {"acc-f32", "swizzle-qkv"} in DESIGNS
         else:
             wanted = any(word.startswith("tiling") for word in pieces)
@@ -97,13 +97,13 @@ def tags_for(goal: Goal, words: Sequence[str]) -> list[str]:
     return chosen
 
 
-def judged(goal: Goal, results: Results) -> Measured:
+def judged(target: Target, results: Results) -> Measured:
     """The fastest tag over the peer."""
-    found = Measured(goal.name, goal.problem.describe(), goal.peer, goal.bar)
+    found = Measured(target.name, target.problem.describe(), target.peer, target.asked)
     for row in results.rows:
         if row.timing is None:
             found.failed[row.tag] = f"{row.status}: {row.message}"
-        elif row.kind == "baseline":
+        elif row.kind == "peer":
             found.peer_ms = row.timing.median
         else:
             found.tags[row.tag] = row.timing.median
@@ -113,60 +113,60 @@ def judged(goal: Goal, results: Results) -> Measured:
     found.failed |= {item.tag: item.reason for item in results.skipped}
     if found.ms and found.peer_ms:
         found.ratio = found.peer_ms / found.ms
-        found.met = found.ratio >= goal.bar
+        found.met = found.ratio >= target.asked
     return found
 
 
 def table(found: Sequence[Measured]) -> Iterator[str]:
-    """One line a goal, then how many were met."""
-    yield f"{'goal':<26}{'ratio':>7} {'bar':>5}       {'ms':>9} {'±%':>5} {'TFLOPS':>7}  fastest tag, against"
+    """One line a target, then how many were met."""
+    yield f"{'target':<26}{'ratio':>7} {'asked':>5}       {'ms':>9} {'±%':>5} {'TFLOP/s':>7}  fastest tag, against"
     for item in found:
         if item.ratio is None:
             reasons = "; ".join(dict.fromkeys(item.failed.values())) or "no tag"
-            yield f"{item.name:<26}      – {item.bar:5.2f} not run: {reasons}"[:160]
+            yield f"{item.name:<26}      – {item.asked:5.2f} not run: {reasons}"[:160]
             continue
         verdict = "pass" if item.met else "MISS"
         speed = f"{item.ms:9.4f} {50 * item.spread:5.1f} {item.tflops:7.1f}"
-        yield f"{item.name:<26}{item.ratio:7.3f} {item.bar:5.2f} {verdict} {speed}  {item.tag}, {item.peer}"
+        yield f"{item.name:<26}{item.ratio:7.3f} {item.asked:5.2f} {verdict} {speed}  {item.tag}, {item.peer}"
     ratios = [item.ratio for item in found if item.ratio is not None]
-    line = f"{sum(item.met for item in found)} of {len(found)} bars met"
+    line = f"{sum(item.met for item in found)} of {len(found)} targets met"
     yield line + (
         f"; ratio {min(ratios):.3f} to {max(ratios):.3f}, median {statistics.median(ratios):.3f}" if ratios else ""
     )
 
 
 def main() -> int:
-    parser = options(__doc__, "mma_bars", seconds=30.0)
+    parser = options(__doc__, "mma_targets", seconds=30.0)
     parser.add_argument("--tags", default="", help="tags that contain one of these words, instead of the short list")
-    parser.add_argument("--only", default="", help="goals whose name has all of these words: d64,causal")
+    parser.add_argument("--only", default="", help="targets whose name has all of these words: d64,causal")
     arguments = parser.parse_args()
     device = device_or_exit()
     check_writable(arguments.out)
     words = [word for word in arguments.tags.split(",") if word]
     only = {word for word in arguments.only.split(",") if word}
-    wanted = [goal for goal in goals(arch_of(device)) if only <= set(goal.name.split())]
-    tags = {goal.name: tags_for(goal, words) for goal in wanted}
+    wanted = [target for target in targets(arch_of(device)) if only <= set(target.name.split())]
+    tags = {target.name: tags_for(target, words) for target in wanted}
     settings = settings_for(sum(len(t) + 1 for t in tags.values()), arguments.seconds, arguments.rounds)
-    compile_ahead((registry.get(tag), goal.problem) for goal in wanted for tag in tags[goal.name])
+    compile_ahead((registry.get(tag), target.problem) for target in wanted for tag in tags[target.name])
     found: list[Measured] = []
     wrong: list[str] = []
     environment: dict[str, object] = {}
     with Bar(len(wanted)) as reporter:
-        for seed, goal in enumerate(wanted):
-            if not tags[goal.name]:
-                found.append(Measured(goal.name, goal.problem.describe(), goal.peer, goal.bar))
+        for seed, target in enumerate(wanted):
+            if not tags[target.name]:
+                found.append(Measured(target.name, target.problem.describe(), target.peer, target.asked))
                 continue
-            peers = bench.select_peers(goal.peer)
-            selection = bench.Selection(tags=tuple(tags[goal.name]), peers=peers, accumulate_f32=True)
+            peers = bench.select_peers(target.peer)
+            selection = bench.Selection(tags=tuple(tags[target.name]), peers=peers, accumulate_f32=True)
             results = run_and_keep(
-                goal.problem, None, None, selection=selection, settings=settings, seed=seed, reporter=reporter
+                target.problem, None, None, selection=selection, settings=settings, seed=seed, reporter=reporter
             )
             environment = environment or results.environment
-            found.append(judged(goal, results))
-            wrong += [f"{row.status} {goal.name} {row.tag}: {row.message}" for row in results.failed]
+            found.append(judged(target, results))
+            wrong += [f"{row.status} {target.name} {row.tag}: {row.message}" for row in results.failed]
             body = {"format": FORMAT, "environment": environment, "settings": asdict(settings)}
-            body["goals"] = [asdict(item) for item in found]
-            write_atomically(arguments.out / "mma_bars.json", json.dumps(body, indent=1) + "\n")
+            body["targets"] = [asdict(item) for item in found]
+            write_atomically(arguments.out / "mma_targets.json", json.dumps(body, indent=1) + "\n")
     wrong = [
         f"{item.name} {tag}: {why}" for item in found for tag, why in item.failed.items() if why.startswith("FAIL")
     ]

@@ -1,6 +1,6 @@
 """Thousands of drawn problems through the Hopper forward kernel, each against the formula in f32.
 
-    PYTHONPATH=src python3 benchmarks/scripts/hopper_draws.py --seconds 60 [--kernels 150] [--seed 0] [--out FILE.json]
+    PYTHONPATH=src python3 benchmarks/scripts/hopper_drawn.py --seconds 60 [--kernels 150] [--seed 0] [--out FILE.json]
 
 Problems are drawn over the whole product of features, sizes and head dims, and run with the configuration of the
 tables or with another of the tuner's candidates. So that the time goes to running, a first pass compiles so many

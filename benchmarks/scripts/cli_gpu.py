@@ -1,6 +1,6 @@
 """The parts of the command line that need a GPU, once each, in about a minute and a half.
 
-    PYTHONPATH=src python3 benchmarks/scripts/product_gpu.py --out results [--seconds 95] [--only compare,profile]
+    PYTHONPATH=src python3 benchmarks/scripts/cli_gpu.py --out results [--seconds 95] [--only compare,profile]
 
 Replays with the host's cost apart, cycles and counters from Nsight Compute, the share of the mma.sync ceiling, a
 comparison with a peer that hangs, a sweep with the roofs, the roofline, a profile, a report. Everything that the

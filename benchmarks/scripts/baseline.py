@@ -1,9 +1,9 @@
-"""Time every listed mma tag on the founding shapes beside torch's attention, on a GPU; one table at the end.
+"""Time every listed mma tag on the baseline grid beside torch's attention, on a GPU; one table at the end.
 
-    PYTHONPATH=src python3 benchmarks/scripts/founding.py --out benchmarks [--tags split-q,share] [--seconds 60]
+    PYTHONPATH=src python3 benchmarks/scripts/baseline.py --out benchmarks [--tags split-q,share] [--seconds 60]
 
 Every output is checked before it is timed; implementations are interleaved round by round. The shape that is too
-short to fill a GPU is timed again by CUDA-graph replay, which leaves out the cost of the host. Writes founding.json
+short to fill a GPU is timed again by CUDA-graph replay, which leaves out the cost of the host. Writes baseline.json
 (and .csv), as ``flashlane bench`` writes them, anew after each problem. Exit status 1 when a check fails.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import replace
 from gpu_run import compile_ahead, device_or_exit, options, run_and_keep, settings_for, told
 
 from flashlane import bench
-from flashlane.bench.measure.grid import FOUNDING_SHAPES
+from flashlane.bench.measure.grid import BASELINE_SHAPES
 from flashlane.bench.measure.progress import Bar
 from flashlane.bench.measure.results import Results, Row, check_writable
 from flashlane.core import registry
@@ -46,11 +46,11 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     """The fastest tag of each design and every baseline, for each problem, beside SDPA flash and cuDNN."""
     for problem in dict.fromkeys(row.problem for row in rows):
         timed = [row for row in rows if row.problem == problem and row.timing]
-        peers = {row.tag: row.timing.median for row in timed if row.kind == "baseline"}
+        peers = {row.tag: row.timing.median for row in timed if row.kind == "peer"}
         fastest: dict[str, Row] = {}
         for row in sorted(timed, key=lambda row: row.timing.median):
             fastest.setdefault(design(row.tag) if row.kind == "kernel" else row.tag, row)
-        yield f"{problem:<66}{'ms':>9} {'±%':>5} {'TFLOPS':>7} {'×flash':>7} {'×cudnn':>7}"
+        yield f"{problem:<66}{'ms':>9} {'±%':>5} {'TFLOP/s':>7} {'×flash':>7} {'×cudnn':>7}"
         for row in fastest.values():
             ms = row.timing.median
             ratios = (f"{peers[tag] / ms:7.3f}" if tag in peers else "      –" for tag in ("(flash)", "(cudnn)"))
@@ -64,14 +64,14 @@ def measure(arguments: argparse.Namespace) -> Results:
     kernels = kernels_with(words)
     if not kernels:
         raise SystemExit(f"--tags is {arguments.tags!r}, which is in no tag of the mma family")
-    problems = [bench.make_problem(*shape, arch=arch_of(device)) for shape in FOUNDING_SHAPES]
+    problems = [bench.make_problem(*shape, arch=arch_of(device)) for shape in BASELINE_SHAPES]
     replayed = [problem for problem in problems if problem.seqlen_q <= SHORT]
     selection = bench.Selection(tags=tuple(k.tag for k in kernels), peers=bench.select_peers(arguments.baselines))
     runs = len(problems) + len(replayed)
     settings = settings_for(runs * (len(kernels) + len(selection.peers)), arguments.seconds, arguments.rounds)
     count = compile_ahead(itertools.product(kernels, problems))
     print(f"{len(kernels)} tags, {count} configurations compiled, {settings}", file=sys.stderr, flush=True)
-    results, path = None, arguments.out / "founding.json"
+    results, path = None, arguments.out / "baseline.json"
     jobs = [(problem, settings, "") for problem in problems]
     jobs += [(problem, replace(settings, graph=True), REPLAY) for problem in replayed]
     with Bar(len(jobs)) as reporter:
@@ -83,7 +83,7 @@ def measure(arguments: argparse.Namespace) -> Results:
 
 
 def main() -> int:
-    parser = options(__doc__, "founding", seconds=60.0)
+    parser = options(__doc__, "baseline", seconds=60.0)
     parser.add_argument("--tags", default="", help="instead of the listed tags: all that contain one of these words")
     parser.add_argument("--baselines", default=BASELINES, help="as in flashlane bench")
     arguments = parser.parse_args()

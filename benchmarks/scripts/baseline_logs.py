@@ -1,10 +1,11 @@
-"""Time what the founding project's logs report, every problem and every line of them, on a GPU.
+"""Time what the baseline logs report, every problem and every line of them, on a GPU.
 
-    PYTHONPATH=src python3 benchmarks/scripts/founding_logs.py --out benchmarks [--only D512] [--seconds 60]
+    PYTHONPATH=src python3 benchmarks/scripts/baseline_logs.py --out benchmarks [--only D512] [--seconds 60]
 
-founding_reported.json holds the logs: problems, tags and their milliseconds. Each problem runs with the tags that its
-log has for it, checked, interleaved round by round. Writes founding_logs.json (and .csv) as ``flashlane bench`` does,
-anew after each problem; docs/baseline-grid.md is made of it. Exit status 1 when a kernel of ours fails its check.
+The baseline logs are those of the project that this one grew out of: baseline_reported.json holds their problems, tags
+and milliseconds. Each problem runs with the tags that its log has for it, checked, interleaved round by round. Writes
+baseline_logs.json (and .csv) as ``flashlane bench`` does, anew after each problem; docs/baseline-grid.md is
+made of it. Exit status 1 when a kernel of ours fails its check.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flashlane.bench.measure.results import Results, check_writable
 from flashlane.core import registry
 from flashlane.core.problem import DTYPES, AttentionProblem, arch_of
 
-REPORTED = Path(__file__).parents[1] / "results" / "founding_reported.json"
+REPORTED = Path(__file__).with_name("baseline_reported.json")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def measure(arguments: argparse.Namespace) -> Results:
     implementations = sum(len(line.kernels) + len(line.baselines) for line in found)
     settings = settings_for(implementations, arguments.seconds, arguments.rounds)
     compile_ahead((registry.get(tag), line.problem) for line in found for tag in line.kernels)
-    results, path = None, arguments.out / "founding_logs.json"
+    results, path = None, arguments.out / "baseline_logs.json"
     with Bar(len(found)) as reporter:
         for seed, line in enumerate(found):
             peers = bench.select_peers(",".join(tag.strip("()") for tag in line.baselines))
@@ -72,7 +73,7 @@ def measure(arguments: argparse.Namespace) -> Results:
 
 
 def main() -> int:
-    parser = options(__doc__, "founding_logs", seconds=60.0)
+    parser = options(__doc__, "baseline_logs", seconds=60.0)
     parser.add_argument("--only", default="", help="problems whose title and log have all of these words: D512")
     arguments = parser.parse_args()
     check_writable(arguments.out)

@@ -1,4 +1,4 @@
-"""The script product_gpu.py without a GPU: its commands have the options that it gives, and it judges what it finds."""
+"""The script cli_gpu.py without a GPU: its commands have the options that it gives, and it judges what it finds."""
 
 import importlib.util
 import json
@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def script(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "scripts"))
-    spec = importlib.util.spec_from_file_location("product_gpu", ROOT / "benchmarks" / "scripts" / "product_gpu.py")
+    spec = importlib.util.spec_from_file_location("cli_gpu", ROOT / "benchmarks" / "scripts" / "cli_gpu.py")
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "product_gpu", module)
+    monkeypatch.setitem(sys.modules, "cli_gpu", module)
     spec.loader.exec_module(module)
     return module
 
@@ -84,7 +84,7 @@ def test_what_lacks_is_said(script, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["product_gpu.py", "--out", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["cli_gpu.py", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         script.main()
     assert ended.value.code == 2 and "no CUDA device" in capsys.readouterr().err
