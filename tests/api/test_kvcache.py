@@ -643,11 +643,19 @@ for angles, batch_idx, block_table, interleaved, count in (
     update = Update(tensor(2, count, 8, 96), cache, cache, new, new, lengths, angles, angles, batch_idx, block_table,
                     interleaved, True)
     launch = cache_update._make(update)
-    absent = {"cos": angles, "sin": angles, "batch_idx": batch_idx, "block_table": block_table}
-    kinds = {n: "*i32" if n in ("seqused", "lengths", "batch_idx", "block_table") else "*bf16"
+    absent = {"cos": angles, "sin": angles}
+    kinds = {n: "*i32" if n in ("seqused", "lengths") else "*bf16"
              for n, value in launch.arguments.items() if value is None}
     signature, constants = {}, {}
     for place, (name, value) in enumerate(launch.arguments.items()):
+        if isinstance(value, tuple):  # "keys"
+            given = value._replace(batch_idx=batch_idx, block_table=block_table)
+            kinds_of_fields = [
+                "constexpr" if each is None else "i32" if isinstance(each, int) else "*i32" for each in given
+            ]
+            signature[name] = value._make(kinds_of_fields)
+            constants |= {(place, at): None for at, kind in enumerate(kinds_of_fields) if kind == "constexpr"}
+            continue
         fixed = cache_update.update_cache.params[place].is_constexpr or (name in absent and absent[name] is None)
         signature[name] = "constexpr" if fixed else kinds.get(name, "i32")
         if fixed:

@@ -3,7 +3,7 @@
 Triton compiles another kernel where an integer that it may specialise is 1 or a multiple of 16. What depends on a
 length must be none of them, or a sum of lengths that happens to be a multiple of 16 costs a call seconds.
 
-    python tests/triton_keys.py
+    python tests/support/triton_keys.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from triton.runtime.jit import create_function_from_signature
 
 from flashlane.core import registry
 from flashlane.kernels.triton import backward, cache_update
-from flashlane.kernels.triton.launch import Launch, Plan
+from flashlane.kernels.triton.forward import Plan
+from flashlane.kernels.triton.launch import Launch
 
 ARCH = "sm_90a"
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
@@ -46,16 +47,20 @@ def control(n):
 def integers(launch: Launch) -> dict[str, str]:
     """How Triton sees each integer of a launch: its type, and whether it is known to be 1 or a multiple of 16.
 
-    And the unit of strides, which is a constant of the kernel.
+    The unit of strides, which is a constant of the kernel, and all fields of named tuples are listed too.
     """
     function = launch.function
     bind = create_function_from_signature(function.signature, function.params, BACKEND)
-    seen = bind(**launch.arguments, **launch.options)[1]
-    return {
-        param.name: str(how)
-        for param, how in zip(function.params, seen, strict=True)
-        if param.name == "UNIT" or (isinstance(launch.arguments[param.name], int) and not param.is_constexpr)
-    }
+    given = launch.neutral({})
+    seen = bind(**given, **launch.options)[1]
+    found = {}
+    for param, how in zip(function.params, seen, strict=True):
+        value = given[param.name]
+        if param.name == "UNIT" or (isinstance(value, int) and not param.is_constexpr):
+            found[param.name] = str(how)
+        elif isinstance(value, tuple):  # type and variant of each field
+            found |= {f"{param.name}.{field}": str(each) for field, *each in zip(value._fields, *how, strict=True)}
+    return found
 
 
 def attention(case: Case) -> Iterator[Launch]:
@@ -67,7 +72,7 @@ def attention(case: Case) -> Iterator[Launch]:
     *batch, rows, heads, _ = out.shape
     lse = torch.empty((*batch, heads, rows))
     plan = Plan(problem, kernel.config(problem), inputs, out, lse, kernel.precision_of(problem))
-    yield from filter(None, (plan.forward, plan.merge))
+    yield from filter(None, (plan.forward, plan.combine))
     if not case.cached:
         made = backward._plan(problem, inputs, out, lse, out, lse, True, "ieee", None)
         yield from filter(None, (made.statistics, made.key, made.query, made.bias))

@@ -1,7 +1,7 @@
 """Compile Triton forwards for a GPU that is not here, and print what came out as JSON: run by a test, in a process of
 its own, because Triton is either the interpreter or the compiler in one process.
 
-    python tests/triton_offline.py
+    python tests/support/triton_offline.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from flashlane import jit
 from flashlane.core import registry
 from flashlane.core.problem import DTYPES, AttentionProblem, Inputs
-from flashlane.kernels.triton import launch
+from flashlane.kernels.triton import forward, launch
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 POINTERS[torch.int64] = "*i64"
@@ -74,16 +74,32 @@ def build(
     return problem, {name: t for name, t in tensors.items() if t is not None}, inputs
 
 
-def compile_launch(made: launch.Launch, tensors: dict[str, torch.Tensor], plan: launch.Plan, arch: str) -> Any:
+def kind_in_tuple(tensor: torch.Tensor | None, value: Any) -> str:
+    """The type of a field of a named tuple, of which Triton knows nothing else."""
+    if tensor is not None:
+        return POINTERS[tensor.dtype]
+    if value is None or isinstance(value, triton.language.constexpr):
+        return "constexpr"
+    return "fp32" if isinstance(value, float) else "i32" if abs(value) < 1 << 31 else "i64"
+
+
+def compile_launch(made: launch.Launch, tensors: dict[str, torch.Tensor], plan: forward.Plan, arch: str) -> Any:
     """What Triton would compile at the first call with tensors that start on 16 bytes."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     described = plan.descriptors or {}
-    for index, (param, (name, value)) in enumerate(zip(made.function.params, made.arguments.items(), strict=True)):
+    for index, (param, (name, value)) in enumerate(zip(made.function.params, made.neutral({}).items(), strict=True)):
         assert param.name == name, f"argument {index} is {param.name!r} and the launch gives {name!r}"
         tensor = tensors.get(name)
-        if param.is_constexpr or (tensor is None and value is None):
+        if isinstance(value, tuple):
+            kinds = []
+            for place, (field, one) in enumerate(zip(value._fields, value, strict=True)):
+                kinds.append(kind_in_tuple(tensors.get(field), one))
+                if kinds[-1] == "constexpr":
+                    constants[index, place] = getattr(one, "value", one)
+            signature[name] = value._make(kinds)
+        elif param.is_constexpr or (tensor is None and value is None):
             signature[name], constants[(index,)] = "constexpr", value
         elif name in described:
             block = ",".join(map(str, described[name][2]))
@@ -144,7 +160,7 @@ def main() -> None:
         problem, tensors, inputs = build(**case)
         assert kernel.supports(problem) is None
         config = kernel.config(problem)
-        plan = launch.Plan(problem, config, inputs, tensors["out"], tensors["lse"], kernel.precision_of(problem))
+        plan = forward.Plan(problem, config, inputs, tensors["out"], tensors["lse"], kernel.precision_of(problem))
         if plan.splits > 1:
             tensors = {**tensors, "out": tensors["out"].float()}
         compiled = compile_launch(plan.forward, tensors, plan, str(problem.arch))

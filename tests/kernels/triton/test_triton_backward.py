@@ -155,11 +155,11 @@ def test_rows_of_no_sequence_give_zeros() -> None:
 def test_programs_that_share_a_tile_find_what_one_finds(dtype: torch.dtype, asked: dict[str, Any]) -> None:
     problem, inputs = small(dtype, n=40, heads=2, **asked)
     tile = configs.Tile(16, 32, 4, 1)
-    one = configs.BackwardConfig(tile, tile, parts=1)
+    one = configs.BackwardConfig(tile, tile, splits=1)
     out, lse = reference_attention(problem, inputs)
     do, dlse = torch.randn_like(out).to(dtype), torch.randn_like(lse)
     alone = triton_backward(problem, inputs, out.to(dtype), lse, do, dlse, config=one)
-    found = triton_backward(problem, inputs, out.to(dtype), lse, do, dlse, config=replace(one, parts=4))
+    found = triton_backward(problem, inputs, out.to(dtype), lse, do, dlse, config=replace(one, splits=4))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     for a, b in zip(found[:3], alone[:3], strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype == dtype
@@ -170,12 +170,12 @@ def test_tiles_are_shared_out_where_they_are_few() -> None:
     problem, _ = small(n=4096, m=4096, d=64)
     problem = replace(problem.on("sm_90a"), batch=1, heads=1, kv_heads=1)
     config = configs.BackwardConfig(configs.Tile(64, 128, 8, 1), configs.Tile(128, 64, 8, 1))
-    assert configs.parts_of(problem, config) == (16, 16)  # 32 tiles of 64 steps; 4 programs an SM
-    assert configs.parts_of(replace(problem, seqlen_q=256), config) == (2, 32)
-    assert configs.parts_of(replace(problem, batch=40), config) == (1, 1)
-    assert configs.parts_of(replace(problem, window_left=127, window_right=0), config) == (2, 2)
-    assert configs.parts_of(problem, replace(config, parts=3)) == (3, 3)
-    assert configs.parts_of(problem.on(None), config) == (1, 1)
+    assert configs.splits_of(problem, config) == (16, 16)  # 32 tiles of 64 steps; 4 programs an SM
+    assert configs.splits_of(replace(problem, seqlen_q=256), config) == (2, 32)
+    assert configs.splits_of(replace(problem, batch=40), config) == (1, 1)
+    assert configs.splits_of(replace(problem, window_left=127, window_right=0), config) == (2, 2)
+    assert configs.splits_of(problem, replace(config, splits=3)) == (3, 3)
+    assert configs.splits_of(problem.on(None), config) == (1, 1)
 
 
 @interpreted

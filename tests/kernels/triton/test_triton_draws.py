@@ -24,7 +24,7 @@ from problems import Case, cases
 
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.kernels.triton import configs
+from flashlane.kernels.triton import forward_configs as configs
 from flashlane.kernels.triton.attention import TritonAttention
 from flashlane.kernels.triton.backward import supports_backward, triton_backward
 from flashlane.kernels.triton.backward_configs import BackwardConfig, Tile
@@ -39,7 +39,7 @@ FORWARD_DRAWS, BACKWARD_DRAWS = 100, 50
 SMALL_TILES = (
     None,
     BackwardConfig(Tile(32, 32, 4, 1, True), Tile(32, 32, 4, 1)),
-    BackwardConfig(Tile(16, 32, 4, 2), Tile(32, 16, 4, 2), parts=2),
+    BackwardConfig(Tile(16, 32, 4, 2), Tile(32, 16, 4, 2), splits=2),
 )
 
 SHARES, STRUCTURES = 16, 2
@@ -79,13 +79,13 @@ def forward_of(problem: AttentionProblem, inputs: Inputs) -> None:
     st.integers(1, 3),
 )
 def test_forward(case: Case, dtype: torch.dtype, splits: int) -> None:
-    from flashlane.kernels.triton import launch
+    from flashlane.kernels.triton import forward
 
-    launch.clear()
+    forward.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(configs, "splits_of", lambda problem, config: splits)
         forward_of(*case.build(dtype))
-    launch.clear()
+    forward.clear()
 
 
 @pytest.mark.slow

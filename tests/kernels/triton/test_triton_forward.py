@@ -24,8 +24,9 @@ from problems import Case, kept_by_dropout
 from flashlane import flash_attn_func, jit
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.kernels.triton import attention, configs
-from flashlane.kernels.triton.configs import TritonConfig
+from flashlane.kernels.triton import attention
+from flashlane.kernels.triton import forward_configs as configs
+from flashlane.kernels.triton.forward_configs import TritonConfig
 from flashlane.reference.naive import reference_attention
 from flashlane.tuning import stored as tune
 
@@ -44,21 +45,21 @@ def run(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch | None = None, splits: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE over NaN, checked against the formula; ``splits`` shares the keys out over so many programs."""
-    from flashlane.kernels.triton import launch
+    from flashlane.kernels.triton import forward
 
     problem, inputs = case.build(dtype)
     rows = inputs.q.shape[:-1]
     shape = (problem.heads, rows[0]) if problem.varlen else (problem.batch, problem.heads, problem.seqlen_q)
     out = torch.full((*rows, problem.head_dim_v), torch.nan, dtype=dtype)
     lse = torch.full(shape, torch.nan)
-    launch.clear()
+    forward.clear()
     before = configs.splits_of
     configs.splits_of = lambda problem, config: splits or before(problem, config)
     try:
         KERNEL.forward(problem, inputs, out, lse)
     finally:
         configs.splits_of = before
-        launch.clear()
+        forward.clear()
     want_out, want_lse = reference_attention(problem, inputs, torch.float64)
     seen = torch.isfinite(want_lse)
     assert torch.equal(torch.isfinite(lse), seen) and not lse.isnan().any()
@@ -177,7 +178,7 @@ def test_missing_or_old_triton_is_said(version: str | None, monkeypatch: pytest.
 
 
 def test_the_table_of_kernels_does_not_import_triton() -> None:
-    code = "import sys; from flashlane import registry; registry.kernels(); sys.exit('triton' in sys.modules)"
+    code = "import sys; from flashlane.core import registry; registry.kernels(); sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
 
 
@@ -220,13 +221,13 @@ def test_what_the_compiler_makes(tmp_path: Path) -> None:
     assert {"HGMMA", "UTMALDG"} <= set(rows[0]["instructions"]) and "HMMA" in rows[-1]["instructions"]
 
 
-def test_pieces_of_a_head_dim() -> None:
-    found = {d: configs.pieces(d) for d in (1, 8, 16, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256, 257, 320, 512)}
+def test_column_tiles_of_a_head_dim() -> None:
+    found = {d: configs.column_tiles(d) for d in (1, 8, 16, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256, 257, 320, 512)}
     assert found[1] == found[16] == (16, 0) and found[40] == found[59] == found[64] == (64, 0)
     assert found[80] == (64, 16) and found[96] == (64, 32) and found[111] == found[128] == (128, 0)
     assert found[160] == (128, 32) and found[192] == (128, 64) and found[257] == (256, 16) and found[512] == (256, 256)
     for d in range(1, 513):
-        first, second = configs.pieces(d)
+        first, second = configs.column_tiles(d)
         assert first + second >= d and first <= 256 and all(n & (n - 1) == 0 for n in (first, second))
 
 
@@ -298,16 +299,16 @@ def test_splits_that_are_asked_for() -> None:
 @interpreted
 @pytest.mark.parametrize("asked", [1, 2, 3, 50])
 def test_keys_are_split_as_asked(asked: int) -> None:
-    from flashlane.kernels.triton import launch
+    from flashlane.kernels.triton import forward
 
     inputs = Inputs(*(torch.randn(2, n, h, 32) for n, h in ((3, 4), (250, 2), (250, 2))))
     problem = AttentionProblem.from_inputs(inputs, causal=True, num_splits=asked)
     out, lse = torch.full((2, 3, 4, 32), torch.nan), torch.full((2, 4, 3), torch.nan)
-    launch.clear()
+    forward.clear()
     KERNEL.forward(problem, inputs, out, lse)
-    (plan,) = launch._plans.values()
+    (plan,) = forward._plans.values()
     assert plan.splits == min(asked, -(-250 // plan.forward.arguments["BN"]))
-    assert (plan.merge is not None) == (asked > 1)
+    assert (plan.combine is not None) == (asked > 1)
     want_out, want_lse = reference_attention(problem, inputs, torch.float64)
     torch.testing.assert_close(out.double(), want_out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)

@@ -22,7 +22,7 @@ from problems import Case, Products, tf32_factor
 from flashlane.bench.measure.check import exact_matmul
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.kernels.triton.configs import TritonConfig
+from flashlane.kernels.triton.forward_configs import TritonConfig
 from flashlane.reference.naive import reference_attention
 
 pytestmark = pytest.mark.gpu
@@ -251,10 +251,11 @@ def test_a_call_after_the_first_builds_nothing(
     first: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other lengths that are cut up alike run what is compiled; another call like the first does not reach Triton."""
-    from flashlane.kernels.triton import configs, launch
+    from flashlane.kernels.triton import forward
+    from flashlane.kernels.triton import forward_configs as configs
 
     def compiled() -> int:
-        return len(launch.attention_kernel().device_caches[torch.cuda.current_device()][0])
+        return len(forward.attention_kernel().device_caches[torch.cuda.current_device()][0])
 
     problem, inputs = build(replace(PLAIN, varlen=True, lengths=first), BF16)
     other_problem, other_inputs = build(replace(PLAIN, varlen=True, lengths=other), BF16)
@@ -264,7 +265,7 @@ def test_a_call_after_the_first_builds_nothing(
     before = compiled()
     assert not complaint(other_problem, other_inputs, *run(other_problem, other_inputs))
     assert compiled() == before
-    monkeypatch.setattr(launch.Plan, "__init__", lambda *args: pytest.fail("a plan was made"))
+    monkeypatch.setattr(forward.Plan, "__init__", lambda *args: pytest.fail("a plan was made"))
     run(problem, inputs)
 
 

@@ -15,16 +15,16 @@ from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import TunableKernel, memoised, register
 from flashlane.kernels.params import LOG2_E
-from flashlane.kernels.triton import configs
-from flashlane.kernels.triton.configs import TritonConfig
-from flashlane.tuning import stored as tune
+from flashlane.kernels.triton import forward_configs as configs
+from flashlane.kernels.triton.forward_configs import TritonConfig
+from flashlane.tuning import stored
 
 MIN_TRITON = (3, 6)
 MIN_CAPABILITY = 80
 """Triton's own minimum, sm_80."""
 HOW_TO_GET = "pip install 'triton>=3.6' (Linux; torch for CUDA brings it)"
 SMALLEST_SHARED = 99 << 10
-"""Shared memory of a block on the smallest GPUs since sm_80; taken where an architecture is unknown here."""
+"""Shared memory of a CTA on the smallest GPUs since sm_80; taken where an architecture is unknown here."""
 MAX_SCALE = 3.4e38 / LOG2_E
 
 
@@ -49,9 +49,9 @@ def missing() -> str | None:
 
 
 class TritonAttention(TunableKernel):
-    """The template of ``forward.py`` with one arithmetic for f32."""
+    """The template of ``forward_kernels.py`` with one arithmetic for f32."""
 
-    source = "Dao 2023 (FlashAttention-2), Algorithm 1; Triton's fused-attention tutorial for the shape of the loop"
+    source = "Dao 2023 (FlashAttention-2), Algorithm 1; Triton's attention tutorial for the shape of the loop"
 
     def __init__(
         self, tag: str, family: str, precision: str, dtypes: tuple[str, ...], summary: str, priority: int = 5
@@ -105,7 +105,7 @@ class TritonAttention(TunableKernel):
         return self.precision if problem.arch is not None and problem.dtype == torch.float32 else "ieee"
 
     def source_of(self, config: TritonConfig) -> str:
-        return "kernels/triton/forward.py"
+        return "kernels/triton/forward_kernels.py"
 
     def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
         self._launch(None, problem, inputs, out, lse)
@@ -121,7 +121,7 @@ class TritonAttention(TunableKernel):
         if config.descriptors and not (configs.describable(problem) and configs.describes(inputs.k, inputs.v)):
             raise ValueError(
                 f"config is {config}; descriptors read keys of a dense problem on Hopper or later, whose head dims are "
-                "powers of two and whose rows are apart and start on 16 bytes"
+                "powers of two and whose rows do not overlap and start on 16 bytes"
             )
         self._launch(config, problem, inputs, out, lse)
 
@@ -135,9 +135,9 @@ class TritonAttention(TunableKernel):
     ) -> None:
         if out.numel() == 0 and lse.numel() == 0:
             return
-        from flashlane.kernels.triton import launch
+        from flashlane.kernels.triton import forward
 
-        launch.run(
+        forward.run(
             problem, config or functools.partial(self.config, problem), inputs, out, lse, self.precision_of(problem)
         )
 
@@ -150,7 +150,7 @@ def _capability(arch: str) -> int:
 @memoised
 def _config(kernel: TritonAttention, problem: AttentionProblem) -> TritonConfig:
     problem = problem.chosen_for
-    tuned = tune.lookup(kernel, problem)
+    tuned = stored.lookup(kernel, problem)
     if tuned:
         config = TritonConfig(**tuned)
         return replace(config, descriptors=config.descriptors and configs.describable(problem))
@@ -160,7 +160,7 @@ def _config(kernel: TritonAttention, problem: AttentionProblem) -> TritonConfig:
 register(
     TritonAttention(
         "triton", "triton", "bf16x6", ("f16", "bf16", "f32"),
-        "portable: any mask and modifier, packed and cached sequences, split keys; f32 as sums of six bf16 products",
+        "portable: any mask and modifier, packed and cached sequences, split-KV; f32 as sums of six bf16 products",
     )
 )  # fmt: skip
 register(

@@ -1,13 +1,14 @@
 """The Triton backward pass: gradients from the output and the LSE of any forward kernel.
 
-Three launches: the statistics of the rows (delta and the LSE in base 2), dK and dV, dQ; a fourth where the gradient of
-a bias is wanted. With few tiles several programs share one, and their sums are added up after. Linear memory, no
-atomics: ``deterministic`` costs nothing because every run gives the same bits.
-Triton is imported by the first call, not before.
+There are three launches: the preprocess (delta and the LSE in base 2), dK and dV, dQ; and a fourth where the gradient
+of a bias is wanted. With few tiles the walk of each is split over several programs, whose sums are added afterwards.
+Memory is linear, and as there are no atomics, ``deterministic`` costs nothing: every run gives the same bits. Triton is
+imported by the first call, not before.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,16 @@ import torch
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import BackwardKernel, Kernel, register
-from flashlane.kernels.params import LOG2_E, check_gradient_inputs
+from flashlane.kernels.features import CACHE, PAGED
+from flashlane.kernels.params import check_gradient_inputs
 from flashlane.kernels.triton import backward_configs as configs
 from flashlane.kernels.triton.backward_configs import PRECISIONS, BackwardConfig, Tile, padded
-from flashlane.kernels.triton.configs import unit_of
+from flashlane.kernels.triton.forward_configs import unit_of
 from flashlane.reference.tiled import Gradients
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from flashlane.kernels.triton.launch import Launch
 
 DTYPES = ("f16", "bf16", "f32")
@@ -51,7 +55,7 @@ def supports_backward(problem: AttentionProblem) -> str | None:
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > configs.MAX_HEAD_DIM:
         return f"head_dim is {largest}; it takes up to {configs.MAX_HEAD_DIM}"
-    cached = [name for name in ("seqused_k", "leftpad_k", "batch_idx", "page_size") if getattr(problem, name)]
+    cached = [name for name in (*CACHE, *PAGED) if getattr(problem, name)]
     if cached:
         return f"it has no {', '.join(cached)}"
     return None
@@ -91,7 +95,7 @@ def triton_backward(
         dlse: gradient of ``lse``, in its shape, or None.
         bias_grad: whether the bias' gradient is wanted; it is summed over the axes that the bias broadcasts along.
         precision: of the products of f32 inputs: ``ieee``; on tensor cores ``tf32`` (10 bits of fraction), or, as
-            exact as f32, ``tf32x3`` and ``bf16x6`` (sums of three and of six products of parts).
+            exact as f32, ``tf32x3`` and ``bf16x6`` (sums of three and of six products of terms).
         config: the configuration to run, or None for the heuristic's.
 
     Returns:
@@ -99,7 +103,7 @@ def triton_backward(
         belong to no sequence contribute nothing, and their own are 0.
 
     Raises:
-        ValueError: a tensor has another shape or dtype than its part of the call, or the precision is unknown.
+        ValueError: a tensor has a shape or dtype that the call does not give it, or the precision is unknown.
         NotImplementedError: :func:`supports_backward` gives a reason.
     """
     if torch.is_grad_enabled():
@@ -152,10 +156,7 @@ def _facts(
     )
     if problem.varlen:
         facts += (k.shape[0],)
-    for tensor in (inputs.bias, inputs.alibi_slopes, inputs.sinks):
-        if tensor is not None:
-            facts += (tensor.shape, tensor.stride(), tensor.dtype)
-    return facts
+    return facts + _score().score_facts(inputs)
 
 
 @dataclass(frozen=True)
@@ -169,15 +170,18 @@ class Plan:
     query: Launch | None
     bias: Launch | None
     bias_shape: tuple[int, ...]
-    """Of what the bias launch writes: the bias itself, or a share a head and sequence."""
+    """Of what the bias launch writes: the bias' gradient, or one for each head and sequence."""
     stat_shape: tuple[int, ...]
-    sink_shape: tuple[int, ...]
+    statistics_tiles: int
+    """Tiles of rows, of all sequences, that the preprocess kernel has for each head."""
+    optional: tuple[tuple[str, str], ...]
+    """Tensors beside q, k and v: their names in the kernels, and in the inputs."""
     key_descriptors: dict[str, Any] | None
     query_descriptors: dict[str, Any] | None
-    parts: tuple[int, int]
-    """Programs that share a tile of keys and a tile of queries, each with sums of its own."""
-    together: bool
-    """The parts of all three gradients lie in one tensor, (parts, 3, shape of q)."""
+    splits: tuple[int, int]
+    """Splits of a tile of keys and of a tile of queries, each with sums of its own."""
+    stacked: bool
+    """The splits of all three gradients lie in one tensor, (splits, 3, shape of q)."""
 
     def __call__(
         self,
@@ -187,52 +191,37 @@ class Plan:
         do: torch.Tensor,
         dlse: torch.Tensor | None,
     ) -> Gradients:
-        problem = self.problem
+        score, problem = _score(), self.problem
         q, k, v = inputs.q, inputs.k, inputs.v
-        if self.together:
-            made = self._made(q, self.parts[0], 3)
+        if self.stacked:
+            made = self._made(q, self.splits[0], 3)
             dq, dk, dv = made.unbind(1)
         else:
-            dq, dk, dv = self._made(q, self.parts[1]), self._made(k, self.parts[0]), self._made(v, self.parts[0])
+            dq, dk, dv = self._made(q, self.splits[1]), self._made(k, self.splits[0]), self._made(v, self.splits[0])
         delta, lse2 = torch.empty((2, *self.stat_shape), dtype=torch.float32, device=q.device).unbind()
-        shares = None
-        if inputs.sinks is not None:
-            shares = torch.empty(self.sink_shape, dtype=torch.float32, device=q.device)
+        partial = score.partial_gradients(inputs, self.statistics_tiles, problem.heads)
         if self.statistics is not None:
-            self.statistics(
-                {"out": out, "do": do, "log": lse, "dlog": dlse, "sinks": inputs.sinks}
-                | {"delta": delta, "lse": lse2, "dsinks": shares}
-            )
-        tensors = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "do": do,
-            "lse": lse2,
-            "delta": delta,
-            "slopes": inputs.alibi_slopes,
-            "bias": inputs.bias,
-            "cu_seqlens_q": inputs.cu_seqlens_q,
-            "cu_seqlens_k": inputs.cu_seqlens_k,
-            "seed": inputs.dropout_seed if problem.dropout_p else None,
-        }
+            self.statistics({**partial, "out": out, "do": do, "log": lse, "dlog": dlse, "delta": delta, "lse": lse2})
+        tensors = {"q": q, "k": k, "v": v, "do": do, "lse": lse2, "delta": delta}
+        for name, field in self.optional:
+            tensors[name] = getattr(inputs, field)
         if self.key is not None:
             self.key({**tensors, "dk": dk, "dv": dv}, self.key_descriptors)
         if self.query is not None:
             self.query({**tensors, "dq": dq}, self.query_descriptors)
-        if self.together:
+        if self.stacked:
             dq, dk, dv = made.sum(0).to(q.dtype).unbind()
         else:
             dq, dk, dv = _added(dq, q), _added(dk, k), _added(dv, v)
-        return Gradients(dq, dk, dv, self._bias(tensors, inputs), self._sinks(shares, inputs))
+        return Gradients(dq, dk, dv, self._bias(tensors, inputs), score.sink_gradient(partial, inputs))
 
-    def _made(self, like: torch.Tensor, parts: int, *gradients: int) -> torch.Tensor:
-        """A gradient to be written, or the parts of one or of several."""
-        # Rows of a packed tensor after its last sequence are no kernel's.
+    def _made(self, like: torch.Tensor, splits: int, *gradients: int) -> torch.Tensor:
+        """A gradient to be written, or the splits of one or of several."""
+        # No kernel writes the rows of a packed tensor after its last sequence.
         make = torch.zeros if self.problem.varlen else torch.empty
-        if parts == 1:
+        if splits == 1:
             return make(like.shape, dtype=like.dtype, device=like.device)
-        return make((parts, *gradients, *like.shape), dtype=torch.float32, device=like.device)
+        return make((splits, *gradients, *like.shape), dtype=torch.float32, device=like.device)
 
     def _bias(self, tensors: dict[str, Any], inputs: Inputs) -> torch.Tensor | None:
         if not self.bias_shape:
@@ -246,12 +235,9 @@ class Plan:
             return found.view(wanted.shape)
         return found.sum_to_size((1,) * (4 - wanted.dim()) + wanted.shape).to(wanted.dtype).view(wanted.shape)
 
-    def _sinks(self, shares: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
-        return None if shares is None else shares.sum(0).to(inputs.sinks.dtype)
-
 
 def _added(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A gradient from its parts."""
+    """A gradient from its splits."""
     return found if found.shape == like.shape else found.sum(0).to(like.dtype)
 
 
@@ -266,7 +252,7 @@ def _plan(
     precision: str,
     config: BackwardConfig | None,
 ) -> Plan:
-    from flashlane.kernels.triton import backward_kernels, launch
+    from flashlane.kernels.triton import backward_kernels, launch, score, sequences
 
     config = config or config_of(problem, inputs, do, precision)
     batch, rows = (1, inputs.q.shape[0]) if problem.varlen else (problem.batch, problem.seqlen_q)
@@ -284,20 +270,20 @@ def _plan(
     query_tiles = -(-problem.seqlen_q // config.query.bm)
     key = query = None
     keys = inputs.k.shape[0] if problem.varlen else problem.batch * problem.seqlen_k
-    parts = configs.parts_of(problem, config)
-    together = parts[0] == parts[1] > 1 and inputs.q.shape == inputs.k.shape == inputs.v.shape
-    between = 3 if together else 1  # gradients that a part has before the next one's
+    splits = configs.splits_of(problem, config)
+    stacked = splits[0] == splits[1] > 1 and inputs.q.shape == inputs.k.shape == inputs.v.shape
+    between = 3 if stacked else 1  # gradients that one split has before the next one's
     if key_tiles:
         key = _launch(
             backward_kernels.key_gradients, problem, common, ("dk", "dv"), config.key, config.descriptors,
-            key_tiles * problem.kv_heads * problem.batch * parts[0], tiles=key_tiles, LATE_DP=config.key.late_dp,
-            columns=problem.kv_heads * problem.batch, parts=parts[0], part_rows=keys * between,
+            key_tiles * problem.kv_heads * problem.batch * splits[0], tiles=key_tiles, LATE_DP=config.key.late_dp,
+            columns=problem.kv_heads * problem.batch, splits=splits[0], split_rows=keys * between,
         )  # fmt: skip
     if query_tiles:
         query = _launch(
             backward_kernels.query_gradients, problem, common, ("dq",), config.query, config.descriptors,
-            query_tiles * problem.heads * problem.batch * parts[1], tiles=query_tiles,
-            columns=problem.heads * problem.batch, parts=parts[1], part_rows=batch * rows * between,
+            query_tiles * problem.heads * problem.batch * splits[1], tiles=query_tiles,
+            columns=problem.heads * problem.batch, splits=splits[1], split_rows=batch * rows * between,
         )  # fmt: skip
     bias, bias_shape = None, ()
     if problem.bias and bias_grad:
@@ -314,12 +300,21 @@ def _plan(
         bias=bias,
         bias_shape=bias_shape,
         stat_shape=(batch, problem.heads, stat_rows),
-        sink_shape=(batch * tiles, problem.heads),
+        statistics_tiles=batch * tiles,
+        optional=(*score.score_tensors(problem), *sequences.sequence_tensors(inputs)),
         key_descriptors=described[0],
         query_descriptors=described[1],
-        parts=parts,
-        together=together,
+        splits=splits,
+        stacked=stacked,
     )
+
+
+@functools.cache
+def _score() -> ModuleType:
+    """The module of the score modifiers, which imports Triton."""
+    from flashlane.kernels.triton import score
+
+    return score
 
 
 def _axes(stride: tuple[int, ...], problem: AttentionProblem) -> tuple[int, ...]:
@@ -356,7 +351,8 @@ def _statistics_arguments(
     from flashlane.kernels.triton.backward_kernels import row_statistics
 
     given = {
-        **dict.fromkeys(("out", "do", "log", "dlog", "sinks", "delta", "lse", "dsinks")),
+        **dict.fromkeys(("out", "do", "log", "dlog", "delta", "lse")),
+        "score": _score().ScoreArguments(),
         **_strides(problem, out=out, do=do),
         **_log_strides("log", lse),
         **_log_strides("dlog", dlse),
@@ -374,29 +370,22 @@ def _common_arguments(
     problem: AttentionProblem, inputs: Inputs, do: torch.Tensor, precision: str, stat_units: int
 ) -> dict[str, Any]:
     """Arguments that all kernels but the statistics take."""
-    bias, slopes = inputs.bias, inputs.alibi_slopes
-    pairs = (0, 0, 0, 0)
-    if bias is not None:
-        pairs = bias.detach().expand(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k).stride()
+    from flashlane.kernels.triton import score, sequences
+
     far = problem.seqlen_q + problem.seqlen_k  # a window that reaches past every key is unbounded
     left, right = (-1 if side >= far else side for side in (problem.window_left, problem.window_right))
     return {
         **_strides(problem, q=inputs.q, k=inputs.k, v=inputs.v, do=do),
-        **{f"bias_stride_{axis}": size for axis, size in zip(("batch", "head", "i", "j"), pairs, strict=True)},
-        "slopes_stride_batch": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+        "score": score.score_arguments(problem, inputs),
+        "keys": sequences.key_arguments(problem, inputs),
         "heads": problem.heads,
         "kv_heads": problem.kv_heads,
         "group": problem.group,
         "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
         "stat_units": stat_units,
         "left": left,
         "right": right,
-        "score_scale": (problem.softcap or problem.scale) * LOG2_E,
-        "cap_scale": problem.scale / problem.softcap if problem.softcap else 0.0,
         "scale": problem.scale,
-        "keep_scale": 1.0 / (1.0 - problem.dropout_p),
-        "threshold": math.floor(problem.dropout_p * 2**32),
         "D": problem.head_dim,
         "D0": padded(problem.head_dim),
         "DV": problem.head_dim_v,
@@ -404,8 +393,6 @@ def _common_arguments(
         "LEFT": left >= 0,
         "RIGHT": right >= 0,
         "BOTTOM_RIGHT": problem.alignment == "bottom-right",
-        "SOFTCAP": problem.softcap > 0,
-        "DROPOUT": problem.dropout_p > 0,
         "PRECISION": precision if problem.dtype == torch.float32 else "ieee",
     }
 
@@ -423,7 +410,7 @@ def _launch(
     """A launch of a kernel whose arguments are the common ones, its tile's and its own, in the function's order."""
     from flashlane.kernels.triton import launch
 
-    tensors = ("q", "k", "v", "do", "lse", "delta", *written, "slopes", "bias", "cu_seqlens_q", "cu_seqlens_k", "seed")
+    tensors = ("q", "k", "v", "do", "lse", "delta", *written, "cu_seqlens_q")
     sides = [name for name in common if name.split("_stride_")[0] in ("q", "k", "v", "do")]
     apart = max(common[name] for name in sides if name.endswith("row")) * common["UNIT"]
     reach = apart * max(tile.bm, tile.bn)
@@ -446,7 +433,7 @@ def _launch(
 
 
 def _heads_first(problem: AttentionProblem) -> bool:
-    """Whether the longest tiles of all heads go first, not those of each head: the last ones then end together.
+    """Whether the longest tiles of all heads go first, not those of each head: the last ones then end at one time.
 
     That pays under a causal mask where tiles take long, as those of f32 do; else a head's tiles share the L2 cache.
     """

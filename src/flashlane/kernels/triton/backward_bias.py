@@ -1,8 +1,9 @@
 """The gradient of an additive bias: dS, summed over the axes along which the bias broadcasts.
 
-A program owns one tile of the gradient and works out dS of every pair that was added to it, in a fixed order: no
-atomics, no matrix of scores, the same bits every time. A bias that broadcasts along queries or keys has few tiles, so
-each head of each sequence sums its own share and torch adds those. Importing this module imports Triton.
+A program owns one tile of the gradient and works out dS of every pair that was added to it, in a fixed order: there
+are no atomics and no matrix of scores, and every run gives the same bits. A bias that broadcasts along queries or keys
+has few tiles, so each head of each sequence has sums of its own, and torch adds those. Importing this module imports
+Triton.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from flashlane.kernels.triton.backward_kernels import (
     ANY_ADDRESS,
     VARYING,
     head_of,
-    load_modifiers,
     load_rows,
     load_statistics,
     probabilities,
     score_gradients,
     tile_offsets,
 )
-from flashlane.kernels.triton.common import dropout_keep, key_range, key_span, query_span
+from flashlane.kernels.triton.score import dropout_keep, head_modifiers
+from flashlane.kernels.triton.sequences import key_range, key_span, query_span
 
 
 @triton.jit(
@@ -36,11 +37,9 @@ def bias_gradients(
     lse,
     delta,
     dbias,
-    slopes,
-    bias,
     cu_seqlens_q,
-    cu_seqlens_k,
-    seed,
+    score,
+    keys,
     q_stride_batch,
     q_stride_row,
     q_stride_head,
@@ -57,23 +56,13 @@ def bias_gradients(
     do_stride_row,
     do_stride_head,
     do_stride_column,
-    bias_stride_batch,
-    bias_stride_head,
-    bias_stride_i,
-    bias_stride_j,
-    slopes_stride_batch,
     heads,
     kv_heads,
     group,
     seqlen_q,
-    seqlen_k,
     stat_units,
     left,
     right,
-    score_scale,
-    cap_scale,
-    keep_scale,
-    threshold,
     batches_each,
     heads_each,
     outer_heads,
@@ -86,8 +75,6 @@ def bias_gradients(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -99,7 +86,7 @@ def bias_gradients(
     A program sums over ``batches_each`` sequences and ``heads_each`` heads, and over all queries unless ROWS, over all
     keys unless COLUMNS: these say that the bias has an axis of its own for them.
     """
-    all_m, all_n = tl.cdiv(seqlen_q, BM), tl.cdiv(seqlen_k, BN)
+    all_m, all_n = tl.cdiv(seqlen_q, BM), tl.cdiv(keys.seqlen_k, BN)
     tiles_m = all_m if ROWS else 1
     tiles_n = all_n if COLUMNS else 1
     tile_n = tl.program_id(0) % tiles_n
@@ -112,7 +99,6 @@ def bias_gradients(
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     q_rows, do_rows = tile_offsets(q_stride_row, BM, UNIT, WIDE), tile_offsets(do_stride_row, BM, UNIT, WIDE)
     k_rows, v_rows = tile_offsets(k_stride_row, BN, UNIT, WIDE), tile_offsets(v_stride_row, BN, UNIT, WIDE)
-    key = tl.load(seed) if DROPOUT else 0
     total = tl.zeros((BM, BN), tl.float32)
     for step in range(0, batches_each * heads_each * each_m * each_n):
         n = tile_n + step % each_n
@@ -120,8 +106,8 @@ def bias_gradients(
         head = first_head + step // each_n // each_m % heads_each
         b = first_b + step // each_n // each_m // heads_each
         kv_head = head // group
-        start_q, len_q = query_span(b, cu_seqlens_q, seqlen_q, VARLEN)
-        start_k, len_k = key_span(b, cu_seqlens_k, None, None, seqlen_k, VARLEN, False, False, False)
+        start_q, len_q = query_span(b, cu_seqlens_q, seqlen_q)
+        start_k, len_k = key_span(b, keys)
         shift = len_k - len_q if BOTTOM_RIGHT else 0
         i_first, j_first = m * BM, n * BN
         i_last = tl.minimum(i_first + BM, len_q) - 1
@@ -149,36 +135,33 @@ def bias_gradients(
             log = load_statistics(
                 lse, b, head, heads, i_first, start_q, i, len_q, stat_units, float("inf"), BM, VARLEN, False
             )
-            share = load_statistics(
+            row_delta = load_statistics(
                 delta, b, head, heads, i_first, start_q, i, len_q, stat_units, 0.0, BM, VARLEN, False
             )
-            slope, head_bias = load_modifiers(
-                slopes, bias, b, head, slopes_stride_batch, bias_stride_batch, bias_stride_head
-            )
+            modifiers = head_modifiers(score, b, head, False)
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
             p, _capped = probabilities(
-                products, log[:, None], i[:, None], j[None, :], (len_q, len_k, shift, left, right),
-                (score_scale, cap_scale, slope, head_bias, bias_stride_i, bias_stride_j), True,
-                LEFT, RIGHT, SOFTCAP, slopes is not None, True,
+                products, log[:, None], i[:, None], j[None, :], (len_q, len_k, shift, left, right), score, modifiers,
+                True, LEFT, RIGHT,
             )  # fmt: skip
             keep = None
-            if DROPOUT:
-                keep = dropout_keep(key, b * heads + head, i, j_first, threshold, BN)
-            total += score_gradients(p, dp, share[:, None], keep, keep_scale, DROPOUT)
+            if score.seed is not None:
+                keep = dropout_keep(score, modifiers, b * heads + head, i, j_first, BN)
+            total += score_gradients(p, dp, row_delta[:, None], keep, score)
 
     i = tile_m * BM + tl.arange(0, BM)
     j = tile_n * BN + tl.arange(0, BN)
-    size_n = seqlen_k if COLUMNS else 1
+    size_n = keys.seqlen_k if COLUMNS else 1
     size_m = seqlen_q if ROWS else 1
     target = dbias + tl.cast(outer, tl.int64) * size_m * size_n
     if ROWS and COLUMNS:
-        at = i.to(tl.int64)[:, None] * seqlen_k + j[None, :]
-        inside = (i < seqlen_q)[:, None] & (j < seqlen_k)[None, :]
+        at = i.to(tl.int64)[:, None] * keys.seqlen_k + j[None, :]
+        inside = (i < seqlen_q)[:, None] & (j < keys.seqlen_k)[None, :]
         tl.store(target + at, total.to(dbias.dtype.element_ty), mask=inside)
     elif ROWS:
         tl.store(target + i, tl.sum(total, 1).to(dbias.dtype.element_ty), mask=i < seqlen_q)
     elif COLUMNS:
-        tl.store(target + j, tl.sum(total, 0).to(dbias.dtype.element_ty), mask=j < seqlen_k)
+        tl.store(target + j, tl.sum(total, 0).to(dbias.dtype.element_ty), mask=j < keys.seqlen_k)
     else:
         tl.store(target, tl.sum(tl.sum(total, 1), 0).to(dbias.dtype.element_ty))

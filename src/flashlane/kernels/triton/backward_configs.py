@@ -8,17 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashlane.core.problem import VECTOR_BYTES, AttentionProblem
-from flashlane.kernels.triton.configs import SMS
+from flashlane.kernels.score import ScoreConfig
+from flashlane.kernels.triton.forward_configs import SMS
 
 MAX_HEAD_DIM = 256
 MIN_TILE = 16
 """Least size of a product in ``tl.dot``."""
 PROGRAMS_PER_SM = 4
-"""So many programs for each SM even out the tiles of a causal mask; with fewer, tiles are shared out."""
-PART_TILES = 2
-"""Least tiles that a part walks: it loads as much as it works on in about one."""
-PIECES = {"tf32x3": 2.0, "bf16x6": 1.5}
-"""Bytes of the pieces of an f32 operand over its own."""
+"""So many programs for each SM even out the tiles of a causal mask; with fewer, tiles are split."""
+SPLIT_TILES = 2
+"""Least tiles that a split walks: what it loads beside them costs about as much as one."""
+TERM_BYTES = {"tf32x3": 2.0, "bf16x6": 1.5}
+"""Bytes of the terms that an f32 operand is the sum of, over its own bytes."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class BackwardConfig:
     """dQ: ``bm`` queries are owned, ``bn`` keys are loaded at a time."""
     descriptors: bool = False
     """Load q, k, v and do through tensor descriptors (TMA)."""
-    parts: int = 0
-    """Programs that share the queries of a tile of keys, and the keys of a tile of queries; 0: what fills the GPU."""
+    splits: int = 0
+    """Splits of the queries of a tile of keys, and of the keys of a tile of queries; 0: what fills the GPU."""
 
     def shared_memory(self, problem: AttentionProblem, precision: str = "ieee") -> int:
         """Bytes of shared memory of the larger kernel: what it owns, and what is in flight."""
@@ -65,9 +66,9 @@ class BackwardConfig:
             (self.key, self.key.bn, self.key.bm),
             (self.query, self.query.bm, self.query.bn),
         ):
-            if problem.dtype.itemsize == 4 and precision in PIECES:
-                # Operands lie there in pieces, of what is loaded one tensor at a time (read off ptxas' reports).
-                needed = PIECES[precision] * (owned * row + streamed * max(sizes) * problem.dtype.itemsize)
+            if problem.dtype.itemsize == 4 and precision in TERM_BYTES:
+                # Operands lie there as terms; of what is loaded, one tensor at a time (read off ptxas' reports).
+                needed = TERM_BYTES[precision] * (owned * row + streamed * max(sizes) * problem.dtype.itemsize)
                 found.append(int(needed) + (tile.stages - 1) * streamed * row)
             else:
                 found.append((owned + tile.stages * streamed) * row + tile.bm * tile.bn * problem.dtype.itemsize)
@@ -157,7 +158,7 @@ def pick(problem: AttentionProblem, precision: str, describable: bool, limit: in
         table = HALF_HOPPER if describable else HALF_HOPPER_POINTERS
     else:
         table, describable = HALF, False
-    modified = problem.softcap or problem.alibi or problem.bias or problem.dropout_p
+    modified = ScoreConfig.of(problem).transformed or problem.bias or problem.dropout_p
     for largest_of_row, key, query in table:
         if modified:  # needs the registers
             key = replace(key, registers=0)
@@ -167,10 +168,10 @@ def pick(problem: AttentionProblem, precision: str, describable: bool, limit: in
     return BackwardConfig(*SMALLEST)
 
 
-def parts_of(problem: AttentionProblem, config: BackwardConfig) -> tuple[int, int]:
-    """Programs that share one tile of keys, and one of queries: more than 1 where tiles alone leave SMs idle."""
-    if config.parts:
-        return config.parts, config.parts
+def splits_of(problem: AttentionProblem, config: BackwardConfig) -> tuple[int, int]:
+    """Splits of one tile of keys, and of one of queries: more than 1 where tiles alone leave SMs idle."""
+    if config.splits:
+        return config.splits, config.splits
     if problem.arch is None:
         return 1, 1
     seen_q, seen_k = problem.seqlen_q, problem.seqlen_k
@@ -179,12 +180,12 @@ def parts_of(problem: AttentionProblem, config: BackwardConfig) -> tuple[int, in
         seen_q, seen_k = min(seen_q, window + config.key.bn), min(seen_k, window + config.query.bm)
     wanted = PROGRAMS_PER_SM * SMS.get(problem.arch, 100)
 
-    def parts(programs: int, seen: int, tile: int) -> int:
-        return max(1, min(wanted // max(programs, 1), -(-seen // (tile * PART_TILES))))
+    def splits(programs: int, seen: int, tile: int) -> int:
+        return max(1, min(wanted // max(programs, 1), -(-seen // (tile * SPLIT_TILES))))
 
     return (
-        parts(-(-problem.seqlen_k // config.key.bn) * problem.kv_heads * problem.batch, seen_q, config.key.bm),
-        parts(-(-problem.seqlen_q // config.query.bm) * problem.heads * problem.batch, seen_k, config.query.bn),
+        splits(-(-problem.seqlen_k // config.key.bn) * problem.kv_heads * problem.batch, seen_q, config.key.bm),
+        splits(-(-problem.seqlen_q // config.query.bm) * problem.heads * problem.batch, seen_k, config.query.bn),
     )
 
 

@@ -2,12 +2,12 @@
 
 The scores and the probabilities are worked out again from Q, K and the LSE of the forward, twice: :func:`key_gradients`
 owns a tile of keys and walks the queries that see it, :func:`query_gradients` owns a tile of queries and walks its
-keys. Where there are too few tiles for the GPU, several programs walk parts of what one would, and write sums of their
-own, which are then added in a fixed order: there are no atomics, and every run gives the same bits. The heads of a
-group are walked by one program, so that dK and dV of a shared head are summed in f32.
+keys. Where there are too few tiles for the GPU, the walk of a tile is split over several programs, which write sums of
+their own; those are then added in a fixed order. There are no atomics, and every run gives the same bits. One program
+walks all heads of a group, so that dK and dV of a shared head are summed in f32.
 
-A tile that the window or the end of the keys cuts computes a mask; the others skip it by a branch, so that there is
-one loop (two, one for each kind, take more registers and twice the code). Even a problem without a mask keeps the
+A tile that the window or the end of the keys cuts computes a mask. The others skip it by a branch, so that there is one
+loop; two loops, one for each kind, take more registers and twice the code. Even a problem without a mask keeps the
 branch: without it ptxas serialises the products of :func:`key_gradients` on Hopper (its warning C7515). A query that
 does not exist or sees no key has LSE +inf here, which makes its probabilities 0 without a mask.
 
@@ -20,29 +20,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlane.kernels.triton.common import (
+from flashlane.kernels.triton.forward_kernels import load_tile
+from flashlane.kernels.triton.score import (
     LOG2_E,
     NEG_INF,
     dropout_keep,
+    head_modifiers,
+    modify_scores,
+    product_gradients,
+    soft_cap,
+    store_sink_gradient,
+)
+from flashlane.kernels.triton.sequences import (
     full_key_range,
     full_query_range,
     key_range,
     key_span,
-    modify_scores,
     query_range,
     query_span,
-    soft_cap,
     visible,
 )
-from flashlane.kernels.triton.forward import load_tile
 
-VARYING = ("seqlen_q", "seqlen_k", "stat_units", "heads", "kv_heads", "left", "right", "threshold", "tiles")
-VARYING += ("slopes_stride_batch", "batch", "rows", "bias_heads", "parts", "part_rows", "columns")
+VARYING = ("seqlen_q", "stat_units", "heads", "kv_heads", "left", "right", "tiles")
+VARYING += ("batch", "rows", "splits", "split_rows", "columns")
 VARYING += tuple(f"{side}_stride_{axis}" for side in ("q", "k", "v", "do", "out") for axis in ("batch", "row", "head"))
 VARYING += ("log_stride_batch", "log_stride_head", "dlog_stride_batch", "dlog_stride_head")
-VARYING += tuple(f"bias_stride_{axis}" for axis in ("batch", "head", "i"))
 """Arguments of which no kernel variant is made: lengths that happen to be multiples of 16 compile nothing."""
-ANY_ADDRESS = ("slopes", "bias", "cu_seqlens_q", "cu_seqlens_k", "seed", "log", "sinks", "dlog")
+ANY_ADDRESS = ("cu_seqlens_q", "log", "dlog")
 STAT_UNIT: tl.constexpr = tl.constexpr(128)
 """The statistics of a head start at a multiple of this many rows, and end there: all tiles of queries divide it."""
 
@@ -53,10 +57,9 @@ def row_statistics(
     do,
     log,
     dlog,
-    sinks,
     delta,
     lse,
-    dsinks,
+    score,
     out_stride_batch,
     out_stride_row,
     out_stride_head,
@@ -81,8 +84,8 @@ def row_statistics(
 ):
     """delta = rowsum(O∘dO) − dLSE and the LSE in base 2 of a tile of rows, f32 ``(b, h, stat_units · STAT_UNIT)``.
 
-    A row that sees no key, or does not exist, gets delta 0 and LSE +inf. ``dsinks`` (tile and batch, h) is the tile's
-    share of the sinks' gradient: a sink is a key whose value is 0, so its dS is −P·delta.
+    A row that sees no key, or does not exist, gets delta 0 and LSE +inf. ``score`` is a
+    :class:`~flashlane.kernels.triton.score.ScoreArguments`.
 
     Here and below, strides of q, k, v, do and out by batch, row and head are in units of UNIT elements, which tells the
     compiler how far loads may reach at once.
@@ -110,40 +113,40 @@ def row_statistics(
     at = (batch * heads + head) * stat_units * STAT_UNIT + row
     tl.store(delta + at, total)
     tl.store(lse + at, tl.where(empty, float("inf"), natural * LOG2_E))
-    if sinks is not None:
-        weight = tl.exp2((tl.load(sinks + h).to(tl.float32) - tl.where(empty, 0.0, natural)) * LOG2_E)
-        share = tl.sum(tl.where(empty, 0.0, -weight * total), 0)
-        tl.store(dsinks + (b * tiles + tile).to(tl.int64) * heads + h, share)
+    store_sink_gradient(score, h, heads, (b * tiles + tile).to(tl.int64), natural, total, empty)
 
 
 @triton.jit
 def probabilities(
-    products, lse, i, j, place, modifiers, cut,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    products, lse, i, j, mask, score, modifiers, masked, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):  # fmt: skip
-    """P of a tile from QKᵀ and the LSE in base 2, and the capped score that softcap's derivative needs.
+    """P of a tile from QKᵀ and the LSE in base 2, and what :func:`soft_cap` gives.
 
-    ``cut``: whether pairs of the tile may be invisible.
+    Args:
+        products: QKᵀ, f32.
+        lse: of each query, in base 2.
+        i: queries.
+        j: keys.
+        mask: lengths, shift and window of the sequence.
+        score: the kernel's score arguments.
+        modifiers: those of the head.
+        masked: whether pairs of the tile may be invisible.
+        LEFT: whether the window has a left side.
+        RIGHT: whether it has a right side.
     """
-    len_q, len_k, shift, left, right = place
-    score_scale, cap_scale, slope, bias, bias_stride_i, bias_stride_j = modifiers
-    capped = soft_cap(products, cap_scale, SOFTCAP)
-    scores = modify_scores(
-        capped, score_scale, i, j, shift, slope, bias, bias_stride_i, bias_stride_j, (i < len_q) & (j < len_k),
-        ALIBI, BIAS,
-    )  # fmt: skip
-    scores = scores - lse
-    if cut:
+    len_q, len_k, shift, left, right = mask
+    capped = soft_cap(products, score)
+    scores = modify_scores(capped, score, modifiers, i, j, shift, (i < len_q) & (j < len_k)) - lse
+    if masked:
         scores = tl.where(visible(i, j, len_q, len_k, shift, left, right, LEFT, RIGHT), scores, NEG_INF)
     return tl.exp2(scores), capped
 
 
 @triton.jit
-def score_gradients(p, dp, delta, keep, keep_scale, DROPOUT: tl.constexpr):
+def score_gradients(p, dp, delta, keep, score):
     """dS of a tile, by the score as softmax sees it: P∘(dP − delta), of dP what dropout kept."""
-    if DROPOUT:
-        dp = tl.where(keep, dp * keep_scale, 0.0)
+    if score.seed is not None:
+        dp = tl.where(keep, dp * score.keep_scale, 0.0)
     return p * (dp - delta)
 
 
@@ -197,8 +200,8 @@ def load_statistics(
 
 
 @triton.jit
-def cut_and_full(low, high, full_low, full_high, length, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Tiles to walk, from and to, and those of them that nothing cuts, from and to.
+def tile_range(low, high, full_low, full_high, length, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Tiles to walk, from and to, and those of them that need no mask, from and to.
 
     Args:
         low: first row that is seen at all.
@@ -218,38 +221,27 @@ def cut_and_full(low, high, full_low, full_high, length, BLOCK: tl.constexpr, WH
 
 
 @triton.jit
-def place_of(parts, tiles, columns, heads, HEADS_FIRST: tl.constexpr):
-    """Part, tile, head and sequence of a program: parts follow each other, then tiles of a head.
+def work_tile(splits, tiles, columns, heads, HEADS_FIRST: tl.constexpr):
+    """Split, tile, head and sequence of a program: splits follow each other, then tiles of a head.
 
     With HEADS_FIRST then the same tile of all ``columns``, which are the heads of all sequences.
     """
-    block = tl.program_id(0) // parts
+    index = tl.program_id(0) // splits
     if HEADS_FIRST:
-        tile = block // columns
-        column = block % columns
+        tile = index // columns
+        column = index % columns
     else:
-        tile = block % tiles
-        column = block // tiles
-    return tl.program_id(0) % parts, tile, column % heads, column // heads
+        tile = index % tiles
+        column = index // tiles
+    return tl.program_id(0) % splits, tile, column % heads, column // heads
 
 
 @triton.jit
-def part_of(first, last, part, parts):
-    """Tiles that one of ``parts`` programs walks, from and to, which is at most from where there is none for it."""
-    each = tl.cdiv(last - first, parts)
-    first += part * each
+def split_range(first, last, split, splits):
+    """Tiles that one of ``splits`` programs walks, from and to, which is at most from where there is none for it."""
+    each = tl.cdiv(last - first, splits)
+    first += split * each
     return first, tl.minimum(first + each, last)
-
-
-@triton.jit
-def load_modifiers(slopes, bias, b, head, slopes_stride_batch, bias_stride_batch, bias_stride_head):
-    """The head's ALiBi slope and the pointer to its bias."""
-    slope, head_bias = 0.0, 0
-    if slopes is not None:
-        slope = tl.load(slopes + b * slopes_stride_batch + head)
-    if bias is not None:
-        head_bias = bias + tl.cast(b, tl.int64) * bias_stride_batch + tl.cast(head, tl.int64) * bias_stride_head
-    return slope, head_bias
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ANY_ADDRESS)
@@ -262,11 +254,9 @@ def key_gradients(
     delta,
     dk,
     dv,
-    slopes,
-    bias,
     cu_seqlens_q,
-    cu_seqlens_k,
-    seed,
+    score,
+    keys,
     q_stride_batch,
     q_stride_row,
     q_stride_head,
@@ -283,28 +273,18 @@ def key_gradients(
     do_stride_row,
     do_stride_head,
     do_stride_column,
-    bias_stride_batch,
-    bias_stride_head,
-    bias_stride_i,
-    bias_stride_j,
-    slopes_stride_batch,
     heads,
     kv_heads,
     group,
     seqlen_q,
-    seqlen_k,
     stat_units,
     tiles,
     columns,
-    parts,
-    part_rows,
+    splits,
+    split_rows,
     left,
     right,
-    score_scale,
-    cap_scale,
     scale,
-    keep_scale,
-    threshold,
     D: tl.constexpr,
     D0: tl.constexpr,
     DV: tl.constexpr,
@@ -316,8 +296,6 @@ def key_gradients(
     BOTTOM_RIGHT: tl.constexpr,
     WHOLE_Q: tl.constexpr,
     WHOLE_K: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
     UNIT: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -327,13 +305,13 @@ def key_gradients(
 ):
     """dK and dV of one tile of keys of one key/value head, both contiguous; tiles are transposed: (BN keys, BM).
 
-    With ``parts`` above 1 a program walks one part of the queries, and what it finds lies ``part_rows`` rows further
-    for each part before it.
+    With ``splits`` above 1 a program walks one range of the queries, and writes its sums ``split · split_rows`` rows
+    after those of split 0.
     """
-    part, tile, kv_head, b = place_of(parts, tiles, columns, kv_heads, HEADS_FIRST)
+    split, tile, kv_head, b = work_tile(splits, tiles, columns, kv_heads, HEADS_FIRST)
     VARLEN: tl.constexpr = cu_seqlens_q is not None
-    start_q, len_q = query_span(b, cu_seqlens_q, seqlen_q, VARLEN)
-    start_k, len_k = key_span(b, cu_seqlens_k, None, None, seqlen_k, VARLEN, False, False, False)
+    start_q, len_q = query_span(b, cu_seqlens_q, seqlen_q)
+    start_k, len_k = key_span(b, keys)
     j_first = tile * BN
     if j_first >= len_k:
         return
@@ -343,8 +321,8 @@ def key_gradients(
     low, high = query_range(j_first, j_last, len_q, shift, left, right, LEFT, RIGHT)
     full_low, full_high = full_query_range(j_first, j_last, len_q, shift, left, right, LEFT, RIGHT)
     full_high = tl.where(j_first + BN > len_k, 0, full_high)  # keys that do not exist are hidden by the mask
-    first, last, full_first, full_last = cut_and_full(low, high, full_low, full_high, len_q, BM, True)
-    first, last = part_of(first, last, part, parts)
+    first, last, full_first, full_last = tile_range(low, high, full_low, full_high, len_q, BM, True)
+    first, last = split_range(first, last, split, splits)
 
     exists = None if WHOLE_K else j < len_k
     k_at = head_of(k, b, kv_head, start_k, k_stride_batch, k_stride_row, k_stride_head, UNIT, DESCRIPTORS)
@@ -359,20 +337,16 @@ def key_gradients(
     q_rows, do_rows = tile_offsets(q_stride_row, BM, UNIT, WIDE), tile_offsets(do_stride_row, BM, UNIT, WIDE)
     dk_acc = tl.zeros((BN, D0), tl.float32)
     dv_acc = tl.zeros((BN, DV0), tl.float32)
-    key = tl.load(seed) if DROPOUT else 0
-    place = (len_q, len_k, shift, left, right)
+    mask = (len_q, len_k, shift, left, right)
 
     for member in range(0, group):
         head = kv_head * group + member
         q_at = head_of(q, b, head, start_q, q_stride_batch, q_stride_row, q_stride_head, UNIT, DESCRIPTORS)
         do_at = head_of(do, b, head, start_q, do_stride_batch, do_stride_row, do_stride_head, UNIT, DESCRIPTORS)
-        slope, head_bias = load_modifiers(
-            slopes, bias, b, head, slopes_stride_batch, bias_stride_batch, bias_stride_head
-        )
-        modifiers = (score_scale, cap_scale, slope, head_bias, bias_stride_i, bias_stride_j)
+        modifiers = head_modifiers(score, b, head, False)
         for step in tl.range(first, last):
             i_first = step * BM
-            cut = (step < full_first) | (step >= full_last)
+            masked = (step < full_first) | (step >= full_last)
             i = i_first + tl.arange(0, BM)
             inside = None if WHOLE_Q else i < len_q
             q_tile = load_rows(
@@ -386,33 +360,30 @@ def key_gradients(
                 do, do_at, b, head, i_first, do_stride_row, do_stride_column, do_rows, inside,
                 DV, DV0, BM, UNIT, DESCRIPTORS,
             )  # fmt: skip
-            share = load_statistics(
+            row_delta = load_statistics(
                 delta, b, head, heads, i_first, start_q, i, len_q, stat_units, 0.0, BM, VARLEN, DESCRIPTORS
             )
             products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
             if not LATE_DP:
                 dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             p, capped = probabilities(
-                products, log[None, :], i[None, :], j[:, None], place, modifiers, cut,
-                LEFT, RIGHT, SOFTCAP, slopes is not None, bias is not None,
-            )  # fmt: skip
+                products, log[None, :], i[None, :], j[:, None], mask, score, modifiers, masked, LEFT, RIGHT
+            )
             keep = None
             kept = p
-            if DROPOUT:
-                keep = tl.trans(dropout_keep(key, b * heads + head, i, j_first, threshold, BN))
+            if score.seed is not None:
+                keep = tl.trans(dropout_keep(score, modifiers, b * heads + head, i, j_first, BN))
                 kept = tl.where(keep, p, 0.0)
             dv_acc = tl.dot(kept.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
             if LATE_DP:  # fewer registers at once; the other order gives the tensor cores more to overlap
                 dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-            ds = score_gradients(p, dp, share[None, :], keep, keep_scale, DROPOUT)
-            if SOFTCAP:
-                ds = ds * (1.0 - capped * capped)
+            ds = product_gradients(score_gradients(p, dp, row_delta[None, :], keep, score), capped, score)
             dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
 
-    if DROPOUT:
-        dv_acc = dv_acc * keep_scale
-    row = tl.cast(start_k, tl.int64) if VARLEN else tl.cast(b, tl.int64) * seqlen_k
-    row = (row + tl.cast(part, tl.int64) * part_rows + j) * kv_heads + kv_head
+    if score.seed is not None:
+        dv_acc = dv_acc * score.keep_scale
+    row = tl.cast(start_k, tl.int64) if VARLEN else tl.cast(b, tl.int64) * keys.seqlen_k
+    row = (row + tl.cast(split, tl.int64) * split_rows + j) * kv_heads + kv_head
     store_rows(dk, row, j < len_k, dk_acc * scale, D, D0)
     store_rows(dv, row, j < len_k, dv_acc, DV, DV0)
 
@@ -436,11 +407,9 @@ def query_gradients(
     lse,
     delta,
     dq,
-    slopes,
-    bias,
     cu_seqlens_q,
-    cu_seqlens_k,
-    seed,
+    score,
+    keys,
     q_stride_batch,
     q_stride_row,
     q_stride_head,
@@ -457,28 +426,18 @@ def query_gradients(
     do_stride_row,
     do_stride_head,
     do_stride_column,
-    bias_stride_batch,
-    bias_stride_head,
-    bias_stride_i,
-    bias_stride_j,
-    slopes_stride_batch,
     heads,
     kv_heads,
     group,
     seqlen_q,
-    seqlen_k,
     stat_units,
     tiles,
     columns,
-    parts,
-    part_rows,
+    splits,
+    split_rows,
     left,
     right,
-    score_scale,
-    cap_scale,
     scale,
-    keep_scale,
-    threshold,
     D: tl.constexpr,
     D0: tl.constexpr,
     DV: tl.constexpr,
@@ -490,8 +449,6 @@ def query_gradients(
     BOTTOM_RIGHT: tl.constexpr,
     WHOLE_Q: tl.constexpr,
     WHOLE_K: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
     UNIT: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -500,15 +457,15 @@ def query_gradients(
 ):
     """dQ of one tile of queries of one head, contiguous; with a causal mask the tiles with most keys go first.
 
-    ``parts`` and ``part_rows`` are as in :func:`key_gradients`, the parts being of the keys.
+    ``splits`` and ``split_rows`` are as in :func:`key_gradients`, where the ranges are those of keys.
     """
-    part, tile, head, b = place_of(parts, tiles, columns, heads, HEADS_FIRST)
+    split, tile, head, b = work_tile(splits, tiles, columns, heads, HEADS_FIRST)
     if RIGHT:
         tile = tiles - 1 - tile
     kv_head = head // group
     VARLEN: tl.constexpr = cu_seqlens_q is not None
-    start_q, len_q = query_span(b, cu_seqlens_q, seqlen_q, VARLEN)
-    start_k, len_k = key_span(b, cu_seqlens_k, None, None, seqlen_k, VARLEN, False, False, False)
+    start_q, len_q = query_span(b, cu_seqlens_q, seqlen_q)
+    start_k, len_k = key_span(b, keys)
     i_first = tile * BM
     if i_first >= len_q:
         return
@@ -517,8 +474,8 @@ def query_gradients(
     i_last = tl.minimum(i_first + BM, len_q) - 1
     low, high = key_range(i_first, i_last, len_k, shift, left, right, LEFT, RIGHT)
     full_low, full_high = full_key_range(i_first, i_last, len_k, shift, left, right, LEFT, RIGHT)
-    first, last, full_first, full_last = cut_and_full(low, high, full_low, full_high, len_k, BN, False)
-    first, last = part_of(first, last, part, parts)
+    first, last, full_first, full_last = tile_range(low, high, full_low, full_high, len_k, BN, False)
+    first, last = split_range(first, last, split, splits)
 
     exists = i < len_q
     q_at = head_of(q, b, head, start_q, q_stride_batch, q_stride_row, q_stride_head, UNIT, DESCRIPTORS)
@@ -533,19 +490,19 @@ def query_gradients(
     log = load_statistics(
         lse, b, head, heads, i_first, start_q, i, len_q, stat_units, float("inf"), BM, VARLEN, DESCRIPTORS
     )
-    share = load_statistics(delta, b, head, heads, i_first, start_q, i, len_q, stat_units, 0.0, BM, VARLEN, DESCRIPTORS)
+    row_delta = load_statistics(
+        delta, b, head, heads, i_first, start_q, i, len_q, stat_units, 0.0, BM, VARLEN, DESCRIPTORS
+    )
     k_at = head_of(k, b, kv_head, start_k, k_stride_batch, k_stride_row, k_stride_head, UNIT, DESCRIPTORS)
     v_at = head_of(v, b, kv_head, start_k, v_stride_batch, v_stride_row, v_stride_head, UNIT, DESCRIPTORS)
     k_rows, v_rows = tile_offsets(k_stride_row, BN, UNIT, WIDE), tile_offsets(v_stride_row, BN, UNIT, WIDE)
     dq_acc = tl.zeros((BM, D0), tl.float32)
-    key = tl.load(seed) if DROPOUT else 0
-    place = (len_q, len_k, shift, left, right)
-    slope, head_bias = load_modifiers(slopes, bias, b, head, slopes_stride_batch, bias_stride_batch, bias_stride_head)
-    modifiers = (score_scale, cap_scale, slope, head_bias, bias_stride_i, bias_stride_j)
+    mask = (len_q, len_k, shift, left, right)
+    modifiers = head_modifiers(score, b, head, False)
 
     for step in tl.range(first, last):
         j_first = step * BN
-        cut = (step < full_first) | (step >= full_last)
+        masked = (step < full_first) | (step >= full_last)
         j = j_first + tl.arange(0, BN)
         inside = None if WHOLE_K else j < len_k
         k_tile = load_rows(
@@ -558,17 +515,14 @@ def query_gradients(
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         p, capped = probabilities(
-            products, log[:, None], i[:, None], j[None, :], place, modifiers, cut,
-            LEFT, RIGHT, SOFTCAP, slopes is not None, bias is not None,
-        )  # fmt: skip
+            products, log[:, None], i[:, None], j[None, :], mask, score, modifiers, masked, LEFT, RIGHT
+        )
         keep = None
-        if DROPOUT:
-            keep = dropout_keep(key, b * heads + head, i, j_first, threshold, BN)
-        ds = score_gradients(p, dp, share[:, None], keep, keep_scale, DROPOUT)
-        if SOFTCAP:
-            ds = ds * (1.0 - capped * capped)
+        if score.seed is not None:
+            keep = dropout_keep(score, modifiers, b * heads + head, i, j_first, BN)
+        ds = product_gradients(score_gradients(p, dp, row_delta[:, None], keep, score), capped, score)
         dq_acc = tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision=PRECISION)
 
     row = tl.cast(start_q, tl.int64) if VARLEN else tl.cast(b, tl.int64) * seqlen_q
-    row = (row + tl.cast(part, tl.int64) * part_rows + i) * heads + head
+    row = (row + tl.cast(split, tl.int64) * split_rows + i) * heads + head
     store_rows(dq, row, exists, dq_acc * scale, D, D0)

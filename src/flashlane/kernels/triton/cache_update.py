@@ -1,7 +1,7 @@
 """One launch before a decoding step: append rows to a key/value cache, rotate them and q, count the lengths on.
 
-A program owns BT rows of one head, of the new k and v or (where there is rotary) of q. A rotated column reads its
-partner beside itself, so that both pairings are one code: ``x * cos ± partner * sin``. Rows past the end of the cache
+A program owns BT rows of one head, of the new k and v or (where there is rotary) of q. A rotated column also reads its
+partner, so that both pairings are one code: ``x * cos ± partner * sin``. Rows past the end of the cache
 are not stored. Importing this module imports Triton.
 
 Source: Su et al. 2021, "RoFormer", section 3.2.2; the semantics are those of :class:`flashlane.api.kvcache.Update`.
@@ -15,26 +15,26 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlane.kernels.triton.common import cache_row, paged_rows
-from flashlane.kernels.triton.configs import unit_of
+from flashlane.kernels.triton.forward_configs import unit_of
 from flashlane.kernels.triton.launch import Launch
+from flashlane.kernels.triton.sequences import KeyArguments, cache_row, paged_rows
 
 if TYPE_CHECKING:
     from flashlane.api.kvcache import Update
 
 _AXES = ("batch", "row", "head", "column")
 _STRIDED = ("q", "k", "v", "k_cache", "v_cache")
-_SIZES = ("seqlen_q", "seqlen_new", "heads", "kv_heads", "capacity", "page_size", "seqlen_ro", "row_tiles")
-_SIZES += ("cos_stride", "sin_stride", "table_stride")
+_SIZES = ("seqlen_q", "seqlen_new", "heads", "kv_heads", "capacity", "seqlen_ro", "row_tiles")
+_SIZES += ("cos_stride", "sin_stride")
 _SIZES += tuple(f"{name}_stride_{axis}" for name in _STRIDED for axis in _AXES[:3])
 """Arguments of which no kernel variant is made: a length that happens to be a multiple of 16 compiles nothing."""
-_ANY_ADDRESS = ("seqused", "cos", "sin", "lengths", "batch_idx", "block_table")
+_ANY_ADDRESS = ("seqused", "cos", "sin", "lengths")
 ROWS = 16
 """Rows of a program where there are many."""
 
 
 @triton.jit
-def turned(
+def rotated(
     at,
     row_offsets,
     row_mask,
@@ -56,7 +56,7 @@ def turned(
     rows = at + row_offsets[:, None]
     x = tl.load(rows + (columns * stride_column)[None, :], mask=mask, other=0.0)
     if HALF > 0:
-        turn = columns < 2 * HALF
+        rotate = columns < 2 * HALF
         if NEIGHBOURS:
             first = columns % 2 == 0
             partner, pair = columns ^ 1, columns // 2
@@ -64,13 +64,13 @@ def turned(
             first = columns < HALF
             partner = tl.where(first, columns + HALF, columns - HALF)
             pair = tl.where(first, columns, columns - HALF)
-        angles = row_mask[:, None] & turn[None, :]
+        angles = row_mask[:, None] & rotate[None, :]
         y = tl.load(rows + (partner * stride_column)[None, :], mask=angles, other=0.0)
-        place = position[:, None].to(tl.int64)
-        c = tl.load(cos + place * cos_stride + pair[None, :], mask=angles, other=0.0).to(WIDE)
-        s = tl.load(sin + place * sin_stride + pair[None, :], mask=angles, other=0.0).to(WIDE)
+        angle_row = position[:, None].to(tl.int64)
+        c = tl.load(cos + angle_row * cos_stride + pair[None, :], mask=angles, other=0.0).to(WIDE)
+        s = tl.load(sin + angle_row * sin_stride + pair[None, :], mask=angles, other=0.0).to(WIDE)
         value = x.to(WIDE) * c + tl.where(first, -1.0, 1.0)[None, :].to(WIDE) * y.to(WIDE) * s
-        x = tl.where(turn[None, :], value.to(x.dtype), x)
+        x = tl.where(rotate[None, :], value.to(x.dtype), x)
     return x
 
 
@@ -86,8 +86,7 @@ def update_cache(
     cos,
     sin,
     lengths,
-    batch_idx,
-    block_table,
+    keys,
     q_stride_batch,
     q_stride_row,
     q_stride_head,
@@ -113,12 +112,10 @@ def update_cache(
     heads,
     kv_heads,
     capacity,
-    page_size,
     seqlen_ro,
     row_tiles,
     cos_stride,
     sin_stride,
-    table_stride,
     D: tl.constexpr,
     DB: tl.constexpr,
     DV: tl.constexpr,
@@ -127,8 +124,6 @@ def update_cache(
     HALF: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     ADVANCE: tl.constexpr,
-    PAGED: tl.constexpr,
-    BATCH_IDX: tl.constexpr,
     WIDE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
@@ -142,17 +137,17 @@ def update_cache(
     sequence = b.to(tl.int64)
     length = tl.load(lengths + b)
     i = tile * BT + tl.arange(0, BT)
-    # No name is used in both branches: the compiler merges those of the same name, of whatever type.
+    # No name is used in both branches: the compiler merges those of the same name, whatever their types.
     if head < kv_heads:
         rows = length + i
         inside = (i < seqlen_new) & (rows >= 0) & (rows < capacity)
-        if PAGED:
-            place, row = paged_rows(block_table + sequence * table_stride, rows, page_size, 1, inside)
+        if keys.block_table is not None:
+            page, row = paged_rows(b, rows, keys, inside)
         else:
-            place, row = cache_row(b, batch_idx, BATCH_IDX) + rows.to(tl.int64) * 0, rows.to(tl.int64)
+            page, row = cache_row(b, keys) + rows.to(tl.int64) * 0, rows.to(tl.int64)
         kv_offset = head.to(tl.int64)
         k_rows = i.to(tl.int64) * k_stride_row * UNIT
-        k_new = turned(
+        k_new = rotated(
             k + (sequence * k_stride_batch + kv_offset * k_stride_head) * UNIT,
             k_rows,
             inside,
@@ -170,7 +165,7 @@ def update_cache(
         )
         k_columns = tl.arange(0, DB)
         k_mask = inside[:, None] & (k_columns < D)[None, :]
-        k_at = place * k_cache_stride_batch + row * k_cache_stride_row + kv_offset * k_cache_stride_head
+        k_at = page * k_cache_stride_batch + row * k_cache_stride_row + kv_offset * k_cache_stride_head
         k_to = k_cache + k_at * UNIT
         tl.store(k_to[:, None] + (k_columns * k_cache_stride_column)[None, :], k_new, mask=k_mask)
 
@@ -178,7 +173,7 @@ def update_cache(
         v_mask = inside[:, None] & (v_columns < DV)[None, :]
         v_from = v + (sequence * v_stride_batch + kv_offset * v_stride_head + i.to(tl.int64) * v_stride_row) * UNIT
         v_new = tl.load(v_from[:, None] + (v_columns * v_stride_column)[None, :], mask=v_mask)
-        v_at = place * v_cache_stride_batch + row * v_cache_stride_row + kv_offset * v_cache_stride_head
+        v_at = page * v_cache_stride_batch + row * v_cache_stride_row + kv_offset * v_cache_stride_head
         v_to = v_cache + v_at * UNIT
         tl.store(v_to[:, None] + (v_columns * v_cache_stride_column)[None, :], v_new, mask=v_mask)
         if head + tile == 0:
@@ -189,7 +184,7 @@ def update_cache(
         position = tl.maximum(tl.minimum(position, seqlen_ro - 1), 0)
         q_offset = (head - kv_heads).to(tl.int64)
         q_rows = i.to(tl.int64) * q_stride_row * UNIT
-        q_new = turned(
+        q_new = rotated(
             q + (sequence * q_stride_batch + q_offset * q_stride_head) * UNIT,
             q_rows,
             asked,
@@ -219,7 +214,10 @@ def _make(update: Update) -> Launch:
     tiles = -(-count // rows)
     d, dv = update.k.shape[3], update.v.shape[3]
     arguments: dict[str, Any] = dict.fromkeys(("q", "k", "v", "k_cache", "v_cache", "q_out", "seqused"))
-    arguments |= dict.fromkeys(("cos", "sin", "lengths", "batch_idx", "block_table"))
+    arguments |= dict.fromkeys(("cos", "sin", "lengths"))
+    table = update.block_table
+    paged = (None, None, None) if table is None else (*table.stride(), update.k_cache.shape[1])
+    arguments["keys"] = KeyArguments(None, None, None, None, None, None, *paged)
     sides = {name: (getattr(update, name), getattr(update, name).stride()) for name in _STRIDED}
     unit = unit_of(*sides.values())
     for name, (_, strides) in sides.items():
@@ -232,12 +230,10 @@ def _make(update: Update) -> Launch:
         "heads": heads,
         "kv_heads": kv_heads,
         "capacity": update.capacity,
-        "page_size": update.k_cache.shape[1],
         "seqlen_ro": update.cos.shape[0] if rotary else 0,
         "row_tiles": tiles,
         "cos_stride": update.cos.stride(0) if rotary else 0,
         "sin_stride": update.sin.stride(0) if rotary else 0,
-        "table_stride": 0 if update.block_table is None else update.block_table.stride(0),
         "D": d,
         "DB": triton.next_power_of_2(d),
         "DV": dv,
@@ -246,8 +242,6 @@ def _make(update: Update) -> Launch:
         "HALF": update.cos.shape[1] if rotary else 0,
         "NEIGHBOURS": update.interleaved,
         "ADVANCE": update.advance,
-        "PAGED": update.block_table is not None,
-        "BATCH_IDX": update.batch_idx is not None,
         "WIDE": wide,
         "UNIT": unit,
     }
@@ -268,7 +262,7 @@ def launch(update: Update, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
         facts,
         update.q.dtype,
         None if cos is None else (cos.shape, cos.stride(), update.sin.stride(), cos.dtype),
-        None if table is None else table.shape,
+        None if table is None else (table.shape, table.stride()),
         (update.batch_idx is None, update.interleaved, update.advance, q_out.device.index, q_out.data_ptr() & 15),
     )
     found = _launches.get(key)

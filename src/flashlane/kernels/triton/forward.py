@@ -1,431 +1,247 @@
-"""The forward kernel: one template, whose constexpr flags leave out what a problem does not ask.
+"""The host side of the Triton forward: from tensors to launches of the kernels in ``forward_kernels.py``.
 
-A program owns BM rows of one head: queries, or with ``PACK`` > 1 the queries of all PACK heads that share a key/value
-head, query by query. It walks the keys that its rows see in tiles of BN, at most three stretches: keys that the left
-edge of the window cuts, keys that every row sees (no mask is computed), keys that the right edge or the end cuts.
-The head dim comes in one or two pieces, each a power of two (``D0``, ``D1``), so that 96 is 64 + 32 and not 128.
-
-With ``splits`` > 1 the keys of a row tile are shared out over programs, each writes a partial output and LSE in f32,
-and :func:`combine` merges them in a fixed order.
-
-Source: Dao 2023, FlashAttention-2, Algorithm 1; Dao et al. 2023, Flash-Decoding. Importing this module imports Triton.
+A :class:`Plan` keeps the launches for calls that are alike: the same problem, strides and alignment of addresses.
+Importing this module imports Triton.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
 import triton
-import triton.language as tl
 
-from flashlane.kernels.triton.common import (
-    LN_2,
-    LOG2_E,
-    NEG_INF,
-    cache_row,
-    dropout_keep,
-    full_key_range,
-    key_range,
-    key_span,
-    modify_scores,
-    paged_rows,
-    query_span,
-    soft_cap,
-    visible,
-)
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.kernels.triton import forward_configs as configs
+from flashlane.kernels.triton.forward_configs import TritonConfig
+from flashlane.kernels.triton.launch import Launch, Tensors
+from flashlane.kernels.triton.score import score_arguments, score_facts, score_tensors
+from flashlane.kernels.triton.sequences import key_arguments, key_facts, sequence_tensors
 
-_OUT = tuple(f"out_stride_{axis}" for axis in ("batch", "row", "head"))
-_LSE = tuple(f"lse_stride_{axis}" for axis in ("batch", "row", "head"))
-_VARYING = (
-    *(f"{side}_stride_{axis}" for side in ("q", "k", "v") for axis in ("batch", "row", "head")),
-    *_OUT,
-    *_LSE,
-    *(f"bias_stride_{axis}" for axis in ("batch", "head", "i", "j")),
-    *("out_stride_split", "lse_stride_split", "slopes_stride_batch", "table_stride_batch", "table_stride_page"),
-    *("batch", "heads", "group", "seqlen_q", "seqlen_k", "total_q", "left", "right", "page_size"),
-    *("row_tiles", "heads_per_section", "threshold"),
-)
-"""Arguments of which no kernel variant is made: a new length or stride compiles nothing."""
-_ANY_ADDRESS = ("slopes", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "batch_idx")
-_ANY_ADDRESS += ("block_table", "seed", "lse")
+L2_BYTES = 24 << 20
+"""Bytes of the L2 cache that the keys and values of one section of heads may take."""
+MAX_STRIDE = 1 << 31
+COMBINE_ROWS = 4
 
 
-@triton.jit
-def load_tile(base, row_offsets, row_mask, stride_column, D: tl.constexpr, D0: tl.constexpr, FIRST: tl.constexpr):
-    """Columns FIRST … FIRST + D0 of some rows; 0 past column D and where ``row_mask`` (None: nowhere) is false."""
-    columns = FIRST + tl.arange(0, D0)
-    at = base + row_offsets[:, None] + (columns * stride_column)[None, :]
-    if FIRST + D0 > D:
-        inside = (columns < D)[None, :]
-        if row_mask is not None:
-            inside = inside & row_mask[:, None]
-        return tl.load(at, mask=inside, other=0.0)
-    else:
-        if row_mask is not None:
-            return tl.load(at, mask=row_mask[:, None], other=0.0)
-        else:
-            return tl.load(at)
+class Plan:
+    """How one problem with given strides runs: a launch of the forward and, with splits, one of the combine."""
 
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        config: TritonConfig,
+        inputs: Inputs,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        precision: str,
+    ) -> None:
+        self.optional = (*score_tensors(problem), *sequence_tensors(inputs))
+        self.splits = configs.splits_of(problem, config)
+        self.tokens = out.shape[0] if problem.varlen else out.shape[0] * out.shape[1]
+        self.partial_shape = (self.splits, *out.shape) if self.splits > 1 else None
+        self.descriptors: Tensors | None = None
+        if config.descriptors:
+            d0, dv0 = configs.column_tiles(problem.head_dim)[0], configs.column_tiles(problem.head_dim_v)[0]
+            self.descriptors = {
+                "k": _description(inputs.k, [1, config.bn, 1, d0]),
+                "v": _description(inputs.v, [1, config.bn, 1, dv0]),
+            }
+        self.forward = _forward_launch(problem, config, inputs, out, lse, precision, self.splits)
+        self.combine = _combine_launch(problem, out, lse, self.splits, self.tokens) if self.splits > 1 else None
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANY_ADDRESS)
-def attention_forward(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    slopes,
-    bias,
-    sinks,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_k,
-    leftpad_k,
-    batch_idx,
-    block_table,
-    seed,
-    q_stride_batch,
-    q_stride_row,
-    q_stride_head,
-    q_stride_column,
-    k_stride_batch,
-    k_stride_row,
-    k_stride_head,
-    k_stride_column,
-    v_stride_batch,
-    v_stride_row,
-    v_stride_head,
-    v_stride_column,
-    out_stride_batch,
-    out_stride_row,
-    out_stride_head,
-    out_stride_column,
-    out_stride_split,
-    lse_stride_batch,
-    lse_stride_row,
-    lse_stride_head,
-    lse_stride_split,
-    bias_stride_batch,
-    bias_stride_head,
-    bias_stride_i,
-    bias_stride_j,
-    slopes_stride_batch,
-    table_stride_batch,
-    table_stride_page,
-    batch,
-    heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    left,
-    right,
-    page_size,
-    row_tiles,
-    heads_per_section,
-    score_scale,
-    cap_scale,
-    keep_scale,
-    threshold,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    DV: tl.constexpr,
-    DV0: tl.constexpr,
-    DV1: tl.constexpr,
-    UNIT: tl.constexpr,
-    WIDE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    PACK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    REVERSED: tl.constexpr,
-    PHASES: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    BOTTOM_RIGHT: tl.constexpr,
-    SCALE_IN_EXP: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Output and LSE of one tile of rows; see the module, and :mod:`flashlane.kernels.triton.launch` for the arguments.
-
-    Strides of q, k, v and out by batch, row and head are in units of UNIT elements, which tells the compiler how far
-    loads may reach at once. Tensors that a problem has not are None.
-    """
-    # Tiles of some heads together, which share the L2 cache; of those, the tiles with most keys first.
-    tile = tl.program_id(0)
-    units = heads // PACK * (batch + (1 if cu_seqlens_q is not None else 0))
-    first_unit = tile // (heads_per_section * row_tiles) * heads_per_section
-    within = tile % (heads_per_section * row_tiles)
-    count = tl.minimum(units - first_unit, heads_per_section)
-    unit = first_unit + within % count
-    row_tile = within // count
-    if REVERSED:
-        row_tile = row_tiles - 1 - row_tile
-    b = unit // (heads // PACK)
-    h = unit % (heads // PACK)  # with PACK, of the key/value heads
-    split = tl.program_id(1) if SPLIT else 0
-
-    rows = row_tile * BM + tl.arange(0, BM)
-    if PACK > 1:
-        i = rows // PACK
-        head = h * PACK + rows % PACK
-        kv_head = h
-    else:
-        i = rows
-        head = h
-        kv_head = h // group
-    out_row = tl.cast(out_stride_row, tl.int64) * UNIT
-    out += split * tl.cast(out_stride_split, tl.int64)
-    lse += split * tl.cast(lse_stride_split, tl.int64)
-
-    if cu_seqlens_q is not None:
-        if b == batch:  # the rows after the last sequence are written too
-            _blind_rows(
-                out, lse, tl.load(cu_seqlens_q + batch), total_q, h, row_tile * BM, row_tiles * BM, out_row,
-                out_stride_head, out_stride_column, lse_stride_row, lse_stride_head, BM, DV, DV0, DV1, UNIT, PACK,
-            )  # fmt: skip
+    def __call__(self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out, "lse": lse}
+        for name, field in self.optional:
+            tensors[name] = getattr(inputs, field)
+        if self.combine is None:
+            self.forward(tensors, self.descriptors)
             return
-    start_q, len_q = query_span(b, cu_seqlens_q, seqlen_q, cu_seqlens_q is not None)
-    if cu_seqlens_q is not None:
-        if row_tile * BM >= len_q * PACK:
-            return
-    start_k, len_k = key_span(
-        b, cu_seqlens_k, seqused_k, leftpad_k, seqlen_k,
-        cu_seqlens_k is not None, seqused_k is not None, leftpad_k is not None, block_table is not None,
-    )  # fmt: skip
-    shift = len_k - len_q if BOTTOM_RIGHT else 0
-    exists = i < len_q
+        partial = torch.empty(self.partial_shape, dtype=torch.float32, device=out.device)
+        partial_lse = torch.empty(self.partial_shape[:-1], dtype=torch.float32, device=out.device)
+        self.forward({**tensors, "out": partial, "lse": partial_lse}, self.descriptors)
+        self.combine({"partial": partial, "partial_lse": partial_lse, "out": out, "lse": lse})
 
-    # Q
-    q_row = tl.cast(q_stride_row, tl.int64) * UNIT
-    q += b.to(tl.int64) * q_stride_batch * UNIT + start_q * q_row
-    q_rows = i.to(tl.int64) * q_row + tl.cast(head, tl.int64) * q_stride_head * UNIT
-    q0 = load_tile(q, q_rows, exists, q_stride_column, D, D0, 0)
-    if D1 > 0:
-        q1 = load_tile(q, q_rows, exists, q_stride_column, D, D1, D0)
 
-    # K and V: where row 0 lies, and rows of a tile from there
-    kv_batch = cache_row(b, batch_idx, batch_idx is not None)
-    k_row = tl.cast(k_stride_row, tl.int64) * UNIT
-    v_row = tl.cast(v_stride_row, tl.int64) * UNIT
-    if not DESCRIPTORS:
-        k += kv_head.to(tl.int64) * k_stride_head * UNIT
-        v += kv_head.to(tl.int64) * v_stride_head * UNIT
-        if block_table is not None:
-            block_table += b.to(tl.int64) * table_stride_batch
-        else:
-            k += kv_batch * k_stride_batch * UNIT + start_k * k_row
-            v += kv_batch * v_stride_batch * UNIT + start_k * v_row
-    tile_rows = tl.arange(0, BN)
-    if WIDE:
-        k_tile, v_tile = tile_rows * k_row, tile_rows * v_row
+def _description(tensor: torch.Tensor, block: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Shape, strides and block of a descriptor; TMA wants 16-byte strides of axes of length 1 too."""
+    unit = 16 // tensor.element_size()
+    strides = [unit if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return list(tensor.shape), [*strides[:-1], 1], block
+
+
+def attention_kernel() -> Any:
+    """The forward's template, as Triton's JIT function."""
+    from flashlane.kernels.triton.forward_kernels import attention_forward
+
+    return attention_forward
+
+
+def _forward_launch(
+    problem: AttentionProblem,
+    config: TritonConfig,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    precision: str,
+    splits: int,
+) -> Launch:
+    pack = problem.group if configs.packed(problem) else 1
+    if splits > 1:  # partial results: (splits, tokens, heads, dv) and (splits, tokens, heads)
+        shape = out.shape
+        partial = torch.empty((splits, *shape), dtype=torch.float32, device="meta")
+        written = partial[0]
+        lse_strides = _with_batch(torch.empty(shape[:-1], device="meta").stride(), problem)
+        per_split = (partial.stride(0), partial.stride(0) // shape[-1])
     else:
-        k_tile, v_tile = tile_rows * (k_stride_row * UNIT), tile_rows * (v_stride_row * UNIT)
+        written, per_split = out, (0, 0)
+        *batch, head, row = lse.stride()
+        lse_strides = (*batch, row, head) if batch else (0, row, head)
+    sides = {
+        "q": _with_batch(inputs.q.stride(), problem),
+        "k": inputs.k.stride() if inputs.k.dim() == 4 else _with_batch(inputs.k.stride(), problem),
+        "v": inputs.v.stride() if inputs.v.dim() == 4 else _with_batch(inputs.v.stride(), problem),
+        "out": _with_batch(written.stride(), problem),
+    }
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": written}
+    unit = configs.unit_of(*((tensors[side], strides) for side, strides in sides.items()))
+    rows = problem.seqlen_q * pack
+    row_tiles = max(1, -(-rows // config.bm))
+    units = problem.heads // pack * (problem.batch + problem.varlen)
+    left, right = _window(problem)
+    d, dv = configs.column_tiles(problem.head_dim), configs.column_tiles(problem.head_dim_v)
+    whole = not configs.lengths_vary(problem) and problem.seqlen_k % config.bn == 0
+    phases = 2 + (left >= 0) + 4 * (right >= 0 or left >= 0 or not whole)
+    arguments: Tensors = dict.fromkeys(("q", "k", "v", "out", "lse", "cu_seqlens_q"))
+    arguments |= {"score": score_arguments(problem, inputs), "keys": key_arguments(problem, inputs)}
+    for side, strides in sides.items():
+        for axis, stride in zip(("batch", "row", "head"), strides, strict=False):
+            arguments[f"{side}_stride_{axis}"] = stride // unit
+        arguments[f"{side}_stride_column"] = strides[3]
+    arguments |= {
+        "out_stride_split": per_split[0],
+        "lse_stride_batch": lse_strides[0],
+        "lse_stride_row": lse_strides[1],
+        "lse_stride_head": lse_strides[2],
+        "lse_stride_split": per_split[1],
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "group": problem.group,
+        "seqlen_q": problem.seqlen_q,
+        "total_q": out.shape[0],
+        "left": left,
+        "right": right,
+        "row_tiles": row_tiles,
+        "heads_per_section": min(units, _heads_per_section(problem, pack)),
+        "BM": config.bm,
+        "BN": config.bn,
+        "D": problem.head_dim,
+        "D0": d[0],
+        "D1": d[1],
+        "DV": problem.head_dim_v,
+        "DV0": dv[0],
+        "DV1": dv[1],
+        "UNIT": unit,
+        "WIDE": max(sides["k"][1], sides["v"][1]) * config.bn >= MAX_STRIDE,
+        "DESCRIPTORS": config.descriptors,
+        "PACK": pack,
+        "SPLIT": splits > 1,
+        "REVERSED": right >= 0,
+        "PHASES": phases,
+        "LEFT": left >= 0,
+        "RIGHT": right >= 0,
+        "BOTTOM_RIGHT": problem.alignment == "bottom-right",
+        "PRECISION": precision,
+    }
+    # Contraction into fused multiply-adds is what Triton does by default; said, so that no version warns of it.
+    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+    return Launch(attention_kernel(), (units * row_tiles, splits), arguments, options)
 
-    slope, head_bias = 0.0, bias
-    if slopes is not None:
-        slope = tl.load(slopes + b * slopes_stride_batch + head)
-        if PACK > 1:
-            slope = slope[:, None]
-    if bias is not None:
-        head_bias = bias + b.to(tl.int64) * bias_stride_batch + tl.cast(head, tl.int64) * bias_stride_head
-        if PACK > 1:
-            head_bias = head_bias[:, None]
-    key = tl.load(seed) if DROPOUT else 0
 
-    top = tl.full((BM,), NEG_INF, tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        if SPLIT:
-            sink = tl.where(split == 0, sink, NEG_INF)
-        top = tl.maximum(top, sink)
-        total = tl.where(top > NEG_INF, 1.0, 0.0)
-    acc0 = tl.zeros((BM, DV0), tl.float32)
-    if DV1 > 0:
-        acc1 = tl.zeros((BM, DV1), tl.float32)
+def _combine_launch(
+    problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor, splits: int, tokens: int
+) -> Launch:
+    from flashlane.kernels.triton.forward_kernels import combine
 
-    i_first = row_tile * BM // PACK
-    i_last = tl.minimum((row_tile * BM + BM - 1) // PACK, len_q - 1)
-    low, high = key_range(i_first, i_last, len_k, shift, left, right, LEFT, RIGHT)
-    full_low, full_high = full_key_range(i_first, i_last, len_k, shift, left, right, LEFT, RIGHT)
-    low = low // BN * BN
-    full_low = tl.cdiv(full_low, BN) * BN
-    full_high = tl.maximum(tl.maximum(full_high, 0) // BN * BN, full_low)
-    if SPLIT:
-        share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), tl.num_programs(1)) * BN
-        low += split * share
-        high = tl.minimum(low + share, high)
+    out_strides = _with_batch(out.stride(), problem)
+    *batch, head, row = lse.stride()
+    arguments: Tensors = dict.fromkeys(("partial", "partial_lse", "out", "lse"))
+    arguments |= {
+        "rows": tokens * problem.heads,
+        "heads": problem.heads,
+        "seqlen_q": tokens if problem.varlen else problem.seqlen_q,
+        "splits": splits,
+        "out_stride_batch": out_strides[0],
+        "out_stride_row": out_strides[1],
+        "out_stride_head": out_strides[2],
+        "out_stride_column": out_strides[3],
+        "lse_stride_batch": batch[0] if batch else 0,
+        "lse_stride_row": row,
+        "lse_stride_head": head,
+        "DV": problem.head_dim_v,
+        "DV0": triton.next_power_of_2(problem.head_dim_v),
+        "ROWS": COMBINE_ROWS,
+    }
+    return Launch(combine, (-(-tokens * problem.heads // COMBINE_ROWS),), arguments, {"num_warps": 4})
 
-    for phase in tl.static_range(0, 3):
-        if PHASES >> phase & 1:
-            begin, end = low, high
-            if phase == 0:
-                end = tl.minimum(full_low, high)
-            if phase == 1:
-                begin, end = tl.maximum(full_low, low), tl.minimum(full_high, high)
-            if phase == 2:
-                begin = tl.maximum(full_high, low)
-            for start in tl.range(begin, end, BN):
-                j = start + tile_rows
-                inside = None
-                if phase != 1:
-                    inside = j < len_k
-                if DESCRIPTORS:
-                    at = [kv_batch.to(tl.int32), start, kv_head, 0]
-                    k0 = k.load(at).reshape(BN, D0)
-                else:
-                    if block_table is not None:
-                        slots = start_k.to(tl.int32) + j
-                        page, slot = paged_rows(block_table, slots, page_size, table_stride_page, j < len_k)
-                        k_offsets = page * k_stride_batch * UNIT + slot * k_row
-                        v_offsets = page * v_stride_batch * UNIT + slot * v_row
-                        k_at, v_at = k, v
-                    else:
-                        k_at = k + tl.cast(start, tl.int64) * k_row
-                        v_at = v + tl.cast(start, tl.int64) * v_row
-                        k_offsets, v_offsets = k_tile, v_tile
-                    k0 = load_tile(k_at, k_offsets, inside, k_stride_column, D, D0, 0)
-                scores = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-                if D1 > 0:
-                    k1 = load_tile(k_at, k_offsets, inside, k_stride_column, D, D1, D0)
-                    scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
-                if not SCALE_IN_EXP:
-                    scores = modify_scores(
-                        soft_cap(scores, cap_scale, SOFTCAP), score_scale, i[:, None], j[None, :], shift, slope,
-                        head_bias, bias_stride_i, bias_stride_j, exists[:, None] & (j < len_k)[None, :],
-                        slopes is not None, bias is not None,
-                    )  # fmt: skip
-                if phase != 1:
-                    seen = visible(i[:, None], j[None, :], len_q, len_k, shift, left, right, LEFT, RIGHT)
-                    scores = tl.where(seen, scores, NEG_INF)
 
-                if SCALE_IN_EXP:
-                    new_top = tl.maximum(top, tl.max(scores, 1) * score_scale)
-                else:
-                    new_top = tl.maximum(top, tl.max(scores, 1))
-                # A row that has seen no key yet has maximum -inf; any finite number in its place gives exp2(-inf) = 0.
-                base = tl.where(new_top == NEG_INF, 0.0, new_top)
-                p = tl.exp2(scores * score_scale - base[:, None]) if SCALE_IN_EXP else tl.exp2(scores - base[:, None])
-                decay = tl.exp2(top - base)
-                total = total * decay + tl.sum(p, 1)
-                top = new_top
-                if DROPOUT:
-                    p = tl.where(dropout_keep(key, b * heads + head, i, start, threshold, BN), p, 0.0)
+def _with_batch(strides: tuple[int, ...], problem: AttentionProblem) -> tuple[int, ...]:
+    """Strides by batch, row, head (and column); a packed tensor has no batch axis, and its sequences no stride."""
+    return (0, *strides) if problem.varlen else tuple(strides)
 
-                if DESCRIPTORS:
-                    v0 = v.load(at).reshape(BN, DV0)
-                else:
-                    v0 = load_tile(v_at, v_offsets, inside, v_stride_column, DV, DV0, 0)
-                p = p.to(v0.dtype)
-                acc0 = tl.dot(p, v0, acc0 * decay[:, None], input_precision=PRECISION)
-                if DV1 > 0:
-                    v1 = load_tile(v_at, v_offsets, inside, v_stride_column, DV, DV1, DV0)
-                    acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=PRECISION)
 
-    empty = total == 0.0
-    unit_total = tl.where(empty, 1.0, total)
-    factor = (keep_scale / unit_total)[:, None]
-    logs = tl.where(empty, NEG_INF, (top + tl.log2(unit_total)) * LN_2)
-    out += b.to(tl.int64) * out_stride_batch * UNIT + tl.cast(head, tl.int64) * out_stride_head * UNIT
-    lse += b.to(tl.int64) * lse_stride_batch + tl.cast(head, tl.int64) * lse_stride_head
-    acc0 = acc0 * factor
-    second = acc1 * factor if DV1 > 0 else acc0
-    _store_rows(
-        out, lse, start_q + i, exists, out_row, out_stride_column, lse_stride_row, acc0, second, logs, DV, DV0, DV1
+def _window(problem: AttentionProblem) -> tuple[int, int]:
+    """Both sides of the window; one that reaches past every key is unbounded, and -1."""
+    far = problem.seqlen_q + problem.seqlen_k
+    return tuple(-1 if side >= far else side for side in (problem.window_left, problem.window_right))
+
+
+def _heads_per_section(problem: AttentionProblem, pack: int) -> int:
+    """Heads, or packed groups of them, whose keys and values fit the L2 cache; whole groups of a shared head."""
+    size = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize)
+    return max(1, L2_BYTES // size) * problem.group // pack
+
+
+PLANS_KEPT = 1024
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def clear() -> None:
+    """Forget every plan."""
+    _plans.clear()
+
+
+def run(
+    problem: AttentionProblem,
+    config: Callable[[], TritonConfig] | TritonConfig,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    precision: str,
+) -> None:
+    """Launch the forward of a problem; ``config`` is only asked for when no call like this one ran before."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    addresses = (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, out.data_ptr() & 15)
+    key = (
+        problem,
+        config if isinstance(config, TritonConfig) else None,
+        precision,
+        (q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()),
+        (addresses, k.shape[0], q.shape[0], out.device.index),
+        (score_facts(inputs), key_facts(inputs)),
     )
-
-
-@triton.jit
-def _blind_rows(
-    out, lse, row, total, h, first, step, stride_row, stride_head, stride_column, lse_stride_row, lse_stride_head,
-    BM: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, UNIT: tl.constexpr, PACK: tl.constexpr,
-):  # fmt: skip
-    """Write the result of no key to rows ``row … total``: tile ``first`` of them and every ``step`` after it."""
-    rows = (total - row) * PACK
-    for start in range(first, rows, step):
-        at = start + tl.arange(0, BM)
-        head = (h * PACK + at % PACK).to(tl.int64)
-        _store_rows(
-            out + head * stride_head * UNIT, lse + head * lse_stride_head, (row + at // PACK).to(tl.int64), at < rows,
-            stride_row, stride_column, lse_stride_row, tl.zeros((BM, DV0), tl.float32),
-            tl.zeros((BM, DV1 if DV1 > 0 else 1), tl.float32), tl.full((BM,), NEG_INF, tl.float32), DV, DV0, DV1,
-        )  # fmt: skip
-
-
-@triton.jit
-def _store_rows(
-    out, lse, row, mask, stride_row, stride_column, lse_stride_row, first, second, logs,
-    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-):  # fmt: skip
-    """Write rows (int64, ``(BM,)``) of output and LSE; ``out`` and ``lse`` are one pointer, or one a row."""
-    tl.store(lse + row * lse_stride_row, logs, mask=mask)
-    at = (out + row * stride_row)[:, None]
-    columns = tl.arange(0, DV0)
-    inside = mask[:, None]
-    if DV0 > DV:
-        inside = inside & (columns < DV)[None, :]
-    tl.store(at + (columns * stride_column)[None, :], first.to(out.dtype.scalar.element_ty), mask=inside)
-    if DV1 > 0:
-        columns = DV0 + tl.arange(0, DV1)
-        inside = mask[:, None]
-        if DV0 + DV1 > DV:
-            inside = inside & (columns < DV)[None, :]
-        tl.store(at + (columns * stride_column)[None, :], second.to(out.dtype.scalar.element_ty), mask=inside)
-
-
-@triton.jit(
-    do_not_specialize=("rows", "heads", "seqlen_q", "splits", *_OUT, *_LSE), do_not_specialize_on_alignment=("lse",)
-)
-def combine(
-    parts,
-    part_lse,
-    out,
-    lse,
-    rows,
-    heads,
-    seqlen_q,
-    splits,
-    out_stride_batch,
-    out_stride_row,
-    out_stride_head,
-    out_stride_column,
-    lse_stride_batch,
-    lse_stride_row,
-    lse_stride_head,
-    DV: tl.constexpr,
-    DV0: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Merge partial outputs ``(splits, rows, DV)`` and their LSE ``(splits, rows)``, weighted by exp(LSE).
-
-    A row is a query and a head, ``(b · seqlen_q + i) · heads + h``. The order of the sum is fixed.
-    """
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    inside = row < rows
-    top = tl.full((ROWS,), NEG_INF, tl.float32)
-    for split in range(splits):
-        at = part_lse + split * tl.cast(rows, tl.int64) + row
-        top = tl.maximum(top, tl.load(at, mask=inside, other=NEG_INF))
-    base = tl.where(top == NEG_INF, 0.0, top)
-    columns = tl.arange(0, DV0)
-    both = inside[:, None] & (columns < DV)[None, :]
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, DV0), tl.float32)
-    for split in range(splits):
-        at = split * tl.cast(rows, tl.int64) + row
-        weight = tl.exp2((tl.load(part_lse + at, mask=inside, other=NEG_INF) - base) * LOG2_E)
-        total += weight
-        acc += weight[:, None] * tl.load(parts + (at * DV)[:, None] + columns[None, :], mask=both, other=0.0)
-    empty = total == 0.0
-    safe = tl.where(empty, 1.0, total)
-    h = row % heads
-    i = row // heads % seqlen_q
-    b = row // heads // seqlen_q
-    at = b * lse_stride_batch + i * lse_stride_row + h * lse_stride_head
-    tl.store(lse + at, tl.where(empty, NEG_INF, base + tl.log2(safe) * LN_2), mask=inside)
-    at = b * out_stride_batch + i * out_stride_row + h * out_stride_head
-    value = (acc / safe[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None] + (columns * out_stride_column)[None, :], value, mask=both)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= PLANS_KEPT:
+            clear()
+        chosen = config if isinstance(config, TritonConfig) else config()
+        if chosen.descriptors and not configs.describes(k, v):
+            chosen = replace(chosen, descriptors=False)
+        plan = _plans[key] = Plan(problem, chosen, inputs, out, lse, precision)
+    if not out.is_cuda or out.device.index == torch.cuda.current_device():
+        plan(inputs, out, lse)
+    else:
+        with torch.cuda.device(out.device):
+            plan(inputs, out, lse)

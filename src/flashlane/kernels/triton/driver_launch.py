@@ -1,15 +1,14 @@
-"""A compiled Triton kernel enqueued past Triton's launcher, which parses some sixty arguments at every call.
+"""A compiled Triton kernel, enqueued by the driver past Triton's launcher, which parses some sixty arguments a call.
 
-Its parameters lie in memory of ours, in the order and of the sizes that the driver reports for the kernel; a call
+The kernel's parameters lie in memory of this package, in the order and of the sizes that the driver reports. A call
 writes the addresses of its tensors and nothing else. Where the driver's report is not what Triton's signature says, or
-a launch needs more than a grid and a stream, :meth:`DirectLaunch.of` gives None and Triton's launcher goes on being
-used.
+where a launch needs more than a grid and a stream, :meth:`DriverLaunch.of` gives None and Triton's launcher is used.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flashlane.jit.launch import NOT_CURRENT, LaunchError, driver
@@ -23,7 +22,7 @@ SCRATCH = 2
 WARP = 32
 
 
-class DirectLaunch:
+class DriverLaunch:
     """Parameters of one kernel with one grid, for one call at a time.
 
     Args:
@@ -32,7 +31,7 @@ class DirectLaunch:
         sizes: grid, block and dynamic shared memory, as the driver takes them.
         values: of all parameters in their order, 0 for a pointer.
         types: of all parameters.
-        pointers: names of tensors, and the place of each one's parameter.
+        pointers: names of tensors, and the index of each one's parameter.
     """
 
     def __init__(
@@ -47,17 +46,17 @@ class DirectLaunch:
         self.launch, self.function, self.sizes = launch, function, sizes
         self.parameters = [kind(value) for kind, value in zip(types, values, strict=True)]
         self.addresses = (ctypes.c_void_p * len(self.parameters))(*map(ctypes.addressof, self.parameters))
-        self.place = ctypes.addressof(self.addresses)
-        self.pointers = [(name, self.parameters[place]) for name, place in pointers.items()]
+        self.address = ctypes.addressof(self.addresses)
+        self.pointers = [(name, self.parameters[index]) for name, index in pointers.items()]
 
     @classmethod
-    def of(cls, compiled: Any, grid: tuple[int, int, int], arguments: Mapping[str, Any]) -> DirectLaunch | None:
+    def of(cls, compiled: Any, grid: tuple[int, int, int], arguments: Mapping[str, Any]) -> DriverLaunch | None:
         """The launch of a kernel that Triton has compiled and loaded, or None where only Triton's launcher will do.
 
         Args:
             compiled: what ``JITFunction.run`` returned.
             grid: programs in x, y and z.
-            arguments: all of the kernel by name, None for tensors.
+            arguments: all of the kernel by name, None for tensors; named tuples hold some by their fields.
         """
         metadata = compiled.metadata
         special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
@@ -66,7 +65,7 @@ class DirectLaunch:
         if 0 in grid or getattr(compiled.run, "gsan_enabled", False):  # Triton's sanitizer has parameters of its own
             return None
         types, values, pointers = [], [], {}
-        for name, kind in compiled.src.signature.items():
+        for name, kind, value in _flat(compiled.src.signature, arguments):
             if kind == "constexpr":
                 continue
             if kind.startswith("*"):
@@ -75,7 +74,7 @@ class DirectLaunch:
                 values.append(0)
             elif kind in TYPES:
                 types.append(TYPES[kind])
-                values.append(arguments[name])
+                values.append(value)
             else:
                 return None
         types += [ctypes.c_uint64] * SCRATCH
@@ -98,13 +97,22 @@ class DirectLaunch:
         """
         for name, parameter in self.pointers:
             parameter.value = tensors[name].data_ptr()
-        code = self.launch(self.function, *self.sizes, stream or None, self.place, 0)[0]
+        code = self.launch(self.function, *self.sizes, stream or None, self.address, 0)[0]
         if code in NOT_CURRENT:
             return False
         if code:
             name = getattr(code, "name", code)
             raise LaunchError(f"Triton kernel with grid, block and shared memory {self.sizes}: {name}")
         return True
+
+
+def _flat(signature: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Name, type and value of each parameter; a named tuple's fields are parameters one after the other."""
+    for name, kind in signature.items():
+        if isinstance(kind, tuple):
+            yield from zip(arguments[name]._fields, kind, arguments[name], strict=True)
+        else:
+            yield name, kind, arguments[name]
 
 
 def _sizes(api: Any, function: Any, count: int) -> list[int]:

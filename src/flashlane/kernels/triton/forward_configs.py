@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashlane.core.problem import AttentionProblem
+from flashlane.core.problem import VECTOR_BYTES, AttentionProblem
+from flashlane.kernels.features import PAGED
 
-MIN_PIECE = 16
-"""Narrowest piece of a head dim that ``tl.dot`` takes."""
-MAX_PIECE = 256
+MIN_COLUMNS = 16
+"""Narrowest column tile of a head dim that ``tl.dot`` takes."""
+MAX_COLUMNS = 256
 MAX_HEAD_DIM = 512
 PACKED_ROWS = 64
 """Query heads that share keys go into one tile when all their rows of a sequence are at most this many."""
 SPLIT_KEYS = 256
-"""Fewest keys of a split: below, the merge costs more than the parallel part saves."""
+"""Fewest keys of a split: below, the combine costs more than the parallel programs save."""
 MAX_SPLITS = 64
 SMS = {"sm_80": 108, "sm_86": 84, "sm_87": 16, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
 """SMs of a large GPU of an architecture; a GPU with others only splits a little less well."""
@@ -41,18 +42,18 @@ class TritonConfig:
 
     def shared_memory(self, problem: AttentionProblem) -> int:
         """Bytes of shared memory: K and V of all stages and Q; an upper estimate."""
-        d, dv = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
+        d, dv = sum(column_tiles(problem.head_dim)), sum(column_tiles(problem.head_dim_v))
         return (self.stages * self.bn * (d + dv) + self.bm * d) * problem.dtype.itemsize
 
 
-def pieces(head_dim: int) -> tuple[int, int]:
-    """The one or two powers of two (the second may be 0) that a head dim is worked on in: 96 is (64, 32)."""
-    whole = _power_of_two(max(head_dim, MIN_PIECE))
+def column_tiles(head_dim: int) -> tuple[int, int]:
+    """The column tiles of a head dim, one or two powers of two (the second may be 0): 96 is (64, 32)."""
+    whole = _power_of_two(max(head_dim, MIN_COLUMNS))
     if whole <= 64:
         return whole, 0
     half = whole // 2
-    rest = _power_of_two(max(head_dim - half, MIN_PIECE))
-    return (half, rest) if rest < half or whole > MAX_PIECE else (whole, 0)
+    rest = _power_of_two(max(head_dim - half, MIN_COLUMNS))
+    return (half, rest) if rest < half or whole > MAX_COLUMNS else (whole, 0)
 
 
 def _power_of_two(value: int) -> int:
@@ -61,10 +62,10 @@ def _power_of_two(value: int) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: up to which head dim it holds, for which masks and lengths, and the configuration."""
+    """One line of a table: its largest head dim, its masks and lengths, and its configuration."""
 
     largest: int
-    """Largest head dim, as the sum of its pieces."""
+    """Largest head dim, as the sum of its column tiles."""
     config: TritonConfig
     causal: bool | None = None
     """Only with (True) or without (False) a right edge of the mask."""
@@ -161,18 +162,23 @@ def table_of(problem: AttentionProblem, precision: str) -> tuple[Row, ...]:
     return HALF_HOPPER if problem.arch == "sm_90a" else HALF
 
 
+def lengths_vary(problem: AttentionProblem) -> bool:
+    """Whether sequences may have lengths of their own, so that rows past a sequence's end must be masked."""
+    return problem.varlen or problem.seqused_k or problem.leftpad_k
+
+
 def describable(problem: AttentionProblem) -> bool:
-    """Whether K and V can be read through descriptors: Hopper or later, whole pieces, 16-byte rows, dense keys."""
+    """Whether K and V can be read through descriptors: Hopper or later, one column tile, 16-byte rows, dense keys."""
     if problem.arch is None or int("".join(filter(str.isdigit, problem.arch))) < 90 or not problem.aligned:
         return False
     # Rows past the keys in use must read as 0, which a descriptor gives at the end of its tensor only.
-    if problem.varlen or problem.seqused_k or problem.leftpad_k or problem.page_size:
+    if lengths_vary(problem) or any(getattr(problem, name) for name in PAGED):
         return False
-    return problem.seqlen_k > 0 and pieces(problem.head_dim)[1] == 0 == pieces(problem.head_dim_v)[1]
+    return problem.seqlen_k > 0 and column_tiles(problem.head_dim)[1] == 0 == column_tiles(problem.head_dim_v)[1]
 
 
 def describes(*tensors: torch.Tensor) -> bool:
-    """Whether tensors have a layout that a descriptor can hold: a key's rows are apart, not one row many times."""
+    """Whether a descriptor can hold the layout of tensors: it steps along no axis by 0."""
     return all(stride for t in tensors for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
 
 
@@ -182,9 +188,9 @@ def unit_of(*sides: tuple[torch.Tensor, tuple[int, ...]]) -> int:
     16 bytes of the first tensor where every row of each starts on 16 bytes and its columns are contiguous, else 1. A
     kernel that counts strides in this unit loads 16 bytes at once, and is the same for lengths of every divisibility.
     """
-    size = 16 // sides[0][0].element_size()
+    size = VECTOR_BYTES // sides[0][0].element_size()
     for tensor, strides in sides:
-        address = 0 if tensor.is_meta else tensor.data_ptr() % 16
+        address = 0 if tensor.is_meta else tensor.data_ptr() % VECTOR_BYTES
         if address or strides[3] != 1 or any(stride % size for stride in strides[:3]):
             return 1
     return size
@@ -193,12 +199,12 @@ def unit_of(*sides: tuple[torch.Tensor, tuple[int, ...]]) -> int:
 def candidates(problem: AttentionProblem, limit: int, precision: str = "ieee") -> Iterator[TritonConfig]:
     """Configurations worth timing that need at most ``limit`` bytes of shared memory, the preferred one first."""
     table = table_of(problem, precision)
-    largest = max(sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v)))
+    largest = max(sum(column_tiles(problem.head_dim)), sum(column_tiles(problem.head_dim_v)))
     known = next(row.largest for row in table if row.largest >= largest)
     rows = [row for row in table if row.largest == known]
     if table in (FEW_ROWS, FEW_ROWS_F32):
         height = rows_of(problem) if packed(problem) else problem.seqlen_q
-        height = max(MIN_PIECE, _power_of_two(max(height, 1)))
+        height = max(MIN_COLUMNS, _power_of_two(max(height, 1)))
         rows = [replace(row, config=replace(row.config, bm=height)) for row in rows]
     if not describable(problem):
         rows = [row for row in rows if not row.config.descriptors]
@@ -209,8 +215,11 @@ def candidates(problem: AttentionProblem, limit: int, precision: str = "ieee") -
 
 
 def splits_of(problem: AttentionProblem, config: TritonConfig) -> int:
-    """Programs that share the keys of one tile of rows: as many as ``num_splits`` says, up to one a tile of keys; else
-    more than 1 only where the tiles leave SMs idle."""
+    """Splits of the keys of one tile of rows, each a program's.
+
+    There are as many as ``num_splits`` says, up to one a tile of keys; without it more than 1 only where the tiles
+    leave SMs idle.
+    """
     keys = problem.seqlen_k
     if problem.window_left >= 0 and problem.window_right >= 0:
         keys = min(keys, problem.window_left + problem.window_right + config.bm)

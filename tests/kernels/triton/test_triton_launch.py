@@ -11,8 +11,8 @@ import torch
 
 import flashlane
 from flashlane.jit.launch import NOT_CURRENT, LaunchError
-from flashlane.kernels.triton import backward, direct, launch
-from flashlane.kernels.triton.direct import DirectLaunch
+from flashlane.kernels.triton import backward, driver_launch, forward, launch
+from flashlane.kernels.triton.driver_launch import DriverLaunch
 
 SIGNATURE = {"q": "*bf16", "bias": "constexpr", "rows": "i32", "stride": "i64", "scale": "fp32", "out": "*fp32"}
 SIGNATURE |= {"BM": "constexpr"}
@@ -55,12 +55,12 @@ def compiled(signature: dict[str, str] = SIGNATURE, **metadata: Any) -> Any:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver(list(SIZES))
-    monkeypatch.setattr(direct, "driver", lambda: made)
+    monkeypatch.setattr(driver_launch, "driver", lambda: made)
     return made
 
 
 def test_hands_the_driver_every_parameter_in_its_order(driver: Driver) -> None:
-    made = DirectLaunch.of(compiled(), (7, 2, 1), ARGUMENTS)
+    made = DriverLaunch.of(compiled(), (7, 2, 1), ARGUMENTS)
     assert made is not None
     for stream in (0, 99):
         q, out = torch.zeros(3), torch.zeros(5)
@@ -75,24 +75,24 @@ def test_hands_the_driver_every_parameter_in_its_order(driver: Driver) -> None:
     ids=str,
 )
 def test_leaves_special_launches_to_triton(driver: Driver, change: dict[str, Any]) -> None:
-    assert DirectLaunch.of(compiled(**change), (1, 1, 1), ARGUMENTS) is None
+    assert DriverLaunch.of(compiled(**change), (1, 1, 1), ARGUMENTS) is None
 
 
 @pytest.mark.parametrize("sizes", [SIZES[:-1], [*SIZES, 8], [*SIZES[:1], 8, *SIZES[2:]], []], ids=str)
 def test_leaves_kernels_to_triton_that_the_driver_sees_otherwise(driver: Driver, sizes: list[int]) -> None:
     driver.sizes = sizes
-    assert DirectLaunch.of(compiled(), (1, 1, 1), ARGUMENTS) is None
+    assert DriverLaunch.of(compiled(), (1, 1, 1), ARGUMENTS) is None
 
 
 def test_leaves_descriptors_empty_grids_and_old_drivers_to_triton(driver: Driver) -> None:
-    assert DirectLaunch.of(compiled(SIGNATURE | {"q": "tensordesc<bf16[64, 64]>"}), (1, 1, 1), ARGUMENTS) is None
-    assert DirectLaunch.of(compiled(), (0, 1, 1), ARGUMENTS) is None
+    assert DriverLaunch.of(compiled(SIGNATURE | {"q": "tensordesc<bf16[64, 64]>"}), (1, 1, 1), ARGUMENTS) is None
+    assert DriverLaunch.of(compiled(), (0, 1, 1), ARGUMENTS) is None
     driver.cuFuncGetParamInfo = None  # type: ignore[method-assign]
-    assert DirectLaunch.of(compiled(), (1, 1, 1), ARGUMENTS) is None
+    assert DriverLaunch.of(compiled(), (1, 1, 1), ARGUMENTS) is None
 
 
 def test_an_error_is_raised_but_for_a_thread_without_a_context(driver: Driver) -> None:
-    made = DirectLaunch.of(compiled(), (1, 1, 1), ARGUMENTS)
+    made = DriverLaunch.of(compiled(), (1, 1, 1), ARGUMENTS)
     assert made is not None
     tensors = {"q": torch.zeros(1), "out": torch.zeros(1)}
     driver.code = NOT_CURRENT[0]
@@ -104,7 +104,7 @@ def test_an_error_is_raised_but_for_a_thread_without_a_context(driver: Driver) -
 
 def test_a_kernel_that_is_tritons_to_launch_is_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[None] = []
-    monkeypatch.setattr(launch.DirectLaunch, "of", lambda *given: asked.append(None))
+    monkeypatch.setattr(launch.DriverLaunch, "of", lambda *given: asked.append(None))
     kernel = launch.Launch(None, (1,), ARGUMENTS, {})
     kernel.compiled = compiled()
     assert not kernel._enqueued({}, 0) and not kernel._enqueued({}, 0)
@@ -124,10 +124,10 @@ def test_a_launch_is_made_once_and_used_again(driver: Driver) -> None:
 def test_on_a_gpu_later_calls_go_past_triton_and_give_the_bits_of_the_first(
     monkeypatch: pytest.MonkeyPatch, seqlen: int
 ) -> None:
-    made: list[DirectLaunch | None] = []
-    of = DirectLaunch.of
-    monkeypatch.setattr(DirectLaunch, "of", lambda *given: made.append(of(*given)) or made[-1])
-    monkeypatch.setattr(launch, "_plans", {})
+    made: list[DriverLaunch | None] = []
+    of = DriverLaunch.of
+    monkeypatch.setattr(DriverLaunch, "of", lambda *given: made.append(of(*given)) or made[-1])
+    monkeypatch.setattr(forward, "_plans", {})
     monkeypatch.setattr(backward, "_plans", {})
     q, k, v, grad = (torch.randn(1, seqlen, 3, 64, device="cuda") for _ in range(4))
     found = []

@@ -1,0 +1,255 @@
+"""The score modifiers of the Triton kernels: the one file that names them, for the device and for the host.
+
+A score becomes ``softcap · tanh(score / softcap)``, gets ALiBi's −slope · distance and an additive bias; a sink is one
+more logit of each row, which takes probability and gives no value; dropout removes probabilities after the softmax.
+Kernels take one argument for all of that, a :class:`ScoreArguments`, and pass it to the functions below. A tensor or
+number that a problem has not is None there, which leaves its code out of the kernel. Launchers get the arguments from
+:func:`score_arguments`, the names of tensors from :func:`score_tensors` and what tensors decide from
+:func:`score_facts`.
+
+Tiles are written for any order of axes: ``i`` (queries) and ``j`` (keys) are int32 tensors that broadcast against each
+other, ``(BM, 1)`` with ``(1, BN)``, or ``(1, BM)`` with ``(BN, 1)`` for a transposed tile. Both count within the
+sequence. ``shift`` is ``len_k - len_q`` for bottom-right alignment and 0 for top-left.
+
+Scores are in base 2: multiplied by log2(e), so that ``exp2`` makes probabilities of them. Importing this module imports
+Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.kernels.score import ScoreConfig
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+NEG_INF: tl.constexpr = tl.constexpr(float("-inf"))
+
+
+class ScoreArguments(NamedTuple):
+    """What a kernel is given about its scores; the tensors of a launch replace None (:mod:`.launch`)."""
+
+    slopes: Any = None
+    """ALiBi slopes, f32 ``(b, h)`` or ``(h,)``."""
+    slopes_stride_batch: Any = None
+    bias: Any = None
+    """Additive bias of any float type, broadcast to ``(b, h, sq, sk)``."""
+    bias_stride_batch: Any = None
+    bias_stride_head: Any = None
+    bias_stride_i: Any = None
+    bias_stride_j: Any = None
+    sinks: Any = None
+    """Logits of the sinks, ``(h,)``, natural logarithm."""
+    dsinks: Any = None
+    """The sinks' gradient by tile of rows, f32 ``(tile and batch, h)``; written by :func:`store_sink_gradient`."""
+    seed: Any = None
+    """int64, the value of ``dropout_seed``."""
+    threshold: Any = None
+    """A pair is kept where its random word is at least this: ``floor(p * 2^32)``."""
+    keep_scale: Any = None
+    """1 / (1 − p)."""
+    score_scale: Any = None
+    """log2(e) times the scale; with softcap, log2(e) times the cap."""
+    cap_scale: Any = None
+    """With softcap, the scale over the cap."""
+    scale_in_exp: Any = None
+    """Constant: scores are products, and the scale is applied in the exponent."""
+
+
+def score_tensors(problem: AttentionProblem) -> list[tuple[str, str]]:
+    """The tensors that calls of a problem give: their names in :class:`ScoreArguments` and in :class:`Inputs`."""
+    present = {
+        ("slopes", "alibi_slopes"): problem.alibi,
+        ("bias", "bias"): problem.bias,
+        ("sinks", "sinks"): problem.sinks,
+        ("seed", "dropout_seed"): problem.dropout_p > 0,
+    }
+    return [names for names, given in present.items() if given]
+
+
+def score_facts(inputs: Inputs) -> tuple[Any, ...]:
+    """What :func:`score_arguments` and a kernel take from those tensors, beside their addresses."""
+    facts: tuple[Any, ...] = ()
+    for tensor in (inputs.bias, inputs.alibi_slopes, inputs.sinks):
+        if tensor is not None:
+            facts += (tensor.shape, tensor.stride(), tensor.dtype)
+    return facts
+
+
+def score_arguments(problem: AttentionProblem, inputs: Inputs) -> ScoreArguments:
+    """The arguments of a problem, with None for its tensors."""
+    slopes, bias = inputs.alibi_slopes, inputs.bias
+    known: dict[str, Any] = {"score_scale": (problem.softcap or problem.scale) * LOG2_E.value}
+    if problem.softcap:
+        known["cap_scale"] = problem.scale / problem.softcap
+    if slopes is not None:
+        known["slopes_stride_batch"] = slopes.stride(0) if slopes.dim() == 2 else 0
+    if bias is not None:
+        *outer, column = bias.detach().expand(_pairs(problem)).stride()
+        known |= zip(("bias_stride_batch", "bias_stride_head", "bias_stride_i"), outer, strict=True)
+        known["bias_stride_j"] = tl.constexpr(1) if column == 1 else column  # contiguous columns are loaded as such
+    if problem.dropout_p:
+        known["threshold"] = math.floor(problem.dropout_p * 2**32)
+        known["keep_scale"] = 1.0 / (1.0 - problem.dropout_p)
+    plain = not ScoreConfig.of(problem).transformed and not problem.bias
+    return ScoreArguments(**known, scale_in_exp=tl.constexpr(plain and problem.scale > 0))
+
+
+def _pairs(problem: AttentionProblem) -> tuple[int, ...]:
+    return problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+
+
+def partial_gradients(inputs: Inputs, tiles: int, heads: int) -> dict[str, torch.Tensor]:
+    """The score tensors of the backward's preprocess kernel, which writes the sinks' gradient: one row a tile."""
+    if inputs.sinks is None:
+        return {}
+    partial = torch.empty((tiles, heads), dtype=torch.float32, device=inputs.q.device)
+    return {"sinks": inputs.sinks, "dsinks": partial}
+
+
+def sink_gradient(partial: dict[str, torch.Tensor], inputs: Inputs) -> torch.Tensor | None:
+    """The gradient of the sinks from :func:`partial_gradients`; None where a problem has none."""
+    return partial["dsinks"].sum(0).to(inputs.sinks.dtype) if partial else None
+
+
+# --- what a head brings ---
+
+
+@triton.jit
+def head_modifiers(score, b, head, PER_ROW: tl.constexpr):
+    """A head's ALiBi slope, the pointer to its bias of pair (0, 0), and the key of the random numbers.
+
+    With PER_ROW ``head`` is ``(BM,)``, one for each row of a tile, and so are slope and pointer, ``(BM, 1)``.
+    """
+    slope, bias, seed = 0.0, 0, 0
+    if score.slopes is not None:
+        slope = tl.load(score.slopes + b * score.slopes_stride_batch + head)
+        if PER_ROW:
+            slope = slope[:, None]
+    if score.bias is not None:
+        offset = tl.cast(b, tl.int64) * score.bias_stride_batch + tl.cast(head, tl.int64) * score.bias_stride_head
+        bias = score.bias + offset
+        if PER_ROW:
+            bias = bias[:, None]
+    if score.seed is not None:
+        seed = tl.load(score.seed)
+    return slope, bias, seed
+
+
+# --- from a product to a score ---
+
+
+@triton.jit
+def tanh(x):
+    size = tl.abs(x)
+    decay = tl.exp2(size * (-2.0 * LOG2_E))
+    large = (1.0 - decay) / (1.0 + decay)
+    square = x * x
+    small = size * (1.0 + square * (-0.33333333333 + square * (0.13333333333 + square * -0.05396825397)))
+    value = tl.where(size < 0.15, small, large)
+    return tl.where(x < 0, -value, value)
+
+
+@triton.jit
+def soft_cap(products, score):
+    """``tanh(products * cap_scale)`` with softcap, otherwise the products. :func:`modify_scores` scales either."""
+    if score.cap_scale is not None:
+        return tanh(products * score.cap_scale)
+    else:
+        return products
+
+
+@triton.jit
+def modify_scores(capped, score, head, i, j, shift, exists):
+    """Scores in base 2 of a tile: scaled, with ALiBi and the additive bias. Nothing is masked yet.
+
+    Args:
+        capped: what :func:`soft_cap` gives, f32.
+        score: the kernel's :class:`ScoreArguments`.
+        head: what :func:`head_modifiers` gives.
+        i: queries.
+        j: keys.
+        shift: see the module.
+        exists: which pairs of the tile the bias may be read for.
+    """
+    slope, bias, _seed = head
+    scores = capped * score.score_scale
+    if score.slopes is not None:
+        scores -= slope * LOG2_E * tl.abs(i + shift - j).to(tl.float32)
+    if score.bias is not None:
+        at = bias + i.to(tl.int64) * score.bias_stride_i + j.to(tl.int64) * score.bias_stride_j
+        scores += tl.load(at, mask=exists, other=0.0).to(tl.float32) * LOG2_E
+    return scores
+
+
+@triton.jit
+def product_gradients(ds, capped, score):
+    """From the gradient by the scores to the one by products · scale: softcap's derivative is 1 − tanh²."""
+    if score.cap_scale is not None:
+        return ds * (1.0 - capped * capped)
+    else:
+        return ds
+
+
+# --- sinks ---
+
+
+@triton.jit
+def initial_statistics(score, head, split, BM: tl.constexpr, SPLIT: tl.constexpr):
+    """Row maximum in base 2 and row sum before the first key: those of the sink, which counts in split 0 only."""
+    top = tl.full((BM,), NEG_INF, tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    if score.sinks is not None:
+        sink = tl.load(score.sinks + head).to(tl.float32) * LOG2_E
+        if SPLIT:
+            sink = tl.where(split == 0, sink, NEG_INF)
+        top = tl.maximum(top, sink)
+        total = tl.where(top > NEG_INF, 1.0, 0.0)
+    return top, total
+
+
+@triton.jit
+def store_sink_gradient(score, head, heads, tile, lse, delta, empty):
+    """Write a tile's part of the sink's gradient. A sink is a key whose value is 0, so its dS is −P·delta.
+
+    ``lse`` is the natural logarithm, and ``empty`` says which rows of the tile see no key.
+    """
+    if score.sinks is not None:
+        weight = tl.exp2((tl.load(score.sinks + head).to(tl.float32) - tl.where(empty, 0.0, lse)) * LOG2_E)
+        tl.store(score.dsinks + tile * heads + head, tl.sum(tl.where(empty, 0.0, -weight * delta), 0))
+
+
+# --- dropout ---
+
+
+@triton.jit
+def dropout_keep(score, head, row_head, i, j_first, BN: tl.constexpr):
+    """Which pairs of a tile ``(BM, BN)`` dropout keeps; transpose it for a transposed tile.
+
+    Philox4x32-10 with the key ``seed`` and the counter ``(j >> 2, i, row_head, 0)``; word ``j & 3`` of its four is kept
+    iff it is at least ``threshold``. A counter is worked out once for its four keys.
+
+    Args:
+        score: the kernel's :class:`ScoreArguments`.
+        head: what :func:`head_modifiers` gives.
+        row_head: ``b * heads + h``: a scalar, or ``(BM,)``.
+        i: queries, int32 ``(BM,)``.
+        j_first: first key, a multiple of 4.
+        BN: keys of the tile, a multiple of 4.
+    """
+    _slope, _bias, seed = head
+    quads = (j_first // 4 + tl.arange(0, BN // 4))[None, :]
+    none = i[:, None] * 0 + quads * 0
+    c0 = (quads + none).to(tl.uint32, bitcast=True)
+    c1 = (i[:, None] + none).to(tl.uint32, bitcast=True)
+    rows = i * 0 + row_head
+    c2 = (rows[:, None] + none).to(tl.uint32, bitcast=True)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, none.to(tl.uint32, bitcast=True))
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # the last axis counts in ones, the one before it in twos
+    return tl.reshape(words, (i.shape[0], BN)) >= tl.cast(score.threshold, tl.uint32)
