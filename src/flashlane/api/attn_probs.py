@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.reference.masks import Part, compute_dtype, parts, soft_cap, tiles
+from flashlane.reference.masks import Part, parts, soft_cap, tiles
 
 ROUND_TO = 128
 BLOCK_SCORES = 1 << 26

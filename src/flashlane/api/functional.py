@@ -13,8 +13,8 @@ import torch
 
 from flashlane.api import attn_probs, kvcache
 from flashlane.core import dispatch
-from flashlane.core.problem import Inputs
-from flashlane.ops import library as ops
+from flashlane.core.problem import DIFFERENTIABLE, Asked, Inputs
+from flashlane.ops import call as ops
 
 _NAMES = {"scale": "softmax_scale", "bias": "attn_bias"}
 """What this module's signatures call the validator's arguments."""
@@ -72,8 +72,9 @@ def flash_attn_func(
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
     if alibi_slopes is attn_bias is sinks is None and not return_attn_probs:
-        asked = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic
-        found = ops.again(q, k, v, asked, return_lse)
+        # The tag and the fields of Asked, built here because a function call more would show in the cost of each call.
+        key = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, 0
+        found = ops.again(q, k, v, key, return_lse)
         if found is not None:
             return found if return_lse else found[0]
     inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks)
@@ -337,10 +338,9 @@ def flash_attn_with_kvcache(
         TypeError, ValueError: an argument cannot be; the message names it.
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
+    inputs = Inputs(q, k_cache, v_cache, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks)
     out, lse = kvcache.attend_cache(
-        q,
-        k_cache,
-        v_cache,
+        inputs,
         k,
         v,
         rotary_cos=rotary_cos,
@@ -350,17 +350,14 @@ def flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,
-        alibi_slopes=alibi_slopes,
-        attn_bias=attn_bias,
-        sinks=sinks,
-        num_splits=num_splits,
         kernel=kernel,
+        num_splits=num_splits,
         scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
     )
-    out, lse = _undifferentiable("flash_attn_with_kvcache", out, lse, (q, k_cache, v_cache, k, v, sinks, attn_bias))
+    out, lse = _undifferentiable("flash_attn_with_kvcache", out, lse, inputs, (k, v))
     return (out, lse) if return_softmax_lse or return_lse else out
 
 
@@ -411,22 +408,22 @@ def _unpack(
     return packed.unbind(at)
 
 
-def _attend(inputs: Inputs, kernel: str | None, return_lse: bool, return_attn_probs: bool, **asked: Any) -> Result:
-    if return_attn_probs and asked["dropout_p"] and isinstance(inputs.q, torch.Tensor):
+def _attend(inputs: Inputs, kernel: str | None, return_lse: bool, return_attn_probs: bool, **keywords: Any) -> Result:
+    asked = Asked(**keywords)
+    if return_attn_probs and asked.dropout_p and isinstance(inputs.q, torch.Tensor):
         # The mask is wanted as well, so that the seed must be known here.
         seed = torch.randint(ops.SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
         inputs = replace(inputs, dropout_seed=seed)
     if inputs.block_table is None:
-        out, lse = ops.anew(inputs, kernel, _NAMES, alignment="bottom-right", **asked)
+        out, lse = ops.anew(inputs, kernel, _NAMES, asked)
     else:
         with torch.no_grad():
-            out, lse = ops.anew(inputs, kernel, _NAMES, alignment="bottom-right", **asked)
-        given = (inputs.q, inputs.k, inputs.v, inputs.sinks, inputs.bias)
-        out, lse = _undifferentiable("flash_attn_varlen_func with block_table", out, lse, given)
+            out, lse = ops.anew(inputs, kernel, _NAMES, asked)
+        out, lse = _undifferentiable("flash_attn_varlen_func with block_table", out, lse, inputs)
     if return_attn_probs:
-        if not asked["dropout_p"]:
+        if not asked.dropout_p:
             return out, lse, out.new_empty(0)
-        problem = ops.problem_of(inputs, names=_NAMES, **asked)
+        problem = ops.problem_of(inputs, names=_NAMES, **keywords)
         return out, lse, attn_probs.signed_probabilities(problem, inputs)
     return (out, lse) if return_lse else out
 
@@ -448,7 +445,8 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def _undifferentiable(
-    what: str, out: torch.Tensor, lse: torch.Tensor, given: tuple[torch.Tensor | None, ...]
+    what: str, out: torch.Tensor, lse: torch.Tensor, inputs: Inputs, more: tuple[torch.Tensor | None, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    given = (*(getattr(inputs, name) for name in DIFFERENTIABLE), *more)
     wanting = [t for t in given if t is not None and t.requires_grad] if torch.is_grad_enabled() else []
     return _Undifferentiable.apply(what, out, lse, *wanting) if wanting else (out, lse)

@@ -8,7 +8,7 @@ the host) reads and writes nothing outside the cache: rows past its end are not 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from flashlane.api.rotary import rotate
 from flashlane.core import dispatch
-from flashlane.core.problem import Inputs, check_splits, window_sides
-from flashlane.ops import library as ops
-from flashlane.ops import torch_rules as transforms
+from flashlane.core.problem import Inputs
+from flashlane.core.validate import axes_of, check_splits, window_sides
+from flashlane.ops import call as ops
+from flashlane.ops import torch_rules
 
 NAMES = {
     "k": "k_cache",
@@ -142,9 +143,7 @@ torch.library.register_fake("flashlane::update_cache", lambda *args: Update(*arg
 
 
 def attend_cache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    inputs: Inputs,
     k: torch.Tensor | None,
     v: torch.Tensor | None,
     *,
@@ -155,35 +154,25 @@ def attend_cache(
     cache_batch_idx: torch.Tensor | None,
     cache_leftpad: torch.Tensor | None,
     block_table: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    attn_bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
     kernel: str | None,
     **asked: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What :func:`flashlane.flash_attn_with_kvcache` does, whose arguments these are; returns out and LSE.
 
-    Everything is checked before the cache is written to.
+    ``inputs`` has q, the caches as k and v, and the tensors that modify scores; ``asked`` has the fields of
+    :class:`~flashlane.core.problem.Asked`. Everything is checked before the cache is written to.
     """
+    q, k_cache, v_cache = inputs.q, inputs.k, inputs.v
     check_splits(asked["num_splits"])
     capacity = _check_caches(q, k_cache, v_cache, block_table)
     seqused = _lengths(cache_seqlens, q, capacity)
     batch_idx, leftpad, table = (_contiguous(t) for t in (cache_batch_idx, cache_leftpad, block_table))
     if table is None and batch_idx is None and k_cache.shape[0] > q.shape[0]:
         k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
-    inputs = Inputs(
-        q,
-        k_cache,
-        v_cache,
-        alibi_slopes=alibi_slopes,
-        bias=attn_bias,
-        sinks=sinks,
-        seqused_k=seqused,
-        leftpad_k=leftpad,
-        batch_idx=batch_idx,
-        block_table=table,
+    inputs = replace(
+        inputs, k=k_cache, v=v_cache, seqused_k=seqused, leftpad_k=leftpad, batch_idx=batch_idx, block_table=table
     )
-    with torch.no_grad(), transforms.no_autocast(q):
+    with torch.no_grad(), torch_rules.no_autocast(q):
         new = _check_new(inputs, k, v, rotary_cos, rotary_sin, capacity)
         if not new:
             return ops.attend(inputs, kernel=kernel, names=NAMES, **asked)
@@ -200,30 +189,15 @@ def _append_and_attend(
         values = (getattr(update, name) for name in Update.__dataclass_fields__)
         q_out, seqused = torch.ops.flashlane.update_cache(*values)
         q_out = update.q if update.cos is None else q_out
-        return ops.attend(_with(inputs, q_out, seqused), kernel=kernel, names=NAMES, **asked)
+        return ops.attend(replace(inputs, q=q_out, seqused_k=seqused), kernel=kernel, names=NAMES, **asked)
     q_out, seqused = update.allocate()
     if seqused.is_cpu:  # where the lengths are checked, they must be known before
         torch.add(update.cache_seqlens, update.k.shape[1], out=seqused)
-    inputs = _with(inputs, update.q if update.cos is None else q_out, seqused)
+    inputs = replace(inputs, q=update.q if update.cos is None else q_out, seqused_k=seqused)
     problem = ops.problem_of(inputs, names=NAMES, **asked)
     dispatch.select(problem, kernel)
     update.run(q_out, seqused)
     return ops.attention(problem, inputs, kernel)
-
-
-def _with(inputs: Inputs, q: torch.Tensor, seqused: torch.Tensor) -> Inputs:
-    return Inputs(
-        q,
-        inputs.k,
-        inputs.v,
-        alibi_slopes=inputs.alibi_slopes,
-        bias=inputs.bias,
-        sinks=inputs.sinks,
-        seqused_k=seqused,
-        leftpad_k=inputs.leftpad_k,
-        batch_idx=inputs.batch_idx,
-        block_table=inputs.block_table,
-    )
 
 
 # --- checks of what the validator of attention does not see ---
@@ -240,13 +214,11 @@ def _rows_contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
 def _check_caches(q: Any, k_cache: Any, v_cache: Any, block_table: Any) -> int:
     """Rank, so that the rest may read shapes; returns how many rows a sequence may have."""
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        axes = "(batch, seqlen, heads, head_dim)"
-        if block_table is not None and name != "q":
-            axes = "(pages, page_size, heads, head_dim)"
+        axes = ", ".join(axes_of(name[:1], varlen=False, paged=block_table is not None))
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
         if t.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank 4: {axes}")
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank 4: ({axes})")
     if block_table is None:
         return k_cache.shape[1]
     if not isinstance(block_table, torch.Tensor) or block_table.dim() != 2:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlane.reference.masks import compute_dtype
+from flashlane.core.arch import compute_dtype
 
 
 def rotate(

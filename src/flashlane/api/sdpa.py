@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlane.core.problem import Inputs
-from flashlane.ops import library as ops
+from flashlane.ops import call as ops
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask"}
 """What this module's signature calls the validator's arguments."""

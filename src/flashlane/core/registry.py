@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 if TYPE_CHECKING:
     import torch
 
-    from flashlane.core.problem import AttentionProblem, Inputs
+    from flashlane.core.problem import AttentionProblem, Gradients, Inputs
     from flashlane.jit import Compiled, KernelSource
-    from flashlane.reference.tiled import Gradients
 
 Repeat = Callable[
     ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", tuple[int, int, int]], None

@@ -16,7 +16,7 @@ import torch
 
 from flashlane.core import registry
 from flashlane.core.problem import Inputs
-from flashlane.ops import library as ops
+from flashlane.ops import call as ops
 
 NAME = "lane_attention"
 _BIAS = "_flashlane_bias"

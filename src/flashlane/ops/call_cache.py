@@ -1,10 +1,10 @@
-"""Calls like an earlier one: told by one look at their tensors, and run without being checked again.
+"""Calls like an earlier one: recognised by one look at their tensors, and run without being checked again.
 
-Validation, the choice of a kernel and the preparation of its launch cost more than many a call computes. All of that is
-a plan, kept for calls of q, k and v alone by what they ask and the shapes of q and k. Whether a plan holds for tensors
-is decided by torch's own guard over tensors, in one call: it compares type, dispatch keys (with those that autocast,
-inference mode, transforms and tracing in this thread add), dtype, device, shape, strides and ``requires_grad``. The
-plan that held last for what is asked is tried first: mostly that is all.
+Validation, the choice of a kernel and the preparation of its launch cost more than many a call computes. The results of
+all of that are an :class:`Entry`, kept for calls of q, k and v alone under what they ask and the shapes of q and k.
+Whether an entry holds for tensors is decided by torch's own guard over tensors, in one call: it compares type, dispatch
+keys (with those that autocast, inference mode, transforms and tracing in this thread add), dtype, device, shape,
+strides and ``requires_grad``. The entry that held last for what is asked is tried first: mostly that is all.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from flashlane.core import registry
+from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import VECTOR_BYTES, AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
 from flashlane.jit import launch
-from flashlane.reference.masks import compute_dtype
 
 Results = tuple[torch.Tensor, torch.Tensor]
 Found = tuple[torch.Tensor, torch.Tensor | None]
@@ -28,7 +28,7 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Found | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Entry:
     """A call of q, k and v alone, checked and prepared for all calls like it."""
 
     like: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
@@ -49,27 +49,27 @@ class Plan:
 
 
 Key = tuple[Any, ...]
-_plans: dict[tuple[Key, torch.Size, torch.Size], tuple[Plan, ...]] = {}
-_latest: dict[Key, Plan] = {}
-"""Of what is asked, the plan that held last: it is tried before the shapes are looked at."""
+_entries: dict[tuple[Key, torch.Size, torch.Size], tuple[Entry, ...]] = {}
+_latest: dict[Key, Entry] = {}
+"""For what is asked, the entry that held last: it is tried before the shapes are looked at."""
 SIZE = 4096
 """Keys that are kept."""
-PLANS_A_KEY = 8
-"""Plans of one key, which differ in strides, dtype, device or modes; the newest first."""
+ENTRIES_A_KEY = 8
+"""Entries of one key, which differ in strides, dtype, device or modes; the newest first."""
 _guards = getattr(torch._C._dynamo, "guards", None)
 
 
 def forget() -> None:
-    """Drop all plans."""
-    _plans.clear()
+    """Drop all entries."""
+    _entries.clear()
     _latest.clear()
 
 
 registry.on_change(forget)
 
 
-def find(asked: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Plan | None:
-    """The plan that holds for a call.
+def find(asked: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Entry | None:
+    """The entry that holds for a call.
 
     Args:
         asked: what :func:`remember` was given.
@@ -80,43 +80,54 @@ def find(asked: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Plan 
     Raises:
         TypeError: ``asked`` cannot be a key.
     """
-    plan = _latest.get(asked)
-    if plan is None or plan.like(q, k, v):
-        return plan
-    for plan in _plans.get((asked, q.shape, k.shape), ()):
-        if plan.like(q, k, v):
-            _latest[asked] = plan
-            return plan
+    entry = _latest.get(asked)
+    if entry is None or entry.like(q, k, v):
+        return entry
+    for entry in _entries.get((asked, q.shape, k.shape), ()):
+        if entry.like(q, k, v):
+            _latest[asked] = entry
+            return entry
     return None
+
+
+def find_or_none(asked: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Entry | None:
+    """:func:`find`, or None where what is asked cannot be a key. A call of the operator with more tensors than q, k and
+    v has a key as well, which is never remembered."""
+    try:
+        return find(asked, q, k, v)
+    except TypeError:
+        return None
 
 
 def remember(
     asked: Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel, autocast: torch.dtype | None = None
 ) -> None:
-    """Keep a plan for calls like this one.
+    """Keep an entry for calls like this one, if it has no tensors but q, k and v.
 
     Args:
         asked: plain values, a key: what the call asks, and the kernel named.
         problem: what they and the tensors amount to.
-        inputs: q, k and v, :func:`distinct`.
+        inputs: the tensors.
         kernel: the kernel that runs the problem.
         autocast: the dtype of the autocast that is on, which is that of q, k and v.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
+    if not (inputs.alone and distinct(q, k, v)):
+        return
     like = _guard(q, k, v)
     if like is None:
         return
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    plan = Plan(like, records, problem, kernel, _runner(problem, inputs, kernel), autocast)
-    if len(_plans) >= SIZE:
+    entry = Entry(like, records, problem, kernel, _runner(problem, inputs, kernel), autocast)
+    if len(_entries) >= SIZE:
         forget()
     key = asked, q.shape, k.shape
-    _plans[key] = (plan, *_plans.get(key, ()))[:PLANS_A_KEY]
-    _latest[asked] = plan
+    _entries[key] = (entry, *_entries.get(key, ()))[:ENTRIES_A_KEY]
+    _latest[asked] = entry
 
 
 def distinct(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a plan can hold for tensors: they are three, as the guard wants them, and lie on multiples of 16."""
+    """Whether an entry can hold for tensors: they are three, as the guard wants them, and lie on multiples of 16."""
     plain = type(q) is type(k) is type(v) is torch.Tensor
     return plain and q is not k and k is not v and v is not q and aligned(q, k, v)
 

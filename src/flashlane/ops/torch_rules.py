@@ -1,14 +1,10 @@
-"""What the operators do under autocast, ``torch.vmap``, forward-mode differentiation and the FLOP counter.
-
-Arguments of the operators are q, k and v, then what is asked of them, and then what few calls give: the dispatcher
-leaves off the last ones that have their defaults, and a call costs the less, the more it leaves off.
-"""
+"""What the operators do under autocast, ``torch.vmap``, forward-mode differentiation and the FLOP counter."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,19 +12,11 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from flashlane.core.problem import Inputs
+from flashlane.core.problem import ARGUMENTS, DIFFERENTIABLE, TENSORS, Inputs
+from flashlane.ops import schema
 
-FIELDS = tuple(field.name for field in fields(Inputs))
-BACKWARD_EXTRAS = 5
-"""Arguments of ``flashlane::backward`` (out, lse, do, dlse, bias_grad) before those of ``flashlane::forward``."""
-ASKED = ("scale", "causal", "alignment", "window_size", "softcap", "dropout_p", "deterministic")
-"""The keyword arguments of :meth:`~flashlane.core.problem.AttentionProblem.from_inputs`, all but the rarest."""
-ARGUMENTS = (*FIELDS[:3], *ASKED, "needs_grad", "tag", *FIELDS[3:], "num_splits")
-"""Of ``flashlane::forward``."""
-REST = ARGUMENTS.index(FIELDS[3])
-"""Where the fields of :class:`~flashlane.core.problem.Inputs` after q, k and v begin."""
-DEFAULTS = (None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None, *(None for _ in FIELDS[3:]), 0)
-"""Of the arguments after q, k and v."""
+BACKWARD_EXTRAS = len(schema.BACKWARD_EXTRAS)
+"""How many arguments of ``flashlane::backward`` come before those of ``flashlane::forward``."""
 _AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 _NOTHING = contextlib.nullcontext()
 
@@ -43,16 +31,6 @@ def register(library: torch.library.Library) -> None:
     register_flop_formula(torch.ops.flashlane.backward, get_raw=True)(backward_flops)
 
 
-def whole(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All arguments of ``flashlane::forward``: the dispatcher leaves off the last ones that have their defaults."""
-    return args + DEFAULTS[len(args) - 3 :]
-
-
-def fields_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of all arguments, the fields of :class:`~flashlane.core.problem.Inputs`."""
-    return (*args[:3], *args[REST:-1])
-
-
 # --- autocast ---
 
 
@@ -60,13 +38,12 @@ def autocast(inputs: Inputs) -> Inputs:
     """The inputs as ``torch.autocast`` wants them: q, k and v in its dtype (f64 stays), all else as it is."""
     if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
         return inputs  # when compiling, the operator's own autocast kernel casts
-    values = [getattr(inputs, name) for name in FIELDS]
-    values[:3] = _cast(values[:3])
-    return Inputs(*values)
+    q, k, v = _cast((inputs.q, inputs.k, inputs.v))
+    return replace(inputs, q=q, k=k, v=v)
 
 
 def no_autocast(like: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast off on a tensor's device: what a kernel computes in is its own affair."""
+    """Autocast off on a tensor's device: a kernel chooses the types that it computes in."""
     if not torch._C._is_any_autocast_enabled():
         return _NOTHING
     return torch.autocast(like.device.type, enabled=False)
@@ -98,7 +75,7 @@ def _autocast_kernel(device: str) -> Callable[..., Any]:
 
 
 def refuse_tangents(tensors: Sequence[torch.Tensor | None]) -> None:
-    """Raise for a tensor that carries a tangent: it would be dropped without a word."""
+    """Raise for a tensor that carries a tangent: it would be dropped silently."""
     for t in tensors:
         if t is not None and forward_ad.unpack_dual(t).tangent is not None:
             raise NotImplementedError(
@@ -120,18 +97,13 @@ def as_outside() -> Iterator[None]:
 
 # --- vmap ---
 
-_FOLDABLE = {"q", "k", "v", "alibi_slopes", "bias"}
-"""Tensors with a batch axis of their own, which an axis of vmap can be folded into."""
-_SHARED = {"sinks", "max_seqlen_q", "max_seqlen_k"}
-"""What may be there beside them, without an axis of vmap, for all batch elements alike."""
-
 
 def _vmap_forward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
     operator, size = torch.ops.flashlane.forward, info.batch_size
-    args = whole(args)
+    args = schema.whole(args)
     in_dims = (*in_dims, *(None,) * (len(args) - len(in_dims)))
-    named = dict(zip(ARGUMENTS, args, strict=True))
-    dims = dict(zip(ARGUMENTS, in_dims, strict=True))
+    named = dict(zip(schema.NAMES, args, strict=True))
+    dims = dict(zip(schema.NAMES, in_dims, strict=True))
     if not _folds(named, dims):
         return _one_by_one(operator, size, in_dims, args)
     folded = [_fold_input(name, t, dims[name], size, named["q"], dims["q"]) for name, t in named.items()]
@@ -142,24 +114,26 @@ def _vmap_forward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple
 def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
     operator, size = torch.ops.flashlane.backward, info.batch_size
     extras, rest = args[:BACKWARD_EXTRAS], args[BACKWARD_EXTRAS:]
-    named = dict(zip(ARGUMENTS, rest, strict=True))
-    dims = dict(zip(ARGUMENTS, in_dims[BACKWARD_EXTRAS:], strict=True))
-    # The gradients of a bias and of sinks are sums over the batch, which must not run over the axis of vmap.
-    if not _folds(named, dims) or named["bias"] is not None or named["sinks"] is not None:
+    named = dict(zip(schema.NAMES, rest, strict=True))
+    dims = dict(zip(schema.NAMES, in_dims[BACKWARD_EXTRAS:], strict=True))
+    # The gradients of the other arguments are sums over the batch, which must not run over the axis of vmap.
+    summed = any(named[name] is not None for name in DIFFERENTIABLE[3:])
+    if not _folds(named, dims) or summed:
         return _one_by_one(operator, size, in_dims, args)
     *tensors, bias_grad = extras
     outer = [_fold(t, dim, size) for t, dim in zip(tensors, in_dims, strict=False)]
     folded = [_fold_input(name, t, dims[name], size, named["q"], dims["q"]) for name, t in named.items()]
-    dq, dk, dv, dbias, dsinks = operator(*outer, bias_grad, *folded)
-    return (*(t.unflatten(0, (size, -1)) for t in (dq, dk, dv)), dbias, dsinks), (0, 0, 0, None, None)
+    dq, dk, dv, *others = operator(*outer, bias_grad, *folded)
+    unfolded = (t.unflatten(0, (size, -1)) for t in (dq, dk, dv))
+    return (*unfolded, *others), (0, 0, 0, *(None for _ in others))
 
 
 def _folds(named: dict[str, Any], dims: dict[str, int | None]) -> bool:
     """Whether an axis of vmap can be made part of the batch axis."""
-    for name in FIELDS:
-        if named[name] is None or name in _FOLDABLE:
+    for name, argument in ARGUMENTS.items():
+        if named[name] is None or argument.batched:
             continue
-        if name not in _SHARED or dims[name] is not None:
+        if not argument.shared or dims[name] is not None:
             return False
     return True
 
@@ -173,10 +147,12 @@ def _fold(t: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | 
 
 
 def _fold_input(name: str, t: Any, dim: int | None, size: int, q: torch.Tensor, q_dim: int | None) -> Any:
-    if t is None or name not in _FOLDABLE or name in ("q", "k", "v"):
-        return _fold(t, dim, size) if name in ("q", "k", "v") else t
+    if name in TENSORS[:3]:
+        return _fold(t, dim, size)
+    rank = ARGUMENTS[name].batched if name in ARGUMENTS else 0
+    if t is None or not rank:
+        return t
     batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
-    rank = 2 if name == "alibi_slopes" else 4
     own = t.dim() - (dim is not None)
     if dim is None and (own < rank or t.shape[0] == 1):
         return t  # the same for every batch element
@@ -202,7 +178,7 @@ def forward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
 
     Where the lengths of a packed or cached call cannot be read (fake tensors), every sequence counts as the longest.
     """
-    args = whole(args)
+    args = schema.whole(args)
     q, _, v = args[:3]
     return 2 * _pairs(args) * q.shape[-2] * (q.shape[-1] + v.shape[-1])
 
@@ -216,7 +192,7 @@ def backward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
 
 def _pairs(args: Sequence[Any]) -> int:
     """Visible (query, key) pairs of one head of all sequences."""
-    named = dict(zip(ARGUMENTS, args, strict=True))
+    named = dict(zip(schema.NAMES, args, strict=True))
     left, right = named["window_size"]
     right = 0 if named["causal"] else right
     bottom_right = named["alignment"] == "bottom-right"

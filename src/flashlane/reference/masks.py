@@ -267,8 +267,3 @@ def tiles(span: range, size: int) -> Iterator[range]:
 def soft_cap(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     """``softcap * tanh(scores / softcap)``, or the scores themselves when ``softcap`` is 0."""
     return softcap * torch.tanh(scores / softcap) if softcap else scores
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that statistics and sums of a problem's element type are kept in: f64 for f64, else f32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

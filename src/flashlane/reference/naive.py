@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from flashlane.core import registry
+from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.reference.masks import Part, compute_dtype, parts, soft_cap, tiles
+from flashlane.reference.masks import Part, parts, soft_cap, tiles
 
 MAX_SCORES_BYTES = 2 << 30
 """A block of rows has no more scores than this; about four matrices of that size live at once."""

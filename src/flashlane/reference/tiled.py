@@ -11,13 +11,14 @@ decides how their products are made.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from flashlane.core import registry
-from flashlane.core.problem import CACHE_FIELDS, AttentionProblem, Inputs
-from flashlane.reference.masks import Part, compute_dtype, parts, soft_cap, tile_of, tiles
+from flashlane.core.arch import compute_dtype
+from flashlane.core.problem import CACHE_FIELDS, AttentionProblem, Gradients, Inputs
+from flashlane.reference.masks import Part, parts, soft_cap, tile_of, tiles
 
 MMA_K = 16
 """Keys (or head-dim elements) that one ``mma.m16n8k16`` sums before it rounds its accumulator."""
@@ -25,16 +26,6 @@ MMA_K = 16
 TILE_SCORES = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Scores of one tile over all batch elements and heads: what is quickest on two CPU cores, and what fills a GPU."""
 TILE_SIDES = (128, 2048)
-
-
-class Gradients(NamedTuple):
-    """Gradients in the shapes and dtypes of their inputs; ``bias`` and ``sinks`` are None where not asked."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    bias: torch.Tensor | None
-    sinks: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

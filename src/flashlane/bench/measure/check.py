@@ -26,8 +26,9 @@ from typing import Literal
 
 import torch
 
+from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import DTYPES, AttentionProblem, Inputs
-from flashlane.reference.masks import Part, compute_dtype, parts, soft_cap, tiles
+from flashlane.reference.masks import Part, parts, soft_cap, tiles
 from flashlane.reference.naive import reference_attention
 from flashlane.reference.tiled import tiled_forward
 

@@ -13,9 +13,9 @@ import torch
 from flashlane.bench.measure.flops import Direction, sequences_of
 from flashlane.bench.measure.gradients import output_gradient
 from flashlane.bench.measure.peers import Peer
+from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
-from flashlane.reference.masks import compute_dtype
 
 if TYPE_CHECKING:
     from flashlane.bench.measure.runner import Selection
@@ -107,7 +107,7 @@ def _of_kernel(work: Work, kernel: Kernel) -> Implementation:
         written = work.out.nbytes + work.lse.nbytes
         call = _writer(kernel, work.problem, work.inputs, work.out, work.lse)
         return Implementation(kernel.tag, "kernel", call, kernel=kernel, written=written)
-    from flashlane.ops.library import attention
+    from flashlane.ops.call import attention
 
     def forward() -> torch.Tensor:
         return attention(work.problem, work.inputs, kernel.tag)[0]

@@ -1,0 +1,261 @@
+"""The checks of a call's arguments. Each error names the argument, what it was and what it may be.
+
+:meth:`flashlane.core.problem.AttentionProblem.from_inputs` calls them; no kernel checks a caller's arguments again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashlane.core.arch import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from flashlane.core.problem import Inputs
+
+MAX_HEAD_DIM = 1024
+VECTOR_BYTES = 16
+"""Bytes of the widest load, and what its address is a multiple of."""
+
+
+def rows_aligned(t: torch.Tensor) -> bool:
+    size = t.element_size()
+    if t.numel() == 0:
+        return True
+    outer = (stride for length, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if length > 1)
+    return (
+        t.stride(-1) == 1
+        and (t.shape[-1] * size) % VECTOR_BYTES == 0
+        and t.data_ptr() % VECTOR_BYTES == 0
+        and all((stride * size) % VECTOR_BYTES == 0 for stride in outer)
+    )
+
+
+def _named(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from (("q", q), ("k", k), ("v", v))
+
+
+def check_tensors(q: Any, k: Any, v: Any, varlen: bool, paged: bool) -> None:
+    for name, t in _named(q, k, v):
+        axes = axes_of(name, varlen, paged)
+        rank = len(axes)
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
+        if t.dtype not in DTYPE_NAMES:
+            allowed = ", ".join(str(d) for d in DTYPE_NAMES)
+            raise TypeError(f"{name} has dtype {t.dtype}; it may be one of {allowed}")
+        if t.dim() != rank:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank {rank}: ({', '.join(axes)})"
+            )
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {t.dtype} and q has {q.dtype}; q, k and v must share one dtype")
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device} and q is on {q.device}; q, k and v must be on one device")
+
+
+def axes_of(name: str, varlen: bool, paged: bool) -> tuple[str, ...]:
+    """What the axes of q, k or v are called."""
+    if paged and name != "q":
+        return ("pages", "page_size", "heads", "head_dim")
+    return ("total", "heads", "head_dim") if varlen else ("batch", "seqlen", "heads", "head_dim")
+
+
+def check_sizes(inputs: Inputs, varlen: bool, paged: bool) -> None:
+    q, k, v = inputs.q, inputs.k, inputs.v
+    for name, t in _named(q, k, v):
+        for axis, size in zip(axes_of(name, varlen, paged), t.shape, strict=True):
+            if size == 0 and axis not in ("seqlen", "total"):
+                raise ValueError(f"{name} has shape {tuple(t.shape)}: its {axis} is 0; it must be at least 1")
+        if t.shape[-1] > MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head_dim {t.shape[-1]}; it may be 1 to {MAX_HEAD_DIM}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k has head_dim {k.shape[-1]} and q has {q.shape[-1]}; they must be equal")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"v has {v.shape[-2]} heads and k has {k.shape[-2]}; they must be equal")
+    if q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"k has {k.shape[-2]} heads and q has {q.shape[-2]}; the heads of q must be a multiple of those of k"
+        )
+    if not (varlen or paged) and inputs.batch_idx is None:
+        if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"q, k, v have batch sizes {q.shape[0]}, {k.shape[0]}, {v.shape[0]}; all three must be equal"
+            )
+    if k.shape[:-2] != v.shape[:-2]:
+        raise ValueError(f"v has shape {tuple(v.shape)} and k has {tuple(k.shape)}; their lengths must be equal")
+
+
+def _check_indices(name: str, t: Any, shape: str, fits: Callable[[torch.Size], bool], q: torch.Tensor) -> None:
+    """A tensor of indices as kernels read it: int32, contiguous, on the device of q."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} is a {type(t).__name__}; it must be an int32 torch.Tensor of shape {shape}")
+    if t.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {t.dtype}; it must be torch.int32")
+    if not fits(t.shape):
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {shape}")
+    if t.device != q.device:
+        raise ValueError(f"{name} is on {t.device} and q is on {q.device}; they must agree")
+    if not t.is_contiguous():
+        raise ValueError(f"{name} has strides {t.stride()}; it must be contiguous")
+
+
+def check_varlen(inputs: Inputs) -> tuple[int, int, int]:
+    sizes = []
+    for side in ("q", "k"):
+        cu: torch.Tensor | None = getattr(inputs, f"cu_seqlens_{side}")
+        longest: int | None = getattr(inputs, f"max_seqlen_{side}")
+        if cu is None:
+            raise ValueError(f"cu_seqlens_{side} is None; give both cu_seqlens_q and cu_seqlens_k, or neither")
+        name, shape = f"cu_seqlens_{side}", "(batch + 1,) with batch >= 1"
+        _check_indices(name, cu, shape, lambda found: len(found) == 1 and found[0] >= 2, inputs.q)
+        if not isinstance(longest, int) or longest < 0:
+            raise ValueError(f"max_seqlen_{side} is {longest!r}; it must be a whole number of at least 0")
+        if cu.is_cpu:
+            total = getattr(inputs, side).shape[0]
+            if side == "k" and inputs.block_table is not None:
+                total = 2**31 - 1  # the lengths of pages, which are checked with the table
+            if int(cu[0]) != 0 or int(cu[-1]) > total or bool((cu.diff() < 0).any()) or int(cu.diff().max()) > longest:
+                raise ValueError(
+                    f"cu_seqlens_{side} is {cu.tolist()}; it must start at 0, never fall, end by {total} (the total "
+                    f"of {side}), with no sequence longer than max_seqlen_{side} {longest}"
+                )
+        sizes.append((cu.numel() - 1, longest))
+    if sizes[0][0] != sizes[1][0]:
+        raise ValueError(f"cu_seqlens_q describes {sizes[0][0]} sequences and cu_seqlens_k {sizes[1][0]}")
+    return sizes[0][0], sizes[0][1], sizes[1][1]
+
+
+def check_cache(inputs: Inputs, batch: int, varlen: bool) -> int:
+    """Check the fields of a key/value cache; returns how many rows a sequence may have (not for plain varlen)."""
+    q, k, table = inputs.q, inputs.k, inputs.block_table
+    each = {name: t for name in ("seqused_k", "leftpad_k", "batch_idx") if (t := getattr(inputs, name)) is not None}
+    for name, t in each.items():
+        if varlen:
+            raise ValueError(f"{name} is given with cu_seqlens_k, which gives the lengths; only one of them may be")
+        _check_indices(name, t, f"(batch,), ({batch},)", lambda shape: tuple(shape) == (batch,), q)
+    if table is not None:
+        if inputs.batch_idx is not None:
+            raise ValueError("batch_idx is given with block_table, which says where sequences lie; give one of them")
+        shape = f"(batch, pages) with batch {batch} and at least one page"
+        _check_indices("block_table", table, shape, lambda found: len(found) == 2 and found[0] == batch and found[1], q)
+    capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+    if (each or table is not None) and q.is_cpu:
+        _check_cache_contents(inputs, each, capacity, varlen)
+    return capacity
+
+
+def _check_cache_contents(inputs: Inputs, each: dict[str, torch.Tensor], capacity: int, varlen: bool) -> None:
+    used, table = each.get("seqused_k"), inputs.block_table
+    if used is not None and not _within(used, 0, capacity):
+        raise ValueError(f"seqused_k is {used.tolist()}; it may be 0 to {capacity}, the rows of k")
+    leftpad, most = each.get("leftpad_k"), capacity if used is None else used
+    if leftpad is not None and not _within(leftpad, 0, most):
+        bound = f"{capacity}, the rows of k" if used is None else f"seqused_k {used.tolist()}"
+        raise ValueError(f"leftpad_k is {leftpad.tolist()}; it may be 0 to {bound}")
+    where, rows = each.get("batch_idx"), inputs.k.shape[0]
+    if where is not None and not _within(where, 0, rows - 1):
+        raise ValueError(f"batch_idx is {where.tolist()}; it may be 0 to {rows - 1}, the batch axis of k")
+    if table is None:
+        return
+    lengths = inputs.cu_seqlens_k.diff() if varlen else used
+    if lengths is not None and not _within(lengths, 0, capacity):
+        raise ValueError(
+            f"block_table has {table.shape[1]} pages of {inputs.k.shape[1]} rows for sequences of {lengths.tolist()}; "
+            f"they must hold the longest of them"
+        )
+    lengths = torch.full((len(table),), capacity) if lengths is None else lengths
+    read = torch.arange(table.shape[1]) * inputs.k.shape[1] < lengths[:, None]
+    if not _within(table.masked_fill(~read, 0), 0, rows - 1):
+        raise ValueError(f"block_table is {table.tolist()}; a page in use may be 0 to {rows - 1}, the pages of k")
+
+
+def _within(t: torch.Tensor, low: int, high: int | torch.Tensor) -> bool:
+    return bool(((t >= low) & (t <= high)).all())
+
+
+def check_seed(inputs: Inputs, dropout_p: float) -> None:
+    seed, shape = inputs.dropout_seed, "an int64 torch.Tensor of shape (1,)"
+    if seed is None:
+        if dropout_p:
+            raise ValueError(f"dropout_seed is None and dropout_p is {dropout_p:g}; it must then be {shape}")
+        return
+    if not isinstance(seed, torch.Tensor) or seed.dtype != torch.int64:
+        what = seed.dtype if isinstance(seed, torch.Tensor) else type(seed).__name__
+        raise TypeError(f"dropout_seed is {what}; it must be {shape}")
+    if tuple(seed.shape) != (1,):
+        raise ValueError(f"dropout_seed has shape {tuple(seed.shape)}; it must be {shape}")
+    if seed.device != inputs.q.device:
+        raise ValueError(f"dropout_seed is on {seed.device} and q is on {inputs.q.device}; they must agree")
+
+
+def check_splits(num_splits: Any) -> None:
+    """Raise ValueError for what cannot be a number of splits."""
+    if type(num_splits) is not int or num_splits < 0:
+        raise ValueError(f"num_splits is {num_splits!r}; it must be a whole number of at least 0")
+
+
+def check_modifier(
+    name: str,
+    t: Any,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    shapes: Iterable[tuple[str, ...]],
+    sizes: Mapping[str, int],
+    broadcast: bool = False,
+) -> None:
+    """Raise for a tensor that cannot modify scores.
+
+    Args:
+        name: what the caller calls it.
+        t: whatever was given.
+        device: of q.
+        dtype: the one that it must have; None for any floating point.
+        shapes: by the names of the axes, each that it may have.
+        sizes: of the axes.
+        broadcast: whether it need only broadcast to the shape.
+    """
+    if not isinstance(t, torch.Tensor) or not t.is_floating_point():
+        what = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
+        raise TypeError(f"{name} is {what}; it must be a floating-point torch.Tensor")
+    if t.device != device:
+        raise ValueError(f"{name} is on {t.device} and q is on {device}; they must be on one device")
+    if dtype is not None and t.dtype != dtype:
+        raise TypeError(f"{name} has dtype {t.dtype}; it must be {dtype}")
+    found = tuple(t.shape)
+    possible = [tuple(sizes[axis] for axis in axes) for axes in shapes]
+    if broadcast:
+        (full,), (axes,) = possible, shapes
+        if len(found) > len(full) or not all(a in (1, b) for a, b in zip(found[::-1], full[::-1], strict=False)):
+            raise ValueError(f"{name} has shape {found}; it must broadcast to ({', '.join(axes)}) {full}")
+    elif found not in possible:
+        verb = "may" if len(possible) > 1 else "must"
+        raise ValueError(f"{name} has shape {found}; it {verb} be {' or '.join(map(str, possible))}")
+
+
+def window_sides(window_size: tuple[int, int] | torch.Tensor, causal: bool) -> tuple[int, int]:
+    """Left and right side of the window as a problem holds them: causal makes the right one 0."""
+    values = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
+    try:
+        left, right = (int(x) for x in values)
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size is {window_size!r}; it must be two whole numbers (left, right)") from None
+    if min(left, right) < -1:
+        raise ValueError(f"window_size is ({left}, {right}); each side must be at least 0, or -1 for unbounded")
+    return left, (0 if causal else right)
+
+
+def check_number(name: str, value: float, low: float = -math.inf, below: float = math.inf) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r}; it must be a number") from None
+    if not math.isfinite(number) or number < low or number >= below:
+        bounds = "finite" + (f", at least {low:g}" if low > -math.inf else "")
+        bounds += f" and below {below:g}" if below < math.inf else ""
+        raise ValueError(f"{name} is {value!r}; it must be {bounds}")
+    return number

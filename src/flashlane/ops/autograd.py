@@ -1,0 +1,185 @@
+"""The derivative of attention: for calls straight to the kernels, and for calls of the operators.
+
+``torch.library.register_autograd`` makes an autograd kernel of the same meaning, 10 µs slower: it always goes through
+the dispatcher again.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+from flashlane.core.problem import DIFFERENTIABLE, AttentionProblem, Gradients, Inputs
+from flashlane.core.registry import Kernel
+from flashlane.ops import call_cache, execute, schema, torch_rules
+from flashlane.ops.call_cache import Results, Run
+from flashlane.ops.watched import is_watched
+
+_BIAS = DIFFERENTIABLE.index("bias")
+_modes_active = torch._C._len_torch_dispatch_stack
+
+
+class Attention(torch.autograd.Function):
+    """A call that nothing observes: forward and backward go straight to their kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        problem: AttentionProblem,
+        inputs: Inputs,
+        kernel: Kernel,
+        run: Run | None,
+        *differentiable: torch.Tensor | None,
+    ) -> Results:
+        if run is None:
+            out, lse = execute.forward(kernel, problem, inputs)
+        else:
+            out, lse = run(*differentiable[:3], True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*schema.tensors_of(inputs), out, lse)
+        ctx.call = problem, kernel, schema.lengths_of(inputs)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        problem, kernel, lengths = ctx.call
+        inputs = Inputs(*tensors, *lengths)
+        bias_grad = ctx.needs_input_grad[4 + _BIAS]
+        do = torch.zeros_like(out) if do is None else do
+        if torch.is_grad_enabled() or is_watched(inputs):
+            operands = schema.operands(inputs, problem.asked, problem.needs_grad, kernel.tag)
+            grads = _present(inputs, bias_grad, torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *operands))
+        else:
+            grads = execute.backward(problem, inputs, kernel, out, lse, do, dlse, bias_grad)
+        return (None, None, None, None, *grads)
+
+
+def recorded(entry: call_cache.Entry, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results | None:
+    """A call like that of a cache entry, recorded by autograd; None where an address is no multiple of 16."""
+    if not call_cache.aligned(q, k, v):
+        return None
+    return Attention.apply(entry.problem, Inputs(q, k, v), entry.kernel, entry.run, q, k, v, *_NO_OTHERS)
+
+
+def differentiable(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Results:
+    """A validated call, recorded by autograd."""
+    return Attention.apply(problem, inputs, kernel, None, *schema.differentiable_of(inputs))
+
+
+_NO_OTHERS = (None,) * len(DIFFERENTIABLE[3:])
+
+
+class _Watched(torch.autograd.function._SingleLevelFunction):
+    """A call of the operator itself: what observes calls below autograd sees it, and the backward operator after it.
+
+    Under ``torch.func`` transforms the dispatcher has taken one level off already when it comes here, and
+    ``torch.autograd.Function`` would take off another.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Results:
+        with torch_rules.as_outside():
+            out, lse = _below_autograd(keyset, args)
+        ctx.set_materialize_grads(False)
+        inputs = schema.inputs_of(args)
+        ctx.save_for_backward(*schema.tensors_of(inputs), out, lse)
+        ctx.call = schema.lengths_of(inputs), schema.asked_of(args), args[schema.NEEDS_GRAD_AT], args[schema.NAMED_AT]
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        do = torch.zeros_like(out) if do is None else do
+        bias_grad = ctx.needs_input_grad[1 + schema.DIFFERENTIABLE_AT[_BIAS]]
+        lengths, asked, needs_grad, tag = ctx.call
+        inputs = Inputs(*tensors, *lengths)
+        operands = schema.operands(inputs, asked, needs_grad, tag)
+        grads = torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *operands)
+        return (None, *schema.at_their_places(_present(inputs, bias_grad, grads)))
+
+
+def _watched(keyset: Any, args: tuple[Any, ...]) -> Results:
+    with enable_single_level_autograd_function():
+        return _Watched.apply(keyset, *args)
+
+
+def _present(inputs: Inputs, bias_grad: bool, grads: tuple[torch.Tensor, ...]) -> Gradients:
+    """The backward operator's results, where an empty tensor stands for a gradient that there is not."""
+    given = [t is not None for t in schema.differentiable_of(inputs)]
+    given[_BIAS] = bias_grad
+    return Gradients(*(grad if there else None for grad, there in zip(grads, given, strict=True)))
+
+
+_PLAIN: dict[int, bool] = {}
+_COMPUTING = {"CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView"}
+"""Dispatch keys with which a call is nothing more than computing its result."""
+
+
+def _plain(keyset: Any) -> bool:
+    """Whether nothing lies between autograd and the kernel in a set of dispatch keys; what is unknown lies there."""
+    number = keyset.raw_repr()
+    known = _PLAIN.get(number)
+    if known is None:
+        names = set(re.findall(r"\w+", str(keyset))) - {"DispatchKeySet"}
+        known = _PLAIN[number] = bool(names) and names <= _COMPUTING
+    return known
+
+
+def _below_autograd(keyset: Any, args: tuple[Any, ...]) -> Results:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.flashlane.forward.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def forward_kernel(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Results:
+    """The autograd kernel of ``flashlane::forward``."""
+    key = schema.key_of(rest)
+    if forward_ad._current_level < 0 and not _modes_active():
+        entry = call_cache.find_or_none(key, q, k, v)
+        if entry is not None:
+            found = recorded(entry, q, k, v) if entry.records else entry.run(q, k, v, True)
+            if found is not None:
+                return found
+    args = schema.whole((q, k, v, *rest))
+    tensors = [args[index] for index in schema.DIFFERENTIABLE_AT]
+    if forward_ad._current_level >= 0:
+        torch_rules.refuse_tangents(tensors)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if not _plain(keyset):
+        return _watched(keyset, args) if wanted else _below_autograd(keyset, args)
+    problem, inputs, kernel = execute.rebuild(args)
+    call_cache.remember(key, problem, inputs, kernel)
+    return differentiable(problem, inputs, kernel) if wanted else execute.forward(kernel, problem, inputs)
+
+
+class _Once(torch.autograd.function._SingleLevelFunction):
+    """The backward operator under autograd: its results are differentiable, and their derivative is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+        with torch_rules.as_outside():
+            return _backward_below_autograd(keyset, args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> None:
+        raise NotImplementedError("flashlane::backward has no derivative: attention can be differentiated once")
+
+
+def _backward_below_autograd(keyset: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.flashlane.backward.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def backward_kernel(keyset: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+    """The autograd kernel of ``flashlane::backward``."""
+    tensors = [t for t in args if isinstance(t, torch.Tensor)]
+    if forward_ad._current_level >= 0:
+        torch_rules.refuse_tangents(tensors)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return _backward_below_autograd(keyset, args)
+    with enable_single_level_autograd_function():
+        return _Once.apply(keyset, *args)

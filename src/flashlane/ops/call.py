@@ -1,0 +1,152 @@
+"""A call of attention: checked, and run by the shortest way that there is.
+
+Under ``torch.compile``, ``export``, fake tensors, a profiler or a ``torch.func`` transform the torch operators
+(:mod:`flashlane.ops.library`) stand for the whole call. Where nothing observes a call, it goes past them straight to
+the kernel: the dispatcher would cost more than launching it. A call of q, k and v alone that is like an earlier one is
+not even checked, see :func:`again`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from flashlane.core import dispatch
+from flashlane.core.problem import Asked, AttentionProblem, Inputs, facts_of, known, wants_grad
+from flashlane.core.registry import DeviceKernel, Kernel
+from flashlane.ops import autograd, call_cache, execute, library, schema, torch_rules  # noqa: F401  # defines operators
+from flashlane.ops.call_cache import Results
+from flashlane.ops.watched import is_watched
+
+SEEDS = 2**63 - 1
+"""Dropout seeds are drawn from 0 to this."""
+_compiling = torch.compiler.is_dynamo_compiling
+_modes_active = torch._C._len_torch_dispatch_stack
+_profiling = torch.autograd._profiler_enabled
+
+
+def again(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: call_cache.Key, wants_lse: bool
+) -> call_cache.Found | None:
+    """Run a call that has no tensors but q, k and v, if it is like an earlier one and nothing observes it.
+
+    Args:
+        q: as the caller gave it, so that it may be anything; also k, v and the values of the key.
+        k: likewise.
+        v: likewise.
+        key: the tag of the kernel named, and the fields of :class:`~flashlane.core.problem.Asked`.
+        wants_lse: whether the LSE is needed; else it may be None.
+
+    Returns:
+        out and LSE; or None, and :func:`anew` is to be called, which checks the call and remembers it.
+    """
+    if _compiling():
+        return None
+    try:
+        entry = call_cache.find(key, q, k, v)
+    except (TypeError, AttributeError, RuntimeError):  # what cannot be a key, or is no tensor of the usual kind
+        return None
+    if entry is None or _modes_active() or forward_ad._current_level >= 0 or _profiling() or entry.casts(q):
+        return None
+    return autograd.recorded(entry, q, k, v) if entry.records else entry.run(q, k, v, wants_lse)
+
+
+def attend(
+    inputs: Inputs, *, kernel: str | None = None, names: Mapping[str, str] | None = None, **keywords: Any
+) -> Results:
+    """Validate a call and run it: what every function of the public API does.
+
+    Under ``torch.autocast`` q, k and v are cast to its dtype first, as torch's own attention does. With dropout and no
+    ``dropout_seed``, one is drawn from torch's generator of the device: ``torch.manual_seed`` makes it repeatable, and
+    a replayed CUDA graph draws a new one.
+
+    Args:
+        inputs: the tensors.
+        kernel: the tag of the kernel to run, or None to let the dispatcher choose.
+        names: what the caller's signature calls the arguments, where it calls them otherwise than
+            :class:`~flashlane.core.problem.Inputs` and :class:`~flashlane.core.problem.Asked`, so that an error names
+            what the caller wrote.
+        keywords: the fields of :class:`~flashlane.core.problem.Asked`.
+
+    Returns:
+        out and LSE, see :func:`attention`.
+    """
+    asked = Asked(**keywords)
+    if not _compiling() and inputs.alone:
+        found = again(inputs.q, inputs.k, inputs.v, (kernel, *asked), True)
+        if found is not None:
+            return found
+    return anew(inputs, kernel, names, asked)
+
+
+def anew(inputs: Inputs, kernel: str | None, names: Mapping[str, str] | None, asked: Asked) -> Results:
+    """:func:`attend` without trying :func:`again`."""
+    casts, given = torch._C._is_any_autocast_enabled(), inputs
+    if casts:
+        inputs = torch_rules.autocast(given)
+    if asked.dropout_p and inputs.dropout_seed is None and isinstance(inputs.q, torch.Tensor):
+        seed = torch.randint(SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
+        inputs = replace(inputs, dropout_seed=seed)
+    if is_watched(inputs):
+        return torch.ops.flashlane.forward(*schema.operands(inputs, asked, wants_grad(inputs), kernel))
+    facts = facts_of(inputs, asked)
+    problem = known(facts)
+    if problem is None:
+        problem = _checked(inputs, names, asked)
+    chosen = dispatch.select(problem, kernel)
+    if facts is not None and not casts:
+        call_cache.remember((kernel, *asked), problem, inputs, chosen)
+    elif facts is not None and isinstance(chosen, DeviceKernel) and _same(given, inputs):  # which launches, and no more
+        dtype = torch.get_autocast_dtype(inputs.q.device.type)
+        call_cache.remember((kernel, *asked), problem, inputs, chosen, dtype)
+    return _straight(problem, inputs, chosen)
+
+
+def _same(some: Inputs, others: Inputs) -> bool:
+    return some.q is others.q and some.k is others.k and some.v is others.v
+
+
+def attention(problem: AttentionProblem, inputs: Inputs, kernel: str | None = None) -> Results:
+    """Run a validated problem, differentiably when ``problem.needs_grad``.
+
+    Returns:
+        out ``(b, sq, h, dv)`` in the inputs' dtype and LSE ``(b, h, sq)``, natural logarithm, f32 (f64 for f64
+        inputs); for varlen ``(total_q, h, dv)`` and ``(h, total_q)``.
+
+    Raises:
+        ValueError: no kernel has the tag ``kernel``.
+        NotImplementedError: the kernel named, or with None every kernel, cannot run the problem; says why.
+    """
+    if is_watched(inputs):
+        return torch.ops.flashlane.forward(*schema.operands(inputs, problem.asked, problem.needs_grad, kernel))
+    return _straight(problem, inputs, dispatch.select(problem, kernel))
+
+
+def _straight(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Results:
+    if problem.needs_grad:
+        return autograd.differentiable(problem, inputs, kernel)
+    return execute.forward(kernel, problem, inputs)
+
+
+def problem_of(inputs: Inputs, *, names: Mapping[str, str] | None = None, **keywords: Any) -> AttentionProblem:
+    """The problem that :func:`attend` would run: errors call the arguments by the caller's ``names``."""
+    inputs, asked = torch_rules.autocast(inputs), Asked(**keywords)
+    if asked.dropout_p and inputs.dropout_seed is None and isinstance(inputs.q, torch.Tensor):
+        seed = torch.zeros(1, dtype=torch.int64, device=inputs.q.device)  # draws nothing
+        inputs = replace(inputs, dropout_seed=seed)
+    return _checked(inputs, names, asked)
+
+
+def _checked(inputs: Inputs, names: Mapping[str, str] | None, asked: Asked) -> AttentionProblem:
+    try:
+        return AttentionProblem.from_inputs(inputs, asked)
+    except (TypeError, ValueError) as error:
+        if not names:
+            raise
+        words = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+        raise type(error)(words.sub(lambda found: names[found[0]], str(error))) from None

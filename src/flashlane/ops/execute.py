@@ -1,0 +1,52 @@
+"""The only place that calls kernels: from a validated call, or an operator's arguments, to a forward or a backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flashlane.core import dispatch
+from flashlane.core.problem import AttentionProblem, Gradients, Inputs
+from flashlane.core.registry import Kernel
+from flashlane.ops import call_cache, schema, torch_rules
+from flashlane.ops.call_cache import Results
+
+
+def rebuild(args: tuple[Any, ...]) -> tuple[AttentionProblem, Inputs, Kernel]:
+    """Problem, inputs and kernel of all arguments of an operator."""
+    inputs = schema.inputs_of(args)
+    problem = AttentionProblem.from_inputs(inputs, schema.asked_of(args))
+    needs_grad = args[schema.NEEDS_GRAD_AT]
+    if problem.needs_grad != needs_grad:
+        # Autograd may be off inside an operator, and the kernel chosen must be the one chosen outside.
+        problem = replace(problem, needs_grad=needs_grad)
+    return problem, inputs, dispatch.select(problem, args[schema.NAMED_AT])
+
+
+def forward(kernel: Kernel, problem: AttentionProblem, inputs: Inputs) -> Results:
+    """Output and LSE of a kernel."""
+    out, lse = call_cache.allocate(inputs.q, inputs.v)
+    if torch._C._is_any_autocast_enabled():
+        with torch_rules.no_autocast(inputs.q):
+            kernel.forward(problem, inputs, out, lse)
+    else:
+        kernel.forward(problem, inputs, out, lse)
+    return out, lse
+
+
+def backward(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    kernel: Kernel,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    bias_grad: bool,
+) -> Gradients:
+    """The gradients, by the backward that follows a forward kernel."""
+    chosen = dispatch.select_backward(problem, kernel)
+    with torch_rules.no_autocast(inputs.q):
+        return chosen.run(problem, inputs, out, lse, do, dlse, bias_grad=bias_grad, forward=kernel)

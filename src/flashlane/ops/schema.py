@@ -1,0 +1,114 @@
+"""The arguments of the torch operators, derived from :class:`Inputs` and :class:`Asked`.
+
+Their order is q, k and v, then what most calls ask, then what few calls give: the dispatcher leaves off the last ones
+that have their defaults, and a call costs the less, the more it leaves off.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, get_type_hints
+
+import torch
+
+from flashlane.core.problem import ARGUMENTS, DIFFERENTIABLE, TENSORS, Alignment, Asked, Inputs
+
+RARE = ("num_splits",)
+"""Fields of :class:`Asked` that come last."""
+TYPES: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    int | None: "SymInt?",
+    float | None: "float?",
+    str | None: "str?",
+    tuple[int, int] | torch.Tensor: "int[]",
+    Alignment: "str",
+    float: "float",
+    bool: "bool",
+    int: "int",
+}
+"""Of a Python type, the one of an operator's schema."""
+_HINTS = {**get_type_hints(Inputs), **get_type_hints(Asked), "needs_grad": bool, "tag": str | None}
+_NO_TENSOR = dict.fromkeys(tuple(ARGUMENTS)[3:])
+_ALL_DEFAULTS = {**_NO_TENSOR, **Asked._field_defaults, "needs_grad": False, "tag": None}
+_USUAL = tuple(name for name in Asked._fields if name not in RARE)
+
+NAMES = (*TENSORS[:3], *_USUAL, "needs_grad", "tag", *_NO_TENSOR, *RARE)
+"""The arguments of ``flashlane::forward`` in their order; ``tag`` is that of the kernel named."""
+POSITION = {name: index for index, name in enumerate(NAMES)}
+DEFAULTS = tuple(_ALL_DEFAULTS[name] for name in NAMES[3:])
+"""Of the arguments after q, k and v."""
+BACKWARD_EXTRAS = ("Tensor out", "Tensor lse", "Tensor do", "Tensor? dlse", "bool bias_grad")
+"""The arguments of ``flashlane::backward`` before those of ``flashlane::forward``."""
+DIFFERENTIABLE_AT = tuple(POSITION[name] for name in DIFFERENTIABLE)
+NAMED_AT, NEEDS_GRAD_AT = POSITION["tag"], POSITION["needs_grad"]
+_WINDOW_AT = POSITION["window_size"]
+
+tensors_of = operator.attrgetter(*TENSORS)
+"""The tensors of :class:`Inputs`, which autograd saves."""
+lengths_of = operator.attrgetter(*(name for name in ARGUMENTS if name not in TENSORS))
+"""The fields of :class:`Inputs` that are no tensors. They are the last ones."""
+differentiable_of = operator.attrgetter(*DIFFERENTIABLE)
+_inputs_at = operator.itemgetter(*(POSITION[name] for name in ARGUMENTS))
+_asked_at = operator.itemgetter(*(POSITION[name] for name in Asked._fields))
+
+
+def declaration() -> str:
+    """The arguments of ``flashlane::forward`` in the language of operator schemas."""
+
+    def one(name: str) -> str:
+        words = f"{TYPES[_HINTS[name]]} {name}"
+        default = _ALL_DEFAULTS.get(name, ...)
+        if default is ...:
+            return words
+        return f"{words} = {list(default) if isinstance(default, tuple) else default!r}"
+
+    return ", ".join(map(one, NAMES))
+
+
+def required() -> str:
+    """The same without defaults, which ``flashlane::backward`` has not."""
+    return ", ".join(f"{TYPES[_HINTS[name]]} {name}" for name in NAMES)
+
+
+def whole(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All arguments of ``flashlane::forward``: the dispatcher leaves off the last ones that have their defaults."""
+    return args + DEFAULTS[len(args) - 3 :]
+
+
+def inputs_of(args: tuple[Any, ...]) -> Inputs:
+    """Of all arguments, the tensors."""
+    return Inputs(*_inputs_at(args))
+
+
+def asked_of(args: tuple[Any, ...]) -> Asked:
+    """Of all arguments, what is asked."""
+    asked = Asked(*_asked_at(args))
+    return asked._replace(window_size=tuple(asked.window_size))
+
+
+def operands(inputs: Inputs, asked: Asked, needs_grad: bool, kernel: str | None) -> tuple[Any, ...]:
+    """All arguments of ``flashlane::forward``; a window given as a tensor is read."""
+    # torch.compile traces this: it knows loops over names, and no attrgetter.
+    values: dict[str, Any] = {name: getattr(inputs, name) for name in ARGUMENTS}
+    for name in Asked._fields:
+        values[name] = getattr(asked, name)
+    window = asked.window_size
+    values["window_size"] = window.tolist() if isinstance(window, torch.Tensor) else list(window)
+    values["needs_grad"], values["tag"] = needs_grad, kernel
+    return tuple(values[name] for name in NAMES)
+
+
+def at_their_places(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients of the differentiable arguments among those of all arguments."""
+    placed: list[Any] = [None] * len(NAMES)
+    for index, gradient in zip(DIFFERENTIABLE_AT, gradients, strict=True):
+        placed[index] = gradient
+    return tuple(placed)
+
+
+def key_of(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The call cache's key of a call of the operator: its arguments after q, k and v, as the dispatcher gives them. It
+    is never one of a call of the public API, which has the alignment where this has the window."""
+    window = rest[_WINDOW_AT - 3 : _WINDOW_AT - 2]
+    return (*rest[: _WINDOW_AT - 3], tuple(window[0]), *rest[_WINDOW_AT - 2 :]) if window else rest
