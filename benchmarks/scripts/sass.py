@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlane import jit
+from flashlane.core import tuned
 from flashlane.jit import KernelSource
-from flashlane.tuning import stored as tune
 
 CODE = (".text.", ".nv.constant2", ".nv.constant3", ".nv.constant4")
 """Sections that decide what runs; constant bank 0 holds parameters, of which only the size is compared."""
@@ -67,7 +67,7 @@ def jobs() -> Iterator[Job]:
     from flashlane.inspect.compile_report import describe_config, device_kernels
 
     number = 0
-    with tune.heuristics_only():
+    with tuned.heuristics_only():
         for kernel in device_kernels():
             for config, archs in kernel.shipped():
                 for arch in archs:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from flashlane import bench, jit
 from flashlane.bench.measure.timing import Settings
 from flashlane.cli.main import app
-from flashlane.core import dispatch, registry
+from flashlane.core import dispatch, registry, tuned
 from flashlane.core.registry import DeviceKernel, Resources
 from flashlane.tuning import search as tuner
 from flashlane.tuning import stored as tune
@@ -51,7 +51,7 @@ class TunableKernel(fakes.FakeKernel, DeviceKernel):
         return None if problem.head_dim <= 64 else f"head_dim is {problem.head_dim}; it takes up to 64"
 
     def config(self, problem):
-        fields = tune.lookup(self, problem)
+        fields = tuned.lookup(self, problem)
         return FakeConfig(**fields) if fields else FakeConfig(next(iter(self.times)))
 
     def candidates(self, problem):
@@ -122,7 +122,7 @@ def test_the_fastest_right_configuration_is_stored_and_used():
         ("rows=128 early=0 dtype=f16", 1.0, True, False),
         ("rows=32 early=0 dtype=f16", 3.0, False, False),
     ]
-    assert tune.lookup(kernel, problem()) == {"rows": 128, "early": False, "dtype": "f16"}
+    assert tuned.lookup(kernel, problem()) == {"rows": 128, "early": False, "dtype": "f16"}
     assert kernel.config(problem(50)) == FakeConfig(128), "64 stands for 33 to 64"
     for other in (
         problem(65),
@@ -132,7 +132,7 @@ def test_the_fastest_right_configuration_is_stored_and_used():
     ):
         assert kernel.config(other) == FakeConfig(64), tune.class_of("a", other)
     assert kernel.config(problem().on("sm_80")) == kernel.config(problem().on(None)) == FakeConfig(64)
-    with tune.heuristics_only():
+    with tuned.heuristics_only():
         assert kernel.config(problem()) == FakeConfig(64)
     body = json.loads(stored_file().read_text())
     (entry,) = (e for key, e in body["entries"].items() if key.startswith("a "))
@@ -150,7 +150,7 @@ def test_wrong_and_broken_candidates_are_never_chosen():
     found = run([kernel])
     assert [t.status for t in found.trials] == ["ok", "FAIL", "error"] and len(found.failed) == 2
     assert "output: error" in found.trials[1].message and "CompileError" in found.trials[2].message
-    assert found.trials[1].timing is None and tune.lookup(kernel, problem())["rows"] == 64
+    assert found.trials[1].timing is None and tuned.lookup(kernel, problem())["rows"] == 64
 
 
 def test_auto_takes_the_fastest_tag_that_loses_no_precision():
@@ -186,7 +186,7 @@ def test_a_new_favourite_has_beaten_the_old_one():
             ("good", True, False, True),
         ]
         assert dispatch.select(problem()) is good
-        assert tune.lookup(bad, problem())["rows"] == 32 and tune.lookup(good, problem()) is None
+        assert tuned.lookup(bad, problem())["rows"] == 32 and tuned.lookup(good, problem()) is None
 
 
 def test_a_kernel_without_configurations_may_stay_the_favourite():
@@ -195,7 +195,7 @@ def test_a_kernel_without_configurations_may_stay_the_favourite():
     with registry.table_of(fakes.FakeKernel("plain"), weak):
         registry.get("plain").priority = 10
         tuner.tune_kernels([problem()], [weak], CPU, settings=SETTINGS)  # "plain" takes 5.0
-        assert dispatch.select(problem()).tag == "plain" and tune.best_tag(problem()) is None
+        assert dispatch.select(problem()).tag == "plain" and tuned.best_tag(problem()) is None
 
 
 def test_unsupported_problems_are_skipped_and_untunable_ones_refused():
@@ -211,7 +211,7 @@ def test_later_runs_add_and_replace():
     run([kernel], problem(), problem(500))
     kernel.times = {64: 0.5, 128: 1.0}
     run([kernel], problem())
-    assert tune.lookup(kernel, problem())["rows"] == 64 and tune.lookup(kernel, problem(500))["rows"] == 128
+    assert tuned.lookup(kernel, problem())["rows"] == 64 and tuned.lookup(kernel, problem(500))["rows"] == 128
 
 
 @pytest.mark.parametrize(
@@ -224,16 +224,16 @@ def test_damaged_files_are_ignored_with_a_warning_and_replaced(text):
     stored_file().write_text(text)
     kernel = TunableKernel("a", {64: 2.0, 128: 1.0})
     with pytest.warns(RuntimeWarning, match="cannot read"):
-        assert tune.lookup(kernel, problem()) is None
+        assert tuned.lookup(kernel, problem()) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tune.lookup(kernel, problem()) is None, "read once, warned of once"
-        run_quietly = tune.heuristics_only()
+        assert tuned.lookup(kernel, problem()) is None, "read once, warned of once"
+        run_quietly = tuned.heuristics_only()
         with run_quietly:
-            assert tune.lookup(kernel, problem()) is None
+            assert tuned.lookup(kernel, problem()) is None
     with pytest.warns(RuntimeWarning, match="cannot read"):
         run([kernel])
-    assert tune.lookup(kernel, problem())["rows"] == 128
+    assert tuned.lookup(kernel, problem())["rows"] == 128
 
 
 @pytest.mark.parametrize(("field", "value"), [("config", {"rows": [1]}), ("ms", "fast"), ("tag", 3)])
@@ -245,7 +245,7 @@ def test_entries_of_the_wrong_shape_are_ignored(field, value):
     stored_file().write_text(json.dumps(body))
     registry.changed()
     with pytest.warns(RuntimeWarning, match=f"bad {field}"):
-        assert tune.lookup(kernel, problem()) is None
+        assert tuned.lookup(kernel, problem()) is None
 
 
 def test_entries_of_other_device_code_are_ignored_with_a_warning(monkeypatch):
@@ -254,7 +254,7 @@ def test_entries_of_other_device_code_are_ignored_with_a_warning(monkeypatch):
     monkeypatch.setattr(tune, "digest_of", lambda source: "another")
     registry.changed()
     with pytest.warns(RuntimeWarning, match="2 of 2 entries .* other device code"):
-        assert tune.lookup(kernel, problem()) is None
+        assert tuned.lookup(kernel, problem()) is None
 
 
 def test_the_digest_follows_the_device_file_and_the_headers(monkeypatch):
@@ -275,7 +275,7 @@ def test_the_file_is_read_once(monkeypatch):
     reads = []
     monkeypatch.setattr(tune, "load", lambda path, load=tune.load: reads.append(path) or load(path))
     for n in range(1, 60):
-        tune.lookup(kernel, problem(n))
+        tuned.lookup(kernel, problem(n))
     assert len(reads) == 1
 
 

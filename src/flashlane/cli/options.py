@@ -10,6 +10,7 @@ import typer
 
 from flashlane.bench.measure.flops import CONVENTIONS, DIRECTIONS, Direction
 from flashlane.bench.measure.grid import BASELINE_SHAPES, CPU_SHAPES, Grid, parse_dtypes, parse_names, parse_sizes
+from flashlane.bench.measure.isolated import TIMEOUT as TIMEOUT
 from flashlane.bench.measure.presets import PRESETS, select_presets
 from flashlane.core.problem import ALIGNMENTS, MAX_HEAD_DIM, AttentionProblem, arch_of
 
@@ -115,7 +116,6 @@ Timeout = Annotated[
 ]
 Out = Annotated[Path, option("--out", help="Folder for the results.", panel=OUTPUT)]
 RESULTS = Path("results")
-TIMEOUT = 120.0
 
 
 def check_timeout(seconds: float) -> None:

@@ -196,6 +196,7 @@ def _list(words: Sequence[str], as_json: bool) -> None:
     from rich.table import Table
 
     from flashlane.bench.present.table import make_console, significant
+    from flashlane.core.tuned import AUTO
     from flashlane.tuning import stored as tune
 
     stored = {
@@ -212,7 +213,7 @@ def _list(words: Sequence[str], as_json: bool) -> None:
         for key, entry in entries.items():
             config = " ".join(f"{name}={value}" for name, value in entry.config.items())
             figures = (significant(entry.ms), significant(entry.tflops), entry.date)
-            table.add_row(key, entry.tag if key.startswith(f"{tune.AUTO} ") else "", config, *figures)
+            table.add_row(key, entry.tag if key.startswith(f"{AUTO} ") else "", config, *figures)
         console.print(table)
     count = sum(map(len, stored.values()))
     console.print(f"{count} choices in {tune.folder()}", style="dim", soft_wrap=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashlane.core import registry
+from flashlane.core import tuned as tune
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import BackwardKernel, Kernel
-from flashlane.tuning import stored as tune
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 from flashlane import jit
 from flashlane.core import registry
+from flashlane.core import tuned as tune
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import CompiledKernel, DeviceSource
 from flashlane.jit import cache
-from flashlane.tuning import stored as tune
 
 WORKERS = 2
 LATE = "time is up (a second run goes on from the cache; --arch or flashlane compile takes all the time it needs)"

@@ -26,7 +26,7 @@ from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.flops import tflops
 from flashlane.bench.measure.inputs import random_inputs
 from flashlane.bench.measure.progress import Reporter, Silent
-from flashlane.bench.measure.results import ERROR, FAIL, OK, file_stem, finite, write_atomically
+from flashlane.bench.measure.results import ERROR, FAIL, OK, file_stem, finite
 from flashlane.bench.measure.runner import (
     Implementation,
     explained,
@@ -37,8 +37,10 @@ from flashlane.bench.measure.runner import (
 )
 from flashlane.bench.measure.timing import Clock, Settings, Timing, clock_for, measure
 from flashlane.core import dispatch
+from flashlane.core.files import write_atomically
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import CompiledKernel, Kernel, TunableKernel
+from flashlane.core.tuned import AUTO, heuristics_only
 from flashlane.inspect.compile_report import Usage, describe_config, usages_of
 from flashlane.tuning import stored as tune
 
@@ -182,7 +184,7 @@ def tune_kernels(
     clock = clock_for(device, settings)
     problems = list(problems)
     for problem in problems:
-        if tune.class_of(tune.AUTO, problem) is None:
+        if tune.class_of(AUTO, problem) is None:
             raise ValueError(f"problem is {problem.describe()}; only dense ones without window or modifiers are tuned")
     for number, problem in enumerate(problems):
         contenders, skipped = contenders_of(problem, kernels)
@@ -216,7 +218,7 @@ def contenders_of(
     current = incumbent.config(problem) if isinstance(incumbent, TunableKernel) else None
     contenders: list[Contender] = []
     skipped = []
-    with tune.heuristics_only():
+    with heuristics_only():
         for kernel in kernels:
             reason = kernel.supports(problem)
             if reason is not None:
@@ -392,7 +394,7 @@ def entries_of(trials: Sequence[Trial], problem: AttentionProblem, found: dict[s
     for trial in trials:
         if not isinstance(trial.contender.kernel, TunableKernel):
             continue
-        for tag, wanted in ((trial.tag, trial.chosen), (tune.AUTO, trial.best)):
+        for tag, wanted in ((trial.tag, trial.chosen), (AUTO, trial.best)):
             if wanted:
                 entries[tune.class_of(tag, problem).key] = tuned_entry(trial, found)
     return entries

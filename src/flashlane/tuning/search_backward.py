@@ -29,9 +29,9 @@ from flashlane.bench.measure.runner import (
 )
 from flashlane.bench.measure.timing import Timing, clock_for, measure
 from flashlane.core import dispatch
-from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, Kernel
-from flashlane.reference.tiled import Gradients
+from flashlane.core.tuned import AUTO, heuristics_only
 from flashlane.tuning import stored as tune
 from flashlane.tuning.search import SETTINGS, Settings, Trial, TuneRun, compiled_trials, tuned_entry
 
@@ -99,7 +99,7 @@ def tune_backward_kernels(
     run = TuneRun(found, asdict(settings) | {"seed": seed, "direction": "backward"})
     problems = [replace(problem, needs_grad=True) for problem in problems]
     for problem in problems:
-        if tune.class_of(tune.AUTO, problem) is None or problem.deterministic:
+        if tune.class_of(AUTO, problem) is None or problem.deterministic:
             raise ValueError(f"problem is {problem.describe()}; only dense ones without window or modifiers are tuned")
     for number, problem in enumerate(problems):
         contenders, skipped = backward_contenders(problem, kernels)
@@ -129,7 +129,7 @@ def backward_contenders(
     incumbent = dispatch.select_backward(problem, forward)
     current = incumbent.config(problem)
     contenders, skipped = [], []
-    with tune.heuristics_only():
+    with heuristics_only():
         for kernel in kernels:
             reason = kernel.supports(problem, forward)
             if reason is not None:

@@ -21,8 +21,11 @@ from typing import IO, Any
 import torch
 
 from flashlane.core import registry
-from flashlane.core.problem import AttentionProblem, arch_of
-from flashlane.core.registry import BackwardKernel, TunableKernel
+from flashlane.core.arch import arch_of
+from flashlane.core.files import write_atomically
+from flashlane.core.problem import FEATURES, AttentionProblem
+from flashlane.core.registry import BackwardKernel
+from flashlane.core.tuned import backward_tag, few_blocks
 from flashlane.jit import toolchain
 from flashlane.kernels.device_file import device_code
 
@@ -32,13 +35,7 @@ except ImportError:  # Windows: two processes that tune at once may lose one's e
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = "flashlane-tune/1"
-AUTO = "auto"
-"""Stands for a tag in the class whose entry says which tag is fastest."""
-FEW_BLOCKS = 100
-"""Tiles of 128 rows below which a problem leaves SMs of a large GPU idle."""
 PLAIN = (bool, int, float, str)
-_UNTUNED = ("alibi", "bias", "sinks", "varlen", "softcap", "dropout_p")
-_UNTUNED += ("seqused_k", "leftpad_k", "batch_idx", "page_size")
 
 
 @dataclass(frozen=True)
@@ -82,15 +79,9 @@ class Tuned:
     versions: dict[str, Any]
 
 
-def few_blocks(problem: AttentionProblem) -> bool:
-    """Whether tiles of 128 rows would leave SMs of a large GPU idle."""
-    problem = problem.chosen_for
-    return problem.batch * problem.heads * -(-problem.seqlen_q // 128) < FEW_BLOCKS
-
-
 def class_of(tag: str, problem: AttentionProblem) -> ProblemClass | None:
     """The class of a problem for a tag; None for what is not tuned: windows, score modifiers, packed sequences."""
-    if problem.window_left >= 0 or problem.window_right > 0 or any(getattr(problem, name) for name in _UNTUNED):
+    if problem.window_left >= 0 or problem.window_right > 0 or any(getattr(problem, name) for name in FEATURES):
         return None
     return ProblemClass(
         tag=tag,
@@ -109,54 +100,14 @@ def _bucket(length: int) -> int:
     return 1 << (length - 1).bit_length() if length else 0
 
 
-def lookup(kernel: TunableKernel, problem: AttentionProblem) -> dict[str, Any] | None:
-    """Fields of the config dataclass that was fastest for problems of this class on the present GPU, if it was tuned.
-
-    Give them to ``type(config)(**fields)``; do not change them.
-    """
-    found = _find(kernel.tag, problem)
-    return None if found is None else found.config
-
-
 def backward_class(kernel: BackwardKernel, problem: AttentionProblem) -> ProblemClass | None:
     """The class of a problem for a backward kernel; None for what is not tuned, such as sums in one order."""
-    return None if problem.deterministic else class_of(f"{kernel.tag} backward", problem)
+    return None if problem.deterministic else class_of(backward_tag(kernel), problem)
 
 
-def lookup_backward(kernel: BackwardKernel, problem: AttentionProblem) -> dict[str, Any]:
-    """Fields of the configuration in which the fastest one of this class differs, perhaps; empty where not tuned."""
-    if problem.deterministic:
-        return {}
-    found = _find(f"{kernel.tag} backward", problem)
-    return {} if found is None else found.config
-
-
-def best_tag(problem: AttentionProblem) -> str | None:
-    """The tag that was fastest for problems of this class on the present GPU, if it was tuned."""
-    found = _find(AUTO, problem)
-    return None if found is None else found.tag
-
-
-_ignored = False
-
-
-@contextlib.contextmanager
-def heuristics_only() -> Iterator[None]:
-    """Kernels choose their configurations as on a GPU that was never tuned, in every thread."""
-    global _ignored
-    before, _ignored = _ignored, True
-    registry.changed()
-    try:
-        yield
-    finally:
-        _ignored = before
-        registry.changed()
-
-
-def _find(tag: str, problem: AttentionProblem) -> Tuned | None:
-    if _ignored or problem.arch is None:
-        return None
-    table = _table(problem.arch)
+def find(tag: str, problem: AttentionProblem) -> Tuned | None:
+    """The stored choice for a problem of a GPU, as :mod:`flashlane.core.tuned` asks for it."""
+    table = _table(str(problem.arch))
     asked = class_of(tag, problem) if table else None
     return None if asked is None else table.get(asked.key)
 
@@ -299,8 +250,6 @@ def _device_of_file(path: Path) -> tuple[str, str]:
 
 
 def _write(path: Path, device: str, arch: str, entries: Mapping[str, Tuned]) -> None:
-    from flashlane.bench.measure.results import write_atomically
-
     body = {"format": FORMAT, "device": device, "arch": arch}
     body["entries"] = {key: asdict(entry) for key, entry in sorted(entries.items())}
     write_atomically(path, json.dumps(body, indent=1) + "\n")

@@ -29,9 +29,10 @@ from flashlane.bench.measure.progress import Reporter, Silent
 from flashlane.bench.measure.results import ERROR, Results, Row
 from flashlane.bench.measure.runner import CHECKING, TIMING, TITLES, Selection, sizes_of
 from flashlane.bench.measure.timing import Settings
-from flashlane.cli.options import TIMEOUT
 from flashlane.core.problem import AttentionProblem
 
+TIMEOUT = 120.0
+"""Seconds without a sign of life after which a worker is ended."""
 START_SECONDS = 180.0
 """For importing torch and everything else."""
 _HEAD = struct.Struct("<Q")

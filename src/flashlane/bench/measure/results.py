@@ -5,13 +5,11 @@ A file is written beside its place and moved over it, so that a reader sees the 
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import datetime
 import io
 import json
 import math
-import os
 import re
 import sys
 import tempfile
@@ -24,6 +22,7 @@ from flashlane.bench.measure.check import Verdict
 from flashlane.bench.measure.flops import Direction
 from flashlane.bench.measure.memory import Memory
 from flashlane.bench.measure.timing import Timing
+from flashlane.core.files import write_atomically
 from flashlane.inspect.compile_report import Usage
 
 if TYPE_CHECKING:
@@ -216,22 +215,6 @@ def file_stem(device: str, kind: str = "bench") -> str:
     """``bench-20250131-235959-nvidia-h200``."""
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
     return f"{kind}-{now}-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')[:40]}"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by a text in one step; when anything fails the old file stands and no other is left."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)  # mkstemp gives 0600; a result is for others to read
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def check_writable(directory: Path, name: str = "--out") -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from flashlane import jit
+from flashlane.core import tuned as tune
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import DeviceKernel, Repeat, Resources, memoised, register
 from flashlane.jit import KernelSource
@@ -25,7 +26,6 @@ from flashlane.kernels.params import (
     repeated,
     unsupported_features,
 )
-from flashlane.tuning import stored as tune
 
 SOURCE = "kernels/mma/attention.cu"
 L2_BYTES = 24 << 20

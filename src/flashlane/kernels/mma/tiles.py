@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.tuning.stored import few_blocks
+from flashlane.core.tuned import few_blocks
 
 
 @dataclass(frozen=True)

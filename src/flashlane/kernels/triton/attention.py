@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 
 from flashlane import jit
+from flashlane.core import tuned as stored
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import TunableKernel, memoised, register
 from flashlane.kernels.params import LOG2_E
 from flashlane.kernels.triton import forward_configs as configs
 from flashlane.kernels.triton.forward_configs import TritonConfig
-from flashlane.tuning import stored
 
 MIN_TRITON = (3, 6)
 MIN_CAPABILITY = 80

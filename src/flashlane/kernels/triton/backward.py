@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashlane import jit
-from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, Kernel, register
 from flashlane.kernels.features import CACHE, PAGED
 from flashlane.kernels.params import check_gradient_inputs
 from flashlane.kernels.triton import backward_configs as configs
 from flashlane.kernels.triton.backward_configs import PRECISIONS, BackwardConfig, Tile, padded
 from flashlane.kernels.triton.forward_configs import unit_of
-from flashlane.reference.tiled import Gradients
 
 if TYPE_CHECKING:
     from types import ModuleType

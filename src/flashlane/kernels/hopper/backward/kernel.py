@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core import tuned as tune
+from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, CompiledKernel, DeviceSource, Kernel, memoised, register
 from flashlane.jit import launch, shared_limit, tensormap
 from flashlane.kernels.hopper.backward.config import WIDEST_FUSED, BackwardConfig
@@ -29,8 +30,6 @@ from flashlane.kernels.hopper.backward.two_cta import config as backward_pair
 from flashlane.kernels.hopper.backward.two_cta.config import PairConfig, PairPlan
 from flashlane.kernels.hopper.forward.config import ARCH
 from flashlane.kernels.params import check_gradient_inputs, unsupported_features
-from flashlane.reference.tiled import Gradients
-from flashlane.tuning import stored as tune
 
 FEATURES = ("alibi", "sinks", "varlen", "softcap")
 MAX_LENGTH = 1 << 30

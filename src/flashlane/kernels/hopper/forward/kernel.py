@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 import torch
 
 from flashlane import jit
+from flashlane.core import tuned as tune
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import DeviceKernel, Repeat, Resources, memoised, register
 from flashlane.jit import KernelSource, launch, tensormap
@@ -20,7 +21,6 @@ from flashlane.kernels.hopper.forward import tile_scheduler as schedule
 from flashlane.kernels.hopper.forward import tiles as shapes
 from flashlane.kernels.hopper.forward.config import ARCH, CHUNK, ELEMENTS, ROWS, HopperConfig, columns_of
 from flashlane.kernels.params import LOG2_E, unsupported_features
-from flashlane.tuning import stored as tune
 
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_V = 1024

@@ -1,0 +1,99 @@
+"""What ``flashlane tune`` found on this GPU, as dispatch and kernels ask for it.
+
+The stored results are read by the module that :data:`PROVIDER` names, which is imported at the first question: the core
+and the kernels import nothing of :mod:`flashlane.tuning`. Where nothing was tuned, the kernels' heuristics decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from flashlane.core import registry
+
+if TYPE_CHECKING:
+    from flashlane.core.problem import AttentionProblem
+
+PROVIDER = "flashlane.tuning.stored"
+"""The module whose ``find(tag, problem)`` gives the stored choice for a problem, or None."""
+AUTO = "auto"
+"""Stands for a tag in the class whose entry says which tag is fastest."""
+FEW_BLOCKS = 100
+"""Tiles of 128 rows below which a problem leaves SMs of a large GPU idle."""
+
+
+class Stored(Protocol):
+    """One stored choice."""
+
+    tag: str
+    config: dict[str, Any]
+    """Fields of the kernel's config dataclass."""
+
+
+class Tagged(Protocol):
+    """A forward or a backward kernel."""
+
+    tag: str
+
+
+_ignored = False
+
+
+@functools.cache
+def _find() -> Callable[[str, AttentionProblem], Stored | None]:
+    return importlib.import_module(PROVIDER).find
+
+
+def _stored(tag: str, problem: AttentionProblem) -> Stored | None:
+    return None if _ignored or problem.arch is None else _find()(tag, problem)
+
+
+def lookup(kernel: Tagged, problem: AttentionProblem) -> dict[str, Any] | None:
+    """Fields of the config dataclass that was fastest for problems of this class on the present GPU, if it was tuned.
+
+    Give them to ``type(config)(**fields)``; do not change them.
+    """
+    found = _stored(kernel.tag, problem)
+    return None if found is None else found.config
+
+
+def backward_tag(kernel: Tagged) -> str:
+    """What a backward kernel's stored choices are filed under."""
+    return f"{kernel.tag} backward"
+
+
+def lookup_backward(kernel: Tagged, problem: AttentionProblem) -> dict[str, Any]:
+    """Fields in which the fastest configuration of this class may differ from the heuristic's; empty where not tuned.
+
+    Deterministic problems are not tuned.
+    """
+    found = None if problem.deterministic else _stored(backward_tag(kernel), problem)
+    return {} if found is None else found.config
+
+
+def best_tag(problem: AttentionProblem) -> str | None:
+    """The tag that was fastest for problems of this class on the present GPU, if it was tuned."""
+    found = _stored(AUTO, problem)
+    return None if found is None else found.tag
+
+
+@contextlib.contextmanager
+def heuristics_only() -> Iterator[None]:
+    """Kernels choose their configurations as on a GPU that was never tuned, in every thread."""
+    global _ignored
+    before, _ignored = _ignored, True
+    registry.changed()
+    try:
+        yield
+    finally:
+        _ignored = before
+        registry.changed()
+
+
+def few_blocks(problem: AttentionProblem) -> bool:
+    """Whether tiles of 128 rows would leave SMs of a large GPU idle."""
+    problem = problem.chosen_for
+    return problem.batch * problem.heads * -(-problem.seqlen_q // 128) < FEW_BLOCKS
