@@ -5,7 +5,8 @@
 
 A record holds, for each kernel and architecture, a digest of the executable sections and constant banks of every cubin,
 its registers and its shared memory. Names (of functions, files and configurations), line tables and comments are no
-part of a digest. Two records are the same when each kernel has the same digests, in any order. Needs no GPU.
+part of a digest. A second digest leaves out at which offsets parameters lie in constant bank 0, too. Two records are
+the same when each kernel has the same digests, in any order. It needs no GPU, but the disassembler of Triton's wheel.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import argparse
 import hashlib
 import itertools
 import json
+import os
+import re
 import struct
 import subprocess
 import sys
@@ -29,8 +32,10 @@ from flashlane.jit import KernelSource
 
 CODE = (".text.", ".nv.constant2", ".nv.constant3", ".nv.constant4")
 """Sections that decide what runs; constant bank 0 holds parameters, of which only the size is compared."""
+ADDRESS, LABEL = re.compile(r"/\*.*?\*/"), re.compile(r"\.L_x_\d+|`\(.*?\)")
+PARAMETER = re.compile(r"c\[0x0\]\[[^\]]*\]")
 SECTION = struct.Struct("<IIQQQQIIQQ")
-WORKERS = 2
+WORKERS = os.cpu_count() or 1
 FULL_ARCH, SAMPLED = "sm_90a", 12
 """The mma family ships two thousand configurations: all are compiled for one architecture, one of so many for
 others."""
@@ -60,6 +65,16 @@ def digest(cubin: bytes) -> str:
         elif name.startswith((".nv.constant0", ".nv.shared")):
             found.append((name.split(".")[2], str(size).encode()))
     return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:24]
+
+
+def digest_without_offsets(cubin: bytes) -> str:
+    """SHA-256 of a cubin's instructions in order, with parameter offsets, addresses and labels left out."""
+    text = jit.disassemble(cubin)
+    if text is None:
+        raise RuntimeError("there is no disassembler: install triton, or put nvdisasm on PATH")
+    lines = (ADDRESS.sub("", line).strip() for line in text.splitlines())
+    code = (LABEL.sub("L", PARAMETER.sub("c[0x0]", line)) for line in lines if line.endswith(";"))
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:24]
 
 
 def jobs() -> Iterator[Job]:
@@ -94,7 +109,8 @@ def record(only: str = "", keep: Path | None = None) -> dict[str, Any]:
             print(f"\r{number + 1} of {len(found)}", end="", file=sys.stderr, flush=True)
         report = compiled.report
         return f"{job.kernel} {job.arch}", {
-            "code": code, "config": job.described, "registers": report.registers, "spills": report.spills,
+            "code": code, "instructions": digest_without_offsets(compiled.cubin), "config": job.described,
+            "registers": report.registers, "spills": report.spills,
         }  # fmt: skip
 
     with ThreadPoolExecutor(WORKERS) as pool:
@@ -112,19 +128,32 @@ def record(only: str = "", keep: Path | None = None) -> dict[str, Any]:
     }
 
 
-def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What differs, a line each."""
+def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, list[str]]:
+    """How many configurations are the same, in words, and what differs by more than parameter offsets, a line each."""
+    same = moved = 0
     lines = []
     for name in sorted({*before["kernels"], *after["kernels"]}):
-        old, new = (side["kernels"].get(name, []) for side in (before, after))
-        gone = Counter(row["code"] for row in old) - Counter(row["code"] for row in new)
-        come = Counter(row["code"] for row in new) - Counter(row["code"] for row in old)
-        for what, rows, codes in (("only before", old, gone), ("only after", new, come)):
-            lines += [
-                f"{name}: {what}: {row['code']} {row['registers']} registers, {row['config']}"
-                for row in rows if row["code"] in codes
-            ]  # fmt: skip
-    return lines
+        old, new = (list(side["kernels"].get(name, [])) for side in (before, after))
+        same += _drop_equal(old, new, "code")
+        moved += _drop_equal(old, new, "instructions")
+        for what, rows in (("only before", old), ("only after", new)):
+            lines += [f"{name}: {what}: {row['registers']} registers, {row['config']}" for row in rows]
+    return f"{same} identical, {moved} differ in parameter offsets only, {len(lines)} on one side only", lines
+
+
+def _drop_equal(old: list[dict[str, Any]], new: list[dict[str, Any]], key: str) -> int:
+    """Take the rows that both lists have out of both; how many."""
+    common = Counter(row[key] for row in old) & Counter(row[key] for row in new)
+    for rows in (old, new):
+        left = common.copy()
+        kept = []
+        for row in rows:
+            if left[row[key]] > 0:
+                left[row[key]] -= 1
+            else:
+                kept.append(row)
+        rows[:] = kept
+    return common.total()
 
 
 def backward_jobs() -> Iterator[Job]:
@@ -188,8 +217,8 @@ def main() -> int:
         return 0
     before = json.loads(given.before.read_text())
     before["kernels"] = {name: rows for name, rows in before["kernels"].items() if given.only in name}
-    lines = compare(before, found)
-    print("\n".join(lines) or f"{total} configurations: machine code identical")
+    summary, lines = compare(before, found)
+    print(*lines, f"{total} configurations: {summary}", sep="\n")
     return 1 if lines else 0
 
 
