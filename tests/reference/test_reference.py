@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from draws import cases
 from hypothesis import HealthCheck, given, settings
-from problems import Case, cases, gradients, moved, oracle
+from problems import Case, gradients, moved, oracle
 
 from flashlane.reference import naive as reference
 from flashlane.reference.naive import ReferenceKernel, reference_attention

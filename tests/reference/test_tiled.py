@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from draws import cases
 from hypothesis import HealthCheck, given, settings
-from problems import TENSORS, Case, cases, cast, gradients, moved
+from problems import TENSORS, Case, cast, gradients, moved
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

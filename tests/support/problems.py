@@ -1,22 +1,26 @@
-"""Drawn attention problems, and an oracle that shares no code with the package's own attention."""
+"""One attention problem in plain numbers with its tensors, and an oracle that shares no code with the package.
+
+:mod:`draws` draws problems.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashlane.core.problem import AttentionProblem, Inputs
 
-LENGTHS = (0, 1, 2, 17, 63, 64, 65, 127)
-HEAD_DIMS = (8, 40, 59, 64, 111, 128)
 TENSORS = ("q", "k", "v", "bias", "sinks")
+NOWHERE = 1 << 28
+"""An entry of a block table that points outside every cache."""
+SPARE_KEYS = 40
+"""Rows behind the last packed key, where they belong to no sequence and are NaN."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,16 @@ class Case:
     leftpad: bool = False
     batch_idx: bool = False
     page_size: int = 0
+    scale: float | None = None
+    deterministic: bool = False
+    slope: float = 1.0
+    """The largest slope of ALiBi."""
+    sinks_dtype: str = "same"
+    """``same`` as q, or ``f32`` or ``f64``."""
+    unowned: str = "numbers"
+    """What the rows of k and v hold that belong to no sequence: ``numbers`` or ``nan``."""
+    corners: bool = False
+    """Whether lengths in a cache are often 0, 1 or its capacity."""
 
     @property
     def cached(self) -> bool:
@@ -58,7 +72,8 @@ class Case:
         batch, heads = len(self.lengths), self.kv_heads * self.group
         lengths_q, lengths_k = zip(*self.lengths, strict=True)
         longest = max(lengths_q), max(lengths_k)
-        outer = [(sum(lengths_q) + 2,), (sum(lengths_k),)] if self.varlen else [(batch, n) for n in longest]
+        spare = SPARE_KEYS if self.unowned == "nan" else 0
+        outer = [(sum(lengths_q) + 2,), (sum(lengths_k) + spare,)] if self.varlen else [(batch, n) for n in longest]
         cache = self._cache(lengths_k, draw)
         if self.page_size:
             pages = cache["block_table"].numel() + 1
@@ -85,7 +100,7 @@ class Case:
             q=q,
             k=k,
             v=v,
-            alibi_slopes=None if slopes is None else torch.rand(slopes, generator=draw),
+            alibi_slopes=None if slopes is None else self.slope * torch.rand(slopes, generator=draw),
             bias=bias,
             sinks=torch.randn(heads, generator=draw) if self.sinks else None,
             cu_seqlens_q=_cumulative(lengths_q) if self.varlen else None,
@@ -95,7 +110,12 @@ class Case:
             dropout_seed=torch.randint(-(2**63), 2**63 - 1, (1,), generator=draw) if self.dropout else None,
             **cache,
         )
+        if self.unowned == "nan":
+            self._spoil(made)
         inputs = cast(made, dtype, grad)
+        if self.sinks and self.sinks_dtype != "same":
+            wide = {"f32": torch.float32, "f64": torch.float64}[self.sinks_dtype]
+            inputs = replace(inputs, sinks=made.sinks.detach().to(wide).requires_grad_(grad))
         if device:
             inputs = moved(inputs, device)
         problem = AttentionProblem.from_inputs(
@@ -105,8 +125,21 @@ class Case:
             window_size=self.window,
             softcap=self.softcap,
             dropout_p=self.dropout,
+            **({} if self.scale is None else {"scale": self.scale}),
+            **({"deterministic": True} if self.deterministic else {}),
         )
         return problem, inputs
+
+    def _spoil(self, inputs: Inputs) -> None:
+        """Write NaN into every row of k and v that belongs to no sequence."""
+        rows = inputs.k.shape[: inputs.k.dim() - 2]
+        owned = torch.zeros(rows, dtype=torch.bool)
+        for b in range(len(self.lengths)):
+            for place in _places(inputs, b, inputs.k.shape[1]):
+                owned[place] = True
+        for t in (inputs.k, inputs.v):
+            once = t if t.stride(-2) else t[..., :1, :]  # heads that share their numbers are written once
+            once.masked_fill_(~owned[..., None, None], torch.nan)
 
     def _cache(self, lengths_k: tuple[int, ...], draw: torch.Generator) -> dict[str, torch.Tensor]:
         """Random lengths and places; entries of the table that no sequence needs are −1."""
@@ -114,7 +147,12 @@ class Case:
         pages = max(1, -(-max(lengths_k) // self.page_size)) if self.page_size else 0
         stops = torch.tensor(lengths_k) if self.varlen else torch.full((batch,), pages * self.page_size or lengths_k[0])
         if self.used:
-            stops = made["seqused_k"] = (torch.rand(batch, generator=draw) * (stops + 1)).int()
+            used = (torch.rand(batch, generator=draw) * (stops + 1)).int()
+            if self.corners:
+                which = torch.randint(4, (batch,), generator=draw)
+                used = torch.where(which == 0, 0, torch.where(which == 1, 1, torch.where(which == 2, stops, used)))
+                used = torch.minimum(used, stops).int()
+            stops = made["seqused_k"] = used
         if self.leftpad:
             made["leftpad_k"] = (torch.rand(batch, generator=draw) * (stops + 1)).int()
         if self.batch_idx:
@@ -122,7 +160,7 @@ class Case:
         if self.page_size:
             table = 1 + torch.randperm(batch * pages, generator=draw).view(batch, pages).int()
             unread = torch.arange(pages) * self.page_size >= stops[:, None]
-            made["block_table"] = table.masked_fill(unread, -1)
+            made["block_table"] = table.masked_fill(unread, NOWHERE if self.unowned == "nan" else -1)
         return made
 
 
@@ -216,6 +254,8 @@ def _strided(shape: tuple[int, ...], kind: str, draw: torch.Generator) -> torch.
         return torch.randn((*outer, h, n, d), generator=draw).transpose(-3, -2)
     if kind == "sliced":
         return torch.randn((*outer, 2 * n, h + 1, d + 3), generator=draw)[..., ::2, 1:, 2:-1]
+    if kind == "heads first, apart":  # room between the rows, which still start on 16 bytes
+        return torch.randn((*outer, h, n, d + 8), generator=draw)[..., :d].transpose(-3, -2)
     if kind == "apart":  # as "sliced", where rows still start on 16 bytes
         return torch.randn((*outer, 2 * n, h + 1, d + 16), generator=draw)[..., ::2, 1:, 8:-8]
     if kind == "expanded":
@@ -225,45 +265,6 @@ def _strided(shape: tuple[int, ...], kind: str, draw: torch.Generator) -> torch.
 
 def _cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-
-
-@st.composite
-def cases(
-    draw: st.DrawFn,
-    dropout: bool = False,
-    cached: bool = False,
-    some_lengths: tuple[int, ...] = LENGTHS,
-    head_dims: tuple[int, ...] = HEAD_DIMS,
-) -> Case:
-    """Every product of features, of those for which it says so as well; lengths fall around tile edges."""
-    varlen = draw(st.booleans())
-    length = st.tuples(st.sampled_from(some_lengths), st.sampled_from(some_lengths))
-    lengths = draw(st.lists(length, min_size=1, max_size=3)) if varlen else [draw(length)] * draw(st.integers(1, 2))
-    head_dim = draw(st.sampled_from(head_dims))
-    page_size = draw(st.sampled_from((0, 1, 5, 16, 64))) if cached else 0
-    return Case(
-        dropout=draw(st.sampled_from((0.0, 0.17, 0.9))) if dropout else 0.0,
-        page_size=page_size,
-        used=cached and not varlen and draw(st.booleans()),
-        leftpad=cached and not varlen and draw(st.booleans()),
-        batch_idx=cached and not (varlen or page_size) and draw(st.booleans()),
-        lengths=tuple(lengths),
-        varlen=varlen,
-        kv_heads=draw(st.integers(1, 2)),
-        group=draw(st.integers(1, 3)),
-        head_dim=head_dim,
-        head_dim_v=draw(st.sampled_from((head_dim, *head_dims))),
-        causal=draw(st.booleans()),
-        alignment=draw(st.sampled_from(("bottom-right", "top-left"))),
-        window=draw(st.tuples(st.sampled_from((-1, 0, 5, 70)), st.sampled_from((-1, 0, 9)))),
-        softcap=draw(st.sampled_from((0.0, 0.0, 1.5, 20.0))),
-        alibi=draw(st.sampled_from(("none", "none", "heads", "batch"))),
-        bias=draw(st.none() | st.tuples(*[st.booleans()] * 4)),
-        hide=draw(st.booleans()),
-        sinks=draw(st.booleans()),
-        strides=draw(st.sampled_from(("plain", "transposed", "sliced", "expanded"))),
-        seed=draw(st.integers(0, 2**32)),
-    )
 
 
 def oracle(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,22 +291,28 @@ def oracle(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, tor
 
 def _keys(values: Inputs, t: torch.Tensor, b: int) -> torch.Tensor:
     """The keys or values of a sequence, found one by one."""
-    place = lambda j: t[b, j]  # noqa: E731
-    start, stop = 0, t.shape[1]
+    found = [t[place] for place in _places(values, b, t.shape[1])]
+    return torch.stack(found) if found else t.new_zeros((0, *t.shape[-2:]))
+
+
+def _places(values: Inputs, b: int, rows: int) -> list[tuple[int, ...]]:
+    """Where each key of a sequence lies in k and v, whose second axis has so many rows (of a page, where there are)."""
+    place = lambda j: (b, j)  # noqa: E731
+    start, stop = 0, rows
     if values.cu_seqlens_k is not None:
         start, stop = values.cu_seqlens_k[b : b + 2].tolist()
-        place = lambda j: t[j]  # noqa: E731
+        place = lambda j: (j,)  # noqa: E731
     if values.batch_idx is not None:
         row = int(values.batch_idx[b])
-        place = lambda j: t[row, j]  # noqa: E731
+        place = lambda j: (row, j)  # noqa: E731
     if values.block_table is not None:
-        start, stop = 0, stop - start if values.cu_seqlens_k is not None else t.shape[1] * values.block_table.shape[1]
-        place = lambda j: t[values.block_table[b, j // t.shape[1]], j % t.shape[1]]  # noqa: E731
+        start, stop = 0, stop - start if values.cu_seqlens_k is not None else rows * values.block_table.shape[1]
+        place = lambda j: (int(values.block_table[b, j // rows]), j % rows)  # noqa: E731
     if values.seqused_k is not None:
         stop = int(values.seqused_k[b])
     if values.leftpad_k is not None:
         start = int(values.leftpad_k[b])
-    return torch.stack([place(j) for j in range(start, stop)]) if stop > start else t.new_zeros((0, *t.shape[-2:]))
+    return [place(j) for j in range(start, stop)]
 
 
 def kept_by_dropout(seed: int, p: float, heads: int, b: int, rows: int, keys: int) -> np.ndarray:
