@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import test_triton_gpu_backward as backward_tests
-import test_triton_gpu_forward as forward_tests
 import torch
 from backward_rule import judge
-from problems import TENSORS, Case, Products, moved, relaid, tf32_factor
+from forward_rule import complaint
+from problems import PLAIN, TENSORS, Case, Products, moved, relaid, tf32_factor
+from triton_variants import BACKWARD_VARIANTS, FORWARD_VARIANTS
 
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.reference.naive import reference_attention
@@ -63,7 +63,7 @@ def test_relaid_numbers_are_the_same_at_the_same_strides(
 @pytest.mark.parametrize("strides", ["plain", "transposed", "sliced", "expanded"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_a_draw_keeps_its_strides_in_every_type(dtype: torch.dtype, strides: str) -> None:
-    case = replace(forward_tests.PLAIN, strides=strides, lengths=((9, 7),) * 2, head_dim=59, head_dim_v=59)
+    case = replace(PLAIN, strides=strides, lengths=((9, 7),) * 2, head_dim=59, head_dim_v=59)
     problem, inputs = case.build(dtype)
     there = moved(inputs, "cpu")
     for t in (inputs.k, there.k):
@@ -76,10 +76,7 @@ def test_a_draw_keeps_its_strides_in_every_type(dtype: torch.dtype, strides: str
 def draws() -> list[tuple[Any, Case]]:
     """Draws of every variant of the GPU tests, small ones where the type is not f32."""
     found = [
-        (variant, tests.draw(variant, number))
-        for tests in (forward_tests, backward_tests)
-        for variant in tests.VARIANTS
-        for number in range(3)
+        (variant, variant.draw(number)) for variant in (*FORWARD_VARIANTS, *BACKWARD_VARIANTS) for number in range(3)
     ]
     return [(v, case) for v, case in found if v.dtype == F32 or max(max(pair) for pair in case.lengths) < 200]
 
@@ -133,14 +130,14 @@ def forward_with(problem: AttentionProblem, inputs: Inputs, factor: Factor) -> t
 
 @pytest.mark.parametrize("lengths", [(203, 1023), (127, 64), (2, 2)], ids=str)
 def test_tf32_is_accepted_and_fewer_bits_are_not(lengths: tuple[int, int]) -> None:
-    case = replace(forward_tests.PLAIN, lengths=(lengths,) * 2, head_dim=64, head_dim_v=64)
+    case = replace(PLAIN, lengths=(lengths,) * 2, head_dim=64, head_dim_v=64)
     problem, inputs = case.build(F32, device="cpu")
     out, lse = forward_with(problem, inputs, bits(10))
-    assert not forward_tests.complaint(problem, inputs, out, lse, tf32=True)
-    assert "out" in forward_tests.complaint(problem, inputs, out, lse), "it is no f32"
+    assert not complaint(problem, inputs, out, lse, tf32=True)
+    assert "out" in complaint(problem, inputs, out, lse), "it is no f32"
     low_out, low_lse = forward_with(problem, inputs, bits(7))
-    assert "out" in forward_tests.complaint(problem, inputs, low_out, lse, tf32=True)
-    assert "LSE" in forward_tests.complaint(problem, inputs, out, low_lse, tf32=True)
+    assert "out" in complaint(problem, inputs, low_out, lse, tf32=True)
+    assert "LSE" in complaint(problem, inputs, out, low_lse, tf32=True)
 
 
 def backward_with(factor: Factor, spoil: Callable[[Gradients], Gradients] = lambda g: g) -> Callable[..., Gradients]:

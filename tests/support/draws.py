@@ -33,7 +33,9 @@ class Space:
     """From what each part of a case is drawn. A value that stands twice is drawn twice as often."""
 
     lengths: tuple[int, ...] = LENGTHS
-    """Of queries and keys."""
+    """Of queries, and of keys where ``keys`` is empty."""
+    keys: tuple[int, ...] = ()
+    """Lengths of keys, or capacities of a cache."""
     few: float = 0.0
     """How often there are one to three queries, and ``long_keys`` among the lengths of keys."""
     long_keys: tuple[int, ...] = ()
@@ -77,7 +79,7 @@ def _lengths(chance: Chance, space: Space, varlen: bool) -> tuple[tuple[int, int
     def one() -> tuple[int, int]:
         few = chance.random() < space.few
         queries = chance.choice((1, 2, 3) if few else space.lengths)
-        keys = chance.choice((*space.lengths, *space.long_keys) if few else space.lengths)
+        keys = chance.choice((*(space.keys or space.lengths), *(space.long_keys if few else ())))
         return (queries, queries) if chance.random() < space.alike else (queries, keys)
 
     if not varlen:
@@ -186,12 +188,15 @@ HOPPER_FORWARD = Space(
     head_dims_v=(0,),
     left=(-1, -1, 50, 200),
     right=(-1, -1, 0, 10),
-    softcaps=(0.0, 0.0, 0.0, 15.0),
+    softcaps=(0.0, 0.0, 15.0),
     bias=(False,),
     hide=(False,),
     strides=("plain", "plain", "transposed", "apart"),
     unowned=("nan",),
     corners=True,
+)
+HOPPER_FORWARD_CACHE = replace(
+    HOPPER_FORWARD, varlen=(False,), lengths=(1, 2, 8, 100, 200), keys=(130, 256, 600, 1500), few=0.0, alike=0.0
 )
 HOPPER_BACKWARD = Space(
     lengths=(1, 2, 17, 63, 64, 65, 127, 128, 129, 200, 300, 513, 1023),
@@ -206,35 +211,31 @@ HOPPER_BACKWARD = Space(
     hide=(False,),
     strides=("plain",) * 8 + ("transposed",) * 5 + ("apart",) * 4 + ("expanded",) * 2 + ("sliced",),
 )
-DECODE_DIMS = (8, 40, 64, 72, 80, 96, 128, 128, 128, 192, 200, 256)
 DECODE = Space(
-    lengths=(1, 16, 63, 64, 65, 300, 1023, 3000),
+    lengths=(1, 1, 1, 2, 4, 8, 17, 50),
+    keys=(1, 16, 63, 64, 65, 300, 1023, 3000),
     sequences=(1, 5),
     batch=(1, 5),
     kv_heads=(1, 2, 3, 8),
     groups=(1, 2, 4, 7, 16),
     most_heads=128,
-    head_dims=DECODE_DIMS,
+    head_dims=(8, 40, 64, 72, 80, 96, 128, 128, 128, 192, 200, 256),
     head_dims_v=(0, 0, 64, 128),
+    causal=(False, True),
+    left=(-1, -1, -1, 0, 5, 33, 70),
+    right=(-1, -1, 0, 4, 9),
+    softcaps=(0.0, 0.0, 0.0, 20.0),
+    alibi=("none", "none", "none", "heads", "batch"),
     slope=0.1,
     bias=(False,),
     hide=(False,),
     sinks_dtypes=("same", "f32", "f64"),
     strides=("plain", "plain", "heads first, apart"),
-    caches=(
-        (),
-        ("used",),
-        ("used", "leftpad"),
-        ("used", "batch_idx"),
-        ("used", "paged"),
-        ("used", "leftpad", "paged"),
-        ("paged",),
-    ),
+    caches=tuple(cache for cache in EVERY_CACHE if "used" in cache) + ((), ("paged",)),
     page_sizes=(1, 7, 16, 24, 64, 256),
     unowned=("nan",),
     corners=True,
 )
-"""Queries are few: :mod:`decode_problems` draws their number apart."""
 
 
 class _Shrinking:

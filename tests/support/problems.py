@@ -164,6 +164,14 @@ class Case:
         return made
 
 
+PLAIN = Case(
+    lengths=((333, 700),) * 2, varlen=False, kv_heads=2, group=2, head_dim=64, head_dim_v=64, causal=True,
+    alignment="bottom-right", window=(-1, -1), softcap=0.0, alibi="none", bias=None, hide=False, sinks=False,
+    strides="plain", seed=7,
+)  # fmt: skip
+"""Two dense sequences without a feature, to be changed."""
+
+
 def relaid(
     t: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, start: int = 0
 ) -> torch.Tensor:

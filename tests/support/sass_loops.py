@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+LAUNCH_REGISTERS = {1: 240, 2: 168, 3: 128, 4: 96}
+"""What ``__launch_bounds__`` leaves a thread, by consumer warpgroups; ``setmaxnreg`` moves registers from there."""
+
 
 def loops(text: str) -> list[list[str]]:
     """Opcodes of the loops: from a label to a backward branch to it."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from kvcache_steps import Step, update_of
 from problems import Case
-from test_kvcache import Step, update_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from decode_problems import Drawn, draw, faults
+from problems import PLAIN
 
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
@@ -64,7 +65,8 @@ def test_every_way_of_reading_and_sharing_agrees(shape: Shape) -> None:
     """Whatever the tables choose; waits trap in debug builds, so that none of them hangs."""
     ran = 0
     for drawn in draw(24, seed=1000):
-        item = replace(drawn, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, page_size=drawn.seed % 3 * 24 + 16)
+        pages = drawn.case.seed % 3 * 24 + 16 if drawn.case.page_size else 0
+        item = drawn.changed(head_dim=128, head_dim_v=128, dtype=torch.bfloat16, page_size=pages)
         problem, inputs = item.build(CUDA)
         config = config_of(problem, shape)
         if config is None or rows_of(problem) > 64:
@@ -77,11 +79,17 @@ def test_every_way_of_reading_and_sharing_agrees(shape: Shape) -> None:
     assert ran > 5
 
 
-LONG = Drawn("used", 2, 32, 8, 1, 20000, 128, 128, torch.bfloat16, "causal", 16, 0.0, 0, "", False, None, 3)
-TOKENS = replace(LONG, cache="paged", seqlen_q=8, page_size=64, seed=4)
+LONG = Drawn(
+    replace(
+        PLAIN, lengths=((1, 20000),) * 2, kv_heads=8, group=4, head_dim=128, head_dim_v=128, used=True, unowned="nan",
+        seed=51,
+    ),
+    torch.bfloat16,
+)  # fmt: skip
+TOKENS = LONG.changed(seqlen_q=8, page_size=64, seed=30)
 
 
-@pytest.mark.parametrize("item", [LONG, TOKENS, replace(LONG, head_dim=256, head_dim_v=256, dtype=torch.float16)])
+@pytest.mark.parametrize("item", [LONG, TOKENS, LONG.changed(head_dim=256, head_dim_v=256, dtype=torch.float16)])
 def test_repeats_to_the_bit(item: Drawn) -> None:
     """Whichever block comes last adds the parts up in their order."""
     problem, inputs = item.build(CUDA)
@@ -93,7 +101,7 @@ def test_repeats_to_the_bit(item: Drawn) -> None:
 
 
 def test_a_graph_follows_the_lengths_on_the_device() -> None:
-    problem, inputs = replace(LONG, batch=4, capacity=5000).build(CUDA)
+    problem, inputs = LONG.changed(batch=4, capacity=5000).build(CUDA)
     for t in (inputs.k, inputs.v):
         t.normal_()
     run(problem, inputs)
@@ -113,7 +121,7 @@ def test_a_graph_follows_the_lengths_on_the_device() -> None:
 
 
 def test_an_empty_sequence_gives_zero_and_minus_infinity() -> None:
-    problem, inputs = replace(LONG, batch=3, capacity=500).build(CUDA)
+    problem, inputs = LONG.changed(batch=3, capacity=500).build(CUDA)
     inputs.seqused_k.zero_()
     inputs.k.fill_(math.nan)
     inputs.v.fill_(math.nan)
@@ -126,7 +134,7 @@ def test_an_empty_sequence_gives_zero_and_minus_infinity() -> None:
 
 def test_four_streams_at_once() -> None:
     """Each stream has its own counters; a graph has its own, whatever runs beside it."""
-    problem, inputs = replace(LONG, capacity=9000).build(CUDA)
+    problem, inputs = LONG.changed(capacity=9000).build(CUDA)
     expected = run(problem, inputs)
     streams = [torch.cuda.Stream() for _ in range(4)]
     results: list[Result] = []
@@ -162,7 +170,7 @@ def test_large_offsets() -> None:
 
 
 def test_a_bound_that_can_fail() -> None:
-    problem, inputs = replace(LONG, capacity=700).build(CUDA)
+    problem, inputs = LONG.changed(capacity=700).build(CUDA)
     out, lse = run(problem, inputs)
     assert faults(problem, inputs, out * 1.02, lse) is not None
     assert faults(problem, inputs, out, lse + 1e-3) is not None

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import draws
 import pytest
 import torch
 from backward_rule import Given, complaints, given, logs_of, poison, without_an_owner
@@ -40,8 +41,6 @@ ARCH = "sm_90a"
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAWS = int(os.environ.get("FLASHLANE_DRAWS", "12"))
 BF16, F16 = torch.bfloat16, torch.float16
-LENGTHS = (1, 2, 17, 63, 64, 65, 127, 128, 129, 200, 300, 513, 1023)
-EMPTY = ((0, 64), (64, 0), (0, 0), (1, 300))
 KERNEL = registry.get("hopper(wgmma+tma)")
 REFUSALS = {"rows that TMA cannot copy": r"rows of q, k and v must be contiguous and start on 16 bytes"}
 """Reasons for which a drawn problem may be refused; any other is a fault."""
@@ -113,8 +112,6 @@ class Drawn:
     """A problem, and how what its backward is given lies in memory."""
 
     case: Case
-    scale: float | None
-    deterministic: bool
     do: str
     dlse: str
     out: str
@@ -122,9 +119,7 @@ class Drawn:
     """Whether rows without an owner are numbers (else NaN)."""
 
     def build(self, dtype: torch.dtype, device: torch.device) -> tuple[AttentionProblem, Inputs]:
-        problem, inputs = self.case.build(dtype, device=str(device))
-        scale = problem.scale if self.scale is None else self.scale
-        return replace(problem, scale=scale, deterministic=self.deterministic), inputs
+        return self.case.build(dtype, device=str(device))
 
     def given(self, problem: AttentionProblem, inputs: Inputs) -> tuple[Inputs, Given]:
         """What the backward is called with, and what it must find."""
@@ -160,41 +155,23 @@ def laid_out(shape: tuple[int, ...], how: str, dtype: torch.dtype, generator: to
 
 def draw(variant: Variant, number: int) -> Drawn:
     chance = random.Random(f"{variant} {number}")
-    varlen = "varlen" in variant.features
-    lengths = [(chance.choice(LENGTHS), chance.choice(LENGTHS)) for _ in range(chance.randint(1, 5) if varlen else 1)]
-    if chance.random() < 0.4:
-        lengths = [(n, n) for n, _ in lengths]
-    if varlen and chance.random() < 0.5:
-        lengths[chance.randrange(len(lengths))] = chance.choice(EMPTY)
-    left, right = chance.choice((0, 5, 70, 130, 400)), chance.choice((0, 9, 100, 400))
-    causal = variant.mask in ("right", "both") and chance.random() < 0.7
-    group = chance.choice((1, 1, 2, 3, 8))
-    case = Case(
-        lengths=tuple(lengths) if varlen else tuple(lengths * chance.randint(1, 3)),
-        varlen=varlen,
-        kv_heads=1 if group == 8 else chance.randint(1, 3),
-        group=group,
-        head_dim=variant.head_dim,
-        head_dim_v=variant.head_dim_v or variant.head_dim,
-        causal=causal,
-        alignment=chance.choice(("bottom-right", "bottom-right", "top-left")),
-        window=(left if variant.mask in ("left", "both") else -1, right if variant.mask in ("right", "both") else -1),
-        softcap=chance.choice((1.5, 20.0)) if "softcap" in variant.features else 0.0,
-        alibi=chance.choice(("heads", "batch")) if "alibi" in variant.features else "none",
-        bias=None,
-        hide=False,
-        sinks="sinks" in variant.features,
-        strides=chance.choices(("plain", "transposed", "apart", "expanded", "sliced"), (8, 5, 4, 2, 1))[0],
-        seed=chance.randrange(1 << 30),
+    left, right = variant.mask in ("left", "both"), variant.mask in ("right", "both")
+    space = replace(
+        draws.features(draws.HOPPER_BACKWARD, variant.features),
+        head_dims=(variant.head_dim,),
+        head_dims_v=(variant.head_dim_v,),
+        causal=(True, True, False) if right else (False,),
+        left=(0, 5, 70, 130, 400) if left else (-1,),
+        right=(0, 9, 100, 400) if right else (-1,),
+        scales=(None, None, None, 0.3, 1 / variant.head_dim),
     )
+    case = draws.draw(chance, space)
     return Drawn(
         case=case,
-        scale=chance.choice((None, None, None, 0.3, 1 / variant.head_dim)),
-        deterministic="deterministic" in variant.features,
         do=chance.choice(("plain", "plain", "heads first", "transposed", "one number", "one row", "odd start")),
         dlse=chance.choice(("none", "plain", "plain", "transposed", "one number", "odd start")),
         out=chance.choice(("plain", "plain", "transposed")),
-        owned=not varlen or chance.random() < 0.5,
+        owned=not case.varlen or chance.random() < 0.5,
     )
 
 

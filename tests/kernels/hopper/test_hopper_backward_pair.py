@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hopper_fakes import gradient_launches
-from test_hopper_compile import LAUNCH_REGISTERS, steady_loops
+from sass_loops import LAUNCH_REGISTERS, steady_loops
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem

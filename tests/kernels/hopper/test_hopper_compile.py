@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import pytest
-from sass_loops import steady_loops
+from sass_loops import LAUNCH_REGISTERS, steady_loops
 
 from flashlane import jit
 from flashlane.kernels.hopper.forward import tiles as shapes
@@ -14,8 +14,6 @@ from flashlane.kernels.hopper.forward.kernel import KERNEL, SPILLS_ALLOWED, comb
 from flashlane.kernels.hopper.wgmma import wgmma_header
 
 ARCH = "sm_90a"
-LAUNCH_REGISTERS = {1: 240, 2: 168, 3: 128, 4: 96}
-"""What ``__launch_bounds__`` leaves a thread, by consumers; ``setmaxnreg`` moves registers from there."""
 
 
 def config(head_dim: int, shape: shapes.Shape, **features: object) -> HopperConfig:

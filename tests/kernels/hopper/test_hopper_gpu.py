@@ -12,8 +12,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 
+import draws
 import pytest
 import torch
+from draws import HOPPER_FORWARD, HOPPER_FORWARD_CACHE
 
 from flashlane import jit
 from flashlane.core import registry
@@ -40,67 +42,21 @@ ROWS = [
 ]
 
 
+SPACES = {
+    "packed": replace(HOPPER_FORWARD, varlen=(True,)),
+    "cache": replace(HOPPER_FORWARD_CACHE, caches=(("used", "batch_idx"), ("used", "batch_idx", "leftpad"))),
+    "pages": replace(HOPPER_FORWARD_CACHE, caches=(("used", "paged"),), page_sizes=PAGES["pages"]),
+    "rows": replace(
+        HOPPER_FORWARD_CACHE, caches=(("used", "paged"), ("used", "paged", "leftpad")), page_sizes=PAGES["rows"]
+    ),
+}
+
+
 def draw(kind: str, seed: int) -> tuple[AttentionProblem, Inputs]:
     """Sequences of unlike length, with score modifiers now and then; what no sequence owns is NaN."""
-    chance, generator = random.Random(f"{kind} {seed}"), torch.Generator(HERE).manual_seed(seed)
-    dtype, head_dim = chance.choice(tuple(RELATIVE)), chance.choice((64, 128, 128, 80, 256))
-    kv_heads, batch = chance.choice((1, 2)), chance.choice((1, 3, 5, 20))
-    heads = kv_heads * chance.choice((1, 2, 4, 3))
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=HERE).to(dtype)
-
-    def whole(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=HERE)
-
-    more: dict[str, object] = {}
-    if chance.random() < 0.3:
-        more["sinks"] = torch.randn(heads, generator=generator, device=HERE)
-    if chance.random() < 0.3:
-        size = chance.choice(((heads,), (batch, heads)))
-        more["alibi_slopes"] = torch.rand(size, generator=generator, device=HERE)
-    if kind == "packed":
-        lengths_q = [chance.choice((0, 1, 17, 64, 128, 300, 700)) for _ in range(batch)]
-        lengths_k = [chance.choice((0, 1, 33, 200, 500, 900)) if chance.random() < 0.5 else n for n in lengths_q]
-        starts = [[sum(lengths[:i]) for i in range(batch + 1)] for lengths in (lengths_q, lengths_k)]
-        total_q, total_k = (max(1, start[-1] + chance.choice((0, 0, 40))) for start in starts)
-        q, k, v = (
-            normal(total_q, heads, head_dim),
-            normal(total_k, kv_heads, head_dim),
-            normal(total_k, kv_heads, head_dim),
-        )
-        k[starts[1][-1] :], v[starts[1][-1] :] = math.nan, math.nan
-        more |= {"cu_seqlens_q": whole(starts[0]), "cu_seqlens_k": whole(starts[1])}
-        more |= {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
-    else:
-        q = normal(batch, chance.choice((1, 2, 8, 100, 200)), heads, head_dim)
-        capacity, page = chance.choice((130, 256, 600, 1500)), chance.choice(PAGES.get(kind, PAGES["pages"]))
-        per_sequence = -(-capacity // page)
-        if kind == "cache":
-            k, v = normal(batch, capacity, kv_heads, head_dim), normal(batch, capacity, kv_heads, head_dim)
-            rows = torch.randperm(batch, generator=torch.Generator().manual_seed(seed)).tolist()
-            more["batch_idx"] = whole(rows)
-        else:
-            capacity, pages = per_sequence * page, batch * per_sequence + 3
-            k, v = normal(pages, page, kv_heads, head_dim), normal(pages, page, kv_heads, head_dim)
-            table = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))[: batch * per_sequence]
-            more["block_table"] = whole(table.tolist()).view(batch, per_sequence)
-        used = [chance.randint(0, capacity) for _ in range(batch)]
-        more["seqused_k"] = whole(used)
-        if kind in ("cache", "rows") and chance.random() < 0.5:
-            more["leftpad_k"] = whole([chance.randint(0, n) for n in used])
-        for i, n in enumerate(used):
-            if kind == "cache":
-                k[rows[i], n:], v[rows[i], n:] = math.nan, math.nan
-            else:
-                for j, owner in enumerate(more["block_table"][i].tolist()):
-                    first = min(max(n - j * page, 0), page)
-                    k[owner, first:], v[owner, first:] = math.nan, math.nan
-    asked = chance.choice(
-        ({}, {"causal": True}, {"window_size": (50, 10)}, {"window_size": (200, 0)}, {"softcap": 15.0})
-    )
-    inputs = Inputs(q, k, v, **more)
-    return AttentionProblem.from_inputs(inputs, **asked), inputs
+    chance = random.Random(f"{kind} {seed}")
+    case = draws.draw(chance, SPACES[kind])
+    return case.build(chance.choice(tuple(RELATIVE)), device=str(HERE))
 
 
 def run(

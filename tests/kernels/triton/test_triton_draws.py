@@ -15,12 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import test_triton_gpu_forward as forward_tests
 import torch
 from backward_rule import judge
+from draws import EVERYTHING, cases, draw
+from forward_rule import complaint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from problems import Case, cases
+from problems import Case
 
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
@@ -64,7 +65,7 @@ def ran(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.
 
 
 def forward_of(problem: AttentionProblem, inputs: Inputs) -> None:
-    wrong = forward_tests.complaint(problem, inputs, *ran(problem, inputs))
+    wrong = complaint(problem, inputs, *ran(problem, inputs))
     assert not wrong, wrong
 
 
@@ -104,30 +105,28 @@ def test_backward(case: Case, dtype: torch.dtype, config: BackwardConfig | None)
     judge(problem, inputs, functools.partial(triton_backward, config=config))
 
 
+STRUCTURE = replace(
+    EVERYTHING,
+    head_dims=HEAD_DIMS,
+    head_dims_v=(0, 0, *HEAD_DIMS),
+    softcaps=(0.0, 0.0, 20.0),
+    dropout=(0.0, 0.0, 0.17),
+    caches=((),) * 6
+    + (("used",), ("used", "leftpad"), ("batch_idx",), ("used", "batch_idx"), ("paged",), ("used", "paged")),
+    page_sizes=(16, 100),
+)
+WINDOWS = ((-1, -1), (-1, -1), (70, 0), (5, 9), (-1, 3))
+BIASES = (None, None, (True, True, True, True), (False, True, False, True))
+COMPILED_FOR = (
+    "varlen", "head_dim", "head_dim_v", "causal", "alignment", "window", "softcap", "alibi", "bias", "sinks", "dropout",
+    "strides", "page_size", "used", "leftpad", "batch_idx",
+)  # fmt: skip
+
+
 def structure(chance: random.Random) -> dict[str, Any]:
     """What kernels are compiled for, drawn: fields of a :class:`Case`, and the dtype."""
-    cache = chance.choice((None, None, None, None, "used", "leftpad", "batch_idx", "pages"))
-    varlen = cache in (None, "pages") and chance.random() < 0.5
-    head_dim = chance.choice(HEAD_DIMS)
-    return {
-        "dtype": chance.choice((BF16, BF16, F16, F32)),
-        "varlen": varlen,
-        "head_dim": head_dim,
-        "head_dim_v": chance.choice((head_dim, head_dim, *HEAD_DIMS)),
-        "causal": chance.random() < 0.5,
-        "alignment": chance.choice(("bottom-right", "top-left")),
-        "window": chance.choice(((-1, -1), (-1, -1), (70, 0), (5, 9), (-1, 3))),
-        "softcap": chance.choice((0.0, 0.0, 20.0)),
-        "alibi": chance.choice(("none", "none", "heads", "batch")),
-        "bias": chance.choice((None, None, (True, True, True, True), (False, True, False, True))),
-        "sinks": chance.random() < 0.4,
-        "dropout": chance.choice((0.0, 0.0, 0.17)),
-        "strides": chance.choice(("plain", "transposed", "sliced", "expanded")),
-        "page_size": chance.choice((16, 100)) if cache == "pages" else 0,
-        "used": cache == "used" or (cache is not None and not varlen and chance.random() < 0.5),
-        "leftpad": cache == "leftpad",
-        "batch_idx": cache == "batch_idx",
-    }
+    case = replace(draw(chance, STRUCTURE), window=chance.choice(WINDOWS), bias=chance.choice(BIASES))
+    return {"dtype": chance.choice((BF16, BF16, F16, F32)), **{name: getattr(case, name) for name in COMPILED_FOR}}
 
 
 def of_structure(case: Case, fields: dict[str, Any]) -> Case:
