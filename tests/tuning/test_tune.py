@@ -312,7 +312,7 @@ for i in range(20):
 
 
 def test_processes_that_tune_at_once_lose_nothing():
-    source = str(Path(tune.__file__).parent.parent)
+    source = str(Path(tune.__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": source}
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(name)], env=environment) for name in range(2)]
     assert [writer.wait(120) for writer in writers] == [0, 0]
