@@ -10,7 +10,8 @@ import torch
 
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.reference.masks import Part, parts, soft_cap, tiles
+from flashlane.reference.masks import Part, parts, tiles
+from flashlane.reference.score import scores_of
 
 ROUND_TO = 128
 BLOCK_SCORES = 1 << 26
@@ -60,8 +61,7 @@ def _rows(part: Part, problem: AttentionProblem, inputs: Inputs, rows: range, bl
     dtype, keys = compute_dtype(problem.dtype), range(part.band.seqlen_k)
     q = part.queries(inputs.q)[:, :, :, rows.start : rows.stop].to(dtype)
     k = part.keys(inputs.k).to(dtype).unsqueeze(2)
-    scores = soft_cap(q @ k.transpose(-1, -2) * problem.scale, problem.softcap)
-    scores = part.add_modifiers(scores, inputs, rows, keys)
+    scores = scores_of(q @ k.transpose(-1, -2) * problem.scale, part, problem, inputs, rows, keys)
     if not keys:
         return scores
     tops = torch.stack([piece.amax(-1) for piece in scores.split(block, dim=-1)], dim=-1)

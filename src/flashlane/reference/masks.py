@@ -60,6 +60,11 @@ class Band:
         j = torch.arange(cols.start, cols.stop, device=device)
         return j - (i[:, None] + self.shift)
 
+    def visible(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Which pairs at these offsets are visible."""
+        seen = offsets <= self.right if self.right >= 0 else torch.ones_like(offsets, dtype=torch.bool)
+        return seen & (offsets >= -self.left) if self.left >= 0 else seen
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -88,7 +93,7 @@ class Part:
         return t.transpose(1, 2).unflatten(1, (self.kv_heads, self.group))
 
     def keys(self, t: torch.Tensor) -> torch.Tensor:
-        """(b, sk, hk, x), (total_k, hk, x) or (pages, page_size, hk, x) as (b, hk, sk, x); of pages a copy."""
+        """(b, sk, hk, x), (total_k, hk, x) or (pages, rows, hk, x) as (b, hk, sk, x); of pages a copy."""
         if self.sequence is not None:
             if self.pages is not None:
                 t = t[self.pages].flatten(0, 1)
@@ -119,27 +124,6 @@ class Part:
             t = t[self.sequence : self.sequence + 1]
         return t
 
-    def add_modifiers(self, scores: torch.Tensor, inputs: Inputs, rows: range, cols: range) -> torch.Tensor:
-        """Add ALiBi and bias to a tile of scores (b, hk, g, rows, cols) and hide its invisible pairs, in place."""
-        hidden = not self.band.full(rows, cols)
-        if not hidden and inputs.alibi_slopes is None and inputs.bias is None:
-            return scores
-        offsets = None
-        if hidden or inputs.alibi_slopes is not None:
-            offsets = self.band.offsets(rows, cols, scores.device)
-        if inputs.alibi_slopes is not None:
-            slopes = self.heads(inputs.alibi_slopes).to(scores.dtype).unsqueeze(-1)
-            scores.sub_(slopes * offsets.abs())
-        if inputs.bias is not None:
-            scores.add_(tile_of(self.pairs(inputs.bias), rows, cols))
-        if hidden:
-            left, right = self.band.left, self.band.right
-            invisible = offsets > right if right >= 0 else torch.zeros_like(offsets, dtype=torch.bool)
-            if left >= 0:
-                invisible |= offsets < -left
-            scores.masked_fill_(invisible, -torch.inf)
-        return scores
-
     def kept(self, problem: AttentionProblem, inputs: Inputs, rows: range, cols: range) -> torch.Tensor:
         """Which probabilities of a tile dropout keeps, bool (b, hk, g, rows, cols)."""
         first = self.sequence or 0
@@ -161,7 +145,7 @@ def parts(problem: AttentionProblem, inputs: Inputs) -> Iterator[Part]:
         starts_q, starts_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
         for i in range(problem.batch):
             lengths = starts_q[i + 1] - starts_q[i], starts_k[i + 1] - starts_k[i]
-            pages = _pages(problem, inputs, i, lengths[1])
+            pages = _pages(inputs, i, lengths[1])
             yield Part(band(*lengths), *heads, i, starts_q[i], starts_k[i] if pages is None else 0, pages=pages)
     elif any(getattr(inputs, name) is not None for name in CACHE_FIELDS):
         used = _each(inputs.seqused_k, problem.batch, problem.seqlen_k)
@@ -171,7 +155,7 @@ def parts(problem: AttentionProblem, inputs: Inputs) -> Iterator[Part]:
             # What a GPU holds is not checked: nothing is read outside the cache.
             stop = max(0, min(used[i], problem.seqlen_k))
             start = max(0, min(leftpad[i], stop))
-            pages = _pages(problem, inputs, i, stop)
+            pages = _pages(inputs, i, stop)
             where = {"row_k": row[i]} if pages is None else {"pages": pages}
             yield Part(band(problem.seqlen_q, stop - start), *heads, i, start_k=start, **where)
     else:
@@ -182,11 +166,11 @@ def _each(lengths: torch.Tensor | None, batch: int, default: int) -> list[int]:
     return [default] * batch if lengths is None else lengths.tolist()
 
 
-def _pages(problem: AttentionProblem, inputs: Inputs, sequence: int, rows: int) -> torch.Tensor | None:
+def _pages(inputs: Inputs, sequence: int, rows: int) -> torch.Tensor | None:
     """The pages that hold the first rows of a sequence."""
     if inputs.block_table is None:
         return None
-    return inputs.block_table[sequence, : -(-rows // problem.page_size)].long()
+    return inputs.block_table[sequence, : -(-rows // inputs.k.shape[1])].long()
 
 
 def philox(counter: Sequence[torch.Tensor], key: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -262,8 +246,3 @@ def tiles(span: range, size: int) -> Iterator[range]:
     first = span.start - span.start % size
     for start in range(first, span.stop if span else first, size):
         yield range(max(start, span.start), min(start + size, span.stop))
-
-
-def soft_cap(scores: torch.Tensor, softcap: float) -> torch.Tensor:
-    """``softcap * tanh(scores / softcap)``, or the scores themselves when ``softcap`` is 0."""
-    return softcap * torch.tanh(scores / softcap) if softcap else scores

@@ -11,7 +11,8 @@ import torch
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.reference.masks import Part, parts, soft_cap, tiles
+from flashlane.reference.masks import Part, parts, tiles
+from flashlane.reference.score import scores_of, sink_of
 
 MAX_SCORES_BYTES = 2 << 30
 """A block of rows has no more scores than this; about four matrices of that size live at once."""
@@ -24,7 +25,7 @@ cores of a server's CPU they are equal at 8 heads of 128x128, and the tiled loop
 def reference_attention(
     problem: AttentionProblem, inputs: Inputs, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by the formula, differentiable in q, k, v, bias and sinks through both results.
+    """Attention by the formula, differentiable in q, k, v and the score modifiers through both results.
 
     Args:
         problem: what is asked.
@@ -33,7 +34,7 @@ def reference_attention(
 
     Returns:
         out ``(b, sq, h, dv)`` and LSE ``(b, h, sq)``, natural logarithm, both in ``dtype``; for varlen
-        ``(total_q, h, dv)`` and ``(h, total_q)``. A row that sees no key gives output 0, LSE −inf (with sinks: the
+        ``(total_q, h, dv)`` and ``(h, total_q)``. A row that sees no key gives output 0, LSE −inf (or its
         sink) and gradients 0. Rows of a varlen call that belong to no sequence are treated as such rows.
 
     Memory is O(sq·sk) when a gradient is recorded; else the scores are held for a block of rows at a time.
@@ -77,8 +78,8 @@ def _rows(
     shape = (part.group, len(rows))
     block = q[:, :, :, rows.start : rows.stop].flatten(2, 3)
     scores = (block @ k.transpose(-1, -2)).unflatten(2, shape) * problem.scale
-    scores = part.add_modifiers(soft_cap(scores, problem.softcap), inputs, rows, range(k.shape[2]))
-    sink = scores.new_full((1,), -torch.inf) if inputs.sinks is None else part.heads(inputs.sinks.to(scores.dtype))
+    scores = scores_of(scores, part, problem, inputs, rows, range(k.shape[2]))
+    sink = sink_of(part, inputs, scores)
     top = sink.detach().expand(scores.shape[:-1])
     if k.shape[2]:
         top = torch.maximum(top, scores.detach().amax(-1))

@@ -18,7 +18,16 @@ import torch
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import CACHE_FIELDS, AttentionProblem, Gradients, Inputs
-from flashlane.reference.masks import Part, parts, soft_cap, tile_of, tiles
+from flashlane.reference.masks import Part, parts, tiles
+from flashlane.reference.score import (
+    add_pair_gradients,
+    add_row_gradients,
+    in_dtypes_of,
+    scores_and_derivative,
+    scores_of,
+    sink_of,
+    zero_gradients,
+)
 
 MMA_K = 16
 """Keys (or head-dim elements) that one ``mma.m16n8k16`` sums before it rounds its accumulator."""
@@ -140,7 +149,7 @@ def _forward_rows(
     for cols in tiles(part.band.keys(rows), block_k):
         keys = slice(cols.start, cols.stop)
         scores = precision.scores(q, k[:, :, keys]).unflatten(2, shape[2:])
-        scores = part.add_modifiers(soft_cap(scores, problem.softcap), inputs, rows, cols)
+        scores = scores_of(scores, part, problem, inputs, rows, cols)
         new_top = torch.maximum(top, scores.amax(-1))
         # A row that has seen no key yet has maximum −inf; any finite number in its place gives exp(−inf) = 0.
         safe = new_top.masked_fill(new_top == -torch.inf, 0.0)
@@ -168,9 +177,7 @@ def _forward_rows(
 
 def _start(part: Part, inputs: Inputs, shape: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Maximum and total before any key: nothing, or the sink, which is a logit of its own."""
-    if inputs.sinks is None:
-        return like.new_full(shape, -torch.inf), like.new_zeros(shape)
-    top = part.heads(inputs.sinks).to(like.dtype).expand(shape)
+    top = sink_of(part, inputs, like).expand(shape)
     return top, (top > -torch.inf).to(like.dtype)
 
 
@@ -187,7 +194,7 @@ def tiled_backward(
     block_q: int | None = None,
     block_k: int | None = None,
 ) -> Gradients:
-    """Gradients of q, k, v, bias and sinks from any forward kernel's output and LSE.
+    """Gradients of q, k, v and the score modifiers from any forward kernel's output and LSE.
 
     Args:
         problem: what was asked.
@@ -212,11 +219,7 @@ def tiled_backward(
     sizes = tile_sizes(problem)
     blocks = block_q or sizes[0], block_k or sizes[1]
     dtype = compute_dtype(problem.dtype)
-    grads = Gradients(
-        *(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (inputs.q, inputs.k, inputs.v)),
-        bias=torch.zeros(inputs.bias.shape, dtype=dtype, device=do.device) if problem.bias and bias_grad else None,
-        sinks=torch.zeros(inputs.sinks.shape, dtype=dtype, device=do.device) if problem.sinks else None,
-    )
+    grads = zero_gradients(inputs, dtype, bias_grad)
     for part in parts(problem, inputs):
         stats = part.rows(lse).to(dtype)
         delta = (part.queries(do).to(dtype) * part.queries(out)).sum(-1)
@@ -224,22 +227,11 @@ def tiled_backward(
             delta = delta - part.rows(dlse).to(dtype)
         empty = stats == -torch.inf
         delta = delta.masked_fill(empty, 0.0)
-        if grads.sinks is not None:
-            _add_sink_gradient(part, inputs.sinks, stats.masked_fill(empty, torch.inf), delta, grads.sinks)
         # exp(score − inf) is 0 for every score, so that an empty row takes part in nothing.
-        _backward_part(part, problem, inputs, stats.masked_fill(empty, torch.inf), delta, do, grads, blocks)
-    return grads._replace(
-        bias=None if grads.bias is None else grads.bias.to(inputs.bias.dtype),
-        sinks=None if grads.sinks is None else grads.sinks.to(inputs.sinks.dtype),
-    )
-
-
-def _add_sink_gradient(
-    part: Part, sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dsinks: torch.Tensor
-) -> None:
-    """The sink is a key whose value is 0, so that dP is 0 and dS = −P·delta."""
-    weight = torch.exp(part.heads(sinks).to(lse.dtype) - lse)
-    dsinks.sub_((weight * delta).sum(dim=(0, 3)).flatten())
+        stats = stats.masked_fill(empty, torch.inf)
+        add_row_gradients(part, inputs, stats, delta, grads)
+        _backward_part(part, problem, inputs, stats, delta, do, grads, blocks)
+    return in_dtypes_of(inputs, grads)
 
 
 def _backward_part(
@@ -266,10 +258,9 @@ def _backward_part(
             span = slice(rows.start, rows.stop)
             shape = (part.group, len(rows))
             q_tile, do_tile = q[:, :, :, span].flatten(2, 3), do[:, :, :, span].flatten(2, 3)
-            raw = soft_cap((q_tile @ k_tile.transpose(-1, -2)).unflatten(2, shape), problem.softcap)
-            slope = 1 - (raw / problem.softcap) ** 2 if problem.softcap else None
-            scores = part.add_modifiers(raw, inputs, rows, cols)
-            p = scores.sub_(lse[:, :, :, span, None]).exp_()
+            products = (q_tile @ k_tile.transpose(-1, -2)).unflatten(2, shape)
+            scores = scores_and_derivative(products, part, problem, inputs, rows, cols)
+            p = scores.values.sub_(lse[:, :, :, span, None]).exp_()
             ds = (do_tile @ v_tile.transpose(-1, -2)).unflatten(2, shape)
             weights = p
             if problem.dropout_p:
@@ -278,12 +269,7 @@ def _backward_part(
                 ds.masked_fill_(dropped, 0.0).div_(1 - problem.dropout_p)
             dv += weights.flatten(2, 3).transpose(-1, -2) @ do_tile
             ds = ds.sub_(delta[:, :, :, span, None]).mul_(p)
-            if grads.bias is not None:
-                target = tile_of(part.pairs(grads.bias), rows, cols)
-                target += ds.sum_to_size(target.shape)
-            if slope is not None:
-                ds.mul_(slope)
-            ds = ds.flatten(2, 3)
+            ds = add_pair_gradients(part, ds, scores, grads, rows, cols).flatten(2, 3)
             dk += ds.transpose(-1, -2) @ q_tile
             dq[:, :, :, span] += (ds @ k_tile).unflatten(2, shape)
         part.keys(grads.k)[:, :, keys] = dk

@@ -28,8 +28,9 @@ import torch
 
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import DTYPES, AttentionProblem, Inputs
-from flashlane.reference.masks import Part, parts, soft_cap, tiles
+from flashlane.reference.masks import Part, parts, tiles
 from flashlane.reference.naive import reference_attention
+from flashlane.reference.score import scores_of
 from flashlane.reference.tiled import tiled_forward
 
 Rule = Literal["fa2", "fa3"]
@@ -71,7 +72,7 @@ class Oracle:
     """The reference of one problem on its tensors, computed once, and the judgements against it.
 
     Args:
-        problem: a problem without dropout, cache and sinks.
+        problem: a problem without dropout, cache and logits beside those of the keys.
         inputs: its tensors.
         rule: ``fa2`` or ``fa3``.
     """
@@ -178,8 +179,7 @@ def _reordered(part: Part, problem: AttentionProblem, inputs: Inputs) -> tuple[t
     for rows in tiles(range(part.band.seqlen_q), max(1, MAX_SCORES_BYTES // row_bytes)):
         shape = (problem.group, len(rows))
         block = q[:, :, :, rows.start : rows.stop].flatten(2, 3)
-        scores = soft_cap((block @ k.transpose(-1, -2)).unflatten(2, shape), problem.softcap)
-        scores = part.add_modifiers(scores, inputs, rows, cols)
+        scores = scores_of((block @ k.transpose(-1, -2)).unflatten(2, shape), part, problem, inputs, rows, cols)
         lses.append(torch.logsumexp(scores.double() if scores.dtype == torch.float64 else scores.float(), dim=-1))
         # A row without a visible key is 0/0 here and 0 by convention.
         weights = torch.softmax(scores, dim=-1).masked_fill_(lses[-1].unsqueeze(-1) == -torch.inf, 0.0)

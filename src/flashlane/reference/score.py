@@ -1,0 +1,113 @@
+"""The score modifiers of the torch implementations: the one file here that names them.
+
+A product q·k becomes a score in this order: it is multiplied by the scale, capped, and gets ALiBi's −slope · distance
+and the additive bias; then invisible pairs are hidden. A sink is one more logit of each row of its head, which takes
+probability and gives no value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flashlane.core.problem import MODIFIERS, AttentionProblem, Gradients, Inputs
+from flashlane.reference.masks import Part, tile_of
+
+
+class Scores(NamedTuple):
+    """The scores of a tile, ``(b, hk, g, rows, cols)``."""
+
+    values: torch.Tensor
+    derivative: torch.Tensor | None = None
+    """Of the scores by the scaled products; None: 1."""
+
+
+def scores_of(
+    scaled: torch.Tensor, part: Part, problem: AttentionProblem, inputs: Inputs, rows: range, cols: range
+) -> torch.Tensor:
+    """A tile's scores from its products times the scale; differentiable."""
+    scores = _capped(scaled, problem.softcap)
+    return _add_biases(scores, part, inputs, rows, cols)
+
+
+def scores_and_derivative(
+    scaled: torch.Tensor, part: Part, problem: AttentionProblem, inputs: Inputs, rows: range, cols: range
+) -> Scores:
+    """:func:`scores_of` with its derivative, for a backward pass that autograd does not see."""
+    cap = problem.softcap
+    capped = _capped(scaled, cap)
+    derivative = 1 - (capped / cap) ** 2 if cap else None
+    return Scores(_add_biases(capped, part, inputs, rows, cols), derivative)
+
+
+def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap * tanh(scores / cap)``, or the scores themselves when ``cap`` is 0."""
+    return cap * torch.tanh(scores / cap) if cap else scores
+
+
+def _add_biases(scores: torch.Tensor, part: Part, inputs: Inputs, rows: range, cols: range) -> torch.Tensor:
+    """Add ALiBi and bias and hide invisible pairs, in place."""
+    hidden = not part.band.full(rows, cols)
+    slopes, bias = inputs.alibi_slopes, inputs.bias
+    if hidden or slopes is not None:
+        offsets = part.band.offsets(rows, cols, scores.device)
+    if slopes is not None:
+        scores.sub_(part.heads(slopes).to(scores.dtype).unsqueeze(-1) * offsets.abs())
+    if bias is not None:
+        scores.add_(tile_of(part.pairs(bias), rows, cols))
+    if hidden:
+        scores.masked_fill_(~part.band.visible(offsets), -torch.inf)
+    return scores
+
+
+# --- the sink of a head ---
+
+
+def sink_of(part: Part, inputs: Inputs, like: torch.Tensor) -> torch.Tensor:
+    """The sink's logit of each row, to broadcast against ``(b, hk, g, sq)``; −∞ where there is none."""
+    if inputs.sinks is None:
+        return like.new_full((1,), -torch.inf)
+    return part.heads(inputs.sinks.to(like.dtype))
+
+
+# --- gradients of the modifiers ---
+
+
+def zero_gradients(inputs: Inputs, dtype: torch.dtype, bias_grad: bool) -> Gradients:
+    """Where gradients are summed: of q, k and v like their inputs, of modifiers in ``dtype``."""
+    wanted = {name: getattr(inputs, name) for name in Gradients._fields if name in MODIFIERS}
+    if not bias_grad:
+        wanted["bias"] = None
+    operands = (inputs.q, inputs.k, inputs.v)
+    return Gradients(
+        *(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in operands),
+        **{name: None if t is None else t.new_zeros(t.shape, dtype=dtype) for name, t in wanted.items()},
+    )
+
+
+def in_dtypes_of(inputs: Inputs, gradients: Gradients) -> Gradients:
+    """The gradients of modifiers in the dtypes of their inputs."""
+    given = gradients._asdict().items()
+    rounded = {n: None if t is None else t.to(getattr(inputs, n).dtype) for n, t in given if n in MODIFIERS}
+    return gradients._replace(**rounded)
+
+
+def add_row_gradients(part: Part, inputs: Inputs, lse: torch.Tensor, delta: torch.Tensor, gradients: Gradients) -> None:
+    """Add what a part's rows give to the sinks' gradient: a sink is a key whose value is 0, so that dS is −P·delta."""
+    if gradients.sinks is not None:
+        weight = torch.exp(sink_of(part, inputs, lse) - lse)
+        gradients.sinks.sub_((weight * delta).sum(dim=(0, 3)).flatten())
+
+
+def add_pair_gradients(
+    part: Part, ds: torch.Tensor, scores: Scores, gradients: Gradients, rows: range, cols: range
+) -> torch.Tensor:
+    """Add what a tile gives to the gradients of modifiers; returns the gradient of its scaled products, in place.
+
+    ``ds`` is the gradient of the scores.
+    """
+    if gradients.bias is not None:
+        target = tile_of(part.pairs(gradients.bias), rows, cols)
+        target += ds.sum_to_size(target.shape)
+    return ds if scores.derivative is None else ds.mul_(scores.derivative)
