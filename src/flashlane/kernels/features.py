@@ -3,11 +3,11 @@
 A field of :class:`~flashlane.core.problem.AttentionProblem` declares the group that it belongs to. A kernel names the
 groups that it implements and never the fields::
 
-    ABLE = (*SCORE_MODIFIERS, *VARLEN, *CACHE, *PAGED)
+    ABLE = (*SCORE_FEATURES, *VARLEN, *CACHE, *PAGED)
     reason = unsupported_features(problem, ("f16", "bf16"), ABLE)
 
-A kernel whose device code takes its score modifiers from ``kernels/score.py`` names those that are defined there, so
-that it refuses a modifier which only the reference has so far.
+``SCORE_FEATURES`` are the score modifiers that ``kernels/score.py`` defines for device code. :data:`SCORE_MODIFIERS` are
+all of them: a kernel that names these would accept, and then ignore, a modifier which only other kernels have so far.
 """
 
 from __future__ import annotations

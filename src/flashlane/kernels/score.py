@@ -55,6 +55,10 @@ class ScoreConfig:
         return [field.name for field in fields(self) if getattr(self, field.name)]
 
 
+SCORE_FEATURES = tuple(field.name for field in fields(ScoreConfig))
+"""The fields of a problem that a kernel with a :class:`ScoreConfig` honours, for ``unsupported_features``."""
+
+
 class ScoreParams(ctypes.Structure):
     """Mirror of ``ScoreParams`` in ``cuda/attention/score.cuh``."""
 
