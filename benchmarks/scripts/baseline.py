@@ -73,7 +73,7 @@ def measure(arguments: argparse.Namespace) -> Results:
     print(f"{len(kernels)} tags, {count} configurations compiled, {settings}", file=sys.stderr, flush=True)
     results, path = None, arguments.out / "baseline.json"
     jobs = [(problem, settings, "") for problem in problems]
-    jobs += [(problem, replace(settings, graph=True), REPLAY) for problem in replayed]
+    jobs += [(problem, replace(settings, protocols=("replay",)), REPLAY) for problem in replayed]
     with Bar(len(jobs)) as reporter:
         for seed, (problem, how, note) in enumerate(jobs):
             results = run_and_keep(

@@ -28,7 +28,7 @@ import flashlane
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.peers import PEERS
 from flashlane.bench.measure.results import check_writable, write_atomically
-from flashlane.bench.measure.timing import interleaved
+from flashlane.bench.measure.timing import drawn_order
 from flashlane.core import dispatch, registry
 from flashlane.core.problem import Asked, AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
@@ -159,7 +159,7 @@ def measure(
             cost.error = f"{type(error).__name__}: {error}"
     end = time.monotonic() + seconds
     last = -1
-    for number, index in interleaved(len(able), rounds):
+    for number, index in drawn_order(len(able), rounds):
         if number != last:
             if last >= 0:
                 keep()

@@ -9,7 +9,7 @@ import torch
 from flashlane import bench
 from flashlane.bench.measure.peers import PEERS, Peer
 from flashlane.bench.measure.runner import Selection, resolve_device
-from flashlane.bench.measure.timing import Settings
+from flashlane.bench.measure.timing import PROTOCOLS, Settings
 from flashlane.core import registry
 from flashlane.core.problem import Inputs
 
@@ -205,10 +205,47 @@ def test_dense_problems_only():
         run(AttentionProblem.from_inputs(inputs))
 
 
+@pytest.mark.parametrize("page", [0, 8])
+def test_packed_and_cached_problems_are_axes_of_the_same_bench(page):
+    """Each sequence has its own length; its own operations count, and it is checked against the formula."""
+    packed = bench.make_problem(3, 4, 60, 32, kv_heads=2, causal=True, layout="varlen")
+    cached = bench.make_problem(3, 4, 2, 32, kv_heads=2, seqlen_k=64, causal=True, layout="cache", page=page)
+    cases = [bench.Case(packed, lengths=(60, 7, 31)), bench.Case(cached, lengths=(64, 5, 40))]
+    results = run(*cases, tags=("reference", "tiled"), peers=PEERS)
+    assert [row.status for row in results] == ["ok"] * 4, [row.message for row in results]
+    dense = [bench.make_problem(1, 4, n, 32, kv_heads=2, causal=True) for n in (60, 7, 31)]
+    dense += [bench.make_problem(1, 4, 2, 32, kv_heads=2, seqlen_k=n, causal=True) for n in (64, 5, 40)]
+    for row, sequences in zip(results.rows[::2], (dense[:3], dense[3:]), strict=True):
+        work = sum(bench.flops(one) for one in sequences)
+        assert row.tflops == pytest.approx(work / row.timing.median * 1e-9)
+    assert all(s.reason for s in results.skipped)
+
+
+def test_packed_problems_need_the_length_of_each_sequence():
+    with pytest.raises(ValueError, match="2 lengths"):
+        run(bench.Case(bench.make_problem(3, 4, 60, 32, layout="varlen"), lengths=(3, 4)))
+
+
+def test_the_public_function_is_timed(add):
+    """What is timed allocates its own output: the shared buffers of the check stay as they were."""
+    seen = []
+
+    class Watching(fakes.FakeKernel):
+        def forward(self, problem, inputs, out, lse):
+            seen.append(out.data_ptr())
+            super().forward(problem, inputs, out, lse)
+
+    add(Watching("watching"))
+    results = run(tags=("watching",), memory=False)
+    assert results.rows[0].status == "ok" and results.settings["calls"].startswith("the public function")
+    assert results.settings["protocol"] == "flushed" and list(results.rows[0].timings) == ["flushed"]
+    assert seen[0] not in seen[1:]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("graph", [False, True])
-def test_every_kernel_on_a_gpu(graph):
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_kernel_on_a_gpu(protocol):
     problem = bench.make_problem(1, 4, 300, 64, causal=True)
-    results = bench.run([problem], settings=Settings(rounds=2, round_ms=0.5, warmup_ms=1.0, graph=graph))
+    results = bench.run([problem], settings=Settings(rounds=2, round_ms=0.5, warmup_ms=1.0, protocols=(protocol,)))
     assert not results.failed, [(row.tag, row.message) for row in results.failed]
     assert sum(row.kind == "kernel" for row in results) > 2

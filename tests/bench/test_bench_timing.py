@@ -6,7 +6,17 @@ import time
 import pytest
 import torch
 
-from flashlane.bench.measure.timing import HostClock, Settings, clock_for, interleaved, measure, summarise
+from flashlane.bench.measure.timing import (
+    PROTOCOLS,
+    HostClock,
+    Settings,
+    clock_for,
+    clocks_for,
+    drawn_order,
+    measure,
+    measure_by,
+    summarise,
+)
 
 FAST = Settings(rounds=4, round_ms=0.0, warmup_ms=0.0, warmup=0)
 
@@ -32,9 +42,14 @@ class Item:
         self.inside = False
 
 
-def test_every_other_round_is_reversed():
-    assert list(interleaved(3, 3)) == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0), (2, 0), (2, 1), (2, 2)]
-    assert list(interleaved(0, 5)) == []
+def test_the_order_of_each_round_is_drawn_anew():
+    rounds = [[index for number, index in drawn_order(5, 40, seed=3) if number == which] for which in range(40)]
+    assert all(sorted(order) == [0, 1, 2, 3, 4] for order in rounds)
+    assert len({tuple(order) for order in rounds}) > 20
+    assert {order[0] for order in rounds} == {order[-1] for order in rounds} == {0, 1, 2, 3, 4}
+    assert list(drawn_order(5, 40, seed=3)) == [(n, i) for n, order in enumerate(rounds) for i in order]
+    assert list(drawn_order(5, 4, seed=3)) != list(drawn_order(5, 4, seed=4))
+    assert list(drawn_order(0, 5)) == []
 
 
 def test_measured_in_that_order():
@@ -42,7 +57,7 @@ def test_measured_in_that_order():
     items = [Item(tag, log) for tag in "abc"]
     timings = measure(items, HostClock(), FAST)
     assert [t.rounds for t in timings] == [4, 4, 4]
-    assert "".join(log[-12:]) == "abccbaabccba"
+    assert log[-12:] == ["abc"[index] for _, index in drawn_order(3, 4, FAST.order_seed)]
 
 
 def test_slow_is_slower_and_samples_are_per_round():
@@ -81,12 +96,45 @@ def test_summary():
 
 def test_graphs_need_a_gpu():
     with pytest.raises(ValueError, match="--graph"):
-        clock_for(torch.device("cpu"), Settings(graph=True))
+        clock_for(torch.device("cpu"), Settings(protocols=("replay",)))
+
+
+class LoggingClock(HostClock):
+    """Notes what runs before each timing, as a clock of a GPU does that preheats."""
+
+    preheats = True
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def time(self, call, iterations):
+        self.log.append(self.name)
+        return super().time(call, iterations)
+
+
+def test_each_implementation_runs_by_itself_before_it_is_timed_under_each_protocol():
+    log = []
+    clocks = {name: LoggingClock(name, log) for name in ("flushed", "steady")}
+    settings = Settings(rounds=2, round_ms=0.0, warmup_ms=0.0, warmup=0, preheat_ms=3.0)
+    found = measure_by(clocks, [Item(tag, log, seconds=0.001) for tag in "ab"], settings)
+    assert [list(timings) for timings in found] == [["flushed", "steady"]] * 2
+    timed = log[-12:] if log[-12:].count("flushed") == 4 else log
+    last = "".join({"flushed": "F", "steady": "S"}.get(word, word) for word in timed)
+    for part in ("aaF", "aaS", "bbF", "bbS"):
+        assert part in last, last
+
+
+def test_protocols_are_named():
+    with pytest.raises(ValueError, match="protocols is"):
+        Settings(protocols=("cold",))
+    with pytest.raises(ValueError, match="protocols is"):
+        Settings(protocols=())
+    assert list(clocks_for(torch.device("cpu"), Settings(protocols=("steady", "flushed")))) == ["steady"]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graph", [False, True])
-def test_gpu_clock_sees_the_work(graph):
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_gpu_clock_sees_the_work(protocol):
     device = torch.device("cuda", torch.cuda.current_device())
     small, large = (torch.randn(n, n, device=device) for n in (256, 4096))
 
@@ -98,6 +146,6 @@ def test_gpu_clock_sees_the_work(graph):
         def call(self):
             return self.matrix @ self.matrix
 
-    settings = Settings(rounds=3, round_ms=1.0, warmup_ms=5.0, graph=graph)
+    settings = Settings(rounds=3, round_ms=1.0, warmup_ms=5.0, protocols=(protocol,))
     timings = measure([Product(small), Product(large)], clock_for(device, settings), settings)
     assert timings[1].median > 5 * timings[0].median > 0

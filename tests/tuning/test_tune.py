@@ -78,6 +78,7 @@ class TableClock:
     """Says what the kernel's table of times says."""
 
     method = "table"
+    preheats = False
 
     def prepare(self, item):
         contender = item.call.func.__self__

@@ -231,9 +231,11 @@ def settings_for(device: torch.device, quick: bool, warmup: int | None, iters: i
     Raises:
         ValueError: an option is out of range, or the device has no graphs.
     """
-    settings = replace(Settings() if device.type == "cuda" else CPU_SETTINGS, graph=graph)
     if graph and device.type != "cuda":
         raise ValueError(f"--graph replays CUDA graphs; the device is {device}, which has none")
+    settings = Settings() if device.type == "cuda" else CPU_SETTINGS
+    if graph:
+        settings = replace(settings, protocols=("replay",))
     if quick:
         settings = replace(settings, **QUICK)
     for name, value, field, low in (("--warmup", warmup, "warmup", 0), ("--iters", iters, "rounds", 1)):

@@ -45,7 +45,7 @@ from flashlane.inspect.compile_report import Usage, describe_config, usages_of
 from flashlane.tuning import stored as tune
 
 FORMAT = "flashlane-tune-run/1"
-SETTINGS = Settings(rounds=5, round_ms=5.0, warmup_ms=30.0, budget_ms=2000.0)
+SETTINGS = Settings(rounds=5, round_ms=5.0, warmup_ms=30.0, budget_ms=2000.0, preheat_ms=0.0)
 SHORT_MS = 1.0
 """A call shorter than this is timed five times more where one call of each is to tell the slow ones."""
 VERSIONS = ("flashlane", "commit", "torch", "cuda", "driver", "nvidia-cuda-nvrtc")

@@ -159,8 +159,9 @@ def reordered(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, 
 
     For varlen ``(total_q, h, dv)`` and ``(h, total_q)``; rows that belong to no sequence see no key.
     """
-    if not problem.varlen:
-        return _reordered(next(parts(problem, inputs)), problem, inputs)
+    if not problem.varlen:  # one part of all sequences, or of a cache one each
+        found = [_reordered(part, problem, inputs) for part in parts(problem, inputs)]
+        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
     rows = len(inputs.q)
     out = inputs.q.new_zeros((rows, problem.heads, problem.head_dim_v))
     lse = inputs.q.new_full((problem.heads, rows), -math.inf, dtype=compute_dtype(problem.dtype))

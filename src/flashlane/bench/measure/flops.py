@@ -7,10 +7,11 @@ from functools import lru_cache
 from typing import Literal
 
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.kernels.features import CACHE, PAGED, VARLEN
 from flashlane.reference.masks import parts
 
-Convention = Literal["gemm", "founding"]
-CONVENTIONS: tuple[Convention, ...] = ("gemm", "founding")
+Convention = Literal["gemm", "all"]
+CONVENTIONS: tuple[Convention, ...] = ("gemm", "all")
 Direction = Literal["forward", "backward", "both"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 WORK: dict[Direction, float] = {"forward": 1.0, "backward": 2.5, "both": 3.5}
@@ -18,19 +19,24 @@ WORK: dict[Direction, float] = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 
 def sequences_of(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, ...]:
-    """The dense problems that a call consists of: itself, or of packed sequences each one; they are what is counted."""
-    if not problem.varlen:
+    """The dense problems that a call consists of: itself, or each packed or cached sequence; they are what is counted.
+
+    Of a cache only the rows in use count.
+    """
+    layout = {name: value for name in (*VARLEN, *CACHE, *PAGED) if (value := getattr(problem, name))}
+    if not layout:
         return (problem,)
     bands = (part.band for part in parts(problem, inputs))
-    return tuple(replace(problem, batch=1, seqlen_q=b.seqlen_q, seqlen_k=b.seqlen_k, varlen=False) for b in bands)
+    dense = replace(problem, batch=1, **{name: type(value)() for name, value in layout.items()})
+    return tuple(replace(dense, seqlen_q=band.seqlen_q, seqlen_k=band.seqlen_k) for band in bands)
 
 
 def flops(problem: AttentionProblem, convention: Convention = "gemm", direction: Direction = "forward") -> int:
     """Floating-point operations of one pass of a dense problem; only visible (query, key) pairs count.
 
     ``gemm``: the two matrix products, 2·B·H·pairs·(D + Dv), which is 4·B·H·N·M·D when nothing is masked.
-    ``founding``: the founding logs' count, B·H·(QKᵀ pairs·(2D−1) + scale pairs + softmax Σ(2(m−1) + 3m) + PV
-    Dv·Σ(2m−1)), where m is the number of keys that a row sees: 2.532172 ms at B1 H8 N8192 D64 is 55.34 TFLOPS.
+    ``all``: every operation, as the baseline logs count: B·H·(QKᵀ pairs·(2D−1) + scale pairs + softmax Σ(2(m−1) + 3m) +
+    PV Dv·Σ(2m−1)), where m is the number of keys that a row sees: 2.532172 ms at B1 H8 N8192 D64 is 55.34 TFLOP/s.
     A backward counts 2.5 times as much, forward and backward together 3.5 times, in both.
 
     Raises:
@@ -46,7 +52,7 @@ def _forward(problem: AttentionProblem, convention: Convention) -> int:
     planes = problem.batch * problem.heads
     if convention == "gemm":
         return 2 * planes * pairs * (problem.head_dim + problem.head_dim_v)
-    if convention != "founding":
+    if convention != "all":
         raise ValueError(f"convention is {convention!r}; it may be one of {', '.join(map(repr, CONVENTIONS))}")
     rows = _rows_that_see(problem)
     scores = pairs * (2 * problem.head_dim - 1)

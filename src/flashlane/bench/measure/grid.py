@@ -6,14 +6,19 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from flashlane.core.problem import ALIGNMENTS, DTYPES, MAX_HEAD_DIM, Alignment, AttentionProblem
 from flashlane.core.registry import suggest
+from flashlane.kernels.features import PAGED
 
 BASELINE_SHAPES = ((1, 8, 8192, 64), (2, 2, 4096, 64), (2, 2, 4096, 128), (4, 8, 2048, 128), (1, 1, 1024, 64))
-"""(batch, heads, seqlen, head_dim) that the founding logs report; the default on a GPU."""
+"""(batch, heads, seqlen, head_dim) of the baseline grid: what the logs of the project that this one grew out of report.
+The default on a GPU."""
+Layout = Literal["dense", "varlen", "cache"]
+LAYOUTS: tuple[Layout, ...] = ("dense", "varlen", "cache")
 CPU_SHAPES = ((1, 4, 512, 64),)
 """The default without a GPU: small enough that every implementation ends in a few seconds."""
 DTYPE_ALIASES = {
@@ -99,12 +104,21 @@ def make_problem(
     *,
     kv_heads: int | None = None,
     seqlen_k: int | None = None,
+    head_dim_v: int | None = None,
     causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
     alignment: Alignment = "bottom-right",
     scale: float | None = None,
+    layout: Layout = "dense",
+    page: int = 0,
+    deterministic: bool = False,
     arch: str | None = None,
 ) -> AttentionProblem:
-    """A dense problem from its sizes, as contiguous tensors of those sizes would give.
+    """A problem from its sizes, as contiguous tensors of those sizes would give.
+
+    ``layout`` says how sequences lie: ``dense`` (all of one length), ``varlen`` (packed one after another; the sizes
+    are those of the longest) or ``cache`` (a key/value cache with rows in use, in pages of ``page`` rows where that is
+    given). The lengths themselves belong to a :class:`~flashlane.bench.measure.inputs.Case`.
 
     Raises:
         ValueError: a size or the alignment is not possible; the message names it.
@@ -118,15 +132,21 @@ def make_problem(
         ("seqlen_q", seqlen_q, 0),
         ("seqlen_k", seqlen_k, 0),
         ("head_dim", head_dim, 1),
+        ("head_dim_v", head_dim if head_dim_v is None else head_dim_v, 1),
     ):
         if value < low:
             raise ValueError(f"{name} is {value}; it must be at least {low}")
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {head_dim}; it may be 1 to {MAX_HEAD_DIM}")
+    if max(head_dim, head_dim_v or 0) > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {max(head_dim, head_dim_v or 0)}; it may be 1 to {MAX_HEAD_DIM}")
     if heads % kv_heads:
         raise ValueError(f"kv_heads is {kv_heads}, which does not divide heads {heads}; heads must be a multiple of it")
     if alignment not in ALIGNMENTS:
         raise ValueError(f"alignment is {alignment!r}; it may be one of {', '.join(map(repr, ALIGNMENTS))}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it may be one of {', '.join(map(repr, LAYOUTS))}")
+    if page and (layout != "cache" or page < 0 or seqlen_k % page):
+        raise ValueError(f"page is {page}; with layout 'cache' it may be a divisor of seqlen_k {seqlen_k}")
+    dim_v = head_dim if head_dim_v is None else head_dim_v
     return AttentionProblem(
         batch=batch,
         heads=heads,
@@ -134,13 +154,18 @@ def make_problem(
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         head_dim=head_dim,
-        head_dim_v=head_dim,
+        head_dim_v=dim_v,
         dtype=dtype,
         scale=head_dim**-0.5 if scale is None else float(scale),
-        window_right=0 if causal else -1,
+        window_left=window[0],
+        window_right=0 if causal else window[1],
         alignment=alignment,
+        varlen=layout == "varlen",
+        seqused_k=layout == "cache",
+        deterministic=deterministic,
         arch=arch,
-        aligned=(head_dim * dtype.itemsize) % 16 == 0,
+        **dict.fromkeys(PAGED, page),
+        aligned=all((dim * dtype.itemsize) % 16 == 0 for dim in (head_dim, dim_v)),
     )
 
 

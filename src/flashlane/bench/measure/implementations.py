@@ -14,8 +14,9 @@ from flashlane.bench.measure.flops import Direction, sequences_of
 from flashlane.bench.measure.gradients import output_gradient
 from flashlane.bench.measure.peers import Peer
 from flashlane.core.arch import compute_dtype
-from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.problem import FEATURES, AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
+from flashlane.kernels.features import CACHE, PAGED, VARLEN
 
 if TYPE_CHECKING:
     from flashlane.bench.measure.runner import Selection
@@ -35,8 +36,13 @@ class Implementation:
     call: Callable[[], Outcome]
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     kernel: Kernel | None = None
-    written: int = 0
-    """Bytes of results that the call writes into tensors that are there already."""
+    public: Callable[[], Outcome] | None = None
+    """What a user calls for the same result, its own allocation included; None where ``call`` is that."""
+
+    @property
+    def as_called(self) -> Implementation:
+        """What is timed: the public function."""
+        return self if self.public is None else replace(self, call=self.public, public=None)
 
 
 @dataclass
@@ -104,15 +110,38 @@ def _candidates(
 
 def _of_kernel(work: Work, kernel: Kernel) -> Implementation:
     if work.direction == "forward":
-        written = work.out.nbytes + work.lse.nbytes
         call = _writer(kernel, work.problem, work.inputs, work.out, work.lse)
-        return Implementation(kernel.tag, "kernel", call, kernel=kernel, written=written)
-    from flashlane.ops.call import attention
-
-    def forward() -> torch.Tensor:
-        return attention(work.problem, work.inputs, kernel.tag)[0]
-
+        public = public_call(work.problem, work.inputs, kernel.tag)
+        return Implementation(kernel.tag, "kernel", call, kernel=kernel, public=public)
+    forward = public_call(work.problem, work.inputs, kernel.tag)
     return Implementation(kernel.tag, "kernel", _Differentiated(work, forward), kernel=kernel)
+
+
+def public_call(problem: AttentionProblem, inputs: Inputs, tag: str) -> Callable[[], torch.Tensor]:
+    """The call of the public function that poses this problem, with the kernel named.
+
+    Problems that no public function poses in these words (modifiers of the scores, masks aligned otherwise) go through
+    the function below them all.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    other = [name for name in FEATURES if name not in (*VARLEN, *CACHE, *PAGED) and getattr(problem, name)]
+    if other or problem.alignment != "bottom-right":
+        from flashlane.ops.call import attention
+
+        return lambda: attention(problem, inputs, tag)[0]
+    import flashlane
+
+    window = (problem.window_left, problem.window_right)
+    asked = {"softmax_scale": problem.scale, "causal": problem.causal, "window_size": window, "kernel": tag}
+    if problem.varlen:
+        lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, inputs.max_seqlen_k)
+        asked |= {"block_table": inputs.block_table, "deterministic": problem.deterministic}
+        return lambda: flashlane.flash_attn_varlen_func(q, k, v, *lengths, **asked)
+    if any(getattr(problem, name) for name in (*CACHE, *PAGED)):
+        asked |= {"cache_seqlens": inputs.seqused_k, "cache_batch_idx": inputs.batch_idx}
+        asked |= {"cache_leftpad": inputs.leftpad_k, "block_table": inputs.block_table}
+        return lambda: flashlane.flash_attn_with_kvcache(q, k, v, num_splits=problem.num_splits, **asked)
+    return lambda: flashlane.flash_attn_func(q, k, v, deterministic=problem.deterministic, **asked)
 
 
 def _of_peer(work: Work, peer: Peer) -> Implementation:

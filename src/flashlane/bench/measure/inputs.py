@@ -1,13 +1,18 @@
-"""The tensors that the bench runs on: random ones, the founding patterns, or tensors saved from a real model."""
+"""The tensors that the bench runs on: drawn from a seed, in a pattern, or saved from a real model.
+
+A problem says how its sequences lie (dense, packed, in a key/value cache), a :class:`Case` how long each of them is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.kernels.features import PAGED
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,7 @@ class Pattern:
     random_k: bool = True
     random_v: bool = True
     range_k: bool = False
-    """K's row j is (j + 1) / seqlen_k in every element, as the founding ``--range-k`` has it."""
+    """K's row j is (j + 1) / seqlen_k in every element, as ``--range-k`` asks for it."""
 
     def describe(self) -> str:
         """One phrase for titles and results files."""
@@ -38,6 +43,8 @@ class Case:
     name: str = ""
     """Where the tensors come from (``layers.0 of model.safetensors``); empty for drawn ones."""
     inputs: Inputs | None = None
+    lengths: tuple[int, ...] = ()
+    """Of packed sequences: queries and keys of each. Of a cache: the rows in use of each sequence; all when empty."""
 
     @property
     def title(self) -> str:
@@ -46,7 +53,7 @@ class Case:
     def materialise(self, device: torch.device, seed: int, pattern: Pattern = RANDOM) -> Inputs:
         """The tensors on a device."""
         if self.inputs is None:
-            return random_inputs(self.problem, device, seed, pattern)
+            return random_inputs(self.problem, device, seed, pattern, self.lengths)
         return Inputs(
             **{
                 name: value.to(device) if isinstance(value, torch.Tensor) else value
@@ -55,26 +62,55 @@ class Case:
         )
 
 
-def random_inputs(problem: AttentionProblem, device: torch.device, seed: int, pattern: Pattern = RANDOM) -> Inputs:
-    """q ``(b, sq, h, d)``, k ``(b, sk, hk, d)``, v ``(b, sk, hk, dv)`` of a dense problem, from a seed.
+def random_inputs(
+    problem: AttentionProblem,
+    device: torch.device,
+    seed: int,
+    pattern: Pattern = RANDOM,
+    lengths: Sequence[int] = (),
+) -> Inputs:
+    """Tensors of a problem from a seed: q ``(b, sq, h, d)``, k ``(b, sk, hk, d)``, v ``(b, sk, hk, dv)``.
 
-    Drawn in f32 and rounded, so that every dtype of one shape and seed sees the same numbers.
+    Drawn in f32 and rounded, so that every dtype of one shape and seed sees the same numbers. Packed sequences are
+    ``(total, h, d)``; a cache in pages is ``(pages, rows, hk, d)`` with the pages in an order of their own.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def draw(length: int, heads: int, dim: int, random: bool) -> torch.Tensor:
-        shape = (problem.batch, length, heads, dim)
+    def draw(rows: tuple[int, ...], heads: int, dim: int, random: bool) -> torch.Tensor:
         # Drawn even when it is not used, so that a pattern changes one tensor and leaves the others as they were.
-        drawn = torch.randn(shape, generator=generator, device=device)
+        drawn = torch.randn((*rows, heads, dim), generator=generator, device=device)
         return (drawn if random else torch.ones_like(drawn)).to(problem.dtype)
 
-    q = draw(problem.seqlen_q, problem.heads, problem.head_dim, pattern.random_q)
-    k = draw(problem.seqlen_k, problem.kv_heads, problem.head_dim, pattern.random_k)
-    v = draw(problem.seqlen_k, problem.kv_heads, problem.head_dim_v, pattern.random_v)
-    if pattern.range_k:
+    rows_q, rows_k = (problem.batch, problem.seqlen_q), (problem.batch, problem.seqlen_k)
+    page = getattr(problem, *PAGED)
+    if problem.varlen:
+        rows_q = rows_k = (sum(lengths),)
+    elif page:
+        rows_k = (problem.batch * problem.seqlen_k // page, page)
+    q = draw(rows_q, problem.heads, problem.head_dim, pattern.random_q)
+    k = draw(rows_k, problem.kv_heads, problem.head_dim, pattern.random_k)
+    v = draw(rows_k, problem.kv_heads, problem.head_dim_v, pattern.random_v)
+    if pattern.range_k and not problem.varlen and not page:
         ramp = torch.arange(1, problem.seqlen_k + 1, device=device) / max(problem.seqlen_k, 1)
         k.copy_(ramp.view(1, -1, 1, 1).expand_as(k))
-    return Inputs(q, k, v)
+    return Inputs(q, k, v, **_lengths_of(problem, lengths, generator))
+
+
+def _lengths_of(problem: AttentionProblem, lengths: Sequence[int], generator: torch.Generator) -> dict[str, object]:
+    """The tensors that say where sequences lie and how long they are."""
+    device, page = generator.device, getattr(problem, *PAGED)
+    if problem.varlen:
+        starts = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        longest = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
+        return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, **longest}
+    found: dict[str, object] = {}
+    if problem.seqused_k:
+        used = list(lengths) or [problem.seqlen_k] * problem.batch
+        found["seqused_k"] = torch.tensor(used, dtype=torch.int32, device=device)
+    if page:
+        pages = torch.randperm(problem.batch * problem.seqlen_k // page, generator=generator, device=device)
+        found["block_table"] = pages.to(torch.int32).view(problem.batch, -1)
+    return found
 
 
 def load_cases(path: Path, arch: str | None, dtypes: tuple[torch.dtype, ...] | None = None) -> list[Case]:

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.problem import FEATURES, AttentionProblem, Inputs
+from flashlane.kernels.features import BIAS, VARLEN
 from flashlane.reference.masks import parts
 
 Call = Callable[[], torch.Tensor]
@@ -97,9 +98,9 @@ def _unfused(problem: AttentionProblem, inputs: Inputs) -> Call:
     return lambda: unfused(problem, inputs, mask)
 
 
-def _lacks(problem: AttentionProblem, *features: str) -> Reason:
-    """That the bench does not give a peer one of these features of a problem, or None when it has none of them."""
-    found = next((name for name in features if getattr(problem, name)), None)
+def _beyond(problem: AttentionProblem, *able: str) -> Reason:
+    """That the bench does not give a peer a feature of a problem; None when it has only those of ``able``."""
+    found = next((name for name in FEATURES if name not in able and getattr(problem, name)), None)
     return None if found is None else f"the bench does not give it {found}"
 
 
@@ -112,7 +113,7 @@ def _plain_only(problem: AttentionProblem) -> Reason:
     """For peers that are given a causal mask at most."""
     if _windowed(problem):
         return "the bench does not give it windows"
-    return _lacks(problem, "bias", "sinks", "alibi", "varlen", "softcap")
+    return _beyond(problem)
 
 
 def _half_only(problem: AttentionProblem) -> Reason:
@@ -137,7 +138,7 @@ def _flash_attn_supports(problem: AttentionProblem) -> Reason:
     """FlashAttention-2, -3 and -4 take windows, packed sequences and softcap."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype {problem.dtype_name}; it takes f16 and bf16"
-    return _other_alignment(problem) or _lacks(problem, "bias", "sinks", "alibi")
+    return _other_alignment(problem) or _beyond(problem, *VARLEN, "softcap")
 
 
 # --- torch's scaled_dot_product_attention, one entry a backend ---
@@ -166,7 +167,7 @@ def _aligned_with_torch(problem: AttentionProblem) -> bool:
 
 
 def _sdpa_supports(problem: AttentionProblem) -> Reason:
-    return _lacks(problem, "varlen", "alibi", "sinks", "softcap")
+    return _beyond(problem, *BIAS)
 
 
 def _cudnn_supports(problem: AttentionProblem) -> Reason:
@@ -192,7 +193,7 @@ def _flash_supports(problem: AttentionProblem) -> Reason:
         return _sdpa_supports(problem)
     reason = _nondeterministic(problem)
     if reason is None and (problem.varlen or _windowed(problem)):
-        return _flash_attn_supports(problem) or _lacks(problem, "softcap")
+        return _flash_attn_supports(problem) or _beyond(problem, *VARLEN)
     if problem.causal and problem.alignment == "bottom-right":  # reached through causal_lower_right
         return reason or _half_only(problem)
     return reason or _sdpa_maskless(problem)
@@ -323,7 +324,7 @@ def _flex_mask(problem: AttentionProblem, inputs: Inputs) -> Callable[..., torch
 
 
 def _flex_supports(problem: AttentionProblem) -> Reason:
-    return _lacks(problem, "bias", "sinks", "alibi", "softcap")
+    return _beyond(problem, *VARLEN)
 
 
 def _xformers(problem: AttentionProblem, inputs: Inputs) -> Call:
@@ -434,7 +435,7 @@ PEERS: tuple[Peer, ...] = (
     ),
 )
 ALIASES = {"(sdpa)": "(sdpa-efficient)", "(torch)": "(unfused)"}
-"""Founding names of baselines."""
+"""Other names of peers, which logs and habits have."""
 
 
 def peer_tags() -> tuple[str, ...]:

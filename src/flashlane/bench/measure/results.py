@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from flashlane.bench.measure.check import Verdict
 from flashlane.bench.measure.flops import Direction
 from flashlane.bench.measure.memory import Memory
-from flashlane.bench.measure.timing import Timing
+from flashlane.bench.measure.timing import PROTOCOLS, Timing
 from flashlane.core.files import write_atomically
 from flashlane.inspect.compile_report import Usage
 
@@ -45,7 +45,7 @@ class Row:
     sizes: dict[str, Any]
     tag: str
     kind: str
-    """``kernel`` (of the registry) or ``baseline``."""
+    """``kernel`` (of the registry) or ``peer`` (another library)."""
     status: str
     """``ok``, ``FAIL`` (its check), ``error`` (it raised) or ``unchecked``."""
     message: str = ""
@@ -53,10 +53,13 @@ class Row:
     values: tuple[float, ...] = ()
     """First, second and last element of the output."""
     timing: Timing | None = None
+    """By the protocol that the settings name first."""
+    timings: dict[str, Timing] = field(default_factory=dict)
+    """By every protocol that was asked for; empty in files of before there were several."""
     tflops: float | None = None
     tflops_all: float | None = None
     speedup: float | None = None
-    """Time of the best checked baseline of the same problem over this row's time."""
+    """Time of the best checked peer on the same problem over this row's time."""
     usage: Usage | None = None
     """Registers and shared memory of the compiled kernel, where there is one."""
     verdict: Verdict | None = None
@@ -108,7 +111,7 @@ class Results:
 
     @property
     def failed(self) -> list[Row]:
-        """Rows of kernels whose check failed or that raised; a baseline's faults are its own, and only shown."""
+        """Rows of kernels whose check failed or that raised; a peer's faults are its own, and only shown."""
         return [r for r in self.rows if r.kind == "kernel" and r.status in (FAIL, ERROR)]
 
     def to_json(self) -> str:
@@ -272,11 +275,16 @@ def results_of(body: Any, path: str) -> Results:
         raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from None
 
 
+OLD_NAMES = {"tflops_founding": "tflops_all"}
+"""Fields that files of earlier versions call otherwise; they call a peer's kind ``baseline``."""
 _PARTS = {"timing": Timing, "usage": Usage, "verdict": Verdict, "memory": Memory}
 
 
 def _row_of(row: dict[str, Any]) -> Row:
     parts = {name: _known(kind, row.get(name)) for name, kind in _PARTS.items()}
+    parts["timings"] = {name: _known(Timing, each) for name, each in (row.get("timings") or {}).items()}
+    row = {OLD_NAMES.get(name, name): value for name, value in row.items()}
+    row["kind"] = "peer" if row["kind"] == "baseline" else row["kind"]
     verdict = row.get("verdict")
     if verdict is not None:  # JSON has no infinity: an infinite error is null there
         infinite = {k: math.inf for k in ("max_error", "allowed", "relative_l2") if verdict.get(k) is None}
@@ -304,7 +312,7 @@ def finite(value: Any) -> Any:
 def _flat_names() -> tuple[str, ...]:
     sizes = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "dtype", "causal")
     figures = ("first", "second", "last", "ms", "ms_q1", "ms_q3", "ms_min", "ms_max", "ms_mean")
-    figures += ("rounds", "iterations", "method", "host_us", "cycles")
+    figures += (*(f"ms_{name}" for name in PROTOCOLS), "rounds", "iterations", "method", "host_us", "cycles")
     speeds = ("tflops", "tflops_peak", "tflops_mean", "tflops_all", "speedup", "mma_ceiling")
     memory = ("memory_extra", "memory_allocated", "memory_reserved", "memory_peak", "memory_method")
     usage = ("registers", "spills", "shared_bytes", "blocks_per_sm", "occupancy")
@@ -330,6 +338,7 @@ def _flat(row: Row, environment: dict[str, Any]) -> dict[str, Any]:
         flat |= {"ms": t.median, "ms_q1": t.quartile_low, "ms_q3": t.quartile_high}
         flat |= {"ms_min": t.fastest, "ms_max": t.slowest, "ms_mean": t.mean}
         flat |= {"rounds": t.rounds, "iterations": t.iterations, "method": t.method}
+    flat |= {f"ms_{name}": timing.median for name, timing in row.timings.items()}
     flat |= {"tflops": row.tflops, "tflops_peak": row.tflops_peak, "tflops_mean": row.tflops_mean}
     flat |= {"tflops_all": row.tflops_all, "speedup": row.speedup, "mma_ceiling": row.mma_ceiling}
     flat |= {"host_us": row.host_us, "cycles": row.cycles}

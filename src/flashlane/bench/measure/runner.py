@@ -30,11 +30,12 @@ from flashlane.bench.measure.peers import PEERS, Peer, peer_tags
 from flashlane.bench.measure.progress import Reporter, Silent
 from flashlane.bench.measure.results import ERROR, FAIL, OK, STOPPED, UNCHECKED, Results, Row, Skipped
 from flashlane.bench.measure.roofs import measure_roofs
-from flashlane.bench.measure.timing import Settings, Timing, clock_for, host_cost, measure
+from flashlane.bench.measure.timing import Settings, Timing, clocks_for, host_cost, measure_by
 from flashlane.core import registry
-from flashlane.core.problem import AttentionProblem, arch_of
+from flashlane.core.problem import FEATURES, AttentionProblem, arch_of
 from flashlane.core.registry import CompiledKernel, DeviceKernel, Kernel
 from flashlane.inspect.compile_report import Usage, backward_device_kernels, first_line, report_problem, usage_of
+from flashlane.kernels.features import BIAS, CACHE, DROPOUT, PAGED, VARLEN
 
 __all__ = ["Implementation", "Selection", "resolve_device", "run", "shared_outputs"]
 
@@ -164,7 +165,7 @@ def run(
     _check_directions(directions, settings)
     for case in cases:
         _check_case(case, directions, cycles)
-    clock_for(device, settings)  # refuses what the device cannot do before anything runs
+    clocks_for(device, settings)  # refuses what the device cannot do before anything runs
     if cycles:
         from flashlane.profile.tools import need_ncu
 
@@ -178,7 +179,9 @@ def run(
             "seed": seed,
             "directions": list(directions),
             "inputs": pattern.describe(),
-            "order": "interleaved round by round, every other round reversed",
+            "protocol": settings.protocols[0],
+            "order": f"interleaved round by round, each in an order drawn anew (seed {settings.order_seed})",
+            "calls": "the public function, its own allocation included",
         },
         unlisted=selection.unlisted,
     )
@@ -254,20 +257,32 @@ def _check_directions(directions: Sequence[Direction], settings: Settings) -> No
         )
 
 
+TAKEN = (*VARLEN, *CACHE, *PAGED, *BIAS)
+"""The features of a problem that the bench draws tensors for, or takes with tensors of a case."""
+
+
 def _check_case(case: Case, directions: Sequence[Direction], cycles: bool) -> None:
     problem = case.problem
-    for name in ("alibi", "sinks", "dropout_p", "needs_grad"):
-        if getattr(problem, name):
-            raise ValueError(f"problem {problem.describe()} has {name}; the bench takes dense forward problems")
-    if problem.varlen and case.inputs is None:
+    title = f"problem {problem.describe()}"
+    for name in (*FEATURES, "needs_grad"):
+        value = getattr(problem, name)
+        # A number (a soft cap) needs no tensor, so the bench can pose it.
+        if value and name not in TAKEN and (type(value) is bool or name in DROPOUT):
+            raise ValueError(f"{title} has {name}; the bench takes forward problems without")
+    undrawn = [name for name in CACHE if name != "seqused_k" and getattr(problem, name)]
+    if undrawn and case.inputs is None:
+        raise ValueError(f"{title} has {undrawn[0]} and no tensors; it comes as a Case with inputs")
+    if problem.varlen and case.inputs is None and len(case.lengths) != problem.batch:
         raise ValueError(
-            f"problem {problem.describe()} has varlen and no tensors; the bench draws dense problems only, packed "
-            "sequences come as a Case with inputs"
+            f"{title} has varlen and {len(case.lengths)} lengths; packed sequences come as a Case with the length of "
+            f"each, or with inputs"
         )
-    if problem.varlen and cycles:
-        raise ValueError(f"--cycles counts dense problems; {problem.describe()} has varlen")
-    if problem.bias and set(directions) != {"forward"}:
-        raise ValueError(f"problem {problem.describe()} has a bias; the bench differentiates problems without")
+    laid_out = [name for name in (*VARLEN, *CACHE, *PAGED) if getattr(problem, name)]
+    if laid_out and cycles:
+        raise ValueError(f"--cycles counts dense problems; {problem.describe()} has {laid_out[0]}")
+    undifferentiable = [name for name in (*CACHE, *PAGED, *BIAS) if getattr(problem, name)]
+    if undifferentiable and set(directions) != {"forward"}:
+        raise ValueError(f"{title} has {undifferentiable[0]}; the bench differentiates problems without")
 
 
 def _run_case(case: Case, direction: Direction, results: Results, plan: _Plan, seed: int) -> None:
@@ -301,9 +316,9 @@ def _run_case(case: Case, direction: Direction, results: Results, plan: _Plan, s
 
 def _time(running: list[_Checked], work: Work, plan: _Plan, results: Results) -> None:
     """Time what passed its check, interleaved, and fill in the rows."""
-    items, device = [c.item for c in running], plan.device
-    clock = clock_for(device, plan.settings)
-    timings = measure(items, clock, plan.settings, lambda tag: plan.reporter.step(f"{TIMING}{tag}"))
+    items, device = [c.item.as_called for c in running], plan.device
+    clocks = clocks_for(device, plan.settings)
+    timings = measure_by(clocks, items, plan.settings, lambda tag: plan.reporter.step(f"{TIMING}{tag}"))
     costs = host_cost(items, device) if plan.settings.graph else {}
     for entry, timing in zip(running, timings, strict=True):
         entry.row = _timed(entry.row, timing, work)
@@ -366,7 +381,7 @@ def _check(
             del result, returned
             if plan.memory and row.status in (OK, UNCHECKED):
                 with item.context():
-                    row = replace(row, memory=measure_memory(item.call, device, item.written))
+                    row = replace(row, memory=measure_memory(item.as_called.call, device))
         except Exception as error:  # whatever it raises, the run goes on and the row says it
             row = replace(row, status=ERROR, message=explained(error, heard))
             stop_if_broken(device, item.tag, problem, error)
@@ -435,16 +450,17 @@ def explained(error: Exception, heard: Sequence[warnings.WarningMessage]) -> str
     return text
 
 
-def _timed(row: Row, timing: Timing | Exception, work: Work) -> Row:
-    if isinstance(timing, Exception):
-        return replace(row, status=ERROR, message=f"while timing: {explained(timing, ())}")
+def _timed(row: Row, timings: dict[str, Timing] | Exception, work: Work) -> Row:
+    if isinstance(timings, Exception):
+        return replace(row, status=ERROR, message=f"while timing: {explained(timings, ())}")
+    timing = next(iter(timings.values()))
 
     def rate(ms: float, convention: Convention) -> float | None:
         return sum(tflops(one, ms, convention, work.direction) for one in work.sequences) if ms else None
 
     usual, peak, mean = (rate(ms, "gemm") for ms in (timing.median, timing.fastest, timing.mean))
-    founding = rate(timing.median, "founding")
-    return replace(row, timing=timing, tflops=usual, tflops_peak=peak, tflops_mean=mean, tflops_all=founding)
+    rates = {"tflops": usual, "tflops_peak": peak, "tflops_mean": mean, "tflops_all": rate(timing.median, "all")}
+    return replace(row, timing=timing, timings=timings, **rates)
 
 
 def _compared(rows: Sequence[Row]) -> list[Row]:

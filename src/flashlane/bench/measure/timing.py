@@ -1,26 +1,39 @@
-"""Timing: implementations interleaved round by round, device events on a GPU, a clock on the CPU.
+"""The one timer: implementations interleaved round by round, device events on a GPU, a clock on the CPU.
 
-One round times every implementation once, and every other round runs them in reverse order, so that drift of the
-clock or of the temperature falls on all alike. An implementation's figure in a round is the median of that round's
-iterations; its time is the median of its rounds, its spread the distance between their quartiles.
+One round times every implementation once, in an order that is drawn anew for each round, so that drift of the clock or
+of the temperature falls on all alike. On a power-limited card what ran before decides the clock: a kernel that is timed
+right after a slow one gains up to 9 %. On a GPU each implementation therefore runs by itself for ``preheat_ms`` right
+before its part of a round. A round's figure is the median of that round's iterations; an implementation's time is the
+median of its rounds, its spread the distance between their quartiles.
 
-On a GPU every iteration has its own pair of events, and before each the L2 cache is flushed by writing a buffer of
-twice its size, outside the events: every iteration finds its inputs in device memory. With ``graph`` an
-implementation is captured, several calls back to back, in a CUDA graph, and a replay is timed: the cost of the host
-is gone, and the inputs stay in L2 where they fit.
+Protocols on a GPU (a claim to be faster holds in *steady* and in *flushed*):
+
+``flushed``: every iteration has its own pair of events, and before each the L2 cache is flushed by writing a buffer of
+twice its size, outside the events, so that every iteration finds its inputs in device memory.
+
+``steady``: calls back to back between one pair of events; inputs stay in L2 where they fit.
+
+``replay``: an implementation is captured, several calls back to back, in a CUDA graph, and a replay is timed: the cost
+of the host is gone, and the inputs stay in L2 where they fit.
+
+On the CPU each call is timed by the host's clock, whatever the protocol.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+
+Way = Literal["flushed", "steady", "replay"]
+PROTOCOLS: tuple[Way, ...] = ("flushed", "steady", "replay")
 
 GRAPH_CALLS = 20
 """Calls captured in one graph at most; fewer when they are long."""
@@ -50,7 +63,21 @@ class Settings:
     max_iterations: int = 200
     budget_ms: float = 8000.0
     """An implementation whose rounds would take longer than this in all gets fewer of them (two at least)."""
-    graph: bool = False
+    preheat_ms: float = 25.0
+    """On a GPU each implementation runs by itself for this long right before it is timed, in every round."""
+    protocols: tuple[Way, ...] = ("flushed",)
+    """How calls are timed on a GPU; the first one's figures are those of the tables."""
+    order_seed: int = 0
+    """Of the order of each round."""
+
+    def __post_init__(self) -> None:
+        if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
+            raise ValueError(f"protocols is {self.protocols!r}; it may hold {', '.join(map(repr, PROTOCOLS))}")
+
+    @property
+    def graph(self) -> bool:
+        """Whether CUDA graphs are replayed, which goes with forward passes only."""
+        return "replay" in self.protocols
 
 
 @dataclass(frozen=True)
@@ -81,11 +108,11 @@ class Timing:
         return (self.quartile_high - self.quartile_low) / self.median if self.median else 0.0
 
 
-def interleaved(count: int, rounds: int) -> Iterator[tuple[int, int]]:
-    """(round, index) in the order in which they run: every other round backwards."""
+def drawn_order(count: int, rounds: int, seed: int = 0) -> Iterator[tuple[int, int]]:
+    """(round, index) in the order in which they run: that of each round is drawn anew."""
+    chance = random.Random(seed)
     for number in range(rounds):
-        order = range(count) if number % 2 == 0 else reversed(range(count))
-        yield from ((number, index) for index in order)
+        yield from ((number, index) for index in chance.sample(range(count), count))
 
 
 def summarise(samples: Sequence[float], iterations: int, method: str) -> Timing:
@@ -98,6 +125,8 @@ class Clock(Protocol):
     """One way of timing calls on a device."""
 
     method: str
+    preheats: bool
+    """Whether an implementation must run by itself right before it is timed."""
 
     def prepare(self, item: Timeable) -> Callable[[], object]:
         """What a round calls; ready when this returns."""
@@ -110,6 +139,7 @@ class HostClock:
     """``time.perf_counter`` around each call: the CPU runs what it is given before it returns."""
 
     method = "host clock"
+    preheats = False
 
     def prepare(self, item: Timeable) -> Callable[[], object]:
         return item.call
@@ -123,10 +153,11 @@ class HostClock:
         return samples
 
 
-class EventClock:
+class FlushedClock:
     """A pair of events around each call on torch's current stream, L2 flushed between calls."""
 
     method = "device events, L2 flushed"
+    preheats = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -147,6 +178,26 @@ class EventClock:
         return [start.elapsed_time(end) for start, end in events]
 
 
+class SteadyClock:
+    """One pair of events around calls back to back on torch's current stream, after one call ahead of them."""
+
+    method = "device events, back to back"
+    preheats = True
+
+    def prepare(self, item: Timeable) -> Callable[[], object]:
+        return item.call
+
+    def time(self, call: Callable[[], object], iterations: int) -> list[float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        call()
+        start.record()
+        for _ in range(iterations):
+            call()
+        end.record()
+        end.synchronize()
+        return [start.elapsed_time(end) / iterations]
+
+
 @dataclass(frozen=True)
 class _Replay:
     """A captured graph and how many calls it holds."""
@@ -162,6 +213,7 @@ class GraphClock:
     """A replay of a CUDA graph that holds several calls; the time is divided by their number."""
 
     method = "CUDA-graph replay, L2 warm"
+    preheats = True
 
     def __init__(self, device: torch.device, settings: Settings) -> None:
         self.device, self.round_ms = device, settings.round_ms
@@ -220,17 +272,31 @@ def host_cost(items: Sequence[Timeable], device: torch.device, calls: int = 20) 
     return found
 
 
-def clock_for(device: torch.device, settings: Settings) -> Clock:
-    """The clock of a device.
+def clocks_for(device: torch.device, settings: Settings) -> dict[str, Clock]:
+    """The clock of each protocol on a device; on the CPU the host's clock, by the name of the first protocol.
 
     Raises:
-        ValueError: ``graph`` was asked for on the CPU.
+        ValueError: ``replay`` was asked for on the CPU.
     """
-    if device.type == "cuda":
-        return GraphClock(device, settings) if settings.graph else EventClock(device)
-    if settings.graph:
-        raise ValueError(f"--graph replays CUDA graphs; the device is {device}, which has none")
-    return HostClock()
+    if device.type != "cuda":
+        if settings.graph:
+            raise ValueError(f"--graph replays CUDA graphs; the device is {device}, which has none")
+        return {settings.protocols[0]: HostClock()}
+    makers: dict[str, Callable[[], Clock]] = {
+        "flushed": lambda: FlushedClock(device),
+        "steady": SteadyClock,
+        "replay": lambda: GraphClock(device, settings),
+    }
+    return {name: makers[name]() for name in settings.protocols}
+
+
+def clock_for(device: torch.device, settings: Settings) -> Clock:
+    """The clock of the first protocol.
+
+    Raises:
+        ValueError: ``replay`` was asked for on the CPU.
+    """
+    return clocks_for(device, settings)[settings.protocols[0]]
 
 
 def measure(
@@ -239,37 +305,74 @@ def measure(
     settings: Settings,
     progress: Callable[[str], None] = lambda tag: None,
 ) -> list[Timing | Exception]:
-    """Time all items against each other; an item that raises gives its exception and the others go on."""
-    calls: list[Callable[[], object] | None] = []
-    results: list[Timing | Exception | None] = [None] * len(items)
-    plans: list[tuple[int, int]] = []
+    """:func:`measure_by` with one clock."""
+    found = measure_by({"": clock}, items, settings, progress)
+    return [timings if isinstance(timings, Exception) else timings[""] for timings in found]
+
+
+@dataclass
+class _Run:
+    """One implementation under one clock: what a round calls, how often, and what was measured."""
+
+    call: Callable[[], object]
+    estimate: float
+    """Milliseconds of a call."""
+    rounds: int
+    iterations: int
+    samples: list[float] = field(default_factory=list)
+
+
+def measure_by(
+    clocks: Mapping[str, Clock],
+    items: Sequence[Timeable],
+    settings: Settings,
+    progress: Callable[[str], None] = lambda tag: None,
+) -> list[dict[str, Timing] | Exception]:
+    """Time all items against each other, each under every clock.
+
+    An item that raises gives its exception and the others go on.
+    """
+    results: list[Exception | None] = [None] * len(items)
+    runs: list[dict[str, _Run]] = [{} for _ in items]
     for index, item in enumerate(items):
         progress(item.tag)
         try:
-            call = clock.prepare(item)
-            with item.context():
-                plans.append(_plan(_warm(call, clock, settings), settings))
-            calls.append(call)
+            for name, clock in clocks.items():
+                call = clock.prepare(item)
+                with item.context():
+                    estimate = _warm(call, clock, settings)
+                runs[index][name] = _Run(call, estimate, *_plan(estimate, settings))
         except Exception as error:  # a peer may raise anything; it becomes a row that says so
-            results[index] = error
-            plans.append((0, 0))
-            calls.append(None)
-    samples: list[list[float]] = [[] for _ in items]
-    for number, index in interleaved(len(items), max((rounds for rounds, _ in plans), default=0)):
-        rounds, iterations = plans[index]
-        call = calls[index]
-        if call is None or number >= rounds or results[index] is not None:
+            results[index], runs[index] = error, {}
+    rounds = max((run.rounds for by_clock in runs for run in by_clock.values()), default=0)
+    for number, index in drawn_order(len(items), rounds, settings.order_seed):
+        due = {name: run for name, run in runs[index].items() if number < run.rounds}
+        if results[index] is not None or not due:
             continue
         progress(items[index].tag)
         try:
             with items[index].context():
-                samples[index].append(statistics.median(clock.time(call, iterations)))
+                for name, run in due.items():
+                    if clocks[name].preheats:
+                        _preheat(run, settings.preheat_ms)
+                    run.samples.append(statistics.median(clocks[name].time(run.call, run.iterations)))
         except Exception as error:
             results[index] = error
     return [
-        done if done is not None else summarise(samples[index], plans[index][1], clock.method)
-        for index, done in enumerate(results)
+        failed or {name: summarise(run.samples, run.iterations, clocks[name].method) for name, run in by_clock.items()}
+        for failed, by_clock in zip(results, runs, strict=True)
     ]
+
+
+MOST_PREHEATS = 2000
+"""Calls of one preheating at most: a call that costs the host more than the device takes longer than it seems."""
+
+
+def _preheat(run: _Run, milliseconds: float) -> None:
+    """Run an implementation by itself for so long."""
+    calls = run.call.calls if isinstance(run.call, _Replay) else 1
+    for _ in range(min(MOST_PREHEATS, math.ceil(milliseconds / max(run.estimate * calls, 1e-3)))):
+        run.call()
 
 
 def _warm(call: Callable[[], object], clock: Clock, settings: Settings) -> float:

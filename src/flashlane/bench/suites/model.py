@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from flashlane.bench.measure.grid import make_problem
-from flashlane.bench.measure.timing import interleaved
+from flashlane.bench.measure.timing import drawn_order
 from flashlane.bench.suites.flash import FAIL, Column, OutOfMemory, Value, guarded, milliseconds, release, speedup
 from flashlane.core import registry
 from flashlane.core.dispatch import explain_problem
@@ -170,7 +170,7 @@ class ModelSuite:
                 say(f"warm up {name}")
                 training.step(name, steps, keep=False, first=number == 0)
         order = list(found.items())
-        for _, index in interleaved(len(order), self.steps):
+        for _, index in drawn_order(len(order), self.steps):
             name, steps = order[index]
             say(name)
             training.step(name, steps)
