@@ -13,37 +13,27 @@ Writes decode_candidates.json anew after each cell. Exit status 1 when a candida
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from decode import (
-    HEAD_DIM,
-    HEADS,
-    KV_HEADS,
-    PEERS,
-    AheadClock,
-    Cell,
-    Pool,
-    Rotating,
-    Row,
-    copy_rate,
-    fault,
-    line,
-    peer_calls,
-)
+import torch.nn.functional as F
+from decode import HEAD_DIM, HEADS, KV_HEADS, Cell, Row, line
 from gpu_run import device_or_exit, heat
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.results import write_atomically
-from flashlane.bench.measure.timing import GraphClock, Settings, measure
+from flashlane.bench.measure.roofs import copy_rate
+from flashlane.bench.measure.timing import Settings, clock_for, measure
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.decode.config import DecodeConfig, Shape, config_for, config_of, items_of, rows_of
@@ -232,6 +222,82 @@ def check_all() -> dict[str, str]:
 # ---- times
 
 
+PEERS = {
+    "(cudnn)": SDPBackend.CUDNN_ATTENTION,
+    "(flash)": SDPBackend.FLASH_ATTENTION,
+    "(efficient)": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+class Rotating:
+    """A call that goes to the next set of inputs each time."""
+
+    def __init__(self, tag: str, calls: Sequence[Callable[[], object]], backend: SDPBackend | None) -> None:
+        self.tag, self.calls, self.backend, self.next = tag, calls, backend, 0
+
+    def call(self) -> object:
+        self.next = (self.next + 1) % len(self.calls)
+        return self.calls[self.next]()
+
+    def context(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend)
+
+
+class Pool:
+    """Random keys and values that the cells cut their inputs from."""
+
+    def __init__(self, cells: Sequence[Cell], device: torch.device) -> None:
+        self.device = device
+        self.l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        most = max(self.sets(cell) * cell.cache_bytes for cell in cells)
+        self.data = torch.empty(most // 2, dtype=torch.bfloat16, device=device).normal_()
+
+    def sets(self, cell: Cell) -> int:
+        """Two sets at least, and together four times the L2 cache."""
+        return max(2, min(64, -(-4 * self.l2 // cell.cache_bytes)))
+
+    def inputs(self, cell: Cell) -> list[Inputs]:
+        rows = (cell.batch, cell.keys, KV_HEADS, HEAD_DIM)
+        size = cell.cache_bytes // 4
+        found = []
+        for number in range(self.sets(cell)):
+            start = number * 2 * size
+            k, v = (self.data[at : at + size].view(rows) for at in (start, start + size))
+            q = torch.randn(cell.batch, cell.tokens, HEADS, HEAD_DIM, device=self.device).bfloat16()
+            paging: dict[str, torch.Tensor] = {}
+            if cell.page_size:
+                k, v = (t.view(-1, cell.page_size, KV_HEADS, HEAD_DIM) for t in (k, v))
+                paging["block_table"] = torch.randperm(k.shape[0], device=self.device).int().view(cell.batch, -1)
+                paging["seqused_k"] = torch.tensor(cell.lengths(), dtype=torch.int32, device=self.device)
+            found.append(Inputs(q, k, v, **paging))
+        return found
+
+
+def peer_calls(sets: Sequence[Inputs]) -> list[Callable[[], torch.Tensor]]:
+    """torch's attention without a mask, on views."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    views = [tuple(t.transpose(1, 2) for t in (s.q, s.k, s.v)) for s in sets]
+    return [lambda v=v: call(*v) for v in views]
+
+
+def fault(problem: AttentionProblem, inputs: Inputs, out: torch.Tensor) -> str:
+    """What is wrong with the first and the last sequence, held against f32; empty when nothing is."""
+    for i in {0, problem.batch - 1}:
+        one = {"q": inputs.q[i : i + 1]}
+        if problem.page_size:
+            one |= {"block_table": inputs.block_table[i : i + 1], "seqused_k": inputs.seqused_k[i : i + 1]}
+        else:
+            one |= {"k": inputs.k[i : i + 1], "v": inputs.v[i : i + 1]}
+        ref, _ = reference_attention(replace(problem, batch=1), replace(inputs, **one), torch.float32)
+        error = float((out[i : i + 1].float() - ref).norm() / ref.norm())
+        if not error < 1e-2:
+            return f"sequence {i} is off by {error:.3g}"
+    return ""
+
+
 @dataclass
 class Found:
     """A cell: the rows of its implementations, and which one ``auto`` would take."""
@@ -277,6 +343,7 @@ def run_cell(cell: Cell, pool: Pool, copy: float, settings: Settings, good: set[
     if not cell.page_size:
         items += [Rotating(name, peer_calls(sets), backend) for name, backend in list(PEERS.items())[:2]]
     found = Found(cell.name, auto)
+    settings = replace(settings, protocols=("replay",) if cell.graph else ("flushed",))
     rows = {item.tag: Row(cell.name, item.tag) for item in items}
     for item in list(items):
         try:
@@ -286,8 +353,7 @@ def run_cell(cell: Cell, pool: Pool, copy: float, settings: Settings, good: set[
             rows[item.tag].check = f"not run: {str(error).splitlines()[0][:120]}"
         if rows[item.tag].check != "ok":
             items.remove(item)
-    clock = GraphClock(pool.device, settings) if cell.graph else AheadClock()
-    for item, timing in zip(items, measure(items, clock, settings), strict=True):
+    for item, timing in zip(items, measure(items, clock_for(pool.device, settings), settings), strict=True):
         rows[item.tag].take(timing, cell, copy)
     found.rows = list(rows.values())
     return found
@@ -319,7 +385,7 @@ def main() -> int:
     good = {name for name, what in faults.items() if not what}
     settings = Settings(rounds=max(5, arguments.rounds), round_ms=1.5, warmup_ms=4.0, max_iterations=20)
     heat(device)
-    copy = copy_rate(device)
+    copy = 1e9 * copy_rate(device)
     print(f"copy rate {copy / 1e9:.0f} GB/s", flush=True)
     pool = Pool(wanted, device)
     done: list[Found] = []

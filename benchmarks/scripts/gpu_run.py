@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,16 @@ import torch
 
 from flashlane import bench, jit
 from flashlane.bench.measure.flops import Direction
+from flashlane.bench.measure.implementations import Implementation
 from flashlane.bench.measure.progress import Bar
 from flashlane.bench.measure.results import Results
+from flashlane.bench.measure.timing import Way, clock_for, measure
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import DeviceKernel, Kernel
 from flashlane.jit import KernelSource
 
+BOTH: tuple[Way, ...] = ("flushed", "steady")
+"""The protocols of a published figure: a claim to be faster holds in both, and tables show the first."""
 ROUNDS = 5
 """Fewest rounds of a figure that is published."""
 HEAT_SECONDS = 1.0
@@ -67,6 +72,7 @@ def settings_for(implementations: int, seconds: float, rounds: int = ROUNDS) -> 
         warmup=2,
         max_iterations=100,
         budget_ms=max(400.0, 4 * share_ms),
+        protocols=BOTH,
     )
 
 
@@ -126,6 +132,46 @@ def run_and_keep(
         found = results
     if path is not None:
         found.write(path.parent, path.stem)
+    return found
+
+
+def time_interleaved(calls: Mapping[str, Callable[[], object]], rounds: int, round_ms: float) -> dict[str, list[float]]:
+    """Milliseconds of a call in each round, by the bench's timer, calls back to back: for variants of one kernel."""
+    settings = bench.Settings(rounds=rounds, round_ms=round_ms, warmup_ms=20.0, protocols=("steady",))
+    device = torch.device("cuda", torch.cuda.current_device())
+    items = [Implementation(name, "kernel", call) for name, call in calls.items()]
+    found = {}
+    for name, timing in zip(calls, measure(items, clock_for(device, settings), settings), strict=True):
+        if isinstance(timing, Exception):
+            raise timing
+        found[name] = list(timing.samples)
+    return found
+
+
+def rates(found: Mapping[str, Sequence[float]], work: float) -> dict[str, dict[str, float]]:
+    """Medians, spreads and TFLOP/s of calls that do so many FLOP, of their milliseconds."""
+    ms = {name: statistics.median(times) for name, times in found.items()}
+    return {
+        "ms": ms,
+        "spread": {name: (max(times) - min(times)) / ms[name] for name, times in found.items()},
+        "tflops": {name: work / median / 1e9 for name, median in ms.items()},
+    }
+
+
+def figures(results: Results | None, names: Mapping[str, str]) -> dict[str, dict[str, object]]:
+    """Of each implementation, by its name: ms, TFLOP/s, spread, the ms of further protocols, and why it has none."""
+    found: dict[str, dict[str, object]] = {"ms": {}, "tflops": {}, "spread": {}, "protocols": {}, "absent": {}}
+    for row in results or ():
+        name = names.get(row.tag, row.tag)
+        if row.timing is None:
+            found["absent"][name] = f"{row.status}: {row.message}"
+            continue
+        found["ms"][name], found["tflops"][name] = row.timing.median, row.tflops
+        found["spread"][name] = row.timing.spread
+        for protocol, timing in row.timings.items():
+            found["protocols"].setdefault(protocol, {})[name] = timing.median
+    for item in results.skipped if results else ():
+        found["absent"][names.get(item.tag, item.tag)] = item.reason
     return found
 
 

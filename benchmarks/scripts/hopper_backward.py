@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from gpu_run import ROUNDS, compile_ahead, device_or_exit, heat, run_and_keep
+from gpu_run import BOTH, ROUNDS, compile_ahead, device_or_exit, figures, heat, run_and_keep
 from hopper_shapes import PEER_TAGS, Shape, log_normal_lengths, make, square
 
 from flashlane import bench
@@ -176,18 +176,11 @@ def judged(cell: Cell, problem: AttentionProblem, results: Results | None, reaso
     names = {TAG: OURS, **{tag: name for name, tag in PEER_TAGS.items()}}
     row: Row = {"name": cell.name, "group": cell.group, "direction": cell.direction, "problem": problem.describe()}
     row |= {"asked": GROUPS[cell.group].asked, "ratio": None, "best_peer": None, "met": False, "cost": None}
-    ms, rates, spread, absent = {}, {}, {}, {} if reason is None else {OURS: reason}
-    free = None
-    for found in results or ():
-        name = names.get(found.tag, found.tag)
-        if found.timing is None:
-            absent[name] = f"{found.status}: {found.message}"
-        elif found.tag == ANY_ORDER:
-            free = found.timing.median
-        else:
-            ms[name], rates[name], spread[name] = found.timing.median, found.tflops, found.timing.spread
-    if results is not None:
-        absent |= {names.get(item.tag, item.tag): item.reason for item in results.skipped}
+    found = figures(results, names)
+    if reason is not None:
+        found["absent"][OURS] = reason
+    found["tflops"].pop(ANY_ORDER, None), found["spread"].pop(ANY_ORDER, None)
+    ms, free = found["ms"], found["ms"].pop(ANY_ORDER, None)
     others = {name: value for name, value in ms.items() if name != OURS}
     if OURS in ms and others:
         best = min(others, key=others.get)
@@ -195,7 +188,7 @@ def judged(cell: Cell, problem: AttentionProblem, results: Results | None, reaso
         row["met"] = row["ratio"] >= row["asked"]
     if OURS in ms and free:
         row["cost"] = ms[OURS] / free - 1
-    return row | {"ms": ms, "tflops": rates, "spread": spread, "absent": absent}
+    return row | found
 
 
 def line(row: Row) -> str:
@@ -304,7 +297,7 @@ def main() -> int:
         parser.error(str(error))
     settings = bench.Settings(
         rounds=max(ROUNDS, arguments.rounds), round_ms=arguments.round_ms, warmup_ms=40.0, max_iterations=100,
-        budget_ms=4000.0,
+        budget_ms=4000.0, protocols=BOTH,
     )  # fmt: skip
     todo = [cell for cell in chosen if cell.name not in rows]
     compile_ahead((registry.get(TAG), cell.build(device)[0]) for cell in todo if cell.direction == todo[0].direction)

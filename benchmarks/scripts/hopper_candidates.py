@@ -4,8 +4,8 @@
 
 The candidates of ``flashlane tune`` and more: problems that it does not tune (windows, pages, wide values) and few rows
 or heads, where parts of the keys are joined in the launch or by another. Each candidate is checked on a corner of its
-output against the formula in f32, then all of a problem are timed interleaved, hot. ``*`` marks what the tables choose.
-Exit status 1 when a candidate was wrong.
+output against the formula in f32, then all of a problem are timed interleaved, back to back. ``*`` marks what the
+tables choose. Exit status 1 when a candidate was wrong.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from gpu_run import ROUNDS, device_or_exit, heat
+from gpu_run import ROUNDS, device_or_exit, heat, rates, time_interleaved
 from hopper_features import TAG
-from hopper_forward import TOLERANCE, Call, rates, relative_error, time_interleaved
 from hopper_shapes import Shape, make, square
 
 from flashlane import jit
+from flashlane.bench.measure.check import relative_l2
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.flops import flops, sequences_of
 from flashlane.bench.measure.results import write_atomically
@@ -36,6 +37,9 @@ from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.reference.naive import reference_attention
 
 FORMAT = "flashlane-hopper-candidates/1"
+TOLERANCE = 1e-2
+"""Largest relative error of a bf16 output, ‖out − ref‖ / ‖ref‖."""
+Call = Callable[[], torch.Tensor]
 KERNEL = registry.get(TAG)
 CORNER = 64
 """Queries of one key/value head that are checked: the last ones."""
@@ -114,7 +118,7 @@ def measure(cell: Cell, device: torch.device, rounds: int, round_ms: float) -> d
     calls: dict[str, Call] = {}
     for config in dict.fromkeys((chosen, *KERNEL.candidates(problem))):
         call = launcher(config, problem, inputs)
-        error = relative_error(call()[:1, -CORNER:, : problem.group], right)
+        error = relative_l2(call()[:1, -CORNER:, : problem.group].float(), right.float())
         row["errors"][config.describe()] = error
         if error <= TOLERANCE:
             calls[config.describe()] = call

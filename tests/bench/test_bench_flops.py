@@ -1,4 +1,4 @@
-"""FLOP conventions, against the founding log and against counting by brute force."""
+"""FLOP conventions, against the baseline logs and against counting by brute force."""
 
 import pytest
 import torch
@@ -7,12 +7,12 @@ from flashlane.bench.measure.flops import flops, tflops
 from flashlane.bench.measure.grid import make_problem
 
 
-def test_founding_log():
-    """The founding log: 2.532172 ms at B1 H8 N8192 D64 is 55.34 TFLOPS, 5.120730 ms is 27.36."""
+def test_baseline_logs():
+    """The baseline logs: 2.532172 ms at B1 H8 N8192 D64 is 55.34 TFLOP/s, 5.120730 ms is 27.36."""
     problem = make_problem(1, 8, 8192, 64)
-    assert tflops(problem, 2.532172, "founding") == pytest.approx(55.34, abs=0.005)
-    assert tflops(problem, 5.120730, "founding") == pytest.approx(27.36, abs=0.005)
-    assert tflops(make_problem(1, 8, 8192, 512), 48.775554, "founding") == pytest.approx(22.60, abs=0.005)
+    assert tflops(problem, 2.532172, "all") == pytest.approx(55.34, abs=0.005)
+    assert tflops(problem, 5.120730, "all") == pytest.approx(27.36, abs=0.005)
+    assert tflops(make_problem(1, 8, 8192, 512), 48.775554, "all") == pytest.approx(22.60, abs=0.005)
 
 
 def test_gemm_is_four_bhnmd():
@@ -29,19 +29,19 @@ def test_counts_match_brute_force(seqlen_q, seqlen_k, causal, alignment):
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
     if causal:
         visible = torch.arange(seqlen_k) <= torch.arange(seqlen_q)[:, None] + shift
-    gemm = founding = 0
+    gemm = every = 0
     for seen in visible.sum(-1).tolist():
         gemm += 4 * seen * dim
         if seen:
-            founding += seen * (2 * dim - 1) + seen + 2 * (seen - 1) + 3 * seen + dim * (2 * seen - 1)
+            every += seen * (2 * dim - 1) + seen + 2 * (seen - 1) + 3 * seen + dim * (2 * seen - 1)
     assert flops(problem) == 6 * gemm
-    assert flops(problem, "founding") == 6 * founding
+    assert flops(problem, "all") == 6 * every
 
 
-def test_founding_formula_as_written():
+def test_every_formula_as_written():
     b, h, n, d = 2, 3, 50, 16
     written = b * h * (n * n * (2 * d - 1) + n * n + n * (2 * (n - 1) + 3 * n) + n * d * (2 * n - 1))
-    assert flops(make_problem(b, h, n, d), "founding") == written
+    assert flops(make_problem(b, h, n, d), "all") == written
 
 
 def test_unknown_convention():

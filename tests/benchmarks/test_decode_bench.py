@@ -28,7 +28,7 @@ def candidates(script: ModuleType) -> ModuleType:
     return importlib.import_module("decode_candidates")
 
 
-def test_the_grid_is_that_of_the_bars(script: ModuleType) -> None:
+def test_the_grid_is_that_of_the_targets(script: ModuleType) -> None:
     cells = script.grid()
     assert len({cell.name for cell in cells}) == len(cells)
     assert {cell.batch for cell in cells} == {1, 4, 16, 64}.union({8})
@@ -49,7 +49,7 @@ def judged(script: ModuleType, cell: object, ours: float, peer: float | None) ->
     return script.judge(cell, rows).missed
 
 
-def test_bars(script: ModuleType) -> None:
+def test_targets(script: ModuleType) -> None:
     large, small = script.Cell(64, 1024), script.Cell(1, 1024, graph=True)
     assert judged(script, large, 60.0, 61.0) == []
     assert "best peer" in judged(script, large, 62.0, 61.0)[0]
@@ -61,18 +61,18 @@ def test_bars(script: ModuleType) -> None:
     assert script.judge(large, [script.Row("c", "decode", check="sequence 0 is off by 1")]).missed
 
 
-def test_the_check_fails_for_a_wrong_sequence(script: ModuleType) -> None:
+def test_the_check_fails_for_a_wrong_sequence(candidates: ModuleType) -> None:
     q, k = torch.randn(2, 1, 4, 64).bfloat16(), torch.randn(2, 50, 2, 64).bfloat16()
     inputs = Inputs(q, k, k)
     problem = AttentionProblem.from_inputs(inputs)
     out = reference_attention(problem, inputs, torch.float32)[0].bfloat16()
-    assert script.fault(problem, inputs, out) == ""
+    assert candidates.fault(problem, inputs, out) == ""
     out[1, 0, 3] *= 1.1
-    assert "sequence 1" in script.fault(problem, inputs, out)
+    assert "sequence 1" in candidates.fault(problem, inputs, out)
 
 
-def test_calls_rotate(script: ModuleType) -> None:
-    item = script.Rotating("t", [lambda n=n: n for n in range(3)], None)
+def test_calls_rotate(candidates: ModuleType) -> None:
+    item = candidates.Rotating("t", [lambda n=n: n for n in range(3)], None)
     assert [item.call() for _ in range(5)] == [1, 2, 0, 1, 2]
 
 
@@ -88,6 +88,17 @@ def test_uneven_cells_count_the_keys_in_use(script: ModuleType) -> None:
     cell = script.Cell(16, 1000, page_size=16, uneven=True)
     assert sorted(cell.lengths())[::15] == [50, 1000] and cell.lengths() == cell.lengths() != sorted(cell.lengths())
     assert cell.bytes < script.Cell(16, 1000, page_size=16).bytes and "uneven" in cell.name
+
+
+def test_cells_are_problems_of_the_bench(script: ModuleType) -> None:
+    """The lengths of a cell reach the tensors, and its bytes are those that the bench counts."""
+    cell = script.Cell(4, 64, tokens=2, page_size=16, uneven=True)
+    case = script.case_of(cell, None)
+    inputs = case.materialise(torch.device("cpu"), seed=0)
+    assert inputs.seqused_k.tolist() == cell.lengths() and inputs.k.shape == (16, 16, 8, 128)
+    assert sorted(inputs.block_table.flatten().tolist()) == list(range(16))
+    dense = script.case_of(script.Cell(2, 64), None).materialise(torch.device("cpu"), seed=0)
+    assert dense.k.shape == (2, 64, 8, 128) and dense.seqused_k is None
 
 
 def test_every_cell_has_candidates_of_all_kinds(candidates: ModuleType) -> None:

@@ -154,7 +154,7 @@ def test_qkv_file(invoke, tmp_path):
 
 
 def test_founding_flags(invoke):
-    words = ["--baselines", "none", "--torch", "--show-all", "--no-rand-v", "--range-k", "--flops", "founding"]
+    words = ["--baselines", "none", "--torch", "--show-all", "--no-rand-v", "--range-k", "--flops", "all"]
     done = invoke(*SMALL, "--tags", "tiled", *words, "--warmup", "1", "--iters", "2", "--seed", "7")
     assert done.exit_code == 0, done.output
     assert "(unfused)" in done.stdout and "(flash)" not in done.stdout and "1.000000" in done.stdout

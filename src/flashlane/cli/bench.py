@@ -127,7 +127,8 @@ def command(
         ),
     ] = None,
     flops: Annotated[
-        str, o.option("--flops", help="gemm (4·B·H·N·M·D) or founding (the founding logs').", panel=o.OUTPUT)
+        str,
+        o.option("--flops", help="gemm (4·B·H·N·M·D) or all (every operation, as the baseline logs).", panel=o.OUTPUT),
     ] = "gemm",
     out: o.Out = o.RESULTS,
 ) -> None:

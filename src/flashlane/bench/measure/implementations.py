@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -142,6 +143,12 @@ def public_call(problem: AttentionProblem, inputs: Inputs, tag: str) -> Callable
         asked |= {"cache_leftpad": inputs.leftpad_k, "block_table": inputs.block_table}
         return lambda: flashlane.flash_attn_with_kvcache(q, k, v, num_splits=problem.num_splits, **asked)
     return lambda: flashlane.flash_attn_func(q, k, v, deterministic=problem.deterministic, **asked)
+
+
+def rotating(item: Implementation, others: Sequence[Callable[[], Outcome]]) -> Implementation:
+    """The same thing to run, which goes to the next set of inputs at each call."""
+    turns = itertools.cycle((item.call, *others))
+    return replace(item, call=lambda: next(turns)())
 
 
 def _of_peer(work: Work, peer: Peer) -> Implementation:

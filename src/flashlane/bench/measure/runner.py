@@ -22,6 +22,7 @@ from flashlane.bench.measure.implementations import (
     Work,
     first_second_last,
     prepare,
+    rotating,
     shared_outputs,
 )
 from flashlane.bench.measure.inputs import RANDOM, Case, Pattern
@@ -306,17 +307,40 @@ def _run_case(case: Case, direction: Direction, results: Results, plan: _Plan, s
         del oracle
         free_memory(device)
         running = [c for c in checked if c.runs]
-        _time(running, work, plan, results)
+        rotations = _rotations(case, work, plan, seed) if plan.settings.rotate else []
+        _time(running, work, plan, results, rotations)
         if plan.cycles:
             _count_cycles(running, work, results, plan, seed)
         results.rows += _compared([c.row for c in checked])
-    del inputs, work, checked, running
+    del inputs, work, checked, running, rotations
     free_memory(device)
 
 
-def _time(running: list[_Checked], work: Work, plan: _Plan, results: Results) -> None:
+MOST_ROTATIONS = 64
+L2_SHARE = 4
+"""Sets of inputs that calls take turns over are this many times as large as L2 in all; two at least."""
+
+
+def _rotations(case: Case, work: Work, plan: _Plan, seed: int) -> list[Work]:
+    """The problem on further tensors of its own: what :attr:`Settings.rotate` takes turns over."""
+    if plan.device.type != "cuda" or case.inputs is not None:
+        return []
+    l2 = torch.cuda.get_device_properties(plan.device).L2_cache_size
+    one = sum(t.nbytes for t in (work.inputs.q, work.inputs.k, work.inputs.v))
+    count = max(2, min(MOST_ROTATIONS, math.ceil(L2_SHARE * l2 / one)))
+    made = []
+    for number in range(1, count):
+        inputs = case.materialise(plan.device, seed + 7919 * number, plan.pattern)
+        made.append(prepare(case.problem, inputs, work.direction, plan.selection, plan.device, seed))
+    return made
+
+
+def _time(running: list[_Checked], work: Work, plan: _Plan, results: Results, rotations: Sequence[Work] = ()) -> None:
     """Time what passed its check, interleaved, and fill in the rows."""
     items, device = [c.item.as_called for c in running], plan.device
+    if rotations:
+        alike = [{item.tag: item.as_called.call for item in other.items} for other in rotations]
+        items = [rotating(item, [calls[item.tag] for calls in alike]) for item in items]
     clocks = clocks_for(device, plan.settings)
     timings = measure_by(clocks, items, plan.settings, lambda tag: plan.reporter.step(f"{TIMING}{tag}"))
     costs = host_cost(items, device) if plan.settings.graph else {}
