@@ -39,6 +39,10 @@ class SeqlenConfig:
         """Name and value of each compile-time constant."""
         return tuple((field.name.upper(), getattr(self, field.name)) for field in fields(self))
 
+    def words(self) -> list[str]:
+        """What is on, for tables."""
+        return [field.name for field in fields(self) if getattr(self, field.name)]
+
 
 class SeqlenParams(ctypes.Structure):
     """Mirror of ``SeqlenParams``."""

@@ -30,13 +30,13 @@ struct VarlenSearchByWarp {
     };
     // blocks_of(batch): m-blocks of a sequence. Each stands for `tiles_per_block` tiles.
     template <typename BlocksOf>
-    __device__ __forceinline__ Found find(int index, int sequences, int tiles_per_block_a, int tiles_per_block_b, const BlocksOf& blocks_of) {
+    __device__ __forceinline__ Found find(int index, int sequences, int tiles_per_block, const BlocksOf& blocks_of) {
         const int lane = threadIdx.x % WARP;
         for (; first_batch < sequences; first_batch += WARP) {
             const int batch = first_batch + lane;
             int blocks = 0;
             if (batch < sequences) blocks = blocks_of(batch);
-            const int tiles = blocks * tiles_per_block_a * tiles_per_block_b, end = warp_inclusive_sum(tiles);
+            const int tiles = blocks * tiles_per_block, end = warp_inclusive_sum(tiles);
             const u32 after = __ballot_sync(0xffffffffu, index < tiles_before + end);
             if (after != 0) {
                 const int owner = __ffs(after) - 1;

@@ -1,29 +1,34 @@
-"""A configuration of the Hopper forward kernel as a value: what ``forward.cu`` is compiled with, what it then takes."""
+"""A configuration of the Hopper forward kernel: the constants that its device code is compiled with, and its resources."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from flashlane.core.registry import Resources
 from flashlane.jit import KernelSource
 from flashlane.kernels.device_file import device_code
+from flashlane.kernels.hopper.arch import CHUNK, ELEMENTS, WARPGROUP
 from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header
+from flashlane.kernels.score import ScoreConfig
+from flashlane.kernels.seqlen import SeqlenConfig
 
-ARCH = "sm_90a"
 SOURCE = "kernels/hopper/forward/kernel.cu"
-ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16"}
-ROWS = 64
+COMBINE = "kernels/hopper/forward/combine.cu"
+COMBINE_WARPS = 4
+"""Warps of a CTA of ``combine.cu``."""
+CONSUMER_ROWS = 64
 """Rows of the tile that one consumer warpgroup has."""
-CHUNK = 64
-"""Columns of a chunk of shared memory: 128 bytes, the widest swizzle."""
-WARPGROUP = 128
 TILE_BYTES = 16
 WORDS_BYTES = 16
-"""Words that threads of a block or cluster tell each other, for each of two purposes."""
+"""Words in shared memory that threads of a CTA or cluster pass on, for each of two purposes."""
 MAX_COLUMNS_V = 256
 """Columns of v of an accumulator: 128 registers a thread."""
 REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 """Registers of a producer and of a consumer thread, by the number of consumer warpgroups."""
+TILE_CONSTANTS = ("head_dim", "head_dim_v", "columns_v", "v_slices", "block_m", "block_n", "pack_gqa", "consumers")
+TILE_CONSTANTS += ("stages", "q_stages", "cluster", "q_in_registers", "one_barrier", "pingpong", "late_wait")
+TILE_CONSTANTS += ("has_left", "has_right", "gather", "split", "combine_in_kernel")
+"""Properties of a configuration that are constants of the same name."""
 
 
 def columns_of(head_dim_v: int) -> int:
@@ -34,59 +39,55 @@ def columns_of(head_dim_v: int) -> int:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Compile-time constants of ``forward.cu``; its head draws the roles."""
+    """Compile-time constants of ``kernel.cu``, whose head draws the roles."""
 
     dtype: str
     head_dim: int
     head_dim_v: int
     block_n: int
-    """Keys of a block."""
+    """Keys of an n-block."""
     consumers: int = 2
     """Consumer warpgroups, of 64 rows each."""
     stages: int = 2
-    """Stages of the ring; each holds a block of keys and one of values."""
+    """Stages of the pipeline; each holds one n-block of K and one of V."""
     q_stages: int = 1
-    """Tiles whose queries have a place at once."""
+    """Tiles whose Q is in shared memory at once."""
     q_in_registers: bool = False
     one_barrier: bool = True
-    """A stage's keys and values arrive and leave together; otherwise the keys leave as soon as S is there."""
+    """K and V of a stage arrive and leave at once; otherwise K leaves as soon as S is complete."""
     pingpong: bool = False
-    """Consumers issue their products in turn."""
+    """Ping-pong scheduling: consumers issue their products one after another."""
     late_wait: bool = False
-    """Keep the exponentials above the wait for P·V, against ptxas."""
+    """A redundant wait keeps the exponentials above the wait for P·V, where ptxas would move them below it."""
     cluster: int = 1
-    """Blocks that share a tile's rows and load each block of keys together, each a part of it for all: 1 or 2."""
-    pack: int = 1
+    """CTAs that share a tile's rows; each loads a share of every n-block into all of them: 1 or 2."""
+    pack_gqa: int = 1
     """Query heads of a group whose rows share a tile."""
     has_left: bool = False
     has_right: bool = False
-    softcap: bool = False
-    alibi: bool = False
-    sinks: bool = False
-    varlen: bool = False
-    cache: bool = False
-    """Lengths, first rows or batch rows of K and V come by sequence."""
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    seqlen: SeqlenConfig = field(default_factory=SeqlenConfig)
     page_rows: int = 0
-    """Rows of a box of a paged cache, or 0."""
+    """Rows of a TMA box of a paged cache, or 0."""
     gather: bool = False
     """Rows of a paged cache come by cp.async, for pages that no box fits."""
     split: bool = False
-    """Partial results of parts of the keys, in f32."""
-    fused: bool = False
-    """The warps that finish a tile's last part join them; otherwise ``combine.cu`` does, in a launch of its own."""
+    """Keys are split; the results of the parts are partial, in f32."""
+    combine_in_kernel: bool = False
+    """The warpgroups that store a tile's last part combine all parts; otherwise ``combine.cu`` does."""
 
     @property
-    def block_rows(self) -> int:
-        """Rows of a tile that one block has."""
-        return ROWS * self.consumers
+    def cta_rows(self) -> int:
+        """Rows of a tile that one CTA has."""
+        return CONSUMER_ROWS * self.consumers
 
     @property
     def block_m(self) -> int:
         """Rows of a tile."""
-        return self.block_rows * self.cluster
+        return self.cta_rows * self.cluster
 
     @property
-    def slices(self) -> int:
+    def v_slices(self) -> int:
         """Tiles that share the columns of v, each with an accumulator's width at most."""
         return -(-self.head_dim_v // MAX_COLUMNS_V)
 
@@ -105,24 +106,24 @@ class HopperConfig:
 
     @property
     def regions(self) -> dict[str, int]:
-        """Bytes of each part of shared memory."""
+        """Bytes of each part of ``SharedStorage``."""
         qk, v = (-(-d // CHUNK) * CHUNK * 2 for d in (self.head_dim, self.columns_v))
-        kinds = 1 if self.one_barrier else 2
-        barriers = 2 * self.q_stages + 2 * kinds * self.stages
+        pipelines = 1 if self.one_barrier else 2
+        barriers = 2 * self.q_stages + 2 * pipelines * self.stages
         if self.cluster > 1:
-            barriers += kinds * self.stages + 2
-        parts = {"Q": self.q_stages * self.block_rows * qk, "KV": self.stages * self.block_n * (qk + v)}
-        words = WORDS_BYTES * ((self.gather or self.cluster > 1) + self.fused)
+            barriers += pipelines * self.stages + 2
+        parts = {"Q": self.q_stages * self.cta_rows * qk, "KV": self.stages * self.block_n * (qk + v)}
+        words = WORDS_BYTES * ((self.gather or self.cluster > 1) + self.combine_in_kernel)
         return parts | {"barriers": -(-8 * barriers // 16) * 16 + TILE_BYTES * self.q_stages + words}
 
     @property
     def box_rows(self) -> int:
-        """Rows of keys that one copy brings."""
+        """Rows of keys that one TMA load brings."""
         return self.page_rows or self.block_n // self.cluster
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of one block."""
+        """Bytes of one CTA."""
         return sum(self.regions.values())
 
     def resources(self) -> Resources:
@@ -130,39 +131,22 @@ class HopperConfig:
 
     def constants(self) -> tuple[tuple[str, int | bool | str], ...]:
         """Name and value of each constant of ``config.cuh``."""
-        plain = ("head_dim", "head_dim_v", "columns_v", "slices", "block_m", "block_n", "pack", "consumers", "stages")
-        plain += ("q_stages", "cluster")
-        plain += (
-            "q_in_registers",
-            "one_barrier",
-            "pingpong",
-            "late_wait",
-            "has_left",
-            "has_right",
-            "softcap",
-            "alibi",
-            "sinks",
-            "varlen",
-            "cache",
-            "gather",
-            "split",
-            "fused",
-        )
         element = ELEMENTS[self.dtype]
         return (
             ("Element", element),
             ("Out", "float" if self.split else element),
-            *((name.upper(), getattr(self, name)) for name in plain),
-            ("PAGED", self.page_rows > 0 or self.gather),
+            *((name.upper(), getattr(self, name)) for name in TILE_CONSTANTS),
+            *self.score.constants(),
+            *self.seqlen.constants(),
             ("BOX_ROWS", self.box_rows),
             *zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), self.registers, strict=True),
             ("SHARED_BYTES", self.shared_memory),
         )
 
     def source(self) -> KernelSource:
-        """The template with these constants."""
+        """The device code with these constants."""
         shapes = wgmma_header(self.dtype, (self.block_n, self.columns_v))
-        # An attribute cannot depend on a constant, and a cluster of one block is not the same as none.
+        # An attribute cannot depend on a constant, and a cluster of one CTA is not the same as none.
         clustered = f"#define CLUSTERED {f'__cluster_dims__({self.cluster}, 1, 1)' if self.cluster > 1 else ''}\n"
         headers = ((HEADER, shapes), ("hopper_clustered.cuh", clustered))
         return KernelSource(SOURCE, device_code(SOURCE), "hopper_forward", self.constants(), headers)
@@ -171,8 +155,16 @@ class HopperConfig:
         """The tile and what is switched on, for tables: ``128x144, 2 stages, q_in_registers``."""
         words = [f"{self.block_m}x{self.block_n}", f"{self.stages} stages"]
         shown = ("dtype", "head_dim", "head_dim_v", "block_n", "consumers", "stages")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in shown and value != field.default:
-                words.append(field.name if value is True else f"{field.name}={value}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, ScoreConfig | SeqlenConfig):
+                words += value.words()
+            elif each.name not in shown and value != each.default:
+                words.append(each.name if value is True else f"{each.name}={value}")
         return ", ".join(words)
+
+
+def combine_source(dtype: str, head_dim_v: int, score: ScoreConfig) -> KernelSource:
+    """``combine.cu`` for a dtype, a head dim and the score modifiers, of which the sinks matter."""
+    constants = (("Element", ELEMENTS[dtype]), ("HEAD_DIM_V", head_dim_v), *score.constants())
+    return KernelSource(COMBINE, device_code(COMBINE), "hopper_combine", constants)

@@ -19,7 +19,7 @@ from flashlane.jit import KernelSource, launch, tensormap
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper.forward import tile_scheduler as schedule
 from flashlane.kernels.hopper.forward import tiles as shapes
-from flashlane.kernels.hopper.forward.config import ARCH, CHUNK, ELEMENTS, ROWS, HopperConfig, columns_of
+from flashlane.kernels.hopper.forward.config import HopperConfig, columns_of
 from flashlane.kernels.params import LOG2_E, unsupported_features
 
 MAX_HEAD_DIM = 256

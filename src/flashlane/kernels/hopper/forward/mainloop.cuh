@@ -1,0 +1,256 @@
+// The steps of a consumer warpgroup: products, softmax, and the waits between them.
+//
+// A stage holds K of one n-block and V of the n-block before it, so that a step issues S = Q·Kᵀ of its own n-block and
+// O += P·V of the last one. The head of kernel.cu draws the stream of steps.
+#pragma once
+#include "hopper/forward/epilogue.cuh"
+#include "mbarrier.cuh"
+#include "wgmma.cuh"
+
+struct Mainloop {
+    const Params& p;
+    const u32 base;
+    const ConsumerRows rows;
+    PipelineState<STAGES> kv;
+    PipelineState<Q_STAGES> queries;
+    WorkTile tile;                 // of which scores are made
+    Seqlen sequence;               // of that tile
+    RowLimits limits;
+    float alibi_distance[2], alibi_slope[2];  // query + shift, relative to the first column of n-block 0
+    RowSoftmax softmax;
+    int v_rows = BLOCK_N;          // rows of the next V that are keys; the others are out of bounds and hold anything
+    u32 q_fragments[cfg::Q_IN_REGISTERS ? 4 * QK_STEPS : 1];
+    float s[BLOCK_N / 2];
+    u32 probabilities[BLOCK_N / 4];
+    OutputTile o;
+    InKernelCombine combine;
+
+    __device__ __forceinline__ Mainloop(const Params& params, u32 address, int warpgroup)
+        : p(params), base(address), rows(warpgroup), sequence(params.seqlen, 0) {}
+
+    __device__ __forceinline__ Epilogue epilogue() const { return {p, rows}; }
+
+    // ---- pipelines: the consumer's side
+
+    __device__ __forceinline__ u32 kv_barrier(u32 which) const { return which + 8 * kv.index; }
+    __device__ __forceinline__ void wait_kv() const {
+        mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[K].full)), kv.phase);
+        if (!cfg::ONE_BARRIER) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
+        if (cfg::GATHER) fence_proxy_async();  // cp.async wrote it
+    }
+    __device__ __forceinline__ void release_k() const {
+        if (!cfg::ONE_BARRIER) mbarrier_arrive_warp(kv_barrier(SHARED(base, kv_barriers[K].empty)), rows.lane);
+    }
+    __device__ __forceinline__ void release_kv() {
+        mbarrier_arrive_warp(kv_barrier(SHARED(base, kv_barriers[V].empty)), rows.lane);
+        kv.advance();
+    }
+    // The next work tile, with its Q.
+    __device__ __forceinline__ WorkTile wait_tile() const {
+        mbarrier_wait(SHARED(base, q_barriers.full) + 8 * queries.index, queries.phase);
+        const int4 words = load_shared_int4(SHARED(base, tiles) + static_cast<u32>(sizeof(WorkTile)) * queries.index);
+        return {uniform(words.x), uniform(words.y), uniform(words.z), uniform(words.w)};
+    }
+    __device__ __forceinline__ void release_q() {
+        __syncwarp();
+        mbarrier_arrive_warp(SHARED(base, q_barriers.empty) + 8 * queries.index, rows.lane);
+        queries.advance();
+    }
+    // Ping-pong scheduling: the consumers issue their products one after another.
+    __device__ __forceinline__ void pingpong_wait() const {
+        if (cfg::PINGPONG) named_barrier_sync(PINGPONG + rows.warpgroup, 2 * WARPGROUP);
+    }
+    __device__ __forceinline__ void pingpong_arrive() const {
+        if (cfg::PINGPONG)
+            named_barrier_arrive(PINGPONG + (rows.warpgroup + 1 == CONSUMERS ? 0 : rows.warpgroup + 1), 2 * WARPGROUP);
+    }
+
+    // ---- products
+
+    __device__ __forceinline__ void gemm_qk() {
+        // Read anew, or ptxas computes a tile's descriptors once and keeps them where wgmma cannot take them from.
+        const u32 from = COMBINE_IN_KERNEL ? uniform(base) : base;
+        const u64 k = wgmma_k_inner(SHARED(from, kv) + kv.index * STAGE_BYTES);
+        const u64 q = wgmma_k_inner(SHARED(from, q) + queries.index * Q_BYTES + rows.warpgroup * CONSUMER_ROWS * ROW_BYTES);
+#pragma unroll
+        for (int i = 0; i < QK_STEPS; ++i) {
+            const u64 k_step = k + (i / 4 * KV_CHUNK + i % 4 * 32) / 16;
+            if constexpr (cfg::Q_IN_REGISTERS) Wgmma<BLOCK_N>::rs(s, &q_fragments[4 * i], k_step, i > 0);
+            else Wgmma<BLOCK_N>::ss(s, q + (i / 4 * Q_CHUNK + i % 4 * 32) / 16, k_step, i > 0);
+        }
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void gemm_pv() {
+        const u64 v = wgmma_n_inner(SHARED(base, kv) + K_BYTES + kv.index * STAGE_BYTES, KV_CHUNK);
+#pragma unroll
+        for (int i = 0; i < PV_STEPS; ++i)
+            Wgmma<COLUMNS_V>::rs_mn(o, &probabilities[4 * i], v + i * (16 * ROW_BYTES / 16), true);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void load_q_fragments() {
+        if constexpr (cfg::Q_IN_REGISTERS) {
+            const int row = rows.warpgroup * CONSUMER_ROWS + rows.warp * 16 + rows.lane % 16;
+            const u32 q = SHARED(base, q) + queries.index * Q_BYTES;
+#pragma unroll
+            for (int i = 0; i < QK_STEPS; ++i) {
+                const int vector = i % 4 * 2 + rows.lane / 16;
+                u32 (&fragment)[4] = *reinterpret_cast<u32(*)[4]>(&q_fragments[4 * i]);
+                ldmatrix_x4(fragment, q + i / 4 * Q_CHUNK + row * ROW_BYTES + ((vector ^ (row % 8)) << 4));
+            }
+            release_q();
+        }
+    }
+    // P·V adds 0 · v for keys that do not exist, so their rows of V must be numbers. Once for a tile that ends inside a block;
+    // every consumer writes the same zeros.
+    __device__ __forceinline__ void zero_out_of_bounds_v() {
+        if constexpr (OUT_OF_BOUNDS_ROWS) {
+            if (v_rows < BLOCK_N) {
+                const u32 v = SHARED(base, kv) + K_BYTES + kv.index * STAGE_BYTES;
+                const int vectors = (BLOCK_N - v_rows) * (ROW_BYTES / 16);
+                for (int i = threadIdx.x % WARPGROUP; i < vectors * V_CHUNKS; i += WARPGROUP)
+                    store_shared(v + i / vectors * KV_CHUNK + v_rows * ROW_BYTES + i % vectors * 16, make_uint4(0, 0, 0, 0));
+                fence_proxy_async();
+                named_barrier_sync(WARPGROUP_SYNC + rows.warpgroup, WARPGROUP);
+                v_rows = BLOCK_N;
+            }
+        }
+    }
+
+    // ---- softmax of one n-block, in registers
+
+    // What the mask and the score transform need of the tile's rows.
+    __device__ __forceinline__ void begin_rows() {
+        const TileMask mask = mask_of(p, sequence);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = tile.row + rows.row(half), query = row / PACK_GQA, first_column = 2 * (rows.lane % 4);
+            limits.end[half] = mask.end(query) - first_column;
+            limits.first[half] = mask.first(query) - first_column;
+            alibi_distance[half] = 0.f, alibi_slope[half] = 0.f;
+            if constexpr (Score::ALIBI) {
+                const int head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
+                alibi_distance[half] = query + sequence.shift - first_column;
+                alibi_slope[half] = Score::slope(p.score, tile.batch, head);
+            }
+        }
+    }
+    template <bool MASKED>
+    __device__ __forceinline__ void softmax_of(int n_block, bool mask, float (&alpha)[2]) {
+        float bias[2], distance[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) distance[half] = alibi_distance[half] - n_block * BLOCK_N;
+        transform_scores(p.score, s, distance, alibi_slope);
+        if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
+        softmax.update_max<MASKED>(s, Score::late_scale(p.score), alpha, bias);
+        softmax.exponentiate<Score::TRANSFORMED>(s, p.score.scale_log2, alpha, bias);
+    }
+    __device__ __forceinline__ void softmax_of_first(int n_block, bool mask) {
+        float alpha[2];
+        softmax.reset();
+        softmax_of<true>(n_block, mask, alpha);
+    }
+    __device__ __forceinline__ void pack_probabilities() {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; ++i) probabilities[i] = Convert<Element>::pack(s[2 * i], s[2 * i + 1]);
+    }
+    __device__ __forceinline__ void rescale_output(const float (&alpha)[2]) {
+        if (!__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f)) return;
+#pragma unroll
+        for (int i = 0; i < COLUMNS_V / 2; ++i) o[i] *= alpha[i / 2 % 2];
+    }
+    __device__ __forceinline__ void zero_output() {
+#pragma unroll
+        for (int i = 0; i < COLUMNS_V / 2; ++i) o[i] = 0.f;
+    }
+
+    // ---- steps
+
+    // Steady state: S of this n-block is issued before P·V of the last one; the softmax of S runs under P·V.
+    template <bool MASKED>
+    __device__ __forceinline__ void step(int n_block) {
+        float alpha[2];
+        wait_kv();
+        zero_out_of_bounds_v();
+        pingpong_wait();
+        wgmma_fence();
+        gemm_qk();
+        gemm_pv();
+        pingpong_arrive();
+        wgmma_wait<1>(s);
+        release_k();
+        softmax_of<MASKED>(n_block, MASKED, alpha);
+        // Complete since the step began. The wait ends the basic block, or ptxas moves the one below above the exponentials.
+        if (cfg::LATE_WAIT) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
+        wgmma_wait<0>(o);
+        release_kv();
+        pack_probabilities();
+        rescale_output(alpha);
+    }
+    // The first n-block of a tile when no P·V is pending.
+    __device__ __forceinline__ void first_step(int n_block, bool masked) {
+        wait_kv();
+        pingpong_wait();
+        wgmma_fence();
+        gemm_qk();
+        pingpong_arrive();
+        wgmma_wait<0>(s);
+        release_k();
+        release_kv();
+        softmax_of_first(n_block, masked);
+        pack_probabilities();
+        zero_output();
+    }
+    // From one tile to the next: S of its first n-block with the last P·V of the tile before, which is then stored.
+    __device__ __forceinline__ void boundary_step(const WorkTile& done, int n_block, bool masked) {
+        float inverse[2];
+        wait_kv();
+        zero_out_of_bounds_v();
+        pingpong_wait();
+        wgmma_fence();
+        gemm_qk();
+        gemm_pv();
+        pingpong_arrive();
+        epilogue().store_lse(done, softmax, inverse);
+        wgmma_wait<1>(s);
+        release_k();
+        softmax_of_first(n_block, masked);
+        wgmma_wait<0>(o);
+        release_kv();
+        pack_probabilities();
+        epilogue().store_output(done, o, inverse);
+        zero_output();
+    }
+    // The last P·V of a tile when the stage has no K for this warpgroup. KEEP_STAGE: its K is for the next step.
+    template <bool KEEP_STAGE = false>
+    __device__ __forceinline__ void last_step(const WorkTile& done) {
+        float inverse[2];
+        wait_kv();
+        zero_out_of_bounds_v();
+        if (!KEEP_STAGE) pingpong_wait();
+        wgmma_fence();
+        gemm_pv();
+        if (!KEEP_STAGE) pingpong_arrive();
+        epilogue().store_lse(done, softmax, inverse);
+        wgmma_wait<0>(o);
+        if (!KEEP_STAGE) release_k(), release_kv();
+        epilogue().store_output(done, o, inverse);
+        combine.add(done);
+    }
+    // A stage of which this warpgroup needs nothing.
+    __device__ __forceinline__ void skip_step() {
+        wait_kv();
+        pingpong_wait();
+        pingpong_arrive();
+        release_k();
+        release_kv();
+    }
+
+    // COMBINE_IN_KERNEL: combines what is stored, with no product in flight. O and P are cleared first: ptxas would keep them
+    // in registers, as it does not know when a P is pending.
+    __device__ __forceinline__ void combine_stored() {
+        zero_output();
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; ++i) probabilities[i] = 0;
+        combine.run(p, rows, base);
+    }
+};

@@ -1,0 +1,142 @@
+// What the Hopper forward kernel is given, its sizes, and its shared memory. flashlane.kernels.hopper.forward.launch mirrors
+// Params, and config.py the sizes.
+//
+// A work tile is BLOCK_M rows of one tile head and its range of n-blocks. A tile head stands for PACK_GQA query heads of one
+// key/value head: its row r is query r / PACK_GQA of query head `head * PACK_GQA + r % PACK_GQA`. PACK_GQA is 1, or all heads
+// of a group (short queries then fill a tile and share the loads of K and V). Where v is wider than an accumulator, a tile has
+// one of V_SLICES slices of its columns, and the slices of one head count as neighbouring tile heads.
+#pragma once
+#include "attention/block_range.cuh"
+#include "attention/paged_kv.cuh"
+#include "attention/pipeline.cuh"
+#include "attention/score.cuh"
+#include "attention/seqlen.cuh"
+#include "config.cuh"
+#include "hopper/forward/combine.cuh"
+#include "offsetof.cuh"
+#include "tma.cuh"
+
+using Element = cfg::Element;
+constexpr int BLOCK_M = cfg::BLOCK_M, BLOCK_N = cfg::BLOCK_N, PACK_GQA = cfg::PACK_GQA, V_SLICES = cfg::V_SLICES;
+constexpr int HEAD_DIM = cfg::HEAD_DIM, COLUMNS_V = cfg::COLUMNS_V, CONSUMERS = cfg::CONSUMERS, CLUSTER = cfg::CLUSTER;
+constexpr int STAGES = cfg::STAGES, Q_STAGES = cfg::Q_STAGES;
+constexpr int WARPGROUP = 128, WARPS = 4, THREADS = WARPGROUP * (CONSUMERS + 1), CONSUMER_ROWS = 64;
+constexpr int CTA_ROWS = CONSUMER_ROWS * CONSUMERS;  // of a tile, that one CTA has
+constexpr int CHUNK_COLUMNS = 64, ROW_BYTES = 128;   // tiles lie in chunks of 64 columns; zeros fill the last one
+constexpr int VECTOR = 8;                            // columns of 16 bytes
+constexpr int QK_CHUNKS = (HEAD_DIM + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS, QK_STEPS = (HEAD_DIM + 15) / 16;
+constexpr int V_CHUNKS = (COLUMNS_V + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS, PV_STEPS = BLOCK_N / 16;
+constexpr u32 Q_CHUNK = CTA_ROWS * ROW_BYTES, KV_CHUNK = BLOCK_N * ROW_BYTES;
+constexpr u32 Q_BYTES = QK_CHUNKS * Q_CHUNK, K_BYTES = QK_CHUNKS * KV_CHUNK, V_BYTES = V_CHUNKS * KV_CHUNK;
+constexpr u32 STAGE_BYTES = K_BYTES + V_BYTES;
+// K and V of a stage arrive and leave at once, or are two pipelines of which K's stage is free as soon as S is complete.
+constexpr int KV_PIPELINES = cfg::ONE_BARRIER ? 1 : 2, K = 0, V = KV_PIPELINES - 1;
+static_assert(BLOCK_M == CTA_ROWS * CLUSTER && CTA_ROWS % PACK_GQA == 0 && BLOCK_N % 16 == 0 && COLUMNS_V % 8 == 0);
+static_assert(CLUSTER == 1 || (CLUSTER == 2 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
+static_assert(!cfg::GATHER || cfg::PAGED);
+
+// Packed sequences: the rows after the last one are written too, as if they saw no key.
+using Seqlen = SeqlenInfo<cfg::VARLEN, cfg::CACHE, cfg::PAGED, Tail::ONE_MORE_SEQUENCE>;
+using TileMask = WindowMask<side(cfg::HAS_LEFT), side(cfg::HAS_RIGHT)>;
+// TMA brings whole blocks, so rows after a sequence's last key hold anything; gathered rows are zeros there.
+constexpr bool OUT_OF_BOUNDS_ROWS = (cfg::VARLEN || cfg::CACHE || cfg::PAGED) && !cfg::GATHER;
+
+// What becomes of a tile's output: it is the result; or it is partial, for one part of the keys, and another launch combines
+// the parts, or the warpgroup that stores the last part does.
+enum class Output { WHOLE, PARTIAL, COMBINED_IN_KERNEL };
+constexpr Output OUTPUT = !cfg::SPLIT                ? Output::WHOLE
+                          : cfg::COMBINE_IN_KERNEL ? Output::COMBINED_IN_KERNEL
+                                                   : Output::PARTIAL;
+constexpr bool COMBINE_IN_KERNEL = OUTPUT == Output::COMBINED_IN_KERNEL;
+
+struct Params {
+    TensorMap q, k, v;             // q (column, packed head, row, tile head, batch); k, v (column, row, head, batch)
+    SeqlenParams seqlen;           // packed sequences: seqlen_q is the number of rows of q
+    ScoreParams score;
+    void* out;                     // (split, batch, row, head, column); f32 where it is partial, else the operands' type
+    float* lse;                    // (split, batch, head, row); null where it is not wanted, unless the output is partial
+    int* tiles_taken;              // beyond the first of each CTA; 0 before and after a launch
+    long long out_split, out_batch, out_row, out_head;  // strides, in elements
+    long long lse_split, lse_batch, lse_head;
+    PagedRows k_rows, v_rows;      // GATHER
+    CombineParams combine;         // COMBINE_IN_KERNEL
+    int heads, group;              // tile heads (and slices); tile heads (without) that share a key/value head
+    int window_left, window_right; // with HAS_LEFT and HAS_RIGHT
+    int m_blocks;                  // of a sequence (not VARLEN)
+    int heads_per_section;         // of the L2 head swizzle
+    int splits;                    // parts that a tile's keys are split into
+    int tiles;                     // of the launch (not VARLEN)
+};
+
+struct alignas(16) WorkTile {
+    int batch, head, row, split;   // row: the first, counted within the sequence; batch −1: no tile is left
+
+    __device__ __forceinline__ int tile_head() const { return V_SLICES == 1 ? head : head / V_SLICES; }
+    __device__ __forceinline__ int v_slice() const { return V_SLICES == 1 ? 0 : head % V_SLICES; }
+};
+
+// ---- shared memory. Barriers and words that a configuration does not need take no space: they are empty bases.
+
+template <int N>
+struct StageBarriers {
+    u64 full[N], empty[N];
+};
+template <bool WANTED, typename Part>
+struct Optional : Part {};
+template <typename Part>
+struct Optional<false, Part> {};
+
+struct Operands {
+    alignas(16) unsigned char q[Q_STAGES][Q_BYTES];
+    unsigned char kv[STAGES][STAGE_BYTES];          // K, then V
+    StageBarriers<Q_STAGES> q_barriers;
+    StageBarriers<STAGES> kv_barriers[KV_PIPELINES];
+};
+// In a cluster: the peer CTA's stage is empty too; its word with the next tile has come, or was read.
+struct ClusterBarriers {
+    u64 peer_empty[KV_PIPELINES][STAGES];
+    u64 next_tile_full, next_tile_empty;
+};
+struct WorkTiles {
+    WorkTile tiles[Q_STAGES];                       // the tile that each stage of Q belongs to
+};
+struct NextTile {
+    alignas(16) int next_tile[2];                   // its index, for the other warps or the other CTA
+};
+struct LastArrival {
+    alignas(16) u32 arrived[4];                     // by consumer: how many parts of its tile were stored before its own
+};
+struct SharedStorage : Operands,
+                       Optional<(CLUSTER > 1), ClusterBarriers>,
+                       WorkTiles,
+                       Optional<(cfg::GATHER || CLUSTER > 1), NextTile>,
+                       Optional<COMBINE_IN_KERNEL, LastArrival> {};
+static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
+
+// The address of a member in the window of shared memory. A function that names a member of an optional part is a template on
+// the storage, as the compiler would look for the member even in a branch that is not taken.
+#define SHARED_OF(Storage, base, member) ((base) + static_cast<u32>(offsetof(Storage, member)))
+#define SHARED(base, member) SHARED_OF(SharedStorage, base, member)
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Named barriers. Of the first two there is one for each consumer.
+enum NamedBarrier { PINGPONG = 1, WARPGROUP_SYNC = 8, PRODUCER_WARPS = 12 };
+
+// ---- what a tile covers
+
+__device__ __forceinline__ TileMask mask_of(const Params& p, const Seqlen& sequence) {
+    return {sequence.k_length, sequence.shift, p.window_left, p.window_right};
+}
+
+// The n-blocks in which some of `rows` rows from `row` on see a key.
+__device__ __forceinline__ BlockRange n_blocks_of_rows(const Params& p, const Seqlen& sequence, int row, int rows) {
+    const int last_query = min((row + rows - 1) / PACK_GQA, sequence.q_length - 1);
+    return n_block_range<BLOCK_N>(mask_of(p, sequence), row / PACK_GQA, last_query);
+}
+
+// The n-blocks of a tile: of all its rows, and of its part of the keys.
+__device__ __forceinline__ BlockRange n_blocks_of_tile(const Params& p, const Seqlen& sequence, const WorkTile& tile) {
+    const BlockRange all = n_blocks_of_rows(p, sequence, tile.row, BLOCK_M);
+    return cfg::SPLIT ? all.part(tile.split, p.splits) : all;
+}

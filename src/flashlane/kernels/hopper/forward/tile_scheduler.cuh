@@ -1,0 +1,44 @@
+// Which work tile an index stands for. flashlane.kernels.hopper.forward.tile_scheduler mirrors it.
+#pragma once
+#include "attention/tile_scheduler.cuh"
+#include "hopper/forward/params.cuh"
+
+// For one warp whose indices only grow.
+struct TileScheduler {
+    const Params& p;
+    int total;                     // tiles of the launch; VARLEN: known when the last one was asked for
+    VarlenSearchByWarp search;
+
+    __device__ __forceinline__ explicit TileScheduler(const Params& params) : p(params), total(cfg::VARLEN ? 0 : params.tiles) {}
+
+    // Tile `index` of `heads` heads with `m_blocks` m-blocks each; the head is counted among them.
+    __device__ __forceinline__ WorkTile swizzled(int index, int heads, int m_blocks) const {
+        WorkTile tile;
+        tile.split = 0;
+        if constexpr (cfg::SPLIT) tile.split = index % p.splits, index /= p.splits;
+        const SwizzledTile found = swizzled_tile<true>(index, heads, m_blocks, p.heads_per_section);
+        tile.row = found.block * BLOCK_M, tile.head = found.head;
+        return tile;
+    }
+    __device__ __forceinline__ WorkTile tile_of(int index) {
+        WorkTile tile{-1, 0, 0, 0};
+        if constexpr (!cfg::VARLEN) {
+            if (index >= p.tiles) return tile;
+            tile = swizzled(index, p.seqlen.batch * p.heads, p.m_blocks);
+            const int flat = tile.head;
+            tile.batch = flat / p.heads;
+            tile.head = flat - tile.batch * p.heads;
+        } else {
+            // The rows after the last sequence are one more.
+            const auto m_blocks_of = [&](int batch) { return ceil_div(Seqlen(p.seqlen, batch).q_length * PACK_GQA, BLOCK_M); };
+            const auto found = search.find(index, p.seqlen.batch + 1, p.heads * p.splits, m_blocks_of);
+            if (found.batch < 0) {
+                total = search.tiles_before;
+                return tile;
+            }
+            tile = swizzled(found.index, p.heads, found.blocks);
+            tile.batch = found.batch;
+        }
+        return tile;
+    }
+};
