@@ -33,7 +33,7 @@ from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
 from flashlane.jit import KernelSource, cache
 from flashlane.kernels.hopper.backward import kernel as backward
-from flashlane.kernels.hopper.forward import kernel as forward
+from flashlane.kernels.hopper.forward import select
 from flashlane.kernels.hopper.forward.config import HopperConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +84,7 @@ def tests() -> Iterator[KernelSource]:
         inputs = Inputs(*(torch.empty(2, *size, dtype=dtype) for size in sizes))
         problem = AttentionProblem.from_inputs(inputs, causal=causal).on(ARCH)
         tile = HopperConfig(problem.dtype_name, row.head_dim, row.head_dim_v, **asdict(row.shape))
-        yield forward.specialise(tile, problem).source()
+        yield select.specialise(tile, problem).source()
     for kind in of_forward.KINDS:
         yield from of((registry.get(HOPPER), of_forward.draw(kind, s)[0].on(ARCH)) for s in range(of_forward.SEEDS))
     for case in of_forward.CASES:

@@ -11,9 +11,9 @@ import torch
 
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.kernels.hopper.forward import tiles as shapes
+from flashlane.kernels.hopper.forward import tiles
 from flashlane.kernels.hopper.forward.config import HopperConfig
-from flashlane.kernels.hopper.forward.kernel import specialise
+from flashlane.kernels.hopper.forward.select import specialise
 
 TAG = "hopper(wgmma+tma)"
 KINDS = ("dense", "packed", "cache", "pages")
@@ -39,7 +39,7 @@ class ForwardCase:
     alibi: bool = False
     sinks: bool = False
     asked: dict[str, Any] = field(default_factory=dict)
-    shape: shapes.Shape | None = None
+    shape: tiles.TileShape | None = None
     """The tile; None is the heuristic's."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Of the configuration."""
@@ -104,13 +104,13 @@ class ForwardCase:
 
 
 def forward_cases() -> Iterator[ForwardCase]:
-    """Each feature alone, those that change how keys travel with others, and all that go together."""
+    """Each feature alone, those that change how keys are loaded with others, and all of them at once."""
     causal, window = {"causal": True}, {"window_size": (40, 20)}
     for head_dim in (64, 128, 256):
         yield ForwardCase("full", head_dim)
         yield ForwardCase("causal", head_dim, dtype=torch.float16, asked=causal)
     for head_dim, head_dim_v, keys in ((160, 160, 2048), (192, 192, 2048), (192, 128, 4096)):
-        shape = shapes.shape_of(shapes.CAUSAL, head_dim, head_dim_v, keys)
+        shape = tiles.shape_of(tiles.CAUSAL, head_dim, head_dim_v, keys)
         yield ForwardCase("causal, longer", head_dim, head_dim_v, seqlen_q=400, seqlen_k=450, asked=causal, shape=shape)
     yield ForwardCase("window", asked=window)
     yield ForwardCase("softcap", asked={"softcap": 10.0})
@@ -125,19 +125,21 @@ def forward_cases() -> Iterator[ForwardCase]:
     yield ForwardCase("rows of pages", 72, kind="pages", page=1, asked=causal)
     yield ForwardCase("rows of pages", 256, kind="pages", page=12)
     yield ForwardCase("rows of pages with leftpad", kind="pages", page=16, leftpad=True)
-    # Parts of the keys, joined by the launch that makes them or by another.
+    # Split keys, combined by the launch that makes the parts or by another.
     short = {"seqlen_q": 3, "seqlen_k": 1700}
-    for fused in (False, True):
-        how = "joined in the launch" if fused else "joined by another"
-        yield ForwardCase(f"parts {how}", **short, sinks=True, changes={"fused": fused})
-        yield ForwardCase(f"parts {how}, few heads", 64, heads=1, seqlen_k=2000, asked=causal, changes={"fused": fused})
-    yield ForwardCase("parts of rows of pages", **short, kind="pages", page=10, changes={"fused": True})
+    for within in (False, True):
+        how, changes = ("in the kernel" if within else "by another"), {"combine_in_kernel": within}
+        yield ForwardCase(f"split, combined {how}", **short, sinks=True, changes=changes)
+        few = {"heads": 1, "seqlen_k": 2000, "asked": causal}
+        yield ForwardCase(f"split, combined {how}, few heads", 64, **few, changes=changes)
+    yield ForwardCase("split rows of pages", **short, kind="pages", page=10, changes={"combine_in_kernel": True})
     # Values wider than an accumulator.
     yield ForwardCase("slices", 64, 512)
     yield ForwardCase("slices", 128, 264, asked=causal)
-    yield ForwardCase("slices in parts", 64, 328, **short, changes={"fused": True})
-    # Two blocks that share the loads of K and V.
-    for head_dim, shape in ((64, shapes.WIDE), (128, shapes.KEPT), (128, shapes.MIDDLE), (256, shapes.LARGE)):
+    yield ForwardCase("split slices", 64, 328, **short, changes={"combine_in_kernel": True})
+    # Two CTAs that share the loads of K and V.
+    shapes = ((64, tiles.M192N128S3), (128, tiles.M128N128S3), (128, tiles.M192N80S3), (256, tiles.M128N64S2))
+    for head_dim, shape in shapes:
         pair = replace(shape, cluster=2)
         for mask, asked in (("full", {}), ("causal", causal), ("window", window)):
             yield ForwardCase(f"cluster, {mask}", head_dim, seqlen_q=600, seqlen_k=180, asked=asked, shape=pair)

@@ -170,10 +170,12 @@ def backward_jobs() -> Iterator[Job]:
 
 def combine_jobs() -> Iterator[Job]:
     """The Hopper forward's second launch."""
-    from flashlane.kernels.hopper.forward import kernel as forward
+    from flashlane.kernels.hopper.forward.config import combine_source
+    from flashlane.kernels.score import ScoreConfig
 
     for dtype, dim, sinks in itertools.product(("f16", "bf16"), (64, 128, 256), (False, True)):
-        yield Job("hopper-combine", f"{dtype} {dim} {sinks}", forward.combine_source(dtype, dim, sinks), "sm_90a")
+        source = combine_source(dtype, dim, ScoreConfig(sinks=sinks))
+        yield Job("hopper-combine", f"{dtype} {dim} {sinks}", source, "sm_90a")
 
 
 def block_jobs() -> Iterator[Job]:

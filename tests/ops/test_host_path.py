@@ -20,8 +20,7 @@ import flashlane
 from flashlane.core import problem, registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
-from flashlane.jit import launch
-from flashlane.kernels.hopper.forward import kernel as forward
+from flashlane.jit import launch, launch_pool
 from flashlane.ops import call as ops
 from flashlane.ops import call_cache, execute
 
@@ -70,7 +69,7 @@ def test_every_call_launches_with_its_own_tensors(launches: Launches, monkeypatc
     for (tensors, (out, lse)), (_, _, _, params) in zip(kept, launches, strict=True):
         assert addresses(params) == [t.data_ptr() for t in tensors]
         assert (params.out, params.lse) == (out.data_ptr(), lse.data_ptr())
-        assert (params.seqlen_q, params.seqlen_k) == (64, tensors[1].shape[1])
+        assert (params.seqlen.seqlen_q, params.seqlen.seqlen_k) == (64, tensors[1].shape[1])
         assert out.shape == tensors[0].shape and out.is_contiguous() and lse.shape == (1, 2, 64)
         kind = tensors[1].shape, tensors[1].stride()
         assert encoded.setdefault(kind, numbers(params)) == numbers(params)
@@ -110,13 +109,13 @@ def test_the_same_memory_in_another_shape_is_another_launch(launches: Launches) 
             flashlane.flash_attn_func(*tensors)
             params = launches[-1][3]
             assert addresses(params) == [t.data_ptr() for t in base]
-            assert (params.batch, params.seqlen_q) == tensors[0].shape[:2]
+            assert (params.seqlen.batch, params.seqlen.seqlen_q) == tensors[0].shape[:2]
             assert [launches.maps[number - 1].sizes[2] for number in numbers(params)[:1]] == [tensors[0].shape[1]]
     assert len(launches.maps) == 9
 
 
 def test_more_addresses_than_are_kept(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = [qkv() for _ in range(forward.BLOCKS_KEPT + 5)]
+    many = [qkv() for _ in range(launch_pool.BLOCKS_KEPT + 5)]
     flashlane.flash_attn_func(*many[0])
     quick(monkeypatch)
     for tensors in (*many, *many[::-1]):
@@ -124,12 +123,12 @@ def test_more_addresses_than_are_kept(launches: Launches, monkeypatch: pytest.Mo
         assert addresses(launches[-1][3]) == [t.data_ptr() for t in tensors]
     assert len(launches.maps) == 3
     (plan,) = launches.plans
-    assert len(plan.idle) == forward.BLOCKS_KEPT
+    assert len(plan.plan.pool.idle) == launch_pool.BLOCKS_KEPT
 
 
 @pytest.mark.parametrize("given", [True, False])
 def test_the_lse_is_written_where_it_is_wanted(launches: Launches, given: bool) -> None:
-    """Calls with and without it alternate: no launch has the LSE of another one. Of parts it is the joined one."""
+    """Calls with and without it alternate: no launch has the LSE of another one. With split keys it is combined."""
     short, long = qkv(), qkv(n=1, m=8192)
     for tensors in (short, long):
         flashlane.flash_attn_func(*tensors)  # checked; from here on, repeated
@@ -137,11 +136,11 @@ def test_the_lse_is_written_where_it_is_wanted(launches: Launches, given: bool) 
         for tensors in (short, long):
             found = flashlane.flash_attn_func(*tensors, return_lse=return_lse)
             params = launches[-1][3]
-            last = params.join if params.splits > 1 else params
+            last = params.combine if params.splits > 1 else params
             assert last.lse == (found[1].data_ptr() if return_lse else None)
             assert last.out == (found[0] if return_lse else found).data_ptr()
             if params.splits > 1:
-                assert (last.parts, last.part_lse) == (params.out, params.lse) and params.out and params.lse
+                assert (last.partial_out, last.partial_lse) == (params.out, params.lse) and params.out and params.lse
     assert {params.splits > 1 for *_, params in launches} == {True, False}
 
 
@@ -155,42 +154,18 @@ def test_the_stream_and_its_counter_are_those_of_the_moment(
         address = next(fresh) if capturing else 5 * stream + 1
         return SimpleNamespace(data_ptr=lambda: address)
 
-    monkeypatch.setattr(forward, "_counter", counter_of)
+    monkeypatch.setattr(launch_pool, "counters_of", counter_of)
     tensors, captured = qkv(), []
     for stream, capturing in ((0, 0), (1000, 0), (1000, 0), (1001, 1), (1001, 1), (1001, 0), (1002, 0), (0, 0), (7, 1)):
         launches.stream, launches.capturing = stream, bool(capturing)
         flashlane.flash_attn_func(*tensors)
-        counter = launches[-1][3].counter
+        counter = launches[-1][3].tiles_taken
         assert launches.streams[-1] == stream
         if capturing:
             captured.append(counter)
         else:
             assert counter == 5 * stream + 1
     assert len(set(captured)) == 3 and min(captured) >= 1_000_000
-
-
-def test_counters_belong_to_streams_and_graphs_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    def zeros(count: int, **keywords: object) -> torch.Tensor:
-        made.append(weakref.ref(found := torch.full((count,), 0, dtype=torch.int32)))
-        return found
-
-    monkeypatch.setattr(forward, "_counters", {})
-    monkeypatch.setattr(forward, "_outgrown", [])
-    monkeypatch.setattr(forward.torch, "zeros", zeros)
-    usual = {key: forward._counter(*key).data_ptr() for key in ((0, 7), (0, 8), (1, 7))}
-    assert len(set(usual.values())) == 3
-    captured = [forward._counter(0, 7, capturing=True) for _ in range(2)]
-    assert len({*usual.values(), *(memory.data_ptr() for memory in captured)}) == len(made) == 5
-    assert {key: forward._counter(*key).data_ptr() for key in usual} == usual
-    # More of them: parameters that were prepared before still point to the first ones.
-    assert forward._counter(0, 7, 33) is forward._counter(0, 7)
-    assert forward._counter(0, 7).data_ptr() != usual[0, 7]
-    # Theirs is the graph's from here on. It is held until the launch, whose other memory must not be the same.
-    del captured
-    gc.collect()
-    assert [there() is not None for there in made] == [True] * 3 + [False] * 2 + [True]
 
 
 def test_threads_do_not_share_parameters(either: Launches) -> None:
@@ -674,7 +649,7 @@ def close(got: torch.Tensor, tensors: list[torch.Tensor]) -> None:
 @pytest.mark.gpu
 def test_gpu_repeated_calls_compute_their_own_tensors() -> None:
     """More sets of tensors than addresses are kept, on two streams in turn, with nothing waiting between."""
-    many = [[t.cuda() for t in qkv(n=192, m=320)] for _ in range(forward.BLOCKS_KEPT + 8)]
+    many = [[t.cuda() for t in qkv(n=192, m=320)] for _ in range(launch_pool.BLOCKS_KEPT + 8)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     found = []

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.jit import launch, tensormap
+from flashlane.jit import launch, launch_pool, tensormap
 from flashlane.kernels.hopper.backward import kernel as backward
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.forward import kernel as forward
+from flashlane.kernels.hopper.forward import launch as forward_launch
 from flashlane.kernels.mma import attention
 from flashlane.ops import call_cache
 
@@ -28,7 +29,7 @@ class Launches(list):
     def __init__(self) -> None:
         self.maps: list[tensormap.TensorMap] = []
         """Maps that were encoded anew, each as its number repeated behind its address."""
-        self.plans: list[forward.Plan] = []
+        self.plans: list[forward_launch.ForwardPlan] = []
         self.streams: list[int] = []
         """Of each launch."""
         self.stream = 1000
@@ -63,12 +64,12 @@ class Launches(list):
         return lambda address: ctypes.memmove(place, address.to_bytes(WORD, "little"), WORD)
 
 
-def addresses(params: forward.HopperParams) -> list[int]:
+def addresses(params: forward_launch.HopperParams) -> list[int]:
     """What the maps of q, k and v point to."""
     return [int.from_bytes(bytes(getattr(params, side))[:WORD], "little") for side in "qkv"]
 
 
-def numbers(params: forward.HopperParams) -> list[int]:
+def numbers(params: forward_launch.HopperParams) -> list[int]:
     """Which of the encoded maps those of q, k and v are, from 1."""
     return [bytes(getattr(params, side))[WORD] for side in "qkv"]
 
@@ -76,9 +77,9 @@ def numbers(params: forward.HopperParams) -> list[int]:
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Put it in the place of the driver, with nothing remembered before and after."""
     found = Launches()
-    monkeypatch.setattr(forward.jit, "load", lambda compiled, device: found)
-    monkeypatch.setattr(forward.jit, "compile", lambda source, arch: source)
-    monkeypatch.setattr(forward, "_counter", lambda *_: SimpleNamespace(data_ptr=lambda: 77))
+    monkeypatch.setattr(forward_launch.jit, "load", lambda compiled, device: found)
+    monkeypatch.setattr(forward_launch.jit, "compile", lambda source, arch: source)
+    monkeypatch.setattr(launch_pool, "counters_of", lambda *_: SimpleNamespace(data_ptr=lambda: 77))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
     monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: found.stream_of(device))
     monkeypatch.setattr(launch, "device_getter", lambda: lambda: None)
@@ -87,18 +88,18 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(tensormap, "encode", found.encode)
     monkeypatch.setattr(tensormap, "mover", found.mover)
 
-    init = forward.Plan.__init__
+    init = forward_launch.ForwardPlan.__init__
 
-    def recorded(plan: forward.Plan, *args: Any) -> None:
+    def recorded(plan: forward_launch.ForwardPlan, *args: Any) -> None:
         init(plan, *args)
         found.plans.append(plan)
 
-    monkeypatch.setattr(forward.Plan, "__init__", recorded)
+    monkeypatch.setattr(forward_launch.ForwardPlan, "__init__", recorded)
 
     def forget() -> None:
         call_cache.forget()
         forward._plan.cache_clear()
-        forward._combining.cache_clear()
+        forward_launch._combine_function.cache_clear()
         attention._loaded.cache_clear()
 
     forget()

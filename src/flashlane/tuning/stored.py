@@ -197,7 +197,8 @@ def digest_of(source: str) -> str:
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """A config dataclass as a dict of plain values.
+    """A config dataclass as a dict of plain values, without the fields that are dataclasses themselves: those say what
+    a problem needs, as problems that are tuned do not.
 
     Raises:
         TypeError: it is no dataclass, or a field is not bool, int, float or str.
@@ -205,6 +206,7 @@ def plain_config(config: Any) -> dict[str, Any]:
     if not is_dataclass(config):
         raise TypeError(f"config is a {type(config).__name__}; it must be a dataclass")
     values = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
+    values = {name: value for name, value in values.items() if not is_dataclass(value)}
     for name, value in values.items():
         if not isinstance(value, PLAIN):
             raise TypeError(f"config field {name} is {value!r}; it must be a bool, int, float or str")

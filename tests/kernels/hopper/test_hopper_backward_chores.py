@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward.head_swizzle import even, heads_per_section
 from flashlane.kernels.hopper.backward.one_cta import tiles as backward_shapes
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import LEAD, NONE, Chores, chores_of
 from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE
-from flashlane.kernels.hopper.forward.tile_scheduler import SMS
 
 
 def asked(**changes: object) -> AttentionProblem:

@@ -9,10 +9,10 @@ from sass_loops import LAUNCH_REGISTERS, steady_loops
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.backward.config import CONSUMERS, finish_source
 from flashlane.kernels.hopper.backward.launch import PrepareParams
 from flashlane.kernels.hopper.backward.two_cta.config import BLOCKS, PairConfig, pick
-from flashlane.kernels.hopper.forward.tile_scheduler import SMS
 
 ARCH = "sm_90a"
 LARGEST = {"has_left": True, "has_right": True, "softcap": True, "alibi": True, "varlen": True}

@@ -8,27 +8,31 @@ import pytest
 from sass_loops import LAUNCH_REGISTERS, steady_loops
 
 from flashlane import jit
-from flashlane.kernels.hopper.forward import tiles as shapes
-from flashlane.kernels.hopper.forward.config import REGISTERS, HopperConfig
-from flashlane.kernels.hopper.forward.kernel import KERNEL, SPILLS_ALLOWED, combine_source
+from flashlane.kernels.hopper.forward import tiles
+from flashlane.kernels.hopper.forward.config import REGISTERS, HopperConfig, combine_source
+from flashlane.kernels.hopper.forward.kernel import KERNEL, SPILLS_ALLOWED
 from flashlane.kernels.hopper.wgmma import wgmma_header
+from flashlane.kernels.score import ScoreConfig
+from flashlane.kernels.seqlen import SeqlenConfig
 
 ARCH = "sm_90a"
 
 
-def config(head_dim: int, shape: shapes.Shape, **features: object) -> HopperConfig:
+def config(head_dim: int, shape: tiles.TileShape, **features: object) -> HopperConfig:
     return HopperConfig("bf16", head_dim, head_dim, **asdict(shape), **features)
 
 
-LARGEST = {"has_left": True, "has_right": True, "softcap": True, "alibi": True, "sinks": True}
-WIDEST = replace(config(64, shapes.NARROW, has_right=True), head_dim_v=1016)
+EVERY_MODIFIER = ScoreConfig(softcap=True, alibi=True, sinks=True)
+LARGEST = {"has_left": True, "has_right": True, "score": EVERY_MODIFIER}
+CACHED = {"seqlen": SeqlenConfig(cache=True, paged=True), "gather": True, "split": True, "combine_in_kernel": True}
+WIDEST = replace(config(64, tiles.M128N80S3, has_right=True), head_dim_v=1016)
 SHIPPED = [what for what, _ in KERNEL.shipped()]
 OTHERS = [
-    config(128, shapes.KEPT, **LARGEST, varlen=True),
-    config(128, shapes.Shape(128, 1, 3), **LARGEST, cache=True, gather=True, pack=4, split=True, fused=True),
-    config(256, shapes.LARGE, cache=True, gather=True, split=True, fused=True),
+    config(128, tiles.M128N128S3, **LARGEST, seqlen=SeqlenConfig(varlen=True)),
+    config(128, tiles.TileShape(128, 1, 3), **LARGEST, **CACHED, pack_gqa=4),
+    config(256, tiles.M128N64S2, **CACHED),
     WIDEST,
-    *(HopperConfig("f16", row.head_dim, row.head_dim_v, **asdict(row.shape)) for row in shapes.UNTRIED),
+    *(HopperConfig("f16", row.head_dim, row.head_dim_v, **asdict(row.shape)) for row in tiles.UNTRIED),
 ]
 
 
@@ -48,8 +52,8 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
     assert ("LDGSTS" in counts) == what.gather == ("ARRIVES.LDGSTSBAR" in text)
     assert (".MULTICAST" in text) == (what.cluster > 1) == ("UCGABAR_WAIT" in counts)
-    # The counter of tiles, and tickets of parts.
-    assert ("ATOMG.E.INC.STRONG.GPU" in text) == what.fused
+    # The semaphore that counts the parts of a tile.
+    assert ("ATOMG.E.INC.STRONG.GPU" in text) == what.combine_in_kernel
     loops = steady_loops(text)
     assert len(loops) == (3 if what.has_left else 2)  # masked and not; with a left bound masked at both ends
     for loop in loops:
@@ -59,13 +63,13 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
         # many that 12 steps over D 192 take).
         assert not [op for op in loop if op.startswith(("LDL", "STL"))]
         assert sum(op.startswith("R2UR") for op in loop) <= (what.head_dim == 192)
-        # A consumer waits for no memory but its own block's.
+        # A consumer waits for no memory but that of its own CTA.
         assert not [op for op in loop if op.startswith(("MEMBAR.ALL.GPU", "CCTL", "ERRBAR"))]
 
 
 def test_a_debug_build_bounds_every_wait() -> None:
     """Each wait for a barrier has a trap behind it, so that a hang is an error."""
-    for what in (config(128, shapes.KEPT), config(128, replace(shapes.KEPT, cluster=2), has_right=True)):
+    for what in (config(128, tiles.M128N128S3), config(128, replace(tiles.M128N128S3, cluster=2), has_right=True)):
         source = what.source()
         text, debug = (jit.disassemble(jit.compile(source, ARCH, debug=mode).cubin) for mode in (False, True))
         if text is None or debug is None:
@@ -83,16 +87,16 @@ def test_registers_fit_the_file() -> None:
         assert producer + consumers * consumer <= (consumers + 1) * LAUNCH_REGISTERS[consumers] // 8 * 8
 
 
-@pytest.mark.parametrize("table", [shapes.FULL, shapes.CAUSAL, shapes.LOW, shapes.FEW_ROWS])
-def test_every_shape_of_the_tables_fits_shared_memory(table: tuple[shapes.Row, ...]) -> None:
+@pytest.mark.parametrize("table", [tiles.FULL, tiles.CAUSAL, tiles.TWO_CONSUMERS, tiles.FEW_ROWS])
+def test_every_shape_of_the_tables_fits_shared_memory(table: tuple[tiles.TileRow, ...]) -> None:
     for row in table:
         what = HopperConfig("f16", row.head_dim, row.head_dim_v, **asdict(row.shape))
         assert what.shared_memory <= jit.shared_limit(ARCH), row
-        assert what.consumers > 1 or not what.pingpong  # there is nobody to take turns with
+        assert what.consumers > 1 or not what.pingpong  # ping-pong needs two
     for head_dim in range(8, 257, 8):
         for head_dim_v in range(8, 257, 8):
-            for keys in (1, 4096, shapes.ANY):
-                shape = shapes.shape_of(table, head_dim, head_dim_v, keys)
+            for keys in (1, 4096, tiles.ANY):
+                shape = tiles.shape_of(table, head_dim, head_dim_v, keys)
                 assert HopperConfig("f16", head_dim, head_dim_v, **asdict(shape)).shared_memory <= jit.shared_limit(
                     ARCH
                 )
@@ -100,7 +104,7 @@ def test_every_shape_of_the_tables_fits_shared_memory(table: tuple[shapes.Row, .
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_combining_compiles(sinks: bool) -> None:
-    report = jit.compile(combine_source("f16", 72, sinks), ARCH).report
+    report = jit.compile(combine_source("f16", 72, ScoreConfig(sinks=sinks)), ARCH).report
     assert report.spills == 0 and not report.warnings
 
 

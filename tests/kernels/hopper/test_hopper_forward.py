@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -12,12 +12,16 @@ import pytest
 import torch
 from hopper_fakes import SMS, Launches, addresses, install, numbers
 
+from flashlane import jit
 from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.kernels.device_file import device_code
+from flashlane.jit import launch_pool
 from flashlane.kernels.hopper.forward import kernel as forward
-from flashlane.kernels.hopper.forward import tiles as shapes
+from flashlane.kernels.hopper.forward import launch as forward_launch
+from flashlane.kernels.hopper.forward import select, tiles
 from flashlane.kernels.hopper.forward.config import HopperConfig, columns_of
+from flashlane.kernels.score import ScoreConfig
+from flashlane.tuning import stored
 
 KERNEL = registry.get("hopper(wgmma+tma)")
 
@@ -86,51 +90,43 @@ def test_tiles_follow_the_problem() -> None:
     few = problem_of(batch=1, heads=8, kv_heads=8, seqlen_q=256, seqlen_k=32768)
     assert KERNEL.config(few).block_m == 128 and KERNEL.config(few).split
     decode = KERNEL.config(problem_of(batch=1, heads=32, kv_heads=8, seqlen_q=1, seqlen_k=8192))
-    assert (decode.block_m, decode.pack, decode.split) == (64, 4, True)
+    assert (decode.block_m, decode.pack_gqa, decode.split) == (64, 4, True)
     assert not KERNEL.config(problem_of()).split
 
 
 def test_only_what_is_asked_is_compiled_in() -> None:
     plain = KERNEL.config(problem_of())
-    names = ("has_left", "has_right", "softcap", "alibi", "sinks", "varlen", "cache", "split")
-    assert not any(getattr(plain, name) for name in names) and plain.page_rows == 0 and plain.pack == 1
+    names = ("HAS_LEFT", "HAS_RIGHT", "SOFTCAP", "ALIBI", "SINKS", "VARLEN", "CACHE", "SPLIT")
+    assert not any(dict(plain.constants())[name] for name in names) and plain.page_rows == 0 and plain.pack_gqa == 1
     asked = {"window_left": 7, "window_right": 0, "softcap": 2.0, "alibi": True, "sinks": True, "seqused_k": True}
     full = KERNEL.config(problem_of(**asked, page_size=48))
-    assert all(getattr(full, name) for name in names if name not in ("varlen", "split"))
+    assert all(dict(full.constants())[name] for name in names if name not in ("VARLEN", "SPLIT"))
     assert 48 % full.page_rows == full.block_n % full.page_rows == full.page_rows % 8 == 0
 
 
 @pytest.mark.parametrize(
-    ("name", "struct", "mirror", "ends"),
+    ("header", "struct", "mirror"),
     [
-        ("tiles", "Params", forward.HopperParams, {"padding"}),
-        ("tiles", "Rows", forward.RowsParams, set()),
-        ("combine", "Combine", forward.CombineParams, set()),
+        ("params", "Params", forward_launch.HopperParams),
+        ("params", "PagedRows", forward_launch.PagedRowsParams),
+        ("combine", "CombineParams", forward_launch.CombineParams),
     ],
 )
-def test_parameters_mirror_the_device_struct(name: str, struct: str, mirror: type, ends: set[str]) -> None:
-    """The same fields of the same kind in the same order; all of them are naturally aligned."""
-    body = re.search(rf"struct {struct} \{{(.*?)\n\}};", device_code(f"kernels/hopper/{name}.cuh"), re.DOTALL)[1]
-    found = []
-    for line in body.splitlines():
-        declaration = line.split("//")[0].strip().rstrip(";")
-        if not declaration:
-            continue
-        kind, rest = re.match(r"((?:const )?(?:long long|\w+))\s*(.*)", declaration).groups()
-        for item in rest.split(","):
-            pointer = "*" in item
-            found.append((item.strip(" *"), "pointer" if pointer else kind))
-    kinds = {
-        "c_void_p": "pointer",
-        "c_long": "long long",
-        "c_longlong": "long long",
-        "c_int": "int",
-        "c_float": "float",
-        "RowsParams": "Rows",
-        "CombineParams": "Combine",
-    }
-    wanted = [(n, kinds.get(t.__name__, "TensorMap")) for n, t in mirror._fields_ if n not in ends]
-    assert found == wanted
+def test_parameters_mirror_the_device_struct(header: str, struct: str, mirror: type[ctypes.Structure]) -> None:
+    """The compiler finds each field at the offset that it has in Python."""
+    source = KERNEL.config(problem_of()).source()
+    checks = [
+        f"static_assert(offsetof({struct}, {name}) == {getattr(mirror, name).offset});"
+        for name, *_ in mirror._fields_
+        if name != "padding"
+    ]
+    if struct == "Params":  # aligned to 64 bytes; the mirror has room for the padding
+        checks.append(f"static_assert(sizeof({struct}) <= {ctypes.sizeof(mirror)});")
+    else:
+        checks.append(f"static_assert(sizeof({struct}) == {ctypes.sizeof(mirror)});")
+    includes = f'#include "offsetof.cuh"\n#include "hopper/forward/{header}.cuh"\n'
+    text = includes + "\n".join(checks) + '\nextern "C" __global__ void entry() {}\n'
+    jit.compile(jit.KernelSource("mirror.cu", text, "entry", source.constants, source.headers), "sm_90a")
 
 
 @pytest.fixture
@@ -161,13 +157,14 @@ def test_what_a_launch_is_given(launches: Launches) -> None:
     config = KERNEL.config(problem)
     assert (block, shared) == ((config.threads, 1, 1), config.shared_memory)
     blocks = -(-4096 // config.block_m)
-    assert grid == (SMS, 1, 1) and params.tiles == 3 * 16 * blocks and params.q_blocks == blocks
-    assert (params.out, params.lse, params.counter) == (out.data_ptr(), lse.data_ptr(), 77)
+    assert grid == (SMS, 1, 1) and params.tiles == 3 * 16 * blocks and params.m_blocks == blocks
+    assert (params.out, params.lse, params.tiles_taken) == (out.data_ptr(), lse.data_ptr(), 77)
     assert (params.out_batch, params.out_row, params.out_head) == out.stride()[:3]
     assert (params.lse_batch, params.lse_head) == lse.stride()[:2]
-    assert (params.batch, params.heads, params.group, params.splits) == (3, 16, 4, 1)
-    assert (params.seqlen_q, params.seqlen_k, params.bottom_right) == (4096, 4000, 1)
-    assert params.scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
+    seqlen = params.seqlen
+    assert (seqlen.batch, params.heads, params.group, params.splits) == (3, 16, 4, 1)
+    assert (seqlen.seqlen_q, seqlen.seqlen_k, seqlen.bottom_right) == (4096, 4000, 1)
+    assert params.score.scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
     assert numbers(params) == [1, 2, 3] and addresses(params) == [t.data_ptr() for t in (q, k, v)]
     queries, keys, values = launches.maps
     assert queries.box == (64, 1, config.block_m, 1, 1) and keys.box == values.box == (64, config.block_n, 1, 1)
@@ -189,7 +186,7 @@ def test_an_address_that_tma_cannot_read_is_named(launches: Launches) -> None:
     q = torch.zeros(1, 64, 2, 64, dtype=torch.float16)
     problem, out, lse = call(Inputs(q, q, q))
     odd = torch.zeros(q.numel() + 1, dtype=torch.float16)[1:].view_as(q)
-    with pytest.raises(ValueError, match=r"q, k or v starts at address .*multiple of 16"):
+    with pytest.raises(ValueError, match=r"starts at address .*multiple of 16"):
         KERNEL.forward(problem, Inputs(q, odd, q), out, lse)
     assert len(launches) == 1
 
@@ -200,15 +197,15 @@ def test_slopes_of_another_call_leave_nothing_behind(launches: Launches) -> None
     for slopes, step in ((torch.rand(2, 4), 4), (torch.rand(4), 0), (torch.rand(2, 4), 4)):
         call(Inputs(q, q, q, alibi_slopes=slopes))
         params = launches[-1][3]
-        assert (params.alibi, params.alibi_batch) == (slopes.data_ptr(), step)
+        assert (params.score.alibi, params.score.alibi_batch) == (slopes.data_ptr(), step)
 
 
 def test_packed_queries_are_where_the_map_says() -> None:
     """Row r of a tile is query r / pack of head r % pack: the map's arithmetic on a transposed tensor."""
     q = torch.arange(2 * 8 * 5 * 16, dtype=torch.float32).view(2, 8, 5, 16).transpose(1, 2)
     problem = replace(problem_of(), batch=2, heads=8, kv_heads=2, seqlen_q=5, head_dim=16)
-    config = HopperConfig("f16", 16, 16, 64, consumers=1, pack=4)
-    sizes, strides, box = forward.query_map(config, problem, tuple(q.shape), q.stride())
+    config = HopperConfig("f16", 16, 16, 64, consumers=1, pack_gqa=4)
+    sizes, strides, box = forward_launch.query_map(config, problem, tuple(q.shape), q.stride())
     assert sizes == (16, 4, 5, 2, 2) and box == (64, 4, 16, 1, 1)
     flat = q.as_strided((q.numel(),), (1,))
     for column, packed, row, tile_head, batch in ((0, 0, 0, 0, 0), (15, 3, 4, 1, 1), (2, 1, 3, 1, 0)):
@@ -219,40 +216,42 @@ def test_packed_queries_are_where_the_map_says() -> None:
 def test_parts_of_the_keys_are_combined(launches: Launches) -> None:
     q, k = torch.zeros(1, 1, 32, 128, dtype=torch.bfloat16), torch.zeros(1, 8192, 8, 128, dtype=torch.bfloat16)
     sinks = torch.randn(32, dtype=torch.bfloat16)
-    _, out, lse = call(Inputs(q, k, k, sinks=sinks), {"fused": False})
+    _, out, lse = call(Inputs(q, k, k, sinks=sinks), {"combine_in_kernel": False})
     (grid, _, _, params), (combine_grid, _, _, combining) = launches
     splits = params.splits
     assert splits > 1 and grid == (min(SMS, 8 * splits), 1, 1) and params.tiles == 8 * splits
     assert (params.out_split, params.out_row, params.out_head) == (32 * 128, 32 * 128, 128)
     assert (params.lse_split, params.lse_batch, params.lse_head) == (32, 32, 1)
-    assert (combining.parts, combining.part_lse) == (params.out, params.lse)
+    sinks_of_both = params.score.sinks, combining.score.sinks
+    combining = combining.combine
+    assert (combining.partial_out, combining.partial_lse) == (params.out, params.lse)
     assert (combining.out, combining.lse, combining.splits) == (out.data_ptr(), lse.data_ptr(), splits)
-    assert combine_grid == (8, 1, 1) and combining.sinks and params.sinks == combining.sinks
+    assert combine_grid == (8, 1, 1) and sinks_of_both[0] and len(set(sinks_of_both)) == 1
 
 
-def test_parts_of_the_keys_are_joined_in_the_launch(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_the_keys_are_combined_in_the_kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
     memory = SimpleNamespace(data_ptr=lambda: 400)
-    monkeypatch.setattr(forward, "_counter", lambda device, stream, count, capturing: counted.append(count) or memory)
+    monkeypatch.setattr(launch_pool, "counters_of", lambda *given: counted.append(given[2]) or memory)
     q, k = torch.zeros(2, 3, 32, 128, dtype=torch.bfloat16), torch.zeros(2, 8192, 8, 128, dtype=torch.bfloat16)
     sinks = torch.randn(32)
-    _, out, lse = call(Inputs(q, k, k, sinks=sinks), {"fused": True})
+    _, out, lse = call(Inputs(q, k, k, sinks=sinks), {"combine_in_kernel": True})
     ((_, _, shared, params),) = launches
-    join = params.join
-    assert params.splits > 1 and (join.parts, join.part_lse) == (params.out, params.lse)
-    assert (join.out, join.lse, join.sinks) == (out.data_ptr(), lse.data_ptr(), sinks.data_ptr())
-    assert (join.part_split, join.lse_split) == (out.numel(), lse.numel())
-    assert (join.out_batch, join.out_row, join.out_head) == out.stride()[:3]
-    assert (join.batch, join.rows, join.heads, join.splits) == (2, 3, 32, params.splits)
-    # One ticket a tile of 64 rows, behind the counter of tiles.
-    assert counted == [1 + 2 * 8] and (params.counter, join.tickets) == (400, 404)
-    call(Inputs(q, k, k, sinks=sinks), {"fused": False})
+    combine = params.combine
+    assert params.splits > 1 and (combine.partial_out, combine.partial_lse) == (params.out, params.lse)
+    assert (combine.out, combine.lse, params.score.sinks) == (out.data_ptr(), lse.data_ptr(), sinks.data_ptr())
+    assert (combine.partial_out_split, combine.partial_lse_split) == (out.numel(), lse.numel())
+    assert (combine.out_batch, combine.out_row, combine.out_head) == out.stride()[:3]
+    assert (combine.batch, combine.rows, combine.heads, combine.splits) == (2, 3, 32, params.splits)
+    # One semaphore a tile of 64 rows, behind the counter of tiles.
+    assert counted == [1 + 2 * 8] and (params.tiles_taken, combine.semaphores) == (400, 404)
+    call(Inputs(q, k, k, sinks=sinks), {"combine_in_kernel": False})
     assert counted[1:] == [1] and shared == launches[1][2] + 16
 
 
 @pytest.mark.parametrize("rows", [1, 100])
-def test_parts_are_as_many_as_are_asked_for(launches: Launches, rows: int) -> None:
-    """Of the same tiles, whatever the batch; at most one a block of keys."""
+def test_splits_are_as_many_as_are_asked_for(launches: Launches, rows: int) -> None:
+    """Of the same tiles, whatever the batch; at most one an n-block."""
     found: dict[int, set[tuple[int, HopperConfig]]] = {}
     for batch, num_splits in itertools.product((1, 3, 40), (0, 1, 3, 8, 1000)):
         q, k = torch.zeros(batch, rows, 8, 128).half(), torch.zeros(batch, 1900, 2, 128).half()
@@ -260,7 +259,7 @@ def test_parts_are_as_many_as_are_asked_for(launches: Launches, rows: int) -> No
         call(Inputs(q, k, k, seqused_k=used), causal=True, num_splits=num_splits)
         plan, params = launches.plans[-1], launches[0][3]
         assert params.splits == plan.splits and plan.config.split == (plan.splits > 1)
-        assert len(launches) == 1 + (plan.splits > 1 and not plan.config.fused)
+        assert len(launches) == 1 + (plan.splits > 1 and not plan.config.combine_in_kernel)
         launches.clear()
         found.setdefault(num_splits, set()).add((plan.splits, plan.config))
     assert len(found[0]) > 1  # without being asked for they follow the batch
@@ -282,16 +281,16 @@ def test_what_is_asked_to_be_split_is_chosen_for_one_sequence() -> None:
             chosen = {(kernel.tag, kernel.config(problem)) for kernel, problem in zip(kernels, problems, strict=True)}
             assert (len(chosen) > 1) == (num_splits == 0), changes
     packed = problem_of(**long, varlen=True, num_splits=4)
-    assert forward.splits_of(packed, KERNEL.config(packed)) == 1  # packed sequences are not split
+    assert select.splits_of(packed, KERNEL.config(packed)) == 1  # packed sequences are not split
 
 
-def test_values_wider_than_an_accumulator_are_cut_into_slices(launches: Launches) -> None:
+def test_values_wider_than_an_accumulator_have_slices(launches: Launches) -> None:
     q, k = torch.zeros(2, 4096, 16, 64, dtype=torch.float16), torch.zeros(2, 4096, 4, 64, dtype=torch.float16)
     v = torch.zeros(2, 4096, 4, 264, dtype=torch.float16)
     problem, out, _ = call(Inputs(q, k, v), causal=True)
     ((_, _, _, params),) = launches
     config = KERNEL.config(problem)
-    assert (config.slices, config.columns_v) == (2, 136) and dict(config.constants())["HEAD_DIM_V"] == 264
+    assert (config.v_slices, config.columns_v) == (2, 136) and dict(config.constants())["HEAD_DIM_V"] == 264
     # A slice counts as a tile head; a key/value head still serves four of q's.
     assert (params.heads, params.group, params.tiles) == (32, 4, 2 * 32 * 32) and params.heads_per_section % 2 == 0
     assert params.out_row == out.stride(1) and launches.maps[2].sizes == (264, 4096, 4, 2)
@@ -304,7 +303,7 @@ def test_pages_that_no_box_fits_are_gathered(launches: Launches) -> None:
     q = torch.zeros(2, 300, 8, 64, dtype=torch.float16)
     table, used = torch.arange(40, dtype=torch.int32).view(2, 20), torch.tensor([20, 3], dtype=torch.int32)
 
-    def ask(page: int, **more: object) -> tuple[HopperConfig, forward.HopperParams]:
+    def ask(page: int, **more: object) -> tuple[HopperConfig, forward_launch.HopperParams]:
         k = torch.zeros(50, page, 2, 64, dtype=torch.float16)
         v = torch.zeros(50, 2, page, 72, dtype=torch.float16).transpose(1, 2)
         problem, _, _ = call(Inputs(q, k, v, seqused_k=used, block_table=table, **more))
@@ -321,24 +320,24 @@ def test_pages_that_no_box_fits_are_gathered(launches: Launches) -> None:
         assert constants["GATHER"] and constants["PAGED"] and config.page_rows == 0 and config.consumers <= 2
 
 
-def test_pairs_of_blocks_share_a_tile(launches: Launches) -> None:
+def test_two_ctas_of_a_cluster_share_a_tile(launches: Launches) -> None:
     q, k = torch.zeros(4, 1300, 16, 128, dtype=torch.bfloat16), torch.zeros(4, 1300, 4, 128, dtype=torch.bfloat16)
     problem = AttentionProblem.from_inputs(Inputs(q, k, k)).on("sm_90a")
-    tile = HopperConfig("bf16", 128, 128, **asdict(replace(shapes.MIDDLE, cluster=2)))
-    config = forward.specialise(tile, problem)
-    call(Inputs(q, k, k), asdict(config))
+    tile = HopperConfig("bf16", 128, 128, **asdict(replace(tiles.M192N80S3, cluster=2)))
+    config = select.specialise(tile, problem)
+    call(Inputs(q, k, k), vars(config))
     ((grid, _, _, params),) = launches
-    assert (config.block_rows, config.block_m, config.cluster) == (192, 384, 2)
-    assert params.q_blocks == 4 and params.tiles == 4 * 16 * 4 and grid == (SMS, 1, 1)
+    assert (config.cta_rows, config.block_m, config.cluster) == (192, 384, 2)
+    assert params.m_blocks == 4 and params.tiles == 4 * 16 * 4 and grid == (SMS, 1, 1)
     queries, keys, values = launches.maps
     assert queries.box == (64, 1, 192, 1, 1) and keys.box == values.box == (64, 40, 1, 1)
     assert "__cluster_dims__(2, 1, 1)" in dict(config.source().headers)["hopper_clustered.cuh"]
-    # Not where one block has all rows, where lengths differ or keys are cut.
+    # Not where one CTA has all rows, where lengths differ or keys are split.
     few = {"batch": 1, "heads": 4}
     for changes in ({"seqlen_q": 192}, {"varlen": True}, {"seqused_k": True}, {"page_size": 64}, few):
-        assert forward.specialise(tile, replace(problem, kv_heads=4, **changes)).cluster == 1, changes
+        assert select.specialise(tile, replace(problem, kv_heads=4, **changes)).cluster == 1, changes
     odd = replace(problem, batch=1, heads=1, kv_heads=1, seqlen_q=40000)
-    assert forward.specialise(tile, odd).cluster == 2
+    assert select.specialise(tile, odd).cluster == 2
 
 
 def test_packed_sequences(launches: Launches) -> None:
@@ -348,9 +347,9 @@ def test_packed_sequences(launches: Launches) -> None:
     problem, _, _ = call(inputs, causal=True)
     ((grid, _, _, params),) = launches
     config = KERNEL.config(problem)
-    assert config.varlen and not config.split
-    assert (params.cu_q, params.cu_k) == (starts.data_ptr(), starts.data_ptr())
-    assert (params.seqlen_q, params.out_row, params.lse_head, params.out_batch) == (900, 4 * 128, 900, 0)
+    assert config.seqlen.varlen and not config.split
+    assert (params.seqlen.cu_seqlens_q, params.seqlen.cu_seqlens_k) == (starts.data_ptr(), starts.data_ptr())
+    assert (params.seqlen.seqlen_q, params.out_row, params.lse_head, params.out_batch) == (900, 4 * 128, 900, 0)
     # The 50 rows after the last sequence are a sequence too, without keys.
     needed = sum(-(-n // config.block_m) for n in (100, 0, 750, 50)) * 4
     assert grid[0] >= min(needed, SMS)
@@ -360,9 +359,9 @@ def test_a_paged_cache(launches: Launches) -> None:
     q, k = torch.zeros(2, 1, 8, 64, dtype=torch.float16), torch.zeros(50, 16, 2, 64, dtype=torch.float16)
     used, table = torch.tensor([100, 30], dtype=torch.int32), torch.arange(40, dtype=torch.int32).view(2, 20)
     call(Inputs(q, k, k, seqused_k=used, block_table=table))
-    params = launches[0][3]
-    assert params.used_k == used.data_ptr() and params.pages == table.data_ptr()
-    assert (params.pages_row, params.page_size) == (20, 16)
+    seqlen = launches[0][3].seqlen
+    assert seqlen.seqused_k == used.data_ptr() and seqlen.block_table == table.data_ptr()
+    assert (seqlen.table_batch, seqlen.table_page, seqlen.page_size) == (20, 1, 16)
     assert launches.maps[1].sizes == (64, 16, 2, 50) and launches.maps[1].box == (64, 16, 1, 1)
 
 
@@ -394,8 +393,8 @@ def test_outputs_are_checked(launches: Launches) -> None:
 
 
 def test_the_tables_reach_every_head_dim() -> None:
-    for table in (shapes.FULL, shapes.CAUSAL, shapes.LOW, shapes.FEW_ROWS):
-        assert table[-1].head_dim == table[-1].head_dim_v == 256 and table[-1].seqlen_k == shapes.ANY
+    for table in (tiles.FULL, tiles.CAUSAL, tiles.TWO_CONSUMERS, tiles.FEW_ROWS):
+        assert table[-1].head_dim == table[-1].head_dim_v == 256 and table[-1].seqlen_k == tiles.ANY
         for small, large in itertools.pairwise(table):
             assert (small.head_dim, small.head_dim_v, small.seqlen_k) < (
                 large.head_dim,
@@ -407,11 +406,14 @@ def test_the_tables_reach_every_head_dim() -> None:
 def test_shipped_configurations_cover_features_and_dtypes() -> None:
     found = [config for config, archs in KERNEL.shipped() if archs == ("sm_90a",)]
     assert len(found) == len(set(found)) > 50
-    features = ("has_left", "has_right", "softcap", "alibi", "sinks", "varlen", "cache", "page_rows", "gather", "split")
-    for name in (*features, "fused"):
-        assert any(getattr(config, name) for config in found), name
-    assert any(config.slices > 1 for config in found) and any(config.split and not config.fused for config in found)
-    assert {config.dtype for config in found} == {"f16", "bf16"} and any(config.pack > 1 for config in found)
+    constants = [dict(config.constants()) for config in found]
+    switches = ("HAS_LEFT", "HAS_RIGHT", "SOFTCAP", "ALIBI", "SINKS", "VARLEN", "CACHE", "PAGED", "GATHER", "SPLIT")
+    for name in (*switches, "COMBINE_IN_KERNEL"):
+        assert any(each[name] for each in constants), name
+    assert any(each["PAGED"] and not each["GATHER"] for each in constants)
+    assert any(config.v_slices > 1 for config in found)
+    assert any(config.split and not config.combine_in_kernel for config in found)
+    assert {config.dtype for config in found} == {"f16", "bf16"} and any(config.pack_gqa > 1 for config in found)
 
 
 def test_candidates_of_the_tuner() -> None:
@@ -422,9 +424,9 @@ def test_candidates_of_the_tuner() -> None:
         assert {config.consumers for config in found} >= {1, 2}
 
 
-def test_candidates_join_parts_and_bring_pages_both_ways() -> None:
+def test_candidates_combine_parts_and_load_pages_both_ways() -> None:
     few = problem_of(batch=1, heads=8, kv_heads=8, seqlen_q=256, seqlen_k=32768)
-    assert {config.fused for config in KERNEL.candidates(few)} == {False, True}
+    assert {config.combine_in_kernel for config in KERNEL.candidates(few)} == {False, True}
     paged = list(KERNEL.candidates(problem_of(page_size=64, seqused_k=True)))
     assert {config.gather for config in paged} == {False, True}
     assert all(config.consumers <= 2 for config in paged if config.gather)
@@ -435,8 +437,8 @@ def test_what_the_tuner_found_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tile; what else the problem needs is switched on anew."""
     problem = problem_of(seqlen_q=5000, softcap=3.0)
     other = next(c for c in KERNEL.candidates(problem) if c.block_n != KERNEL.config(problem).block_n)
-    tuned = asdict(replace(other, softcap=False, has_left=True))
-    monkeypatch.setattr(forward.tune, "lookup", lambda kernel, asked: tuned)
+    found = stored.plain_config(replace(other, score=ScoreConfig(), has_left=True))
+    monkeypatch.setattr(forward.tuned, "lookup", lambda kernel, asked: found)
     registry.changed()
     try:
         assert KERNEL.config(problem) == other

@@ -21,9 +21,9 @@ from flashlane import jit
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs, arch_of
 from flashlane.kernels.hopper.forward import kernel as forward
-from flashlane.kernels.hopper.forward import tiles as shapes
+from flashlane.kernels.hopper.forward import tiles
 from flashlane.kernels.hopper.forward.config import HopperConfig
-from flashlane.kernels.hopper.forward.kernel import specialise
+from flashlane.kernels.hopper.forward.select import MOST_GATHERING, specialise
 from flashlane.reference.naive import reference_attention
 
 KERNEL = registry.get("hopper(wgmma+tma)")
@@ -37,7 +37,7 @@ SEEDS = 12
 needs_hopper = pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm_90 GPU")
 ROWS = [
     (row, causal)
-    for table, causal in ((shapes.FULL, False), (shapes.CAUSAL, True), (shapes.LOW, True))
+    for table, causal in ((tiles.FULL, False), (tiles.CAUSAL, True), (tiles.TWO_CONSUMERS, True))
     for row in table
 ]
 
@@ -155,12 +155,15 @@ def test_every_feature_is_among_the_cases() -> None:
     problems = [(case, case.build(torch.device("cpu"))[0]) for case in CASES]
     assert all(KERNEL.supports(problem) is None for _, problem in problems)
     configs = [case.config(problem) for case, problem in problems]
-    for name in ("has_left", "softcap", "alibi", "sinks", "varlen", "cache", "page_rows", "gather", "split", "fused"):
-        assert any(getattr(config, name) for config in configs), name
-    assert {config.slices for config in configs} >= {1, 2} and {config.dtype for config in configs} == {"f16", "bf16"}
+    constants = [dict(config.constants()) for config in configs]
+    switches = ("HAS_LEFT", "SOFTCAP", "ALIBI", "SINKS", "VARLEN", "CACHE", "GATHER", "SPLIT", "COMBINE_IN_KERNEL")
+    for name in switches:
+        assert any(each[name] for each in constants), name
+    assert any(config.page_rows for config in configs)
+    assert {config.v_slices for config in configs} >= {1, 2} and {config.dtype for config in configs} == {"f16", "bf16"}
     for case, config in zip(CASES, configs, strict=True):  # each is what it is called
         assert (config.cluster == 2) == case.feature.startswith("cluster"), case.tag
-        assert config.fused == ("joined in the launch" in case.feature or case.changes.get("fused", False)), case.tag
+        assert config.combine_in_kernel == case.changes.get("combine_in_kernel", False), case.tag
         assert config.gather == (case.page % 8 > 0 or (case.page > 0 and case.leftpad)), case.tag
 
 
@@ -169,7 +172,7 @@ def test_every_feature_is_among_the_cases() -> None:
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_a_debug_build_does_every_feature(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wait traps after two seconds there: what hangs is an error."""
-    monkeypatch.setattr(forward.jit, "compile", functools.partial(jit.compile, debug=True))
+    monkeypatch.setattr(jit, "compile", functools.partial(jit.compile, debug=True))
     problem, inputs = CASES[number].build(HERE)
     forward._plan.cache_clear()
     try:
@@ -181,7 +184,7 @@ def test_a_debug_build_does_every_feature(number: int, monkeypatch: pytest.Monke
 HANG = """
 import ctypes, torch
 from flashlane import jit
-text = '''#include "barrier.cuh"
+text = '''#include "mbarrier.cuh"
 extern "C" __global__ void hang(int* p) {{
     __shared__ u64 b;
     if (threadIdx.x == 0) mbarrier_init(shared_address(&b), 1), {wait}(shared_address(&b), 0);
@@ -218,14 +221,14 @@ def test_a_hang_is_an_error_in_a_debug_build(wait: str) -> None:
 )
 def test_values_wider_than_an_accumulator(sizes: tuple[int, ...], asked: dict[str, object]) -> None:
     problem, inputs = dense(sizes, (torch.float16, torch.bfloat16)[sizes[5] % 128 // 64], sinks=sizes[0] == 3, **asked)
-    for fused in {False, KERNEL.config(problem).split}:
-        config = replace(KERNEL.config(problem), fused=fused)
+    for combine_in_kernel in {False, KERNEL.config(problem).split}:
+        config = replace(KERNEL.config(problem), combine_in_kernel=combine_in_kernel)
         found = run(problem, inputs, config)
         assert_right(problem, inputs, *found)
         assert_alike(found, run(problem, inputs, config))
 
 
-PAIRS = [row for row in shapes.UNTRIED if row.shape.cluster > 1]
+PAIRS = [row for row in tiles.UNTRIED if row.shape.cluster > 1]
 MASKS = ({}, {"causal": True}, {"window_size": (200, 0)}, {"window_size": (60, 90), "alignment": "top-left"})
 
 
@@ -233,7 +236,7 @@ MASKS = ({}, {"causal": True}, {"window_size": (200, 0)}, {"window_size": (60, 9
 @needs_hopper
 @pytest.mark.parametrize("keys", [1111, 500])
 @pytest.mark.parametrize("number", range(len(PAIRS)))
-def test_a_pair_of_blocks_gives_what_one_gives(number: int, keys: int) -> None:
+def test_two_ctas_of_a_cluster_give_what_one_gives(number: int, keys: int) -> None:
     """Odd numbers of tiles, rows without a key; bit for bit, as each row meets the same blocks in the same order."""
     row = PAIRS[number]
     for asked in MASKS:
@@ -260,12 +263,12 @@ def test_a_pair_of_blocks_gives_what_one_gives(number: int, keys: int) -> None:
         ((1, 4, 2, 300, 4000, 80, 80), {"window_size": (2400, 0)}),
     ],
 )
-def test_parts_are_joined_alike_in_the_launch_and_after_it(sizes: tuple[int, ...], asked: dict[str, object]) -> None:
+def test_parts_are_combined_alike_in_the_kernel_and_after_it(sizes: tuple[int, ...], asked: dict[str, object]) -> None:
     """Bit for bit: the same parts in the same order. And by replayed graphs beside launches."""
     problem, inputs = dense(sizes, sinks=sizes[0] == 1, **asked)
-    after = replace(KERNEL.config(problem), fused=False)
+    after = replace(KERNEL.config(problem), combine_in_kernel=False)
     assert after.split
-    within = replace(after, fused=True)
+    within = replace(after, combine_in_kernel=True)
     found = run(problem, inputs, within)
     assert_right(problem, inputs, *found)
     assert_alike(found, run(problem, inputs, after))
@@ -289,7 +292,7 @@ def test_parts_are_joined_alike_in_the_launch_and_after_it(sizes: tuple[int, ...
 def test_pages_come_alike_by_tma_and_by_cp_async(seed: int) -> None:
     problem, inputs = draw("pages", seed)
     plain = KERNEL.config(problem)
-    if plain.consumers > forward.MOST_GATHERING:
+    if plain.consumers > MOST_GATHERING:
         plain = specialise(replace(plain, consumers=2, q_stages=1), problem)
     gathering = specialise(replace(plain, gather=True), problem)
     assert gathering.gather and not plain.gather

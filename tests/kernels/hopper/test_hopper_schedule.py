@@ -1,4 +1,4 @@
-"""The cut of a call into tiles, by the Python mirrors of ``tiles.cuh``: nothing is lost, nothing done twice."""
+"""The work tiles of a launch, by the Python mirrors of the device code: no tile is lost, and none comes twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.forward import tile_scheduler as schedule
+from flashlane.kernels.hopper.arch import SMS
+from flashlane.kernels.hopper.forward import tile_scheduler
 
 
 def problem_of(seqlen_q: int = 100, seqlen_k: int = 100, **changes: object) -> AttentionProblem:
@@ -21,24 +22,24 @@ def problem_of(seqlen_q: int = 100, seqlen_k: int = 100, **changes: object) -> A
 
 
 @pytest.mark.parametrize(
-    ("heads", "q_blocks", "together", "splits"), [(1, 1, 1, 1), (5, 3, 2, 1), (8, 4, 8, 3), (7, 2, 3, 2)]
+    ("heads", "m_blocks", "heads_per_section", "splits"), [(1, 1, 1, 1), (5, 3, 2, 1), (8, 4, 8, 3), (7, 2, 3, 2)]
 )
-def test_every_tile_comes_once(heads: int, q_blocks: int, together: int, splits: int) -> None:
-    found = list(schedule.tiles(heads, q_blocks, together, 128, splits))
-    wanted = itertools.product(range(heads), range(0, q_blocks * 128, 128), range(splits))
+def test_every_tile_comes_once(heads: int, m_blocks: int, heads_per_section: int, splits: int) -> None:
+    found = list(tile_scheduler.work_tiles(heads, m_blocks, heads_per_section, 128, splits))
+    wanted = itertools.product(range(heads), range(0, m_blocks * 128, 128), range(splits))
     assert Counter((t.head, t.row, t.split) for t in found) == Counter(wanted)
 
 
-def test_the_longest_tiles_of_a_group_of_heads_come_first() -> None:
-    found = list(schedule.tiles(6, 4, 3, 128))
-    for group in (0, 1):
-        rows = [t.row for t in found[group * 12 : group * 12 + 12]]
+def test_the_longest_tiles_of_a_section_come_first() -> None:
+    found = list(tile_scheduler.work_tiles(6, 4, 3, 128))
+    for section in (0, 1):
+        rows = [t.row for t in found[section * 12 : section * 12 + 12]]
         assert rows == sorted(rows, reverse=True)
-        assert {t.head for t in found[group * 12 : group * 12 + 12]} == set(range(group * 3, group * 3 + 3))
+        assert {t.head for t in found[section * 12 : section * 12 + 12]} == set(range(section * 3, section * 3 + 3))
 
 
 @pytest.mark.parametrize("number", range(40))
-def test_blocks_are_those_in_which_a_row_sees_a_key(number: int) -> None:
+def test_n_blocks_are_those_in_which_a_row_sees_a_key(number: int) -> None:
     chance = random.Random(number)
     window = (chance.choice((-1, 0, 5, 70)), chance.choice((-1, 0, 3, 40)))
     pack = chance.choice((1, 1, 2, 4))
@@ -50,57 +51,57 @@ def test_blocks_are_those_in_which_a_row_sees_a_key(number: int) -> None:
     for row in range(0, problem.seqlen_q * pack, 64):
         queries = range(row // pack, min(problem.seqlen_q, (row + 63) // pack + 1))
         seen = {key // block_n for i in queries for key in problem.visible_keys(i)}
-        found = schedule.blocks_of(problem, row, 64, pack, block_n)
+        found = tile_scheduler.n_blocks_of(problem, row, 64, pack, block_n)
         assert seen <= set(found)
-        # A gap between the rows' windows is not cut out; the ends are exact.
+        # A gap between the rows' windows stays in the range; the ends are exact.
         assert not seen or (min(seen), max(seen)) == (found[0], found[-1])
         assert seen or not found
 
 
 @pytest.mark.parametrize(("count", "splits"), [(1, 1), (7, 3), (8, 4), (5, 8), (0, 2)])
-def test_parts_cover_a_tiles_blocks(count: int, splits: int) -> None:
+def test_parts_cover_a_tiles_n_blocks(count: int, splits: int) -> None:
     blocks = range(3, 3 + count)
-    parts = [schedule.split_of(blocks, i, splits) for i in range(splits)]
+    parts = [tile_scheduler.split_of(blocks, i, splits) for i in range(splits)]
     assert [b for part in parts for b in part] == list(blocks)
 
 
-def test_keys_are_cut_only_where_it_pays() -> None:
-    assert schedule.splits_of(tiles=132, blocks=100) == 1
-    assert schedule.splits_of(tiles=8, blocks=2) == 1
-    assert schedule.splits_of(tiles=0, blocks=100) == 1
+def test_keys_are_split_only_where_it_pays() -> None:
+    assert tile_scheduler.splits_of(tiles=132, blocks=100) == 1
+    assert tile_scheduler.splits_of(tiles=8, blocks=2) == 1
+    assert tile_scheduler.splits_of(tiles=0, blocks=100) == 1
     for tiles, blocks in itertools.product((1, 8, 20, 33, 64, 100), (4, 8, 64, 512, 1024)):
-        splits = schedule.splits_of(tiles, blocks)
-        assert 1 <= splits <= min(blocks, schedule.MAX_SPLITS)
-        # What the busiest SM does must not grow by cutting.
-        busiest = schedule.ceil_div(tiles * splits, schedule.SMS) * schedule.ceil_div(blocks, splits)
-        assert busiest <= schedule.ceil_div(tiles, schedule.SMS) * blocks
-    assert schedule.splits_of(8, 512) >= 14  # 8 heads over a long cache fill the GPU
+        splits = tile_scheduler.splits_of(tiles, blocks)
+        assert 1 <= splits <= min(blocks, tile_scheduler.MAX_SPLITS)
+        # What the busiest SM does must not grow by splitting.
+        busiest = tile_scheduler.ceil_div(tiles * splits, SMS) * tile_scheduler.ceil_div(blocks, splits)
+        assert busiest <= tile_scheduler.ceil_div(tiles, SMS) * blocks
+    assert tile_scheduler.splits_of(8, 512) >= 14  # 8 heads over a long cache fill the GPU
 
 
-def test_parts_of_few_rows_are_joined_in_the_launch() -> None:
-    assert schedule.joins_in_launch(rows=4)
-    assert not schedule.joins_in_launch(rows=64), "a warp would take 16 rows in turn"
+def test_parts_of_few_rows_are_combined_in_the_kernel() -> None:
+    assert tile_scheduler.combines_in_kernel(rows=4)
+    assert not tile_scheduler.combines_in_kernel(rows=64), "a warp would combine 16 rows one after another"
 
 
 def test_heads_are_packed_where_that_saves_tiles() -> None:
     grouped = problem_of(1, 1000, heads=32, kv_heads=8)
-    assert schedule.pack_of(grouped, 64) == 4
-    assert schedule.pack_of(problem_of(4096, 4096, heads=32, kv_heads=8), 128) == 1
-    assert schedule.pack_of(problem_of(1, 1000, heads=6, kv_heads=2), 64) == 1  # 3 does not divide 64
-    assert schedule.pack_of(problem_of(1, 1000, heads=6, kv_heads=2), 192) == 3
-    assert schedule.pack_of(problem_of(1, 1000), 64) == 1
+    assert tile_scheduler.pack_gqa_of(grouped, 64) == 4
+    assert tile_scheduler.pack_gqa_of(problem_of(4096, 4096, heads=32, kv_heads=8), 128) == 1
+    assert tile_scheduler.pack_gqa_of(problem_of(1, 1000, heads=6, kv_heads=2), 64) == 1  # 3 does not divide 64
+    assert tile_scheduler.pack_gqa_of(problem_of(1, 1000, heads=6, kv_heads=2), 192) == 3
+    assert tile_scheduler.pack_gqa_of(problem_of(1, 1000), 64) == 1
 
 
-def test_heads_take_turns_under_a_causal_mask() -> None:
+def test_sections_of_heads_under_a_causal_mask() -> None:
     causal = problem_of(16384, 16384, heads=32, kv_heads=8, window_right=0, batch=2)
-    assert schedule.heads_per_section(causal, 1) == 64 and schedule.heads_per_section(causal, 4) == 16
-    assert schedule.heads_per_section(replace(causal, varlen=True), 1) == 32, "of a sequence"
-    # Groups are equal: 264 times half a MiB of keys and values are 4 groups of 66, times the heads that share them.
+    assert tile_scheduler.heads_per_section(causal, 1) == 64 and tile_scheduler.heads_per_section(causal, 4) == 16
+    assert tile_scheduler.heads_per_section(replace(causal, varlen=True), 1) == 32, "of a sequence"
+    # Sections are equal: 264 times half a MiB of K and V are 4 sections of 66, times the heads that share them.
     short = problem_of(1024, 1024, heads=32, kv_heads=8, window_right=0, batch=33, head_dim=128, head_dim_v=128)
-    assert schedule.heads_per_section(short, 1) == 4 * 66 and schedule.heads_per_section(short, 4) == 66
+    assert tile_scheduler.heads_per_section(short, 1) == 4 * 66 and tile_scheduler.heads_per_section(short, 4) == 66
     longer = problem_of(2048, 2048, heads=13, kv_heads=13, window_right=0, batch=8, head_dim=160, head_dim_v=160)
-    assert schedule.heads_per_section(longer, 1) == 52, "130 MiB in 2 groups, not in 51 + 51 + 2 heads"
-    assert schedule.heads_per_section(replace(longer, batch=3), 1) == 39, "49 MiB: one group"
-    assert schedule.heads_per_section(problem_of(128, 128, window_right=0, batch=3), 1) == 12, "all there are"
-    assert schedule.heads_per_section(problem_of(16384, 16384), 1) == 1
-    assert schedule.heads_per_section(problem_of(16384, 16384, window_left=100, window_right=0), 1) == 1
+    assert tile_scheduler.heads_per_section(longer, 1) == 52, "130 MiB in 2 sections, not in 51 + 51 + 2 heads"
+    assert tile_scheduler.heads_per_section(replace(longer, batch=3), 1) == 39, "49 MiB: one section"
+    assert tile_scheduler.heads_per_section(problem_of(128, 128, window_right=0, batch=3), 1) == 12, "all there are"
+    assert tile_scheduler.heads_per_section(problem_of(16384, 16384), 1) == 1
+    assert tile_scheduler.heads_per_section(problem_of(16384, 16384, window_left=100, window_right=0), 1) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.forward.tile_scheduler import L2_BYTES, SMS
+from flashlane.kernels.hopper.arch import L2_BYTES, SMS
 
 LONG_CHAIN = 64
 """Tiles of a head beyond which a deterministic launch under a causal mask is bound by their order."""

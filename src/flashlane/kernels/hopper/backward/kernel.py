@@ -19,6 +19,7 @@ from flashlane.core import tuned as tune
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, CompiledKernel, DeviceSource, Kernel, memoised, register
 from flashlane.jit import launch, shared_limit, tensormap
+from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward.config import WIDEST_FUSED, BackwardConfig
 from flashlane.kernels.hopper.backward.launch import Tensors, plain
 from flashlane.kernels.hopper.backward.one_cta import tiles as backward_shapes
@@ -28,7 +29,6 @@ from flashlane.kernels.hopper.backward.split_dkdv_dq.config import MAX_HEAD_DIM,
 from flashlane.kernels.hopper.backward.split_dkdv_dq.launch import WidePlan
 from flashlane.kernels.hopper.backward.two_cta import config as backward_pair
 from flashlane.kernels.hopper.backward.two_cta.config import PairConfig, PairPlan
-from flashlane.kernels.hopper.forward.config import ARCH
 from flashlane.kernels.params import check_gradient_inputs, unsupported_features
 
 FEATURES = ("alibi", "sinks", "varlen", "softcap")

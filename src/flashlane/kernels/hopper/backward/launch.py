@@ -15,10 +15,10 @@ import torch
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import launch, tensormap
+from flashlane.kernels.hopper.arch import ARCH, CHUNK
 from flashlane.kernels.hopper.backward.config import CONSUMERS, ROW_THREADS, GradientConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import NONE, Chores
 from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE, Cut
-from flashlane.kernels.hopper.forward.config import ARCH, CHUNK
 from flashlane.kernels.params import LOG2_E
 
 STATE_INTS = 8

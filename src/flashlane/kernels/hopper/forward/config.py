@@ -1,4 +1,4 @@
-"""A configuration of the Hopper forward kernel: the constants that its device code is compiled with, and its resources."""
+"""A configuration of the Hopper forward kernel: the constants of its device code, and its resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How the Hopper forward kernel cuts a call into tiles: what a launch plans, and mirrors of ``tiles.cuh`` for tests."""
+"""The work tiles of a Hopper forward launch: what a launch plans, and mirrors of the device code for tests.
+
+Device code: ``attention/tile_scheduler.cuh``, ``attention/block_range.cuh``.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.hopper.arch import L2_BYTES, SMS
 
-SMS = 132
-"""Streaming multiprocessors that the heuristics count on (H100 SXM and H200)."""
-L2_BYTES = 32 << 20
-"""About how much heads that run together read again; in short sequences no more than stays in the L2 cache."""
 MEDIUM, MEDIUM_BYTES = 2048, 64 << 20
-"""Keys from which on it may be more."""
+"""Keys from which on the heads of a section may read more than ``L2_BYTES``, and how much."""
 LONG = 4096
-"""Keys from which on a causal launch has all heads run together."""
+"""Keys from which on all heads of a causal launch are one section."""
 FULL_ENOUGH = 0.8
-"""Share of the SMs beyond which the keys are not cut into parts."""
+"""Share of the SMs beyond which the keys are not split."""
 NEARLY_BEST = 0.85
 MAX_SPLITS = 128
 MIN_BLOCKS = 2
-"""Fewest blocks of keys of a part."""
-WORTH_CUTTING = 12
-"""Blocks of keys below which cutting does not save what putting the parts together costs."""
-JOINED_ROWS = 16
-"""Rows of a tile up to which the warpgroup that finishes last joins the parts: its four warps take each some 1.5 µs a
-row, two trips to L2, and another launch costs 4 to 5 µs (with 64 rows it took 25 µs longer than that)."""
+"""Fewest n-blocks of a part."""
+WORTH_SPLITTING = 12
+"""N-blocks below which splitting does not save what combining the parts costs."""
+ROWS_COMBINED_IN_KERNEL = 16
+"""Rows of a tile up to which the warpgroup that stores the last part combines the parts: each of its four warps takes
+some 1.5 µs a row, two trips to L2, and another launch costs 4 to 5 µs (64 rows took 25 µs longer than that)."""
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Rows ``row`` to ``row + block_m`` of a tile head of a sequence, and which part of its keys."""
+class WorkTile:
+    """Rows ``row`` to ``row + block_m`` of a tile head of a sequence, and which part of its keys, if they are split."""
 
     batch: int
     head: int
@@ -42,7 +42,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def pack_of(problem: AttentionProblem, block_m: int) -> int:
+def pack_gqa_of(problem: AttentionProblem, block_m: int) -> int:
     """Query heads that a tile packs: all of a group where that saves tiles (and they divide its rows), else 1."""
     group, rows = problem.group, problem.seqlen_q
     if group == 1 or block_m % group or problem.seqlen_q == 0:
@@ -51,17 +51,17 @@ def pack_of(problem: AttentionProblem, block_m: int) -> int:
 
 
 def splits_of(tiles: int, blocks: int, sms: int = SMS) -> int:
-    """Parts that the keys are cut into: 1 where the tiles fill the SMs, else the fewest that nearly fill them best.
+    """Parts that the keys are split into: 1 where the tiles fill the SMs, else the fewest that nearly fill them best.
 
     Args:
-        tiles: tiles of the launch without cutting.
-        blocks: blocks of keys that a tile has.
+        tiles: work tiles of the launch without splitting.
+        blocks: n-blocks that a tile has.
         sms: streaming multiprocessors.
     """
-    if tiles >= FULL_ENOUGH * sms or blocks < WORTH_CUTTING or tiles == 0:
+    if tiles >= FULL_ENOUGH * sms or blocks < WORTH_SPLITTING or tiles == 0:
         return 1
     most = min(MAX_SPLITS, blocks // MIN_BLOCKS, max(1, 2 * sms // tiles))
-    # Parts have whole blocks: what counts is how long the longest takes, over how long perfect sharing would.
+    # Parts have whole n-blocks: what counts is how long the longest part takes, over how long equal shares would take.
     efficiency = {}
     for splits in range(1, most + 1):
         waves, longest = ceil_div(tiles * splits, sms), ceil_div(blocks, splits)
@@ -70,22 +70,23 @@ def splits_of(tiles: int, blocks: int, sms: int = SMS) -> int:
     return next(s for s, e in efficiency.items() if e >= NEARLY_BEST * best)
 
 
-def joins_in_launch(rows: int) -> bool:
-    """Whether the parts of a tile are joined by the launch that makes them, rather than by another.
+def combines_in_kernel(rows: int) -> bool:
+    """Whether the launch that makes the parts of a tile also combines them.
 
     Args:
         rows: of a tile, that exist.
     """
-    return rows <= JOINED_ROWS
+    return rows <= ROWS_COMBINED_IN_KERNEL
 
 
 def heads_per_section(problem: AttentionProblem, pack: int) -> int:
-    """Tile heads that take turns at each row of tiles, under a causal mask; else 1: all tiles of a head are alike then.
+    """Tile heads of a section of the L2 head swizzle under a causal mask; else 1: a head's tiles are alike then.
 
-    The longest tiles of those heads come first. Of long sequences all heads: tiles that run at once are then equally
-    long, and those of a head ask for the same keys at about the same time (3 to 9 % of the time at N 4096 to 16384). Of
-    short ones a row of tiles has too many heads for that: keys would be read anew, so heads come in groups. Equal ones:
-    a small last group would begin its longest tiles when all others are done (up to 10 % at N 2048).
+    The longest tiles of a section come first. Long sequences have one section: tiles that run at once are then equally
+    long, and those of a head read the same keys at about the same time (3 to 9 % of the time at N 4096 to 16384). For
+    short sequences there are too many heads for that, and keys would be read again from device memory, so the heads are
+    divided into sections. The sections are equal: a small last one would begin its longest tiles when all others are
+    done (up to 10 % at N 2048).
     """
     if problem.window_right < 0 or problem.window_left >= 0:
         return 1
@@ -95,12 +96,12 @@ def heads_per_section(problem: AttentionProblem, pack: int) -> int:
     sharing = problem.group // pack
     size = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     share = MEDIUM_BYTES if problem.seqlen_k >= MEDIUM else L2_BYTES
-    groups = max(1, round(heads // sharing * size / share))
-    return ceil_div(heads // sharing, groups) * sharing
+    sections = max(1, round(heads // sharing * size / share))
+    return ceil_div(heads // sharing, sections) * sharing
 
 
-def blocks_of(problem: AttentionProblem, row: int, rows: int, pack: int, block_n: int) -> range:
-    """Blocks of keys in which some of ``rows`` rows from ``row`` on see a key (of one dense sequence)."""
+def n_blocks_of(problem: AttentionProblem, row: int, rows: int, pack: int, block_n: int) -> range:
+    """N-blocks in which some of ``rows`` rows from ``row`` on see a key (of one dense sequence)."""
     first, last = row // pack, min((row + rows - 1) // pack, problem.seqlen_q - 1)
     low = 0 if problem.window_left < 0 else max(0, first + problem.shift - problem.window_left)
     end = problem.seqlen_k
@@ -110,17 +111,17 @@ def blocks_of(problem: AttentionProblem, row: int, rows: int, pack: int, block_n
 
 
 def split_of(blocks: range, split: int, splits: int) -> range:
-    """A part of a tile's blocks."""
+    """A part of a tile's n-blocks."""
     size = ceil_div(len(blocks), splits)
     start = blocks.start + split * size
     return range(start, max(start, min(blocks.stop, start + size)))
 
 
-def tiles(heads: int, q_blocks: int, together: int, block_m: int, splits: int = 1) -> Iterator[Tile]:
-    """The tiles of heads (of one sequence, or of all) in the order in which blocks take them; ``batch`` is left 0."""
-    for index in range(heads * q_blocks * splits):
+def work_tiles(heads: int, m_blocks: int, heads_per_section: int, block_m: int, splits: int = 1) -> Iterator[WorkTile]:
+    """The tiles of heads (of one sequence, or of all) in the order in which CTAs take them; ``batch`` is left 0."""
+    for index in range(heads * m_blocks * splits):
         split, rest = index % splits, index // splits
-        group, inside = divmod(rest, together * q_blocks)
-        members = min(together, heads - group * together)
-        turn, member = divmod(inside, members)
-        yield Tile(0, group * together + member, (q_blocks - 1 - turn) * block_m, split)
+        section, inside = divmod(rest, heads_per_section * m_blocks)
+        section_heads = min(heads_per_section, heads - section * heads_per_section)
+        row, head = divmod(inside, section_heads)
+        yield WorkTile(0, section * heads_per_section + head, (m_blocks - 1 - row) * block_m, split)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.backward.config import BackwardConfig
 from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import worth_it
 from flashlane.kernels.hopper.backward.one_cta.split_q import cut_of
-from flashlane.kernels.hopper.forward.tile_scheduler import SMS
 
 SHORT = 1024
 """Queries up to which tiles that a mask cuts are better small."""

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import KernelSource, shared_limit
+from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward.config import GradientConfig, row_bytes
-from flashlane.kernels.hopper.forward.config import ARCH
 
 MAX_HEAD_DIM = 256
 """Columns of an accumulator that leaves a warpgroup registers for the scores."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.hopper.arch import L2_BYTES
 from flashlane.kernels.hopper.backward.head_swizzle import is_causal
 from flashlane.kernels.hopper.backward.launch import (
     GradientPlan,
@@ -21,7 +22,6 @@ from flashlane.kernels.hopper.backward.launch import (
     gradient_params,
 )
 from flashlane.kernels.hopper.backward.split_dkdv_dq.config import WideConfig
-from flashlane.kernels.hopper.forward.tile_scheduler import L2_BYTES
 
 
 class WidePlan(GradientPlan[WideConfig]):

@@ -13,6 +13,7 @@ import torch
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import KernelSource
+from flashlane.kernels.hopper.arch import CHUNK
 from flashlane.kernels.hopper.backward.config import (
     SLAB,
     WIDEST_FUSED,
@@ -27,7 +28,6 @@ from flashlane.kernels.hopper.backward.launch import (
     finish_queries,
     gradient_params,
 )
-from flashlane.kernels.hopper.forward.config import CHUNK
 
 BLOCKS = 2
 """Of a cluster."""
