@@ -6,8 +6,8 @@ groups that it implements and never the fields::
     ABLE = (*SCORE_FEATURES, *VARLEN, *CACHE, *PAGED)
     reason = unsupported_features(problem, ("f16", "bf16"), ABLE)
 
-``SCORE_FEATURES`` are the score modifiers that ``kernels/score.py`` defines for device code. :data:`SCORE_MODIFIERS` are
-all of them: a kernel that names these would accept, and then ignore, a modifier which only other kernels have so far.
+``SCORE_FEATURES`` are the score modifiers that ``kernels/score.py`` defines for device code. :data:`SCORE_MODIFIERS`
+are all of them: a kernel that names these would accept, and ignore, a modifier which only other kernels have so far.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class Plan:
             dq, dk, dv = made.sum(0).to(q.dtype).unbind()
         else:
             dq, dk, dv = _added(dq, q), _added(dk, k), _added(dv, v)
-        return Gradients(dq, dk, dv, self._bias(tensors, inputs), score.sink_gradient(partial, inputs))
+        return Gradients(dq, dk, dv, self._bias(tensors, inputs), **score.modifier_gradients(partial, inputs, dq))
 
     def _made(self, like: torch.Tensor, splits: int, *gradients: int) -> torch.Tensor:
         """A gradient to be written, or the splits of one or of several."""

@@ -135,7 +135,7 @@ def probabilities(
         RIGHT: whether it has a right side.
     """
     len_q, len_k, shift, left, right = mask
-    capped = soft_cap(products, score)
+    capped = soft_cap(products, score, modifiers)
     scores = modify_scores(capped, score, modifiers, i, j, shift, (i < len_q) & (j < len_k)) - lse
     if masked:
         scores = tl.where(visible(i, j, len_q, len_k, shift, left, right, LEFT, RIGHT), scores, NEG_INF)
@@ -377,7 +377,8 @@ def key_gradients(
             dv_acc = tl.dot(kept.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
             if LATE_DP:  # fewer registers at once; the other order gives the tensor cores more to overlap
                 dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-            ds = product_gradients(score_gradients(p, dp, row_delta[None, :], keep, score), capped, score)
+            ds = score_gradients(p, dp, row_delta[None, :], keep, score)
+            ds = product_gradients(ds, capped, score, modifiers)
             dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
 
     if score.seed is not None:
@@ -520,7 +521,8 @@ def query_gradients(
         keep = None
         if score.seed is not None:
             keep = dropout_keep(score, modifiers, b * heads + head, i, j_first, BN)
-        ds = product_gradients(score_gradients(p, dp, row_delta[:, None], keep, score), capped, score)
+        ds = score_gradients(p, dp, row_delta[:, None], keep, score)
+        ds = product_gradients(ds, capped, score, modifiers)
         dq_acc = tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision=PRECISION)
 
     row = tl.cast(start_q, tl.int64) if VARLEN else tl.cast(b, tl.int64) * seqlen_q

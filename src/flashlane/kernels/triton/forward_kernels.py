@@ -251,7 +251,7 @@ def attention_forward(
                     scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
                 if not score.scale_in_exp:
                     scores = modify_scores(
-                        soft_cap(scores, score), score, modifiers, i[:, None], j[None, :], shift,
+                        soft_cap(scores, score, modifiers), score, modifiers, i[:, None], j[None, :], shift,
                         exists[:, None] & (j < len_k)[None, :],
                     )  # fmt: skip
                 if phase != 1:

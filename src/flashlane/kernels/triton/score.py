@@ -113,9 +113,11 @@ def partial_gradients(inputs: Inputs, tiles: int, heads: int) -> dict[str, torch
     return {"sinks": inputs.sinks, "dsinks": partial}
 
 
-def sink_gradient(partial: dict[str, torch.Tensor], inputs: Inputs) -> torch.Tensor | None:
-    """The gradient of the sinks from :func:`partial_gradients`; None where a problem has none."""
-    return partial["dsinks"].sum(0).to(inputs.sinks.dtype) if partial else None
+def modifier_gradients(
+    partial: dict[str, torch.Tensor], inputs: Inputs, dq: torch.Tensor
+) -> dict[str, torch.Tensor | None]:
+    """The gradients of the modifiers that a problem has, by their names: from :func:`partial_gradients` and dQ."""
+    return {"sinks": partial["dsinks"].sum(0).to(inputs.sinks.dtype) if partial else None}
 
 
 # --- what a head brings ---
@@ -157,8 +159,11 @@ def tanh(x):
 
 
 @triton.jit
-def soft_cap(products, score):
-    """``tanh(products * cap_scale)`` with softcap, otherwise the products. :func:`modify_scores` scales either."""
+def soft_cap(products, score, head):
+    """``tanh(products * cap_scale)`` with softcap, otherwise the products. :func:`modify_scores` scales either.
+
+    ``head`` is what :func:`head_modifiers` gives.
+    """
     if score.cap_scale is not None:
         return tanh(products * score.cap_scale)
     else:
@@ -189,7 +194,7 @@ def modify_scores(capped, score, head, i, j, shift, exists):
 
 
 @triton.jit
-def product_gradients(ds, capped, score):
+def product_gradients(ds, capped, score, head):
     """From the gradient by the scores to the one by products · scale: softcap's derivative is 1 − tanh²."""
     if score.cap_scale is not None:
         return ds * (1.0 - capped * capped)
