@@ -39,8 +39,10 @@ def flash_attn_func(
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    logit_scale: torch.Tensor | None = None,
 ) -> Result:
-    """Exact attention: softmax(q·kᵀ·softmax_scale) · v, differentiable in q, k, v, sinks and attn_bias.
+    """Exact attention: softmax(q·kᵀ·softmax_scale) · v, differentiable in q, k, v, sinks, attn_bias and
+    logit_scale.
 
     Args:
         q: ``(b, sq, h, d)``, f16, bf16, f32 or f64, any strides.
@@ -61,6 +63,8 @@ def flash_attn_func(
         return_lse: also return the LSE.
         sinks: ``(h,)``: one more logit for every row of a head, which takes probability and gives no value.
         attn_bias: added to the scores, broadcastable to ``(b, h, sq, sk)``; −inf hides a key.
+        logit_scale: f32 ``(h,)``, positive: a factor of every score of a head, before the soft cap. A model that learns
+            one temperature a head (QK-norm) needs no scaled copy of q for it.
 
     Returns:
         out ``(b, sq, h, dv)``; with ``return_lse`` (out, lse); with ``return_attn_probs`` (out, lse, S_dmask). The
@@ -71,13 +75,13 @@ def flash_attn_func(
         TypeError, ValueError: an argument cannot be; the message names it.
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
-    if alibi_slopes is attn_bias is sinks is None and not return_attn_probs:
+    if alibi_slopes is attn_bias is sinks is logit_scale is None and not return_attn_probs:
         # The tag and the fields of Asked, built here because a function call more would show in the cost of each call.
         key = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, 0
         found = ops.again(q, k, v, key, return_lse)
         if found is not None:
             return found if return_lse else found[0]
-    inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks)
+    inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks, logit_scale=logit_scale)
     return _attend(
         inputs,
         kernel,
@@ -107,11 +111,14 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    logit_scale: torch.Tensor | None = None,
 ) -> Result:
     """:func:`flash_attn_func` of one tensor ``(b, s, 3, h, d)`` that holds q, k and v; the same keywords of ours."""
     q, k, v = _unpack("qkv", qkv, 3)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, k, v, *tail, kernel=kernel, return_lse=return_lse, sinks=sinks, attn_bias=attn_bias)
+    return flash_attn_func(
+        q, k, v, *tail, kernel=kernel, return_lse=return_lse, sinks=sinks, attn_bias=attn_bias, logit_scale=logit_scale
+    )
 
 
 def flash_attn_kvpacked_func(
@@ -130,11 +137,14 @@ def flash_attn_kvpacked_func(
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    logit_scale: torch.Tensor | None = None,
 ) -> Result:
     """:func:`flash_attn_func` of q and one tensor ``(b, sk, 2, hk, d)`` that holds k and v; the same keywords."""
     k, v = _unpack("kv", kv, 2)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, k, v, *tail, kernel=kernel, return_lse=return_lse, sinks=sinks, attn_bias=attn_bias)
+    return flash_attn_func(
+        q, k, v, *tail, kernel=kernel, return_lse=return_lse, sinks=sinks, attn_bias=attn_bias, logit_scale=logit_scale
+    )
 
 
 def flash_attn_varlen_func(
@@ -159,6 +169,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    logit_scale: torch.Tensor | None = None,
 ) -> Result:
     """:func:`flash_attn_func` of sequences of different lengths, packed one after another.
 
@@ -190,6 +201,7 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes,
         bias=attn_bias,
         sinks=sinks,
+        logit_scale=logit_scale,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
@@ -227,13 +239,14 @@ def flash_attn_varlen_qkvpacked_func(
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    logit_scale: torch.Tensor | None = None,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of one tensor ``(total, 3, h, d)`` that holds q, k and v of the same lengths."""
     q, k, v = _unpack("qkv", qkv, 3, ("total",))
     where = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
-    return flash_attn_varlen_func(q, k, v, *where, *tail, **ours)
+    return flash_attn_varlen_func(q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -256,13 +269,14 @@ def flash_attn_varlen_kvpacked_func(
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    logit_scale: torch.Tensor | None = None,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of q and one tensor ``(total_k, 2, hk, d)`` that holds k and v."""
     k, v = _unpack("kv", kv, 2, ("total",))
     where = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
-    return flash_attn_varlen_func(q, k, v, *where, *tail, **ours)
+    return flash_attn_varlen_func(q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
 
 
 def flash_attn_with_kvcache(
@@ -290,6 +304,7 @@ def flash_attn_with_kvcache(
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    logit_scale: torch.Tensor | None = None,
 ) -> Result:
     """Attention of new queries over a key/value cache, to which new rows are appended in place first.
 
@@ -329,6 +344,7 @@ def flash_attn_with_kvcache(
         return_lse: the same as return_softmax_lse.
         sinks: ``(h,)``: one more logit for every row of a head, which takes probability and gives no value.
         attn_bias: broadcastable to ``(b, h, sq, capacity)``; a sequence reads its top-left corner.
+        logit_scale: f32 ``(h,)``, positive: a factor of every score of a head.
 
     Returns:
         out ``(b, sq, h, dv)``, and where asked the LSE ``(b, h, sq)``. Autocast changes nothing. There are no
@@ -338,7 +354,9 @@ def flash_attn_with_kvcache(
         TypeError, ValueError: an argument cannot be; the message names it.
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
-    inputs = Inputs(q, k_cache, v_cache, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks)
+    inputs = Inputs(
+        q, k_cache, v_cache, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks, logit_scale=logit_scale
+    )
     out, lse = kvcache.attend_cache(
         inputs,
         k,
@@ -378,13 +396,14 @@ def explain(
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    logit_scale: torch.Tensor | None = None,
 ) -> dispatch.Explanation:
     """Which kernel :func:`flash_attn_func` would run for these arguments, and why each other one would not.
 
     What is returned along with the output changes nothing, so ``return_attn_probs`` and ``return_lse`` are not read.
     """
     problem = ops.problem_of(
-        Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks),
+        Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks, logit_scale=logit_scale),
         names=_NAMES,
         scale=softmax_scale,
         causal=causal,

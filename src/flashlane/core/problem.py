@@ -89,7 +89,8 @@ class Inputs:
 
     Shapes: ``alibi_slopes`` f32 ``(h,)`` or ``(b, h)``; ``bias`` broadcastable to ``(b, h, sq, sk)``, added to the
     scaled scores (−inf hides a key); ``sinks`` ``(h,)``, one extra logit per head that takes probability and gives
-    no value; ``cu_seqlens_*`` int32 ``(b + 1,)`` on the same device, with ``max_seqlen_*`` their longest sequence.
+    no value; ``logit_scale`` f32 ``(h,)``, positive, a factor of the head's scores before they are capped;
+    ``cu_seqlens_*`` int32 ``(b + 1,)`` on the same device, with ``max_seqlen_*`` their longest sequence.
 
     A key/value cache: ``seqused_k`` int32 ``(b,)``, rows of k and v in use (all by default); ``leftpad_k`` int32
     ``(b,)``, the first of them; ``batch_idx`` int32 ``(b,)``, which row of the batch axis of k and v a sequence reads;
@@ -116,6 +117,9 @@ class Inputs:
         batched=4,
     )
     sinks: torch.Tensor | None = argument(flag="sinks", shapes=(("heads",),), differentiable=True, shared=True)
+    logit_scale: torch.Tensor | None = argument(
+        flag="logit_scale", shapes=(("heads",),), dtype=torch.float32, differentiable=True, shared=True
+    )
     cu_seqlens_q: torch.Tensor | None = argument(indices=True)
     cu_seqlens_k: torch.Tensor | None = argument(indices=True)
     seqused_k: torch.Tensor | None = argument(flag="seqused_k", indices=True, cache=True)
@@ -196,6 +200,7 @@ class AttentionProblem:
     alibi: bool = feature("score", False)
     bias: bool = feature("bias", False)
     sinks: bool = feature("score", False)
+    logit_scale: bool = feature("score", False)
     varlen: bool = feature("varlen", False)
     seqused_k: bool = feature("cache", False)
     leftpad_k: bool = feature("cache", False)

@@ -1,8 +1,8 @@
 """The score modifiers of the torch implementations: the one file here that names them.
 
-A product q·k becomes a score in this order: it is multiplied by the scale, capped, and gets ALiBi's −slope · distance
-and the additive bias; then invisible pairs are hidden. A sink is one more logit of each row of its head, which takes
-probability and gives no value.
+A product q·k becomes a score in this order: it is multiplied by the scale and by the head's logit scale, capped, and
+gets ALiBi's −slope · distance and the additive bias; then invisible pairs are hidden. A sink is one more logit of each
+row of its head, which takes probability and gives no value.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ class Scores(NamedTuple):
     """The scores of a tile, ``(b, hk, g, rows, cols)``."""
 
     values: torch.Tensor
+    scaled: torch.Tensor | None = None
+    """The products times the scale, where a gradient needs them."""
+    factor: torch.Tensor | None = None
+    """The head's logit scale, by which the scaled products were multiplied."""
     derivative: torch.Tensor | None = None
-    """Of the scores by the scaled products; None: 1."""
+    """Of the scores by these; None: 1."""
 
 
 def scores_of(
     scaled: torch.Tensor, part: Part, problem: AttentionProblem, inputs: Inputs, rows: range, cols: range
 ) -> torch.Tensor:
     """A tile's scores from its products times the scale; differentiable."""
-    scores = _capped(scaled, problem.softcap)
+    factor = _factor(part, inputs, scaled)
+    scores = _capped(scaled if factor is None else scaled * factor, problem.softcap)
     return _add_biases(scores, part, inputs, rows, cols)
 
 
@@ -35,10 +40,15 @@ def scores_and_derivative(
     scaled: torch.Tensor, part: Part, problem: AttentionProblem, inputs: Inputs, rows: range, cols: range
 ) -> Scores:
     """:func:`scores_of` with its derivative, for a backward pass that autograd does not see."""
-    cap = problem.softcap
-    capped = _capped(scaled, cap)
+    cap, factor = problem.softcap, _factor(part, inputs, scaled)
+    capped = _capped(scaled if factor is None else scaled * factor, cap)
     derivative = 1 - (capped / cap) ** 2 if cap else None
-    return Scores(_add_biases(capped, part, inputs, rows, cols), derivative)
+    return Scores(_add_biases(capped, part, inputs, rows, cols), scaled, factor, derivative)
+
+
+def _factor(part: Part, inputs: Inputs, like: torch.Tensor) -> torch.Tensor | None:
+    """The logit scale of each head, to broadcast against a tile of scores."""
+    return None if inputs.logit_scale is None else part.heads(inputs.logit_scale).to(like.dtype).unsqueeze(-1)
 
 
 def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
@@ -110,4 +120,9 @@ def add_pair_gradients(
     if gradients.bias is not None:
         target = tile_of(part.pairs(gradients.bias), rows, cols)
         target += ds.sum_to_size(target.shape)
-    return ds if scores.derivative is None else ds.mul_(scores.derivative)
+    if scores.derivative is not None:
+        ds.mul_(scores.derivative)
+    if scores.factor is None:
+        return ds
+    gradients.logit_scale.add_((ds * scores.scaled).sum(dim=(0, 3, 4)).flatten())
+    return ds.mul_(scores.factor)

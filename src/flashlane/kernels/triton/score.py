@@ -1,7 +1,8 @@
 """The score modifiers of the Triton kernels: the one file that names them, for the device and for the host.
 
-A score becomes ``softcap · tanh(score / softcap)``, gets ALiBi's −slope · distance and an additive bias; a sink is one
-more logit of each row, which takes probability and gives no value; dropout removes probabilities after the softmax.
+A score is multiplied by its head's logit scale, becomes ``softcap · tanh(score / softcap)``, gets ALiBi's
+−slope · distance and an additive bias; a sink is one more logit of each row, which takes probability and gives no
+value; dropout removes probabilities after the softmax.
 Kernels take one argument for all of that, a :class:`ScoreArguments`, and pass it to the functions below. A tensor or
 number that a problem has not is None there, which leaves its code out of the kernel. Launchers get the arguments from
 :func:`score_arguments`, the names of tensors from :func:`score_tensors` and what tensors decide from
@@ -48,6 +49,9 @@ class ScoreArguments(NamedTuple):
     """Logits of the sinks, ``(h,)``, natural logarithm."""
     dsinks: Any = None
     """The sinks' gradient by tile of rows, f32 ``(tile and batch, h)``; written by :func:`store_sink_gradient`."""
+    logit_scale: Any = None
+    """Factors of the heads' scores, f32 ``(h,)``."""
+    logit_scale_stride: Any = None
     seed: Any = None
     """int64, the value of ``dropout_seed``."""
     threshold: Any = None
@@ -68,6 +72,7 @@ def score_tensors(problem: AttentionProblem) -> list[tuple[str, str]]:
         ("slopes", "alibi_slopes"): problem.alibi,
         ("bias", "bias"): problem.bias,
         ("sinks", "sinks"): problem.sinks,
+        ("logit_scale", "logit_scale"): problem.logit_scale,
         ("seed", "dropout_seed"): problem.dropout_p > 0,
     }
     return [names for names, given in present.items() if given]
@@ -76,7 +81,7 @@ def score_tensors(problem: AttentionProblem) -> list[tuple[str, str]]:
 def score_facts(inputs: Inputs) -> tuple[Any, ...]:
     """What :func:`score_arguments` and a kernel take from those tensors, beside their addresses."""
     facts: tuple[Any, ...] = ()
-    for tensor in (inputs.bias, inputs.alibi_slopes, inputs.sinks):
+    for tensor in (inputs.bias, inputs.alibi_slopes, inputs.sinks, inputs.logit_scale):
         if tensor is not None:
             facts += (tensor.shape, tensor.stride(), tensor.dtype)
     return facts
@@ -88,6 +93,8 @@ def score_arguments(problem: AttentionProblem, inputs: Inputs) -> ScoreArguments
     known: dict[str, Any] = {"score_scale": (problem.softcap or problem.scale) * LOG2_E.value}
     if problem.softcap:
         known["cap_scale"] = problem.scale / problem.softcap
+    if inputs.logit_scale is not None:
+        known["logit_scale_stride"] = inputs.logit_scale.stride(0)
     if slopes is not None:
         known["slopes_stride_batch"] = slopes.stride(0) if slopes.dim() == 2 else 0
     if bias is not None:
@@ -97,7 +104,7 @@ def score_arguments(problem: AttentionProblem, inputs: Inputs) -> ScoreArguments
     if problem.dropout_p:
         known["threshold"] = math.floor(problem.dropout_p * 2**32)
         known["keep_scale"] = 1.0 / (1.0 - problem.dropout_p)
-    plain = not ScoreConfig.of(problem).transformed and not problem.bias
+    plain = not (ScoreConfig.of(problem).transformed or problem.bias or problem.logit_scale)
     return ScoreArguments(**known, scale_in_exp=tl.constexpr(plain and problem.scale > 0))
 
 
@@ -117,7 +124,15 @@ def modifier_gradients(
     partial: dict[str, torch.Tensor], inputs: Inputs, dq: torch.Tensor
 ) -> dict[str, torch.Tensor | None]:
     """The gradients of the modifiers that a problem has, by their names: from :func:`partial_gradients` and dQ."""
-    return {"sinks": partial["dsinks"].sum(0).to(inputs.sinks.dtype) if partial else None}
+    found: dict[str, torch.Tensor | None] = {}
+    if inputs.sinks is not None:
+        found["sinks"] = partial["dsinks"].sum(0).to(inputs.sinks.dtype)
+    if inputs.logit_scale is not None:
+        # q·dQ is the sum over keys of dS · S, S being what the factor made of the scaled product.
+        # Rows that belong to no sequence have dQ 0, whatever q holds there.
+        products = torch.where(dq == 0, 0.0, inputs.q.float() * dq.float()).sum(-1)
+        found["logit_scale"] = products.flatten(0, -2).sum(0) / inputs.logit_scale
+    return found
 
 
 # --- what a head brings ---
@@ -125,11 +140,11 @@ def modifier_gradients(
 
 @triton.jit
 def head_modifiers(score, b, head, PER_ROW: tl.constexpr):
-    """A head's ALiBi slope, the pointer to its bias of pair (0, 0), and the key of the random numbers.
+    """A head's ALiBi slope, the pointer to its bias of pair (0, 0), the key of the random numbers, and its logit scale.
 
-    With PER_ROW ``head`` is ``(BM,)``, one for each row of a tile, and so are slope and pointer, ``(BM, 1)``.
+    With PER_ROW ``head`` is ``(BM,)``, one for each row of a tile, and so are all but the key, ``(BM, 1)``.
     """
-    slope, bias, seed = 0.0, 0, 0
+    slope, bias, seed, factor = 0.0, 0, 0, 1.0
     if score.slopes is not None:
         slope = tl.load(score.slopes + b * score.slopes_stride_batch + head)
         if PER_ROW:
@@ -141,7 +156,11 @@ def head_modifiers(score, b, head, PER_ROW: tl.constexpr):
             bias = bias[:, None]
     if score.seed is not None:
         seed = tl.load(score.seed)
-    return slope, bias, seed
+    if score.logit_scale is not None:
+        factor = tl.load(score.logit_scale + head * score.logit_scale_stride)
+        if PER_ROW:
+            factor = factor[:, None]
+    return slope, bias, seed, factor
 
 
 # --- from a product to a score ---
@@ -164,6 +183,9 @@ def soft_cap(products, score, head):
 
     ``head`` is what :func:`head_modifiers` gives.
     """
+    _slope, _bias, _seed, factor = head
+    if score.logit_scale is not None:
+        products = products * factor
     if score.cap_scale is not None:
         return tanh(products * score.cap_scale)
     else:
@@ -183,7 +205,7 @@ def modify_scores(capped, score, head, i, j, shift, exists):
         shift: see the module.
         exists: which pairs of the tile the bias may be read for.
     """
-    slope, bias, _seed = head
+    slope, bias, _seed, _factor = head
     scores = capped * score.score_scale
     if score.slopes is not None:
         scores -= slope * LOG2_E * tl.abs(i + shift - j).to(tl.float32)
@@ -195,7 +217,11 @@ def modify_scores(capped, score, head, i, j, shift, exists):
 
 @triton.jit
 def product_gradients(ds, capped, score, head):
-    """From the gradient by the scores to the one by products · scale: softcap's derivative is 1 − tanh²."""
+    """From the gradient by the scores to the one by products · scale: softcap's derivative is 1 − tanh², the logit
+    scale's is its value."""
+    _slope, _bias, _seed, factor = head
+    if score.logit_scale is not None:
+        ds = ds * factor
     if score.cap_scale is not None:
         return ds * (1.0 - capped * capped)
     else:
@@ -248,7 +274,7 @@ def dropout_keep(score, head, row_head, i, j_first, BN: tl.constexpr):
         j_first: first key, a multiple of 4.
         BN: keys of the tile, a multiple of 4.
     """
-    _slope, _bias, seed = head
+    _slope, _bias, seed, _factor = head
     quads = (j_first // 4 + tl.arange(0, BN // 4))[None, :]
     none = i[:, None] * 0 + quads * 0
     c0 = (quads + none).to(tl.uint32, bitcast=True)
