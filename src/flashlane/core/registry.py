@@ -241,9 +241,12 @@ class BackwardKernel(ABC):
         """The gradients of a call; the arguments are those of :func:`flashlane.reference.tiled.tiled_backward`.
 
         Args:
-            problem, inputs: what was asked, and its tensors.
-            out, lse: what the forward pass wrote.
-            do, dlse: gradients of both, ``dlse`` or None.
+            problem: what was asked.
+            inputs: its tensors.
+            out: what the forward pass wrote.
+            lse: its LSE.
+            do: the gradient of ``out``.
+            dlse: the gradient of ``lse``, or None.
             bias_grad: whether the bias' gradient is wanted.
             forward: the kernel that wrote ``out``.
             config: the configuration to run, or None for that of :meth:`config`.
