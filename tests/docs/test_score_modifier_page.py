@@ -1,0 +1,35 @@
+"""The worked example of a score modifier names every source file that it touches, and those are few."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "add-a-score-modifier.md"
+MODIFIER = "logit_scale"
+MOST = 8
+
+
+def files_with(word: str) -> set[str]:
+    """Source files whose text contains a word, in any case."""
+    pattern = re.compile(rf"\b{word}\b", re.IGNORECASE)
+    found = (path for path in (ROOT / "src" / "flashlane").rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
+    return {path.relative_to(ROOT).as_posix() for path in found if pattern.search(path.read_text(encoding="utf-8"))}
+
+
+def test_the_page_names_exactly_the_files_that_mention_the_modifier() -> None:
+    named = set(re.findall(r"^## .*`(src/[^`]+)`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    assert named == files_with(MODIFIER)
+    assert len(named) <= MOST
+
+
+def test_the_lines_that_the_page_quotes_are_in_the_files() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        path = re.search(r"`(src/[^`]+)`", section.splitlines()[0])
+        if path is None:
+            continue
+        source = " ".join((ROOT / path[1]).read_text(encoding="utf-8").split())
+        for quoted in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+            assert " ".join(quoted.split()) in source, quoted
