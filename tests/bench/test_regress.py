@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -266,3 +268,19 @@ def test_save_keeps_the_results_and_replaces_an_older_baseline(files, tmp_path):
 def test_bad_arguments(words, message):
     done = invoke(*words)
     assert done.exit_code == 2 and message in done.output
+
+
+def test_the_test_is_scipys_trimmed_one():
+    """Yuen's test without a margin is scipy's, where rounds differ by more than the clock's resolution."""
+    stats = pytest.importorskip("scipy.stats")
+    before, after = [1.0, 1.1, 0.93, 1.04, 1.21, 0.9, 1.02], [1.3, 1.1, 1.45, 1.32, 1.2, 1.5, 1.27, 1.41]
+    logs = ([math.log(x) for x in samples] for samples in (after, before))
+    expected = stats.ttest_ind(*logs, equal_var=False, trim=r.TRIM)
+    assert r.shift_test(before, after, 0.0)[1] == pytest.approx(expected.pvalue, rel=1e-9)
+
+
+def test_without_scipy_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(ImportError, match=r"flashlane\[bench\]"):
+        r.t_tail(1.0, 5.0)

@@ -104,7 +104,7 @@ def test_without_matplotlib_the_tables_stand(results, invoke, tmp_path, monkeypa
 
 
 def test_figures_sort_as_figures():
-    text = report.table(("a", "b"), [("x", report.Number("1.2e-05", 1.2e-5)), ("y", "3.5"), ("z", "–")])
+    text = report.table(("a", "b"), [("x", report.Cell("1.2e-05", 1.2e-5)), ("y", "3.5"), ("z", "–")])
     assert 'data-v="1.2e-05"' in text and 'data-v="3.5"' in text and "<td>–</td>" in text
 
 

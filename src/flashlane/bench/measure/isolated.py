@@ -1,27 +1,21 @@
 """The bench in a process of its own, so that an implementation that hangs or crashes costs its row and not the run.
 
-The worker (:mod:`flashlane.bench.measure.worker`) benches one problem after another, as :func:`flashlane.bench.run`
-does, and
-tells of every step. When nothing is heard for the time limit, or the worker dies, the implementation whose step it was
-is left out, its row says why, and a new worker does that problem again without it.
+The worker (:mod:`flashlane.bench.measure.worker`, started by ``multiprocessing`` as a fresh interpreter) benches one
+problem after another, as :func:`flashlane.bench.run` does, and reports every step through a pipe. When nothing arrives
+for the time limit, or the worker dies, the implementation whose step it was is left out, its row says why, and a new
+worker does that problem again without it.
 """
 
 from __future__ import annotations
 
-import pickle
-import queue
+import multiprocessing
 import signal
-import struct
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from flashlane.bench.measure.check import Rule
-from flashlane.bench.measure.environment import child_environment
 from flashlane.bench.measure.flops import Direction
 from flashlane.bench.measure.inputs import RANDOM, Pattern
 from flashlane.bench.measure.peers import PEERS, peers_of_files
@@ -35,7 +29,6 @@ TIMEOUT = 120.0
 """Seconds without a sign of life after which a worker is ended."""
 START_SECONDS = 180.0
 """For importing torch and everything else."""
-_HEAD = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -227,14 +220,15 @@ class Worker:
     """One worker process."""
 
     def __init__(self, spec: Spec, seconds: float) -> None:
-        command = [sys.executable, "-m", "flashlane.bench.measure.worker"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen(command, env=child_environment(), **pipes)
-        self.heard: queue.Queue[Any] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        from flashlane.bench.measure.worker import serve
+
+        fresh = multiprocessing.get_context("spawn")  # a fork of a process that has used CUDA cannot use it
+        self.pipe, theirs = fresh.Pipe()
+        self.process = fresh.Process(target=serve, args=(theirs, spec))
+        self.process.start()
+        theirs.close()  # so that the pipe ends when the worker does
         self.active: str | None = None
         try:
-            send(self.process.stdin, spec)
             self._next(seconds)
         except (Died, OSError, ValueError):
             self.end()
@@ -244,7 +238,7 @@ class Worker:
         """The results of a task; :class:`Died` when it hangs or dies, ValueError when it is refused."""
         self.active = None
         try:
-            send(self.process.stdin, task)
+            self.pipe.send(task)
         except OSError:
             raise Died(None, self._how_it_ended()) from None
         while True:
@@ -262,26 +256,16 @@ class Worker:
     def end(self) -> None:
         """End the process, whatever it does."""
         self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:  # what was still to be sent has nowhere to go
-                    continue
-
-    def _listen(self) -> None:
-        for message in receive(self.process.stdout):
-            self.heard.put(message)
-        self.heard.put(None)
+        self.process.join()
+        self.pipe.close()
 
     def _next(self, seconds: float) -> Any:
+        if not self.pipe.poll(seconds):
+            raise Died(self.active, f"no sign of life for {seconds:g} s, ended (--timeout)")
         try:
-            message = self.heard.get(timeout=seconds)
-        except queue.Empty:
-            raise Died(self.active, f"no sign of life for {seconds:g} s, ended (--timeout)") from None
-        if message is None:
-            raise Died(self.active, self._how_it_ended())
+            message = self.pipe.recv()
+        except (EOFError, OSError):  # it ended, perhaps in the middle of a message
+            raise Died(self.active, self._how_it_ended()) from None
         if message[0] == "refused":
             raise ValueError(message[1])
         if message[0] == "broken":
@@ -289,27 +273,9 @@ class Worker:
         return message
 
     def _how_it_ended(self) -> str:
-        status = self.process.wait()
+        self.process.join()
+        status = self.process.exitcode or 0
         if status >= 0:
             return f"its process ended with status {status}"
         name = signal.Signals(-status).name
         return f"its process was ended by {name}" + (" (out of memory, most likely)" if name == "SIGKILL" else "")
-
-
-def send(stream: BinaryIO, message: object) -> None:
-    """One message."""
-    body = pickle.dumps(message)
-    stream.write(_HEAD.pack(len(body)) + body)
-    stream.flush()
-
-
-def receive(stream: BinaryIO) -> Iterator[Any]:
-    """Messages until the stream ends, in the middle of one too."""
-    while True:
-        head = stream.read(_HEAD.size)
-        if len(head) < _HEAD.size:
-            return
-        body = stream.read(_HEAD.unpack(head)[0])
-        if len(body) < _HEAD.unpack(head)[0]:
-            return
-        yield pickle.loads(body)

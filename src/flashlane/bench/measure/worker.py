@@ -1,7 +1,7 @@
-"""The process in which :mod:`flashlane.bench.measure.isolated` benches: ``python -m flashlane.bench.measure.worker``.
+"""The process in which :mod:`flashlane.bench.measure.isolated` benches.
 
-Messages come on stdin and go to what was stdout when it started; what a library prints goes to stderr. When stdin ends,
-whoever started it is gone, and it ends too, in the middle of whatever it does.
+Tasks and what it reports travel through one pipe; what a library prints goes to stderr. When the pipe ends, whoever
+started it is gone, and it ends too, in the middle of whatever it does.
 """
 
 from __future__ import annotations
@@ -9,38 +9,35 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import sys
 import threading
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
 
-from flashlane.bench.measure.isolated import Spec, Task, receive, send
+from flashlane.bench.measure.isolated import Spec, Task
 from flashlane.bench.measure.runner import run
 
 
-class Told:
+class PipeReporter:
     """A reporter that sends every step on."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream = stream
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
 
     def begin(self, title: str, steps: int) -> None:
-        send(self.stream, ("begin", title, steps))
+        self.pipe.send(("begin", title, steps))
 
     def step(self, what: str, advance: bool = True) -> None:
-        send(self.stream, ("step", what, advance))
+        self.pipe.send(("step", what, advance))
 
 
-def main() -> None:
-    """Take the specification, then tasks until there are no more."""
+def serve(pipe: Connection, spec: Spec) -> None:
+    """Do tasks until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; whoever started this one ends it
-    out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    asked: queue.Queue[Any] = queue.Queue()
-    threading.Thread(target=_listen, args=(asked,), daemon=True).start()
-    spec: Spec = asked.get()
-    send(out, ("ready",))
+    tasks: queue.Queue[Task] = queue.Queue()
+    threading.Thread(target=_receive, args=(pipe, tasks), daemon=True).start()
+    pipe.send(("ready",))
     while True:
-        task: Task = asked.get()
+        task = tasks.get()
         try:
             results = run(
                 [task.problem],
@@ -55,21 +52,19 @@ def main() -> None:
                 roofs=spec.roofs,
                 cycles=spec.cycles,
                 pattern=spec.pattern,
-                reporter=Told(out),
+                reporter=PipeReporter(pipe),
             )
         except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-            send(out, ("refused", str(error)))
+            pipe.send(("refused", str(error)))
         except Exception as error:  # a broken CUDA context: this process is of no more use
-            send(out, ("broken", f"{type(error).__name__}: {error}"))
+            pipe.send(("broken", f"{type(error).__name__}: {error}"))
         else:
-            send(out, ("done", results))
+            pipe.send(("done", results))
 
 
-def _listen(asked: queue.Queue[Any]) -> None:
-    for message in receive(sys.stdin.buffer):
-        asked.put(message)
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    main()
+def _receive(pipe: Connection, tasks: queue.Queue[Task]) -> None:
+    while True:
+        try:
+            tasks.put(pipe.recv())
+        except (EOFError, OSError):
+            os._exit(1)

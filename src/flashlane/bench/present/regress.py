@@ -13,7 +13,6 @@ correction keeps the chance of even one false alarm in a whole comparison below 
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import statistics
@@ -21,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from flashlane.bench.measure.results import ERROR, FAIL, FORMAT, finite
 
@@ -337,17 +334,16 @@ def _trimmed(samples: Sequence[float]) -> tuple[float, float, int]:
 
 
 def t_tail(t: float, free: float) -> float:
-    """P(T ≥ t) of Student's t, t > 0, as the integral of sin^(free−1) up to the angle atan(√free / t)."""
-    end = math.atan2(math.sqrt(free), t)
-    nodes, weights = _quadrature()
-    values = np.sin(end / 2 * (nodes + 1)) ** (free - 1)
-    log_factor = math.lgamma((free + 1) / 2) - math.lgamma(free / 2) - math.log(math.pi) / 2
-    return math.exp(log_factor) * end / 2 * float(weights @ values)
+    """P(T ≥ t) of Student's t.
 
-
-@functools.cache
-def _quadrature() -> tuple[np.ndarray, np.ndarray]:
-    return np.polynomial.legendre.leggauss(96)
+    Raises:
+        ImportError: there is no scipy.
+    """
+    try:
+        from scipy.stats import t as student
+    except ImportError as error:
+        raise ImportError('regress needs scipy: pip install "flashlane[bench]"') from error
+    return float(student.sf(t, free))
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:

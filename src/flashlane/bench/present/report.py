@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import base64
 import datetime
-import html
+import functools
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+from markupsafe import Markup
+
 from flashlane import __version__
 from flashlane.bench.measure.measured import Measured, lines_of, read_results
-from flashlane.bench.measure.results import Results, Row, load_results
+from flashlane.bench.measure.results import ERROR, FAIL, Results, Row, load_results
 from flashlane.bench.measure.roofline import roofline_figure
 from flashlane.bench.measure.roofs import Roofs, place, roofs_of, sentence
 from flashlane.bench.measure.sweep import HEAD, summary_rows
 from flashlane.bench.present import figure, plots
-from flashlane.bench.present.report_page import PAGE, SCRIPT, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,67 +81,82 @@ def build(paths: Sequence[Path], notebooks: Sequence[Path] = (), title: str = "f
         ValueError: a file cannot be read, or is no results file; the message names it.
     """
     results = [(path, load_results(path)) for path in paths]
-    pages = list(_pages(notebooks))
-    sections = [_section(index, path, found) for index, (path, found) in enumerate(results)]
-    links = [(f"run-{index}", path.stem) for index, (path, _) in enumerate(results)]
-    if pages:
-        sections.append(_notebook(pages))
-        links.append(("notebook", "notebook"))
+    pages = [{"name": path.name, "body": Markup(_rendered(text))} for path, text in _pages(notebooks)]
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     devices = ", ".join(dict.fromkeys(str(found.environment.get("device")) for _, found in results))
-    return PAGE.format(
-        title=_text(title),
-        style=STYLE,
-        script=SCRIPT,
-        made=_text(f"{devices} · made {now} by flashlane {__version__}"),
-        links=" ".join(f'<a href="#{anchor}">{_text(name)}</a>' for anchor, name in links),
-        body="\n".join(sections),
+    page = (
+        environment()
+        .get_template("report.html")
+        .render(
+            title=title,
+            made=f"{devices} · made {now} by flashlane {__version__}",
+            runs=[_section(index, path, found) for index, (path, found) in enumerate(results)],
+            notebook=pages,
+        )
     )
+    return page.strip() + "\n"
 
 
-def _section(index: int, path: Path, results: Results) -> str:
-    where = results.environment
-    head = f"{where.get('device')} · {path.name}"
-    parts = [f'<section id="run-{index}"><h2>{_text(head)}</h2>', _machine(results)]
-    parts += [f'<p class="note">{_text(note)}</p>' for note in results.notes]
-    parts += [_pictures(path, results), "<h3>Fastest of ours against the best peer</h3>"]
-    parts.append(table(HEAD, summary_rows(results)))
+@functools.cache
+def environment() -> jinja2.Environment:
+    """The templates beside this file; every value in them is escaped."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    made.filters["cells"] = lambda row: [number_of(cell) for cell in row]
+    made.filters["status"] = _status
+    return made
+
+
+def _section(index: int, path: Path, results: Results) -> dict[str, object]:
+    """What the template shows of one results file."""
     shown = [c for c in COLUMNS if any(c.value(row) not in (None, "") for row in results.rows)]
-    failed = [row for row in results.rows if row.status in ("FAIL", "error")]
-    parts.append(f"<h3>Every row ({len(results.rows)}, {len(failed)} failed)</h3>")
-    parts.append(table([c.title for c in shown], [[_cell(c, row) for c in shown] for row in results.rows], search=True))
-    if results.skipped:
-        lines = [(s.problem, s.tag, s.reason) for s in results.skipped]
-        parts.append(f"<details><summary>{len(lines)} did not run, and why</summary>")
-        parts += [table(("problem", "tag", "reason"), lines), "</details>"]
-    return "\n".join([*parts, "</section>"])
+    notes, bounds, pictures = _pictures(path, results)
+    return {
+        "anchor": f"run-{index}",
+        "name": path.stem,
+        "head": f"{results.environment.get('device')} · {path.name}",
+        "machine": _machine(results),
+        "notes": [*results.notes, *notes],
+        "bounds": bounds,
+        "pictures": pictures,
+        "summary_head": HEAD,
+        "summary": list(summary_rows(results)),
+        "columns": [column.title for column in shown],
+        "rows": [[_cell(column, row) for column in shown] for row in results.rows],
+        "failed": sum(row.status in (FAIL, ERROR) for row in results.rows),
+        "skipped": [(s.problem, s.tag, s.reason) for s in results.skipped],
+    }
 
 
-def _machine(results: Results) -> str:
+def _machine(results: Results) -> list[tuple[str, object]]:
     where = results.environment
     lines = [(name, where[name]) for name in MACHINE if where.get(name) not in (None, "")]
-    keys = ("rounds", "check", "rule", "seed", "inputs", "order", "directions")
+    keys = ("rounds", "check", "rule", "seed", "inputs", "order", "protocol", "calls", "directions")
     settings = ", ".join(f"{key} {results.settings[key]}" for key in keys if key in results.settings)
-    rows = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in [*lines, ("measured", settings)])
-    return f'<details class="machine"><summary>Device, versions, how it was measured</summary><dl>{rows}</dl></details>'
+    return [*lines, ("measured", settings)]
 
 
 # --- tables
 
 
 @dataclass(frozen=True)
-class Number:
-    """A figure: what is shown, and what is sorted by."""
+class Cell:
+    """What is shown, and for a figure the number that the column is sorted by."""
 
     shown: str
-    value: float
+    value: float | None = None
 
 
 def _cell(column: Shown, row: Row) -> object:
     value = column.value(row)
     if isinstance(value, int | float) and not isinstance(value, bool):
         text = f"{value:.{column.digits}g}" if column.digits else f"{value:g}"
-        return Number(_plain(text), float(value))
+        return Cell(_plain(text), float(value))
     return "" if value is None else value
 
 
@@ -150,70 +167,58 @@ def _plain(text: str) -> str:
     return text
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], search: bool = False) -> str:
-    """A table whose columns sort by a click on their title; with ``search`` a field above it filters the rows."""
-    titles = "".join(f'<th><button type="button">{_text(name)}</button></th>' for name in head)
-    lines = []
-    for row in rows:
-        status = next((str(cell) for cell in row if str(cell) in ("FAIL", "error")), "")
-        cells = "".join(_td(cell) for cell in row)
-        lines.append(f'<tr class="{status.lower()}">{cells}</tr>')
-    field = '<input type="search" placeholder="filter rows" aria-label="filter rows">' if search else ""
-    body = "\n".join(lines)
-    return f'<div class="table">{field}<table><thead><tr>{titles}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
-
-
-def _td(cell: object) -> str:
-    if isinstance(cell, Number):
-        return f'<td class="n" data-v="{cell.value!r}">{_text(cell.shown)}</td>'
+def number_of(cell: object) -> Cell:
+    """A cell as the table has it: text that reads as a number is one."""
+    if isinstance(cell, Cell):
+        return cell
     try:
-        value = float(str(cell))
+        return Cell(str(cell), float(str(cell)))
     except ValueError:
-        return f"<td>{_text(cell)}</td>"
-    return f'<td class="n" data-v="{value!r}">{_text(cell)}</td>'
+        return Cell(str(cell))
 
 
-def _text(value: object) -> str:
-    return html.escape(str(value))
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], search: bool = False) -> str:
+    """One table of the page as HTML."""
+    return str(environment().get_template("report_table.html").module.table(head, rows, search))
+
+
+def _status(row: Sequence[object]) -> str:
+    """The style of a row: that of its status when it failed."""
+    return next((str(cell).lower() for cell in row if str(cell) in (FAIL, ERROR)), "")
 
 
 # --- pictures
 
 
-def _pictures(path: Path, results: Results) -> str:
+def _pictures(path: Path, results: Results) -> tuple[list[str], list[str], list[dict[str, str]]]:
+    """Why there are no pictures, what bounds each problem, and the pictures or why one is missing."""
     try:
         figure.need_matplotlib()
-    except ImportError as error:
-        return f'<p class="note">No pictures: {_text(error)}</p>'
-    try:
         measured = read_results(path)
-    except ValueError as error:
-        return f'<p class="note">No pictures: {_text(error)}</p>'
+    except (ImportError, ValueError) as error:
+        return [f"No pictures: {error}"], [], []
     roofs = _roofs(results, path)
     lines = ({}, None) if roofs is None else (lines_of(roofs), roofs.copy)
     kinds: dict[str, Callable[[figure.Theme], Figure]] = {
         "TFLOP/s against sequence length": lambda t: plots.throughput_figure(measured, 5, *lines, theme=t),
-        "Our fastest kernel against the best baseline": lambda t: plots.heatmap_figure(measured, theme=t),
-        "Speed against the best baseline": lambda t: plots.speedup_figure(_first(measured), theme=t),
+        "Our fastest kernel against the best peer": lambda t: plots.heatmap_figure(measured, theme=t),
+        "Speed against the best peer": lambda t: plots.speedup_figure(_first(measured), theme=t),
         "Memory of a call": lambda t: plots.memory_figure(measured, 5, theme=t),
     }
-    parts = []
-    if roofs is not None:
-        points = place(results.rows, roofs)
-        if points:
-            kinds["Roofline"] = lambda t: roofline_figure(points, roofs, results.environment, theme=t)
-            titles = dict.fromkeys(p.problem for p in points)
-            said = "".join(f"<li>{_text(sentence([p for p in points if p.problem == x]))}</li>" for x in titles)
-            parts.append(f"<details><summary>What bounds each problem</summary><ul>{said}</ul></details>")
+    bounds: list[str] = []
+    points = place(results.rows, roofs) if roofs is not None else []
+    if points:
+        kinds["Roofline"] = lambda t: roofline_figure(points, roofs, results.environment, theme=t)
+        bounds = [sentence([p for p in points if p.problem == x]) for x in dict.fromkeys(p.problem for p in points)]
+    pictures = []
     for name, draw in kinds.items():
+        picture = {"name": name, "missing": ""}
         try:
-            images = [(draw(theme), css) for theme, css in ((figure.LIGHT, "light"), (figure.DARK, "dark"))]
+            picture |= {"light": _uri(draw(figure.LIGHT)), "dark": _uri(draw(figure.DARK))}
         except ValueError as error:  # this file has nothing to draw of that kind
-            parts.append(f'<p class="note">{_text(name)}: {_text(error)}</p>')
-            continue
-        shown = "".join(f'<img class="{css}" alt="{_text(name)}" src="{_uri(picture)}">' for picture, css in images)
-        parts.append(f"<figure>{shown}</figure>")
-    return "\n".join(parts)
+            picture["missing"] = str(error)
+        pictures.append(picture)
+    return [], bounds, pictures
 
 
 MOST_PANELS = 8
@@ -267,11 +272,8 @@ def excerpt(text: str) -> str:
     return "\n".join(lines)
 
 
-def _notebook(pages: Sequence[tuple[Path, str]]) -> str:
+def _rendered(text: str) -> str:
+    """The beginning of a page as HTML, in which the page's own HTML is text."""
     from markdown_it import MarkdownIt
 
-    render = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image").render
-    shown = [
-        f'<article><p class="file">{_text(path.name)}</p>{render(excerpt(text))}</article>' for path, text in pages
-    ]
-    return '<section id="notebook"><h2>Notebook</h2>' + "\n".join(shown) + "</section>"
+    return MarkdownIt("commonmark", {"html": False}).enable("table").disable("image").render(excerpt(text))
