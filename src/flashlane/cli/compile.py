@@ -1,0 +1,98 @@
+"""``flashlane compile``: compile the GPU kernels and report what the compiler made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+import typer
+
+from flashlane.cli import options as o
+
+
+def compile_command(
+    batch: o.Batch = None,
+    heads: o.Heads = None,
+    seqlen: o.Seqlen = None,
+    head_dim: o.HeadDim = None,
+    kv_heads: o.KvHeads = None,
+    seqlen_k: o.SeqlenK = None,
+    causal: o.Causal = None,
+    alignment: o.AlignmentName = "bottom-right",
+    dtype: o.Dtype = None,
+    preset: o.PresetName = None,
+    tags: o.Tags = "",
+    kernels: o.Kernels = "",
+    show_all: o.ShowAll = False,
+    arch: Annotated[str, o.option("--arch", help="Architectures to compile for, in a list.", panel=o.OUTPUT)] = "",
+    everything: Annotated[
+        bool,
+        o.option(
+            "--all",
+            help="Every configuration that a heuristic can choose, for every architecture it ships on (or --arch).",
+            panel=o.OUTPUT,
+        ),
+    ] = False,
+    strict: Annotated[
+        bool,
+        o.option("--strict/--no-strict", help="Status 1 for spills and compiler warnings too.", panel=o.OUTPUT),
+    ] = True,
+    json_: Annotated[bool, o.option("--json", help="Print the report as JSON.", panel=o.OUTPUT)] = False,
+) -> None:
+    """Compile the GPU kernels, forward and backward, and report what the compiler made of them; no GPU is needed.
+
+    Registers, spills, shared memory, blocks a multiprocessor, occupancy, instruction counts, seconds. Without --all:
+    the configuration that each kernel would choose for the given sizes (default B1 H8 N8192 D64).
+
+    Exit status: 0 all is right, 1 a kernel did not compile, spilled or drew a warning, 2 bad input.
+
+    Examples:
+
+      flashlane compile --tags split-q --D 64,128 --arch sm_80,sm_90a
+
+      flashlane compile --all --json
+    """
+    from flashlane.bench.measure.runner import Selection
+    from flashlane.cli.bench import REPORT_ARCH
+    from flashlane.inspect import compile_report
+
+    archs = [compile_report.check_arch(name) for name in o.words_of(arch)]
+    selection = Selection(o.words_of(tags), o.words_of(kernels), show_all=show_all)
+    chosen = [k for k in selection.kernels() if isinstance(k, compile_report.CompiledKernel)]
+    chosen += compile_report.backward_device_kernels((*o.words_of(tags), *o.words_of(kernels)))
+    if everything:
+        usages = compile_report.report_shipped(archs or None, chosen)
+    else:
+        sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+        usages = [
+            usage
+            for name in archs or [REPORT_ARCH]
+            for grid in o.grids_of(preset, *sizes)
+            for problem in grid.problems(name, o.shapes_of(on_gpu=True, quick=False)[:1])
+            for usage in compile_report.report_problem(problem, name, chosen)
+        ]
+    _print_usages(usages, json_, selection.unlisted)
+    if any(compile_report.is_wrong(usage, strict) for usage in usages):
+        raise typer.Exit(1)
+
+
+def _print_usages(usages: list[Any], as_json: bool, unlisted: int) -> None:
+    from flashlane.bench.present.table import make_console, print_compiled, print_unlisted
+
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(usage) for usage in usages], indent=1))
+        return
+    console = make_console()
+    print_compiled(usages, console)
+    made = [u for u in usages if u.registers is not None]
+    spilled, failed = sum(u.spilled for u in made), sum(1 for u in usages if u.error)
+    declared = sum(1 for u in made if u.spills and not u.spilled)
+    fresh = [u.seconds for u in made if not u.cached]
+    console.print(
+        f"{len(made)} compiled, {spilled} with spills"
+        + (f" (and {declared} with declared ones)" if declared else "")
+        + f", {sum(1 for u in made if u.unexpected_warnings)} with warnings, "
+        f"{failed} failed; {len(fresh)} fresh, {sum(fresh):.1f} s of compiling"
+    )
+    print_unlisted(unlisted, "compiles", console)

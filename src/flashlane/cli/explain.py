@@ -1,0 +1,78 @@
+"""``flashlane explain``: which kernel runs a problem, and why each other one does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+import typer
+
+from flashlane.cli import options as o
+
+
+def explain_command(
+    batch: o.Batch = None,
+    heads: o.Heads = None,
+    seqlen: o.Seqlen = None,
+    head_dim: o.HeadDim = None,
+    kv_heads: o.KvHeads = None,
+    seqlen_k: o.SeqlenK = None,
+    causal: o.Causal = None,
+    alignment: o.AlignmentName = "bottom-right",
+    dtype: o.Dtype = None,
+    preset: o.PresetName = None,
+    kernel: Annotated[
+        str | None, o.option("--kernel", help="Force this kernel, and say whether it can.", panel=o.WHICH)
+    ] = None,
+    show_all: o.ShowAll = False,
+    arch: Annotated[
+        str | None,
+        o.option("--arch", help="An architecture (sm_90a) or cpu. Default: this machine's.", panel=o.OUTPUT),
+    ] = None,
+    backward: Annotated[
+        bool, o.option("--backward", help="Also which backward kernel would follow.", panel=o.WHICH)
+    ] = False,
+    json_: Annotated[bool, o.option("--json", help="Print the choices as JSON.", panel=o.OUTPUT)] = False,
+) -> None:
+    """Say which kernel would run for given sizes, and why each other one would not; with --backward, gradients' too.
+
+    Exit status: 0 a kernel runs it, 2 bad input or none does.
+
+    Examples:
+
+      flashlane explain --preset llama3-8b --arch sm_90a
+
+      flashlane explain --D 320 --dtype bf16 --kernel "mma(naive)"
+    """
+    from flashlane.bench.measure.runner import resolve_device
+    from flashlane.core.dispatch import explain_problem
+    from flashlane.core.problem import arch_of
+    from flashlane.inspect.compile_report import check_arch
+
+    target = arch_of(resolve_device(None))
+    if arch is not None:
+        target = None if arch == "cpu" else check_arch(arch)
+    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
+    shapes = o.shapes_of(on_gpu=True, quick=False)[:1]
+    found = [
+        explain_problem(dataclasses.replace(problem, needs_grad=backward), kernel, show_all)
+        for grid in o.grids_of(preset, *sizes)
+        for problem in grid.problems(target, shapes)
+    ]
+    if json_:
+        typer.echo(json.dumps([explanation_json(each) for each in found], indent=1))
+        return
+    for each in found:
+        typer.echo(str(each))
+
+
+def explanation_json(explanation: Any) -> dict[str, Any]:
+    """What ``explain --json`` prints of one problem."""
+    kernels = [dataclasses.asdict(choice) for choice in explanation.choices]
+    arch = explanation.problem.arch or "cpu"
+    said = {"problem": explanation.problem.describe(), "arch": arch, "chosen": explanation.chosen, "kernels": kernels}
+    if explanation.backward is None:
+        return said
+    backwards = [dataclasses.asdict(choice) for choice in explanation.backwards]
+    return {**said, "backward": explanation.backward, "backward_kernels": backwards}
