@@ -1,4 +1,4 @@
-# Two commands: `make bench` and `make test`. Both make .venv first, when it is missing, stale or half made.
+# Two commands: `make bench` and `make test`; while working, `make check`. They make .venv first, when it is missing, stale or half made.
 PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
@@ -8,13 +8,23 @@ OUT     ?= results
 BIN  := $(VENV)/bin
 TEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help bench test lint format readme docs compile ahead gpu clean distclean venv venv-test
+# What `make check` tests: files of every package whose tests take seconds, without a kernel compiled or a model run.
+CHECK := api/test_functional.py bench/test_bench_flops.py bench/test_bench_grid.py bench/test_bench_results.py \
+  bench/test_bench_timing.py benchmarks/test_results_name_scripts.py core/test_dispatch.py core/test_problem.py \
+  inspect/test_doctor.py jit/test_jit_budget.py jit/test_jit_cache.py kernels/mma/test_mma_grid.py \
+  kernels/test_features.py kernels/test_layout.py models ops/test_ops.py reference/test_masks.py \
+  reference/test_reference.py tools/test_fa4_cache.py tuning/test_tune.py
+
+.PHONY: help bench check test lint format readme docs compile ahead gpu clean distclean venv venv-test
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 14
 
 bench: venv     ## the main job; options with ARGS="--N 1024,2048 --check"
 	$(BIN)/flashlane bench $(ARGS)
+
+check: lint     ## lint, and tests of every package that take seconds: under 2 minutes on 2 cores
+	$(TEST) -m "not gpu and not slow" $(addprefix tests/,$(CHECK)) $(ARGS)
 
 test: lint      ## everything that needs no GPU
 	$(TEST) -m "not gpu" $(ARGS)

@@ -41,7 +41,7 @@ def minilm():
 
 def run(*args: object):
     app = typer.Typer()
-    app.command()(command)
+    app.command()(capture_command)
     return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
