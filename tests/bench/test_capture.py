@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from flashlane.bench.measure.capture import find_model, kurtosis, record, tokenize, visible_window
 from flashlane.bench.measure.qkv_file import load_qkv
-from flashlane.cli.capture import parse_layers
+from flashlane.cli.capture import capture_command, parse_layers
 from flashlane.core.problem import Inputs
 from flashlane.reference.naive import reference_attention
 
