@@ -7,11 +7,10 @@ of ``flashlane NAME``, read from the command itself.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 LOG = logging.getLogger("mkdocs.hooks.flashlane")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
@@ -43,7 +42,7 @@ def _present(items: list[Any], docs: Path) -> Any:
             if inside:
                 yield {title: inside}
         elif target.endswith("/"):
-            pages = sorted((docs / target).glob("*.md"))
+            pages = sorted((docs / target).glob("*.md"), key=lambda page: (page.name != "index.md", page.name))
             yield {title: [{_heading(page): f"{target}{page.name}"} for page in pages]}
         elif (docs / target).is_file():
             yield item
@@ -89,22 +88,21 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 def options_table(name: str) -> str:
     """The options of a command as a Markdown table, in its groups."""
+    from typer.main import get_command
+
     from flashlane.cli.main import app
 
-    command = next(c for c in app.registered_commands if c.name == name)
-    hints = get_type_hints(command.callback, include_extras=True)
-    defaults = {p.name: p.default for p in inspect.signature(command.callback).parameters.values()}
     groups: dict[str, list[str]] = {}
-    for parameter, hint in hints.items():
-        info = next((m for m in getattr(hint, "__metadata__", ()) if hasattr(m, "help")), None)
-        if info is None:
+    for parameter in get_command(app).commands[name].params:
+        words = (*parameter.opts, *parameter.secondary_opts)
+        option = parameter.param_type_name == "option"
+        if parameter.name == "help" or getattr(parameter, "hidden", False):
             continue
-        names = getattr(info, "param_decls", None) or (info.metavar or parameter,)
-        shown = ", ".join(f"`{n}`" for n in names)
-        default = defaults[parameter]
-        said = "" if default in (None, "", False, inspect.Parameter.empty) else f" Default: `{default}`."
-        text = (info.help or "").replace("\\[", "[").replace("|", "\\|")
-        group = getattr(info, "rich_help_panel", None) or "Arguments"
+        shown = ", ".join(f"`{word}`" for word in words) if option else f"`{parameter.metavar or parameter.name}`"
+        default = parameter.default
+        said = "" if default in (None, "", False, ()) or not option else f" Default: `{default}`."
+        text = (getattr(parameter, "help", None) or "").replace("\\[", "[").replace("|", "\\|")
+        group = getattr(parameter, "rich_help_panel", None) or ("Options" if option else "Arguments")
         groups.setdefault(group, []).append(f"| {shown} | {text}{'' if 'Default' in text else said} |")
-    tables = [f"**{group}**\n\n| | |\n| --- | --- |\n" + "\n".join(lines) for group, lines in groups.items()]
-    return "\n\n".join(tables)
+    head = "| option | meaning |\n| --- | --- |\n"
+    return "\n\n".join(f"**{group}**\n\n{head}" + "\n".join(lines) for group, lines in groups.items())

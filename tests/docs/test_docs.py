@@ -54,6 +54,10 @@ def test_options_and_docstrings_are_in_it(site):
     sweep = (site / "cli" / "sweep.html").read_text(encoding="utf-8")
     for words in ("--masks", "--retry", "--timeout", "Checking and timing", "[sweep]"):
         assert words in sweep, words
+    bench = (site / "cli" / "bench.html").read_text(encoding="utf-8")
+    for name in ("--B", "--batch", "--N", "--D", "--kv-heads", "--causal", "--no-causal", "--iters", "--qkv"):
+        assert f"<code>{name}</code>" in bench, f"{name}: the names as they are typed, not those of Python"
+    assert "<code>kv_heads</code>" not in bench
     functions = (site / "api" / "functions.html").read_text(encoding="utf-8")
     assert "flash_attn_varlen_func" in functions and "bottom-right" in functions
     bench = (site / "api" / "bench.html").read_text(encoding="utf-8")
