@@ -64,7 +64,7 @@ def _rows(part: Part, problem: AttentionProblem, inputs: Inputs, rows: range, bl
     scores = scores_of(q @ k.transpose(-1, -2) * problem.scale, part, problem, inputs, rows, keys)
     if not keys:
         return scores
-    tops = torch.stack([piece.amax(-1) for piece in scores.split(block, dim=-1)], dim=-1)
+    tops = torch.stack([keys_of_block.amax(-1) for keys_of_block in scores.split(block, dim=-1)], dim=-1)
     tops = tops.flip(-1).cummax(-1).values.flip(-1).masked_fill_(tops == -torch.inf, 0.0)
     tops = tops.repeat_interleave(block, dim=-1)[..., : len(keys)]
     values = scores.sub_(tops).exp_()

@@ -182,8 +182,8 @@ def flash_attn_varlen_func(
         max_seqlen_q: length of the longest sequence of q.
         max_seqlen_k: length of the longest sequence of k.
         block_table: int32 ``(b, pages)``: k and v are the pages of a cache, ``(all_pages, page_size, hk, d)`` with any
-            page size, and row j of sequence i lies in page ``block_table[i, j // page_size]``; ``cu_seqlens_k`` tells
-            the lengths. Such a call has no gradients: to ask for one raises NotImplementedError.
+            page size, and row j of sequence i lies in page ``block_table[i, j // page_size]``; ``cu_seqlens_k``
+            gives the lengths. Such a call has no gradients: to ask for one raises NotImplementedError.
         attn_bias: broadcastable to ``(b, h, max_seqlen_q, max_seqlen_k)``; a sequence reads its top-left corner.
 
     The other arguments are those of :func:`flash_attn_func`, with sk and sq those of each sequence.
@@ -332,9 +332,9 @@ def flash_attn_with_kvcache(
         causal: see :func:`flash_attn_func`, with sk the number of keys of each sequence; so too window_size, softcap.
         window_size: (left, right), −1 for unbounded.
         softcap: when positive, scores become ``softcap * tanh(score / softcap)`` before the mask.
-        rotary_interleaved: whether columns 2i and 2i + 1 are rotated together, or else i and i + rotary_dim / 2.
+        rotary_interleaved: whether columns 2i and 2i + 1 are a pair that is rotated, or else i and i + rotary_dim / 2.
         alibi_slopes: f32 ``(h,)`` or ``(b, h)``.
-        num_splits: parts into which the keys of a sequence are split, to be computed at once and then added up: 0 for
+        num_splits: splits of the keys of a sequence, which are computed at once and then combined: 0 for
             as many as the kernel likes, 1 for no splitting, n for at most n and at most 128 (fewer where the steps that
             a kernel takes over the keys do not give n shares). A kernel that never splits keys takes any number. With 1
             or more, kernel and tiles are chosen without regard to the batch: a sequence gives the same bits, whatever

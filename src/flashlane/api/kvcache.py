@@ -253,7 +253,7 @@ def _check_new(inputs: Inputs, k: Any, v: Any, cos: Any, sin: Any, capacity: int
         return False
     q, seqused = inputs.q, inputs.seqused_k
     if seqused is None:
-        raise ValueError("cache_seqlens is None and k is given; it must tell where the new rows go")
+        raise ValueError("cache_seqlens is None and k is given; it must say where the new rows go")
     _check_lengths(seqused, q)
     for name, t, cache in (("k", k, inputs.k), ("v", v, inputs.v)):
         shape = (q.shape[0], k.shape[1] if name == "v" else "seqlen_new", *cache.shape[2:])

@@ -21,7 +21,7 @@ def rotate(
         sin: the sines, likewise.
         positions: integers ``(b, s)`` or broadcastable to it, the row of ``cos`` and ``sin`` of each row of x; one
             outside of them counts as the nearest inside.
-        interleaved: whether columns 2i and 2i + 1 turn together, or else columns i and i + r / 2.
+        interleaved: whether columns 2i and 2i + 1 are a pair, or else columns i and i + r / 2.
 
     Returns:
         A new tensor like x; computed in f32 (f64 for f64) and rounded once. Columns from r on are those of x.

@@ -1,4 +1,4 @@
-"""torch's own face: ``scaled_dot_product_attention`` as torch.nn.functional has it."""
+"""``scaled_dot_product_attention`` as torch.nn.functional has it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
             autocast any float), added to the scores.
         dropout_p: the share of probabilities that is dropped, the others divided by ``1 - dropout_p``; drawn from
             torch's generator of the device, so that ``torch.manual_seed`` makes it repeatable.
-        is_causal: key j is visible to query i iff ``j <= i`` (top-left aligned); not together with attn_mask.
+        is_causal: key j is visible to query i iff ``j <= i`` (top-left aligned); not with an attn_mask.
         scale: ``d ** -0.5`` by default.
         enable_gqa: allow fewer heads in key and value.
         kernel: the tag of the kernel to run; it runs or raises. None lets the dispatcher choose.

@@ -1,1 +1,1 @@
-"""What is asked, who can run it, who does."""
+"""Problems, their checks, the kernels that can run them, and which one does."""

@@ -208,7 +208,7 @@ class AttentionProblem:
     page_size: int = feature("paged", 0)
     """Rows of a page of a paged key/value cache (``block_table`` is given), or 0; ``seqlen_k`` is then its capacity."""
     num_splits: int = 0
-    """Parts that the keys of a row are split into, to be added up at the end: at most so many, or as many as the kernel
+    """Splits of the keys of a row, which are combined at the end: at most so many, or as many as the kernel
     likes (0). With it, what a sequence gives depends on no other one: see :attr:`chosen_for`."""
     deterministic: bool = False
     needs_grad: bool = False
@@ -256,7 +256,7 @@ class AttentionProblem:
         return replace(self, batch=1) if self.num_splits else self
 
     def parts(self, blocks: int) -> int:
-        """Parts into which ``num_splits`` splits so many blocks of keys; a window may begin within one more."""
+        """How many splits ``num_splits`` makes of so many blocks of keys; a window may begin within one more."""
         return max(1, min(self.num_splits, MAX_SPLITS, blocks + (self.window_left >= 0)))
 
     def visible_keys(self, row: int) -> range:

@@ -1,1 +1,1 @@
-"""Faces of other libraries."""
+"""Attention under the names of other libraries."""

@@ -210,7 +210,7 @@ def _window_says_all(asked: dict[str, Any]) -> bool:
 
 
 def _window_of(function: Any) -> int | None:
-    """The window of a mask function that is transformers' own causal sliding window, told by its code; else None."""
+    """The window of a mask function with the code of transformers' own causal sliding window; else None."""
     from transformers import masking_utils
 
     try:

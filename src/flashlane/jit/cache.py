@@ -82,7 +82,7 @@ class DiskCache:
         return CacheState(len(sizes), sum(sizes))
 
     def writable(self) -> bool:
-        """Whether entries can be stored, as far as looking tells; nothing is created."""
+        """Whether entries can be stored, as far as looking shows; nothing is created."""
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
         return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 

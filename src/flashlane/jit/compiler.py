@@ -80,7 +80,7 @@ def compile(source: KernelSource, arch: str, *, debug: bool = False, options: tu
     """Compile a kernel for an architecture, or take it from memory or from the disk cache.
 
     Needs NVRTC and the CUDA runtime headers, but neither a driver nor a GPU. With ``FLASHLANE_RACECHECK=1`` in the
-    environment, kernels tell their barriers what compute-sanitizer's racecheck needs to follow them (``barrier.cuh``).
+    environment, kernels annotate their mbarriers for compute-sanitizer's racecheck (``mbarrier.cuh``).
 
     Args:
         source: the kernel.

@@ -1,4 +1,4 @@
-"""Tensor maps: what the copy engine (TMA) is told of a tensor, and of the boxes that it brings to shared memory.
+"""Tensor maps: what TMA knows of a tensor, and of the boxes that it copies to shared memory.
 
 :func:`describe` computes a map from sizes and strides and runs anywhere; :func:`encode` has the driver pack it into the
 128 bytes that a kernel takes, and :func:`mover` points such bytes at another tensor of the same sizes and strides.
@@ -41,7 +41,7 @@ class TensorMap:
 
     @property
     def box_bytes(self) -> int:
-        """What one copy brings, and a barrier counts, whether or not the box reaches outside."""
+        """What one copy transfers, and an mbarrier counts, whether or not the box reaches outside."""
         count = ITEM_BYTES[self.element]
         for size in self.box:
             count *= size
@@ -49,7 +49,7 @@ class TensorMap:
 
 
 def refusal(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], element: Element) -> str | None:
-    """Why the copy engine cannot read such a tensor, or None.
+    """Why TMA cannot read such a tensor, or None.
 
     Args:
         address: of the first element, bytes.
@@ -88,11 +88,11 @@ def describe(
         address: of the first element, bytes.
         sizes: of the axes, the innermost first.
         strides: of the same axes, in elements.
-        box: elements along each axis that one copy brings, 1 to 256 each.
+        box: elements along each axis that one copy transfers, 1 to 256 each.
         swizzle: 0, 32, 64 or 128; the box's innermost axis may take at most that many bytes.
 
     Raises:
-        ValueError: the copy engine has no such map; the message says what is wrong.
+        ValueError: TMA has no such map; the message says what is wrong.
     """
     reason = refusal(address, sizes, strides, element)
     if reason is not None:

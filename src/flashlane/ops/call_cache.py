@@ -138,7 +138,7 @@ def aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
-    """Tells whether tensors are like these; None where this torch has no such guard, or another one than we know."""
+    """A check that tensors are like these; None where this torch has no such guard, or an unknown one."""
     try:
         check = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         if not check(*tensors):

@@ -47,7 +47,7 @@ from flashlane.tuning import stored as tune
 FORMAT = "flashlane-tune-run/1"
 SETTINGS = Settings(rounds=5, round_ms=5.0, warmup_ms=30.0, budget_ms=2000.0, preheat_ms=0.0)
 SHORT_MS = 1.0
-"""A call shorter than this is timed five times more where one call of each is to tell the slow ones."""
+"""A call shorter than this is timed five times more where one call of each is to show the slow ones."""
 VERSIONS = ("flashlane", "commit", "torch", "cuda", "driver", "nvidia-cuda-nvrtc")
 
 
@@ -174,7 +174,7 @@ def tune_kernels(
         device: the GPU.
         settings: how long to measure.
         seed: of the first problem's inputs; each next one adds 1.
-        reporter: told where the run is.
+        reporter: gets the progress of the run.
 
     Raises:
         ValueError: a problem has features that are not tuned (windows, score modifiers, packed sequences).
@@ -249,7 +249,7 @@ def time_contenders(
 ) -> list[Trial]:
     """Compile, check and time contenders against each other; what fails gives a trial that says so.
 
-    Who drops out in one of the ``heats`` gives a trial without a timing, whose message says by how much.
+    A contender that drops out in one of the ``heats`` gives a trial without a timing, whose message says by how much.
     """
     reporter = reporter or Silent()
     reporter.begin(problem.describe(), len(contenders) * (3 + settings.rounds))

@@ -89,7 +89,7 @@ def tune_backward_kernels(
         device: the GPU.
         settings: how long to measure.
         seed: of the first problem's inputs; each next one adds 1.
-        reporter: told where the run is.
+        reporter: gets the progress of the run.
 
     Raises:
         ValueError: a problem has features that are not tuned (windows, score modifiers, packed sequences), or is
