@@ -2,8 +2,8 @@
 
 Source: Dao 2023, "FlashAttention-2", Algorithm 1 (forward) and Algorithm 2 (backward). One operation
 computes a tile of all batch elements and heads; a tile without a visible pair is skipped. Statistics and sums are in
-f32 (f64 for f64 inputs), of which the operands are linear-size copies: on a GPU, ``torch.backends.cuda.matmul.allow_tf32``
-decides how their products are made.
+f32 (f64 for f64 inputs), of which the operands are linear-size copies: on a GPU,
+``torch.backends.cuda.matmul.allow_tf32`` decides how their products are made.
 
 :func:`tiled_backward` is the backward pass of every forward kernel: it reads only the inputs, the output and the LSE.
 """
