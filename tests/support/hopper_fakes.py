@@ -12,8 +12,9 @@ import torch
 
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import launch, launch_pool, tensormap
-from flashlane.kernels.hopper.backward import kernel as backward
 from flashlane.kernels.hopper.backward import launch as backward_launch
+from flashlane.kernels.hopper.backward.config import GradientConfig
+from flashlane.kernels.hopper.backward.select import DESIGNS
 from flashlane.kernels.hopper.forward import kernel as forward
 from flashlane.kernels.hopper.forward import launch as forward_launch
 from flashlane.kernels.mma import attention
@@ -108,7 +109,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 
 def gradient_launches(
-    config: backward.Config, problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch
+    config: GradientConfig, problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[SimpleNamespace], backward_launch.Tensors]:
     """What a backward hands to its kernels, with the rows of a box in place of each map, and the call's tensors."""
     plan, found = gradient_plan(config, problem, monkeypatch)
@@ -118,15 +119,16 @@ def gradient_launches(
 
 
 def gradient_plan(
-    config: backward.Config, problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch
-) -> tuple[backward.Plan, list[SimpleNamespace]]:
+    config: GradientConfig, problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch
+) -> tuple[backward_launch.BackwardPlan, list[SimpleNamespace]]:
     """A backward's plan, and a list that gets what it hands to its kernels. A map has the rows of a box behind the
     address."""
 
-    def encoded(element: Any, tensor: torch.Tensor, rows: int) -> bytes:
-        return tensor.data_ptr().to_bytes(WORD, "little") + bytes([rows]) * (tensormap.MAP_BYTES - WORD)
+    def encoded(described: tensormap.TensorMap) -> bytes:
+        rows = described.box[1]
+        return described.address.to_bytes(WORD, "little") + bytes([rows]) * (tensormap.MAP_BYTES - WORD)
 
-    monkeypatch.setattr(backward_launch, "encoded", encoded)
+    monkeypatch.setattr(tensormap, "encode", encoded)
     monkeypatch.setattr(tensormap, "mover", Launches.mover)
     properties = SimpleNamespace(multi_processor_count=SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -141,8 +143,10 @@ def gradient_plan(
         return enqueue
 
     inputs = gradient_tensors(problem).inputs
-    plan = backward.DESIGNS[type(config)][1](config, problem, inputs.q.shape, inputs.k.shape, 0)
-    plan.functions = (SimpleNamespace(prepare=prepare),) * len(plan.config.sources())
+    config = config.specialised(problem)
+    schedule = DESIGNS[config.design].schedule(config, problem, SMS)
+    plan = backward_launch.BackwardPlan(config, schedule, problem, inputs.q.shape, inputs.k.shape, 0)
+    monkeypatch.setattr(plan, "functions", lambda: (SimpleNamespace(prepare=prepare),) * len(config.sources()))
     return plan, found
 
 

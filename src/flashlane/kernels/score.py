@@ -37,6 +37,11 @@ class ScoreConfig:
         return self.softcap or self.alibi
 
     @property
+    def has_derivative(self) -> bool:
+        """Whether the backward multiplies dS by the derivative of a score, which takes registers."""
+        return self.softcap
+
+    @property
     def registers_per_score(self) -> int:
         """How many modifiers keep values beside the scores in registers."""
         return self.softcap + self.alibi

@@ -21,10 +21,13 @@ from flashlane.jit import KernelSource, tensormap
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper.backward import kernel as backward
 from flashlane.kernels.hopper.backward import launch as backward_launch
-from flashlane.kernels.hopper.backward.config import SPILLS_ALLOWED, BackwardConfig
+from flashlane.kernels.hopper.backward.config import SPILLS_ALLOWED
+from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
+from flashlane.kernels.score import ScoreConfig, ScoreParams
+from flashlane.kernels.seqlen import SeqlenParams
 
 ARCH = "sm_90a"
-FUSED = "hopper_backward"
+ONE_CTA = "hopper_backward"
 """The kernel that makes all three gradients."""
 LAUNCH_REGISTERS = {2: 168}
 """What ``__launch_bounds__`` leaves a thread, by consumers; ``setmaxnreg`` moves registers from there."""
@@ -52,12 +55,12 @@ def problems() -> Iterator[AttentionProblem]:
         yield replace(asked(head_dim, head_dim), deterministic=True)
         yield replace(both, softcap=10.0)
         yield replace(both, **EVERYTHING)
-    for head_dim in (64, 96, 128):  # the last tiles of many equal ones are cut, and all of few
+    for head_dim in (64, 96, 128):  # the last tiles of many equal ones are split, and all of few
         heads = 2048 // head_dim
         many = replace(asked(head_dim, head_dim), heads=heads, kv_heads=heads, batch=4)
         yield many
         yield replace(many, batch=1, heads=2, kv_heads=2, **MASKS["causal"])
-    for head_dims in ((128, 128), (104, 64)):  # idle warps write zeros and make dQ of few steps
+    for head_dims in ((128, 128), (104, 64)):  # idle warps zero dq_accum and write dQ of few steps
         yield replace(
             asked(*head_dims, **MASKS["causal"]), heads=16, kv_heads=16, batch=16, seqlen_q=1024, seqlen_k=1024
         )
@@ -79,7 +82,7 @@ def name_of(piece: tuple[Any, KernelSource]) -> str:
     return f"{source.entry}, {config.dtype}, {dims}, {config.describe()}"
 
 
-def products_of_a_step(config: BackwardConfig) -> int:
+def products_of_a_step(config: OneCtaConfig) -> int:
     """wgmma of 16: S and dP over the head dims, dV and dK over the queries, dQ over the keys."""
     over_dims = -(-config.head_dim // 16) + -(-config.head_dim_v // 16)
     return over_dims + 2 * (config.block_m // 16) + config.block_n // 16
@@ -105,29 +108,32 @@ def test_the_gradients_compile_as_the_schedule_needs(piece: tuple[Any, KernelSou
     assert steady
     for inside in steady:  # nothing in them goes to local memory; from there comes at most the number of steps
         assert not inside["STL"] and inside["LDL"] <= 1
-    if source.entry == FUSED:
-        assert ("UBLKRED" in counts) != config.direct, "dQ is added by the copy engine"
-        # Loops over the rows of a part of dQ: all loads of a row at once, and nothing in local memory.
-        slabs = min(4, -(-config.head_dim // 16))
-        finishing = [inside for loop in loops(text) if (inside := families(loop))["MOVM"] and inside["LDG"] == slabs]
-        if config.chores:  # in loops over parts, blocks and shares
+    if source.entry == ONE_CTA:
+        atomics = config.dq == "register_atomics"
+        assert ("UBLKRED" in counts) != atomics, "dQ is added by TMA"
+        # Loops over the rows of a slice of dQ: all loads of a row at once, and nothing in local memory.
+        fragments = min(4, -(-config.head_dim // 16))
+        finishing = [
+            inside for loop in loops(text) if (inside := families(loop))["MOVM"] and inside["LDG"] == fragments
+        ]
+        if config.in_kernel_dq:  # in loops over slices, m-blocks and tiles
             finishing = [min(finishing, key=Counter.total)]
-        places = 0 if not config.finish_inside else 1 if config.softcap or config.alibi else 2
-        assert len(finishing) == places + config.chores
+        places = 0 if not config.last_addition else 1 if config.score.transformed else 2
+        assert len(finishing) == places + config.in_kernel_dq
         for inside in finishing:
-            assert inside["MOVM"] == 2 * slabs and not inside["STL"] and not inside["LDL"]
+            assert inside["MOVM"] == 2 * fragments and not inside["STL"] and not inside["LDL"]
         (inside,) = (loop for loop in steady if loop["HGMMA"] >= products_of_a_step(config))
         assert inside["HGMMA"] == products_of_a_step(config)
         assert inside["STSM"] == config.block_m // 16, "dS of a warp, transposed on its way"
         groups = config.block_m // (8 if config.split_columns else 16)
-        if config.direct or not config.varlen:  # rows past the end of a packed sequence are cleared
-            assert inside["REDG" if config.direct else "STS"] == groups, "dQ of eight queries at a time"
+        if atomics or not config.varlen:  # rows past the end of a packed sequence are cleared
+            assert inside["REDG" if atomics else "STS"] == groups, "dQ of eight queries at a time"
 
 
 def test_the_kernels_before_and_after_compile() -> None:
     sources = (source for config in CONFIGS for source in config.sources())
     beside = [source for source in dict.fromkeys(sources) if source not in {source for _, source in MAIN}]
-    assert {source.entry for source in beside} == {"hopper_backward_prepare", "hopper_backward_finish"}
+    assert {source.entry for source in beside} == {"hopper_backward_preprocess", "hopper_backward_postprocess"}
     for source in beside:
         report = jit.compile(source, ARCH).report
         assert report.spills == 0 and not report.warnings, source.constants
@@ -158,14 +164,9 @@ def test_every_head_dim_has_a_tile_that_fits() -> None:
 def test_a_configuration_has_what_its_problem_needs_and_no_more() -> None:
     for problem in taken():
         config = backward.config_of(problem)
-        want = {
-            "alibi": problem.alibi,
-            "softcap": problem.softcap > 0,
-            "varlen": problem.varlen,
-            "sinks": problem.sinks,
-        }
+        want = {"score": ScoreConfig.of(problem), "varlen": problem.varlen}
         want |= {"has_left": problem.window_left >= 0, "has_right": problem.window_right >= 0}
-        if config.sum_floats:  # what is summed in registers always has one order
+        if config.dq_accum_floats:  # what is summed in registers always has one order
             want |= {"deterministic": problem.deterministic}
         assert {name: getattr(config, name) for name in want} == want, problem.describe()
 
@@ -179,12 +180,15 @@ def test_it_follows_the_hopper_forward() -> None:
 
 
 DECLARED = {"void": "pointer", "float": "float", "int": "int", "long long": "long", "TensorMap": "map"}
+DECLARED |= {"SeqlenParams": "seqlen", "ScoreParams": "score", "DqSemaphore": "pointer"}
 MIRRORED = {
     ctypes.c_void_p: "pointer",
     ctypes.c_float: "float",
     ctypes.c_int: "int",
     ctypes.c_longlong: "long",
     ctypes.c_ubyte * tensormap.MAP_BYTES: "map",
+    SeqlenParams: "seqlen",
+    ScoreParams: "score",
 }
 
 
@@ -205,15 +209,15 @@ def members(text: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("mirror", "file"),
     [
-        (backward_launch.BackwardParams, "backward_tiles.cuh"),
-        (backward_launch.PrepareParams, "backward_prepare.cu"),
-        (backward_launch.FinishParams, "backward_finish.cu"),
+        (backward_launch.BackwardParams, "params.cuh"),
+        (backward_launch.PreprocessParams, "preprocess.cu"),
+        (backward_launch.PostprocessParams, "postprocess.cu"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_the_parameters_mirror_the_device_s(mirror: type[ctypes.Structure], file: str) -> None:
     fields = [(name, MIRRORED[kind]) for name, kind in mirror._fields_ if name != "padding"]
-    assert fields == members(device_code(f"kernels/hopper/{file}"))
+    assert fields == members(device_code(f"kernels/hopper/backward/{file}"))
 
 
 def test_for_racecheck_every_lane_arrives(monkeypatch: pytest.MonkeyPatch) -> None:

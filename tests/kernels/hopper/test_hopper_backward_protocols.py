@@ -1,6 +1,7 @@
 """Who waits for whom in two kernels of the Hopper backward, as models that any machine runs: no schedule hangs, and
-each read finds what it should. The roles, rings and parities are those of ``backward_pair.cu`` and of ``Teller`` in
-``backward.cu``; a copy of the engine, an arrival and a product are events of their own, in any order.
+each read finds what it should. The roles, stages and parities are those of ``two_cta/kernel.cu`` and of
+``AdditionsWarp`` in ``one_cta/in_kernel_dq.cuh``; a bulk copy, an arrival and a product are events of their own, in any
+order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 Role = Iterator[Callable[[], bool]]
 """A thread's program: it yields what it waits for."""
 NO_TILE = -1
-RANKS = NUMBERS = SLOTS = (0, 1)
+RANKS = NUMBERS = STAGES = (0, 1)
 
 
 class Hang(AssertionError):
@@ -77,11 +78,11 @@ def play(roles: Sequence[Role], events: list[Callable[[], None]], chance: random
             waits[chosen] = wait
 
 
-# --- backward_pair.cu: a cluster of two blocks
+# --- two_cta/kernel.cu: a cluster of two CTAs
 
 
-def rings(count: int) -> list[Barrier]:
-    return [Barrier(count) for _ in SLOTS]
+def stages_of(count: int) -> list[Barrier]:
+    return [Barrier(count) for _ in STAGES]
 
 
 @dataclass
@@ -91,15 +92,15 @@ class Block:
     next_full: Barrier = field(default_factory=lambda: Barrier(1))
     next_empty: Barrier = field(default_factory=lambda: Barrier(1))
     wanted: Barrier = field(default_factory=lambda: Barrier(1))
-    tile_full: list[Barrier] = field(default_factory=lambda: rings(1))
-    tile_empty: list[Barrier] = field(default_factory=lambda: rings(2 + 3))
-    kv_full: list[Barrier] = field(default_factory=lambda: rings(1))
+    tile_full: list[Barrier] = field(default_factory=lambda: stages_of(1))
+    tile_empty: list[Barrier] = field(default_factory=lambda: stages_of(2 + 3))
+    kv_full: list[Barrier] = field(default_factory=lambda: stages_of(1))
     kv_empty: Barrier = field(default_factory=lambda: Barrier(2))
-    full: dict[str, list[Barrier]] = field(default_factory=lambda: {"q": rings(1), "do": rings(1)})
-    empty: dict[str, list[Barrier]] = field(default_factory=lambda: {"q": rings(2), "do": rings(4)})
-    p_full: list[Barrier] = field(default_factory=lambda: rings(1))
-    ds_full: list[Barrier] = field(default_factory=lambda: rings(1))
-    ds_empty: list[Barrier] = field(default_factory=lambda: rings(4))
+    full: dict[str, list[Barrier]] = field(default_factory=lambda: {"q": stages_of(1), "do": stages_of(1)})
+    empty: dict[str, list[Barrier]] = field(default_factory=lambda: {"q": stages_of(2), "do": stages_of(4)})
+    p_full: list[Barrier] = field(default_factory=lambda: stages_of(1))
+    ds_full: list[Barrier] = field(default_factory=lambda: stages_of(1))
+    ds_empty: list[Barrier] = field(default_factory=lambda: stages_of(4))
     next: int = NO_TILE
     records: list[tuple[int, int]] = field(default_factory=lambda: [(NO_TILE, NO_TILE)] * 2)
     keys: int = NO_TILE
@@ -165,11 +166,11 @@ class Cluster:
             if count == NO_TILE:
                 return
             for step in range(count):
-                slot = made % 2
-                yield block.empty[name][slot].wait(made // 2 + 1)
-                block.full[name][slot].arrive(2)
+                stage = made % 2
+                yield block.empty[name][stage].wait(made // 2 + 1)
+                block.full[name][stage].arrive(2)
                 for other in self.blocks:  # a half to both
-                    self.events.append(partial(self._rows_come, other, name, slot, rank, (index, step)))
+                    self.events.append(partial(self._rows_come, other, name, stage, rank, (index, step)))
                 yield anytime
                 made += 1
             if name == "q" and rank == 0:
@@ -178,9 +179,9 @@ class Cluster:
             tile += 1
 
     @staticmethod
-    def _rows_come(block: Block, name: str, slot: int, half: int, what: tuple[int, int]) -> None:
-        block.rows[name][slot][half] = what
-        block.full[name][slot].complete()
+    def _rows_come(block: Block, name: str, stage: int, half: int, what: tuple[int, int]) -> None:
+        block.rows[name][stage][half] = what
+        block.full[name][stage].complete()
 
     def load_keys(self, rank: int) -> Role:
         block, full_tiles, parts, tile = self.blocks[rank], 0, 0, 0
@@ -227,10 +228,10 @@ class Cluster:
             block.tile_empty[tile % 2].arrive()
             tile += 1
 
-    def arrive(self, which: str, slot: int) -> None:
+    def arrive(self, which: str, stage: int) -> None:
         """In both blocks."""
         for block in self.blocks:
-            getattr(block, which)[slot].arrive()
+            getattr(block, which)[stage].arrive()
 
     def free(self, block: Block, use: int, full_tiles: int) -> Callable[[], bool]:
         return block.ds_empty[use % 2].wait(use // 2 + full_tiles * (self.kept - 1))
@@ -241,7 +242,7 @@ class Cluster:
         assert block.ds[(used + number) % 2][0] == ("kept", number, index)
         yield anytime
         assert block.ds[(used + number) % 2][0] == ("kept", number, index)
-        for stage in SLOTS:
+        for stage in STAGES:
             self.arrive("ds_empty", stage)
         if number == 0:
             block.p_full[used % 2].arrive()  # of no block
@@ -257,15 +258,15 @@ class Cluster:
             yield anytime
 
     def step(self, rank: int, number: int, turn: int, full_tiles: int, index: int, step: int) -> Role:
-        block, slot, used = self.blocks[rank], turn % 2, turn + full_tiles
+        block, stage, used = self.blocks[rank], turn % 2, turn + full_tiles
         made = used + 1
         held = [(index, step)] * 2
 
         def rows(name: str) -> Role:
-            yield block.full[name][slot].wait(turn // 2)
-            assert block.rows[name][slot] == held and block.keys == index
+            yield block.full[name][stage].wait(turn // 2)
+            assert block.rows[name][stage] == held and block.keys == index
             yield anytime
-            assert block.rows[name][slot] == held
+            assert block.rows[name][stage] == held
 
         if number == 0:
             yield from rows("q")
@@ -280,17 +281,17 @@ class Cluster:
             block.ds[made % 2][rank] = ("dS", made)
             block.ds_full[made % 2].arrive(1)
             self.events.append(partial(self._ds_comes, self.blocks[1 - rank], made, rank))
-            self.arrive_row("do", slot)
+            self.arrive_row("do", stage)
             yield from rows("q")
         yield from self.make_queries(block, used, ("zeros" if step == 0 else "dS", used), index)
         self.arrive("ds_empty", used % 2)
         name = ("do", "q")[number]
-        assert block.rows[name][slot] == held
-        self.arrive_row(name, slot)
+        assert block.rows[name][stage] == held
+        self.arrive_row(name, stage)
 
-    def arrive_row(self, name: str, slot: int) -> None:
+    def arrive_row(self, name: str, stage: int) -> None:
         for block in self.blocks:
-            block.empty[name][slot].arrive()
+            block.empty[name][stage].arrive()
 
     @staticmethod
     def _ds_comes(block: Block, made: int, half: int) -> None:
@@ -321,7 +322,7 @@ def test_the_cluster_without_one_of_its_rules_is_found_out(fault: dict[str, Any]
     pytest.fail("no schedule shows the fault")
 
 
-# --- Teller: the block's tiles whose additions are made, told of in their order
+# --- AdditionsWarp: the CTA's tiles whose additions are made, reported in their order
 
 
 class Carried:
@@ -329,15 +330,15 @@ class Carried:
 
     Args:
         steps: of each tile.
-        patient: the teller waits for each tile's additions before it looks at the next tile, as it once did.
+        patient: the warp waits for each tile's additions before it looks at the next tile, as it once did.
     """
 
     def __init__(self, steps: Sequence[int], patient: bool = False) -> None:
         self.steps, self.patient = [*steps, NO_TILE], patient
-        self.full, self.empty = rings(1), rings(2)
+        self.full, self.empty = stages_of(1), stages_of(2)
         self.records = [NO_TILE, NO_TILE]
         self.added: list[int] = []
-        self.told: list[int] = []
+        self.reported: list[int] = []
 
     def roles(self) -> list[Role]:
         return [self.produce(), self.consume(), self.tell_patiently() if self.patient else self.tell()]
@@ -374,7 +375,7 @@ class Carried:
             if steps == NO_TILE:
                 break
             if steps == 0:
-                self.told.append(tile)
+                self.reported.append(tile)
                 continue
             if len(waiting) == 2:
                 yield due
@@ -384,17 +385,17 @@ class Carried:
             yield due
             self.tell_first(waiting)
 
-    def full_told(self) -> list[int]:
-        return [tile for tile in self.told if self.steps[tile] > 0]
+    def full_reported(self) -> list[int]:
+        return [tile for tile in self.reported if self.steps[tile] > 0]
 
     def due(self, waiting: list[int]) -> bool:
         """The block counts additions, not of which tile they are."""
-        return bool(waiting) and len(self.added) > len(self.full_told())
+        return bool(waiting) and len(self.added) > len(self.full_reported())
 
     def tell_first(self, waiting: list[int]) -> None:
         if self.due(waiting):
-            assert waiting[0] in self.added, "told of before it is added"
-            self.told.append(waiting.pop(0))
+            assert waiting[0] in self.added, "reported before it is added"
+            self.reported.append(waiting.pop(0))
 
     def tell_patiently(self) -> Role:
         for tile, steps in enumerate(self.steps):
@@ -404,19 +405,19 @@ class Carried:
                 return
             if steps > 0:
                 yield lambda tile=tile: tile in self.added
-            self.told.append(tile)
+            self.reported.append(tile)
 
 
 @settings(deadline=None, max_examples=200)
 @given(steps=st.lists(st.sampled_from((0, 0, 0, 1, 2)), max_size=12), seed=st.integers(0, 1 << 32))
-def test_every_tile_is_told_of_once_when_it_is_added(steps: list[int], seed: int) -> None:
+def test_every_tile_is_reported_once_when_it_is_added(steps: list[int], seed: int) -> None:
     block = Carried(steps)
     play(block.roles(), [], random.Random(seed))
-    assert sorted(block.told) == list(range(len(steps))) and block.full_told() == block.added
+    assert sorted(block.reported) == list(range(len(steps))) and block.full_reported() == block.added
 
 
-def test_a_teller_that_waits_for_each_tile_hangs() -> None:
-    """What made a launch hang: tiles without steps follow, and their places are full (notebook 0012)."""
+def test_an_additions_warp_that_waits_for_each_tile_hangs() -> None:
+    """What made a launch hang: tiles without steps follow, and their stages are full (notebook 0012)."""
     with pytest.raises(Hang):
         for seed in range(50):
             block = Carried([1, 0, 0, 0, 1], patient=True)

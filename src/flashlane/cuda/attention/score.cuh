@@ -26,6 +26,8 @@ struct ScoreTransform {
     static constexpr bool SOFTCAP = SOFTCAP_, ALIBI = ALIBI_, SINKS = SINKS_;
     // Whether scores change before the row maximum is taken. The scale can otherwise wait for the exponent's FFMA.
     static constexpr bool TRANSFORMED = SOFTCAP || ALIBI;
+    // Whether the backward multiplies dS by the derivative of a score; whether a score depends on i + shift − j.
+    static constexpr bool HAS_DERIVATIVE = SOFTCAP, HAS_DISTANCE = ALIBI;
 
     // What the maximum and the exponent multiply scores by.
     static __device__ __forceinline__ float late_scale(const ScoreParams& p) { return TRANSFORMED ? 1.f : p.scale_log2; }
@@ -43,6 +45,12 @@ struct ScoreTransform {
     static __device__ __forceinline__ float scaled(const ScoreParams& p, float score) {
         float unused;
         return scaled(p, score, unused);
+    }
+    // The derivative again, of a score that is capped, where registers are too short to keep it; 0 where a mask left −∞.
+    static __device__ __forceinline__ float inverse_cap(const ScoreParams& p) { return reciprocal(p.softcap_log2); }
+    static __device__ __forceinline__ float derivative_of_capped(float score, float inverse) {
+        const float tanh = fmaxf(score * inverse, -1.f);
+        return fmaf(-tanh, tanh, 1.f);
     }
     // The bias of a pair at `distance` i + shift − j.
     static __device__ __forceinline__ float biased(float score, float slope, float distance) {

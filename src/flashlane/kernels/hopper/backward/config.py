@@ -11,6 +11,7 @@ from flashlane.jit import KernelSource
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper.arch import CHUNK, ELEMENTS, WARPGROUP
 from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header
+from flashlane.kernels.score import ScoreConfig
 
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
@@ -25,16 +26,15 @@ ENTRIES = {
     "postprocess": "hopper_backward_postprocess",
 }
 """The ``extern "C"`` name of each device file of this folder."""
-WIDEST_FUSED = 128
-"""Head dims up to which one kernel makes all gradients; accumulators of larger ones leave no registers for it."""
 ROW_THREADS = 256
 """Threads of a CTA of the preprocess and the postprocess kernel."""
 SPILLS_ALLOWED = 320
 """Bytes, stores and loads, of the largest tiles: the consumers take all registers, and the producer spills by tile."""
-SLAB = 16
+ONE_CTA_HEAD_DIM = 128
+"""Head dims up to which one CTA makes all gradients; accumulators of larger ones leave no registers for it."""
+FRAGMENT_COLUMNS = 16
+"""Columns of dQ of a warp's accumulator of its transpose."""
 CONSUMERS = 2
-REGISTERS = ((200, (56, 224)), (216, (40, 232)), (1 << 30, (24, 240)))
-"""Of a producer and of a consumer thread, by the accumulators and operands that a consumer thread holds at once."""
 
 
 def row_bytes(head_dim: int) -> int:
@@ -42,40 +42,39 @@ def row_bytes(head_dim: int) -> int:
     return -(-head_dim // CHUNK) * CHUNK * 2
 
 
-SCORES = ("has_left", "has_right", "softcap", "alibi", "varlen")
-"""What of a problem all kernels of the gradients are compiled for."""
-SWITCHES = (*SCORES, "sinks", "deterministic")
-"""What a problem needs beside a tile."""
+NO_MODIFIERS = ScoreConfig()
+PROBLEM_FIELDS = ("dtype", "head_dim", "head_dim_v", "has_left", "has_right", "varlen", "score", "deterministic")
+"""Fields that a problem decides, and not the tile."""
 Config = TypeVar("Config", bound="GradientConfig")
 
 
 @dataclass(frozen=True)
 class GradientConfig(ABC):
-    """What all designs have: the problem's dims, the queries of a step, and what is switched on."""
+    """What all designs have: the problem's dims, the queries of a step, and what the kernels are compiled for."""
 
     dtype: str
     head_dim: int
     head_dim_v: int
     block_m: int = 64
-    """Queries of a step, and of a block of the statistics."""
+    """Queries of a step, and of an m-block of the row statistics and of dq_accum."""
     has_left: bool = False
     has_right: bool = False
-    softcap: bool = False
-    alibi: bool = False
     varlen: bool = False
-    sinks: bool = False
+    score: ScoreConfig = NO_MODIFIERS
     deterministic: bool = False
 
     design: ClassVar[str]
     """The folder of its device files."""
-    straight: ClassVar[bool] = False
-    """The sums of dQ are of dQ itself, else of its transpose (``backward_sums.cuh``)."""
+    dq_transposed: ClassVar[bool] = True
+    """dq_accum has the sums of dQ's transpose, else of dQ itself (``dq_accumulate.cuh``)."""
     threads: ClassVar[int] = WARPGROUP * (CONSUMERS + 1)
-    """Of a block."""
-    finish_inside: ClassVar[bool] = False
-    chores: ClassVar[bool] = False
-    shown: ClassVar[tuple[str, ...]] = ("dtype", "head_dim", "head_dim_v", "block_m")
-    """Fields that :attr:`tile` shows, or tables beside it."""
+    """Of a CTA."""
+    in_order: ClassVar[bool] = False
+    """The n-blocks add to dQ in their order, which semaphores keep."""
+    in_kernel_dq: ClassVar[bool] = False
+    """Idle warps of the launch zero dq_accum and write dQ, as far as they get."""
+    last_addition: ClassVar[bool] = False
+    """Idle warps of the launch write all of dQ, after the last addition to each slice of dq_accum."""
 
     @property
     @abstractmethod
@@ -85,24 +84,24 @@ class GradientConfig(ABC):
     @property
     @abstractmethod
     def shared_memory(self) -> int:
-        """Bytes of one block."""
-
-    @abstractmethod
-    def gradient_sources(self) -> tuple[KernelSource, ...]:
-        """The kernels of the gradients, in the order of their launches."""
-
-    def sources(self) -> tuple[KernelSource, ...]:
-        """All kernels in the order of their launches: that of the statistics is the first."""
-        finish = (finish_source(self),) if self.sum_floats and not self.finish_inside else ()
-        return (prepare_source(self), *self.gradient_sources(), *finish)
+        """Bytes of one CTA."""
 
     @property
     def gradient_regions(self) -> tuple[dict[str, int], ...]:
         """Bytes of each part of shared memory, of each of :meth:`gradient_sources`."""
         return (self.regions,)
 
+    @abstractmethod
+    def gradient_sources(self) -> tuple[KernelSource, ...]:
+        """The kernels of the gradients, in the order of their launches."""
+
+    def sources(self) -> tuple[KernelSource, ...]:
+        """All kernels in the order of their launches: preprocess, gradients, postprocess where it is a launch."""
+        after = (postprocess_source(self),) if self.dq_accum_floats and not self.last_addition else ()
+        return (preprocess_source(self), *self.gradient_sources(), *after)
+
     def device_sources(self) -> tuple[DeviceSource, ...]:
-        """All kernels in the order of their launches, with what each takes: preprocess, gradients, postprocess."""
+        """:meth:`sources` with what a launch of each takes."""
         first, *others = self.sources()
         regions = self.gradient_regions
         main = tuple(
@@ -113,9 +112,9 @@ class GradientConfig(ABC):
         return (DeviceSource(first, rows), *main, *(DeviceSource(last, rows) for last in others[len(regions) :]))
 
     @property
-    def sum_floats(self) -> int:
-        """Sums of dQ of a block of queries in device memory; 0 where they are registers'."""
-        return self.block_m * -(-self.head_dim // SLAB) * SLAB
+    def dq_accum_floats(self) -> int:
+        """Sums of dQ of an m-block in device memory; 0 where dQ is summed in registers."""
+        return self.block_m * -(-self.head_dim // FRAGMENT_COLUMNS) * FRAGMENT_COLUMNS
 
     def specialised(self: Config, problem: AttentionProblem) -> Config:
         """The tile with what a problem needs switched on, and no more: sums in registers always have one order."""
@@ -123,14 +122,12 @@ class GradientConfig(ABC):
             self,
             has_left=problem.window_left >= 0,
             has_right=problem.window_right >= 0,
-            softcap=problem.softcap > 0,
-            alibi=problem.alibi,
             varlen=problem.varlen,
-            sinks=problem.sinks,
-            deterministic=problem.deterministic and self.sum_floats > 0,
+            score=ScoreConfig.of(problem),
+            deterministic=problem.deterministic and self.dq_accum_floats > 0,
         )
 
-    def device_source(
+    def gradient_source(
         self,
         name: str,
         columns: tuple[int, ...],
@@ -142,7 +139,7 @@ class GradientConfig(ABC):
         """``<name>.cu`` with these constants and its own.
 
         Args:
-            name: of the file, and of its entry (see :func:`_source`).
+            name: of the file, and of its entry (see :data:`ENTRIES`).
             columns: of the accumulators of its products.
             registers: of a producer and of a consumer thread.
             headers: names and texts of further headers.
@@ -150,19 +147,35 @@ class GradientConfig(ABC):
             own: constants that other designs have not.
         """
         constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **own}
-        constants |= {switch.upper(): getattr(self, switch) for switch in SCORES}
+        constants |= _mask_constants(self, True)
+        # A sink is a logit of the forward alone: its gradient is the preprocess kernel's.
+        constants |= replace(self.score, sinks=False).constants(at_run_time=False)
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
         headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner)),)
         return _source(name, self, constants, headers)
 
     def describe(self) -> str:
-        """The tile and what is switched on, for tables: ``80x128, has_right``."""
+        """The tile and what it is compiled for, for tables: ``80x128, has_right``."""
         words = [self.tile]
-        for field in sorted(fields(self), key=lambda field: field.name in SWITCHES):
+        own = (field for field in fields(self) if field.name not in PROBLEM_FIELDS and field.name not in self.in_tile)
+        flags = (field for field in fields(self) if field.name in PROBLEM_FIELDS[3:] and field.name != "score")
+        for field in (*own, *flags):
             value = getattr(self, field.name)
-            if field.name not in self.shown and value != field.default:
+            if value != field.default:
                 words.append(field.name if value is True else f"{field.name}={value}")
-        return ", ".join(words)
+        return ", ".join((*words, *self.score.words()))
+
+    in_tile: ClassVar[tuple[str, ...]] = ("block_m",)
+    """Fields that :attr:`tile` shows."""
+
+
+def _mask_constants(config: GradientConfig, masked: bool) -> dict[str, int]:
+    """Constants of the window and of packed sequences; without the window for a kernel that asks nothing of it."""
+    return {
+        "HAS_LEFT": masked and config.has_left,
+        "HAS_RIGHT": masked and config.has_right,
+        "VARLEN": config.varlen,
+    }
 
 
 def _source(
@@ -176,105 +189,19 @@ def _source(
     return KernelSource(path, device_code(path), ENTRIES[name], values, headers)
 
 
-@dataclass(frozen=True)
-class BackwardConfig(GradientConfig):
-    """Compile-time constants of ``backward.cu``; its head draws the roles."""
-
-    q_stages: int = 2
-    do_stages: int = 2
-    k_stages: int = 1
-    """Tiles whose keys have a place at once: with two, the next tile's are there when it begins."""
-    v_stages: int = 1
-    dq_stages: int = 1
-    """Blocks of dQ that wait in shared memory for their turns to be added."""
-    direct: bool = False
-    """dQ is added to its sums from registers, in any order; else by the copy engine from shared memory."""
-    turns: int = 0
-    """Consumers take turns at the first two products of a step: until they are issued (1), or have come (2)."""
-    finish_inside: bool = False
-    """Deterministic: idle warps of the launch make dQ from its sums as soon as they are complete, no other launch."""
-    cut: bool = False
-    """Tiles may be cut into pieces (``backward_cut.py``)."""
-    chores: bool = False
-    """Zeros are written and dQ is made by idle warps of the launch, as far as they get (``backward_chores.py``)."""
-
-    design: ClassVar[str] = "one_cta"
-    block_n: ClassVar[int] = CHUNK * CONSUMERS
-    """Keys of a block of threads."""
-
-    @property
-    def tile(self) -> str:
-        return f"{self.block_m}x{self.block_n}"
-
-    @property
-    def split_columns(self) -> bool:
-        """Each warpgroup has half of dQ's columns (else of its rows)."""
-        return self.head_dim > CHUNK
-
-    @property
-    def regions(self) -> dict[str, int]:
-        """Bytes of each part of shared memory."""
-        m, n, qk, v = self.block_m, self.block_n, row_bytes(self.head_dim), row_bytes(self.head_dim_v)
-        part = CHUNK * 4 * (m if self.split_columns else m // 2)
-        stages = self.q_stages + self.do_stages
-        return {
-            "K and V": n * (self.k_stages * qk + self.v_stages * v),
-            "Q": self.q_stages * m * qk,
-            "dO": self.do_stages * m * v,
-            "dS": 2 * m * n * 2,
-            "dQ": 0 if self.direct else self.dq_stages * CONSUMERS * part,
-            "statistics": stages * m * 4,
-            "tiles and barriers": 2 * 32
-            + (16 + 4 * 8) * self.q_stages
-            + 8 * (6 + 2 * (self.k_stages + self.v_stages + stages) + 4 + 2 * self.dq_stages * CONSUMERS),
-        }
-
-    @property
-    def shared_memory(self) -> int:
-        """Bytes of one block."""
-        return sum(self.regions.values())
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a producer and of a consumer thread."""
-        extras = self.block_m // 4 * self.softcap
-        live = (self.head_dim + self.head_dim_v) // 2 + self.block_m // 2 * 2 + self.block_m // 4 + extras
-        return next(registers for most, registers in REGISTERS if live <= most)
-
-    def gradient_sources(self) -> tuple[KernelSource, ...]:
-        """``backward.cu`` with these constants."""
-        part = self.block_m if self.split_columns else self.block_m // 2
-        stages = {f"{name}_STAGES": getattr(self, f"{name.lower()}_stages") for name in ("Q", "DO", "K", "V", "DQ")}
-        columns = (self.block_m, part, self.head_dim, self.head_dim_v)
-        own = {
-            **stages,
-            "BLOCK_N": self.block_n,
-            "DETERMINISTIC": self.deterministic,
-            "FINISH_INSIDE": self.finish_inside,
-            "DIRECT": self.direct,
-            "TURNS": self.turns,
-            "CUT": self.cut,
-            "CHORES": self.chores,
-            "SHARED_BYTES": self.shared_memory,
-        }
-        return (self.device_source("one_cta/kernel", columns, self.registers, **own),)
-
-
-def prepare_source(config: GradientConfig) -> KernelSource:
-    """``backward_prepare.cu`` for what a configuration of the gradients' kernels reads."""
-    names = ("head_dim", "head_dim_v", "block_m", "sum_floats", "sinks", "varlen")
-    names += ("deterministic", "finish_inside", "chores")
-    constants = {name.upper(): getattr(config, name) for name in names}
-    # Of the mask, and of the blocks of keys, it is told where it says who adds first.
-    for name in ("block_n", "has_left", "has_right"):
-        constants[name.upper()] = getattr(config, name) if config.deterministic else 0
+def preprocess_source(config: GradientConfig) -> KernelSource:
+    """``preprocess.cu`` for what a configuration of the gradients' kernels reads."""
+    names = ("head_dim", "head_dim_v", "block_m", "dq_accum_floats", "in_order", "last_addition", "in_kernel_dq")
+    constants: dict[str, int] = {name.upper(): getattr(config, name) for name in names}
+    # It computes which n-blocks add to an m-block only where additions have an order.
+    constants |= _mask_constants(config, config.in_order)
+    constants["BLOCK_N"] = config.block_n if config.in_order else 0
+    constants |= ScoreConfig(sinks=config.score.sinks).constants(at_run_time=False)
     return _source("preprocess", config, constants)
 
 
-def finish_source(config: GradientConfig) -> KernelSource:
-    """``backward_finish.cu`` for the sums that a configuration writes."""
-    names = ("head_dim", "block_m", "varlen", "straight", "chores")
-    constants = {name.upper(): getattr(config, name) for name in names}
-    for name in ("has_left", "has_right"):  # of the mask it asks nothing
-        constants[name.upper()] = 0
-    return _source("postprocess", config, constants)
+def postprocess_source(config: GradientConfig) -> KernelSource:
+    """``postprocess.cu`` for the sums that a configuration writes."""
+    names = ("head_dim", "block_m", "dq_transposed", "in_kernel_dq")
+    constants: dict[str, int] = {name.upper(): getattr(config, name) for name in names}
+    return _source("postprocess", config, constants | _mask_constants(config, False))

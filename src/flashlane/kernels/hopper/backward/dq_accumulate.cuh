@@ -1,82 +1,85 @@
-// How dQ is summed in device memory, and how it gets out of there.
+// dq_accum, in which dQ is summed in f32 in device memory, and how dQ gets out of there.
 //
-// The sums of a block of queries lie in parts, and a part in slabs of 16 columns, a warp's accumulator of dQᵀ each: of
-// every 8 queries, lane l has 16 bytes with the columns l / 4 (x, y) and l / 4 + 8 (z, w) of queries 2 (l % 4) (x, z) and
+// Its elements lie in the order of an accumulator's registers. The sums of an m-block are divided into slices, one for each
+// consumer warpgroup, and a slice into fragments of 16 columns, one for each warp's accumulator of dQᵀ. In a fragment, of every
+// 8 queries, lane l has 16 bytes with the columns l / 4 (x, y) and l / 4 + 8 (z, w) of queries 2 (l % 4) (x, z) and
 // 2 (l % 4) + 1 (y, w).
 //
-// Of dQ itself (cfg::STRAIGHT) the sums lie in groups of 8 columns: of 64 queries, warp w and lane l have 16 bytes with the
-// columns 2 (l % 4) (x, z) and 2 (l % 4) + 1 (y, w) of queries 16 w + l / 4 (x, y) and 16 w + l / 4 + 8 (z, w).
+// Where the accumulator is of dQ and not of dQᵀ (cfg::DQ_TRANSPOSED is false) the sums lie in groups of 8 columns: of 64
+// queries, warp w and lane l have 16 bytes with the columns 2 (l % 4) (x, z) and 2 (l % 4) + 1 (y, w) of queries
+// 16 w + l / 4 (x, y) and 16 w + l / 4 + 8 (z, w).
 #pragma once
-#include "hopper/backward/rows.cuh"
+#include "hopper/backward/row_blocks.cuh"
 #include "mma.cuh"
 #include "tile.cuh"
 
-constexpr bool SPLIT_COLUMNS = HEAD_DIM > 64;             // parts are 64 columns, else halves of the queries
-constexpr int SLABS = (HEAD_DIM + 15) / 16, SUM_FLOATS = BLOCK_M * SLABS * 16;  // of a block of queries
-constexpr int PART = SPLIT_COLUMNS ? BLOCK_M : BLOCK_M / 2;                     // queries of a part
-constexpr int PARTS = SPLIT_COLUMNS ? (SLABS + 3) / 4 : 2, PART_SLABS = SPLIT_COLUMNS ? 4 : SLABS;
-constexpr int SLAB_FLOATS = 16 * PART, PART_FLOATS = PART_SLABS * SLAB_FLOATS;
-constexpr int GROUP_FLOATS = 8 * BLOCK_M;                 // of dQ itself
-static_assert(PART % 8 == 0);
+constexpr bool SPLIT_COLUMNS = HEAD_DIM > 64;             // a slice is 64 columns of all queries, else all columns of half of them
+constexpr int FRAGMENTS = (HEAD_DIM + 15) / 16, DQ_ACCUM_FLOATS = BLOCK_M * FRAGMENTS * 16;  // of an m-block
+constexpr int SLICE_ROWS = SPLIT_COLUMNS ? BLOCK_M : BLOCK_M / 2;
+constexpr int SLICES = SPLIT_COLUMNS ? (FRAGMENTS + 3) / 4 : 2, SLICE_FRAGMENTS = SPLIT_COLUMNS ? 4 : FRAGMENTS;
+constexpr int FRAGMENT_FLOATS = 16 * SLICE_ROWS, SLICE_FLOATS = SLICE_FRAGMENTS * FRAGMENT_FLOATS;
+constexpr int GROUP_FLOATS = 8 * BLOCK_M;                 // of dQ, not transposed
+static_assert(SLICE_ROWS % 8 == 0);
 
-__device__ __forceinline__ int slabs_of(int part) {
-    return SLABS % PART_SLABS == 0 || part < PARTS - 1 ? PART_SLABS : SLABS % PART_SLABS;
+__device__ __forceinline__ int fragments_of(int slice) {
+    return FRAGMENTS % SLICE_FRAGMENTS == 0 || slice < SLICES - 1 ? SLICE_FRAGMENTS : FRAGMENTS % SLICE_FRAGMENTS;
 }
 
-// Add 16 bytes of sums, in any order (PTX ISA, red.vec_32_bit; sm_90 and up).
+// Adds 16 bytes to sums, in any order (PTX ISA, red.vec_32_bit; sm_90 and up).
 __device__ __forceinline__ void global_add(float* to, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w)
                  : "memory");
 }
 
-// Eight queries of a part, of which a lane has its share of the sums, and a row and every fourth 8 columns of dQ.
-struct PartRows {
+// Eight queries of a slice: a lane has its elements of the sums, and of dQ a row and every fourth 8 columns.
+struct SliceRows {
     const float4* from;
     Element* to;
     int rows;                      // of the sequence, from this lane's on
 
-    // Of the part's groups of eight; `sums` and `dq` are the block's, which has `rows_here` rows to the sequence's end.
-    __device__ __forceinline__ PartRows(int lane, const float* sums, Element* dq, long long stride, int rows_here, int part,
-                                        int group) {
-        const int first = 8 * group + lane / 4, row = (SPLIT_COLUMNS ? 0 : part * PART) + first;
-        from = reinterpret_cast<const float4*>(sums + part * PART_FLOATS) + group * WARP + lane;
-        to = dq + row * stride + (SPLIT_COLUMNS ? part * 64 : 0) + lane % 4 * 8;
-        rows = min(PART - first, rows_here - row);
+    // The `group`-th eight queries of the slice; `sums` and `dq` are the m-block's, which has `rows_here` rows to the sequence's end.
+    __device__ __forceinline__ SliceRows(int lane, const float* sums, Element* dq, long long stride, int rows_here, int slice,
+                                         int group) {
+        const int first = 8 * group + lane / 4, row = (SPLIT_COLUMNS ? 0 : slice * SLICE_ROWS) + first;
+        from = reinterpret_cast<const float4*>(sums + slice * SLICE_FLOATS) + group * WARP + lane;
+        to = dq + row * stride + (SPLIT_COLUMNS ? slice * 64 : 0) + lane % 4 * 8;
+        rows = min(SLICE_ROWS - first, rows_here - row);
     }
     __device__ __forceinline__ void next(long long stride) { from += WARP, to += 8 * stride, rows -= 8; }
 
-    // From the sums to dQ, by a warp. The sums may be newer than what the L1 cache holds.
-    __device__ __forceinline__ void finish(int part, float factor) const {
-        float4 x[PART_SLABS];
+    // Writes dQ, by a warp. The sums may be newer than what the L1 cache holds.
+    __device__ __forceinline__ void write_dq(int slice, float factor) const {
+        float4 x[SLICE_FRAGMENTS];
 #pragma unroll
-        for (int i = 0; i < PART_SLABS; ++i)
-            x[i] = i < slabs_of(part) ? __ldcg(from + i * (SLAB_FLOATS / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
-        // Two slabs are four 8×8 matrices, whose transposes have rows of dQ; each lane of a quad then takes 8 columns.
+        for (int i = 0; i < SLICE_FRAGMENTS; ++i)
+            x[i] = i < fragments_of(slice) ? __ldcg(from + i * (FRAGMENT_FLOATS / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
+        // Two fragments are four 8×8 matrices, whose transposes have rows of dQ; each lane of a quad then takes 8 columns.
 #pragma unroll
-        for (int i = 0; i < PART_SLABS; i += 2) {
+        for (int i = 0; i < SLICE_FRAGMENTS; i += 2) {
             u32 word[4] = {};
 #pragma unroll
-            for (int j = 0; j < 2 && i + j < PART_SLABS; ++j) {
+            for (int j = 0; j < 2 && i + j < SLICE_FRAGMENTS; ++j) {
                 word[2 * j] = movmatrix_trans(Convert<Element>::pack(x[i + j].x * factor, x[i + j].y * factor));
                 word[2 * j + 1] = movmatrix_trans(Convert<Element>::pack(x[i + j].z * factor, x[i + j].w * factor));
             }
             transpose_quad(word);
-            const int column = (SPLIT_COLUMNS ? part * 64 : 0) + 16 * i + threadIdx.x % 4 * 8;
+            const int column = (SPLIT_COLUMNS ? slice * 64 : 0) + 16 * i + threadIdx.x % 4 * 8;
             if (rows > 0 && (HEAD_DIM % 64 == 0 || column < HEAD_DIM))
                 *reinterpret_cast<uint4*>(to + 16 * i) = make_uint4(word[0], word[1], word[2], word[3]);
         }
     }
 };
 
-// Of sums of dQ itself, 16 queries and 32 columns, by a warp; `dq` is the block's, which has `rows` to the sequence's end.
-__device__ __forceinline__ void finish_straight(const float* sums, Element* dq, long long stride, int rows, int queries,
-                                                int columns, float factor) {
+// Of sums of dQ, not transposed: writes 16 queries and 32 columns, by a warp; `dq` is the m-block's, which has `rows` rows to the
+// sequence's end.
+__device__ __forceinline__ void write_dq_block(const float* sums, Element* dq, long long stride, int rows, int first_row,
+                                               int columns, float factor) {
     const int lane = threadIdx.x % WARP;
-    const float4* const from = reinterpret_cast<const float4*>(sums + columns / 8 * GROUP_FLOATS + queries * 8) + lane;
+    const float4* const from = reinterpret_cast<const float4*>(sums + columns / 8 * GROUP_FLOATS + first_row * 8) + lane;
     float4 x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        x[i] = columns / 8 + i < 2 * SLABS ? __ldcg(from + i * (GROUP_FLOATS / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
+        x[i] = columns / 8 + i < 2 * FRAGMENTS ? __ldcg(from + i * (GROUP_FLOATS / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         u32 word[4];
@@ -85,7 +88,7 @@ __device__ __forceinline__ void finish_straight(const float* sums, Element* dq, 
             word[i] = half ? Convert<Element>::pack(x[i].z * factor, x[i].w * factor)
                            : Convert<Element>::pack(x[i].x * factor, x[i].y * factor);
         transpose_quad(word);
-        const int row = queries + lane / 4 + 8 * half, column = columns + lane % 4 * 8;
+        const int row = first_row + lane / 4 + 8 * half, column = columns + lane % 4 * 8;
         if (row < rows && column < HEAD_DIM)
             *reinterpret_cast<uint4*>(dq + row * stride + column) = make_uint4(word[0], word[1], word[2], word[3]);
     }

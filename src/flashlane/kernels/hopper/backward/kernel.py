@@ -1,44 +1,40 @@
-"""The Hopper backward pass: what it takes, and which kernels run.
+"""The Hopper backward pass as a registered kernel: what it takes, and how a call runs.
 
-Head dims up to 128 have one kernel that makes all gradients (``backward.cu``). Above, clusters of two blocks make them
-(``backward_pair.cu``), or, with the same bits at every run, two kernels (``backward_keys.cu``,
-``backward_queries.cu``). A launch before them makes the statistics of the rows. A group's query heads are summed
-inside, so that dK and dV have no copies.
+There are three designs, each in a folder. Head dims up to 128 have one CTA that makes all gradients of a tile
+(``one_cta``). Above, 2-CTA clusters make them (``two_cta``), or, with the same bits at every run, two kernels
+(``split_dkdv_dq``). A preprocess kernel before them makes the row statistics. A group's query heads are summed inside,
+so that dK and dV have no copies.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flashlane.core import tuned as tune
+from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, CompiledKernel, DeviceSource, Kernel, memoised, register
-from flashlane.jit import launch, shared_limit, tensormap
+from flashlane.jit import launch, tensormap
+from flashlane.kernels.features import VARLEN, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH
-from flashlane.kernels.hopper.backward.config import WIDEST_FUSED, BackwardConfig
-from flashlane.kernels.hopper.backward.launch import Tensors, plain
-from flashlane.kernels.hopper.backward.one_cta import tiles as backward_shapes
-from flashlane.kernels.hopper.backward.one_cta.launch import FusedPlan
-from flashlane.kernels.hopper.backward.split_dkdv_dq import config as backward_wide_config
-from flashlane.kernels.hopper.backward.split_dkdv_dq.config import MAX_HEAD_DIM, WideConfig
-from flashlane.kernels.hopper.backward.split_dkdv_dq.launch import WidePlan
-from flashlane.kernels.hopper.backward.two_cta import config as backward_pair
-from flashlane.kernels.hopper.backward.two_cta.config import PairConfig, PairPlan
-from flashlane.kernels.params import check_gradient_inputs, unsupported_features
+from flashlane.kernels.hopper.backward import select
+from flashlane.kernels.hopper.backward.config import GradientConfig
+from flashlane.kernels.hopper.backward.launch import BackwardPlan, Tensors
+from flashlane.kernels.hopper.backward.select import config_of
+from flashlane.kernels.hopper.backward.split_dkdv_dq.config import MAX_HEAD_DIM
+from flashlane.kernels.params import check_gradient_inputs
+from flashlane.kernels.score import SCORE_FEATURES
 
-FEATURES = ("alibi", "sinks", "varlen", "softcap")
 MAX_LENGTH = 1 << 30
 MAX_GRID_Y = 65535
 
 
 def supports(problem: AttentionProblem) -> str | None:
     """None when :func:`hopper_backward` can run a problem, else the reason in words."""
-    reason = unsupported_features(problem, ("f16", "bf16"), FEATURES)
+    reason = unsupported_features(problem, ("f16", "bf16"), (*SCORE_FEATURES, *VARLEN))
     if reason:
         return reason
     if problem.arch != ARCH:
@@ -55,38 +51,18 @@ def supports(problem: AttentionProblem) -> str | None:
     return None
 
 
-Config = BackwardConfig | PairConfig | WideConfig
-Plan = FusedPlan | PairPlan | WidePlan
-DESIGNS: dict[type, tuple[Callable[[AttentionProblem], Config], type]] = {
-    BackwardConfig: (backward_shapes.pick, FusedPlan),
-    PairConfig: (backward_pair.pick, PairPlan),
-    WideConfig: (backward_wide_config.pick, WidePlan),
-}
-"""Of each type of configuration: which one a problem gets, and what launches it."""
-
-
 @memoised
-def config_of(problem: AttentionProblem) -> Config:
-    """The table's configuration of a problem."""
-    if max(problem.head_dim, problem.head_dim_v) <= WIDEST_FUSED:
-        design: type = BackwardConfig
-    else:
-        design = PairConfig if backward_pair.refusal(problem) is None else WideConfig
-    return DESIGNS[design][0](problem)
-
-
-@memoised
-def tuned_config(problem: AttentionProblem) -> Config:
+def tuned_config(problem: AttentionProblem) -> GradientConfig:
     """The configuration that a problem runs with: the table's, with what ``flashlane tune`` found fastest."""
     base = config_of(problem)
-    found = tune.lookup_backward(KERNEL, problem)
-    return replace(base, **found) if found and all(hasattr(base, name) for name in found) else base
+    found = tuned.lookup_backward(KERNEL, problem)
+    return replace(base, **found) if found and found.keys() == select.tuned_fields(base).keys() else base
 
 
 @memoised
 def plan_of(
-    config: Config | None, problem: AttentionProblem, q_shape: torch.Size, k_shape: torch.Size, device: int
-) -> Plan:
+    config: GradientConfig | None, problem: AttentionProblem, q_shape: torch.Size, k_shape: torch.Size, device: int
+) -> BackwardPlan:
     """What calls of one problem have in common.
 
     Raises:
@@ -95,8 +71,10 @@ def plan_of(
     reason = supports(problem)
     if reason is not None:
         raise NotImplementedError(f"the Hopper backward cannot run {problem.describe()}: {reason}")
-    config = config or tuned_config(problem)
-    return DESIGNS[type(config)][1](config, problem, q_shape, k_shape, device)
+    config = (config or tuned_config(problem)).specialised(problem)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    schedule = select.DESIGNS[config.design].schedule(config, problem, sms)
+    return BackwardPlan(config, schedule, problem, q_shape, k_shape, device)
 
 
 def hopper_backward(
@@ -108,7 +86,7 @@ def hopper_backward(
     dlse: torch.Tensor | None = None,
     *,
     bias_grad: bool = True,
-    config: Config | None = None,
+    config: GradientConfig | None = None,
 ) -> Gradients:
     """Gradients of q, k, v and sinks; products in the inputs' dtype, sums in f32.
 
@@ -143,16 +121,17 @@ def hopper_backward(
         if not (q.shape[:-1].numel() and k.shape[:-1].numel() and problem.seqlen_q and problem.seqlen_k):
             for gradient in (dq, dk, dv):
                 gradient.zero_()
-            return Gradients(dq, dk, dv, None, _idle_sinks(problem, inputs, lse, dlse))
-        tensors = Tensors(inputs, _readable(out), lse.contiguous(), _readable(do), plain(dlse), dq, dk, dv)
+            return Gradients(dq, dk, dv, None, _dsink_without_keys(problem, inputs, lse, dlse))
+        dlse = None if dlse is None else dlse.contiguous()
+        tensors = Tensors(inputs, _readable(out), lse.contiguous(), _readable(do), dlse, dq, dk, dv)
         return Gradients(dq, dk, dv, None, plan.launch(tensors))
 
 
-def _idle_sinks(
+def _dsink_without_keys(
     problem: AttentionProblem, inputs: Inputs, lse: torch.Tensor, dlse: torch.Tensor | None
 ) -> torch.Tensor | None:
     """The sinks' gradient where no key is: every row's LSE is then its head's sink."""
-    if not problem.sinks:
+    if inputs.sinks is None:
         return None
     if dlse is None or not lse.numel():
         return torch.zeros_like(inputs.sinks)
@@ -185,35 +164,28 @@ class HopperBackward(BackwardKernel, CompiledKernel):
     def supports(self, problem: AttentionProblem, forward: Kernel | None = None) -> str | None:
         return supports(problem)
 
-    def config(self, problem: AttentionProblem) -> Config:
+    def config(self, problem: AttentionProblem) -> GradientConfig:
         return tuned_config(problem)
 
     def describe(self, problem: AttentionProblem) -> str:
         config = tuned_config(problem)
         return f"{config.design}: {config.describe()}"
 
-    def device_sources(self, config: Config, arch: str) -> tuple[DeviceSource, ...]:
+    def device_sources(self, config: GradientConfig, arch: str) -> tuple[DeviceSource, ...]:
         return config.device_sources()
 
-    def source_of(self, config: Config) -> str:
+    def source_of(self, config: GradientConfig) -> str:
         """The package's file whose change makes stored timings of a configuration void."""
         return config.gradient_sources()[0].name
 
-    def candidates(self, problem: AttentionProblem) -> Iterator[Config]:
-        """The table's configuration, and other tiles that fit shared memory."""
-        base = config_of(problem)
-        yield base
-        own = {name: values for name, values in VARIED.items() if hasattr(base, name)}
-        for chosen in itertools.product(*own.values()):
-            other = replace(base, **dict(zip(own, chosen, strict=True)))
-            if other != base and other.shared_memory <= shared_limit(ARCH) and _makes_sense(other):
-                yield other
+    def candidates(self, problem: AttentionProblem) -> Iterator[GradientConfig]:
+        return select.candidates(problem)
 
-    def tuned_fields(self, config: Config) -> dict[str, Any]:
-        return {name: getattr(config, name) for name in VARIED if hasattr(config, name)}
+    def tuned_fields(self, config: GradientConfig) -> dict[str, Any]:
+        return select.tuned_fields(config)
 
-    def shipped(self) -> Iterator[tuple[Config, tuple[str, ...]]]:
-        for config in dict.fromkeys(map(config_of, shipped_problems())):
+    def shipped(self) -> Iterator[tuple[GradientConfig, tuple[str, ...]]]:
+        for config in dict.fromkeys(map(config_of, select.shipped_problems())):
             yield config, self.architectures
 
     def run(
@@ -222,37 +194,9 @@ class HopperBackward(BackwardKernel, CompiledKernel):
         *call: Any,
         bias_grad: bool = True,
         forward: Kernel | None = None,
-        config: Config | None = None,
+        config: GradientConfig | None = None,
     ) -> Gradients:
         return hopper_backward(problem, *call, bias_grad=bias_grad, config=config)
-
-
-VARIED = {"block_m": (48, 64, 80, 96, 112, 128), "k_stages": (1, 2), "v_stages": (1, 2), "turns": (0, 1, 2)}
-"""What ``flashlane tune`` varies of a tile of one CTA; the other designs have the largest tile that fits."""
-
-
-def _makes_sense(config: Config) -> bool:
-    """V has a second stage only where K has one, and every count of queries is a multiple of what dQ's parts need."""
-    return config.v_stages <= config.k_stages and config.block_m % (16 if config.split_columns else 32) == 0
-
-
-def shipped_problems() -> Iterator[AttentionProblem]:
-    """Problems that lead through the designs, tiles, masks and features."""
-    masks = ({}, {"window_right": 0}, {"window_left": 100, "window_right": 9})
-    features = ({}, {"softcap": 10.0}, {"alibi": True}, {"sinks": True}, {"varlen": True}, {"deterministic": True})
-    everything = {"alibi": True, "softcap": 10.0, "sinks": True, "varlen": True, "deterministic": True}
-    dims = ((64, 64), (80, 80), (96, 96), (104, 64), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
-    dtypes = (torch.bfloat16, torch.float16)
-    number = 0
-    for (d, dv), mask, feature in itertools.product(dims, masks, (*features, everything)):
-        for batch, heads, kv_heads, n in ((2, 8, 2, 4096), (16, 16, 16, 1024), (1, 2, 2, 2048)):
-            number += 1
-            if feature and n != 4096 and d not in (64, 128):
-                continue
-            yield AttentionProblem(
-                batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=n, seqlen_k=n, head_dim=d, head_dim_v=dv,
-                dtype=dtypes[number % 2], scale=0.1, arch=ARCH, needs_grad=True, **mask, **feature,
-            )  # fmt: skip
 
 
 KERNEL = register(HopperBackward())

@@ -1,34 +1,34 @@
-// Before the backward kernels: the statistics of the rows, what dQ is summed with, and the sinks' gradient.
+// The preprocess kernel: the row statistics, the first values of all that dQ is accumulated with, and the sinks' gradient.
 //
-//     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   a block's share of dsink = −Σ exp(sink − LSE) · delta
+//     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   an m-block's part of dsink = −Σ exp(sink − LSE) · delta
 //
 // A row that sees no key, and one past the end of its sequence, has −∞ and 0: all its probabilities are then 0.
-#include "hopper/backward/blocks.cuh"
+#include "attention/score.cuh"
+#include "hopper/backward/dq_assignment.cuh"
+#include "hopper/backward/dq_semaphore.cuh"
 #include "mma.cuh"
 
 constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V, THREADS = 256;
 constexpr int LANES = HEAD_DIM_V <= 64 ? 8 : HEAD_DIM_V <= 128 ? 16 : 32;  // of a row, 8 columns each
-constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Params {
+    SeqlenParams seqlen;           // keys with additions to dQ in order
+    ScoreParams score;             // sinks
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
-    const float* sinks;            // (head)
-    const int *cu_q, *cu_k;        // VARLEN; cu_k with DETERMINISTIC
-    float *lse, *delta;
-    float* dq;                     // sums
-    float* shares;                 // (batch, block, head) of dsink
-    BlockState* states;            // DETERMINISTIC
-    int *queue, *counters;         // to become 0; the queue with FINISH_INSIDE
-    void* dq_out;                  // FINISH_INSIDE: (batch, row, head, column)
-    int *zeroed, *added, *finished;  // CHORES, see backward_tiles.cuh
+    float *lse, *delta, *dq_accum;
+    float* dsink_parts;            // (batch, m-block, head)
+    DqSemaphore* semaphores;       // IN_ORDER
+    int *postprocess_queue, *counters;  // to become 0; the queue with LAST_ADDITION
+    void* dq;                      // LAST_ADDITION: (batch, row, head, column)
+    int *zeroed, *added, *written; // IN_KERNEL_DQ, see Params of the gradients' kernels (params.cuh)
     long long out_batch, out_row, out_head, dout_batch, dout_row, dout_head;  // in elements
     long long dq_batch, dq_row, dq_head;
     long long lse_batch, lse_head, dlse_batch, dlse_head;
-    int heads, seqlen_q, stat_blocks, blocks;  // blocks: of the longest sequence
-    int seqlen_k, window_left, window_right, bottom_right;  // DETERMINISTIC: what the backward kernel knows of the mask
-    int arrivals;                  // further counters
-    int kv_heads, key_blocks, heads_per_section, zeroed_before;  // CHORES
+    int heads, row_blocks, m_blocks;  // m_blocks: of the longest sequence
+    int window_left, window_right; // IN_ORDER: what the kernel of the gradients knows of the mask
+    int part_arrivals;             // further counters
+    int kv_heads, n_blocks, heads_per_section, zeroed_before;  // IN_KERNEL_DQ
 };
 
 // Products of two packed elements, summed in f32.
@@ -42,61 +42,66 @@ __device__ __forceinline__ void clear(void* from, int bytes) {
     for (int i = threadIdx.x; i < bytes / 16; i += THREADS) static_cast<uint4*>(from)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// What is known of the tiles' shares before the launch that has them. Whether this block's sums get their zeros here.
-__device__ __forceinline__ bool begin_chores(const Params& p, int which, int head) {
-    const int group = p.heads / p.kv_heads, kv_head = which * p.kv_heads + head / group;
-    const TileOrder order{p.kv_heads * static_cast<int>(gridDim.z), p.key_blocks, p.heads_per_section};
+// The first values of what in-kernel dQ counts. Whether this m-block of dq_accum is zeroed here, and not by an idle warp.
+__device__ __forceinline__ bool begin_in_kernel_dq(const Params& p, int batch, int head) {
+    const int group = p.heads / p.kv_heads, kv_head = batch * p.kv_heads + head / group;
+    const TileOrder order{p.kv_heads * static_cast<int>(gridDim.z), p.n_blocks, p.heads_per_section};
     if (blockIdx.x == 0 && head % group == 0) {
-        if (threadIdx.x == 0) p.zeroed[kv_head] = order.before(kv_head, p.zeroed_before), p.added[kv_head] = 0;
-        for (int i = threadIdx.x; i < order.blocks; i += THREADS) p.finished[order.index(i, kv_head)] = 0;
+        if (threadIdx.x == 0) p.zeroed[kv_head] = order.tiles_before(kv_head, p.zeroed_before), p.added[kv_head] = 0;
+        for (int i = threadIdx.x; i < order.n_blocks; i += THREADS) p.written[order.index(i, kv_head)] = 0;
     }
-    const int owner = owner_of(head % group * p.stat_blocks + blockIdx.x, order.blocks, static_cast<long long>(group) * p.stat_blocks);
-    return order.index(owner, kv_head) < p.zeroed_before;
+    const int n_block = assigned_n_block(head % group * p.row_blocks + blockIdx.x, order.n_blocks, static_cast<long long>(group) * p.row_blocks);
+    return order.index(n_block, kv_head) < p.zeroed_before;
 }
 
-// The state of a block of queries, its sums' zeros, and those of dQ where nobody adds to it.
-__device__ __forceinline__ void begin_sums(const Params& p, const Rows& rows, int which, int head, long long stat) {
-    if constexpr (cfg::DETERMINISTIC) {
+// The semaphores of an m-block, the zeros of its dq_accum, and those of its dQ where no n-block adds to it.
+__device__ __forceinline__ void begin_dq(const Params& p, const QuerySeqlen& seqlen, int batch, int head, long long row_block) {
+    if constexpr (cfg::IN_ORDER) {
         const int first = blockIdx.x * BLOCK_M;
-        const Blocks keys = keys_of(p, Sequence(p, which), blockIdx.x, cfg::BLOCK_N);
+        const BlockRange n_blocks = n_block_range_of<BLOCK_M>(tile_mask(p, Seqlen(p.seqlen, batch)), blockIdx.x, cfg::BLOCK_N);
         if (threadIdx.x == 0) {
-            p.states[stat] = {{keys.low, keys.low}, keys.high, 0, rows.batch, head, rows.q_first + first, rows.q_length - first};
+            p.semaphores[row_block] = {{n_blocks.low, n_blocks.low}, n_blocks.high, 0,
+                                       seqlen.q_batch, head, seqlen.q_first + first, seqlen.q_length - first};
         }
-        if (cfg::FINISH_INSIDE && keys.count() == 0) {
-            Element* const dq = static_cast<Element*>(p.dq_out) + rows.batch * p.dq_batch + head * p.dq_head;
-            for (int row = first; row < min(first + BLOCK_M, rows.q_length); ++row)
-                clear(dq + (static_cast<long long>(rows.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(Element));
+        if (cfg::LAST_ADDITION && n_blocks.count() == 0) {
+            Element* const dq = static_cast<Element*>(p.dq) + seqlen.q_batch * p.dq_batch + head * p.dq_head;
+            for (int row = first; row < min(first + BLOCK_M, seqlen.q_length); ++row)
+                clear(dq + (static_cast<long long>(seqlen.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(Element));
         }
     }
-    if (!cfg::CHORES || begin_chores(p, which, head)) clear(p.dq + stat * cfg::SUM_FLOATS, cfg::SUM_FLOATS * sizeof(float));
+    if (!cfg::IN_KERNEL_DQ || begin_in_kernel_dq(p, batch, head))
+        clear(p.dq_accum + row_block * cfg::DQ_ACCUM_FLOATS, cfg::DQ_ACCUM_FLOATS * sizeof(float));
 }
 
 // By one warp of the launch.
 __device__ __forceinline__ void begin_counters(const Params& p) {
-    for (int i = threadIdx.x; i < COUNTERS + p.arrivals; i += WARP)
-        if (i != PARTS_ALL) p.counters[i] = 0;
-    if constexpr (cfg::FINISH_INSIDE) {
-        int blocks = 0;                                   // of queries that any keys are added to
+    for (int i = threadIdx.x; i < COUNTERS + p.part_arrivals; i += WARP)
+        if (i != SLICES_ALL) p.counters[i] = 0;
+    if constexpr (cfg::LAST_ADDITION) {
+        int m_blocks = 0;                                 // to which any n-block adds
         for (int i = threadIdx.x; i < gridDim.z; i += WARP)
-            blocks += queries_of_all(p, Sequence(p, i), cfg::BLOCK_N).count();
-        blocks = __reduce_add_sync(0xffffffffu, blocks);
-        if (threadIdx.x == 0) p.counters[PARTS_ALL] = 2 * blocks * p.heads;
+        {
+            const Seqlen seqlen(p.seqlen, i);
+            m_blocks += m_block_range_of_all<BLOCK_M>(tile_mask(p, seqlen), seqlen.q_length, cfg::BLOCK_N).count();
+        }
+        m_blocks = __reduce_add_sync(0xffffffffu, m_blocks);
+        if (threadIdx.x == 0) p.counters[SLICES_ALL] = 2 * m_blocks * p.heads;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
-    const int head = blockIdx.y, which = blockIdx.z, first = blockIdx.x * BLOCK_M;
-    const Rows rows(p, which);
-    const int q_first = rows.q_first, q_length = rows.q_length, batch = rows.batch;
-    const long long stat = stat_block(p, rows, which, head) + blockIdx.x;
-    const long long index = (static_cast<long long>(which) * gridDim.y + head) * gridDim.x + blockIdx.x;
+    const int head = blockIdx.y, sequence = blockIdx.z, first = blockIdx.x * BLOCK_M;
+    const QuerySeqlen seqlen(p.seqlen, sequence);
+    const int q_first = seqlen.q_first, q_length = seqlen.q_length, batch = seqlen.q_batch;
+    const long long row_block = first_row_block(p, seqlen, sequence, head) + blockIdx.x;
+    const long long index = (static_cast<long long>(sequence) * gridDim.y + head) * gridDim.x + blockIdx.x;
     if (p.counters != nullptr && index == 0 && threadIdx.x < WARP) begin_counters(p);
-    // There are no more parts than blocks of threads for them, and of packed sequences than places.
-    if (cfg::FINISH_INSIDE && threadIdx.x < 2 && (!cfg::VARLEN || index < static_cast<long long>(p.heads) * p.stat_blocks))
-        p.queue[2 * index + threadIdx.x] = 0;
+    // There are no more slices than CTAs, two each, and of packed sequences than entries of the queue.
+    if (cfg::LAST_ADDITION && threadIdx.x < 2 && (!cfg::VARLEN || index < static_cast<long long>(p.heads) * p.row_blocks))
+        p.postprocess_queue[2 * index + threadIdx.x] = 0;
     const bool some = first < q_length;
-    float share = 0.f;
+    float dsink = 0.f;
     if (some) {
         const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
         const Element* out = static_cast<const Element*>(p.out) + batch * p.out_batch + head * p.out_head;
@@ -120,22 +125,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
             const bool seen = lse != -INF;
             if (p.dlse != nullptr && seen) sum -= dlse[query];
             sum = seen ? sum : 0.f;
-            p.lse[stat * BLOCK_M + row] = seen ? -lse * LOG2_E : -INF;
-            p.delta[stat * BLOCK_M + row] = sum;
-            if (cfg::SINKS && seen) share -= ex2((p.sinks[head] - lse) * LOG2_E) * sum;
+            p.lse[row_block * BLOCK_M + row] = seen ? -lse * LOG2_E : -INF;
+            p.delta[row_block * BLOCK_M + row] = sum;
+            if (Score::SINKS && seen) dsink -= ex2((Score::sink<Element>(p.score, head) - lse) * LOG2_E) * sum;
         }
-        if constexpr (cfg::SUM_FLOATS > 0) begin_sums(p, rows, which, head, stat);
+        if constexpr (cfg::DQ_ACCUM_FLOATS > 0) begin_dq(p, seqlen, sequence, head, row_block);
     }
-    if constexpr (cfg::SINKS) {
+    if constexpr (Score::SINKS) {
         __shared__ float warps[THREADS / WARP];
 #pragma unroll
-        for (int step = 16; step > 0; step /= 2) share += __shfl_xor_sync(0xffffffffu, share, step);
-        if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = share;
+        for (int step = 16; step > 0; step /= 2) dsink += __shfl_xor_sync(0xffffffffu, dsink, step);
+        if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = dsink;
         __syncthreads();
         if (threadIdx.x == 0) {
 #pragma unroll
-            for (int i = 1; i < THREADS / WARP; ++i) share += warps[i];
-            p.shares[(static_cast<long long>(which) * p.blocks + blockIdx.x) * p.heads + head] = share;
+            for (int i = 1; i < THREADS / WARP; ++i) dsink += warps[i];
+            p.dsink_parts[(static_cast<long long>(sequence) * p.m_blocks + blockIdx.x) * p.heads + head] = dsink;
         }
     }
 }

@@ -1,95 +1,139 @@
-// What warps without other work do for a launch while it runs, so that neither the launch before it writes all zeros that
-// dQ is summed from, nor the one after it reads all sums: both would go through device memory, and here stay in L2.
+// In-kernel zeroing and postprocess of dQ by idle warps. The preprocess kernel need then not write all zeros of dq_accum, nor
+// the postprocess kernel read all its sums: both would go through device memory, and stay in the L2 cache here.
 //
-// Each tile has a share of the blocks of queries of its head. Shares are taken in the order of the tiles: one that is to
-// become zeros some time before its head's first tile begins, one that is to become dQ when all tiles of its head have
-// added. A warp has one of each and makes what may be made, so that it never waits for another: zeros of a tile are due
-// when one `zeroed_before` tiles earlier is taken, which is more than the tiles that a group of heads has. Tiles wait for
-// zeros, and for dQ nobody: it is made a block of queries at a time, between which zeros may be due.
+// Each tile is assigned some m-blocks of its head (dq_assignment.cuh), which are taken in the order of the tiles: to be zeroed
+// some time before the head's first tile begins, and to have their dQ written when all tiles of the head have added. A warp has
+// one assignment of each kind and works on the one that is due, so that it never waits for another warp: zeros for a tile are
+// due when the tile `zeroed_before` tiles earlier is taken, and `zeroed_before` is more tiles than a section of heads has. Tiles
+// wait for zeros, but nothing waits for dQ: it is written one m-block at a time, between which zeroing may become due.
 #pragma once
+#include "attention/semaphore.cuh"
+#include "hopper/backward/dq_assignment.cuh"
 #include "hopper/backward/one_cta/postprocess_warp.cuh"
 
 constexpr unsigned PAUSE = 1000, LONG_PAUSE = 4000;       // ns
 
-// A tile has made all its additions, of which this thread knows by others of its block.
-__device__ __forceinline__ void announce_added(const Params& p, int head, int piece) {
-    fence_acq_rel_gpu();                                      // and release: of theirs
-    atomicAdd(p.added + head, piece > 0 ? 1 : p.pieces);
-}
-
-struct Chores {
+struct InKernelDqWarp {
     const Params& p;
+
+    __device__ __forceinline__ void run() const {
+        griddepcontrol_wait();
+        const int items = p.whole_tiles + (p.tiles - p.whole_tiles) * p.parts;
+        int to_zero = p.zeroed_before + take(ZEROING_TAKEN), to_write = take(POSTPROCESS_TAKEN);
+        int written = -1;                                 // m-blocks of the tile `to_write`; −1: its dQ is not begun
+        while (true) {
+            const int taken = load_relaxed(p.counters + TILES_TAKEN);
+            if (to_zero < p.tiles) {
+                if (uniform(to_zero - p.zeroed_before <= taken)) {
+                    zero(to_zero);
+                    to_zero = p.zeroed_before + take(ZEROING_TAKEN);
+                    continue;
+                }
+            } else if (written < 0 && uniform(taken >= items)) {
+                return;
+            }
+            if (written < 0 && to_write < p.tiles && uniform(taken < p.write_until && complete(to_write))) written = 0;
+            if (written < 0) {
+                __nanosleep(LONG_PAUSE);
+            } else if (write_dq(to_write, written++)) {
+                to_write = take(POSTPROCESS_TAKEN), written = -1;
+            }
+        }
+    }
 
     __device__ __forceinline__ int take(int counter) const {
         return uniform(threadIdx.x % WARP == 0 ? atomicAdd(p.counters + counter, 1) : 0);
     }
-    __device__ __forceinline__ Place place(int tile) const { return place_at(p, tile, p.kv_heads * p.batch, p.blocks, false); }
-    // The tile's share, as blocks of all.
-    __device__ __forceinline__ long long first_of(const Place& at) const {
-        return static_cast<long long>(at.head) * (p.heads / p.kv_heads) * p.stat_blocks;
+    // The tile's n-block and head; the head counts those of all sequences.
+    __device__ __forceinline__ SwizzledTile at(int tile) const {
+        return swizzled_tile<false>(tile, p.kv_heads * p.seqlen.batch, p.blocks, p.heads_per_section);
     }
-    __device__ __forceinline__ Blocks share(const Place& at) const {
-        return share_of(at.block, p.blocks, static_cast<long long>(p.heads / p.kv_heads) * p.stat_blocks);
+    __device__ __forceinline__ long long head_m_blocks() const { return static_cast<long long>(p.heads / p.kv_heads) * p.row_blocks; }
+    // The head's first m-block among those of all heads.
+    __device__ __forceinline__ long long first_m_block(const SwizzledTile& at) const {
+        return static_cast<long long>(at.head) * (p.heads / p.kv_heads) * p.row_blocks;
+    }
+    __device__ __forceinline__ BlockRange assigned(const SwizzledTile& at) const {
+        return assigned_m_blocks(at.block, p.blocks, head_m_blocks());
     }
 
-    __device__ __forceinline__ void clear(int tile) const {
-        const Place at = place(tile);
-        const Blocks blocks = share(at);
+    __device__ __forceinline__ void zero(int tile) const {
+        const SwizzledTile where = at(tile);
+        const BlockRange m_blocks = assigned(where);
         const int lane = threadIdx.x % WARP;
-        float4* to = reinterpret_cast<float4*>(p.dq + (first_of(at) + blocks.low) * SUM_FLOATS) + lane;
-        float4* const end = to + static_cast<long long>(blocks.count()) * (SUM_FLOATS / 4);
-        static_assert(SUM_FLOATS % (4 * WARP) == 0);
+        float4* to = reinterpret_cast<float4*>(p.dq_accum + (first_m_block(where) + m_blocks.low) * DQ_ACCUM_FLOATS) + lane;
+        float4* const end = to + static_cast<long long>(m_blocks.count()) * (DQ_ACCUM_FLOATS / 4);
+        static_assert(DQ_ACCUM_FLOATS % (4 * WARP) == 0);
 #pragma unroll 4
         for (; to < end; to += WARP) __stcg(to, make_float4(0.f, 0.f, 0.f, 0.f));
         __syncwarp();
-        if (lane == 0) {
-            fence_acq_rel_gpu();
-            atomicAdd(p.zeroed + at.head, 1);
-        }
+        if (lane == 0) semaphore_add(p.zeroed + where.head, 1);
     }
+    // Whether all tiles of the head have added.
     __device__ __forceinline__ bool complete(int tile) const {
-        return load_acquire(p.added + place(tile).head) == p.blocks * p.pieces;
+        return load_acquire(p.added + at(tile).head) == p.blocks * p.parts;
     }
-    // The next block of the tile's share; whether it was the last.
-    __device__ __forceinline__ bool finish(int tile, int made) const {
-        const Place at = place(tile);
-        const Blocks blocks = share(at);
+    // dQ of the tile's next m-block; whether it was the last.
+    __device__ __forceinline__ bool write_dq(int tile, int written) const {
+        const SwizzledTile where = at(tile);
+        const BlockRange m_blocks = assigned(where);
         const int group = p.heads / p.kv_heads;
-        const int which = at.head / p.kv_heads, first_head = (at.head - which * p.kv_heads) * group;
-        const int block = blocks.low + made, row = block % p.stat_blocks * BLOCK_M;
-        if (block < blocks.high) {
+        const int batch = where.head / p.kv_heads, first_head = (where.head - batch * p.kv_heads) * group;
+        const int m_block = m_blocks.low + written, row = m_block % p.row_blocks * BLOCK_M;
+        if (m_block < m_blocks.high) {
 #pragma unroll 1
-            for (int part = 0; part < PARTS; ++part)
-                finish_part(p, first_of(at) + block, part, which, first_head + block / p.stat_blocks, row, p.seqlen_q - row);
+            for (int slice = 0; slice < SLICES; ++slice)
+                write_dq_slice(p, first_m_block(where) + m_block, slice, batch, first_head + m_block / p.row_blocks, row,
+                               p.seqlen.seqlen_q - row);
         }
-        if (block + 1 < blocks.high) return false;
+        if (m_block + 1 < m_blocks.high) return false;
         __syncwarp();
-        if (threadIdx.x % WARP == 0) p.finished[tile] = 1;
+        if (threadIdx.x % WARP == 0) p.written[tile] = 1;
         return true;
     }
+};
 
-    __device__ __forceinline__ void run() const {
+// Reports the tiles to which the consumers of this CTA have made all additions, one thread. It looks seldom, as it shares its
+// scheduler with consumers. The last additions of a tile are made in the next tile that has steps. So it remembers two tiles,
+// whose stages it has released: it waits for the first only when it knows the tile that the consumers need to go on.
+struct AdditionsWarp {
+    const Params& p;
+    const u32 base;
+    u32 seen = 0, reported = 0;                           // tiles with steps
+    int first = 0, second = 0;                            // those seen and not reported: head, twice, and whether a part of a tile
+
+    __device__ __forceinline__ void run() {
         griddepcontrol_wait();
-        const int items = p.uncut + (p.tiles - p.uncut) * p.pieces;
-        int zero = p.zeroed_before + take(ZEROS_TAKEN), done = take(FINISHES_TAKEN);
-        int made = -1;                                    // blocks of the share `done`; −1: it is not begun
-        while (true) {
-            const int taken = load_relaxed(p.counters + TILES_TAKEN);
-            if (zero < p.tiles) {
-                if (uniform(zero - p.zeroed_before <= taken)) {
-                    clear(zero);
-                    zero = p.zeroed_before + take(ZEROS_TAKEN);
-                    continue;
-                }
-            } else if (made < 0 && uniform(taken >= items)) {
-                return;
+        for (u32 tiles = 0;; ++tiles) {
+            const u32 stage = tiles % TILE_STAGES;
+            while (!mbarrier_try_wait(SMEM(tile_full) + 8 * stage, tiles / TILE_STAGES % 2))
+                if (!report_first()) __nanosleep(PAUSE);
+            const TileCoordinates at = tile_coordinates(base, stage);
+            const int steps = tile_keys(base, stage).steps, tile = 2 * (at.batch * p.kv_heads + at.head) + (at.part > 0);
+            mbarrier_arrive(SMEM(tile_empty) + 8 * stage);
+            if (at.batch < 0) break;
+            if (steps == 0) {
+                report(tile);
+                continue;
             }
-            if (made < 0 && done < p.tiles && uniform(taken < p.finish_until && complete(done))) made = 0;
-            if (made < 0) {
-                __nanosleep(LONG_PAUSE);
-            } else if (finish(done, made++)) {
-                done = take(FINISHES_TAKEN), made = -1;
-            }
+            while (seen - reported == 2)                  // the first is added to while the second is made
+                if (!report_first()) __nanosleep(PAUSE);
+            (seen == reported ? first : second) = tile, ++seen;
         }
+        while (reported < seen)
+            if (!report_first()) __nanosleep(PAUSE);
+    }
+
+    // A tile has made all its additions, which this thread knows from other threads of its CTA.
+    __device__ __forceinline__ void report(int tile) const {
+        fence_acq_rel_gpu();                              // and releases theirs
+        atomicAdd(p.added + tile / 2, tile % 2 > 0 ? 1 : p.parts);
+    }
+    // Whether there was a tile to report.
+    __device__ __forceinline__ bool report_first() {
+        if (reported == seen || load_shared_acquire(SMEM(tiles_added)) < (reported + 1) * 4 * CONSUMERS) return false;
+        report(first);
+        first = second, ++reported;
+        return true;
     }
 };

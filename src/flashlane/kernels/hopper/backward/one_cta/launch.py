@@ -1,56 +1,24 @@
-"""The Hopper backward for head dims that one kernel makes all gradients of (``backward.cu``): how it is launched.
-
-Three launches: the statistics of the rows, the gradients, dQ from its sums. The second also does what it can of the
-others' (``chores``), or makes all dQ (``finish_inside``).
-"""
+"""How the one-CTA backward is launched: a persistent CTA on each SM, which takes tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
-
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.backward.config import BackwardConfig
 from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section
-from flashlane.kernels.hopper.backward.launch import (
-    GradientPlan,
-    Launch,
-    Small,
-    Tensors,
-    finish_queries,
-    gradient_params,
-)
-from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import NONE, chores_of
-from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE, cut_of
+from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
+from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
+from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, in_kernel_dq_of
+from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE_TILES, split_of
 
 
-class FusedPlan(GradientPlan[BackwardConfig]):
-    """What calls of one problem have in common, prepared once; see :class:`GradientPlan`."""
-
-    def __init__(
-        self, config: BackwardConfig, problem: AttentionProblem, q_shape: torch.Size, k_shape: torch.Size, device: int
-    ) -> None:
-        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
-        cut = cut_of(problem, config, self.sms) if config.cut else WHOLE
-        self.key_blocks = -(-problem.seqlen_k // config.block_n)
-        self.together = heads_per_section(problem, self.key_blocks, self.sms)
-        chores = chores_of(problem, config.block_n, self.together, self.sms) if config.chores else NONE
-        super().__init__(config, problem, q_shape, k_shape, device, cut, chores)
-        self.tiles = self.key_blocks * problem.kv_heads * problem.batch
-        # At most a block an SM. Of a varlen call, whose tiles are counted on the GPU, perhaps fewer have work.
-        self.grid = min(self.sms, self.tiles + self.cut.partials)
-
-    def launches(self, tensors: Tensors, small: Small) -> Iterator[Launch]:
-        problem, config, rows = self.problem, self.config, self.rows
-        prepare, gradients, *finish = self.functions
-        yield rows.launch(prepare, tensors, self.cut.arrivals, self.chores)
-        params = gradient_params(problem, rows, tensors, small)
-        params.blocks, params.tiles = self.key_blocks, self.tiles
-        params.uncut, params.pieces = self.tiles - self.cut.tiles, self.cut.pieces
-        params.heads_per_section = self.together
-        params.zeroed_before, params.finish_until = self.chores.zeroed_before, self.chores.finish_until
-        grid, boxes = (self.grid, 1, 1), (config.block_m, config.block_n)
-        yield Launch(gradients, grid, config.threads, params, config.shared_memory, overlapped=True, boxes=boxes)
-        for function in finish:
-            yield finish_queries(function, problem, rows, tensors, overlapped=True, chores=self.chores)
+def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int) -> Schedule:
+    """The launch of a problem on a GPU of so many SMs."""
+    split = split_of(problem, config, sms) if config.split_q else WHOLE_TILES
+    n_blocks = -(-problem.seqlen_k // config.block_n)
+    section = heads_per_section(problem, n_blocks, sms)
+    in_kernel = in_kernel_dq_of(problem, config.block_n, section, sms) if config.in_kernel_dq else OWN_LAUNCHES
+    tiles = n_blocks * problem.kv_heads * problem.batch
+    sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": section}
+    sizes |= {"whole_tiles": tiles - split.tiles, "parts": split.parts}
+    # At most a CTA an SM. Of packed sequences, whose tiles are counted on the GPU, perhaps fewer have work.
+    grid = min(sms, tiles + split.partials), 1, 1
+    return Schedule((GradientLaunch(grid, (config.block_m, config.block_n), sizes),), split, in_kernel)

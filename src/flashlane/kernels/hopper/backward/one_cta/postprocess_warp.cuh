@@ -1,49 +1,48 @@
-// Makes dQ of the parts whose sums are complete, in the launch that sums them.
+// dQ from slices of dq_accum, by warps of the kernel that accumulates it.
 #pragma once
-#include "hopper/backward/products.cuh"
-#include "hopper/backward/dq_accumulate.cuh"
+#include "hopper/backward/gemm.cuh"
+#include "hopper/backward/one_cta/storage.cuh"
 #include "memory_order.cuh"
 
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-
-// dQ of a part of a block of queries, by a warp; its first row, and the rows from there to the sequence's end.
-__device__ __forceinline__ void finish_part(const Params& p, long long block, int part, int batch, int head, long long row, int rows) {
-    PartRows from(thread_again() % WARP, p.dq + block * SUM_FLOATS,
-                  static_cast<Element*>(p.dq_out) + batch * p.dq_batch + head * p.dq_head + row * p.dq_row, p.dq_row, rows, part, 0);
+// dQ of a slice of an m-block, by a warp; `row` is the m-block's first row, and `rows` those from there to the sequence's end.
+__device__ __forceinline__ void write_dq_slice(const Params& p, long long m_block, int slice, int batch, int head, long long row, int rows) {
+    SliceRows from(thread_again() % WARP, p.dq_accum + m_block * DQ_ACCUM_FLOATS,
+                   static_cast<Element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + row * p.dq_row, p.dq_row, rows, slice, 0);
 #pragma unroll 1
-    for (; __any_sync(0xffffffffu, from.rows > 0); from.next(p.dq_row)) from.finish(part, p.scale);
+    for (; __any_sync(0xffffffffu, from.rows > 0); from.next(p.dq_row)) from.write_dq(slice, p.scale);
 }
 
-// Writes dQ of the parts whose sums are complete, by a warp, until all are taken.
-struct Finisher {
+// Takes slices from the queue that the dQ-store warps fill and writes their dQ, until all slices of the launch are taken. Any warp
+// without other work runs it, under the products of the others.
+struct PostprocessWarp {
     const Params& p;
 
-    // The next part, one more than its number, as soon as it is there; 0: there is none. No tile waits for this warp, so
-    // all that are running get done meanwhile, and take those that are not.
-    __device__ __forceinline__ int take() const {
-        const int place = atomicAdd(p.counters + PARTS_TAKEN, 1);
-        if (place >= load_relaxed(p.counters + PARTS_ALL)) return 0;
-        const SpinLimit patience;
-        int part;
-        while ((part = load_relaxed(p.queue + place)) == 0) {
-            __nanosleep(200);
-            patience.spend();
-        }
-        fence_acq_rel_gpu();
-        return part;
-    }
-    __device__ __forceinline__ void finish(int block, int part) const {
-        const int4 place = __ldcg(reinterpret_cast<const int4*>(&p.states[block].batch));  // batch, head, row, rows
-        finish_part(p, block, part, place.x, place.y, place.z, place.w);
-    }
     __device__ __forceinline__ void run() const {
         griddepcontrol_wait();
         while (true) {
-            int part = threadIdx.x % WARP == 0 ? take() : 0;
-            __syncwarp();                                 // what lane 0 was told of is there for all
-            part = uniform(part);
-            if (part == 0) return;
-            finish((part - 1) / PARTS, (part - 1) % PARTS);
+            int entry = threadIdx.x % WARP == 0 ? take() : 0;
+            __syncwarp();                                 // what lane 0 acquired is visible to all
+            entry = uniform(entry);
+            if (entry == 0) return;
+            write_dq((entry - 1) / SLICES, (entry - 1) % SLICES);
         }
+    }
+    // The next slice, one more than its number, as soon as it is complete; 0: none is left. No tile waits for this warp, so that
+    // the running CTAs finish their tiles meanwhile and take those that are left.
+    __device__ __forceinline__ int take() const {
+        const int number = atomicAdd(p.counters + SLICES_TAKEN, 1);
+        if (number >= load_relaxed(p.counters + SLICES_ALL)) return 0;
+        const SpinLimit limit;
+        int entry;
+        while ((entry = load_relaxed(p.postprocess_queue + number)) == 0) {
+            __nanosleep(200);
+            limit.spend();
+        }
+        fence_acq_rel_gpu();
+        return entry;
+    }
+    __device__ __forceinline__ void write_dq(int m_block, int slice) const {
+        const int4 where = __ldcg(reinterpret_cast<const int4*>(&p.semaphores[m_block].batch));  // batch, head, row, rows
+        write_dq_slice(p, m_block, slice, where.x, where.y, where.z, where.w);
     }
 };

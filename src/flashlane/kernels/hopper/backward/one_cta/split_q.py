@@ -1,8 +1,8 @@
-"""Which tiles of a Hopper backward are cut into pieces along their queries, so that no SM is idle at the end.
+"""Split-Q: which tiles of the one-CTA backward are split along their queries, so that no SM is idle at the end.
 
 A tile is 128 keys, and steps through the queries that see them. 2048 equal tiles keep 132 SMs busy for 15 rounds, and
-68 of them for a 16th: 3 % of the launch. So the last tiles are cut. Few heads have fewer tiles than there are SMs: all
-of them are cut. A piece begins and ends like a tile, and the last one of a tile adds what the others made of dK and dV.
+68 of them for a 16th: 3 % of the launch. So the last tiles are split. Few heads have fewer tiles than there are SMs:
+all of them are split. A part begins and ends like a tile, and the last part of a tile adds the dK and dV of the others.
 """
 
 from __future__ import annotations
@@ -10,54 +10,55 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.backward.config import CONSUMERS, BackwardConfig
+from flashlane.kernels.hopper.backward.config import CONSUMERS
+from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 
-MOST = 4
-"""Pieces of a tile; with more, each begins and ends for too few steps (notebook 0011)."""
-START, JOIN, ADD = 2.0, 1.5, 1.0
-"""Steps that it takes to begin and end a piece, to wait for the others' arrival, and to add what one of them made."""
-WORTH = 0.01
-"""Least part of a launch's time that cutting must save."""
-MOST_BYTES = 40 << 20
-"""Of device memory for pieces."""
-MOST_STEPS = 1 << 24
-"""Of a tile, so that their products with pieces fit the kernel's integers."""
+MAX_PARTS = 4
+"""Parts of a tile; with more, each begins and ends for too few steps (notebook 0011)."""
+START, WAIT, ADD = 2.0, 1.5, 1.0
+"""Steps that it takes to begin and end a part, to wait for the other parts, and to add what one of them made."""
+LEAST_SAVING = 0.01
+"""Least part of a launch's time that splitting must save."""
+MAX_BYTES = 40 << 20
+"""Of device memory for the parts' dK and dV."""
+MAX_STEPS = 1 << 24
+"""Of a tile, so that their products with parts fit the kernel's integers."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The last ``tiles`` of a launch are cut into so many pieces each."""
+class SplitQ:
+    """The last ``tiles`` of a launch are split into so many parts each."""
 
     tiles: int = 0
-    pieces: int = 1
+    parts: int = 1
 
     @property
     def partials(self) -> int:
-        """Pieces that leave what they made to another one."""
-        return self.tiles * (self.pieces - 1)
+        """Parts that leave their dK and dV to the last part of their tile."""
+        return self.tiles * (self.parts - 1)
 
     @property
     def arrivals(self) -> int:
-        """Counters that say how many of a tile's pieces are done, one a consumer."""
+        """Counters of the parts of each tile that are done, one for each consumer."""
         return CONSUMERS * self.tiles
 
 
-WHOLE = Cut()
-"""No tile is cut."""
+WHOLE_TILES = SplitQ()
+"""No tile is split."""
 
 
-def steps_of(problem: AttentionProblem, config: BackwardConfig) -> list[int]:
-    """Steps of a tile by its block of keys."""
-    blocks = -(-problem.seqlen_q // config.block_m)
+def steps_of(problem: AttentionProblem, config: OneCtaConfig) -> list[int]:
+    """Steps of a tile by its n-block."""
+    m_blocks = -(-problem.seqlen_q // config.block_m)
     found = []
     for first in range(0, problem.seqlen_k, config.block_n):
         hidden = 0 if problem.window_right < 0 else max(0, first - problem.shift - problem.window_right)
-        found.append(max(0, blocks - hidden // config.block_m) * problem.group)
+        found.append(max(0, m_blocks - hidden // config.block_m) * problem.group)
     return found
 
 
-def cut_of(problem: AttentionProblem, config: BackwardConfig, sms: int) -> Cut:
-    """How a launch's tiles are cut: the last ones of equal tiles, or all of few.
+def split_of(problem: AttentionProblem, config: OneCtaConfig, sms: int) -> SplitQ:
+    """How a launch's tiles are split: the last ones of equal tiles, or all of few.
 
     Args:
         problem: what is asked; an order of additions, or lengths that only the GPU knows, leave tiles whole.
@@ -65,31 +66,31 @@ def cut_of(problem: AttentionProblem, config: BackwardConfig, sms: int) -> Cut:
         sms: streaming multiprocessors.
     """
     if problem.deterministic or problem.varlen or problem.window_left >= 0:
-        return WHOLE
+        return WHOLE_TILES
     tiles = -(-problem.seqlen_k // config.block_n) * problem.kv_heads * problem.batch
     rest = tiles if tiles < sms else tiles % sms if problem.window_right < 0 else 0
     if rest == 0:
-        return WHOLE
+        return WHOLE_TILES
     steps = steps_of(problem, config)
     longest, average = max(steps), sum(steps) / len(steps)
-    if not 1 < longest <= MOST_STEPS:
-        return WHOLE
+    if not 1 < longest <= MAX_STEPS:
+        return WHOLE_TILES
 
-    def rest_takes(pieces: int) -> float:
-        """Steps until the last of the tiles that may be cut is done."""
-        each = -(-longest // pieces) + START
-        if pieces == 1:
+    def rest_takes(parts: int) -> float:
+        """Steps until the last of the tiles that may be split is done."""
+        each = -(-longest // parts) + START
+        if parts == 1:
             return each
         if problem.window_right < 0:
-            each *= -(-rest * pieces // sms)
+            each *= -(-rest * parts // sms)
         else:  # the short ones fill what the long ones leave
-            each = max(each, rest * (average + pieces * START) / sms)
-        return each + JOIN + ADD * (pieces - 1)
+            each = max(each, rest * (average + parts * START) / sms)
+        return each + WAIT + ADD * (parts - 1)
 
-    part = 4 * config.block_n * (config.head_dim + config.head_dim_v)
-    most = min(MOST, longest, 1 + MOST_BYTES // (part * rest))
+    part_bytes = 4 * config.block_n * (config.head_dim + config.head_dim_v)
+    most = min(MAX_PARTS, longest, 1 + MAX_BYTES // (part_bytes * rest))
     best = min(range(1, most + 1), key=rest_takes)
     rounds = tiles // sms * (longest + START)
-    if rest_takes(1) - rest_takes(best) <= WORTH * (rounds + rest_takes(1)):
-        return WHOLE
-    return Cut(rest, best)
+    if rest_takes(1) - rest_takes(best) <= LEAST_SAVING * (rounds + rest_takes(1)):
+        return WHOLE_TILES
+    return SplitQ(rest, best)

@@ -14,11 +14,11 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.jit import launch as jit_launch
 from flashlane.kernels.hopper.backward import kernel as backward
 from flashlane.kernels.hopper.backward import launch as backward_launch
-from flashlane.kernels.hopper.backward.config import BackwardConfig
+from flashlane.kernels.hopper.backward.config import GradientConfig
 from flashlane.kernels.hopper.backward.one_cta.tiles import pick
 
-LAUNCHES = {"before": backward_launch.PrepareParams, "gradients": backward_launch.BackwardParams}
-LAUNCHES |= {"after": backward_launch.FinishParams}
+LAUNCHES = {"before": backward_launch.PreprocessParams, "gradients": backward_launch.BackwardParams}
+LAUNCHES |= {"after": backward_launch.PostprocessParams}
 
 
 def problem_of(**changes: object) -> AttentionProblem:
@@ -31,7 +31,7 @@ def problem_of(**changes: object) -> AttentionProblem:
 def launch(monkeypatch: pytest.MonkeyPatch):
     """Launches a configuration, and tells what each launch was given, by which parameters it has; and the memory."""
 
-    def run(config: BackwardConfig, problem: AttentionProblem) -> tuple[dict[str, SimpleNamespace], list[torch.Tensor]]:
+    def run(config: GradientConfig, problem: AttentionProblem) -> tuple[dict[str, SimpleNamespace], list[torch.Tensor]]:
         made: list[torch.Tensor] = []
 
         def strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -54,7 +54,7 @@ def inside(memory: list[torch.Tensor], address: int | None, size: int) -> bool:
 
 def test_two_launches_make_all_gradients(launch) -> None:
     problem = problem_of(window_right=0, deterministic=True)
-    launches, memory = launch(replace(pick(problem), finish_inside=True), problem)
+    launches, memory = launch(replace(pick(problem), postprocess="last_addition"), problem)
     assert list(launches) == ["before", "gradients"]
     before, gradients = launches["before"], launches["gradients"]
     # Only the second may begin early: the first is behind whatever is on the stream.
@@ -62,26 +62,29 @@ def test_two_launches_make_all_gradients(launch) -> None:
     blocks = 16 * 8 * 2  # of 64 queries, of all heads and sequences
     assert before.grid == (16, 8, 2) and gradients.grid == (6 * 4 * 2, 1, 1)
     for one in (before.params, gradients.params):
-        assert inside(memory, one.dq, blocks * 64 * 128 * 4)
-        assert inside(memory, one.states, blocks * backward_launch.STATE_INTS * 4)
+        assert inside(memory, one.dq_accum, blocks * 64 * 128 * 4)
+        assert inside(memory, one.semaphores, blocks * backward_launch.SEMAPHORE_INTS * 4)
         assert inside(memory, one.counters, backward_launch.COUNTERS * 4)
-        assert inside(memory, one.queue, 2 * blocks * 4)
-        assert one.queue >= one.counters + 4 * backward_launch.COUNTERS
-        assert (one.dq_row, one.dq_out) == (8 * 128, memory[-3].data_ptr())
-    shared = ("dq", "states", "counters", "queue", "lse", "delta", "dq_out", "seqlen_q", "seqlen_k", "window_left")
-    shared += ("window_right", "bottom_right", "stat_blocks", "heads", "dq_batch", "dq_row", "dq_head")
+        assert inside(memory, one.postprocess_queue, 2 * blocks * 4)
+        assert one.postprocess_queue >= one.counters + 4 * backward_launch.COUNTERS
+        assert (one.dq_row, one.dq) == (8 * 128, memory[-3].data_ptr())
+    shared = ("dq_accum", "semaphores", "counters", "postprocess_queue", "lse", "delta", "dq", "window_left")
+    shared += ("window_right", "row_blocks", "heads", "dq_batch", "dq_row", "dq_head")
     for name in shared:
         assert getattr(before.params, name) == getattr(gradients.params, name), name
+    for name in ("seqlen_q", "seqlen_k", "bottom_right"):
+        assert getattr(before.params.seqlen, name) == getattr(gradients.params.seqlen, name), name
 
 
 def test_a_third_launch_where_the_second_does_not_finish(launch) -> None:
     problem = problem_of()
-    launches, memory = launch(replace(pick(problem), finish_inside=False), problem)
+    launches, memory = launch(pick(problem), problem)
     assert list(launches) == ["before", "gradients", "after"]
     assert [one.overlapped for one in launches.values()] == [False, True, True]
     assert launches["after"].grid == launches["before"].grid == (13, 8, 2)  # of 80 queries
-    assert launches["after"].params.dq == launches["gradients"].params.dq == launches["before"].params.dq
-    assert launches["gradients"].params.states is None and launches["after"].params.dq_out == memory[-3].data_ptr()
+    sums = [one.params.dq_accum for one in launches.values()]
+    assert sums == sums[:1] * 3
+    assert launches["gradients"].params.semaphores is None and launches["after"].params.dq == memory[-3].data_ptr()
 
 
 def test_rows_that_start_anywhere_are_copied() -> None:
@@ -111,17 +114,20 @@ def test_a_call_like_an_earlier_one_is_told_the_same_but_for_addresses(
     problem = problem_of(**changes)
     config = backward.config_of(problem)
     plan, found = gradient_plan(config, problem, monkeypatch)
-    spaces = [torch.empty(plan.space.words) for _ in range(3)]
+    spaces = [torch.empty(plan.workspace.words) for _ in range(3)]
     calls = [gradient_tensors(problem), gradient_tensors(problem)]
 
-    def told(plan: backward.Plan, found: list[SimpleNamespace], which: int, space: int) -> list[tuple[object, ...]]:
+    def told(
+        plan: backward_launch.BackwardPlan, found: list[SimpleNamespace], which: int, space: int
+    ) -> list[tuple[object, ...]]:
         monkeypatch.setattr(jit_launch, "allocator", lambda device: lambda *how: spaces[space])
         found.clear()
         plan.launch(calls[which])
         return [(one.grid, one.block, one.shared, one.overlapped, bytes(one.params)) for one in found]
 
     again = [told(plan, found, *call) for call in ((0, 0), (1, 1), (0, 2))]
-    assert [len(idle) for idle in plan.idle.values()] == [1], "parameters are used again"
+    (launches,) = plan.kinds.values()
+    assert len(launches.launches) == len(found)
     assert again[0] != again[1] != again[2] != again[0]
     anew = [told(*gradient_plan(config, problem, monkeypatch), *call) for call in ((0, 0), (1, 1), (0, 2))]
     assert again == anew
@@ -134,14 +140,14 @@ def test_other_strides_are_another_kind_and_threads_do_not_share(monkeypatch: py
     plan.launch(tensors)
     turned = tensors.do.transpose(1, 2).contiguous().transpose(1, 2)
     plan.launch(replace(tensors, do=turned))
-    assert len(plan.idle) == 2
+    assert len(plan.kinds) == 2
     before, after = found[0].params, found[len(found) // 2].params
     assert (before.dout_row, before.dout_head) == (8 * 128, 128)
     assert (after.dout_row, after.dout_head) == (128, 1000 * 128)
-    taken = plan.idle[tensors.kind].pop()  # as a thread has it that has not given it back
+    launches, key = plan.kinds[tensors.kind], tuple(tensor.data_ptr() for tensor in tensors.mapped)
+    taken = launches.take(key)  # as a thread has it that has not given it back
     plan.launch(tensors)
-    (call,) = plan.idle[tensors.kind]
-    assert call is not taken
+    assert launches.take(key) is not taken
 
 
 def test_an_operand_that_starts_anywhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +156,7 @@ def test_an_operand_that_starts_anywhere_is_refused(monkeypatch: pytest.MonkeyPa
     tensors = gradient_tensors(problem)
     plan.launch(tensors)
     space = torch.empty(tensors.do.numel() + 1, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"dout starts at address .*; TMA needs a multiple of 16"):
+    with pytest.raises(ValueError, match=r"the output's gradient starts at address .*; TMA needs a multiple of 16"):
         plan.launch(replace(tensors, do=space[1:].view(tensors.do.shape)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +15,16 @@ from flashlane.kernels.hopper.backward import kernel as backward
 from flashlane.kernels.hopper.backward.split_dkdv_dq.config import (
     ARCH,
     MAX_HEAD_DIM,
-    MOST_LIVE,
+    MAX_LIVE,
     REGISTERS,
     TILES,
-    WideConfig,
+    SplitConfig,
     fitted,
     pick,
 )
+from flashlane.kernels.score import ScoreConfig
 
-ALL = {"has_left": True, "has_right": True, "softcap": True, "alibi": True, "varlen": True}
+ALL = {"has_left": True, "has_right": True, "varlen": True, "score": ScoreConfig(softcap=True, alibi=True)}
 HEAD_DIMS = [
     (head_dim, head_dim_v)
     for head_dim, head_dim_v in itertools.product(range(8, MAX_HEAD_DIM + 1, 8), repeat=2)
@@ -39,30 +41,30 @@ def problem_of(**changes: object) -> AttentionProblem:
 @pytest.mark.parametrize("softcap", [False, True])
 def test_every_head_dim_has_tiles_that_fit(softcap: bool) -> None:
     for head_dim, head_dim_v in HEAD_DIMS:
-        config = fitted(WideConfig("bf16", head_dim, head_dim_v, softcap=softcap))
-        assert max(config.keys_shared, config.queries_shared) <= jit.shared_limit(ARCH), config
-        assert config.keys_live <= MOST_LIVE["keys"] and config.queries_live <= MOST_LIVE["queries"], config
-        assert config.share % 8 == 0  # a swizzle's rows
+        config = fitted(SplitConfig("bf16", head_dim, head_dim_v, score=ScoreConfig(softcap=softcap)))
+        assert max(config.dkdv_shared, config.dq_shared) <= jit.shared_limit(ARCH), config
+        assert config.dkdv_live <= MAX_LIVE["dkdv"] and config.dq_live <= MAX_LIVE["dq"], config
+        assert config.cta_rows % 8 == 0  # a swizzle's rows
 
 
 def test_tiles_are_the_largest_that_fit() -> None:
-    def tiles(head_dim: int, head_dim_v: int, **features: bool) -> tuple[int, int, int]:
-        config = fitted(WideConfig("bf16", head_dim, head_dim_v, **features))
+    def tiles(head_dim: int, head_dim_v: int, **features: Any) -> tuple[int, int, int]:
+        config = fitted(SplitConfig("bf16", head_dim, head_dim_v, **features))
         return config.block_m, config.block_n, config.v_stages
 
     assert tiles(256, 256) == (64, 64, 1)
     assert tiles(192, 192) == (96, 80, 2)
     assert tiles(192, 128) == (112, 96, 2)
     assert tiles(64, 256) == (96, 112, 2)
-    assert tiles(64, 256, softcap=True) == (80, 112, 2)  # the cap's derivatives take registers
+    assert tiles(64, 256, score=ScoreConfig(softcap=True)) == (80, 112, 2)  # the cap's derivatives take registers
     for head_dim, head_dim_v in HEAD_DIMS:
         block_m, block_n, v_stages = tiles(head_dim, head_dim_v)
         for larger in (tile for tile in TILES if tile > block_m):
-            other = WideConfig("bf16", head_dim, head_dim_v, block_m=larger)
-            assert other.keys_shared > jit.shared_limit(ARCH) or other.keys_live > MOST_LIVE["keys"]
+            other = SplitConfig("bf16", head_dim, head_dim_v, block_m=larger)
+            assert other.dkdv_shared > jit.shared_limit(ARCH) or other.dkdv_live > MAX_LIVE["dkdv"]
         if v_stages == 1:
             assert block_n == TILES[-1]
-            assert WideConfig("bf16", head_dim, head_dim_v).queries_shared > jit.shared_limit(ARCH)
+            assert SplitConfig("bf16", head_dim, head_dim_v).dq_shared > jit.shared_limit(ARCH)
 
 
 def test_registers_fit_the_file() -> None:
@@ -74,8 +76,8 @@ def test_registers_fit_the_file() -> None:
 
 def test_a_problem_switches_on_what_it_needs() -> None:
     config = pick(problem_of(window_right=0, softcap=2.0, sinks=True))
-    assert config.has_right and config.softcap and config.sinks
-    assert not (config.has_left or config.alibi or config.varlen)
+    assert config.has_right and config.score == ScoreConfig(softcap=True, sinks=True)
+    assert not (config.has_left or config.varlen)
     assert config.cluster == 2 and pick(problem_of(seqlen_k=64)).cluster == 1  # no other keys to share with
     assert config.describe() == "64x128 and 128x64, v_stages=1, has_right, softcap, sinks"
 
@@ -83,16 +85,16 @@ def test_a_problem_switches_on_what_it_needs() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        fitted(WideConfig("bf16", 256, 256)),
-        fitted(WideConfig("bf16", 256, 256, cluster=1, has_right=True)),
-        fitted(WideConfig("f16", 256, 256, **ALL)),
-        fitted(WideConfig("bf16", 192, 128, **ALL)),
-        fitted(WideConfig("bf16", 64, 256, **ALL)),
-        fitted(WideConfig("bf16", 160, 160, **ALL)),
+        fitted(SplitConfig("bf16", 256, 256)),
+        fitted(SplitConfig("bf16", 256, 256, cluster=1, has_right=True)),
+        fitted(SplitConfig("f16", 256, 256, **ALL)),
+        fitted(SplitConfig("bf16", 192, 128, **ALL)),
+        fitted(SplitConfig("bf16", 64, 256, **ALL)),
+        fitted(SplitConfig("bf16", 160, 160, **ALL)),
     ],
     ids=lambda c: f"D{c.head_dim}-{c.head_dim_v}, {c.describe()}",
 )
-def test_compiles_as_the_schedule_needs(config: WideConfig) -> None:
+def test_compiles_as_the_schedule_needs(config: SplitConfig) -> None:
     for source in config.gradient_sources():
         compiled = jit.compile(source, ARCH)
         # C75xx: wgmma serialised, or setmaxnreg ignored. The formulas of shared memory are asserted in the sources.
@@ -107,17 +109,17 @@ def test_launches_cover_all_rows_and_point_at_the_tensors(monkeypatch: pytest.Mo
     problem = problem_of(window_right=0)
     config = pick(problem)
     (rows, keys, queries), tensors = gradient_launches(config, problem, monkeypatch)
-    assert rows.grid == (16, 8, 2) and rows.params.stat_blocks == rows.params.blocks == 16  # 1000 queries by 64
+    assert rows.grid == (16, 8, 2) and rows.params.row_blocks == rows.params.m_blocks == 16  # 1000 queries by 64
     assert keys.grid == (6 * 4 * 2, 2, 1) and keys.params.blocks == 6  # 700 keys by 128, of 4 heads and 2 batches
     assert queries.grid == (8 * 8 * 2, 1, 1) and queries.params.blocks == 8  # 1000 queries by 128, of 8 heads
-    assert (keys.shared, queries.shared) == (config.keys_shared, config.queries_shared)
+    assert (keys.shared, queries.shared) == (config.dkdv_shared, config.dq_shared)
     # The last needs what the first makes, and nothing that the second does: it begins on SMs that are left.
     assert [launch.overlapped for launch in (rows, keys, queries)] == [False, True, True]
     assert keys.block == queries.block == (384, 1, 1)
-    for name, tensor in (("dk", tensors.dk), ("dv", tensors.dv), ("dq_out", tensors.dq)):
+    for name, tensor in (("dk", tensors.dk), ("dv", tensors.dv), ("dq", tensors.dq)):
         assert getattr(keys.params, name) == tensor.data_ptr()
     assert keys.params.lse == queries.params.lse == rows.params.lse != rows.params.delta == keys.params.delta
-    # Boxes: each block of a pair brings half of the queries.
+    # Boxes: each CTA of a cluster loads half of the queries.
     boxes = [[getattr(launch.params, name)[-1] for name in ("q", "k", "v", "dout")] for launch in (keys, queries)]
     assert boxes == [[32, 64, 64, 32], [128, 64, 64, 128]]
     assert keys.params.heads_per_section == 8 and queries.params.heads_per_section == 16  # all fit the L2 cache

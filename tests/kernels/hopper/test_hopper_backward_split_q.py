@@ -1,4 +1,4 @@
-"""Which tiles of the Hopper backward are cut into pieces, and what pieces step through."""
+"""Split-Q of the Hopper backward: which tiles are split along their queries, and what the parts step through."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.backward import launch as backward_launch
-from flashlane.kernels.hopper.backward.one_cta import tiles as backward_shapes
-from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import NONE
-from flashlane.kernels.hopper.backward.one_cta.split_q import MOST, MOST_BYTES, Cut, cut_of, steps_of
+from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
+from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES
+from flashlane.kernels.hopper.backward.one_cta.split_q import MAX_BYTES, MAX_PARTS, SplitQ, split_of, steps_of
 
 SMS = 132
 
@@ -27,23 +27,23 @@ def asked(head_dim: int = 128, seqlen: int = 4096, batch: int = 4, heads: int = 
     return AttentionProblem(batch=batch, heads=heads, head_dim=head_dim, **{**fields, **more})
 
 
-def cut(problem: AttentionProblem, sms: int = SMS) -> Cut:
-    return cut_of(problem, backward_shapes.pick(problem), sms)
+def split(problem: AttentionProblem, sms: int = SMS) -> SplitQ:
+    return split_of(problem, one_cta_tiles.pick(problem), sms)
 
 
-def test_the_last_of_equal_tiles_are_cut_where_a_round_is_short() -> None:
-    found = cut(asked(batch=1, seqlen=16384))
-    assert found.tiles == 2048 % SMS == 68 and 3 <= found.pieces <= MOST
-    assert cut(asked(64, batch=1, heads=32, seqlen=16384)).tiles == 4096 % SMS == 4
-    assert cut(asked(batch=1, seqlen=16384), sms=128) == Cut(), "16 full rounds"
-    assert cut(asked(batch=16, seqlen=1024)) == Cut(), "13 steps a tile: cutting costs more than it saves"
+def test_the_last_of_equal_tiles_are_split_where_a_round_is_short() -> None:
+    found = split(asked(batch=1, seqlen=16384))
+    assert found.tiles == 2048 % SMS == 68 and 3 <= found.parts <= MAX_PARTS
+    assert split(asked(64, batch=1, heads=32, seqlen=16384)).tiles == 4096 % SMS == 4
+    assert split(asked(batch=1, seqlen=16384), sms=128) == SplitQ(), "16 full rounds"
+    assert split(asked(batch=16, seqlen=1024)) == SplitQ(), "13 steps a tile: splitting costs more than it saves"
 
 
-def test_all_of_few_tiles_are_cut() -> None:
+def test_all_of_few_tiles_are_split() -> None:
     for mask in ({}, {"window_right": 0}):
-        found = cut(asked(batch=1, heads=1, **mask))
-        assert found.tiles == 32 and found.pieces >= 3, mask
-    assert cut(asked(batch=1, heads=1, kv_heads=1, seqlen=100)) == Cut(), "two steps"
+        found = split(asked(batch=1, heads=1, **mask))
+        assert found.tiles == 32 and found.parts >= 3, mask
+    assert split(asked(batch=1, heads=1, kv_heads=1, seqlen=100)) == SplitQ(), "two steps"
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_all_of_few_tiles_are_cut() -> None:
     ids=str,
 )
 def test_the_others_stay_whole(changes: dict[str, Any]) -> None:
-    assert cut(asked(**changes)) == Cut()
-    assert not backward_shapes.pick(asked(**changes)).cut
+    assert split(asked(**changes)) == SplitQ()
+    assert not one_cta_tiles.pick(asked(**changes)).split_q
 
 
 def test_steps_are_those_that_see_the_keys() -> None:
     problem = asked(seqlen=1000, window_right=0, heads=6, kv_heads=2)
-    config = backward_shapes.pick(problem)
+    config = one_cta_tiles.pick(problem)
     blocks = math.ceil(1000 / config.block_m)
     assert steps_of(problem, config) == [3 * (blocks - first // config.block_m) for first in range(0, 1000, 128)]
     shifted = replace(problem, seqlen_q=500)  # the last query sees the last key
@@ -74,14 +74,14 @@ def test_steps_are_those_that_see_the_keys() -> None:
     assert set(steps_of(replace(problem, window_right=-1), config)) == {3 * blocks}
 
 
-def test_memory_for_pieces_is_bounded_and_has_its_place() -> None:
+def test_memory_for_parts_is_bounded_and_has_its_place() -> None:
     for head_dim, heads in ((8, 64), (64, 131), (128, 131)):
         problem = asked(head_dim, batch=1, heads=heads, seqlen=1 << 17)
-        found, config = cut(problem), backward_shapes.pick(problem)
-        rows = backward_launch.Rows(problem, torch.Size((1, 1 << 17, heads, head_dim)), config.block_m)
-        space = backward_launch.space_of(rows, config, found, NONE)
-        assert 4 * found.partials * 128 * 2 * head_dim <= MOST_BYTES
-        if found.pieces > 1:
+        found, config = split(problem), one_cta_tiles.pick(problem)
+        rows = backward_launch.RowBlocks(problem, torch.Size((1, 1 << 17, heads, head_dim)), config.block_m)
+        space = backward_launch.workspace_of(rows, config, found, OWN_LAUNCHES)
+        assert 4 * found.partials * 128 * 2 * head_dim <= MAX_BYTES
+        if found.parts > 1:
             ends = sorted((*space.offsets.values(), space.words))
             sizes = dict(zip(sorted(space.offsets, key=space.offsets.get), map(int.__sub__, ends[1:], ends)))
             assert sizes["partials"] >= found.partials * 128 * 2 * head_dim
@@ -92,24 +92,24 @@ def test_memory_for_pieces_is_bounded_and_has_its_place() -> None:
 @given(
     tiles=st.integers(1, 300),
     last=st.integers(0, 300),
-    pieces=st.integers(1, MOST),
+    parts=st.integers(1, MAX_PARTS),
     steps=st.lists(st.integers(0, 40), min_size=1, max_size=5),
 )
-def test_every_step_of_every_tile_is_one_pieces(tiles: int, last: int, pieces: int, steps: list[int]) -> None:
-    """A mirror of ``Finder`` and ``Steps`` in the device code."""
-    uncut = tiles - min(last, tiles)
+def test_every_step_of_every_tile_is_of_one_part(tiles: int, last: int, parts: int, steps: list[int]) -> None:
+    """A mirror of ``TileScheduler`` and ``StepRange`` in ``one_cta/producer.cuh``."""
+    whole = tiles - min(last, tiles)
     made: Counter[tuple[int, int]] = Counter()
     of_tiles: list[tuple[int, int]] = []
     index = 0
     while True:
-        tile = index if index < uncut else uncut + (index - uncut) // pieces
+        tile = index if index < whole else whole + (index - whole) // parts
         if tile >= tiles:
             break
-        piece = 0 if index < uncut else (index - uncut) % pieces
-        count = 1 if index < uncut else pieces
+        part = 0 if index < whole else (index - whole) % parts
+        count = 1 if index < whole else parts
         every = steps[tile % len(steps)]
-        made.update((tile, step) for step in range(every * piece // count, every * (piece + 1) // count))
-        of_tiles.append((tile, piece))
+        made.update((tile, step) for step in range(every * part // count, every * (part + 1) // count))
+        of_tiles.append((tile, part))
         index += 1
-    assert index == uncut + (tiles - uncut) * pieces and of_tiles == sorted(of_tiles)
+    assert index == whole + (tiles - whole) * parts and of_tiles == sorted(of_tiles)
     assert made == Counter((tile, step) for tile in range(tiles) for step in range(steps[tile % len(steps)]))

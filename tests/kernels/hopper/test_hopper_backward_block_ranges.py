@@ -1,6 +1,6 @@
-"""Who adds to a block of queries in the Hopper backward: the device's own functions, compiled for the host.
+"""Which n-blocks add to the dQ of an m-block in the Hopper backward: the device's own functions, compiled for the host.
 
-The tiles' steps, what is counted of them, and which parts of dQ are ever complete must agree, or a launch never ends.
+The tiles' steps, what is counted of them, and which slices of dQ are ever complete must agree, or a launch never ends.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import itertools
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -17,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from flashlane.kernels.device_file import device_code
-from flashlane.kernels.hopper.backward.config import BackwardConfig
+from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 
-KEYS = BackwardConfig.block_n
+KEYS = OneCtaConfig.block_n
 BLOCKS_M = (48, 64, 80, 128)
 SETS = [(m, *flags) for m in BLOCKS_M for flags in itertools.product((0, 1), repeat=3)]
 """Queries of a block; whether sequences are packed, and the left and the right side bounded."""
@@ -28,22 +29,24 @@ PROGRAM = """
 #include <cstdio>
 #include <vector>
 using std::max; using std::min;
+inline int ceil_div(int a, int b) {{ return (a + b - 1) / b; }}
+{shared}
 struct Params {{
-    const int *cu_q, *cu_k;
-    int batch, heads, seqlen_q, seqlen_k, window_left, window_right, bottom_right, stat_blocks;
+    SeqlenParams seqlen;
+    int heads, window_left, window_right, row_blocks;
 }};
 {namespaces}
 int main() {{
     int set, batch;
     while (scanf("%d %d", &set, &batch) == 2) {{
         Params p;
-        p.batch = batch;
-        for (int* x : {{&p.heads, &p.seqlen_q, &p.seqlen_k, &p.window_left, &p.window_right, &p.bottom_right,
-                       &p.stat_blocks}})
+        p.seqlen.batch = batch;
+        for (int* x : {{&p.heads, &p.seqlen.seqlen_q, &p.seqlen.seqlen_k, &p.window_left, &p.window_right,
+                       &p.seqlen.bottom_right, &p.row_blocks}})
             if (scanf("%d", x) != 1) return 1;
         std::vector<int> cu(2 * batch + 2);
         for (int& x : cu) if (scanf("%d", &x) != 1) return 1;
-        p.cu_q = cu.data(), p.cu_k = cu.data() + batch + 1;
+        p.seqlen.cu_seqlens_q = cu.data(), p.seqlen.cu_seqlens_k = cu.data() + batch + 1;
         {calls}
         puts("end");
     }}
@@ -58,18 +61,20 @@ constexpr bool VARLEN = {varlen}, HAS_LEFT = {left}, HAS_RIGHT = {right};
 }}
 {header}
 void run(const Params& p) {{
-    for (int i = 0; i < p.batch; ++i) {{
-        const Sequence s(p, i);
-        const Blocks all = queries_of_all(p, s, cfg::BLOCK_N);
+    for (int i = 0; i < p.seqlen.batch; ++i) {{
+        const Seqlen s(p.seqlen, i);
+        const TileMask mask = tile_mask(p, s);
+        const BlockRange all = m_block_range_of_all<BLOCK_M>(mask, s.q_length, cfg::BLOCK_N);
         printf("sequence %d %d %d\\n", i, all.low, all.high);
         for (int t = 0; t * cfg::BLOCK_N < s.k_length; ++t) {{
-            const Blocks found = queries_of(p, s, t * cfg::BLOCK_N, cfg::BLOCK_N);
+            const BlockRange found = m_block_range<BLOCK_M>(mask, s.q_length, t * cfg::BLOCK_N, cfg::BLOCK_N);
             printf("tile %d %d %d %d\\n", i, t, found.low, found.high);
         }}
         for (int b = 0; b * BLOCK_M < s.q_length; ++b) {{
-            const Blocks found = keys_of(p, s, b, cfg::BLOCK_N);
+            const BlockRange found = n_block_range_of<BLOCK_M>(mask, b, cfg::BLOCK_N);
             printf("block %d %d %d %d\\n", i, b, found.low, found.high);
-            for (int h = 0; h < p.heads; ++h) printf("place %d %d %d %lld\\n", i, b, h, stat_block(p, s, i, h) + b);
+            for (int h = 0; h < p.heads; ++h)
+                printf("place %d %d %d %lld\\n", i, b, h, first_row_block(p, s, i, h) + b);
         }}
     }}
 }}
@@ -97,7 +102,7 @@ class Packed:
         return range(first, max(first, last))
 
     def places(self, block_m: int) -> tuple[int, int]:
-        """Places of blocks of a head, and of all, as ``backward_launch.Rows`` counts them."""
+        """Places of blocks of a head, and of all, as ``backward_launch.RowBlocks`` counts them."""
         total, longest = sum(q for q, _ in self.lengths), max(q for q, _ in self.lengths)
         a_head = total // block_m + len(self.lengths) + 1 if self.varlen else -(-longest // block_m)
         return a_head, a_head * self.heads * (1 if self.varlen else len(self.lengths))
@@ -111,22 +116,29 @@ class Packed:
         return " ".join(map(str, (*numbers, int(self.bottom_right), self.places(block_m)[0], *cu)))
 
 
+def for_host(*files: str) -> str:
+    """Device headers as C++ for the host, without their includes."""
+    texts = (device_code(file).partition("// ---- scores of")[0] for file in files)  # without masking of registers
+    text = "\n".join(texts)
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return re.sub("__device__|__forceinline__", "inline", "\n".join(lines)).replace("inline inline", "inline")
+
+
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], list[list[list[str]]]]:
     """Runs the device's functions: of each line of words, the lines of words that they print."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler for the host")
-    text = "".join(device_code(f"kernels/hopper/backward_{name}.cuh") for name in ("rows", "blocks"))
-    header = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-    header = header.replace("__device__", "").replace("__forceinline__", "inline")
+    shared = for_host("cuda/attention/seqlen.cuh", "cuda/attention/mask.cuh", "cuda/attention/block_range.cuh")
+    header = for_host("kernels/hopper/backward/row_blocks.cuh", "kernels/hopper/backward/dq_semaphore.cuh")
     namespaces = "".join(
         NAMESPACE.format(number=i, m=m, n=KEYS, varlen=varlen, left=left, right=right, header=header)
         for i, (m, varlen, left, right) in enumerate(SETS)
     )
     calls = "\n        ".join(f"if (set == {i}) set{i}::run(p);" for i in range(len(SETS)))
     folder: Path = tmp_path_factory.mktemp("blocks")
-    (folder / "blocks.cpp").write_text(PROGRAM.format(namespaces=namespaces, calls=calls))
+    (folder / "blocks.cpp").write_text(PROGRAM.format(shared=shared, namespaces=namespaces, calls=calls))
     build = [compiler, "-std=c++17", "-O0", str(folder / "blocks.cpp"), "-o", str(folder / "blocks")]
     done = subprocess.run(build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The Hopper backward of clusters of two blocks without a GPU: what the compiler and the SASS say of it."""
+"""The 2-CTA Hopper backward without a GPU: what the compiler and the SASS say of it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from sass_loops import LAUNCH_REGISTERS, steady_loops
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
-from flashlane.kernels.hopper.backward.config import CONSUMERS, finish_source
-from flashlane.kernels.hopper.backward.launch import PrepareParams
-from flashlane.kernels.hopper.backward.two_cta.config import BLOCKS, PairConfig, pick
+from flashlane.kernels.hopper.backward.config import CONSUMERS, postprocess_source
+from flashlane.kernels.hopper.backward.launch import PreprocessParams
+from flashlane.kernels.hopper.backward.two_cta.config import CTAS, TwoCtaConfig, pick
+from flashlane.kernels.score import ScoreConfig
 
 ARCH = "sm_90a"
-LARGEST = {"has_left": True, "has_right": True, "softcap": True, "alibi": True, "varlen": True}
+LARGEST = {"has_left": True, "has_right": True, "varlen": True, "score": ScoreConfig(softcap=True, alibi=True)}
 CONFIGS = [
-    PairConfig("bf16", 256, 256),
-    PairConfig("f16", 256, 256, has_right=True),
-    PairConfig("bf16", 256, 256, do_stages=1),
-    PairConfig("bf16", 256, 256, **LARGEST),
-    PairConfig("bf16", 200, 200, softcap=True),
-    PairConfig("f16", 192, 192, has_right=True),
-    PairConfig("bf16", 192, 128),
-    PairConfig("bf16", 160, 160),
-    PairConfig("f16", 192, 192, has_left=True, has_right=True, varlen=True),
-    PairConfig("bf16", 136, 136, alibi=True),
+    TwoCtaConfig("bf16", 256, 256),
+    TwoCtaConfig("f16", 256, 256, has_right=True),
+    TwoCtaConfig("bf16", 256, 256, do_stages=1),
+    TwoCtaConfig("bf16", 256, 256, **LARGEST),
+    TwoCtaConfig("bf16", 200, 200, score=ScoreConfig(softcap=True)),
+    TwoCtaConfig("f16", 192, 192, has_right=True),
+    TwoCtaConfig("bf16", 192, 128),
+    TwoCtaConfig("bf16", 160, 160),
+    TwoCtaConfig("f16", 192, 192, has_left=True, has_right=True, varlen=True),
+    TwoCtaConfig("bf16", 136, 136, score=ScoreConfig(alibi=True)),
 ]
 
 
 @pytest.mark.parametrize("what", CONFIGS, ids=lambda c: f"D{c.head_dim}-{c.head_dim_v}, {c.describe()}")
-def test_compiles_as_the_schedule_needs(what: PairConfig) -> None:
+def test_compiles_as_the_schedule_needs(what: TwoCtaConfig) -> None:
     (source,) = what.gradient_sources()
     compiled = jit.compile(source, ARCH)
     report = compiled.report
@@ -51,18 +52,18 @@ def test_compiles_as_the_schedule_needs(what: PairConfig) -> None:
 
 
 def test_the_last_kernel_compiles() -> None:
-    report = jit.compile(finish_source(PairConfig("bf16", 256, 256)), ARCH).report
+    report = jit.compile(postprocess_source(TwoCtaConfig("bf16", 256, 256)), ARCH).report
     assert report.spills == 0 and not report.warnings
     assert report.static_shared == 0
 
 
 def test_every_head_dim_fits_shared_memory() -> None:
     for head_dim in range(136, 257, 8):
-        assert PairConfig("bf16", head_dim, head_dim).shared_memory <= jit.shared_limit(ARCH)
+        assert TwoCtaConfig("bf16", head_dim, head_dim).shared_memory <= jit.shared_limit(ARCH)
 
 
 @pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize(("batch", "clusters"), [(1, 24), (2, 48), (40, SMS // BLOCKS)])
+@pytest.mark.parametrize(("batch", "clusters"), [(1, 24), (2, 48), (40, SMS // CTAS)])
 def test_clusters_stay_on_their_sms_and_take_all_tiles(
     batch: int, clusters: int, varlen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,9 +72,9 @@ def test_clusters_stay_on_their_sms_and_take_all_tiles(
         dtype=torch.bfloat16, scale=0.1, arch=ARCH, varlen=varlen,
     )  # fmt: skip
     (before, gradients, after), _ = gradient_launches(pick(problem), problem, monkeypatch)
-    assert gradients.grid == (BLOCKS * clusters, 1, 1), "no more than fit at once"
+    assert gradients.grid == (CTAS * clusters, 1, 1), "no more than fit at once"
     assert gradients.params.tiles == 6 * 4 * batch and gradients.params.blocks == 6  # 700 keys by 128
     # Tiles are counted from 0, which the launch before writes and this one waits for.
-    assert isinstance(before.params, PrepareParams)
+    assert isinstance(before.params, PreprocessParams)
     assert before.params.counters == gradients.params.counters is not None
     assert (before.overlapped, gradients.overlapped, after.overlapped) == (False, True, True)

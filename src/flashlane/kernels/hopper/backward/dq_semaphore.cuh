@@ -1,0 +1,30 @@
+// What is kept of an m-block while n-blocks add to its dQ in order, and the counters of a launch. The preprocess kernel sets
+// both to their first values.
+#pragma once
+#include "attention/block_range.cuh"
+#include "hopper/backward/row_blocks.cuh"
+
+using TileMask = WindowMask<side(cfg::HAS_LEFT), side(cfg::HAS_RIGHT)>;
+
+template <typename Params>
+__device__ __forceinline__ TileMask tile_mask(const Params& p, const Seqlen& seqlen) {
+    return {seqlen.k_length, seqlen.shift, p.window_left, p.window_right};
+}
+
+struct alignas(32) DqSemaphore {
+    int next_n_block[2];           // of each slice of dq_accum: the n-block whose addition is next
+    int n_block_end;               // one more than the last n-block that adds
+    int unused;
+    int batch, head, row, rows;    // where the m-block's dQ is: its first row, and the rows from there to the sequence's end
+};
+
+// Counters of a launch.
+enum Counters {
+    TILES_TAKEN,                   // work tiles
+    SLICES_COMPLETE,               // slices of dq_accum to which the last n-block has added; the postprocess queue's length
+    SLICES_TAKEN,                  // of these the ones that a postprocess warp has taken
+    SLICES_ALL,                    // how many slices there are
+    ZEROING_TAKEN,                 // in-kernel dQ: tiles whose m-blocks some warp has taken to zero
+    POSTPROCESS_TAKEN,             // in-kernel dQ: tiles whose m-blocks some warp has taken to write dQ of
+    COUNTERS
+};

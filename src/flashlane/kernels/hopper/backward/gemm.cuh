@@ -1,0 +1,74 @@
+// The two forms of product of a warpgroup, and the store of an accumulator.
+//
+// Tiles lie in chunks of 64 columns, a chunk's rows one after another; each product is one group of wgmma.
+#pragma once
+#include "hopper/backward/params.cuh"
+#include "tile.cuh"
+#include "wgmma.cuh"
+
+constexpr int QK_STEPS = (HEAD_DIM + 15) / 16, V_STEPS = (HEAD_DIM_V + 15) / 16;
+
+// The same value. What is added to it is added in one instruction; ptxas would otherwise know enough of its bits to take two.
+__device__ __forceinline__ u64 opaque(u64 x) {
+    asm("" : "+l"(x));
+    return x;
+}
+
+// d = A·Bᵀ of 64 rows at `a` and N rows at `b`, over STEPS · 16 columns. Chunks are so many bytes apart.
+template <int N, int STEPS, u32 A_CHUNK, u32 B_CHUNK>
+__device__ __forceinline__ void gemm_ss(float (&d)[N / 2], u32 a, u32 b) {
+    const u64 a_first = opaque(wgmma_k_inner(a)), b_first = opaque(wgmma_k_inner(b));
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        const u64 a_step = a_first + (i / 4 * A_CHUNK + i % 4 * 32) / 16, b_step = b_first + (i / 4 * B_CHUNK + i % 4 * 32) / 16;
+        if (i == 0) {
+            Wgmma<N>::ss_first(d, a_step, b_step);
+        } else {
+            Wgmma<N>::ss(d, a_step, b_step, true);
+        }
+    }
+    wgmma_commit();
+}
+
+// d += A·B of A in registers and ROWS rows of DIM columns at `b`, ROWS · 128 bytes a chunk.
+template <int DIM, int ROWS>
+__device__ __forceinline__ void gemm_rs(float (&d)[DIM / 2], const u32 (&a)[ROWS / 4], u32 b) {
+    const u64 b_first = wgmma_n_inner(b, ROWS * ROW_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < ROWS / 16; ++i) Wgmma<DIM>::rs_mn(d, &a[4 * i], b_first + i * (16 * ROW_BYTES / 16), true);
+    wgmma_commit();
+}
+
+// This thread's number in its warpgroup, from %tid: computed again, it needs no register until then.
+__device__ __forceinline__ int thread_again() {
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return static_cast<int>(thread % WARPGROUP);
+}
+
+// A warpgroup's accumulator, scaled, to global memory: its first `rows` rows, `stride` elements apart.
+template <int DIM>
+__device__ __forceinline__ void store_accumulator(const float (&d)[DIM / 2], Element* to, long long stride, int rows, float factor) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = threadIdx.x % WARPGROUP / WARP * 16 + lane / 4 + 8 * half;
+        Element* const out = to + row * stride;
+        // Groups of 8 columns are transposed in the quad, so that each lane stores 16 bytes.
+#pragma unroll
+        for (int n = 0; n < DIM / 8; n += 4) {
+            u32 word[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int j = 4 * (n + i) + 2 * half;
+                word[i] = n + i < DIM / 8 ? Convert<Element>::pack(d[j] * factor, d[j + 1] * factor) : 0u;
+            }
+            transpose_quad(word);
+            const int first = (n + lane % 4) * 8;
+            if (row < rows && first < DIM)
+                *reinterpret_cast<uint4*>(out + first) = make_uint4(word[0], word[1], word[2], word[3]);
+        }
+    }
+}

@@ -1,0 +1,147 @@
+"""Configurations of the one-CTA backward: tiles, stages and policies (``one_cta/policies.cuh``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from flashlane.jit import KernelSource
+from flashlane.kernels.hopper.arch import CHUNK
+from flashlane.kernels.hopper.backward.config import CONSUMERS, GradientConfig, row_bytes
+
+if TYPE_CHECKING:
+    from flashlane.core.problem import AttentionProblem
+
+Dq = Literal["register_atomics", "tma_reduce_add", "ordered_tma_reduce_add"]
+"""How dQ is added to dq_accum; in order, it has the same bits at every run."""
+Postprocess = Literal["own_launch", "idle_warps", "last_addition"]
+"""Where dQ is made from dq_accum."""
+PingPong = Literal["off", "until_issued", "until_complete"]
+"""How long a consumer warpgroup has the tensor cores alone for the first two products of a step."""
+DQ_POLICIES: dict[tuple[Dq, Postprocess], str] = {
+    ("register_atomics", "own_launch"): "RegisterAtomics",
+    ("register_atomics", "idle_warps"): "RegisterAtomicsInKernelDq",
+    ("tma_reduce_add", "own_launch"): "TmaReduceAdd",
+    ("ordered_tma_reduce_add", "own_launch"): "OrderedTmaReduceAdd",
+    ("ordered_tma_reduce_add", "last_addition"): "OrderedTmaReduceAddInKernelDq",
+}
+"""The type of each combination that works."""
+REGISTERS = ((200, (56, 224)), (216, (40, 232)), (1 << 30, (24, 240)))
+"""Of a producer and of a consumer thread, by the accumulators and operands that a consumer thread holds at once."""
+TILE_BYTES, STEP_BYTES, DQ_TARGETS_BYTES = 32, 16, 4 * 8
+"""Records in shared memory: of a tile, of a step, and of the slices of dQ that belong to a stage of Q."""
+
+
+@dataclass(frozen=True)
+class OneCtaConfig(GradientConfig):
+    """Compile-time constants and policies of ``one_cta/kernel.cu``; its head draws the roles."""
+
+    q_stages: int = 2
+    do_stages: int = 2
+    k_stages: int = 1
+    """Tiles whose keys fit at once: with two, the next tile's are there when it begins."""
+    v_stages: int = 1
+    dq_stages: int = 1
+    """M-blocks of dQ that may wait in shared memory for the dQ-store warps."""
+    dq: Dq = "tma_reduce_add"
+    postprocess: Postprocess = "own_launch"
+    split_q: bool = False
+    """The last tiles may be split along their queries (``split_q.py``)."""
+    ping_pong: PingPong = "off"
+
+    design: ClassVar[str] = "one_cta"
+    block_n: ClassVar[int] = CHUNK * CONSUMERS
+    """Keys of a CTA."""
+
+    def __post_init__(self) -> None:
+        if (self.dq, self.postprocess) not in DQ_POLICIES:
+            raise ValueError(f"postprocess is {self.postprocess!r} with dq {self.dq!r}; it may be {self._may_be()}")
+        if self.split_q and self.in_order:
+            raise ValueError(f"split_q is True with dq {self.dq!r}; additions in order are of whole tiles")
+        if self.varlen and (self.split_q or self.in_kernel_dq):
+            raise ValueError("varlen is True with split_q or idle_warps; these count the tiles before the launch")
+
+    def _may_be(self) -> str:
+        return " or ".join(repr(postprocess) for dq, postprocess in DQ_POLICIES if dq == self.dq)
+
+    @property
+    def in_order(self) -> bool:  # type: ignore[override]
+        return self.dq == "ordered_tma_reduce_add"
+
+    @property
+    def in_kernel_dq(self) -> bool:  # type: ignore[override]
+        return self.postprocess == "idle_warps"
+
+    @property
+    def last_addition(self) -> bool:  # type: ignore[override]
+        return self.postprocess == "last_addition"
+
+    @property
+    def tile(self) -> str:
+        return f"{self.block_m}x{self.block_n}"
+
+    @property
+    def split_columns(self) -> bool:
+        """Each consumer has half of dQ's columns (else of its rows)."""
+        return self.head_dim > CHUNK
+
+    @property
+    def slice_rows(self) -> int:
+        """Queries of the slice of dQ that a consumer makes."""
+        return self.block_m if self.split_columns else self.block_m // 2
+
+    @property
+    def regions(self) -> dict[str, int]:
+        """Bytes of each part of shared memory."""
+        m, n, qk, v = self.block_m, self.block_n, row_bytes(self.head_dim), row_bytes(self.head_dim_v)
+        stages = self.q_stages + self.do_stages
+        slices = 0 if self.dq == "register_atomics" else self.dq_stages * CONSUMERS
+        return {
+            "K and V": n * (self.k_stages * qk + self.v_stages * v),
+            "Q": self.q_stages * m * qk,
+            "dO": self.do_stages * m * v,
+            "dS": 2 * m * n * 2,
+            "dQ": slices * CHUNK * 4 * self.slice_rows,
+            "statistics": stages * m * 4,
+            "records": 2 * TILE_BYTES + (STEP_BYTES + DQ_TARGETS_BYTES) * self.q_stages,
+            # Of two stages each of tiles and of dS; and the count of tiles that have added.
+            "barriers": 8 * (8 + 2 * (self.k_stages + self.v_stages + stages) + 2 * self.dq_stages * CONSUMERS) + 16,
+        }
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of one CTA."""
+        return sum(self.regions.values())
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer and of a consumer thread."""
+        derivatives = self.block_m // 4 * self.score.has_derivative
+        live = (self.head_dim + self.head_dim_v) // 2 + self.block_m // 2 * 2 + self.block_m // 4 + derivatives
+        return next(registers for most, registers in REGISTERS if live <= most)
+
+    def gradient_sources(self) -> tuple[KernelSource, ...]:
+        """``one_cta/kernel.cu`` with these constants and policies."""
+        stages = {f"{name}_STAGES": getattr(self, f"{name.lower()}_stages") for name in ("Q", "DO", "K", "V", "DQ")}
+        columns = (self.block_m, self.slice_rows, self.head_dim, self.head_dim_v)
+        own = {**stages, "BLOCK_N": self.block_n, "SHARED_BYTES": self.shared_memory}
+        policies = (
+            f"using Dq = {DQ_POLICIES[self.dq, self.postprocess]};\n"
+            f"using Partition = {'SplitQ' if self.split_q else 'WholeTiles'}<Dq>;\n"
+            f"constexpr PingPong PING_PONG = PingPong::{self.ping_pong.upper()};\n"
+        )
+        headers = (("one_cta_policies.cuh", policies),)
+        return (self.gradient_source("one_cta/kernel", columns, self.registers, headers, **own),)
+
+    def specialised(self, problem: AttentionProblem) -> OneCtaConfig:
+        """The tile for a problem; a deterministic one adds to dQ in order, and no other one does."""
+        dq, postprocess = self.dq, self.postprocess
+        if problem.deterministic and not self.in_order:
+            dq, postprocess = "ordered_tma_reduce_add", "own_launch"
+        elif self.in_order and not problem.deterministic:
+            dq, postprocess = "tma_reduce_add", "own_launch"
+        elif problem.varlen and postprocess == "idle_warps":
+            postprocess = "own_launch"
+        whole = problem.deterministic or problem.varlen
+        tile = replace(self, dq=dq, postprocess=postprocess, split_q=self.split_q and not whole)
+        return GradientConfig.specialised(tile, problem)

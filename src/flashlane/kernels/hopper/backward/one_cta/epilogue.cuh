@@ -1,0 +1,62 @@
+// The end of a tile of the one-CTA backward: dK and dV to global memory, and before that the combine of the parts of a tile.
+#pragma once
+#include "attention/semaphore.cuh"
+#include "hopper/backward/one_cta/storage.cuh"
+#include "hopper/backward/gemm.cuh"
+
+// A consumer's rows of dK or dV.
+template <int DIM>
+__device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], const WorkTile& tile, int consumer, void* to, long long batch,
+                                                    long long row, long long head, float factor) {
+    const int first = tile.first_key + consumer * 64;
+    store_accumulator<DIM>(d, static_cast<Element*>(to) + tile.seqlen.k_batch * batch + (tile.seqlen.k_first + first) * row +
+                                  tile.kv_head * head, row, tile.seqlen.k_length - first, factor);
+}
+
+// ---- split-Q
+
+// Where a part leaves dK and dV; a thread's elements lie four by four, so that a warp's are 512 bytes in a row.
+__device__ __forceinline__ float4* partials_of(const Params& p, int tile, int part, int consumer) {
+    constexpr int VECTORS = (HEAD_DIM + HEAD_DIM_V) / 8;
+    const long long at = (static_cast<long long>(tile) * (p.parts - 1) + part) * CONSUMERS + consumer;
+    return reinterpret_cast<float4*>(p.partials) + at * (VECTORS * WARPGROUP) + threadIdx.x % WARPGROUP;
+}
+template <int N>
+__device__ __forceinline__ void store_partial(float4*& to, const float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4, to += WARPGROUP) __stcg(to, make_float4(d[i], d[i + 1], d[i + 2], d[i + 3]));
+}
+template <int N>
+__device__ __forceinline__ void add_partial(const float4*& from, float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4, from += WARPGROUP) {
+        const float4 x = __ldcg(from);
+        d[i] += x.x, d[i + 1] += x.y, d[i + 2] += x.z, d[i + 3] += x.w;
+    }
+}
+
+// True when dK and dV are complete. A part that is not its tile's last one leaves them for the last part, which adds them to its
+// own. `part_of_all` is TileCoordinates::part.
+__device__ __forceinline__ bool combine_parts(const Params& p, int part_of_all, int consumer, float (&dk)[HEAD_DIM / 2],
+                                              float (&dv)[HEAD_DIM_V / 2]) {
+    if (part_of_all == 0) return true;
+    const int tile = (part_of_all - 1) / p.parts, part = (part_of_all - 1) % p.parts, last = p.parts - 1;
+    int* const arrived = p.counters + COUNTERS + tile * CONSUMERS + consumer;
+    const bool first_thread = threadIdx.x % WARPGROUP == 0;
+    if (part < last) {
+        float4* to = partials_of(p, tile, part, consumer);
+        store_partial(to, dk), store_partial(to, dv);
+        named_barrier_sync(1 + consumer, WARPGROUP);
+        if (first_thread) __threadfence(), atomicAdd(arrived, 1);  // releases what all threads stored
+        return false;
+    }
+    // Parts are taken in their order, so that those before this one have their SMs, or are done.
+    if (first_thread) semaphore_wait(arrived, last);
+    named_barrier_sync(1 + consumer, WARPGROUP);
+#pragma unroll 1
+    for (int i = 0; i < last; ++i) {
+        const float4* from = partials_of(p, tile, i, consumer);
+        add_partial(from, dk), add_partial(from, dv);
+    }
+    return true;
+}

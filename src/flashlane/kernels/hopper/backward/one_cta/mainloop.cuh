@@ -1,0 +1,305 @@
+// A consumer warpgroup of the one-CTA backward: the loop over tiles, the steps of a tile, and the products of a step.
+#pragma once
+#include "hopper/backward/one_cta/epilogue.cuh"
+#include "hopper/backward/one_cta/storage.cuh"
+#include "hopper/backward/score_position.cuh"
+
+struct Consumer {
+    const Params& p;
+    const u32 base;
+    const int number, warp, lane;
+    // The stage and phase of every pipeline follow from these counts: tiles, steps, and slices of dQ that were stored, one more
+    // a tile than it has steps (PIPELINED_TILES: one more in all). dS of a step is that of slice `dq_slices() + 1`; the dQ product
+    // of the same step reads dS of slice `dq_slices()`.
+    u32 tiles = 0, steps_done = 0;
+    u32 counted = 0;                                      // slices of dQ stored; PIPELINED_TILES: tiles with steps before this one
+    int masked;                                           // of the step
+    float s[BLOCK_M / 2], dp[BLOCK_M / 2], dq[SLICE_ROWS / 2];
+    float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
+    u32 probabilities[BLOCK_M / 4], ds[BLOCK_M / 4];
+    u32 derivatives[Score::HAS_DERIVATIVE ? BLOCK_M / 4 : 1];  // of the scores' transform, in halves
+
+    __device__ __forceinline__ Consumer(const Params& params, u32 address, int warpgroup)
+        : p(params), base(address), number(warpgroup), warp(threadIdx.x % WARPGROUP / WARP),
+          lane(threadIdx.x % WARP) {}
+
+    // ---- the loops
+
+    __device__ __forceinline__ void run() {
+        if (!Dq::TMA) griddepcontrol_wait();              // for the zeros of dq_accum
+        if (PING_PONG != PingPong::OFF && number == 1) named_barrier_arrive(PING_PONG_BARRIER, CONSUMERS * WARPGROUP);  // consumer 0 is first
+        for (;; ++tiles) {
+            const u32 stage = tiles % TILE_STAGES;
+            wait<TILE_STAGES>(SMEM(tile_full), tiles);
+            if (uniform(tile_coordinates(base, stage).batch) < 0) break;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = 0.f;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM_V / 2; ++i) dv[i] = 0.f;
+            const int steps = uniform(tile_keys(base, stage).steps);
+            if (steps > 0) run_steps(steps);
+            const TileCoordinates at = tile_coordinates(base, stage);
+            const WorkTile tile(p, at, BLOCK_N);
+            __syncwarp();
+            arrive(SMEM(tile_empty), stage);
+            if (SPLIT_Q && !combine_parts(p, uniform(at.part), number, dk, dv)) continue;
+            store_keys_gradient<HEAD_DIM_V>(dv, tile, number, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
+            store_keys_gradient<HEAD_DIM>(dk, tile, number, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
+        }
+        if (PIPELINED_TILES && full_tiles() > 0) last_dq(), ++steps_done;
+        if (!Dq::TMA) return;
+        const u32 stage = dq_stage(dq_slices(), number);
+        mbarrier_wait(SMEM(dq_empty) + 8 * stage, dq_slices() / DQ_STAGES % 2 ^ 1);
+        arrive(SMEM(dq_full), stage);                     // NO_MORE, for the dQ-store warp
+    }
+
+    __device__ __forceinline__ void run_steps(int steps) {
+        wait<K_STAGES>(SMEM(k_full), full_tiles());
+        wait<V_STAGES>(SMEM(v_full), full_tiles());
+        zero_out_of_bounds_keys();
+        first_ds();
+#pragma unroll 1
+        for (int i = 0; i < steps; ++i) {
+            const bool of_last_tile = PIPELINED_TILES && i == 0 && full_tiles() > 0;  // the dQ of this step
+            ping_pong_wait();
+            gemm_qk();
+            gemm_dp();
+            ping_pong_arrive(PingPong::UNTIL_ISSUED);
+            wgmma_wait<1>(s);
+            make_probabilities();
+            gemm_dv();
+            wgmma_wait<1>(dp);
+            ping_pong_arrive(PingPong::UNTIL_COMPLETE);
+            if (EARLY_V_RELEASE && i + 1 == steps) arrive(SMEM(v_empty));
+            make_ds();
+            wgmma_wait<0>(dv);
+            arrive(SMEM(do_empty), do_stage());
+            gemm_dq(SMEM_TILE(k) + (full_tiles() - of_last_tile) % K_STAGES * K_BYTES);
+            gemm_dk();
+            publish_ds(dq_slices() + 1);                  // here, as its fence waits for the stores of dS
+            wgmma_wait<1>(dq);
+            if (of_last_tile) arrive(SMEM(k_empty), (full_tiles() - 1) % K_STAGES);
+            store_dq();
+            if (of_last_tile) count_tile_added();
+            wgmma_wait<0>(dk);
+            arrive(SMEM(q_empty), q_stage());
+            ++steps_done;
+        }
+        if (!EARLY_V_RELEASE) arrive(SMEM(v_empty), full_tiles() % V_STAGES);
+        if (PIPELINED_TILES) {
+            ++counted;
+        } else {
+            last_dq();
+        }
+    }
+
+    // dS before the first step is that of no m-block: zeros, so that the loop has no special first step.
+    __device__ __forceinline__ void first_ds() {
+        if (PIPELINED_TILES && full_tiles() > 0) return;  // it is that of the last tile
+        wait<DS_STAGES>(SMEM(ds_empty), dq_slices(), 1);
+        const u32 zeros = SMEM_TILE(ds) + dq_slices() % DS_STAGES * DS_BYTES + number * ROWS_CHUNK;
+        for (int i = threadIdx.x % WARPGROUP; i < BLOCK_M * ROW_BYTES / 16; i += WARPGROUP)
+            store_shared(zeros + i * 16, make_uint4(0, 0, 0, 0));
+        publish_ds(dq_slices());
+    }
+    // dQ of the last step, after which the tile's K is released.
+    __device__ __forceinline__ void last_dq() {
+        const u32 tile = full_tiles() - PIPELINED_TILES;
+        gemm_dq(SMEM_TILE(k) + tile % K_STAGES * K_BYTES);
+        wgmma_wait<0>(dq);
+        arrive(SMEM(k_empty), tile % K_STAGES);
+        store_dq();
+        count_tile_added();
+    }
+
+    // ---- pipeline states, from the counts
+
+    __device__ __forceinline__ u32 dq_slices() const { return PIPELINED_TILES ? steps_done : counted; }
+    // Tiles with steps before this one. Not valid between the store of a step's dQ and the step's end.
+    __device__ __forceinline__ u32 full_tiles() const { return PIPELINED_TILES ? counted : counted - steps_done; }
+    __device__ __forceinline__ u32 q_stage() const { return steps_done % Q_STAGES; }
+    __device__ __forceinline__ u32 do_stage() const { return steps_done % DO_STAGES; }
+    __device__ __forceinline__ u32 k_tile() const { return SMEM_TILE(k) + full_tiles() % K_STAGES * K_BYTES; }
+    __device__ __forceinline__ u32 v_tile() const { return SMEM_TILE(v) + full_tiles() % V_STAGES * V_BYTES; }
+    __device__ __forceinline__ u32 q_tile() const { return SMEM_TILE(q) + q_stage() * Q_BYTES; }
+    __device__ __forceinline__ u32 do_tile() const { return SMEM_TILE(dout) + do_stage() * DO_BYTES; }
+
+    template <int STAGES>
+    __device__ __forceinline__ void wait(u32 barriers, u32 count, u32 flip = 0) const {
+        mbarrier_wait(barriers + 8 * (count % STAGES), count / STAGES % 2 ^ flip);
+    }
+    __device__ __forceinline__ void arrive(u32 barriers, u32 stage = 0) const { mbarrier_arrive_warp(barriers + 8 * stage, lane); }
+
+    // ---- ping-pong scheduling
+
+    enum NamedBarrier { WARPGROUP_BARRIER = 1, CONSUMERS_BARRIER = 3, PING_PONG_BARRIER = 4 };  // the first and last: one each consumer
+
+    __device__ __forceinline__ void ping_pong_wait() const {
+        if (PING_PONG != PingPong::OFF) named_barrier_sync(PING_PONG_BARRIER + number, CONSUMERS * WARPGROUP);
+    }
+    __device__ __forceinline__ void ping_pong_arrive(PingPong until) const {
+        if (PING_PONG == until) named_barrier_arrive(PING_PONG_BARRIER + 1 - number, CONSUMERS * WARPGROUP);
+    }
+
+    // ---- products
+
+    // Sᵀ = K·Qᵀ
+    __device__ __forceinline__ void gemm_qk() {
+        wait<Q_STAGES>(SMEM(q_full), steps_done);
+        // Read here, where the product hides its latency; by shuffle, as in hopper_backward.
+        masked = uniform(step_queries(base, q_stage()).masked);
+        zero_out_of_bounds_queries<QK_CHUNKS>(q_tile());
+        gemm_ss<BLOCK_M, QK_STEPS, KEYS_CHUNK, ROWS_CHUNK>(s, k_tile() + number * 64 * ROW_BYTES, q_tile());
+    }
+    // dPᵀ = V·dOᵀ
+    __device__ __forceinline__ void gemm_dp() {
+        wait<DO_STAGES>(SMEM(do_full), steps_done);
+        zero_out_of_bounds_queries<V_CHUNKS>(do_tile());
+        gemm_ss<BLOCK_M, V_STEPS, KEYS_CHUNK, ROWS_CHUNK>(dp, v_tile() + number * 64 * ROW_BYTES, do_tile());
+    }
+    // dV += Pᵀ·dO, dK += dSᵀ·Q
+    __device__ __forceinline__ void gemm_dv() { gemm_rs<HEAD_DIM_V, BLOCK_M>(dv, probabilities, do_tile()); }
+    __device__ __forceinline__ void gemm_dk() { gemm_rs<HEAD_DIM, BLOCK_M>(dk, ds, q_tile()); }
+    // dQᵀ = Kᵀ·dSᵀ of the m-block before: m are columns of dQ, n queries, k all keys of the tile.
+    __device__ __forceinline__ void gemm_dq(u32 keys) {
+        wait<DS_STAGES>(SMEM(ds_full), dq_slices());
+        const u64 a = wgmma_n_inner(keys + (SPLIT_COLUMNS ? number * KEYS_CHUNK : 0), KEYS_CHUNK);
+        const u64 b = opaque(wgmma_k_inner(SMEM_TILE(ds) + dq_slices() % DS_STAGES * DS_BYTES + (SPLIT_COLUMNS ? 0 : number * SLICE_ROWS * ROW_BYTES)));
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 16; ++i) {
+            const u64 a_step = a + i * (16 * ROW_BYTES / 16), b_step = b + (i / 4 * ROWS_CHUNK + i % 4 * 32) / 16;
+            if (i == 0) {
+                Wgmma<SLICE_ROWS>::ss_mt_first(dq, a_step, b_step);
+            } else {
+                Wgmma<SLICE_ROWS>::ss_mt(dq, a_step, b_step, true);
+            }
+        }
+        wgmma_commit();
+    }
+
+    // ---- S to P, dP to dS. Rows of the transposed scores are keys, columns queries.
+
+    __device__ __forceinline__ ScorePosition position() const {
+        const StepQueries step = step_queries(base, q_stage());
+        const TileKeys keys = tile_keys(base, tiles % TILE_STAGES);
+        const TileMask mask{keys.length, keys.shift, p.window_left, p.window_right};
+        return ScorePosition(mask, keys.first + number * 64, step.first);
+    }
+
+    __device__ __forceinline__ void make_probabilities() {
+        const u32 lse = SMEM(lse) + q_stage() * STAT_BYTES + lane % 4 * 8;
+        if constexpr (Score::TRANSFORMED) {
+            const int batch = tile_coordinates(base, tiles % TILE_STAGES).batch;
+            transform_scores_transposed(p.score, position().distance(),
+                                        Score::slope(p.score, batch, step_queries(base, q_stage()).head), s, derivatives);
+        }
+        if (masked) {
+            const ScorePosition at = position();
+            mask_scores_transposed(s, at.mask, at.key, at.query);
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i += 4) {
+            const float2 row = load_shared_float2(lse + i / 4 * 32);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float minus = j % 2 ? row.y : row.x;
+                s[i + j] = ex2(Score::TRANSFORMED ? s[i + j] + minus : fmaf(s[i + j], p.score.scale_log2, minus));
+            }
+            probabilities[i / 2] = Convert<Element>::pack(s[i], s[i + 1]);
+            probabilities[i / 2 + 1] = Convert<Element>::pack(s[i + 2], s[i + 3]);
+        }
+    }
+
+    // dS = P·(dP − delta), also to shared memory.
+    __device__ __forceinline__ void make_ds() {
+        const u32 delta = SMEM(delta) + do_stage() * STAT_BYTES + lane % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i += 4) {
+            const float2 row = load_shared_float2(delta + i / 4 * 32);
+#pragma unroll
+            for (int j = i; j < i + 4; j += 2) {
+                float low = s[j] * (dp[j] - row.x), high = s[j + 1] * (dp[j + 1] - row.y);
+                if constexpr (Score::HAS_DERIVATIVE) {
+                    const float2 derivative = unpack_half2(derivatives[j / 2]);
+                    low *= derivative.x, high *= derivative.y;
+                }
+                ds[j / 2] = Convert<Element>::pack(low, high);
+            }
+        }
+        wait<DS_STAGES>(SMEM(ds_empty), dq_slices() + 1, 1);
+        // Transposed on its way: a row is a query, and a chunk of columns the keys of one consumer.
+        const int row = lane / 16 * 8 + lane % 8, vector = (2 * warp + lane / 8 % 2) ^ (lane % 8);
+        const u32 to = SMEM_TILE(ds) + (dq_slices() + 1) % DS_STAGES * DS_BYTES + number * ROWS_CHUNK + row * ROW_BYTES + vector * 16;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 16; ++i)
+            stmatrix_x4_trans(to + i * 16 * ROW_BYTES, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
+    }
+    __device__ __forceinline__ void publish_ds(u32 slice) const {
+        fence_proxy_async();
+        __syncwarp();
+        arrive(SMEM(ds_full), slice % DS_STAGES);
+    }
+
+    // ---- dQ: to dq_accum, or to where the dQ-store warp takes it from
+
+    __device__ __forceinline__ void store_dq() {
+        arrive(SMEM(ds_empty), dq_slices() % DS_STAGES);
+        const int thread = thread_again();
+        if constexpr (Dq::TMA) {
+            const u32 stage = dq_stage(dq_slices(), number);
+            mbarrier_wait(SMEM(dq_empty) + 8 * stage, dq_slices() / DQ_STAGES % 2 ^ 1);
+            const u32 to = SMEM_DQ + stage * SLICE_BYTES + thread / WARP * FRAGMENT_BYTES + thread % WARP * 16;
+#pragma unroll
+            for (int i = 0; i < SLICE_ROWS / 8; ++i)
+                store_shared(to + i * 512, make_uint4(__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
+                                                      __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])));
+            fence_proxy_async();
+            __syncwarp();
+            arrive(SMEM(dq_full), stage);
+        } else {
+            const int m_block = load_shared(dq_target(base, dq_slices()));
+            float* const to = p.dq_accum + static_cast<long long>(m_block) * DQ_ACCUM_FLOATS + number * SLICE_FLOATS +
+                              thread / WARP * FRAGMENT_FLOATS + thread % WARP * 4;
+            // The last warps of a narrow head dim have no fragment; their zeros would go past the slice.
+            if (m_block >= 0 && (FRAGMENTS % 4 == 0 || thread / WARP < fragments_of(number))) {
+#pragma unroll
+                for (int i = 0; i < SLICE_ROWS / 8; ++i)
+                    global_add(to + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+            }
+        }
+        if (!PIPELINED_TILES) ++counted;
+    }
+    __device__ __forceinline__ void count_tile_added() const {
+        if constexpr (IN_KERNEL_DQ) {
+            __syncwarp();
+            if (lane == 0) add_shared_release(SMEM(tiles_added), 1);
+        }
+    }
+
+    // ---- out-of-bounds rows of packed sequences become zeros
+
+    template <int CHUNKS>
+    __device__ __forceinline__ void zero_out_of_bounds_queries(u32 tile) {
+        if constexpr (cfg::VARLEN) {
+            const int rows = step_queries(base, q_stage()).rows;
+            if (rows >= BLOCK_M) return;
+            // Both consumers write the same zeros, each before its own products.
+            zero_rows<CHUNKS, BLOCK_M>(tile, rows, threadIdx.x % WARPGROUP, WARPGROUP);
+            fence_proxy_async();
+            named_barrier_sync(WARPGROUP_BARRIER + number, WARPGROUP);
+        }
+    }
+    __device__ __forceinline__ void zero_out_of_bounds_keys() {
+        if constexpr (cfg::VARLEN) {
+            const TileKeys keys = tile_keys(base, tiles % TILE_STAGES);
+            const int rows = keys.length - keys.first;
+            if (rows >= BLOCK_N) return;
+            const int thread = threadIdx.x - WARPGROUP, threads = CONSUMERS * WARPGROUP;
+            zero_rows<QK_CHUNKS, BLOCK_N>(k_tile(), rows, thread, threads);
+            zero_rows<V_CHUNKS, BLOCK_N>(v_tile(), rows, thread, threads);
+            fence_proxy_async();
+            named_barrier_sync(CONSUMERS_BARRIER, threads);
+        }
+    }
+};

@@ -1,0 +1,65 @@
+// What the variants of the one-CTA backward differ in. Python picks one type for each question (one_cta/config.py); a
+// combination that would not work has no type.
+#pragma once
+#include "config.cuh"
+
+// Where dQ is made from dq_accum.
+enum class Postprocess {
+    OWN_LAUNCH,                    // postprocess.cu, after this kernel
+    IDLE_WARPS,                    // in_kernel_dq.cuh: as far as idle warps get, and postprocess.cu does the rest
+    LAST_ADDITION                  // postprocess_warp.cuh: any idle warp, after the last addition to a slice of dq_accum
+};
+
+// How dQ is added to dq_accum.
+
+// By red.global from the accumulator's registers, in any order.
+struct RegisterAtomics {
+    static constexpr bool TMA = false, IN_ORDER = false;
+    static constexpr Postprocess POSTPROCESS = Postprocess::OWN_LAUNCH;
+};
+// The same. Idle warps zero dq_accum and write dQ: they are told by the consumers when all additions of a tile are made.
+struct RegisterAtomicsInKernelDq {
+    static constexpr bool TMA = false, IN_ORDER = false;
+    static constexpr Postprocess POSTPROCESS = Postprocess::IDLE_WARPS;
+};
+// Through shared memory, from which a dQ-store warp adds it by TMA reduce-add, in any order.
+struct TmaReduceAdd {
+    static constexpr bool TMA = true, IN_ORDER = false;
+    static constexpr Postprocess POSTPROCESS = Postprocess::OWN_LAUNCH;
+};
+// The same; the n-blocks add to an m-block in their order, which semaphores keep. dQ has the same bits at every run.
+struct OrderedTmaReduceAdd {
+    static constexpr bool TMA = true, IN_ORDER = true;
+    static constexpr Postprocess POSTPROCESS = Postprocess::OWN_LAUNCH;
+};
+// The same. Only an order tells which addition is the last.
+struct OrderedTmaReduceAddInKernelDq {
+    static constexpr bool TMA = true, IN_ORDER = true;
+    static constexpr Postprocess POSTPROCESS = Postprocess::LAST_ADDITION;
+};
+
+// How tiles are divided among CTAs.
+template <typename Dq>
+struct WholeTiles {
+    static constexpr bool SPLIT_Q = false;
+};
+// The last tiles are split along their queries, so that all SMs are done at about the same time. All but the last part of a
+// tile leave their dK and dV in device memory, where the last one adds them to its own, in their order. Additions to dQ that
+// have an order are of whole tiles, as a semaphore counts n-blocks.
+template <typename Dq, bool UNORDERED = !Dq::IN_ORDER>
+struct SplitQ;
+template <typename Dq>
+struct SplitQ<Dq, true> {
+    static constexpr bool SPLIT_Q = true;
+};
+
+// Ping-pong scheduling: one consumer warpgroup issues S and dP while the other has its scores, so that they do not leave the
+// tensor cores idle at the same time. The other may issue when the products are issued, or when they are complete.
+enum class PingPong { OFF, UNTIL_ISSUED, UNTIL_COMPLETE };
+
+#include "one_cta_policies.cuh"  // using Dq, using Partition, PING_PONG
+
+constexpr bool IN_KERNEL_DQ = Dq::POSTPROCESS == Postprocess::IDLE_WARPS;
+constexpr bool POSTPROCESS_LAST_ADDITION = Dq::POSTPROCESS == Postprocess::LAST_ADDITION;
+constexpr bool SPLIT_Q = Partition::SPLIT_Q;
+static_assert(!cfg::VARLEN || !(SPLIT_Q || IN_KERNEL_DQ), "tiles of packed sequences are counted on the GPU");

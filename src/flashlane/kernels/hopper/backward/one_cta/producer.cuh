@@ -1,0 +1,158 @@
+// The producer warp of the one-CTA backward, one thread: it takes work tiles and loads their keys, queries and row statistics.
+#pragma once
+#include "attention/semaphore.cuh"
+#include "hopper/backward/one_cta/storage.cuh"
+
+// Hands out the tiles of a launch to a thread, whose indices only grow. Whole tiles come first, then the parts of the others.
+struct TileScheduler {
+    VarlenSearchByThread search;
+
+    __device__ __forceinline__ TileCoordinates next(const Params& p) {
+        return tile_at(p, atomicAdd(p.counters + TILES_TAKEN, 1));
+    }
+    __device__ __forceinline__ TileCoordinates tile_at(const Params& p, int index) {
+        if constexpr (!cfg::VARLEN) {
+            int tile = index, part = 0;
+            if (SPLIT_Q && index >= p.whole_tiles) {
+                part = index - p.whole_tiles + 1;
+                tile = p.whole_tiles + (index - p.whole_tiles) / p.parts;
+            }
+            if (tile >= p.tiles) return {0, 0, NO_TILE, 0};
+            TileCoordinates at = dense_tile(p, tile);
+            at.part = part;
+            return at;
+        } else {
+            const auto n_blocks = [&](int batch) {
+                return ceil_div(p.seqlen.cu_seqlens_k[batch + 1] - p.seqlen.cu_seqlens_k[batch], BLOCK_N);
+            };
+            const auto found = search.find(index, p.seqlen.batch, p.kv_heads, n_blocks);
+            if (found.batch < 0) return {0, 0, NO_TILE, 0};
+            const SwizzledTile tile = swizzled_tile<false>(found.index, p.kv_heads, found.blocks, p.heads_per_section);
+            return {tile.block, tile.head, found.batch, 0};
+        }
+    }
+};
+
+// The steps of a tile that are made: begin <= step < end.
+struct StepRange {
+    int begin, end;
+
+    __device__ __forceinline__ StepRange(const Params& p, const TileCoordinates& at, int all) : begin(0), end(all) {
+        if (SPLIT_Q && at.part > 0) {
+            const int part = (at.part - 1) % p.parts;
+            begin = all * part / p.parts, end = all * (part + 1) / p.parts;
+        }
+    }
+    __device__ __forceinline__ int count() const { return end - begin; }
+};
+
+struct Producer {
+    const Params& p;
+    const u32 base;
+    u32 tiles = 0, full_tiles = 0, steps = 0;             // so far; full: tiles with steps
+
+    __device__ __forceinline__ void run() {
+        griddepcontrol_wait();
+        TileScheduler scheduler;
+        while (true) {
+            // A tile is taken as late as possible, since the CTA that is done first takes the next one. It is never assigned
+            // before: a CTA that waits for an SM would then hold a tile for which CTAs on their SMs wait.
+            const TileCoordinates at = scheduler.next(p);
+            const WorkTile tile(p, at.batch < 0 ? TileCoordinates{0, 0, 0, 0} : at, BLOCK_N);
+            const StepRange range(p, at, tile.steps());
+            if (at.batch < 0) set_dq_target(NO_MORE);
+            publish_tile(at, tile, range);
+            if (at.batch < 0) return;
+            load_tile(at, tile, range);
+        }
+    }
+
+    __device__ __forceinline__ void publish_tile(const TileCoordinates& at, const WorkTile& tile, const StepRange& range) {
+        const u32 stage = tiles % TILE_STAGES, record = SMEM(tile) + TILE_BYTES * stage;
+        mbarrier_wait(SMEM(tile_empty) + 8 * stage, tiles / TILE_STAGES % 2 ^ 1);
+        store_shared(record, make_uint4(at.n_block, at.head, at.batch, at.part));
+        store_shared(record + 16, make_uint4(tile.first_key, tile.seqlen.k_length, tile.seqlen.shift, range.count()));
+        mbarrier_arrive(SMEM(tile_full) + 8 * stage);
+        ++tiles;
+    }
+
+    __device__ __forceinline__ void load_tile(const TileCoordinates& at, const WorkTile& tile, const StepRange& range) {
+        const Seqlen& seqlen = tile.seqlen;
+        const int m_blocks = tile.m_blocks.high - tile.m_blocks.low;
+        if (range.count() <= 0) return;
+        if (!PIPELINED_TILES || full_tiles == 0) set_dq_target(NO_M_BLOCK);
+        ++full_tiles;
+        bool first = true;
+        const int end = (tile.kv_head + 1) * tile.group;
+        int i = SPLIT_Q ? range.begin % m_blocks : 0, left = range.count();
+        for (int head = end - tile.group + (SPLIT_Q ? range.begin / m_blocks : 0); SPLIT_Q ? left > 0 : head < end; ++head, i = 0) {
+            const long long row_block = first_row_block(p, seqlen, tile.batch, head);
+#pragma unroll 1
+            for (; i < m_blocks; ++i, ++steps) {
+                if (SPLIT_Q && left-- == 0) return;
+                const int m_block = DESCENDING_M_BLOCKS ? tile.m_blocks.high - 1 - i : tile.m_blocks.low + i;
+                load_q(tile, head, m_block, row_block);
+                load_dout(tile, head, m_block, row_block);
+                if (first) {
+                    if (IN_KERNEL_DQ) semaphore_wait(p.zeroed + at.batch * p.kv_heads + at.head, p.blocks);
+                    load_keys(tile);
+                }
+                first = false;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_q(const WorkTile& tile, int head, int m_block, long long row_block) const {
+        const int query = m_block * BLOCK_M;
+        const u32 stage = steps % Q_STAGES, full = SMEM(q_full) + 8 * stage;
+        mbarrier_wait(SMEM(q_empty) + 8 * stage, steps / Q_STAGES % 2 ^ 1);
+        set_dq_target(row_block + m_block, tile.first_key / BLOCK_N);
+        const bool masked = tile.mask(p).cuts(tile.first_key, BLOCK_N, query, BLOCK_M);
+        store_shared(SMEM(step) + 16 * stage, make_uint4(query, tile.seqlen.q_length - query, head, masked));
+        mbarrier_expect_tx_before_copies(full, Q_BYTES + STAT_BYTES);
+        load<QK_CHUNKS>(p.q, SMEM_TILE(q) + stage * Q_BYTES, ROWS_CHUNK, full, tile.seqlen.q_first + query, head, tile.seqlen.q_batch);
+        bulk_load(SMEM(lse) + stage * STAT_BYTES, p.lse + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
+        mbarrier_arrive_after_copies(full);
+    }
+    __device__ __forceinline__ void load_dout(const WorkTile& tile, int head, int m_block, long long row_block) const {
+        const u32 stage = steps % DO_STAGES, full = SMEM(do_full) + 8 * stage;
+        mbarrier_wait(SMEM(do_empty) + 8 * stage, steps / DO_STAGES % 2 ^ 1);
+        mbarrier_expect_tx_before_copies(full, DO_BYTES + STAT_BYTES);
+        load<V_CHUNKS>(p.dout, SMEM_TILE(dout) + stage * DO_BYTES, ROWS_CHUNK, full, tile.seqlen.q_first + m_block * BLOCK_M, head,
+                       tile.seqlen.q_batch);
+        bulk_load(SMEM(delta) + stage * STAT_BYTES, p.delta + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
+        mbarrier_arrive_after_copies(full);
+    }
+    // What can be loaded first comes first: of two stages K's; of one stage V's, which the tile before needs less long.
+    __device__ __forceinline__ void load_keys(const WorkTile& tile) const {
+        const int row = tile.seqlen.k_first + tile.first_key, batch = tile.seqlen.k_batch;
+        if (K_STAGES > 1) load_k(row, tile.kv_head, batch);
+        load_v(row, tile.kv_head, batch);
+        if (K_STAGES == 1) load_k(row, tile.kv_head, batch);
+    }
+    __device__ __forceinline__ void load_k(int row, int head, int batch) const {
+        const u32 before = full_tiles - 1, stage = before % K_STAGES, full = SMEM(k_full) + 8 * stage;
+        mbarrier_wait(SMEM(k_empty) + 8 * stage, before / K_STAGES % 2 ^ 1);
+        mbarrier_arrive_expect_tx(full, K_BYTES);
+        load<QK_CHUNKS>(p.k, SMEM_TILE(k) + stage * K_BYTES, KEYS_CHUNK, full, row, head, batch);
+    }
+    __device__ __forceinline__ void load_v(int row, int head, int batch) const {
+        const u32 before = full_tiles - 1, stage = before % V_STAGES, full = SMEM(v_full) + 8 * stage;
+        mbarrier_wait(SMEM(v_empty) + 8 * stage, before / V_STAGES % 2 ^ 1);
+        mbarrier_arrive_expect_tx(full, V_BYTES);
+        load<V_CHUNKS>(p.v, SMEM_TILE(v) + stage * V_BYTES, KEYS_CHUNK, full, row, head, batch);
+    }
+    template <int CHUNKS>
+    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 chunk_bytes, u32 full, int row, int head, int batch) const {
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) tma_load(to + i * chunk_bytes, map, full, i * CHUNK_COLUMNS, row, head, batch);
+    }
+
+    // The m-block (and with additions in order the n-block) of the next slice of dQ. A tile has one slice more than it has
+    // steps: the first step's is of no m-block (PIPELINED_TILES: the first step's of all tiles).
+    __device__ __forceinline__ void set_dq_target(int m_block, int n_block = 0) const {
+        const u32 to = dq_target(base, steps + (PIPELINED_TILES ? min(full_tiles, 1u) : full_tiles));
+        store_shared(to, static_cast<u32>(m_block));
+        if (Dq::IN_ORDER) store_shared(to + 4, static_cast<u32>(n_block));
+    }
+};

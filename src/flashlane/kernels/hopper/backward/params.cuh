@@ -1,0 +1,47 @@
+// What the kernels of the gradients are given, and their tiles. flashlane.kernels.hopper.backward.launch mirrors Params.
+#pragma once
+#include "attention/score.cuh"
+#include "attention/tile_scheduler.cuh"
+#include "hopper/backward/dq_semaphore.cuh"
+#include "mbarrier.cuh"
+#include "offsetof.cuh"
+#include "tma.cuh"
+
+constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V;
+constexpr int CHUNK_COLUMNS = 64, ROW_BYTES = 128;        // tiles lie in chunks of 64 columns; zeros fill the last one
+constexpr int QK_CHUNKS = (HEAD_DIM + 63) / 64, V_CHUNKS = (HEAD_DIM_V + 63) / 64;
+constexpr int WARPGROUP = 128;
+
+struct Params {
+    TensorMap q, k, v, dout;       // (column, row, head, batch)
+    SeqlenParams seqlen;
+    ScoreParams score;
+    const float *lse, *delta;      // row statistics, see first_row_block
+    float* dq_accum;               // sums of dQ, see dq_accumulate.cuh
+    void *dk, *dv, *dq;            // (batch, row, head, column)
+    DqSemaphore* semaphores;       // of m-blocks, where additions to dQ have an order
+    int* postprocess_queue;        // slices of dq_accum that are complete, in that order; 0 before a launch
+    int* counters;                 // see Counters, then the arrivals of the parts of each tile that is split; 0 before a launch
+    float* partials;               // split-Q: dK and dV of the parts of tiles but the last
+    int *zeroed, *added;           // in-kernel dQ: of each key/value head, tiles whose m-blocks are zeroed, and tiles that have added
+    int* written;                  // in-kernel dQ: of each tile, 1 when dQ of its m-blocks is written
+    long long dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, dq_batch, dq_row, dq_head;  // in elements
+    int heads, kv_heads;
+    int window_left, window_right; // with HAS_LEFT and HAS_RIGHT
+    int row_blocks;                // m-blocks of a head (and, of dense tensors, of a sequence)
+    int blocks;                    // n-blocks (or m-blocks, where tiles are of those) of the longest sequence
+    int heads_per_section;         // heads whose operands fit the L2 cache at once
+    int tiles;                     // of the launch (not VARLEN, but in a 2-CTA cluster: of sequences of the greatest length)
+    int whole_tiles, parts;        // split-Q: tiles that are not split, which come first; parts that each of the others has
+    int zeroed_before;             // in-kernel dQ: tiles whose m-blocks the preprocess kernel zeroes
+    int write_until;               // in-kernel dQ: how many tiles are taken when no warp begins to write dQ any more
+    float scale;
+};
+
+// Zeros for rows of a tile from `row` on: what lies after the end of a packed sequence is another's, or anything.
+template <int CHUNKS, int ROWS>
+__device__ __forceinline__ void zero_rows(u32 tile, int row, int thread, int threads) {
+    const int vectors = (ROWS - row) * (ROW_BYTES / 16);
+    for (int i = thread; i < vectors * CHUNKS; i += threads)
+        store_shared(tile + i / vectors * (ROWS * ROW_BYTES) + row * ROW_BYTES + i % vectors * 16, make_uint4(0, 0, 0, 0));
+}

@@ -1,0 +1,99 @@
+"""Which design and which configuration a problem of the Hopper backward gets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flashlane.core.problem import AttentionProblem
+from flashlane.core.registry import memoised
+from flashlane.jit import shared_limit
+from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.backward.config import ONE_CTA_HEAD_DIM, GradientConfig
+from flashlane.kernels.hopper.backward.launch import Schedule
+from flashlane.kernels.hopper.backward.one_cta import launch as one_cta_launch
+from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
+from flashlane.kernels.hopper.backward.split_dkdv_dq import config as split_config
+from flashlane.kernels.hopper.backward.split_dkdv_dq import launch as split_launch
+from flashlane.kernels.hopper.backward.two_cta import config as two_cta_config
+from flashlane.kernels.hopper.backward.two_cta import launch as two_cta_launch
+
+
+@dataclass(frozen=True)
+class Design:
+    """One of the ways in which the gradients are divided among kernels and CTAs."""
+
+    pick: Callable[[AttentionProblem], GradientConfig]
+    """The configuration that a problem gets."""
+    schedule: Callable[[Any, AttentionProblem, int], Schedule]
+    """The launches of a configuration on a GPU of so many SMs."""
+
+
+DESIGNS = {
+    "one_cta": Design(one_cta_tiles.pick, one_cta_launch.schedule),
+    "two_cta": Design(two_cta_config.pick, two_cta_launch.schedule),
+    "split_dkdv_dq": Design(split_config.pick, split_launch.schedule),
+}
+
+
+def design_of(problem: AttentionProblem) -> str:
+    """The design of a supported problem."""
+    if max(problem.head_dim, problem.head_dim_v) <= ONE_CTA_HEAD_DIM:
+        return "one_cta"
+    return "two_cta" if two_cta_config.refusal(problem) is None else "split_dkdv_dq"
+
+
+@memoised
+def config_of(problem: AttentionProblem) -> GradientConfig:
+    """The table's configuration of a problem."""
+    return DESIGNS[design_of(problem)].pick(problem)
+
+
+VARIED = {"block_m": (48, 64, 80, 96, 112, 128), "k_stages": (1, 2), "v_stages": (1, 2)}
+VARIED |= {"ping_pong": ("off", "until_issued", "until_complete")}
+"""What ``flashlane tune`` varies of the one-CTA design; the other designs have the largest tile that fits."""
+
+
+def candidates(problem: AttentionProblem) -> Iterator[GradientConfig]:
+    """The table's configuration, and others of the same design that fit shared memory."""
+    base = config_of(problem)
+    yield base
+    if base.design != "one_cta":
+        return
+    for chosen in itertools.product(*VARIED.values()):
+        other = replace(base, **dict(zip(VARIED, chosen, strict=True)))
+        if other != base and other.shared_memory <= shared_limit(ARCH) and _makes_sense(other):
+            yield other
+
+
+def _makes_sense(config: Any) -> bool:
+    """V has a second stage only where K has one; a slice of dQ has 8 · n queries, and an m-block 16 · n."""
+    return config.v_stages <= config.k_stages and config.slice_rows % 8 == 0 and config.block_m % 16 == 0
+
+
+def tuned_fields(config: GradientConfig) -> dict[str, Any]:
+    """What ``flashlane tune`` keeps of a configuration."""
+    return {name: getattr(config, name) for name in VARIED} if config.design == "one_cta" else {}
+
+
+def shipped_problems() -> Iterator[AttentionProblem]:
+    """Problems that lead through the designs, tiles, masks and features."""
+    masks = ({}, {"window_right": 0}, {"window_left": 100, "window_right": 9})
+    features = ({}, {"softcap": 10.0}, {"alibi": True}, {"sinks": True}, {"varlen": True}, {"deterministic": True})
+    everything = {"alibi": True, "softcap": 10.0, "sinks": True, "varlen": True, "deterministic": True}
+    dims = ((64, 64), (80, 80), (96, 96), (104, 64), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
+    dtypes = (torch.bfloat16, torch.float16)
+    number = 0
+    for (d, dv), mask, feature in itertools.product(dims, masks, (*features, everything)):
+        for batch, heads, kv_heads, n in ((2, 8, 2, 4096), (16, 16, 16, 1024), (1, 2, 2, 2048)):
+            number += 1
+            if feature and n != 4096 and d not in (64, 128):
+                continue
+            yield AttentionProblem(
+                batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=n, seqlen_k=n, head_dim=d, head_dim_v=dv,
+                dtype=dtypes[number % 2], scale=0.1, arch=ARCH, needs_grad=True, **mask, **feature,
+            )  # fmt: skip

@@ -1,0 +1,153 @@
+// What the two consumer warpgroups of the 2-CTA backward have in common: pipeline states, dQ, and the ends of a tile.
+#pragma once
+#include "hopper/backward/score_position.cuh"
+#include "hopper/backward/two_cta/key_operand.cuh"
+#include "hopper/backward/two_cta/producer.cuh"
+
+template <int NUMBER>
+struct Consumer {
+    const Params& p;
+    const u32 base;
+    const int rank, warp, lane;
+    u32 steps_done = 0, tiles = 0, full_tiles = 0;        // so far; full: with steps
+    int row_block_before = -1;                            // the m-block of dq_accum that dS in the stage ds_read() belongs to
+    static constexpr int COLUMNS = 16 * (NUMBER ? KQuarters::SECOND : KQuarters::FIRST);  // of dQ
+    float dq[COLUMNS / 2];
+
+    __device__ __forceinline__ Consumer(const Params& params, u32 address, int cta, int own_warp)
+        : p(params), base(address), rank(cta), warp(own_warp), lane(threadIdx.x % WARP) {}
+
+    // ---- pipeline states, from the counts
+
+    __device__ __forceinline__ PipelineStateAt<Q_STAGES> q_state() const { return PipelineStateAt<Q_STAGES>(steps_done); }
+    __device__ __forceinline__ PipelineStateAt<DO_STAGES> do_state() const { return PipelineStateAt<DO_STAGES>(steps_done); }
+    // Stages of dS, the first of a tile being that of no m-block: where P and dS of this step are written, and where dS is read
+    // for dQ.
+    __device__ __forceinline__ PipelineStateAt<DS_STAGES> ds_written() const {
+        return PipelineStateAt<DS_STAGES>(steps_done + full_tiles + 1);
+    }
+    __device__ __forceinline__ PipelineStateAt<DS_STAGES> ds_read() const { return PipelineStateAt<DS_STAGES>(steps_done + full_tiles); }
+    // Until a stage of dS is free in both CTAs. Two of its uses in a tile are those of K and V on their way to registers.
+    __device__ __forceinline__ void wait_free(const PipelineStateAt<DS_STAGES>& state) const {
+        mbarrier_wait(SMEM(ds_empty) + 8 * state.index, (state.phase + full_tiles) % 2);
+    }
+    __device__ __forceinline__ u32 q_tile() const { return SMEM(q) + q_state().index * Q_BYTES; }
+    __device__ __forceinline__ u32 do_tile() const { return SMEM(dout) + do_state().index * DO_BYTES; }
+    __device__ __forceinline__ void wait_q() const { mbarrier_wait(SMEM(q_full) + 8 * q_state().index, q_state().phase); }
+    __device__ __forceinline__ void wait_do() const { mbarrier_wait(SMEM(do_full) + 8 * do_state().index, do_state().phase); }
+
+    // One arrival of this warp, after its products: in this CTA, or in both.
+    __device__ __forceinline__ void arrive(u32 barriers, u32 stage) const { mbarrier_arrive_warp(barriers + 8 * stage, lane); }
+    __device__ __forceinline__ void arrive_both(u32 barriers, u32 stage) const {
+        if constexpr (WARP_ARRIVALS > 1) {
+            for (int cta = 0; cta < CTAS; ++cta) mbarrier_arrive_remote(address_in(barriers + 8 * stage, cta));
+        } else if (lane < CTAS) {
+            mbarrier_arrive_remote(address_in(barriers + 8 * stage, lane));
+        }
+    }
+
+    __device__ __forceinline__ u32 own_ds_tile() const { return SMEM(ds) + ds_written().index * DS_BYTES + rank * ROWS_CHUNK; }
+    // Where this lane's part of an 8×8 matrix of P or dS lies: a row is a query, in which the keys of the warps follow each other.
+    __device__ __forceinline__ u32 own_ds_rows() const {
+        const int row = lane / 16 * 8 + lane % 8, vector = (2 * warp + lane / 8 % 2) ^ (lane % 8);
+        return own_ds_tile() + row * ROW_BYTES + vector * 16;
+    }
+
+    // ---- dQ
+
+    // dQ = dS·K of the m-block before: m are queries, n a quarter of its columns, k all keys of the cluster.
+    __device__ __forceinline__ void gemm_dq() {
+        mbarrier_wait(SMEM(ds_full) + 8 * ds_read().index, ds_read().phase);
+        const u64 a = opaque(wgmma_k_inner(SMEM(ds) + ds_read().index * DS_BYTES));
+        const u64 b = wgmma_n_inner(SMEM(k) + NUMBER * (CTAS * KEYS_CHUNK), KEYS_CHUNK);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < cfg::BLOCK_N / 16; ++i) {
+            const u64 a_step = a + (i / 4 * ROWS_CHUNK + i % 4 * 32) / 16, b_step = b + i * (16 * ROW_BYTES / 16);
+            if (i == 0) {
+                Wgmma<COLUMNS>::ss_mn_first(dq, a_step, b_step);
+            } else {
+                Wgmma<COLUMNS>::ss_mn(dq, a_step, b_step, true);
+            }
+        }
+        wgmma_commit();
+    }
+    // Adds dQ to dq_accum from registers. The first of a tile is of no m-block.
+    __device__ __forceinline__ void add_dq() {
+        arrive_both(SMEM(ds_empty), ds_read().index);
+        if (row_block_before < 0) return;
+        const int first = KQuarters::column(rank, NUMBER) / 8;
+        float* const sums = p.dq_accum + static_cast<long long>(row_block_before) * DQ_ACCUM_FLOATS + first * GROUP_FLOATS + warp * 128 + lane * 4;
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 8; ++i)
+            if (HEAD_DIM % 32 == 0 || first + i < 2 * FRAGMENTS)
+                global_add(sums + i * GROUP_FLOATS, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    }
+
+    // ---- the ends of a tile
+
+    // Steps of the next tile, or NO_TILE.
+    __device__ __forceinline__ int next_tile() const { return uniform(wait_tile(base, tiles)); }
+    // Waits for K and V. The halves that go to registers are loaded there, and their memory becomes the stages of dS.
+    template <typename QUARTERS>
+    __device__ __forceinline__ void begin_steps(KeyOperand<QUARTERS>& keys) {
+        mbarrier_wait(SMEM(k_full), full_tiles % 2);
+        mbarrier_wait(SMEM(v_full), full_tiles % 2);
+        zero_out_of_bounds_keys();
+        keys.load_registers(SMEM(ds) + (steps_done + full_tiles + NUMBER) % DS_STAGES * DS_BYTES, warp, lane);
+        for (int i = 0; i < DS_STAGES; ++i) arrive_both(SMEM(ds_empty), i);
+        row_block_before = -1;
+    }
+    // dQ of the last step, after which K and V are released.
+    __device__ __forceinline__ void end_steps() {
+        gemm_dq();
+        wgmma_wait<0>(dq);
+        arrive(SMEM(kv_empty), 0);
+        add_dq();
+        ++full_tiles;
+    }
+    __device__ __forceinline__ void end_tile() {
+        __syncwarp();
+        arrive(SMEM(tile_empty), tiles % TILE_STAGES);
+        ++tiles;
+    }
+    template <int DIM>
+    __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], void* to, long long batch, long long row,
+                                                        long long head, float factor) const {
+        const KeysRecord keys = keys_record(base, tiles);
+        const OwnerRecord owner = owner_record(base, tiles);
+        Element* const out = static_cast<Element*>(to) + owner.tensor_batch * batch +
+                             static_cast<long long>(owner.k_first + keys.first) * row + owner.kv_head * head;
+        store_accumulator<DIM>(d, out, row, keys.length - keys.first, factor);
+    }
+
+    // ---- out-of-bounds rows of packed sequences become zeros
+
+    template <int CHUNKS>
+    __device__ __forceinline__ void zero_out_of_bounds_queries(u32 tile, const StepRecord& step) {
+        if constexpr (cfg::VARLEN) {
+            const int rows = keys_record(base, tiles).queries - step.first;
+            if (rows >= BLOCK_M) return;
+            // The other warpgroup writes the same zeros if it reads the tile, or waits for this one.
+            zero_rows<CHUNKS, BLOCK_M>(tile, rows, threadIdx.x % WARPGROUP, WARPGROUP);
+            fence_proxy_async();
+            named_barrier_sync(WARPGROUP_BARRIER + NUMBER, WARPGROUP);
+        }
+    }
+    __device__ __forceinline__ void zero_out_of_bounds_keys() {
+        if constexpr (cfg::VARLEN) {
+            const KeysRecord keys = keys_record(base, tiles);
+            const int own = max(0, keys.length - keys.first), rows = keys.length - keys.first + rank * KEYS;
+            if (rows >= cfg::BLOCK_N) return;
+            const int thread = threadIdx.x - WARPGROUP, threads = CONSUMERS * WARPGROUP;
+            zero_rows<2, cfg::BLOCK_N>(SMEM(k), rows, thread, threads);
+            if (own < KEYS) {
+                zero_rows<2, KEYS>(SMEM(v), own, thread, threads);
+                zero_rows<2, KEYS>(SMEM(ds), own, thread, threads);
+                zero_rows<2, KEYS>(SMEM(ds) + DS_BYTES, own, thread, threads);
+            }
+            fence_proxy_async();
+            named_barrier_sync(CONSUMERS_BARRIER, threads);
+        }
+    }
+};

@@ -1,0 +1,26 @@
+"""How the 2-CTA backward is launched: persistent clusters on every two SMs, which take tiles."""
+
+from __future__ import annotations
+
+from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.hopper.arch import CHUNK
+from flashlane.kernels.hopper.backward.head_swizzle import two_cta_heads_per_section
+from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
+from flashlane.kernels.hopper.backward.two_cta.config import CTAS, TwoCtaConfig, refusal
+
+
+def schedule(config: TwoCtaConfig, problem: AttentionProblem, sms: int) -> Schedule:
+    """The launch of a problem on a GPU of so many SMs.
+
+    Raises:
+        NotImplementedError: :func:`~flashlane.kernels.hopper.backward.two_cta.config.refusal` gives a reason.
+    """
+    reason = refusal(problem)
+    if reason is not None:
+        raise NotImplementedError(f"the 2-CTA backward cannot run {problem.describe()}: {reason}")
+    n_blocks = -(-problem.seqlen_k // config.block_n)
+    tiles = n_blocks * problem.kv_heads * problem.batch
+    sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": two_cta_heads_per_section(problem)}
+    grid = CTAS * min(tiles, sms // CTAS), 1, 1
+    # Each CTA loads half of the rows of Q and dO.
+    return Schedule((GradientLaunch(grid, (config.block_m // CTAS, CHUNK), sizes),))

@@ -1,0 +1,149 @@
+// The warps of the 2-CTA backward that feed the consumers, one thread each: the scheduler warp, the producers of Q and of dO, and
+// the producer of K and V.
+#pragma once
+#include "hopper/backward/two_cta/storage.cuh"
+
+// Takes tiles for the cluster, each when the loads of the one before are under way, and publishes them to the other warps.
+struct SchedulerWarp {
+    const Params& p;
+    const u32 base;
+    const int rank;
+    u32 tiles = 0;                                        // published so far
+
+    __device__ __forceinline__ void run() {
+        griddepcontrol_wait();                            // for the counter
+        for (bool more = true; more; ++tiles) {
+            const int index = next();
+            const u32 stage = tiles % TILE_STAGES, record = tile_record(base, tiles);
+            mbarrier_wait(SMEM(tile_empty) + 8 * stage, tiles / TILE_STAGES % 2 ^ 1);
+            more = index < p.tiles;
+            if (more) {
+                const WorkTile tile(p, dense_tile(p, index), cfg::BLOCK_N, rank * KEYS);
+                const Seqlen& seqlen = tile.seqlen;
+                store_shared(record, make_uint4(tile.first_key, seqlen.k_length, seqlen.shift, seqlen.q_length));
+                store_shared(record + 16, make_uint4(tile.kv_head, seqlen.k_batch, seqlen.k_first, tile.batch));
+                store_shared(record + 32, make_uint4(tile.steps(), tile.m_blocks.low, tile.m_blocks.high, seqlen.q_first));
+            } else {
+                store_shared(record + 32, make_uint4(static_cast<u32>(NO_TILE), 0, 0, 0));
+            }
+            mbarrier_arrive(SMEM(tile_full) + 8 * stage);
+        }
+    }
+    // The next tile's number, which CTA 0 takes and sends to CTA 1.
+    __device__ __forceinline__ int next() const {
+        const u32 parity = tiles % 2;
+        if (rank == 0) {
+            mbarrier_wait(SMEM(next_wanted), parity ^ 1);
+            const int index = atomicAdd(p.counters + TILES_TAKEN, 1);
+            mbarrier_wait_cluster(SMEM(next_empty), parity ^ 1);
+            store_cluster_async(address_in(SMEM(next_tile), 1), index, address_in(SMEM(next_full), 1));
+            return index;
+        }
+        mbarrier_arrive_expect_tx(SMEM(next_full), 4);
+        mbarrier_wait_cluster(SMEM(next_full), parity);
+        const int index = load_shared(SMEM(next_tile));
+        mbarrier_arrive_cluster(address_in(SMEM(next_empty), 0));
+        return index;
+    }
+};
+
+// Loads m-blocks of Q or dO, half of the rows into both CTAs of the cluster, and their row statistics.
+template <int STAGES, int CHUNKS>
+struct RowsProducer {
+    const Params& p;
+    const u32 base;
+    const int rank;
+
+    // `tiles_to`, `stats_to`, `record_to`, `full`, `empty`: where the stages are. `wants`: it asks for the next tile.
+    __device__ __forceinline__ void run(const TensorMap& map, const float* statistics, u32 tiles_to, u32 stats_to, u32 record_to, u32 full,
+                                        u32 empty, bool wants) const {
+        constexpr u32 BYTES = CHUNKS * ROWS_CHUNK;
+        u32 steps_done = 0;
+        griddepcontrol_wait();
+        for (u32 tiles = 0;; ++tiles) {
+            int left = wait_tile(base, tiles);
+            if (left == NO_TILE) return;
+            const OwnerRecord owner = owner_record(base, tiles);
+            int head = owner.kv_head * (p.heads / p.kv_heads), m_block = steps_record(base, tiles).low;
+            int row_block = (cfg::VARLEN ? head : owner.batch * p.heads + head) * p.row_blocks + m_block;
+            if (cfg::VARLEN) row_block += steps_record(base, tiles).q_first / BLOCK_M + owner.batch;  // first_row_block
+#pragma unroll 1
+            for (; left > 0; --left, ++steps_done) {
+                const PipelineStateAt<STAGES> state(steps_done);
+                const u32 barrier = full + 8 * state.index;
+                mbarrier_wait(empty + 8 * state.index, state.phase ^ 1);
+                const int first = m_block * BLOCK_M;
+                const KeysRecord keys = keys_record(base, tiles);
+                const bool masked = keys_mask(p, keys).cuts(keys.first, KEYS, first, BLOCK_M);
+                store_shared(record_to + 16 * state.index, make_uint4(first, head, row_block, masked));
+                mbarrier_expect_tx_before_copies(barrier, BYTES + STAT_BYTES);
+                const u32 to = tiles_to + state.index * BYTES + rank * (HALF_ROWS * ROW_BYTES);
+                const int row = steps_record(base, tiles).q_first + first + rank * HALF_ROWS;
+                const int batch = owner_record(base, tiles).tensor_batch;
+#pragma unroll 1
+                for (int chunk = 0; chunk < CHUNKS; ++chunk)
+                    tma_load_multicast(to + chunk * ROWS_CHUNK, map, barrier, chunk * CHUNK_COLUMNS, row, head, batch,
+                                       (1 << CTAS) - 1);
+                bulk_load(stats_to + state.index * STAT_BYTES, statistics + static_cast<long long>(row_block) * BLOCK_M,
+                          STAT_BYTES, barrier);
+                mbarrier_arrive_after_copies(barrier);
+                const StepsRecord steps = steps_record(base, tiles);
+                ++row_block;
+                if (++m_block == steps.high) {
+                    row_block += p.row_blocks - (steps.high - steps.low);
+                    m_block = steps.low, ++head;
+                }
+            }
+            if (wants) mbarrier_arrive(SMEM(next_wanted));
+            mbarrier_arrive(SMEM(tile_empty) + 8 * (tiles % TILE_STAGES));
+        }
+    }
+};
+
+// Loads K and V: the half of the columns that stays in shared memory, and through the next two stages of dS the half that goes to
+// registers.
+struct KeysProducer {
+    const Params& p;
+    const u32 base;
+    const int rank;
+    u32 full_tiles = 0, ds_count = 0;                     // tiles with steps so far; uses of stages of dS
+
+    __device__ __forceinline__ void run() {
+        for (u32 tile = 0;; ++tile) {
+            const int steps = wait_tile(base, tile);
+            if (steps == NO_TILE) return;
+            if (steps > 0) load(tile), ++full_tiles, ds_count += steps + 1;
+            mbarrier_arrive(SMEM(tile_empty) + 8 * (tile % TILE_STAGES));
+        }
+    }
+    __device__ __forceinline__ void load(u32 tile) const {
+        const OwnerRecord owner = owner_record(base, tile);
+        const int own = owner.k_first + keys_record(base, tile).first, row = own - rank * KEYS;
+        const int head = owner.kv_head, batch = owner.tensor_batch;
+        u32 full = SMEM(k_full);
+        mbarrier_wait(SMEM(kv_empty), full_tiles % 2 ^ 1);
+        wait_stage(ds_count);
+        mbarrier_arrive_expect_tx(full, K_BYTES + IN_REGISTERS_BYTES);
+        for (int i = 0; i < CTAS; ++i)
+            load_half<KQuarters>(SMEM(k) + i * KEYS_CHUNK, CTAS * KEYS_CHUNK, p.k, full, rank, row + i * KEYS, head, batch);
+        load_half<KQuarters>(ds_stage(ds_count), KEYS_CHUNK, p.k, full, 1 - rank, own, head, batch);
+        full += 8;                                        // v_full
+        wait_stage(ds_count + 1);
+        mbarrier_arrive_expect_tx(full, V_BYTES + IN_REGISTERS_BYTES);
+        load_half<VQuarters>(SMEM(v), KEYS_CHUNK, p.v, full, rank, own, head, batch);
+        load_half<VQuarters>(ds_stage(ds_count + 1), KEYS_CHUNK, p.v, full, 1 - rank, own, head, batch);
+    }
+    // Half of the columns of 64 keys: its two quarters, as chunks `stride` bytes apart.
+    template <typename QUARTERS>
+    static __device__ __forceinline__ void load_half(u32 to, u32 stride, const TensorMap& map, u32 barrier, int half, int row, int head,
+                                                     int batch) {
+        for (int i = 0; i < 2; ++i)
+            tma_load(to + i * stride, map, barrier, QUARTERS::column(half, i), row, head, batch);
+    }
+    __device__ __forceinline__ u32 ds_stage(u32 count) const { return SMEM(ds) + count % DS_STAGES * DS_BYTES; }
+    // Until a stage of dS is free for a use that the next tile makes of it before its own.
+    __device__ __forceinline__ void wait_stage(u32 count) const {
+        const u32 use = (count + 2 * full_tiles) / DS_STAGES;
+        mbarrier_wait_cluster(SMEM(ds_empty) + 8 * (count % DS_STAGES), use % 2 ^ 1);
+    }
+};

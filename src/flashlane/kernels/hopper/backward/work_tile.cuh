@@ -1,0 +1,45 @@
+// A work tile: an n-block of a key/value head of a sequence, and the m-blocks that see it.
+#pragma once
+#include "hopper/backward/params.cuh"
+
+constexpr int NO_TILE = -1;
+
+struct TileCoordinates {
+    int n_block, head, batch;      // key/value head; batch NO_TILE: no tile is left
+    int part;                      // split-Q: one more than the part's number among the parts of all tiles; 0: the whole tile
+};
+
+// The tile of an index, of dense tensors.
+__device__ __forceinline__ TileCoordinates dense_tile(const Params& p, int index) {
+    const SwizzledTile tile = swizzled_tile<false>(index, p.kv_heads * p.seqlen.batch, p.blocks, p.heads_per_section);
+    const int batch = tile.head / p.kv_heads;
+    return {tile.block, tile.head - batch * p.kv_heads, batch, 0};
+}
+
+// The keys of a tile, and the steps that it takes: for each query head of the group, the m-blocks that see the keys.
+struct WorkTile {
+    int batch, kv_head, first_key, group;
+    Seqlen seqlen;
+    BlockRange m_blocks;
+
+    // The tile's `keys` keys may be divided among the CTAs of a cluster: this CTA's begin at `offset`.
+    __device__ __forceinline__ WorkTile(const Params& p, const TileCoordinates& at, int keys, int offset = 0)
+        : batch(at.batch), kv_head(at.head), first_key(at.n_block * keys + offset), group(p.heads / p.kv_heads),
+          seqlen(p.seqlen, at.batch),
+          m_blocks(m_block_range<BLOCK_M>(mask(p), seqlen.q_length, at.n_block * keys, keys)) {}
+    __device__ __forceinline__ int steps() const { return m_blocks.count() * group; }
+    // Made where it is used: as a member it keeps the window in registers, and the producer spills.
+    __device__ __forceinline__ TileMask mask(const Params& p) const { return tile_mask(p, seqlen); }
+};
+
+// A step of a tile: a query head of the group, and one of its m-blocks.
+struct Step {
+    const WorkTile& tile;
+    int head, m_block;
+
+    __device__ __forceinline__ explicit Step(const WorkTile& of)
+        : tile(of), head(of.kv_head * of.group), m_block(of.m_blocks.low) {}
+    __device__ __forceinline__ void next() {
+        if (++m_block == tile.m_blocks.high) m_block = tile.m_blocks.low, ++head;
+    }
+};
