@@ -118,7 +118,7 @@ def backward_cases() -> Iterator[BackwardCase]:
         yield BackwardCase("tile after tile", head_dim, torch.bfloat16, square, {"causal": True}, heads=many)
     order = {"causal": True, "deterministic": True}
     yield BackwardCase("tile after tile, deterministic", 64, torch.float16, ((200, 200),), order, heads=many)
-    yield BackwardCase("chores", 128, torch.float16, square, {"window_size": (40, 0)}, heads=(600, 600))
+    yield BackwardCase("in-kernel dQ", 128, torch.float16, square, {"window_size": (40, 0)}, heads=(600, 600))
 
 
 def selected(words: list[str]) -> list[DeviceKernel]:

@@ -18,7 +18,7 @@ from flashlane.bench.measure.results import Results, Row, Skipped
 from flashlane.bench.measure.timing import summarise
 from flashlane.core import registry
 from flashlane.kernels.hopper.backward.kernel import config_of
-from flashlane.kernels.hopper.backward.two_cta.config import PairConfig
+from flashlane.kernels.hopper.backward.two_cta.config import TwoCtaConfig
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -331,14 +331,15 @@ def test_every_feature_of_the_backward_is_sanitized(scripts: Any) -> None:
             assert any(getattr(p, name) for p in problems) and not all(getattr(p, name) for p in problems), name
         assert any(p.window_left >= 0 and not p.causal for p in problems) and any(p.group == 2 for p in problems)
         assert any(p.softcap and p.alibi and p.sinks and p.varlen and p.deterministic for p in problems)
-        cut = [p.causal for p in problems if getattr(config_of(p.on("sm_90a")), "cut", False)]
-        assert set(cut) == ({False, True} if head_dim <= 128 else set())
+        split = [p.causal for p in problems if getattr(config_of(p.on("sm_90a")), "split_q", False)]
+        assert set(split) == ({False, True} if head_dim <= 128 else set())
     configs = [config_of(case.build()[0].on("sm_90a")) for case in cases if case.heads[0] > 132]
-    fused = [config for config in configs if config.head_dim <= 128]
-    assert {(config.chores, config.direct, config.k_stages, config.dq_stages) for config in fused} == {
-        (False, True, 2, 1), (False, False, 2, 1), (True, True, 2, 1), (False, False, 1, 2)
+    one_cta = [config for config in configs if config.head_dim <= 128]
+    assert {(config.postprocess, config.dq, config.k_stages, config.dq_stages) for config in one_cta} == {
+        ("own_launch", "register_atomics", 2, 1), ("own_launch", "tma_reduce_add", 2, 1),
+        ("idle_warps", "register_atomics", 2, 1), ("last_addition", "ordered_tma_reduce_add", 1, 2),
     }  # fmt: skip
-    assert any(isinstance(config, PairConfig) for config in configs), "a cluster takes more than one tile"
+    assert any(isinstance(config, TwoCtaConfig) for config in configs), "a cluster takes more than one tile"
 
 
 def test_the_backward_is_run_and_judged(

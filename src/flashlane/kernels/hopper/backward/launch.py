@@ -40,7 +40,7 @@ _POINTERS += ("zeroed", "added", "written")
 _INTEGERS = ("heads", "kv_heads", "window_left", "window_right", "row_blocks", "blocks", "heads_per_section", "tiles")
 _INTEGERS += ("whole_tiles", "parts", "zeroed_before", "write_until")
 _TILE_ORDER = ("kv_heads", "n_blocks", "heads_per_section")
-"""What the preprocess and postprocess kernels are told of the order of the tiles between them."""
+"""What the preprocess and postprocess kernels know of the order of the tiles between them."""
 
 
 def _pointers(*names: str) -> list[tuple[str, Any]]:
@@ -337,14 +337,14 @@ class BackwardPlan:
         return params
 
     def _set_tile_order(self, params: ctypes.Structure) -> None:
-        """What the kernels before and after are told of the order of the tiles."""
+        """What the preprocess and postprocess kernels know of the order of the tiles."""
         in_kernel = self.schedule.in_kernel_dq
         params.kv_heads, params.n_blocks = self.problem.kv_heads, in_kernel.n_blocks
         params.heads_per_section = in_kernel.heads_per_section
 
 
 def _set_window(params: ctypes.Structure, problem: AttentionProblem) -> None:
-    """What kernels are told of which query sees which key."""
+    """What kernels know of which query sees which key."""
     # A side that reaches past every key might not fit the kernels' integers.
     reach = problem.seqlen_q + problem.seqlen_k
     params.window_left, params.window_right = min(problem.window_left, reach), min(problem.window_right, reach)

@@ -17,7 +17,7 @@ struct RegisterAtomics {
     static constexpr bool TMA = false, IN_ORDER = false;
     static constexpr Postprocess POSTPROCESS = Postprocess::OWN_LAUNCH;
 };
-// The same. Idle warps zero dq_accum and write dQ: they are told by the consumers when all additions of a tile are made.
+// The same. Idle warps zero dq_accum and write dQ, once a semaphore says that all tiles of a head have added.
 struct RegisterAtomicsInKernelDq {
     static constexpr bool TMA = false, IN_ORDER = false;
     static constexpr Postprocess POSTPROCESS = Postprocess::IDLE_WARPS;
