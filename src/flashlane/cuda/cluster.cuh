@@ -1,22 +1,24 @@
-// Thread-block clusters and the shared memory of their blocks (PTX ISA 9.7.13.4, 7.8); sm_90 and up.
+// Clusters of CTAs and their distributed shared memory (PTX ISA 9.7.13.4, 7.8); sm_90 and up.
 #pragma once
 #include "ptx.cuh"
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// Orders no memory: for what a fence of its own has ordered.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+// Orders no memory: the caller has a fence of its own.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// This block's place in its cluster.
+// This CTA's rank in its cluster.
 __device__ __forceinline__ u32 cluster_rank() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
-// The address, in the shared memory of the cluster's block `rank`, of what lies at `address` in this block's.
+// The address, in the shared memory of the cluster's CTA `rank`, of what lies at `address` in this CTA's.
 __device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
     u32 remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
@@ -24,7 +26,10 @@ __device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
 }
 __device__ __forceinline__ float4 load_cluster_float4(u32 address) {
     float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address)
+                 : "memory");
     return x;
 }
 __device__ __forceinline__ float2 load_cluster_float2(u32 address) {
@@ -33,8 +38,8 @@ __device__ __forceinline__ float2 load_cluster_float2(u32 address) {
     return x;
 }
 
-// A word for another block of the cluster, whose barrier counts its four bytes (PTX ISA, st.async). All addresses are the
-// cluster's.
+// Stores a word to the peer CTA, whose mbarrier counts its four bytes (PTX ISA, st.async). All addresses are those of the
+// cluster.
 __device__ __forceinline__ void store_cluster_async(u32 address, u32 value, u32 barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address),
                  "r"(value), "r"(barrier)

@@ -1,4 +1,4 @@
-// Barriers in shared memory (PTX ISA, "mbarrier") and named barriers of a block (PTX ISA, "bar").
+// mbarriers in shared memory (PTX ISA, "mbarrier") and named barriers of a CTA (PTX ISA, "bar").
 #pragma once
 #include "ptx.cuh"
 
@@ -6,7 +6,7 @@ __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine; a __syncthreads() after it to the other threads.
+// Makes initialised mbarriers visible to TMA; a __syncthreads() after it makes them visible to the other threads.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -15,14 +15,15 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// One arrival, and so many bytes that copies will still bring before the phase completes.
+// One arrival, and so many bytes that asynchronous copies have to write before the phase completes.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// racecheck orders threads by their own arrivals, and takes a cp.async.bulk for a store of the thread that issues it. In a
-// build for it every lane of a warp arrives, where else lane 0 does for all (whose loads a __syncwarp(), or running in step,
-// orders before), and who fills a slot arrives after the copies, where else the bytes hold the phase open.
+// compute-sanitizer's racecheck orders threads by their own arrivals, and takes a cp.async.bulk for a store of the thread that
+// issues it. In a build for it every lane of a warp arrives; in other builds lane 0 arrives for all, and a __syncwarp(), or
+// the lanes' running in step, orders their loads before it. In a build for it the producer arrives after the copies; in other
+// builds the bytes hold the phase open.
 #ifdef FLASHLANE_RACECHECK
 constexpr int WARP_ARRIVALS = 32;
 __device__ __forceinline__ void mbarrier_expect_tx_before_copies(u32 barrier, u32 bytes) {
@@ -31,7 +32,9 @@ __device__ __forceinline__ void mbarrier_expect_tx_before_copies(u32 barrier, u3
 __device__ __forceinline__ void mbarrier_arrive_after_copies(u32 barrier) { mbarrier_arrive(barrier); }
 #else
 constexpr int WARP_ARRIVALS = 1;
-__device__ __forceinline__ void mbarrier_expect_tx_before_copies(u32 barrier, u32 bytes) { mbarrier_arrive_expect_tx(barrier, bytes); }
+__device__ __forceinline__ void mbarrier_expect_tx_before_copies(u32 barrier, u32 bytes) {
+    mbarrier_arrive_expect_tx(barrier, bytes);
+}
 __device__ __forceinline__ void mbarrier_arrive_after_copies(u32) {}
 #endif
 
@@ -65,14 +68,14 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
 #endif
 }
 
-// One arrival on the barrier at an address of the cluster's shared memory, after all that this thread did or waited for.
-// Costs a fence: without .cluster it would order nothing for a thread of another block (PTX ISA, "Morally strong").
+// One arrival on the mbarrier at an address of the cluster's shared memory, after all that this thread did or waited for.
+// It costs a fence: without .cluster it would order nothing for a thread of another CTA (PTX ISA, "Morally strong").
 __device__ __forceinline__ void mbarrier_arrive_cluster(u32 address) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
 }
 
-// The same without the fence: for a slot that this thread's products have read, or whose loads it has used, and that the
-// copy engine fills again.
+// The same without the fence: for a stage that this thread's products have read, or whose loads it has used, and that TMA
+// fills again.
 __device__ __forceinline__ void mbarrier_arrive_remote(u32 address) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
 }
@@ -87,7 +90,7 @@ __device__ __forceinline__ bool mbarrier_try_wait_cluster(u32 barrier, u32 parit
     return done;
 }
 
-// mbarrier_wait for arrivals from other blocks of the cluster.
+// mbarrier_wait for arrivals from other CTAs of the cluster.
 __device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 parity) {
 #ifdef FLASHLANE_DEBUG
     const long long start = clock64();
@@ -98,8 +101,9 @@ __device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 parity) {
 #endif
 }
 
-// One arrival once all of this thread's cp_async so far have landed (PTX ISA, cp.async.mbarrier.arrive); it is one of
-// those that the barrier was initialised for. They are generic writes: who reads them by wgmma calls fence_proxy_async() first.
+// One arrival once all of this thread's cp_async so far have landed (PTX ISA, cp.async.mbarrier.arrive); it is one of those
+// that the mbarrier was initialised for. They are generic writes: a thread calls fence_proxy_async() before its wgmma reads
+// them.
 __device__ __forceinline__ void mbarrier_arrive_cp_async(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -113,6 +117,5 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Orders this thread's stores to shared memory before what wgmma or the copy engine does there after a barrier.
+// Orders this thread's stores to shared memory before what wgmma or TMA does there after a barrier.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-

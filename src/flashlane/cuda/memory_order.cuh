@@ -1,8 +1,8 @@
-// What one thread did, before what another does in another block of threads (PTX ISA, memory consistency model).
+// Orders what a thread did before what a thread of another CTA does (PTX ISA, memory consistency model).
 #pragma once
 #include "ptx.cuh"
 
-// Of a wait for other blocks of threads: in a debug build one that takes seconds is a hang, and traps.
+// Bounds a wait for other CTAs: in a debug build one that takes seconds is a hang, and traps.
 struct SpinLimit {
 #ifdef FLASHLANE_DEBUG
     const long long start = clock64();
@@ -29,5 +29,5 @@ __device__ __forceinline__ void store_release(int* to, int x) {
 }
 // Makes a relaxed load before it an acquire.
 __device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// What others' copy engines did, before what this thread has its own do.
+// Orders what TMA did for other threads before what it does for this thread.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

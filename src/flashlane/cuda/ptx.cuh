@@ -105,8 +105,10 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
-// A launch that was told to overlap the one before it (flashlane.jit) may begin once all blocks of that one have called
-// griddepcontrol_launch_dependents() or ended. It sees what that one wrote after griddepcontrol_wait(), which waits for its end. Both do
-// nothing in any other launch (PTX ISA, griddepcontrol).
-__device__ __forceinline__ void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Programmatic dependent launch (PTX ISA, griddepcontrol). A launch that was told to overlap the one before it (flashlane.jit)
+// may begin once all CTAs of that one have called griddepcontrol_launch_dependents() or ended. It sees what that one wrote after
+// griddepcontrol_wait(), which waits for its end. Both do nothing in any other launch.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

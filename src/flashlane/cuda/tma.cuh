@@ -1,4 +1,4 @@
-// Copies of boxes of a tensor by the copy engine (PTX ISA, cp.async.bulk.tensor). flashlane.jit.tensormap makes the maps.
+// TMA: copies of boxes of a tensor, and of contiguous bytes (PTX ISA, cp.async.bulk). flashlane.jit.tensormap makes the maps.
 #pragma once
 #include "ptx.cuh"
 
@@ -11,7 +11,7 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Bring the box at coordinates (innermost first) to shared memory; the barrier counts its bytes. Outside is zeros.
+// Loads the box at coordinates (innermost first) to shared memory; the mbarrier counts its bytes. Outside the tensor are zeros.
 __device__ __forceinline__ void tma_load(u32 destination, const TensorMap& map, u32 barrier, int c0, int c1, int c2,
                                          int c3) {
     asm volatile(
@@ -21,13 +21,13 @@ __device__ __forceinline__ void tma_load(u32 destination, const TensorMap& map, 
         : "memory");
 }
 
-// The same into each block of the cluster that has a bit in `blocks`, at the same place; each one's barrier counts.
+// The same into each CTA of the cluster that has a bit in `ctas`, at the same offset; each one's mbarrier counts.
 __device__ __forceinline__ void tma_load_multicast(u32 destination, const TensorMap& map, u32 barrier, int c0, int c1,
-                                                   int c2, int c3, unsigned short blocks) {
+                                                   int c2, int c3, unsigned short ctas) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
-        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(ctas)
         : "memory");
 }
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u
                  : "memory");
 }
 
-// From this block's shared memory to another's, whose barrier counts the bytes. All but `source` are the cluster's addresses.
+// From this CTA's shared memory to the peer's, whose mbarrier counts the bytes. All addresses but `source` are the cluster's.
 __device__ __forceinline__ void bulk_copy(u32 destination, u32 source, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      destination),
@@ -64,6 +64,6 @@ __device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 byt
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Of this thread's groups: shared memory may be written again; the results are in place.
+// Wait for this thread's groups: until shared memory may be written again; until the results are in device memory.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

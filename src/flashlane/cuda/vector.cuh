@@ -36,7 +36,7 @@ struct alignas(SIZE * sizeof(Element)) Pack {
 template <typename Element, bool PACKED>
 constexpr int PACK_SIZE = PACKED ? 16 / int(sizeof(Element)) : 1;
 
-// How an array is cut:     | head: < 1 pack, up to a 16-byte boundary | packs | tail: < 1 pack |
+// Parts of an array:       | head: < 1 pack, up to a 16-byte boundary | packs | tail: < 1 pack |
 // Without packing every element is a pack. Mirrored by flashlane.lessons.common.cut.
 template <typename Element, bool PACKED>
 struct Cut {

@@ -44,7 +44,7 @@ __device__ __forceinline__ u64 wgmma_n_inner(u32 address, u32 chunk_bytes) {
     return (u64(1) << 62) | (u64(1024 >> 4) << 32) | (u64(chunk_bytes >> 4) << 16) | u64((address & 0x3FFFF) >> 4);
 }
 
-// Registers of a thread from here on; of all four warps of a warpgroup alike.
+// Registers of a thread from here on. All four warps of a warpgroup call it with the same count.
 template <int COUNT>
 __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));

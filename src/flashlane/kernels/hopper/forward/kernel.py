@@ -12,16 +12,17 @@ from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import DeviceKernel, Repeat, Resources, memoised, register
 from flashlane.jit import KernelSource, launch, tensormap
-from flashlane.kernels.features import CACHE, PAGED, SCORE_MODIFIERS, VARLEN, unsupported_features
+from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH, ELEMENTS
 from flashlane.kernels.hopper.forward import select, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
 from flashlane.kernels.hopper.forward.launch import ForwardPlan, plain_inputs
+from flashlane.kernels.score import SCORE_FEATURES
 
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_V = 1024
 MAX_LENGTH = 1 << 30
-ABLE = (*SCORE_MODIFIERS, *VARLEN, *CACHE, *PAGED)
+ABLE = (*SCORE_FEATURES, *VARLEN, *CACHE, *PAGED)
 SPILLS_ALLOWED = 320
 """Bytes, stores and loads, all outside the steady loop: tile by tile, for the tallest tiles."""
 FEW_TILES = 8

@@ -16,7 +16,8 @@ struct Mainloop {
     WorkTile tile;                 // of which scores are made
     Seqlen sequence;               // of that tile
     RowLimits limits;
-    float alibi_distance[2], alibi_slope[2];  // query + shift, relative to the first column of n-block 0
+    int alibi_position[2];         // query + shift, relative to the first column of n-block 0: exact, unlike a float
+    float alibi_slope[2];
     RowSoftmax softmax;
     int v_rows = BLOCK_N;          // rows of the next V that are keys; the others are out of bounds and hold anything
     u32 q_fragments[cfg::Q_IN_REGISTERS ? 4 * QK_STEPS : 1];
@@ -126,10 +127,10 @@ struct Mainloop {
             const int row = tile.row + rows.row(half), query = row / PACK_GQA, first_column = 2 * (rows.lane % 4);
             limits.end[half] = mask.end(query) - first_column;
             limits.first[half] = mask.first(query) - first_column;
-            alibi_distance[half] = 0.f, alibi_slope[half] = 0.f;
+            alibi_position[half] = 0, alibi_slope[half] = 0.f;
             if constexpr (Score::ALIBI) {
                 const int head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
-                alibi_distance[half] = query + sequence.shift - first_column;
+                alibi_position[half] = query + sequence.shift - first_column;
                 alibi_slope[half] = Score::slope(p.score, tile.batch, head);
             }
         }
@@ -138,7 +139,7 @@ struct Mainloop {
     __device__ __forceinline__ void softmax_of(int n_block, bool mask, float (&alpha)[2]) {
         float bias[2], distance[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) distance[half] = alibi_distance[half] - n_block * BLOCK_N;
+        for (int half = 0; half < 2; ++half) distance[half] = Score::ALIBI ? alibi_position[half] - n_block * BLOCK_N : 0;
         transform_scores(p.score, s, distance, alibi_slope);
         if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
         softmax.update_max<MASKED>(s, Score::late_scale(p.score), alpha, bias);
