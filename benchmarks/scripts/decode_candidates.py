@@ -6,7 +6,7 @@
 Every candidate is first checked on small odd problems, compiled with waits that trap, in processes of their own: one
 that hangs or faults is left out and takes no other with it. Then the candidates and the peers of a cell are timed
 interleaved, as in decode.py, which has the cells' words. ``auto`` marks what the tables of
-``flashlane.kernels.decode.config`` choose; the last lines say which cells another candidate would have won by how much.
+``flashlane.kernels.decode.select`` choose; the last lines say which cells another candidate would have won by how much.
 Writes decode_candidates.json anew after each cell. Exit status 1 when a candidate was wrong.
 """
 
@@ -36,7 +36,9 @@ from flashlane.bench.measure.roofs import copy_rate
 from flashlane.bench.measure.timing import Settings, clock_for, measure
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.kernels.decode.config import DecodeConfig, Shape, config_for, config_of, items_of, rows_of
+from flashlane.kernels.decode.config import DecodeConfig
+from flashlane.kernels.decode.select import config_for, config_of, output_tiles, rows_of
+from flashlane.kernels.decode.tables import Shape
 from flashlane.reference.naive import reference_attention
 
 FORMAT = "flashlane-decode-candidates/1"
@@ -48,22 +50,21 @@ WRONG = 2e-2
 """Largest error of a bf16 output of normal values, and of its LSE."""
 
 
-def _of_rows(warps_m: int, teams: int, keys: int) -> dict[str, Shape]:
+def _of_rows(warps_m: int, groups: int, keys: int) -> dict[str, Shape]:
     """Candidates for tiles of 16 × warps_m rows, by name."""
-    boxes = Shape(warps_m, teams, keys=keys, boxes=True)
-    found = {"rows": Shape(warps_m, teams), "rows 2/SM": Shape(warps_m, max(1, teams // 2), 2)}
-    found |= {f"boxes c{size}": Shape(warps_m, teams, keys=keys, boxes=True, cluster=size) for size in (1, 2, 4, 8)}
-    stream = {
-        "stream": (teams, keys, 1),
-        "stream half": (teams // 2, keys, 1),
-        "stream wide": (teams // 2, 2 * keys, 1),
+    found = {"cp.async": Shape(warps_m, groups), "cp.async 2/SM": Shape(warps_m, max(1, groups // 2), 2)}
+    found |= {f"TMA c{size}": Shape(warps_m, groups, block_n=keys, tma=True, cluster=size) for size in (1, 2, 4, 8)}
+    stream_k = {
+        "stream-K": (groups, keys, 1),
+        "stream-K half": (groups // 2, keys, 1),
+        "stream-K wide": (groups // 2, 2 * keys, 1),
+        "stream-K 2/SM": (groups // 2, keys, 2),
     }
-    stream |= {"stream 2/SM": (teams // 2, keys, 2)}
     found |= {
-        name: Shape(warps_m, of, blocks, of_keys, boxes=True, stream=True)
-        for name, (of, of_keys, blocks) in stream.items()
+        name: Shape(warps_m, of, ctas, of_keys, tma=True, stream_k=True)
+        for name, (of, of_keys, ctas) in stream_k.items()
     }
-    return found | {"boxes 2/SM": Shape(boxes.warps_m, teams // 2, 2, keys, boxes=True)}
+    return found | {"TMA 2/SM": Shape(warps_m, groups // 2, 2, keys, tma=True)}
 
 
 CANDIDATES = {16: _of_rows(1, 8, 16), 32: _of_rows(2, 4, 32)}
@@ -73,7 +74,7 @@ PAGES = (0, 16, 64)
 
 
 def cells() -> list[Cell]:
-    """The cells on which candidates differ, or miss a bar."""
+    """The cells on which candidates differ, or miss a target."""
     k = 1024
     found = [Cell(1, k, graph=True), Cell(1, 8 * k, graph=True), Cell(16, k, graph=True)]
     found += [Cell(batch, n * k) for batch, n in ((1, 64), (1, 128), (4, 32), (16, 8), (16, 32), (64, 1), (64, 4))]
@@ -89,7 +90,7 @@ def candidates(problem: AttentionProblem) -> dict[str, DecodeConfig]:
     found: dict[str, DecodeConfig] = {}
     for name, shape in CANDIDATES.get(tile, {}).items():
         config = config_of(problem, shape)
-        held = items_of(problem, tile) * shape.cluster <= 132
+        held = output_tiles(problem, tile) * shape.cluster <= 132
         if config is not None and config not in found.values() and (shape.cluster <= 1 or held):
             found[name] = config
     return found
@@ -140,7 +141,7 @@ def wrong(config: DecodeConfig, problem: AttentionProblem, inputs: Inputs, split
     worst_lse = float(difference.nan_to_num(nan=torch.inf).max())
     if worst < WRONG and worst_lse < WRONG:
         return ""
-    return f"{problem.describe()}, {splits or 'its own'} parts: off by {worst:.3g}, LSE by {worst_lse:.3g}"
+    return f"{problem.describe()}, {splits or 'its own'} splits: off by {worst:.3g}, LSE by {worst_lse:.3g}"
 
 
 def check(names: Sequence[str]) -> None:
@@ -213,7 +214,7 @@ class Checks:
 def check_all() -> dict[str, str]:
     """What is wrong with each candidate, or an empty text; those that wait for nobody apart from those that do."""
     every = [f"{rows}:{name}" for rows, shapes in CANDIDATES.items() for name in shapes]
-    groups = [[name for name in every if f":{word}" in name] for word in ("rows", "boxes", "stream")]
+    groups = [[name for name in every if f":{word}" in name] for word in ("cp.async", "TMA", "stream-K")]
     until = time.monotonic() + CHECK_SECONDS
     started = [Checks.start(group) for group in groups]
     return {name: words for checks in started for name, words in checks.faults(until).items()}

@@ -31,6 +31,15 @@ class ScoreConfig:
         """What a problem needs, and no more."""
         return cls(softcap=problem.softcap > 0, alibi=problem.alibi, sinks=problem.sinks)
 
+    @classmethod
+    def run_time(cls, transformed: bool) -> ScoreConfig:
+        """Every modifier, for a kernel that finds out at run time which ones a call has.
+
+        Args:
+            transformed: whether calls may have those that :attr:`transformed` speaks of.
+        """
+        return cls(softcap=transformed, alibi=transformed, sinks=True)
+
     @property
     def transformed(self) -> bool:
         """Whether scores change before the row maximum is taken, so that the scale cannot wait for the exponent."""
@@ -107,3 +116,13 @@ def plain_score_inputs(inputs: Inputs) -> Inputs:
             if plain is not tensor:
                 changes[name] = plain
     return replace(inputs, **changes) if changes else inputs
+
+
+def run_time_score_inputs(inputs: Inputs) -> Inputs:
+    """The same inputs, with sinks in f32 or in the operands' type: what kernels that find out at run time read."""
+    import torch
+
+    sinks = inputs.sinks
+    if sinks is None or sinks.dtype in (torch.float32, inputs.q.dtype):
+        return inputs
+    return replace(inputs, sinks=sinks.float())

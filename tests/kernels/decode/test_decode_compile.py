@@ -18,16 +18,10 @@ from flashlane import jit
 from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import tensormap
-from flashlane.kernels.decode import config as rules
 from flashlane.kernels.decode import decode
-from flashlane.kernels.decode.config import (
-    DecodeConfig,
-    config_for,
-    split_count,
-    splits_for,
-    stream_blocks,
-    stream_shares,
-)
+from flashlane.kernels.decode import select as rules
+from flashlane.kernels.decode.config import DecodeConfig
+from flashlane.kernels.decode.select import config_for, split_count, splits_for, stream_k_ctas, stream_k_ranges
 from flashlane.kernels.tile_layout import TileLayout
 from flashlane.reference.naive import reference_attention
 
@@ -74,31 +68,31 @@ def test_compiles_without_spills(change: dict[str, Any], arch: str) -> None:
     counts = jit.instruction_counts(compiled.cubin) if arch == "sm_90a" else None
     if counts is not None:
         assert counts["HMMA"] > 0 and counts["LDSM"] > 0 and counts["LDGSTS"] > 0 and counts["MUFU.EX2"] > 0
-        assert (counts.get("UTMALDG", 0) > 0) == config.boxes
+        assert (counts.get("UTMALDG", 0) > 0) == config.tma
         assert counts.get("STL", 0) == counts.get("LDL", 0) == 0
 
 
 def test_shared_memory_by_hand() -> None:
-    """Four teams of three stages of 16 rows of K and V; or 128 parts' statistics; 16 rows of Q; teams' statistics."""
-    config = DecodeConfig("bf16", 128, 128, warps_m=1, teams=4, stages=3)
+    """Four warp groups of three stages of 16 rows of K and V; or 128 splits' statistics; 16 rows of Q; statistics."""
+    config = DecodeConfig("bf16", 128, 128, warps_m=1, warp_groups=4, stages=3)
     assert config.shared_memory == 4 * 3 * 2 * 16 * 256 + 16 * 256 + 4 * 16 * 8 + 16
     small = replace(config, head_dim=16, head_dim_v=16, stages=2)
     assert small.shared_memory == 16 * 128 * 8 + 16 * 32 + 4 * 16 * 8 + 16
     assert replace(small, cluster=8).shared_memory == small.shared_memory + 16 * (8 + 4 * 32)
 
 
-def test_shared_memory_of_boxes_by_hand() -> None:
+def test_shared_memory_with_tma_by_hand() -> None:
     """Three stages of 128 rows of two planes each of K and V; Q; statistics; six barriers; four announced works."""
-    config = DecodeConfig("bf16", 128, 128, warps_m=1, teams=8, stages=3, boxes=True, box_rows=128)
+    config = DecodeConfig("bf16", 128, 128, warps_m=1, warp_groups=8, stages=3, tma=True, box_rows=128)
     assert config.shared_memory == 3 * 4 * 128 * 128 + 16 * 256 + 8 * 16 * 8 + 16 + 6 * 8
-    assert replace(config, stream=True).shared_memory == config.shared_memory + 8 * 8 + 4 * 144
-    assert config.threads == 9 * 32 and config.max_parts == 65536 // 128
+    assert replace(config, stream_k=True).shared_memory == config.shared_memory + 8 * 8 + 4 * 144
+    assert config.threads == 9 * 32 and config.max_splits == 65536 // 128
     assert replace(config, head_dim=80).stage_bytes == config.stage_bytes  # a plane that is not full has its place
     assert config.team_sums == config.stage_bytes  # they lie where the last step's keys were
 
 
 def test_rows_of_tiles_are_read_without_bank_conflicts() -> None:
-    """And chunks that share a sector stay together: cp.async would fetch a sector twice that it writes to two."""
+    """And the chunks of a sector stay side by side: cp.async would fetch a sector twice that it writes to two."""
     for columns in range(16, 257, 16):
         layout = TileLayout(columns, True)
         assert all(layout.conflicts(row, chunk) == 0 for row in (0, 8) for chunk in range(columns // 8))
@@ -119,57 +113,57 @@ def test_the_swizzle_is_that_of_the_copy_engine() -> None:
 
 
 def test_bytes_in_flight_hide_the_latency() -> None:
-    """Every shape keeps what an SM's share of the copy rate needs under way, if shared memory allows it at all."""
+    """Every shape keeps in flight what an SM's part of the copy rate needs, if shared memory allows it at all."""
     needed = 4.29e12 / 132 * 1.0e-6
     for head_dim, rows, items in itertools.product((64, 128, 192, 256), (1, 8, 16), (1, 64)):
         config = config_for(replace(BASE, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=rows, batch=items))
-        rings = 1 if config.boxes else config.teams
-        assert config.min_blocks * rings * (config.stages - 1) * config.stage_bytes > needed
+        pipelines = 1 if config.tma else config.warp_groups
+        assert config.min_blocks * pipelines * (config.stages - 1) * config.stage_bytes > needed
 
 
 @pytest.mark.parametrize("uneven", [False, True])
 def test_split_counts_are_possible(uneven: bool) -> None:
-    for items, steps, slots in itertools.product(
+    for tiles, steps, resident in itertools.product(
         (1, 3, 8, 66, 100, 512, 5000), (0, 1, 7, 64, 1024, 8192), (1, 132, 264)
     ):
-        splits = split_count(items, steps, slots, uneven)
+        splits = split_count(tiles, steps, resident, uneven)
         assert 1 <= splits <= max(1, min(rules.MAX_SPLITS, steps))
-        if uneven and items >= rules.UNEVEN_WAVES * slots:
+        if uneven and tiles >= rules.UNEVEN_WAVES * resident:
             assert splits == 1
 
 
-def estimate(items: int, steps: int, slots: int, splits: int) -> float:
-    """The cost that split_count describes, written out again: waves of parts, the start of each, the adding up."""
+def estimate(tiles: int, steps: int, resident: int, splits: int) -> float:
+    """The cost that split_count describes, written out again: waves of splits, the start of each, the combine."""
     each = math.ceil(steps / splits)
-    waves = items * math.ceil(steps / each) / slots
+    waves = tiles * math.ceil(steps / each) / resident
     last = math.ceil(waves) - waves
     busy = max(waves, rules.BUSY) if waves <= 1 else waves + rules.TAIL * last
     cost = each * busy + rules.START_STEPS * math.ceil(waves)
-    return cost + (rules.PARTS_STEPS + rules.PART_STEPS * splits) * (splits > 1)
+    return cost + (rules.COMBINE_STEPS + rules.SPLIT_STEPS * splits) * (splits > 1)
 
 
 def test_split_count_is_the_cheapest() -> None:
-    for items, steps, slots in itertools.product((1, 5, 8, 40, 100, 130, 300, 512), (1, 8, 33, 512), (66, 132, 264)):
-        best = min(estimate(items, steps, slots, splits) for splits in range(1, min(steps, 128) + 1))
-        assert estimate(items, steps, slots, split_count(items, steps, slots)) == pytest.approx(best)
+    for tiles, steps, resident in itertools.product((1, 5, 8, 40, 100, 130, 300, 512), (1, 8, 33, 512), (66, 132, 264)):
+        best = min(estimate(tiles, steps, resident, splits) for splits in range(1, min(steps, 128) + 1))
+        assert estimate(tiles, steps, resident, split_count(tiles, steps, resident)) == pytest.approx(best)
 
 
-def chosen(boxes: bool = True, **change: Any) -> tuple[int, int, int] | int:
-    """Teams, blocks of a cluster and parts that an H200 runs a problem with; or the blocks of a stream."""
+def chosen(tma: bool = True, **change: Any) -> tuple[int, int, int] | int:
+    """Warp groups, CTAs of a cluster and splits that an H200 runs a problem with; or the CTAs of stream-K."""
     problem = replace(BASE, **change)
-    config = config_for(problem, boxes)
-    if config.stream:
-        return stream_blocks(problem, config, 132 * config.min_blocks)
-    items = rules.items_of(problem, config.rows)
-    return config.teams, config.cluster, splits_for(problem, config, items, 132 * config.min_blocks)
+    config = config_for(problem, tma)
+    if config.stream_k:
+        return stream_k_ctas(problem, config, 132 * config.min_blocks)
+    items = rules.output_tiles(problem, config.rows)
+    return config.warp_groups, config.cluster, splits_for(problem, config, items, 132 * config.min_blocks)
 
 
 def test_what_an_h200_runs_row_by_row() -> None:
     """The choices that docs/notebook/0004-decode.md measured as the fastest of those that copy rows."""
-    rows = functools.partial(chosen, boxes=False)
+    rows = functools.partial(chosen, tma=False)
     assert rows(seqlen_k=1024) == (8, 8, 1)  # one cluster an item: no work space
-    assert rows() == (8, 2, 8)  # 128 large blocks
-    assert rows(batch=64, seqlen_k=1024) == (4, 1, 1)  # more items than SMs: two small blocks an SM
+    assert rows() == (8, 2, 8)  # 128 large CTAs
+    assert rows(batch=64, seqlen_k=1024) == (4, 1, 1)  # more tiles than SMs: two small CTAs an SM
     assert rows(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # unknown lengths: two waves
     assert rows(seqlen_q=8) == (4, 2, 8)
 
@@ -179,15 +173,15 @@ def test_what_an_h200_runs() -> None:
     assert chosen(seqlen_k=1024) == (8, 8, 1)  # one cluster an item: no work space
     assert chosen(seqlen_k=1024, batch=2) == (8, 4, 1)
     assert chosen(seqlen_k=1024, batch=4) == (8, 2, 1)
-    assert chosen() == (8, 2, 8)  # 128 large blocks
+    assert chosen() == (8, 2, 8)  # 128 large CTAs
     assert chosen(batch=16, seqlen_k=8192) == (8, 1, 1)
     assert chosen(seqlen_k=8192) == (8, 8, 1)
-    assert chosen(batch=64, seqlen_k=1024) == (4, 1, 1)  # more items than SMs: two small blocks an SM
+    assert chosen(batch=64, seqlen_k=1024) == (4, 1, 1)  # more tiles than SMs: two small CTAs an SM
     assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # unknown lengths: two waves
     assert chosen(seqused_k=True) == chosen()  # of one sequence they cannot differ
     assert chosen(seqlen_q=8) == (4, 2, 8)
-    assert chosen(page_size=17) == chosen(boxes=False, page_size=17)  # no box fits such pages
-    assert chosen(seqlen_q=16) == chosen(boxes=False, seqlen_q=16)
+    assert chosen(page_size=17) == chosen(tma=False, page_size=17)  # no TMA box fits such pages
+    assert chosen(seqlen_q=16) == chosen(tma=False, seqlen_q=16)
     assert chosen(window_left=100, window_right=0) == (8, 1, 1)  # a window is one step
 
 
@@ -243,7 +237,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     monkeypatch.setattr(jit, "compile", lambda source, arch, debug: source)
     monkeypatch.setattr(tensormap, "encode", lambda tensor_map: described.append(tensor_map) or bytes(128))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
-    monkeypatch.setattr(decode, "_arrivals", lambda count, device: torch.zeros(count, dtype=torch.int32))
+    monkeypatch.setattr(decode, "counters_of", lambda *given: torch.zeros(given[2], dtype=torch.int32))
     registry.changed()
     yield found
     registry.changed()
@@ -257,7 +251,7 @@ def test_what_a_launch_is_given(launches: list[tuple[Any, ...]]) -> None:
     inputs = Inputs(q, pages, pages, sinks=sinks, alibi_slopes=slopes, block_table=table, seqused_k=used)
     problem = AttentionProblem.from_inputs(inputs, causal=True, softcap=10.0).on("sm_90a")
     out, lse = torch.empty(3, 5, 8, 128, dtype=torch.float16), torch.empty(3, 8, 5)
-    config = rules.config_of(problem, rules.Shape(2, 4, keys=32, boxes=True, cluster=2))
+    config = rules.config_of(problem, rules.Shape(2, 4, block_n=32, tma=True, cluster=2))
     KERNEL.run(config, problem, inputs, out, lse, splits=3)
     ((grid, block, shared, params, _),) = launches
     assert rules.rows_of(problem) == 20 and config.rows == 32 and config.pages == "whole"
@@ -270,17 +264,17 @@ def test_what_a_launch_is_given(launches: list[tuple[Any, ...]]) -> None:
     assert strides == q.stride()
     assert (params.attention.k_batch, params.attention.k_row) == pages.stride()[:2]
     assert (params.attention.seqlen_k, params.attention.group, params.kv_heads) == (13 * 16, 4, 2)
-    assert (params.cache.block_table, params.cache.table_batch, params.cache.page_size) == (table.data_ptr(), 13, 16)
-    assert params.cache.seqused_k == used.data_ptr() and params.cache.leftpad_k is None
-    assert (params.alibi_slopes, params.alibi_batch, params.sinks_are_float) == (slopes.data_ptr(), 8, 1)
-    assert params.softcap_log2 == pytest.approx(10 * math.log2(math.e))
-    assert params.split.splits == 3 and params.split.arrivals and params.total_q == -1 and not params.alike
+    assert (params.seqlen.block_table, params.seqlen.table_batch, params.seqlen.page_size) == (table.data_ptr(), 13, 16)
+    assert params.seqlen.seqused_k == used.data_ptr() and params.seqlen.leftpad_k is None
+    assert (params.score.alibi, params.score.alibi_batch, params.score.sinks_are_float) == (slopes.data_ptr(), 8, 1)
+    assert params.score.softcap_log2 == pytest.approx(10 * math.log2(math.e))
+    assert params.split.splits == 3 and params.split.arrivals and params.total_q == -1 and not params.equal_lengths
     assert [n * params.group_inverse >> 32 for n in range(100)] == [n // 4 for n in range(100)]
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_parts_are_as_many_as_are_asked_for(launches: list[tuple[Any, ...]], paged: bool) -> None:
-    """On the same grid of parts, by the same blocks of threads, whatever the batch; at most one a step of 128 keys."""
+def test_splits_are_as_many_as_are_asked_for(launches: list[tuple[Any, ...]], paged: bool) -> None:
+    """On the same grid of splits, by the same CTAs, whatever the batch; at most one split a step of 128 keys."""
     given = {}
     for batch, num_splits in itertools.product((1, 3, 64), (0, 1, 3, 8, 1000)):
         q, k = torch.zeros(batch, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(batch, 2000, 2, 128).bfloat16()
@@ -300,39 +294,39 @@ def test_parts_are_as_many_as_are_asked_for(launches: list[tuple[Any, ...]], pag
     assert len({given[batch, 0] for batch in (1, 3, 64)}) > 1  # what is asked for with 0 follows the batch
 
 
-def test_parts_asked_for_are_the_only_ones() -> None:
-    """No blocks of a cluster or of a stream share keys beside them; most are as many as there is room for."""
+def test_splits_asked_for_are_the_only_ones() -> None:
+    """Keys are divided over no cluster and by no stream-K; most splits are as many as there is room for."""
     for num_splits, arch, change in itertools.product((1, 7, 500), ("sm_80", "sm_90a", "sm_120"), CORNERS):
         problem = replace(BASE, arch=arch, **(change | {"num_splits": num_splits}))
         found = {config_for(replace(problem, batch=batch)) for batch in (1, 2, 16, 500)}
         (config,) = found
-        assert config.cluster == 1 and not config.stream and not config.boxes
+        assert config.cluster == 1 and not config.stream_k and not config.tma
         steps = -(-problem.seqlen_k // config.step)
-        for items, slots in itertools.product((1, 8, 5000), (66, 264)):
-            assert splits_for(problem, config, items, slots) == min(num_splits, 128, steps)
+        for items, resident in itertools.product((1, 8, 5000), (66, 264)):
+            assert splits_for(problem, config, items, resident) == min(num_splits, 128, steps)
     assert splits_for(replace(BASE, seqlen_k=0, num_splits=3), config, 8, 132) == 1
     window = replace(BASE, num_splits=9, window_left=400, window_right=0)
     assert splits_for(window, config, 8, 132) == -(-401 // config.step) + 1 < 9  # it may begin within a step
 
 
-def test_a_configuration_that_shares_keys_otherwise_is_refused(launches: list[tuple[Any, ...]]) -> None:
+def test_a_configuration_that_divides_keys_otherwise_is_refused(launches: list[tuple[Any, ...]]) -> None:
     q, k = torch.zeros(4, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 500, 8, 128, dtype=torch.bfloat16)
     problem = AttentionProblem.from_inputs(Inputs(q, k, k), num_splits=1).on("sm_90a")
-    for shape in (rules.Shape(1, 8, boxes=True, stream=True), rules.Shape(1, 8, cluster=2)):
+    for shape in (rules.Shape(1, 8, tma=True, stream_k=True), rules.Shape(1, 8, cluster=2)):
         config = rules.config_of(problem, shape)
-        with pytest.raises(ValueError, match=r"config is .* no stream and no clusters, as num_splits is 1"):
+        with pytest.raises(ValueError, match=r"config is .* no stream-K and no clusters, as num_splits is 1"):
             KERNEL.run(config, problem, Inputs(q, k, k), torch.empty_like(q), torch.empty(4, 8, 1))
     assert launches == []
 
 
-def test_a_stream_is_launched_once_an_sm(launches: list[tuple[Any, ...]]) -> None:
+def test_stream_k_is_launched_once_an_sm(launches: list[tuple[Any, ...]]) -> None:
     q, k = torch.zeros(64, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(64, 500, 8, 128, dtype=torch.bfloat16)
     problem = AttentionProblem.from_inputs(Inputs(q, k, k)).on("sm_90a")
-    stream = rules.config_of(problem, rules.Shape(1, 8, keys=16, boxes=True, stream=True))
+    stream = rules.config_of(problem, rules.Shape(1, 8, block_n=16, tma=True, stream_k=True))
     for _ in range(2):
         KERNEL.run(stream, problem, Inputs(q, k, k), torch.empty_like(q), torch.empty(64, 8, 1))
     (grid, block, _, params, _), _ = launches
-    assert grid == (132, 1, 1) and block == (288, 1, 1) and params.alike and params.split.out
+    assert grid == (132, 1, 1) and block == (288, 1, 1) and params.equal_lengths and params.split.out
     assert len(described) == 2  # K and V once, whatever the number of calls
     assert described[0].sizes == (128, 500, 8, 64) and described[0].box == (64, 128, 1, 1)
 
@@ -345,46 +339,46 @@ def test_rows_are_copied_where_the_copy_engine_cannot_read(launches: list[tuple[
     out, lse = torch.empty_like(q), torch.empty(2, 8, 1)
     assert KERNEL.config(problem).boxes
     KERNEL.forward(problem, inputs, out, lse)
-    assert launches[0][1] == (config_for(problem, boxes=False).threads, 1, 1) and not described
+    assert launches[0][1] == (config_for(problem, tma=False).threads, 1, 1) and not described
     with pytest.raises(ValueError, match="by 0"):
         KERNEL.run(KERNEL.config(problem), problem, inputs, out, lse)
 
 
-@pytest.mark.parametrize("alike", [False, True])
-def test_a_stream_covers_every_step_once(alike: bool) -> None:
-    """Its blocks have shares of one size; the parts of an item agree on their number and have slots of their own."""
+@pytest.mark.parametrize("equal_lengths", [False, True])
+def test_stream_k_covers_every_step_once(equal_lengths: bool) -> None:
+    """Its CTAs have ranges of one size; the splits of a tile agree on their number and have partials of their own."""
     draw = random.Random(5)
     for _ in range(300):
-        batch, heads, blocks = draw.choice((1, 2, 16, 70)), draw.choice((1, 3, 8)), draw.choice((1, 7, 132, 264))
+        batch, heads, ctas = draw.choice((1, 2, 16, 70)), draw.choice((1, 3, 8)), draw.choice((1, 7, 132, 264))
         longest = draw.choice((1, 8, 64, 513))
-        units = [longest] * batch if alike else [draw.randint(1, longest) for _ in range(batch)]
-        shares = stream_shares(units, heads, blocks, alike)
-        assert len(shares) == blocks
+        units = [longest] * batch if equal_lengths else [draw.randint(1, longest) for _ in range(batch)]
+        ranges = stream_k_ranges(units, heads, ctas, equal_lengths)
+        assert len(ranges) == ctas
         items: dict[tuple[int, int], list[rules.Segment]] = {}
         written: list[int] = []
-        for number, segments in enumerate(shares):
-            assert sum(s.steps for s in segments) * 16 <= max(1, -(-sum(units) * heads // blocks)) * 17
+        for number, segments in enumerate(ranges):
+            assert sum(s.steps for s in segments) * 16 <= max(1, -(-sum(units) * heads // ctas)) * 17
             for s in segments:
                 items.setdefault((s.sequence, s.head), []).append(s)
-                if s.parts > 1:
-                    assert s.slots[s.part] // 2 == number
-                    written.append(s.slots[s.part])
+                if s.splits > 1:
+                    assert s.partials[s.split] // 2 == number
+                    written.append(s.partials[s.split])
         assert len(items) == batch * heads and len(written) == len(set(written))
         for (sequence, _), parts in items.items():
-            assert [s.part for s in parts] == list(range(len(parts))) and {s.parts for s in parts} == {len(parts)}
-            assert len({s.slots for s in parts}) == 1 and len(parts[0].slots) == len(parts)
+            assert [s.split for s in parts] == list(range(len(parts))) and {s.splits for s in parts} == {len(parts)}
+            assert len({s.partials for s in parts}) == 1 and len(parts[0].partials) == len(parts)
             ends = [0, *itertools.accumulate(s.steps for s in parts)]
             assert [s.step for s in parts] == ends[:-1] and ends[-1] == units[sequence]
 
 
-def test_shares_of_a_stream_end_where_items_end() -> None:
-    """64 sequences of 1k keys on an H200: four whole items for each of 128 blocks; 8 heads of 64k: 16 parts each."""
-    whole = stream_shares([8] * 64, 8, 132, alike=True)
+def test_ranges_of_stream_k_end_where_tiles_end() -> None:
+    """64 sequences of 1k keys on an H200: four whole tiles for each of 128 CTAs; 8 heads of 64k: 16 splits each."""
+    whole = stream_k_ranges([8] * 64, 8, 132, equal_lengths=True)
     assert [len(segments) for segments in whole] == [4] * 128 + [0] * 4
-    assert all(s.parts == 1 for segments in whole for s in segments)
-    split = stream_shares([512], 8, 132, alike=True)
+    assert all(s.splits == 1 for segments in whole for s in segments)
+    split = stream_k_ranges([512], 8, 132, equal_lengths=True)
     assert [[s.steps for s in segments] for segments in split] == [[32]] * 128 + [[]] * 4
-    uneven = stream_shares(range(1, 65), 8, 132, alike=False)
+    uneven = stream_k_ranges(range(1, 65), 8, 132, equal_lengths=False)
     assert {sum(s.steps for s in segments) for segments in uneven[:-1]} == {127}
 
 

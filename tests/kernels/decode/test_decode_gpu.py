@@ -12,7 +12,8 @@ from problems import PLAIN
 
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.kernels.decode.config import Shape, config_of, rows_of
+from flashlane.kernels.decode.select import config_of, rows_of
+from flashlane.kernels.decode.tables import Shape
 
 pytestmark = pytest.mark.gpu
 KERNEL = registry.get("decode(split-kv)")
@@ -43,7 +44,7 @@ def test_agrees_with_the_reference(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_splits", [1, 3, 8, 128])
-def test_agrees_with_the_reference_in_parts_asked_for(num_splits: int) -> None:
+def test_agrees_with_the_reference_in_splits_asked_for(num_splits: int) -> None:
     for item in draw(12, seed=2000 + num_splits):
         problem, inputs = item.build(CUDA)
         fault = faults(problem, inputs, *run(replace(problem, num_splits=num_splits), inputs))
@@ -52,11 +53,11 @@ def test_agrees_with_the_reference_in_parts_asked_for(num_splits: int) -> None:
 
 SHAPES = (
     Shape(1, 8),
-    Shape(1, 8, boxes=True, cluster=4),
-    Shape(1, 8, boxes=True, stream=True),
-    Shape(1, 4, 2, boxes=True, stream=True),
-    Shape(2, 4, keys=32, boxes=True),
-    Shape(2, 4, keys=32, boxes=True, stream=True),
+    Shape(1, 8, tma=True, cluster=4),
+    Shape(1, 8, tma=True, stream_k=True),
+    Shape(1, 4, 2, tma=True, stream_k=True),
+    Shape(2, 4, block_n=32, tma=True),
+    Shape(2, 4, block_n=32, tma=True, stream_k=True),
 )
 
 
@@ -91,7 +92,7 @@ TOKENS = LONG.changed(seqlen_q=8, page_size=64, seed=30)
 
 @pytest.mark.parametrize("item", [LONG, TOKENS, LONG.changed(head_dim=256, head_dim_v=256, dtype=torch.float16)])
 def test_repeats_to_the_bit(item: Drawn) -> None:
-    """Whichever block comes last adds the parts up in their order."""
+    """Whichever CTA arrives last combines the splits in their order."""
     problem, inputs = item.build(CUDA)
     first = run(problem, inputs)
     assert faults(problem, inputs, *first) is None

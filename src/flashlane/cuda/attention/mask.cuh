@@ -81,3 +81,13 @@ __device__ __forceinline__ void mask_outside(float& score, u32 distance, u32 vis
                  : "+f"(score)
                  : "r"(distance), "r"(visible));
 }
+
+// The scores of one of a thread's two rows, whose query sees the keys first <= key < end; `key` is the thread's first one.
+template <int N>
+__device__ __forceinline__ void mask_row(float (&s)[N], int half, int first, int end, int key) {
+    const u32 visible = max(end - first, 0), distance = key - first;
+#pragma unroll
+    for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) mask_outside(s[n * 4 + half * 2 + i], distance + n * 8 + i, visible);
+}

@@ -36,6 +36,29 @@ __device__ __forceinline__ float update_row_max(float& row_max, float found, flo
     return ex2(update ? (old - now) * scale_log2 : 0.f);
 }
 
+// The maximum of a block's scores in one of a thread's two rows, over the thread's own columns.
+template <int N>
+__device__ __forceinline__ float row_max(const float (&s)[N], int half) {
+    float found = s[half * 2];
+#pragma unroll
+    for (int n = 0; n < N / 4; ++n) found = fmaxf(found, fmaxf(s[n * 4 + half * 2], s[n * 4 + half * 2 + 1]));
+    return found;
+}
+
+// The scores of that row become 2^((S − max) · scale), and are added to the sum.
+template <int N>
+__device__ __forceinline__ void exponentiate_row(float (&s)[N], int half, float max, float scale_log2, float& sum) {
+    const float offset = max == -INF ? 0.f : max * scale_log2;
+#pragma unroll
+    for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float& x = s[n * 4 + half * 2 + i];
+            x = ex2(fmaf(x, scale_log2, -offset));
+            sum += x;
+        }
+}
+
 // Maximum and sum of a thread's two rows, over the thread's own columns, and the softmax of one block of N accumulators.
 //
 // This form has its own update: a block without a masked score needs no test for −∞, and the maxima of even and odd columns

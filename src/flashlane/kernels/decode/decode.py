@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -13,43 +13,29 @@ from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import DeviceKernel, Resources, memoised, register
 from flashlane.jit import KernelSource, tensormap
-from flashlane.kernels.decode.config import (
-    PLANE,
-    DecodeConfig,
-    config_for,
-    lengths_differ,
-    rows_of,
-    splits_for,
-    stream_blocks,
-)
+from flashlane.jit.launch_pool import counters_of
+from flashlane.kernels.decode.config import PLANE, DecodeConfig
+from flashlane.kernels.decode.select import config_for, lengths_differ, rows_of, splits_for, stream_k_ctas
 from flashlane.kernels.device_file import device_code
-from flashlane.kernels.params import LOG2_E, AttentionParams, attention_params, check_outputs, unsupported_features
+from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
+from flashlane.kernels.params import AttentionParams, attention_params, check_outputs
+from flashlane.kernels.score import ScoreConfig, ScoreParams, run_time_score_inputs
+from flashlane.kernels.seqlen import SeqlenParams
 
 SOURCE = "kernels/decode/decode.cu"
-"""Device files beside it, which it includes as ``decode_<name>.cuh``."""
+"""Its entry; the device files beside it hold the tile scheduler, the producer, the consumer and the combine."""
 MAX_HEAD_DIM = 256
 MAX_BATCH = 65535
 """The grid's z."""
 MAX_GROUP = 1 << 15
-"""Heads by which rows are divided exactly in 32 bits."""
+"""Largest group of heads by which 32 bits divide rows exactly."""
 FEW_ROWS = 64
 """Rows (query tokens × heads of a group) up to which K and V are read once, and this kernel is the fastest."""
-ABLE = ("alibi", "sinks", "varlen", "softcap", "seqused_k", "leftpad_k", "batch_idx", "page_size")
-
-
-class _Cache(ctypes.Structure):
-    """Mirror of CacheParams in ``cuda/cache.cuh``."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k")),
-        *((name, ctypes.c_void_p) for name in ("batch_idx", "block_table")),
-        *((name, ctypes.c_longlong) for name in ("table_batch", "table_page")),
-        *((name, ctypes.c_int) for name in ("page_size", "bottom_right")),
-    ]
+ABLE = (*(field.name for field in fields(ScoreConfig)), *VARLEN, *CACHE, *PAGED)
 
 
 class _Split(ctypes.Structure):
-    """Mirror of SplitParams in ``cuda/split.cuh``."""
+    """Mirror of ``SplitParams`` in ``tiles.cuh``."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("out", "statistics", "arrivals")),
@@ -58,19 +44,15 @@ class _Split(ctypes.Structure):
 
 
 class DecodeParams(ctypes.Structure):
-    """Mirror of Params in ``decode.cu``."""
+    """Mirror of ``Params`` in ``tiles.cuh``."""
 
     _fields_ = [
         ("attention", AttentionParams),
-        ("cache", _Cache),
+        ("seqlen", SeqlenParams),
+        ("score", ScoreParams),
         ("split", _Split),
-        ("alibi_slopes", ctypes.c_void_p),
-        *((name, ctypes.c_longlong) for name in ("alibi_batch", "alibi_head")),
-        ("sinks", ctypes.c_void_p),
-        ("sink_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("sinks_are_float", "kv_heads", "row_blocks", "total_q", "alike")),
+        *((name, ctypes.c_int) for name in ("kv_heads", "m_blocks", "total_q", "equal_lengths")),
         ("group_inverse", ctypes.c_uint),
-        *((name, ctypes.c_float) for name in ("softcap_log2", "softcap_inverse2")),
     ]
 
 
@@ -85,7 +67,7 @@ class Decode(DeviceKernel):
 
     tag = "decode(split-kv)"
     family = "decode"
-    summary = "few queries over a long cache: query heads share tiles, keys are split over blocks, one launch"
+    summary = "few queries over a long cache: query heads share tiles, keys are split over CTAs, one launch"
     source = "Dao et al. 2023 (Flash-Decoding); PTX ISA mma.sync.m16n8k16, cp.async, cp.async.bulk.tensor"
     priority = 4
 
@@ -150,12 +132,13 @@ class Decode(DeviceKernel):
 
         Args:
             config, problem, inputs, out, lse: as :meth:`forward` has them.
-            splits: most parts of an item, or of a stream blocks an item; None for the problem's or the heuristic's.
+            splits: most splits of an output tile, or with stream-K CTAs a tile; None for the problem's or the
+                heuristic's.
             debug: compile with waits that trap after seconds, so that a hang is an error.
 
         Raises:
-            ValueError: the configuration reads K and V by the copy engine, which cannot read them as they lie; or it
-                shares keys beside the parts, and the problem says how many there are.
+            ValueError: the configuration reads K and V by TMA, which cannot read them as they lie; or it divides keys
+                otherwise than by splits, and the problem says how many splits there are.
         """
         _launch(config, problem, inputs, out, lse, splits, debug)
 
@@ -180,34 +163,34 @@ class Plan:
         sides: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
         device: int,
     ) -> None:
-        reason = next(filter(None, (_no_boxes(problem, *side) for side in sides)), None)
+        reason = next(filter(None, (_no_tma(problem, *side) for side in sides)), None)
         if config is None:
-            config = config_for(problem, boxes=reason is None)
-        elif config.boxes and reason is not None:
+            config = config_for(problem, tma=reason is None)
+        elif config.tma and reason is not None:
             raise ValueError(f"config is {config.describe()}; {reason}")
-        if problem.num_splits and (config.stream or config.cluster > 1):
+        if problem.num_splits and (config.stream_k or config.cluster > 1):
             raise ValueError(
-                f"config is {config.describe()}; it may have no stream and no clusters, as num_splits is "
+                f"config is {config.describe()}; it may have no stream-K and no clusters, as num_splits is "
                 f"{problem.num_splits}"
             )
         self.config, self.problem, self.sides = config, problem, sides
-        self.row_blocks = max(1, -(-rows_of(problem) // config.rows))
-        self.items = items = problem.batch * problem.kv_heads * self.row_blocks
+        self.m_blocks = max(1, -(-rows_of(problem) // config.rows))
+        self.tiles = tiles = problem.batch * problem.kv_heads * self.m_blocks
         self.function = jit.load(jit.compile(source_of(config), problem.arch, debug=debug), device)
-        resident = self.function.occupancy(config.threads, config.shared_memory)
-        slots = max(1, resident) * torch.cuda.get_device_properties(device).multi_processor_count
-        if config.stream:
-            blocks = stream_blocks(problem, config, slots if splits is None else splits * items)
-            self.splits, self.grid, self.work_slots = blocks, (blocks, 1, 1), 2 * blocks
+        an_sm = self.function.occupancy(config.threads, config.shared_memory)
+        resident = max(1, an_sm) * torch.cuda.get_device_properties(device).multi_processor_count
+        if config.stream_k:
+            ctas = stream_k_ctas(problem, config, resident if splits is None else splits * tiles)
+            self.splits, self.grid, self.partials = ctas, (ctas, 1, 1), 2 * ctas
         else:
-            splits = min(config.max_parts, splits or splits_for(problem, config, items, slots))
-            self.splits, self.work_slots = splits, items * splits if splits > 1 else 0
-            self.grid = problem.kv_heads * self.row_blocks * config.cluster, splits, problem.batch
+            splits = min(config.max_splits, splits or splits_for(problem, config, tiles, resident))
+            self.splits, self.partials = splits, tiles * splits if splits > 1 else 0
+            self.grid = problem.kv_heads * self.m_blocks * config.cluster, splits, problem.batch
         self._encoded: dict[tuple[int, int], ctypes.Array[ctypes.c_ubyte]] = {}
 
     def maps(self, k: torch.Tensor, v: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
         """The tensor maps of K and V, packed by the driver once for each pair of addresses."""
-        if not self.config.boxes:
+        if not self.config.tma:
             return NO_MAPS
         addresses = k.data_ptr(), v.data_ptr()
         found = self._encoded.get(addresses)
@@ -231,17 +214,17 @@ MAPS_KEPT = 256
 
 
 def _axes(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides of K or V to the copy engine: (column, row, head, batch or page)."""
+    """Sizes and strides of K or V in a tensor map: (column, row, head, batch or page)."""
     (batch, rows, heads, columns), (by_batch, by_row, by_head, by_column) = shape, strides
     return (columns, rows, heads, batch), (by_column, by_row, by_head, by_batch)
 
 
-def _no_boxes(problem: AttentionProblem, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
-    """Why the copy engine cannot read K or V, or None."""
+def _no_tma(problem: AttentionProblem, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+    """Why TMA cannot read K or V, or None."""
     if 0 in shape:
-        return f"shape is {shape}; the copy engine knows no empty tensors"
+        return f"shape is {shape}; TMA reads no empty tensors"
     if any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True)):
-        return f"strides are {strides}; the copy engine steps along no axis by 0"
+        return f"strides are {strides}; TMA steps along no axis by 0"
     return tensormap.refusal(0, *_axes(shape, strides), problem.dtype_name)
 
 
@@ -271,88 +254,30 @@ def _launch(
     config = plan.config
     params = DecodeParams(
         attention_params(problem, packed, out, lse, q_blocks=1, heads_per_section=1),
-        _cache(problem, inputs),
+        SeqlenParams.of(problem),
+        ScoreParams.of(problem),
         kv_heads=problem.kv_heads,
-        row_blocks=plan.row_blocks,
+        m_blocks=plan.m_blocks,
         total_q=total_q,
-        alike=not lengths_differ(problem),
+        equal_lengths=not lengths_differ(problem),
         group_inverse=-(-(1 << 32) // problem.group) if problem.group > 1 else 0,
     )
-    if problem.softcap:
-        params.softcap_log2 = problem.softcap * LOG2_E
-        params.softcap_inverse2 = 2 * LOG2_E * problem.scale / problem.softcap
-    slopes, sinks = inputs.alibi_slopes, inputs.sinks
-    if slopes is not None:
-        params.alibi_slopes = slopes.data_ptr()
-        params.alibi_batch = slopes.stride(0) if slopes.dim() == 2 else 0
-        params.alibi_head = slopes.stride(-1)
-    if sinks is not None:
-        if sinks.dtype not in (torch.float32, problem.dtype):
-            sinks = sinks.float()
-        params.sinks, params.sink_stride = sinks.data_ptr(), sinks.stride(0)
-        params.sinks_are_float = sinks.dtype == torch.float32
+    params.seqlen.point_to(inputs)
+    inputs = run_time_score_inputs(inputs)
+    params.score.point_to(inputs)
     split = params.split
     split.splits = plan.splits
-    if plan.work_slots:  # the tensors live until after the launch; their memory is used again on this stream only
-        rows = plan.work_slots * config.rows
+    if plan.partials:  # the tensors live until after the launch; their memory is used again on this stream only
+        rows = plan.partials * config.rows
         space = torch.empty(rows * (problem.head_dim_v + 2 * config.cluster), dtype=torch.float32, device=device)
-        arrivals = _arrivals(plan.items * config.cluster, device)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        capturing = torch.cuda.is_current_stream_capturing()
+        arrivals = counters_of(device.index, stream, plan.tiles * config.cluster, capturing)
         split.out = space.data_ptr()
         split.statistics = space.data_ptr() + 4 * rows * problem.head_dim_v
         split.arrivals = arrivals.data_ptr()
     block = (config.threads, 1, 1)
     plan.function.launch(plan.grid, block, config.shared_memory, (params, plan.maps(k, v)))
-
-
-def _cache(problem: AttentionProblem, inputs: Inputs) -> _Cache:
-    def pointer(t: torch.Tensor | None) -> int | None:
-        return None if t is None else t.data_ptr()
-
-    table = inputs.block_table
-    return _Cache(
-        pointer(inputs.cu_seqlens_q),
-        pointer(inputs.cu_seqlens_k),
-        pointer(inputs.seqused_k),
-        pointer(inputs.leftpad_k),
-        pointer(inputs.batch_idx),
-        pointer(table),
-        *(table.stride() if table is not None else (0, 0)),
-        problem.page_size,
-        problem.alignment == "bottom-right",
-    )
-
-
-ARRIVALS = 1 << 18
-"""Counters kept for launches that are captured in graphs."""
-_of_stream: dict[tuple[int, int], torch.Tensor] = {}
-_of_graphs: dict[int, tuple[torch.Tensor, int]] = {}
-"""By device: counters, and how many of them were given away."""
-
-
-def _arrivals(count: int, device: torch.device) -> torch.Tensor:
-    """Counters at 0, which every launch leaves at 0: those of a stream are shared by all that runs on it.
-
-    A launch that is captured in a graph gets its own, as a replay may run beside anything: from a store that is never
-    refilled, as nobody says when a graph is gone, and when that is empty from a memset in the graph, which takes a
-    microsecond more.
-    """
-    index = device.index
-    if torch.cuda.is_current_stream_capturing():
-        store, used = _of_graphs.get(index, (None, 0))
-        if store is None or used + count > store.numel():
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        _of_graphs[index] = store, used + count
-        return store[used : used + count]
-    if index not in _of_graphs:
-        _of_graphs[index] = torch.zeros(ARRIVALS, dtype=torch.int32, device=device), 0
-        torch.cuda.current_stream(device).synchronize()  # once: graphs may be replayed on any stream
-    key = index, torch.cuda.current_stream(device).cuda_stream
-    found = _of_stream.get(key)
-    if found is None or found.numel() < count:
-        found = _of_stream[key] = torch.zeros(
-            max(4096, 1 << (count - 1).bit_length()), dtype=torch.int32, device=device
-        )
-    return found
 
 
 def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:

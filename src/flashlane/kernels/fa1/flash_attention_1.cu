@@ -1,11 +1,12 @@
 // FlashAttention-1 in f32 on CUDA cores, as the paper's algorithm 1 has it: the outer loop walks over K and V, the
 // inner one over Q, and O, l and m go to device memory and back between them.
 //
-// Grid (heads, batch), one warp a block, one thread a row: 32×32 tiles. Q, K, V and S tiles in shared memory:
-// (3 · 32 · head_dim + 32 · 32) · 4 bytes (the larger of the two head dims).
+// Grid (heads, batch), one warp a CTA, one thread a row: 32×32 tiles. The Q, K, V and S tiles take
+// (3 · 32 · head_dim + 32 · 32) · 4 bytes of shared memory (the larger of the two head dims).
 #include "config.cuh"
+#include "attention/mask.cuh"
+#include "attention/online_softmax.cuh"
 #include "params.cuh"
-#include "softmax.cuh"
 
 constexpr int TILE = 32, HEAD_DIM = cfg::HEAD_DIM;
 

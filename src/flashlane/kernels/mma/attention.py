@@ -90,7 +90,7 @@ class Variant:
         return 1024 if self.tiling else 256
 
     @property
-    def kv_slots(self) -> int:
+    def kv_stages(self) -> int:
         """Slots of the ring: one a stage where K and V share, and for slices; otherwise K's stages and one for V."""
         return self.stage if self.tiling or self.family.startswith("share") else self.stage + 1
 
@@ -136,7 +136,7 @@ class Variant:
             bc=shape.bc,
             warps_q=shape.warps_q,
             warps_kv=shape.warps_kv,
-            kv_slots=self.kv_slots,
+            kv_stages=self.kv_stages,
             share_qkv=self.family == "share-qkv",
             q_in_registers=shape.q_in_registers,
             scores=self.scores,

@@ -24,7 +24,7 @@ class MmaConfig:
     bc: int
     warps_q: int
     warps_kv: int = 1
-    kv_slots: int = 2
+    kv_stages: int = 2
     share_qkv: bool = False
     q_in_registers: bool = False
     scores: str = "f32"
@@ -78,7 +78,7 @@ class MmaConfig:
         layouts = self.layouts
         q = layouts["q"].bytes(self.br)
         slot = max((q if self.q_streamed else 0) + layouts["k"].bytes(self.bc), layouts["v"].bytes(self.pieces[1]))
-        ring = self.kv_slots * slot
+        ring = self.kv_stages * slot
         if self.share_qkv:
             parts = {"Q/KV": max(q, ring)}
         elif self.q_streamed:
@@ -104,7 +104,7 @@ class MmaConfig:
 
     def constants(self) -> tuple[tuple[str, int | bool | str], ...]:
         """Name and value of each constant of ``config.cuh``."""
-        plain = ("head_dim", "head_dim_v", "br", "bc", "warps_q", "warps_kv", "kv_slots")
+        plain = ("head_dim", "head_dim_v", "br", "bc", "warps_q", "warps_kv", "kv_stages")
         plain += ("share_qkv", "q_in_registers", "q_streamed", "vector", "early_v", "min_blocks")
         return (
             ("Element", ELEMENTS[self.dtype]),
@@ -119,9 +119,9 @@ class MmaConfig:
         )
 
     def describe(self) -> str:
-        """What differs from the plainest configuration, for tables: ``128x64 4x1 warps, 2 slots, …``."""
-        words = [f"{self.br}x{self.bc}", f"{self.warps_q}x{self.warps_kv} warps", f"{self.kv_slots} slots"]
-        shown = ("dtype", "head_dim", "head_dim_v", "br", "bc", "warps_q", "warps_kv", "kv_slots")
+        """What differs from the plainest configuration, for tables: ``128x64 4x1 warps, 2 stages, …``."""
+        words = [f"{self.br}x{self.bc}", f"{self.warps_q}x{self.warps_kv} warps", f"{self.kv_stages} stages"]
+        shown = ("dtype", "head_dim", "head_dim_v", "br", "bc", "warps_q", "warps_kv", "kv_stages")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in shown and value != field.default:

@@ -1,10 +1,12 @@
-// The first tensor-core attention: FlashAttention-2's order of loops inside one block a head, nothing overlapped.
+// The first tensor-core attention: FlashAttention-2's order of loops inside one CTA a head, nothing overlapped.
 //
-// Grid (1, heads, batch): a block walks over all its query tiles, and for each over the key tiles. Four warps × 16
-// rows. K and V share one tile, copied through registers with two barriers a tile. 2 · 64 · head_dim · 2 bytes.
+// Grid (1, heads, batch): a CTA walks over all query tiles of its head, and for each over the key tiles. Four warps have 16
+// rows each. K and V are copied into one buffer one after the other, through registers, with two barriers a tile. Shared memory is
+// 2 · 64 · head_dim · 2 bytes.
 #include "config.cuh"
+#include "attention/mask.cuh"
+#include "attention/online_softmax.cuh"
 #include "params.cuh"
-#include "softmax.cuh"
 #include "tile.cuh"
 
 using Element = cfg::Element;

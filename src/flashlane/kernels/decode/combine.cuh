@@ -1,0 +1,191 @@
+// Combines the results of warp groups, of the CTAs of a cluster, and of the splits of an output tile: in shared memory, in each
+// other's shared memory, and in device memory by the CTA that arrives last. The order is always the same.
+#pragma once
+#include "cluster.cuh"
+#include "decode/tile_scheduler.cuh"
+
+// A vector of one row's output, unnormalised, and the row's statistics.
+struct PartialOutput {
+    PartialSoftmax statistics;
+    float4 out;
+
+    __device__ __forceinline__ PartialOutput() : statistics{-INF, 0.f}, out(make_float4(0.f, 0.f, 0.f, 0.f)) {}
+    __device__ __forceinline__ void add(float weight, float sum, const float4& x) {
+        statistics.sum = fmaf(weight, sum, statistics.sum);
+        out.x = fmaf(weight, x.x, out.x), out.y = fmaf(weight, x.y, out.y);
+        out.z = fmaf(weight, x.z, out.z), out.w = fmaf(weight, x.w, out.w);
+    }
+};
+
+__device__ __forceinline__ PartialSoftmax* group_statistics() {
+    return shared_at<PartialSoftmax>(offsetof(SharedStorage, statistics));
+}
+
+__device__ __forceinline__ PartialOutput combine_warp_groups(const float* sums, int row, int column) {
+    const PartialSoftmax* statistics = group_statistics() + row;
+    const float* source = sums + sum_at(row, column);
+    PartialOutput all;
+#pragma unroll
+    for (int group = 0; group < WARP_GROUPS; ++group)
+        all.statistics.max = fmaxf(all.statistics.max, statistics[group * BLOCK_M].max);
+#pragma unroll
+    for (int group = 0; group < WARP_GROUPS; ++group) {
+        const PartialSoftmax one = statistics[group * BLOCK_M];
+        all.add(one.weight(all.statistics.max), one.sum,
+                *reinterpret_cast<const float4*>(source + group * BLOCK_M * SUM_STRIDE));
+    }
+    return all;
+}
+
+// Store the CTA's sums where its cluster reads them.
+__device__ __forceinline__ void store_cta_sums(const float* group_sums, int rows, int vectors) {
+    PartialSoftmax* statistics = shared_at<PartialSoftmax>(cta_statistics_offset());
+    float* sums = shared_at<float>(cta_sums_offset());
+    for (int i = threadIdx.x; i < rows * vectors; i += THREADS) {
+        const int row = i / vectors, column = i % vectors * 4;
+        const PartialOutput sum = combine_warp_groups(group_sums, row, column);
+        *reinterpret_cast<float4*>(&sums[sum_at(row, column)]) = sum.out;
+        if (column == 0) statistics[row] = sum.statistics;
+    }
+}
+
+__device__ __forceinline__ PartialOutput combine_cluster(int row, int column) {
+    const u32 statistics = shared_address(shared_memory + cta_statistics_offset()) + row * 8;
+    const u32 sums = shared_address(shared_memory + cta_sums_offset()) + sum_at(row, column) * 4;
+    float2 one[CLUSTER];
+    float4 x[CLUSTER];
+#pragma unroll
+    for (int rank = 0; rank < CLUSTER; ++rank) {
+        one[rank] = load_cluster_float2(address_in(statistics, rank));
+        x[rank] = load_cluster_float4(address_in(sums, rank));
+    }
+    PartialOutput all;
+#pragma unroll
+    for (int rank = 0; rank < CLUSTER; ++rank) all.statistics.max = fmaxf(all.statistics.max, one[rank].x);
+#pragma unroll
+    for (int rank = 0; rank < CLUSTER; ++rank)
+        all.add(PartialSoftmax{one[rank].x, one[rank].y}.weight(all.statistics.max), one[rank].y, x[rank]);
+    return all;
+}
+
+// Add the row's extra logit, normalise and store.
+__device__ __forceinline__ void store_output(const Params& p, const WorkTile& tile, int row, int column, const PartialOutput& all) {
+    const AttentionParams<Element>& a = p.attention;
+    const Row at = tile.at(row, p);
+    const float logit = Score::sink<Element>(p.score, at.head) * LOG2_E, max = fmaxf(all.statistics.max, logit);
+    const float kept = all.statistics.weight(max);
+    const float sum = all.statistics.sum * kept + (logit == -INF ? 0.f : ex2(logit - max)), scale = sum > 0.f ? kept / sum : 0.f;
+    const bool packed = p.total_q >= 0;
+    const long long token = tile.sequence.q_start + at.token;
+    Element* out = a.out + (packed ? 0 : tile.batch * a.out_batch) + token * a.out_row + at.head * a.out_head + column;
+    const uint2 words = make_uint2(Convert<Element>::pack(all.out.x * scale, all.out.y * scale),
+                                   Convert<Element>::pack(all.out.z * scale, all.out.w * scale));
+    if (reinterpret_cast<u64>(out) % 8 == 0) {
+        *reinterpret_cast<uint2*>(out) = words;
+    } else {  // the caller's strides may be anything
+        const Element* values = reinterpret_cast<const Element*>(&words);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[i] = values[i];
+    }
+    if (column == 0) {
+        const long long head = packed ? at.head : static_cast<long long>(tile.batch) * a.heads + at.head;
+        a.lse[head * (packed ? p.total_q : a.seqlen_q) + token] = natural_lse(max, sum);
+    }
+}
+
+// Combine the CTA's vectors of the output over warp groups and cluster; store them as output, or in the work space.
+__device__ __forceinline__ void store_split(const Params& p, const WorkTile& tile, const float* group_sums, int vectors) {
+    const long long first_row = static_cast<long long>(tile.partial(tile.split)) * BLOCK_M;
+    for (int i = tile.first_vector + threadIdx.x; i < tile.end_vector; i += THREADS) {
+        const int row = i / vectors, column = i % vectors * 4;
+        PartialOutput sum;
+        if constexpr (CLUSTER > 1) sum = combine_cluster(row, column);
+        else sum = combine_warp_groups(group_sums, row, column);
+        if (tile.splits == 1) {
+            store_output(p, tile, row, column, sum);
+        } else {
+            __stcg(reinterpret_cast<float4*>(p.split.out + (first_row + row) * p.attention.head_dim_v + column), sum.out);
+            // Each CTA of a cluster stores the statistics of its own rows, so that it waits for no other CTA.
+            if (column == 0 || i == tile.first_vector)
+                __stcg(reinterpret_cast<float2*>(p.split.statistics + first_row * CLUSTER + tile.rank * BLOCK_M + row),
+                       make_float2(sum.statistics.max, sum.statistics.sum));
+        }
+    }
+}
+
+// Combine the splits of an output tile: the CTA's vectors of the output.
+__device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& tile, void* scratch, int vectors) {
+    constexpr int AHEAD = 16;  // loads in flight: each is a trip to the L2 cache
+    PartialSoftmax* statistics = static_cast<PartialSoftmax*>(scratch);  // (split, row)
+    float4 x[AHEAD];
+    const int columns = p.attention.head_dim_v;
+    const auto load = [&](int i, int first_split) {
+        const float* source = p.split.out + i / vectors * columns + i % vectors * 4;
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j) {
+            const long long partial = tile.partial(first_split + j);
+            const bool exists = i < tile.end_vector && first_split + j < tile.splits;
+            x[j] = exists ? __ldcg(reinterpret_cast<const float4*>(source + partial * (BLOCK_M * columns))) : float4{};
+        }
+    };
+    const int first = tile.first_vector + threadIdx.x;
+    load(first, 0);
+    for (int i = threadIdx.x; i < tile.splits * BLOCK_M; i += THREADS) {
+        const int split = i / BLOCK_M, row = i % BLOCK_M;
+        // (Statistics of rows that other CTAs combine may not have been written yet, and are not used.)
+        const long long partial = tile.partial(split);
+        const PartialSoftmax* source = p.split.statistics + (partial * CLUSTER + tile.rank) * BLOCK_M + row;
+        if (row < tile.rows) *reinterpret_cast<float2*>(&statistics[i]) = __ldcg(reinterpret_cast<const float2*>(source));
+    }
+    consumers_sync();
+#pragma unroll 1
+    for (int i = first; i < tile.end_vector; i += THREADS) {
+        const int row = i / vectors;
+        PartialOutput all;
+#pragma unroll 4
+        for (int split = 0; split < tile.splits; ++split)
+            all.statistics.max = fmaxf(all.statistics.max, statistics[split * BLOCK_M + row].max);
+#pragma unroll 1
+        for (int split = 0; split < tile.splits; split += AHEAD) {
+            if (i > first || split > 0) load(i, split);
+#pragma unroll
+            for (int j = 0; j < AHEAD; ++j) {
+                const PartialSoftmax one = statistics[min(split + j, tile.splits - 1) * BLOCK_M + row];
+                all.add(split + j < tile.splits ? one.weight(all.statistics.max) : 0.f, one.sum, x[j]);
+            }
+        }
+        store_output(p, tile, row, i % vectors * 4, all);
+    }
+}
+
+// Combine the sums that the warp groups stored in shared memory; the CTA that arrives last combines the tile's splits.
+__device__ __forceinline__ void combine(const Params& p, const WorkTile& tile, unsigned char* scratch) {
+    const int vectors = p.attention.head_dim_v / 4;
+    const float* group_sums = reinterpret_cast<const float*>(scratch);
+    if constexpr (CLUSTER > 1) {
+        store_cta_sums(group_sums, tile.rows, vectors);
+        cluster_arrive();
+        cluster_wait();
+    }
+    store_split(p, tile, group_sums, vectors);
+    if constexpr (CLUSTER > 1) cluster_arrive();  // this CTA reads the others' shared memory no more
+    if (tile.splits > 1 &&
+        semaphore_arrive_last(p.split.arrivals + tile.index * CLUSTER + tile.rank, tile.splits, CONSUMERS_BARRIER, THREADS,
+                              shared_address(shared_memory + offsetof(SharedStorage, arrival)), threadIdx.x == 0))
+        combine_splits(p, tile, scratch, vectors);
+    if constexpr (CLUSTER > 1) cluster_wait();
+}
+
+// Rows of packed queries after the last sequence: they see no key.
+__device__ __forceinline__ void store_tail_rows(const Params& p) {
+    const AttentionParams<Element>& a = p.attention;
+    const int ctas = gridDim.x * gridDim.y * gridDim.z, cta = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    if (p.total_q < 0 || cta >= a.heads) return;
+    const int from = p.seqlen.cu_seqlens_q[a.batch];
+    for (int head = cta; head < a.heads; head += ctas)
+        for (int row = from + threadIdx.x; row < p.total_q; row += THREADS) {
+            a.lse[static_cast<long long>(head) * p.total_q + row] = -INF;
+            Element* out = a.out + static_cast<long long>(row) * a.out_row + head * a.out_head;
+            for (int column = 0; column < a.head_dim_v; ++column) out[column] = Element(0.f);
+        }
+}

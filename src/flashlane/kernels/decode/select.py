@@ -1,0 +1,274 @@
+"""The rules that choose the decode kernel's configuration and splits: arithmetic, no device needed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from flashlane import jit
+from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.decode.config import MAX_SPLITS, DecodeConfig
+from flashlane.kernels.decode.tables import (
+    CLUSTERS,
+    PREFERRED,
+    SHAPES,
+    SMS,
+    TALLEST,
+    TMA_CLUSTER,
+    Load,
+    Shape,
+    Shapes,
+    Table,
+)
+from flashlane.kernels.score import ScoreConfig
+
+IN_FLIGHT = 96 << 10
+"""Bytes of K and V that an SM should have in flight. An H200's SM takes 32.5 bytes a nanosecond at the copy rate, and a
+trip to device memory takes about 1000 ns under load: 32 KiB would just do."""
+MAX_STAGES = 8
+BOX_UNIT = 8
+"""Rows of the pattern of TMA's widest swizzle: the fewest rows of a box."""
+MAX_UNITS = 1 << 30
+"""Steps of all output tiles that stream-K counts."""
+
+
+def rows_of(problem: AttentionProblem) -> int:
+    """Query rows that share a KV head."""
+    return problem.seqlen_q * problem.group
+
+
+def keys_of(problem: AttentionProblem) -> int:
+    """Keys that the rows of one tile can see at most, as far as the host knows."""
+    keys = problem.seqlen_k
+    if problem.window_left >= 0:
+        right = problem.window_right if problem.window_right >= 0 else keys
+        keys = min(keys, problem.window_left + right + problem.seqlen_q)
+    return keys
+
+
+def lengths_differ(problem: AttentionProblem) -> bool:
+    """Whether sequences may have different lengths, which the host does not know."""
+    return problem.batch > 1 and (problem.varlen or problem.seqused_k or problem.leftpad_k)
+
+
+def load_of(problem: AttentionProblem, rows: int) -> Load:
+    """Which column of the tables a problem with tiles of so many rows belongs to."""
+    if lengths_differ(problem):
+        return "uneven"
+    return "few" if output_tiles(problem, rows) <= SMS.get(problem.arch, 132) else "many"
+
+
+def output_tiles(problem: AttentionProblem, rows: int) -> int:
+    """Sequences × KV heads × tiles of so many rows."""
+    return problem.batch * problem.kv_heads * max(1, -(-rows_of(problem) // rows))
+
+
+def config_for(problem: AttentionProblem, tma: bool = True) -> DecodeConfig | None:
+    """The configuration of a problem, or None when no shape fits the architecture's shared memory.
+
+    Args:
+        problem: what is asked.
+        tma: whether TMA can read K and V.
+    """
+    problem = problem.chosen_for
+    tables = (*(PREFERRED[arch] for arch in (problem.arch,) if tma and arch in PREFERRED), SHAPES)
+    shapes = (shape for table in tables for shape in _shapes(problem, table))
+    wanted = (s for s in shapes if not s.tma or cluster_size(problem, s, 16 * s.warps_m) >= TMA_CLUSTER)
+    found = (config_of(problem, shape) for shape in wanted)
+    return next((config for config in found if config is not None), None)
+
+
+def _shapes(problem: AttentionProblem, table: Table) -> Shapes:
+    """A table's shapes for a problem, the preferred one first."""
+    largest, rows = max(problem.head_dim, problem.head_dim_v), rows_of(problem)
+    by_rows = next((line for limit, line in table if largest <= limit), ())
+    for tile, by_load in by_rows:
+        if rows <= tile or tile == TALLEST:
+            load = load_of(problem, tile)
+            if load == "uneven" and by_load["few"] and cluster_size(problem, by_load["few"][0], tile) >= TMA_CLUSTER:
+                load = "few"  # short sequences, each in a cluster
+            return by_load[load]
+    return ()
+
+
+def config_of(problem: AttentionProblem, shape: Shape) -> DecodeConfig | None:
+    """A shape with as many stages as are wanted and fit, or None where a problem or an architecture cannot have it."""
+    head_dim, head_dim_v = -(-problem.head_dim // 16) * 16, -(-problem.head_dim_v // 16) * 16
+    cluster = shape.cluster or cluster_size(problem, shape, 16 * shape.warps_m)
+    unit = BOX_UNIT if shape.tma else shape.block_n
+    config = DecodeConfig(
+        dtype=problem.dtype_name,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        warps_m=shape.warps_m,
+        warp_groups=shape.warp_groups,
+        stages=2,
+        min_blocks=shape.ctas,
+        cluster=1 if shape.ctas > 1 or shape.stream_k else cluster,
+        pages="none" if not problem.page_size else "whole" if problem.page_size % unit == 0 else "any",
+        transformed=ScoreConfig.of(problem).transformed,
+        block_n=shape.block_n,
+        tma=shape.tma,
+        stream_k=shape.stream_k,
+        box_rows=box_rows(problem.page_size, shape.block_n * shape.warp_groups) if shape.tma else 0,
+    )
+    if shape.tma and (
+        problem.arch not in PREFERRED
+        or config.pages == "any"
+        or config.group_sums > config.stage_bytes
+        or (shape.stream_k and not _takes_stream_k(problem, config))
+    ):
+        return None
+    most = MAX_STAGES if shape.tma else stages_wanted(config)
+    for stages in range(most, 1, -1):
+        fitting = replace(config, stages=stages)
+        if jit.occupancy(problem.arch, config.threads, 0, fitting.shared_memory).blocks >= shape.ctas:
+            return fitting
+    return None
+
+
+def _takes_stream_k(problem: AttentionProblem, config: DecodeConfig) -> bool:
+    """Whether stream-K has the problem's tiles: one tile of rows a KV head, and few enough steps."""
+    steps = -(-problem.seqlen_k // config.step)
+    return rows_of(problem) <= config.rows and 2 * problem.batch * problem.kv_heads * max(1, steps) <= MAX_UNITS
+
+
+def box_rows(page_size: int, step: int) -> int:
+    """Rows of a TMA box: a step's, or the largest power of two that divides a page, up to a step."""
+    return min(step, page_size & -page_size) if page_size else step
+
+
+def cluster_size(problem: AttentionProblem, shape: Shape, rows: int) -> int:
+    """CTAs of a cluster that the rules give to a shape with tiles of so many rows."""
+    if problem.num_splits:
+        return 1  # the CTAs of a cluster would be splits as well, more or fewer with the number of tiles
+    steps, tiles = -(-keys_of(problem) // (shape.block_n * shape.warp_groups)), output_tiles(problem, rows)
+    for rule in CLUSTERS.get(problem.arch, ()):
+        if tiles <= rule.tiles and rule.size <= steps <= rule.size * rule.steps:
+            return rule.size
+    return 1
+
+
+def stages_wanted(config: DecodeConfig) -> int:
+    """Stages that keep :data:`IN_FLIGHT` bytes an SM in flight: all but the one that is worked on."""
+    one = config.min_blocks * config.warp_groups * config.stage_bytes
+    return max(2, min(MAX_STAGES, 1 + -(-IN_FLIGHT // one)))
+
+
+BUSY = 0.65
+"""The fraction of its CTAs with which the GPU reads as fast as it can (an H200's SM takes 51 bytes a nanosecond)."""
+TAIL = 0.1
+"""What the idle CTAs of a last wave cost: the others use the memory bandwidth that these leave."""
+START_STEPS = 1.0
+"""What a CTA costs beside its steps (start, first trip to memory, end), in steps."""
+COMBINE_STEPS = 2.0
+"""What it costs to combine splits, in steps; and one more split:"""
+SPLIT_STEPS = 0.02
+UNEVEN_WAVES = 2
+"""Waves of CTAs where sequences may have different lengths."""
+LEAST_STEPS = 4
+"""Fewest steps of a split there."""
+
+
+@lru_cache(maxsize=4096)
+def split_count(tiles: int, steps: int, resident: int, uneven: bool = False, most: int = MAX_SPLITS) -> int:
+    """Splits of each output tile's keys.
+
+    Args:
+        tiles: sequences × KV heads × tiles of rows.
+        steps: steps over the keys of a tile, at most.
+        resident: CTAs (or clusters) that the GPU holds at once.
+        uneven: whether tiles may have fewer steps.
+        most: splits that a tile may have.
+
+    Returns:
+        The count with the least estimated time; where tiles are uneven, enough for two waves.
+    """
+    most = max(1, min(most, steps))
+    if uneven:
+        return max(1, min(most, UNEVEN_WAVES * resident // max(1, tiles), steps // LEAST_STEPS))
+
+    def cost(splits: int) -> float:
+        each = -(-steps // splits)
+        waves = tiles * -(-steps // max(1, each)) / resident
+        whole = math.ceil(waves)
+        busy = max(waves, BUSY) if whole <= 1 else waves + TAIL * (whole - waves)
+        combine = COMBINE_STEPS + SPLIT_STEPS * splits if splits > 1 else 0.0
+        return each * busy + START_STEPS * whole + combine
+
+    return min(range(1, most + 1), key=cost)
+
+
+def splits_for(problem: AttentionProblem, config: DecodeConfig, tiles: int, resident: int) -> int:
+    """Most splits of an output tile.
+
+    There are as many as ``num_splits`` says, up to one a step; without it as many as suit a GPU that holds ``resident``
+    CTAs. Clusters are at most as many as it holds at once.
+    """
+    steps, most = -(-keys_of(problem) // (config.step * config.cluster)), config.max_splits
+    if problem.num_splits:
+        return min(most, problem.parts(steps))
+    if config.cluster > 1:
+        held = next(rule.held for rule in CLUSTERS[problem.arch] if rule.size == config.cluster)
+        resident = min(resident // config.cluster, held)
+        most = min(most, max(1, resident // tiles))
+    return split_count(tiles, steps, max(1, resident), lengths_differ(problem), most)
+
+
+def stream_k_ctas(problem: AttentionProblem, config: DecodeConfig, resident: int) -> int:
+    """CTAs of stream-K on a GPU that holds ``resident``: no more than have a step, or than a tile may have splits."""
+    units = problem.batch * problem.kv_heads * max(1, -(-problem.seqlen_k // config.step))
+    return max(1, min(resident, units, config.max_splits))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What a CTA computes of one output tile with stream-K."""
+
+    sequence: int
+    head: int
+    step: int
+    """The first, counted from the tile's first."""
+    steps: int
+    split: int
+    splits: int
+    partials: tuple[int, ...]
+    """Where the tile's splits lie in the work space."""
+
+
+def stream_k_ranges(units: Sequence[int], heads: int, ctas: int, equal_lengths: bool) -> list[list[Segment]]:
+    """The segments of each CTA with stream-K: what ``TileScheduler<true>`` in ``tile_scheduler.cuh`` computes.
+
+    Args:
+        units: steps of an output tile of each sequence, at least 1.
+        heads: KV heads.
+        ctas: CTAs of the launch.
+        equal_lengths: whether all sequences have the same lengths; ranges may then end where tiles do.
+    """
+    each, strides = -(-sum(units) * heads // ctas), list(units)
+    if equal_lengths:
+        one = units[0]
+        splits = one // each if each < one else 1
+        fitting = -(-one // splits) if each < one else -(-each // one) * one
+        if fitting * 16 <= each * 17:
+            each = fitting
+            strides = [-(-one // each) * each if each < one else one] * len(units)
+    starts = [0, *itertools.accumulate(stride for stride in strides for _ in range(heads))]
+    found: list[list[Segment]] = []
+    for cta in range(ctas):
+        begin, end = (min(number * each, starts[-1]) for number in (cta, cta + 1))
+        segments = []
+        for tile in range(len(units) * heads):
+            start, real = starts[tile], units[tile // heads]
+            low, high = max(begin, start), min(end, start + real)
+            if low >= high:
+                continue
+            first, last = start // each, (start + real - 1) // each
+            partials = (2 * first + (start > first * each), *(2 * owner for owner in range(first + 1, last + 1)))
+            where = (tile // heads, tile % heads, low - start, high - low)
+            segments.append(Segment(*where, cta - first, last - first + 1, partials))
+        found.append(segments)
+    return found

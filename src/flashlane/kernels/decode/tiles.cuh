@@ -1,0 +1,148 @@
+// What the decode kernel is compiled for and given: tile shapes, the parameters, and what lies where in shared memory.
+#pragma once
+#include "config.cuh"
+#include "attention/mask.cuh"
+#include "attention/online_softmax.cuh"
+#include "attention/paged_kv.cuh"
+#include "attention/score.cuh"
+#include "attention/semaphore.cuh"
+#include "offsetof.cuh"
+#include "params.cuh"
+#include "tile.cuh"
+
+using Element = cfg::Element;
+constexpr bool TMA = cfg::TMA, STREAM_K = cfg::STREAM_K, PAGED = cfg::PAGES != PAGES_NONE;
+constexpr int HEAD_DIM = cfg::HEAD_DIM, HEAD_DIM_V = cfg::HEAD_DIM_V, BLOCK_N = cfg::BLOCK_N, STAGES = cfg::STAGES;
+constexpr int WARPS_M = cfg::WARPS_M, WARP_GROUPS = cfg::WARP_GROUPS, CLUSTER = cfg::CLUSTER;
+constexpr int BLOCK_M = 16 * WARPS_M, GROUP_THREADS = WARP * WARPS_M, THREADS = GROUP_THREADS * WARP_GROUPS;
+constexpr int STEP = BLOCK_N * WARP_GROUPS;          // keys of one step of a CTA
+constexpr int CTA_THREADS = THREADS + (TMA ? WARP : 0);  // with the producer warp
+
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+// A stage holds tiles of K and V: those of one warp group, in whole rows; or with TMA those of all warp groups, in planes of
+// 64 columns (128 bytes), the width of a TMA box.
+constexpr int PLANE_COLUMNS = 64, PLANE_BYTES = STEP * PLANE_COLUMNS * 2;
+constexpr int K_PLANES = (HEAD_DIM + PLANE_COLUMNS - 1) / PLANE_COLUMNS;
+constexpr int V_PLANES = (HEAD_DIM_V + PLANE_COLUMNS - 1) / PLANE_COLUMNS;
+using LayoutQ = TileLayout<HEAD_DIM, true>;
+using LayoutK = TileLayout<TMA ? PLANE_COLUMNS : HEAD_DIM, true>;
+using LayoutV = TileLayout<TMA ? PLANE_COLUMNS : HEAD_DIM_V, true>;
+constexpr int K_BYTES = TMA ? K_PLANES * PLANE_BYTES : LayoutK::bytes(BLOCK_N);
+constexpr int STAGE_BYTES = K_BYTES + (TMA ? V_PLANES * PLANE_BYTES : LayoutV::bytes(BLOCK_N));
+constexpr int PIPELINE_BYTES = STAGES * STAGE_BYTES, PIPELINES_BYTES = (TMA ? 1 : WARP_GROUPS) * PIPELINE_BYTES;
+
+// Sums of P·V of one warp group, CTA or split: rows of floats. Columns are permuted by XOR, so that a quarter of a warp writes
+// rows without bank conflicts.
+constexpr int SUM_STRIDE = (HEAD_DIM_V + 31) / 32 * 32, SUM_BYTES = BLOCK_M * SUM_STRIDE * 4;
+__device__ __forceinline__ int sum_at(int row, int column) { return row * SUM_STRIDE + (column ^ row % 4 * 8); }
+
+// ---- parameters
+
+// Work space of a split softmax. The CTA that arrives last combines the splits in their order, so that the result does not
+// depend on which one that is.
+struct SplitParams {
+    float* out;                  // (partial, row, column), sums of P·V
+    PartialSoftmax* statistics;  // (partial, CTA of the cluster, row)
+    u32* arrivals;               // (output tile, CTA of the cluster); 0 between launches
+    int splits;                  // most splits of an output tile
+};
+
+// flashlane.kernels.decode.decode mirrors it.
+struct Params {
+    AttentionParams<Element> attention;
+    SeqlenParams seqlen;
+    ScoreParams score;
+    SplitParams split;
+    int kv_heads, m_blocks, total_q;  // m_blocks of a KV head; total_q: rows of packed queries, or −1
+    int equal_lengths;                // all sequences have the same lengths
+    u32 group_inverse;                // 2^32 / group, rounded up, or 0 for a group of 1
+};
+static_assert(sizeof(Params) == cfg::PARAMS_BYTES, "the Python mirror disagrees");
+
+// K and V as (column, row, head, batch or page); unused without TMA.
+struct Maps {
+    TensorMap k, v;
+};
+
+// ---- shared memory
+
+// The pipeline, and at the end the warp groups' sums, or the statistics of a tile's splits: with TMA in the stage of the last
+// step, else at the start.
+constexpr int SCRATCH_BYTES = larger(WARP_GROUPS * SUM_BYTES, cfg::MAX_SPLITS * BLOCK_M * 8);
+constexpr int TILE_STAGES = 4;  // with stream-K: work tiles that are published ahead, as they may be short
+constexpr int WORK_TILE_BYTES = 144;
+
+struct PipelineStorage {  // from shared_memory on, which TMA's swizzle wants at a multiple of 1024
+    unsigned char stages[TMA ? PIPELINES_BYTES : larger(PIPELINES_BYTES, SCRATCH_BYTES)];
+    unsigned char queries[LayoutQ::bytes(BLOCK_M)];
+};
+template <bool USED>
+struct ClusterStorage {  // what the other CTAs of the cluster read
+    PartialSoftmax cta_statistics[BLOCK_M];
+    float cta_sums[SUM_BYTES / 4];
+};
+struct StatisticsStorage {
+    PartialSoftmax statistics[WARP_GROUPS * BLOCK_M];
+    alignas(16) u32 arrival[4];  // how many splits arrived before this one
+};
+template <bool USED>
+struct BarrierStorage {
+    u64 full[STAGES], empty[STAGES];
+};
+template <bool USED>
+struct TileQueueStorage {
+    u64 tile_full[TILE_STAGES], tile_empty[TILE_STAGES];
+    alignas(16) unsigned char tiles[TILE_STAGES][WORK_TILE_BYTES];
+};
+template <>
+struct ClusterStorage<false> {};
+template <>
+struct BarrierStorage<false> {};
+template <>
+struct TileQueueStorage<false> {};
+
+struct SharedStorage : PipelineStorage,
+                       ClusterStorage<(CLUSTER > 1)>,
+                       StatisticsStorage,
+                       BarrierStorage<TMA>,
+                       TileQueueStorage<STREAM_K> {};
+
+static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
+static_assert(BLOCK_N % 16 == 0 && STAGES >= 2 && (BLOCK_N <= WARP || cfg::PAGES != PAGES_ANY));
+static_assert(!TMA || (SCRATCH_BYTES <= STAGE_BYTES && cfg::PAGES != PAGES_ANY && STEP % cfg::BOX_ROWS == 0));
+static_assert(!STREAM_K || (TMA && CLUSTER == 1), "only a CTA with a producer warp takes tile after tile");
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Offsets of the members that only some configurations have; 0 in others.
+#define OPTIONAL_OFFSET(name, member, condition)                     \
+    template <typename Storage = SharedStorage, bool USED = (condition)> \
+    __device__ constexpr int name() {                                \
+        if constexpr (USED) return offsetof(Storage, member);        \
+        else return 0;                                               \
+    }
+OPTIONAL_OFFSET(full_offset, full, TMA)
+OPTIONAL_OFFSET(empty_offset, empty, TMA)
+OPTIONAL_OFFSET(tile_full_offset, tile_full, STREAM_K)
+OPTIONAL_OFFSET(tile_empty_offset, tile_empty, STREAM_K)
+OPTIONAL_OFFSET(tiles_offset, tiles, STREAM_K)
+OPTIONAL_OFFSET(cta_statistics_offset, cta_statistics, CLUSTER > 1)
+OPTIONAL_OFFSET(cta_sums_offset, cta_sums, CLUSTER > 1)
+#undef OPTIONAL_OFFSET
+
+// Addresses of the barriers, from that of shared memory.
+__device__ __forceinline__ u32 stage_full(u32 base, int stage) { return base + full_offset() + 8 * stage; }
+__device__ __forceinline__ u32 stage_empty(u32 base, int stage) { return base + empty_offset() + 8 * stage; }
+__device__ __forceinline__ u32 queue_full(u32 base, int stage) { return base + tile_full_offset() + 8 * stage; }
+__device__ __forceinline__ u32 queue_empty(u32 base, int stage) { return base + tile_empty_offset() + 8 * stage; }
+
+// What lies at an offset of SharedStorage.
+template <typename T>
+__device__ __forceinline__ T* shared_at(int offset) {
+    return reinterpret_cast<T*>(shared_memory + offset);
+}
+
+// All warp groups of the CTA; the producer warp does not take part.
+constexpr int CONSUMERS_BARRIER = 15;
+__device__ __forceinline__ void consumers_sync() { named_barrier_sync(CONSUMERS_BARRIER, THREADS); }
