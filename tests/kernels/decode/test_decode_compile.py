@@ -82,13 +82,13 @@ def test_shared_memory_by_hand() -> None:
 
 
 def test_shared_memory_with_tma_by_hand() -> None:
-    """Three stages of 128 rows of two planes each of K and V; Q; statistics; six barriers; four announced works."""
+    """Three stages of 128 rows of two planes each of K and V; Q; statistics; six barriers; four work tiles."""
     config = DecodeConfig("bf16", 128, 128, warps_m=1, warp_groups=8, stages=3, tma=True, box_rows=128)
     assert config.shared_memory == 3 * 4 * 128 * 128 + 16 * 256 + 8 * 16 * 8 + 16 + 6 * 8
     assert replace(config, stream_k=True).shared_memory == config.shared_memory + 8 * 8 + 4 * 144
     assert config.threads == 9 * 32 and config.max_splits == 65536 // 128
-    assert replace(config, head_dim=80).stage_bytes == config.stage_bytes  # a plane that is not full has its place
-    assert config.team_sums == config.stage_bytes  # they lie where the last step's keys were
+    assert replace(config, head_dim=80).stage_bytes == config.stage_bytes  # a plane that is not full takes as much
+    assert config.group_sums == config.stage_bytes  # they lie where the last step's keys were
 
 
 def test_rows_of_tiles_are_read_without_bank_conflicts() -> None:
@@ -237,7 +237,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     monkeypatch.setattr(jit, "compile", lambda source, arch, debug: source)
     monkeypatch.setattr(tensormap, "encode", lambda tensor_map: described.append(tensor_map) or bytes(128))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
-    monkeypatch.setattr(decode, "counters_of", lambda *given: torch.zeros(given[2], dtype=torch.int32))
+    monkeypatch.setattr(decode, "_arrivals", lambda count, device: torch.zeros(count, dtype=torch.int32))
     registry.changed()
     yield found
     registry.changed()
@@ -331,13 +331,13 @@ def test_stream_k_is_launched_once_an_sm(launches: list[tuple[Any, ...]]) -> Non
     assert described[0].sizes == (128, 500, 8, 64) and described[0].box == (64, 128, 1, 1)
 
 
-def test_rows_are_copied_where_the_copy_engine_cannot_read(launches: list[tuple[Any, ...]]) -> None:
+def test_rows_are_copied_by_cp_async_where_tma_cannot_read(launches: list[tuple[Any, ...]]) -> None:
     """An axis that is stepped along by 0; a configuration that was asked for by name raises."""
     q, k = torch.zeros(2, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(1, 500, 2, 128, dtype=torch.bfloat16)
     inputs = Inputs(q, k.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1))
     problem = AttentionProblem.from_inputs(inputs).on("sm_90a")
     out, lse = torch.empty_like(q), torch.empty(2, 8, 1)
-    assert KERNEL.config(problem).boxes
+    assert KERNEL.config(problem).tma
     KERNEL.forward(problem, inputs, out, lse)
     assert launches[0][1] == (config_for(problem, tma=False).threads, 1, 1) and not described
     with pytest.raises(ValueError, match="by 0"):

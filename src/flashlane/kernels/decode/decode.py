@@ -270,14 +270,18 @@ def _launch(
     if plan.partials:  # the tensors live until after the launch; their memory is used again on this stream only
         rows = plan.partials * config.rows
         space = torch.empty(rows * (problem.head_dim_v + 2 * config.cluster), dtype=torch.float32, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        capturing = torch.cuda.is_current_stream_capturing()
-        arrivals = counters_of(device.index, stream, plan.tiles * config.cluster, capturing)
+        arrivals = _arrivals(plan.tiles * config.cluster, device)
         split.out = space.data_ptr()
         split.statistics = space.data_ptr() + 4 * rows * problem.head_dim_v
         split.arrivals = arrivals.data_ptr()
     block = (config.threads, 1, 1)
     plan.function.launch(plan.grid, block, config.shared_memory, (params, plan.maps(k, v)))
+
+
+def _arrivals(count: int, device: torch.device) -> torch.Tensor:
+    """Counters at 0 for a launch on torch's current stream, which leaves them at 0."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return counters_of(device.index, stream, count, torch.cuda.is_current_stream_capturing())
 
 
 def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
