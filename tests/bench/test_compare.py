@@ -62,9 +62,7 @@ def test_the_fastest_and_the_leanest_are_named():
     ours = found[1]
     assert (ours.versus_plain, ours.memory_versus_plain) == (4.0, 16.0)
     said = comparison.verdict(found)
-    assert said.startswith(
-        "fastest: ours, 2.000 ms, 1.50× as fast as the best baseline (flash), 4.00× as fast as plain"
-    )
+    assert said.startswith("fastest: ours, 2.000 ms, 1.50× as fast as the best peer (flash), 4.00× as fast as plain")
     assert said.endswith("leanest: (flash), 2.0 MiB a call"), "what failed its check is neither"
     text = comparison.markdown(Results({"device": "D"}, {}, rows))
     assert "| `ours` | 2.000 |" in text and "| `dead` | – |" in text and said in text

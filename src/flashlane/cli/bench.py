@@ -50,13 +50,13 @@ def command(
     baselines: o.Baselines = "all",
     peers_from: o.PeersFrom = None,
     torch_: Annotated[
-        bool, o.option("--torch", help="Founding flag: add (unfused) to --baselines.", panel=o.WHICH)
+        bool, o.option("--torch", help="Short for: add (unfused) to --baselines.", panel=o.WHICH)
     ] = False,
     sdpa: Annotated[
-        bool, o.option("--sdpa", help="Founding flag: add (sdpa-efficient) to --baselines.", panel=o.WHICH)
+        bool, o.option("--sdpa", help="Short for: add (sdpa-efficient) to --baselines.", panel=o.WHICH)
     ] = False,
     naive: Annotated[
-        bool, o.option("--naive", help="Founding flag: add mma(naive) where --tags leaves it out.", panel=o.WHICH)
+        bool, o.option("--naive", help="Short for: add mma(naive) where --tags leaves it out.", panel=o.WHICH)
     ] = False,
     acc_f32: Annotated[
         bool, o.option("--acc-f32", help="Only kernels whose matrix products accumulate in f32.", panel=o.WHICH)
@@ -135,7 +135,7 @@ def command(
     """Run every listed kernel and every baseline, check each against the formula, time them side by side.
 
     Sizes take a value (64), a list (64,128), a geometric sweep (1024:8192:x2) or an arithmetic one (64:256:+64); every
-    combination runs. Without any: the founding shapes on a GPU, one small shape on the CPU, where the GPU kernels are
+    combination runs. Without any: the baseline grid on a GPU, one small shape on the CPU, where the GPU kernels are
     compiled and reported instead of run.
 
     Each row: the median, fastest and slowest round, TFLOP/s of each, what a call allocates, its error, and for kernels

@@ -146,7 +146,7 @@ def _print(points: list[Placed], roofs: Roofs, results: Results, console: Any) -
     for problem in dict.fromkeys(p.problem for p in points):
         members = sorted((p for p in points if p.problem == problem), key=lambda p: -p.tflops)
         table = Table(title=problem, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        for index, name in enumerate(("tag", "TFLOPS", "roof", "of roof", "FLOP/byte", "bound by")):
+        for index, name in enumerate(("tag", "TFLOP/s", "roof", "of roof", "FLOP/byte", "bound by")):
             table.add_column(name, justify="right" if 0 < index < 5 else "left", overflow="fold")
         for p in members:
             figures = (significant(p.tflops), significant(p.attainable), f"{p.share:.1%}", f"{p.intensity:.0f}")

@@ -56,7 +56,7 @@ def tune_command(
 
     Each candidate is checked against the formula first. The fastest configuration of each tag is stored for the class
     of the problem (dtype, head dim, mask, lengths up to the next power of two, few or many blocks) and used from then
-    on; so is the fastest tag of those that auto may take. Without sizes: the founding shapes.
+    on; so is the fastest tag of those that auto may take. Without sizes: the baseline grid.
 
     Exit status: 0 all is right, 1 a candidate failed, 2 bad input or no GPU.
 
@@ -173,7 +173,7 @@ def _columns() -> list[object]:
         Column("configuration", lambda t: t.config or NONE, drop=5, justify="left"),
         Column("ms", lambda t: significant(t.timing and t.timing.median)),
         Column("±%", lambda t: f"{50 * t.timing.spread:.1f}" if t.timing else NONE, drop=1),
-        Column("TFLOPS", lambda t: significant(t.tflops)),
+        Column("TFLOP/s", lambda t: significant(t.tflops)),
         Column("regs", registers, drop=2),
         Column("spill", lambda t: spill_cell(t.usage), drop=3),
         Column("KiB", lambda t: kib_cell(t.usage), drop=4),
@@ -209,7 +209,7 @@ def _list(words: Sequence[str], as_json: bool) -> None:
         return
     console = make_console()
     for path, entries in stored.items():
-        table = Table("class", "runs", "configuration", "ms", "TFLOPS", "date", title=str(path), box=None)
+        table = Table("class", "runs", "configuration", "ms", "TFLOP/s", "date", title=str(path), box=None)
         for key, entry in entries.items():
             config = " ".join(f"{name}={value}" for name, value in entry.config.items())
             figures = (significant(entry.ms), significant(entry.tflops), entry.date)

@@ -152,7 +152,7 @@ def summary_rows(results: Results) -> list[tuple[str, ...]]:
     return rows
 
 
-HEAD = ("problem", "fastest of ours", "ms", "TFLOPS", "best peer", "× best peer", "out of memory")
+HEAD = ("problem", "fastest of ours", "ms", "TFLOP/s", "best peer", "× best peer", "out of memory")
 
 
 def markdown(results: Results) -> str:

@@ -100,7 +100,7 @@ def columns() -> list[Column]:
     return [
         Column("ms", lambda s: significant(s.row.timing and s.row.timing.median)),
         Column("±%", lambda s: f"{50 * s.row.timing.spread:.1f}" if s.row.timing else NONE, drop=1),
-        Column("TFLOPS", lambda s: significant(s.row.tflops), drop=3),
+        Column("TFLOP/s", lambda s: significant(s.row.tflops), drop=3),
         Column("× plain", lambda s: ratio(s.versus_plain)),
         Column("× best peer", lambda s: ratio(s.row.speedup)),
         Column("MiB", lambda s: mib_cell(s.row)),

@@ -134,7 +134,7 @@ def _columns(rows: Sequence[Row], convention: Convention) -> list[Column]:
         Column("±%", lambda r: f"{50 * r.timing.spread:.1f}" if r.timing else NONE, drop=2),
         Column("min", lambda r: significant(r.timing and r.timing.fastest), drop=12),
         Column("max", lambda r: significant(r.timing and r.timing.slowest), drop=13),
-        Column("TFLOPS", lambda r: significant(r.tflops if convention == "gemm" else r.tflops_all)),
+        Column("TFLOP/s", lambda r: significant(r.tflops if convention == "gemm" else r.tflops_all)),
         Column("peak", lambda r: significant(r.tflops_peak), drop=14),
         Column("mean", lambda r: significant(r.tflops_mean), drop=15),
         Column("×best", lambda r: NONE if r.speedup is None else f"{r.speedup:.2f}"),
@@ -234,7 +234,7 @@ def _print_footer(results: Results, console: Console, convention: Convention) ->
         return
     notes = [
         f"ms: median of the rounds ({timed.method}), interleaved; ±%: half the distance of the quartiles",
-        f"TFLOPS: {convention} count of visible pairs; ×best: times as fast as the best baseline",
+        f"TFLOP/s: {convention} count of visible pairs; ×best: times as fast as the best baseline",
     ]
     if any(r.mma_ceiling for r in results.rows):
         notes.append("% mma ceiling: of what mma.sync gives from registers alone, measured on this card in this run")
