@@ -50,7 +50,7 @@ def test_signatures_are_flash_attention_2s(name: str) -> None:
     positional = [p.replace(annotation=p.empty) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert [str(p) for p in positional] == [str(p) for p in _parse(CONTRACT[name])]
     ours = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    assert ours == {"kernel": None, "return_lse": False, "sinks": None, "attn_bias": None}
+    assert ours == {"kernel": None, "return_lse": False, "sinks": None, "attn_bias": None, "logit_scale": None}
 
 
 def _parse(arguments: str) -> list[inspect.Parameter]:

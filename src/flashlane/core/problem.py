@@ -162,7 +162,8 @@ Gradients = namedtuple("Gradients", DIFFERENTIABLE, defaults=[None] * len(DIFFER
 """Gradients in the shapes and dtypes of their inputs; None where there is none, or none was asked for."""
 CACHE_FIELDS = tuple(name for name, each in ARGUMENTS.items() if each.cache)
 """What describes a key/value cache; such a call has no gradients."""
-_others_of = operator.attrgetter(*TENSORS[3:])
+_OTHERS = TENSORS[3:]
+_others_of = operator.attrgetter(*_OTHERS)
 
 Group = Literal["score", "bias", "dropout", "varlen", "cache", "paged"]
 
@@ -458,7 +459,7 @@ def _facts_of_others(inputs: Inputs, grad: bool) -> tuple[Any, ...] | None:
     facts: list[Any] = [getattr(inputs, name) for name in _LENGTHS]
     if not all(longest is None or type(longest) is int for longest in facts):
         return None
-    for name, t in zip(TENSORS[3:], tensors, strict=True):
+    for name, t in zip(_OTHERS, tensors):
         if t is None:
             continue
         if type(t) not in (torch.Tensor, torch.nn.Parameter) or (t.is_cpu and ARGUMENTS[name].indices):

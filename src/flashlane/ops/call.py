@@ -99,9 +99,11 @@ def anew(inputs: Inputs, kernel: str | None, names: Mapping[str, str] | None, as
     if problem is None:
         problem = _checked(inputs, names, asked)
     chosen = dispatch.select(problem, kernel)
-    if facts is not None and not casts:
+    if facts is None or facts[-1]:  # it has no key, or more tensors than q, k and v: the call cache has no entry for it
+        return _straight(problem, inputs, chosen)
+    if not casts:
         call_cache.remember((kernel, *asked), problem, inputs, chosen)
-    elif facts is not None and isinstance(chosen, DeviceKernel) and _same(given, inputs):  # which launches, and no more
+    elif isinstance(chosen, DeviceKernel) and _same(given, inputs):  # which launches, and no more
         dtype = torch.get_autocast_dtype(inputs.q.device.type)
         call_cache.remember((kernel, *asked), problem, inputs, chosen, dtype)
     return _straight(problem, inputs, chosen)
