@@ -200,12 +200,12 @@ class Access:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of a kernel: its layout, how many rows, who copies it, and what it is."""
+    """A tile of a kernel: its layout, its rows, the threads that copy it, and its operand."""
 
     layout: Layout
     rows: int = FRAGMENT_ROWS
     threads: int = 128
-    """Threads of the block that copies it."""
+    """Threads of the CTA that copies it."""
     operand: str = ""
     """Which operand: "q", "k", "v" or "p"; "" for a tile that may be read as any."""
     vector: bool = True
@@ -257,9 +257,9 @@ class Tile:
 
 
 def count(name: str, instruction: str, width: int, requests: Iterable[Sequence[int]]) -> Access:
-    """Passes of many instructions; each is served in groups of lanes that move 128 bytes together."""
-    together = BANKS * BANK_BYTES // width
-    groups = [lanes[i : i + together] for lanes in requests for i in range(0, len(lanes), together)]
+    """Passes of many instructions; each is served in groups of lanes that move 128 bytes at once."""
+    at_once = BANKS * BANK_BYTES // width
+    groups = [lanes[i : i + at_once] for lanes in requests for i in range(0, len(lanes), at_once)]
     passes = [bank_passes(group, width) for group in groups]
     return Access(name, instruction, sum(passes), len(groups), max(passes))
 
@@ -277,7 +277,7 @@ def kernel_tiles(kernel: Kernel, problem: AttentionProblem) -> tuple[Tile, ...]:
     config = kernel.config(problem) if isinstance(kernel, DeviceKernel) else None
     if not isinstance(getattr(config, "layouts", None), dict):
         raise ValueError(f"{kernel.tag} does not say how it lays out tiles; kernels like mma(split-q+stage1) do")
-    rows = {"q": config.br, "k": config.bc, "v": config.pieces[1], "p": config.br}
+    rows = {"q": config.br, "k": config.bc, "v": config.slices[1], "p": config.br}
     threads = kernel.resources(config).threads
     exchanged = config.warps_kv > 1  # only then P passes through shared memory
     return tuple(

@@ -29,15 +29,15 @@ from flashlane.kernels.params import (
 
 SOURCE = "kernels/mma/attention.cu"
 L2_BYTES = 24 << 20
-"""Share of the L2 cache that the keys and values of heads run together may take."""
+"""Bytes of the L2 cache that the keys and values of one section of heads may take."""
 CAUSAL_L2_BYTES = 48 << 20
 """The same under a causal mask, where tiles of one length, of several heads, beat those of all lengths of one: 4 to
 16 % of the time at N 2048 to 16384 (an H200; more than this gains nothing)."""
 FAMILIES = {
     "split-kv": "warps share a row tile by keys; P and row maxima cross warps through shared memory",
     "split-q": "each warp owns rows and sees all keys; P stays in registers",
-    "split-q+share-kv": "split-q, with K and V taking turns in one ring of buffers",
-    "split-q+share-qkv": "split-q, with Q in registers and K and V in its place",
+    "split-q+share-kv": "split-q, with K and V one after the other in the stages of one pipeline",
+    "split-q+share-qkv": "split-q, with Q in registers and K and V in the shared memory that Q had",
     "split-q+tiling-qk": "Q and K in slices of the head dim, V in slices of rows; O over warps where it outgrows one",
     "split-q+tiling-qkv": "Q, K and V in slices of the head dim: shared memory does not grow with it (FFPA level 1)",
 }
@@ -91,7 +91,7 @@ class Variant:
 
     @property
     def kv_stages(self) -> int:
-        """Slots of the ring: one a stage where K and V share, and for slices; otherwise K's stages and one for V."""
+        """Stages of the pipeline: one a stage where K and V share it, and for slices; else K's stages and one for V."""
         return self.stage if self.tiling or self.family.startswith("share") else self.stage + 1
 
     @property
@@ -108,7 +108,7 @@ class Variant:
     def configs(self, problem: AttentionProblem, few_blocks: bool | None = None) -> Iterator[MmaConfig]:
         """The configurations that fit the problem's architecture, the preferred one first.
 
-        ``few_blocks``: as for a problem with few (or many) blocks; None asks the problem.
+        ``few_blocks``: as for a problem with few (or many) CTAs; None asks the problem.
         """
         largest = max(problem.head_dim, problem.head_dim_v)
         marks = (self.precision, f"stage{self.stage}")
@@ -277,8 +277,8 @@ def _loaded(config: MmaConfig, arch: str, device: int) -> tuple[jit.Function, in
 def heads_per_section(problem: AttentionProblem) -> int:
     """Query heads whose keys and values fit the L2 cache at once; whole groups of a shared key/value head."""
     size = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize)
-    share = L2_BYTES if problem.window_right < 0 else CAUSAL_L2_BYTES
-    return min(problem.batch * problem.heads, max(1, share // size) * problem.group)
+    allowed = L2_BYTES if problem.window_right < 0 else CAUSAL_L2_BYTES
+    return min(problem.batch * problem.heads, max(1, allowed // size) * problem.group)
 
 
 def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:

@@ -54,14 +54,14 @@ class MmaConfig:
     ``shared`` (whole rows, through shared memory)."""
 
     @property
-    def pieces(self) -> tuple[int, int, int]:
-        """Columns of a piece of K; rows and columns of a piece of V."""
+    def slices(self) -> tuple[int, int, int]:
+        """Columns of a slice of K; rows and columns of a slice of V."""
         return self.k_slice or self.head_dim, self.v_rows or self.bc, self.v_columns or self.head_dim_v
 
     @property
     def layouts(self) -> dict[str, TileLayout]:
-        """Shared-memory layout of the q, k and v pieces (and p, which split-kv passes through shared memory)."""
-        k_slice, _, v_columns = self.pieces
+        """Shared-memory layout of the q, k and v slices (and p, which split-kv passes through shared memory)."""
+        k_slice, _, v_columns = self.slices
         return {
             "q": TileLayout(k_slice if self.q_streamed else self.head_dim, "q" in self.swizzle),
             "k": TileLayout(k_slice, "k" in self.swizzle),
@@ -71,20 +71,20 @@ class MmaConfig:
 
     @property
     def regions(self) -> dict[str, int]:
-        """Bytes of each part of shared memory: Q, the ring, and (several warps a row) P and the row statistics.
+        """Bytes of each part of shared memory: Q, the pipeline, and (several warps a row) P and the row statistics.
 
-        ``Q/KV`` lie over each other, ``QKV`` is a ring of slices; ``O`` is what the output's tile needs beyond them.
+        ``Q/KV`` lie over each other, ``QKV`` is a pipeline of slices; ``O`` is what the output tile needs beyond them.
         """
         layouts = self.layouts
         q = layouts["q"].bytes(self.br)
-        slot = max((q if self.q_streamed else 0) + layouts["k"].bytes(self.bc), layouts["v"].bytes(self.pieces[1]))
-        ring = self.kv_stages * slot
+        stage = max((q if self.q_streamed else 0) + layouts["k"].bytes(self.bc), layouts["v"].bytes(self.slices[1]))
+        pipeline = self.kv_stages * stage
         if self.share_qkv:
-            parts = {"Q/KV": max(q, ring)}
+            parts = {"Q/KV": max(q, pipeline)}
         elif self.q_streamed:
-            parts = {"QKV": ring}
+            parts = {"QKV": pipeline}
         else:
-            parts = {"Q": q, "KV": ring}
+            parts = {"Q": q, "KV": pipeline}
         if self.warps_kv > 1:
             parts |= {"P": layouts["p"].bytes(self.br), "stats": self.br * self.warps_kv * 4}
         beyond = TileLayout(self.head_dim_v, False).bytes(self.br) - sum(parts.values())
@@ -92,7 +92,7 @@ class MmaConfig:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of one block."""
+        """Bytes of one CTA."""
         return sum(self.regions.values())
 
     @property
@@ -112,7 +112,7 @@ class MmaConfig:
             ("OutPrecision", PRECISIONS[self.out]),
             ("StorePrecision", PRECISIONS[self.store]),
             *((name.upper(), getattr(self, name)) for name in plain),
-            *zip(("K_SLICE", "V_ROWS", "V_COLUMNS"), self.pieces, strict=True),
+            *zip(("K_SLICE", "V_ROWS", "V_COLUMNS"), self.slices, strict=True),
             *((f"SWIZZLE_{side.upper()}", side in self.swizzle) for side in "qkv"),
             ("STORE", OUTPUTS.index(self.output)),
             ("SHARED_BYTES", self.shared_memory),

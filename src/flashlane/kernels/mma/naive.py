@@ -1,4 +1,4 @@
-"""mma(naive): the first tensor-core attention, one block a head, nothing overlapped."""
+"""mma(naive): the first tensor-core attention, one CTA a head, nothing overlapped."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class NaiveConfig:
 
 
 class MmaNaive(DeviceKernel):
-    """FlashAttention-2's loops with ``ldmatrix`` and ``mma`` and nothing else: the ladder's first rung."""
+    """FlashAttention-2's loops with ``ldmatrix`` and ``mma`` and nothing else: the first version of the family."""
 
     tag = "mma(naive)"
     family = "mma"
-    summary = "one block a head walks over all rows and keys; K and V share one tile; nothing overlaps"
+    summary = "one CTA a head walks over all rows and keys; K and V share one tile; nothing overlaps"
     source = "Dao 2023 (FlashAttention-2), algorithm 1; PTX ISA mma.sync.m16n8k16"
     priority = 2
 

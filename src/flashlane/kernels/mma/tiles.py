@@ -1,6 +1,6 @@
 """Tile shapes of the mma.sync family as data: which (rows, keys, warps) a family prefers at a head dim.
 
-``THROUGHPUT`` shapes suit problems that fill the GPU, ``LATENCY`` shapes those with few blocks. Of a row's candidates
+``THROUGHPUT`` shapes suit problems that fill the GPU, ``LATENCY`` shapes those with few CTAs. Of a row's candidates
 the first one that fits the architecture's shared memory is taken. The order was measured on an H200
 (docs/notebook); the tuner may overrule it.
 """
@@ -164,7 +164,7 @@ LATENCY: Table = {
     "share-qkv": ((128, (Shape(64, 32, 4),)), (256, (Shape(64, 16, 4),))),
 }
 
-# ((largest head dim, tag that `auto` takes), …), for problems that fill the GPU and for those with few blocks.
+# ((largest head dim, tag that `auto` takes), …), for problems that fill the GPU and for those with few CTAs.
 BEST_THROUGHPUT = (
     (128, "mma(split-q+acc-f32+swizzle-qkv+stage1)"),
     (160, "mma(split-q+acc-f32+swizzle-qkv+stage2)"),
@@ -183,12 +183,12 @@ def slice_of(head_dim: int, widest: int, unit: int = 16) -> int:
     """
     columns = -(-head_dim // 16) * 16
     fewest = -(-columns // widest)
-    widths = (max(unit, -(-columns // (pieces * unit)) * unit) for pieces in range(fewest, columns // 16 + 1))
+    widths = (max(unit, -(-columns // (slices * unit)) * unit) for slices in range(fewest, columns // 16 + 1))
     return next((w for w in widths if w <= max(widest, unit) and -(-columns // w) * w <= 1.15 * columns), unit)
 
 
 def candidates(family: str, marks: tuple[str, ...], head_dim: int, few: bool) -> tuple[Shape, ...]:
-    """Shapes of a family at a head dim, best first; with few blocks the latency shapes come before the others.
+    """Shapes of a family at a head dim, best first; with few CTAs the latency shapes come before the others.
 
     ``marks`` say what may set a variant apart from its family, the most telling first: its precision (such as
     ``f16/f32``: accumulators, O storage) and its stage. The family's own shapes follow those of its marks.
@@ -205,7 +205,7 @@ def candidates(family: str, marks: tuple[str, ...], head_dim: int, few: bool) ->
 
 
 def best_tag(head_dim: int, few: bool) -> str | None:
-    """The tag that was fastest at a head dim (the larger of the two), for problems with few or with many blocks."""
+    """The tag that was fastest at a head dim (the larger of the two), for problems with few or with many CTAs."""
     return next((tag for limit, tag in (BEST_LATENCY if few else BEST_THROUGHPUT) if head_dim <= limit), None)
 
 

@@ -1,0 +1,262 @@
+"""The matrix product of the lessons: schedule, index maps, what the compiler makes of it, results on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from lesson_checks import ARCHITECTURES, loop_of, needs_sass, opcode_count, randn
+
+from flashlane import jit, lessons
+from flashlane.kernels.tile_layout import CHUNK, TileLayout
+from flashlane.lessons import bench, common, gemm
+
+
+@pytest.mark.parametrize(("blocks_m", "blocks_n", "group"), ((64, 32, 16), (1, 5, 16), (43, 32, 10), (17, 3, 16)))
+def test_every_block_of_c_is_computed_once(blocks_m, blocks_n, group):
+    found = [gemm.block_of(i, blocks_m, blocks_n, group) for i in range(blocks_m * blocks_n)]
+    assert sorted(found) == [(m, n) for m in range(blocks_m) for n in range(blocks_n)]
+
+
+def test_ctas_that_run_at_one_time_read_the_same_operands():
+    wave = [gemm.block_of(i, 64, 32, 16) for i in range(132)]
+    assert len({m for m, _ in wave}) == 16 and len({n for _, n in wave}) == 9
+
+
+def pipeline(tiles: int, stages: int, steps: int, passes: int):
+    """What one thread of ``hgemm`` does, in order; a barrier comes with every wait.
+
+    (copy, tile, pass, slot), (commit,), (wait, groups that may be in flight), (read, tile, slot).
+    """
+
+    def shares(tile: int, slot: int, step: int):
+        mine = [i for i in range(passes) if gemm.share_of(i, passes, steps) == step]
+        return [("copy", tile, i, slot) for i in mine]
+
+    for tile in range(stages):
+        for step in range(steps if tile < stages - 1 else 1):
+            if tile < tiles:
+                yield from shares(tile, tile, step)
+        if tile < stages - 1:
+            yield ("commit",)
+    yield ("wait", stages - 2)
+    yield ("read", 0, 0)
+    reading, writing = 0, stages - 1
+    for tile in range(tiles):
+        following = (reading + 1) % stages
+        for step in range(steps):
+            last = step == steps - 1
+            if last:
+                yield ("wait", stages - 2)
+                writing = reading
+            yield ("read", tile + last, following if last else reading)
+            loading = tile + (stages if last else stages - 1)
+            if loading < tiles:
+                yield from shares(loading, writing, (step + 1) % steps)
+            if step == steps - 2:
+                yield ("commit",)
+        reading = following
+
+
+@pytest.mark.parametrize("stages", (2, 3, 4))
+@pytest.mark.parametrize(("steps", "passes"), ((2, 6), (4, 12), (4, 3), (2, 7)))
+def test_the_ring_of_tiles_is_read_after_it_is_written_and_written_after_it_is_read(stages, steps, passes):
+    for tiles in range(1, 3 * stages):
+        held, pending, groups, arrived, read_since_barrier = {}, [], [], set(), set()
+        for what, *event in pipeline(tiles, stages, steps, passes):
+            if what == "copy":
+                tile, index, slot = event
+                old = held.get(slot, tile)
+                assert old == tile or old not in read_since_barrier, f"tile {old} is overwritten while a warp reads it"
+                held[slot] = tile
+                pending.append((tile, index))
+            elif what == "commit":
+                groups.append(pending)
+                pending = []
+            elif what == "wait":
+                landed = [copy for group in groups[: len(groups) - event[0]] for copy in group]
+                arrived = {tile for tile in range(tiles) if {i for t, i in landed if t == tile} == set(range(passes))}
+                assert len(landed) == len(set(landed)), "a pass was copied twice"
+                read_since_barrier = set()
+            else:
+                tile, slot = event
+                read_since_barrier.add(tile)
+                if tile < tiles:
+                    assert tile in arrived, f"tile {tile} is read before it has arrived"
+                    assert held[slot] == tile, f"slot {slot} holds tile {held[slot]}, not {tile}"
+        assert {tile for group in groups for tile, _ in group} == set(range(tiles))
+
+
+def cursor_address(layout: TileLayout, row: int, first_chunk: int, rows: int, chunks: int) -> int:
+    """Mirror of ``FragmentCursor`` in swizzle.cuh."""
+    low = layout.span - 1
+    chunk = first_chunk ^ layout.key(row)
+    return row * layout.stride + rows * layout.stride + ((chunk ^ (chunks & low)) + (chunks & ~low)) * 16
+
+
+@pytest.mark.parametrize("config", gemm.CONFIGS.values(), ids=lambda c: c.name)
+@pytest.mark.parametrize("layout", gemm.LAYOUTS)
+def test_fragments_are_read_where_they_were_written_without_conflicts(config, layout):
+    a, b = config.layouts(layout)
+    warp_m, warp_n = config.block_m // config.warps_m, config.block_n // config.warps_n
+    for lane in range(32):
+        for warp in range(config.warps_m):
+            row, chunk = warp * warp_m + lane % 16, lane // 16
+            for m in range(0, warp_m, 16):
+                for k in range(0, config.block_k // 8, 2):
+                    assert cursor_address(a, row, chunk, m, k) == a.offset(row + m, chunk + k)
+        for warp in range(config.warps_n):
+            if layout == "tn":
+                row, chunk = warp * warp_n + lane % 8 + lane // 16 * 8, lane // 8 % 2
+                steps = [(n, k) for n in range(0, warp_n, 16) for k in range(0, config.block_k // 8, 2)]
+            else:
+                row, chunk = lane % 16, warp * warp_n // 8 + lane // 16
+                steps = [(k, n) for k in range(0, config.block_k, 16) for n in range(0, warp_n // 8, 2)]
+            for rows, chunks in steps:
+                assert cursor_address(b, row, chunk, rows, chunks) == b.offset(row + rows, chunk + chunks)
+    for tile in (a, b):
+        assert all(tile.conflicts(row, chunk) == 0 for row in (0, 8) for chunk in range(tile.chunks))
+
+
+@pytest.mark.parametrize("config", gemm.CONFIGS.values(), ids=lambda c: c.name)
+def test_a_configuration_divides_into_whole_tiles_and_passes(config):
+    assert config.block_m % (16 * config.warps_m) == 0 and config.block_n % (32 * config.warps_n) == 0
+    assert config.block_k % 32 == 0 and config.stages >= 2 and config.threads <= 1024
+    for rows, columns in (
+        (config.block_m, config.block_k),
+        (config.block_n, config.block_k),
+        (config.block_k, config.block_n),
+    ):
+        assert config.threads % (columns // CHUNK) == 0 and rows % (config.threads // (columns // CHUNK)) == 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("accumulate", ("f32", "f16"))
+def test_there_is_a_default_configuration(arch, accumulate):
+    for size in (1, 128, 1024, 8192):
+        config = gemm.default_config(size, size, accumulate, arch, 132)
+        assert config.shared_memory() <= jit.shared_limit(arch)
+        assert config == gemm.CONFIGS[gemm.SMALL] or gemm.blocks_of(config, size, size) >= 132
+    assert gemm.default_config(8192, 8192, accumulate, "sm_90a", 132).name == gemm.PREFERENCE[accumulate][0]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "layout", "message"),
+    (
+        ((8, 16), (24, 8), "nn", r"b is \(24, 8\); with a \(8, 16\) and layout 'nn' its K must be 16"),
+        ((8, 16), (16, 8), "tn", "its K must be 16"),
+        ((8, 12), (12, 8), "nn", "a has K = 12; K must be a multiple of 8"),
+        ((8, 16), (16, 9), "nn", "b has N = 9; N must be a multiple of 8"),
+        ((8, 16, 1), (16, 8), "nn", r"a is \(8, 16, 1\); it must have two dimensions"),
+    ),
+)
+def test_product_sizes_are_checked(a, b, layout, message):
+    with pytest.raises(ValueError, match=message):
+        gemm._sizes(torch.empty(a), torch.empty(b), layout)
+
+
+def test_product_strides_are_checked():
+    x = torch.empty(16, 32, dtype=torch.float16)
+    gemm._check_rows("a", x)
+    gemm._check_rows("a", x[:, 8:16])
+    for bad in (x.t(), x[:, 1:9], torch.empty(16, 20, dtype=torch.float16)[:, :8]):
+        with pytest.raises(ValueError, match=r"b has strides .* its rows start on 16 bytes"):
+            gemm._check_rows("b", bad)
+
+
+def gemm_points():
+    for turn, (operands, layout) in enumerate(itertools.product(gemm.OPERANDS, gemm.LAYOUTS)):
+        for arch in {"sm_90a", ARCHITECTURES[turn % len(ARCHITECTURES)]}:
+            yield gemm.default_config(8192, 8192, operands[1], arch, 132), operands, layout, arch
+    for config in gemm.CONFIGS.values():
+        for operands in gemm.OPERANDS[:2]:
+            if gemm.fits(config, operands[1], "sm_90a"):
+                yield config, operands, "nn", "sm_90a"
+        if gemm.fits(config, "f32", "sm_90a"):
+            yield config, gemm.OPERANDS[0], "tn", "sm_90a"
+
+
+@needs_sass
+@pytest.mark.parametrize(
+    ("config", "operands", "layout", "arch"),
+    sorted(set(gemm_points()), key=str),
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_hgemm_compiles_without_spills_to_the_products_it_should(config, operands, layout, arch):
+    compiled = jit.compile(gemm.gemm_source(config, *operands, layout), arch)
+    found = compiled.report
+    assert (found.spills, found.stack, found.static_shared, found.warnings) == (0, 0, 0, ())
+    occupied = jit.occupancy(arch, config.threads, found.registers, config.shared_memory(layout))
+    assert occupied.blocks >= config.min_blocks
+    assert config.shared_memory(layout) <= jit.shared_limit(arch)
+    loop = loop_of(compiled.cubin)
+    m_tiles, n_tiles = config.block_m // config.warps_m // 16, config.block_n // config.warps_n // 8
+    steps = config.block_k // 16
+    copies = (config.block_m + config.block_n) * config.block_k // CHUNK // config.threads
+    assert opcode_count(loop, "HMMA") == m_tiles * n_tiles * steps
+    assert opcode_count(loop, "LDSM") == (m_tiles + n_tiles // 2) * steps
+    assert opcode_count(loop, "LDGSTS") == copies
+    assert opcode_count(loop, "BAR") == 1
+    assert not any(opcode_count(loop, other) for other in ("LDL", "STL", "LDG", "STS"))
+
+
+def gpu_configs(accumulate: str) -> list[gemm.HgemmConfig]:
+    arch = common.device_arch(torch.device("cuda", 0))
+    return [config for config in gemm.CONFIGS.values() if gemm.fits(config, accumulate, arch)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", gemm.LAYOUTS)
+@pytest.mark.parametrize("operands", gemm.OPERANDS, ids="-".join)
+def test_hgemm_agrees_with_float64(operands, layout):
+    dtype, accumulate = operands
+    shapes = (
+        (1, 8, 8),
+        (63, 72, 40),
+        (65, 264, 8),
+        (127, 256, 200),
+        (300, 520, 1032),
+        (1023, 1016, 256),
+        (257, 136, 32),
+    )
+    for m, n, k in shapes:
+        a, b = randn(m, k, dtype=dtype), randn(k, n, dtype=dtype)
+        expected, allowed = a.double() @ b.double(), bench.product_error(a, b, accumulate)
+        given = b if layout == "nn" else b.t().contiguous()
+        for config in gpu_configs(accumulate):
+            guarded = torch.full((m + 2, n + 8), float("nan"), device="cuda", dtype=a.dtype)
+            out = guarded[1 : m + 1, :n]
+            lessons.hgemm(a, given, layout=layout, accumulate=accumulate, config=config, out=out)
+            message = bench.beyond(out, expected, allowed)
+            assert message is None, f"{config.name} {(m, n, k)}: {message}"
+            assert guarded[0].isnan().all() and guarded[-1].isnan().all() and guarded[:, n:].isnan().all()
+
+
+@pytest.mark.gpu
+def test_hgemm_takes_strided_operands_and_its_default():
+    a, b = randn(200, 512, dtype="bf16")[:, 64:320], randn(256, 640, dtype="bf16")[:, 8:400]
+    expected, allowed = a.double() @ b.double(), bench.product_error(a, b, "f32")
+    assert bench.beyond(lessons.hgemm(a, b), expected, allowed) is None
+    assert bench.beyond(lessons.hgemm(a, b.t().contiguous(), layout="tn", config=gemm.SMALL), expected, allowed) is None
+    big = randn(2048, 2048, dtype="f16")
+    assert (
+        bench.beyond(lessons.hgemm(big, big), big.double() @ big.double(), bench.product_error(big, big, "f32")) is None
+    )
+
+
+@pytest.mark.gpu
+def test_hgemm_of_nothing_and_refusals():
+    x = randn(16, 16, dtype="f16")
+    assert torch.equal(lessons.hgemm(x[:, :0], x[:0]), torch.zeros_like(x))
+    assert lessons.hgemm(x[:0], x).shape == (0, 16)
+    with pytest.raises(ValueError, match=r"accumulate is 'f16'; for torch\.bfloat16 operands it may be 'f32'"):
+        lessons.hgemm(x.bfloat16(), x.bfloat16(), accumulate="f16")
+    with pytest.raises(ValueError, match="config is '3x3'"):
+        lessons.hgemm(x, x, config="3x3")
+    with pytest.raises(ValueError, match="too few registers"):
+        lessons.hgemm(x, x, config="256x256x32 4x2 s4")
+    with pytest.raises(ValueError, match=r"out is torch\.float16"):
+        lessons.hgemm(x, x, out=torch.empty(8, 16, device="cuda", dtype=torch.float16))
+    with pytest.raises(TypeError, match=r"b is torch\.bfloat16"):
+        lessons.hgemm(x, x.bfloat16())
