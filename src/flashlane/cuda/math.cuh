@@ -6,6 +6,9 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// min() as a constant: tests evaluate what uses it in the compiler.
+__device__ __forceinline__ constexpr int constant_min(int a, int b) { return a < b ? a : b; }
+
 // The value of lane 0, for a value that is the same in all lanes. ptxas then knows that it is the same, and keeps what
 // follows from it (addresses, descriptors of wgmma) in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }

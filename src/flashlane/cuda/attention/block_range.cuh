@@ -6,14 +6,14 @@
 // The blocks low <= block < high.
 struct BlockRange {
     int low, high;
-    __device__ __forceinline__ bool empty() const { return high <= low; }
+    __device__ __forceinline__ constexpr bool empty() const { return high <= low; }
     __device__ __forceinline__ int count() const { return max(0, high - low); }
 
     // Blocks of each part where the range is split; the last part may have fewer, and parts after it none.
-    __device__ __forceinline__ int part_size(int splits) const { return ceil_div(high - low, splits); }
-    __device__ __forceinline__ BlockRange part(int split, int splits) const {
+    __device__ __forceinline__ constexpr int part_size(int splits) const { return ceil_div(high - low, splits); }
+    __device__ __forceinline__ constexpr BlockRange part(int split, int splits) const {
         const int size = part_size(splits), start = low + split * size;
-        return {start, min(high, start + size)};
+        return {start, constant_min(high, start + size)};
     }
 };
 

@@ -12,10 +12,10 @@ struct SwizzledTile {
 
 // Index is unsigned where it comes from blockIdx: the first division is then cheaper.
 template <bool DESCENDING, typename Index>
-__device__ __forceinline__ SwizzledTile swizzled_tile(Index index, int heads, int blocks, int heads_per_section) {
+__device__ __forceinline__ constexpr SwizzledTile swizzled_tile(Index index, int heads, int blocks, int heads_per_section) {
     const int tiles_per_section = heads_per_section * blocks, section = index / tiles_per_section;
     const int inside = index - section * tiles_per_section, first_head = section * heads_per_section;
-    const int section_heads = min(heads_per_section, heads - first_head), row = inside / section_heads;
+    const int section_heads = constant_min(heads_per_section, heads - first_head), row = inside / section_heads;
     return {DESCENDING ? blocks - 1 - row : row, first_head + inside - row * section_heads};
 }
 
