@@ -274,7 +274,8 @@ class BackwardPlan:
         if found is None:
             if len(self.kinds) >= KINDS_KEPT:
                 self.kinds.clear()
-            found = self.kinds[kind] = launch_pool.LaunchPlan(lambda: self.launches(tensors))
+            made = tuple(self.launches(tensors))  # here: a plan that built them later would keep the tensors' memory
+            found = self.kinds[kind] = launch_pool.LaunchPlan(lambda: made)
         return found
 
     def _addresses(self, tensors: Tensors, workspace: int, parts: torch.Tensor | None) -> dict[str, int | None]:
