@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from flashlane import bench
 from flashlane.bench.measure import isolated
 from flashlane.bench.measure.check import Verdict
-from flashlane.bench.measure.isolated import Crew, Died, Spec
+from flashlane.bench.measure.isolated import Died, Spec, Workers
 from flashlane.bench.measure.memory import Memory
 from flashlane.bench.measure.progress import Silent
 from flashlane.bench.measure.results import Results, Row, Skipped
@@ -135,15 +135,15 @@ class FakeWorker:
 
 
 @pytest.fixture
-def crew(monkeypatch):
+def workers(monkeypatch):
     monkeypatch.setattr(isolated, "Worker", FakeWorker)
     monkeypatch.setattr(FakeWorker, "asked", [])
-    return lambda *deadly: monkeypatch.setattr(FakeWorker, "deadly", deadly) or Crew(Spec("cpu"), 1.0, Silent())
+    return lambda *deadly: monkeypatch.setattr(FakeWorker, "deadly", deadly) or Workers(Spec("cpu"), 1.0, Silent())
 
 
-def test_what_hung_twice_is_left_out_of_the_rest(crew):
+def test_what_hung_twice_is_left_out_of_the_rest(workers):
     found = [crew_run for problem in range(3) for crew_run in [None]]
-    with crew("a", "b") as staff:
+    with workers("a", "b") as staff:
         for number in range(3):
             problem = bench.make_problem(1, 1, 8 * (number + 1), 16)
             found[number] = staff.run(problem, "forward", 0)
@@ -154,8 +154,8 @@ def test_what_hung_twice_is_left_out_of_the_rest(crew):
     assert len(FakeWorker.asked) == 3 + 3 + 1
 
 
-def test_a_worker_that_dies_of_nothing_is_an_error(crew):
-    with crew(None) as staff, pytest.raises(Died, match="it would not start"):
+def test_a_worker_that_dies_of_nothing_is_an_error(workers):
+    with workers(None) as staff, pytest.raises(Died, match="it would not start"):
         staff.run(bench.make_problem(1, 1, 8, 16), "forward", 0)
 
 

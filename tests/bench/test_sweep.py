@@ -183,8 +183,8 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_disk_that_fills_up_in_the_middle(folder, crew, small_disk):
-    crew({})
+def test_a_disk_that_fills_up_in_the_middle(folder, workers, small_disk):
+    workers({})
     done = invoke("grid.toml", "--out", small_disk, "--N", "8:64:+8")
     assert done.exit_code == 3, done.stderr
     assert "No space left on device" in done.stderr and "the same command goes on from here" in done.stderr
@@ -221,7 +221,7 @@ def row(problem, tag="tiled", ms=1.0, status="ok", message="", kind="kernel"):
     return Row(problem, {}, tag, kind, status, message, (), timing, 2.0 if ms else None)
 
 
-class FakeCrew:
+class FakeWorkers:
     """Answers by the key of a cell; an answer that is an exception is raised."""
 
     answers: ClassVar[dict] = {}
@@ -248,18 +248,18 @@ class FakeCrew:
 
 
 @pytest.fixture
-def crew(monkeypatch):
-    monkeypatch.setattr(s, "Crew", FakeCrew)
-    monkeypatch.setattr(FakeCrew, "ran", [])
-    return lambda answers: monkeypatch.setattr(FakeCrew, "answers", answers)
+def workers(monkeypatch):
+    monkeypatch.setattr(s, "Workers", FakeWorkers)
+    monkeypatch.setattr(FakeWorkers, "ran", [])
+    return lambda answers: monkeypatch.setattr(FakeWorkers, "answers", answers)
 
 
 KEYS_OF = [f"B1 H1 N{n} D16 f16" for n in (8, 16, 24)]
 
 
-def test_cells_without_memory_and_cells_that_die_are_recorded_and_passed(crew, tmp_path):
+def test_cells_without_memory_and_cells_that_die_are_recorded_and_passed(workers, tmp_path):
     first, second, third = KEYS_OF
-    crew(
+    workers(
         {
             first: [Skipped(first, "tiled", "out of memory: its tensors do not fit")],
             second: Died(None, "its process was ended by SIGKILL (out of memory, most likely)"),
@@ -275,10 +275,10 @@ def test_cells_without_memory_and_cells_that_die_are_recorded_and_passed(crew, t
         assert {r[0]: r[-1] for r in rows if r[0] != second} == {first: "tiled", third: "(unfused)"}
         assert any(r[0] == second for r in rows), "a cell that died is in the table"
         s.sweep(cells, Spec("cpu"), journal, **run)
-        assert FakeCrew.ran == KEYS_OF, "none is done again"
-        crew({})
+        assert FakeWorkers.ran == KEYS_OF, "none is done again"
+        workers({})
         s.sweep(cells, Spec("cpu"), journal, **run, retry=True)
-        assert FakeCrew.ran == KEYS_OF + KEYS_OF[:2]
+        assert FakeWorkers.ran == KEYS_OF + KEYS_OF[:2]
     with Journal(tmp_path / "j.jsonl", {}) as journal:
         assert {record["status"] for record in journal.records.values()} == {"done"}
 
@@ -288,16 +288,16 @@ def test_inputs_of_a_cell_do_not_depend_on_the_grid():
     assert few[0].seed(0) == many[1].seed(0) != many[0].seed(0)
 
 
-def test_an_interrupt_writes_the_files(folder, crew):
+def test_an_interrupt_writes_the_files(folder, workers):
     keys = [f"B1 H2 N{n} D{d} f16" for n in (16, 24) for d in (16, 32)]
-    crew({keys[2]: KeyboardInterrupt()})
+    workers({keys[2]: KeyboardInterrupt()})
     done = invoke("grid.toml", "--masks", "full")
     assert done.exit_code == 130 and "interrupted; the same command goes on" in done.stderr
     assert [row.problem for row in load_results(folder / "out" / "sweep.json")] == keys[:2]
 
 
-def test_a_journal_that_fills_the_disk_ends_with_status_3(folder, crew, monkeypatch):
-    crew({})
+def test_a_journal_that_fills_the_disk_ends_with_status_3(folder, workers, monkeypatch):
+    workers({})
     add = Journal.add
 
     def full(self, key, record):
@@ -311,9 +311,9 @@ def test_a_journal_that_fills_the_disk_ends_with_status_3(folder, crew, monkeypa
     assert len(load_results(folder / "out" / "sweep.json")) == 2
 
 
-def test_a_failed_check_is_status_1(folder, crew):
+def test_a_failed_check_is_status_1(folder, workers):
     key = "B1 H2 N16 D16 f16"
-    crew({key: [row(key, ms=None, status="FAIL", message="output: error")]})
+    workers({key: [row(key, ms=None, status="FAIL", message="output: error")]})
     done = invoke("grid.toml")
     assert done.exit_code == 1 and "1 rows of kernels failed: tiled" in done.stderr
 
@@ -321,10 +321,10 @@ def test_a_failed_check_is_status_1(folder, crew):
 # --- TOML files
 
 
-def test_options_override_the_file(folder, crew):
-    crew({})
+def test_options_override_the_file(folder, workers):
+    workers({})
     assert invoke("grid.toml", "--N", "8", "--masks", "causal", "--name", "mine").exit_code == 0
-    assert FakeCrew.ran == ["B1 H2 N8 D16 f16 causal", "B1 H2 N8 D32 f16 causal"]
+    assert FakeWorkers.ran == ["B1 H2 N8 D16 f16 causal", "B1 H2 N8 D32 f16 causal"]
     assert (folder / "out" / "mine.json").exists()
 
 

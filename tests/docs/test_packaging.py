@@ -321,7 +321,7 @@ def test_bench_tables(tmp_path):
     lines = [line for line in text.splitlines() if line.startswith("|") and "tag" not in line and "---" not in line]
     assert lines == [
         "| k | 1.25 | 80.0 | 1.60 |",
-        "| b (baseline) | 2 | 50.0 | – |",
+        "| b (peer) | 2 | 50.0 | – |",
         "| bad | FAIL | | |",
         "| k | 0.5 | – | – |",
     ], "every row, fastest first, a failure too"

@@ -64,7 +64,7 @@ def test_regions_sum_to_the_launched_bytes(head_dim, arch, batch):
 
 
 def test_regions_by_hand():
-    """64 rows and 64 keys, D 64, padded to 72: the founding 9 KiB a tile."""
+    """64 rows and 64 keys, D 64, padded to 72: the 9 KiB a tile."""
     kernel = registry.get("mma(split-kv+acc-f32+stage1)")
     config = kernel.variant.at(problem(64).on("sm_80"), Shape(64, 64, 2, 4))
     tile = 64 * 72 * 2

@@ -1,4 +1,4 @@
-"""Tensor maps: sizes, strides and boxes as the copy engine wants them; refusals; what the driver is given."""
+"""Tensor maps: sizes, strides and boxes as TMA wants them; refusals; what the driver is given."""
 
 from __future__ import annotations
 

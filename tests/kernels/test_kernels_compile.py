@@ -113,14 +113,14 @@ def test_few_blocks_bf16_and_odd_rows_compile(tag: str) -> None:
 
 
 def test_every_tag_is_a_point_of_the_grid() -> None:
-    """families × accumulators × O storage × swizzles × stores × stages without a hole, under the founding names."""
+    """families × accumulators × O storage × swizzles × stores × stages without a hole, named as in the logs."""
     tags = {k.tag for k in GRID if isinstance(k, MmaAttention)}
     points = 4 * 2 * 4 * 3  # accumulators of QK and PV, O storage, swizzles, stores
     assert len(tags) == 4 * 2 * points + 2 * 4 * 2 * points  # tiling: four stages, Q kept or streamed
-    founding = ("mma(split-kv+stage1)", "mma(split-q+stage2)", "mma(split-q+share-kv+stage1)", "mma(naive)")
-    founding += ("mma(split-q+share-qkv+swizzle-qk+stage2)", "mma(split-q+share-qkv+acc-f32+stage1)")
-    founding += ("mma(split-q+tiling-qk+stage1)", "mma(split-q+tiling-qkv+acc-f32+swizzle-qkv+stage2)")
-    assert set(founding) <= {k.tag for k in GRID}
+    named = ("mma(split-kv+stage1)", "mma(split-q+stage2)", "mma(split-q+share-kv+stage1)", "mma(naive)")
+    named += ("mma(split-q+share-qkv+swizzle-qk+stage2)", "mma(split-q+share-qkv+acc-f32+stage1)")
+    named += ("mma(split-q+tiling-qk+stage1)", "mma(split-q+tiling-qkv+acc-f32+swizzle-qkv+stage2)")
+    assert set(named) <= {k.tag for k in GRID}
     assert {k.tag for k in KERNELS} >= shapes.FASTEST
 
 
@@ -154,7 +154,7 @@ def test_tiling_qkv_needs_no_more_shared_memory_for_larger_heads() -> None:
     assert sizes == {24 * 1024}
 
 
-def test_shared_memory_is_that_of_the_founding_table() -> None:
+def test_shared_memory_is_that_of_the_baseline_logs() -> None:
     """MMA tiles of the table, padded, f16: 27 and 36 KiB for split-q, 18 KiB for share-qkv at D 64; 34 at D 128."""
     rows = [
         ("split-q", 1, 64, shapes.Shape(64, 64, 4), 27),

@@ -22,10 +22,10 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import DeviceKernel
 from flashlane.inspect import layout_view
 from flashlane.kernels.tile_layout import (
-    FoundingLayout,
     PlainLayout,
     Tile,
     TileLayout,
+    XorRow4Layout,
     alternatives,
     bank_passes,
     fragment_a,
@@ -221,13 +221,13 @@ def test_a_copy_moves_every_chunk_once(rows, columns, threads):
     assert sorted(moved) == list(range(0, tile.layout.bytes(rows), 16))
 
 
-def test_founding_swizzle_is_right_for_16_columns_only():
-    ours, founding = TileLayout(16, True), FoundingLayout(16)
-    assert all(ours.offset(r, c) == founding.offset(r, c) for r in range(64) for c in range(2))
-    assert reads(founding) == [(1, 0)] * 3
-    assert reads(FoundingLayout(32))[0][0] == 2 and reads(FoundingLayout(64))[0][0] == 4
-    assert FoundingLayout(64).collisions(64) == 0
-    assert FoundingLayout(48).collisions(16) == 16, "six chunks: the remainder sends two to one place"
+def test_xor_row4_swizzle_is_right_for_16_columns_only():
+    ours, other = TileLayout(16, True), XorRow4Layout(16)
+    assert all(ours.offset(r, c) == other.offset(r, c) for r in range(64) for c in range(2))
+    assert reads(other) == [(1, 0)] * 3
+    assert reads(XorRow4Layout(32))[0][0] == 2 and reads(XorRow4Layout(64))[0][0] == 4
+    assert XorRow4Layout(64).collisions(64) == 0
+    assert XorRow4Layout(48).collisions(16) == 16, "six chunks: the remainder sends two to one place"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_compiled_tiles_of_every_kernel_are_read_without_conflicts(head_dim):
 def test_alternatives_keep_the_tile():
     tile = Tile(TileLayout(64, True), 32, 256, "k")
     others = alternatives(tile)
-    assert others[0] is tile and [o.layout.scheme for o in others] == ["swizzled", "plain", "padded", "founding"]
+    assert others[0] is tile and [o.layout.scheme for o in others] == ["swizzled", "plain", "padded", "xor-row4"]
     assert {(o.rows, o.threads, o.operand) for o in others} == {(32, 256, "k")}
 
 
@@ -310,7 +310,7 @@ def test_command_shows_conflicts():
     assert "-way" not in swizzled and "56 28–31" in swizzled
     compared = invoke("layout", "--compare")
     assert [compared.count(word) for word in ("8-way", "4-way", "none")] == [3, 3, 10]
-    assert "not a permutation: 16 of 96 chunks" in invoke("layout", "--columns", 48, "--founding")
+    assert "not a permutation: 16 of 96 chunks" in invoke("layout", "--columns", 48, "--xor-row4")
 
 
 def test_command_shows_what_a_tag_is_compiled_with():
@@ -368,7 +368,7 @@ def test_png_without_matplotlib(tmp_path, monkeypatch):
         (("--rows", 0), "rows is 0"),
         (("--D", 64), "--D goes with --tag"),
         (("--tag", "mma(split-q+stage1)", "--columns", 64), "--columns goes without --tag"),
-        (("--tag", "mma(split-q+stage1)", "--founding"), "--founding goes without --tag"),
+        (("--tag", "mma(split-q+stage1)", "--xor-row4"), "--xor-row4 goes without --tag"),
         (("--tag", "mma(split-q+stage9)"), "did you mean 'mma(split-q+stage"),
         (("--tag", "mma(split-q+stage1)", "--D", "64,128"), "the sizes name 2 problems"),
         (("--tag", "mma(split-q+stage1)", "--arch", "sm_1"), "--arch is 'sm_1'"),

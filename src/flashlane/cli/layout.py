@@ -29,8 +29,8 @@ def layout_command(
     plain: Annotated[bool, o.option("--plain", help="Row after row.", panel=TILE)] = False,
     pad: Annotated[bool, o.option("--pad", help="Each row followed by 16 unused bytes.", panel=TILE)] = False,
     swizzle: Annotated[bool, o.option("--swizzle", help="XOR swizzle, no padding (the default).", panel=TILE)] = False,
-    founding: Annotated[
-        bool, o.option("--founding", help="The founding project's swizzle, made for 16 columns.", panel=TILE)
+    xor_row4: Annotated[
+        bool, o.option("--xor-row4", help="The swizzle of the baseline logs' kernels, made for 16 columns.", panel=TILE)
     ] = False,
     tag: Annotated[
         str | None, o.option("--tag", help="The layouts that this kernel is compiled with.", panel=KERNEL)
@@ -70,7 +70,7 @@ def layout_command(
 
     if rows < 1:
         raise ValueError(f"--rows is {rows}; at least 1")
-    flags = {"plain": plain, "padded": pad, "swizzled": swizzle, "founding": founding}
+    flags = {"plain": plain, "padded": pad, "swizzled": swizzle, "xor-row4": xor_row4}
     asked = [name for name, on in flags.items() if on]
     of_tile = {"--columns": columns, "--threads": threads, "--plain": plain, "--pad": pad, "--swizzle": swizzle}
     of_kernel = {"--B": batch, "--H": heads, "--N": seqlen, "--D": head_dim, "--dtype": dtype, "--arch": arch}
@@ -84,7 +84,7 @@ def layout_command(
             list(flags) if compare else asked,
         )
     else:
-        _refuse({**of_tile, "--founding": founding}, "goes without --tag; the kernel says how its tiles lie")
+        _refuse({**of_tile, "--xor-row4": xor_row4}, "goes without --tag; the kernel says how its tiles lie")
         problem = _problem(batch, heads, seqlen, head_dim, dtype, arch or ARCH)
         tiles = kernel_tiles(get(tag), problem)
         tiles = tuple(other for tile in tiles for other in alternatives(tile)) if compare else tiles

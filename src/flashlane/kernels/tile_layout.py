@@ -121,8 +121,8 @@ class TileLayout(Layout):
 
 
 @dataclass(frozen=True)
-class FoundingLayout(Layout):
-    """The founding swizzle, column j of row i in chunk ``((j >> 3) ^ (i >> 2)) % chunks``: made for 16 columns.
+class XorRow4Layout(Layout):
+    """The swizzle of the baseline logs, column j of row i in chunk ``((j >> 3) ^ (i >> 2)) % chunks``, for 16 columns.
 
     With more columns it leaves conflicts, as four rows share one key, and where the chunks are not a power of two
     the remainder sends two chunks to one place (:meth:`collisions`).
@@ -130,16 +130,16 @@ class FoundingLayout(Layout):
 
     @property
     def scheme(self) -> str:
-        return "founding"
+        return "xor-row4"
 
     def place(self, row: int, chunk: int) -> int:
         return (chunk ^ (row >> 2)) % self.chunks
 
 
 def schemes(columns: int) -> tuple[Layout, ...]:
-    """Every layout of a row: plain, padded, swizzled, and the founding swizzle."""
+    """Every layout of a row: plain, padded, swizzled, and the swizzle of the baseline logs' kernels."""
     padded, swizzled = (TileLayout(columns, swizzled) for swizzled in (False, True))
-    return PlainLayout(columns), padded, swizzled, FoundingLayout(columns)
+    return PlainLayout(columns), padded, swizzled, XorRow4Layout(columns)
 
 
 def bank_passes(addresses: Iterable[int], width: int) -> int:

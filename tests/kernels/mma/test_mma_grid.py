@@ -48,7 +48,7 @@ def test_every_point_is_registered() -> None:
     assert len(KERNELS) == points * (4 * 2 + 2 * 4 * 2)
     tags = {kernel.tag for kernel in KERNELS}
     assert len(tags) == len(KERNELS)
-    for tag in (  # names of the founding logs, and the corners that they left open
+    for tag in (  # names of the baseline logs, and the corners that they left open
         "mma(split-kv+stage1)",
         "mma(split-q+stage2)",
         "mma(split-q+share-kv+stage1)",

@@ -102,11 +102,11 @@ def run_isolated(
         ValueError: the worker refused a problem or an option, or could not be started.
     """
     whole: Results | None = None
-    with Crew(spec, seconds, reporter or Silent()) as crew:
+    with Workers(spec, seconds, reporter or Silent()) as workers:
         for number, problem in enumerate(problems):
             for direction in spec.directions:
                 try:
-                    found = crew.run(problem, direction, seed + number)
+                    found = workers.run(problem, direction, seed + number)
                 except Died as error:
                     title = problem.describe() + TITLES[direction]
                     if whole is None:
@@ -134,7 +134,7 @@ def join_roofs(environment: dict[str, Any], other: dict[str, Any]) -> None:
             environment["roofs"][name] = {**other["roofs"][name], **environment["roofs"][name]}
 
 
-class Crew:
+class Workers:
     """A worker, and its replacements."""
 
     def __init__(self, spec: Spec, seconds: float, reporter: Reporter) -> None:
@@ -143,7 +143,7 @@ class Crew:
         self.hung: dict[str, int] = {}
         """How often each tag had to be ended; twice is enough for the rest of the run."""
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlane.bench.measure.flops import Direction
-from flashlane.bench.measure.isolated import Crew, Died, Spec, join_roofs
+from flashlane.bench.measure.isolated import Died, Spec, Workers, join_roofs
 from flashlane.bench.measure.journal import Journal
 from flashlane.bench.measure.progress import Reporter
 from flashlane.bench.measure.results import Results, Skipped, results_of, write_atomically
@@ -73,10 +73,10 @@ def sweep(
         ValueError: the worker refused a cell.
     """
     todo = [cell for cell in cells if _is_open(journal.records.get(cell.key), retry)]
-    with Crew(spec, seconds, reporter) as crew:
+    with Workers(spec, seconds, reporter) as workers:
         for cell in todo:
             try:
-                results = crew.run(cell.problem, cell.direction, cell.seed(seed))
+                results = workers.run(cell.problem, cell.direction, cell.seed(seed))
             except Died as error:
                 journal.add(cell.key, {"status": DIED, "message": error.reason, "results": None})
                 told(f"{cell.key}: {error.reason}")
