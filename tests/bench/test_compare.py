@@ -142,7 +142,7 @@ def workers(monkeypatch):
 
 
 def test_what_hung_twice_is_left_out_of_the_rest(workers):
-    found = [crew_run for problem in range(3) for crew_run in [None]]
+    found = [None] * 3
     with workers("a", "b") as staff:
         for number in range(3):
             problem = bench.make_problem(1, 1, 8 * (number + 1), 16)

@@ -90,7 +90,7 @@ def test_markers_that_mean_nothing_are_refused(script, tmp_path, marker):
         script("readme_tables").rendered(f"<!-- {marker}:begin -->\n<!-- {marker}:end -->", tmp_path, "page.md")
 
 
-def test_ladder_takes_the_fastest_f32_tag_of_each_rung(script, tmp_path):
+def test_ladder_takes_the_fastest_f32_tag_of_each_design(script, tmp_path):
     usage = {"registers": 255, "shared_bytes": 65536}
     rows = [
         row("mma(naive)", 80.0),

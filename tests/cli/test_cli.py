@@ -153,7 +153,7 @@ def test_qkv_file(invoke, tmp_path):
     assert both.exit_code == 2 and "--N is '64' beside --qkv" in both.stderr
 
 
-def test_founding_flags(invoke):
+def test_flags_of_the_baseline_logs(invoke):
     words = ["--baselines", "none", "--torch", "--show-all", "--no-rand-v", "--range-k", "--flops", "all"]
     done = invoke(*SMALL, "--tags", "tiled", *words, "--warmup", "1", "--iters", "2", "--seed", "7")
     assert done.exit_code == 0, done.output

@@ -684,7 +684,7 @@ def test_tensors_of_more_than_2_to_the_31_elements() -> None:
 @pytest.mark.gpu
 @needs_hopper
 def test_follows_the_hopper_forward_in_training() -> None:
-    """Through the public face: chosen after its own forward, with the sinks' gradient and that of the LSE."""
+    """Through the public API: chosen after its own forward, with the sinks' gradient and that of the LSE."""
     problem, inputs = dense(203, 128, heads=8, causal=True)
     asked = replace(problem, needs_grad=True)
     assert select_backward(asked, KERNEL).tag == "hopper"

@@ -143,7 +143,7 @@ class Cluster:
                 yield block.wanted.wait(tile + 1)
                 index, self.taken = self.taken, self.taken + 1
                 yield block.next_empty.wait(tile + 1)
-                self.events.append(partial(self._pass_on, index))
+                self.events.append(partial(self._send_tile_index, index))
             else:
                 block.next_full.arrive(4)
                 yield block.next_full.wait(tile)
@@ -155,7 +155,7 @@ class Cluster:
             block.tile_full[tile % 2].arrive()
             tile += 1
 
-    def _pass_on(self, index: int) -> None:
+    def _send_tile_index(self, index: int) -> None:
         self.blocks[1].next = index
         self.blocks[1].next_full.complete(4)
 

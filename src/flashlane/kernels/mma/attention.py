@@ -69,7 +69,7 @@ class Variant:
 
     @property
     def tag(self) -> str:
-        """The founding name: f16 accumulators, f32 O storage, padded tiles and stores by shuffle go unsaid."""
+        """The name in the logs: f16 accumulators, f32 O storage, padded tiles and stores by shuffle go unsaid."""
         words = [self.split, ACCUMULATORS[self.scores, self.out]]
         words += ["o-f16" if self.store == "f16" else "", "persist-q" if self.persistent else ""]
         words += [f"swizzle-{self.swizzle}" if self.swizzle else ""]
