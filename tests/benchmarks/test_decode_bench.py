@@ -108,7 +108,7 @@ def test_every_cell_has_candidates_of_all_kinds(candidates: ModuleType) -> None:
         assert len(set(found.values())) == len(found) >= 5, cell.name
         assert candidates.config_for(problem) in found.values(), cell.name
         assert (
-            {config.stream for config in found.values()} == {config.boxes for config in found.values()} == {True, False}
+            {config.stream_k for config in found.values()} == {config.tma for config in found.values()} == {True, False}
         )
 
 
