@@ -83,7 +83,7 @@ def triton_backward(
     precision: str = "ieee",
     config: BackwardConfig | None = None,
 ) -> Gradients:
-    """Gradients of q, k, v, bias and sinks; sums in f32, and the same bits at every run.
+    """Gradients of all inputs that have one; sums in f32, and the same bits at every run.
 
     Args:
         problem: what was asked.
