@@ -244,6 +244,15 @@ class AttentionProblem:
         return self.seqlen_k - self.seqlen_q if self.alignment == "bottom-right" else 0
 
     @property
+    def paged(self) -> bool:
+        """Whether k and v are the pages of a cache."""
+        return self.page_size > 0
+
+    def pages_hold_whole(self, rows: int) -> bool:
+        """Whether the rows of a page are a multiple of so many; true without pages."""
+        return self.page_size % rows == 0
+
+    @property
     def dtype_name(self) -> str:
         return DTYPE_NAMES[self.dtype]
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from flashlane.jit import launch
 from flashlane.jit.launch_pool import Launch, LaunchPlan
-from flashlane.kernels.features import unsupported_features  # noqa: F401  # until every kernel imports it from there
 
 if TYPE_CHECKING:
     import torch

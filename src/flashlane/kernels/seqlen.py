@@ -28,7 +28,7 @@ class SeqlenConfig:
     def of(cls, problem: AttentionProblem) -> SeqlenConfig:
         """What a problem needs, and no more."""
         cache = problem.seqused_k or problem.leftpad_k or problem.batch_idx
-        return cls(varlen=problem.varlen, cache=cache, paged=problem.page_size > 0)
+        return cls(varlen=problem.varlen, cache=cache, paged=problem.paged)
 
     @property
     def dense(self) -> bool:

@@ -246,7 +246,7 @@ def refuse_beyond_memory(needed: int, device: torch.device) -> None:
     if device.type != "cpu":
         return
     try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
     except (AttributeError, OSError, ValueError):
         return
     if needed > 0.8 * free:

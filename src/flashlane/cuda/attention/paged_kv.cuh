@@ -16,8 +16,8 @@ struct PagedTileReader {
     const Element *k, *v;
     long long k_page, v_page, k_row, v_row;
     const int* table;
-    long long table_page;
-    int page_size, first, end, thread;
+    const SeqlenParams& seqlen;
+    int first, end, thread;
     int page, offset;  // of the tile's first row; with PAGES_ANY of row lane % KEYS
 
     __device__ __forceinline__ void look_up(int key) {
@@ -25,9 +25,9 @@ struct PagedTileReader {
             if constexpr (PAGES == PAGES_ANY) key += threadIdx.x % KEYS;
             // Entries of the table beyond the rows in use may be anything.
             const int inside = max(first, min(key, end - 1));
-            const int number = inside / page_size;
-            page = __ldg(table + number * table_page);
-            offset = (PAGES == PAGES_ANY ? inside : key) - number * page_size;
+            const int entry = seqlen.page_entry(inside);
+            page = __ldg(table + entry * seqlen.table_page);
+            offset = seqlen.row_in_page(PAGES == PAGES_ANY ? inside : key, entry);
         }
     }
     // The tiles of K and V of the rows from `key` on, whose pages were looked up.
@@ -88,8 +88,8 @@ __device__ __forceinline__ void gather_rows(const SeqlenParams& p, const Seqlen&
         const int key = n_block * BLOCK_N + warp * WARP_ROWS + first + lane;
         long long offset = -1;
         if (first + lane < WARP_ROWS && key < sequence.k_length) {
-            const int row = sequence.k_first + key, page = row / p.page_size;
-            offset = p.block_table[sequence.k_batch * p.table_batch + page] * from.page + (row - page * p.page_size) * from.row;
+            const int row = sequence.k_first + key, entry = p.page_entry(row);
+            offset = p.block_table[sequence.k_batch * p.table_batch + entry] * from.page + p.row_in_page(row, entry) * from.row;
         }
 #pragma unroll
         for (int i = 0; i < (WARP_ROWS - first < WARP ? WARP_ROWS - first : WARP); i += 4) {
@@ -116,8 +116,8 @@ __device__ __forceinline__ void load_pages(const SeqlenParams& p, const Seqlen& 
     for (int i = lane; i < BOXES * CHUNKS; i += WARP) {
         const int chunk = i / BOXES, row = i % BOXES * BOX_ROWS, key = n_block * BLOCK_N + row;
         const bool inside = key < sequence.k_length;
-        const int page = inside ? p.block_table[sequence.k_batch * p.table_batch + key / p.page_size] : 0;
+        const int page = inside ? p.block_table[sequence.k_batch * p.table_batch + p.page_entry(key)] : 0;
         tma_load(destination + chunk * CHUNK_BYTES + row * ROW_BYTES, map, barrier, column + chunk * CHUNK_COLUMNS,
-                 inside ? key % p.page_size : p.page_size, head, page);
+                 inside ? p.row_in_page(key) : p.row_outside_page(), head, page);
     }
 }

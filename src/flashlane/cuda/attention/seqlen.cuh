@@ -16,6 +16,14 @@ struct SeqlenParams {
     int batch;                                     // sequences
     int seqlen_q, seqlen_k;                        // of a sequence, or the longest; see TAIL for packed queries
     int bottom_right;                              // masks align by the last query and key, else by the first
+
+    // PAGED: which entry of a sequence's row of the block table has the page of a row of its cache, and the row within it.
+    __device__ __forceinline__ int page_entry(int row) const { return row / page_size; }
+    template <typename Row>
+    __device__ __forceinline__ Row row_in_page(Row row) const { return row % page_size; }
+    __device__ __forceinline__ int row_in_page(int row, int entry) const { return row - entry * page_size; }
+    // A row that no page has. TMA writes zeros for what lies outside the map.
+    __device__ __forceinline__ int row_outside_page() const { return page_size; }
 };
 
 // Packed queries: rows after the last sequence.

@@ -183,8 +183,8 @@ struct Consumer {
         for (int n = 0; n < O_TILES; ++n) state.o[n].zero();
     }
 
-    // Scores to base 2, capped and biased; `key` is this lane's first one. The cap is that of Score::scaled(), by a division:
-    // with Score::scaled() the TMA tiles of 32 rows, which use all 168 registers, spill 32 bytes.
+    // Scores to base 2, capped and biased; `key` is this lane's first one. With Score::scaled(), which does not divide, the
+    // TMA tiles of 32 rows, which use all 168 registers, spill 32 bytes.
     __device__ __forceinline__ void transform(Scores& s, int key) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -194,8 +194,7 @@ struct Consumer {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     float& x = s[n * 4 + half * 2 + i];
-                    if (p.score.softcap_log2 > 0.f) x = p.score.softcap_log2 * (1.f - __fdividef(2.f, 1.f + ex2(x * p.score.softcap_in)));
-                    else x *= p.score.scale_log2;
+                    x = Score::scaled_by_division(p.score, x);
                     x = Score::biased(x, slopes[half], static_cast<float>(distance - n * 8 - i));
                 }
         }
@@ -253,8 +252,8 @@ struct Consumer {
         const long long v_base = tile.kv_head * a.v_head + sequence.k_start * a.v_row;
         Reader reader{a.k + k_base + (PAGED ? 0 : sequence.cache_row * a.k_batch),
                       a.v + v_base + (PAGED ? 0 : sequence.cache_row * a.v_batch),
-                      a.k_batch, a.v_batch, a.k_row, a.v_row, sequence.table, p.seqlen.table_page, p.seqlen.page_size,
-                      keys.first, keys.end, static_cast<int>(threadIdx.x) % GROUP_THREADS, 0, 0};
+                      a.k_batch, a.v_batch, a.k_row, a.v_row, sequence.table, p.seqlen, keys.first, keys.end,
+                      static_cast<int>(threadIdx.x) % GROUP_THREADS, 0, 0};
         const auto look_up = [&](int i) {
             if (i < steps) reader.look_up(key_of(i));
         };

@@ -290,7 +290,7 @@ def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
     shapes = ((64, 64), (128, 128), (192, 128), (256, 256))
     changes = ({"dtype": torch.float16}, {"softcap": 30.0}, {"seqlen_k": 1024}, {"batch": 16, "seqused_k": True})
     changes += ({"num_splits": 1},)
-    changes += tuple({"page_size": size} for size in (16, 17, 64, 256))
+    changes += tuple(dict.fromkeys(PAGED, rows) for rows in (16, 17, 64, 256))
     for arch, (head_dim, head_dim_v), seqlen_q in itertools.product(kernel.architectures, shapes, (1, 8, 16)):
         plain = replace(base, arch=arch, head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=seqlen_q)
         more = [replace(plain, **change) for change in changes] if head_dim == 128 else []

@@ -21,7 +21,7 @@ struct Producer {
         if constexpr (!PAGED) return 0;
         key += lane % BOXES_OF_PLANE * cfg::BOX_ROWS;
         const bool needed = key < tile.keys.end && key + cfg::BOX_ROWS > tile.keys.first;
-        return needed ? __ldg(tile.sequence.table + key / p.seqlen.page_size * p.seqlen.table_page) : -1;
+        return needed ? __ldg(tile.sequence.table + p.seqlen.page_entry(key) * p.seqlen.table_page) : -1;
     }
 
     template <int PLANES>
@@ -31,10 +31,9 @@ struct Producer {
 #pragma unroll
             for (int i = lane; i < PLANES * BOXES_OF_PLANE; i += WARP) {
                 const int box = i % BOXES_OF_PLANE, plane = i / BOXES_OF_PLANE;
-                const int row = static_cast<u32>(key + box * cfg::BOX_ROWS) % p.seqlen.page_size;
-                // TMA writes zeros for what lies outside the map.
+                const int row = p.seqlen.row_in_page(static_cast<u32>(key + box * cfg::BOX_ROWS));
                 tma_load(destination + plane * PLANE_BYTES + box * cfg::BOX_ROWS * PLANE_COLUMNS * 2, map, full,
-                         plane * PLANE_COLUMNS, page < 0 ? p.seqlen.page_size : row, tile.kv_head, max(page, 0));
+                         plane * PLANE_COLUMNS, page < 0 ? p.seqlen.row_outside_page() : row, tile.kv_head, max(page, 0));
             }
         } else if (lane == 0) {
             const int row = static_cast<int>(tile.sequence.k_start) + key;

@@ -108,12 +108,12 @@ def config_of(problem: AttentionProblem, shape: Shape) -> DecodeConfig | None:
         stages=2,
         min_blocks=shape.ctas,
         cluster=1 if shape.ctas > 1 or shape.stream_k else cluster,
-        pages="none" if not problem.page_size else "whole" if problem.page_size % unit == 0 else "any",
+        pages="none" if not problem.paged else "whole" if problem.pages_hold_whole(unit) else "any",
         transformed=ScoreConfig.of(problem).transformed,
         block_n=shape.block_n,
         tma=shape.tma,
         stream_k=shape.stream_k,
-        box_rows=box_rows(problem.page_size, shape.block_n * shape.warp_groups) if shape.tma else 0,
+        box_rows=box_rows(problem, shape.block_n * shape.warp_groups) if shape.tma else 0,
     )
     if shape.tma and (
         problem.arch not in PREFERRED
@@ -136,9 +136,11 @@ def _takes_stream_k(problem: AttentionProblem, config: DecodeConfig) -> bool:
     return rows_of(problem) <= config.rows and 2 * problem.batch * problem.kv_heads * max(1, steps) <= MAX_UNITS
 
 
-def box_rows(page_size: int, step: int) -> int:
-    """Rows of a TMA box: a step's, or the largest power of two that divides a page, up to a step."""
-    return min(step, page_size & -page_size) if page_size else step
+def box_rows(problem: AttentionProblem, step: int) -> int:
+    """Rows of a TMA box: a step's, or in pages the largest power of two up to that which divides a page."""
+    while not problem.pages_hold_whole(step):
+        step //= 2
+    return step
 
 
 def cluster_size(problem: AttentionProblem, shape: Shape, rows: int) -> int:

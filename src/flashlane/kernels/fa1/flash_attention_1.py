@@ -14,7 +14,8 @@ from flashlane.core.registry import DeviceKernel, Resources, register
 from flashlane.jit import KernelSource
 from flashlane.jit.launch import MAX_GRID
 from flashlane.kernels.device_file import device_code
-from flashlane.kernels.params import AttentionParams, attention_params, check_outputs, unsupported_features
+from flashlane.kernels.features import unsupported_features
+from flashlane.kernels.params import AttentionParams, attention_params, check_outputs
 
 SOURCE = "kernels/fa1/flash_attention_1.cu"
 TILE = 32

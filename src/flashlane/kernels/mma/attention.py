@@ -16,6 +16,7 @@ from flashlane.core.registry import DeviceKernel, Repeat, Resources, memoised, r
 from flashlane.jit import KernelSource
 from flashlane.jit.launch import Dim3
 from flashlane.kernels.device_file import device_code
+from flashlane.kernels.features import unsupported_features
 from flashlane.kernels.mma import tiles as shapes
 from flashlane.kernels.mma.config import OUTPUTS, MmaConfig
 from flashlane.kernels.params import (
@@ -24,7 +25,6 @@ from flashlane.kernels.params import (
     check_outputs,
     fold_of,
     repeated,
-    unsupported_features,
 )
 
 SOURCE = "kernels/mma/attention.cu"
