@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from flashlane.kernels.params import LOG2_E
 
@@ -55,6 +57,16 @@ class ScoreConfig:
         """How many modifiers keep values beside the scores in registers."""
         return self.softcap + self.alibi
 
+    @property
+    def on_scores(self) -> ScoreConfig:
+        """The modifiers that change scores, without those of the row sum."""
+        return replace(self, sinks=False)
+
+    @property
+    def on_row_sum(self) -> ScoreConfig:
+        """The modifiers that add to the sum of a row, without those that change scores."""
+        return ScoreConfig(sinks=self.sinks)
+
     def constants(self, *, at_run_time: bool = False) -> tuple[tuple[str, bool], ...]:
         """Name and value of each compile-time constant.
 
@@ -71,6 +83,9 @@ class ScoreConfig:
 
 SCORE_FEATURES = tuple(field.name for field in fields(ScoreConfig))
 """The fields of a problem that a kernel with a :class:`ScoreConfig` honours, for ``unsupported_features``."""
+
+SCORE_EXAMPLES: tuple[dict[str, Any], ...] = ({"softcap": 30.0}, {"alibi": True}, {"sinks": True})
+"""A value of each of :data:`SCORE_FEATURES`, for problems that lead through them."""
 
 
 class ScoreParams(ctypes.Structure):
@@ -120,9 +135,35 @@ def plain_score_inputs(inputs: Inputs) -> Inputs:
 
 def run_time_score_inputs(inputs: Inputs) -> Inputs:
     """The same inputs, with sinks in f32 or in the operands' type: what kernels that find out at run time read."""
-    import torch
-
     sinks = inputs.sinks
     if sinks is None or sinks.dtype in (torch.float32, inputs.q.dtype):
         return inputs
     return replace(inputs, sinks=sinks.float())
+
+
+def sink_gradient_parts(inputs: Inputs, count: int) -> torch.Tensor | None:
+    """Memory for so many parts of the sinks' gradient, f32 ``(part, head)``; None for a call without sinks."""
+    if inputs.sinks is None:
+        return None
+    return torch.empty((count, inputs.sinks.numel()), dtype=torch.float32, device=inputs.sinks.device)
+
+
+def sink_gradient(parts: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
+    """The sinks' gradient from what :func:`sink_gradient_parts` gave and a kernel wrote."""
+    return None if parts is None else parts.sum(0).to(inputs.sinks.dtype)
+
+
+def sink_gradient_without_keys(inputs: Inputs, lse: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor | None:
+    """The sinks' gradient of a call without keys, where every row's LSE is its head's sink.
+
+    Args:
+        inputs: the tensors of the call.
+        lse: natural logarithm, ``(..., head, row)``.
+        dlse: its gradient, in its shape, or None.
+    """
+    if inputs.sinks is None:
+        return None
+    if dlse is None or not lse.numel():
+        return torch.zeros_like(inputs.sinks)
+    rows = dlse.masked_fill(lse == -torch.inf, 0.0)
+    return rows.sum([axis for axis in range(rows.dim()) if axis != rows.dim() - 2]).to(inputs.sinks.dtype)

@@ -44,6 +44,25 @@ class SeqlenConfig:
         return [field.name for field in fields(self) if getattr(self, field.name)]
 
 
+SEQLEN_EXAMPLES = (
+    {"varlen": True},
+    {"seqused_k": True},
+    {"seqused_k": True, "page_size": 64},
+    {"seqused_k": True, "page_size": 12},
+)
+"""Fields of problems that lead through what a kernel with a :class:`SeqlenConfig` can be compiled with."""
+
+
+def page_box_rows(problem: AttentionProblem, block: int, unit: int) -> int:
+    """Rows of a TMA box of K and V in pages: the largest multiple of ``unit`` that divides a page and a key block.
+
+    It is 0 where there are no pages, and where the rows of a box could begin anywhere in a page's units.
+    """
+    if not problem.page_size or problem.page_size % unit or problem.leftpad_k:
+        return 0
+    return max(rows for rows in range(unit, block + 1, unit) if problem.page_size % rows == block % rows == 0)
+
+
 class SeqlenParams(ctypes.Structure):
     """Mirror of ``SeqlenParams``."""
 

@@ -77,6 +77,46 @@ struct ScoreTransform {
         return p.sinks_are_float ? static_cast<const float*>(p.sinks)[at]
                                  : Convert<Element>::to_float(static_cast<const Element*>(p.sinks)[at]);
     }
+    // The sum of exponents of a row with that of its sink; `sink` and `max`, what all exponents are relative to, in base 2.
+    static __device__ __forceinline__ float sum_with_sink(float sum, float sink, float max) {
+        return SINKS ? sum + ex2(sink - max) : sum;
+    }
+    // Adds the sink to the LSE of a row, in base 2. `inverse`, which multiplies the row's output, decreases.
+    template <typename Element>
+    static __device__ __forceinline__ void add_sink(const ScoreParams& p, int head, float& lse, float& inverse) {
+        if constexpr (SINKS) {
+            const float logit = sink<Element>(p, head) * LOG2_E, max = fmaxf(lse, logit);
+            if (max > -INF) {
+                const float all = max + __log2f(ex2(lse - max) + ex2(logit - max));
+                inverse *= ex2(lse - all);
+                lse = all;
+            }
+        }
+    }
+    // Adds a row's part of its sink's gradient, of the row's LSE (natural logarithm) and delta: a sink is a key whose value is
+    // 0, so that dS is −P · delta.
+    template <typename Element>
+    static __device__ __forceinline__ void add_sink_gradient(const ScoreParams& p, int head, float lse, float delta,
+                                                             float& gradient) {
+        if constexpr (SINKS) gradient -= ex2((sink<Element>(p, head) - lse) * LOG2_E) * delta;
+    }
+    // Stores the sum of all threads' parts of a sink's gradient where `where()` says, which only the thread that stores
+    // computes. All threads of the CTA call it.
+    template <int THREADS, typename Where>
+    static __device__ __forceinline__ void store_sink_gradient(float gradient, const Where& where) {
+        if constexpr (SINKS) {
+            __shared__ float warps[THREADS / WARP];
+#pragma unroll
+            for (int step = 16; step > 0; step /= 2) gradient += __shfl_xor_sync(0xffffffffu, gradient, step);
+            if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = gradient;
+            __syncthreads();
+            if (threadIdx.x == 0) {
+#pragma unroll
+                for (int i = 1; i < THREADS / WARP; ++i) gradient += warps[i];
+                *where() = gradient;
+            }
+        }
+    }
 };
 
 using Score = ScoreTransform<cfg::SOFTCAP, cfg::ALIBI, cfg::SINKS, cfg::SCORE_AT_RUN_TIME>;

@@ -149,7 +149,7 @@ class GradientConfig(ABC):
         constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **own}
         constants |= _mask_constants(self, True)
         # A sink is a logit of the forward alone: its gradient is the preprocess kernel's.
-        constants |= replace(self.score, sinks=False).constants(at_run_time=False)
+        constants |= self.score.on_scores.constants()
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
         headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner)),)
         return _source(name, self, constants, headers)
@@ -196,7 +196,7 @@ def preprocess_source(config: GradientConfig) -> KernelSource:
     # It computes which n-blocks add to an m-block only where additions have an order.
     constants |= _mask_constants(config, config.in_order)
     constants["BLOCK_N"] = config.block_n if config.in_order else 0
-    constants |= ScoreConfig(sinks=config.score.sinks).constants(at_run_time=False)
+    constants |= config.score.on_row_sum.constants()
     return _source("preprocess", config, constants)
 
 

@@ -26,7 +26,7 @@ from flashlane.kernels.hopper.backward.launch import BackwardPlan, Tensors
 from flashlane.kernels.hopper.backward.select import config_of
 from flashlane.kernels.hopper.backward.split_dkdv_dq.config import MAX_HEAD_DIM
 from flashlane.kernels.params import check_gradient_inputs
-from flashlane.kernels.score import SCORE_FEATURES
+from flashlane.kernels.score import SCORE_FEATURES, sink_gradient_without_keys
 
 MAX_LENGTH = 1 << 30
 MAX_GRID_Y = 65535
@@ -88,7 +88,7 @@ def hopper_backward(
     bias_grad: bool = True,
     config: GradientConfig | None = None,
 ) -> Gradients:
-    """Gradients of q, k, v and sinks; products in the inputs' dtype, sums in f32.
+    """Gradients of q, k, v and sink logits; products in the inputs' dtype, sums in f32.
 
     dK and dV have the same bits at every run; so has dQ with ``problem.deterministic``, else it is summed in any order.
 
@@ -121,22 +121,10 @@ def hopper_backward(
         if not (q.shape[:-1].numel() and k.shape[:-1].numel() and problem.seqlen_q and problem.seqlen_k):
             for gradient in (dq, dk, dv):
                 gradient.zero_()
-            return Gradients(dq, dk, dv, None, _dsink_without_keys(problem, inputs, lse, dlse))
+            return Gradients(dq, dk, dv, None, sink_gradient_without_keys(inputs, lse, dlse))
         dlse = None if dlse is None else dlse.contiguous()
         tensors = Tensors(inputs, _readable(out), lse.contiguous(), _readable(do), dlse, dq, dk, dv)
         return Gradients(dq, dk, dv, None, plan.launch(tensors))
-
-
-def _dsink_without_keys(
-    problem: AttentionProblem, inputs: Inputs, lse: torch.Tensor, dlse: torch.Tensor | None
-) -> torch.Tensor | None:
-    """The sinks' gradient where no key is: every row's LSE is then its head's sink."""
-    if inputs.sinks is None:
-        return None
-    if dlse is None or not lse.numel():
-        return torch.zeros_like(inputs.sinks)
-    rows = dlse.masked_fill(lse == -torch.inf, 0.0)
-    return rows.sum([axis for axis in range(rows.dim()) if axis != rows.dim() - 2]).to(inputs.sinks.dtype)
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:

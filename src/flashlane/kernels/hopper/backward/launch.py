@@ -21,7 +21,7 @@ from flashlane.kernels.hopper.arch import ARCH, CHUNK
 from flashlane.kernels.hopper.backward.config import CONSUMERS, ROW_THREADS, GradientConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, InKernelDq
 from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE_TILES, SplitQ
-from flashlane.kernels.score import ScoreParams, plain_score_inputs
+from flashlane.kernels.score import ScoreParams, plain_score_inputs, sink_gradient, sink_gradient_parts
 from flashlane.kernels.seqlen import SeqlenParams, plain_seqlen_inputs
 
 SEMAPHORE_INTS = 8
@@ -241,14 +241,14 @@ class BackwardPlan:
         return tuple(map(torch.Tensor.zero_, made)) if self.problem.varlen else made
 
     def launch(self, tensors: Tensors) -> torch.Tensor | None:
-        """Enqueue the kernels on torch's current stream, of the GPU that is current to torch; the sinks' gradient."""
+        """Enqueue the kernels on torch's current stream, of the GPU that is current to torch; the sink gradient."""
         # The small tensors as the kernels read them, which must live until the launches.
         inputs, device = plain_seqlen_inputs(plain_score_inputs(tensors.inputs)), tensors.dq.device
         launches = self._launches_of(tensors)
         key = tuple(tensor.data_ptr() for tensor in tensors.mapped)
         block = launches.take(key)
         workspace = launch.allocator(device)((self.workspace.words,), (1,), torch.float32)
-        parts = self.dsink_parts(device)
+        parts = sink_gradient_parts(inputs, self.problem.batch * self.rows.m_blocks)
         block.set_pointers(self._addresses(tensors, workspace.data_ptr(), parts))
         for params in block.params:
             if self.problem.varlen:
@@ -257,12 +257,7 @@ class BackwardPlan:
                 params.score.point_to(inputs)
         block.enqueue(launch.stream_getter()(self.device))
         launches.give(key, block)
-        return None if parts is None else parts.sum((0, 1)).to(tensors.inputs.sinks.dtype)
-
-    def dsink_parts(self, device: torch.device) -> torch.Tensor | None:
-        """Where the preprocess kernel leaves the sinks' gradient of each m-block."""
-        size = self.problem.batch, self.rows.m_blocks, self.problem.heads
-        return torch.empty(size, dtype=torch.float32, device=device) if self.config.score.sinks else None
+        return sink_gradient(parts, tensors.inputs)
 
     def functions(self) -> tuple[jit.Function, ...]:
         """The kernels of the configuration on the device."""

@@ -1,4 +1,4 @@
-// The preprocess kernel: the row statistics, the first values of all that dQ is accumulated with, and the sinks' gradient.
+// The preprocess kernel: the row statistics, the first values of all that dQ is accumulated with, and the gradient of sink logits.
 //
 //     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   an m-block's part of dsink = −Σ exp(sink − LSE) · delta
 //
@@ -13,7 +13,7 @@ constexpr int LANES = HEAD_DIM_V <= 64 ? 8 : HEAD_DIM_V <= 128 ? 16 : 32;  // of
 
 struct Params {
     SeqlenParams seqlen;           // keys with additions to dQ in order
-    ScoreParams score;             // sinks
+    ScoreParams score;
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
     float *lse, *delta, *dq_accum;
@@ -127,20 +127,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
             sum = seen ? sum : 0.f;
             p.lse[row_block * BLOCK_M + row] = seen ? -lse * LOG2_E : -INF;
             p.delta[row_block * BLOCK_M + row] = sum;
-            if (Score::SINKS && seen) dsink -= ex2((Score::sink<Element>(p.score, head) - lse) * LOG2_E) * sum;
+            if (seen) Score::add_sink_gradient<Element>(p.score, head, lse, sum, dsink);
         }
         if constexpr (cfg::DQ_ACCUM_FLOATS > 0) begin_dq(p, seqlen, sequence, head, row_block);
     }
-    if constexpr (Score::SINKS) {
-        __shared__ float warps[THREADS / WARP];
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) dsink += __shfl_xor_sync(0xffffffffu, dsink, step);
-        if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = dsink;
-        __syncthreads();
-        if (threadIdx.x == 0) {
-#pragma unroll
-            for (int i = 1; i < THREADS / WARP; ++i) dsink += warps[i];
-            p.dsink_parts[(static_cast<long long>(sequence) * p.m_blocks + blockIdx.x) * p.heads + head] = dsink;
-        }
-    }
+    Score::store_sink_gradient<THREADS>(dsink, [&] {
+        return p.dsink_parts + (static_cast<long long>(sequence) * p.m_blocks + blockIdx.x) * p.heads + head;
+    });
 }

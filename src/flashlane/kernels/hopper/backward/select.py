@@ -21,6 +21,7 @@ from flashlane.kernels.hopper.backward.split_dkdv_dq import config as split_conf
 from flashlane.kernels.hopper.backward.split_dkdv_dq import launch as split_launch
 from flashlane.kernels.hopper.backward.two_cta import config as two_cta_config
 from flashlane.kernels.hopper.backward.two_cta import launch as two_cta_launch
+from flashlane.kernels.score import SCORE_EXAMPLES
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def tuned_fields(config: GradientConfig) -> dict[str, Any]:
 def shipped_problems() -> Iterator[AttentionProblem]:
     """Problems that lead through the designs, tiles, masks and features."""
     masks = ({}, {"window_right": 0}, {"window_left": 100, "window_right": 9})
-    features = ({}, {"softcap": 10.0}, {"alibi": True}, {"sinks": True}, {"varlen": True}, {"deterministic": True})
-    everything = {"alibi": True, "softcap": 10.0, "sinks": True, "varlen": True, "deterministic": True}
+    features = ({}, *SCORE_EXAMPLES, {"varlen": True}, {"deterministic": True})
+    everything = {name: value for feature in features for name, value in feature.items()}
     dims = ((64, 64), (80, 80), (96, 96), (104, 64), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
     dtypes = (torch.bfloat16, torch.float16)
     number = 0

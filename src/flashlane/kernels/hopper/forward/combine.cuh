@@ -29,7 +29,7 @@ __device__ __forceinline__ void combine_row(const CombineParams& p, const ScoreP
     const auto lse_of = [&](int split) {
         return split < splits ? __ldcg(p.partial_lse + flat + split * p.partial_lse_split) * LOG2_E : -INF;
     };
-    const float sink = Score::SINKS ? Score::sink<cfg::Element>(score, head) * LOG2_E : -INF;
+    const float sink = Score::sink<cfg::Element>(score, head) * LOG2_E;
     const float lane_lse = lse_of(lane);  // read once: there are rarely more parts than lanes, and each read is a trip to L2
     float top = fmaxf(sink, lane_lse);
 #pragma unroll 1
@@ -42,7 +42,7 @@ __device__ __forceinline__ void combine_row(const CombineParams& p, const ScoreP
     for (int split = WARP; split < splits; split += WARP) sum += ex2(lse_of(split + lane) - zero);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (Score::SINKS) sum += ex2(sink - zero);
+    sum = Score::sum_with_sink(sum, sink, zero);
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
     if (with_lse && lane == 0 && p.lse != nullptr) p.lse[flat] = sum > 0.f ? (zero + log2f(sum)) * LN_2 : -INF;
 

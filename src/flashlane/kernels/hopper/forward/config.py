@@ -165,6 +165,6 @@ class HopperConfig:
 
 
 def combine_source(dtype: str, head_dim_v: int, score: ScoreConfig) -> KernelSource:
-    """``combine.cu`` for a dtype, a head dim and the score modifiers, of which the sinks matter."""
-    constants = (("Element", ELEMENTS[dtype]), ("HEAD_DIM_V", head_dim_v), *score.constants())
+    """``combine.cu`` for a dtype, a head dim and the score modifiers, of which those of the row sum matter."""
+    constants = (("Element", ELEMENTS[dtype]), ("HEAD_DIM_V", head_dim_v), *score.on_row_sum.constants())
     return KernelSource(COMBINE, device_code(COMBINE), "hopper_combine", constants)

@@ -59,14 +59,8 @@ struct Epilogue {
             inverse[half] = sum > 0.f ? reciprocal(sum) : 0.f;
             float* lse;
             const bool exists = out_row(tile, sequence, half, lse) != nullptr;
-            if constexpr (Score::SINKS && OUTPUT == Output::WHOLE) {  // with split keys the sink is added by the combine
-                const float sink = Score::sink<Element>(p.score, rows.head(tile, half)) * LOG2_E, top = fmaxf(total, sink);
-                if (top > -INF) {
-                    const float all = top + __log2f(ex2(total - top) + ex2(sink - top));
-                    inverse[half] *= ex2(total - all);
-                    total = all;
-                }
-            }
+            // With split keys the sink is added by the combine.
+            if constexpr (OUTPUT == Output::WHOLE) Score::add_sink<Element>(p.score, rows.head(tile, half), total, inverse[half]);
             if (exists && writes_lse(tile)) *lse = total * LN_2;
         }
     }
@@ -118,7 +112,7 @@ struct Epilogue {
 #pragma unroll
                 for (int i = 0; i < 8; i += 16 / sizeof(Out))
                     *reinterpret_cast<uint4*>(out + column + i) = make_uint4(0, 0, 0, 0);
-            const bool sink = Score::SINKS && OUTPUT == Output::WHOLE && !(cfg::VARLEN && tile.batch == p.seqlen.batch);
+            const bool sink = OUTPUT == Output::WHOLE && !(cfg::VARLEN && tile.batch == p.seqlen.batch);
             if (writes_lse(tile)) *lse = sink ? Score::sink<Element>(p.score, rows.head(tile, half)) : -INF;
         }
     }

@@ -17,7 +17,8 @@ from flashlane.kernels.hopper.arch import ARCH, ELEMENTS
 from flashlane.kernels.hopper.forward import select, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
 from flashlane.kernels.hopper.forward.launch import ForwardPlan, plain_inputs
-from flashlane.kernels.score import SCORE_FEATURES
+from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
+from flashlane.kernels.seqlen import SEQLEN_EXAMPLES
 
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_V = 1024
@@ -170,15 +171,14 @@ def shipped_problems() -> Iterator[AttentionProblem]:
         if head_dim == head_dim_v and head_dim in (64, 128):
             causal = replace(base, window_right=0)
             yield replace(causal, dtype=torch.float16)
-            yield replace(causal, varlen=True)
-            yield replace(causal, window_left=1024)
-            yield replace(causal, window_left=1024, sinks=True)
-            yield replace(causal, softcap=30.0)
-            yield replace(causal, alibi=True)
-            yield replace(causal, seqused_k=True)
-            yield replace(causal, seqused_k=True, page_size=64)
-            yield replace(causal, seqused_k=True, page_size=12)
-            yield replace(base, seqlen_q=8, batch=1, seqused_k=True, page_size=12)
+            window = replace(causal, window_left=1024)
+            yield window
+            for feature in (*SCORE_EXAMPLES, *SEQLEN_EXAMPLES):
+                yield replace(causal, **feature)
+            for feature in SCORE_EXAMPLES:
+                yield replace(window, **feature)
+            for feature in SEQLEN_EXAMPLES[1:]:
+                yield replace(base, seqlen_q=8, batch=1, **feature)
 
 
 KERNEL = register(HopperForward())

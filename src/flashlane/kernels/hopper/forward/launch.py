@@ -244,12 +244,12 @@ class ForwardPlan:
             params.score.point_to(inputs)
         params.out, params.lse = out.data_ptr(), None if lse is None else lse.data_ptr()
         if self.splits > 1:
-            self._launch_split(block, stream, out)
+            self._launch_split(block, stream, out, inputs)
         else:
             block.enqueue(stream)
         self.plan.give(addresses, block)
 
-    def _launch_split(self, block: ParamsBlock, stream: int, out: torch.Tensor) -> None:
+    def _launch_split(self, block: ParamsBlock, stream: int, out: torch.Tensor, inputs: Inputs | None) -> None:
         """:meth:`launch` of a block that has all but the memory of the partial results."""
         params = block.params[0]
         floats = self.partial_floats + self.partial_lse_floats
@@ -258,8 +258,9 @@ class ForwardPlan:
             combine = params.combine
             combine.semaphores = params.tiles_taken + launch_pool.COUNTER_BYTES
         else:
-            combine, score = block.params[1].combine, block.params[1].score
-            score.sinks = params.score.sinks
+            combine = block.params[1].combine
+            if inputs is not None:
+                block.params[1].score.point_to(inputs)
         combine.out, combine.lse = params.out, params.lse
         params.out = combine.partial_out = space.data_ptr()
         params.lse = combine.partial_lse = space.data_ptr() + FLOAT_BYTES * self.partial_floats

@@ -11,7 +11,7 @@ from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.forward import tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
 from flashlane.kernels.score import ScoreConfig
-from flashlane.kernels.seqlen import SeqlenConfig
+from flashlane.kernels.seqlen import SeqlenConfig, page_box_rows
 
 PAGE_UNIT = 8
 """Rows of a swizzle's pattern. A box of a page has a multiple of it; where there is none the rows come by cp.async."""
@@ -76,7 +76,7 @@ def variants(config: HopperConfig, problem: AttentionProblem) -> Iterator[Hopper
     yield config
     if config.split:
         yield replace(config, combine_in_kernel=not config.combine_in_kernel)
-    if problem.page_size and not config.gather and config.consumers <= MOST_GATHERING:
+    if config.seqlen.paged and not config.gather and config.consumers <= MOST_GATHERING:
         yield specialise(replace(config, gather=True), problem)
 
 
@@ -91,7 +91,7 @@ def _cost(problem: AttentionProblem, shape: tiles.TileShape) -> float:
 
 def _must_gather(problem: AttentionProblem) -> bool:
     """Whether no box fits the pages: their rows begin anywhere in the pattern of a swizzle."""
-    return problem.page_size > 0 and (problem.page_size % PAGE_UNIT > 0 or problem.leftpad_k)
+    return SeqlenConfig.of(problem).paged and not page_box_rows(problem, PAGE_UNIT, PAGE_UNIT)
 
 
 def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
@@ -107,7 +107,7 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
         has_right=problem.window_right >= 0,
         score=ScoreConfig.of(problem),
         seqlen=seqlen,
-        page_rows=_box_rows(problem.page_size, config.block_n) if seqlen.paged and not gather else 0,
+        page_rows=0 if gather else page_box_rows(problem, config.block_n, PAGE_UNIT),
         gather=gather,
         pack_gqa=tile_scheduler.pack_gqa_of(problem, config.cta_rows),
     )
@@ -116,11 +116,6 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
     if split or not seqlen.dense or problem.seqlen_q * config.pack_gqa <= config.cta_rows:
         config = alone
     return replace(config, split=split, combine_in_kernel=split and config.combine_in_kernel)
-
-
-def _box_rows(page_size: int, block_n: int) -> int:
-    """Rows of a box: the largest multiple of 8 that divides both a page and an n-block."""
-    return max(rows for rows in range(PAGE_UNIT, block_n + 1, PAGE_UNIT) if page_size % rows == block_n % rows == 0)
 
 
 def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
