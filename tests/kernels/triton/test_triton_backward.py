@@ -14,6 +14,7 @@ import torch
 from problems import TENSORS, cast, gradients
 
 from flashlane import jit
+from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.triton import backward
 from flashlane.kernels.triton import backward_configs as configs
@@ -23,6 +24,8 @@ from flashlane.reference.tiled import Gradients
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which nothing did yet
+KERNEL = registry.get("triton")
+HEAD_MODIFIERS = ("alibi_slopes", "sinks", "logit_scale")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 
 
@@ -104,6 +107,28 @@ def test_bias_gradients_of_every_shape(shape: tuple[int, ...]) -> None:
     out, lse, _ = wanted(problem, inputs, torch.float64, do, dlse)
     without = triton_backward(problem, inputs, out.float(), lse.float(), do, dlse, bias_grad=False)
     assert without.bias is None and torch.equal(without.q, found.q)
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
+def test_modifiers_of_heads_are_read_by_their_strides(shape: tuple[int, ...]) -> None:
+    """Forward and backward give the bits that contiguous slopes, sinks and logit scales give."""
+
+    def every_other(*sizes: int) -> torch.Tensor:
+        return torch.stack([torch.rand(sizes), torch.full(sizes, torch.nan)], -1)[..., 0]
+
+    _, inputs = small()
+    apart = replace(inputs, alibi_slopes=every_other(*shape), sinks=every_other(4), logit_scale=every_other(4))
+    near = replace(apart, **{name: getattr(apart, name).contiguous() for name in HEAD_MODIFIERS})
+    found = []
+    for given in (near, apart):
+        problem = AttentionProblem.from_inputs(given, causal=True)
+        out, lse = torch.empty_like(given.q), torch.empty(2, 4, 40)
+        KERNEL.forward(problem, given, out, lse)
+        gradients = triton_backward(problem, given, out, lse, torch.ones_like(out))
+        found.append([out, lse, *(t for t in gradients if t is not None)])
+    assert len(found[0]) == 7 and not any(t.isnan().any() for t in found[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @interpreted

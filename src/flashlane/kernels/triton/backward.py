@@ -260,7 +260,7 @@ def _plan(
     tiles = stat_units * (unit // configs.STATISTICS_ROWS)
     statistics = None
     if rows:
-        arguments = _statistics_arguments(problem, out, lse, do, dlse, rows, stat_units)
+        arguments = _statistics_arguments(problem, inputs, out, lse, do, dlse, rows, stat_units)
         grid = (tiles * batch * problem.heads,)
         statistics = launch.Launch(backward_kernels.row_statistics, grid, arguments, {"num_warps": 4})
 
@@ -340,6 +340,7 @@ def _log_strides(name: str, tensor: torch.Tensor | None) -> dict[str, int]:
 
 def _statistics_arguments(
     problem: AttentionProblem,
+    inputs: Inputs,
     out: torch.Tensor,
     lse: torch.Tensor,
     do: torch.Tensor,
@@ -351,7 +352,7 @@ def _statistics_arguments(
 
     given = {
         **dict.fromkeys(("out", "do", "log", "dlog", "delta", "lse")),
-        "score": _score().ScoreArguments(),
+        "score": _score().statistics_arguments(inputs),
         **_strides(problem, out=out, do=do),
         **_log_strides("log", lse),
         **_log_strides("dlog", dlse),

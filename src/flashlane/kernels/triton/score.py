@@ -39,6 +39,7 @@ class ScoreArguments(NamedTuple):
     slopes: Any = None
     """ALiBi slopes, f32 ``(b, h)`` or ``(h,)``."""
     slopes_stride_batch: Any = None
+    slopes_stride_head: Any = None
     bias: Any = None
     """Additive bias of any float type, broadcast to ``(b, h, sq, sk)``."""
     bias_stride_batch: Any = None
@@ -47,6 +48,7 @@ class ScoreArguments(NamedTuple):
     bias_stride_j: Any = None
     sinks: Any = None
     """Logits of the sinks, ``(h,)``, natural logarithm."""
+    sinks_stride: Any = None
     dsinks: Any = None
     """The sinks' gradient by tile of rows, f32 ``(tile and batch, h)``; written by :func:`store_sink_gradient`."""
     logit_scale: Any = None
@@ -93,14 +95,17 @@ def score_arguments(problem: AttentionProblem, inputs: Inputs) -> ScoreArguments
     known: dict[str, Any] = {"score_scale": (problem.softcap or problem.scale) * LOG2_E.value}
     if problem.softcap:
         known["cap_scale"] = problem.scale / problem.softcap
+    if inputs.sinks is not None:
+        known["sinks_stride"] = _last_stride(inputs.sinks)
     if inputs.logit_scale is not None:
-        known["logit_scale_stride"] = inputs.logit_scale.stride(0)
+        known["logit_scale_stride"] = _last_stride(inputs.logit_scale)
     if slopes is not None:
         known["slopes_stride_batch"] = slopes.stride(0) if slopes.dim() == 2 else 0
+        known["slopes_stride_head"] = _last_stride(slopes)
     if bias is not None:
-        *outer, column = bias.detach().expand(_pairs(problem)).stride()
-        known |= zip(("bias_stride_batch", "bias_stride_head", "bias_stride_i"), outer, strict=True)
-        known["bias_stride_j"] = tl.constexpr(1) if column == 1 else column  # contiguous columns are loaded as such
+        pairs = bias.detach().expand(_pairs(problem))
+        known |= zip(("bias_stride_batch", "bias_stride_head", "bias_stride_i"), pairs.stride()[:3], strict=True)
+        known["bias_stride_j"] = _last_stride(pairs)
     if problem.dropout_p:
         known["threshold"] = math.floor(problem.dropout_p * 2**32)
         known["keep_scale"] = 1.0 / (1.0 - problem.dropout_p)
@@ -108,8 +113,19 @@ def score_arguments(problem: AttentionProblem, inputs: Inputs) -> ScoreArguments
     return ScoreArguments(**known, scale_in_exp=tl.constexpr(plain and problem.scale > 0))
 
 
+def _last_stride(tensor: torch.Tensor) -> Any:
+    """The stride of the last axis: a constant of the kernel where it is 1, so that contiguous loads compile as such."""
+    stride = tensor.stride(-1)
+    return tl.constexpr(1) if stride == 1 else stride
+
+
 def _pairs(problem: AttentionProblem) -> tuple[int, ...]:
     return problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+
+
+def statistics_arguments(inputs: Inputs) -> ScoreArguments:
+    """The arguments of the backward's preprocess kernel, with None for the tensors of :func:`partial_gradients`."""
+    return ScoreArguments(sinks_stride=None if inputs.sinks is None else _last_stride(inputs.sinks))
 
 
 def partial_gradients(inputs: Inputs, tiles: int, heads: int) -> dict[str, torch.Tensor]:
@@ -146,7 +162,7 @@ def head_modifiers(score, b, head, PER_ROW: tl.constexpr):
     """
     slope, bias, seed, factor = 0.0, 0, 0, 1.0
     if score.slopes is not None:
-        slope = tl.load(score.slopes + b * score.slopes_stride_batch + head)
+        slope = tl.load(score.slopes + b * score.slopes_stride_batch + head * score.slopes_stride_head)
         if PER_ROW:
             slope = slope[:, None]
     if score.bias is not None:
@@ -237,7 +253,7 @@ def initial_statistics(score, head, split, BM: tl.constexpr, SPLIT: tl.constexpr
     top = tl.full((BM,), NEG_INF, tl.float32)
     total = tl.zeros((BM,), tl.float32)
     if score.sinks is not None:
-        sink = tl.load(score.sinks + head).to(tl.float32) * LOG2_E
+        sink = tl.load(score.sinks + head * score.sinks_stride).to(tl.float32) * LOG2_E
         if SPLIT:
             sink = tl.where(split == 0, sink, NEG_INF)
         top = tl.maximum(top, sink)
@@ -252,7 +268,7 @@ def store_sink_gradient(score, head, heads, tile, lse, delta, empty):
     ``lse`` is the natural logarithm, and ``empty`` says which rows of the tile see no key.
     """
     if score.sinks is not None:
-        weight = tl.exp2((tl.load(score.sinks + head).to(tl.float32) - tl.where(empty, 0.0, lse)) * LOG2_E)
+        weight = tl.exp2((tl.load(score.sinks + head * score.sinks_stride).to(tl.float32) - tl.where(empty, 0.0, lse)) * LOG2_E)
         tl.store(score.dsinks + tile * heads + head, tl.sum(tl.where(empty, 0.0, -weight * delta), 0))
 
 
