@@ -127,7 +127,7 @@ def case_of(cell: Cell, arch: str | None) -> bench.Case:
     """A cell as a case for the bench: a dense problem, or a cache in pages with the lengths in use."""
     problem = bench.make_problem(
         cell.batch, HEADS, cell.tokens, HEAD_DIM, torch.bfloat16, kv_heads=KV_HEADS, seqlen_k=cell.keys, arch=arch,
-        layout="cache" if cell.page_size else "dense", page=cell.page_size,
+        layout="paged" if cell.page_size else "dense", page=cell.page_size,
     )  # fmt: skip
     return bench.Case(problem, lengths=tuple(cell.lengths()) if cell.page_size else ())
 

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from flashlane.bench.measure.grid import BASELINE_SHAPES, Grid, make_problem, parse_dtypes, parse_names, parse_sizes
+from flashlane.bench.measure.grid import (
+    BASELINE_SHAPES,
+    Grid,
+    make_problem,
+    parse_dtypes,
+    parse_names,
+    parse_sizes,
+    parse_window,
+)
 from flashlane.core.problem import AttentionProblem, Inputs
 
 
@@ -77,3 +85,34 @@ def test_problem_is_what_its_tensors_would_give(dim, dtype):
 def test_impossible_problems(keywords, word):
     with pytest.raises(ValueError, match=word):
         make_problem(1, 8, 16, 64, **keywords)
+
+
+def test_layouts_are_axes_of_the_grid():
+    grid = Grid(
+        seqlen=(256,), head_dim_v=(32, 64), layouts=("dense", "packed", "paged"), pages=(16, 64), window=(40, 0)
+    )
+    problems = grid.problems(None, BASELINE_SHAPES)
+    assert len(problems) == len({p.describe() for p in problems}) == 8
+    assert {p.page_size for p in problems} == {0, 16, 64} and {p.head_dim_v for p in problems} == {32, 64}
+    assert all((p.window_left, p.window_right) == (40, 0) for p in problems)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"layout": "paged", "page": 5}, "page is 5; with layout 'paged' it must divide seqlen_k 16"),
+        ({"layout": "paged"}, "page is 0"),
+        ({"layout": "cache", "page": 8}, "page is 8 and layout 'cache'"),
+        ({"layout": "sideways"}, "layout is 'sideways'"),
+    ],
+)
+def test_impossible_layouts(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        make_problem(1, 8, 16, 64, **keywords)
+
+
+def test_windows():
+    assert parse_window("512, 0") == (512, 0) and parse_window("-1,7") == (-1, 7)
+    for text in ("512", "-2,0", "a,b", "1,2,3"):
+        with pytest.raises(ValueError, match="--window is"):
+            parse_window(text)

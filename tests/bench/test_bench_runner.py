@@ -1,6 +1,7 @@
 """The main job from Python: right kernels pass, wrong ones are caught, nothing is hidden."""
 
 import json
+from dataclasses import replace
 
 import bench_fakes as fakes
 import pytest
@@ -196,20 +197,26 @@ def test_devices():
         resolve_device("cuda:97")
 
 
-def test_dense_problems_only():
+def test_packed_problems_without_lengths_are_all_as_long_as_the_problem_says():
     q, cu = torch.randn(4, 1, 8).half(), torch.tensor([0, 4], dtype=torch.int32)
     inputs = Inputs(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
     from flashlane.core.problem import AttentionProblem
 
-    with pytest.raises(ValueError, match="varlen"):
-        run(AttentionProblem.from_inputs(inputs))
+    problem = AttentionProblem.from_inputs(inputs)
+    results = run(problem, tags=("tiled",))
+    assert [row.status for row in results] == ["ok"]
+    drawn = bench.Case(replace(problem, batch=3, seqlen_k=6)).materialise(torch.device("cpu"), 0)
+    assert drawn.cu_seqlens_q.tolist() == [0, 4, 8, 12] and drawn.cu_seqlens_k.tolist() == [0, 6, 12, 18]
+    assert len(drawn.q) == 12 and len(drawn.k) == len(drawn.v) == 18
 
 
 @pytest.mark.parametrize("page", [0, 8])
 def test_packed_and_cached_problems_are_axes_of_the_same_bench(page):
     """Each sequence has its own length; its own operations count, and it is checked against the formula."""
-    packed = bench.make_problem(3, 4, 60, 32, kv_heads=2, causal=True, layout="varlen")
-    cached = bench.make_problem(3, 4, 2, 32, kv_heads=2, seqlen_k=64, causal=True, layout="cache", page=page)
+    packed = bench.make_problem(3, 4, 60, 32, kv_heads=2, causal=True, layout="packed")
+    cached = bench.make_problem(
+        3, 4, 2, 32, kv_heads=2, seqlen_k=64, causal=True, layout="paged" if page else "cache", page=page
+    )
     cases = [bench.Case(packed, lengths=(60, 7, 31)), bench.Case(cached, lengths=(64, 5, 40))]
     results = run(*cases, tags=("reference", "tiled"), peers=PEERS)
     assert [row.status for row in results] == ["ok"] * 4, [row.message for row in results]
@@ -223,7 +230,7 @@ def test_packed_and_cached_problems_are_axes_of_the_same_bench(page):
 
 def test_packed_problems_need_the_length_of_each_sequence():
     with pytest.raises(ValueError, match="2 lengths"):
-        run(bench.Case(bench.make_problem(3, 4, 60, 32, layout="varlen"), lengths=(3, 4)))
+        run(bench.Case(bench.make_problem(3, 4, 60, 32, layout="packed"), lengths=(3, 4)))
 
 
 def test_the_public_function_is_timed(add):

@@ -218,7 +218,7 @@ def test_a_device_is_no_journal(folder):
 
 def row(problem, tag="tiled", ms=1.0, status="ok", message="", kind="kernel"):
     timing = None if ms is None else summarise([ms, ms], 1, "m")
-    return Row(problem, {}, tag, kind, status, message, (), timing, 2.0 if ms else None)
+    return Row(problem, {}, tag, kind, status, message, (), timing, tflops=2.0 if ms else None)
 
 
 class FakeWorkers:
@@ -323,7 +323,8 @@ def test_a_failed_check_is_status_1(folder, workers):
 
 def test_options_override_the_file(folder, workers):
     workers({})
-    assert invoke("grid.toml", "--N", "8", "--masks", "causal", "--name", "mine").exit_code == 0
+    done = invoke("grid.toml", "--N", "8", "--masks", "causal", "--name", "mine")
+    assert done.exit_code == 0, done.output
     assert FakeWorkers.ran == ["B1 H2 N8 D16 f16 causal", "B1 H2 N8 D32 f16 causal"]
     assert (folder / "out" / "mine.json").exists()
 

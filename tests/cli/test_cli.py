@@ -41,6 +41,47 @@ def test_bench_end_to_end(invoke, tmp_path):
     assert tags == {k.tag for k in registry.kernels(listed_only=True)} | {p.tag for p in flashlane.bench.PEERS}
 
 
+def test_layouts_on_the_command_line(invoke, tmp_path):
+    words = ("--layout", "packed,cache,paged", "--page", "16", "--Dv", "16", "--window", "9,-1", "--tags", "tiled")
+    done = invoke(*SMALL, *words)
+    assert done.exit_code == 0, done.output
+    (report,) = (tmp_path / "results").glob("*.json")
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    assert [row["sizes"]["layout"] for row in rows] == ["packed", "cache", "paged"]
+    assert [row["sizes"].get("page") for row in rows] == [None, None, 16]
+    for row in rows:
+        assert row["sizes"]["head_dim_v"] == 16 and row["sizes"]["window"] == [9, -1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--layout", "sideways"), "--layout has 'sideways'"),
+        (("--page", "16"), "--page is '16' and --layout 'dense'"),
+        (("--layout", "paged", "--page", "7"), "page is 7; with layout 'paged' it must divide seqlen_k 48"),
+        (("--window", "left"), "--window is 'left'"),
+        (("--Dv", "0"), "--Dv has 0"),
+        (("--layout", "cache", "--backward"), "--layout cache and paged have no backward pass"),
+        (("--layout", "packed", "--cycles"), "--cycles is of dense problems"),
+        (("--layout", "packed", "--range-k"), "--range-k is of dense problems"),
+    ],
+)
+def test_layouts_that_cannot_be(invoke, words, message):
+    done = invoke(*SMALL, *words)
+    assert done.exit_code == 2 and message in done.output
+
+
+def test_packed_problems_are_compared_and_swept(invoke, tmp_path):
+    """Each in a process of its own, forward and backward."""
+    words = [word for word in SMALL[1:] if word not in ("--arch", "none")]
+    words += ["--layout", "packed", "--backward", "--tags", "tiled", "--baselines", "none"]
+    for command in ("compare", "sweep"):
+        done = invoke(command, *words)
+        assert done.exit_code == 0, done.output
+        assert "varlen, backward" in done.output, done.output
+
+
 def test_progress_goes_to_stderr_when_piped(invoke):
     done = invoke(*SMALL, "--tags", "tiled", "--baselines", "none")
     assert "[1/1] B1 H2 N48 D32 f16" in done.stderr and "[1/1]" not in done.stdout

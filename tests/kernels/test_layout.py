@@ -311,6 +311,8 @@ def test_command_shows_conflicts():
     compared = invoke("layout", "--compare")
     assert [compared.count(word) for word in ("8-way", "4-way", "none")] == [3, 3, 10]
     assert "not a permutation: 16 of 96 chunks" in invoke("layout", "--columns", 48, "--xor-row4")
+    old, new = (invoke("layout", "--columns", 48, name) for name in ("--founding", "--xor-row4"))
+    assert old == new  # the option's name of earlier versions
 
 
 def test_command_shows_what_a_tag_is_compiled_with():

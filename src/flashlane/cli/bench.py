@@ -41,6 +41,10 @@ def command(
     head_dim: o.HeadDim = None,
     kv_heads: o.KvHeads = None,
     seqlen_k: o.SeqlenK = None,
+    head_dim_v: o.HeadDimV = None,
+    layout: o.Layouts = "dense",
+    page: o.Page = None,
+    window: o.Window = None,
     causal: o.Causal = None,
     alignment: o.AlignmentName = "bottom-right",
     dtype: o.Dtype = None,
@@ -151,6 +155,8 @@ def command(
 
       flashlane bench --preset gpt2,llama3-8b --backward
 
+      flashlane bench --B 8 --N 1 --seqlen-k 4096:65536:x4 --layout dense,cache,paged --page 16,64
+
       flashlane bench --tags share-qkv --baselines flash,cudnn --graph
 
       flashlane bench --qkv layers.safetensors --dtype f16,bf16
@@ -171,11 +177,14 @@ def command(
     sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k)
     if qkv is not None:
         given = dict(zip(("--B", "--H", "--N", "--D", "--kv-heads", "--seqlen-k"), sizes, strict=True))
-        _check_alone(given | {"--causal": causal, "--preset": preset})
+        given |= {"--Dv": head_dim_v, "--layout": None if layout == "dense" else layout, "--page": page}
+        _check_alone(given | {"--window": window, "--causal": causal, "--preset": preset})
         dtypes = parse_dtypes(dtype) if dtype else None
         cases = load_cases(o.check_file(qkv, "--qkv"), arch_of(where), dtypes)
     else:
-        found = o.problems_of(preset, *sizes, dtype, causal, alignment, device=where, quick=quick)
+        laid_out = {"head_dim_v": head_dim_v, "layout": layout, "page": page, "window": window}
+        found = o.problems_of(preset, *sizes, dtype, causal, alignment, device=where, quick=quick, **laid_out)
+        o.check_layouts(found, directions, cycles=cycles, range_k=range_k)
         cases = [Case(problem) for problem in found]
     check_writable(out)
     pattern = Pattern(

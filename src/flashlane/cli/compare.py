@@ -23,6 +23,10 @@ def compare_command(
     head_dim: o.HeadDim = None,
     kv_heads: o.KvHeads = None,
     seqlen_k: o.SeqlenK = None,
+    head_dim_v: o.HeadDimV = None,
+    layout: o.Layouts = "dense",
+    page: o.Page = None,
+    window: o.Window = None,
     causal: o.Causal = None,
     alignment: o.AlignmentName = "bottom-right",
     dtype: o.Dtype = None,
@@ -80,7 +84,9 @@ def compare_command(
     directions = o.directions_of(no_grad, backward, both)
     o.check_timeout(timeout)
     sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
-    problems = o.problems_of(preset, *sizes, device=where, quick=quick, first=True)
+    laid_out = {"head_dim_v": head_dim_v, "layout": layout, "page": page, "window": window}
+    problems = o.problems_of(preset, *sizes, device=where, quick=quick, first=True, **laid_out)
+    o.check_layouts(problems, directions)
     files = tuple(peers_from or ())
     peers_of_files(files)  # refused here, before anything runs
     words, exact = o.words_of(tags), o.words_of(kernels)

@@ -32,6 +32,7 @@ def layout_command(
     xor_row4: Annotated[
         bool, o.option("--xor-row4", help="The swizzle of the baseline logs' kernels, made for 16 columns.", panel=TILE)
     ] = False,
+    old_xor_row4: Annotated[bool, typer.Option("--founding", hidden=True)] = False,
     tag: Annotated[
         str | None, o.option("--tag", help="The layouts that this kernel is compiled with.", panel=KERNEL)
     ] = None,
@@ -70,6 +71,7 @@ def layout_command(
 
     if rows < 1:
         raise ValueError(f"--rows is {rows}; at least 1")
+    xor_row4 = xor_row4 or old_xor_row4  # --founding is what the option was called before
     flags = {"plain": plain, "padded": pad, "swizzled": swizzle, "xor-row4": xor_row4}
     asked = [name for name, on in flags.items() if on]
     of_tile = {"--columns": columns, "--threads": threads, "--plain": plain, "--pad": pad, "--swizzle": swizzle}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,10 +10,21 @@ import torch
 import typer
 
 from flashlane.bench.measure.flops import CONVENTIONS, DIRECTIONS, Direction
-from flashlane.bench.measure.grid import BASELINE_SHAPES, CPU_SHAPES, Grid, parse_dtypes, parse_names, parse_sizes
+from flashlane.bench.measure.grid import (
+    BASELINE_SHAPES,
+    CPU_SHAPES,
+    LAYOUTS,
+    PAGE,
+    Grid,
+    parse_dtypes,
+    parse_names,
+    parse_sizes,
+    parse_window,
+)
 from flashlane.bench.measure.isolated import TIMEOUT as TIMEOUT
 from flashlane.bench.measure.presets import PRESETS, select_presets
 from flashlane.core.problem import ALIGNMENTS, MAX_HEAD_DIM, AttentionProblem, arch_of
+from flashlane.kernels.features import CACHE, PAGED
 
 SIZES, WHICH, INPUT, MEASURE, OUTPUT = "Sizes", "Which implementations", "Input", "Checking and timing", "Output"
 
@@ -34,6 +46,24 @@ KvHeads = Annotated[
 ]
 SeqlenK = Annotated[
     str | None, option("--seqlen-k", help="Keys a sequence (cross attention). Default: as many as --N.", panel=SIZES)
+]
+HeadDimV = Annotated[
+    str | None, option("--Dv", "--headdim-v", help="Head dimension of V. Default: that of Q and K.", panel=SIZES)
+]
+Layouts = Annotated[
+    str,
+    option(
+        "--layout",
+        help="How sequences lie, one or a list: dense, packed (varlen), cache (rows in use), paged (a cache in pages).",
+        panel=SIZES,
+    ),
+]
+Page = Annotated[
+    str | None, option("--page", help=f"Rows of a page, with --layout paged. Likewise. Default: {PAGE}.", panel=SIZES)
+]
+Window = Annotated[
+    str | None,
+    option("--window", help="LEFT,RIGHT: keys visible on either side of the query's position; -1: all.", panel=SIZES),
 ]
 Causal = Annotated[
     bool | None, option("--causal/--no-causal", help="Hide keys after the query's position.", panel=SIZES)
@@ -124,6 +154,18 @@ def check_timeout(seconds: float) -> None:
         raise ValueError(f"--timeout is {seconds:g}; it must be a positive number of seconds")
 
 
+def check_layouts(problems: Iterable[AttentionProblem], directions: Sequence[Direction], **dense: bool) -> None:
+    """ValueError where a layout does not go with what is measured; ``dense`` are options of dense problems only."""
+    for problem in problems:
+        cached = any(getattr(problem, name) for name in (*CACHE, *PAGED))
+        if cached and set(directions) != {"forward"}:
+            raise ValueError("--layout cache and paged have no backward pass: they go without --backward and --both")
+        for name in dense:
+            if dense[name] and (cached or problem.varlen):
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} is of dense problems; it goes without --layout packed, cache and paged")
+
+
 def kernel_direction(given: str) -> str:
     """The direction whose kernels are meant.
 
@@ -163,15 +205,18 @@ def problems_of(
     device: torch.device,
     quick: bool = False,
     first: bool = False,
+    **layout: str | None,
 ) -> list[AttentionProblem]:
     """The problems that the options ask for on a device, each once; without a size the usual ones, or the ``first``.
+
+    ``layout`` holds the further keywords of :func:`grid_of`.
 
     Raises:
         ValueError: an option cannot be read; the message names it.
     """
     arch, shapes = arch_of(device), shapes_of(device.type == "cuda", quick)[: 1 if first else None]
     sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
-    return list(dict.fromkeys(p for grid in grids_of(preset, *sizes) for p in grid.problems(arch, shapes)))
+    return list(dict.fromkeys(p for grid in grids_of(preset, *sizes, **layout) for p in grid.problems(arch, shapes)))
 
 
 def grids_of(
@@ -185,6 +230,7 @@ def grids_of(
     dtype: str | None,
     causal: bool | None,
     alignment: str,
+    **layout: str | None,
 ) -> list[Grid]:
     """One grid for each preset, whose sizes the others given override; without a preset one.
 
@@ -198,7 +244,7 @@ def grids_of(
         sizes = dict.fromkeys(("batch", "heads", "seqlen", "head_dim", "kv_heads"))
         sizes |= (chosen.sizes() if chosen else {}) | given
         masked = chosen.causal if chosen is not None and causal is None else causal
-        found.append(grid_of(**sizes, seqlen_k=seqlen_k, dtype=dtype, causal=masked, alignment=alignment))
+        found.append(grid_of(**sizes, seqlen_k=seqlen_k, dtype=dtype, causal=masked, alignment=alignment, **layout))
     return found
 
 
@@ -212,6 +258,11 @@ def grid_of(
     dtype: str | None,
     causal: bool | None,
     alignment: str,
+    *,
+    head_dim_v: str | None = None,
+    layout: str = "dense",
+    page: str | None = None,
+    window: str | None = None,
 ) -> Grid:
     """The grid that the options ask for.
 
@@ -220,6 +271,12 @@ def grid_of(
     """
     if alignment not in ALIGNMENTS:
         raise ValueError(f"--alignment is {alignment!r}; it may be one of {', '.join(ALIGNMENTS)}")
+
+    layouts = parse_names(layout, "--layout", LAYOUTS)
+    if not layouts:
+        raise ValueError(f"--layout is {layout!r}; it may be a list of {', '.join(LAYOUTS)}")
+    if page is not None and "paged" not in layouts:
+        raise ValueError(f"--page is {page!r} and --layout {layout!r}; only --layout paged has pages")
 
     def sizes(text: str | None, name: str, low: int = 1, high: int | None = None) -> tuple[int, ...] | None:
         return None if text is None else parse_sizes(text, name, low=low, high=high)
@@ -234,6 +291,10 @@ def grid_of(
         dtypes=parse_dtypes(dtype or "f16"),
         causal=(bool(causal),),
         alignment=alignment,
+        head_dim_v=sizes(head_dim_v, "--Dv", 1, MAX_HEAD_DIM),
+        layouts=layouts,
+        pages=sizes(page, "--page") or (PAGE,),
+        window=(-1, -1) if window is None else parse_window(window),
     )
 
 

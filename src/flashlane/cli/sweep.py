@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MASKS = ("full", "causal")
 KEYS = {
     "B": "batch", "H": "heads", "N": "seqlen", "D": "head_dim", "kv-heads": "kv_heads", "seqlen-k": "seqlen_k",
+    "Dv": "head_dim_v", "layout": "layout", "page": "page", "window": "window",
     "masks": "masks", "alignment": "alignment", "dtype": "dtype", "preset": "preset", "tags": "tags",
     "kernels": "kernels", "baselines": "baselines", "peers-from": "peers_from", "backward": "backward", "both": "both",
     "roofs": "roofs", "check": "check", "warmup": "warmup", "rounds": "iters", "quick": "quick",
@@ -40,6 +41,10 @@ def sweep_command(
     head_dim: o.HeadDim = None,
     kv_heads: o.KvHeads = None,
     seqlen_k: o.SeqlenK = None,
+    head_dim_v: o.HeadDimV = None,
+    layout: o.Layouts = "dense",
+    page: o.Page = None,
+    window: o.Window = None,
     masks: Annotated[str, o.option("--masks", help="full, causal, or both in a list.", panel=o.SIZES)] = "full",
     alignment: o.AlignmentName = "bottom-right",
     dtype: o.Dtype = None,
@@ -171,6 +176,10 @@ def _run(
     export: bool,
     alignment: str,
     dtype: str | None,
+    head_dim_v: str | None,
+    layout: str,
+    page: str | None,
+    window: str | None,
     **sizes: str | None,
 ) -> None:
     from flashlane.bench.measure.environment import environment
@@ -190,13 +199,15 @@ def _run(
         raise ValueError(f"--name is {name!r}; it names files in --out, without a folder")
     directions = o.directions_of(False, backward, both)
     order = ("batch", "heads", "seqlen", "head_dim", "kv_heads", "seqlen_k")
+    laid_out = {"head_dim_v": head_dim_v, "layout": layout, "page": page, "window": window}
     problems = [
         problem
         for causal in _masks(masks, preset)
         for problem in o.problems_of(
-            preset, *(sizes[key] for key in order), dtype, causal, alignment, device=where, quick=quick
+            preset, *(sizes[key] for key in order), dtype, causal, alignment, device=where, quick=quick, **laid_out
         )
     ]
+    o.check_layouts(problems, directions)
     cells = cells_of(problems, directions)
     files = tuple(peers_from or ())
     peers_of_files(files)

@@ -17,8 +17,10 @@ from flashlane.kernels.features import PAGED
 BASELINE_SHAPES = ((1, 8, 8192, 64), (2, 2, 4096, 64), (2, 2, 4096, 128), (4, 8, 2048, 128), (1, 1, 1024, 64))
 """(batch, heads, seqlen, head_dim) of the baseline grid: what the logs of the project that this one grew out of report.
 The default on a GPU."""
-Layout = Literal["dense", "varlen", "cache"]
-LAYOUTS: tuple[Layout, ...] = ("dense", "varlen", "cache")
+Layout = Literal["dense", "packed", "cache", "paged"]
+LAYOUTS: tuple[Layout, ...] = ("dense", "packed", "cache", "paged")
+PAGE = 64
+"""Rows of a page where none are asked for."""
 CPU_SHAPES = ((1, 4, 512, 64),)
 """The default without a GPU: small enough that every implementation ends in a few seconds."""
 DTYPE_ALIASES = {
@@ -34,6 +36,7 @@ DTYPE_ALIASES = {
 }
 MAX_SWEEP = 4096
 _SWEEP = re.compile(r"^(\d+):(\d+):([x+])(\d+)$")
+_WINDOW = re.compile(r"^(-1|\d+),(-1|\d+)$")
 
 
 def parse_sizes(text: str, name: str, *, low: int = 1, high: int | None = None) -> tuple[int, ...]:
@@ -95,6 +98,18 @@ def parse_names(text: str, name: str, known: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
+def parse_window(text: str, name: str = "--window") -> tuple[int, int]:
+    """Keys visible to the left and to the right of a query's position, from ``LEFT,RIGHT``; -1 is all.
+
+    Raises:
+        ValueError: it is not of that form; the message has ``name``.
+    """
+    match = _WINDOW.match(text.replace(" ", ""))
+    if match is None:
+        raise ValueError(f"{name} is {text!r}; it may be LEFT,RIGHT, each -1 (all) or a number of keys: 512,0")
+    return int(match[1]), int(match[2])
+
+
 def make_problem(
     batch: int,
     heads: int,
@@ -116,9 +131,9 @@ def make_problem(
 ) -> AttentionProblem:
     """A problem from its sizes, as contiguous tensors of those sizes would give.
 
-    ``layout`` says how sequences lie: ``dense`` (all of one length), ``varlen`` (packed one after another; the sizes
-    are those of the longest) or ``cache`` (a key/value cache with rows in use, in pages of ``page`` rows where that is
-    given). The lengths themselves belong to a :class:`~flashlane.bench.measure.inputs.Case`.
+    ``layout`` says how sequences lie: ``dense`` (all of one length), ``packed`` (one after another; the sizes are those
+    of the longest), ``cache`` (a key/value cache with rows in use) or ``paged`` (such a cache in pages of ``page``
+    rows). The lengths themselves belong to a :class:`~flashlane.bench.measure.inputs.Case`.
 
     Raises:
         ValueError: a size or the alignment is not possible; the message names it.
@@ -144,8 +159,10 @@ def make_problem(
         raise ValueError(f"alignment is {alignment!r}; it may be one of {', '.join(map(repr, ALIGNMENTS))}")
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it may be one of {', '.join(map(repr, LAYOUTS))}")
-    if page and (layout != "cache" or page < 0 or seqlen_k % page):
-        raise ValueError(f"page is {page}; with layout 'cache' it may be a divisor of seqlen_k {seqlen_k}")
+    if page and layout != "paged":
+        raise ValueError(f"page is {page} and layout {layout!r}; only layout 'paged' has pages")
+    if layout == "paged" and (page < 1 or seqlen_k % page):
+        raise ValueError(f"page is {page}; with layout 'paged' it must divide seqlen_k {seqlen_k}")
     dim_v = head_dim if head_dim_v is None else head_dim_v
     return AttentionProblem(
         batch=batch,
@@ -160,8 +177,8 @@ def make_problem(
         window_left=window[0],
         window_right=0 if causal else window[1],
         alignment=alignment,
-        varlen=layout == "varlen",
-        seqused_k=layout == "cache",
+        varlen=layout == "packed",
+        seqused_k=layout in ("cache", "paged"),
         deterministic=deterministic,
         arch=arch,
         **dict.fromkeys(PAGED, page),
@@ -213,6 +230,11 @@ class Grid:
     dtypes: tuple[torch.dtype, ...] = (torch.float16,)
     causal: tuple[bool, ...] = (False,)
     alignment: Alignment = "bottom-right"
+    head_dim_v: tuple[int, ...] | None = None
+    layouts: tuple[Layout, ...] = ("dense",)
+    pages: tuple[int, ...] = (PAGE,)
+    """Rows of a page, for the layout ``paged``."""
+    window: tuple[int, int] = (-1, -1)
 
     def problems(self, arch: str | None, shapes: Sequence[tuple[int, int, int, int]]) -> list[AttentionProblem]:
         """Every combination, on an architecture.
@@ -231,11 +253,18 @@ class Grid:
                 seqlen_k=seqlen_k,
                 causal=causal,
                 alignment=self.alignment,
+                head_dim_v=head_dim_v,
+                window=self.window,
+                layout=layout,
+                page=page,
                 arch=arch,
             )
+            for layout in self.layouts
+            for page in (self.pages if layout == "paged" else (0,))
             for dtype in self.dtypes
             for causal in self.causal
             for shape in shapes
             for kv_heads in (self.kv_heads or (None,))
             for seqlen_k in (self.seqlen_k or (None,))
+            for head_dim_v in (self.head_dim_v or (None,))
         ]

@@ -44,7 +44,8 @@ class Case:
     """Where the tensors come from (``layers.0 of model.safetensors``); empty for drawn ones."""
     inputs: Inputs | None = None
     lengths: tuple[int, ...] = ()
-    """Of packed sequences: queries and keys of each. Of a cache: the rows in use of each sequence; all when empty."""
+    """Of packed sequences: queries and keys of each. Of a cache: the rows in use of each sequence. Where it is empty,
+    each sequence is as long as the problem says."""
 
     @property
     def title(self) -> str:
@@ -84,7 +85,7 @@ def random_inputs(
     rows_q, rows_k = (problem.batch, problem.seqlen_q), (problem.batch, problem.seqlen_k)
     page = getattr(problem, *PAGED)
     if problem.varlen:
-        rows_q = rows_k = (sum(lengths),)
+        rows_q, rows_k = ((sum(each),) for each in _packed_lengths(problem, lengths))
     elif page:
         rows_k = (problem.batch * problem.seqlen_k // page, page)
     q = draw(rows_q, problem.heads, problem.head_dim, pattern.random_q)
@@ -96,13 +97,23 @@ def random_inputs(
     return Inputs(q, k, v, **_lengths_of(problem, lengths, generator))
 
 
+def _packed_lengths(problem: AttentionProblem, lengths: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Queries and keys of each packed sequence."""
+    if lengths:
+        return lengths, lengths
+    return [problem.seqlen_q] * problem.batch, [problem.seqlen_k] * problem.batch
+
+
 def _lengths_of(problem: AttentionProblem, lengths: Sequence[int], generator: torch.Generator) -> dict[str, object]:
     """The tensors that say where sequences lie and how long they are."""
     device, page = generator.device, getattr(problem, *PAGED)
     if problem.varlen:
-        starts = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        starts_q, starts_k = (
+            torch.tensor([0, *each], device=device).cumsum(0).to(torch.int32)
+            for each in _packed_lengths(problem, lengths)
+        )
         longest = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
-        return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, **longest}
+        return {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, **longest}
     found: dict[str, object] = {}
     if problem.seqused_k:
         used = list(lengths) or [problem.seqlen_k] * problem.batch

@@ -88,7 +88,7 @@ def run_isolated(
     """Bench problems in a worker process.
 
     Args:
-        problems: dense problems.
+        problems: dense, packed or cached; each sequence is as long as its problem says.
         spec: what runs, and how long.
         seconds: without a sign of life after which what runs is ended.
         seed: of the first problem; each next one adds 1.

@@ -181,7 +181,7 @@ def _intensity(row: dict[str, Any]) -> float | None:
     if not timing or s.get("dtype") not in DTYPES:
         return None
     lengths = (s["batch"], s["heads"], s["seqlen_q"], s["head_dim"], DTYPES[s["dtype"]])
-    problem = make_problem(*lengths, kv_heads=s["kv_heads"], seqlen_k=s["seqlen_k"])
+    problem = make_problem(*lengths, kv_heads=s["kv_heads"], seqlen_k=s["seqlen_k"], head_dim_v=s.get("head_dim_v"))
     return row["tflops"] * timing["median"] * 1e9 / least_bytes(problem, row.get("direction", "forward"))
 
 

@@ -171,7 +171,7 @@ def bytes_of(row: Row) -> int:
     s = row.sizes
     problem = make_problem(
         s["batch"], s["heads"], s["seqlen_q"], s["head_dim"], DTYPES[s["dtype"]], kv_heads=s["kv_heads"],
-        seqlen_k=s["seqlen_k"],
+        seqlen_k=s["seqlen_k"], head_dim_v=s.get("head_dim_v"),
     )  # fmt: skip
     return least_bytes(problem, row.direction)
 

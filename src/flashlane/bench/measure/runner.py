@@ -134,8 +134,8 @@ def run(
     """Bench problems and return every row; :meth:`Results.frame` makes a tidy table of them for a notebook.
 
     Args:
-        problems: dense problems, or :class:`~flashlane.bench.measure.inputs.Case` with tensors of their own, which may
-            be packed sequences.
+        problems: problems, or each a :class:`~flashlane.bench.measure.inputs.Case` with lengths of packed or cached
+            sequences, or with tensors of its own.
         device: default: the current GPU, or the CPU without one.
         selection: which kernels and baselines; default: all that are listed.
         check: compare each output and LSE with the reference; what fails is not timed.
@@ -155,8 +155,8 @@ def run(
         reporter: told where the run is.
 
     Raises:
-        ValueError: a problem is not dense (packed sequences need tensors of their own), the device is not there, or
-            cycles cannot be counted on it.
+        ValueError: a problem has a feature that the bench draws no tensors for, the device is not there, or cycles
+            cannot be counted on it.
         BrokenContext: a kernel left the device unusable.
     """
     device = resolve_device(device)
@@ -273,10 +273,10 @@ def _check_case(case: Case, directions: Sequence[Direction], cycles: bool) -> No
     undrawn = [name for name in CACHE if name != "seqused_k" and getattr(problem, name)]
     if undrawn and case.inputs is None:
         raise ValueError(f"{title} has {undrawn[0]} and no tensors; it comes as a Case with inputs")
-    if problem.varlen and case.inputs is None and len(case.lengths) != problem.batch:
+    if problem.varlen and case.inputs is None and case.lengths and len(case.lengths) != problem.batch:
         raise ValueError(
-            f"{title} has varlen and {len(case.lengths)} lengths; packed sequences come as a Case with the length of "
-            f"each, or with inputs"
+            f"{title} has {problem.batch} packed sequences and {len(case.lengths)} lengths; a Case gives the length of "
+            f"each, or none where all are as long as the problem says"
         )
     laid_out = [name for name in (*VARLEN, *CACHE, *PAGED) if getattr(problem, name)]
     if laid_out and cycles:
@@ -525,7 +525,17 @@ def _usage(item: Implementation, problem: AttentionProblem) -> Usage | None:
 
 
 def sizes_of(problem: AttentionProblem) -> dict[str, object]:
-    """What a results file says of a problem's sizes."""
+    """What a results file says of a problem's sizes; beyond those of every problem only what is asked for."""
+    page = getattr(problem, *PAGED)
+    used = any(getattr(problem, name) for name in CACHE)
+    layout = "packed" if problem.varlen else "paged" if page else "cache" if used else ""
+    window = (problem.window_left, -1 if problem.causal else problem.window_right)
+    asked = {
+        "head_dim_v": problem.head_dim_v if problem.head_dim_v != problem.head_dim else 0,
+        "layout": layout,
+        "page": page,
+        "window": list(window) if max(window) >= 0 else [],
+    }
     return {
         "batch": problem.batch,
         "heads": problem.heads,
@@ -535,6 +545,7 @@ def sizes_of(problem: AttentionProblem) -> dict[str, object]:
         "head_dim": problem.head_dim,
         "dtype": problem.dtype_name,
         "causal": problem.causal,
+        **{name: value for name, value in asked.items() if value},
     }
 
 
