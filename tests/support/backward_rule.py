@@ -62,8 +62,10 @@ def given(
 ) -> Given:
     """Output and LSE by the formula, and dq, dk, dv (dbias, dsinks) with the error that the peers' rule allows.
 
-    A flash backward is given the output, rounded, and takes delta = rowsum(O∘dO) − dLSE from it. What is right is what
-    exact arithmetic makes of that: the formula's gradients where dLSE is less by what the rounding adds to delta.
+    A flash backward is given the output and the LSE, rounded. It takes delta = rowsum(O∘dO) − dLSE from the output, and
+    P = exp(S − LSE). What is right is what exact arithmetic makes of that: the formula's gradients where dLSE is less
+    by what the rounding adds to delta, and where a row's dO and dLSE are multiplied by the factor that the rounding
+    adds to its P.
 
     TF32 is held against the tiled algorithm with products that see as many bits: the formula is too lucky, whose
     probability of a lone key is 1 whatever its score lost.
@@ -75,7 +77,9 @@ def given(
         exact = gradients(leaves, out, lse, do, pushed, again=True)
         rounded = out.detach().to(problem.dtype)
         more = ((rounded.double() - out.detach()) * do.double()).sum(-1).transpose(-1, -2)
-        right = gradients(leaves, out, lse, do, pushed.double() - more)
+        factor = torch.where(lse.isfinite(), lse - lse.float().double(), 0.0).detach().exp()
+        factors = factor.transpose(-1, -2)[..., None]
+        right = gradients(leaves, out, lse, do.double() * factors, (pushed.double() - more) * factor)
         if precision == "tf32":
             with Products(tf32_factor):
                 tiled = tiled_backward(problem, inputs, rounded, lse.detach().float(), do, dlse)

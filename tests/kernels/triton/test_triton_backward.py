@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from problems import TENSORS, cast, gradients
+from backward_rule import judge
+from problems import TENSORS, Case, cast, gradients
 
 from flashlane import jit
 from flashlane.core import registry
@@ -107,6 +108,20 @@ def test_bias_gradients_of_every_shape(shape: tuple[int, ...]) -> None:
     out, lse, _ = wanted(problem, inputs, torch.float64, do, dlse)
     without = triton_backward(problem, inputs, out.float(), lse.float(), do, dlse, bias_grad=False)
     assert without.bias is None and torch.equal(without.q, found.q)
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(4))
+def test_slopes_of_far_keys_lose_nothing(seed: int) -> None:
+    """With one key per sequence, ALiBi's term and the LSE are up to 63 and cancel."""
+    case = Case(
+        lengths=((64, 1), (0, 0), (0, 1)), varlen=True, kv_heads=1, group=1, head_dim=40, head_dim_v=40, causal=False,
+        alignment="bottom-right", window=(-1, -1), softcap=0.0, alibi="batch", bias=None, hide=False, sinks=False,
+        strides="sliced", seed=254,
+    )  # fmt: skip
+    problem, inputs = case.build(torch.float32)
+    torch.manual_seed(seed)
+    judge(problem, inputs, triton_backward)
 
 
 @interpreted

@@ -1,7 +1,7 @@
 """The Triton backward pass: gradients from the output and the LSE of any forward kernel.
 
-There are three launches: the preprocess (delta and the LSE in base 2), dK and dV, dQ; and a fourth where the gradient
-of a bias is wanted. With few tiles the walk of each is split over several programs, whose sums are added afterwards.
+There are three launches: the preprocess (delta and the stored LSE), dK and dV, dQ; and a fourth where the gradient of a
+bias is wanted. With few tiles the walk of each is split over several programs, whose sums are added afterwards.
 Memory is linear, and as there are no atomics, ``deterministic`` costs nothing: every run gives the same bits. Triton is
 imported by the first call, not before.
 """
@@ -352,7 +352,7 @@ def _statistics_arguments(
 
     given = {
         **dict.fromkeys(("out", "do", "log", "dlog", "delta", "lse")),
-        "score": _score().statistics_arguments(inputs),
+        "score": _score().statistics_arguments(problem, inputs),
         **_strides(problem, out=out, do=do),
         **_log_strides("log", lse),
         **_log_strides("dlog", dlse),

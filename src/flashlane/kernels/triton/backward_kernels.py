@@ -22,7 +22,6 @@ import triton.language as tl
 
 from flashlane.kernels.triton.forward_kernels import load_tile
 from flashlane.kernels.triton.score import (
-    LOG2_E,
     NEG_INF,
     dropout_keep,
     head_modifiers,
@@ -30,6 +29,7 @@ from flashlane.kernels.triton.score import (
     product_gradients,
     soft_cap,
     store_sink_gradient,
+    stored_lse,
 )
 from flashlane.kernels.triton.sequences import (
     full_key_range,
@@ -82,7 +82,7 @@ def row_statistics(
     BM: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """delta = rowsum(O∘dO) − dLSE and the LSE in base 2 of a tile of rows, f32 ``(b, h, stat_units · STAT_UNIT)``.
+    """delta = rowsum(O∘dO) − dLSE and the stored LSE of a tile of rows, f32 ``(b, h, stat_units · STAT_UNIT)``.
 
     A row that sees no key, or does not exist, gets delta 0 and LSE +inf. ``score`` is a
     :class:`~flashlane.kernels.triton.score.ScoreArguments`.
@@ -112,7 +112,7 @@ def row_statistics(
     total = tl.where(empty, 0.0, total)
     at = (batch * heads + head) * stat_units * STAT_UNIT + row
     tl.store(delta + at, total)
-    tl.store(lse + at, tl.where(empty, float("inf"), natural * LOG2_E))
+    tl.store(lse + at, tl.where(empty, float("inf"), stored_lse(natural, score)))
     store_sink_gradient(score, h, heads, (b * tiles + tile).to(tl.int64), natural, total, empty)
 
 
@@ -120,11 +120,11 @@ def row_statistics(
 def probabilities(
     products, lse, i, j, mask, score, modifiers, masked, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):  # fmt: skip
-    """P of a tile from QKᵀ and the LSE in base 2, and what :func:`soft_cap` gives.
+    """P of a tile from QKᵀ and the stored LSE, and what :func:`soft_cap` gives.
 
     Args:
         products: QKᵀ, f32.
-        lse: of each query, in base 2.
+        lse: of each query, as :func:`~flashlane.kernels.triton.score.stored_lse` gave it.
         i: queries.
         j: keys.
         mask: lengths, shift and window of the sequence.
@@ -136,7 +136,7 @@ def probabilities(
     """
     len_q, len_k, shift, left, right = mask
     capped = soft_cap(products, score, modifiers)
-    scores = modify_scores(capped, score, modifiers, i, j, shift, (i < len_q) & (j < len_k)) - lse
+    scores = modify_scores(capped, score, modifiers, i, j, shift, (i < len_q) & (j < len_k), lse)
     if masked:
         scores = tl.where(visible(i, j, len_q, len_k, shift, left, right, LEFT, RIGHT), scores, NEG_INF)
     return tl.exp2(scores), capped

@@ -252,7 +252,7 @@ def attention_forward(
                 if not score.scale_in_exp:
                     scores = modify_scores(
                         soft_cap(scores, score, modifiers), score, modifiers, i[:, None], j[None, :], shift,
-                        exists[:, None] & (j < len_k)[None, :],
+                        exists[:, None] & (j < len_k)[None, :], None,
                     )  # fmt: skip
                 if phase != 1:
                     seen = visible(i[:, None], j[None, :], len_q, len_k, shift, left, right, LEFT, RIGHT)

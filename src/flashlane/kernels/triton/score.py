@@ -66,6 +66,9 @@ class ScoreArguments(NamedTuple):
     """With softcap, the scale over the cap."""
     scale_in_exp: Any = None
     """Constant: scores are products, and the scale is applied in the exponent."""
+    natural_lse: Any = None
+    """Constant, of the backward's preprocess kernel: it writes the LSE in natural units, not in base 2, since
+    :func:`modify_scores` subtracts it so with ALiBi."""
 
 
 def score_tensors(problem: AttentionProblem) -> list[tuple[str, str]]:
@@ -123,9 +126,10 @@ def _pairs(problem: AttentionProblem) -> tuple[int, ...]:
     return problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
 
 
-def statistics_arguments(inputs: Inputs) -> ScoreArguments:
+def statistics_arguments(problem: AttentionProblem, inputs: Inputs) -> ScoreArguments:
     """The arguments of the backward's preprocess kernel, with None for the tensors of :func:`partial_gradients`."""
-    return ScoreArguments(sinks_stride=None if inputs.sinks is None else _last_stride(inputs.sinks))
+    stride = None if inputs.sinks is None else _last_stride(inputs.sinks)
+    return ScoreArguments(sinks_stride=stride, natural_lse=tl.constexpr(problem.alibi))
 
 
 def partial_gradients(inputs: Inputs, tiles: int, heads: int) -> dict[str, torch.Tensor]:
@@ -209,8 +213,11 @@ def soft_cap(products, score, head):
 
 
 @triton.jit
-def modify_scores(capped, score, head, i, j, shift, exists):
-    """Scores in base 2 of a tile: scaled, with ALiBi and the additive bias. Nothing is masked yet.
+def modify_scores(capped, score, head, i, j, shift, exists, lse):
+    """Scores in base 2 of a tile: scaled, with ALiBi and the additive bias, less the LSE. Nothing is masked yet.
+
+    Where a row sees far keys only, ALiBi's term and the LSE are large and cancel. In natural units their sum is one
+    fused multiply-add and loses nothing; in base 2 both are rounded before, which f32 gradients show.
 
     Args:
         capped: what :func:`soft_cap` gives, f32.
@@ -220,15 +227,31 @@ def modify_scores(capped, score, head, i, j, shift, exists):
         j: keys.
         shift: see the module.
         exists: which pairs of the tile the bias may be read for.
+        lse: of each query, as :func:`stored_lse` gives it; None in the forward, where it is not known yet.
     """
     slope, bias, _seed, _factor = head
     scores = capped * score.score_scale
     if score.slopes is not None:
-        scores -= slope * LOG2_E * tl.abs(i + shift - j).to(tl.float32)
+        distance = tl.abs(i + shift - j).to(tl.float32)
+        if lse is None:
+            scores -= slope * LOG2_E * distance
+        else:
+            scores -= (slope * distance + lse) * LOG2_E
     if score.bias is not None:
         at = bias + i.to(tl.int64) * score.bias_stride_i + j.to(tl.int64) * score.bias_stride_j
         scores += tl.load(at, mask=exists, other=0.0).to(tl.float32) * LOG2_E
+    if score.slopes is None and lse is not None:
+        scores -= lse
     return scores
+
+
+@triton.jit
+def stored_lse(natural, score):
+    """The LSE of the forward as :func:`modify_scores` subtracts it: with ALiBi as it is, otherwise in base 2."""
+    if score.natural_lse:
+        return natural
+    else:
+        return natural * LOG2_E
 
 
 @triton.jit
@@ -268,7 +291,8 @@ def store_sink_gradient(score, head, heads, tile, lse, delta, empty):
     ``lse`` is the natural logarithm, and ``empty`` says which rows of the tile see no key.
     """
     if score.sinks is not None:
-        weight = tl.exp2((tl.load(score.sinks + head * score.sinks_stride).to(tl.float32) - tl.where(empty, 0.0, lse)) * LOG2_E)
+        sink = tl.load(score.sinks + head * score.sinks_stride).to(tl.float32)
+        weight = tl.exp2((sink - tl.where(empty, 0.0, lse)) * LOG2_E)
         tl.store(score.dsinks + tile * heads + head, tl.sum(tl.where(empty, 0.0, -weight * delta), 0))
 
 
