@@ -72,13 +72,15 @@ class Launch:
     threads: int
     """Threads of a CTA."""
     params: ctypes.Structure
-    """The kernel's one by-value parameter; a template, of which each block has a copy."""
+    """The kernel's by-value parameter, or several of them; a template, of which each block has a copy."""
     shared: int = 0
     """Bytes of dynamic shared memory."""
     overlapped: bool = False
     """Whether it may begin before the launch before it has ended: see :meth:`~flashlane.jit.launch.Function.launch`."""
     maps: tuple[Map, ...] = ()
     """The tensor maps with which the parameters begin."""
+    parameters: tuple[str, ...] = ()
+    """Fields of the structure at which the kernel's parameters begin, where it has several."""
 
 
 class ParamsBlock:
@@ -107,7 +109,8 @@ class ParamsBlock:
                 movers.setdefault(one.operand, []).append(tensormap.mover(ctypes.addressof(own) + offset))
             cta = each.threads, 1, 1
             params.append(own)
-            enqueues.append(each.function.prepare(each.grid, cta, each.shared, own, overlapped=each.overlapped))
+            given = tuple(getattr(own, name) for name in each.parameters) or own
+            enqueues.append(each.function.prepare(each.grid, cta, each.shared, given, overlapped=each.overlapped))
         self.params: tuple[Any, ...] = tuple(params)
         """One structure for each launch, at an address that does not change."""
         self.enqueues: tuple[Enqueue, ...] = tuple(enqueues)

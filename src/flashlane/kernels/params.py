@@ -41,28 +41,18 @@ def fold_of(scale: float) -> float:
     return 2.0 ** max(-14, math.floor(math.log2(scale))) if scale < 1 else 1.0
 
 
-def attention_params(
+def params_without_addresses(
     problem: AttentionProblem,
-    inputs: Inputs,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    strides: tuple[tuple[int, ...], ...],
     *,
     q_blocks: int,
     heads_per_section: int,
     q_fold: float = 1.0,
 ) -> AttentionParams:
-    """Fill the struct for a launch over tensors in the canonical layout ``(b, s, h, d)``."""
-    q, k, v = inputs.q, inputs.k, inputs.v
+    """All of the struct but addresses; the strides are those of q, k, v (four each) and out (without its column's)."""
     return AttentionParams(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *out.stride()[:3],
+        *(None,) * 5,
+        *(stride for of_side in strides for stride in of_side),
         problem.batch,
         problem.heads,
         problem.group,
@@ -78,6 +68,27 @@ def attention_params(
         problem.scale * LOG2_E / q_fold,
         q_fold,
     )
+
+
+def attention_params(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    q_blocks: int,
+    heads_per_section: int,
+    q_fold: float = 1.0,
+) -> AttentionParams:
+    """Fill the struct for a launch over tensors in the canonical layout ``(b, s, h, d)``."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    strides = q.stride(), k.stride(), v.stride(), out.stride()[:3]
+    params = params_without_addresses(
+        problem, strides, q_blocks=q_blocks, heads_per_section=heads_per_section, q_fold=q_fold
+    )
+    params.q, params.k, params.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    params.out, params.lse = out.data_ptr(), lse.data_ptr()
+    return params
 
 
 def repeated(function: Function, grid: Dim3, threads: int, shared: int, params: AttentionParams) -> Repeat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -17,7 +18,7 @@ from decode_problems import draw, faults
 from flashlane import jit
 from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.jit import tensormap
+from flashlane.jit import launch, launch_pool, tensormap
 from flashlane.kernels.decode import decode
 from flashlane.kernels.decode import select as rules
 from flashlane.kernels.decode.config import DecodeConfig
@@ -224,8 +225,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     described.clear()
 
     class Fake:
-        def launch(self, grid: Any, block: Any, shared: int, params: Any) -> None:
-            found.append((grid, block, shared, *params))
+        def prepare(self, grid: Any, block: Any, shared: int, params: Any, overlapped: bool) -> Any:
+            own, _ = params
+            return lambda stream: found.append((grid, block, shared, type(own).from_buffer_copy(own)))
 
         def occupancy(self, threads: int, shared: int) -> int:
             return jit.occupancy("sm_90a", threads, 0, shared).blocks
@@ -237,7 +239,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     monkeypatch.setattr(jit, "compile", lambda source, arch, debug: source)
     monkeypatch.setattr(tensormap, "encode", lambda tensor_map: described.append(tensor_map) or bytes(128))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
-    monkeypatch.setattr(decode, "_arrivals", lambda count, device: torch.zeros(count, dtype=torch.int32))
+    monkeypatch.setattr(tensormap, "mover", lambda place: lambda address: None)
+    monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: 0)
+    monkeypatch.setattr(launch, "on_device", lambda device: contextlib.nullcontext())
+    counters = torch.zeros(4096, dtype=torch.int32)
+    monkeypatch.setattr(launch_pool, "counters_of", lambda device, stream, count, capturing: counters[:count])
     registry.changed()
     yield found
     registry.changed()
@@ -253,7 +259,7 @@ def test_what_a_launch_is_given(launches: list[tuple[Any, ...]]) -> None:
     out, lse = torch.empty(3, 5, 8, 128, dtype=torch.float16), torch.empty(3, 8, 5)
     config = rules.config_of(problem, rules.Shape(2, 4, block_n=32, tma=True, cluster=2))
     KERNEL.run(config, problem, inputs, out, lse, splits=3)
-    ((grid, block, shared, params, _),) = launches
+    ((grid, block, shared, params),) = launches
     assert rules.rows_of(problem) == 20 and config.rows == 32 and config.pages == "whole"
     box = (64, 16, 1, 1)
     assert [(m.sizes, m.strides, m.box, m.swizzle) for m in described] == [
@@ -285,7 +291,7 @@ def test_splits_are_as_many_as_are_asked_for(launches: list[tuple[Any, ...]], pa
         problem = AttentionProblem.from_inputs(inputs, num_splits=num_splits).on("sm_90a")
         assert dispatch.select(problem) is KERNEL
         KERNEL.forward(problem, inputs, torch.empty_like(q), torch.empty(batch, 8, 1))
-        grid, block, shared, params, _ = launches[-1]
+        grid, block, shared, params = launches[-1]
         assert params.split.splits == grid[1] and bool(params.split.out) == (grid[1] > 1)
         given[batch, num_splits] = grid[0], grid[1], block, shared
     for num_splits, parts in ((1, 1), (3, 3), (8, 8), (1000, 16)):
@@ -325,7 +331,7 @@ def test_stream_k_is_launched_once_an_sm(launches: list[tuple[Any, ...]]) -> Non
     stream = rules.config_of(problem, rules.Shape(1, 8, block_n=16, tma=True, stream_k=True))
     for _ in range(2):
         KERNEL.run(stream, problem, Inputs(q, k, k), torch.empty_like(q), torch.empty(64, 8, 1))
-    (grid, block, _, params, _), _ = launches
+    (grid, block, _, params), _ = launches
     assert grid == (132, 1, 1) and block == (288, 1, 1) and params.equal_lengths and params.split.out
     assert len(described) == 2  # K and V once, whatever the number of calls
     assert described[0].sizes == (128, 500, 8, 64) and described[0].box == (64, 128, 1, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -11,19 +10,14 @@ import torch
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.core.registry import DeviceKernel, Resources, memoised, register
-from flashlane.jit import KernelSource, tensormap
-from flashlane.jit.launch_pool import counters_of
-from flashlane.kernels.decode.config import PLANE, DecodeConfig
-from flashlane.kernels.decode.select import config_for, lengths_differ, rows_of, splits_for, stream_k_ctas
-from flashlane.kernels.device_file import device_code
+from flashlane.core.registry import DeviceKernel, Repeat, Resources, register
+from flashlane.jit import KernelSource
+from flashlane.kernels.decode.config import DecodeConfig
+from flashlane.kernels.decode.launch import launch_attention, repeated_attention, source_of
+from flashlane.kernels.decode.select import config_for, rows_of
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
-from flashlane.kernels.params import AttentionParams, attention_params, check_outputs
-from flashlane.kernels.score import ScoreConfig, ScoreParams, run_time_score_inputs
-from flashlane.kernels.seqlen import SeqlenParams
+from flashlane.kernels.score import ScoreConfig
 
-SOURCE = "kernels/decode/decode.cu"
-"""Its entry; the device files beside it hold the tile scheduler, the producer, the consumer and the combine."""
 MAX_HEAD_DIM = 256
 MAX_BATCH = 65535
 """The grid's z."""
@@ -32,34 +26,6 @@ MAX_GROUP = 1 << 15
 FEW_ROWS = 64
 """Rows (query tokens × heads of a group) up to which K and V are read once, and this kernel is the fastest."""
 ABLE = (*(field.name for field in fields(ScoreConfig)), *VARLEN, *CACHE, *PAGED)
-
-
-class _Split(ctypes.Structure):
-    """Mirror of ``SplitParams`` in ``tiles.cuh``."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("out", "statistics", "arrivals")),
-        ("splits", ctypes.c_int),
-    ]
-
-
-class DecodeParams(ctypes.Structure):
-    """Mirror of ``Params`` in ``tiles.cuh``."""
-
-    _fields_ = [
-        ("attention", AttentionParams),
-        ("seqlen", SeqlenParams),
-        ("score", ScoreParams),
-        ("split", _Split),
-        *((name, ctypes.c_int) for name in ("kv_heads", "m_blocks", "total_q", "equal_lengths")),
-        ("group_inverse", ctypes.c_uint),
-    ]
-
-
-def source_of(config: DecodeConfig) -> KernelSource:
-    """The device file with a configuration's constants."""
-    constants = (*config.constants(), ("PARAMS_BYTES", ctypes.sizeof(DecodeParams)))
-    return KernelSource(SOURCE, device_code(SOURCE), "decode_attention", constants)
 
 
 class Decode(DeviceKernel):
@@ -116,7 +82,10 @@ class Decode(DeviceKernel):
             yield config, tuple(archs)
 
     def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-        _launch(None, problem, inputs, out, lse)
+        launch_attention(None, problem, inputs, out, lse)
+
+    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
+        return repeated_attention(problem, inputs, out, lse)
 
     def run(
         self,
@@ -140,148 +109,7 @@ class Decode(DeviceKernel):
             ValueError: the configuration reads K and V by TMA, which cannot read them as they lie; or it divides keys
                 otherwise than by splits, and the problem says how many splits there are.
         """
-        _launch(config, problem, inputs, out, lse, splits, debug)
-
-
-class Plan:
-    """All about a launch that does not depend on addresses.
-
-    Args:
-        problem: what is asked.
-        config: the configuration; None is the heuristic's.
-        splits, debug: as :meth:`Decode.run` has them.
-        sides: shape and strides of K and of V, packed ones as batches of one.
-        device: index of the GPU.
-    """
-
-    def __init__(
-        self,
-        problem: AttentionProblem,
-        config: DecodeConfig | None,
-        splits: int | None,
-        debug: bool,
-        sides: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
-        device: int,
-    ) -> None:
-        reason = next(filter(None, (_no_tma(problem, *side) for side in sides)), None)
-        if config is None:
-            config = config_for(problem, tma=reason is None)
-        elif config.tma and reason is not None:
-            raise ValueError(f"config is {config.describe()}; {reason}")
-        if problem.num_splits and (config.stream_k or config.cluster > 1):
-            raise ValueError(
-                f"config is {config.describe()}; it may have no stream-K and no clusters, as num_splits is "
-                f"{problem.num_splits}"
-            )
-        self.config, self.problem, self.sides = config, problem, sides
-        self.m_blocks = max(1, -(-rows_of(problem) // config.rows))
-        self.tiles = tiles = problem.batch * problem.kv_heads * self.m_blocks
-        self.function = jit.load(jit.compile(source_of(config), problem.arch, debug=debug), device)
-        an_sm = self.function.occupancy(config.threads, config.shared_memory)
-        resident = max(1, an_sm) * torch.cuda.get_device_properties(device).multi_processor_count
-        if config.stream_k:
-            ctas = stream_k_ctas(problem, config, resident if splits is None else splits * tiles)
-            self.splits, self.grid, self.partials = ctas, (ctas, 1, 1), 2 * ctas
-        else:
-            splits = min(config.max_splits, splits or splits_for(problem, config, tiles, resident))
-            self.splits, self.partials = splits, tiles * splits if splits > 1 else 0
-            self.grid = problem.kv_heads * self.m_blocks * config.cluster, splits, problem.batch
-        self._encoded: dict[tuple[int, int], ctypes.Array[ctypes.c_ubyte]] = {}
-
-    def maps(self, k: torch.Tensor, v: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-        """The tensor maps of K and V, packed by the driver once for each pair of addresses."""
-        if not self.config.tma:
-            return NO_MAPS
-        addresses = k.data_ptr(), v.data_ptr()
-        found = self._encoded.get(addresses)
-        if found is None:
-            if len(self._encoded) >= MAPS_KEPT:
-                self._encoded.clear()
-            element, box = self.problem.dtype_name, (PLANE, self.config.box_rows, 1, 1)
-            described = (
-                tensormap.describe(element, address, *_axes(*side), box)
-                for address, side in zip(addresses, self.sides, strict=True)
-            )
-            found = _Maps.from_buffer_copy(b"".join(map(tensormap.encode, described)))
-            self._encoded[addresses] = found
-        return found
-
-
-_plan = memoised(Plan)
-_Maps = ctypes.c_ubyte * (2 * tensormap.MAP_BYTES)
-NO_MAPS = _Maps()
-MAPS_KEPT = 256
-
-
-def _axes(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides of K or V in a tensor map: (column, row, head, batch or page)."""
-    (batch, rows, heads, columns), (by_batch, by_row, by_head, by_column) = shape, strides
-    return (columns, rows, heads, batch), (by_column, by_row, by_head, by_batch)
-
-
-def _no_tma(problem: AttentionProblem, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
-    """Why TMA cannot read K or V, or None."""
-    if 0 in shape:
-        return f"shape is {shape}; TMA reads no empty tensors"
-    if any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True)):
-        return f"strides are {strides}; TMA steps along no axis by 0"
-    return tensormap.refusal(0, *_axes(shape, strides), problem.dtype_name)
-
-
-def _launch(
-    config: DecodeConfig | None,
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    splits: int | None = None,
-    debug: bool = False,
-) -> None:
-    total_q, packed, device = -1, inputs, out.device
-    if problem.varlen:  # packed tensors are batches of one
-        total_q = out.shape[0]
-        paged = inputs.block_table is not None
-        k, v = (inputs.k, inputs.v) if paged else (inputs.k.unsqueeze(0), inputs.v.unsqueeze(0))
-        packed = replace(inputs, q=inputs.q.unsqueeze(0), k=k, v=v)
-        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-        check_outputs(replace(problem, batch=1, seqlen_q=total_q), out, lse)
-    else:
-        check_outputs(problem, out, lse)
-    if out.numel() == 0:
-        return
-    k, v = packed.k, packed.v
-    plan = _plan(problem, config, splits, debug, ((k.shape, k.stride()), (v.shape, v.stride())), device.index)
-    config = plan.config
-    params = DecodeParams(
-        attention_params(problem, packed, out, lse, q_blocks=1, heads_per_section=1),
-        SeqlenParams.of(problem),
-        ScoreParams.of(problem),
-        kv_heads=problem.kv_heads,
-        m_blocks=plan.m_blocks,
-        total_q=total_q,
-        equal_lengths=not lengths_differ(problem),
-        group_inverse=-(-(1 << 32) // problem.group) if problem.group > 1 else 0,
-    )
-    params.seqlen.point_to(inputs)
-    inputs = run_time_score_inputs(inputs)
-    params.score.point_to(inputs)
-    split = params.split
-    split.splits = plan.splits
-    if plan.partials:  # the tensors live until after the launch; their memory is used again on this stream only
-        rows = plan.partials * config.rows
-        space = torch.empty(rows * (problem.head_dim_v + 2 * config.cluster), dtype=torch.float32, device=device)
-        arrivals = _arrivals(plan.tiles * config.cluster, device)
-        split.out = space.data_ptr()
-        split.statistics = space.data_ptr() + 4 * rows * problem.head_dim_v
-        split.arrivals = arrivals.data_ptr()
-    block = (config.threads, 1, 1)
-    plan.function.launch(plan.grid, block, config.shared_memory, (params, plan.maps(k, v)))
-
-
-def _arrivals(count: int, device: torch.device) -> torch.Tensor:
-    """Counters at 0 for a launch on torch's current stream, which leaves them at 0."""
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return counters_of(device.index, stream, count, torch.cuda.is_current_stream_capturing())
+        launch_attention(config, problem, inputs, out, lse, splits, debug)
 
 
 def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:

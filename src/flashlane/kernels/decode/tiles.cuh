@@ -48,7 +48,7 @@ struct SplitParams {
     int splits;                  // most splits of an output tile
 };
 
-// flashlane.kernels.decode.decode mirrors it.
+// flashlane.kernels.decode.launch mirrors it.
 struct Params {
     AttentionParams<Element> attention;
     SeqlenParams seqlen;
