@@ -75,26 +75,21 @@ class PlainAttention(MmaAttention):
 
 
 def plain_source(source: KernelSource) -> KernelSource:
-    """The template with ``swizzle.cuh`` written into it, without the padding of its rows.
+    """The template with a ``swizzle.cuh`` that does not pad its rows.
 
     Raises:
-        ValueError: the headers no longer have what is replaced.
+        ValueError: the header no longer has what is replaced.
     """
-    text = source.text
-    for old, new in (
-        ('#include "tile.cuh"', header("tile.cuh")),
-        ('#include "swizzle.cuh"', header("swizzle.cuh")),
-        ("(SWIZZLED ? COLUMNS : COLUMNS + CHUNK)", "COLUMNS"),
-    ):
-        if text.count(old) != 1:
-            raise ValueError(f"{source.name} has {old!r} {text.count(old)} times with its headers; it must be once")
-        text = text.replace(old, new)
-    return replace(source, name=f"{source.name}, plain tiles", text=text)
+    text, padded = header("swizzle.cuh"), "(SWIZZLED ? COLUMNS : COLUMNS + CHUNK)"
+    if text.count(padded) != 1:
+        raise ValueError(f"swizzle.cuh has {padded!r} {text.count(padded)} times; it must be once")
+    plain = ("swizzle.cuh", text.replace(padded, "COLUMNS"))
+    return replace(source, name=f"{source.name}, plain tiles", headers=(*source.headers, plain))
 
 
 def header(name: str) -> str:
-    """A device header, to be written into a file."""
-    return device_code(f"cuda/{name}").replace("#pragma once\n", "")
+    """The text of a device header."""
+    return device_code(f"cuda/{name}")
 
 
 @dataclass

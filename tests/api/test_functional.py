@@ -36,7 +36,7 @@ CONTRACT = {
     "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
     "return_softmax_lse=False",
 }
-OURS = "kernel=None, return_lse=False, sinks=None, attn_bias=None"
+OURS = "kernel=None, return_lse=False, sinks=None, attn_bias=None, logit_scale=None"
 
 
 @pytest.mark.parametrize(("name", "text"), CONTRACT.items(), ids=CONTRACT)

@@ -160,7 +160,7 @@ def test_roofs_of_a_file(results, tmp_path):
     file = tmp_path / "lessons.json"
     file.write_text(json.dumps(body))
     assert plots.read_roofs(file, "NVIDIA Test") == {"f16 acc-f32": 600.0}
-    with pytest.raises(ValueError, match=r"blocks\.json was measured on NVIDIA Test, the results on NVIDIA Other"):
+    with pytest.raises(ValueError, match=r"lessons\.json was measured on NVIDIA Test, the results on NVIDIA Other"):
         plots.read_roofs(file, "NVIDIA Other")
     assert invoke(results, "--roofs", file, "--out", tmp_path, "--format", "svg").exit_code == 0
     assert "acc-f32 mma.sync: 600 TFLOP/s" in (tmp_path / "run-throughput.svg").read_text()

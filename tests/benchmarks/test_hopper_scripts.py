@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -419,7 +420,7 @@ def test_candidates_are_checked_where_masks_and_pages_lead(
 
     def ours(config: Any, problem: Any, inputs: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
         found, found_lse = reference_attention(problem.on(None), inputs, torch.float32)
-        out.copy_(found * (1.2 if config.fused else 1)), lse.copy_(found_lse)
+        out.copy_(found * (1.2 if config.combine_in_kernel else 1)), lse.copy_(found_lse)
 
     def timed(calls: dict[str, Any], rounds: int, round_ms: float) -> dict[str, list[float]]:
         return {name: [1.0 + number, 2.0 + number] for number, name in enumerate(calls)}
@@ -460,8 +461,9 @@ def test_drawn_problems_are_legal_various_and_judged(scripts: Any, monkeypatch: 
     problems = [case.build(CPU)[0] for case, _ in drawn]
     assert all(script.KERNEL.supports(problem) is None for problem in problems)
     configs = [script.config_of(problem, pick) for problem, (_, pick) in zip(problems, drawn, strict=True)]
-    for name in ("varlen", "cache", "gather", "page_rows", "split", "softcap", "alibi", "sinks", "has_left"):
-        assert {bool(getattr(config, name)) for config in configs} == {False, True}, name
+    names = ("seqlen.varlen", "seqlen.cache", "gather", "page_rows", "split", "has_left")
+    for name in (*names, "score.softcap", "score.alibi", "score.sinks"):
+        assert {bool(attrgetter(name)(config)) for config in configs} == {False, True}, name
     assert not any(script.check(*drawn[number], number, CPU) for number in range(0, 60, 6))
     factor = 1.02
     assert all("off by" in script.check(*drawn[number], number, CPU) for number in range(0, 60, 20))

@@ -55,17 +55,17 @@ def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
 def test_wheel_is_pure_python_and_has_every_source(wheel):
     assert Path(wheel.filename).name == f"flashlane-{flashlane.__version__}-py3-none-any.whl"
     sources = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src").rglob("*") if p.is_file()}
-    wanted = {name for name in sources if name.endswith((".py", ".cu", ".cuh"))}
+    wanted = {name for name in sources if name.endswith((".py", ".cu", ".cuh", ".html"))}
     assert any(name.endswith(".cu") for name in wanted) and any(name.endswith(".cuh") for name in wanted)
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert shipped >= wanted, f"left out: {sorted(wanted - shipped)}"
-    assert {name for name in shipped if not name.endswith((".py", ".cu", ".cuh", "py.typed"))} == set()
+    assert {name for name in shipped if not name.endswith((".py", ".cu", ".cuh", ".html", "py.typed"))} == set()
 
 
 def test_wheel_asks_for_little(wheel):
     required = metadata(wheel).get_all("Requires-Dist")
     base = {re.match(r"[\w-]+", line)[0] for line in required if "extra ==" not in line}
-    assert base == {"torch", "triton", "cuda-bindings", "numpy", "typer", "rich"}
+    assert base == {"torch", "triton", "cuda-bindings", "numpy", "typer", "rich", "jinja2"}
     extras = {"nvrtc", "hf", "plots", "notebooks", "docs", "test", "dev"}
     assert set(metadata(wheel).get_all("Provides-Extra")) >= extras
     assert metadata(wheel)["Requires-Python"] == ">=3.10"

@@ -175,10 +175,10 @@ def test_no_peer_is_imported(tmp_path):
         (package / "__init__.py").write_text("import os; os._exit(3)")
     (tmp_path / "flash_attn" / "cute").mkdir()
     code = (
-        "from flashlane import doctor; report = doctor.examine();"
+        "from flashlane.inspect import doctor; report = doctor.examine();"
         "print(*(report[name].status for name in ('xformers', 'ffpa-attn', 'flash-attn', 'flash-attn-4')))"
     )
-    root = str(Path(doctor.__file__).parents[1])
+    root = str(Path(doctor.__file__).parents[2])
     environment = {"PYTHONPATH": f"{tmp_path}:{root}", "PATH": "", "HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -117,7 +117,7 @@ def test_key_follows_headers_options_compiler_and_architecture(tmp_path, monkeyp
     headers = tmp_path / "cuda"
     headers.mkdir()
     (headers / "value.cuh").write_text("constexpr float VALUE = 1.f;")
-    monkeypatch.setattr(toolchain, "DEVICE_HEADERS", headers)
+    monkeypatch.setattr(toolchain, "DEVICE_HEADERS", (headers,))
     text = '#include "value.cuh"\nextern "C" __global__ void k(float* x) { x[0] = VALUE; }'
     source = jit.KernelSource("k.cu", text, "k")
     first = compile_afresh(source)

@@ -304,7 +304,7 @@ def test_classes():
 
 WRITER = """
 import sys
-from flashlane import tune
+from flashlane.tuning import stored as tune
 source = "kernels/mma/naive.cu"
 entry = tune.Tuned("t", {"rows": 1}, "p", 1.0, None, source, tune.digest_of(source), "d", {})
 for i in range(20):

@@ -54,8 +54,6 @@ class Row:
     """First, second and last element of the output."""
     timing: Timing | None = None
     """By the protocol that the settings name first."""
-    timings: dict[str, Timing] = field(default_factory=dict)
-    """By every protocol that was asked for; empty in files of before there were several."""
     tflops: float | None = None
     tflops_all: float | None = None
     speedup: float | None = None
@@ -75,6 +73,8 @@ class Row:
     """Microseconds that the host spends in one call; measured beside the replay of graphs."""
     cycles: float | None = None
     """SM cycles of one call, all its launches added up (Nsight Compute)."""
+    timings: dict[str, Timing] = field(default_factory=dict)
+    """By every protocol that was asked for; empty in files of before there were several."""
 
 
 @dataclass(frozen=True)
