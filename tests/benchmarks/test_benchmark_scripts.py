@@ -334,7 +334,9 @@ def test_targets_conflicts_and_ceilings_become_tables(script, tmp_path):
 def test_settings_keep_to_the_time(script):
     settings_for = script("gpu_run").settings_for
     few, many = settings_for(4, 60.0), settings_for(600, 60.0)
-    assert few == bench.Settings(rounds=5, round_ms=8.0, warmup_ms=60.0, max_iterations=100, budget_ms=60000.0, protocols=("flushed", "steady"))
+    assert few == bench.Settings(
+        rounds=5, round_ms=8.0, warmup_ms=60.0, max_iterations=100, budget_ms=60000.0, protocols=("flushed", "steady")
+    )
     assert many.rounds * many.round_ms + many.warmup_ms <= 100.0, "600 in a minute: a tenth of a second each"
     assert settings_for(10**6, 1.0).round_ms >= 1.0 and settings_for(10, 60.0, rounds=2).rounds == 5
 
@@ -493,7 +495,9 @@ def test_plain_tiles_are_the_template_without_padding(script):
     sizes = [kernel.config(problem).shared_memory for kernel in (plain, padded, swizzled)]
     assert sizes[0] == sizes[2] < sizes[1]
     source, original = plain.kernel_source(plain.config(problem)), padded.kernel_source(padded.config(problem))
-    assert "COLUMNS + CHUNK" not in dict(source.headers)["swizzle.cuh"] and "COLUMNS + CHUNK" in ncu.header("swizzle.cuh")
+    assert "COLUMNS + CHUNK" not in dict(source.headers)["swizzle.cuh"] and "COLUMNS + CHUNK" in ncu.header(
+        "swizzle.cuh"
+    )
     assert source.entry == original.entry and source.name != original.name
     assert plain.compile(plain.config(problem), "sm_90a").report.registers > 0  # static_assert compares the bytes
 
