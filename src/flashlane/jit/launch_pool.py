@@ -21,6 +21,11 @@ Checking a launch, filling its parameters and encoding its tensor maps takes lon
   launches are enqueued, and torch gives it out again on the same stream only.
 
 The plan itself is kept by its kernel, under what the plan depends on (problem, shapes, strides, device).
+
+Triton's kernels keep plans of their own (``kernels/triton``). The first call of a Triton launch compiles the kernel,
+and launches with descriptors or profiler hooks go through Triton's launcher, so a :class:`Launch` cannot describe them.
+Their parameter blocks hold addresses only: a list serves any call from any idle block, in a fifth of the time that
+:meth:`Pool.take` and :meth:`Pool.give` need for a key.
 """
 
 from __future__ import annotations

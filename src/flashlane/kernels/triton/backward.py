@@ -125,7 +125,7 @@ def triton_backward(
     return plan(inputs, out, lse, do, dlse)
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: dict[tuple[Any, ...], BackwardPlan] = {}
 
 
 def _facts(
@@ -159,8 +159,8 @@ def _facts(
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The launches of one kind of call."""
+class BackwardPlan:
+    """The launches of all calls that differ only in addresses and stream."""
 
     problem: AttentionProblem
     statistics: Launch | None
@@ -250,7 +250,7 @@ def _plan(
     bias_grad: bool,
     precision: str,
     config: BackwardConfig | None,
-) -> Plan:
+) -> BackwardPlan:
     from flashlane.kernels.triton import backward_kernels, launch, score, sequences
 
     config = config or config_of(problem, inputs, do, precision)
@@ -291,7 +291,7 @@ def _plan(
     described: list[dict[str, Any] | None] = [None, None]
     if config.descriptors:
         described = [_descriptors(problem, inputs, do, tile, stat_rows) for tile in (config.key, config.query)]
-    return Plan(
+    return BackwardPlan(
         problem=problem,
         statistics=statistics,
         key=key,

@@ -1,6 +1,7 @@
 """The host side of the Triton forward: from tensors to launches of the kernels in ``forward_kernels.py``.
 
-A :class:`Plan` keeps the launches for calls that are alike: the same problem, strides and alignment of addresses.
+A :class:`ForwardPlan` has the launches of all calls that differ only in addresses and stream: the same problem, strides
+and alignment of addresses.
 Importing this module imports Triton.
 """
 
@@ -26,7 +27,7 @@ MAX_STRIDE = 1 << 31
 COMBINE_ROWS = 4
 
 
-class Plan:
+class ForwardPlan:
     """How one problem with given strides runs: a launch of the forward and, with splits, one of the combine."""
 
     def __init__(
@@ -205,7 +206,7 @@ def _heads_per_section(problem: AttentionProblem, pack: int) -> int:
 
 
 PLANS_KEPT = 1024
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: dict[tuple[Any, ...], ForwardPlan] = {}
 
 
 def clear() -> None:
@@ -239,7 +240,7 @@ def run(
         chosen = config if isinstance(config, TritonConfig) else config()
         if chosen.descriptors and not configs.describes(k, v):
             chosen = replace(chosen, descriptors=False)
-        plan = _plans[key] = Plan(problem, chosen, inputs, out, lse, precision)
+        plan = _plans[key] = ForwardPlan(problem, chosen, inputs, out, lse, precision)
     if not out.is_cuda or out.device.index == torch.cuda.current_device():
         plan(inputs, out, lse)
     else:

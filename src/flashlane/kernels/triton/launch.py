@@ -110,7 +110,8 @@ class Launch:
         """By name, in the function's order; tensors are None, also in named tuples."""
         self.compiled: Any = None
         self.idle: list[DriverLaunch] = []
-        """Launches past Triton that no thread is using."""
+        """Launches past Triton that no thread is using. They are no :class:`~flashlane.jit.launch_pool.Pool`: their
+        parameters have no tensor maps, so any of them serves any call, and a pool's search by key takes longer."""
         self.past_triton = True
         """Whether the kernel can be launched past Triton, as far as is known."""
 
