@@ -25,20 +25,20 @@ SECONDS = 240
 
 def main() -> int:
     arguments = parsed()
-    from flashlane.lessons import bench
+    from flashlane.lessons import comparison
 
     if arguments.child:
         return run_block(arguments.block[0], arguments.size, arguments.first, arguments.path)
     rows, machine, failures = [], {}, []
-    for block in arguments.block or bench.BLOCKS:
+    for block in arguments.block or comparison.BLOCKS:
         found, problems = in_processes(block, arguments)
         machine = machine or found["environment"]
-        rows += [bench.Row(**row) for row in found["rows"]]
+        rows += [comparison.Row(**row) for row in found["rows"]]
         failures += [f"FAILED {block}: {problem}" for problem in problems]
-    print(bench.table(rows))
-    for group, tag in bench.best_by_group(rows).items():
+    print(comparison.table(rows))
+    for group, tag in comparison.best_by_group(rows).items():
         print(f"best  {group:<44} {tag}")
-    print(f"median spread {100 * bench.noise(rows):.1f} %", *failures, sep="\n")
+    print(f"median spread {100 * comparison.noise(rows):.1f} %", *failures, sep="\n")
     arguments.path.parent.mkdir(parents=True, exist_ok=True)
     result = {"format": FORMAT, "environment": machine, "failures": failures, "rows": [row.to_dict() for row in rows]}
     arguments.path.write_text(json.dumps(result, indent=1) + "\n")
@@ -46,11 +46,11 @@ def main() -> int:
 
 
 def parsed() -> argparse.Namespace:
-    from flashlane.lessons import bench
+    from flashlane.lessons import comparison
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, help="the JSON file to write")
-    parser.add_argument("--block", action="append", choices=list(bench.BLOCKS), help="all of them when absent")
+    parser.add_argument("--block", action="append", choices=list(comparison.BLOCKS), help="all of them when absent")
     parser.add_argument("--size", type=int, default=8192, help="M = N = K of hgemm")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of one process")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -89,15 +89,15 @@ def run_block(block: str, size: int, first: int, path: Path) -> int:
     import torch
 
     from flashlane.bench.measure.environment import environment
-    from flashlane.lessons import bench
+    from flashlane.lessons import comparison
 
     device = torch.device("cuda", torch.cuda.current_device())
-    groups = bench.hgemm_groups(device, size) if block == "hgemm" else bench.BLOCKS[block](device)
+    groups = comparison.hgemm_groups(device, size) if block == "hgemm" else comparison.BLOCKS[block](device)
     result = {"environment": environment(device), "groups": [], "rows": []}
     for group in islice(groups, first, None):
         result["groups"].append(group.name)
         path.write_text(json.dumps(result))
-        rows = bench.run_group(group, bench.SETTINGS, device)
+        rows = comparison.run_group(group, comparison.SETTINGS, device)
         result["rows"] += [row.to_dict() for row in rows]
         path.write_text(json.dumps(result))
         print(f"{group.block} {group.name}: {sum(row.ok for row in rows)} of {len(rows)} right", file=sys.stderr)

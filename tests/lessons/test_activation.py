@@ -9,7 +9,7 @@ import torch
 from lesson_checks import ARCHITECTURES, SIZES, needs_sass, randn
 
 from flashlane import jit, lessons
-from flashlane.lessons import activation, bench, common
+from flashlane.lessons import activation, comparison, launch
 
 
 def test_dense_tensors():
@@ -24,7 +24,7 @@ def test_activations_compile_to_wide_accesses(config):
     for arch in ARCHITECTURES:
         report = jit.compile(activation.activation_source(config), arch).report
         assert (report.spills, report.stack, report.warnings) == (0, 0, ())
-        assert jit.occupancy(arch, common.THREADS, report.registers, 0).fraction >= 0.75
+        assert jit.occupancy(arch, launch.THREADS, report.registers, 0).fraction >= 0.75
     text = jit.disassemble(jit.compile(activation.activation_source(config), "sm_90a").cubin)
     wide = config.unroll if config.packed else 0
     assert len(re.findall(r"\bLDG\.E\.128\b", text)) == len(re.findall(r"\bSTG\.E\.128\b", text)) == wide
@@ -32,7 +32,7 @@ def test_activations_compile_to_wide_accesses(config):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("access", activation.ACCESSES)
-@pytest.mark.parametrize("dtype", common.DTYPES)
+@pytest.mark.parametrize("dtype", launch.DTYPES)
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     (
@@ -53,7 +53,7 @@ def test_activations_agree_with_float64(ours, theirs, dtype, access):
             x = base[start:]
             out = torch.full_like(base, float("nan"))[start:]  # as far past 16 bytes as x
             assert ours(x, access=access, out=out) is out
-            message = bench.wrong(out, theirs(x.double()))
+            message = comparison.wrong(out, theirs(x.double()))
             assert message is None, f"size {size}, start {start}: {message}"
 
 
@@ -63,10 +63,10 @@ def test_activations_keep_neighbours_strides_and_refuse_misfits():
     kept = base.clone()
     lessons.hard_swish(base[13:277], out=base[13:277])
     assert torch.equal(base[:13], kept[:13]) and torch.equal(base[277:], kept[277:])
-    assert bench.wrong(base[13:277], torch.nn.functional.hardswish(kept[13:277].double())) is None
+    assert comparison.wrong(base[13:277], torch.nn.functional.hardswish(kept[13:277].double())) is None
     x = randn(6, 10, 4, dtype="f32").permute(2, 0, 1)
     y = lessons.elu(x)
-    assert y.stride() == x.stride() and bench.wrong(y, torch.nn.functional.elu(x.double())) is None
+    assert y.stride() == x.stride() and comparison.wrong(y, torch.nn.functional.elu(x.double())) is None
     with pytest.raises(ValueError, match="it must be dense in memory"):
         lessons.elu(x[..., ::2])
     with pytest.raises(ValueError, match="access is 'packed', but x starts"):

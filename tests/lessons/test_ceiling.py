@@ -7,7 +7,7 @@ import torch
 from lesson_checks import ARCHITECTURES, loop_of, needs_sass, opcode_count
 
 from flashlane import jit, lessons
-from flashlane.lessons import bench, ceiling, gemm
+from flashlane.lessons import ceiling, comparison, gemm
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -35,7 +35,7 @@ def test_the_ceiling_loop_is_products_and_a_counter(config, operands):
 def test_the_ceiling_is_a_plausible_figure(operands):
     for warps in ceiling.CONFIGS:
         call, flops = ceiling.ceiling_call(*operands, warps, 1e11)
-        assert bench.verify_ceiling(call) is None
+        assert comparison.verify_ceiling(call) is None
         assert flops == pytest.approx(1e11, rel=0.1)
     short = lessons.mma_ceiling(*operands, warps=8, milliseconds=0.5, repeats=8)
     long = lessons.mma_ceiling(*operands, warps=8, milliseconds=2.0, repeats=8)

@@ -10,7 +10,7 @@ from lesson_checks import ARCHITECTURES, loop_of, needs_sass, opcode_count, rand
 
 from flashlane import jit, lessons
 from flashlane.kernels.tile_layout import CHUNK, TileLayout
-from flashlane.lessons import bench, common, gemm
+from flashlane.lessons import comparison, gemm, launch
 
 
 @pytest.mark.parametrize(("blocks_m", "blocks_n", "group"), ((64, 32, 16), (1, 5, 16), (43, 32, 10), (17, 3, 16)))
@@ -202,7 +202,7 @@ def test_hgemm_compiles_without_spills_to_the_products_it_should(config, operand
 
 
 def gpu_configs(accumulate: str) -> list[gemm.HgemmConfig]:
-    arch = common.device_arch(torch.device("cuda", 0))
+    arch = launch.device_arch(torch.device("cuda", 0))
     return [config for config in gemm.CONFIGS.values() if gemm.fits(config, accumulate, arch)]
 
 
@@ -222,13 +222,13 @@ def test_hgemm_agrees_with_float64(operands, layout):
     )
     for m, n, k in shapes:
         a, b = randn(m, k, dtype=dtype), randn(k, n, dtype=dtype)
-        expected, allowed = a.double() @ b.double(), bench.product_error(a, b, accumulate)
+        expected, allowed = a.double() @ b.double(), comparison.product_error(a, b, accumulate)
         given = b if layout == "nn" else b.t().contiguous()
         for config in gpu_configs(accumulate):
             guarded = torch.full((m + 2, n + 8), float("nan"), device="cuda", dtype=a.dtype)
             out = guarded[1 : m + 1, :n]
             lessons.hgemm(a, given, layout=layout, accumulate=accumulate, config=config, out=out)
-            message = bench.beyond(out, expected, allowed)
+            message = comparison.beyond(out, expected, allowed)
             assert message is None, f"{config.name} {(m, n, k)}: {message}"
             assert guarded[0].isnan().all() and guarded[-1].isnan().all() and guarded[:, n:].isnan().all()
 
@@ -236,12 +236,18 @@ def test_hgemm_agrees_with_float64(operands, layout):
 @pytest.mark.gpu
 def test_hgemm_takes_strided_operands_and_its_default():
     a, b = randn(200, 512, dtype="bf16")[:, 64:320], randn(256, 640, dtype="bf16")[:, 8:400]
-    expected, allowed = a.double() @ b.double(), bench.product_error(a, b, "f32")
-    assert bench.beyond(lessons.hgemm(a, b), expected, allowed) is None
-    assert bench.beyond(lessons.hgemm(a, b.t().contiguous(), layout="tn", config=gemm.SMALL), expected, allowed) is None
+    expected, allowed = a.double() @ b.double(), comparison.product_error(a, b, "f32")
+    assert comparison.beyond(lessons.hgemm(a, b), expected, allowed) is None
+    assert (
+        comparison.beyond(lessons.hgemm(a, b.t().contiguous(), layout="tn", config=gemm.SMALL), expected, allowed)
+        is None
+    )
     big = randn(2048, 2048, dtype="f16")
     assert (
-        bench.beyond(lessons.hgemm(big, big), big.double() @ big.double(), bench.product_error(big, big, "f32")) is None
+        comparison.beyond(
+            lessons.hgemm(big, big), big.double() @ big.double(), comparison.product_error(big, big, "f32")
+        )
+        is None
     )
 
 

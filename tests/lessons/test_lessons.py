@@ -7,7 +7,7 @@ import torch
 from lesson_checks import randn
 
 from flashlane import lessons
-from flashlane.lessons import bench, ceiling, common
+from flashlane.lessons import ceiling, comparison, launch
 
 
 @pytest.mark.parametrize("itemsize", (2, 4))
@@ -15,16 +15,16 @@ def test_cut_covers_an_array_and_aligns_its_packs(itemsize):
     count = 16 // itemsize
     for address in range(0, 64, itemsize):
         for size in range(0, 40):
-            head, packs, tail = common.cut(address, size, itemsize)
-            assert head + packs * count + tail == size
-            assert head < count and tail < count and min(head, packs, tail) >= 0
-            assert packs == 0 or (address + head * itemsize) % 16 == 0
+            head, vectors, tail = launch.cut(address, size, itemsize)
+            assert head + vectors * count + tail == size
+            assert head < count and tail < count and min(head, vectors, tail) >= 0
+            assert vectors == 0 or (address + head * itemsize) % 16 == 0
 
 
 def test_the_blocks_say_that_they_need_a_gpu():
     x = torch.randn(8, 8)
     for call in (lessons.softmax, lessons.elu, lessons.hard_shrink, lessons.hard_swish):
-        with pytest.raises(ValueError, match="x is on cpu; the blocks run on CUDA"):
+        with pytest.raises(ValueError, match="x is on cpu; the lessons run on CUDA"):
             call(x)
     with pytest.raises(ValueError, match="a is on cpu"):
         lessons.hgemm(x.half(), x.half())
@@ -64,4 +64,4 @@ def test_the_blocks_run_on_the_current_stream():
         done = stream.query()
     assert not done, "the blocks did not queue behind the work on the current stream"
     stream.synchronize()
-    assert bench.wrong(w, torch.softmax(z.double(), -1)) is None
+    assert comparison.wrong(w, torch.softmax(z.double(), -1)) is None

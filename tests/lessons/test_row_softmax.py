@@ -9,12 +9,12 @@ import torch
 from lesson_checks import ARCHITECTURES, needs_sass, randn
 
 from flashlane import jit, lessons
-from flashlane.lessons import bench, common, row_softmax
+from flashlane.lessons import comparison, launch, row_softmax
 
 
 def test_softmax_configurations_hold_the_row():
     variant = row_softmax.VARIANTS["online+packed+registers"]
-    for dtype, torch_dtype in common.DTYPES.items():
+    for dtype, torch_dtype in launch.DTYPES.items():
         count = 16 // torch_dtype.itemsize
         for columns in (1, 64, 1024, 2049, row_softmax.longest_row(dtype)):
             config = row_softmax.softmax_config(variant, dtype, columns)
@@ -36,7 +36,7 @@ def softmax_points():
     found = {
         row_softmax.softmax_config(variant, dtype, columns)
         for variant in row_softmax.VARIANTS.values()
-        for dtype in common.DTYPES
+        for dtype in launch.DTYPES
         for columns in ((100, 2100) if dtype == "f16" else (1000, 8000))
     }
     return sorted(found, key=str)
@@ -59,26 +59,26 @@ def test_softmax_compiles(config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", common.DTYPES)
+@pytest.mark.parametrize("dtype", launch.DTYPES)
 @pytest.mark.parametrize("variant", row_softmax.VARIANTS)
 def test_softmax_agrees_with_float64(variant, dtype):
     for rows, columns in ((1, 1), (5, 7), (3, 63), (9, 65), (17, 127), (8, 256), (3, 1023), (2, 1025), (3, 4099)):
         x = 3 * randn(rows, columns, dtype=dtype)
         out = torch.full_like(x, float("nan"))
         assert lessons.softmax(x, variant=variant, out=out) is out
-        message = bench.wrong(out, torch.softmax(x.double(), -1))
+        message = comparison.wrong(out, torch.softmax(x.double(), -1))
         assert message is None, f"{rows}x{columns}: {message}"
 
 
 @pytest.mark.gpu
 def test_softmax_of_long_rows_shapes_strides_and_in_place():
     x = 3 * randn(2, 100003, dtype="f16")
-    assert bench.wrong(lessons.softmax(x), torch.softmax(x.double(), -1)) is None
+    assert comparison.wrong(lessons.softmax(x), torch.softmax(x.double(), -1)) is None
     y = 3 * randn(2, 3, 5, 77, dtype="f32")
-    assert bench.wrong(lessons.softmax(y), torch.softmax(y.double(), -1)) is None
+    assert comparison.wrong(lessons.softmax(y), torch.softmax(y.double(), -1)) is None
     wide = 3 * randn(33, 301, dtype="f16")
     for view in (wide[:, :128], wide[:, 3:130], wide[::2, 1:]):
-        assert bench.wrong(lessons.softmax(view), torch.softmax(view.double(), -1)) is None
+        assert comparison.wrong(lessons.softmax(view), torch.softmax(view.double(), -1)) is None
     with pytest.raises(ValueError, match=r"variant is 'online\+packed', but rows of x"):
         lessons.softmax(wide[:, 3:130], variant="online+packed")
     with pytest.raises(ValueError, match="x has strides"):
@@ -86,7 +86,7 @@ def test_softmax_of_long_rows_shapes_strides_and_in_place():
     expected = torch.softmax(y.double(), -1)
     for variant in row_softmax.VARIANTS:
         z = y.clone()
-        assert bench.wrong(lessons.softmax(z, variant=variant, out=z), expected) is None, variant
+        assert comparison.wrong(lessons.softmax(z, variant=variant, out=z), expected) is None, variant
     assert lessons.softmax(y[:0]).shape == (0, 3, 5, 77)
 
 
@@ -109,5 +109,5 @@ def test_softmax_of_special_rows(variant, columns):
     if variant.startswith("naive"):
         assert out[3].isnan().any() and out[6, 3].isnan() and not out[6, 4] > 0  # overflow
         out[3] = nan
-    assert bench.wrong(out[rows], expected[rows]) is None
+    assert comparison.wrong(out[rows], expected[rows]) is None
     assert out[0].isnan().all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashlane import jit
-from flashlane.lessons import common
+from flashlane.lessons import launch
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
 
@@ -40,4 +40,4 @@ def opcode_count(lines: list[str], opcode: str) -> int:
 
 
 def randn(*shape: int, dtype: str) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda", dtype=common.DTYPES[dtype])
+    return torch.randn(*shape, device="cuda", dtype=launch.DTYPES[dtype])

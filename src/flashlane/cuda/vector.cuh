@@ -1,4 +1,4 @@
-// 128-bit access to arrays whose start and length are anything: a few single elements, 16-byte packs, a few more.
+// 128-bit access to arrays whose start and length are anything: a few single elements, 16-byte vectors, a few more.
 #pragma once
 #include "mma.cuh"
 
@@ -17,16 +17,16 @@ __device__ __forceinline__ void store_global(void* destination, uint4 value) {
 
 // Elements that are read and written at once.
 template <typename Element, int SIZE>
-struct alignas(SIZE * sizeof(Element)) Pack {
+struct alignas(SIZE * sizeof(Element)) Vector {
     static constexpr int COUNT = SIZE;
     Element at[SIZE];
 
     __device__ __forceinline__ void load(const Element* source) {
-        if constexpr (sizeof(Pack) == 16) *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(source);
+        if constexpr (sizeof(Vector) == 16) *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(source);
         else at[0] = source[0];
     }
     __device__ __forceinline__ void store(Element* destination) const {
-        if constexpr (sizeof(Pack) == 16) store_global(destination, *reinterpret_cast<const uint4*>(at));
+        if constexpr (sizeof(Vector) == 16) store_global(destination, *reinterpret_cast<const uint4*>(at));
         else destination[0] = at[0];
     }
     __device__ __forceinline__ float get(int i) const { return Convert<Element>::to_float(at[i]); }
@@ -34,27 +34,27 @@ struct alignas(SIZE * sizeof(Element)) Pack {
 };
 
 template <typename Element, bool PACKED>
-constexpr int PACK_SIZE = PACKED ? 16 / int(sizeof(Element)) : 1;
+constexpr int VECTOR_SIZE = PACKED ? 16 / int(sizeof(Element)) : 1;
 
-// Parts of an array:       | head: < 1 pack, up to a 16-byte boundary | packs | tail: < 1 pack |
-// Without packing every element is a pack. Mirrored by flashlane.lessons.common.cut.
+// Parts of an array:       | head: < 1 vector, up to a 16-byte boundary | vectors | tail: < 1 vector |
+// Without packing every element is a vector. Mirrored by flashlane.lessons.launch.cut.
 template <typename Element, bool PACKED>
 struct Cut {
-    using Full = Pack<Element, PACK_SIZE<Element, PACKED>>;
-    using Single = Pack<Element, 1>;
-    long long packs, size;
+    using Full = Vector<Element, VECTOR_SIZE<Element, PACKED>>;
+    using Single = Vector<Element, 1>;
+    long long vectors, size;
     int head;
 
     __device__ __forceinline__ Cut(const Element* data, long long size_) : size(size_) {
         const int past = PACKED ? reinterpret_cast<u64>(data) % 16 / sizeof(Element) : 0;
         head = static_cast<int>(min(size, static_cast<long long>((Full::COUNT - past) % Full::COUNT)));
-        packs = (size - head) / Full::COUNT;
+        vectors = (size - head) / Full::COUNT;
     }
     // Where the tail begins.
-    __device__ __forceinline__ long long tail() const { return head + packs * Full::COUNT; }
-    __device__ __forceinline__ long long pack(long long i) const { return head + i * Full::COUNT; }
+    __device__ __forceinline__ long long tail() const { return head + vectors * Full::COUNT; }
+    __device__ __forceinline__ long long vector(long long i) const { return head + i * Full::COUNT; }
 
-    // `body(pack, where)` for each element of head and tail. Both are shorter than a pack, and so than a warp.
+    // `body(vector, where)` for each element of head and tail. Both are shorter than a vector, and so than a warp.
     template <typename Body>
     __device__ __forceinline__ void for_edges(const Element* data, int thread, const Body& body) const {
         if constexpr (PACKED) {
@@ -64,12 +64,12 @@ struct Cut {
             if (end < size) one.load(data + end), body(one, end);
         }
     }
-    // The same for each pack and each single element, dealt out to `threads` threads.
+    // The same for each vector and each single element, dealt out to `threads` threads.
     template <typename Body>
     __device__ __forceinline__ void for_all(const Element* data, int thread, int threads, const Body& body) const {
         for_edges(data, thread, body);
         Full full;
 #pragma unroll 4
-        for (long long i = thread; i < packs; i += threads) full.load(data + pack(i)), body(full, pack(i));
+        for (long long i = thread; i < vectors; i += threads) full.load(data + vector(i)), body(full, vector(i));
     }
 };

@@ -1,4 +1,4 @@
-// y = f(x) element by element: ELU, hard-shrink, hard-swish. Bound by memory: a thread moves UNROLL packs of 16 bytes,
+// y = f(x) element by element: ELU, hard-shrink, hard-swish. Bound by memory: a thread moves UNROLL vectors of 16 bytes,
 // all loads before the first use. The arithmetic is f32; results are rounded once.
 #include "vector.cuh"
 
@@ -47,23 +47,23 @@ struct Params {
     float parameter;  // alpha of ELU, lambda of hard-shrink
 };
 
-template <typename Pack>
-__device__ __forceinline__ void apply(Pack& pack, float parameter) {
+template <typename Vector>
+__device__ __forceinline__ void apply(Vector& vector, float parameter) {
 #pragma unroll
-    for (int i = 0; i < Pack::COUNT; ++i) pack.set(i, cfg::Operation::of(pack.get(i), parameter));
+    for (int i = 0; i < Vector::COUNT; ++i) vector.set(i, cfg::Operation::of(vector.get(i), parameter));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) activation(const __grid_constant__ Params p) {
     const Slice slice(p.x, p.size);
     const long long first = static_cast<long long>(blockIdx.x) * (THREADS * UNROLL) + threadIdx.x;
-    typename Slice::Full packs[UNROLL];
+    typename Slice::Full vectors[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i)
-        if (first + i * THREADS < slice.packs) packs[i].load(p.x + slice.pack(first + i * THREADS));
+        if (first + i * THREADS < slice.vectors) vectors[i].load(p.x + slice.vector(first + i * THREADS));
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-        apply(packs[i], p.parameter);
-        if (first + i * THREADS < slice.packs) packs[i].store(p.y + slice.pack(first + i * THREADS));
+        apply(vectors[i], p.parameter);
+        if (first + i * THREADS < slice.vectors) vectors[i].store(p.y + slice.vector(first + i * THREADS));
     }
     if (blockIdx.x == 0) {
         slice.for_edges(p.x, threadIdx.x, [&](auto& one, long long at) {

@@ -1,4 +1,4 @@
-"""ELU, hard-shrink and hard-swish, element by element or in packs of 16 bytes: what it takes to saturate memory.
+"""ELU, hard-shrink and hard-swish, element by element or in vectors of 16 bytes: what it takes to saturate memory.
 
 Source: torch.nn.functional.elu, hardshrink and hardswish, whose treatment of NaN and infinities they share.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from flashlane.jit import KernelSource
-from flashlane.lessons.common import (
+from flashlane.lessons.launch import (
     DTYPES,
     ELEMENTS,
     THREADS,
@@ -43,12 +43,12 @@ class ActivationConfig:
 
     @property
     def unroll(self) -> int:
-        """Packs, or elements, of a thread."""
+        """Vectors, or elements, of a thread."""
         return 4 if self.packed else 8
 
     @property
     def elements(self) -> int:
-        """Elements that a block of threads covers."""
+        """Elements that a CTA covers."""
         return THREADS * self.unroll * (VECTOR_BYTES // DTYPES[self.dtype].itemsize if self.packed else 1)
 
     def constants(self) -> tuple[tuple[str, int | bool | str], ...]:
@@ -138,9 +138,9 @@ def _apply(
     if x.numel() == 0:
         return out
     config = ActivationConfig(operation, dtype_name(x.dtype), distance == 0 if access is None else access == "packed")
-    blocks = max(1, -(-x.numel() // config.elements))
+    ctas = max(1, -(-x.numel() // config.elements))
     params = ActivationParams(x.data_ptr(), out.data_ptr(), x.numel(), parameter)
-    run(activation_source(config), x.device, blocks, THREADS, 0, params)
+    run(activation_source(config), x.device, ctas, THREADS, 0, params)
     return out
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from flashlane.jit import KernelSource
-from flashlane.lessons.common import ELEMENTS, check_choice, run, source_of
 from flashlane.lessons.gemm import OPERANDS, PRECISIONS
+from flashlane.lessons.launch import ELEMENTS, check_choice, run, source_of
 
 FLOPS = 2 * 16 * 8 * 16
 """Of one product."""
@@ -32,9 +32,9 @@ class CeilingConfig:
     m_tiles: int
     n_tiles: int
 
-    def flops(self, rounds: int, blocks: int) -> int:
+    def flops(self, rounds: int, ctas: int) -> int:
         """Floating-point operations of one launch."""
-        return 2 * self.m_tiles * self.n_tiles * rounds * self.warps * blocks * FLOPS
+        return 2 * self.m_tiles * self.n_tiles * rounds * self.warps * ctas * FLOPS
 
     def constants(self, dtype: str, accumulate: str) -> tuple[tuple[str, int | bool | str], ...]:
         """Name and value of each constant of ``config.cuh``."""
@@ -75,17 +75,17 @@ def ceiling_call(
     check_choice("warps", warps, CONFIGS)
     device = _cuda_device(device)
     config = CONFIGS[warps]
-    blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    rounds = max(1, round(flops / config.flops(1, blocks)))
-    sums = torch.full((blocks * warps * 32,), float("nan"), device=device)
+    ctas = torch.cuda.get_device_properties(device).multi_processor_count
+    rounds = max(1, round(flops / config.flops(1, ctas)))
+    sums = torch.full((ctas * warps * 32,), float("nan"), device=device)
     params = CeilingParams(sums.data_ptr(), rounds, 0x9E3779B9)
     source = ceiling_source(config, dtype, accumulate)
 
     def call() -> torch.Tensor:
-        run(source, device, blocks, warps * 32, 0, params)
+        run(source, device, ctas, warps * 32, 0, params)
         return sums
 
-    return call, config.flops(rounds, blocks)
+    return call, config.flops(rounds, ctas)
 
 
 def mma_ceiling(

@@ -1,8 +1,8 @@
 // HGEMM: C = A·B on mma.sync m16n8k16, operands f16 or bf16, accumulators f32 or f16.
 //
-// One block computes BLOCK_M × BLOCK_N of C and walks along K in tiles of BLOCK_K through a ring of STAGES slots:
+// One CTA computes BLOCK_M × BLOCK_N of C and walks along K in tiles of BLOCK_K through a pipeline of STAGES stages:
 //
-//     slot:   | A: BLOCK_M rows × BLOCK_K | B: BLOCK_N rows × BLOCK_K (TN), or BLOCK_K rows × BLOCK_N (NN) |
+//     stage:  | A: BLOCK_M rows × BLOCK_K | B: BLOCK_N rows × BLOCK_K (TN), or BLOCK_K rows × BLOCK_N (NN) |
 //
 //     tile t      step 0        step 1        …   last step
 //     fragments   load step 1   load step 2   …   wait for tile t + 1, barrier, load its step 0
@@ -10,7 +10,7 @@
 //     cp.async    tile t + STAGES − 1, a share a step   …   the first share of tile t + STAGES
 //
 // There is one barrier a tile. It says that tile t + 1 is in shared memory and that every warp has read tile t, whose
-// slot is then free: all slots but the one being read are in flight.
+// stage is then free: all stages but the one being read are in flight.
 //
 // Rows and columns outside C are clamped to the last one inside: their products are computed and not stored. Only K
 // is filled with zeros. K and N are multiples of 8, so that a 16-byte chunk is inside or outside as a whole.
@@ -28,8 +28,8 @@ constexpr bool TN = cfg::K_MAJOR_B;
 
 using LayoutA = TileLayout<BLOCK_K, true>;
 using LayoutB = TileLayout<TN ? BLOCK_K : BLOCK_N, true>;
-constexpr int A_BYTES = LayoutA::bytes(BLOCK_M), SLOT_BYTES = A_BYTES + LayoutB::bytes(TN ? BLOCK_N : BLOCK_K);
-static_assert(STAGES * SLOT_BYTES == cfg::SHARED_BYTES, "the Python formula disagrees");
+constexpr int A_BYTES = LayoutA::bytes(BLOCK_M), STAGE_BYTES = A_BYTES + LayoutB::bytes(TN ? BLOCK_N : BLOCK_K);
+static_assert(STAGES * STAGE_BYTES == cfg::SHARED_BYTES, "the Python formula disagrees");
 static_assert(N_TILES % 4 == 0 && STEPS % 2 == 0 && STAGES >= 2, "see HgemmConfig");
 
 // Mirrored by flashlane.lessons.gemm.HgemmParams. Strides in elements.
@@ -43,7 +43,7 @@ struct Params {
 
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
-// Blocks go in groups of `group` rows of C, column by column: those that run together share few rows of A and
+// CTAs go in groups of `group` rows of C, column by column: those that run at once share few rows of A and
 // columns of B, which then come from L2. Mirrored by flashlane.lessons.gemm.block_of.
 struct Position {
     int row, column;
@@ -118,13 +118,13 @@ using CopyA = CopyAlongK<BLOCK_M>;
 using CopyB = typename SelectCopyB<TN>::Type;
 
 // The share of tile `first_k / BLOCK_K` that is copied in one of the steps.
-__device__ __forceinline__ void copy_share(const CopyA& a, const CopyB& b, u32 slot, int first_k, int k, int step) {
+__device__ __forceinline__ void copy_share(const CopyA& a, const CopyB& b, u32 stage, int first_k, int k, int step) {
     constexpr int PASSES = CopyA::PASSES + CopyB::PASSES;
 #pragma unroll
     for (int i = 0; i < PASSES; ++i) {
         if (i * STEPS / PASSES != step) continue;
-        if (i < CopyA::PASSES) a.pass(slot, i, first_k, k);
-        else b.pass(slot + A_BYTES, i - CopyA::PASSES, first_k, k);
+        if (i < CopyA::PASSES) a.pass(stage, i, first_k, k);
+        else b.pass(stage + A_BYTES, i - CopyA::PASSES, first_k, k);
     }
 }
 
@@ -133,13 +133,13 @@ struct Fragments {
     u32 b[N_TILES / 2][4];  // two 8-column tiles each
 
     __device__ __forceinline__ void load(const FragmentCursor<LayoutA>& at_a, const FragmentCursor<LayoutB>& at_b,
-                                         u32 slot, int step) {
+                                         u32 stage, int step) {
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m) ldmatrix_x4(a[m], at_a.at(slot, m * 16, step * 2));
+        for (int m = 0; m < M_TILES; ++m) ldmatrix_x4(a[m], at_a.at(stage, m * 16, step * 2));
 #pragma unroll
         for (int n = 0; n < N_TILES / 2; ++n) {
-            if constexpr (TN) ldmatrix_x4(b[n], at_b.at(slot, n * 16, step * 2));
-            else ldmatrix_x4_trans(b[n], at_b.at(slot, step * 16, n * 2));
+            if constexpr (TN) ldmatrix_x4(b[n], at_b.at(stage, n * 16, step * 2));
+            else ldmatrix_x4_trans(b[n], at_b.at(stage, step * 16, n * 2));
         }
     }
 };
@@ -180,13 +180,13 @@ __device__ __forceinline__ void store(const Params& p, const Accumulators& c, in
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) hgemm(const __grid_constant__ Params p) {
-    const Position block(p);
+    const Position position(p);
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0);
     const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
     const int tiles = (p.k + BLOCK_K - 1) / BLOCK_K;
     const u32 ring = shared_address(shared_memory);
-    const CopyA copy_a(p.a, p.a_stride, block.row, p.m);
-    const CopyB copy_b(p.b, p.b_stride, block.column, p.n);
+    const CopyA copy_a(p.a, p.a_stride, position.row, p.m);
+    const CopyB copy_b(p.b, p.b_stride, position.column, p.n);
     const FragmentCursor<LayoutA> at_a(ring, warp_row + lane % 16, lane / 16);
     const FragmentCursor<LayoutB> at_b(ring + A_BYTES, TN ? warp_column + lane % 8 + lane / 16 * 8 : lane % 16,
                                        TN ? lane / 8 % 2 : warp_column / CHUNK + lane / 16);
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) hgemm(con
         if (tile < tiles) {
 #pragma unroll
             for (int step = 0; step < (tile < STAGES - 1 ? STEPS : 1); ++step)
-                copy_share(copy_a, copy_b, ring + tile * SLOT_BYTES, tile * BLOCK_K, p.k, step);
+                copy_share(copy_a, copy_b, ring + tile * STAGE_BYTES, tile * BLOCK_K, p.k, step);
         }
         if (tile < STAGES - 1) cp_async_commit();
     }
@@ -212,10 +212,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) hgemm(con
     __syncthreads();
     fragments[0].load(at_a, at_b, 0, 0);
 
-    u32 reading = 0, writing = (STAGES - 1) * SLOT_BYTES;  // offsets of the slots
+    u32 reading = 0, writing = (STAGES - 1) * STAGE_BYTES;  // offsets of the stages
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
-        const u32 next = reading + SLOT_BYTES == STAGES * SLOT_BYTES ? 0 : reading + SLOT_BYTES;
+        const u32 next = reading + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : reading + STAGE_BYTES;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const bool last = step == STEPS - 1;
@@ -224,17 +224,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) hgemm(con
                 __syncthreads();
                 writing = reading;
             }
-            const u32 slot = last ? next : reading;  // of the next step
-            if constexpr (BUFFERS == 2) fragments[(step + 1) % 2].load(at_a, at_b, slot, (step + 1) % STEPS);
+            const u32 stage = last ? next : reading;  // of the next step
+            if constexpr (BUFFERS == 2) fragments[(step + 1) % 2].load(at_a, at_b, stage, (step + 1) % STEPS);
             // Shares 1 … of the tile begun in the step before, and at the barrier share 0 of the next one.
             const int loading = tile + (last ? STAGES : STAGES - 1);
             if (loading < tiles) copy_share(copy_a, copy_b, ring + writing, loading * BLOCK_K, p.k, (step + 1) % STEPS);
             if (step == STEPS - 2) cp_async_commit();
             multiply(c, fragments[step % BUFFERS]);
-            if constexpr (BUFFERS == 1) fragments[0].load(at_a, at_b, slot, (step + 1) % STEPS);
+            if constexpr (BUFFERS == 1) fragments[0].load(at_a, at_b, stage, (step + 1) % STEPS);
         }
         reading = next;
     }
     cp_async_wait<0>();
-    store(p, c, block.row + warp_row, block.column + warp_column, lane);
+    store(p, c, position.row + warp_row, position.column + warp_column, lane);
 }

@@ -16,7 +16,7 @@ import torch
 from flashlane import jit
 from flashlane.jit import KernelSource
 from flashlane.kernels.tile_layout import CHUNK, TileLayout
-from flashlane.lessons.common import (
+from flashlane.lessons.launch import (
     DTYPES,
     ELEMENTS,
     VECTOR_BYTES,
@@ -34,7 +34,7 @@ OPERANDS = (("f16", "f32"), ("f16", "f16"), ("bf16", "f32"))
 """(dtype, accumulate) pairs that the instruction has."""
 PRECISIONS = {"f16": "__half", "f32": "float"}
 GROUP_ROWS = 2048
-"""Rows of C that blocks running together cover, about: 132 blocks of 128×256 then form 16 × 8."""
+"""Rows of C that CTAs cover which run at the same time, about: 132 CTAs of 128×256 then form 16 × 8."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class HgemmConfig:
     fragment_buffers: int = 2
     """2: a step's fragments are read before the products of the step before; 1: after them, in half the registers."""
     min_blocks: int = 1
-    """Blocks an SM that the register allocation must allow."""
+    """CTAs an SM that the register allocation must allow."""
 
     @property
     def threads(self) -> int:
@@ -58,7 +58,7 @@ class HgemmConfig:
 
     @property
     def name(self) -> str:
-        """``128x256x64 2x4 s3``: block tile, warps, stages; ``f1`` for single fragments."""
+        """``128x256x64 2x4 s3``: tile of a CTA, warps, stages; ``f1`` for single fragments."""
         words = [f"{self.block_m}x{self.block_n}x{self.block_k}", f"{self.warps_m}x{self.warps_n}", f"s{self.stages}"]
         return " ".join(words + (["f1"] if self.fragment_buffers == 1 else []))
 
@@ -141,12 +141,12 @@ def default_config(m: int, n: int, accumulate: str, arch: str, multiprocessors: 
 
 
 def blocks_of(config: HgemmConfig, m: int, n: int) -> int:
-    """Blocks of a launch."""
+    """CTAs of a launch."""
     return -(-m // config.block_m) * -(-n // config.block_n)
 
 
 def block_of(index: int, blocks_m: int, blocks_n: int, group: int) -> tuple[int, int]:
-    """Row and column of blocks of C that block ``index`` computes; mirror of ``Position`` in ``gemm.cu``."""
+    """Row and column of the tile of C that CTA ``index`` computes; mirror of ``Position`` in ``gemm.cu``."""
     first, inside = index // (group * blocks_n) * group, index % (group * blocks_n)
     rows = min(group, blocks_m - first)
     return first + inside % rows, inside // rows

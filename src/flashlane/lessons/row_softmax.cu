@@ -5,14 +5,14 @@
 //     online   max and Σ in one pass ; eˣ⁻ᵐᵃˣ / Σ          2 reads: Σ is rescaled whenever the maximum grows
 //     online, KEEP > 0: the row stays in registers         1 read
 //
-// WARPS_PER_ROW warps share a row; a block of 8 warps has 8 / WARPS_PER_ROW rows. Sums and maxima are f32.
+// WARPS_PER_ROW warps share a row; a CTA of 8 warps has 8 / WARPS_PER_ROW rows. Sums and maxima are f32.
 #include "config.cuh"
 #include "vector.cuh"
 
 using Element = cfg::Element;
 using Slice = Cut<Element, cfg::PACKED>;
 constexpr int THREADS = cfg::THREADS, WARPS = cfg::WARPS_PER_ROW, ROWS = THREADS / (WARP * WARPS);
-constexpr int KEEP = cfg::KEEP;  // packs of a row that a thread holds
+constexpr int KEEP = cfg::KEEP;  // vectors of a row that a thread holds
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr u32 ALL = 0xffffffffu;
 enum Algorithm { NAIVE, SAFE, ONLINE };
@@ -38,25 +38,25 @@ struct Statistics {
         sum = sum * exponential(max, offset) + other_sum * exponential(other_max, offset);
         max = top;
     }
-    template <typename Pack>
-    __device__ __forceinline__ void add_online(const Pack& pack) {
+    template <typename Vector>
+    __device__ __forceinline__ void add_online(const Vector& vector) {
         float top = max;
 #pragma unroll
-        for (int i = 0; i < Pack::COUNT; ++i) top = fmaxf(top, pack.get(i));
+        for (int i = 0; i < Vector::COUNT; ++i) top = fmaxf(top, vector.get(i));
         const float offset = offset_of(top);
         sum *= exponential(max, offset);
         max = top;
-        add_exponentials(pack, offset);
+        add_exponentials(vector, offset);
     }
-    template <typename Pack>
-    __device__ __forceinline__ void add_exponentials(const Pack& pack, float offset) {
+    template <typename Vector>
+    __device__ __forceinline__ void add_exponentials(const Vector& vector, float offset) {
 #pragma unroll
-        for (int i = 0; i < Pack::COUNT; ++i) sum += exponential(pack.get(i), offset);
+        for (int i = 0; i < Vector::COUNT; ++i) sum += exponential(vector.get(i), offset);
     }
-    template <typename Pack>
-    __device__ __forceinline__ void add_max(const Pack& pack) {
+    template <typename Vector>
+    __device__ __forceinline__ void add_max(const Vector& vector) {
 #pragma unroll
-        for (int i = 0; i < Pack::COUNT; ++i) max = fmaxf(max, pack.get(i));
+        for (int i = 0; i < Vector::COUNT; ++i) max = fmaxf(max, vector.get(i));
     }
 };
 
@@ -99,38 +99,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) row_softm
     if constexpr (KEEP > 0) {
 #pragma unroll
         for (int i = 0; i < KEEP; ++i)
-            if (thread + i * PER_ROW < slice.packs) kept[i].load(x + slice.pack(thread + i * PER_ROW));
+            if (thread + i * PER_ROW < slice.vectors) kept[i].load(x + slice.vector(thread + i * PER_ROW));
 #pragma unroll
         for (int i = 0; i < KEEP; ++i)
-            if (thread + i * PER_ROW < slice.packs) s.add_online(kept[i]);
-        slice.for_edges(x, thread, [&](const auto& pack, long long) { s.add_online(pack); });
+            if (thread + i * PER_ROW < slice.vectors) s.add_online(kept[i]);
+        slice.for_edges(x, thread, [&](const auto& vector, long long) { s.add_online(vector); });
         reduce(s);
     } else if constexpr (cfg::ALGORITHM == ONLINE) {
-        slice.for_all(x, thread, PER_ROW, [&](const auto& pack, long long) { s.add_online(pack); });
+        slice.for_all(x, thread, PER_ROW, [&](const auto& vector, long long) { s.add_online(vector); });
         reduce(s);
     } else {
         if constexpr (cfg::ALGORITHM == SAFE) {
-            slice.for_all(x, thread, PER_ROW, [&](const auto& pack, long long) { s.add_max(pack); });
+            slice.for_all(x, thread, PER_ROW, [&](const auto& vector, long long) { s.add_max(vector); });
             reduce(s);
             s.sum = 0.f;
         } else {
             s.max = 0.f;
         }
         const float max = s.max, offset = offset_of(max);
-        slice.for_all(x, thread, PER_ROW, [&](const auto& pack, long long) { s.add_exponentials(pack, offset); });
+        slice.for_all(x, thread, PER_ROW, [&](const auto& vector, long long) { s.add_exponentials(vector, offset); });
         reduce_sum(s, max);
     }
 
     const float offset = offset_of(s.max), inverse = __fdividef(1.f, s.sum);
-    const auto write = [&](auto& pack, long long at) {
+    const auto write = [&](auto& vector, long long at) {
 #pragma unroll
-        for (int i = 0; i < pack.COUNT; ++i) pack.set(i, exponential(pack.get(i), offset) * inverse);
-        pack.store(y + at);
+        for (int i = 0; i < vector.COUNT; ++i) vector.set(i, exponential(vector.get(i), offset) * inverse);
+        vector.store(y + at);
     };
     if constexpr (KEEP > 0) {
 #pragma unroll
         for (int i = 0; i < KEEP; ++i)
-            if (thread + i * PER_ROW < slice.packs) write(kept[i], slice.pack(thread + i * PER_ROW));
+            if (thread + i * PER_ROW < slice.vectors) write(kept[i], slice.vector(thread + i * PER_ROW));
         slice.for_edges(x, thread, write);
     } else {
         slice.for_all(x, thread, PER_ROW, write);

@@ -1,4 +1,4 @@
-"""Softmax over the last dimension: naive, safe and online, in single elements, in packs of 16 bytes, from registers.
+"""Softmax over the last dimension: naive, safe and online, in single elements, in vectors of 16 bytes, from registers.
 
 The lesson is memory traffic. The naive algorithm reads a row twice but overflows; subtracting the maximum first makes
 it safe and costs a third reading; the online recurrence, which rescales the sum whenever the maximum grows, is as safe
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from flashlane.jit import KernelSource
-from flashlane.lessons.common import (
+from flashlane.lessons.launch import (
     DTYPES,
     ELEMENTS,
     THREADS,
@@ -30,10 +30,10 @@ from flashlane.lessons.common import (
 ALGORITHMS = {"naive": 0, "safe": 1, "online": 2}
 """Name -> its number in ``row_softmax.cu``."""
 KEPT = (2, 8)
-"""Packs of a row that a thread may hold in registers."""
+"""Vectors of a row that a thread may hold in registers."""
 WARPS_PER_ROW = (1, 8)
 LONG_ROW = 1024
-"""Rows of more elements are shared by all warps of a block."""
+"""Rows of more elements are shared by all warps of a CTA."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class SoftmaxConfig:
     dtype: str
     warps_per_row: int
     keep: int = 0
-    """Packs of a row that a thread holds; 0 reads the row again."""
+    """Vectors of a row that a thread holds; 0 reads the row again."""
 
     @property
     def rows(self) -> int:
-        """Rows of a block."""
+        """Rows of a CTA."""
         return THREADS // (32 * self.warps_per_row)
 
     @property
     def min_blocks(self) -> int:
-        """Blocks an SM that the register allocation must allow."""
+        """CTAs an SM that the register allocation must allow."""
         return 2 if self.keep == max(KEPT) else 3
 
     def constants(self) -> tuple[tuple[str, int | bool | str], ...]:
@@ -98,7 +98,7 @@ class SoftmaxConfig:
 
 
 def longest_row(dtype: str) -> int:
-    """Elements of the longest row that fits the registers of a block."""
+    """Elements of the longest row that fits the registers of a CTA."""
     return max(KEPT) * 32 * max(WARPS_PER_ROW) * (VECTOR_BYTES // DTYPES[dtype].itemsize)
 
 
@@ -110,10 +110,10 @@ def softmax_config(variant: SoftmaxVariant, dtype: str, columns: int) -> Softmax
     """
     if not variant.registers:
         return SoftmaxConfig(variant, dtype, WARPS_PER_ROW[columns > LONG_ROW])
-    packs = columns * DTYPES[dtype].itemsize // VECTOR_BYTES
+    vectors = columns * DTYPES[dtype].itemsize // VECTOR_BYTES
     for warps in WARPS_PER_ROW:
         for keep in KEPT:
-            if packs <= keep * 32 * warps:
+            if vectors <= keep * 32 * warps:
                 return SoftmaxConfig(variant, dtype, warps, keep)
     raise ValueError(f"x has rows of {columns}; {variant.tag!r} takes up to {longest_row(dtype)} elements of {dtype}")
 
@@ -206,6 +206,6 @@ def _chosen(tag: str | None, x: torch.Tensor, out: torch.Tensor) -> SoftmaxVaria
 
 
 def rows_alike(x: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether every row of both starts equally far from a 16-byte boundary, so that packs of both coincide."""
+    """Whether every row of both starts equally far from a 16-byte boundary, so that vectors of both coincide."""
     between = (x.stride(0) - out.stride(0)) * x.element_size() if x.shape[0] > 1 else 0
     return (x.data_ptr() - out.data_ptr()) % VECTOR_BYTES == 0 and between % VECTOR_BYTES == 0

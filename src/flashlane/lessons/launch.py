@@ -1,4 +1,4 @@
-"""What the blocks share: their element types, the checks of their arguments, and how a device file is run."""
+"""How a lesson is launched: element types, checks of arguments, and how a device file is run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ELEMENTS = {"f32": "float", "f16": "__half", "bf16": "__nv_bfloat16"}
 VECTOR_BYTES = 16
 """Bytes of a packed access: what one thread reads or writes at once."""
 THREADS = 256
-"""Threads of a block of the blocks that are bound by memory."""
+"""Threads of a CTA in the lessons that are bound by memory."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -27,7 +27,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtypes: Iterable[str]) -> None:
-    """A block's argument must be a CUDA tensor of one of these dtypes.
+    """A lesson's argument must be a CUDA tensor of one of these dtypes.
 
     Raises:
         TypeError: it is no tensor, or has another dtype.
@@ -39,7 +39,7 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: Iterable[str]) -> None
     if tensor.dtype not in {DTYPES[item] for item in allowed}:
         raise TypeError(f"{name} is {tensor.dtype}; it may be {', '.join(str(DTYPES[item]) for item in allowed)}")
     if tensor.device.type != "cuda":
-        raise ValueError(f"{name} is on {tensor.device}; the blocks run on CUDA devices only")
+        raise ValueError(f"{name} is on {tensor.device}; the lessons run on CUDA devices only")
 
 
 def check_choice(name: str, value: object, known: Iterable[object]) -> None:
@@ -66,17 +66,17 @@ def device_arch(device: torch.device) -> str:
 
 
 def run(
-    source: KernelSource, device: torch.device, blocks: int, threads: int, shared: int, params: ctypes.Structure
+    source: KernelSource, device: torch.device, ctas: int, threads: int, shared: int, params: ctypes.Structure
 ) -> None:
     """Compile a kernel if it is new, and enqueue it on torch's current stream of the device."""
     index = torch.cuda.current_device() if device.index is None else device.index
     function = jit.load(jit.compile(source, device_arch(device)), index)
-    function.launch((blocks, 1, 1), (threads, 1, 1), shared, params)
+    function.launch((ctas, 1, 1), (threads, 1, 1), shared, params)
 
 
 def cut(address: int, size: int, itemsize: int) -> tuple[int, int, int]:
-    """(single elements, packs, single elements) of a packed pass over an array; mirror of ``Cut`` in vector.cuh."""
+    """(single elements, vectors, single elements) of a packed pass over an array; mirror of ``Cut`` in vector.cuh."""
     count = VECTOR_BYTES // itemsize
     head = min(size, -(address % VECTOR_BYTES // itemsize) % count)
-    packs = (size - head) // count
-    return head, packs, size - head - packs * count
+    vectors = (size - head) // count
+    return head, vectors, size - head - vectors * count

@@ -1,4 +1,4 @@
-"""Every variant of every block against torch: checked against float64 first, then timed, interleaved in its group.
+"""Every variant of every lesson against torch: checked against float64 first, then timed, interleaved in its group.
 
 A group holds what is comparable: one operation on one input. A variant that fails its check is not timed; one that
 raises gives a row that says so, and the others go on. ``benchmarks/scripts/lessons_gpu.py`` prints and stores the rows.
@@ -16,7 +16,7 @@ import torch
 
 from flashlane.bench.measure.timing import Settings, Timing, clock_for, measure
 from flashlane.lessons import activation, ceiling, gemm, row_softmax
-from flashlane.lessons.common import DTYPES, device_arch, dtype_name
+from flashlane.lessons.launch import DTYPES, device_arch, dtype_name
 
 TORCH = "torch"
 CEILING = "ceiling"
