@@ -142,9 +142,7 @@ PARTS: dict[str, Callable[[], Iterator[KernelSource]]] = {
 def collected(parts: Iterable[str]) -> dict[KernelSource, str]:
     """The sources of some parts, each with the first part that needs it."""
     found: dict[KernelSource, str] = {}
-    sys.path[:0] = [
-        str(ROOT / folder) for folder in ("benchmarks/scripts", "tests/support")
-    ]  # whose modules the parts import
+    sys.path[:0] = [str(ROOT / folder) for folder in IMPORTED]
     kept = torch.cuda.get_device_properties
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
     try:
@@ -153,7 +151,7 @@ def collected(parts: Iterable[str]) -> dict[KernelSource, str]:
                 found.setdefault(source, part)
     finally:
         torch.cuda.get_device_properties = kept
-        del sys.path[:2]
+        del sys.path[: len(IMPORTED)]
     return found
 
 

@@ -521,7 +521,7 @@ def test_without_a_gpu_it_is_a_clear_error(invoke):
         (["--list", "--forget"], "--list and --forget"),
         (["--iters", "0"], "--iters is 0"),
         (["--tags", "nowhere"], "--tags has 'nowhere'"),
-        (["--tags", "reference"], "names no kernel that has configurations"),
+        (["--tags", "reference"], "names no forward kernel that has configurations"),
         (["--out", "/dev/null/x"], "--out is"),
     ],
 )
