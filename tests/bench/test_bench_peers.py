@@ -1,4 +1,4 @@
-"""What the baselines are given of windows, packed sequences and determinism, and that the bench times such problems."""
+"""What the peers are given of windows, packed sequences and determinism, and that the bench times such problems."""
 
 from __future__ import annotations
 
@@ -210,9 +210,9 @@ def test_wrong_gradients_of_packed_sequences_fail() -> None:
     assert theirs.status == "FAIL" and "dq" in theirs.message
 
 
-def test_packed_sequences_without_tensors_and_cycles_of_them_are_refused() -> None:
+def test_too_few_lengths_and_cycles_of_packed_sequences_are_refused() -> None:
     problem, inputs = packed()
-    with pytest.raises(ValueError, match="varlen and 0 lengths"):
-        bench.run([problem], device="cpu")
+    with pytest.raises(ValueError, match="packed sequences and 99 lengths"):
+        bench.run([Case(problem, lengths=(1,) * 99)], device="cpu")
     with pytest.raises(ValueError, match="--cycles counts dense problems"):
         bench.run([Case(problem, "mix", inputs)], device="cpu", cycles=True)
