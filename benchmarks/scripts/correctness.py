@@ -25,7 +25,7 @@ from gpu_run import compile_ahead, device_or_exit
 from rich.progress import Progress
 
 from flashlane.bench.measure.check import Oracle
-from flashlane.bench.measure.draw import Drawn, draw_problems
+from flashlane.bench.measure.drawn import Drawn, draw_problems
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.results import write_atomically
 from flashlane.core import registry

@@ -25,10 +25,10 @@ import torch
 from gpu_run import BOTH, compile_ahead, device_or_exit, heat, run_and_keep
 
 from flashlane import bench
+from flashlane.bench.measure.device_rates import copy_rate
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.progress import Bar
 from flashlane.bench.measure.results import FAIL, write_atomically
-from flashlane.bench.measure.roofs import copy_rate
 from flashlane.bench.measure.timing import Timing
 from flashlane.core import dispatch
 from flashlane.core.problem import AttentionProblem, arch_of

@@ -30,9 +30,9 @@ from decode import HEAD_DIM, HEADS, KV_HEADS, Cell, Row, line
 from gpu_run import device_or_exit, heat
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flashlane.bench.measure.device_rates import copy_rate
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.results import write_atomically
-from flashlane.bench.measure.roofs import copy_rate
 from flashlane.bench.measure.timing import Settings, clock_for, measure
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from flashlane import bench
-from flashlane.bench.measure import ceilings, gradients
+from flashlane.bench.measure import device_rates, gradients
 from flashlane.bench.measure.flops import flops, least_bytes
 from flashlane.bench.measure.inputs import random_inputs
 from flashlane.bench.measure.memory import measure_memory
@@ -189,11 +189,11 @@ def test_host_cost_leaves_out_what_raises():
 
 
 def test_share_of_the_ceiling_weighs_the_two_products(monkeypatch):
-    monkeypatch.setattr(ceilings, "ceiling", lambda device, dtype, kind: {"f16": 600.0, "f32": 300.0}[kind])
+    monkeypatch.setattr(device_rates, "ceiling", lambda device, dtype, kind: {"f16": 600.0, "f32": 300.0}[kind])
     problem, cuda = bench.make_problem(1, 1, 64, 64, arch="sm_90a"), torch.device("cuda", 0)
 
     def share(tag, device=cuda, problem=problem):
-        return ceilings.share_of_ceiling(registry.get(tag), problem, 150.0, device)
+        return device_rates.share_of_ceiling(registry.get(tag), problem, 150.0, device)
 
     assert share("mma(split-q+acc-f32+stage1)") == pytest.approx(0.5)
     assert share("mma(split-q+stage1)") == pytest.approx(0.25)

@@ -143,7 +143,7 @@ def test_selection_names_what_is_near():
         Selection(tags=("tild",))
     with pytest.raises(ValueError, match=r"--tags has 'referense'.*'reference'"):
         Selection(words=("referense",))
-    with pytest.raises(ValueError, match="use --baselines"):
+    with pytest.raises(ValueError, match="use --peers"):
         Selection(words=("cudnn",))
     assert [k.tag for k in Selection(words=("tile",)).kernels()] == ["tiled"]
 

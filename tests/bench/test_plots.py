@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flashlane.bench.present import figure as figures
+from flashlane.bench.present import figure_frame as figures
 from flashlane.bench.present import plots
 from flashlane.cli import main as cli
 
@@ -26,7 +26,7 @@ ENVIRONMENT = {
     "date": "2026-01-02T03:04:05+00:00",
 }
 KERNELS = ("mma(split-q+stage1)", "mma(split-q+stage2)", "mma(split-kv+stage1)", "fa1(plain)")
-BASELINES = ("(flash)", "(cudnn)")
+PEERS = ("(flash)", "(cudnn)")
 LENGTHS = (512, 1024, 4096)
 
 
@@ -53,7 +53,7 @@ def rates():
 
 
 def rows_of(rates: dict) -> list[dict]:
-    best = {(d, n): max(rates[d, n, t] for t in BASELINES) for d, n, _ in rates}
+    best = {(d, n): max(rates[d, n, t] for t in PEERS) for d, n, _ in rates}
     return [row(t, rate, rate / best[d, n], length=n, dim=d) for (d, n, t), rate in reversed(rates.items())]
 
 
@@ -71,7 +71,7 @@ def lines_of(axis) -> dict[str, tuple[list[float], list[float]]]:
     return {x.get_label(): (list(x.get_xdata()), list(x.get_ydata())) for x in axis.lines if x.get_label()[0] != "_"}
 
 
-def roofs_of(axis) -> list[float]:
+def rates_of(axis) -> list[float]:
     return [line.get_ydata()[0] for line in axis.lines if line.get_label().startswith("_")]
 
 
@@ -97,7 +97,7 @@ def test_lines_are_the_file_s_rates(results, rates):
     ]
     for axis, dim in zip(figure.axes, (64, 128)):
         drawn = lines_of(axis)
-        assert set(drawn) == {*KERNELS[:3], *BASELINES}, "the three fastest kernels and every baseline"
+        assert set(drawn) == {*KERNELS[:3], *PEERS}, "the three fastest kernels and every peer"
         for tag, (lengths, tflops) in drawn.items():
             assert tuple(lengths) == LENGTHS
             assert tflops == [rates[dim, n, tag] for n in LENGTHS]
@@ -120,11 +120,11 @@ def test_impossible_speeds_are_refused(tmp_path, speeds):
         plots.read_results(write(tmp_path / "a.json", [row("k", *speeds)]))
 
 
-def test_baselines_are_drawn_apart_and_every_line_differs(results):
+def test_peers_are_drawn_apart_and_every_line_differs(results):
     axis = plots.throughput_figure(plots.read_results(results)).axes[0]
     styles = {line.get_label(): (line.get_color(), line.get_linestyle(), line.get_marker()) for line in axis.lines}
     assert len(set(styles.values())) == len(styles) == 6
-    assert {styles[tag][0] for tag in BASELINES} == {plots.LIGHT.baseline}
+    assert {styles[tag][0] for tag in PEERS} == {plots.LIGHT.peer}
     assert all(styles[tag][0] in plots.LIGHT.lines and styles[tag][1] == "-" for tag in KERNELS)
 
 
@@ -142,7 +142,7 @@ def test_roofs(results, tmp_path):
     measured = plots.read_results(results)
     figure = plots.throughput_figure(measured, roofs={"roof": 700.0, "f16 acc-f32": 650.0, "bf16 acc-f32": 640.0})
     for axis in figure.axes:
-        assert roofs_of(axis) == [700, 650], "another dtype's roof is not this panel's"
+        assert rates_of(axis) == [700, 650], "another dtype's roof is not this panel's"
         assert axis.get_ylim()[1] > 700
     assert "roof: 700 TFLOP/s" in texts_of(figure) and "acc-f32: 650 TFLOP/s" in texts_of(figure)
     label = next(text for text in figure.axes[0].texts if "700" in text.get_text())
@@ -150,7 +150,7 @@ def test_roofs(results, tmp_path):
     bottom = figure.axes[0].transData.inverted().transform(label.get_window_extent())[0, 1]
     assert bottom > 700, "labels hide no line"
     far = plots.throughput_figure(measured, roofs={"roof": 9000.0})
-    assert roofs_of(far.axes[0]) == [] and "↑ roof: 9000 TFLOP/s" in texts_of(far)
+    assert rates_of(far.axes[0]) == [] and "↑ roof: 9000 TFLOP/s" in texts_of(far)
 
 
 def test_roofs_of_a_file(results, tmp_path):
@@ -159,9 +159,9 @@ def test_roofs_of_a_file(results, tmp_path):
     body["rows"] = [line, line | {"of_ceiling": 0.6}, {"block": "softmax"}, line | {"of_ceiling": None}]
     file = tmp_path / "lessons.json"
     file.write_text(json.dumps(body))
-    assert plots.read_roofs(file, "NVIDIA Test") == {"f16 acc-f32": 600.0}
+    assert plots.read_matrix_rates(file, "NVIDIA Test") == {"f16 acc-f32": 600.0}
     with pytest.raises(ValueError, match=r"lessons\.json was measured on NVIDIA Test, the results on NVIDIA Other"):
-        plots.read_roofs(file, "NVIDIA Other")
+        plots.read_matrix_rates(file, "NVIDIA Other")
     assert invoke(results, "--roofs", file, "--out", tmp_path, "--format", "svg").exit_code == 0
     assert "acc-f32 mma.sync: 600 TFLOP/s" in (tmp_path / "run-throughput.svg").read_text()
     file.write_text(json.dumps(body | {"rows": []}))
@@ -174,13 +174,13 @@ def test_bars_are_the_speedups(results, rates):
     for axis in figure.axes:
         _, _, length, dim, *_ = axis.get_title(loc="left").split()
         cell = (int(dim[1:]), int(length[1:]))
-        best = max(rates[(*cell, tag)] for tag in BASELINES)
-        expected = sorted(((rates[(*cell, t)] / best, t) for t in (*KERNELS[:2], *BASELINES)), reverse=True)
+        best = max(rates[(*cell, tag)] for tag in PEERS)
+        expected = sorted(((rates[(*cell, t)] / best, t) for t in (*KERNELS[:2], *PEERS)), reverse=True)
         assert [tick.get_text() for tick in axis.get_yticklabels()] == [tag for _, tag in expected]
         assert [bar.get_width() for bar in axis.patches] == pytest.approx([ratio for ratio, _ in expected])
         assert [t.get_text().split("×")[0] for t in axis.texts] == [f"{ratio:.2f}" for ratio, _ in expected]
         assert axis.yaxis_inverted(), "the fastest on top"
-        assert "fastest 2 of 4" in axis.get_title(loc="left") and "× best baseline" in axis.get_xlabel()
+        assert "fastest 2 of 4" in axis.get_title(loc="left") and "× best peer" in axis.get_xlabel()
 
 
 def test_heatmap_is_the_ratio_of_the_fastest(results, rates, tmp_path):
@@ -189,10 +189,10 @@ def test_heatmap_is_the_ratio_of_the_fastest(results, rates, tmp_path):
     assert [tick.get_text() for tick in axis.get_yticklabels()] == ["B1 H8 · f16"]
     cells = [(d, n) for d in (64, 128) for n in LENGTHS]
     assert [tick.get_text() for tick in axis.get_xticklabels()] == [f"D{d}\nN{n}" for d, n in cells]
-    ratios = [max(rates[(*c, t)] for t in KERNELS) / max(rates[(*c, t)] for t in BASELINES) for c in cells]
+    ratios = [max(rates[(*c, t)] for t in KERNELS) / max(rates[(*c, t)] for t in PEERS) for c in cells]
     assert [2**log for log in axis.images[0].get_array()[0].tolist()] == pytest.approx(ratios)
     assert [text.get_text().split("×")[0] for text in axis.texts] == [f"{ratio:.2f}" for ratio in ratios]
-    assert (axis.get_xlabel(), bar.get_ylabel()) == ("head dim and sequence length", "× best baseline")
+    assert (axis.get_xlabel(), bar.get_ylabel()) == ("head dim and sequence length", "× best peer")
     rows = [row("k", 5, 2.0, batch=1, length=512), row("k", 5, 0.5, batch=2, length=1024)]
     axis = plots.heatmap_figure(plots.read_results(write(tmp_path / "sparse.json", rows))).axes[0]
     assert [text.get_text()[:5] for text in axis.texts] == ["2.00×", "–", "–", "0.50×"]
@@ -304,7 +304,7 @@ def test_command_writes_what_it_says(results, tmp_path):
     assert (out / names[1]).read_bytes() == first, "the same file, drawn again, is the same"
 
 
-def test_tags_choose_kernels_and_keep_baselines(results, tmp_path):
+def test_tags_choose_kernels_and_keep_peers(results, tmp_path):
     assert invoke(results, "--tags", "split-kv,fa1", "--format", "svg", "--out", tmp_path).exit_code == 0
     text = (tmp_path / "run-throughput.svg").read_text()
     assert "mma(split-kv+stage1)" in text and "fa1(plain)" in text and "(cudnn)" in text and "split-q" not in text
@@ -369,9 +369,9 @@ def test_bad_options(results, arguments, words):
     assert words in refused(results, *arguments)
 
 
-def test_no_baseline_two_equal_names_and_no_folder(tmp_path):
+def test_no_peer_two_equal_names_and_no_folder(tmp_path):
     alone = write(tmp_path / "alone.json", [row("k", 5.0, None)])
-    assert f"{alone} has no problem with a checked baseline" in refused(alone, "--kind", "speedup", "--out", tmp_path)
+    assert f"{alone} has no problem with a checked peer" in refused(alone, "--kind", "speedup", "--out", tmp_path)
     (tmp_path / "sub").mkdir()
     other = write(tmp_path / "sub" / "alone.json", [row("k", 5.0, None)])
     assert "the name of another file given" in refused(alone, other, "--out", tmp_path)

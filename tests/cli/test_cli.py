@@ -145,7 +145,7 @@ def test_wrong_kernel_ends_with_status_1(invoke, tmp_path):
     [
         (["--tags", "tild"], "--tags has 'tild'.*did you mean.*'tiled'"),
         (["--kernels", "referenc"], "--kernels has 'referenc'.*'reference'"),
-        (["--baselines", "flsh"], r"--baselines has .*\(flash\)"),
+        (["--baselines", "flsh"], r"--peers has .*\(flash\)"),
         (["--N", "8:4:x2"], "--N is '8:4:x2'"),
         (["--D", "2000"], "--D has 2000"),
         (["--H", "0"], "--H has 0"),

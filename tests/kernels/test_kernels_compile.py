@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashlane import jit
-from flashlane.bench.measure.draw import draw_problems
+from flashlane.bench.measure.drawn import draw_problems
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import DeviceKernel

@@ -9,7 +9,7 @@ import torch
 
 from flashlane import flash_attn_func
 from flashlane.bench.measure.check import Oracle
-from flashlane.bench.measure.draw import Drawn, draw_problems
+from flashlane.bench.measure.drawn import Drawn, draw_problems
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import DeviceKernel

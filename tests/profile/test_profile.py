@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from flashlane import bench
-from flashlane.bench.measure import roofs
+from flashlane.bench.measure import device_rates as rates
 from flashlane.bench.measure.results import Row
 from flashlane.bench.measure.timing import summarise
 from flashlane.cli.main import app
@@ -260,17 +260,17 @@ def test_commands_are_shown_without_running(invoke):
 
 
 def test_rows_are_placed_under_the_lower_roof():
-    found = roofs.Roofs(1000.0, {"f16": 100.0}, {"f16": 50.0})
+    found = rates.DeviceRates(1000.0, {"f16": 100.0}, {"f16": 50.0})
     assert found.ridge("f16") == 100.0 and found.ridge("f16", "mma(x)") == 50.0 and found.rate("f32") is None
     assert found.attainable(10.0, "f16") == 10.0 and found.attainable(1e4, "f16") == 100.0
     problem = bench.make_problem(1, 1, 1024, 64)
-    work, moved = bench.flops(problem), roofs.bytes_of(timed(problem, "k", 1.0))
+    work, moved = bench.flops(problem), rates.bytes_of(timed(problem, "k", 1.0))
     assert moved == 4 * 1024 * 64 * 2 + 4 * 1024
-    points = roofs.place([timed(problem, "k", 0.01), timed(problem, "mma(k)", 0.02), timed(problem, "no", None)], found)
+    points = rates.place([timed(problem, "k", 0.01), timed(problem, "mma(k)", 0.02), timed(problem, "no", None)], found)
     assert [p.tag for p in points] == ["k", "mma(k)"]
     assert points[0].intensity == pytest.approx(work / moved) and points[0].bound_by == "matrix rate"
     assert points[0].share == pytest.approx(work / 0.01 * 1e-9 / 100) and points[1].attainable == 50.0
-    small = roofs.place([timed(bench.make_problem(1, 1, 16, 64), "k", 0.01)], found)
+    small = rates.place([timed(bench.make_problem(1, 1, 16, 64), "k", 0.01)], found)
     assert small[0].bound_by == "copy rate" and small[0].attainable == pytest.approx(small[0].intensity)
 
 
@@ -283,15 +283,15 @@ def timed(problem, tag, ms):
 
 
 def test_the_sentence_says_what_bounds_it():
-    found = roofs.Roofs(1000.0, {"f16": 100.0})
+    found = rates.DeviceRates(1000.0, {"f16": 100.0})
     problem = bench.make_problem(1, 1, 1024, 64)
-    (fast,) = roofs.place([timed(problem, "k", bench.flops(problem) / 60e9)], found)
-    assert roofs.sentence([fast]) == (
+    (fast,) = rates.place([timed(problem, "k", bench.flops(problem) / 60e9)], found)
+    assert rates.sentence([fast]) == (
         "B1 H1 N1024 D64 f16: 508 FLOP/byte, above the ridge at 100: the matrix rate bounds it; "
         "k reaches 60 of 100 TFLOP/s (60%)."
     )
-    (slow,) = roofs.place([timed(problem, "k", 1e3)], found)
-    assert "neither roof bounds it" in roofs.sentence([slow]) and "launches, latency or the host" in roofs.sentence(
+    (slow,) = rates.place([timed(problem, "k", 1e3)], found)
+    assert "neither roof bounds it" in rates.sentence([slow]) and "launches, latency or the host" in rates.sentence(
         [slow]
     )
 
@@ -303,13 +303,13 @@ def test_the_command_measures_places_and_draws(invoke, tmp_path):
     assert done.exit_code == 0, done.output + done.stderr
     assert done.stdout.count("bounds it") == 2 and "copy" in done.stdout
     body = json.loads((tmp_path / "results" / "roofs.json").read_text())
-    assert body["format"] == roofs.FORMAT and body["roofs"]["copy"] > 0.1 and body["roofs"]["matrix"]["f16"] > 1e-3
+    assert body["format"] == rates.FORMAT and body["roofs"]["copy"] > 0.1 and body["roofs"]["matrix"]["f16"] > 1e-3
     assert {p["tag"] for p in body["points"]} == {"tiled", "(flash)"} and len(body["points"]) == 4
     assert "Roofline" in (tmp_path / "results" / "roofline.svg").read_text()
     device = body["environment"]["device"]
-    assert roofs.read_roofs_file(tmp_path / "results" / "roofs.json", device).copy == body["roofs"]["copy"]
+    assert rates.read_rates_file(tmp_path / "results" / "roofs.json", device).copy == body["roofs"]["copy"]
     with pytest.raises(ValueError, match=r"was measured on .*, the results on other"):
-        roofs.read_roofs_file(tmp_path / "results" / "roofs.json", "other")
+        rates.read_rates_file(tmp_path / "results" / "roofs.json", "other")
 
 
 def test_results_of_another_device_are_not_placed(invoke, tmp_path):

@@ -51,13 +51,11 @@ def command(
     preset: o.PresetName = None,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
-    baselines: o.Baselines = "all",
+    baselines: o.Peers = "all",
     peers_from: o.PeersFrom = None,
-    torch_: Annotated[
-        bool, o.option("--torch", help="Short for: add (unfused) to --baselines.", panel=o.WHICH)
-    ] = False,
+    torch_: Annotated[bool, o.option("--torch", help="Short for: add (unfused) to --peers.", panel=o.WHICH)] = False,
     sdpa: Annotated[
-        bool, o.option("--sdpa", help="Short for: add (sdpa-efficient) to --baselines.", panel=o.WHICH)
+        bool, o.option("--sdpa", help="Short for: add (sdpa-efficient) to --peers.", panel=o.WHICH)
     ] = False,
     naive: Annotated[
         bool, o.option("--naive", help="Short for: add mma(naive) where --tags leaves it out.", panel=o.WHICH)
@@ -110,7 +108,7 @@ def command(
     memory: Annotated[
         bool, o.option("--memory/--no-memory", help="Also see what a call allocates.", panel=o.MEASURE)
     ] = True,
-    roofs: o.MeasureRoofs = False,
+    roofs: o.MeasureRates = False,
     quick: o.Quick = False,
     timeout: Annotated[
         float | None,
@@ -136,7 +134,7 @@ def command(
     ] = "gemm",
     out: o.Out = o.RESULTS,
 ) -> None:
-    """Run every listed kernel and every baseline, check each against the formula, time them side by side.
+    """Run every listed kernel and every peer, check each against the formula, time them side by side.
 
     Sizes take a value (64), a list (64,128), a geometric sweep (1024:8192:x2) or an arithmetic one (64:256:+64); every
     combination runs. Without any: the baseline grid on a GPU, one small shape on the CPU, where the GPU kernels are
@@ -146,7 +144,7 @@ def command(
     on mma.sync the share of what that instruction gives on this card. Everything is in the JSON and CSV files.
 
     Exit status: 0 all is right, 1 a kernel's check failed or it raised, 2 bad input, 3 the files could not be written
-    where they should be, 130 interrupted (the problems done before are kept). A baseline that fails its check is shown
+    where they should be, 130 interrupted (the problems done before are kept). A peer that fails its check is shown
     as FAIL and not timed; it does not change the status.
 
     Examples:
@@ -157,7 +155,7 @@ def command(
 
       flashlane bench --B 8 --N 1 --seqlen-k 4096:65536:x4 --layout dense,cache,paged --page 16,64
 
-      flashlane bench --tags share-qkv --baselines flash,cudnn --graph
+      flashlane bench --tags share-qkv --peers flash,cudnn --graph
 
       flashlane bench --qkv layers.safetensors --dtype f16,bf16
     """

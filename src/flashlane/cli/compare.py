@@ -40,7 +40,7 @@ def compare_command(
         ),
     ] = "",
     kernels: o.Kernels = "",
-    baselines: o.Baselines = "all",
+    baselines: o.Peers = "all",
     peers_from: o.PeersFrom = None,
     no_grad: o.NoGrad = False,
     backward: o.Backward = False,
@@ -69,7 +69,7 @@ def compare_command(
 
       flashlane compare --preset gpt2
 
-      flashlane compare --N 4096 --D 128 --causal --backward --baselines flash,cudnn,flash-attn-4
+      flashlane compare --N 4096 --D 128 --causal --backward --peers flash,cudnn,flash-attn-4
 
       flashlane compare --preset bert-base --peers-from my_attention.py --timeout 30
     """

@@ -125,18 +125,20 @@ Rounds = Annotated[
 Quick = Annotated[
     bool, option("--quick", help="Three short rounds, and one small shape where none is given.", panel=MEASURE)
 ]
-MeasureRoofs = Annotated[
+MeasureRates = Annotated[
     bool,
     option(
         "--roofs", help="Also measure the device's copy and matrix rates; plot and report draw them.", panel=MEASURE
     ),
 ]
-Baselines = Annotated[str, option("--baselines", help="all, none, or a list: unfused,flash,cudnn,…", panel=WHICH)]
+Peers = Annotated[
+    str, option("--peers", "--baselines", help="all, none, or a list: unfused,flash,cudnn,…", panel=WHICH)
+]
 PeersFrom = Annotated[
     list[Path] | None,
     option(
         "--peers-from",
-        help="Your own baselines: a Python file that defines PEERS, a tuple of flashlane.bench.Peer. Repeatable.",
+        help="Your own peers: a Python file that defines PEERS, a tuple of flashlane.bench.Peer. Repeatable.",
         panel=WHICH,
     ),
 ]

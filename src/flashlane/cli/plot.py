@@ -36,7 +36,7 @@ def plot_command(
     ] = None,
     roofs: Annotated[
         Path | None,
-        o.option("--roofs", help="Roofs from this file of flashlane roofline, or of lessons_gpu.py.", panel=PICTURE),
+        o.option("--roofs", help="Rates from this file of flashlane roofline, or of lessons_gpu.py.", panel=PICTURE),
     ] = None,
     dark: Annotated[bool, o.option("--dark", help="Light on dark; -dark ends the names.", panel=PICTURE)] = False,
     formats: Annotated[str, o.option("--format", help="png, svg, or both in a list.", panel=o.OUTPUT)] = "png",
@@ -44,7 +44,7 @@ def plot_command(
 ) -> None:
     """Draw results files of bench, sweep and compare: rates, memory, speed-up bars, a heat map against the best peer.
 
-    A picture for each file and kind, <file>-<kind>.png, replaced at once. Needs no GPU; needs matplotlib. Roofs that
+    A picture for each file and kind, <file>-<kind>.png, replaced at once. Needs no GPU; needs matplotlib. Rates that
     the run itself measured (--roofs of bench and sweep) are drawn in.
 
     Exit status: 0 done, 2 bad input, or no matplotlib.
@@ -57,7 +57,7 @@ def plot_command(
     """
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.present import plots
-    from flashlane.bench.present.figure import write
+    from flashlane.bench.present.figure_frame import write
 
     kinds = _listed("--kind", kind, KINDS)
     suffixes = _listed("--format", formats, FORMATS)
@@ -80,10 +80,10 @@ def plot_command(
 
 def _roofs(measured: Measured, path: Path | None) -> tuple[dict[str, float], float | None]:
     """Matrix rates by name and the copy rate in GB/s: of a file, or those measured in the same run."""
-    from flashlane.bench.measure.measured import all_roofs, lines_of
+    from flashlane.bench.present.points import all_rates, lines_of
 
     if path is not None:
-        return all_roofs(path, str(measured.environment.get("device")))
+        return all_rates(path, str(measured.environment.get("device")))
     found = measured.roofs
     return ({}, None) if found is None else (lines_of(found), found.copy)
 

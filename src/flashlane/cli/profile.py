@@ -41,7 +41,7 @@ class Found:
 def profile_command(
     tag: Annotated[
         list[str] | None,
-        o.option("--tag", help="A kernel or (baseline), by its whole tag. Repeatable. Default: auto's.", panel=o.WHICH),
+        o.option("--tag", help="A kernel or (peer), by its whole tag. Repeatable. Default: auto's.", panel=o.WHICH),
     ] = None,
     batch: o.Batch = None,
     heads: o.Heads = None,

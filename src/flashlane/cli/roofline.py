@@ -12,8 +12,8 @@ import typer
 from flashlane.cli import options as o
 
 if TYPE_CHECKING:
+    from flashlane.bench.measure.device_rates import DeviceRates, Placed
     from flashlane.bench.measure.results import Results
-    from flashlane.bench.measure.roofs import Placed, Roofs
 
 
 def roofline_command(
@@ -29,7 +29,7 @@ def roofline_command(
     preset: o.PresetName = None,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
-    baselines: o.Baselines = "all",
+    baselines: o.Peers = "all",
     results: Annotated[
         Path | None,
         o.option("--results", help="Place the rows of this results file instead of measuring some.", panel=o.INPUT),
@@ -53,15 +53,15 @@ def roofline_command(
 
     Examples:
 
-      flashlane roofline --N 512:16384:x2 --D 64,128 --tags split-q --baselines flash,cudnn
+      flashlane roofline --N 512:16384:x2 --D 64,128 --tags split-q --peers flash,cudnn
 
       flashlane roofline --results results/sweep.json --format svg
     """
+    from flashlane.bench.measure.device_rates import FORMAT, measure_rates, place
     from flashlane.bench.measure.environment import environment
     from flashlane.bench.measure.results import check_writable, finite, load_results, write_atomically
-    from flashlane.bench.measure.roofs import FORMAT, measure_roofs, place
     from flashlane.bench.measure.runner import resolve_device
-    from flashlane.bench.present import figure
+    from flashlane.bench.present import figure_frame
     from flashlane.bench.present.table import make_console
 
     where = resolve_device(device)
@@ -81,7 +81,7 @@ def roofline_command(
         found = _bench(problems, where, tags, kernels, baselines, backward, iters, quick, seed)
     dtypes = tuple(dict.fromkeys(str(row.sizes.get("dtype")) for row in found.rows)) or ("f16",)
     with console.status("measuring the roofs …"):
-        roofs = measure_roofs(where, dtypes)
+        roofs = measure_rates(where, dtypes)
     points = place(found.rows, roofs)
     _print(points, roofs, found, console)
     body = {"format": FORMAT, "environment": found.environment, "roofs": roofs.as_dict()}
@@ -90,7 +90,7 @@ def roofline_command(
     write_atomically(written, json.dumps(finite(body), indent=1) + "\n")
     console.print(f"wrote {written}", style="dim", soft_wrap=True)
     try:
-        figure.need_matplotlib()
+        figure_frame.need_matplotlib()
     except ImportError as error:
         console.print(f"no picture: {error}", style="yellow", markup=False)
     else:
@@ -132,11 +132,11 @@ def _bench(
         )
 
 
-def _print(points: list[Placed], roofs: Roofs, results: Results, console: Any) -> None:
+def _print(points: list[Placed], roofs: DeviceRates, results: Results, console: Any) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from flashlane.bench.measure.roofs import sentence
+    from flashlane.bench.measure.device_rates import sentence
     from flashlane.bench.present.table import significant
 
     rates = [f"copy {roofs.copy / 1000:.3g} TB/s"]
@@ -158,20 +158,22 @@ def _print(points: list[Placed], roofs: Roofs, results: Results, console: Any) -
 
 def _draw(
     points: list[Placed],
-    roofs: Roofs,
+    roofs: DeviceRates,
     results: Results,
     out: Path,
     suffixes: tuple[str, ...],
     dark: bool,
     console: Any,
 ) -> None:
-    from flashlane.bench.measure.roofline import roofline_figure
-    from flashlane.bench.present import figure
+    from flashlane.bench.present import figure_frame
+    from flashlane.bench.present.roofline import roofline_figure
 
     if not points:
         return
-    picture = roofline_figure(points, roofs, results.environment, theme=figure.DARK if dark else figure.LIGHT)
+    picture = roofline_figure(
+        points, roofs, results.environment, theme=figure_frame.DARK if dark else figure_frame.LIGHT
+    )
     for suffix in suffixes:
         path = out / f"roofline{'-dark' * dark}.{suffix}"
-        figure.write(picture, path)
+        figure_frame.write(picture, path)
         console.print(f"wrote {path}", style="dim", soft_wrap=True)

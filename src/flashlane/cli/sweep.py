@@ -18,7 +18,8 @@ KEYS = {
     "B": "batch", "H": "heads", "N": "seqlen", "D": "head_dim", "kv-heads": "kv_heads", "seqlen-k": "seqlen_k",
     "Dv": "head_dim_v", "layout": "layout", "page": "page", "window": "window",
     "masks": "masks", "alignment": "alignment", "dtype": "dtype", "preset": "preset", "tags": "tags",
-    "kernels": "kernels", "baselines": "baselines", "peers-from": "peers_from", "backward": "backward", "both": "both",
+    "kernels": "kernels", "peers": "baselines", "baselines": "baselines", "peers-from": "peers_from",
+    "backward": "backward", "both": "both",
     "roofs": "roofs", "check": "check", "warmup": "warmup", "rounds": "iters", "quick": "quick",
     "timeout": "timeout", "seed": "seed",    "device": "device", "out": "out", "name": "name",
 }  # fmt: skip
@@ -51,11 +52,11 @@ def sweep_command(
     preset: o.PresetName = None,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
-    baselines: o.Baselines = "all",
+    baselines: o.Peers = "all",
     peers_from: o.PeersFrom = None,
     backward: o.Backward = False,
     both: o.Both = False,
-    roofs: o.MeasureRoofs = False,
+    roofs: o.MeasureRates = False,
     check: Annotated[
         bool, o.option("--check/--no-check", help="Compare outputs (and gradients) with the formula.", panel=o.MEASURE)
     ] = True,

@@ -123,11 +123,11 @@ def merged(whole: Results, more: Results) -> Results:
     lists = {name: getattr(whole, name) + getattr(more, name) for name in ("rows", "skipped", "compiled", "notes")}
     directions = [*whole.settings.get("directions", ()), *more.settings.get("directions", ())]
     settings = {**whole.settings, "directions": list(dict.fromkeys(directions))}
-    join_roofs(whole.environment, more.environment)
+    join_rates(whole.environment, more.environment)
     return replace(whole, settings=settings, **lists)
 
 
-def join_roofs(environment: dict[str, Any], other: dict[str, Any]) -> None:
+def join_rates(environment: dict[str, Any], other: dict[str, Any]) -> None:
     """Add the matrix rates of dtypes that the first environment has not measured."""
     for name in ("matrix", "mma"):
         if environment.get("roofs") and other.get("roofs"):

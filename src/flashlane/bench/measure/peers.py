@@ -1,4 +1,4 @@
-"""The baselines: torch's own attention in every backend, and the other libraries where they are installed.
+"""The peers: torch's own attention in every backend, and the other libraries where they are installed.
 
 A peer turns the bench's tensors (``(b, s, h, d)``) into whatever its library wants *before* it is timed (views, not
 copies), so that its own call alone is measured. :data:`PEERS` is the table; adding a peer is adding an entry.
@@ -36,7 +36,7 @@ def _always(_: object) -> Reason:
 
 @dataclass(frozen=True)
 class Peer:
-    """One baseline."""
+    """One peer."""
 
     tag: str
     summary: str
@@ -444,7 +444,7 @@ def peer_tags() -> tuple[str, ...]:
 
 
 def select_peers(text: str) -> tuple[Peer, ...]:
-    """The peers that ``--baselines`` asks for: ``all``, ``none``, or a list of their tags, brackets optional.
+    """The peers that ``--peers`` asks for: ``all``, ``none``, or a list of their tags, brackets optional.
 
     Raises:
         ValueError: one of them is unknown; the message names the nearest.
@@ -456,7 +456,7 @@ def select_peers(text: str) -> tuple[Peer, ...]:
         return PEERS if word == "all" else ()
     tags = ["(" + name.strip().strip("()") + ")" for name in text.split(",") if name.strip()]
     tags = [ALIASES.get(tag, tag) for tag in tags]
-    chosen = parse_names(",".join(tags), "--baselines", peer_tags())
+    chosen = parse_names(",".join(tags), "--peers", peer_tags())
     return tuple(peer for peer in PEERS if peer.tag in chosen)
 
 

@@ -1,4 +1,4 @@
-"""The main job: every kernel and every baseline on every problem, checked, then timed against each other."""
+"""The main job: every kernel and every peer on every problem, checked, then timed against each other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from flashlane.bench.measure.ceilings import share_of_ceiling
 from flashlane.bench.measure.check import STANDARD, Oracle, Rule, Verdict
+from flashlane.bench.measure.device_rates import measure_rates, share_of_ceiling
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.flops import DIRECTIONS, Convention, Direction, tflops
 from flashlane.bench.measure.gradients import GradientOracle
@@ -30,7 +30,6 @@ from flashlane.bench.measure.memory import measure_memory
 from flashlane.bench.measure.peers import PEERS, Peer, peer_tags
 from flashlane.bench.measure.progress import Reporter, Silent
 from flashlane.bench.measure.results import ERROR, FAIL, OK, STOPPED, UNCHECKED, Results, Row, Skipped
-from flashlane.bench.measure.roofs import measure_roofs
 from flashlane.bench.measure.timing import Settings, Timing, clocks_for, host_cost, measure_by
 from flashlane.core import registry
 from flashlane.core.problem import FEATURES, AttentionProblem, arch_of
@@ -98,7 +97,7 @@ class Selection:
 
 def _near(word: str, known: tuple[str, ...]) -> str:
     if any(word in tag for tag in peer_tags()):
-        return "it is in a baseline's: use --baselines"
+        return "it is in a peer's: use --peers"
     pieces = {piece for tag in known for piece in tag.replace("(", "+").replace(")", "+").split("+") if piece}
     return registry.suggest(word, (*sorted(pieces), *known))
 
@@ -137,7 +136,7 @@ def run(
         problems: problems, or each a :class:`~flashlane.bench.measure.inputs.Case` with lengths of packed or cached
             sequences, or with tensors of its own.
         device: default: the current GPU, or the CPU without one.
-        selection: which kernels and baselines; default: all that are listed.
+        selection: which kernels and peers; default: all that are listed.
         check: compare each output and LSE with the reference; what fails is not timed.
         rule: how close it must be, see :mod:`flashlane.bench.measure.check`.
         settings: how long to measure.
@@ -190,7 +189,7 @@ def run(
         reporter.step("measuring the roofs of the device", advance=False)
         dtypes = tuple(dict.fromkeys(case.problem.dtype_name for case in cases))
         try:
-            results.environment["roofs"] = measure_roofs(device, dtypes).as_dict()
+            results.environment["roofs"] = measure_rates(device, dtypes).as_dict()
         except RuntimeError as error:
             results.notes.append(f"--roofs: {first_line(error)}")
     plan = _Plan(device, selection, check, rule, settings, pattern, memory, cycles, reporter)
@@ -488,11 +487,11 @@ def _timed(row: Row, timings: dict[str, Timing] | Exception, work: Work) -> Row:
 
 
 def _compared(rows: Sequence[Row]) -> list[Row]:
-    """Each row's speed-up over the best baseline that ran and did not fail."""
-    baselines = [r.timing.median for r in rows if r.kind == "peer" and r.timing and r.status in (OK, UNCHECKED)]
-    if not baselines:
+    """Each row's speed-up over the best peer that ran and did not fail."""
+    peers = [r.timing.median for r in rows if r.kind == "peer" and r.timing and r.status in (OK, UNCHECKED)]
+    if not peers:
         return list(rows)
-    best = min(baselines)
+    best = min(peers)
     return [replace(r, speedup=best / r.timing.median) if r.timing and r.timing.median else r for r in rows]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlane.bench.measure.flops import Direction
-from flashlane.bench.measure.isolated import Died, Spec, Workers, join_roofs
+from flashlane.bench.measure.isolated import Died, Spec, Workers, join_rates
 from flashlane.bench.measure.journal import Journal
 from flashlane.bench.measure.progress import Reporter
 from flashlane.bench.measure.results import Results, Skipped, results_of, write_atomically
@@ -123,7 +123,7 @@ def collected(journal: Journal, cells: Sequence[Cell]) -> Results | None:
         else:
             whole.rows += found.rows
             whole.skipped += found.skipped
-            join_roofs(whole.environment, found.environment)
+            join_rates(whole.environment, found.environment)
             whole.notes += [note for note in found.notes if note not in whole.notes]
     if whole is not None:
         whole.skipped += lost

@@ -1,4 +1,4 @@
-"""Pictures of a bench's results file: rates and memory against length, speed-up bars, ratios to the best baseline.
+"""Pictures of a bench's results file: rates and memory against length, speed-up bars, ratios to the best peer.
 
 From a file that :meth:`flashlane.bench.measure.results.Results.write` wrote to a matplotlib figure; nothing is
 measured here.
@@ -15,8 +15,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashlane.bench.measure.measured import Measured, Point, fastest_tags, read_results, read_roofs
-from flashlane.bench.present.figure import DARK, LIGHT, Theme, need_matplotlib, new_figure, provenance, save, themed
+from flashlane.bench.present.figure_frame import (
+    DARK,
+    LIGHT,
+    Theme,
+    need_matplotlib,
+    new_figure,
+    provenance,
+    save,
+    themed,
+)
+from flashlane.bench.present.points import Measured, Point, fastest_tags, read_matrix_rates, read_results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,8 +42,8 @@ __all__ = [
     "memory_figure",
     "need_matplotlib",
     "provenance",
+    "read_matrix_rates",
     "read_results",
-    "read_roofs",
     "save",
     "speedup_figure",
     "throughput_figure",
@@ -63,7 +72,7 @@ def throughput_figure(
     """TFLOP/s against sequence length: a panel for each head dim (and dtype, mask), a line for each tag.
 
     Args:
-        most: kernels drawn, the fastest over all problems; every baseline is.
+        most: kernels drawn, the fastest over all problems; every peer is.
         roofs: TFLOP/s by name; a name that begins with a dtype is drawn in that dtype's panels alone.
         copy: GB/s of a copy: the roof that it puts over each length, by the least bytes that the problem moves.
 
@@ -113,9 +122,9 @@ def _lines_figure(
 ) -> Figure:
     """A quantity against sequence length: a panel for each head dim and variant, a line for each tag."""
     tags = fastest_tags(measured.points, most)
-    baselines = list(dict.fromkeys(p.tag for p in measured.points if not p.ours))
+    peers = list(dict.fromkeys(p.tag for p in measured.points if not p.ours))
     styles = {tag: _line_style(index, theme) for index, tag in enumerate(tags)}
-    styles |= {tag: _baseline_style(index, theme) for index, tag in enumerate(baselines)}
+    styles |= {tag: _peer_style(index, theme) for index, tag in enumerate(peers)}
     panels = _panels(measured.path, [p for p in measured.points if p.tag in styles])
     across = min(3, len(panels))
     kernels = len({p.tag for p in measured.points if p.ours})
@@ -224,9 +233,9 @@ def _line_style(index: int, theme: Theme) -> dict[str, Any]:
     }
 
 
-def _baseline_style(index: int, theme: Theme) -> dict[str, Any]:
+def _peer_style(index: int, theme: Theme) -> dict[str, Any]:
     return {
-        "color": theme.baseline,
+        "color": theme.peer,
         "marker": MARKERS[index % len(MARKERS)],
         "markerfacecolor": theme.background,
         "linestyle": DASHES[index % len(DASHES)],
@@ -241,10 +250,10 @@ def _baseline_style(index: int, theme: Theme) -> dict[str, Any]:
 
 @themed
 def speedup_figure(measured: Measured, most: int = MOST_BARS, *, theme: Theme = LIGHT) -> Figure:
-    """Bars of each problem's fastest kernels and all its baselines: how many times as fast as the best baseline.
+    """Bars of each problem's fastest kernels and all its peers: how many times as fast as the best peer.
 
     Raises:
-        ValueError: no problem has a timed baseline, or more problems than a picture holds.
+        ValueError: no problem has a timed peer, or more problems than a picture holds.
     """
     panels: dict[str, list[Point]] = defaultdict(list)
     for point in _compared(measured):
@@ -254,7 +263,7 @@ def speedup_figure(measured: Measured, most: int = MOST_BARS, *, theme: Theme = 
     across = min(2, len(panels))
     rows = max(map(len, bars.values()))
     size = (7.4 * across, (0.9 + 0.21 * rows) * -(-len(panels) // across))
-    figure, axes = new_figure(measured.environment, "Speed against the best baseline", len(panels), across, size, theme)
+    figure, axes = new_figure(measured.environment, "Speed against the best peer", len(panels), across, size, theme)
     for axis, (problem, points) in zip(axes, bars.items()):
         total = sum(p.ours for p in panels[problem])
         _draw_bars(axis, points, problem + _of(sum(p.ours for p in points), total), theme)
@@ -268,7 +277,7 @@ def _bars(points: list[Point], most: int) -> list[Point]:
 
 def _draw_bars(axis: Axes, points: list[Point], title: str, theme: Theme) -> None:
     widths = [p.speedup or 0.0 for p in points]
-    colours = [theme.lines[0] if p.ours else theme.baseline for p in points]
+    colours = [theme.lines[0] if p.ours else theme.peer for p in points]
     axis.barh(range(len(points)), widths, color=colours, height=0.74)
     for row, point in enumerate(points):
         label = f"{point.speedup:.2f}×  {_rate(point.tflops)} TFLOP/s"
@@ -281,7 +290,7 @@ def _draw_bars(axis: Axes, points: list[Point], title: str, theme: Theme) -> Non
         tick.set_fontweight("normal" if point.ours else "bold")
     axis.invert_yaxis()
     axis.set_xlim(0, 1.45 * max(1.0, *widths))  # room for the figures
-    axis.set_xlabel("× best baseline (baselines grey and bold)", fontsize=8)
+    axis.set_xlabel("× best peer (peers grey and bold)", fontsize=8)
     axis.set_title("\n".join(textwrap.wrap(title, 54)), fontsize=9.5, loc="left")
 
 
@@ -290,10 +299,10 @@ def _draw_bars(axis: Axes, points: list[Point], title: str, theme: Theme) -> Non
 
 @themed
 def heatmap_figure(measured: Measured, *, theme: Theme = LIGHT) -> Figure:
-    """Our fastest kernel's speed over the best baseline's: batch, heads and kind down, head dim and length across.
+    """Our fastest kernel's speed over the best peer's: batch, heads and kind down, head dim and length across.
 
     Raises:
-        ValueError: no problem has both a kernel and a timed baseline, or more problems than a picture holds.
+        ValueError: no problem has both a kernel and a timed peer, or more problems than a picture holds.
     """
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -306,13 +315,11 @@ def heatmap_figure(measured: Measured, *, theme: Theme = LIGHT) -> Figure:
         if best is None or best.tflops < point.tflops:
             cells[row][column] = point
     if not cells:
-        raise ValueError(f"{measured.path} has no problem with both a kernel and a checked baseline")
+        raise ValueError(f"{measured.path} has no problem with both a kernel and a checked peer")
     rows, columns = sorted(cells), sorted({column for by_column in cells.values() for column in by_column})
     _check_number(measured.path, max(len(rows), len(columns)))
     size = (max(8.4, 3.3 + 1.05 * len(columns)), 1.5 + 0.52 * len(rows))
-    figure, (axis,) = new_figure(
-        measured.environment, "Our fastest kernel against the best baseline", 1, 1, size, theme
-    )
+    figure, (axis,) = new_figure(measured.environment, "Our fastest kernel against the best peer", 1, 1, size, theme)
     grid = [[cells[r][c].speedup if c in cells[r] else math.nan for c in columns] for r in rows]
     reach = max(0.5, *(abs(math.log2(x)) for line in grid for x in line if not math.isnan(x)))
     colours = LinearSegmentedColormap.from_list("ratio", theme.ratio)
@@ -330,7 +337,7 @@ def heatmap_figure(measured: Measured, *, theme: Theme = LIGHT) -> Figure:
     marks = (0.5, 0.7, 1.0, 1.4, 2.0) if reach < 2 else (0.01, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 100.0)
     steps = [x for x in marks if abs(math.log2(x)) <= reach + 1e-9]
     bar.set_ticks([math.log2(x) for x in steps], labels=[f"{x:g}×" for x in steps])
-    bar.set_label("× best baseline")
+    bar.set_label("× best peer")
     bar.outline.set_visible(False)
     return figure
 
@@ -355,7 +362,7 @@ def _ink(image: Any, value: float) -> str:
 def _compared(measured: Measured) -> list[Point]:
     points = [p for p in measured.points if p.speedup]
     if not points:
-        raise ValueError(f"{measured.path} has no problem with a checked baseline, so no speed-up to draw")
+        raise ValueError(f"{measured.path} has no problem with a checked peer, so no speed-up to draw")
     return points
 
 

@@ -19,12 +19,12 @@ import jinja2
 from markupsafe import Markup
 
 from flashlane import __version__
-from flashlane.bench.measure.measured import Measured, lines_of, read_results
+from flashlane.bench.measure.device_rates import DeviceRates, place, rates_of, sentence
 from flashlane.bench.measure.results import ERROR, FAIL, Results, Row, load_results
-from flashlane.bench.measure.roofline import roofline_figure
-from flashlane.bench.measure.roofs import Roofs, place, roofs_of, sentence
 from flashlane.bench.measure.sweep import HEAD, summary_rows
-from flashlane.bench.present import figure, plots
+from flashlane.bench.present import figure_frame, plots
+from flashlane.bench.present.points import Measured, lines_of, read_results
+from flashlane.bench.present.roofline import roofline_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -193,13 +193,13 @@ def _status(row: Sequence[object]) -> str:
 def _pictures(path: Path, results: Results) -> tuple[list[str], list[str], list[dict[str, str]]]:
     """Why there are no pictures, what bounds each problem, and the pictures or why one is missing."""
     try:
-        figure.need_matplotlib()
+        figure_frame.need_matplotlib()
         measured = read_results(path)
     except (ImportError, ValueError) as error:
         return [f"No pictures: {error}"], [], []
     roofs = _roofs(results, path)
     lines = ({}, None) if roofs is None else (lines_of(roofs), roofs.copy)
-    kinds: dict[str, Callable[[figure.Theme], Figure]] = {
+    kinds: dict[str, Callable[[figure_frame.Theme], Figure]] = {
         "TFLOP/s against sequence length": lambda t: plots.throughput_figure(measured, 5, *lines, theme=t),
         "Our fastest kernel against the best peer": lambda t: plots.heatmap_figure(measured, theme=t),
         "Speed against the best peer": lambda t: plots.speedup_figure(_first(measured), theme=t),
@@ -214,7 +214,7 @@ def _pictures(path: Path, results: Results) -> tuple[list[str], list[str], list[
     for name, draw in kinds.items():
         picture = {"name": name, "missing": ""}
         try:
-            picture |= {"light": _uri(draw(figure.LIGHT)), "dark": _uri(draw(figure.DARK))}
+            picture |= {"light": _uri(draw(figure_frame.LIGHT)), "dark": _uri(draw(figure_frame.DARK))}
         except ValueError as error:  # this file has nothing to draw of that kind
             picture["missing"] = str(error)
         pictures.append(picture)
@@ -231,9 +231,9 @@ def _first(measured: Measured) -> Measured:
     return Measured(measured.path, measured.environment, points)
 
 
-def _roofs(results: Results, path: Path) -> Roofs | None:
+def _roofs(results: Results, path: Path) -> DeviceRates | None:
     body: Any = results.environment.get("roofs")
-    return None if body is None else roofs_of(body, str(path))
+    return None if body is None else rates_of(body, str(path))
 
 
 def _uri(picture: Figure) -> str:

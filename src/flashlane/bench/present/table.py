@@ -74,7 +74,7 @@ def print_results(results: Results, console: Console, convention: Convention = "
 
 
 def results_table(rows: Sequence[Row], title: str, width: int, convention: Convention = "gemm") -> Table:
-    """One problem's rows; kernels first, baselines after a line, the fastest of each kind in bold."""
+    """One problem's rows; kernels first, peers after a line, the fastest of each kind in bold."""
     columns = [*_columns(rows, convention), Column("check", _status, justify="left")]
     fastest = {_fastest(rows, kind) for kind in ("kernel", "peer")}
     return make_table(rows, columns, title, width, lambda r: "bold" if r.tag in fastest else None)
@@ -234,7 +234,7 @@ def _print_footer(results: Results, console: Console, convention: Convention) ->
         return
     notes = [
         f"ms: median of the rounds ({timed.method}), interleaved; ±%: half the distance of the quartiles",
-        f"TFLOP/s: {convention} count of visible pairs; ×best: times as fast as the best baseline",
+        f"TFLOP/s: {convention} count of visible pairs; ×best: times as fast as the best peer",
     ]
     if any(r.mma_ceiling for r in results.rows):
         notes.append("% mma ceiling: of what mma.sync gives from registers alone, measured on this card in this run")

@@ -2,7 +2,8 @@
 
 Source: Williams, Waterman and Patterson, Roofline (2009). The copy rate counts a byte read and a byte written. The
 matrix rate is that of torch's own product (cuBLAS on a GPU) of large square matrices; ``mma.sync``'s own ceiling is
-measured apart, from registers alone (``lessons/ceiling.py``), as a Hopper GPU has faster instructions.
+measured apart, from registers alone (``lessons/ceiling.py``), as a Hopper GPU has faster instructions; a kernel of
+``mma.sync`` has a share of that ceiling.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 
 from flashlane.bench.measure.results import Row
 from flashlane.bench.measure.timing import Settings, clock_for
-from flashlane.core.problem import DTYPES
+from flashlane.core.problem import DTYPES, AttentionProblem
+from flashlane.core.registry import Kernel
 
 FORMAT = "flashlane-roofs/1"
 GPU_COPY_BYTES, CPU_COPY_BYTES = 1 << 30, 1 << 26
@@ -27,7 +29,7 @@ REPEATS = 7
 
 
 @dataclass(frozen=True)
-class Roofs:
+class DeviceRates:
     """Rates of one device."""
 
     copy: float
@@ -56,18 +58,16 @@ class Roofs:
 
 
 @functools.cache
-def measure_roofs(device: torch.device, dtypes: tuple[str, ...]) -> Roofs:
+def measure_rates(device: torch.device, dtypes: tuple[str, ...]) -> DeviceRates:
     """Measure a device, once a process for the same dtypes."""
     with torch.no_grad():
         if device.type != "cuda":
             # A CPU's attention computes 16-bit types in f32, whose product is mostly the faster one.
             rates = {dtype: matrix_rate(device, DTYPES[dtype]) for dtype in {_on_cpu(dtype) for dtype in dtypes}}
-            return Roofs(copy_rate(device), {dtype: rates[_on_cpu(dtype)] for dtype in dtypes})
-        from flashlane.bench.measure.ceilings import ceiling
-
+            return DeviceRates(copy_rate(device), {dtype: rates[_on_cpu(dtype)] for dtype in dtypes})
         matrix = {dtype: matrix_rate(device, DTYPES[dtype]) for dtype in dtypes}
         mma = {dtype: ceiling(device.index or 0, dtype, "f32") for dtype in dtypes if dtype in ("f16", "bf16")}
-        return Roofs(copy_rate(device), matrix, mma)
+        return DeviceRates(copy_rate(device), matrix, mma)
 
 
 def _on_cpu(dtype: str) -> str:
@@ -101,7 +101,7 @@ def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
     return min(clock.time(call, REPEATS))
 
 
-def roofs_of(body: Any, path: str) -> Roofs:
+def rates_of(body: Any, path: str) -> DeviceRates:
     """The roofs in a JSON object.
 
     Raises:
@@ -109,7 +109,7 @@ def roofs_of(body: Any, path: str) -> Roofs:
     """
     try:
         tables = {name: {str(k): _rate(v) for k, v in dict(body.get(name) or {}).items()} for name in ("matrix", "mma")}
-        return Roofs(_rate(body["copy"]), **tables)
+        return DeviceRates(_rate(body["copy"]), **tables)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} has damaged roofs: {type(error).__name__} {error}") from None
 
@@ -150,7 +150,7 @@ LATENCY_SHARE = 0.15
 """Below this share of the roof neither roof binds: launches, latency or the host do."""
 
 
-def place(rows: Iterable[Row], roofs: Roofs) -> list[Placed]:
+def place(rows: Iterable[Row], roofs: DeviceRates) -> list[Placed]:
     """Every timed row of a dtype that was measured, in order."""
     found = []
     for row in rows:
@@ -177,7 +177,7 @@ def bytes_of(row: Row) -> int:
 
 
 def sentence(points: list[Placed]) -> str:
-    """What bounds one problem, and how near the fastest kernel and the fastest baseline come."""
+    """What bounds one problem, and how near the fastest kernel and the fastest peer come."""
     best = {kind: max((p for p in points if p.kind == kind), key=lambda p: p.tflops, default=None)
             for kind in ("kernel", "peer")}  # fmt: skip
     shown = [p for p in best.values() if p is not None]
@@ -193,7 +193,7 @@ def sentence(points: list[Placed]) -> str:
     return f"{first.problem}: {text}; {', '.join(reach)}."
 
 
-def read_roofs_file(path: Path, device: str) -> Roofs:
+def read_rates_file(path: Path, device: str) -> DeviceRates:
     """The roofs of a file that ``flashlane roofline`` wrote on a device.
 
     Raises:
@@ -210,4 +210,42 @@ def read_roofs_file(path: Path, device: str) -> Roofs:
     measured_on = (body.get("environment") or {}).get("device")
     if measured_on != device:
         raise ValueError(f"--roofs: {path} was measured on {measured_on}, the results on {device}")
-    return roofs_of(body.get("roofs") or {}, f"--roofs: {path}")
+    return rates_of(body.get("roofs") or {}, f"--roofs: {path}")
+
+
+# --- the ceiling of mma.sync
+
+FAMILY = "mma"
+"""The kernels whose products are ``mma.sync`` m16n8k16."""
+
+
+def accumulators(kernel: Kernel, problem: AttentionProblem) -> tuple[str, str]:
+    """What QKᵀ and PV accumulate in: ``f32`` or ``f16``."""
+    said = dict(
+        item.strip().split("=", 1) for item in kernel.low_precision_reference(problem).split(",") if "=" in item
+    )
+    return said.get("scores", "f32"), said.get("out", "f32")
+
+
+def share_of_ceiling(
+    kernel: Kernel | None, problem: AttentionProblem, tflops: float | None, device: torch.device
+) -> float | None:
+    """TFLOP/s over the card's ``mma.sync`` rate; None for other kernels, dtypes and devices.
+
+    Where the two products accumulate in different types, the ceiling is that of their operations one after the other.
+    """
+    if kernel is None or kernel.family != FAMILY or device.type != "cuda" or not tflops:
+        return None
+    if problem.dtype_name not in ("f16", "bf16"):
+        return None
+    rates = [ceiling(device.index or 0, problem.dtype_name, kind) for kind in accumulators(kernel, problem)]
+    work = (problem.head_dim, problem.head_dim_v)
+    return tflops * sum(part / rate for part, rate in zip(work, rates, strict=True)) / sum(work)
+
+
+@functools.cache
+def ceiling(device: int, dtype: str, accumulate: str) -> float:
+    """TFLOP/s of register-only loops on a device; takes about a third of a second, once."""
+    from flashlane.lessons.ceiling import mma_ceiling
+
+    return mma_ceiling(dtype, accumulate, device=device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flashlane.bench.measure.roofs import Placed, Roofs
-from flashlane.bench.present.figure import LIGHT, Theme, new_figure, themed
+from flashlane.bench.measure.device_rates import DeviceRates, Placed
+from flashlane.bench.present.figure_frame import LIGHT, Theme, new_figure, themed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +19,7 @@ MOST = 8
 
 @themed
 def roofline_figure(
-    points: Sequence[Placed], roofs: Roofs, environment: dict[str, Any], *, theme: Theme = LIGHT
+    points: Sequence[Placed], roofs: DeviceRates, environment: dict[str, Any], *, theme: Theme = LIGHT
 ) -> Figure:
     """A panel for each dtype, both axes logarithmic.
 
@@ -35,7 +35,7 @@ def roofline_figure(
     return figure
 
 
-def _panel(axis: Axes, points: list[Placed], roofs: Roofs, dtype: str, theme: Theme) -> None:
+def _panel(axis: Axes, points: list[Placed], roofs: DeviceRates, dtype: str, theme: Theme) -> None:
     seen = [p.intensity for p in points] + [roofs.matrix[dtype] / (roofs.copy * 1e-3)]
     low, high = min(seen) / 3, max(seen) * 3  # both sides of the ridge
     xs = [low * (high / low) ** (step / 200) for step in range(201)]
@@ -50,7 +50,7 @@ def _panel(axis: Axes, points: list[Placed], roofs: Roofs, dtype: str, theme: Th
         members = [p for p in points if p.tag == tag]
         ours = members[0].kind == "kernel"
         shown = index < MOST
-        style = {"color": theme.lines[index % len(theme.lines)] if ours and shown else theme.baseline}
+        style = {"color": theme.lines[index % len(theme.lines)] if ours and shown else theme.peer}
         style |= {"marker": MARKERS[index % len(MARKERS)] if shown else ".", "linestyle": "none", "markersize": 6}
         style |= {"markerfacecolor": style["color"] if ours else theme.background, "zorder": 3}
         more = f"{len(best) - MOST} further tags" if index == MOST else "_" if not shown else tag

@@ -23,11 +23,11 @@ class Theme:
     background: str
     text: str
     faint: str
-    baseline: str
+    peer: str
     roof: str
     lines: tuple[str, ...]
     ratio: tuple[str, str, str]
-    """Slower than the best baseline, as fast, faster."""
+    """Slower than the best peer, as fast, faster."""
 
 
 LIGHT = Theme(
@@ -88,7 +88,7 @@ def new_figure(
     left, top = 0.12 / width, 1 - 0.1 / height
     figure.text(left, top, "\n".join(title), va="top", fontsize=12, fontweight="bold", color=theme.text)
     top -= 0.23 * len(title) / height
-    figure.text(left, top, "\n".join(below), va="top", fontsize=8, color=theme.baseline)
+    figure.text(left, top, "\n".join(below), va="top", fontsize=8, color=theme.peer)
     for axis in axes[panels:]:
         axis.set_visible(False)
     return figure, list(axes[:panels])
@@ -97,9 +97,9 @@ def new_figure(
 def theme_settings(theme: Theme) -> dict[str, Any]:
     """Matplotlib's settings of a theme."""
     names = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor")
-    colours = dict.fromkeys(names, theme.text) | dict.fromkeys(("xtick.color", "ytick.color"), theme.baseline)
+    colours = dict.fromkeys(names, theme.text) | dict.fromkeys(("xtick.color", "ytick.color"), theme.peer)
     surfaces = dict.fromkeys(("figure.facecolor", "axes.facecolor"), theme.background)
-    lines = {"axes.edgecolor": theme.baseline, "grid.color": theme.faint, "axes.axisbelow": True}
+    lines = {"axes.edgecolor": theme.peer, "grid.color": theme.faint, "axes.axisbelow": True}
     spines = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
     return {**colours, **surfaces, **lines, **spines}
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashlane.bench.measure.device_rates import FORMAT as RATES
+from flashlane.bench.measure.device_rates import DeviceRates, rates_of, read_rates_file
 from flashlane.bench.measure.results import FORMAT, OK, UNCHECKED
-from flashlane.bench.measure.roofs import FORMAT as ROOFS
-from flashlane.bench.measure.roofs import Roofs, read_roofs_file, roofs_of
 from flashlane.core.problem import DTYPES
 
 
@@ -26,7 +26,7 @@ class Point:
     ours: bool
     tflops: float
     speedup: float | None
-    """Time of the problem's best baseline over this one's; None where no baseline was timed."""
+    """Time of the problem's best peer over this one's; None where no peer was timed."""
     batch: int
     heads: str
     seqlen_q: int
@@ -59,13 +59,13 @@ class Measured:
     points: tuple[Point, ...]
 
     @property
-    def roofs(self) -> Roofs | None:
+    def roofs(self) -> DeviceRates | None:
         """The roofs that were measured in the same run; None where they were not."""
         body = self.environment.get("roofs")
-        return None if body is None else roofs_of(body, str(self.path))
+        return None if body is None else rates_of(body, str(self.path))
 
     def choose(self, words: Sequence[str]) -> Measured:
-        """Baselines, and the kernels whose tag contains one of the words (every kernel without words).
+        """Peers, and the kernels whose tag contains one of the words (every kernel without words).
 
         Raises:
             ValueError: no timed kernel of the file has such a tag.
@@ -96,25 +96,25 @@ def read_results(path: Path) -> Measured:
     return Measured(path, environment, points)
 
 
-def lines_of(roofs: Roofs) -> dict[str, float]:
+def lines_of(roofs: DeviceRates) -> dict[str, float]:
     """Matrix rates by ``f16 matrix product``, TFLOP/s, as ``bench.present.plots.throughput_figure`` takes them."""
     lines = {f"{dtype} matrix product": rate for dtype, rate in roofs.matrix.items()}
     return lines | {f"{dtype} mma.sync": rate for dtype, rate in roofs.mma.items()}
 
 
-def all_roofs(path: Path, device: str) -> tuple[dict[str, float], float | None]:
+def all_rates(path: Path, device: str) -> tuple[dict[str, float], float | None]:
     """Matrix rates and, where the file has it, the copy rate in GB/s: of ``flashlane roofline`` or lessons_gpu.py.
 
     Raises:
         ValueError: no such file, it has no such rate, or it was measured on another device; the message names it.
     """
-    if _read_json(path).get("format") == ROOFS:
-        found = read_roofs_file(path, device)
+    if _read_json(path).get("format") == RATES:
+        found = read_rates_file(path, device)
         return lines_of(found), found.copy
-    return {f"{name} mma.sync": rate for name, rate in read_roofs(path, device).items()}, None
+    return {f"{name} mma.sync": rate for name, rate in read_matrix_rates(path, device).items()}, None
 
 
-def read_roofs(path: Path, device: str) -> dict[str, float]:
+def read_matrix_rates(path: Path, device: str) -> dict[str, float]:
     """The matrix rates that ``benchmarks/scripts/lessons_gpu.py`` measured, TFLOP/s by ``f16 acc-f32``.
 
     Raises:
