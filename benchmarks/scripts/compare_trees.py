@@ -311,6 +311,7 @@ def main() -> int:
     parser.add_argument("--timed", type=float, default=15.0, help="ms of calls of each timing")
     parser.add_argument("--again", type=float, default=0.006, help="loss beyond which a problem is timed again")
     parser.add_argument("--seconds", type=float, default=400.0, help="no problem is begun after this")
+    parser.add_argument("--only", default="", help="problems whose names have all these words: 'D128 window'")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     import time
@@ -326,6 +327,8 @@ def main() -> int:
         "rounds": given.rounds, "rows": rows,
     }  # fmt: skip
     for spec in problems(given.seed, given.count):
+        if not set(given.only.split()) <= set(spec["name"].split()):
+            continue
         if time.monotonic() - start > given.seconds:
             print("time is up", flush=True)
             break

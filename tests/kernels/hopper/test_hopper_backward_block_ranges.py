@@ -29,7 +29,8 @@ PROGRAM = """
 #include <cstdio>
 #include <vector>
 using std::max; using std::min;
-inline int ceil_div(int a, int b) {{ return (a + b - 1) / b; }}
+inline constexpr int ceil_div(int a, int b) {{ return (a + b - 1) / b; }}
+inline constexpr int constant_min(int a, int b) {{ return a < b ? a : b; }}
 {shared}
 struct Params {{
     SeqlenParams seqlen;

@@ -22,13 +22,12 @@ import torch
 from problems import Case, kept_by_dropout
 
 from flashlane import flash_attn_func, jit
-from flashlane.core import registry
+from flashlane.core import registry, tuned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.triton import attention
 from flashlane.kernels.triton import forward_configs as configs
 from flashlane.kernels.triton.forward_configs import TritonConfig
 from flashlane.reference.naive import reference_attention
-from flashlane.tuning import stored as tune
 
 ROOT = Path(__file__).parents[3]
 SUPPORT = ROOT / "tests" / "support"
@@ -262,7 +261,7 @@ def test_descriptors_only_where_they_read_the_right_rows() -> None:
 
 def test_what_was_tuned_for_dense_keys_reads_a_cache_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = {"bm": 64, "bn": 32, "warps": 4, "stages": 2, "descriptors": True}
-    monkeypatch.setattr(tune, "lookup", lambda kernel, problem: stored)
+    monkeypatch.setattr(tuned, "lookup", lambda kernel, problem: stored)
     registry.changed()
     try:
         assert KERNEL.config(problem_of()) == TritonConfig(64, 32, 4, 2, True)
@@ -314,29 +313,31 @@ def test_keys_are_split_as_asked(asked: int) -> None:
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every length of the bar is asked for, and a ratio is the named peer's time over ours."""
+def test_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every length of the targets is asked for, and a ratio is the named peer's time over ours."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "scripts")
     import triton_targets
 
     from flashlane.bench.measure.results import Results, Row
     from flashlane.bench.measure.timing import Timing
 
-    goals = {goal.name: goal for goal in triton_targets.goals("sm_90a")}
+    targets = {target.name: target for target in triton_targets.targets("sm_90a")}
     wanted = [
         f"d{d} n{n} bf16 {m}" for d in (64, 128) for n in (1024, 2048, 4096, 8192, 16384) for m in ("full", "causal")
     ]
-    assert set(wanted) < set(goals) and all(goals[name].peer == "(flex)" for name in wanted)
-    assert {goal.peer for name, goal in goals.items() if "f32" in name} == {"(sdpa-efficient)"}
+    assert set(wanted) < set(targets) and all(targets[name].peer == "(flex)" for name in wanted)
+    assert {target.peer for name, target in targets.items() if "f32" in name} == {"(sdpa-efficient)"}
 
     def row(tag: str, ms: float) -> Row:
         return Row("P", {}, tag, "kernel", "ok", timing=Timing(ms, ms, ms, ms, ms, 5, 1, "test"))
 
-    goal = goals[wanted[0]]
-    found = triton_targets.judged(goal, Results({}, {}, [row("triton", 2.0), row("(flex)", 3.0), row("(flash)", 1.0)]))
+    target = targets[wanted[0]]
+    found = triton_targets.judged(
+        target, Results({}, {}, [row("triton", 2.0), row("(flex)", 3.0), row("(flash)", 1.0)])
+    )
     assert found.ratios == {"(flex)": 1.5, "(flash)": 0.5} and found.met
-    assert not triton_targets.judged(goal, Results({}, {}, [row("triton", 2.0), row("(flex)", 1.9)])).met
-    assert not triton_targets.judged(goal, Results({}, {}, [row("(flex)", 1.9)])).met
+    assert not triton_targets.judged(target, Results({}, {}, [row("triton", 2.0), row("(flex)", 1.9)])).met
+    assert not triton_targets.judged(target, Results({}, {}, [row("(flex)", 1.9)])).met
 
 
 class FakeNvidia:
