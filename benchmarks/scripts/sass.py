@@ -142,14 +142,15 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, list[st
 
 
 def _drop_equal(old: list[dict[str, Any]], new: list[dict[str, Any]], key: str) -> int:
-    """Take the rows that both lists have out of both; how many."""
-    common = Counter(row[key] for row in old) & Counter(row[key] for row in new)
+    """Take the rows that both lists have out of both; how many. A record may lack the second digest."""
+    common = Counter(row.get(key) for row in old) & Counter(row.get(key) for row in new)
+    common.pop(None, None)
     for rows in (old, new):
         left = common.copy()
         kept = []
         for row in rows:
-            if left[row[key]] > 0:
-                left[row[key]] -= 1
+            if left[row.get(key)] > 0:
+                left[row.get(key)] -= 1
             else:
                 kept.append(row)
         rows[:] = kept
