@@ -13,7 +13,7 @@ CHECK := api/test_functional.py bench/test_bench_flops.py bench/test_bench_grid.
   bench/test_bench_timing.py benchmarks/test_results_name_scripts.py core/test_dispatch.py core/test_problem.py \
   inspect/test_doctor.py jit/test_jit_budget.py kernels/mma/test_mma_grid.py \
   kernels/test_features.py models ops/test_ops.py reference/test_masks.py \
-  tools/test_fa4_cache.py tuning/test_tune.py
+  docs/test_vocabulary.py lessons/test_lessons.py profile test_imports.py tools/test_fa4_cache.py tuning/test_tune.py
 
 .PHONY: help bench check test lint format readme docs compile ahead gpu clean distclean venv venv-test
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 import flashlane
+import flashlane.ops.library
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.peers import PEERS
 from flashlane.bench.measure.results import check_writable, write_atomically
