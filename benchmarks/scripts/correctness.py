@@ -17,7 +17,7 @@ import json
 import math
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,7 +25,8 @@ from gpu_run import compile_ahead, device_or_exit
 from rich.progress import Progress
 
 from flashlane.bench.measure.check import Oracle
-from flashlane.bench.measure.drawn import Drawn, draw_problems
+from flashlane.bench.measure.drawn import ALIGNED, MMA, draw
+from flashlane.bench.measure.drawn_case import Case
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.results import write_atomically
 from flashlane.core import registry
@@ -60,13 +61,14 @@ def chosen(words: list[str], unlisted: int, chance: random.Random) -> list[Devic
     return kernels if unlisted == 0 else chance.sample(kernels, min(unlisted, len(kernels)))
 
 
-def drawn_from(arguments: argparse.Namespace) -> list[Drawn]:
+def drawn_from(arguments: argparse.Namespace) -> list[Case]:
     """The problems, of all head dims or of those asked for."""
-    if not arguments.head_dims:
-        return draw_problems(arguments.problems, arguments.seed)
-    pairs = [tuple(map(int, word.split("/"))) for word in arguments.head_dims.split(",")]
-    head_dims = tuple((pair[0], pair[-1]) for pair in pairs)
-    return draw_problems(arguments.problems, arguments.seed, head_dims, aligned=True)
+    space = MMA
+    if arguments.head_dims:
+        pairs = [tuple(map(int, word.split("/"))) for word in arguments.head_dims.split(",")]
+        space = replace(space, head_dim_pairs=tuple((pair[0], pair[-1]) for pair in pairs), strides=ALIGNED)
+    chance = random.Random(arguments.seed)
+    return [draw(chance, space) for _ in range(arguments.problems)]
 
 
 def main() -> int:
@@ -93,12 +95,12 @@ def main() -> int:
     wanted = sorted({d for ds in takes.values() for d in ds}, key=str)
 
     with Progress(console=None, transient=True) as progress, torch.no_grad():
-        meets = [item.build(dtype, device)[0] for item in drawn for dtype in wanted]
+        meets = [item.build(dtype, device=str(device))[0] for item in drawn for dtype in wanted]
         progress.add_task("compiling", total=None)
         compile_ahead((kernel, problem) for kernel in kernels for problem in meets)
         task = progress.add_task("checking", total=len(drawn))
         for number, item in enumerate(drawn):
-            built = {dtype: item.build(dtype, device) for dtype in wanted}
+            built = {dtype: item.build(dtype, device=str(device)) for dtype in wanted}
             oracles = {dtype: Oracle(problem, inputs) for dtype, (problem, inputs) in built.items()}
             for kernel in kernels:
                 dtype = takes[kernel.tag][number % len(takes[kernel.tag])]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import fields, replace
 
-import draws
 import pytest
 import torch
-from problems import Case
 
+from flashlane.bench.measure import drawn as draws
+from flashlane.bench.measure.drawn_case import Case
 from flashlane.reference.naive import reference_attention
 
 SPACES = {name: value for name, value in vars(draws).items() if isinstance(value, draws.Space)}
@@ -28,8 +28,9 @@ SMALL = replace(
 def test_a_space_draws_all_that_it_names(name: str) -> None:
     space = SPACES[name]
     cases = [draws.draw(random.Random(seed), space) for seed in range(800)]
+    head_dims, head_dims_v = zip(*space.head_dim_pairs) if space.head_dim_pairs else (space.head_dims, ())
     for field, values in (
-        ("varlen", space.varlen), ("head_dim", space.head_dims), ("causal", space.causal), ("softcap", space.softcaps),
+        ("varlen", space.varlen), ("head_dim", head_dims), ("causal", space.causal), ("softcap", space.softcaps),
         ("alignment", space.alignments), ("alibi", space.alibi), ("sinks", space.sinks), ("strides", space.strides),
         ("kv_heads", space.kv_heads), ("dropout", space.dropout), ("scale", space.scales),
     ):  # fmt: skip
@@ -38,7 +39,14 @@ def test_a_space_draws_all_that_it_names(name: str) -> None:
     assert {case.window[0] for case in cases} == set(space.left)
     assert {case.window[1] for case in cases} == set(space.right)
     lengths = {q for case in cases for q, _ in case.lengths}
-    assert lengths >= set(space.lengths), "a length of queries"
+    if isinstance(space.lengths, draws.LogUniform):
+        assert len(lengths) > 200 and all(n in space.lengths for n in lengths), "any length within the bounds"
+    else:
+        assert lengths >= set(space.lengths), "a length of queries"
+    assert {case.head_dim_v for case in cases} >= set(head_dims_v)
+    assert {pair for case in cases for pair in case.lengths} >= set(space.corner_lengths)
+    assert {case.spread for case in cases} == set(space.spreads or (1.0,))
+    assert {case.dtype for case in cases} == set(space.dtypes or ("",))
     held = {(case.used, case.leftpad, case.batch_idx, bool(case.page_size)) for case in cases}
     words = ("used", "leftpad", "batch_idx", "paged")
     assert held >= {tuple(word in cache for word in words) for cache in space.caches}
@@ -64,3 +72,34 @@ def test_a_seed_gives_the_same_case_and_the_same_numbers() -> None:
         for field in fields(first):
             a, b = getattr(first, field.name), getattr(second, field.name)
             assert torch.equal(a.nan_to_num(), b.nan_to_num()) if isinstance(a, torch.Tensor) else a == b, field.name
+
+
+@pytest.mark.parametrize("kind", draws.TIMED)
+def test_timed_problems_are_within_their_bounds_and_a_function_of_kind_seed_and_number(kind: str) -> None:
+    space = draws.TIMED[kind]
+    cases = [draws.timed(kind, 1000, number) for number in range(150)]
+    assert cases[7] == draws.timed(kind, 1000, 7) and len(set(cases)) > 140
+    assert set(cases) & {draws.timed(kind, 1001, number) for number in range(150)} == set()
+    for case in cases:
+        assert sum(map(case.flop, case.lengths)) <= space.most_flop, case
+        assert 2 * sum(map(case.elements, case.lengths)) <= space.most_bytes, case
+        assert space.least_heads <= case.kv_heads * case.group <= space.most_heads, case
+        assert case.head_dim % 8 == 0 and 64 <= case.head_dim <= 256, case
+        assert not case.causal or all(queries <= keys for queries, keys in case.lengths), "no row is blind"
+        posed = case.posed("sm_90a")
+        assert posed.problem.batch == len(case.lengths) and len(posed.lengths) in (0, posed.problem.batch)
+        assert posed.problem.varlen == (kind == "packed")
+        assert (posed.problem.window_left >= 0) == (kind == "window")
+    smaller = [draws.timed(kind, 1000, number, most_flop=2e10) for number in range(20)]
+    assert all(sum(map(case.flop, case.lengths)) <= 2e10 for case in smaller)
+    with pytest.raises(ValueError, match="no problem of it fits"):
+        draws.timed(kind, 1000, 0, most_flop=1.0)
+
+
+def test_flop_and_elements_are_those_of_the_tensors() -> None:
+    case = replace(draws.timed("dense", 1000, 0), lengths=((7, 11),) * 2, kv_heads=2, group=3, causal=True)
+    inputs = case.posed().materialise(torch.device("cpu"), seed=0)
+    numbers = sum(t.numel() for t in (inputs.q, inputs.k, inputs.v)) + 2 * 7 * 6 * case.head_dim_v
+    assert sum(map(case.elements, case.lengths)) == numbers
+    pairs = sum(min(11, row + 4 + 1) for row in range(7))
+    assert sum(map(case.flop, case.lengths)) == 2 * 6 * pairs * 2 * (case.head_dim + case.head_dim_v)

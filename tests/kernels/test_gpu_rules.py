@@ -11,9 +11,10 @@ import pytest
 import torch
 from backward_rule import judge
 from forward_rule import complaint
-from problems import PLAIN, TENSORS, Case, Products, moved, relaid, tf32_factor
+from problems import Products, tf32_factor
 from triton_variants import BACKWARD_VARIANTS, FORWARD_VARIANTS
 
+from flashlane.bench.measure.drawn_case import PLAIN, TENSORS, Case, moved, relaid
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.reference.naive import reference_attention
 from flashlane.reference.tiled import Gradients, tiled_backward, tiled_forward

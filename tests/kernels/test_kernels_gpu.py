@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from flashlane import flash_attn_func
 from flashlane.bench.measure.check import Oracle
-from flashlane.bench.measure.drawn import Drawn, draw_problems
+from flashlane.bench.measure.drawn import MMA, draw
+from flashlane.bench.measure.drawn_case import PLAIN
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import DeviceKernel
@@ -34,20 +37,20 @@ def test_agrees_with_the_reference(kernel: DeviceKernel, request: pytest.Fixture
     """benchmarks/scripts/correctness.py does the same over hundreds of problems."""
     dtype = torch.float32 if kernel.family == "fa1" else torch.float16
     ran = 0
-    for item in draw_problems(4 * PROBLEMS, seed=len(kernel.tag)):
-        problem, inputs = item.build(dtype, torch.device("cuda"))
+    chance = random.Random(kernel.tag)
+    for case in (draw(chance, MMA) for _ in range(4 * PROBLEMS)):
+        problem, inputs = case.build(dtype, device="cuda")
         if kernel.supports(problem) is not None or ran == PROBLEMS:
             continue
         verdict = Oracle(problem, inputs).judge(*run(kernel, problem, inputs), kernel.low_precision_reference(problem))
-        assert verdict.ok, f"{problem.describe()} {item.layout}: {verdict.message}"
+        assert verdict.ok, f"{problem.describe()} {case.strides}: {verdict.message}"
         ran += 1
     assert ran == PROBLEMS
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.tag)
 def test_repeats_to_the_bit(kernel: DeviceKernel) -> None:
-    item = Drawn(2, 4, 2, 333, 500, 64, 64, "causal", (0, 0), "contiguous", None, 1.0, 7)
-    problem, inputs = item.build(torch.float32 if kernel.family == "fa1" else torch.float16, torch.device("cuda"))
+    problem, inputs = PLAIN.build(torch.float32 if kernel.family == "fa1" else torch.float16, device="cuda")
     first = run(kernel, problem, inputs)
     for _ in range(3):
         again = run(kernel, problem, inputs)
@@ -88,10 +91,9 @@ def test_large_scores_do_not_overflow_f16_accumulators() -> None:
 def test_large_head_dims(family: str, persist: str, head_dim: int) -> None:
     for number, words in enumerate(("acc-f32{}+swizzle-qkv+stage2", "acc-f32{}+stage3", "o-f16{}+swizzle-qk+stage1")):
         kernel = registry.get(f"mma(split-q+{family}+{words.format(persist)})")
-        item = Drawn(
-            1, 4, 2, 130, 333, head_dim, head_dim, ("causal", "full")[number % 2], (0, 0), "packed", None, 1.0, 9
-        )
-        problem, inputs = item.build(torch.float16, torch.device("cuda"))
+        dims = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": number % 2 == 0}
+        case = replace(PLAIN, lengths=((130, 333),), strides="apart", **dims)
+        problem, inputs = case.build(torch.float16, device="cuda")
         verdict = Oracle(problem, inputs).judge(*run(kernel, problem, inputs), kernel.low_precision_reference(problem))
         assert verdict.ok, f"{kernel.tag}: {verdict.message}"
 
@@ -100,17 +102,16 @@ def test_large_head_dims(family: str, persist: str, head_dim: int) -> None:
 @pytest.mark.parametrize("split", ["split-q", "split-kv", "split-q+share-qkv", "split-q+tiling-qkv"])
 def test_ways_of_storing(split: str, output: str) -> None:
     kernel = registry.get(f"mma({split}+acc-f32+swizzle-qkv+store-{output}+stage2)")
-    for head_dim, head_dim_v, layout in ((64, 64, "packed"), (128, 64, "heads first"), (59, 59, "offset by one")):
-        item = Drawn(2, 4, 2, 130, 333, head_dim, head_dim_v, "causal", (0, 0), layout, None, 1.0, 11)
-        problem, inputs = item.build(torch.float16, torch.device("cuda"))
+    for head_dim, head_dim_v, layout in ((64, 64, "apart"), (128, 64, "transposed"), (59, 59, "sliced")):
+        case = replace(PLAIN, lengths=((130, 333),) * 2, head_dim=head_dim, head_dim_v=head_dim_v, strides=layout)
+        problem, inputs = case.build(torch.float16, device="cuda")
         verdict = Oracle(problem, inputs).judge(*run(kernel, problem, inputs))
         assert verdict.ok, f"{kernel.tag} D{head_dim}: {verdict.message}"
 
 
 def test_runs_on_the_current_stream_and_in_a_graph() -> None:
-    problem, inputs = Drawn(1, 2, 2, 300, 300, 64, 64, "full", (0, 0), "contiguous", None, 1.0, 3).build(
-        torch.float16, torch.device("cuda")
-    )
+    case = replace(PLAIN, lengths=((300, 300),), group=1, causal=False)
+    problem, inputs = case.build(torch.float16, device="cuda")
     kernel = registry.get(FAST)
     expected = run(kernel, problem, inputs)
     side = torch.cuda.Stream()

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import Case, kept_by_dropout, oracle
+from problems import kept_by_dropout, oracle
 
+from flashlane.bench.measure.drawn_case import Case
 from flashlane.reference.masks import dropout_keep, philox
 from flashlane.reference.naive import reference_attention
 

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from draws import cases
 from hypothesis import HealthCheck, given, settings
-from problems import Case, gradients, moved, oracle
+from problems import gradients, oracle
 
+from flashlane.bench.measure.drawn_case import Case, moved
 from flashlane.reference import naive as reference
 from flashlane.reference.naive import ReferenceKernel, reference_attention
 

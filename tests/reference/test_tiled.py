@@ -9,10 +9,11 @@ import pytest
 import torch
 from draws import cases
 from hypothesis import HealthCheck, given, settings
-from problems import TENSORS, Case, cast, gradients, moved
+from problems import gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flashlane.bench.measure.drawn_case import TENSORS, Case, cast, moved
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.reference.masks import Band, tiles
 from flashlane.reference.naive import reference_attention

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from problems import TENSORS, Products, cast, gradients, tf32_factor
+from problems import Products, gradients, tf32_factor
 
 from flashlane.bench.measure.check import exact_matmul
+from flashlane.bench.measure.drawn_case import TENSORS, cast
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.reference.naive import reference_attention
 from flashlane.reference.tiled import Gradients, tiled_backward

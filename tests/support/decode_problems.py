@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from draws import DECODE
-from draws import draw as draw_case
-from problems import Case
 
+from flashlane.bench.measure.drawn import DECODE
+from flashlane.bench.measure.drawn import draw as draw_case
+from flashlane.bench.measure.drawn_case import Case
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.reference.naive import reference_attention
 

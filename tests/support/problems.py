@@ -1,218 +1,17 @@
-"""One attention problem in plain numbers with its tensors, and an oracle that shares no code with the package.
-
-:mod:`draws` draws problems.
-"""
+"""An oracle for drawn problems that shares no code with the kernels and the reference, and what tests do with them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashlane.bench.measure.drawn_case import TENSORS, cast, places
 from flashlane.core.problem import AttentionProblem, Inputs
-
-TENSORS = ("q", "k", "v", "bias", "sinks")
-NOWHERE = 1 << 28
-"""An entry of a block table that points outside every cache."""
-SPARE_KEYS = 40
-"""Rows behind the last packed key, where they belong to no sequence and are NaN."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A problem in plain numbers, so that a failure prints what is needed to see it again."""
-
-    lengths: tuple[tuple[int, int], ...]
-    varlen: bool
-    kv_heads: int
-    group: int
-    head_dim: int
-    head_dim_v: int
-    causal: bool
-    alignment: str
-    window: tuple[int, int]
-    softcap: float
-    alibi: str
-    bias: tuple[bool, bool, bool, bool] | None
-    hide: bool
-    sinks: bool
-    strides: str
-    seed: int
-    dropout: float = 0.0
-    used: bool = False
-    leftpad: bool = False
-    batch_idx: bool = False
-    page_size: int = 0
-    scale: float | None = None
-    deterministic: bool = False
-    slope: float = 1.0
-    """The largest slope of ALiBi."""
-    sinks_dtype: str = "same"
-    """``same`` as q, or ``f32`` or ``f64``."""
-    unowned: str = "numbers"
-    """What the rows of k and v hold that belong to no sequence: ``numbers`` or ``nan``."""
-    corners: bool = False
-    """Whether lengths in a cache are often 0, 1 or its capacity."""
-
-    @property
-    def cached(self) -> bool:
-        """Whether k and v are a cache, which has no gradients."""
-        return bool(self.used or self.leftpad or self.batch_idx or self.page_size)
-
-    def build(
-        self, dtype: torch.dtype, grad: bool = False, device: str | None = None
-    ) -> tuple[AttentionProblem, Inputs]:
-        """The problem and fresh random tensors of it, with a ``device`` as :func:`moved` brings them there."""
-        draw = torch.Generator().manual_seed(self.seed)
-        batch, heads = len(self.lengths), self.kv_heads * self.group
-        lengths_q, lengths_k = zip(*self.lengths, strict=True)
-        longest = max(lengths_q), max(lengths_k)
-        spare = SPARE_KEYS if self.unowned == "nan" else 0
-        outer = [(sum(lengths_q) + 2,), (sum(lengths_k) + spare,)] if self.varlen else [(batch, n) for n in longest]
-        cache = self._cache(lengths_k, draw)
-        if self.page_size:
-            pages = cache["block_table"].numel() + 1
-            outer[1] = (pages, self.page_size)
-            longest = longest[0], longest[1] if self.varlen else cache["block_table"].shape[1] * self.page_size
-        elif self.batch_idx:
-            outer[1] = (batch + 2, longest[1])
-        q, k, v = (
-            _strided((*shape, h, d), self.strides, draw)
-            for shape, h, d in (
-                (outer[0], heads, self.head_dim),
-                (outer[1], self.kv_heads, self.head_dim),
-                (outer[1], self.kv_heads, self.head_dim_v),
-            )
-        )
-        slopes = {"none": None, "heads": (heads,), "batch": (batch, heads)}[self.alibi]
-        bias = None
-        if self.bias is not None:
-            full = (batch, heads, *longest)
-            bias = torch.randn([n if keep else 1 for n, keep in zip(full, self.bias, strict=True)], generator=draw)
-            if self.hide:
-                bias = bias.masked_fill(torch.rand(bias.shape, generator=draw) < 0.4, -torch.inf)
-        made = Inputs(
-            q=q,
-            k=k,
-            v=v,
-            alibi_slopes=None if slopes is None else self.slope * torch.rand(slopes, generator=draw),
-            bias=bias,
-            sinks=torch.randn(heads, generator=draw) if self.sinks else None,
-            cu_seqlens_q=_cumulative(lengths_q) if self.varlen else None,
-            cu_seqlens_k=_cumulative(lengths_k) if self.varlen else None,
-            max_seqlen_q=longest[0] if self.varlen else None,
-            max_seqlen_k=longest[1] if self.varlen else None,
-            dropout_seed=torch.randint(-(2**63), 2**63 - 1, (1,), generator=draw) if self.dropout else None,
-            **cache,
-        )
-        if self.unowned == "nan":
-            self._spoil(made)
-        inputs = cast(made, dtype, grad)
-        if self.sinks and self.sinks_dtype != "same":
-            wide = {"f32": torch.float32, "f64": torch.float64}[self.sinks_dtype]
-            inputs = replace(inputs, sinks=made.sinks.detach().to(wide).requires_grad_(grad))
-        if device:
-            inputs = moved(inputs, device)
-        problem = AttentionProblem.from_inputs(
-            inputs,
-            causal=self.causal,
-            alignment=self.alignment,
-            window_size=self.window,
-            softcap=self.softcap,
-            dropout_p=self.dropout,
-            **({} if self.scale is None else {"scale": self.scale}),
-            **({"deterministic": True} if self.deterministic else {}),
-        )
-        return problem, inputs
-
-    def _spoil(self, inputs: Inputs) -> None:
-        """Write NaN into every row of k and v that belongs to no sequence."""
-        rows = inputs.k.shape[: inputs.k.dim() - 2]
-        owned = torch.zeros(rows, dtype=torch.bool)
-        for b in range(len(self.lengths)):
-            for place in _places(inputs, b, inputs.k.shape[1]):
-                owned[place] = True
-        for t in (inputs.k, inputs.v):
-            once = t if t.stride(-2) else t[..., :1, :]  # heads that share their numbers are written once
-            once.masked_fill_(~owned[..., None, None], torch.nan)
-
-    def _cache(self, lengths_k: tuple[int, ...], draw: torch.Generator) -> dict[str, torch.Tensor]:
-        """Random lengths and places; entries of the table that no sequence needs are −1."""
-        batch, made = len(lengths_k), {}
-        pages = max(1, -(-max(lengths_k) // self.page_size)) if self.page_size else 0
-        stops = torch.tensor(lengths_k) if self.varlen else torch.full((batch,), pages * self.page_size or lengths_k[0])
-        if self.used:
-            used = (torch.rand(batch, generator=draw) * (stops + 1)).int()
-            if self.corners:
-                which = torch.randint(4, (batch,), generator=draw)
-                used = torch.where(which == 0, 0, torch.where(which == 1, 1, torch.where(which == 2, stops, used)))
-                used = torch.minimum(used, stops).int()
-            stops = made["seqused_k"] = used
-        if self.leftpad:
-            made["leftpad_k"] = (torch.rand(batch, generator=draw) * (stops + 1)).int()
-        if self.batch_idx:
-            made["batch_idx"] = torch.randperm(batch + 2, generator=draw)[:batch].int()
-        if self.page_size:
-            table = 1 + torch.randperm(batch * pages, generator=draw).view(batch, pages).int()
-            unread = torch.arange(pages) * self.page_size >= stops[:, None]
-            made["block_table"] = table.masked_fill(unread, NOWHERE if self.unowned == "nan" else -1)
-        return made
-
-
-PLAIN = Case(
-    lengths=((333, 700),) * 2, varlen=False, kv_heads=2, group=2, head_dim=64, head_dim_v=64, causal=True,
-    alignment="bottom-right", window=(-1, -1), softcap=0.0, alibi="none", bias=None, hide=False, sinks=False,
-    strides="plain", seed=7,
-)  # fmt: skip
-"""Two dense sequences without a feature, to be changed."""
-
-
-def relaid(
-    t: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, start: int = 0
-) -> torch.Tensor:
-    """The same numbers at the same strides, ``start`` elements into memory of their own.
-
-    What lies between them is NaN, or of whole numbers the lowest, so that a read beside them shows.
-    """
-    dtype = dtype or t.dtype
-    if not t.numel():
-        return t.detach().to(device=device, dtype=dtype)
-    size = start + 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    between = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
-    space = torch.full((size,), between, dtype=dtype, device=device or t.device)
-    # An axis that repeats one place is written once.
-    once = t.detach()[tuple(slice(None if stride else 1) for stride in t.stride())]
-    torch.as_strided(space, once.shape, once.stride(), start).copy_(once)
-    return torch.as_strided(space, t.shape, t.stride(), start)
-
-
-def cast(inputs: Inputs, dtype: torch.dtype, grad: bool = False) -> Inputs:
-    """The same numbers in another type, as leaves; strides are kept."""
-    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
-    for name in TENSORS:
-        if values[name] is not None:
-            values[name] = relaid(values[name], dtype=dtype).requires_grad_(grad)
-    return Inputs(**values)
-
-
-def moved(inputs: Inputs, device: str) -> Inputs:
-    """The same call on another device; strides are kept.
-
-    Rows that are no whole number of 16 bytes do not start on 16 bytes either, where the tensor has gaps.
-    """
-    return Inputs(**{f.name: _moved(getattr(inputs, f.name), device) for f in fields(inputs)})
-
-
-def _moved(t: Any, device: str) -> Any:
-    if not isinstance(t, torch.Tensor):
-        return t
-    odd = not t.is_contiguous() and t.stride(-1) == 1 and t.shape[-1] * t.element_size() % 16 != 0
-    return relaid(t, device=device, start=int(odd)).requires_grad_(t.requires_grad)
 
 
 class Products(TorchDispatchMode):
@@ -256,25 +55,6 @@ def gradients(
     return dict(zip(wanted, grads, strict=True))
 
 
-def _strided(shape: tuple[int, ...], kind: str, draw: torch.Generator) -> torch.Tensor:
-    *outer, n, h, d = shape
-    if kind == "transposed":
-        return torch.randn((*outer, h, n, d), generator=draw).transpose(-3, -2)
-    if kind == "sliced":
-        return torch.randn((*outer, 2 * n, h + 1, d + 3), generator=draw)[..., ::2, 1:, 2:-1]
-    if kind == "heads first, apart":  # room between the rows, which still start on 16 bytes
-        return torch.randn((*outer, h, n, d + 8), generator=draw)[..., :d].transpose(-3, -2)
-    if kind == "apart":  # as "sliced", where rows still start on 16 bytes
-        return torch.randn((*outer, 2 * n, h + 1, d + 16), generator=draw)[..., ::2, 1:, 8:-8]
-    if kind == "expanded":
-        return torch.randn((*outer, n, 1, d), generator=draw).expand(shape)
-    return torch.randn(shape, generator=draw)
-
-
-def _cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-
-
 def oracle(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in f64, one row after another, over exactly the keys that it sees."""
     values = cast(inputs, torch.float64)
@@ -299,28 +79,8 @@ def oracle(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, tor
 
 def _keys(values: Inputs, t: torch.Tensor, b: int) -> torch.Tensor:
     """The keys or values of a sequence, found one by one."""
-    found = [t[place] for place in _places(values, b, t.shape[1])]
+    found = [t[place] for place in places(values, b, t.shape[1])]
     return torch.stack(found) if found else t.new_zeros((0, *t.shape[-2:]))
-
-
-def _places(values: Inputs, b: int, rows: int) -> list[tuple[int, ...]]:
-    """Where each key of a sequence lies in k and v, whose second axis has so many rows (of a page, where there are)."""
-    place = lambda j: (b, j)  # noqa: E731
-    start, stop = 0, rows
-    if values.cu_seqlens_k is not None:
-        start, stop = values.cu_seqlens_k[b : b + 2].tolist()
-        place = lambda j: (j,)  # noqa: E731
-    if values.batch_idx is not None:
-        row = int(values.batch_idx[b])
-        place = lambda j: (row, j)  # noqa: E731
-    if values.block_table is not None:
-        start, stop = 0, stop - start if values.cu_seqlens_k is not None else rows * values.block_table.shape[1]
-        place = lambda j: (int(values.block_table[b, j // rows]), j % rows)  # noqa: E731
-    if values.seqused_k is not None:
-        stop = int(values.seqused_k[b])
-    if values.leftpad_k is not None:
-        start = int(values.leftpad_k[b])
-    return [place(j) for j in range(start, stop)]
 
 
 def kept_by_dropout(seed: int, p: float, heads: int, b: int, rows: int, keys: int) -> np.ndarray:

@@ -18,11 +18,11 @@ import torch
 import triton
 import triton.language as tl
 from kvcache_steps import Step, update_of
-from problems import Case
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from flashlane.bench.measure.drawn_case import Case
 from flashlane.core import registry
 from flashlane.kernels.triton import backward, cache_update
 from flashlane.kernels.triton.forward import ForwardPlan

@@ -6,8 +6,9 @@ import random
 from dataclasses import dataclass, replace
 
 import torch
-from draws import TRITON_BACKWARD, TRITON_FORWARD, draw, features
-from problems import Case
+
+from flashlane.bench.measure.drawn import TRITON_BACKWARD, TRITON_FORWARD, draw, features
+from flashlane.bench.measure.drawn_case import Case
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 WINDOWS = ((5, -1), (70, 0), (64, 9), (0, 200))

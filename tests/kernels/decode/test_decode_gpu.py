@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from decode_problems import Drawn, draw, faults
-from problems import PLAIN
 
+from flashlane.bench.measure.drawn_case import PLAIN
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.decode.select import config_of, rows_of

@@ -16,13 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import draws
 import pytest
 import torch
 from backward_rule import Given, complaints, given, logs_of, poison, without_an_owner
-from problems import Case
 
 from flashlane import flash_attn_func, jit
+from flashlane.bench.measure import drawn as draws
+from flashlane.bench.measure.drawn_case import Case
 from flashlane.core import registry
 from flashlane.core.dispatch import select_backward
 from flashlane.core.problem import AttentionProblem, Inputs, arch_of

@@ -12,12 +12,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 
-import draws
 import pytest
 import torch
-from draws import HOPPER_FORWARD, HOPPER_FORWARD_CACHE
 
 from flashlane import jit
+from flashlane.bench.measure import drawn as draws
+from flashlane.bench.measure.drawn import HOPPER_FORWARD, HOPPER_FORWARD_CACHE
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs, arch_of
 from flashlane.kernels.hopper.forward import kernel as forward

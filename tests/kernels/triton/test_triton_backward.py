@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from backward_rule import judge
-from problems import TENSORS, Case, cast, gradients
+from problems import gradients
 
 from flashlane import jit
+from flashlane.bench.measure.drawn_case import TENSORS, Case, cast
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.triton import backward

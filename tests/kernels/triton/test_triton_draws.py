@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 from backward_rule import judge
-from draws import EVERYTHING, cases, draw
+from draws import cases
 from forward_rule import complaint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from problems import Case
 
+from flashlane.bench.measure.drawn import EVERYTHING, draw
+from flashlane.bench.measure.drawn_case import Case
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.triton import forward_configs as configs

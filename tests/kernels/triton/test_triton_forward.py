@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Case, kept_by_dropout
+from problems import kept_by_dropout
 
 from flashlane import flash_attn_func, jit
+from flashlane.bench.measure.drawn_case import Case
 from flashlane.core import registry, tuned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.triton import attention

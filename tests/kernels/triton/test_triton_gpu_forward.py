@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from forward_rule import complaint
-from problems import PLAIN, Case
 from triton_variants import FORWARD_VARIANTS as VARIANTS
 from triton_variants import ForwardVariant as Variant
 
+from flashlane.bench.measure.drawn_case import PLAIN, Case
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.triton.forward_configs import TritonConfig

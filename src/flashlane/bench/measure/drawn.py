@@ -1,118 +1,417 @@
-"""Drawn problems for checking kernels: lengths, heads, head dims, masks, strides, scales and values from a seed."""
+"""The one generator of random problems: for the tests of every family, the checks on a GPU and the timings.
+
+:class:`Space` says from what each part of a :class:`~flashlane.bench.measure.drawn_case.Case` is drawn, and
+:func:`draw` draws one: from a seed (``random.Random``), or in the tests by hypothesis, which shrinks what fails. Every
+family has its space below; :data:`TIMED` has those whose problems are timed, and :func:`timed` draws them by number.
+"""
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
-import torch
+from flashlane.bench.measure.drawn_case import Case
 
-from flashlane.core.problem import AttentionProblem, Inputs
+T = TypeVar("T")
+LENGTHS = (0, 1, 2, 17, 63, 64, 65, 127)
+HEAD_DIMS = (8, 40, 59, 64, 111, 128)
+TILE_ROWS = 128
+"""Of the tiles that :attr:`Space.full_gpu` counts."""
 
-LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 113, 127, 128, 129, 203, 255, 256, 257, 333, 512, 799, 1023, 1024)
-HEAD_DIMS = ((64, 64),) * 6 + ((128, 128),) * 6 + ((32, 32), (40, 40), (96, 96), (59, 59), (111, 111))
-HEAD_DIMS += ((192, 128), (64, 128), (160, 160), (256, 256))
-COMMON = (64, 128, 256)
-"""Head dims drawn in every layout and in large batches; the others keep the number of compiled variants small."""
-HEADS = ((1, 1), (2, 2), (3, 3), (4, 1), (4, 2), (6, 2), (8, 1))
-ALIGNED = ("contiguous", "contiguous", "heads first", "packed")
-UNALIGNED = ("offset by one", "every other column")
-MASKS = ("full", "full", "causal", "causal", "causal top-left", "window", "causal window")
+
+class LogUniform(Sequence[int]):
+    """All whole numbers from ``low`` to ``high``, of which each factor of size is drawn alike often."""
+
+    STEPS = 1 << 20
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
+
+    def __len__(self) -> int:
+        return self.STEPS
+
+    def __getitem__(self, step: int) -> int:  # type: ignore[override]
+        if not 0 <= step < self.STEPS:
+            raise IndexError(step)
+        return round(self.low * (self.high / self.low) ** (step / (self.STEPS - 1)))
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int) and self.low <= value <= self.high
+
+    def __repr__(self) -> str:
+        return f"LogUniform({self.low}, {self.high})"
+
+
+class Chance(Protocol):
+    """Where choices come from: ``random.Random`` has these methods, and :func:`cases` makes them of hypothesis."""
+
+    def choice(self, values: Sequence[T], /) -> T: ...
+    def randint(self, low: int, high: int, /) -> int: ...
+    def random(self) -> float: ...
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """One problem without its dtype."""
+class Space:
+    """From what each part of a case is drawn. A value that stands twice is drawn twice as often."""
 
-    batch: int
-    heads: int
-    kv_heads: int
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
-    head_dim_v: int
-    mask: str
-    window: tuple[int, int]
-    layout: str
-    scale: float | None
-    spread: float
-    seed: int
+    lengths: Sequence[int] = LENGTHS
+    """Of queries, and of keys where ``keys`` is empty."""
+    keys: Sequence[int] = ()
+    """Lengths of keys, or capacities of a cache."""
+    few: float = 0.0
+    """How often there are one to three queries, and ``long_keys`` among the lengths of keys."""
+    long_keys: tuple[int, ...] = ()
+    alike: float = 0.0
+    """How often there are as many keys as queries."""
+    corner_lengths: tuple[tuple[int, int], ...] = ()
+    """Pairs of lengths that every eighth dense batch has."""
+    blind_rows: bool = True
+    """Whether a causal problem may have fewer keys than queries, so that rows see none."""
+    empty: tuple[tuple[int, int], ...] = ()
+    """Pairs of lengths, one of which replaces a sequence of every second packed batch."""
+    varlen: tuple[bool, ...] = (False, True)
+    sequences: tuple[int, int] = (1, 3)
+    """Least and most packed sequences."""
+    batch: tuple[int, int] = (1, 2)
+    full_gpu: float = 0.0
+    """How often a dense batch is so large that there are 110 to 130 tiles of 128 rows."""
+    kv_heads: tuple[int, ...] = (1, 2)
+    groups: tuple[int, ...] = (1, 2, 3)
+    least_heads: int = 1
+    most_heads: int = 64
+    head_dims: tuple[int, ...] = HEAD_DIMS
+    head_dims_v: tuple[int, ...] = ()
+    """None: as q, or any of ``head_dims``; 0 is as q."""
+    head_dim_pairs: tuple[tuple[int, int], ...] = ()
+    """Those of q and v; where there are some, the two fields above are not read."""
+    causal: tuple[bool, ...] = (False, True)
+    alignments: tuple[str, ...] = ("bottom-right", "top-left")
+    left: tuple[int, ...] = (-1, 0, 5, 70)
+    right: tuple[int, ...] = (-1, 0, 9)
+    softcaps: tuple[float, ...] = (0.0, 0.0, 1.5, 20.0)
+    alibi: tuple[str, ...] = ("none", "none", "heads", "batch")
+    slope: float = 1.0
+    bias: tuple[bool, ...] = (False, True)
+    hide: tuple[bool, ...] = (False, True)
+    sinks: tuple[bool, ...] = (False, True)
+    sinks_dtypes: tuple[str, ...] = ("same",)
+    strides: tuple[str, ...] = ("plain", "transposed", "sliced", "expanded")
+    dropout: tuple[float, ...] = (0.0,)
+    caches: tuple[tuple[str, ...], ...] = ((),)
+    """Sets of ``used``, ``leftpad``, ``batch_idx`` and ``paged``; packed sequences take those that they can have."""
+    page_sizes: tuple[int, ...] = (1, 5, 16, 64)
+    scales: tuple[float | None, ...] = (None,)
+    spreads: tuple[float, ...] = ()
+    """What q is multiplied by."""
+    dtypes: tuple[str, ...] = ()
+    """None: whoever builds the tensors says it."""
+    most_flop: float = math.inf
+    """Larger problems get fewer sequences, or are drawn again; of the forward pass, visible pairs only."""
+    most_bytes: float = math.inf
+    """The same for the bytes of q, k, v and the output, at two bytes an element."""
+    deterministic: tuple[bool, ...] = (False,)
+    unowned: tuple[str, ...] = ("numbers",)
+    corners: bool = False
 
-    def build(self, dtype: torch.dtype, device: torch.device) -> tuple[AttentionProblem, Inputs]:
-        """The problem and its tensors."""
-        draw = torch.Generator(device).manual_seed(self.seed)
-        sizes = (
-            (self.seqlen_q, self.heads, self.head_dim),
-            (self.seqlen_k, self.kv_heads, self.head_dim),
-            (self.seqlen_k, self.kv_heads, self.head_dim_v),
-        )
-        q, k, v = (_tensor((self.batch, *size), self.layout, dtype, draw) for size in sizes)
-        inputs = Inputs(q * self.spread if self.layout == "contiguous" else q, k, v)
-        problem = AttentionProblem.from_inputs(
-            inputs,
-            scale=self.scale,
-            causal="causal" in self.mask,
-            alignment="top-left" if "top-left" in self.mask else "bottom-right",
-            window_size=self.window if "window" in self.mask else (-1, -1),
-        )
-        return problem, inputs
+
+def _lengths(chance: Chance, space: Space, varlen: bool, heads: int, causal: bool) -> tuple[tuple[int, int], ...]:
+    def one() -> tuple[int, int]:
+        few = chance.random() < space.few
+        queries = chance.choice((1, 2, 3) if few else space.lengths)
+        # Lengths from a range are no tuple, and have no few long ones beside them.
+        keys = space.keys or space.lengths
+        keys = chance.choice((*keys, *space.long_keys) if few else keys)
+        if not space.blind_rows and causal and keys < queries:
+            keys, queries = queries, keys
+        return (queries, queries) if space.alike and chance.random() < space.alike else (queries, keys)
+
+    if not varlen:
+        pair = one()
+        if space.corner_lengths and chance.random() < 0.125:
+            pair = chance.choice(space.corner_lengths)
+        batch = chance.randint(*space.batch)
+        if space.full_gpu and chance.random() < space.full_gpu:
+            batch = -(-chance.randint(110, 130) // (heads * -(-max(pair[0], 1) // TILE_ROWS)))
+        return (pair,) * batch
+    lengths = [one() for _ in range(chance.randint(*space.sequences))]
+    if space.empty and chance.random() < 0.5:
+        lengths[chance.randint(0, len(lengths) - 1)] = chance.choice(space.empty)
+    return tuple(lengths)
 
 
-def _tensor(shape: tuple[int, ...], layout: str, dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
-    """Normal values in one of the ways a caller may lay out ``(b, s, h, d)``."""
-    b, s, h, d = shape
+def draw(chance: Chance, space: Space) -> Case:
+    """A case of a space.
 
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=draw, device=draw.device).to(dtype)
-
-    if layout == "heads first":
-        return normal(b, h, s, d).transpose(1, 2)
-    if layout == "packed":
-        return normal(b, s, 3, h, d)[:, :, 1]
-    if layout == "offset by one":
-        return normal(b, s, h, d + 1)[..., 1:]
-    if layout == "every other column":
-        return normal(b, s, h, 2 * d)[..., ::2]
-    return normal(b, s, h, d)
-
-
-def draw_problems(
-    count: int, seed: int, head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS, aligned: bool = False
-) -> list[Drawn]:
-    """The list: random, with the empty and the one-token cases among the first.
-
-    ``head_dims`` are drawn from; ``aligned`` leaves out layouts whose rows do not start on 16 bytes. Both keep the
-    number of configurations small that have to be compiled.
+    Raises:
+        ValueError: a thousand draws are all larger than the space allows.
     """
-    chance = random.Random(seed)
-    special = [(0, 64), (64, 0), (1, 1), (1, 1024), (1024, 1), (1, 0)]
-    drawn = []
-    for number in range(count):
-        seqlen_q, seqlen_k = special[number] if number < len(special) else chance.choices(LENGTHS, k=2)
-        if chance.random() < 0.35 and number >= len(special):
-            seqlen_k = seqlen_q
-        heads, kv_heads = chance.choice(HEADS)
-        head_dim, head_dim_v = chance.choice(head_dims)
-        common = head_dim == head_dim_v and head_dim in COMMON
-        many = chance.random() < 0.4 or not common  # enough blocks for the shapes that suit full GPUs
-        layouts = ALIGNED + UNALIGNED if head_dim == head_dim_v == 64 and not aligned else ALIGNED
-        drawn.append(
-            Drawn(
-                batch=-(-chance.randint(110, 130) // (heads * -(-max(seqlen_q, 1) // 128)))
-                if many
-                else chance.choice((1, 2)),
-                heads=heads,
-                kv_heads=kv_heads,
-                seqlen_q=seqlen_q,
-                seqlen_k=seqlen_k,
-                head_dim=head_dim,
-                head_dim_v=head_dim_v,
-                mask=chance.choice(MASKS),
-                window=(chance.choice((0, 5, 64, 300)), chance.choice((-1, 0, 7, 200))),
-                layout=chance.choice(layouts),
-                scale=chance.choice((None, None, None, 0.3, 1.0 / head_dim, 1.7 if head_dim <= 64 else 0.5)),
-                spread=chance.choice((1.0, 1.0, 4.0)),
-                seed=seed * 100_003 + number,
-            )
-        )
-    return drawn
+    for _ in range(1000):
+        fitted = _fitted(chance, _draw(chance, space), space)
+        if fitted is not None:
+            return fitted
+    raise ValueError(f"space allows {space.most_flop:g} FLOP and {space.most_bytes:g} bytes; no problem of it fits")
+
+
+def _draw(chance: Chance, space: Space) -> Case:
+    varlen = chance.choice(space.varlen)
+    fits = [cache for cache in space.caches if not varlen or set(cache) <= {"paged"}]
+    cache = chance.choice(fits or [()])
+    if space.head_dim_pairs:
+        head_dim, head_dim_v = chance.choice(space.head_dim_pairs)
+    else:
+        head_dim = chance.choice(space.head_dims)
+        head_dim_v = chance.choice(space.head_dims_v or (head_dim, *space.head_dims)) or head_dim
+    kv_heads = chance.choice(space.kv_heads)
+    groups = [group for group in space.groups if space.least_heads <= group * kv_heads <= space.most_heads]
+    group = chance.choice(groups or (1,))
+    causal = chance.choice(space.causal)
+    bias = chance.choice(space.bias)
+    return Case(
+        lengths=_lengths(chance, space, varlen, kv_heads * group, causal),
+        varlen=varlen,
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=causal,
+        alignment=chance.choice(space.alignments),
+        window=(chance.choice(space.left), chance.choice(space.right)),
+        softcap=chance.choice(space.softcaps),
+        alibi=chance.choice(space.alibi),
+        bias=tuple(chance.random() < 0.6 for _ in range(4)) if bias else None,
+        hide=chance.choice(space.hide),
+        sinks=chance.choice(space.sinks),
+        strides=chance.choice(space.strides),
+        seed=chance.randint(0, 2**32),
+        dropout=chance.choice(space.dropout),
+        used="used" in cache,
+        leftpad="leftpad" in cache,
+        batch_idx="batch_idx" in cache,
+        page_size=chance.choice(space.page_sizes) if "paged" in cache else 0,
+        scale=chance.choice(space.scales),
+        deterministic=chance.choice(space.deterministic),
+        slope=space.slope,
+        sinks_dtype=chance.choice(space.sinks_dtypes),
+        unowned=chance.choice(space.unowned),
+        corners=space.corners,
+        spread=chance.choice(space.spreads) if space.spreads else 1.0,
+        dtype=chance.choice(space.dtypes) if space.dtypes else "",
+    )
+
+
+def _fitted(chance: Chance, case: Case, space: Space) -> Case | None:
+    """The case, with fewer sequences where it is larger than its space allows; None where that does not do."""
+    if math.isinf(space.most_flop) and math.isinf(space.most_bytes):
+        return case
+    flop, size, fits = 0, 0, 0
+    for pair in case.lengths:
+        flop, size = flop + case.flop(pair), size + case.elements(pair) * 2
+        if flop > space.most_flop or size > space.most_bytes:
+            break
+        fits += 1
+    if fits == len(case.lengths):
+        return case
+    least = space.sequences[0] if case.varlen else space.batch[0]
+    if fits < least:
+        return None
+    return replace(case, lengths=case.lengths[: chance.randint(least, fits)])
+
+
+def timed(kind: str, seed: int, number: int, most_flop: float = math.inf) -> Case:
+    """Problem ``number`` of a seed of one of the kinds of :data:`TIMED`, however many are drawn.
+
+    Args:
+        kind: a name in :data:`TIMED`.
+        seed: of the list of problems.
+        number: of the problem in that list, from 0.
+        most_flop: a lower bound than the kind's on the work of the forward pass, for a direction that has more.
+    """
+    space = TIMED[kind]
+    space = replace(space, most_flop=min(space.most_flop, most_flop))
+    return draw(random.Random(f"{kind} {seed} {number}"), space)
+
+
+def features(space: Space, names: Sequence[str]) -> Space:
+    """The space in which exactly these are on: softcap, alibi, sinks, bias, dropout, varlen, parts of a cache."""
+    on = set(names).__contains__
+    cache = tuple(name for name in ("used", "leftpad", "batch_idx", "paged") if on(name))
+    return replace(
+        space,
+        varlen=(on("varlen"),),
+        softcaps=(1.5, 20.0) if on("softcap") else (0.0,),
+        alibi=("heads", "batch") if on("alibi") else ("none",),
+        bias=(on("bias"),),
+        sinks=(on("sinks"),),
+        dropout=(0.17,) if on("dropout") else (0.0,),
+        deterministic=(on("deterministic"),),
+        caches=(cache,),
+    )
+
+
+EMPTY = ((0, 64), (64, 0), (0, 0), (1, 300))
+EVERY_CACHE = tuple(
+    (*used, *pad, *place)
+    for used in ((), ("used",))
+    for pad in ((), ("leftpad",))
+    for place in ((), ("batch_idx",), ("paged",))
+)
+EVERYTHING = Space()
+"""Every product of features, with lengths around the edges of tiles: what the reference takes."""
+TRITON_FORWARD = Space(
+    lengths=(1, 2, 3, 17, 63, 64, 65, 113, 127, 128, 203, 333, 512, 1023),
+    few=0.3,
+    long_keys=(2500,),
+    empty=EMPTY,
+    sequences=(1, 4),
+    batch=(1, 3),
+    kv_heads=(1, 2, 3),
+    groups=(1, 1, 2, 3, 8),
+    alignments=("bottom-right", "bottom-right", "top-left"),
+    page_sizes=(1, 16, 64, 100),
+)
+TRITON_BACKWARD = Space(
+    lengths=(1, 2, 17, 63, 64, 65, 113, 127, 128, 129, 203, 256, 300, 512),
+    empty=EMPTY,
+    sequences=(1, 4),
+    batch=(1, 3),
+    groups=(1, 1, 2, 3),
+)
+HOPPER_FORWARD = Space(
+    lengths=(1, 17, 33, 64, 128, 200, 300, 500, 700, 900),
+    few=0.3,
+    long_keys=(1500,),
+    alike=0.5,
+    empty=EMPTY,
+    sequences=(1, 20),
+    batch=(1, 20),
+    groups=(1, 2, 3, 4),
+    head_dims=(64, 128, 128, 80, 256),
+    head_dims_v=(0,),
+    left=(-1, -1, 50, 200),
+    right=(-1, -1, 0, 10),
+    softcaps=(0.0, 0.0, 15.0),
+    bias=(False,),
+    hide=(False,),
+    strides=("plain", "plain", "transposed", "apart"),
+    unowned=("nan",),
+    corners=True,
+)
+HOPPER_FORWARD_CACHE = replace(
+    HOPPER_FORWARD, varlen=(False,), lengths=(1, 2, 8, 100, 200), keys=(130, 256, 600, 1500), few=0.0, alike=0.0
+)
+HOPPER_BACKWARD = Space(
+    lengths=(1, 2, 17, 63, 64, 65, 127, 128, 129, 200, 300, 513, 1023),
+    alike=0.4,
+    empty=EMPTY,
+    sequences=(1, 5),
+    batch=(1, 3),
+    kv_heads=(1, 2, 3),
+    groups=(1, 1, 2, 3, 8),
+    most_heads=9,
+    alignments=("bottom-right", "bottom-right", "top-left"),
+    hide=(False,),
+    strides=("plain",) * 8 + ("transposed",) * 5 + ("apart",) * 4 + ("expanded",) * 2 + ("sliced",),
+)
+DECODE = Space(
+    lengths=(1, 1, 1, 2, 4, 8, 17, 50),
+    keys=(1, 16, 63, 64, 65, 300, 1023, 3000),
+    sequences=(1, 5),
+    batch=(1, 5),
+    kv_heads=(1, 2, 3, 8),
+    groups=(1, 2, 4, 7, 16),
+    most_heads=128,
+    head_dims=(8, 40, 64, 72, 80, 96, 128, 128, 128, 192, 200, 256),
+    head_dims_v=(0, 0, 64, 128),
+    causal=(False, True),
+    left=(-1, -1, -1, 0, 5, 33, 70),
+    right=(-1, -1, 0, 4, 9),
+    softcaps=(0.0, 0.0, 0.0, 20.0),
+    alibi=("none", "none", "none", "heads", "batch"),
+    slope=0.1,
+    bias=(False,),
+    hide=(False,),
+    sinks_dtypes=("same", "f32", "f64"),
+    strides=("plain", "plain", "heads first, apart"),
+    caches=tuple(cache for cache in EVERY_CACHE if "used" in cache) + ((), ("paged",)),
+    page_sizes=(1, 7, 16, 24, 64, 256),
+    unowned=("nan",),
+    corners=True,
+)
+PLAIN_SCORES = Space(
+    varlen=(False,),
+    softcaps=(0.0,),
+    alibi=("none",),
+    bias=(False,),
+    hide=(False,),
+    sinks=(False,),
+    strides=("plain",),
+    alignments=("bottom-right",),
+    left=(-1,),
+    right=(-1,),
+)
+"""Dense problems without a modifier of the scores, to be changed."""
+ALIGNED = ("plain", "plain", "transposed", "apart")
+"""Strides whose rows start on 16 bytes."""
+MMA = replace(
+    PLAIN_SCORES,
+    lengths=(1, 2, 15, 16, 17, 63, 64, 65, 113, 127, 128, 129, 203, 255, 256, 257, 333, 512, 799, 1023, 1024),
+    alike=0.35,
+    corner_lengths=((0, 64), (64, 0), (0, 0), (1, 1), (1, 1024), (1024, 1)),
+    full_gpu=0.4,
+    kv_heads=(1, 1, 2, 2, 3),
+    groups=(1, 1, 2, 3, 4, 8),
+    most_heads=8,
+    head_dim_pairs=((64, 64),) * 6
+    + ((128, 128),) * 6
+    + ((32, 32), (40, 40), (96, 96), (59, 59), (111, 111), (192, 128), (64, 128), (160, 160), (256, 256)),
+    alignments=("bottom-right", "bottom-right", "bottom-right", "top-left"),
+    left=(-1, -1, -1, 0, 5, 64, 300),
+    right=(-1, -1, -1, 0, 7, 200),
+    strides=(*ALIGNED, *ALIGNED, "sliced"),
+    scales=(None, None, None, 0.3, 0.01, 0.7),
+    spreads=(1.0, 1.0, 4.0),
+)
+"""What every kernel of the mma.sync families takes; few head dims, so that few variants are compiled."""
+DENSE_TIMED = replace(
+    PLAIN_SCORES,
+    lengths=LogUniform(512, 20000),
+    alike=0.8,
+    blind_rows=False,
+    batch=(1, 16),
+    kv_heads=tuple(range(1, 41)),
+    groups=(1, 1, 1, 2, 4, 8),
+    least_heads=4,
+    most_heads=40,
+    head_dims=(64,) * 7 + (128,) * 11 + (256,) * 5 + (96,) * 4 + (192,) * 4 + (80,) * 2 + tuple(range(64, 257, 8)),
+    head_dims_v=(0,),
+    dtypes=("bf16", "bf16", "f16"),
+    most_flop=2e12,
+    most_bytes=8e9,
+)
+TIMED: dict[str, Space] = {
+    "dense": DENSE_TIMED,
+    "packed": replace(DENSE_TIMED, varlen=(True,), lengths=LogUniform(64, 16384), alike=1.0, sequences=(2, 64)),
+    "window": replace(
+        DENSE_TIMED,
+        lengths=LogUniform(1024, 20000),
+        causal=(True, True, True, False),
+        left=(127, 128, 256, 511, 512, 1000, 1024, 2048, 4096),
+        right=(0, 64, 128, 512, 1024),
+    ),
+    "decode": replace(
+        DENSE_TIMED,
+        lengths=(1, 1, 1, 1, 2, 4, 8),
+        keys=LogUniform(512, 65536),
+        alike=0.0,
+        batch=(1, 64),
+        kv_heads=(1, 2, 4, 8, 16),
+        groups=(1, 2, 4, 5, 6, 7, 8, 16),
+        most_heads=128,
+        head_dims=(64, 128, 128, 128, 128, 96, 192, 256),
+        most_bytes=3e9,
+    ),
+}
+"""Problems that are timed beside the peers, by kind. No call takes more than some milliseconds on a Hopper GPU."""
