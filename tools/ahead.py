@@ -1,6 +1,7 @@
 """Compile, without a GPU, what the benchmarks and GPU tests run on a Hopper one, and pack it for that machine.
 
     python tools/ahead.py [--parts hopper,tests,mma,baseline,decode,sanitize,auto] [--out .carry/cubins.tar.xz] [--list]
+    python tools/ahead.py --parts "" --drawn dense:forward:1000:60,dense:backward:1000:40:candidates
 
 There, before the first run (the cache is keyed by sources and the compiler's version, so it must be the same NVRTC):
 
@@ -8,7 +9,8 @@ There, before the first run (the cache is keyed by sources and the compiler's ve
 
 Parts: ``hopper`` forward and backward benchmarks; ``tests`` their GPU tests; ``mma`` its targets; ``baseline`` its
 logs; ``decode`` its cells; ``sanitize`` both builds that sanitize.py runs; ``auto`` everything that ``auto`` is checked
-against, which takes longest. Exit status 1 when something did not compile.
+against, which takes longest. ``--drawn`` names lists of drawn.py, KIND:DIRECTION:SEED:COUNT, with candidates too
+where ``:candidates`` follows. Exit status 1 when something did not compile.
 """
 
 from __future__ import annotations
@@ -134,13 +136,22 @@ def auto() -> Iterator[KernelSource]:
         yield from (source for source in found if source is not None)
 
 
+def drawn(text: str) -> Iterator[KernelSource]:
+    """What lists of drawn.py need."""
+    import drawn as script
+
+    for asked, candidates in script.lists_of_text(text):
+        for number in range(asked.count):
+            yield from script.needed(asked.problem(number, ARCH), asked.direction, candidates)
+
+
 PARTS: dict[str, Callable[[], Iterator[KernelSource]]] = {
     part.__name__: part for part in (hopper, tests, mma, baseline, decode, sanitize, auto)
 }
 
 
-def collected(parts: Iterable[str]) -> dict[KernelSource, str]:
-    """The sources of some parts, each with the first part that needs it."""
+def collected(parts: Iterable[str], lists: str = "") -> dict[KernelSource, str]:
+    """The sources of some parts and of lists of drawn problems, each with the first part that needs it."""
     found: dict[KernelSource, str] = {}
     sys.path[:0] = [str(ROOT / folder) for folder in IMPORTED]
     kept = torch.cuda.get_device_properties
@@ -149,6 +160,8 @@ def collected(parts: Iterable[str]) -> dict[KernelSource, str]:
         for part in parts:
             for source in PARTS[part]():
                 found.setdefault(source, part)
+        for source in drawn(lists) if lists else ():
+            found.setdefault(source, "drawn")
     finally:
         torch.cuda.get_device_properties = kept
         del sys.path[: len(IMPORTED)]
@@ -170,14 +183,18 @@ def packed(path: Path, folder: Path, keys: Iterable[str]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="hopper,tests", help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--drawn", default="", help="lists of drawn.py: KIND:DIRECTION:SEED:COUNT[:candidates],...")
     parser.add_argument("--out", type=Path, default=Path(".carry/cubins.tar.xz"))
     parser.add_argument("--list", action="store_true", help="say how many kernels there are, and compile nothing")
     options = parser.parse_args(arguments)
     parts = [word for word in options.parts.split(",") if word]
-    if not parts or not set(parts) <= set(PARTS):
+    if not (parts or options.drawn) or not set(parts) <= set(PARTS):
         parser.error(f"--parts is {options.parts!r}; it may hold {', '.join(PARTS)}")
-    sources = collected(parts)
-    for part in parts:
+    try:
+        sources = collected(parts, options.drawn)
+    except ValueError as error:
+        parser.error(f"--drawn: {error}")
+    for part in (*parts, "drawn") if options.drawn else parts:
         print(f"{part}: {list(sources.values()).count(part)} kernels")
     if options.list:
         return 0

@@ -1,6 +1,7 @@
 """Compile FlashAttention-4's kernels of the Hopper benchmarks into its own disk cache, on a machine without a GPU.
 
     PYTHONPATH=src:PEERS:PEERS/nvidia_cutlass_dsl/dsl_packages python3.12 tools/fa4_cache.py CACHE [--jobs 2]
+        [--drawn dense:forward:1000:60,packed:backward:1000:20]
 
 It compiles some ten seconds a kernel, tens of which the benchmarks call: too long on a GPU that is lent by the minute.
 The benchmarks' own calls are made here on fake tensors, so that the keys are those of the calls there. PEERS is where
@@ -9,7 +10,8 @@ GPU machine, which then runs with
 
     FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=CACHE
 
-``--missing`` lists what CACHE lacks, and compiles nothing. Exit status 1 when it lacks something in the end.
+``--drawn`` takes the problems of those lists of benchmarks/scripts/drawn.py instead. ``--missing`` lists what CACHE
+lacks, and compiles nothing. Exit status 1 when it lacks something in the end.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +40,17 @@ SECONDS = {"fwd": 6, "bwd": 7}
 """What a kernel of a folder of the cache takes about; others take 2."""
 Kernel = tuple[Path, str]
 """Folder and key in the cache."""
+Build = Callable[[], tuple[Any, Any]]
+"""What makes a problem and its tensors."""
 
 
 class Calls:
-    """The benchmarks' calls of FlashAttention-4, on fake tensors of a GPU that need not be there."""
+    """The benchmarks' calls of FlashAttention-4, on fake tensors of a GPU that need not be there.
 
-    def __init__(self) -> None:
+    With ``lists``, those of drawn.py: the problems of these lists.
+    """
+
+    def __init__(self, lists: str = "") -> None:
         import torch
         import tvm_ffi
         from torch._subclasses.fake_tensor import FakeTensor
@@ -55,6 +62,7 @@ class Calls:
         self.shapes, self.forward, self.backward = map(
             importlib.import_module, ("hopper_shapes", "hopper_forward", "hopper_backward")
         )
+        self.lists = importlib.import_module("drawn").lists_of_text(lists) if lists else ()
         (self.peer,) = bench.select_peers("(flash-attn-4)")
         self.device, self.implementations = torch.device("cuda", 0), implementations
         # What a machine without a driver cannot do, and no key depends on.
@@ -65,18 +73,40 @@ class Calls:
             tvm_ffi.from_dlpack(t).__dlpack__() if isinstance(t, FakeTensor) else real(t, **how)
         )
 
-    def cells(self) -> Iterator[tuple[str, Any, bool, str]]:
-        """Title, shape, deterministic or not, and direction; ``graph`` is a forward that a backward may follow."""
+    def cells(self) -> Iterator[tuple[str, Build, str]]:
+        """Title, what makes problem and tensors, and direction; ``graph`` is a forward that a backward may follow."""
+        if self.lists:
+            yield from self.drawn()
+            return
         for name in ("grid", "dims", "shapes"):
             for shape in self.forward.suite(name):
-                yield f"forward {name}: {shape.title}", shape, False, "forward"
+                yield f"forward {name}: {shape.title}", self.builder(shape), "forward"
         for group, shape in self.backward.shapes():
-            yield f"backward {group}: {shape.title}", shape, group == "deterministic", "both"
-        small = self.shapes.Shape(1, 8, 8, 128, 128, 64, 64, True)
-        yield "host cost", small, False, "forward"
-        yield "host cost with gradient", small, False, "graph"
+            build = self.builder(shape, group == "deterministic")
+            yield f"backward {group}: {shape.title}", build, "both"
+        small = self.builder(self.shapes.Shape(1, 8, 8, 128, 128, 64, 64, True))
+        yield "host cost", small, "forward"
+        yield "host cost with gradient", small, "graph"
 
-    def make(self, shape: Any, deterministic: bool, direction: str) -> None:
+    def drawn(self) -> Iterator[tuple[str, Build, str]]:
+        for asked, _ in self.lists:
+            for number in range(asked.count):
+                case = asked.case(number).posed("sm_90a")
+
+                def build(case: Any = case) -> tuple[Any, Any]:
+                    return case.problem, case.materialise(self.device, 0)
+
+                title = f"{asked.direction} {asked.kind} {number}: {case.problem.describe()}"
+                yield title, build, "forward" if asked.direction == "forward" else "both"
+
+    def builder(self, shape: Any, deterministic: bool = False) -> Build:
+        def build() -> tuple[Any, Any]:
+            problem, inputs = self.shapes.make(shape, self.device)
+            return replace(problem, deterministic=deterministic), inputs
+
+        return build
+
+    def make(self, build: Build, direction: str) -> None:
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -94,10 +124,9 @@ class Calls:
             FakeTensorMode(),
             torch.no_grad(),
         ):
-            problem, inputs = self.shapes.make(shape, self.device)
-            problem = replace(problem, deterministic=deterministic)
+            problem, inputs = build()
             if reason := self.peer.supports(problem):
-                print(f"not FlashAttention-4's: {shape.title}: {reason}")
+                print(f"not FlashAttention-4's: {problem.describe()}: {reason}")
             elif direction == "both":
                 only = mock.Mock(peers=(self.peer,), kernels=lambda: (), excludes=lambda tag: None)
                 for item in self.implementations.prepare(problem, inputs, direction, only, self.device, 0).items:
@@ -150,16 +179,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cache", type=Path, metavar="CACHE", help="folder, made if it is not there")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--drawn", default="", help="lists of drawn.py, KIND:DIRECTION:SEED:COUNT,...")
     parser.add_argument("--missing", action="store_true", help="list what is lacking, and compile nothing")
     parser.add_argument("--cells", default="", help="numbers of cells: compile just them, in this process")
     options = parser.parse_args()
     os.environ.update(TARGET, FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=str(options.cache.resolve()))
     os.environ.pop("FA_LOG_LEVEL", None)  # it is in the keys
     try:
-        calls = Calls()
+        calls = Calls(options.drawn)
         importlib.import_module("flash_attn.cute")
     except ImportError as error:
         parser.error(f"FlashAttention-4 is not there: {error}; PYTHONPATH must have what it needs")
+    except ValueError as error:
+        parser.error(f"--drawn: {error}")
     if options.cells:
         wanted = {int(number) for number in options.cells.split(",")}
         for number, (title, *cell) in enumerate(calls.cells()):
@@ -171,7 +203,7 @@ def main() -> int:
     found = calls.needs()
     todo = [(number, title, missing) for number, title, kernels in found if (missing := lacking(kernels))]
     if not options.missing:
-        command = [sys.executable, "-W", "ignore", __file__, str(options.cache), "--cells"]
+        command = [sys.executable, "-W", "ignore", __file__, str(options.cache), "--drawn", options.drawn, "--cells"]
         numbers = [",".join(map(str, share)) for share in shares(todo, max(1, options.jobs))]
         for child in [subprocess.Popen([*command, share]) for share in numbers]:
             child.wait()

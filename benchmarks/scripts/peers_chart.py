@@ -38,7 +38,14 @@ def digest(panels: dict[str, list[float]]) -> str:
     return hashlib.sha256(json.dumps(panels, sort_keys=True).encode()).hexdigest()
 
 
+LOW, HIGH = 0.88, 2.0
+"""The least span of the ratios' axis; ratios beyond it widen it."""
+TICKS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.6, 1.8, 2.5, 3.5, 5.0, 8.0)
+COLUMNS = 4
+
+
 def draw(panels: dict[str, list[float]], target: Path) -> None:
+    """Write an SVG with a panel for each title: its ratios, sorted."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -48,8 +55,18 @@ def draw(panels: dict[str, list[float]], target: Path) -> None:
     style = {"svg.hashsalt": "flashlane", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
     style |= {"text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
     with plt.rc_context(style):
-        figure, axes = plt.subplots(1, len(panels), figsize=(9.2, 3.0), sharey=True, layout="constrained")
-        for axis, (title, values) in zip(axes, panels.items(), strict=True):
+        columns = min(COLUMNS, len(panels))
+        lines = -(-len(panels) // columns)
+        size = (max(4.6, 9.2 / 3 * columns), 3.0 * lines)
+        figure, axes = plt.subplots(
+            lines, columns, figsize=size, sharey=True, layout="constrained", squeeze=False
+        )  # fmt: skip
+        every = [value for values in panels.values() for value in values]
+        low, high = min(LOW, 0.98 * min(every)), max(HIGH, 1.02 * max(every))
+        ticks = [tick for tick in TICKS if low <= tick <= high]
+        for axis in axes.flat[len(panels) :]:
+            axis.set_visible(False)
+        for axis, (title, values) in zip(axes.flat, panels.items()):
             mean = math.exp(sum(map(math.log, values)) / len(values))
             ahead = sum(value > 1 for value in values)
             colours = [AHEAD if value > 1 else BEHIND for value in values]
@@ -59,14 +76,14 @@ def draw(panels: dict[str, list[float]], target: Path) -> None:
             axis.set_title(f"{title}\nahead in {ahead} of {len(values)}, geometric mean {mean:.2f}", fontsize=9)
             axis.set_xlabel("problems, sorted")
             axis.set_yscale("log")
-            axis.set_ylim(0.88, 2.0)
-            ticks = (0.9, 1.0, 1.2, 1.4, 1.6, 1.8)
+            axis.set_ylim(low, high)
             axis.yaxis.set_major_locator(FixedLocator(ticks))
             axis.yaxis.set_minor_locator(NullLocator())
             axis.set_yticklabels([f"{tick:.1f}×" for tick in ticks])
             axis.set_xticks([])
             axis.spines[["top", "right"]].set_visible(False)
-        axes[0].set_ylabel("speed over the fastest peer")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("speed over the fastest peer")
         figure.savefig(target, format="svg", facecolor="white", metadata={"Date": None, "Description": digest(panels)})
         plt.close(figure)
     text = target.read_text(encoding="utf-8")

@@ -3,8 +3,8 @@
 One round times every implementation once, in an order that is drawn anew for each round, so that drift of the clock or
 of the temperature falls on all alike. On a power-limited card what ran before decides the clock: a kernel that is timed
 right after a slow one gains up to 9 %. On a GPU each implementation therefore runs by itself for ``preheat_ms`` right
-before its part of a round. A round's figure is the median of that round's iterations; an implementation's time is the
-median of its rounds, its spread the distance between their quartiles.
+before its part of a round, in which it is timed under every protocol. A round's figure is the median of that round's
+iterations; an implementation's time is the median of its rounds, its spread the distance between their quartiles.
 
 Protocols on a GPU (a claim to be faster holds in *steady* and in *flushed*):
 
@@ -64,7 +64,8 @@ class Settings:
     budget_ms: float = 8000.0
     """An implementation whose rounds would take longer than this in all gets fewer of them (two at least)."""
     preheat_ms: float = 25.0
-    """On a GPU each implementation runs by itself for this long right before it is timed, in every round."""
+    """On a GPU each implementation runs by itself for this long right before it is timed, in every round; once for all
+    protocols."""
     protocols: tuple[Way, ...] = ("flushed",)
     """How calls are timed on a GPU; the first one's figures are those of the tables."""
     rotate: bool = False
@@ -354,10 +355,13 @@ def measure_by(
         progress(items[index].tag)
         try:
             with items[index].context():
+                heated = False
                 for name, run in due.items():
-                    if clocks[name].preheats:
+                    if clocks[name].preheats and not heated:
                         _preheat(run, settings.preheat_ms)
+                        heated = True
                     run.samples.append(statistics.median(clocks[name].time(run.call, run.iterations)))
+                    run.estimate = min(run.estimate, run.samples[-1])  # the first one may have waited for the host
         except Exception as error:
             results[index] = error
     return [

@@ -1,0 +1,476 @@
+"""Time flashlane beside its peers on problems drawn at random: what a claim to be faster in general rests on.
+
+    PYTHONPATH=src python3 benchmarks/scripts/drawn.py --seed 1000 --count 60 [--kind dense,packed,window,decode]
+        [--direction forward,backward] [--protocol both] [--peers cudnn,fa2,fa4] [--candidates] [--seconds 200]
+
+Each problem follows from kind, seed and number (flashlane.bench.measure.drawn.TIMED). benchmarks/seeds.json says which
+seeds are for fitting and which for judging. Everything is compiled first, in threads. Each implementation is checked
+(flashlane.bench.measure.sampled_check), runs by itself for 25 ms and is timed through its public function, in rounds of
+drawn order: steady (back to back) and flushed (L2 flushed before each call). ``--candidates`` also times the other
+configurations of our kernel. A file a kind and direction, drawn_DIRECTION_KIND_SEED.json, is written anew after each
+problem, and a further run adds what it lacks. ``--show FILE...`` prints and draws existing files, without a GPU.
+
+Where the environment names a compile cache of FlashAttention-4 (tools/fa4_cache.py --drawn makes one), kernels that it
+lacks are not compiled, which takes ten seconds each; that peer is then absent. tools/ahead.py --drawn compiles ours on
+another machine. Exit status 1 when an output of ours was wrong, 3 when a kernel broke the GPU's context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from drawn_summary import FORMAT, OURS, picture, read, summary
+from gpu_run import ROUNDS, device_or_exit, heat
+from hopper_shapes import PEER_TAGS
+
+from flashlane import bench, jit
+from flashlane.bench.measure.drawn import TIMED, timed
+from flashlane.bench.measure.drawn_case import Case
+from flashlane.bench.measure.environment import environment
+from flashlane.bench.measure.flops import WORK, Direction
+from flashlane.bench.measure.implementations import Implementation, Work, prepare
+from flashlane.bench.measure.peers import Peer
+from flashlane.bench.measure.progress import Bar
+from flashlane.bench.measure.results import write_atomically
+from flashlane.bench.measure.runner import BrokenContext, explained, out_of_memory, stop_if_broken, synchronize
+from flashlane.bench.measure.sampled_check import SampledOracle
+from flashlane.bench.measure.timing import Clock, Settings, Timing, Way, clocks_for, measure_by
+from flashlane.core import dispatch
+from flashlane.core.problem import AttentionProblem, arch_of
+from flashlane.core.registry import CompiledKernel
+from flashlane.jit import KernelSource
+from flashlane.tuning.candidates import calls_of, candidates_of, sources_of
+
+SEEDS = Path(__file__).resolve().parents[1] / "seeds.json"
+PEERS = {**PEER_TAGS, "efficient": "(sdpa-efficient)"}
+DEFAULT_PEERS = ("cudnn", "fa2", "fa4")
+PROTOCOLS: tuple[Way, ...] = ("steady", "flushed")
+"""The steady timing comes right after an implementation has run by itself."""
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+MOST_FLOP = {"forward": 2e12, "backward": 3e12 / WORK["backward"]}
+"""Of the forward pass of a problem, by the direction that is timed."""
+SAME = ("device", "commit", "torch", "cudnn", "flash-attn-4")
+"""What must be the same for rows to stand in one file."""
+MARGIN = 1.3
+"""Candidates that take so many times the fastest one's time in a short timing are not timed further."""
+GLANCE = Settings(rounds=1, round_ms=0.5, warmup_ms=0.0, warmup=2, preheat_ms=0.0, protocols=("steady",))
+RESERVED_BYTES = 40e9
+"""Memory that torch keeps from problems before; beyond it is given back."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One list of problems, in one direction."""
+
+    kind: str
+    direction: Direction
+    seed: int
+    count: int
+
+    def case(self, number: int) -> Case:
+        return timed(self.kind, self.seed, number, MOST_FLOP[self.direction])
+
+    def problem(self, number: int, arch: str | None) -> AttentionProblem:
+        return replace(self.case(number).problem(arch), needs_grad=self.direction != "forward")
+
+    @property
+    def name(self) -> str:
+        return f"drawn_{self.direction}_{self.kind}_{self.seed}"
+
+
+def lists_of(kinds: Sequence[str], directions: Sequence[Direction], seed: int, count: int) -> list[Asked]:
+    """Every kind in every direction that it has: decoding has no backward."""
+    pairs = [(kind, direction) for direction in directions for kind in kinds]
+    return [Asked(*pair, seed, count) for pair in pairs if pair != ("decode", "backward")]
+
+
+def lists_of_text(text: str) -> list[tuple[Asked, bool]]:
+    """Lists and whether candidates are wanted, from ``KIND:DIRECTION:SEED:COUNT[:candidates],…``.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    found = []
+    for item in text.split(","):
+        words = item.split(":")
+        fits = (
+            len(words) in (4, 5) and words[0] in TIMED and words[1] in DIRECTIONS and words[4:] in ([], ["candidates"])
+        )
+        if not fits or not all(word.isdigit() for word in words[2:4]):
+            raise ValueError(f"list is {item!r}; it may be KIND:DIRECTION:SEED:COUNT or that with :candidates")
+        found.append((Asked(words[0], words[1], int(words[2]), int(words[3])), len(words) == 5))  # type: ignore[arg-type]
+    return found
+
+
+def role_of(seed: int) -> str:
+    """What a seed is for, ``fitting`` or ``judging``.
+
+    Raises:
+        ValueError: it is for neither.
+    """
+    seeds = json.loads(SEEDS.read_text(encoding="utf-8"))
+    for role in ("fitting", "judging"):
+        if seeds[role][0] <= seed <= seeds[role][1]:
+            return role
+    bounds = " or ".join(f"{seeds[role][0]} to {seeds[role][1]} ({role})" for role in ("fitting", "judging"))
+    raise ValueError(f"--seed is {seed}; it may be {bounds}")
+
+
+# --- compiling
+
+
+def needed(problem: AttentionProblem, direction: Direction, candidates: bool) -> Iterator[KernelSource]:
+    """What a problem is compiled from, on its architecture."""
+    kernels = [dispatch.select(problem)]
+    if direction != "forward":
+        kernels.append(dispatch.select_backward(problem, kernels[0]))
+    for kernel in kernels:
+        if isinstance(kernel, CompiledKernel):
+            yield from (each.source for each in kernel.device_sources(kernel.config(problem), str(problem.arch)))
+    if candidates:
+        for candidate in candidates_of(problem, direction):
+            yield from sources_of(candidate, problem)
+
+
+def compile_all(problems: Iterable[tuple[AttentionProblem, Direction]], candidates: bool) -> int:
+    """Compile what problems need, many at a time; how many kernels there are. One that fails is told later."""
+    jobs: dict[KernelSource, str] = {}
+    for problem, direction in problems:
+        jobs |= dict.fromkeys(needed(problem, direction, candidates), str(problem.arch))
+
+    def build(source: KernelSource) -> None:
+        try:
+            jit.compile(source, jobs[source])
+        except Exception as error:
+            print(f"{source.entry}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build, jobs))
+    return len(jobs)
+
+
+def refuse_to_compile_fa4() -> None:
+    """Let FlashAttention-4 raise where its compile cache lacks a kernel."""
+    try:
+        from cutlass import cute
+    except ImportError:
+        return
+
+    def refused(*arguments: Any, **keywords: Any) -> Any:
+        raise RuntimeError("its compile cache lacks the kernel (tools/fa4_cache.py --drawn)")
+
+    cute.compile = refused
+
+
+# --- one problem
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What is the same for all problems of a run."""
+
+    device: torch.device
+    settings: Settings
+    clocks: Mapping[str, Clock]
+    peers: tuple[Peer, ...]
+    candidates: bool
+
+
+def checked(item: Implementation, work: Work, oracle: SampledOracle) -> str:
+    """Run an implementation once; what is wrong with it, or empty. Memory that it is given holds NaN."""
+    stale = [torch.full_like(t, math.nan) for t in (work.out, work.inputs.q, work.inputs.k, work.inputs.v)]
+    del stale
+    try:
+        with warnings.catch_warnings(record=True) as heard, item.context():
+            warnings.simplefilter("always")
+            result = item.call()
+            synchronize(work.out.device)
+    except Exception as error:  # a peer may raise anything
+        stop_if_broken(work.out.device, item.tag, work.problem, error)
+        return explained(error, heard)
+    wrong = oracle.judge(result if isinstance(result, tuple) else (result,))
+    return f"WRONG: {wrong}" if wrong else ""
+
+
+def by_protocol(timing: Mapping[str, Timing]) -> dict[str, float]:
+    return {name: found.median for name, found in timing.items()}
+
+
+def time_problem(asked: Asked, number: int, given: Measuring) -> dict[str, Any]:
+    """A row: milliseconds, spread and TFLOP/s of each implementation under each protocol, and the ratios."""
+    begun, case = time.monotonic(), asked.case(number)
+    posed = case.posed(arch_of(given.device))
+    problem = asked.problem(number, posed.problem.arch)
+    kernel = dispatch.select(problem)
+    row: dict[str, Any] = {"number": number, "problem": problem.describe(), "sizes": bench_sizes(case, problem)}
+    row |= {"kernel": kernel.tag, "ok": True, "ms": {}, "spread": {}, "tflops": {}, "absent": {}}
+    names = {kernel.tag: OURS, **{tag: name for name, tag in PEERS.items()}}
+    try:
+        inputs = posed.materialise(given.device, case.seed)
+        selection = bench.Selection(tags=(kernel.tag,), peers=given.peers)
+        work = prepare(posed.problem, inputs, asked.direction, selection, given.device, case.seed)
+        oracle = SampledOracle(work.problem, work.inputs, work.do, case.seed)
+        row["absent"] = {names[tag]: why for tag, why in work.skipped}
+        running = []
+        for item in (item.as_called for item in work.items):
+            why = checked(item, work, oracle)
+            if why:
+                row["absent"][names[item.tag]] = why
+            else:
+                running.append(item)
+        row["ok"] = any(item.tag == kernel.tag for item in running)
+        timings = measure_by(given.clocks, running, given.settings)
+        if given.candidates:
+            row["candidates"] = time_candidates(asked, work, oracle, given)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        row["absent"][OURS] = "out of memory"
+        return row
+    flop = sum(map(case.flop, case.lengths)) * WORK[asked.direction]
+    for item, timing in zip(running, timings, strict=True):
+        name = names[item.tag]
+        if isinstance(timing, Exception):
+            row["absent"][name] = f"while timing: {explained(timing, ())}"
+            row["ok"] &= name != OURS
+            continue
+        row["ms"][name] = by_protocol(timing)
+        row["spread"][name] = {way: found.spread for way, found in timing.items()}
+        row["tflops"][name] = {way: flop / ms / 1e9 for way, ms in row["ms"][name].items()}
+    row |= compared(row["ms"])
+    return row | {"seconds": time.monotonic() - begun}
+
+
+def bench_sizes(case: Case, problem: AttentionProblem) -> dict[str, object]:
+    """The sizes of a problem, with the lengths of packed sequences."""
+    from flashlane.bench.measure.runner import sizes_of
+
+    return {**sizes_of(problem), **({"lengths": [q for q, _ in case.lengths]} if case.varlen else {})}
+
+
+def compared(ms: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Any]]:
+    """The fastest peer of each protocol, and its time over ours."""
+    found: dict[str, dict[str, Any]] = {"best_peer": {}, "ratio": {}}
+    for protocol, ours in ms.get(OURS, {}).items():
+        others = {name: by[protocol] for name, by in ms.items() if name != OURS}
+        if others:
+            best = found["best_peer"][protocol] = min(others, key=others.get)  # type: ignore[arg-type]
+            found["ratio"][protocol] = others[best] / ours
+    return found
+
+
+def time_candidates(asked: Asked, work: Work, oracle: SampledOracle, given: Measuring) -> dict[str, Any]:
+    """Milliseconds of our configurations by name and protocol, which is chosen, and what was left out and why."""
+    found = candidates_of(work.problem, asked.direction)
+    row: dict[str, Any] = {"chosen": next((c.name for c in found if c.chosen), None), "ms": {}, "left_out": {}}
+    running = []
+    for candidate, call in zip(found, calls_of(found, work.problem, work.inputs, work.do), strict=True):
+        item = Implementation(candidate.name, "kernel", call)
+        why = checked(item, work, oracle)
+        if why:
+            row["left_out"][candidate.name] = why
+        else:
+            running.append(item)
+    clocks = {"steady": given.clocks["steady"]} if "steady" in given.clocks else given.clocks
+    glances = {}
+    for item, timing in zip(running, measure_by(clocks, running, GLANCE), strict=True):
+        glances[item.tag] = math.inf if isinstance(timing, Exception) else next(iter(timing.values())).median
+    fastest = min(glances.values(), default=math.inf)
+    for name, ms in glances.items():
+        if ms > MARGIN * fastest and name != row["chosen"]:
+            row["left_out"][name] = f"{ms / fastest:.3g} times the fastest in a short timing"
+    running = [item for item in running if item.tag not in row["left_out"]]
+    for item, timing in zip(running, measure_by(given.clocks, running, given.settings), strict=True):
+        if isinstance(timing, Exception):
+            row["left_out"][item.tag] = f"while timing: {explained(timing, ())}"
+        else:
+            row["ms"][item.tag] = by_protocol(timing)
+    return row
+
+
+# --- files
+
+
+class Kept:
+    """A list's file: what it holds already, and how a row is added.
+
+    Raises:
+        ValueError: a file of that name was measured on another device, at another commit or with other versions.
+    """
+
+    def __init__(self, path: Path, asked: Asked, given: Measuring, where: dict[str, object]) -> None:
+        self.path, self.asked = path, asked
+        self.body: dict[str, Any] = {
+            "format": FORMAT, "environment": where, **asdict(asked), "role": role_of(asked.seed),
+            "protocols": list(given.settings.protocols), "peers": [peer.tag for peer in given.peers],
+            "settings": asdict(given.settings), "begun": None, "rows": [],
+        }  # fmt: skip
+        if not path.is_file():
+            return
+        before = read(path)
+        for name, old, new in [
+            *((name, before["environment"].get(name), where.get(name)) for name in SAME),
+            *((name, before[name], self.body[name]) for name in ("kind", "direction", "seed", "protocols", "peers")),
+        ]:
+            if old != new:
+                raise ValueError(f"{path} was measured with {name} {old}, here it is {new}; give another --out")
+        self.body["rows"] = before["rows"]
+        if before["begun"] is not None:
+            self.add({
+                "number": before["begun"], "problem": asked.problem(before["begun"], None).describe(), "ok": False,
+                "absent": {OURS: "the process ended while it ran"},
+            })  # fmt: skip
+
+    @property
+    def lacking(self) -> list[int]:
+        done = {row["number"] for row in self.body["rows"]}
+        return [number for number in range(self.asked.count) if number not in done]
+
+    def begin(self, number: int) -> None:
+        self.body["begun"] = number
+        self.write()
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.body["begun"] = None
+        self.body["rows"] = sorted((*self.body["rows"], row), key=lambda row: row["number"])
+        self.write()
+
+    def write(self) -> None:
+        write_atomically(self.path, json.dumps(self.body, indent=1) + "\n")
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """What is printed of a row."""
+    told = "  ".join(f"{way} {ratio:.3f} of {row['best_peer'][way]}" for way, ratio in row.get("ratio", {}).items())
+    rate = next(iter(row.get("tflops", {}).get(OURS, {}).values()), math.nan)
+    wrong = "" if row["ok"] else "  " + row["absent"].get(OURS, "")
+    return f"{row['number']:3d} {row['problem']:<46} {rate:6.1f}  {told or 'no peer'}{wrong}"
+
+
+def run(files: Sequence[Kept], given: Measuring, seconds: float) -> int:
+    """Time what the files lack, a problem of each list in turn; the exit status."""
+    stop, status = time.monotonic() + seconds, 0
+    order = sorted(((number, place) for place, kept in enumerate(files) for number in kept.lacking))
+    begun = time.monotonic()
+    with Bar(len(order)) as reporter:
+        for done, (number, place) in enumerate(order):
+            kept = files[place]
+            if time.monotonic() > stop:
+                print(f"time is up: {len(order) - done} problems are left; the same command goes on with them")
+                break
+            kept.begin(number)
+            reporter.begin(f"{kept.asked.direction} {kept.asked.kind} {number}", 1)
+            try:
+                row = time_problem(kept.asked, number, given)
+            except KeyboardInterrupt:
+                kept.body["begun"] = None
+                kept.write()
+                print("interrupted: the rows are kept")
+                return 130
+            except BrokenContext as error:
+                print(error, file=sys.stderr)
+                return 3
+            kept.add(row)
+            print(line(row), flush=True)
+            status |= not row["ok"]
+            if given.device.type == "cuda" and torch.cuda.memory_reserved(given.device) > RESERVED_BYTES:
+                torch.cuda.empty_cache()
+    spent = time.monotonic() - begun
+    print(f"{spent:.0f} s, {spent / max(1, len(order)):.2f} s a problem")
+    return status
+
+
+def show(paths: Sequence[Path], folder: Path) -> int:
+    """Print what files amount to, and draw them all in one picture beside them; the exit status."""
+    bodies = [read(path) for path in paths]
+    for body in bodies:
+        print(*summary(body), sep="\n")
+    name = f"drawn_{bodies[0]['seed']}" if len(bodies) > 1 else paths[0].stem
+    target = folder / f"{name}.svg"
+    drawn = picture(bodies, target)
+    print(
+        f"picture: {target}"
+        if drawn
+        else "no picture: there is no ratio, or no matplotlib here (--show draws it later)"
+    )
+    return 0
+
+
+def words(parser: argparse.ArgumentParser, option: str, text: str, known: Iterable[str]) -> list[str]:
+    found = [word for word in text.split(",") if word]
+    if not found or not set(found) <= set(known):
+        parser.error(f"{option} is {text!r}; it may hold {', '.join(known)}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, help="of the lists; benchmarks/seeds.json says which are for what")
+    parser.add_argument("--count", type=int, default=40, help="problems of each list")
+    parser.add_argument("--kind", default="dense", help=f"some of {','.join(TIMED)}")
+    parser.add_argument("--direction", default="forward", help=f"some of {','.join(DIRECTIONS)}")
+    parser.add_argument("--protocol", default="both", choices=("both", *PROTOCOLS))
+    parser.add_argument("--peers", default=",".join(DEFAULT_PEERS), help=f"some of {','.join(PEERS)}, or none")
+    parser.add_argument("--candidates", action="store_true", help="time our other configurations too")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, at least {ROUNDS}")
+    parser.add_argument("--round-ms", type=float, default=2.0, help="how long a round repeats one implementation")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further problem after so long")
+    parser.add_argument("--compile-fa4", action="store_true", help="compile what FlashAttention-4's cache lacks")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the files")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="print and draw these; measure nothing")
+    arguments = parser.parse_args()
+    try:
+        if arguments.show:
+            return show(arguments.show, arguments.show[0].parent)
+        if arguments.seed is None:
+            parser.error("--seed is missing; benchmarks/seeds.json says which are for what")
+        role_of(arguments.seed)
+        kinds = words(parser, "--kind", arguments.kind, TIMED)
+        directions = words(parser, "--direction", arguments.direction, DIRECTIONS)
+        asked = lists_of(kinds, directions, arguments.seed, arguments.count)  # type: ignore[arg-type]
+        if not asked:
+            parser.error("--kind decode has no backward")
+        if arguments.peers == "none":
+            peers: tuple[Peer, ...] = ()
+        else:
+            tags = [PEERS[name] for name in words(parser, "--peers", arguments.peers, PEERS)]
+            peers = bench.select_peers(",".join(tags))
+        device = device_or_exit()
+        settings = Settings(
+            rounds=max(ROUNDS, arguments.rounds), round_ms=arguments.round_ms, warmup_ms=2.0, max_iterations=100,
+            budget_ms=1e9, protocols=PROTOCOLS if arguments.protocol == "both" else (arguments.protocol,),
+        )  # fmt: skip
+        given = Measuring(device, settings, clocks_for(device, settings), peers, arguments.candidates)
+        where = environment(device)
+        files = [Kept(arguments.out / f"{each.name}.json", each, given, where) for each in asked]
+    except ValueError as error:
+        parser.error(str(error))
+    if os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") and not arguments.compile_fa4:
+        refuse_to_compile_fa4()
+    began = time.monotonic()
+    arch = arch_of(device)
+    problems = [(each.asked.problem(n, arch), each.asked.direction) for each in files for n in each.lacking]
+    compiled = compile_all(problems, arguments.candidates)
+    print(f"compiled {compiled} kernels in {time.monotonic() - began:.0f} s", flush=True)
+    if device.type == "cuda":
+        heat(device)
+    with torch.no_grad():
+        status = run(files, given, arguments.seconds)
+    show([kept.path for kept in files if kept.path.is_file()], arguments.out)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

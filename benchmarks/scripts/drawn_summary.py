@@ -1,0 +1,128 @@
+"""What the rows of drawn.py amount to: how many problems are ahead, the worst ones, regret, and a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import peers_chart
+
+FORMAT = "flashlane-drawn/1"
+OURS = "flashlane"
+WORST = 10
+Row = Mapping[str, Any]
+Body = Mapping[str, Any]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file of drawn.py.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        found = body.get("format") if isinstance(body, dict) else None
+        raise ValueError(f"{path} has format {found!r}; it must be {FORMAT!r}")
+    return body
+
+
+def ratios(rows: Sequence[Row], protocol: str) -> list[float]:
+    """Time of the fastest peer over ours, ascending, of the problems that a peer ran."""
+    return sorted(row["ratio"][protocol] for row in rows if protocol in row.get("ratio", {}))
+
+
+def figures(rows: Sequence[Row], protocol: str) -> dict[str, float]:
+    """Count, share of ratios of at least 1, least and geometric mean; empty without a ratio."""
+    found = ratios(rows, protocol)
+    if not found:
+        return {}
+    return {
+        "problems": len(found),
+        "ahead": sum(ratio >= 1 for ratio in found) / len(found),
+        "least": found[0],
+        "mean": math.exp(statistics.fmean(map(math.log, found))),
+    }
+
+
+def regrets(rows: Sequence[Row], protocol: str) -> list[float]:
+    """How much longer the chosen configuration takes than the best candidate (0.03: 3 %), ascending."""
+    found = []
+    for row in rows:
+        timed = row.get("candidates", {})
+        ms = {name: by[protocol] for name, by in timed.get("ms", {}).items() if protocol in by}
+        if timed.get("chosen") in ms:
+            found.append(ms[timed["chosen"]] / min(ms.values()) - 1)
+    return sorted(found)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least of ascending values that so large a share of them does not exceed."""
+    return values[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def worst(rows: Sequence[Row]) -> list[tuple[float, str, Row]]:
+    """Ratio, protocol and row of the problems with the lowest ratio in either protocol, the lowest first."""
+    found = [(*min((ratio, name) for name, ratio in row["ratio"].items()), row) for row in rows if row.get("ratio")]
+    return sorted(found, key=lambda item: item[:2])[:WORST]
+
+
+def summary(body: Body) -> Iterator[str]:
+    """Lines for a terminal."""
+    rows, where = body["rows"], body["environment"]
+    title = f"{body['direction']}, {body['kind']}, seed {body['seed']} ({body['role']})"
+    yield f"{title}: {len(rows)} of {body['count']} problems, {where.get('device')}, commit {where.get('commit')}"
+    for protocol in body["protocols"]:
+        found = figures(rows, protocol)
+        if found:
+            yield (
+                f"  {protocol:<8} {found['problems']:4d} problems  {found['ahead']:6.1%} at 1.00 or above  "
+                f"least {found['least']:.3f}  geometric mean {found['mean']:.3f}"
+            )
+        behind = regrets(rows, protocol)
+        if behind:
+            yield (
+                f"  {protocol:<8} {len(behind):4d} problems  regret of the chosen configuration: 95th percentile "
+                f"{percentile(behind, 0.95):.1%}, worst {behind[-1]:.1%}"
+            )
+    told = worst(rows)
+    if told:
+        yield "  ratio          ours   peer TFLOP/s"
+    for ratio, protocol, row in told:
+        peer = row["best_peer"][protocol]
+        ours, theirs = row["tflops"][OURS][protocol], row["tflops"][peer][protocol]
+        yield f"  {ratio:.3f} {protocol:<7} {ours:6.1f} {theirs:6.1f} {peer:<9} {row['number']:3d}: {row['problem']}"
+    missing: dict[str, list[str]] = {}
+    for row in rows:
+        for name, why in row.get("absent", {}).items():
+            missing.setdefault(name, []).append(why)
+    for name, reasons in missing.items():
+        often = statistics.mode(reasons)
+        yield f"  {name} is absent from {len(reasons)} problems: {often[:48]} ({reasons.count(often)} times)"
+    for row in rows:
+        if not row["ok"]:
+            yield f"  WRONG {row['number']}: {row['problem']}: {row['absent'].get(OURS, '')[:160]}"
+
+
+def picture(bodies: Sequence[Body], target: Path) -> bool:
+    """Draw the sorted ratios, a panel for each file and protocol; False where there are none or no matplotlib."""
+    panels = {
+        f"{body['direction']}, {body['kind']}, {protocol}": found
+        for body in bodies
+        for protocol in body["protocols"]
+        if (found := ratios(body["rows"], protocol))
+    }
+    if not panels:
+        return False
+    try:
+        peers_chart.draw(panels, target)
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,252 @@
+"""benchmarks/scripts/drawn.py without a GPU: it draws, checks, times, keeps its rows and says what they amount to."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bench_fakes import FakeKernel, LazyKernel, one_nan
+
+from flashlane.bench.measure import drawn as spaces
+from flashlane.bench.measure.timing import HostClock
+from flashlane.core import registry
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+SMALL = {"lengths": spaces.LogUniform(5, 70), "kv_heads": (1, 2), "groups": (1, 2), "least_heads": 1, "batch": (1, 3)}
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script with small problems, on the CPU, both protocols by the host's clock."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "scripts"))
+    module = importlib.import_module("drawn")
+    for kind, space in spaces.TIMED.items():
+        fewer = {"sequences": (2, 4), "head_dims": (16, 24), **({"keys": (9, 40)} if kind == "decode" else {})}
+        monkeypatch.setitem(spaces.TIMED, kind, replace(space, **(SMALL | fewer)))
+    monkeypatch.setattr(module, "device_or_exit", lambda: CPU)
+    monkeypatch.setattr(module, "clocks_for", lambda device, settings: {way: HostClock() for way in settings.protocols})
+    monkeypatch.setattr(module, "environment", lambda device: {"device": "a fake", "commit": "abc", "torch": "2"})
+    return module
+
+
+def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> int:
+    told = ["drawn", "--out", str(folder), "--round-ms", "0.1", "--peers", "fa2", "--seed", "1000", *words]
+    monkeypatch.setattr("sys.argv", told)
+    return script.main()
+
+
+def bodies(folder: Path) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def test_it_times_every_kind_in_both_directions_beside_a_peer(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--kind", "dense,packed,window,decode", "--direction", "forward,backward", "--count", "2")
+    assert run(script, monkeypatch, tmp_path, *options) == 0
+    found = bodies(tmp_path)
+    assert len(found) == 7 and "drawn_backward_decode_1000" not in found
+    body = found["drawn_backward_dense_1000"]
+    assert body["role"] == "fitting" and body["begun"] is None and body["protocols"] == ["steady", "flushed"]
+    assert [row["number"] for row in body["rows"]] == [0, 1]
+    for row in body["rows"]:
+        case = spaces.timed("dense", 1000, row["number"], script.MOST_FLOP["backward"])
+        assert row["ok"] and set(row["ms"]["flashlane"]) == {"steady", "flushed"}
+        flop = 2.5 * sum(map(case.flop, case.lengths))
+        assert row["tflops"]["flashlane"]["steady"] == pytest.approx(flop / row["ms"]["flashlane"]["steady"] / 1e9)
+    beside = [row for body in found.values() for row in body["rows"] if row["ratio"]]
+    for row in beside:
+        for way, ratio in row["ratio"].items():
+            assert ratio == pytest.approx(row["ms"]["fa2"][way] / row["ms"]["flashlane"][way])
+            assert row["best_peer"][way] == "fa2"
+    assert len(beside) >= 4
+    told = capsys.readouterr().out
+    assert "forward, dense, seed 1000 (fitting): 2 of 2 problems, a fake, commit abc" in told
+    assert (tmp_path / "drawn_1000.svg").read_text().count("<svg") == 1
+
+
+def test_a_further_run_adds_what_is_lacking_and_touches_no_row(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(script, monkeypatch, tmp_path, "--count", "1", "--peers", "none")
+    (before,) = bodies(tmp_path).values()
+    assert run(script, monkeypatch, tmp_path, "--count", "3", "--peers", "none", "--seconds", "0") == 0
+    assert "time is up: 2 problems are left" in capsys.readouterr().out
+    run(script, monkeypatch, tmp_path, "--count", "3", "--peers", "none")
+    (after,) = bodies(tmp_path).values()
+    assert [row["number"] for row in after["rows"]] == [0, 1, 2] and after["rows"][0] == before["rows"][0]
+    assert all("ratio" not in row or not row["ratio"] for row in after["rows"])
+
+
+def test_a_problem_that_ended_the_process_is_told_and_not_run_again(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, measured = script.time_problem, []
+
+    def ends(asked: Any, number: int, given: Any) -> Any:
+        if number == 1 and 1 not in measured:
+            measured.append(1)
+            raise SystemExit(9)
+        measured.append(number)
+        return kept(asked, number, given)
+
+    monkeypatch.setattr(script, "time_problem", ends)
+    with pytest.raises(SystemExit):
+        run(script, monkeypatch, tmp_path, "--count", "3", "--peers", "none")
+    (body,) = bodies(tmp_path).values()
+    assert body["begun"] == 1 and [row["number"] for row in body["rows"]] == [0]
+    run(script, monkeypatch, tmp_path, "--count", "3", "--peers", "none")
+    (body,) = bodies(tmp_path).values()
+    assert measured == [0, 1, 2] and body["begun"] is None
+    assert "the process ended" in body["rows"][1]["absent"]["flashlane"] and not body["rows"][1]["ok"]
+
+
+def test_rows_of_two_commits_do_not_mix(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(script, monkeypatch, tmp_path, "--count", "1", "--peers", "none")
+    monkeypatch.setattr(script, "environment", lambda device: {"device": "a fake", "commit": "def", "torch": "2"})
+    with pytest.raises(SystemExit) as ended:
+        run(script, monkeypatch, tmp_path, "--count", "2", "--peers", "none")
+    assert ended.value.code == 2 and "was measured with commit abc, here it is def" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--seed", "7"), "--seed is 7; it may be 1000 to 1999 (fitting) or 2000 to 2999 (judging)"),
+        (("--kind", "dence"), "--kind is 'dence'; it may hold dense, packed, window, decode"),
+        (("--peers", "fa3"), "--peers is 'fa3'; it may hold cudnn, fa2, fa4, flex, efficient"),
+        (("--kind", "decode", "--direction", "backward"), "decode has no backward"),
+        (("--direction", "sideways"), "--direction is 'sideways'; it may hold forward, backward"),
+    ],
+)
+def test_wrong_words_are_refused(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(script, monkeypatch, tmp_path, *words)
+    assert ended.value.code == 2 and message in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("kernel", [FakeKernel("fake", one_nan), LazyKernel("fake")])
+def test_a_wrong_output_is_not_timed_and_fails(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kernel: FakeKernel,
+) -> None:
+    with registry.table_of(kernel):
+        assert run(script, monkeypatch, tmp_path, "--count", "1") == 1
+    (body,) = bodies(tmp_path).values()
+    (row,) = body["rows"]
+    assert not row["ok"] and "flashlane" not in row["ms"] and row["absent"]["flashlane"].startswith("WRONG: out")
+    assert "WRONG 0:" in capsys.readouterr().out
+
+
+def test_candidates_are_timed_beside_the_chosen_one(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the reference's configurations on the CPU there is one at most, so three are made up."""
+    from flashlane.core.registry import TunableKernel
+
+    class Several(FakeKernel, TunableKernel):
+        def config(self, problem: Any) -> Any:
+            return "b"
+
+        def candidates(self, problem: Any) -> Any:
+            return ("a", "b", "wrong")
+
+        def source_of(self, config: Any) -> str:
+            return ""
+
+        def run(self, config: Any, problem: Any, inputs: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+            self.forward(problem, inputs, out, lse)
+            if config == "wrong":
+                out[0, 0].zero_()
+
+    monkeypatch.setattr(script, "MARGIN", math.inf)
+    with registry.table_of(Several("several")):
+        assert run(script, monkeypatch, tmp_path, "--count", "2", "--peers", "none", "--candidates") == 0
+    (body,) = bodies(tmp_path).values()
+    for row in body["rows"]:
+        assert row["candidates"]["chosen"] == "b" and set(row["candidates"]["ms"]) == {"a", "b"}
+        assert row["candidates"]["left_out"]["wrong"].startswith("WRONG")
+
+
+def test_what_rows_amount_to(script: ModuleType) -> None:
+    summary = importlib.import_module("drawn_summary")
+
+    def row(number: int, ratio: float, regret: float) -> dict[str, Any]:
+        return {
+            "number": number, "problem": f"P{number}", "ok": True, "absent": {"fa4": "not installed"},
+            "ratio": {"steady": ratio, "flushed": ratio + 0.1}, "best_peer": {"steady": "fa2", "flushed": "fa2"},
+            "tflops": {name: {"steady": 500.0, "flushed": 400.0} for name in ("flashlane", "fa2")},
+            "candidates": {"chosen": "a", "ms": {"a": {"steady": 1 + regret}, "b": {"steady": 1.0}}},
+        }  # fmt: skip
+
+    rows = [row(n, 0.9 + n / 100, n / 1000) for n in range(20)]
+    assert summary.figures(rows, "steady")["ahead"] == 0.5 and summary.figures(rows, "flushed")["ahead"] == 1.0
+    assert summary.figures(rows, "steady")["least"] == 0.9
+    assert summary.figures(rows, "steady")["mean"] == pytest.approx(
+        math.exp(sum(math.log(0.9 + n / 100) for n in range(20)) / 20)
+    )
+    behind = summary.regrets(rows, "steady")
+    assert summary.percentile(behind, 0.95) == pytest.approx(0.018) and behind[-1] == pytest.approx(0.019)
+    assert [item[2]["number"] for item in summary.worst(rows)] == list(range(10))
+    body = {"rows": rows, "environment": {}, "direction": "forward", "kind": "dense", "seed": 2000, "role": "judging"}
+    told = list(summary.summary({**body, "count": 20, "protocols": ["steady", "flushed"]}))
+    assert any("50.0% at 1.00 or above" in text for text in told)
+    assert any("95th percentile 1.8%, worst 1.9%" in text for text in told)
+    assert any("fa4 is absent from 20 problems: not installed (20 times)" in text for text in told)
+    assert max(map(len, told)) <= 100
+
+
+def test_seeds_are_either_for_fitting_or_for_judging_and_used_ones_are_listed(script: ModuleType) -> None:
+    seeds = json.loads((ROOT / "benchmarks" / "seeds.json").read_text())
+    assert seeds["fitting"][1] < seeds["judging"][0]
+    assert script.role_of(1000) == "fitting" and script.role_of(2999) == "judging"
+    for used in seeds["used"]:
+        assert script.role_of(used["seed"]) == "judging" and used["for"]
+    listed = {used["seed"] for used in seeds["used"]}
+    for path in (ROOT / "benchmarks" / "results").glob("drawn_*.json"):
+        body = json.loads(path.read_text())
+        assert body["role"] == "fitting" or body["seed"] in listed, f"{path.name}: its seed is not in seeds.json"
+
+
+def test_lists_are_read_from_words(script: ModuleType) -> None:
+    found = script.lists_of_text("dense:forward:1000:20,packed:backward:2001:5:candidates")
+    assert [(each.kind, each.direction, each.seed, each.count, more) for each, more in found] == [
+        ("dense", "forward", 1000, 20, False), ("packed", "backward", 2001, 5, True),
+    ]  # fmt: skip
+    for text in ("dense", "dense:forward:1:x", "dense:both:1:1", "dense:forward:1:1:all"):
+        with pytest.raises(ValueError, match="list is"):
+            script.lists_of_text(text)
+
+
+def test_what_a_problem_needs_on_a_gpu_is_known_without_one(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    problem = spaces.draw(random.Random(1), spaces.DENSE_TIMED).problem("sm_90a")
+    forward = list(script.needed(problem, "forward", False))
+    backward = list(script.needed(replace(problem, needs_grad=True), "backward", False))
+    assert len(forward) == 1 and len(backward) >= 3 and forward[0] in backward
+    assert len(list(script.needed(problem, "forward", True))) > 1
