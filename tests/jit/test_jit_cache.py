@@ -128,7 +128,8 @@ def test_key_follows_headers_options_compiler_and_architecture(tmp_path, monkeyp
     (headers / "value.cuh").write_text("constexpr float VALUE = 1.f;")
     assert compile_afresh(source).key == first.key
     keys = {first.key, changed.key, compile_afresh(source, "sm_90a").key}
-    monkeypatch.setattr(toolchain, "compiler_version", lambda: "13.9")
+    for name in ("compiler_version", "installed_version"):
+        monkeypatch.setattr(toolchain, name, lambda: "13.9")
     keys.add(compile_afresh(source).key)
     monkeypatch.setattr(toolchain, "runtime_headers_digest", lambda: "other")
     keys.add(compile_afresh(source).key)

@@ -18,7 +18,8 @@ import flashlane
 from flashlane.bench.measure.flops import flops
 from flashlane.core.problem import Asked, AttentionProblem, Inputs
 from flashlane.ops import call as ops
-from flashlane.ops import schema, torch_rules
+from flashlane.ops import schema
+from flashlane.ops.flops import visible_pairs
 
 pytestmark = pytest.mark.usefixtures("torch_kernels")
 F64 = torch.float64
@@ -415,4 +416,4 @@ def test_pairs_are_those_of_the_problem() -> None:
         for alignment in ("bottom-right", "top-left"):
             problem = AttentionProblem.from_inputs(inputs, window_size=(left, right), alignment=alignment)
             shift = m - n if alignment == "bottom-right" else 0
-            assert torch_rules.visible_pairs(n, m, left, right, shift) == problem.visible_pairs()
+            assert visible_pairs(n, m, left, right, shift) == problem.visible_pairs()

@@ -80,6 +80,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     found = Launches()
     monkeypatch.setattr(forward_launch.jit, "load", lambda compiled, device: found)
     monkeypatch.setattr(forward_launch.jit, "compile", lambda source, arch: source)
+    monkeypatch.setattr(forward_launch.jit, "compile_together", lambda sources, arch: sources)
     monkeypatch.setattr(launch_pool, "counters_of", lambda *_: SimpleNamespace(data_ptr=lambda: 77))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
     monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: found.stream_of(device))

@@ -79,13 +79,17 @@ def select(problem: AttentionProblem, kernel: str | None = None) -> Kernel:
         if reason is not None:
             raise NotImplementedError(f"kernel {kernel!r} cannot run {problem.describe()}: {reason}")
         return named
-    listed = registry.kernels(listed_only=True)
-    able = [k for k in listed if k.supports(problem) is None]
-    if not able:
+    tuned = tune.best_tag(problem)
+    if tuned is not None:
+        for known in registry.kernels(listed_only=True):
+            if known.tag == tuned and known.supports(problem) is None:
+                return known
+    best = registry.preferred(lambda k: k.listed and k.supports(problem) is None, lambda k: k.preference(problem))
+    if best is None:
+        listed = registry.kernels(listed_only=True)
         reasons = "; ".join(f"{k.tag}: {k.supports(problem)}" for k in listed if k.priority >= 0)
         raise NotImplementedError(f"no kernel can run {problem.describe()}: {reasons}")
-    tuned = tune.best_tag(problem)
-    return next((k for k in able if k.tag == tuned), None) or max(able, key=lambda k: k.preference(problem))
+    return best
 
 
 def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_all: bool = False) -> Explanation:
@@ -109,11 +113,11 @@ def select_backward(problem: AttentionProblem, forward: Kernel) -> BackwardKerne
     Raises:
         NotImplementedError: none supports it; says why each does not.
     """
-    able = [kernel for kernel in registry.backward_kernels() if kernel.supports(problem, forward) is None]
-    if not able:
+    best = registry.preferred_backward(lambda k: k.supports(problem, forward) is None)
+    if best is None:
         reasons = "; ".join(f"{choice.tag}: {choice.reason}" for choice in backward_choices(problem, forward))
         raise NotImplementedError(f"no backward can run {problem.describe()}: {reasons}")
-    return max(able, key=lambda kernel: kernel.priority)
+    return best
 
 
 def backward_choices(problem: AttentionProblem, forward: Kernel) -> tuple[BackwardChoice, ...]:

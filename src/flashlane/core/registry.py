@@ -3,6 +3,9 @@
 A kernel is added by one line in :data:`MODULES` naming the module that defines it; the module calls
 :func:`register`. Everything else (dispatch, ``explain``, the bench, the compile tests) reads the tables. Forward and
 backward kernels have one table each, so that a forward kernel and a backward kernel may have the same tag.
+
+A module is imported when its kernels are first asked for: the choice of a kernel for a problem asks for
+:func:`preferred`, so that a process which runs one family imports that family.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import difflib
 import functools
 import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,18 +31,31 @@ Repeat = Callable[
 ]
 """See :meth:`Kernel.prepare`."""
 
+
+@dataclass(frozen=True)
+class Definition:
+    """A module that defines kernels."""
+
+    module: str
+    forward: float | None = None
+    """The most that a listed forward kernel of the module is preferred for any problem; None: it has none."""
+    backward: int | None = None
+    """The highest priority of its backward kernels; None: it has none."""
+
+
 MODULES = (
-    "flashlane.reference.naive",
-    "flashlane.reference.tiled",
-    "flashlane.kernels.fa1.flash_attention_1",
-    "flashlane.kernels.mma.naive",
-    "flashlane.kernels.mma.attention",
-    "flashlane.kernels.hopper.forward.kernel",
-    "flashlane.kernels.decode.decode",
-    "flashlane.kernels.triton.attention",
-    "flashlane.kernels.triton.backward",
-    "flashlane.kernels.hopper.backward.kernel",
+    Definition("flashlane.reference.naive", forward=1.5),
+    Definition("flashlane.reference.tiled", forward=1.0, backward=0),
+    Definition("flashlane.kernels.fa1.flash_attention_1", forward=-1.0),
+    Definition("flashlane.kernels.mma.naive", forward=2.0),
+    Definition("flashlane.kernels.mma.attention", forward=11.0),
+    Definition("flashlane.kernels.hopper.forward.kernel", forward=20.0),
+    Definition("flashlane.kernels.decode.decode", forward=30.0),
+    Definition("flashlane.kernels.triton.attention", forward=5.0),
+    Definition("flashlane.kernels.triton.backward", backward=10),
+    Definition("flashlane.kernels.hopper.backward.kernel", backward=20),
 )
+"""In the order of the tables. A choice imports the modules by falling preference, and none that can no longer win."""
 
 
 class Kernel(ABC):
@@ -171,6 +188,10 @@ class CompiledKernel(ABC):
     def device_sources(self, config: Any, arch: str) -> tuple[DeviceSource, ...]:
         """What a configuration is compiled from, in the order of the launches."""
 
+    def sources(self, problem: AttentionProblem) -> tuple[KernelSource, ...]:
+        """What a call of a supported problem is compiled from, which is all that it launches."""
+        return tuple(each.source for each in self.device_sources(self.config(problem), str(problem.arch)))
+
     @abstractmethod
     def shipped(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
         """Every configuration that the heuristic can choose, with the architectures it can be chosen on."""
@@ -273,7 +294,6 @@ class BackwardKernel(ABC):
 
 
 K = TypeVar("K", bound="Kernel | BackwardKernel")
-_loaded = False
 _memos: list[Callable[[], None]] = []
 MEMO_SIZE = 4096
 SHORTLIST = 50
@@ -303,24 +323,67 @@ def changed() -> None:
 class _Table(Generic[K]):
     """The kernels of one direction by tag."""
 
-    def __init__(self, called: str) -> None:
+    def __init__(self, called: str, most: Callable[[Definition], float | None]) -> None:
         self.called = called
         self.kernels: dict[str, K] = {}
+        self.whole = False
+        """Whether no module is left to import."""
+        self._defined = [(found, each.module) for each in MODULES if (found := most(each)) is not None]
 
     def add(self, kernel: K) -> None:
         if kernel.tag in self.kernels:
             raise ValueError(f"tag {kernel.tag!r} is registered already")
         self.kernels[kernel.tag] = kernel
-        changed()
 
     def fill(self, kernels: Iterable[K]) -> None:
         kernels = tuple(kernels)
         self.kernels.clear()
         self.kernels.update((kernel.tag, kernel) for kernel in kernels)
-        changed()
+
+    def load(self) -> dict[str, K]:
+        """All kernels, in the order of :data:`MODULES`; those that no module of it defines come last."""
+        if not self.whole:
+            for _, module in self._defined:
+                importlib.import_module(module)
+            rank = {module: number for number, (_, module) in enumerate(self._defined)}
+            self.fill(sorted(self.kernels.values(), key=lambda k: rank.get(type(k).__module__, len(rank))))
+            self.whole = True
+        return self.kernels
+
+    def preferred(self, able: Callable[[K], bool], preference: Callable[[K], float]) -> K | None:
+        """The kernel that is preferred most among those that are able, or None where none is.
+
+        Of those that are preferred alike, it is the first of the table. Modules whose kernels cannot be preferred more
+        than what was found are not imported.
+        """
+        best, best_key = None, (-math.inf, 0)
+        for most, rank, module in self._modules():
+            if most < best_key[0]:
+                break
+            for kernel in filter(able, self._of_module(module)):
+                key = preference(kernel), -rank
+                if best is None or key > best_key:
+                    best, best_key = kernel, key
+        return best
+
+    def _modules(self) -> list[tuple[float, int, str | None]]:
+        """The modules, the one that can be preferred most first: that most, its rank in the table, its name.
+
+        None stands for all kernels once every module is there, and before that for those that no module defines.
+        """
+        if self.whole:
+            return [(math.inf, 0, None)]
+        defined = ((most, rank, module) for rank, (most, module) in enumerate(self._defined))
+        return [(math.inf, len(self._defined), None), *sorted(defined, key=lambda each: -each[0])]
+
+    def _of_module(self, module: str | None) -> list[K]:
+        if module is not None:
+            importlib.import_module(module)
+        found = tuple(self.kernels.values())
+        return [k for k in found if self.whole or (_module_of(k) == module)]
 
     def get(self, tag: str) -> K:
-        found = self.kernels.get(tag)
+        found = self.kernels.get(tag) or self.load().get(tag)
         if found is None:
             raise ValueError(
                 f"kernel is {tag!r}, which no {self.called} is called; {suggest(tag, tuple(self.kernels))}"
@@ -329,56 +392,66 @@ class _Table(Generic[K]):
 
     @contextlib.contextmanager
     def holding(self, kernels: Iterable[K]) -> Iterator[None]:
-        before = tuple(self.kernels.values())
+        before = tuple(self.load().values())
         try:
             self.fill(kernels)
+            changed()
             yield
         finally:
             self.fill(before)
+            changed()
 
 
-_FORWARD: _Table[Kernel] = _Table("kernel")
-_BACKWARD: _Table[BackwardKernel] = _Table("backward kernel")
+_FORWARD: _Table[Kernel] = _Table("kernel", lambda each: each.forward)
+_BACKWARD: _Table[BackwardKernel] = _Table("backward kernel", lambda each: each.backward)
+_DEFINING = frozenset(each.module for each in MODULES)
+
+
+def _module_of(kernel: Kernel | BackwardKernel) -> str | None:
+    """The module of :data:`MODULES` that defines a kernel, if one does."""
+    module = type(kernel).__module__
+    return module if module in _DEFINING else None
 
 
 def register(kernel: K) -> K:
     """Add a kernel to the table of its direction, in which its tag must be new."""
     (_BACKWARD if isinstance(kernel, BackwardKernel) else _FORWARD).add(kernel)  # type: ignore[arg-type]
+    if _module_of(kernel) is None:  # else what was chosen before was preferred to it
+        changed()
     return kernel
 
 
 def table_of(*kernels: Kernel) -> contextlib.AbstractContextManager[None]:
     """A table of forward kernels that holds exactly these, for as long as the context lasts; for tests."""
-    return _loaded_tables()[0].holding(kernels)
+    return _FORWARD.holding(kernels)
 
 
 def backward_table_of(*kernels: BackwardKernel) -> contextlib.AbstractContextManager[None]:
     """The same for the table of backward kernels."""
-    return _loaded_tables()[1].holding(kernels)
-
-
-def _loaded_tables() -> tuple[_Table[Kernel], _Table[BackwardKernel]]:
-    global _loaded
-    if not _loaded:
-        for module in MODULES:
-            importlib.import_module(module)
-        _loaded = True
-        # Some were imported, and so registered, before: the order of a table is that of MODULES all the same.
-        rank = {module: number for number, module in enumerate(MODULES)}
-        for table in (_FORWARD, _BACKWARD):
-            table.fill(sorted(table.kernels.values(), key=lambda k: rank.get(type(k).__module__, len(rank))))
-    return _FORWARD, _BACKWARD
+    return _BACKWARD.holding(kernels)
 
 
 def kernels(listed_only: bool = False) -> tuple[Kernel, ...]:
     """All forward kernels, in the order of the table; or those that are shown without being asked for."""
-    found = _loaded_tables()[0].kernels.values()
-    return tuple(kernel for kernel in found if kernel.listed or not listed_only)
+    return tuple(kernel for kernel in _FORWARD.load().values() if kernel.listed or not listed_only)
 
 
 def backward_kernels() -> tuple[BackwardKernel, ...]:
     """All backward kernels, in the order of the table."""
-    return tuple(_loaded_tables()[1].kernels.values())
+    return tuple(_BACKWARD.load().values())
+
+
+def preferred(able: Callable[[Kernel], bool], preference: Callable[[Kernel], float]) -> Kernel | None:
+    """The forward kernel that is preferred most among those that are able, or None; the first of several.
+
+    Modules whose kernels cannot be preferred more than what was found are not imported.
+    """
+    return _FORWARD.preferred(able, preference)
+
+
+def preferred_backward(able: Callable[[BackwardKernel], bool]) -> BackwardKernel | None:
+    """The backward kernel of the highest priority among those that are able, in the same way."""
+    return _BACKWARD.preferred(able, lambda kernel: kernel.priority)
 
 
 def get(tag: str) -> Kernel:
@@ -387,7 +460,7 @@ def get(tag: str) -> Kernel:
     Raises:
         ValueError: no kernel has it; the message names the nearest tags.
     """
-    return _loaded_tables()[0].get(tag)
+    return _FORWARD.get(tag)
 
 
 def get_backward(tag: str) -> BackwardKernel:
@@ -396,7 +469,7 @@ def get_backward(tag: str) -> BackwardKernel:
     Raises:
         ValueError: no backward kernel has it; the message names the nearest tags.
     """
-    return _loaded_tables()[1].get(tag)
+    return _BACKWARD.get(tag)
 
 
 def suggest(word: str, known: tuple[str, ...]) -> str:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from flashlane.jit.budget import LIMITS, ArchLimits, Occupancy, limits, occupancy, shared_limit
-from flashlane.jit.compiler import Compiled, CompileError, KernelSource, compile, constants_header
+from flashlane.jit.compiler import (
+    Compiled,
+    CompileError,
+    KernelSource,
+    alongside,
+    compile,
+    compile_together,
+    constants_header,
+)
 from flashlane.jit.launch import Function, LaunchError, load
 from flashlane.jit.report import CompileReport
 from flashlane.jit.sass import disassemble, instruction_counts
@@ -20,7 +28,9 @@ __all__ = [
     "LaunchError",
     "Occupancy",
     "ToolchainError",
+    "alongside",
     "compile",
+    "compile_together",
     "constants_header",
     "disassemble",
     "instruction_counts",

@@ -7,7 +7,10 @@ and an entry here holds the compiler's report beside the cubin.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib.util
+import json
 import os
 import re
 import tempfile
@@ -20,6 +23,8 @@ from pathlib import Path
 DIRECTORY_VARIABLE = "FLASHLANE_CACHE_DIR"
 LIMIT_VARIABLE = "FLASHLANE_CACHE_LIMIT"
 DEFAULT_LIMIT = 1 << 30
+
+CUBINS_PACKAGE, CUBINS_INDEX = "flashlane_cubins", "index.json"
 
 _MAGIC = b"flashlane-cache-1\n"
 _SUFFIX = ".cubin"
@@ -43,9 +48,10 @@ class DiskCache:
     cut short or damaged counts as absent. A folder that cannot be written to is warned of once, then ignored.
     """
 
-    def __init__(self, folder: Path, limit: int = DEFAULT_LIMIT) -> None:
+    def __init__(self, folder: Path, limit: int = DEFAULT_LIMIT, reads_only: bool = False) -> None:
         self.folder = folder
         self.limit = limit
+        self._reads_only = reads_only
         self._warned = False
 
     def get(self, key: str) -> bytes | None:
@@ -59,8 +65,9 @@ class DiskCache:
         payload = data[start:]
         if data[: len(_MAGIC)] != _MAGIC or data[len(_MAGIC) : start] != hashlib.sha256(payload).digest():
             return None
-        with contextlib.suppress(OSError):
-            os.utime(path)
+        if not self._reads_only:
+            with contextlib.suppress(OSError):
+                os.utime(path)
         return payload
 
     def put(self, key: str, payload: bytes) -> None:
@@ -167,3 +174,26 @@ def size_limit() -> int:
     if match is None:
         raise ValueError(f"{LIMIT_VARIABLE} is {text!r}; it may be bytes or a size such as 500M or 2G")
     return int(match[1]) * _UNITS[match[2].upper()]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The cubins of an installed package ``flashlane-cubins``, compiled elsewhere (``tools/cubin_wheel.py``)."""
+
+    store: DiskCache
+    compiler: str
+    """What ``toolchain.compiler_version()`` was where they were compiled; part of their keys."""
+    runtime_headers: str
+    """Likewise ``toolchain.runtime_headers_digest()``."""
+
+
+@functools.cache
+def installed() -> Installed | None:
+    """The installed cubins, or None where there are none or their index cannot be read."""
+    spec = importlib.util.find_spec(CUBINS_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            index = json.loads(Path(folder, CUBINS_INDEX).read_text(encoding="utf-8"))
+            store = DiskCache(Path(folder), reads_only=True)
+            return Installed(store, index["compiler"], index["runtime_headers"])
+    return None

@@ -1,13 +1,16 @@
-"""CUDA C++ to cubin with NVRTC: in memory first, then from the disk cache, then compiled."""
+"""CUDA C++ to cubin with NVRTC: in memory first, then from the disk cache or the installed cubins, then compiled."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import re
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flashlane.jit import cache, toolchain
@@ -73,7 +76,9 @@ class CompileError(RuntimeError):
 RACECHECK = "FLASHLANE_RACECHECK"
 """Environment variable, and macro of device code."""
 
-_memo: dict[tuple[KernelSource, str, tuple[str, ...]], Compiled] = {}
+Wanted = tuple[KernelSource, str, tuple[str, ...]]
+_memo: dict[Wanted, Compiled] = {}
+_at_work: dict[Wanted, threading.Lock] = {}
 
 
 def compile(source: KernelSource, arch: str, *, debug: bool = False, options: tuple[str, ...] = ()) -> Compiled:
@@ -94,13 +99,61 @@ def compile(source: KernelSource, arch: str, *, debug: bool = False, options: tu
         ValueError: ``arch`` is not one NVRTC compiles for, or a constant is out of range.
         TypeError: a constant is neither int, bool nor str.
     """
-    macros = ("-DFLASHLANE_DEBUG=1",) * debug + ("-DFLASHLANE_RACECHECK=1",) * (os.environ.get(RACECHECK) == "1")
-    wanted = (source, arch, macros + options)
+    wanted = (source, arch, _macros(debug) + options)
     found = _memo.get(wanted)
     if found is None:
-        # Two threads may both compile; the first to finish is the one that both get.
-        found = _memo.setdefault(wanted, _load_or_compile(*wanted))
+        with _at_work.setdefault(wanted, threading.Lock()):  # of two threads, one compiles and the other waits
+            found = _memo.get(wanted) or _memo.setdefault(wanted, _prepare(*wanted).load_or_compile())
     return found
+
+
+def compile_together(sources: Sequence[KernelSource], arch: str) -> tuple[Compiled, ...]:
+    """:func:`compile` of several kernels; those that are not in the cache at once, each in a thread of its own.
+
+    NVRTC compiles in as many threads as call it.
+    """
+    missing = [source for source in sources if load_only(source, arch) is None]
+    for source in missing[1:]:
+        threading.Thread(target=_try_to_compile, args=(source, arch), name=f"compile {source.entry}").start()
+    return tuple(compile(source, arch) for source in sources)
+
+
+def load_only(source: KernelSource, arch: str) -> Compiled | None:
+    """:func:`compile` from memory or from the disk cache; None where the kernel is in neither."""
+    wanted = (source, arch, _macros())
+    found = _memo.get(wanted) or _prepare(*wanted).load()
+    return None if found is None else _memo.setdefault(wanted, found)
+
+
+_alongside = threading.local()
+
+
+@contextlib.contextmanager
+def alongside(sources: Callable[[], Sequence[KernelSource]], arch: str) -> Iterator[None]:
+    """If this thread compiles a kernel inside, others compile these at the same time, for calls that will want them.
+
+    Where the kernel is in the cache, nothing is started. What fails so says nothing: it fails again, and raises, where
+    it is wanted. The process ends after the threads.
+    """
+
+    def compile_others() -> None:
+        with contextlib.suppress(Exception):
+            compile_together(sources(), arch)
+
+    _alongside.start = threading.Thread(target=compile_others, name="compile what will follow").start
+    try:
+        yield
+    finally:
+        _alongside.start = None
+
+
+def _try_to_compile(source: KernelSource, arch: str) -> None:
+    with contextlib.suppress(Exception):  # the thread that waits for it tries again, and raises
+        compile(source, arch)
+
+
+def _macros(debug: bool = False) -> tuple[str, ...]:
+    return ("-DFLASHLANE_DEBUG=1",) * debug + ("-DFLASHLANE_RACECHECK=1",) * (os.environ.get(RACECHECK) == "1")
 
 
 def constants_header(constants: tuple[tuple[str, int | bool | str], ...]) -> str:
@@ -125,33 +178,72 @@ def _declaration(name: str, value: int | bool | str) -> str:
     raise TypeError(f"constants: {name} is a {type(value).__name__}; it may be int, bool or str (a type)")
 
 
-def _load_or_compile(source: KernelSource, arch: str, options: tuple[str, ...]) -> Compiled:
-    start = time.perf_counter()
-    toolchain.check_architecture(arch)
+def _prepare(source: KernelSource, arch: str, options: tuple[str, ...]) -> _Task:
     # The headers that were hashed are the ones handed to NVRTC, so that an edit in between cannot poison the cache.
+    start = time.perf_counter()
     generated = {**dict(source.headers), CONFIG_HEADER: constants_header(source.constants)}
     headers = {**toolchain.device_headers(source.text, generated), **generated}
-    flags = (f"--gpu-architecture={arch}", *OPTIONS, *options)
-    key = _key(source, headers, flags)
-    disk = cache.default()
-    if (entry := disk.get(key)) is not None and (loaded := _unpack(entry)) is not None:
-        cubin, report = loaded
-        return Compiled(cubin, report, source, arch, key, time.perf_counter() - start, cached=True)
-    cubin, log = _run_nvrtc(source, arch, headers, flags)
-    try:
-        report = read_log(log, source.entry, cubin)
-    except ValueError as error:
-        message = f'{source.name}: {error}; is it an extern "C" __global__ function?'
-        raise CompileError(message, log, source) from error
-    disk.put(key, _pack(cubin, report))
-    return Compiled(cubin, report, source, arch, key, time.perf_counter() - start, cached=False)
+    return _Task(source, arch, headers, (f"--gpu-architecture={arch}", *OPTIONS, *options), start)
 
 
-def _key(source: KernelSource, headers: dict[str, str], flags: tuple[str, ...]) -> str:
-    parts = [source.name, source.text, source.entry, *flags, toolchain.compiler_version()]
-    parts += [toolchain.runtime_headers_digest(), *(text for pair in headers.items() for text in pair)]
-    # Each part carries its length: ("ab", "c") and ("a", "bc") must differ.
-    return hashlib.sha256(b"".join(b"%d:%b" % (len(p), p) for p in (s.encode() for s in parts))).hexdigest()
+@dataclass(frozen=True)
+class _Task:
+    """A kernel that is to be loaded or compiled."""
+
+    source: KernelSource
+    arch: str
+    headers: dict[str, str]
+    flags: tuple[str, ...]
+    start: float
+
+    def load(self) -> Compiled | None:
+        """The kernel from the disk cache or the installed cubins."""
+        for key, store in self._places():
+            if (entry := store.get(key)) is not None and (loaded := _unpack(entry)) is not None:
+                return self._compiled(*loaded, key, cached=True)
+        return None
+
+    def load_or_compile(self) -> Compiled:
+        found = self.load()
+        if found is not None:
+            return found
+        if (start := getattr(_alongside, "start", None)) is not None:
+            _alongside.start = None
+            start()
+        cubin, log = _run_nvrtc(self.source, self.arch, self.headers, self.flags)
+        try:
+            report = read_log(log, self.source.entry, cubin)
+        except ValueError as error:
+            message = f'{self.source.name}: {error}; is it an extern "C" __global__ function?'
+            raise CompileError(message, log, self.source) from error
+        key = self._key(toolchain.compiler_version(), toolchain.runtime_headers_digest())
+        cache.default().put(key, _pack(cubin, report))
+        return self._compiled(cubin, report, key, cached=False)
+
+    def _compiled(self, cubin: bytes, report: CompileReport, key: str, cached: bool) -> Compiled:
+        return Compiled(cubin, report, self.source, self.arch, key, time.perf_counter() - self.start, cached)
+
+    def _places(self) -> Iterator[tuple[str, cache.DiskCache]]:
+        """Where the kernel may lie, and under which key.
+
+        The user's cache comes first, under the version that NVRTC's wheel claims, then the installed cubins. NVRTC is
+        loaded only when these have nothing.
+        """
+        disk, claimed = cache.default(), toolchain.installed_version()
+        if claimed is not None:
+            with contextlib.suppress(toolchain.ToolchainError):  # no headers: the installed cubins may have it
+                yield self._key(claimed, toolchain.runtime_headers_digest()), disk
+        if (installed := cache.installed()) is not None:
+            yield self._key(installed.compiler, installed.runtime_headers), installed.store
+        toolchain.check_architecture(self.arch)
+        if claimed != toolchain.compiler_version():
+            yield self._key(toolchain.compiler_version(), toolchain.runtime_headers_digest()), disk
+
+    def _key(self, compiler: str, runtime_headers: str) -> str:
+        parts = [self.source.name, self.source.text, self.source.entry, *self.flags, compiler, runtime_headers]
+        parts += [text for pair in self.headers.items() for text in pair]
+        # Each part carries its length: ("ab", "c") and ("a", "bc") must differ.
+        return hashlib.sha256(b"".join(b"%d:%b" % (len(p), p) for p in (s.encode() for s in parts))).hexdigest()
 
 
 def _run_nvrtc(source: KernelSource, arch: str, headers: dict[str, str], flags: tuple[str, ...]) -> tuple[bytes, str]:

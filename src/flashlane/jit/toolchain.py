@@ -5,6 +5,7 @@ Nothing here needs a driver or a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -26,6 +27,8 @@ HOW_TO_INSTALL = (
 
 RUNTIME_HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp8.h", "cuda_fp8.hpp")
 """The headers of the CUDA runtime that device code may include; they are part of the cache key."""
+
+NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _ARCH = re.compile(r"sm_(\d+)([af]?)")
@@ -71,6 +74,19 @@ def compiler_version() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return f"{major}.{minor}"
+
+
+@functools.cache
+def installed_version() -> str | None:
+    """What :func:`compiler_version` is by the metadata of NVRTC's wheel, or None where there is no such wheel.
+
+    The library is not loaded, which would take longer than loading a kernel from the cache.
+    """
+    for wheel in NVRTC_WHEELS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(wheel)
+            return f"{'.'.join(version.split('.')[:2])} ({version})"
+    return None
 
 
 @functools.cache
@@ -133,6 +149,12 @@ def runtime_headers_digest() -> str:
     return digest.hexdigest()
 
 
+@functools.lru_cache(maxsize=256)
+def _header(path: Path, changed: int, size: int) -> str:
+    """A header as it was when the file was changed last: the kernels of a call share most of theirs."""
+    return path.read_text(encoding="utf-8")
+
+
 def device_headers(text: str, given: Mapping[str, str] = {}) -> dict[str, str]:
     """The headers of flashlane that device code includes, directly or through others, by the name they are included by.
 
@@ -151,7 +173,8 @@ def device_headers(text: str, given: Mapping[str, str] = {}) -> dict[str, str]:
                 path = next((folder / name for folder in DEVICE_HEADERS if (folder / name).is_file()), None)
                 if path is None:  # the compiler says that there is no such file, and where
                     continue
-                header = path.read_text(encoding="utf-8")
+                state = path.stat()
+                header = _header(path, state.st_mtime_ns, state.st_size)
             found[name] = header
             waiting.append(header)
     return {name: found[name] for name in sorted(found) if name not in given}

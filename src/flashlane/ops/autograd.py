@@ -68,7 +68,8 @@ def recorded(entry: call_cache.Entry, q: torch.Tensor, k: torch.Tensor, v: torch
 
 def differentiable(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Results:
     """A validated call, recorded by autograd."""
-    return Attention.apply(problem, inputs, kernel, None, *schema.differentiable_of(inputs))
+    with execute.compiling_backward_too(problem, kernel):
+        return Attention.apply(problem, inputs, kernel, None, *schema.differentiable_of(inputs))
 
 
 _NO_OTHERS = (None,) * len(DIFFERENTIABLE[3:])

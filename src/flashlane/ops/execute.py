@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from flashlane.core import dispatch
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
-from flashlane.core.registry import Kernel
+from flashlane.core.registry import CompiledKernel, Kernel
+from flashlane.jit import KernelSource, alongside
 from flashlane.ops import call_cache, schema, torch_rules
 from flashlane.ops.call_cache import Results
 
@@ -34,6 +36,16 @@ def forward(kernel: Kernel, problem: AttentionProblem, inputs: Inputs) -> Result
     else:
         kernel.forward(problem, inputs, out, lse)
     return out, lse
+
+
+def compiling_backward_too(problem: AttentionProblem, kernel: Kernel) -> contextlib.AbstractContextManager[None]:
+    """Where the forward kernel is compiled inside, the kernels of the backward are compiled at the same time."""
+
+    def sources() -> tuple[KernelSource, ...]:
+        chosen = dispatch.select_backward(problem, kernel)
+        return chosen.sources(problem) if isinstance(chosen, CompiledKernel) else ()
+
+    return alongside(sources, problem.arch) if problem.arch else contextlib.nullcontext()
 
 
 def backward(

@@ -2,8 +2,8 @@
 
 An operator's schema holds plain values only, so the operators carry the arguments of
 :meth:`~flashlane.core.problem.AttentionProblem.from_inputs` (:mod:`flashlane.ops.schema`) and build the problem again
-inside. Their rules for autocast, ``vmap`` and the FLOP counter are in :mod:`flashlane.ops.torch_rules`, their
-derivatives in :mod:`flashlane.ops.autograd`.
+inside. Their rules for autocast and ``vmap`` are in :mod:`flashlane.ops.torch_rules`, those for the FLOP counter in
+:mod:`flashlane.ops.flops`, their derivatives in :mod:`flashlane.ops.autograd`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flashlane.core.problem import DIFFERENTIABLE
-from flashlane.ops import autograd, call_cache, execute, schema, torch_rules
+from flashlane.ops import autograd, call_cache, execute, flops, schema, torch_rules
 from flashlane.ops.call_cache import Results
 
 _library = torch.library.Library("flashlane", "DEF")
@@ -64,3 +64,4 @@ _library.impl("backward", autograd.backward_kernel, "Autograd", with_keyset=True
 torch.library.register_fake("flashlane::forward", _fake_forward, lib=_library)
 torch.library.register_fake("flashlane::backward", _fake_backward, lib=_library)
 torch_rules.register(_library)
+flops.register_at_import()

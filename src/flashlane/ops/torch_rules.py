@@ -1,4 +1,4 @@
-"""What the operators do under autocast, ``torch.vmap``, forward-mode differentiation and the FLOP counter."""
+"""What the operators do under autocast, ``torch.vmap`` and forward-mode differentiation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 from flashlane.core.problem import ARGUMENTS, DIFFERENTIABLE, TENSORS, Inputs
 from flashlane.ops import schema
@@ -27,8 +25,6 @@ def register(library: torch.library.Library) -> None:
         library.impl("forward", _autocast_kernel(device), key)
     torch.library.register_vmap("flashlane::forward", _vmap_forward, lib=library)
     torch.library.register_vmap("flashlane::backward", _vmap_backward, lib=library)
-    register_flop_formula(torch.ops.flashlane.forward, get_raw=True)(forward_flops)
-    register_flop_formula(torch.ops.flashlane.backward, get_raw=True)(backward_flops)
 
 
 # --- autocast ---
@@ -168,71 +164,3 @@ def _one_by_one(operator: Any, size: int, in_dims: Sequence[int | None], args: S
         results.append(operator(*chosen))
     stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
-
-
-# --- FLOP counter ---
-
-
-def forward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
-    """FLOPs of a forward call, 2·(D + Dv) for each visible (query, key) pair of each head: its two matrix products.
-
-    Where the lengths of a packed or cached call cannot be read (fake tensors), every sequence counts as the longest.
-    """
-    args = schema.whole(args)
-    q, _, v = args[:3]
-    return 2 * _pairs(args) * q.shape[-2] * (q.shape[-1] + v.shape[-1])
-
-
-def backward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
-    """FLOPs of a backward call, 2·(3D + 2Dv) for each visible pair of each head: its five matrix products."""
-    rest = args[BACKWARD_EXTRAS:]
-    q, _, v = rest[:3]
-    return 2 * _pairs(rest) * q.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
-
-
-def _pairs(args: Sequence[Any]) -> int:
-    """Visible (query, key) pairs of one head of all sequences."""
-    named = dict(zip(schema.NAMES, args, strict=True))
-    left, right = named["window_size"]
-    right = 0 if named["causal"] else right
-    bottom_right = named["alignment"] == "bottom-right"
-    return sum(
-        visible_pairs(sq, sk, int(left), int(right), sk - sq if bottom_right else 0) for sq, sk in _lengths(named)
-    )
-
-
-def _lengths(named: dict[str, Any]) -> list[tuple[int, int]]:
-    """Lengths (queries, keys) of every sequence of a call."""
-    q, k = named["q"], named["k"]
-    if named["cu_seqlens_q"] is not None:
-        batch = named["cu_seqlens_q"].shape[0] - 1
-        sides = [_values(named[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
-        if None in sides:
-            return [(int(named["max_seqlen_q"]), int(named["max_seqlen_k"]))] * batch
-        queries, keys = (np.diff(side).tolist() for side in sides)
-        return list(zip(queries, keys, strict=True))
-    table = named["block_table"]
-    capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
-    batch = q.shape[0]
-    used, pad = (None if named[name] is None else _values(named[name]) for name in ("seqused_k", "leftpad_k"))
-    keys = [capacity] * batch if used is None else used
-    keys = keys if pad is None else [key - first for key, first in zip(keys, pad, strict=True)]
-    return [(q.shape[1], int(key)) for key in keys]
-
-
-def _values(t: torch.Tensor) -> list[int] | None:
-    """A tensor's contents, or None where it has none to read (fake and meta tensors)."""
-    if type(t) is not torch.Tensor or t.is_meta:
-        return None
-    return t.tolist()
-
-
-def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, shift: int) -> int:
-    """Visible (query, key) pairs of one sequence, as :meth:`AttentionProblem.visible_pairs`, without torch: a FLOP
-    counter may run under fake tensors."""
-    if left < 0 and right < 0:
-        return seqlen_q * seqlen_k
-    rows = np.arange(seqlen_q, dtype=np.int64) + shift
-    low = np.zeros_like(rows) if left < 0 else np.maximum(rows - left, 0)
-    high = np.full_like(rows, seqlen_k) if right < 0 else np.minimum(rows + right + 1, seqlen_k)
-    return int(np.maximum(high - low, 0).sum())

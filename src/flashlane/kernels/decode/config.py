@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flashlane.core.registry import Resources
-from flashlane.kernels.mma.config import ELEMENTS
+from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.tile_layout import TileLayout
 

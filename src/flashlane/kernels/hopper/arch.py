@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 ARCH = "sm_90a"
-ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16"}
-"""Element types of the device code, by dtype."""
 WARPGROUP = 128
 """Threads of a warpgroup, which issues one wgmma."""
 CHUNK = 64

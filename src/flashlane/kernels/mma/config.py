@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from flashlane.core.registry import Resources
+from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.tile_layout import TileLayout
 
-ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16"}
 OUTPUTS = ("direct", "shuffle", "shared")
 PRECISIONS = {"f16": "__half", "f32": "float"}
 

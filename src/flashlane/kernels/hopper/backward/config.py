@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from flashlane.core.registry import DeviceSource, Resources
 from flashlane.jit import KernelSource
-from flashlane.kernels.device_file import device_code
-from flashlane.kernels.hopper.arch import CHUNK, ELEMENTS, WARPGROUP
+from flashlane.kernels.device_file import ELEMENTS, device_code
+from flashlane.kernels.hopper.arch import CHUNK, WARPGROUP
 from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header
 from flashlane.kernels.score import ScoreConfig
 

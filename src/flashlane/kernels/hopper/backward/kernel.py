@@ -17,7 +17,7 @@ import torch
 from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, CompiledKernel, DeviceSource, Kernel, memoised, register
-from flashlane.jit import launch, tensormap
+from flashlane.jit import KernelSource, launch, tensormap
 from flashlane.kernels.features import VARLEN, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward import select
@@ -161,6 +161,9 @@ class HopperBackward(BackwardKernel, CompiledKernel):
 
     def device_sources(self, config: GradientConfig, arch: str) -> tuple[DeviceSource, ...]:
         return config.device_sources()
+
+    def sources(self, problem: AttentionProblem) -> tuple[KernelSource, ...]:
+        return tuned_config(problem).specialised(problem).sources()
 
     def source_of(self, config: GradientConfig) -> str:
         """The package's file whose change makes stored timings of a configuration void."""

@@ -261,7 +261,7 @@ class BackwardPlan:
 
     def functions(self) -> tuple[jit.Function, ...]:
         """The kernels of the configuration on the device."""
-        return tuple(jit.load(jit.compile(source, ARCH), self.device) for source in self.config.sources())
+        return tuple(jit.load(one, self.device) for one in jit.compile_together(self.config.sources(), ARCH))
 
     def _launches_of(self, tensors: Tensors) -> launch_pool.LaunchPlan:
         kind = tensors.kind

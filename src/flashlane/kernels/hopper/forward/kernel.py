@@ -12,11 +12,12 @@ from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import DeviceKernel, Repeat, Resources, memoised, register
 from flashlane.jit import KernelSource, launch, tensormap
+from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
-from flashlane.kernels.hopper.arch import ARCH, ELEMENTS
+from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.forward import select, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
-from flashlane.kernels.hopper.forward.launch import ForwardPlan, plain_inputs
+from flashlane.kernels.hopper.forward.launch import ForwardPlan, launched, plain_inputs, sources_of
 from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
 from flashlane.kernels.seqlen import SEQLEN_EXAMPLES
 
@@ -83,6 +84,10 @@ class HopperForward(DeviceKernel):
 
     def kernel_source(self, config: HopperConfig) -> KernelSource:
         return config.source()
+
+    def sources(self, problem: AttentionProblem) -> tuple[KernelSource, ...]:
+        config, _ = launched(self.config(problem), problem)
+        return sources_of(config)
 
     def resources(self, config: HopperConfig) -> Resources:
         return config.resources()

@@ -13,7 +13,7 @@ import torch
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.jit import launch, launch_pool, tensormap
+from flashlane.jit import KernelSource, launch, launch_pool, tensormap
 from flashlane.jit.launch_pool import Launch, LaunchPlan, Map, ParamsBlock
 from flashlane.kernels.hopper.arch import ARCH, CHUNK
 from flashlane.kernels.hopper.forward import tile_scheduler
@@ -130,6 +130,19 @@ def plain_inputs(inputs: Inputs) -> Inputs:
     return plain_seqlen_inputs(plain_score_inputs(inputs))
 
 
+def launched(config: HopperConfig, problem: AttentionProblem) -> tuple[HopperConfig, int]:
+    """The configuration that a problem is launched with, and how many splits its keys have."""
+    splits = splits_of(problem, config) if config.split else 1
+    return (config if splits > 1 else replace(config, split=False, combine_in_kernel=False)), splits
+
+
+def sources_of(config: HopperConfig) -> tuple[KernelSource, ...]:
+    """The kernels of a configuration from :func:`launched`: the main one, and what combines splits after it."""
+    if config.split and not config.combine_in_kernel:
+        return config.source(), combine_source(config.dtype, config.head_dim_v, config.score)
+    return (config.source(),)
+
+
 class ForwardPlan:
     """What calls of one problem have in common, prepared once: a call sets its addresses and launches.
 
@@ -155,9 +168,7 @@ class ForwardPlan:
         out_stride: tuple[int, ...],
         device: int,
     ) -> None:
-        self.splits = splits_of(problem, config) if config.split else 1
-        if self.splits == 1:
-            config = replace(config, split=False, combine_in_kernel=False)
+        config, self.splits = launched(config, problem)
         self.config, self.problem, self.device = config, problem, device
         *batch, rows, heads, _ = q_shape
         self.lse_shape = (*batch, heads, rows)
@@ -191,7 +202,8 @@ class ForwardPlan:
         """
         config, element = self.config, self.problem.dtype_name
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        function = jit.load(jit.compile(config.source(), ARCH), self.device)
+        compiled, *_ = jit.compile_together(sources_of(config), ARCH)
+        function = jit.load(compiled, self.device)
         ctas = max(1, min(sms // config.cluster, self.params.tiles)) * config.cluster
         maps = tuple(
             Map(side, operand, partial(_described, element, shape))

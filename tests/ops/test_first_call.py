@@ -1,0 +1,142 @@
+"""The first calls of a process: what they import, that they compile at once, and what they take from the disk cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashlane.core import registry
+from flashlane.core.problem import AttentionProblem
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+of_torch = set(sys.modules)
+from flashlane import flash_attn_func
+imported = set(sys.modules) - of_torch
+import driverless
+driver = driverless.install()
+q, k, v = (torch.randn(1, 128, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+before = set(sys.modules)
+out = flash_attn_func(q, k, v, causal=True)
+after_forward = driver.launched
+from flashlane.jit import compiler
+out.sum().backward()
+maps = open("/proc/self/maps").read()
+print(json.dumps({
+    "imported": sorted(imported), "called": sorted(set(sys.modules) - before), "nvrtc": "libnvrtc" in maps,
+    "launched": [after_forward, driver.launched], "cached": [found.cached for found in compiler._memo.values()],
+    "entries": sorted(source.entry for source, *_ in compiler._memo),
+}))
+"""
+KERNELS = ["hopper_backward", "hopper_backward_postprocess", "hopper_backward_preprocess", "hopper_forward"]
+
+
+def process(cache: Path, program: str = PROGRAM, *arguments: str) -> dict[str, Any]:
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests" / "support")))
+    environment = {**os.environ, "PYTHONPATH": path, "FLASHLANE_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("first_call")
+
+
+@pytest.fixture(scope="module")
+def empty(cache: Path) -> dict[str, Any]:
+    """What a process with an empty cache says."""
+    return process(cache)
+
+
+def test_an_empty_cache_is_filled_with_what_is_launched(empty: dict[str, Any]) -> None:
+    assert empty["entries"] == KERNELS and empty["cached"] == [False] * 4
+    assert empty["launched"] == [1, 4]
+
+
+def test_a_call_imports_nothing_that_it_does_not_need(cache: Path, empty: dict[str, Any]) -> None:
+    """Of other packages nothing at all, of this one no other family of kernels; and the compiler is not loaded."""
+    full = process(cache)
+    assert full["cached"] == [True] * 4 and full["launched"] == [1, 4]
+    assert not full["nvrtc"] and empty["nvrtc"]
+    imported, called = full["imported"], full["called"]
+    assert {name.split(".")[0] for name in (*imported, *called)} == {"flashlane"}
+    assert not any(name.startswith("flashlane.kernels") for name in imported)
+    kernels = [name.split(".")[2] for name in called if name.count(".") > 1 and name.startswith("flashlane.kernels.")]
+    families = {name for name in kernels if (ROOT / "src/flashlane/kernels" / name).is_dir()}
+    assert families == {"hopper", "decode"}, "decode is preferred to hopper for few rows, so that it must be asked"
+
+
+def test_no_kernel_is_preferred_more_than_its_module_says() -> None:
+    """Else a choice would stop before the module that wins it."""
+    most = {each.module: each for each in registry.MODULES}
+    base = AttentionProblem(2, 8, 8, 1024, 1024, 128, 128, torch.bfloat16, 0.1, arch="sm_90a")
+    changes: list[dict[str, Any]] = [{}, {"seqlen_q": 1}, {"batch": 1, "heads": 1}, {"seqlen_q": 8, "seqlen_k": 8}]
+    problems = [replace(base, arch=arch, **change) for arch in ("sm_80", "sm_90a", None) for change in changes]
+    found: dict[str, float] = {}
+    for kernel in registry.kernels(listed_only=True):
+        module = type(kernel).__module__
+        found[module] = max(found.get(module, -9.0), *(kernel.preference(problem) for problem in problems))
+        assert kernel.priority <= most[module].forward, kernel
+    assert found == {name: each.forward for name, each in most.items() if each.forward is not None}
+    for kernel in registry.backward_kernels():
+        assert kernel.priority == most[type(kernel).__module__].backward, kernel
+
+
+CHOICES = """
+import json, sys
+import torch
+from dataclasses import replace
+from flashlane.core import dispatch, registry
+from flashlane.core.problem import AttentionProblem
+base = AttentionProblem(2, 8, 8, 1024, 1024, 128, 128, torch.bfloat16, 0.1, arch="sm_90a")
+problems = [
+    replace(base, **change, head_dim=dim, head_dim_v=dim, dtype=dtype, needs_grad=grad)
+    for dim in (64, 128, 320) for dtype in (torch.float16, torch.float32) for grad in (False, True)
+    for change in (
+        {}, {"seqlen_q": 1}, {"batch": 1, "heads": 1, "kv_heads": 1}, {"arch": "sm_80"}, {"arch": None},
+        {"arch": None, "seqlen_q": 8, "seqlen_k": 8}, {"aligned": False}, {"arch": "sm_80", "seqlen_q": 1},
+    )
+]
+if sys.argv[1:]:
+    registry.kernels(), registry.backward_kernels()
+found = []
+for problem in problems:
+    kernel = dispatch.select(problem)
+    found.append([kernel.tag, dispatch.select_backward(problem, kernel).tag])
+print(json.dumps({"found": found}))
+"""
+
+
+def test_a_choice_does_not_depend_on_what_was_imported(tmp_path: Path) -> None:
+    lazily, whole = process(tmp_path, CHOICES)["found"], process(tmp_path, CHOICES, "whole")["found"]
+    assert lazily == whole
+    assert len({tuple(pair) for pair in lazily}) >= 6
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_flop_counter_knows_the_operators_whenever_it_is_imported(tmp_path: Path, before: bool) -> None:
+    counter, ours = "import torch.utils.flop_counter as counter", "import flashlane.ops.library"
+    first, second = (counter, ours) if before else (ours, counter)
+    program = f"""
+import json, sys, torch
+{first}
+there = "torch.utils.flop_counter" in sys.modules
+{second}
+found = [packet in counter.flop_registry for packet in (torch.ops.flashlane.forward, torch.ops.flashlane.backward)]
+print(json.dumps({{"there": there, "found": found}}))
+"""
+    assert process(tmp_path, program) == {"there": before, "found": [True, True]}

@@ -1,0 +1,78 @@
+"""A Hopper GPU without a driver, for processes that time or watch the host's side of calls: kernels are chosen, looked
+up, compiled and loaded as ever, launches are counted and do nothing, and tensors are on the CPU.
+
+It imports nothing that flashlane does not import, so that a process can tell what a call imports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+ARCH, SMS, SHARED = "sm_90a", 132, 232448
+STREAM = 1000
+
+
+class Driver:
+    """Answers like a driver for which everything succeeds."""
+
+    CUfunction_attribute = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_NUM_REGS=128,
+        CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES=0,
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES=1024,
+        CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK=1024,
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=0,
+    )
+    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN=SHARED)
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
+    CUlaunchConfig = SimpleNamespace
+
+    def __init__(self) -> None:
+        self.launched = 0
+
+    @staticmethod
+    def CUlaunchAttribute() -> SimpleNamespace:
+        return SimpleNamespace(value=SimpleNamespace())
+
+    def cuLaunchKernel(self, *_: Any) -> tuple[int]:
+        self.launched += 1
+        return (0,)
+
+    def cuLaunchKernelEx(self, *_: Any) -> tuple[int]:
+        self.launched += 1
+        return (0,)
+
+    def cuFuncGetAttribute(self, attribute: int, _: Any) -> tuple[int, int]:
+        return 0, attribute
+
+    def cuDeviceGetAttribute(self, attribute: int, _: Any) -> tuple[int, int]:
+        return 0, attribute
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        return lambda *_: (0, 7)
+
+
+def install() -> Driver:
+    """Put it in the place of the driver, before the first call and for the life of the process."""
+    from flashlane.core import problem
+    from flashlane.jit import launch, launch_pool, tensormap
+
+    driver = Driver()
+    memory = torch.zeros(1 << 16, dtype=torch.int32)
+    word = ctypes.sizeof(ctypes.c_void_p)
+    launch.driver = lambda: driver  # type: ignore[assignment]
+    launch._primary_context = lambda device: 1  # type: ignore[assignment]
+    launch.stream_getter = lambda: lambda device: STREAM
+    launch.device_getter = lambda: lambda: None
+    launch_pool.counters_of = lambda *_: memory
+    tensormap.encode = lambda described: described.address.to_bytes(word, "little") + bytes(tensormap.MAP_BYTES - word)
+    tensormap.mover = lambda place: lambda address: ctypes.memmove(place, address.to_bytes(word, "little"), word)
+    problem.arch_of = lambda device: ARCH
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
+    torch.cuda.is_current_stream_capturing = lambda: False
+    return driver
