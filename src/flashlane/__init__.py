@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flashlane.api.combine import combine
     from flashlane.api.functional import (
         explain,
         flash_attn_func,
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "__version__",
+    "combine",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "combine": "flashlane.api.combine",
     "register_transformers": "flashlane.integrations.transformers",
     "scaled_dot_product_attention": "flashlane.api.sdpa",
 }

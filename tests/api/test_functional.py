@@ -6,6 +6,7 @@ import inspect
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from problems import kept_by_dropout
@@ -89,6 +90,68 @@ def test_packed_forms_are_the_plain_one(packed: str) -> None:
 def test_errors_of_packed_tensors(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(2, 5, 4, 2, 8, 1))
+
+
+# --- what may stand for a number, as FlashAttention-2 takes and refuses it ---
+
+
+@pytest.mark.parametrize(
+    "longest", [np.int32(9), np.int64(9), torch.tensor(9), torch.tensor(9, dtype=torch.int32)], ids=str
+)
+def test_longest_sequences_may_be_numpy_integers_and_tensors(longest: Any) -> None:
+    q = torch.randn(14, 4, 16)
+    cu = lengths(5, 0, 9)
+    want = flash_attn_varlen_func(q, q, q, cu, cu, 9, 9, causal=True)
+    assert torch.equal(flash_attn_varlen_func(q, q, q, cu, cu, longest, longest, causal=True), want)
+    packed = torch.stack([q] * 3, 1)
+    assert torch.equal(flash_attn_varlen_qkvpacked_func(packed, cu, longest, causal=True), want)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k is .* max_seqlen_k 8"):
+        flash_attn_varlen_func(q, q, q, cu, cu, longest, longest - 1)
+
+
+def test_numbers_of_a_cache_may_be_numpy_integers() -> None:
+    q, cache = torch.randn(2, 1, 2, 16), torch.randn(2, 9, 2, 16)
+    call = flashlane.flash_attn_with_kvcache
+    want = call(q, cache, cache, cache_seqlens=4, num_splits=2)
+    assert torch.equal(call(q, cache, cache, cache_seqlens=np.int64(4), num_splits=np.int32(2)), want)
+
+
+@pytest.mark.parametrize(
+    "wrong", [9.0, "9", None, torch.tensor(9.0), torch.tensor([9]), torch.tensor(True), -1], ids=repr
+)
+def test_what_is_no_longest_sequence(wrong: Any) -> None:
+    q, cu = torch.randn(9, 4, 16), lengths(9)
+    with pytest.raises(ValueError, match=r"max_seqlen_q is .*; it must be a whole number of at least 0"):
+        flash_attn_varlen_func(q, q, q, cu, cu, wrong, 9)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        ({"window_size": (2.5, 0)}, ValueError, r"window_size is \(2.5, 0\); it must be two whole numbers"),
+        ({"window_size": ("2", 0)}, ValueError, r"window_size is \('2', 0\); it must be two whole numbers"),
+        ({"window_size": torch.tensor([2.0, 0.0])}, ValueError, "window_size is tensor.* two whole numbers"),
+        ({"window_size": (None, None)}, ValueError, r"window_size is \(None, None\); it must be two whole numbers"),
+        ({"softmax_scale": "0.5"}, TypeError, "softmax_scale is '0.5'; it must be a number"),
+        ({"softmax_scale": float("nan")}, ValueError, "softmax_scale is nan; it must be finite"),
+        ({"softmax_scale": 1j}, TypeError, "softmax_scale is 1j; it must be a number"),
+        ({"softcap": "30"}, TypeError, "softcap is '30'; it must be a number"),
+        ({"softcap": -1.0}, ValueError, "softcap is -1.0; it must be finite, at least 0"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p is 1.0; it must be finite, at least 0 and below 1"),
+    ],
+    ids=str,
+)
+def test_what_is_no_number(asked: dict[str, Any], error: type[Exception], message: str) -> None:
+    q = torch.randn(1, 4, 2, 16)
+    with pytest.raises(error, match=message):
+        flashlane.flash_attn_func(q, q, q, **asked)
+
+
+def test_numbers_may_be_numpy_and_tensors() -> None:
+    q = torch.randn(1, 4, 2, 16)
+    want = flashlane.flash_attn_func(q, q, q, softmax_scale=0.5, window_size=(2, 0), softcap=3.0)
+    others = {"softmax_scale": np.float32(0.5), "window_size": (np.int64(2), np.int64(0)), "softcap": torch.tensor(3.0)}
+    assert torch.equal(flashlane.flash_attn_func(q, q, q, **others), want)
 
 
 # --- dropout ---

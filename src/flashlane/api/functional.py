@@ -14,6 +14,7 @@ import torch
 from flashlane.api import attn_probs, kvcache
 from flashlane.core import dispatch
 from flashlane.core.problem import DIFFERENTIABLE, Asked, Inputs
+from flashlane.core.validate import whole_number
 from flashlane.ops import call as ops
 
 _NAMES = {"scale": "softmax_scale", "bias": "attn_bias"}
@@ -179,8 +180,9 @@ def flash_attn_varlen_func(
         v: ``(total_k, hk, dv)``.
         cu_seqlens_q: int32 ``(b + 1,)``: sequence i is rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of q.
         cu_seqlens_k: the same for k and v.
-        max_seqlen_q: length of the longest sequence of q.
-        max_seqlen_k: length of the longest sequence of k.
+        max_seqlen_q: length of the longest sequence of q. It may be a NumPy integer or an integer tensor without axes;
+            a call waits for a GPU that holds such a tensor.
+        max_seqlen_k: length of the longest sequence of k, likewise.
         block_table: int32 ``(b, pages)``: k and v are the pages of a cache, ``(all_pages, page_size, hk, d)`` with any
             page size, and row j of sequence i lies in page ``block_table[i, j // page_size]``; ``cu_seqlens_k``
             gives the lengths. Such a call has no gradients: to ask for one raises NotImplementedError.
@@ -205,8 +207,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
+        max_seqlen_q=whole_number(max_seqlen_q),
+        max_seqlen_k=whole_number(max_seqlen_k),
     )
     return _attend(
         inputs,
@@ -364,12 +366,12 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
-        cache_seqlens=cache_seqlens,
+        cache_seqlens=cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else whole_number(cache_seqlens),
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,
         kernel=kernel,
-        num_splits=num_splits,
+        num_splits=whole_number(num_splits),
         scale=softmax_scale,
         causal=causal,
         window_size=window_size,

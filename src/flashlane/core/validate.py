@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -241,7 +242,7 @@ def window_sides(window_size: tuple[int, int] | torch.Tensor, causal: bool) -> t
     """Left and right side of the window as a problem holds them: causal makes the right one 0."""
     values = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
     try:
-        left, right = (int(x) for x in values)
+        left, right = (operator.index(x) for x in values)
     except (TypeError, ValueError):
         raise ValueError(f"window_size is {window_size!r}; it must be two whole numbers (left, right)") from None
     if min(left, right) < -1:
@@ -249,8 +250,24 @@ def window_sides(window_size: tuple[int, int] | torch.Tensor, causal: bool) -> t
     return left, (0 if causal else right)
 
 
+def whole_number(value: Any) -> Any:
+    """A NumPy integer or an integer tensor without axes as an int (which waits for a GPU that holds it); all else as it
+    is, for the checks to judge."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, torch.Tensor):
+        whole = value.dim() == 0 and value.dtype != torch.bool and not (value.is_floating_point() or value.is_complex())
+        return value.item() if whole else value
+    try:
+        return value if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return value
+
+
 def check_number(name: str, value: float, low: float = -math.inf, below: float = math.inf) -> float:
     try:
+        if isinstance(value, str | bytes):  # float() would read one
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} is {value!r}; it must be a number") from None
