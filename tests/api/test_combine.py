@@ -103,11 +103,11 @@ def test_packed_sequences() -> None:
         torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("filler", [0.0, float("nan"), float("inf")])
-def test_a_part_without_keys_is_not_read(filler: float) -> None:
+@pytest.mark.parametrize("content", [0.0, float("nan"), float("inf")])
+def test_a_part_without_keys_is_not_read(content: float) -> None:
     q, k, v = drawn()
     out, lse = attended(q, k, v)
-    empty = torch.full_like(out, filler).requires_grad_()
+    empty = torch.full_like(out, content).requires_grad_()
     nothing = torch.full_like(lse, -torch.inf).requires_grad_()
     got = combine([empty, out], [nothing, lse])
     assert torch.equal(got[0], out) and torch.equal(got[1], lse)

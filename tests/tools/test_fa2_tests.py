@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,38 +55,6 @@ def shim() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_padding_is_undone(shim: ModuleType) -> None:
-    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]], dtype=torch.bool)
-    x = torch.randn(3, 4, 2, 5)
-    rows, indices, cu_seqlens, longest, used = shim.unpad_input(x, mask)
-    assert cu_seqlens.tolist() == [0, 3, 3, 5] and cu_seqlens.dtype == torch.int32 and longest == 3
-    assert used.tolist() == [3, 0, 2] and torch.equal(rows, x[mask])
-    rows = rows.requires_grad_()
-    padded = shim.pad_input(rows, indices, 3, 4)
-    assert torch.equal(padded, x.masked_fill(~mask[:, :, None, None], 0.0))
-    (grad,) = torch.autograd.grad((padded * x).sum(), rows)
-    assert torch.equal(grad, x[mask])
-    more = shim.unpad_input(x, mask, torch.tensor([[0, 0, 1, 0]] * 3, dtype=torch.bool) & ~mask)
-    assert more[2].tolist() == [0, 4, 5, 7] and more[4].tolist() == [3, 0, 2]
-
-
-def test_rotary_takes_offsets_for_each_sequence_or_for_all(shim: ModuleType) -> None:
-    x, cos, sin = torch.randn(2, 3, 2, 8), torch.randn(20, 3), torch.randn(20, 3)
-    each = shim.apply_rotary_emb(x, cos, sin, seqlen_offsets=torch.tensor([4, 9]))
-    for b, offset in enumerate((4, 9)):
-        one = shim.apply_rotary_emb(x[b : b + 1], cos, sin, seqlen_offsets=offset)
-        assert torch.equal(one, each[b : b + 1])
-        assert torch.equal(one[0, 1, 0, 0], x[b, 1, 0, 0] * cos[offset + 1, 0] - x[b, 1, 0, 3] * sin[offset + 1, 0])
-    assert shim.apply_rotary_emb(x, cos, sin, inplace=True) is x
-
-
-def test_every_function_is_there(shim: ModuleType) -> None:
-    made = shim.modules()
-    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
-        assert {n for n in vars(made[name]) if n.endswith(("_func", "_kvcache"))} == set(shim.FUNCTIONS)
-    assert len(shim.FUNCTIONS) == 7 and made["flash_attn"].layers.rotary is made["flash_attn.layers.rotary"]
 
 
 def run(path: Path, *options: str) -> tuple[int, str]:

@@ -1,0 +1,213 @@
+"""flashlane under the module names of FlashAttention-2, -3 and -4, for code that imports those.
+
+:func:`install` puts modules of these names where ``import`` finds them; nothing is installed unless it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+__all__ = ["NAMES", "Finder", "install", "installed", "uninstall"]
+
+_log = logging.getLogger(__name__)
+_OURS = "flashlane.integrations.flash_attn."
+
+NAMES: dict[str, dict[str, str | None]] = {
+    "flash_attn": {
+        "flash_attn": "fa2",
+        "flash_attn.flash_attn_interface": "fa2",
+        "flash_attn.bert_padding": "bert_padding",
+        "flash_attn.layers": None,
+        "flash_attn.layers.rotary": "rotary",
+    },
+    "flash_attn_interface": {
+        "flash_attn_interface": "fa3",
+        "flash_attn_3": None,
+        "flash_attn_3.flash_attn_interface": "fa3",
+    },
+    "flash_attn.cute": {"flash_attn.cute": "fa4", "flash_attn.cute.interface": "fa4"},
+}
+"""By what :func:`install` is asked for (FlashAttention-2, -3 and -4): the modules that it provides, and the module of
+this package that has the names of each; None for a package that holds modules only."""
+_PROOF = {"flash_attn": "flash_attn.flash_attn_interface"}
+"""The module whose presence shows that a library is installed: ``flash_attn`` alone may be the folder of the fourth."""
+_DISTRIBUTIONS = {
+    "flash_attn": ("flash-attn", "2.8.4", ("flash_attn",)),
+    "flash_attn_interface": ("flash-attn-3", "3.0.0", ("flash_attn_interface", "flash_attn_3")),
+    "flash_attn.cute": ("flash-attn-4", "4.0.0", ("flash_attn",)),
+}
+"""The package that each library comes in, the version whose names and signatures these are, and its top-level modules:
+transformers and diffusers ask the metadata of installed packages for them."""
+
+
+def install(*names: str, replace: bool = False) -> tuple[str, ...]:
+    """Let ``import`` find flashlane under the names of FlashAttention's modules, until :func:`uninstall`.
+
+    Args:
+        names: which of :data:`NAMES`: ``"flash_attn"`` (FlashAttention-2), ``"flash_attn_interface"`` (-3),
+            ``"flash_attn.cute"`` (-4). None given: all that are not installed.
+        replace: also those that are installed; what was imported of them before stays with whoever has it, and comes
+            back with :func:`uninstall`.
+
+    Returns:
+        Those that are flashlane's now.
+
+    Raises:
+        ValueError: a name is none of these.
+        ImportError: a name was given whose library is installed, and ``replace`` is False.
+    """
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"names has {name!r}; it may have {', '.join(map(repr, NAMES))}")
+    chosen = []
+    for name in names or NAMES:
+        if name in _finder.provided or replace or not _present(name):
+            chosen.append(name)
+        elif names:
+            raise ImportError(f"{name} is installed; install({name!r}, replace=True) puts flashlane in its place")
+        else:
+            _log.debug("%s is installed and stays as it is", name)
+    for name in chosen:
+        if name not in _finder.provided:
+            _finder.provide(name)
+    if _finder.provided and _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    importlib.invalidate_caches()
+    return tuple(chosen)
+
+
+def uninstall(*names: str) -> None:
+    """Undo :func:`install`, of all names or of these; a library that was replaced is found again."""
+    for name in names or tuple(_finder.provided):
+        _finder.withdraw(name)
+    if not _finder.provided and _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    importlib.invalidate_caches()
+
+
+def installed() -> tuple[str, ...]:
+    """The names of :data:`NAMES` that are flashlane's now."""
+    return tuple(_finder.provided)
+
+
+def _present(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(_PROOF.get(name, name)) is not None
+    except (ImportError, ValueError):  # no parent, or a module without a spec
+        return False
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and makes the modules of the names provided; a module's loader tells whose it is."""
+
+    def __init__(self) -> None:
+        self.provided: dict[str, dict[str, ModuleType]] = {}
+        """By name, the modules of the library that were imported before, which come back."""
+
+    def provide(self, name: str) -> None:
+        self._forget()
+        self.provided[name] = {module: sys.modules.pop(module) for module in NAMES[name] if module in sys.modules}
+
+    def withdraw(self, name: str) -> None:
+        self._forget()
+        for module, before in self.provided.pop(name, {}).items():
+            sys.modules[module] = before
+            parent, _, leaf = module.rpartition(".")
+            if parent in sys.modules:
+                setattr(sys.modules[parent], leaf, before)
+
+    def _forget(self) -> None:
+        """Have every module that this finder made imported anew."""
+        for name, module in list(sys.modules.items()):
+            if getattr(getattr(module, "__spec__", None), "loader", None) is self:
+                del sys.modules[name]
+                parent, _, leaf = name.rpartition(".")
+                if getattr(sys.modules.get(parent), leaf, None) is module:
+                    delattr(sys.modules[parent], leaf)
+
+    def _names_in(self, fullname: str) -> dict[str, str | None]:
+        """The modules that are provided together with one; none if it is not provided."""
+        for name in self.provided:
+            if fullname in NAMES[name]:
+                return NAMES[name]
+        return {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        package = any(other.startswith(f"{fullname}.") for name in self.provided for other in NAMES[name])
+        if not package and not self._names_in(fullname):
+            return None
+        found = _elsewhere(fullname, path, self) if package else None
+        if found is not None and not self._names_in(fullname):
+            return None  # an installed package, which is to hold a module that is provided
+        spec = importlib.machinery.ModuleSpec(fullname, self, origin="flashlane", is_package=package)
+        if package:  # what else lies under the name is still found there
+            spec.submodule_search_locations = list((found and found.submodule_search_locations) or [])
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name, names = module.__name__, self._names_in(module.__name__)
+        source = names.get(name)
+        for other, loaded in list(sys.modules.items()):  # submodules of an installed package that were imported before
+            if other.rpartition(".")[0] == name:
+                setattr(module, other.rpartition(".")[2], loaded)
+        if name in _DISTRIBUTIONS:
+            module.__version__ = _version(name)
+        if source is None:
+            return
+        ours = importlib.import_module(_OURS + source)
+        exported = ours.PACKAGE if name == "flash_attn" else ours.__all__
+        vars(module).update({each: getattr(ours, each) for each in exported}, __all__=list(exported))
+        module.__doc__ = ours.__doc__
+        for other in names:  # the originals import their interface
+            if names[other] == source and other.startswith(f"{name}."):
+                importlib.import_module(other)
+
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        """Metadata, for libraries that ask which version is installed."""
+        wanted = getattr(context, "name", None)
+        for name in self.provided:
+            distribution, _, modules = _DISTRIBUTIONS[name]
+            if wanted is None or wanted.lower().replace("_", "-") == distribution:
+                yield _Distribution(distribution, _version(name), modules)
+
+
+def _version(name: str) -> str:
+    """The version that a module under one of :data:`NAMES` gives: that of the contract, marked as flashlane's."""
+    return f"{_DISTRIBUTIONS[name][1]}+flashlane"
+
+
+class _Distribution(importlib.metadata.Distribution):
+    def __init__(self, name: str, version: str, modules: Iterable[str]) -> None:
+        lines = ("Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", "Summary: flashlane under this name")
+        self._texts: Mapping[str, str] = {"METADATA": "\n".join(lines) + "\n", "top_level.txt": "\n".join(modules)}
+
+    def read_text(self, filename: str) -> str | None:
+        return self._texts.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(f"{path}: flashlane stands for this package, which has no files")
+
+
+def _elsewhere(fullname: str, path: Sequence[str] | None, ours: Finder) -> importlib.machinery.ModuleSpec | None:
+    """A module's spec from the other finders."""
+    for finder in sys.meta_path:
+        if finder is not ours and (found := finder.find_spec(fullname, path)) is not None:
+            return found
+    return None
+
+
+_finder = Finder()

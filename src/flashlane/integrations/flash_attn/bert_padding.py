@@ -1,0 +1,77 @@
+"""``flash_attn.bert_padding``: between padded batches and packed sequences, in torch operations, differentiable."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+__all__ = [
+    "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
+
+
+def index_first_axis(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Rows of ``(n, …)`` by their indices."""
+    return values.index_select(0, indices)
+
+
+def index_first_axis_residual(values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`index_first_axis`, and the tensor itself."""
+    return values.index_select(0, indices), values
+
+
+def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
+    """``(first_axis_dim, …)`` with rows at their indices and zeros elsewhere."""
+    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices, values)
+
+
+def unpad_input(
+    hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """Rows ``(total, …)`` of ``(b, s, …)`` where a mask says so; it waits for a GPU.
+
+    Args:
+        hidden_states: ``(b, s, …)``.
+        attention_mask: ``(b, s)``, bool or integers, 1 where a row is used.
+        unused_mask: likewise, 1 where a row is kept but not used.
+
+    Returns:
+        The rows, their indices in ``(b·s, …)``, cu_seqlens int32 ``(b + 1,)``, the longest sequence, and how many rows
+        of each sequence are used, int32 ``(b,)``.
+    """
+    every = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths, used = every.sum(-1, dtype=torch.int32), attention_mask.sum(-1, dtype=torch.int32)
+    indices = every.flatten().nonzero().flatten()
+    rows = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return rows, indices, _cumulative(lengths), int(lengths.max()), used
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: torch.Tensor, attention_mask_in_length: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """:func:`unpad_input` where each row of the batch holds several sequences, one after another.
+
+    Args:
+        hidden_states: ``(b, s, …)``.
+        attention_mask_in_length: integers ``(b, s)``: the lengths of a row's sequences first, then zeros.
+    """
+    filled = attention_mask_in_length.sum(-1, keepdim=True)
+    mask = torch.arange(attention_mask_in_length.shape[-1], device=filled.device) < filled
+    indices = mask.flatten().nonzero().flatten()
+    lengths = attention_mask_in_length[attention_mask_in_length > 0].to(torch.int32)
+    rows = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return rows, indices, _cumulative(lengths), int(lengths.max())
+
+
+def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+    """The inverse of :func:`unpad_input`: ``(batch, seqlen, …)``, with zeros elsewhere."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
+    return pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,0 +1,237 @@
+"""The names of FlashAttention-3's ``flash_attn_interface`` for flashlane's functions.
+
+``num_splits`` reaches ``flash_attn_with_kvcache``; the other functions, ``pack_gqa``, ``sm_margin`` and
+``scheduler_metadata`` change no result there and none here. ``qv``, the descales, ``attention_chunk`` and
+``rotary_seqlens`` raise NotImplementedError. Source of the signatures: Dao-AILab/flash-attention, ``hopper``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashlane.api import functional
+from flashlane.api.combine import combine
+from flashlane.integrations.flash_attn import lengths
+from flashlane.integrations.flash_attn.refusal import refuse
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flashlane.flash_attn_func`; returns out, or with ``return_attn_probs`` (out, lse)."""
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    asked = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+    return functional.flash_attn_func(q, k, v, **asked, deterministic=deterministic, return_lse=return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_func` of ``(b, s, 3, h, d)``, or with ``num_heads_q`` of ``(b, s, num_heads_q + 2·hk, d)``."""
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        q, k, v = qkv.unbind(2)
+    elif qkv.dim() == 4 and num_heads_q is not None:
+        kv_heads = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, kv_heads, kv_heads], dim=2)
+    else:
+        raise ValueError(
+            f"qkv has shape {tuple(qkv.shape)}; it must be (batch, seqlen, 3, heads, head_dim), or with num_heads_q "
+            f"(batch, seqlen, heads, head_dim)"
+        )
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    asked = {"window_size": window_size, "attention_chunk": attention_chunk, "softcap": softcap}
+    tail = {"deterministic": deterministic, "return_attn_probs": return_attn_probs}
+    return flash_attn_func(q, k, v, softmax_scale, causal, **descales, **asked, **tail)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flashlane.flash_attn_varlen_func`, of the first ``seqused`` rows of each sequence where they are given."""
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    out, lse = lengths.attend(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        page_table=None,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`flashlane.combine` of outputs ``(n, b, s, h, d)`` with LSEs ``(n, b, s, h)``; the LSE is ``(b, s, h)``.
+
+    Packed: ``(n, total, h, d)`` with ``(n, total, h)``.
+    """
+    dtype = out.dtype if out is not None and out_dtype is None else out_dtype
+    found, lse = combine(out_partial, lse_partial.transpose(-1, -2), out_dtype=dtype)
+    return found if out is None else out.copy_(found), lse.transpose(-1, -2)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Result:
+    """:func:`flashlane.flash_attn_with_kvcache`; packed queries (``cu_seqlens_q``) read a cache that holds their keys.
+
+    With ``return_softmax_lse`` it returns (out, lse).
+    """
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    refuse(rotary_seqlens=rotary_seqlens, cu_seqlens_k_new=cu_seqlens_k_new)
+    asked: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal}
+    asked |= {"window_size": window_size, "softcap": softcap}
+    if cu_seqlens_q is None:
+        return functional.flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            rotary_cos,
+            rotary_sin,
+            cache_seqlens,
+            cache_batch_idx,
+            cache_leftpad,
+            page_table,
+            rotary_interleaved=rotary_interleaved,
+            num_splits=num_splits,
+            return_softmax_lse=return_softmax_lse,
+            **asked,
+        )
+    for name, value in (("k", k), ("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if value is not None:
+            raise NotImplementedError(f"{name} is given with cu_seqlens_q; flashlane takes it with q of four axes only")
+    batch = len(cu_seqlens_q) - 1
+    if page_table is None:  # the rows of a sequence are one page
+        page_table = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
+    if not isinstance(cache_seqlens, torch.Tensor):
+        rows = page_table.shape[1] * k_cache.shape[1]
+        full = rows if cache_seqlens is None else cache_seqlens
+        cache_seqlens = torch.full((batch,), full, dtype=torch.int32, device=q.device)
+    with torch.no_grad():
+        out, lse = lengths.attend(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=None,
+            seqused_q=None,
+            seqused_k=cache_seqlens,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=None,
+            page_table=page_table,
+            **asked,
+        )
+    return (out, lse) if return_softmax_lse else out
+
+
+def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
+    """What ``scheduler_metadata`` may be given: None, as flashlane's kernels need none."""
+    return None

@@ -1,0 +1,168 @@
+"""The names of FlashAttention-4's ``flash_attn.cute`` for flashlane's functions.
+
+``num_splits``, ``pack_gqa``, ``min_seqlen_k`` and the scheduler's arguments change no result there and none here;
+``num_splits`` reaches attention over a cache, which has no gradients. ``qv``, ``gather_kv_indices``, score and mask
+programs and block lists raise NotImplementedError. Source of the signatures: Dao-AILab/flash-attention, its folder
+``flash_attn/cute``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashlane.api import functional
+from flashlane.integrations.flash_attn import fa3, lengths
+from flashlane.integrations.flash_attn.refusal import refuse
+
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
+
+Sides = tuple[int | None, int | None]
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qv: torch.Tensor | None = None,
+    gather_kv_indices: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (None, None),
+    learnable_sink: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: list[torch.Tensor] | None = None,
+    aux_scalars: tuple[Any, ...] | None = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+) -> Result:
+    """:func:`flashlane.flash_attn_func`; returns (out, lse), the LSE None unless asked for or differentiable."""
+    refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd)
+    refuse(mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars)
+    refuse(block_sparse_tensors=block_sparse_tensors, block_sparse_tensors_bwd=block_sparse_tensors_bwd)
+    found = functional.flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=_sides(window_size),
+        softcap=softcap,
+        deterministic=deterministic,
+        sinks=learnable_sink,
+        return_lse=True,
+    )
+    return _result(found, (q, k, v, learnable_sink), return_lse)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qv: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    gather_kv_indices: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (None, None),
+    learnable_sink: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: list[torch.Tensor] | None = None,
+    aux_scalars: tuple[Any, ...] | None = None,
+    return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+) -> Result:
+    """Attention of sequences of different lengths, each side packed by ``cu_seqlens`` or padded with ``seqused``.
+
+    Rows of a padded q that are in no sequence give 0 and LSE 0; the original leaves them undefined.
+    """
+    refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd)
+    refuse(mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars)
+    refuse(block_sparse_tensors=block_sparse_tensors, seqlen_k_per_split=seqlen_k_per_split)
+    longest_q = max_seqlen_q if max_seqlen_q is not None or cu_seqlens_q is None else len(q)
+    longest_k = max_seqlen_k if max_seqlen_k is not None or cu_seqlens_k is None else len(k)
+    found = lengths.attend(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        page_table=page_table,
+        num_splits=num_splits if num_splits > 1 else 0,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=_sides(window_size),
+        softcap=softcap,
+        deterministic=deterministic,
+        sinks=learnable_sink,
+    )
+    return _result(found, (q, k, v, learnable_sink), return_lse)
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    seqused: torch.Tensor | None = None,
+    virtual_batch_idx: torch.Tensor | None = None,
+    return_lse: bool = True,
+) -> Result:
+    """:func:`flashlane.combine` of outputs ``(n, b, s, h, d)`` with LSEs ``(n, b, s, h)``; the LSE is ``(b, s, h)``.
+
+    ``cu_seqlens`` and ``seqused`` say which rows need a result; all have one here.
+    """
+    refuse(virtual_batch_idx=virtual_batch_idx)
+    found, lse = fa3.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
+    return found, (lse if return_lse else None)
+
+
+def _result(
+    found: tuple[torch.Tensor, torch.Tensor], given: tuple[torch.Tensor | None, ...], return_lse: bool
+) -> Result:
+    out, lse = found
+    return out, (lse if return_lse or any(t is not None and t.requires_grad for t in given) else None)
+
+
+def _sides(window_size: Sides) -> tuple[int, int]:
+    """A window as flashlane has it: None is unbounded there, and −1 here."""
+    left, right = window_size
+    if left is not None and right is not None and left + right < 0:
+        return -1, -1  # such a window counts as none there
+    for name, side in (("left", left), ("right", right)):
+        if side is not None and side < 0:
+            raise NotImplementedError(
+                f"window_size has {name} {side}; flashlane's windows hold the query's own position"
+            )
+    return -1 if left is None else left, -1 if right is None else right

@@ -1,0 +1,200 @@
+"""``flash_attn.layers.rotary``: rotary position embedding in torch operations."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlane.api.rotary import rotate
+
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+]
+
+Offsets = int | torch.Tensor
+
+
+def apply_rotary_emb(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: Offsets = 0,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> torch.Tensor:
+    """Rows rotated for the positions ``seqlen_offsets + row``; differentiable in x.
+
+    Args:
+        x: ``(b, s, h, d)``, or with ``cu_seqlens`` packed sequences ``(total, h, d)``.
+        cos: ``(seqlen_rotary, rotary_dim / 2)``.
+        sin: likewise.
+        interleaved: whether columns 2i and 2i + 1 are a pair, or else i and i + rotary_dim / 2.
+        inplace: write the result into x and return it.
+        seqlen_offsets: of all sequences, or integers ``(b,)``.
+        cu_seqlens: int32 ``(b + 1,)``.
+        max_seqlen: of a packed sequence; nothing needs it here.
+    """
+    if cu_seqlens is None:
+        rows = torch.arange(x.shape[1], device=x.device)
+        offsets = seqlen_offsets[:, None] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
+        _check(cos, x, seqlen_offsets, x.shape[1])
+        turned = rotate(x, cos, sin, offsets + rows, interleaved=interleaved)
+    else:
+        rows = torch.arange(x.shape[0], device=x.device)
+        sequence = torch.bucketize(rows, cu_seqlens[1:], right=True).clamp(max=len(cu_seqlens) - 2)
+        offsets = seqlen_offsets[sequence] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
+        _check(cos, x, 0, 0)
+        turned = rotate(x[None], cos, sin, offsets + rows - cu_seqlens[sequence], interleaved=interleaved)[0]
+    return x.copy_(turned) if inplace else turned
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_torch(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """:func:`apply_rotary_emb` with row 0 at position 0."""
+    return apply_rotary_emb(x, cos, sin, interleaved)
+
+
+def apply_rotary_emb_qkv_(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cos_k: torch.Tensor | None = None,
+    sin_k: torch.Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: Offsets = 0,
+    num_heads_q: int | None = None,
+) -> torch.Tensor:
+    """q and k of a packed tensor rotated in place; returns it.
+
+    Args:
+        qkv: ``(b, s, 3, h, d)``, or with ``num_heads_q`` ``(b, s, num_heads_q + 2·hk, d)``.
+        cos: see :func:`apply_rotary_emb`; also sin, interleaved and seqlen_offsets.
+        sin: likewise.
+        cos_k: of k, where it differs (XPos).
+        sin_k: likewise.
+        interleaved: likewise.
+        seqlen_offsets: likewise.
+        num_heads_q: heads of q of a tensor of four axes.
+    """
+    if qkv.dim() == 5:
+        q, k = qkv[:, :, 0], qkv[:, :, 1]
+    elif qkv.dim() == 4 and num_heads_q is not None:
+        kv_heads = (qkv.shape[2] - num_heads_q) // 2
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + kv_heads]
+    else:
+        raise ValueError(
+            f"qkv has shape {tuple(qkv.shape)}; it must be (batch, seqlen, 3, heads, head_dim), or with num_heads_q "
+            f"(batch, seqlen, heads, head_dim)"
+        )
+    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
+    of_k = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+    apply_rotary_emb(k, *of_k, interleaved, True, seqlen_offsets)
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False, seqlen_offsets: Offsets = 0
+) -> torch.Tensor:
+    """k of ``(b, s, 2, h, d)`` rotated in place; returns it."""
+    if kv.dim() != 5 or kv.shape[2] != 2:
+        raise ValueError(f"kv has shape {tuple(kv.shape)}; it must be (batch, seqlen, 2, heads, head_dim)")
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotary embedding of q and k with tables that grow with the longest sequence seen.
+
+    Sources: Su et al. 2021 (RoFormer); with ``scale_base``, Sun et al. 2022 (XPos).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        scale = None
+        if scale_base is not None:
+            scale = (torch.arange(0, dim, 2, device=device, dtype=torch.float32) + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, persistent=False)
+        self._tables: tuple[torch.Tensor, ...] | None = None
+
+    def _frequencies(self, device: torch.device | None) -> torch.Tensor:
+        steps = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return 1.0 / self.base ** (steps / self.dim)
+
+    def tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """cos and sin of q and of k for so many positions at least."""
+        kept = self._tables
+        if kept is not None and kept[0].device == device and kept[0].dtype == dtype and len(kept[0]) >= seqlen:
+            if not (self.training and kept[0].is_inference()):
+                return kept
+        # In f32 even where the model is not: positions are large.
+        frequencies = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._frequencies(device)
+        angles = torch.outer(torch.arange(seqlen, device=device, dtype=torch.float32), frequencies.to(device))
+        both = [angles.cos(), angles.sin()]
+        wide = [*both, *both]
+        if self.scale is not None:
+            power = (torch.arange(seqlen, device=device, dtype=torch.float32) - seqlen // 2) / self.scale_base
+            scale = self.scale.to(device) ** power[:, None]
+            wide = [both[0] * scale, both[1] * scale, both[0] / scale, both[1] / scale]
+        self._tables = tuple(table.to(dtype) for table in wide)
+        return self._tables
+
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        kv: torch.Tensor | None = None,
+        seqlen_offset: Offsets = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Rotate in place.
+
+        Args:
+            qkv: see :func:`apply_rotary_emb_qkv_`; with ``kv`` it is q, ``(b, s, h, d)``.
+            kv: ``(b, s, 2, hk, d)``.
+            seqlen_offset: of all sequences, or integers ``(b,)``, which need ``max_seqlen``.
+            max_seqlen: how many positions the tables must have.
+            num_heads_q: see :func:`apply_rotary_emb_qkv_`.
+        """
+        if max_seqlen is None:
+            if isinstance(seqlen_offset, torch.Tensor):
+                raise ValueError(
+                    "max_seqlen is None and seqlen_offset is a tensor; it must say how long the tables are"
+                )
+            max_seqlen = qkv.shape[1] + seqlen_offset
+        cos, sin, cos_k, sin_k = self.tables(max_seqlen, qkv.device, qkv.dtype)
+        rest = (self.interleaved, seqlen_offset)
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, *rest, num_heads_q)
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, *rest)
+
+
+def _check(cos: torch.Tensor, x: torch.Tensor, offset: Offsets, rows: int) -> None:
+    if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"cos has shape {tuple(cos.shape)}; it must be (seqlen_rotary, rotary_dim / 2) with rotary_dim at most "
+            f"{x.shape[-1]}, the head_dim"
+        )
+    if isinstance(offset, int) and offset + rows > len(cos):
+        raise ValueError(
+            f"cos has {len(cos)} positions; it must have at least {offset + rows}, seqlen_offsets + seqlen"
+        )

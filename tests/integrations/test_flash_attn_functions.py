@@ -1,0 +1,351 @@
+"""What the modules of :mod:`flashlane.integrations.flash_attn` hold, against flashlane's functions."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import flashlane
+from flashlane.integrations.flash_attn import bert_padding, fa2, fa3, fa4, rotary
+
+F64 = torch.float64
+
+
+def cumulative(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+# --- FlashAttention-2: its private forward and backward ---
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_private_forward_and_backward_are_the_public_ones(varlen: bool, p: float) -> None:
+    torch.manual_seed(0)
+    shape = (14, 4, 16) if varlen else (2, 7, 4, 16)
+    q, k, v = (torch.randn(shape, dtype=F64, requires_grad=True) for _ in range(3))
+    cu = cumulative([5, 9])
+    lengths = (cu, cu, 9, torch.tensor(9)) if varlen else ()
+    slopes = torch.rand(4)
+    asked = {"softmax_scale": 0.3, "causal": True, "softcap": 4.0, "alibi_slopes": slopes}
+    private = (p, 0.3, True, 6, 0, 4.0, slopes)
+    torch.manual_seed(7)
+    public = flashlane.flash_attn_varlen_func if varlen else flashlane.flash_attn_func
+    want, lse, probs = public(q, k, v, *lengths, p, window_size=(6, 0), return_attn_probs=True, **asked)
+    torch.manual_seed(7)
+    forward = fa2._wrapped_flash_attn_varlen_forward if varlen else fa2._wrapped_flash_attn_forward
+    got, got_lse, got_probs, state = forward(q, k, v, *lengths, *private, True)
+    assert not got.requires_grad
+    for mine, right in ((got, want), (got_lse, lse), (got_probs, probs)):
+        assert torch.equal(mine, right)
+    do = torch.randn_like(want)
+    grads = [torch.full_like(t, float("nan")) for t in (q, k, v)]
+    backward = fa2._flash_attn_varlen_backward if varlen else fa2._flash_attn_backward
+    delta = backward(do, q, k, v, got, got_lse, *grads, *lengths, *private, False, state)
+    for mine, right in zip(grads, torch.autograd.grad(want, (q, k, v), do), strict=True):
+        torch.testing.assert_close(mine, right)
+    torch.testing.assert_close(delta, (do * got).sum(-1).transpose(-1, -2).float())
+    some = torch.empty_like(k)
+    backward(do, q, k, v, got, got_lse, None, some, None, *lengths, *private, False, state)
+    assert torch.equal(some, grads[1])
+
+
+def test_private_functions_refuse_what_they_cannot() -> None:
+    q = torch.randn(5, 2, 8)
+    cu = cumulative([5])
+    with pytest.raises(RuntimeError, match="num_splits"):
+        fa2._flash_attn_varlen_forward(q, q, q, cu, cu, 5, 5, 0.0, 0.3, False, num_splits=2)
+    with pytest.raises(ValueError, match="rng_state is None and dropout_p is positive"):
+        fa2._flash_attn_backward(*[q[None]] * 5, None, None, None, None, 0.1, 1.0, False, -1, -1, 0.0, None, False)
+    with pytest.raises(NotImplementedError, match="leftpad_k is given"):
+        fa2._flash_attn_varlen_forward(q, q, q, cu, cu, 5, 5, 0.0, 0.3, False, leftpad_k=cu)
+
+
+# --- bert_padding ---
+
+
+def test_padding_is_undone() -> None:
+    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]], dtype=torch.bool)
+    x = torch.randn(3, 4, 2, 5)
+    rows, indices, cu_seqlens, longest, used = bert_padding.unpad_input(x, mask)
+    assert cu_seqlens.tolist() == [0, 3, 3, 5] and cu_seqlens.dtype == torch.int32 and longest == 3
+    assert used.tolist() == [3, 0, 2] and torch.equal(rows, x[mask])
+    rows = rows.requires_grad_()
+    padded = bert_padding.pad_input(rows, indices, 3, 4)
+    assert torch.equal(padded, x.masked_fill(~mask[:, :, None, None], 0.0))
+    (grad,) = torch.autograd.grad((padded * x).sum(), rows)
+    assert torch.equal(grad, x[mask])
+    more = bert_padding.unpad_input(x, mask, torch.tensor([[0, 0, 1, 0]] * 3, dtype=torch.bool) & ~mask)
+    assert more[2].tolist() == [0, 4, 5, 7] and more[4].tolist() == [3, 0, 2]
+
+
+def test_several_sequences_in_a_row() -> None:
+    x = torch.randn(3, 6, 2)
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    rows, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(x, lengths)
+    assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16] and longest == 6
+    assert torch.equal(rows, torch.cat([x[0, :5], x[1, :5], x[2]]))
+    assert torch.equal(bert_padding.pad_input(rows, indices, 3, 6)[0, 5], torch.zeros(2))
+
+
+# --- rotary ---
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: list[int], pairs: bool) -> torch.Tensor:
+    """One sequence ``(s, h, d)``, element by element."""
+    out, half = x.clone(), cos.shape[1]
+    for row, at in enumerate(positions):
+        for i in range(half):
+            a, b = (2 * i, 2 * i + 1) if pairs else (i, i + half)
+            out[row, :, a] = x[row, :, a] * cos[at, i] - x[row, :, b] * sin[at, i]
+            out[row, :, b] = x[row, :, a] * sin[at, i] + x[row, :, b] * cos[at, i]
+    return out
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_takes_offsets_for_each_sequence_for_all_and_packed_ones(interleaved: bool) -> None:
+    x, cos, sin = torch.randn(2, 3, 2, 8, dtype=F64), torch.randn(20, 3, dtype=F64), torch.randn(20, 3, dtype=F64)
+    for offsets in (torch.tensor([4, 9]), 5):
+        got = rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets)
+        for b, first in enumerate(offsets.tolist() if isinstance(offsets, torch.Tensor) else (5, 5)):
+            positions = list(range(first, first + 3))
+            torch.testing.assert_close(got[b], turned(x[b], cos, sin, positions, interleaved))
+    packed = rotary.apply_rotary_emb(
+        x.flatten(0, 1), cos, sin, interleaved, seqlen_offsets=torch.tensor([4, 9]), cu_seqlens=cumulative([2, 4])
+    )
+    positions = [4, 5, 9, 10, 11, 12]
+    torch.testing.assert_close(packed, turned(x.flatten(0, 1), cos, sin, positions, interleaved))
+    kept = x.clone()
+    assert rotary.apply_rotary_emb(kept, cos, sin, interleaved, inplace=True) is kept and not torch.equal(kept, x)
+    with pytest.raises(ValueError, match="cos has 20 positions; it must have at least 21"):
+        rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=18)
+
+
+def test_packed_q_and_k_are_rotated_in_place_and_v_is_not() -> None:
+    cos, sin = torch.randn(9, 4, dtype=F64), torch.randn(9, 4, dtype=F64)
+    qkv = torch.randn(2, 5, 3, 2, 8, dtype=F64)
+    want = qkv.clone()
+    for at in (0, 1):
+        want[:, :, at] = rotary.apply_rotary_emb(qkv[:, :, at], cos, sin, seqlen_offsets=2)
+    leaf = qkv.clone().requires_grad_()
+    got = rotary.apply_rotary_emb_qkv_(leaf * 1, cos, sin, seqlen_offsets=2)
+    torch.testing.assert_close(got, want)
+    (grad,) = torch.autograd.grad(got.sum(), leaf)
+    assert torch.equal(grad[:, :, 2], torch.ones_like(grad[:, :, 2])) and not torch.allclose(
+        grad[:, :, 0], grad[:, :, 2]
+    )
+    heads = qkv.flatten(2, 3)
+    torch.testing.assert_close(
+        rotary.apply_rotary_emb_qkv_(heads.clone(), cos, sin, seqlen_offsets=2, num_heads_q=2), want.flatten(2, 3)
+    )
+    kv = rotary.apply_rotary_emb_kv_(qkv[:, :, 1:].clone(), cos, sin, seqlen_offsets=2)
+    torch.testing.assert_close(kv, want[:, :, 1:])
+
+
+@pytest.mark.parametrize("scale_base", [None, 512])
+def test_the_rotary_module(scale_base: int | None) -> None:
+    module = rotary.RotaryEmbedding(8, base=100.0, scale_base=scale_base)
+    q, kv = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 2, 8)
+    angles = torch.arange(7.0)[:, None] * 100.0 ** (-torch.arange(0, 8, 2) / 8)
+    power = torch.zeros(7, 1) if scale_base is None else (torch.arange(7) - 3)[:, None] / scale_base
+    scale = ((torch.arange(0, 8, 2) + 3.2) / 11.2) ** power
+    positions = list(range(1, 7))
+    want_q = turned(q[0], angles.cos() * scale, angles.sin() * scale, positions, False)
+    want_k = turned(kv[0, :, 0], angles.cos() / scale, angles.sin() / scale, positions, False)
+    v = kv[:, :, 1].clone()
+    got_q, got_kv = module(q.clone(), kv.clone(), seqlen_offset=1)
+    torch.testing.assert_close(got_q[0], want_q)
+    torch.testing.assert_close(got_kv[0, :, 0], want_k)
+    assert torch.equal(got_kv[:, :, 1], v)
+    with pytest.raises(ValueError, match="max_seqlen is None and seqlen_offset is a tensor"):
+        module(q, kv, seqlen_offset=torch.tensor([1]))
+
+
+# --- FlashAttention-3 and -4: lengths ---
+
+LONG_Q, LONG_K = [5, 0, 7], [9, 4, 1]
+
+
+def sides(packed: bool, lengths: list[int], dim: int, heads: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A tensor of sequences, and how it says their lengths."""
+    if packed:
+        return torch.randn(sum(lengths), heads, dim, dtype=F64), {"cu_seqlens": cumulative(lengths)}
+    padded = torch.randn(len(lengths), max(lengths) + 2, heads, dim, dtype=F64)
+    return padded, {"seqused": torch.tensor(lengths, dtype=torch.int32)}
+
+
+def rows_of(t: torch.Tensor, packed: bool, lengths: list[int]) -> list[torch.Tensor]:
+    return list(t.split(lengths)) if packed else [t[b, :n] for b, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("packed_q", "packed_k"), list(itertools.product([True, False], repeat=2)))
+def test_lengths_in_every_form_give_each_sequence_alone(packed_q: bool, packed_k: bool, grad: bool) -> None:
+    torch.manual_seed(3)
+    q, of_q = sides(packed_q, LONG_Q, 8, 4)
+    k, of_k = sides(packed_k, LONG_K, 8, 2)
+    v, _ = sides(packed_k, LONG_K, 6, 2)
+    sinks = torch.randn(4, dtype=F64)
+    given = [t.requires_grad_(grad) for t in (q, k, v, sinks)]
+    asked = {"causal": True, "softcap": 3.0, "softmax_scale": 0.4}
+    keywords = {f"{name}_q": value for name, value in of_q.items()} | {f"{n}_k": value for n, value in of_k.items()}
+    keywords |= {"max_seqlen_q": 7} if packed_q else {}
+    out, lse = fa4.flash_attn_varlen_func(
+        q, k, v, **keywords, learnable_sink=sinks, window_size=(4, None), return_lse=True, **asked
+    )
+    each = [rows_of(q, packed_q, LONG_Q), rows_of(k, packed_k, LONG_K), rows_of(v, packed_k, LONG_K)]
+    wanted = [
+        flashlane.flash_attn_func(*(t[None] for t in one), sinks=sinks, window_size=(4, 0), return_lse=True, **asked)
+        for one in zip(*each, strict=True)
+    ]
+    got = rows_of(out, packed_q, LONG_Q)
+    got_lse = rows_of(lse.transpose(-1, -2), packed_q, LONG_Q)
+    for mine, mine_lse, (right, right_lse) in zip(got, got_lse, wanted, strict=True):
+        torch.testing.assert_close(mine, right[0])
+        torch.testing.assert_close(mine_lse.transpose(0, 1), right_lse[0], check_dtype=False)
+    if not packed_q:
+        outside = torch.arange(9)[None] >= torch.tensor(LONG_Q)[:, None]
+        assert torch.equal(out[outside], torch.zeros_like(out[outside]))
+    if grad:
+        do = [torch.randn_like(t) for t in got]
+        mine = torch.autograd.grad(got, given, do)
+        right = torch.autograd.grad([one[0][0] for one in wanted], given, do)
+        for some, other in zip(mine, right, strict=True):
+            torch.testing.assert_close(some, other)
+
+
+def test_the_lse_is_there_when_asked_for_or_differentiable() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    assert fa4.flash_attn_func(q, q, q)[1] is None
+    assert fa4.flash_attn_func(q, q, q, return_lse=True)[1].shape == (1, 2, 4)
+    assert fa4.flash_attn_func(q.requires_grad_(), q, q)[1].shape == (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ((None, None), (-1, -1)),
+        ((3, None), (3, -1)),
+        ((None, 2), (-1, 2)),
+        ((3, 0), (3, 0)),
+        ((-1, -1), (-1, -1)),
+        ((-1, 0), (-1, -1)),
+    ],
+)
+def test_windows_of_the_fourth(theirs: tuple[Any, Any], ours: tuple[int, int]) -> None:
+    q = torch.randn(1, 9, 2, 8)
+    want = flashlane.flash_attn_func(q, q, q, window_size=ours)
+    assert torch.equal(fa4.flash_attn_func(q, q, q, window_size=theirs)[0], want)
+    with pytest.raises(NotImplementedError, match="window_size has left -2"):
+        fa4.flash_attn_func(q, q, q, window_size=(-2, 5))
+
+
+def paged(lengths: list[int], page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    count = -(-max(lengths) // page)
+    return torch.randn(20, page, 2, 8, dtype=F64), torch.randperm(20)[: 3 * count].view(3, count).int()
+
+
+@pytest.mark.parametrize("packed_q", [False, True])
+def test_pages(packed_q: bool) -> None:
+    pool, table = paged(LONG_K, 4)
+    used = torch.tensor(LONG_K, dtype=torch.int32)
+    q, _ = sides(packed_q, [3, 3, 3], 8, 4)
+    q = q if packed_q else q[:, :3]
+    lengths = {"cu_seqlens_q": cumulative([3, 3, 3]), "max_seqlen_q": 3} if packed_q else {}
+    fourth, _ = fa4.flash_attn_varlen_func(q, pool, pool, seqused_k=used, page_table=table, causal=True, **lengths)
+    third = fa3.flash_attn_with_kvcache(q, pool, pool, cache_seqlens=used, page_table=table, causal=True, **lengths)
+    for b, (mine, n) in enumerate(zip(rows_of(fourth, packed_q, [3, 3, 3]), LONG_K, strict=True)):
+        keys = pool[table[b].long()].flatten(0, 1)[:n]
+        one = rows_of(q, packed_q, [3, 3, 3])[b]
+        want = flashlane.flash_attn_func(one[None], keys[None], keys[None], causal=True)[0]
+        torch.testing.assert_close(mine, want)
+        torch.testing.assert_close(rows_of(third, packed_q, [3, 3, 3])[b], want)
+    with pytest.raises(ValueError, match="seqused_k is None and page_table is given"):
+        fa4.flash_attn_varlen_func(q, pool, pool, page_table=table, **lengths)
+
+
+def test_packed_queries_over_a_cache_of_rows() -> None:
+    cache = torch.randn(2, 9, 2, 8, dtype=F64)
+    q = torch.randn(5, 4, 8, dtype=F64)
+    out, lse = fa3.flash_attn_with_kvcache(
+        q, cache, cache, cache_seqlens=6, cu_seqlens_q=cumulative([2, 3]), max_seqlen_q=3, return_softmax_lse=True
+    )
+    for one, b, mine, mine_lse in zip(q.split([2, 3]), (0, 1), out.split([2, 3]), lse.split([2, 3], 1), strict=True):
+        want, want_lse = flashlane.flash_attn_func(one[None], *[cache[b : b + 1, :6]] * 2, return_lse=True)
+        torch.testing.assert_close(mine, want[0])
+        torch.testing.assert_close(mine_lse, want_lse[0])
+
+
+def test_the_third_appends_to_a_cache() -> None:
+    cache, q, new = torch.randn(2, 9, 2, 8), torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8)
+    used = torch.tensor([3, 5], dtype=torch.int32)
+    mine, right = cache.clone(), cache.clone()
+    want = flashlane.flash_attn_with_kvcache(q, right, right.clone(), new, new, cache_seqlens=used, num_splits=2)
+    got = fa3.flash_attn_with_kvcache(q, mine, mine.clone(), new, new, cache_seqlens=used, num_splits=2)
+    assert torch.equal(got, want) and torch.equal(mine, right) and not torch.equal(mine, cache)
+
+
+def test_the_third_is_the_plain_function() -> None:
+    q = torch.randn(2, 9, 8, 16)
+    k, v = torch.randn(2, 9, 4, 16), torch.randn(2, 9, 4, 16)
+    want = flashlane.flash_attn_func(q, k, v, causal=True, window_size=(3, 0), return_lse=True)
+    got = fa3.flash_attn_func(
+        q, k, v, causal=True, window_size=(3, 0), return_attn_probs=True, num_splits=3, sm_margin=8
+    )
+    assert all(map(torch.equal, got, want))
+    packed = fa3.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2), causal=True, window_size=(3, 0), num_heads_q=8)
+    assert torch.equal(packed, want[0])
+    cu = cumulative([9, 9])
+    flat = [t.flatten(0, 1) for t in (q, k, v)]
+    varlen = fa3.flash_attn_varlen_func(*flat, cu, cu, 9, 9, causal=True, window_size=(3, 0))
+    torch.testing.assert_close(varlen.unflatten(0, (2, 9)), want[0])
+    assert fa3.get_scheduler_metadata(2, 9, 9, 8, 4, 16, None) is None
+
+
+def test_packed_lengths_may_be_shortened() -> None:
+    """``seqused`` with ``cu_seqlens``: where the sequences lie, and how much of each is used."""
+    q = torch.randn(12, 2, 8, dtype=F64)
+    cu, used = cumulative([5, 7]), torch.tensor([3, 6], dtype=torch.int32)
+    got = fa3.flash_attn_varlen_func(q, q, q, cu, cu, 7, 7, seqused_q=used, seqused_k=used, causal=True)
+    for start, n in ((0, 3), (5, 6)):
+        one = q[start : start + n][None]
+        torch.testing.assert_close(got[start : start + n], flashlane.flash_attn_func(one, one, one, causal=True)[0])
+    assert torch.equal(got[3:5], torch.zeros(2, 2, 8, dtype=F64)) and torch.equal(got[11], torch.zeros(2, 8, dtype=F64))
+
+
+@pytest.mark.parametrize("module", [fa3, fa4])
+def test_combine_has_heads_last(module: Any) -> None:
+    outs, lses = torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 5, 4)
+    lses[1, 0] = -torch.inf
+    lse = lses.logsumexp(0)
+    want = ((lses - lse).exp().unsqueeze(-1) * outs).sum(0)
+    into = torch.empty(2, 5, 4, 8, dtype=torch.bfloat16)
+    out, got_lse = module.flash_attn_combine(outs, lses, out=into)
+    assert out is into
+    torch.testing.assert_close(out, want.bfloat16())
+    torch.testing.assert_close(got_lse, lse)
+    torch.testing.assert_close(module.flash_attn_combine(outs, lses)[0], want)
+    torch.testing.assert_close(module.flash_attn_combine(outs[:, 0], lses[:, 0])[0], want[0])
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda q: fa3.flash_attn_func(q, q, q, qv=q), "qv"),
+        (lambda q: fa3.flash_attn_func(q, q, q, k_descale=q), "k_descale"),
+        (lambda q: fa3.flash_attn_func(q, q, q, attention_chunk=64), "attention_chunk"),
+        (lambda q: fa3.flash_attn_with_kvcache(q, q, q, qv=q), "qv"),
+        (lambda q: fa3.flash_attn_with_kvcache(q, q, q, rotary_seqlens=q), "rotary_seqlens"),
+        (lambda q: fa4.flash_attn_func(q, q, q, mask_mod=max), "mask_mod"),
+        (lambda q: fa4.flash_attn_func(q, q, q, score_mod=max), "score_mod"),
+        (lambda q: fa4.flash_attn_varlen_func(q, q, q, gather_kv_indices=q), "gather_kv_indices"),
+        (lambda q: fa4.flash_attn_varlen_func(q, q, q, block_sparse_tensors=(q,)), "block_sparse_tensors"),
+        (lambda q: fa4.flash_attn_combine(q[None], q[None, ..., 0], virtual_batch_idx=q), "virtual_batch_idx"),
+    ],
+)
+def test_what_there_is_no_kernel_for_is_named(call: Any, name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{name} is given; flashlane has no kernel for it"):
+        call(torch.randn(1, 4, 2, 8))
