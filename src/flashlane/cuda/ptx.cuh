@@ -46,6 +46,22 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
                  : "memory");
 }
 
+// Returns when a register has what was loaded to it from shared memory. An arrival on a barrier does not wait for a load that
+// was issued before it: the load may stand behind stores to device memory, and whoever waits for the arrival would write the
+// memory that is still to be read.
+__device__ __forceinline__ void wait_for_load(u32 x) {
+    // Only an instruction that reads the register waits. The compiler keeps this sleep, which takes no time.
+    asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x80000001; @p nanosleep.u32 0; }" ::"r"(x) : "memory");
+}
+// The same for registers of loads of 16 bytes, of which one in four is looked at.
+template <int N>
+__device__ __forceinline__ void wait_for_loads(const u32 (&r)[N]) {
+    u32 all = r[0];
+#pragma unroll
+    for (int i = 4; i < N; i += 4) all |= r[i];
+    wait_for_load(all);
+}
+
 // The reverse of ldmatrix_x4_trans.
 __device__ __forceinline__ void stmatrix_x4_trans(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0),

@@ -16,19 +16,25 @@ from collections import Counter
 from pathlib import Path
 
 _TOOLS = {"nvdisasm": ("-c", "-ndf"), "cuobjdump": ("-sass",)}
+_ENCODINGS = {"nvdisasm": ("-hex",), "cuobjdump": ()}
 _TIMEOUT_SECONDS = 120
 # `/*0a10*/  @!P0 HMMA.16816.F32 R4, …`: an address, perhaps a predicate, an opcode with its modifiers.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
-def disassemble(cubin: bytes) -> str | None:
-    """The SASS of a cubin as text; None when there is no disassembler that knows it."""
+def disassemble(cubin: bytes, encodings: bool = False) -> str | None:
+    """The SASS of a cubin as text; None when there is no disassembler that knows it.
+
+    Args:
+        cubin: the compiled code.
+        encodings: also the 16 bytes of each instruction, as comments of 8 bytes on its line and on the next.
+    """
     with tempfile.TemporaryDirectory(prefix="flashlane-") as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         for tool in disassemblers():
             try:
-                command = [tool, *_TOOLS[Path(tool).stem], str(path)]
+                command = [tool, *_TOOLS[Path(tool).stem], *_ENCODINGS[Path(tool).stem] * encodings, str(path)]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
             except (OSError, subprocess.TimeoutExpired):
                 continue

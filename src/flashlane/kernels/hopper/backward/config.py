@@ -62,6 +62,8 @@ class GradientConfig(ABC):
     varlen: bool = False
     score: ScoreConfig = NO_MODIFIERS
     deterministic: bool = False
+    heads_per_section: int = 0
+    """Key/value heads of a section of the L2 head swizzle, an argument of the launch; 0: as ``head_swizzle`` gives."""
 
     design: ClassVar[str]
     """The folder of its device files."""

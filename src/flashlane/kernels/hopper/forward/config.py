@@ -39,7 +39,7 @@ def columns_of(head_dim_v: int) -> int:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Compile-time constants of ``kernel.cu``, whose head draws the roles."""
+    """Constants of ``kernel.cu``, whose head draws the roles, and the order of its tiles."""
 
     dtype: str
     head_dim: int
@@ -75,6 +75,8 @@ class HopperConfig:
     """Keys are split; the results of the parts are partial, in f32."""
     combine_in_kernel: bool = False
     """The warpgroups that store a tile's last part combine all parts; otherwise ``combine.cu`` does."""
+    heads_per_section: int = 0
+    """Tile heads of a section of the L2 head swizzle, an argument of the launch; 0 is what ``tile_scheduler`` gives."""
 
     @property
     def cta_rows(self) -> int:

@@ -96,7 +96,8 @@ def hopper_params(
     reach = problem.seqlen_q + problem.seqlen_k
     params.window_left, params.window_right = min(problem.window_left, reach), min(problem.window_right, reach)
     params.m_blocks, params.tiles, params.splits = m_blocks, tiles, splits
-    params.heads_per_section = tile_scheduler.heads_per_section(problem, pack) * config.v_slices
+    section = config.heads_per_section or tile_scheduler.heads_per_section(problem, pack)
+    params.heads_per_section = section * config.v_slices
     return params
 
 

@@ -98,6 +98,7 @@ struct Mainloop {
                 u32 (&fragment)[4] = *reinterpret_cast<u32(*)[4]>(&q_fragments[4 * i]);
                 ldmatrix_x4(fragment, q + i / 4 * Q_CHUNK + row * ROW_BYTES + ((vector ^ (row % 8)) << 4));
             }
+            wait_for_loads(q_fragments);
             release_q();
         }
     }

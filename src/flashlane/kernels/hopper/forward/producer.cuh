@@ -174,6 +174,7 @@ struct Producer {
                 if (lane == 0) mbarrier_arrive_expect_tx(full, 4);
                 mbarrier_wait_cluster(full, next.phase);
                 index = load_shared(word);
+                wait_for_load(index);
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive_cluster(address_in(empty, 0));
             }

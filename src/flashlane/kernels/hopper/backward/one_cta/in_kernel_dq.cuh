@@ -110,6 +110,7 @@ struct AdditionsWarp {
                 if (!report_first()) __nanosleep(PAUSE);
             const TileCoordinates at = tile_coordinates(base, stage);
             const int steps = tile_keys(base, stage).steps, tile = 2 * (at.batch * p.kv_heads + at.head) + (at.part > 0);
+            wait_for_load(tile | steps);
             mbarrier_arrive(SMEM(tile_empty) + 8 * stage);
             if (at.batch < 0) break;
             if (steps == 0) {

@@ -14,7 +14,7 @@ def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int) -> Sched
     """The launch of a problem on a GPU of so many SMs."""
     split = split_of(problem, config, sms) if config.split_q else WHOLE_TILES
     n_blocks = -(-problem.seqlen_k // config.block_n)
-    section = heads_per_section(problem, n_blocks, sms)
+    section = config.heads_per_section or heads_per_section(problem, n_blocks, sms)
     in_kernel = in_kernel_dq_of(problem, config.block_n, section, sms) if config.in_kernel_dq else OWN_LAUNCHES
     tiles = n_blocks * problem.kv_heads * problem.batch
     sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": section}

@@ -40,6 +40,7 @@ struct Consumer {
             if (steps > 0) run_steps(steps);
             const TileCoordinates at = tile_coordinates(base, stage);
             const WorkTile tile(p, at, BLOCK_N);
+            wait_for_load(at.batch);
             __syncwarp();
             arrive(SMEM(tile_empty), stage);
             if (SPLIT_Q && !combine_parts(p, uniform(at.part), number, dk, dv)) continue;

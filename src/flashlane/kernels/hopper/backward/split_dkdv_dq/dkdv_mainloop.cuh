@@ -192,6 +192,7 @@ struct DkConsumer : Consumer {
             probabilities[4 * i] = vector.x, probabilities[4 * i + 1] = vector.y;
             probabilities[4 * i + 2] = vector.z, probabilities[4 * i + 3] = vector.w;
         }
+        wait_for_loads(probabilities);
         __syncwarp();
         arrive(SMEM(p_empty), p_stage.index);
     }

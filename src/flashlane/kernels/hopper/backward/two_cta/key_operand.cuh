@@ -30,6 +30,7 @@ struct KeyOperand {
             u32(&words)[4] = reinterpret_cast<u32(&)[4]>(registers[4 * i]);
             ldmatrix_x4(words, tile + at / ROW_BYTES * ROW_BYTES + row * ROW_BYTES + (vector ^ row % 8) * 16);
         }
+        wait_for_loads(registers);
     }
 
     // d = keys·rowsᵀ. The half of the keys' columns in shared memory is chunks `stride` bytes apart.

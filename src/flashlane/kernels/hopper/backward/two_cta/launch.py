@@ -20,7 +20,8 @@ def schedule(config: TwoCtaConfig, problem: AttentionProblem, sms: int) -> Sched
         raise NotImplementedError(f"the 2-CTA backward cannot run {problem.describe()}: {reason}")
     n_blocks = -(-problem.seqlen_k // config.block_n)
     tiles = n_blocks * problem.kv_heads * problem.batch
-    sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": two_cta_heads_per_section(problem)}
+    section = config.heads_per_section or two_cta_heads_per_section(problem)
+    sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": section}
     grid = CTAS * min(tiles, sms // CTAS), 1, 1
     # Each CTA loads half of the rows of Q and dO.
     return Schedule((GradientLaunch(grid, (config.block_m // CTAS, CHUNK), sizes),))

@@ -42,6 +42,7 @@ struct SchedulerWarp {
         mbarrier_arrive_expect_tx(SMEM(next_full), 4);
         mbarrier_wait_cluster(SMEM(next_full), parity);
         const int index = load_shared(SMEM(next_tile));
+        wait_for_load(index);
         mbarrier_arrive_cluster(address_in(SMEM(next_empty), 0));
         return index;
     }
