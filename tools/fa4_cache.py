@@ -44,6 +44,16 @@ Build = Callable[[], tuple[Any, Any]]
 """What makes a problem and its tensors."""
 
 
+class NoGenerator:
+    """In the place of torch's generator, which draws no fake tensors."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+    def manual_seed(self, seed: int) -> NoGenerator:
+        return self
+
+
 class Calls:
     """The benchmarks' calls of FlashAttention-4, on fake tensors of a GPU that need not be there.
 
@@ -116,7 +126,7 @@ class Calls:
 
         fakes = {
             "randn": lambda size, generator=None, **how: torch.empty(size, **how),
-            "Generator": mock.MagicMock(),
+            "Generator": NoGenerator,
         }
         with (
             mock.patch.multiple(torch, **fakes),
