@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 benchmarks/scripts/cli_gpu.py --out results [--seconds 95] [--only compare,profile]
 
 Replays with the host's cost apart, cycles and counters from Nsight Compute, the share of the mma.sync ceiling, a
-comparison with a peer that hangs, a sweep with the roofs, the roofline, a profile, a report. Everything that the
+comparison with a peer that hangs, a sweep with the ceilings, the roofline, a profile, a report. Everything that the
 commands write goes into one product.zip, what they print into product.log. Exit status 1 when a step fails or its
 output lacks what it must have, 2 without a GPU; a step for which no time is left is named and skipped.
 """
@@ -84,17 +84,17 @@ def hung(folder: Path) -> str | None:
 
 def swept(folder: Path) -> str | None:
     body = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-    roofs = body["environment"].get("roofs") or {}
-    rates = (roofs.get("copy", 0), roofs.get("matrix", {}).get("f16", 0), roofs.get("mma", {}).get("f16", 0))
+    ceilings = body["environment"].get("ceilings") or {}
+    rates = (ceilings.get("copy", 0), ceilings.get("matrix", {}).get("f16", 0), ceilings.get("mma", {}).get("f16", 0))
     if not (rates[0] > 500 and rates[1] > 50 and rates[2] > 50):
-        return f"roofs: {rates}"
+        return f"ceilings: {rates}"
     return None if len({r["problem"] for r in body["rows"]}) == 4 else "not four cells"
 
 
 def placed(folder: Path) -> str | None:
-    points = json.loads((folder / "roofs.json").read_text(encoding="utf-8"))["points"]
+    points = json.loads((folder / "ceilings.json").read_text(encoding="utf-8"))["points"]
     high = [p for p in points if p["share"] > 1.1]
-    return f"above its roof: {high[:2]}" if high or not points else None
+    return f"above its ceiling: {high[:2]}" if high or not points else None
 
 
 def profiled(folder: Path) -> str | None:
@@ -124,7 +124,7 @@ def steps(folder: Path, peers: Path) -> list[Step]:
     return [
         Step("graph", ["bench", *small, *few, "--graph", "--quick", *out], graphs),
         Step("cycles", ["bench", *small, *few, "--cycles", "--backward", "--quick", *out], cycles),
-        Step("sweep", ["sweep", *small[:4], "--N", "1024,4096", "--D", "64,128", *few, "--roofs", "--quick", *out],
+        Step("sweep", ["sweep", *small[:4], "--N", "1024,4096", "--D", "64,128", *few, "--ceilings", "--quick", *out],
              swept),
         Step("roofline", ["roofline", "--results", str(folder / "sweep.json"), *out], placed),
         Step("profile", ["profile", "--tag", TAG, "--tag", "(flash)", *small, "--tool", "all", *out], profiled),

@@ -110,7 +110,7 @@ def test_lines_are_the_file_s_rates(results, rates):
 
 def test_a_panel_without_a_drawn_kernel_is_left_out(tmp_path):
     rows = [row("k", 5.0, None), row("k", 5.0, None, length=512), row("other", 2.0, None, dim=128)]
-    (axis,) = plots.throughput_figure(plots.read_results(write(tmp_path / "a.json", rows)), 1, {"roof": 9.0}).axes
+    (axis,) = plots.throughput_figure(plots.read_results(write(tmp_path / "a.json", rows)), 1, {"ceiling": 9.0}).axes
     assert list(lines_of(axis)) == ["k"] and axis.get_title(loc="left").startswith("head dim 64")
 
 
@@ -138,22 +138,22 @@ def test_lines_of_one_length_and_two_batches_are_not_joined(tmp_path):
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["512\nB4 H8", "1024\nB1 H8"]
 
 
-def test_roofs(results, tmp_path):
+def test_ceilings(results, tmp_path):
     measured = plots.read_results(results)
-    figure = plots.throughput_figure(measured, roofs={"roof": 700.0, "f16 acc-f32": 650.0, "bf16 acc-f32": 640.0})
+    figure = plots.throughput_figure(measured, ceilings={"ceiling": 700.0, "f16 acc-f32": 650.0, "bf16 acc-f32": 640.0})
     for axis in figure.axes:
-        assert rates_of(axis) == [700, 650], "another dtype's roof is not this panel's"
+        assert rates_of(axis) == [700, 650], "another dtype's ceiling is not this panel's"
         assert axis.get_ylim()[1] > 700
-    assert "roof: 700 TFLOP/s" in texts_of(figure) and "acc-f32: 650 TFLOP/s" in texts_of(figure)
+    assert "ceiling: 700 TFLOP/s" in texts_of(figure) and "acc-f32: 650 TFLOP/s" in texts_of(figure)
     label = next(text for text in figure.axes[0].texts if "700" in text.get_text())
     figure.canvas.draw()
     bottom = figure.axes[0].transData.inverted().transform(label.get_window_extent())[0, 1]
     assert bottom > 700, "labels hide no line"
-    far = plots.throughput_figure(measured, roofs={"roof": 9000.0})
-    assert rates_of(far.axes[0]) == [] and "↑ roof: 9000 TFLOP/s" in texts_of(far)
+    far = plots.throughput_figure(measured, ceilings={"ceiling": 9000.0})
+    assert rates_of(far.axes[0]) == [] and "↑ ceiling: 9000 TFLOP/s" in texts_of(far)
 
 
-def test_roofs_of_a_file(results, tmp_path):
+def test_ceilings_of_a_file(results, tmp_path):
     body = {"environment": {"device": "NVIDIA Test"}, "failures": []}
     line = {"block": "hgemm", "group": "8192 f16 acc-f32 nn", "ok": True, "tflops": 300.0, "of_ceiling": 0.5}
     body["rows"] = [line, line | {"of_ceiling": 0.6}, {"block": "softmax"}, line | {"of_ceiling": None}]
@@ -162,10 +162,10 @@ def test_roofs_of_a_file(results, tmp_path):
     assert plots.read_matrix_rates(file, "NVIDIA Test") == {"f16 acc-f32": 600.0}
     with pytest.raises(ValueError, match=r"lessons\.json was measured on NVIDIA Test, the results on NVIDIA Other"):
         plots.read_matrix_rates(file, "NVIDIA Other")
-    assert invoke(results, "--roofs", file, "--out", tmp_path, "--format", "svg").exit_code == 0
+    assert invoke(results, "--ceilings", file, "--out", tmp_path, "--format", "svg").exit_code == 0
     assert "acc-f32 mma.sync: 600 TFLOP/s" in (tmp_path / "run-throughput.svg").read_text()
     file.write_text(json.dumps(body | {"rows": []}))
-    assert f"--roofs: {file} has no rate" in refused(results, "--roofs", file, "--out", tmp_path)
+    assert f"--ceilings: {file} has no rate" in refused(results, "--ceilings", file, "--out", tmp_path)
 
 
 def test_bars_are_the_speedups(results, rates):
@@ -205,7 +205,7 @@ def test_untimed_and_failed_rows_are_left_out(tmp_path):
 
 
 def measured_row(tag: str, length: int, ms: float, mib: float, **more):
-    """A row with all that memory and the copy roof need."""
+    """A row with all that memory and the copy ceiling need."""
     found = row(tag, 4 * 8 * length**2 * 64 / ms * 1e-9, 1.0, length=length)
     found["sizes"]["dtype"] = "f16"
     return found | {"timing": {"median": ms}, "memory": {"extra": int(mib * 2**20)}, **more}
@@ -222,40 +222,49 @@ def test_memory_curves_are_the_file_s_bytes(tmp_path):
         plots.memory_figure(plots.read_results(write(tmp_path / "b.json", [row("k", 5.0, 2.0)])))
 
 
-def test_the_copy_roof_is_intensity_times_rate(tmp_path):
+def test_the_copy_ceiling_is_intensity_times_rate(tmp_path):
     path = write(tmp_path / "a.json", [measured_row("k", n, 4 * 8 * n**2 * 64 / 1e11, 1.0) for n in LENGTHS])
     measured = plots.read_results(path)
     moved = [4 * 8 * n * 64 * 2 + 4 * 8 * n for n in LENGTHS]
     intensity = [4 * 8 * n**2 * 64 / size for n, size in zip(LENGTHS, moved)]
     assert [p.intensity for p in measured.points] == pytest.approx(intensity)
     (axis,) = plots.throughput_figure(measured, copy=500.0).axes
-    roof = next(line for line in axis.lines if line.get_linestyle() == ":")
-    assert list(roof.get_xdata()) == [512, 1024], "the longest is far above the line, and left out"
-    assert list(roof.get_ydata()) == pytest.approx([0.5 * x for x in intensity[:2]])
+    ceiling = next(line for line in axis.lines if line.get_linestyle() == ":")
+    assert list(ceiling.get_xdata()) == [512, 1024], "the longest is far above the line, and left out"
+    assert list(ceiling.get_ydata()) == pytest.approx([0.5 * x for x in intensity[:2]])
     assert "copy: 0.5 TB/s (dotted)" in [text.get_text() for text in axis.texts]
     (far,) = plots.throughput_figure(measured, copy=5e6).axes
     assert "↑ copy: 5e+03 TB/s" in [text.get_text() for text in far.texts]
 
 
-def test_roofs_of_the_run_itself_and_of_a_file_are_drawn(tmp_path):
-    roofs = {"copy": 4000.0, "matrix": {"f16": 0.15, "f32": 9.0}, "mma": {"f16": 0.12}}
+def test_ceilings_of_the_run_itself_and_of_a_file_are_drawn(tmp_path):
+    ceilings = {"copy": 4000.0, "matrix": {"f16": 0.15, "f32": 9.0}, "mma": {"f16": 0.12}}
     rows = [measured_row("k", n, 4 * 8 * n**2 * 64 / 1e11, 1.0) for n in LENGTHS]
-    inside = write(tmp_path / "a.json", rows, environment={**ENVIRONMENT, "roofs": roofs})
+    inside = write(tmp_path / "a.json", rows, environment={**ENVIRONMENT, "ceilings": ceilings})
     assert invoke(inside, "--format", "svg", "--out", tmp_path).exit_code == 0
     shown = (tmp_path / "a-throughput.svg").read_text()
     assert "matrix product: 0.15 TFLOP/s" in shown and "mma.sync: 0.12 TFLOP/s" in shown and "copy: 4 TB/s" in shown
     assert "9 TFLOP/s" not in shown, "that of another dtype"
-    body = {"format": "flashlane-roofs/1", "environment": ENVIRONMENT, "roofs": roofs}
-    (tmp_path / "roofs.json").write_text(json.dumps(body))
+    body = {"format": "flashlane-ceilings/1", "environment": ENVIRONMENT, "ceilings": ceilings}
+    (tmp_path / "ceilings.json").write_text(json.dumps(body))
     plain = write(tmp_path / "b.json", rows)
+    assert invoke(plain, "--ceilings", tmp_path / "ceilings.json", "--format", "svg", "--out", tmp_path).exit_code == 0
+    assert "matrix product: 0.15 TFLOP/s" in (tmp_path / "b-throughput.svg").read_text()
+    # As an earlier version wrote and named them.
+    old = write(tmp_path / "c.json", rows, environment={**ENVIRONMENT, "roofs": ceilings})
+    assert invoke(old, "--format", "svg", "--out", tmp_path).exit_code == 0
+    assert "matrix product: 0.15 TFLOP/s" in (tmp_path / "c-throughput.svg").read_text()
+    earlier = {"format": "flashlane-roofs/1", "environment": ENVIRONMENT, "roofs": ceilings}
+    (tmp_path / "roofs.json").write_text(json.dumps(earlier))
+    (tmp_path / "b-throughput.svg").unlink()
     assert invoke(plain, "--roofs", tmp_path / "roofs.json", "--format", "svg", "--out", tmp_path).exit_code == 0
     assert "matrix product: 0.15 TFLOP/s" in (tmp_path / "b-throughput.svg").read_text()
     for broken, words in (
         ({**body, "environment": {"device": "Other"}}, "was measured on Other"),
-        ({**body, "roofs": {"copy": -1}}, "has damaged roofs"),
+        ({**body, "ceilings": {"copy": -1}}, "has damaged ceilings"),
     ):
-        (tmp_path / "roofs.json").write_text(json.dumps(broken))
-        assert words in refused(plain, "--roofs", tmp_path / "roofs.json")
+        (tmp_path / "ceilings.json").write_text(json.dumps(broken))
+        assert words in refused(plain, "--ceilings", tmp_path / "ceilings.json")
 
 
 @pytest.mark.parametrize("kind", ["throughput", "speedup", "heatmap"])
@@ -361,8 +370,8 @@ def test_bad_files_are_named(tmp_path, text, words):
         (("--kind", "pie"), "--kind is 'pie'; throughput, speedup, memory, heatmap"),
         (("--format", "png,gif"), "--format is 'png,gif'"),
         (("--most", 0), "--most is 0"),
-        (("--roof", -1), "--roof is -1"),
-        (("--kind", "heatmap", "--roof", 5), "go with --kind throughput"),
+        (("--ceiling", -1), "--ceiling is -1"),
+        (("--kind", "heatmap", "--ceiling", 5), "go with --kind throughput"),
     ],
 )
 def test_bad_options(results, arguments, words):

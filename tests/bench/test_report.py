@@ -22,7 +22,7 @@ ENVIRONMENT = {
     "torch": "2.99.1",
     "commit": "abcdef012345",
     "date": "2026-01-02T03:04:05+00:00",
-    "roofs": {"copy": 4000.0, "matrix": {"f16": 700.0}, "mma": {}},
+    "ceilings": {"copy": 4000.0, "matrix": {"f16": 700.0}, "mma": {}},
 }
 TIMES = {"mma(split-q+stage1)": 0.3, "tiled": 12.0, "(flash)": 0.45, "(cudnn)": 0.0021}
 

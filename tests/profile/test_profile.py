@@ -1,4 +1,4 @@
-"""flashlane profile and roofline: the profilers' output read back, rows placed under roofs, tools that are missing."""
+"""flashlane profile and roofline: the profilers' output read back, rows under ceilings, tools that are missing."""
 
 import json
 import os
@@ -259,7 +259,7 @@ def test_commands_are_shown_without_running(invoke):
 # --- the roofline
 
 
-def test_rows_are_placed_under_the_lower_roof():
+def test_rows_are_placed_under_the_lower_ceiling():
     found = rates.DeviceRates(1000.0, {"f16": 100.0}, {"f16": 50.0})
     assert found.ridge("f16") == 100.0 and found.ridge("f16", "mma(x)") == 50.0 and found.rate("f32") is None
     assert found.attainable(10.0, "f16") == 10.0 and found.attainable(1e4, "f16") == 100.0
@@ -291,7 +291,7 @@ def test_the_sentence_says_what_bounds_it():
         "k reaches 60 of 100 TFLOP/s (60%)."
     )
     (slow,) = rates.place([timed(problem, "k", 1e3)], found)
-    assert "neither roof bounds it" in rates.sentence([slow]) and "launches, latency or the host" in rates.sentence(
+    assert "neither ceiling bounds it" in rates.sentence([slow]) and "launches, latency or the host" in rates.sentence(
         [slow]
     )
 
@@ -302,14 +302,16 @@ def test_the_command_measures_places_and_draws(invoke, tmp_path):
     done = invoke("roofline", *words, "--format", "svg")
     assert done.exit_code == 0, done.output + done.stderr
     assert done.stdout.count("bounds it") == 2 and "copy" in done.stdout
-    body = json.loads((tmp_path / "results" / "roofs.json").read_text())
-    assert body["format"] == rates.FORMAT and body["roofs"]["copy"] > 0.1 and body["roofs"]["matrix"]["f16"] > 1e-3
+    body = json.loads((tmp_path / "results" / "ceilings.json").read_text())
+    assert (
+        body["format"] == rates.FORMAT and body["ceilings"]["copy"] > 0.1 and body["ceilings"]["matrix"]["f16"] > 1e-3
+    )
     assert {p["tag"] for p in body["points"]} == {"tiled", "(flash)"} and len(body["points"]) == 4
     assert "Roofline" in (tmp_path / "results" / "roofline.svg").read_text()
     device = body["environment"]["device"]
-    assert rates.read_rates_file(tmp_path / "results" / "roofs.json", device).copy == body["roofs"]["copy"]
+    assert rates.read_rates_file(tmp_path / "results" / "ceilings.json", device).copy == body["ceilings"]["copy"]
     with pytest.raises(ValueError, match=r"was measured on .*, the results on other"):
-        rates.read_rates_file(tmp_path / "results" / "roofs.json", "other")
+        rates.read_rates_file(tmp_path / "results" / "ceilings.json", "other")
 
 
 def test_results_of_another_device_are_not_placed(invoke, tmp_path):
@@ -325,4 +327,4 @@ def test_without_matplotlib_there_are_figures_but_no_picture(invoke, tmp_path, m
     words = ["--device", "cpu", "--quick", "--N", "32", "--kernels", "tiled", "--baselines", "none"]
     done = invoke("roofline", *words)
     assert done.exit_code == 0 and 'no picture: plots need matplotlib: pip install "flashlane[plots]"' in done.stdout
-    assert (tmp_path / "results" / "roofs.json").exists()
+    assert (tmp_path / "results" / "ceilings.json").exists()

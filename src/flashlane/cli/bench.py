@@ -108,7 +108,7 @@ def command(
     memory: Annotated[
         bool, o.option("--memory/--no-memory", help="Also see what a call allocates.", panel=o.MEASURE)
     ] = True,
-    roofs: o.MeasureRates = False,
+    ceilings: o.MeasureRates = False,
     quick: o.Quick = False,
     timeout: Annotated[
         float | None,
@@ -194,7 +194,7 @@ def command(
     steps = len(cases) * len(directions) + (_distinct(cases) if report_arch else 0)
     arch_seconds = REPORT_SECONDS if arch is None else math.inf
     measured = {"directions": directions, "settings": settings, "check": check, "rule": rule}
-    measured |= {"memory": memory, "cycles": cycles, "roofs": roofs, "pattern": pattern}
+    measured |= {"memory": memory, "cycles": cycles, "ceilings": ceilings, "pattern": pattern}
     with Bar(steps) as reporter:
         if timeout is None:
             arched = {"arch": report_arch, "arch_seconds": arch_seconds, "keep_partial": True}

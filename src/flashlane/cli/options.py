@@ -128,7 +128,10 @@ Quick = Annotated[
 MeasureRates = Annotated[
     bool,
     option(
-        "--roofs", help="Also measure the device's copy and matrix rates; plot and report draw them.", panel=MEASURE
+        "--ceilings",
+        "--roofs",
+        help="Also measure the device's copy and matrix rates; plot and report draw them.",
+        panel=MEASURE,
     ),
 ]
 Peers = Annotated[

@@ -31,12 +31,17 @@ def plot_command(
         int | None,
         o.option("--most", help="Kernels drawn, the fastest. Default: 12 bars a problem, 5 lines.", panel=o.WHICH),
     ] = None,
-    roof: Annotated[
-        float | None, o.option("--roof", help="TFLOP/s of a line across the throughput.", panel=PICTURE)
+    ceiling: Annotated[
+        float | None, o.option("--ceiling", "--roof", help="TFLOP/s of a line across the throughput.", panel=PICTURE)
     ] = None,
-    roofs: Annotated[
+    ceilings: Annotated[
         Path | None,
-        o.option("--roofs", help="Rates from this file of flashlane roofline, or of lessons_gpu.py.", panel=PICTURE),
+        o.option(
+            "--ceilings",
+            "--roofs",
+            help="Rates from this file of flashlane roofline, or of lessons_gpu.py.",
+            panel=PICTURE,
+        ),
     ] = None,
     dark: Annotated[bool, o.option("--dark", help="Light on dark; -dark ends the names.", panel=PICTURE)] = False,
     formats: Annotated[str, o.option("--format", help="png, svg, or both in a list.", panel=o.OUTPUT)] = "png",
@@ -45,7 +50,7 @@ def plot_command(
     """Draw results files of bench, sweep and compare: rates, memory, speed-up bars, a heat map against the best peer.
 
     A picture for each file and kind, <file>-<kind>.png, replaced at once. Needs no GPU; needs matplotlib. Rates that
-    the run itself measured (--roofs of bench and sweep) are drawn in.
+    the run itself measured (--ceilings of bench and sweep) are drawn in.
 
     Exit status: 0 done, 2 bad input, or no matplotlib.
 
@@ -53,7 +58,7 @@ def plot_command(
 
       flashlane plot results/sweep.json --kind throughput,speedup,memory,heatmap --format png,svg
 
-      flashlane plot results/bench-….json --roofs results/roofs.json --dark
+      flashlane plot results/bench-….json --ceilings results/ceilings.json --dark
     """
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.present import plots
@@ -61,14 +66,14 @@ def plot_command(
 
     kinds = _listed("--kind", kind, KINDS)
     suffixes = _listed("--format", formats, FORMATS)
-    _check(most, roof, roofs, kinds, results)
+    _check(most, ceiling, ceilings, kinds, results)
     plots.need_matplotlib()
     theme = plots.DARK if dark else plots.LIGHT
     figures: dict[str, Figure] = {}
     for path in results:
         measured = plots.read_results(path).choose(o.words_of(tags))
-        lines, copy = _roofs(measured, roofs)
-        lines |= {} if roof is None else {"roof": roof}
+        lines, copy = _ceilings(measured, ceilings)
+        lines |= {} if ceiling is None else {"ceiling": ceiling}
         for each in kinds:
             figures[f"{path.stem}-{each}{'-dark' * dark}"] = _draw(each, measured, most, theme, lines, copy)
     check_writable(out)
@@ -78,23 +83,23 @@ def plot_command(
             typer.echo(out / f"{name}.{suffix}")
 
 
-def _roofs(measured: Measured, path: Path | None) -> tuple[dict[str, float], float | None]:
+def _ceilings(measured: Measured, path: Path | None) -> tuple[dict[str, float], float | None]:
     """Matrix rates by name and the copy rate in GB/s: of a file, or those measured in the same run."""
     from flashlane.bench.present.points import all_rates, lines_of
 
     if path is not None:
         return all_rates(path, str(measured.environment.get("device")))
-    found = measured.roofs
+    found = measured.ceilings
     return ({}, None) if found is None else (lines_of(found), found.copy)
 
 
 def _draw(
-    kind: str, measured: Measured, most: int | None, theme: Theme, roofs: dict[str, float], copy: float | None
+    kind: str, measured: Measured, most: int | None, theme: Theme, ceilings: dict[str, float], copy: float | None
 ) -> Figure:
     from flashlane.bench.present import plots
 
     if kind == "throughput":
-        return plots.throughput_figure(measured, most or plots.MOST_LINES, roofs, copy, theme=theme)
+        return plots.throughput_figure(measured, most or plots.MOST_LINES, ceilings, copy, theme=theme)
     if kind == "memory":
         return plots.memory_figure(measured, most or plots.MOST_LINES, theme=theme)
     if kind == "speedup":
@@ -110,14 +115,14 @@ def _listed(name: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check(
-    most: int | None, roof: float | None, roofs: Path | None, kinds: Sequence[str], results: Sequence[Path]
+    most: int | None, ceiling: float | None, ceilings: Path | None, kinds: Sequence[str], results: Sequence[Path]
 ) -> None:
     if most is not None and most < 1:
         raise ValueError(f"--most is {most}; at least 1")
-    if roof is not None and not 0 < roof < float("inf"):
-        raise ValueError(f"--roof is {roof:g}; a positive number of TFLOP/s")
-    if "throughput" not in kinds and (roof is not None or roofs is not None):
-        raise ValueError("--roof and --roofs go with --kind throughput")
+    if ceiling is not None and not 0 < ceiling < float("inf"):
+        raise ValueError(f"--ceiling is {ceiling:g}; a positive number of TFLOP/s")
+    if "throughput" not in kinds and (ceiling is not None or ceilings is not None):
+        raise ValueError("--ceiling and --ceilings go with --kind throughput")
     stems = [path.stem for path in results]
     for path in results:
         if stems.count(path.stem) > 1:

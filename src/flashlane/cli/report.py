@@ -24,7 +24,7 @@ def report_command(
     """Make one self-contained HTML page of results: sortable tables, pictures, device and versions, notebook excerpts.
 
     The page opens from a file, needs no network (its own policy forbids it), and shows light or dark as the reader
-    likes. Rates and the roofline are in it where the run measured them (--roofs of bench and sweep). Without
+    likes. Rates and the roofline are in it where the run measured them (--ceilings of bench and sweep). Without
     matplotlib the page says that its pictures are missing.
 
     Exit status: 0 done, 2 bad input, or the page cannot be written.

@@ -47,7 +47,8 @@ def roofline_command(
 
     The copy rate is that of a large copy, the matrix rate that of torch's own product (and, for kernels on mma.sync,
     of that instruction from registers). Operations a byte count each input read once and each output written once.
-    Writes roofs.json (for plot --roofs and report), and a picture where matplotlib is installed. Runs on a CPU too.
+    Writes ceilings.json (for plot --ceilings and report), and a picture where matplotlib is installed. Runs on a CPU
+    too.
 
     Exit status: 0 done, 1 a kernel's check failed, 2 bad input.
 
@@ -80,13 +81,13 @@ def roofline_command(
         problems = o.problems_of(preset, *sizes, device=where, quick=quick)
         found = _bench(problems, where, tags, kernels, baselines, backward, iters, quick, seed)
     dtypes = tuple(dict.fromkeys(str(row.sizes.get("dtype")) for row in found.rows)) or ("f16",)
-    with console.status("measuring the roofs …"):
-        roofs = measure_rates(where, dtypes)
-    points = place(found.rows, roofs)
-    _print(points, roofs, found, console)
-    body = {"format": FORMAT, "environment": found.environment, "roofs": roofs.as_dict()}
+    with console.status("measuring the ceilings …"):
+        ceilings = measure_rates(where, dtypes)
+    points = place(found.rows, ceilings)
+    _print(points, ceilings, found, console)
+    body = {"format": FORMAT, "environment": found.environment, "ceilings": ceilings.as_dict()}
     body["points"] = [asdict(p) | {"share": p.share, "bound_by": p.bound_by} for p in points]
-    written = out / "roofs.json"
+    written = out / "ceilings.json"
     write_atomically(written, json.dumps(finite(body), indent=1) + "\n")
     console.print(f"wrote {written}", style="dim", soft_wrap=True)
     try:
@@ -94,7 +95,7 @@ def roofline_command(
     except ImportError as error:
         console.print(f"no picture: {error}", style="yellow", markup=False)
     else:
-        _draw(points, roofs, found, out, suffixes, dark, console)
+        _draw(points, ceilings, found, out, suffixes, dark, console)
     if found.failed and results is None:
         raise typer.Exit(1)
 
@@ -132,21 +133,21 @@ def _bench(
         )
 
 
-def _print(points: list[Placed], roofs: DeviceRates, results: Results, console: Any) -> None:
+def _print(points: list[Placed], ceilings: DeviceRates, results: Results, console: Any) -> None:
     from rich.table import Table
     from rich.text import Text
 
     from flashlane.bench.measure.device_rates import sentence
     from flashlane.bench.present.table import significant
 
-    rates = [f"copy {roofs.copy / 1000:.3g} TB/s"]
-    rates += [f"{dtype} matrix product {rate:.3g} TFLOP/s" for dtype, rate in roofs.matrix.items()]
-    rates += [f"{dtype} mma.sync {rate:.3g} TFLOP/s" for dtype, rate in roofs.mma.items()]
+    rates = [f"copy {ceilings.copy / 1000:.3g} TB/s"]
+    rates += [f"{dtype} matrix product {rate:.3g} TFLOP/s" for dtype, rate in ceilings.matrix.items()]
+    rates += [f"{dtype} mma.sync {rate:.3g} TFLOP/s" for dtype, rate in ceilings.mma.items()]
     console.print(f"{results.environment['device']}: {'; '.join(rates)}", style="bold", markup=False, soft_wrap=True)
     for problem in dict.fromkeys(p.problem for p in points):
         members = sorted((p for p in points if p.problem == problem), key=lambda p: -p.tflops)
         table = Table(title=problem, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        for index, name in enumerate(("tag", "TFLOP/s", "roof", "of roof", "FLOP/byte", "bound by")):
+        for index, name in enumerate(("tag", "TFLOP/s", "ceiling", "of ceiling", "FLOP/byte", "bound by")):
             table.add_column(name, justify="right" if 0 < index < 5 else "left", overflow="fold")
         for p in members:
             figures = (significant(p.tflops), significant(p.attainable), f"{p.share:.1%}", f"{p.intensity:.0f}")
@@ -158,7 +159,7 @@ def _print(points: list[Placed], roofs: DeviceRates, results: Results, console: 
 
 def _draw(
     points: list[Placed],
-    roofs: DeviceRates,
+    ceilings: DeviceRates,
     results: Results,
     out: Path,
     suffixes: tuple[str, ...],
@@ -171,7 +172,7 @@ def _draw(
     if not points:
         return
     picture = roofline_figure(
-        points, roofs, results.environment, theme=figure_frame.DARK if dark else figure_frame.LIGHT
+        points, ceilings, results.environment, theme=figure_frame.DARK if dark else figure_frame.LIGHT
     )
     for suffix in suffixes:
         path = out / f"roofline{'-dark' * dark}.{suffix}"

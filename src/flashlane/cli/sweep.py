@@ -20,11 +20,11 @@ KEYS = {
     "masks": "masks", "alignment": "alignment", "dtype": "dtype", "preset": "preset", "tags": "tags",
     "kernels": "kernels", "peers": "baselines", "baselines": "baselines", "peers-from": "peers_from",
     "backward": "backward", "both": "both",
-    "roofs": "roofs", "check": "check", "warmup": "warmup", "rounds": "iters", "quick": "quick",
-    "timeout": "timeout", "seed": "seed",    "device": "device", "out": "out", "name": "name",
+    "ceilings": "ceilings", "roofs": "ceilings", "check": "check", "warmup": "warmup", "rounds": "iters",
+    "quick": "quick", "timeout": "timeout", "seed": "seed", "device": "device", "out": "out", "name": "name",
 }  # fmt: skip
 """Keys of the table ``[sweep]`` of a TOML file, and the options that they are."""
-SWITCHES, NUMBERS = ("backward", "both", "roofs", "check", "quick"), ("warmup", "rounds", "seed", "timeout")
+SWITCHES, NUMBERS = ("backward", "both", "ceilings", "roofs", "check", "quick"), ("warmup", "rounds", "seed", "timeout")
 
 
 def sweep_command(
@@ -56,7 +56,7 @@ def sweep_command(
     peers_from: o.PeersFrom = None,
     backward: o.Backward = False,
     both: o.Both = False,
-    roofs: o.MeasureRates = False,
+    ceilings: o.MeasureRates = False,
     check: Annotated[
         bool, o.option("--check/--no-check", help="Compare outputs (and gradients) with the formula.", panel=o.MEASURE)
     ] = True,
@@ -163,7 +163,7 @@ def _run(
     backward: bool,
     both: bool,
     check: bool,
-    roofs: bool,
+    ceilings: bool,
     warmup: int | None,
     iters: int | None,
     quick: bool,
@@ -223,7 +223,7 @@ def _run(
         directions=directions,
         settings=settings_for(where, quick, warmup, iters, graph=False),
         check=check,
-        roofs=roofs,
+        ceilings=ceilings,
     )
     check_writable(out)
     notes = make_console(stderr=True)

@@ -1,4 +1,4 @@
-"""Building blocks of attention as runnable lessons: softmax, matrix product, activations, and the roof above them.
+"""Building blocks of attention as runnable lessons: softmax, matrix product, activations, and the ceiling above them.
 
 Each lesson is a device file (``row_softmax.cu``, ``gemm.cu``, ``activation.cu``, ``ceiling.cu``) and a Python file of
 the same name with the function that runs it and the table of its variants. docs/lessons.md walks through them.

@@ -55,7 +55,7 @@ class Group:
     name: str
     items: tuple[Item, ...]
     flops: float = 0.0
-    """Of one call; 0 where memory is the roof."""
+    """Of one call; 0 where memory is the ceiling."""
     bytes: float = 0.0
     """Input read once and output written once."""
 
@@ -270,7 +270,7 @@ def _compare(rows: list[Row]) -> None:
 def table(rows: list[Row]) -> str:
     """The rows as text: groups in order, fastest first, failures last."""
     head = f"{'block':<11}{'group':<30}{'variant':<26}"
-    head += f"{'ms':>9}{'±%':>6}{'TFLOP/s':>9}{'GB/s':>7}{'×torch':>8}{'of roof':>8}"
+    head += f"{'ms':>9}{'±%':>6}{'TFLOP/s':>9}{'GB/s':>7}{'×torch':>8}{'of ceiling':>11}"
     lines = [head, "-" * len(head)]
     for name in dict.fromkeys((row.block, row.group) for row in rows):
         members = [row for row in rows if (row.block, row.group) == name]
@@ -291,7 +291,7 @@ def _line(row: Row) -> str:
         f"{row.tflops:9.1f}" if row.tflops else " " * 9,
         f"{row.gigabytes_per_second:7.0f}" if row.gigabytes_per_second else " " * 7,
         f"{row.versus_torch:8.3f}" if row.versus_torch else " " * 8,
-        f"{row.of_ceiling:8.3f}" if row.of_ceiling else " " * 8,
+        f"{row.of_ceiling:11.3f}" if row.of_ceiling else " " * 11,
     )
     return start + "".join(cells)
 

@@ -1,4 +1,4 @@
-"""The two roofs of a device, measured: how fast it copies, and how fast it multiplies matrices.
+"""The two ceilings of a device, measured: how fast it copies, and how fast it multiplies matrices.
 
 Source: Williams, Waterman and Patterson, Roofline (2009). The copy rate counts a byte read and a byte written. The
 matrix rate is that of torch's own product (cuBLAS on a GPU) of large square matrices; ``mma.sync``'s own ceiling is
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from flashlane.bench.measure.timing import Settings, clock_for
 from flashlane.core.problem import DTYPES, AttentionProblem
 from flashlane.core.registry import Kernel
 
-FORMAT = "flashlane-roofs/1"
+FORMAT = "flashlane-ceilings/1"
+OLD_FORMAT, OLD_KEY = "flashlane-roofs/1", "roofs"
+"""What files of earlier versions have."""
 GPU_COPY_BYTES, CPU_COPY_BYTES = 1 << 30, 1 << 26
 GPU_MATRIX, CPU_MATRICES = 8192, (256, 512, 1024)
 REPEATS = 7
@@ -44,7 +46,7 @@ class DeviceRates:
         return (self.mma.get(dtype) if tag.startswith("mma(") else None) or self.matrix.get(dtype)
 
     def attainable(self, intensity: float, dtype: str, tag: str = "") -> float | None:
-        """TFLOP/s that the roofs leave to so many operations a byte; None for a dtype that was not measured."""
+        """TFLOP/s that the ceilings leave to so many operations a byte; None for a dtype that was not measured."""
         rate = self.rate(dtype, tag)
         return None if rate is None else min(rate, intensity * self.copy * 1e-3)
 
@@ -95,14 +97,24 @@ def _product(size: int, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """The fastest of a few calls: a roof is what can be reached."""
+    """The fastest of a few calls: a ceiling is what can be reached."""
     clock = clock_for(device, Settings())
     clock.time(call, 2)
     return min(clock.time(call, REPEATS))
 
 
+def is_rates_file(body: Any) -> bool:
+    """Whether ``flashlane roofline`` wrote the file that holds this."""
+    return isinstance(body, dict) and body.get("format") in (FORMAT, OLD_FORMAT)
+
+
+def stored_ceilings(body: Mapping[str, Any]) -> Any:
+    """The ceilings in a file or in the environment of a run, also of an earlier version; None where there are none."""
+    return body.get("ceilings") or body.get(OLD_KEY)
+
+
 def rates_of(body: Any, path: str) -> DeviceRates:
-    """The roofs in a JSON object.
+    """The ceilings in a JSON object.
 
     Raises:
         ValueError: it is damaged; the message has ``path``.
@@ -111,7 +123,7 @@ def rates_of(body: Any, path: str) -> DeviceRates:
         tables = {name: {str(k): _rate(v) for k, v in dict(body.get(name) or {}).items()} for name in ("matrix", "mma")}
         return DeviceRates(_rate(body["copy"]), **tables)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} has damaged roofs: {type(error).__name__} {error}") from None
+        raise ValueError(f"{path} has damaged ceilings: {type(error).__name__} {error}") from None
 
 
 def _rate(value: Any) -> float:
@@ -122,7 +134,7 @@ def _rate(value: Any) -> float:
 
 @dataclass(frozen=True)
 class Placed:
-    """One timed row under the roofs."""
+    """One timed row under the ceilings."""
 
     problem: str
     tag: str
@@ -132,7 +144,7 @@ class Placed:
     """Operations a byte, each input read once and each output written once."""
     tflops: float
     attainable: float
-    """TFLOP/s that the roofs leave."""
+    """TFLOP/s that the ceilings leave."""
     ridge: float
 
     @property
@@ -142,23 +154,23 @@ class Placed:
 
     @property
     def bound_by(self) -> str:
-        """The roof that is lower at this intensity."""
+        """The ceiling that is lower at this intensity."""
         return "matrix rate" if self.intensity >= self.ridge else "copy rate"
 
 
 LATENCY_SHARE = 0.15
-"""Below this share of the roof neither roof binds: launches, latency or the host do."""
+"""Below this share of the ceiling neither ceiling binds: launches, latency or the host do."""
 
 
-def place(rows: Iterable[Row], roofs: DeviceRates) -> list[Placed]:
+def place(rows: Iterable[Row], ceilings: DeviceRates) -> list[Placed]:
     """Every timed row of a dtype that was measured, in order."""
     found = []
     for row in rows:
         dtype = str(row.sizes.get("dtype"))
-        if row.timing is None or not row.tflops or roofs.rate(dtype, row.tag) is None:
+        if row.timing is None or not row.tflops or ceilings.rate(dtype, row.tag) is None:
             continue
         intensity = row.tflops * row.timing.median * 1e9 / bytes_of(row)
-        attainable, ridge = roofs.attainable(intensity, dtype, row.tag), roofs.ridge(dtype, row.tag)
+        attainable, ridge = ceilings.attainable(intensity, dtype, row.tag), ceilings.ridge(dtype, row.tag)
         found.append(Placed(row.problem, row.tag, row.kind, dtype, intensity, row.tflops, attainable, ridge))
     return found
 
@@ -186,7 +198,7 @@ def sentence(points: list[Placed]) -> str:
     text = f"{first.intensity:.0f} FLOP/byte, {side} the ridge at {first.ridge:.0f}: the {first.bound_by} bounds it"
     if all(p.share < LATENCY_SHARE for p in shown):
         text = (
-            f"{first.intensity:.0f} FLOP/byte; neither roof bounds it, everything is below "
+            f"{first.intensity:.0f} FLOP/byte; neither ceiling bounds it, everything is below "
             f"{LATENCY_SHARE:.0%} of them: launches, latency or the host do"
         )
     reach = [f"{p.tag} reaches {p.tflops:.3g} of {p.attainable:.3g} TFLOP/s ({p.share:.0%})" for p in shown]
@@ -194,7 +206,7 @@ def sentence(points: list[Placed]) -> str:
 
 
 def read_rates_file(path: Path, device: str) -> DeviceRates:
-    """The roofs of a file that ``flashlane roofline`` wrote on a device.
+    """The ceilings of a file that ``flashlane roofline`` wrote on a device.
 
     Raises:
         ValueError: it is something else, or was measured on another device; the message names it.
@@ -202,15 +214,15 @@ def read_rates_file(path: Path, device: str) -> DeviceRates:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"--roofs: {path} cannot be read: {error.strerror or error}") from None
+        raise ValueError(f"--ceilings: {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise ValueError(f"--roofs: {path} is no JSON: {error}") from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise ValueError(f"--roofs: {path} is no file of flashlane roofline")
+        raise ValueError(f"--ceilings: {path} is no JSON: {error}") from None
+    if not is_rates_file(body):
+        raise ValueError(f"--ceilings: {path} is no file of flashlane roofline")
     measured_on = (body.get("environment") or {}).get("device")
     if measured_on != device:
-        raise ValueError(f"--roofs: {path} was measured on {measured_on}, the results on {device}")
-    return rates_of(body.get("roofs") or {}, f"--roofs: {path}")
+        raise ValueError(f"--ceilings: {path} was measured on {measured_on}, the results on {device}")
+    return rates_of(stored_ceilings(body) or {}, f"--ceilings: {path}")
 
 
 # --- the ceiling of mma.sync

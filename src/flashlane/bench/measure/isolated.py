@@ -47,7 +47,7 @@ class Spec:
     check: bool = True
     rule: Rule = "fa2"
     memory: bool = True
-    roofs: bool = False
+    ceilings: bool = False
     cycles: bool = False
     pattern: Pattern = RANDOM
 
@@ -130,8 +130,8 @@ def merged(whole: Results, more: Results) -> Results:
 def join_rates(environment: dict[str, Any], other: dict[str, Any]) -> None:
     """Add the matrix rates of dtypes that the first environment has not measured."""
     for name in ("matrix", "mma"):
-        if environment.get("roofs") and other.get("roofs"):
-            environment["roofs"][name] = {**other["roofs"][name], **environment["roofs"][name]}
+        if environment.get("ceilings") and other.get("ceilings"):
+            environment["ceilings"][name] = {**other["ceilings"][name], **environment["ceilings"][name]}
 
 
 class Workers:

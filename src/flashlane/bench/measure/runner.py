@@ -124,7 +124,7 @@ def run(
     directions: Sequence[Direction] = ("forward",),
     memory: bool = True,
     cycles: bool = False,
-    roofs: bool = False,
+    ceilings: bool = False,
     arch: str | None = None,
     arch_seconds: float = math.inf,
     keep_partial: bool = False,
@@ -146,7 +146,7 @@ def run(
             ``both`` (a forward and its backward in one).
         memory: also run each once to see what it allocates.
         cycles: also count each one's cycles with Nsight Compute.
-        roofs: also measure the copy and matrix rates of the device, into ``environment["roofs"]``.
+        ceilings: also measure the copy and matrix rates of the device, into ``environment["ceilings"]``.
         arch: also compile every GPU kernel for this architecture and report it (``sm_90a``).
         arch_seconds: how long that may take; kernels left out then have a line that says so.
         keep_partial: after Ctrl-C, or when a kernel breaks the CUDA context, return the problems that are done, with
@@ -185,13 +185,13 @@ def run(
         },
         unlisted=selection.unlisted,
     )
-    if roofs:
-        reporter.step("measuring the roofs of the device", advance=False)
+    if ceilings:
+        reporter.step("measuring the ceilings of the device", advance=False)
         dtypes = tuple(dict.fromkeys(case.problem.dtype_name for case in cases))
         try:
-            results.environment["roofs"] = measure_rates(device, dtypes).as_dict()
+            results.environment["ceilings"] = measure_rates(device, dtypes).as_dict()
         except RuntimeError as error:
-            results.notes.append(f"--roofs: {first_line(error)}")
+            results.notes.append(f"--ceilings: {first_line(error)}")
     plan = _Plan(device, selection, check, rule, settings, pattern, memory, cycles, reporter)
     try:
         for number, case in enumerate(cases):

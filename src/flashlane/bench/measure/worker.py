@@ -49,7 +49,7 @@ def serve(pipe: Connection, spec: Spec) -> None:
                 seed=task.seed,
                 directions=(task.direction,),
                 memory=spec.memory,
-                roofs=spec.roofs,
+                ceilings=spec.ceilings,
                 cycles=spec.cycles,
                 pattern=spec.pattern,
                 reporter=PipeReporter(pipe),

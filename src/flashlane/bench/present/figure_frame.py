@@ -24,7 +24,7 @@ class Theme:
     text: str
     faint: str
     peer: str
-    roof: str
+    ceiling: str
     lines: tuple[str, ...]
     ratio: tuple[str, str, str]
     """Slower than the best peer, as fast, faster."""

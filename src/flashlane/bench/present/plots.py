@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 FAR = 4.0
-"""A roof so many times as high as all that was measured is named, not drawn."""
+"""A ceiling so many times as high as all that was measured is named, not drawn."""
 MOST_LINES, MOST_BARS, MOST_PROBLEMS = 5, 12, 120
 """Kernels drawn without being asked for; problems that one picture holds."""
 MARKERS = "osD^vPX<>*"
@@ -64,7 +64,7 @@ DASHES = ("--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (2, 1)))
 def throughput_figure(
     measured: Measured,
     most: int = MOST_LINES,
-    roofs: dict[str, float] | None = None,
+    ceilings: dict[str, float] | None = None,
     copy: float | None = None,
     *,
     theme: Theme = LIGHT,
@@ -73,8 +73,8 @@ def throughput_figure(
 
     Args:
         most: kernels drawn, the fastest over all problems; every peer is.
-        roofs: TFLOP/s by name; a name that begins with a dtype is drawn in that dtype's panels alone.
-        copy: GB/s of a copy: the roof that it puts over each length, by the least bytes that the problem moves.
+        ceilings: TFLOP/s by name; a name that begins with a dtype is drawn in that dtype's panels alone.
+        copy: GB/s of a copy: the ceiling that it puts over each length, by the least bytes that the problem moves.
 
     Raises:
         ValueError: more problems than a picture holds.
@@ -84,7 +84,7 @@ def throughput_figure(
         most,
         "TFLOP/s",
         lambda p: p.tflops,
-        lambda axis, points: (_draw_roofs(axis, points, roofs or {}, copy, theme), axis.set_ylim(bottom=0)),
+        lambda axis, points: (_draw_ceilings(axis, points, ceilings or {}, copy, theme), axis.set_ylim(bottom=0)),
         theme,
     )
 
@@ -188,10 +188,12 @@ def _draw_lines(
     axis.grid(axis="y")
 
 
-def _draw_roofs(axis: Axes, points: list[Point], roofs: dict[str, float], copy: float | None, theme: Theme) -> None:
+def _draw_ceilings(
+    axis: Axes, points: list[Point], ceilings: dict[str, float], copy: float | None, theme: Theme
+) -> None:
     dtype = re.split(r"[ ,]", points[0].variant)[0]
     kept: dict[str, list[str]] = defaultdict(list)
-    for name, rate in roofs.items():
+    for name, rate in ceilings.items():
         first, _, rest = name.partition(" ")
         if first == dtype or not re.fullmatch(r"b?f\d+", first):
             kept[_rate(rate)].append(rest if first == dtype else name)
@@ -202,24 +204,24 @@ def _draw_roofs(axis: Axes, points: list[Point], roofs: dict[str, float], copy: 
         far = "" if float(rate) in near else "↑ "  # its line would press the measured ones flat
         labels.append(f"{far}{' and '.join(filter(None, kept[rate]))}: {rate} TFLOP/s")
         if not far:
-            axis.axhline(float(rate), color=theme.roof, linewidth=1.3, zorder=1)
+            axis.axhline(float(rate), color=theme.ceiling, linewidth=1.3, zorder=1)
     if copy is not None:
-        labels += _draw_copy_roof(axis, points, copy, max([highest, *near]), theme)
+        labels += _draw_copy_ceiling(axis, points, copy, max([highest, *near]), theme)
     for row, label in enumerate(labels):
         place = {"xycoords": "axes fraction", "textcoords": "offset points", "xytext": (4, -11 - 12 * row)}
-        axis.annotate(label, (0, 1), color=theme.roof, fontsize=8, **place)
+        axis.annotate(label, (0, 1), color=theme.ceiling, fontsize=8, **place)
     if labels:  # the labels are above all that is drawn
         axis.set_ylim(top=max(highest, *near) * (1.08 + 0.055 * len(labels)) if near else highest * 1.2)
 
 
-def _draw_copy_roof(axis: Axes, points: list[Point], copy: float, top: float, theme: Theme) -> list[str]:
-    """What the copy rate leaves at each length, cut off above the other roofs; its label."""
+def _draw_copy_ceiling(axis: Axes, points: list[Point], copy: float, top: float, theme: Theme) -> list[str]:
+    """What the copy rate leaves at each length, cut off above the other ceilings; its label."""
     over = sorted({(p.seqlen_k, p.intensity * copy * 1e-3) for p in points if p.intensity})
     if not over:
         return []
     inside = [(n, rate) for n, rate in over if rate < FAR * top]
     if inside:
-        axis.plot(*zip(*inside), color=theme.roof, linewidth=1.3, linestyle=":", zorder=1, label="_copy")
+        axis.plot(*zip(*inside), color=theme.ceiling, linewidth=1.3, linestyle=":", zorder=1, label="_copy")
     return [f"{'' if inside else '↑ '}copy: {copy / 1000:.3g} TB/s" + (" (dotted)" if inside else "")]
 
 
@@ -284,7 +286,7 @@ def _draw_bars(axis: Axes, points: list[Point], title: str, theme: Theme) -> Non
         box = {"facecolor": theme.background, "edgecolor": "none", "pad": 0.6}
         place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "zorder": 4}
         axis.annotate(label, (widths[row], row), fontsize=7, bbox=box, **place)
-    axis.axvline(1.0, color=theme.roof, linewidth=1.1, linestyle="--", zorder=3)
+    axis.axvline(1.0, color=theme.ceiling, linewidth=1.1, linestyle="--", zorder=3)
     axis.set_yticks(range(len(points)), [p.tag for p in points], fontsize=7)
     for tick, point in zip(axis.get_yticklabels(), points):
         tick.set_fontweight("normal" if point.ours else "bold")

@@ -1,4 +1,4 @@
-"""A results file as far as it is drawn: one point a timed row, and the roofs."""
+"""A results file as far as it is drawn: one point a timed row, and the ceilings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashlane.bench.measure.device_rates import FORMAT as RATES
-from flashlane.bench.measure.device_rates import DeviceRates, rates_of, read_rates_file
+from flashlane.bench.measure.device_rates import DeviceRates, is_rates_file, rates_of, read_rates_file, stored_ceilings
 from flashlane.bench.measure.results import FORMAT, OK, UNCHECKED
 from flashlane.core.problem import DTYPES
 
@@ -59,9 +58,9 @@ class Measured:
     points: tuple[Point, ...]
 
     @property
-    def roofs(self) -> DeviceRates | None:
-        """The roofs that were measured in the same run; None where they were not."""
-        body = self.environment.get("roofs")
+    def ceilings(self) -> DeviceRates | None:
+        """The ceilings that were measured in the same run; None where they were not."""
+        body = stored_ceilings(self.environment)
         return None if body is None else rates_of(body, str(self.path))
 
     def choose(self, words: Sequence[str]) -> Measured:
@@ -96,10 +95,10 @@ def read_results(path: Path) -> Measured:
     return Measured(path, environment, points)
 
 
-def lines_of(roofs: DeviceRates) -> dict[str, float]:
+def lines_of(ceilings: DeviceRates) -> dict[str, float]:
     """Matrix rates by ``f16 matrix product``, TFLOP/s, as ``bench.present.plots.throughput_figure`` takes them."""
-    lines = {f"{dtype} matrix product": rate for dtype, rate in roofs.matrix.items()}
-    return lines | {f"{dtype} mma.sync": rate for dtype, rate in roofs.mma.items()}
+    lines = {f"{dtype} matrix product": rate for dtype, rate in ceilings.matrix.items()}
+    return lines | {f"{dtype} mma.sync": rate for dtype, rate in ceilings.mma.items()}
 
 
 def all_rates(path: Path, device: str) -> tuple[dict[str, float], float | None]:
@@ -108,7 +107,7 @@ def all_rates(path: Path, device: str) -> tuple[dict[str, float], float | None]:
     Raises:
         ValueError: no such file, it has no such rate, or it was measured on another device; the message names it.
     """
-    if _read_json(path).get("format") == RATES:
+    if is_rates_file(_read_json(path)):
         found = read_rates_file(path, device)
         return lines_of(found), found.copy
     return {f"{name} mma.sync": rate for name, rate in read_matrix_rates(path, device).items()}, None
@@ -121,20 +120,20 @@ def read_matrix_rates(path: Path, device: str) -> dict[str, float]:
         ValueError: no such file, it has no such rate, or it was measured on another device; the message names it.
     """
     body = _read_json(path)
-    roofs: dict[str, float] = {}
+    ceilings: dict[str, float] = {}
     try:
         for row in body["rows"]:
             if row["block"] == "hgemm" and row["ok"] and row["of_ceiling"]:
                 name = " ".join(row["group"].split()[1:3])
-                roofs[name] = max(roofs.get(name, 0.0), row["tflops"] / row["of_ceiling"])
+                ceilings[name] = max(ceilings.get(name, 0.0), row["tflops"] / row["of_ceiling"])
         measured_on = body["environment"]["device"]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"--roofs: {path} is no file of lessons_gpu.py: {type(error).__name__} {error}") from None
-    if not roofs:
-        raise ValueError(f"--roofs: {path} has no rate of the matrix units (of_ceiling of a block hgemm)")
+        raise ValueError(f"--ceilings: {path} is no file of lessons_gpu.py: {type(error).__name__} {error}") from None
+    if not ceilings:
+        raise ValueError(f"--ceilings: {path} has no rate of the matrix units (of_ceiling of a block hgemm)")
     if measured_on != device:
-        raise ValueError(f"--roofs: {path} was measured on {measured_on}, the results on {device}")
-    return roofs
+        raise ValueError(f"--ceilings: {path} was measured on {measured_on}, the results on {device}")
+    return ceilings
 
 
 def _read_json(path: Path) -> dict[str, Any]:

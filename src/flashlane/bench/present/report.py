@@ -19,7 +19,7 @@ import jinja2
 from markupsafe import Markup
 
 from flashlane import __version__
-from flashlane.bench.measure.device_rates import DeviceRates, place, rates_of, sentence
+from flashlane.bench.measure.device_rates import DeviceRates, place, rates_of, sentence, stored_ceilings
 from flashlane.bench.measure.results import ERROR, FAIL, Results, Row, load_results
 from flashlane.bench.measure.sweep import HEAD, summary_rows
 from flashlane.bench.present import figure_frame, plots
@@ -197,8 +197,8 @@ def _pictures(path: Path, results: Results) -> tuple[list[str], list[str], list[
         measured = read_results(path)
     except (ImportError, ValueError) as error:
         return [f"No pictures: {error}"], [], []
-    roofs = _roofs(results, path)
-    lines = ({}, None) if roofs is None else (lines_of(roofs), roofs.copy)
+    ceilings = _ceilings(results, path)
+    lines = ({}, None) if ceilings is None else (lines_of(ceilings), ceilings.copy)
     kinds: dict[str, Callable[[figure_frame.Theme], Figure]] = {
         "TFLOP/s against sequence length": lambda t: plots.throughput_figure(measured, 5, *lines, theme=t),
         "Our fastest kernel against the best peer": lambda t: plots.heatmap_figure(measured, theme=t),
@@ -206,9 +206,9 @@ def _pictures(path: Path, results: Results) -> tuple[list[str], list[str], list[
         "Memory of a call": lambda t: plots.memory_figure(measured, 5, theme=t),
     }
     bounds: list[str] = []
-    points = place(results.rows, roofs) if roofs is not None else []
+    points = place(results.rows, ceilings) if ceilings is not None else []
     if points:
-        kinds["Roofline"] = lambda t: roofline_figure(points, roofs, results.environment, theme=t)
+        kinds["Roofline"] = lambda t: roofline_figure(points, ceilings, results.environment, theme=t)
         bounds = [sentence([p for p in points if p.problem == x]) for x in dict.fromkeys(p.problem for p in points)]
     pictures = []
     for name, draw in kinds.items():
@@ -231,8 +231,8 @@ def _first(measured: Measured) -> Measured:
     return Measured(measured.path, measured.environment, points)
 
 
-def _roofs(results: Results, path: Path) -> DeviceRates | None:
-    body: Any = results.environment.get("roofs")
+def _ceilings(results: Results, path: Path) -> DeviceRates | None:
+    body: Any = stored_ceilings(results.environment)
     return None if body is None else rates_of(body, str(path))
 
 

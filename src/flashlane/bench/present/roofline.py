@@ -1,4 +1,4 @@
-"""The roofline picture: each timed row by its operations a byte and its rate, under the roofs of the device."""
+"""The roofline picture: each timed row by its operations a byte and its rate, under the ceilings of the device."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ MOST = 8
 
 @themed
 def roofline_figure(
-    points: Sequence[Placed], roofs: DeviceRates, environment: dict[str, Any], *, theme: Theme = LIGHT
+    points: Sequence[Placed], ceilings: DeviceRates, environment: dict[str, Any], *, theme: Theme = LIGHT
 ) -> Figure:
     """A panel for each dtype, both axes logarithmic.
 
     Args:
         points: at least one.
-        roofs: with a matrix rate of each point's dtype.
+        ceilings: with a matrix rate of each point's dtype.
         environment: of the results, for the title.
     """
     dtypes = list(dict.fromkeys(p.dtype for p in points))
     figure, axes = new_figure(environment, "Roofline", len(dtypes), 1, (8.4, 4.8 * len(dtypes)), theme)
     for axis, dtype in zip(axes, dtypes):
-        _panel(axis, [p for p in points if p.dtype == dtype], roofs, dtype, theme)
+        _panel(axis, [p for p in points if p.dtype == dtype], ceilings, dtype, theme)
     return figure
 
 
-def _panel(axis: Axes, points: list[Placed], roofs: DeviceRates, dtype: str, theme: Theme) -> None:
-    seen = [p.intensity for p in points] + [roofs.matrix[dtype] / (roofs.copy * 1e-3)]
+def _panel(axis: Axes, points: list[Placed], ceilings: DeviceRates, dtype: str, theme: Theme) -> None:
+    seen = [p.intensity for p in points] + [ceilings.matrix[dtype] / (ceilings.copy * 1e-3)]
     low, high = min(seen) / 3, max(seen) * 3  # both sides of the ridge
     xs = [low * (high / low) ** (step / 200) for step in range(201)]
-    axis.plot(xs, [roofs.attainable(x, dtype) for x in xs], color=theme.roof, linewidth=1.6, zorder=2)
-    label = f"copy {roofs.copy / 1000:.3g} TB/s, then matrix product {roofs.matrix[dtype]:.3g} TFLOP/s"
-    if dtype in roofs.mma:
-        ys = [roofs.attainable(x, dtype, "mma(") for x in xs]
-        axis.plot(xs, ys, color=theme.roof, linewidth=1.1, linestyle="--", zorder=2)
-        label += f"; dashed: mma.sync {roofs.mma[dtype]:.3g}"
+    axis.plot(xs, [ceilings.attainable(x, dtype) for x in xs], color=theme.ceiling, linewidth=1.6, zorder=2)
+    label = f"copy {ceilings.copy / 1000:.3g} TB/s, then matrix product {ceilings.matrix[dtype]:.3g} TFLOP/s"
+    if dtype in ceilings.mma:
+        ys = [ceilings.attainable(x, dtype, "mma(") for x in xs]
+        axis.plot(xs, ys, color=theme.ceiling, linewidth=1.1, linestyle="--", zorder=2)
+        label += f"; dashed: mma.sync {ceilings.mma[dtype]:.3g}"
     best = sorted({p.tag for p in points}, key=lambda tag: -max(p.share for p in points if p.tag == tag))
     for index, tag in enumerate(best):
         members = [p for p in points if p.tag == tag]
