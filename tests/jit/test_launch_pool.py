@@ -73,7 +73,7 @@ def test_a_block_has_the_addresses_of_its_call(encoded: list[int]) -> None:
     plan = plan_of(launched)
     for number, key in enumerate([(16, 32), (16, 32), (48, 32), (16, 32), (64, 80)]):
         block = plan.take(key)
-        block.set_pointers({"out": 100 + number, "lse": None})
+        block.set_pointers(("out",), (100 + number,))
         block.enqueue(number)
         plan.give(key, block)
         (stream, main), (_, small) = launched[-2:]
@@ -126,7 +126,13 @@ def test_pointers_must_lie_one_after_another() -> None:
 
     block = LaunchPlan(lambda: [Launch(Function([]), (1, 1, 1), 32, Apart())]).take(())
     with pytest.raises(TypeError, match="the pointers of Apart do not lie one after another: q, k"):
-        block.set_pointers({"q": 1, "k": 2})
+        block.set_pointers(("q", "k"), (1, 2))
+
+
+def test_a_pointer_that_no_launch_has_is_an_error(encoded: list[int]) -> None:
+    block = plan_of([]).take((16, 16))
+    with pytest.raises(ValueError, match="no launch has a pointer called dout"):
+        block.set_pointers(("out", "dout"), (1, 2))
 
 
 def test_nothing_is_built_before_a_block_is_needed() -> None:

@@ -30,6 +30,11 @@ Repeat = Callable[
     ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", tuple[int, int, int]], None
 ]
 """See :meth:`Kernel.prepare`."""
+RepeatBackward = Callable[
+    ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"],
+    "tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None",
+]
+"""See :meth:`BackwardKernel.prepare`."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +277,21 @@ class BackwardKernel(ABC):
             forward: the kernel that wrote ``out``.
             config: the configuration to run, or None for that of :meth:`config`.
         """
+
+    def prepare(
+        self, problem: AttentionProblem, inputs: Inputs, forward: Kernel | None = None
+    ) -> RepeatBackward | None:
+        """What repeats :meth:`run` for calls that differ from this one in addresses and strides only.
+
+        The call has no tensors but q, k and v. A kernel that spends much on the host overrides this; a repeated launch
+        is not checked again.
+
+        Returns:
+            A function of q, k, v, out, lse and do that gives their gradients; the LSE has none. The tensors have the
+            shapes and dtypes of this call. It gives None, and has done nothing, where :meth:`run` is to be called
+            instead, as for strides that need a copy. None: there is no such function.
+        """
+        return None
 
     def config(self, problem: AttentionProblem) -> Any:
         """The configuration that a supported problem runs with; None for a kernel that has none to choose."""

@@ -167,15 +167,18 @@ class Function:
         address = ctypes.addressof(pointers)
         launch, function = self._driver.cuLaunchKernel, self._function
         if overlapped:
-            launch = self._overlapping_launch()
+            enqueue_once = self._overlapping_launch(grid, block, shared, address)
+        else:
+            # The bindings take None for stream 0 in less time than 0.
+            def enqueue_once(stream: int) -> int:
+                return launch(function, gx, gy, gz, bx, by, bz, shared, stream or None, address, 0)[0]
 
         def enqueue(stream: int) -> None:
-            # The bindings take None for stream 0 in less time than 0.
-            code = launch(function, gx, gy, gz, bx, by, bz, shared, stream or None, address, 0)[0]
+            code = enqueue_once(stream)
             if code:
                 if code in NOT_CURRENT:  # as in a thread that has not used CUDA yet
                     with self._current():
-                        code = launch(function, gx, gy, gz, bx, by, bz, shared, stream, address, 0)[0]
+                        code = enqueue_once(stream)
                 if code:
                     what = self._describe(grid, block, shared)
                     raise LaunchError(f"{what} failed: {_explain(self._driver, code)}")
@@ -183,16 +186,22 @@ class Function:
         enqueue.keeps = params, pointers  # type: ignore[attr-defined]  # the driver reads them at each launch
         return enqueue
 
-    def _overlapping_launch(self) -> Callable[..., tuple[Any, ...]]:
-        """What takes the arguments of ``cuLaunchKernel``, and lets the kernel overlap the one before it."""
-        enqueue, config = self._driver.cuLaunchKernelEx, self._driver.CUlaunchConfig()
-        config.attrs, config.numAttrs = [self._overlap], 1
+    def _overlapping_launch(self, grid: Dim3, block: Dim3, shared: int, address: int) -> Callable[[int], int]:
+        """What launches on a stream, overlapping the kernel before it there, and gives the driver's code.
 
-        def launch(function: Any, *sizes_and_rest: int) -> tuple[Any, ...]:
-            *grid, bx, by, bz, config.sharedMemBytes, config.hStream, params, extra = sizes_and_rest
-            config.gridDimX, config.gridDimY, config.gridDimZ = grid
-            config.blockDimX, config.blockDimY, config.blockDimZ = bx, by, bz
-            return enqueue(config, function, params, extra)
+        Setting the launch's sizes in the bindings' structure takes longer than launching, so that is done once.
+        """
+        enqueue, function, config = self._driver.cuLaunchKernelEx, self._function, self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes, config.attrs, config.numAttrs = shared, [self._overlap], 1
+        last = 0
+
+        def launch(stream: int) -> int:
+            nonlocal last
+            if stream != last:
+                config.hStream, last = stream, stream
+            return enqueue(config, function, address, 0)[0]
 
         return launch
 

@@ -8,7 +8,7 @@ Checking a launch, filling its parameters and encoding its tensor maps takes lon
 
     block = plan.take(addresses)    # addresses of the tensors that the maps point to; () where there are no maps
     (params,) = block.params        # ctypes structures, one for each launch
-    params.out = out.data_ptr()     # or block.set_pointers({"out": …, "lse": …}) for all launches at once
+    params.out = out.data_ptr()     # or block.set_pointers(("out", "lse"), (…, …)) for all launches at once
     block.enqueue(stream)           # every launch in its order; or block.enqueues[0](stream)
     plan.give(addresses, block)     # not after an error: the block is dropped then
 
@@ -34,7 +34,8 @@ import contextlib
 import ctypes
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -124,7 +125,7 @@ class ParamsBlock:
         self.stream: int | None = None
         """The stream whose counters the parameters hold; None: those of no stream."""
         self._movers, self._at, self._point = tuple(movers.items()), at, point
-        self._pointers: tuple[tuple[Any, Callable[[Mapping[str, Any]], Any]], ...] | None = None
+        self._pointers: dict[tuple[str, ...], Callable[[Sequence[int]], None]] = {}
 
     def _enqueue_all(self, stream: int) -> None:
         for enqueue in self.enqueues:
@@ -146,13 +147,15 @@ class ParamsBlock:
         if self._point is not None:
             self._point(self, key)
 
-    def set_pointers(self, addresses: Mapping[str, int | None]) -> None:
-        """Set the pointers of all launches, by the names of their fields; those in nested structures stay."""
-        pointers = self._pointers
-        if pointers is None:
-            pointers = self._pointers = tuple(filter(None, map(_pointers_of, self.params)))
-        for array, of_names in pointers:
-            array[:] = of_names(addresses)
+    def set_pointers(self, names: tuple[str, ...], addresses: Sequence[int]) -> None:
+        """Set the pointers of all launches to the addresses of these names; those of other names to 0.
+
+        A name is that of a field; those in nested structures stay.
+        """
+        found = self._pointers.get(names)
+        if found is None:
+            found = self._pointers[names] = _pointers_of(self.params, names)
+        found(addresses)
 
 
 def _check_address(address: int) -> None:
@@ -163,16 +166,32 @@ def _check_address(address: int) -> None:
         )
 
 
-def _pointers_of(params: ctypes.Structure) -> tuple[Any, Callable[[Mapping[str, Any]], Any]] | None:
-    """A structure's pointers as one array, and what takes their values from a mapping: setting each alone is slow."""
-    names = [name for name, kind, *_ in params._fields_ if kind is ctypes.c_void_p]
-    if not names:
-        return None
-    first, last = (getattr(type(params), name).offset for name in (names[0], names[-1]))
-    if last - first != (len(names) - 1) * ctypes.sizeof(ctypes.c_void_p):
-        raise TypeError(f"the pointers of {type(params).__name__} do not lie one after another: {', '.join(names)}")
-    array = (ctypes.c_void_p * len(names)).from_buffer(params, first)
-    return array, operator.itemgetter(*names) if len(names) > 1 else lambda given: (given[names[0]],)
+def _pointers_of(structures: Sequence[ctypes.Structure], names: tuple[str, ...]) -> Callable[[Sequence[int]], None]:
+    """What sets the pointers of structures from addresses in the order of the names, each structure's in one step."""
+    setters, unknown = [], set(names)
+    for params in structures:
+        fields = [name for name, kind, *_ in params._fields_ if kind is ctypes.c_void_p]
+        if not fields:
+            continue
+        first, last = (getattr(type(params), name).offset for name in (fields[0], fields[-1]))
+        if last - first != (len(fields) - 1) * ctypes.sizeof(ctypes.c_void_p):
+            listed = ", ".join(fields)
+            raise TypeError(f"the pointers of {type(params).__name__} do not lie one after another: {listed}")
+        pack = functools.partial(struct.Struct(f"{len(fields)}P").pack_into, params, first)
+        unknown -= set(fields)
+        at = {name: number for number, name in enumerate(names)}
+        # One number more than there are names stands for what has none.
+        setters.append((pack, operator.itemgetter(*(at.get(name, len(names)) for name in fields), len(names))))
+
+    if unknown:
+        raise ValueError(f"no launch has a pointer called {' or '.join(sorted(unknown))}")
+
+    def set_all(addresses: Sequence[int]) -> None:
+        given = (*addresses, 0)
+        for pack, of_fields in setters:
+            pack(*of_fields(given)[:-1])
+
+    return set_all
 
 
 class LaunchPlan:

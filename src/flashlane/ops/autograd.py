@@ -13,11 +13,12 @@ import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from flashlane.core import dispatch
 from flashlane.core.problem import DIFFERENTIABLE, AttentionProblem, Gradients, Inputs
-from flashlane.core.registry import Kernel
+from flashlane.core.registry import Kernel, RepeatBackward
 from flashlane.ops import call_cache, execute, schema, torch_rules
-from flashlane.ops.call_cache import Results, Run
-from flashlane.ops.watched import is_watched
+from flashlane.ops.call_cache import Results
+from flashlane.ops.watched import is_observed, is_watched
 
 _BIAS = DIFFERENTIABLE.index("bias")
 _modes_active = torch._C._len_torch_dispatch_stack
@@ -28,17 +29,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        problem: AttentionProblem,
-        inputs: Inputs,
-        kernel: Kernel,
-        run: Run | None,
-        *differentiable: torch.Tensor | None,
+        ctx: Any, problem: AttentionProblem, inputs: Inputs, kernel: Kernel, *differentiable: torch.Tensor | None
     ) -> Results:
-        if run is None:
-            out, lse = execute.forward(kernel, problem, inputs)
-        else:
-            out, lse = run(*differentiable[:3], True)
+        out, lse = execute.forward(kernel, problem, inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*schema.tensors_of(inputs), out, lse)
         ctx.call = problem, kernel, schema.lengths_of(inputs)
@@ -49,30 +42,73 @@ class Attention(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         problem, kernel, lengths = ctx.call
         inputs = Inputs(*tensors, *lengths)
-        bias_grad = ctx.needs_input_grad[4 + _BIAS]
-        do = torch.zeros_like(out) if do is None else do
-        if torch.is_grad_enabled() or is_watched(inputs):
-            operands = schema.operands(inputs, problem.asked, problem.needs_grad, kernel.tag)
-            grads = _present(inputs, bias_grad, torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *operands))
-        else:
-            grads = execute.backward(problem, inputs, kernel, out, lse, do, dlse, bias_grad)
-        return (None, None, None, None, *grads)
+        bias_grad = ctx.needs_input_grad[3 + _BIAS]
+        return (None, None, None, *_gradients(problem, inputs, kernel, out, lse, do, dlse, bias_grad))
+
+
+class _Repeated(torch.autograd.function._SingleLevelFunction):
+    """A call like that of a cache entry: of q, k and v alone, and nothing observes it.
+
+    ``torch.autograd.Function`` would look for transforms of ``torch.func`` first, which the entry has ruled out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, entry: call_cache.Entry, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
+        out, lse = entry.run(q, k, v, True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.entry = entry
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        entry = ctx.entry
+        if dlse is None and type(do) is torch.Tensor and not (torch.is_grad_enabled() or is_observed() or do.is_neg()):
+            repeat = entry.repeat_backward or _prepare_backward(entry, q, k, v)
+            found = repeat(q, k, v, out, lse, do)
+            if found is not None:
+                return None, *found
+        grads = _gradients(entry.problem, Inputs(q, k, v), entry.kernel, out, lse, do, dlse, False)
+        return None, *grads[:3]
+
+
+def _prepare_backward(entry: call_cache.Entry, *qkv: torch.Tensor) -> RepeatBackward:
+    """What repeats the backward of an entry's calls, which the entry keeps."""
+    chosen = dispatch.select_backward(entry.problem, entry.kernel)
+    prepared = chosen.prepare(entry.problem, Inputs(*qkv), entry.kernel)
+    entry.repeat_backward = prepared or (lambda *tensors: None)
+    return entry.repeat_backward
+
+
+def _gradients(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    kernel: Kernel,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    bias_grad: bool,
+) -> Gradients:
+    do = torch.zeros_like(out) if do is None else do
+    if torch.is_grad_enabled() or is_watched(inputs):
+        operands = schema.operands(inputs, problem.asked, problem.needs_grad, kernel.tag)
+        return _present(inputs, bias_grad, torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *operands))
+    return execute.backward(problem, inputs, kernel, out, lse, do, dlse, bias_grad)
 
 
 def recorded(entry: call_cache.Entry, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results | None:
     """A call like that of a cache entry, recorded by autograd; None where an address is no multiple of 16."""
     if not call_cache.aligned(q, k, v):
         return None
-    return Attention.apply(entry.problem, Inputs(q, k, v), entry.kernel, entry.run, q, k, v, *_NO_OTHERS)
+    return _Repeated.apply(entry, q, k, v)
 
 
 def differentiable(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Results:
     """A validated call, recorded by autograd."""
     with execute.compiling_backward_too(problem, kernel):
-        return Attention.apply(problem, inputs, kernel, None, *schema.differentiable_of(inputs))
-
-
-_NO_OTHERS = (None,) * len(DIFFERENTIABLE[3:])
+        return Attention.apply(problem, inputs, kernel, *schema.differentiable_of(inputs))
 
 
 class _Watched(torch.autograd.function._SingleLevelFunction):

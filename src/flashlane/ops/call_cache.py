@@ -18,7 +18,7 @@ import torch
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import VECTOR_BYTES, AttentionProblem, Inputs
-from flashlane.core.registry import Kernel
+from flashlane.core.registry import Kernel, RepeatBackward
 from flashlane.jit import launch
 
 Results = tuple[torch.Tensor, torch.Tensor]
@@ -27,7 +27,7 @@ Found = tuple[torch.Tensor, torch.Tensor | None]
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Found | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
     """A call of q, k and v alone, checked and prepared for all calls like it."""
 
@@ -42,6 +42,8 @@ class Entry:
     address is no multiple of 16. The last argument says whether the LSE is wanted; else it may be None."""
     autocast: torch.dtype | None = None
     """The dtype of the autocast under which it was checked, which q, k and v had already; None: there was none."""
+    repeat_backward: RepeatBackward | None = None
+    """See :meth:`flashlane.core.registry.BackwardKernel.prepare`; None until the first backward of such a call."""
 
     def casts(self, q: torch.Tensor) -> bool:
         """Whether autocast, of which the guard knows that it is on as it was, has another dtype now."""

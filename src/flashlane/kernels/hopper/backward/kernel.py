@@ -16,13 +16,21 @@ import torch
 
 from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
-from flashlane.core.registry import BackwardKernel, CompiledKernel, DeviceSource, Kernel, memoised, register
-from flashlane.jit import KernelSource, launch, tensormap
+from flashlane.core.registry import (
+    BackwardKernel,
+    CompiledKernel,
+    DeviceSource,
+    Kernel,
+    RepeatBackward,
+    memoised,
+    register,
+)
+from flashlane.jit import KernelSource, launch
 from flashlane.kernels.features import VARLEN, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward import select
 from flashlane.kernels.hopper.backward.config import GradientConfig
-from flashlane.kernels.hopper.backward.launch import BackwardPlan, Tensors
+from flashlane.kernels.hopper.backward.launch import BackwardPlan, Tensors, readable
 from flashlane.kernels.hopper.backward.select import config_of
 from flashlane.kernels.hopper.backward.split_dkdv_dq.config import MAX_HEAD_DIM
 from flashlane.kernels.params import check_gradient_inputs
@@ -128,16 +136,8 @@ def hopper_backward(
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where its rows are not contiguous or do not start on 16 bytes."""
-    starts = tensor.data_ptr() % tensormap.ALIGNMENT == 0
-    if starts and tensor.is_contiguous():  # and head dims are multiples of 16 bytes
-        return tensor
-    unit = tensormap.ALIGNMENT // tensor.element_size()
-    steps = [step for step, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
-    readable = tensor.stride(-1) == 1 and not any(step % unit or step <= 0 for step in steps)
-    if starts and readable:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)  # a contiguous one, too, may start anywhere
+    """The tensor, or a copy where the kernels cannot read it; a contiguous one, too, may start anywhere."""
+    return tensor if readable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class HopperBackward(BackwardKernel, CompiledKernel):
@@ -178,6 +178,14 @@ class HopperBackward(BackwardKernel, CompiledKernel):
     def shipped(self) -> Iterator[tuple[GradientConfig, tuple[str, ...]]]:
         for config in dict.fromkeys(map(config_of, select.shipped_problems())):
             yield config, self.architectures
+
+    def prepare(
+        self, problem: AttentionProblem, inputs: Inputs, forward: Kernel | None = None
+    ) -> RepeatBackward | None:
+        q, k = inputs.q, inputs.k
+        if not (q.shape[:-1].numel() and k.shape[:-1].numel()):
+            return None
+        return plan_of(None, problem, q.shape, k.shape, q.device.index).repeated(q.device, q.dtype)
 
     def run(
         self,

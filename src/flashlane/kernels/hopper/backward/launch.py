@@ -15,6 +15,7 @@ import torch
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.registry import RepeatBackward
 from flashlane.jit import launch, launch_pool, tensormap
 from flashlane.jit.launch import Dim3
 from flashlane.kernels.hopper.arch import ARCH, CHUNK
@@ -233,6 +234,8 @@ class BackwardPlan:
         shapes = q_shape, k_shape, (*k_shape[:-1], problem.head_dim_v)
         self.gradients = tuple((tuple(shape), launch.packed(shape)) for shape in shapes)
         """Shapes and strides of dq, dk and dv."""
+        self.offsets = tuple(4 * at for at in self.workspace.offsets.values())
+        """Bytes from the start of a call's workspace to its parts."""
 
     def allocate(self, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """dq, dk and dv of a call with q: zeros for packed sequences, as no kernel writes rows after the last one."""
@@ -249,7 +252,7 @@ class BackwardPlan:
         block = launches.take(key)
         workspace = launch.allocator(device)((self.workspace.words,), (1,), torch.float32)
         parts = sink_gradient_parts(inputs, self.problem.batch * self.rows.m_blocks)
-        block.set_pointers(self._addresses(tensors, workspace.data_ptr(), parts))
+        self._set_pointers(block, tensors, workspace.data_ptr(), parts)
         for params in block.params:
             if self.problem.varlen:
                 params.seqlen.point_to(inputs)
@@ -273,12 +276,55 @@ class BackwardPlan:
             found = self.kinds[kind] = launch_pool.LaunchPlan(lambda: made)
         return found
 
-    def _addresses(self, tensors: Tensors, workspace: int, parts: torch.Tensor | None) -> dict[str, int | None]:
-        """All pointers of the launches by name."""
-        where = dict.fromkeys(_POINTERS) | {name: workspace + 4 * at for name, at in self.workspace.offsets.items()}
-        where |= {"dq": tensors.dq.data_ptr(), "dk": tensors.dk.data_ptr(), "dv": tensors.dv.data_ptr()}
-        where |= {"out": tensors.out.data_ptr(), "dout": tensors.do.data_ptr(), "lse_in": tensors.lse.data_ptr()}
-        return where | {"dlse": _address(tensors.dlse), "dsink_parts": _address(parts)}
+    def _set_pointers(
+        self, block: launch_pool.ParamsBlock, tensors: Tensors, workspace: int, parts: torch.Tensor | None
+    ) -> None:
+        """Set all pointers of the launches."""
+        addresses = {name: getattr(tensors, name).data_ptr() for name in ("out", "dq", "dk", "dv")}
+        addresses |= {"lse_in": tensors.lse.data_ptr(), "dout": tensors.do.data_ptr()}
+        given = (("dlse", tensors.dlse), ("dsink_parts", parts))
+        addresses |= {name: tensor.data_ptr() for name, tensor in given if tensor is not None}
+        names = (*addresses, *self.workspace.offsets)
+        block.set_pointers(names, (*addresses.values(), *map(workspace.__add__, self.offsets)))
+
+    def repeated(self, device: torch.device, dtype: torch.dtype) -> RepeatBackward:
+        """What :meth:`launch` is for calls of q, k and v alone that run often: see ``BackwardKernel.prepare``."""
+        make, words = launch.allocator(device), ((self.workspace.words,), (1,), torch.float32)
+        (dq_shape, dq_stride), (dk_shape, dk_stride), (dv_shape, dv_stride) = self.gradients
+        index, current_device, stream_of = self.device, launch.device_getter(), launch.stream_getter()
+        names = ("out", "lse_in", "dout", "dq", "dk", "dv", *self.workspace.offsets)
+        offsets = self.offsets
+        plans: dict[Kind, launch_pool.LaunchPlan] = {}
+        """By the strides of what is read."""
+
+        def repeat(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+            key = at_q, at_k, at_v, at_do = q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr()
+            at_out = out.data_ptr()
+            if (at_q | at_k | at_v | at_do | at_out) % tensormap.ALIGNMENT or current_device() != index:
+                return None
+            dq, dk, dv = (
+                make(dq_shape, dq_stride, dtype), make(dk_shape, dk_stride, dtype), make(dv_shape, dv_stride, dtype),
+            )  # fmt: skip
+            kind = q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), do.stride()
+            plan = plans.get(kind)
+            if plan is None:
+                if not (lse.is_contiguous() and readable(out) and readable(do)) or len(plans) >= KINDS_KEPT:
+                    return None
+                plan = plans[kind] = self._launches_of(Tensors(Inputs(q, k, v), out, lse, do, None, dq, dk, dv))
+            space = make(*words)
+            at = space.data_ptr()
+            block = plan.take(key)
+            block.set_pointers(
+                names,
+                (at_out, lse.data_ptr(), at_do, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), *map(at.__add__, offsets)),
+            )
+            block.enqueue(stream_of(index))
+            plan.give(key, block)
+            return dq, dk, dv
+
+        return repeat
 
     def launches(self, tensors: Tensors) -> Iterator[launch_pool.Launch]:
         """The kernels in their order, for calls of the tensors' kind."""
@@ -377,5 +423,12 @@ def described(
     return tensormap.describe(dtype, address, sizes, steps, (CHUNK, rows, 1, 1))
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether the kernels read a tensor as it lies: its rows are contiguous and start on 16 bytes."""
+    if tensor.data_ptr() % tensormap.ALIGNMENT:
+        return False
+    if tensor.is_contiguous():  # and head dims are multiples of 16 bytes
+        return True
+    unit = tensormap.ALIGNMENT // tensor.element_size()
+    steps = [step for step, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
+    return tensor.stride(-1) == 1 and not any(step % unit or step <= 0 for step in steps)

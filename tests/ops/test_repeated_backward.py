@@ -1,0 +1,163 @@
+"""The backward of repeated calls: launched without being checked again, and all the same with its own tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hopper_fakes import Launches, install
+
+import flashlane
+from flashlane.core import problem, registry
+from flashlane.kernels.hopper.backward import kernel as backward
+from flashlane.ops import execute
+
+HOPPER = registry.get("hopper(wgmma+tma)")
+STAGES = ("preprocess", "gradients", "postprocess")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    monkeypatch.setattr(problem, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(problem, "_VALIDATED", {})
+    backward.plan_of.cache_clear()
+    with registry.table_of(HOPPER):
+        yield from install(monkeypatch)
+    backward.plan_of.cache_clear()
+
+
+def qkv(heads: int = 2) -> list[torch.Tensor]:
+    return [torch.randn(1, 256, heads, 64).bfloat16().requires_grad_() for _ in range(3)]
+
+
+def call(tensors: list[torch.Tensor], do: torch.Tensor, **asked: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    out = flashlane.flash_attn_func(*tensors, causal=True, **asked)
+    return out, torch.autograd.grad(out, tensors, do)
+
+
+def pointers(params: ctypes.Structure) -> dict[str, int | None]:
+    return {name: getattr(params, name) for name, kind, *_ in params._fields_ if kind is ctypes.c_void_p}
+
+
+def without_pointers(params: ctypes.Structure) -> bytes:
+    """What a launch was given beside addresses: pointers and the addresses in tensor maps are 0."""
+    copy = type(params).from_buffer_copy(params)
+    for name in pointers(copy):
+        setattr(copy, name, None)
+    for name in ("q", "k", "v", "dout"):
+        if hasattr(copy, name) and not isinstance(getattr(copy, name), (int, type(None))):
+            ctypes.memset(ctypes.addressof(copy) + getattr(type(copy), name).offset, 0, 8)
+    return bytes(copy)
+
+
+def refuse(*args: object, **keywords: object) -> None:
+    raise AssertionError("the backward was checked again")
+
+
+def laid_out(name: str) -> torch.Tensor:
+    if name == "contiguous":
+        return torch.randn(1, 256, 2, 64).bfloat16()
+    return torch.randn(1, 2, 256, 64).bfloat16().transpose(1, 2)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "heads first"])
+def test_a_repeated_backward_launches_what_a_checked_one_does(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    sets = [(qkv(), laid_out(layout)) for _ in range(3)]
+    call(*sets[0])
+    checked = [params for *_, params in launches[-3:]]
+    monkeypatch.setattr(execute, "backward", refuse)
+    kept = []
+    for number in (1, 2, 1, 0):
+        launches.stream = 50 + number
+        tensors, do = sets[number]
+        out, grads = call(tensors, do)
+        kept.append(grads)
+        assert launches.streams[-4:] == [50 + number] * 4
+        found = [params for *_, params in launches[-3:]]
+        for stage, mine, right in zip(STAGES, found, checked, strict=True):
+            assert type(mine) is type(right) and without_pointers(mine) == without_pointers(right), stage
+        preprocess, gradients, postprocess = map(pointers, found)
+        assert (preprocess["out"], preprocess["dout"]) == (out.data_ptr(), do.data_ptr())
+        dq, dk, dv = (t.data_ptr() for t in grads)
+        assert (postprocess["dq"], gradients["dk"], gradients["dv"]) == (dq, dk, dv)
+        maps = [bytes(getattr(found[1], name))[:8] for name in ("q", "k", "v", "dout")]
+        assert [int.from_bytes(at, "little") for at in maps] == [t.data_ptr() for t in (*tensors, do)]
+        for stage, mine, right in zip(STAGES, found, checked, strict=True):
+            there = {name for name, at in pointers(right).items() if at}
+            assert {name for name, at in pointers(mine).items() if at} == there, stage
+            parts = [name for name in ("lse", "delta", "dq_accum", "counters") if name in there]
+            own, others = pointers(mine), pointers(right)
+            steps = [(own[name] - own[parts[0]], others[name] - others[parts[0]]) for name in parts]
+            assert all(mine_step == right_step for mine_step, right_step in steps), stage
+        assert preprocess["delta"] == gradients["delta"] and gradients["dq_accum"] == postprocess["dq_accum"]
+    assert len({grad.data_ptr() for grads in kept for grad in grads}) == 12
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    seen: list[int] = []
+    run = execute.backward
+    monkeypatch.setattr(execute, "backward", lambda *given: seen.append(1) or run(*given))
+    return seen
+
+
+def test_what_cannot_be_read_as_it_lies_is_copied(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the gradient of a sum, which is one number expanded, or one that starts between two vectors."""
+    tensors = qkv()
+    call(tensors, laid_out("contiguous"))
+    seen = counted(monkeypatch)
+    between = torch.randn(1 + 256 * 2 * 64).bfloat16()[1:].view(1, 256, 2, 64)
+    for number, do in enumerate((torch.ones(()).bfloat16().expand(1, 256, 2, 64), between)):
+        call(tensors, do)
+        assert len(seen) == number + 1
+        assert pointers(launches[-3][3])["dout"] not in (None, do.data_ptr())
+
+
+def test_a_gradient_of_the_lse_is_given_to_the_kernels(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = qkv()
+    call(tensors, laid_out("contiguous"))
+    seen = counted(monkeypatch)
+    out, lse = flashlane.flash_attn_func(*tensors, causal=True, return_lse=True)
+    torch.autograd.grad((out, lse), tensors, (laid_out("contiguous"), torch.ones_like(lse)))
+    assert seen and pointers(launches[-3][3])["dlse"]
+    _, lse = flashlane.flash_attn_func(*tensors, causal=True, return_lse=True)
+    torch.autograd.grad(lse, tensors, torch.ones_like(lse))
+    assert len(seen) == 2
+
+
+def test_saved_tensors_may_come_back_with_other_strides(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``save_on_cpu`` brings them back: contiguous, whatever they were."""
+    tensors = [torch.randn(1, 2, 256, 64).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)]
+    do = laid_out("contiguous")
+    call(tensors, do)
+    monkeypatch.setattr(execute, "backward", refuse)
+    call(tensors, do)
+    as_given = launches.maps[-4:]
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t):
+        call(tensors, do)
+    copied = launches.maps[-4:]
+    by_row, by_head = 2 * 64 * 2, 64 * 2
+    assert [one.strides[:2] for one in as_given] == [(64 * 2, 256 * 64 * 2)] * 3 + [(by_row, by_head)]
+    assert [one.strides[:2] for one in copied] == [(by_row, by_head)] * 4
+
+
+def test_a_second_derivative_is_still_refused(launches: Launches) -> None:
+    tensors = qkv()
+    call(tensors, laid_out("contiguous"))
+    out = flashlane.flash_attn_func(*tensors, causal=True)
+    (dq,) = torch.autograd.grad(out, tensors[0], laid_out("contiguous").requires_grad_(), create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiated once"):
+        dq.float().sum().backward()
+
+
+def test_a_profiler_sees_the_operator(launches: Launches) -> None:
+    tensors, do = qkv(), laid_out("contiguous")
+    call(tensors, do)
+    out = flashlane.flash_attn_func(*tensors, causal=True)
+    with torch.profiler.profile() as seen:
+        torch.autograd.grad(out, tensors, do)
+    assert "flashlane::backward" in {event.key for event in seen.key_averages()}
