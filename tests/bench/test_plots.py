@@ -138,6 +138,31 @@ def test_lines_of_one_length_and_two_batches_are_not_joined(tmp_path):
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["512\nB4 H8", "1024\nB1 H8"]
 
 
+def test_only_points_that_belong_together_are_joined(tmp_path):
+    def styles(*extents):
+        rows = [row("k", 1.5, None, batch=b, length=n) for b, n in extents]
+        (axis,) = plots.throughput_figure(plots.read_results(write(tmp_path / "a.json", rows))).axes
+        return {line.get_linestyle() for line in axis.lines if line.get_label()[0] != "_"}
+
+    assert styles((4, 512), (2, 1024), (1, 2048)) == {"-"}, "equal tokens"
+    assert styles((1, 512), (1, 1024)) == {"-"}
+    assert styles((1, 512), (2, 1024), (1, 2048)) == {"None"}
+
+
+def test_the_kernels_drawn_are_together_the_fastest_everywhere(tmp_path):
+    """One that is second everywhere does not crowd out the one that is first where the others are slow."""
+    speeds = {"all-round": (9, 9, 9, 3), "nearly": (8.9, 8.9, 8.9, 2.9), "long": (1, 1, 1, 10)}
+    rows = [row(tag, v, None, length=2**i) for tag, values in speeds.items() for i, v in enumerate(values, 6)]
+    (axis,) = plots.throughput_figure(plots.read_results(write(tmp_path / "a.json", rows)), most=2).axes
+    assert set(lines_of(axis)) == {"all-round", "long"}
+
+
+def test_labels_of_bars_stay_clear_of_the_line_at_one(results):
+    figure = plots.speedup_figure(plots.read_results(results))
+    labels = [text for axis in figure.axes for text in axis.texts]
+    assert labels and min(label.xy[0] for label in labels) >= 1.0
+
+
 def test_ceilings(results, tmp_path):
     measured = plots.read_results(results)
     figure = plots.throughput_figure(measured, ceilings={"ceiling": 700.0, "f16 acc-f32": 650.0, "bf16 acc-f32": 640.0})
@@ -192,7 +217,10 @@ def test_heatmap_is_the_ratio_of_the_fastest(results, rates, tmp_path):
     ratios = [max(rates[(*c, t)] for t in KERNELS) / max(rates[(*c, t)] for t in PEERS) for c in cells]
     assert [2**log for log in axis.images[0].get_array()[0].tolist()] == pytest.approx(ratios)
     assert [text.get_text().split("×")[0] for text in axis.texts] == [f"{ratio:.2f}" for ratio in ratios]
-    assert (axis.get_xlabel(), bar.get_ylabel()) == ("head dim and sequence length", "× best peer")
+    assert (axis.get_xlabel(), bar.get_ylabel()) == (
+        "head dim and sequence length; in a cell × best peer, below it TFLOP/s",
+        "× best peer",
+    )
     rows = [row("k", 5, 2.0, batch=1, length=512), row("k", 5, 0.5, batch=2, length=1024)]
     axis = plots.heatmap_figure(plots.read_results(write(tmp_path / "sparse.json", rows))).axes[0]
     assert [text.get_text()[:5] for text in axis.texts] == ["2.00×", "–", "–", "0.50×"]

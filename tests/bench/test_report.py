@@ -6,14 +6,21 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from flashlane.bench.measure.device_rates import DeviceRates, Placed
 from flashlane.bench.measure.memory import Memory
 from flashlane.bench.measure.results import Results, Row, Skipped
 from flashlane.bench.measure.timing import summarise
-from flashlane.bench.present import report
+from flashlane.bench.present import figure_frame, plots, report
+from flashlane.bench.present.points import Measured, Point
+from flashlane.bench.present.roofline import roofline_figure
+from flashlane.bench.present.styles import styles_of, styles_of_tags
+from flashlane.bench.present.verdict import times
 from flashlane.cli.main import app
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -87,7 +94,7 @@ def test_everything_is_inside(results, invoke, tmp_path):
     outside = [a for a in page.addresses if not a.startswith(("#", "data:image/svg+xml;base64,"))]
     assert not outside and "default-src 'none'" in text, outside
     assert not re.search(r"(?:https?:)?//\w+\.\w+", re.sub(r"base64,[^\"]+", "", text)), "no address of another place"
-    assert page.images == 2 * 5, "throughput, heat map, speed-up, memory and roofline, in light and dark"
+    assert page.images == 2 * 6, "heat map, roofline, a panel and a legend of throughput and memory, light and dark"
     for words in ("Mine &amp; yours", "NVIDIA &lt;Test&gt;", "abcdef012345", "2.99.1", "not installed", "(ffpa)"):
         assert words in text, words
     assert "&lt;b&gt;NaN&lt;/b&gt;" in text and "<b>NaN" not in text
@@ -101,6 +108,95 @@ def test_without_matplotlib_the_tables_stand(results, invoke, tmp_path, monkeypa
     assert invoke("run.json").exit_code == 0
     text = (tmp_path / "report.html").read_text()
     assert "No pictures: plots need matplotlib" in text and "<img" not in text and "mma(naive)" in text
+
+
+def fast(tag, ms, n, direction="forward"):
+    """A row whose peer takes 1 ms."""
+    sizes = {"batch": 1, "heads": 8, "kv_heads": 8, "seqlen_q": n, "seqlen_k": n, "head_dim": 64, "dtype": "f16"}
+    kind, name = ("peer" if tag.startswith("(") else "kernel"), f"B1 H8 N{n} D64 f16"
+    name += "" if direction == "forward" else f", {direction}"
+    timing = summarise([ms], 3, "m")
+    figures = {"tflops": 1 / ms, "speedup": 1 / ms, "direction": direction}
+    return Row(name, sizes, tag, kind, "ok", timing=timing, **figures)
+
+
+def test_the_verdict_comes_first(invoke, tmp_path):
+    rows = [fast("k", 0.5, 64), fast("(p)", 1.0, 64), fast("k", 2.0, 128), fast("(p)", 1.0, 128), fast("k", 1.0, 256)]
+    rows += [fast("k", 0.25, 64, "backward"), fast("(p)", 1.0, 64, "backward")]
+    rows.append(replace(rows[0], tag="bad", status="FAIL", message="m" * 300, timing=None, speedup=None))
+    found = Results(ENVIRONMENT, {"directions": ["forward", "backward"], "check": True}, rows)
+    words = report.verdict_words(found)
+    assert "ahead of the fastest peer in 2 of 3 problems; geometric mean 1.59×, least 0.50× (B1 H8 N128 D64" in words
+    assert "most 4.00× (B1 H8 N64 D64 f16, backward)" in words and "1 further problem had no" in words
+    assert "1 row failed: 1 of kernels, 0 of peers" in words
+    (tmp_path / "run.json").write_text(found.to_json())
+    assert invoke("run.json").exit_code == 0
+    text = (tmp_path / "report.html").read_text()
+    first = min(text.index(mark) for mark in ("<img", "<table>", "<details"))
+    assert 0 < text.index('class="verdict"') < first, "before any picture, table or detail"
+    assert "directions: forward, backward" in text and "check: yes" in text and "True" not in text
+    body = text[text.index("<tbody>") :]
+    assert body.index("backward") < body.index("</tbody>"), "a line for each direction"
+    assert report.verdict_words(Results({}, {}, rows[:1])).startswith("No problem has both")
+
+
+def test_bars_of_every_problem_are_in_the_page(invoke, tmp_path):
+    rows = [fast(tag, ms, n) for n in range(1, 41) for tag, ms in (("k", 0.5), ("(p)", 1.0))]
+    rows += [fast(f"k{index:02}", 2.0, 1) for index in range(20)]
+    (tmp_path / "run.json").write_text(Results(ENVIRONMENT, {}, rows).to_json())
+    assert invoke("run.json").exit_code == 0
+    text = (tmp_path / "report.html").read_text()
+    shown = re.findall(r'<details class="bars"( open)?><summary>(.*?)</summary>', text)
+    assert [name for _, name in shown] == [f"B1 H8 N{n} D64 f16" for n in range(1, 41)]
+    assert sum(bool(opened) for opened, _ in shown) == report.OPEN_PROBLEMS
+    assert f"The first {report.OPEN_PROBLEMS} of 40 problems are open" in text
+    assert "9 slower kernels are in the table of every row" in text
+
+
+@pytest.mark.parametrize("theme", [figure_frame.LIGHT, figure_frame.DARK], ids=["light", "dark"])
+def test_a_tag_has_one_colour_and_marker_in_every_picture(theme):
+    pytest.importorskip("matplotlib")
+    points = tuple(
+        Point(
+            f"N{n} f16", tag, not tag.startswith("("), rate, rate / 9, 1, "8", n, n, "64", "f16", n << extra, 99.0 + n
+        )
+        for n in (256, 512)
+        for tag, rate, extra in (("slow", 5.0, 0), ("(p)", 9.0, 1), ("fast", 7.0, 12), ("(q)", 4.0, 14))
+    )
+    measured = Measured(Path("x.json"), ENVIRONMENT, points)
+    styles = styles_of([measured])
+    few = Measured(Path("x.json"), ENVIRONMENT, tuple(p for p in points if p.tag != "fast"))
+    ceilings = DeviceRates(4000.0, {"f16": 700.0})
+    places = [
+        Placed(p.problem, p.tag, "kernel" if p.ours else "peer", "f16", 9.0, p.tflops, 36.0, 175.0) for p in points
+    ]
+    pictures = [
+        plots.throughput_figure(measured, styles=styles, theme=theme),
+        plots.throughput_figure(few, styles=styles, theme=theme),
+        plots.memory_figure(measured, styles=styles, theme=theme),
+        roofline_figure(places[::-1], ceilings, ENVIRONMENT, styles=styles, theme=theme),
+    ]
+    looks = {}
+    for axis in (axis for figure in pictures for axis in figure.axes):
+        for line in axis.lines:
+            if line.get_label()[0] != "_":
+                looks.setdefault(line.get_label(), set()).add((line.get_color(), line.get_marker()))
+    assert set(looks) == {"slow", "fast", "(p)", "(q)"} and all(len(look) == 1 for look in looks.values()), looks
+    assert len({next(iter(look)) for look in looks.values()}) == 4
+    bars = plots.speedup_figure(measured, styles=styles, theme=theme).axes[0]
+    names = [label.get_text() for label in bars.get_yticklabels()]
+    for name, bar in zip(names, bars.patches, strict=True):
+        assert pytest.importorskip("matplotlib.colors").to_hex(bar.get_facecolor()) == next(iter(looks[name]))[0]
+
+
+def test_sixty_kernels_look_different():
+    styles = styles_of_tags([f"k{index}" for index in range(60)], [])
+    looks = {(s["color"], s["marker"]) for s in (styles.point(tag, figure_frame.LIGHT) for tag in styles.kernels)}
+    assert len(looks) == 60
+
+
+def test_ratios_have_one_form():
+    assert [times(x) for x in (None, 1.0, 0.117, 0.0385, 0.0049)] == ["–", "1.00", "0.12", "0.04", "<0.01"]
 
 
 def test_figures_sort_as_figures():
@@ -172,6 +268,31 @@ def test_tables_sort_and_filter_in_a_browser(results, invoke, tmp_path):
     assert found["dark"] == ["none", "inline"]
     if "<img" in text:
         assert found["image"] == [True, True], "the picture is drawn from the page itself"
+
+
+@NEEDS_BROWSER
+def test_rows_are_one_line_high_and_a_phone_is_wide_enough(results, invoke, tmp_path):
+    body = json.loads(results.read_text())
+    body["rows"][-1]["message"] = "far from the formula: " + "one more word " * 60
+    results.write_text(json.dumps(body))
+    assert invoke("run.json").exit_code == 0
+    steps = """
+    const rows = [...document.querySelectorAll('.table tbody tr')].filter(r => r.offsetHeight);
+    const high = rows.map(r => r.offsetHeight);
+    const letters = [...document.querySelectorAll('.panels img.light, .panels img.dark')].filter(i => i.offsetWidth)
+      .map(i => i.offsetWidth / i.naturalWidth);
+    document.title = JSON.stringify({high: Math.max(...high), low: Math.min(...high), letters: Math.min(...letters),
+      wide: document.documentElement.scrollWidth - innerWidth});
+    """
+    page = tmp_path / "tested.html"
+    text = (tmp_path / "report.html").read_text()
+    page.write_text(text.replace("</body>", f"<script>addEventListener('load', () => {{{steps}}})</script></body>"))
+    for width in (500, 1280):  # headless Chromium has no window below 500
+        dom = browse(tmp_path, page, f"--window-size={width},900", "--virtual-time-budget=5000", "--dump-dom")
+        found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]))
+        assert found["high"] < 1.5 * found["low"] < 60, "a row of the tables is one line"
+        assert found["wide"] <= 0, "the page itself does not scroll sideways"
+        assert found["letters"] > 0.6, "letters of 9 points stay above 7 pixels"
 
 
 @NEEDS_BROWSER

@@ -136,19 +136,17 @@ def collected(journal: Journal, cells: Sequence[Cell]) -> Results | None:
 def summary_rows(results: Results) -> list[tuple[str, ...]]:
     """(problem, fastest of ours, ms, TFLOP/s, best peer, ×, out of memory) of every cell."""
     from flashlane.bench.present.table import NONE, significant
+    from flashlane.bench.present.verdict import duels, times
 
     rows = []
-    titles = dict.fromkeys([row.problem for row in results.rows] + [s.problem for s in results.skipped])
-    for title in titles:
+    for duel in duels(results):
+        title, ours, peer = duel.problem, duel.ours, duel.peer
         members = [row for row in results.rows if row.problem == title]
-        timed = sorted((row for row in members if row.timing), key=lambda row: row.timing.median)
-        ours = next((row for row in timed if row.kind == "kernel"), None)
-        peer = next((row for row in timed if row.kind == "peer"), None)
         few = Results({}, {}, members, [s for s in results.skipped if s.problem == title])
         lacking = ", ".join(lacking_memory(few))
-        ratio = f"{peer.timing.median / ours.timing.median:.2f}" if ours and peer else NONE
         figures = (significant(ours.timing.median), significant(ours.tflops)) if ours else (NONE, NONE)
-        rows.append((title, ours.tag if ours else NONE, *figures, peer.tag if peer else NONE, ratio, lacking))
+        tags = (ours.tag if ours else NONE, peer.tag if peer else NONE)
+        rows.append((title, tags[0], *figures, tags[1], times(duel.ratio), lacking))
     return rows
 
 

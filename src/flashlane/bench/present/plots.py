@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from flashlane.bench.present.figure_frame import (
     themed,
 )
 from flashlane.bench.present.points import Measured, Point, fastest_tags, read_matrix_rates, read_results
+from flashlane.bench.present.styles import MOST_LINES, Styles, styles_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,27 +36,33 @@ if TYPE_CHECKING:
 __all__ = [
     "DARK",
     "LIGHT",
+    "Lines",
     "Measured",
     "Point",
     "Theme",
     "fastest_tags",
     "heatmap_figure",
+    "legend_figure",
     "memory_figure",
+    "memory_lines",
     "need_matplotlib",
+    "panel_figure",
     "provenance",
     "read_matrix_rates",
     "read_results",
     "save",
     "speedup_figure",
+    "styles_of",
     "throughput_figure",
+    "throughput_lines",
 ]
 
 FAR = 4.0
 """A ceiling so many times as high as all that was measured is named, not drawn."""
-MOST_LINES, MOST_BARS, MOST_PROBLEMS = 5, 12, 120
-"""Kernels drawn without being asked for; problems that one picture holds."""
-MARKERS = "osD^vPX<>*"
-DASHES = ("--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (2, 1)))
+MOST_BARS, MOST_PROBLEMS = 12, 120
+"""Kernels whose bars are drawn without being asked for; problems that one picture holds."""
+PANEL = (4.9, 3.6)
+"""Inches of one panel that stands alone: as wide as a phone shows with letters that can be read."""
 
 
 # --- Throughput
@@ -67,6 +75,7 @@ def throughput_figure(
     ceilings: dict[str, float] | None = None,
     copy: float | None = None,
     *,
+    styles: Styles | None = None,
     theme: Theme = LIGHT,
 ) -> Figure:
     """TFLOP/s against sequence length: a panel for each head dim (and dtype, mask), a line for each tag.
@@ -75,32 +84,69 @@ def throughput_figure(
         most: kernels drawn, the fastest over all problems; every peer is.
         ceilings: TFLOP/s by name; a name that begins with a dtype is drawn in that dtype's panels alone.
         copy: GB/s of a copy: the ceiling that it puts over each length, by the least bytes that the problem moves.
+        styles: of all tags, where other pictures share them; else those of this file.
 
     Raises:
         ValueError: more problems than a picture holds.
     """
-    return _lines_figure(
-        measured,
-        most,
-        "TFLOP/s",
-        lambda p: p.tflops,
-        lambda axis, points: (_draw_ceilings(axis, points, ceilings or {}, copy, theme), axis.set_ylim(bottom=0)),
-        theme,
-    )
+    return _lines_figure(throughput_lines(measured, most, ceilings, copy, styles), theme)
 
 
 @themed
-def memory_figure(measured: Measured, most: int = MOST_LINES, *, theme: Theme = LIGHT) -> Figure:
+def memory_figure(
+    measured: Measured, most: int = MOST_LINES, *, styles: Styles | None = None, theme: Theme = LIGHT
+) -> Figure:
     """MiB that one call takes beyond its inputs against sequence length: panels and lines as in the throughput.
 
     Raises:
         ValueError: no row says what it took, or more problems than a picture holds.
     """
+    return _lines_figure(memory_lines(measured, most, styles), theme)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A quantity against sequence length: a panel for each head dim and variant, a line for each tag."""
+
+    measured: Measured
+    quantity: str
+    value: Callable[[Point], float]
+    finish: Callable[[Axes, list[Point], Theme], object]
+    tags: tuple[str, ...]
+    """Those drawn, kernels first."""
+    kernels: tuple[int, int]
+    """How many kernels are drawn, of how many."""
+    panels: dict[str, list[Point]]
+    styles: Styles
+
+    @property
+    def heading(self) -> str:
+        return f"{self.quantity} against sequence length" + _of(*self.kernels)
+
+
+def throughput_lines(
+    measured: Measured,
+    most: int = MOST_LINES,
+    ceilings: dict[str, float] | None = None,
+    copy: float | None = None,
+    styles: Styles | None = None,
+) -> Lines:
+    """What :func:`throughput_figure` draws."""
+
+    def finish(axis: Axes, points: list[Point], theme: Theme) -> None:
+        _draw_ceilings(axis, points, ceilings or {}, copy, theme)
+        axis.set_ylim(bottom=0)
+
+    return _lines(measured, most, "TFLOP/s", lambda p: p.tflops, finish, styles)
+
+
+def memory_lines(measured: Measured, most: int = MOST_LINES, styles: Styles | None = None) -> Lines:
+    """What :func:`memory_figure` draws."""
     kept = tuple(p for p in measured.points if p.extra_bytes)
     if not kept:
         raise ValueError(f"{measured.path} does not say what a call allocates (flashlane bench --memory)")
 
-    def finish(axis: Axes, points: list[Point]) -> None:
+    def finish(axis: Axes, points: list[Point], theme: Theme) -> None:
         axis.set_yscale("log", base=2)
         low, high = (round(math.log2(v)) for v in axis.get_ylim())
         steps = [2.0**e for e in range(low, high + 1, max(1, -(-(high - low) // 8)))]
@@ -108,40 +154,64 @@ def memory_figure(measured: Measured, most: int = MOST_LINES, *, theme: Theme = 
         axis.minorticks_off()
 
     few = Measured(measured.path, measured.environment, kept)
-    title = "MiB a call, beyond its inputs"
-    return _lines_figure(few, most, title, lambda p: p.extra_bytes / 2**20, finish, theme)
+    styles = styles or styles_of([measured])
+    return _lines(few, most, "MiB a call, beyond its inputs", lambda p: p.extra_bytes / 2**20, finish, styles)
 
 
-def _lines_figure(
+def _lines(
     measured: Measured,
     most: int,
     quantity: str,
     value: Callable[[Point], float],
-    finish: Callable[[Axes, list[Point]], object],
-    theme: Theme,
-) -> Figure:
-    """A quantity against sequence length: a panel for each head dim and variant, a line for each tag."""
-    tags = fastest_tags(measured.points, most)
-    peers = list(dict.fromkeys(p.tag for p in measured.points if not p.ours))
-    styles = {tag: _line_style(index, theme) for index, tag in enumerate(tags)}
-    styles |= {tag: _peer_style(index, theme) for index, tag in enumerate(peers)}
-    panels = _panels(measured.path, [p for p in measured.points if p.tag in styles])
-    across = min(3, len(panels))
-    kernels = len({p.tag for p in measured.points if p.ours})
-    heading = f"{quantity} against sequence length" + _of(len(tags), kernels)
-    legend_columns = 2 if across > 1 else 1
-    size = (4.7 * across + 0.4, 3.9 * -(-len(panels) // across) + 0.24 * -(-len(styles) // legend_columns) + 0.3)
-    figure, axes = new_figure(measured.environment, heading, len(panels), across, size, theme)
-    for axis, (title, points) in zip(axes, panels.items()):
-        _draw_lines(axis, points, styles, title, quantity, value)
-        finish(axis, points)
+    finish: Callable[[Axes, list[Point], Theme], object],
+    styles: Styles | None,
+) -> Lines:
+    styles = styles or styles_of([measured])
+    timed = {p.tag for p in measured.points}
+    kernels, peers = ([tag for tag in tags if tag in timed] for tags in (styles.kernels, styles.peers))
+    tags = (*kernels[:most], *peers)
+    panels = _panels(measured.path, [p for p in measured.points if p.tag in tags])
+    return Lines(measured, quantity, value, finish, tags, (min(most, len(kernels)), len(kernels)), panels, styles)
+
+
+def _lines_figure(lines: Lines, theme: Theme) -> Figure:
+    """All panels in one picture, one legend below."""
+    across = min(3, len(lines.panels))
+    columns = 2 if across > 1 else 1
+    below = 0.24 * -(-len(lines.tags) // columns) + 0.3
+    size = (4.7 * across + 0.4, 3.9 * -(-len(lines.panels) // across) + below)
+    figure, axes = new_figure(lines.measured.environment, lines.heading, len(lines.panels), across, size, theme)
+    for axis, (title, points) in zip(axes, lines.panels.items()):
+        _draw_lines(axis, points, lines, title, theme)
     handles: dict[str, Any] = {}
     for axis in axes:
         handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
-    ordered = [tag for tag in styles if tag in handles]
-    figure.legend(
-        [handles[t] for t in ordered], ordered, loc="outside lower center", ncols=legend_columns, frameon=False
-    )
+    drawn = [tag for tag in lines.tags if tag in handles]
+    figure.legend([handles[t] for t in drawn], drawn, loc="outside lower center", ncols=columns, frameon=False)
+    return figure
+
+
+@themed
+def panel_figure(lines: Lines, title: str, *, theme: Theme = LIGHT) -> Figure:
+    """One panel alone, without a legend: for a page that arranges panels by its width."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=PANEL)
+    bottom = 0.15 if len({p.extent for p in lines.panels[title]}) == 1 else 0.2  # ticks of one line or of two
+    axis = figure.add_axes((0.135, bottom, 0.84, 0.9 - bottom))
+    _draw_lines(axis, lines.panels[title], lines, "\n".join(textwrap.wrap(title, 58)), theme)
+    return figure
+
+
+@themed
+def legend_figure(tags: Sequence[str], styles: Styles, *, theme: Theme = LIGHT) -> Figure:
+    """The legend of panels that stand alone."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    figure = Figure(figsize=(PANEL[0], 0.22 * len(tags) + 0.15))
+    handles = [Line2D([], [], **styles.line(tag, theme)) for tag in tags]
+    figure.legend(handles, tags, loc="upper left", frameon=False, borderpad=0.1, fontsize=9, handlelength=3.2)
     return figure
 
 
@@ -164,18 +234,12 @@ def _panels(path: Path, points: Sequence[Point]) -> dict[str, list[Point]]:
     return panels
 
 
-def _draw_lines(
-    axis: Axes,
-    points: list[Point],
-    styles: dict[str, dict[str, Any]],
-    title: str,
-    quantity: str,
-    value: Callable[[Point], float],
-) -> None:
-    for tag, style in styles.items():
-        line = sorted((p.seqlen_k, value(p)) for p in points if p.tag == tag)
+def _draw_lines(axis: Axes, points: list[Point], lines: Lines, title: str, theme: Theme) -> None:
+    joined = {} if _alike(points) else {"linestyle": "none"}
+    for tag in lines.tags:
+        line = sorted((p.seqlen_k, lines.value(p)) for p in points if p.tag == tag)
         if line:
-            axis.plot(*zip(*line), label=tag, **style)
+            axis.plot(*zip(*line), label=tag, **lines.styles.line(tag, theme) | joined)
     extents = {p.seqlen_k: p.extent for p in points}
     lengths, vary = sorted(extents), len(set(extents.values())) > 1
     axis.set_xscale("log", base=2)
@@ -183,9 +247,16 @@ def _draw_lines(
     axis.minorticks_off()
     axis.set_xlim(lengths[0] / 1.4, lengths[-1] * 1.4)
     axis.set_xlabel("keys a sequence" if points[0].queries else "sequence length")
-    axis.set_ylabel(quantity)
+    axis.set_ylabel(lines.quantity)
     axis.set_title(title, fontsize=10, loc="left")
     axis.grid(axis="y")
+    lines.finish(axis, points, theme)
+
+
+def _alike(points: Sequence[Point]) -> bool:
+    """Whether a line may join points: of equal heads, and of equal batch or equal batch times length."""
+    equal = [len({f(p) for p in points}) == 1 for f in (lambda p: p.batch, lambda p: p.batch * p.seqlen_k)]
+    return len({p.heads for p in points}) == 1 and any(equal)
 
 
 def _draw_ceilings(
@@ -225,38 +296,19 @@ def _draw_copy_ceiling(axis: Axes, points: list[Point], copy: float, top: float,
     return [f"{'' if inside else '↑ '}copy: {copy / 1000:.3g} TB/s" + (" (dotted)" if inside else "")]
 
 
-def _line_style(index: int, theme: Theme) -> dict[str, Any]:
-    return {
-        "color": theme.lines[index % len(theme.lines)],
-        "marker": MARKERS[index % len(MARKERS)],
-        "linewidth": 1.8,
-        "markersize": 5.5,
-        "zorder": 3,
-    }
-
-
-def _peer_style(index: int, theme: Theme) -> dict[str, Any]:
-    return {
-        "color": theme.peer,
-        "marker": MARKERS[index % len(MARKERS)],
-        "markerfacecolor": theme.background,
-        "linestyle": DASHES[index % len(DASHES)],
-        "linewidth": 1.4,
-        "markersize": 5.5,
-        "zorder": 2,
-    }
-
-
 # --- Speed-up
 
 
 @themed
-def speedup_figure(measured: Measured, most: int = MOST_BARS, *, theme: Theme = LIGHT) -> Figure:
+def speedup_figure(
+    measured: Measured, most: int = MOST_BARS, *, styles: Styles | None = None, theme: Theme = LIGHT
+) -> Figure:
     """Bars of each problem's fastest kernels and all its peers: how many times as fast as the best peer.
 
     Raises:
         ValueError: no problem has a timed peer, or more problems than a picture holds.
     """
+    styles = styles or styles_of([measured])
     panels: dict[str, list[Point]] = defaultdict(list)
     for point in _compared(measured):
         panels[point.problem].append(point)
@@ -268,7 +320,7 @@ def speedup_figure(measured: Measured, most: int = MOST_BARS, *, theme: Theme = 
     figure, axes = new_figure(measured.environment, "Speed against the best peer", len(panels), across, size, theme)
     for axis, (problem, points) in zip(axes, bars.items()):
         total = sum(p.ours for p in panels[problem])
-        _draw_bars(axis, points, problem + _of(sum(p.ours for p in points), total), theme)
+        _draw_bars(axis, points, problem + _of(sum(p.ours for p in points), total), styles, theme)
     return figure
 
 
@@ -277,15 +329,14 @@ def _bars(points: list[Point], most: int) -> list[Point]:
     return sorted([*ours, *(p for p in points if not p.ours)], key=lambda p: -(p.speedup or 0))
 
 
-def _draw_bars(axis: Axes, points: list[Point], title: str, theme: Theme) -> None:
+def _draw_bars(axis: Axes, points: list[Point], title: str, styles: Styles, theme: Theme) -> None:
     widths = [p.speedup or 0.0 for p in points]
-    colours = [theme.lines[0] if p.ours else theme.peer for p in points]
+    colours = [styles.colour(p.tag, theme) for p in points]
     axis.barh(range(len(points)), widths, color=colours, height=0.74)
     for row, point in enumerate(points):
         label = f"{point.speedup:.2f}×  {_rate(point.tflops)} TFLOP/s"
-        box = {"facecolor": theme.background, "edgecolor": "none", "pad": 0.6}
-        place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "zorder": 4}
-        axis.annotate(label, (widths[row], row), fontsize=7, bbox=box, **place)
+        place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+        axis.annotate(label, (max(1.0, widths[row]), row), fontsize=7, **place)  # right of the line at 1
     axis.axvline(1.0, color=theme.ceiling, linewidth=1.1, linestyle="--", zorder=3)
     axis.set_yticks(range(len(points)), [p.tag for p in points], fontsize=7)
     for tick, point in zip(axis.get_yticklabels(), points):
@@ -331,7 +382,7 @@ def heatmap_figure(measured: Measured, *, theme: Theme = LIGHT) -> Figure:
     axis.set_xticks(range(len(columns)), [f"D{'/'.join(map(str, dim))}\nN{length}" for dim, length in columns])
     names = [" · ".join(filter(None, (row[4], row[0], row[1]))) for row in rows]
     axis.set_yticks(range(len(rows)), names)
-    axis.set_xlabel("head dim and sequence length")
+    axis.set_xlabel("head dim and sequence length; in a cell × best peer, below it TFLOP/s")
     axis.set_ylabel("problem")
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
@@ -350,7 +401,7 @@ def _label_cells(axis: Axes, cells: list[list[Point | None]], ink: Callable[[flo
             if point is None:
                 axis.text(x, y, "–", ha="center", va="center")
             else:
-                label = f"{point.speedup:.2f}×\n{_rate(point.tflops)} TFLOP/s"
+                label = f"{point.speedup:.2f}×\n{_rate(point.tflops)}"
                 axis.text(x, y, label, ha="center", va="center", fontsize=8, color=ink(math.log2(point.speedup or 1)))
 
 

@@ -1,7 +1,8 @@
-"""One self-contained HTML page of results files: sortable tables, pictures inside, what it was measured on.
+"""One self-contained HTML page of results files: the verdict, sortable tables, pictures, what it was measured on.
 
 Everything is in the page, and its own policy forbids it the network. Pictures are there in light and dark; without
-matplotlib the page says that they are missing.
+matplotlib the page says that they are missing. A panel is a picture of its own, so that a narrow screen shows one and
+a wide one several beside each other.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import jinja2
 from markupsafe import Markup
 
 from flashlane import __version__
-from flashlane.bench.measure.device_rates import DeviceRates, place, rates_of, sentence, stored_ceilings
+from flashlane.bench.measure.device_rates import DeviceRates, Placed, place, rates_of, sentence, stored_ceilings
 from flashlane.bench.measure.results import ERROR, FAIL, Results, Row, load_results
 from flashlane.bench.measure.sweep import HEAD, summary_rows
 from flashlane.bench.present import figure_frame, plots
-from flashlane.bench.present.points import Measured, lines_of, read_results
+from flashlane.bench.present.points import lines_of, read_results
 from flashlane.bench.present.roofline import roofline_figure
+from flashlane.bench.present.styles import Styles, styles_of
+from flashlane.bench.present.table import NONE, significant
+from flashlane.bench.present.verdict import duels, times, verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,6 +38,14 @@ EXCERPT_LINES = 40
 MACHINE = ("device", "driver", "power_limit_w", "clock_mhz", "clock_max_mhz", "torch", "cuda", "cudnn", "triton",
            "flash-attn", "flash-attn-4", "ffpa-attn", "xformers", "flashlane", "commit", "date", "python", "system",
            "threads", "command")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is shown, and for a figure the number that the column is sorted by."""
+
+    shown: str
+    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,23 +61,22 @@ class Shown:
 COLUMNS = (
     Shown("problem", lambda r: r.problem),
     Shown("tag", lambda r: r.tag),
-    Shown("kind", lambda r: r.kind),
     Shown("check", lambda r: r.status),
     Shown("ms", lambda r: r.timing and r.timing.median, 4),
     Shown("±%", lambda r: r.timing and 50 * r.timing.spread, 2),
-    Shown("min ms", lambda r: r.timing and r.timing.fastest, 4),
-    Shown("max ms", lambda r: r.timing and r.timing.slowest, 4),
     Shown("TFLOP/s", lambda r: r.tflops, 4),
-    Shown("peak", lambda r: r.tflops_peak, 4),
-    Shown("× best peer", lambda r: r.speedup, 3),
-    Shown("% mma.sync", lambda r: r.mma_ceiling and 100 * r.mma_ceiling, 3),
+    Shown("× best peer", lambda r: None if r.speedup is None else Cell(times(r.speedup), r.speedup)),
     Shown("MiB a call", lambda r: r.memory.extra / 2**20 if r.memory and r.memory.extra is not None else None, 4),
-    Shown("host µs", lambda r: r.host_us, 3),
-    Shown("cycles", lambda r: r.cycles, 6),
     Shown("max error", lambda r: r.verdict and r.verdict.max_error, 2),
     Shown("/ allowed", lambda r: r.verdict and r.verdict.ratio, 2),
-    Shown("registers", lambda r: r.usage and r.usage.registers),
     Shown("message", lambda r: r.message),
+    Shown("min ms", lambda r: r.timing and r.timing.fastest, 4),
+    Shown("max ms", lambda r: r.timing and r.timing.slowest, 4),
+    Shown("peak TFLOP/s", lambda r: r.tflops_peak, 4),
+    Shown("% mma.sync", lambda r: r.mma_ceiling and 100 * r.mma_ceiling, 3),
+    Shown("host µs", lambda r: r.host_us, 3),
+    Shown("cycles", lambda r: r.cycles, 6),
+    Shown("registers", lambda r: r.usage and r.usage.registers),
 )
 
 
@@ -81,6 +92,7 @@ def build(paths: Sequence[Path], notebooks: Sequence[Path] = (), title: str = "f
         ValueError: a file cannot be read, or is no results file; the message names it.
     """
     results = [(path, load_results(path)) for path in paths]
+    styles = _styles(paths)
     pages = [{"name": path.name, "body": Markup(_rendered(text))} for path, text in _pages(notebooks)]
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     devices = ", ".join(dict.fromkeys(str(found.environment.get("device")) for _, found in results))
@@ -90,7 +102,9 @@ def build(paths: Sequence[Path], notebooks: Sequence[Path] = (), title: str = "f
         .render(
             title=title,
             made=f"{devices} · made {now} by flashlane {__version__}",
-            runs=[_section(index, path, found) for index, (path, found) in enumerate(results)],
+            runs=[_section(index, path, found, styles) for index, (path, found) in enumerate(results)],
+            open_problems=OPEN_PROBLEMS,
+            palettes={"light": figure_frame.LIGHT.lines, "dark": figure_frame.DARK.lines},
             notebook=pages,
         )
     )
@@ -112,20 +126,37 @@ def environment() -> jinja2.Environment:
     return made
 
 
-def _section(index: int, path: Path, results: Results) -> dict[str, object]:
+def _styles(paths: Sequence[Path]) -> Styles:
+    """The colours and markers of the whole page; files without a timed row add none."""
+    timed = []
+    for path in paths:
+        try:
+            timed.append(read_results(path))
+        except ValueError:
+            continue
+    return styles_of(timed)
+
+
+def _section(index: int, path: Path, results: Results, styles: Styles) -> dict[str, object]:
     """What the template shows of one results file."""
     shown = [c for c in COLUMNS if any(c.value(row) not in (None, "") for row in results.rows)]
-    notes, bounds, pictures = _pictures(path, results)
+    notes, bounds, pictures = _pictures(path, results, styles)
+    summary = [dict(zip(HEAD, row, strict=True)) for row in summary_rows(results)]
+    order = ("problem", "× best peer", *HEAD[1:])  # the ratio first, so that a narrow screen shows it
+    head = [name for name in dict.fromkeys(order) if any(row[name] not in ("", NONE) for row in summary)]
     return {
         "anchor": f"run-{index}",
         "name": path.stem,
         "head": f"{results.environment.get('device')} · {path.name}",
+        "verdict": verdict_words(results),
+        "verdicts": _by_direction(results),
+        "bars": _bars(results, styles),
         "machine": _machine(results),
         "notes": [*results.notes, *notes],
         "bounds": bounds,
         "pictures": pictures,
-        "summary_head": HEAD,
-        "summary": list(summary_rows(results)),
+        "summary_head": head,
+        "summary": [[row[name] for name in head] for row in summary],
         "columns": [column.title for column in shown],
         "rows": [[_cell(column, row) for column in shown] for row in results.rows],
         "failed": sum(row.status in (FAIL, ERROR) for row in results.rows),
@@ -137,23 +168,105 @@ def _machine(results: Results) -> list[tuple[str, object]]:
     where = results.environment
     lines = [(name, where[name]) for name in MACHINE if where.get(name) not in (None, "")]
     keys = ("rounds", "check", "rule", "seed", "inputs", "order", "protocol", "calls", "directions")
-    settings = ", ".join(f"{key} {results.settings[key]}" for key in keys if key in results.settings)
+    settings = "; ".join(f"{key}: {_words(results.settings[key])}" for key in keys if key in results.settings)
     return [*lines, ("measured", settings)]
+
+
+def _words(value: object) -> str:
+    """A setting as a reader has it: yes and no, lists without brackets."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+# --- who is ahead
+
+
+def verdict_words(results: Results) -> str:
+    """The first sentences of a file: ahead in how many problems, by how much, least, and what failed."""
+    found = duels(results)
+    whole = verdict(found)
+    if whole is None:
+        text = "No problem has both a kernel and a peer that were timed, so there is nothing to compare."
+    else:
+        text = (
+            f"Our fastest kernel is ahead of the fastest peer in {whole.ahead} of {whole.problems} problems; geometric "
+            f"mean {times(whole.mean)}×, least {times(whole.least.ratio)}× ({whole.least.problem} against "
+            f"{whole.least.peer.tag}), most {times(whole.most.ratio)}× ({whole.most.problem})."
+        )
+        if whole.alone:
+            text += f" {_counted(whole.alone, 'further problem')} had no kernel or no peer to compare."
+    failed = [row for row in results.rows if row.status in (FAIL, ERROR)]
+    kernels = sum(row.kind == "kernel" for row in failed)
+    if failed:
+        text += f" {_counted(len(failed), 'row')} failed: {kernels} of kernels, {len(failed) - kernels} of peers."
+    return text
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _by_direction(results: Results) -> list[tuple[object, ...]]:
+    """A line for each direction, where there is more than one."""
+    directions = dict.fromkeys(row.direction for row in results.rows)
+    of = {row.problem: row.direction for row in results.rows}
+    lines = []
+    for direction in directions if len(directions) > 1 else ():
+        found = verdict([duel for duel in duels(results) if of.get(duel.problem) == direction])
+        if found is not None:
+            name = "forward and backward" if direction == "both" else direction
+            ratios = (found.mean, found.least.ratio, found.most.ratio)
+            lines.append((name, found.problems, found.ahead, *(Cell(times(x), x) for x in ratios)))
+    return lines
+
+
+OPEN_PROBLEMS = 12
+"""Problems whose bars are open when the page opens; those of the others open on a click."""
+
+
+def _bars(results: Results, styles: Styles) -> list[dict[str, object]]:
+    """Each problem's fastest kernels and all its peers as bars: how many times as fast as the best peer."""
+    problems: dict[str, list[Row]] = {}
+    for row in results.rows:
+        if row.timing and row.speedup:
+            problems.setdefault(row.problem, []).append(row)
+    shown = []
+    for problem, rows in problems.items():
+        rows = sorted(rows, key=lambda row: -row.speedup)
+        ours = [row for row in rows if row.kind == "kernel"]
+        kept = [row for row in rows if row.kind != "kernel" or row in ours[: plots.MOST_BARS]]
+        widest = max(1.0, *(row.speedup for row in kept))
+        bars = [
+            {
+                "tag": row.tag,
+                "peer": row.kind != "kernel",
+                "colour": _colour(row.tag, styles),
+                "width": f"{100 * row.speedup / widest:.1f}",
+                "label": f"{times(row.speedup)}× · {significant(row.tflops)}",
+            }
+            for row in kept
+        ]
+        left_out = len(ours) - min(len(ours), plots.MOST_BARS)
+        shown.append({"problem": problem, "bars": bars, "one": f"{100 / widest:.1f}", "left_out": left_out})
+    return shown
+
+
+def _colour(tag: str, styles: Styles) -> str:
+    """The name of the style sheet's colour: of a kernel that the pictures draw, a peer, or another kernel."""
+    if tag in styles.peers:
+        return "peer"
+    index = styles.kernels.index(tag) if tag in styles.kernels else plots.MOST_LINES
+    return f"line-{index}" if index < plots.MOST_LINES else "other"
 
 
 # --- tables
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What is shown, and for a figure the number that the column is sorted by."""
-
-    shown: str
-    value: float | None = None
-
-
 def _cell(column: Shown, row: Row) -> object:
     value = column.value(row)
+    if isinstance(value, Cell):
+        return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         text = f"{value:.{column.digits}g}" if column.digits else f"{value:g}"
         return Cell(_plain(text), float(value))
@@ -172,7 +285,7 @@ def number_of(cell: object) -> Cell:
     if isinstance(cell, Cell):
         return cell
     try:
-        return Cell(str(cell), float(str(cell)))
+        return Cell(str(cell), float(str(cell).removeprefix("<")))
     except ValueError:
         return Cell(str(cell))
 
@@ -190,8 +303,8 @@ def _status(row: Sequence[object]) -> str:
 # --- pictures
 
 
-def _pictures(path: Path, results: Results) -> tuple[list[str], list[str], list[dict[str, str]]]:
-    """Why there are no pictures, what bounds each problem, and the pictures or why one is missing."""
+def _pictures(path: Path, results: Results, styles: Styles) -> tuple[list[str], list[str], list[dict[str, object]]]:
+    """Why there are no pictures, what bounds each problem, and groups of pictures or why one is missing."""
     try:
         figure_frame.need_matplotlib()
         measured = read_results(path)
@@ -199,36 +312,55 @@ def _pictures(path: Path, results: Results) -> tuple[list[str], list[str], list[
         return [f"No pictures: {error}"], [], []
     ceilings = _ceilings(results, path)
     lines = ({}, None) if ceilings is None else (lines_of(ceilings), ceilings.copy)
-    kinds: dict[str, Callable[[figure_frame.Theme], Figure]] = {
-        "TFLOP/s against sequence length": lambda t: plots.throughput_figure(measured, 5, *lines, theme=t),
-        "Our fastest kernel against the best peer": lambda t: plots.heatmap_figure(measured, theme=t),
-        "Speed against the best peer": lambda t: plots.speedup_figure(_first(measured), theme=t),
-        "Memory of a call": lambda t: plots.memory_figure(measured, 5, theme=t),
+    kinds: dict[str, Callable[[], dict[str, object]]] = {
+        "Our fastest kernel against the best peer": lambda: {
+            "wide": [_both("heat map", lambda t: plots.heatmap_figure(measured, theme=t))]
+        },
+        "throughput": lambda: _panels(plots.throughput_lines(measured, plots.MOST_LINES, *lines, styles=styles)),
+        "memory": lambda: _panels(plots.memory_lines(measured, plots.MOST_LINES, styles)),
     }
     bounds: list[str] = []
     points = place(results.rows, ceilings) if ceilings is not None else []
     if points:
-        kinds["Roofline"] = lambda t: roofline_figure(points, ceilings, results.environment, theme=t)
+        kinds["Roofline"] = lambda: {
+            "panels": [_roofline(points, ceilings, results, styles, dtype) for dtype in dtypes]
+        }
+        dtypes = list(dict.fromkeys(p.dtype for p in points))
         bounds = [sentence([p for p in points if p.problem == x]) for x in dict.fromkeys(p.problem for p in points)]
-    pictures = []
+    groups = []
     for name, draw in kinds.items():
-        picture = {"name": name, "missing": ""}
+        group: dict[str, object] = {"name": name, "missing": "", "panels": [], "wide": []}
         try:
-            picture |= {"light": _uri(draw(figure_frame.LIGHT)), "dark": _uri(draw(figure_frame.DARK))}
+            group |= draw()
         except ValueError as error:  # this file has nothing to draw of that kind
-            picture["missing"] = str(error)
-        pictures.append(picture)
-    return [], bounds, pictures
+            group["missing"] = str(error)
+        groups.append(group)
+    return [], bounds, groups
 
 
-MOST_PANELS = 8
-"""Problems whose bars are in the page, so that it stays readable; ``flashlane plot`` draws them all."""
+def _panels(lines: plots.Lines) -> dict[str, object]:
+    """The legend, and a picture for each panel."""
+    legend = _both("legend", lambda t: plots.legend_figure(lines.tags, lines.styles, theme=t))
+    panels = [_both(f"{lines.quantity}: {title}", functools.partial(_panel, lines, title)) for title in lines.panels]
+    return {"name": lines.heading, "panels": [legend, *panels]}
 
 
-def _first(measured: Measured) -> Measured:
-    problems = list(dict.fromkeys(p.problem for p in measured.points if p.speedup))[:MOST_PANELS]
-    points = tuple(p for p in measured.points if p.problem in problems)
-    return Measured(measured.path, measured.environment, points)
+def _panel(lines: plots.Lines, title: str, theme: figure_frame.Theme) -> Figure:
+    return plots.panel_figure(lines, title, theme=theme)
+
+
+def _roofline(
+    points: Sequence[Placed], ceilings: DeviceRates, results: Results, styles: Styles, dtype: str
+) -> dict[str, str]:
+    few = [p for p in points if p.dtype == dtype]
+    where = results.environment
+    draw = functools.partial(roofline_figure, few, ceilings, where, styles=styles, width=plots.PANEL[0])
+    return _both(f"roofline, {dtype}", lambda t: draw(theme=t))
+
+
+def _both(alt: str, draw: Callable[[figure_frame.Theme], Figure]) -> dict[str, str]:
+    """A picture in light and dark."""
+    return {"alt": alt, "light": _uri(draw(figure_frame.LIGHT)), "dark": _uri(draw(figure_frame.DARK))}
 
 
 def _ceilings(results: Results, path: Path) -> DeviceRates | None:

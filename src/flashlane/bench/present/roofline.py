@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flashlane.bench.measure.device_rates import DeviceRates, Placed
 from flashlane.bench.present.figure_frame import LIGHT, Theme, new_figure, themed
+from flashlane.bench.present.styles import MOST_LINES, Styles, styles_of_tags
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MARKERS = "osD^vPX<>*"
-MOST = 8
-"""Tags with a marker of their own, those that come highest; the others share one."""
-
 
 @themed
 def roofline_figure(
-    points: Sequence[Placed], ceilings: DeviceRates, environment: dict[str, Any], *, theme: Theme = LIGHT
+    points: Sequence[Placed],
+    ceilings: DeviceRates,
+    environment: dict[str, Any],
+    *,
+    styles: Styles | None = None,
+    width: float = 8.4,
+    theme: Theme = LIGHT,
 ) -> Figure:
     """A panel for each dtype, both axes logarithmic.
 
@@ -27,15 +31,25 @@ def roofline_figure(
         points: at least one.
         ceilings: with a matrix rate of each point's dtype.
         environment: of the results, for the title.
+        styles: of all tags, where other pictures share them; else by how near each tag comes to the ceilings.
+        width: inches.
     """
     dtypes = list(dict.fromkeys(p.dtype for p in points))
-    figure, axes = new_figure(environment, "Roofline", len(dtypes), 1, (8.4, 4.8 * len(dtypes)), theme)
+    styles = styles or _styles(points)
+    figure, axes = new_figure(environment, "Roofline", len(dtypes), 1, (width, 4.8 * len(dtypes)), theme)
     for axis, dtype in zip(axes, dtypes):
-        _panel(axis, [p for p in points if p.dtype == dtype], ceilings, dtype, theme)
+        _panel(axis, [p for p in points if p.dtype == dtype], ceilings, dtype, styles, theme)
     return figure
 
 
-def _panel(axis: Axes, points: list[Placed], ceilings: DeviceRates, dtype: str, theme: Theme) -> None:
+def _styles(points: Sequence[Placed]) -> Styles:
+    """The tags that come nearest to the ceilings first."""
+    order = [p.tag for p in sorted(points, key=lambda p: -p.share)]
+    peers = {p.tag for p in points if p.kind != "kernel"}
+    return styles_of_tags([tag for tag in order if tag not in peers], [tag for tag in order if tag in peers])
+
+
+def _panel(axis: Axes, points: list[Placed], ceilings: DeviceRates, dtype: str, styles: Styles, theme: Theme) -> None:
     seen = [p.intensity for p in points] + [ceilings.matrix[dtype] / (ceilings.copy * 1e-3)]
     low, high = min(seen) / 3, max(seen) * 3  # both sides of the ridge
     xs = [low * (high / low) ** (step / 200) for step in range(201)]
@@ -45,21 +59,24 @@ def _panel(axis: Axes, points: list[Placed], ceilings: DeviceRates, dtype: str, 
         ys = [ceilings.attainable(x, dtype, "mma(") for x in xs]
         axis.plot(xs, ys, color=theme.ceiling, linewidth=1.1, linestyle="--", zorder=2)
         label += f"; dashed: mma.sync {ceilings.mma[dtype]:.3g}"
-    best = sorted({p.tag for p in points}, key=lambda tag: -max(p.share for p in points if p.tag == tag))
-    for index, tag in enumerate(best):
+    here = {p.tag for p in points}
+    kernels = [tag for tag in styles.kernels if tag in here]
+    shown = [*kernels[:MOST_LINES], *(tag for tag in styles.peers if tag in here)]
+    rest = [p for p in points if p.tag not in shown]
+    if rest:
+        label_rest = f"{len(kernels) - MOST_LINES} further kernels"
+        dots = {"color": theme.peer, "marker": ".", "linestyle": "none", "markersize": 3, "zorder": 2}
+        axis.plot([p.intensity for p in rest], [p.tflops for p in rest], label=label_rest, **dots)
+    for tag in shown:
         members = [p for p in points if p.tag == tag]
-        ours = members[0].kind == "kernel"
-        shown = index < MOST
-        style = {"color": theme.lines[index % len(theme.lines)] if ours and shown else theme.peer}
-        style |= {"marker": MARKERS[index % len(MARKERS)] if shown else ".", "linestyle": "none", "markersize": 6}
-        style |= {"markerfacecolor": style["color"] if ours else theme.background, "zorder": 3}
-        more = f"{len(best) - MOST} further tags" if index == MOST else "_" if not shown else tag
-        axis.plot([p.intensity for p in members], [p.tflops for p in members], label=more, **style)
+        style = styles.point(tag, theme) | {"linestyle": "none", "zorder": 3}
+        axis.plot([p.intensity for p in members], [p.tflops for p in members], label=tag, **style)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlim(low, high)
     axis.set_xlabel("operations a byte (each input read once, each output written once)")
     axis.set_ylabel("TFLOP/s")
-    axis.set_title(f"{dtype}: {label}", fontsize=9.5, loc="left")
+    wide = int(axis.figure.get_size_inches()[0] * 11)
+    axis.set_title("\n".join(textwrap.wrap(f"{dtype}: {label}", wide)), fontsize=9.5, loc="left")
     axis.grid(which="major")
     axis.legend(loc="lower right", fontsize=7.5, frameon=False)
