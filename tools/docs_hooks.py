@@ -99,7 +99,7 @@ def options_table(name: str) -> str:
         if parameter.name == "help" or getattr(parameter, "hidden", False):
             continue
         shown = ", ".join(f"`{word}`" for word in words) if option else f"`{parameter.metavar or parameter.name}`"
-        default = parameter.default
+        default = parameter.opts[0] if parameter.default is True else parameter.default
         said = "" if default in (None, "", False, ()) or not option else f" Default: `{default}`."
         text = (getattr(parameter, "help", None) or "").replace("\\[", "[").replace("|", "\\|")
         group = getattr(parameter, "rich_help_panel", None) or ("Options" if option else "Arguments")

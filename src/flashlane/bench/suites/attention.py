@@ -231,8 +231,7 @@ class AttentionSuite:
 
     def measure(self, case: Case, say: Callable[[str], None], messages: list[str]) -> list[dict[str, Value]]:
         row: dict[str, Value] = {"seqlen": case.seqlen, "head_dim": case.head_dim, "dtype": case.dtype}
-        clock = self._clock_of()  # its buffer is no part of what the inputs take
-        before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        clock = self._clock_of()
         try:
             tensors, do = guarded(lambda: self._inputs(case), self.device)
         except OutOfMemory:
@@ -255,7 +254,7 @@ class AttentionSuite:
             release(self.device)
         if not self.causal:
             for key, (attend, size, _) in passes.items():
-                row[f"{key}_memory"] = self._memory(attend, tensors, do, size, before)
+                row[f"{key}_memory"] = self._memory(attend, tensors, size)
         for column in self.columns:
             if column.key.startswith("speedup_"):
                 _, other, direction = column.key.split("_")
@@ -304,19 +303,18 @@ class AttentionSuite:
         self,
         attend: Attend,
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        do: torch.Tensor,
         score_bytes: int,
-        before: int,
     ) -> Value:
-        """Megabytes alive between the forward and the backward pass."""
+        """Megabytes alive between the forward and the backward pass: q, k, v and what the forward pass leaves."""
         on_gpu = self.device.type == "cuda"
         release(self.device)  # what the implementation before it left
+        before = torch.cuda.memory_allocated(self.device) if on_gpu else 0  # a library's workspace is no part of it
         try:
             refuse_beyond_memory(SCORE_COPIES["forward"] * score_bytes, self.device)
             with torch.enable_grad(), contextlib.nullcontext() if on_gpu else SavedBytes() as saved:
                 out = guarded(lambda: attend(*tensors), self.device)
-                if saved is None:  # a forward pass has no do
-                    total = torch.cuda.memory_allocated(self.device) - before - do.nbytes
+                if saved is None:
+                    total = torch.cuda.memory_allocated(self.device) - before + sum(t.nbytes for t in tensors)
                 else:
                     total = saved.total(*tensors, out)
         except OutOfMemory:
