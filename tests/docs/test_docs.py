@@ -1,9 +1,11 @@
 """The documentation site: it builds without a warning, every page is in it, and what it says of options is true."""
 
+import html
 import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NEEDS_BROWSER = pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian: apt-get install chromium)")
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +49,75 @@ def test_it_builds_without_a_warning_and_holds_every_page(site):
 
 
 def test_it_needs_no_network(site):
-    text = (site / "cli" / "sweep.html").read_text(encoding="utf-8")
-    loaded = re.findall(r'<(?:script|img)[^>]+src="([^"]+)"|<link[^>]+rel="stylesheet"[^>]+href="([^"]+)"', text)
-    assert loaded and not [a or b for a, b in loaded if re.match(r"(https?:)?//", a or b)]
+    for name in ("index", "cli/sweep", "install"):
+        text = (site / f"{name}.html").read_text(encoding="utf-8")
+        loaded = re.findall(r'<(?:script|img)[^>]+src="([^"]+)"|<link[^>]+rel="stylesheet"[^>]+href="([^"]+)"', text)
+        assert loaded and not [a or b for a, b in loaded if re.match(r"(https?:)?//", a or b)]
+    assert "https://unpkg" not in text, "the search's worker is the site's own"
+
+
+def test_pages_lead_to_the_next_and_to_the_repository(site, hooks):
+    text = (site / "install.html").read_text(encoding="utf-8")
+    assert 'rel="prev"' in text and 'rel="next"' in text
+    configuration = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "repo_url: !ENV [FLASHLANE_REPOSITORY, null]" in configuration
+
+
+WIDEST = 120
+"""Columns of a code line; the style sheet makes them fit at 1280 pixels."""
+
+
+def test_no_code_line_is_wider_than_its_page():
+    wide = {}
+    for page in DOCS.rglob("*.md"):
+        for block in re.findall(r"^```.*?\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M):
+            longest = max(map(len, block.splitlines()), default=0)
+            if longest > WIDEST:
+                wide[page.name] = longest
+    assert not wide
+
+
+@NEEDS_BROWSER
+@pytest.mark.parametrize("name", ["index", "cli/bench", "suites", "hopper-backward", "tutorial"])
+def test_code_and_tables_fit_at_1280_pixels(site, tmp_path, name):
+    page = site / f"{name}.html"
+    measure = """addEventListener('load', () => { const over = q => [...document.querySelectorAll(q)].filter(
+      e => e.scrollWidth > e.clientWidth + 1).map(e => e.innerText.slice(0, 60));
+      document.title = JSON.stringify([over('pre > code'), over('.md-content .md-typeset__scrollwrap'),
+      document.documentElement.scrollWidth - innerWidth]); })"""
+    tested = page.with_name(f"tested-{page.name}")
+    tested.write_text(page.read_text(encoding="utf-8").replace("</body>", f"<script>{measure}</script></body>"))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--no-first-run"]
+    command += ["--window-size=1280,900", "--virtual-time-budget=4000", "--dump-dom", tested.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False).stdout
+    tested.unlink()
+    code, tables, page_over = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S)[1]))
+    assert not code and not tables and page_over <= 0
+
+
+def test_notebook_titles_have_one_form():
+    """``# 0001: Title``, with a capital; the index names each page by its number and title."""
+    index = (DOCS / "notebook" / "index.md").read_text(encoding="utf-8")
+    for page in sorted((DOCS / "notebook").glob("0*.md")):
+        first = page.read_text(encoding="utf-8").splitlines()[0]
+        title = re.fullmatch(rf"# {page.name[:4]}: ([A-Z].*)", first)
+        assert title, f"{page.name}: {first}"
+        assert f"- [{page.name[:4]}]({page.name}): " in index
+
+
+def test_the_site_has_what_a_newcomer_looks_for(site):
+    navigation = (site / "index.html").read_text(encoding="utf-8")
+    for name in ("install", "troubleshooting", "changelog", "contributing", "performance", "features", "limits"):
+        assert f'href="{name}.html"' in navigation, name
+    performance = (site / "performance.html").read_text(encoding="utf-8")
+    for peer in ("cuDNN (SDPA)", "FlashAttention-4", "FlexAttention"):
+        assert f"<td>{peer}</td>" in performance
+    assert "paged key/value cache" in (site / "features.html").read_text(encoding="utf-8")
+
+
+def test_a_default_is_given_as_it_is_typed(hooks):
+    table = hooks.options_table("bench")
+    assert "`True`" not in table and "Default: `--check`" in table
 
 
 def test_options_and_docstrings_are_in_it(site):
@@ -199,28 +269,3 @@ def test_dotted_names_of_the_package_resolve(page):
     for module, imported in re.findall(r"from (flashlane[\w.]*) import ([\w, ]+)", text):
         names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
     assert [name for name in sorted(names) if not resolves(name)] == []
-
-
-def test_commands_of_the_pages_parse():
-    """Every ``flashlane …`` line of a page's code blocks names a command and options that exist."""
-    from typer.main import get_command
-
-    from flashlane.cli.main import app
-
-    commands = get_command(app).commands
-    for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
-        blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
-        for line in "".join(blocks).replace("\\\n", " ").splitlines():
-            if not line.startswith("flashlane "):
-                continue
-            _, name, *words = re.sub(r"\s#.*", "", line).split()
-            assert name.startswith("-") or name in commands, f"{page.name}: {line}"
-            options = set()
-            if name in commands:
-                command = commands[name]
-                options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
-                if (inner := getattr(command, "commands", {}).get(words[0] if words else "")) is not None:
-                    options |= {o for p in inner.params for o in (*p.opts, *p.secondary_opts)}
-            given = {word.split("=")[0] for word in words if word.startswith("--")}
-            if not getattr(commands.get(name), "context_settings", {}).get("ignore_unknown_options"):
-                assert given <= options | {"--"}, f"{page.name}: {line}: {sorted(given - options)}"
