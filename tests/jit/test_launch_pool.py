@@ -65,7 +65,8 @@ def plan_of(launched: list[tuple[int, Any]], **keywords: Any) -> LaunchPlan:
     maps = (Map("map_a", 0, lambda address: address), Map("map_b", 1, lambda address: address))
     function = Function(launched)
     first = Launch(function, (3, 1, 1), 128, Params(size=7), 1024, maps=maps)
-    return LaunchPlan(lambda: [first, Launch(function, (1, 1, 1), 32, Small(size=8), overlapped=True)], **keywords)
+    launches = [first, Launch(function, (1, 1, 1), 32, Small(size=8), overlapped=True)]
+    return LaunchPlan(lambda: launches, ("q", "the values"), **keywords)
 
 
 def test_a_block_has_the_addresses_of_its_call(encoded: list[int]) -> None:
@@ -103,6 +104,20 @@ def test_two_calls_with_one_key_have_two_blocks_which_both_stay(encoded: list[in
     assert {id(plan.take((16, 16))), id(plan.take((16, 16)))} == {id(one), id(other)}
 
 
+def test_without_a_key_any_block_serves_any_call() -> None:
+    launched: list[tuple[int, Any]] = []
+    plan = LaunchPlan(lambda: [Launch(Function(launched), (1, 1, 1), 32, Small(size=8))])
+    one, other = plan.take_any(), plan.take_any()
+    assert one is not other, "two calls at one time"
+    for block, address in ((one, 100), (other, 200)):
+        block.set_pointers({"lse": address})
+        block.enqueue(3)
+        plan.give_any(block)
+    assert [(stream, params.lse, params.size) for stream, params in launched] == [(3, 100, 8), (3, 200, 8)]
+    again = plan.take_any()
+    assert again is other and not plan.pool.idle and plan.pool.spare == [one]
+
+
 def test_other_parameters_may_follow_the_key(encoded: list[int]) -> None:
     def point(block: ParamsBlock, key: tuple[int, int]) -> None:
         block.params[0].size = key[1]
@@ -113,11 +128,11 @@ def test_other_parameters_may_follow_the_key(encoded: list[int]) -> None:
 
 def test_an_address_that_no_map_can_have(encoded: list[int]) -> None:
     plan = plan_of([])
-    with pytest.raises(ValueError, match="starts at address 0x18; TMA needs a multiple of 16"):
+    with pytest.raises(ValueError, match=r"^the values starts at address 0x18; TMA needs a multiple of 16 bytes"):
         plan.take((16, 24))
     plan.give((16, 16), plan.take((16, 16)))
-    with pytest.raises(ValueError, match="0x18"):
-        plan.take((16, 24))
+    with pytest.raises(ValueError, match=r"^q starts at address 0x18"):
+        plan.take((24, 16))
 
 
 def test_pointers_must_lie_one_after_another() -> None:

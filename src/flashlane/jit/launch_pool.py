@@ -12,20 +12,20 @@ Checking a launch, filling its parameters and encoding its tensor maps takes lon
     block.enqueue(stream)           # every launch in its order; or block.enqueues[0](stream)
     plan.give(addresses, block)     # not after an error: the block is dropped then
 
+Where no parameter depends on a key, any block serves any call; ``take_any()`` and ``give_any(block)`` are the shorter
+way.
+
 - No other thread has a block between ``take`` and ``give``.
 - A block that ``take`` finds under its key has maps that point to these addresses. Else the maps of another idle block
   are moved, or a block is made. At most :data:`BLOCKS_KEPT` keys have a block; the one unused longest goes first.
 - A launch that needs counters at 0 takes them from :func:`counters_of`, which says how.
-- A kernel that is not launched by :class:`~flashlane.jit.launch.Function` uses :class:`Pool` with blocks of its own.
+- A kernel that is not launched by :class:`~flashlane.jit.launch.Function` uses :class:`Pool` with blocks of its own, as
+  Triton's do (``kernels/triton/launch.py``): their first call compiles the kernel, and some calls go through Triton's
+  launcher.
 - Other device memory of a call comes from :func:`~flashlane.jit.launch.allocator`, which is torch's: it lives until the
   launches are enqueued, and torch gives it out again on the same stream only.
 
 The plan itself is kept by its kernel, under what the plan depends on (problem, shapes, strides, device).
-
-Triton's kernels keep plans of their own (``kernels/triton``). The first call of a Triton launch compiles the kernel,
-and launches with descriptors or profiler hooks go through Triton's launcher, so a :class:`Launch` cannot describe them.
-Their parameter blocks hold addresses only: a list serves any call from any idle block, in a fifth of the time that
-:meth:`Pool.take` and :meth:`Pool.give` need for a key.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import operator
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from flashlane.jit import tensormap
 from flashlane.jit.launch import Dim3, Function
@@ -64,7 +64,7 @@ class Map:
     field: str
     """Its name in the structure."""
     operand: int
-    """Which of the addresses of the key it points to."""
+    """Which of the plan's operands it points to."""
     describe: Callable[[int], tensormap.TensorMap]
     """The map of a tensor at an address."""
 
@@ -96,6 +96,7 @@ class ParamsBlock:
         launches: in their order.
         templates: the parameters of each, with the maps encoded.
         at: the addresses that these maps point to.
+        operands: names of the tensors at these addresses.
         point: called with the block and a key when the maps have moved to the key's addresses.
     """
 
@@ -104,6 +105,7 @@ class ParamsBlock:
         launches: Sequence[Launch],
         templates: Sequence[ctypes.Structure],
         at: Key,
+        operands: Sequence[str],
         point: Callable[[ParamsBlock, Key], None] | None,
     ) -> None:
         movers: dict[int, list[Callable[[int], None]]] = {}
@@ -124,7 +126,7 @@ class ParamsBlock:
         """Enqueues every launch."""
         self.stream: int | None = None
         """The stream whose counters the parameters hold; None: those of no stream."""
-        self._movers, self._at, self._point = tuple(movers.items()), at, point
+        self._movers, self._at, self._operands, self._point = tuple(movers.items()), at, operands, point
         self._pointers: dict[tuple[str, ...], Callable[[Sequence[int]], None]] = {}
 
     def _enqueue_all(self, stream: int) -> None:
@@ -140,7 +142,7 @@ class ParamsBlock:
         for operand, movers in self._movers:
             address = key[operand]
             if address != self._at[operand]:
-                _check_address(address)
+                _check_address(self._operands[operand], address)
                 for move in movers:
                     move(address)
         self._at = key
@@ -158,12 +160,9 @@ class ParamsBlock:
         found(addresses)
 
 
-def _check_address(address: int) -> None:
+def _check_address(name: str, address: int) -> None:
     if address % tensormap.ALIGNMENT:
-        raise ValueError(
-            f"q, k, v or the output's gradient starts at address {address:#x}; TMA needs a multiple of "
-            f"{tensormap.ALIGNMENT}"
-        )
+        raise ValueError(f"{name} starts at address {address:#x}; TMA needs a multiple of {tensormap.ALIGNMENT} bytes")
 
 
 def _pointers_of(structures: Sequence[ctypes.Structure], names: tuple[str, ...]) -> Callable[[Sequence[int]], None]:
@@ -197,11 +196,12 @@ def _pointers_of(structures: Sequence[ctypes.Structure], names: tuple[str, ...])
 class LaunchPlan:
     """The launches of all calls that differ only in addresses and stream.
 
-    ``take`` and ``give`` are those of its :class:`Pool`.
+    ``take``, ``give``, ``take_any`` and ``give_any`` are those of its :class:`Pool`.
 
     Args:
         launches: gives the launches in their order. It is called when a call first needs a block, so that a plan can be
             made without a GPU and for calls that launch nothing.
+        operands: names of the tensors whose addresses are the key, for messages: of all that a map points to.
         point: called with a block and a key when the block's maps have moved to the key's addresses; it sets other
             parameters that depend on the key.
         kept: how many keys may have an idle block.
@@ -210,14 +210,16 @@ class LaunchPlan:
     def __init__(
         self,
         launches: Callable[[], Iterable[Launch]],
+        operands: Sequence[str] = (),
         point: Callable[[ParamsBlock, Key], None] | None = None,
         kept: int = BLOCKS_KEPT,
     ) -> None:
-        self._build, self._point = launches, point
+        self._build, self._operands, self._point = launches, tuple(operands), point
         self._encoded: tuple[Key, tuple[ctypes.Structure, ...]] | None = None
         """The key that was asked for first, and the parameters with the maps of its addresses."""
         self.pool: Pool[ParamsBlock] = Pool(self._make, kept)
         self.take, self.give = self.pool.take, self.pool.give
+        self.take_any, self.give_any = self.pool.take_any, self.pool.give_any
 
     @functools.cached_property
     def launches(self) -> tuple[Launch, ...]:
@@ -226,16 +228,16 @@ class LaunchPlan:
 
     def _make(self, key: Key) -> ParamsBlock:
         if self._encoded is None:
-            self._encoded = key, tuple(_with_maps(each, key) for each in self.launches)
+            self._encoded = key, tuple(_with_maps(each, key, self._operands) for each in self.launches)
         at, templates = self._encoded
-        return ParamsBlock(self.launches, templates, at, self._point)
+        return ParamsBlock(self.launches, templates, at, self._operands, self._point)
 
 
-def _with_maps(each: Launch, key: Key) -> ctypes.Structure:
+def _with_maps(each: Launch, key: Key, operands: Sequence[str]) -> ctypes.Structure:
     """A launch's parameters, with maps of tensors at the addresses of a key."""
     own = type(each.params).from_buffer_copy(each.params)
     for one in each.maps:
-        _check_address(key[one.operand])
+        _check_address(operands[one.operand], key[one.operand])
         encoded = tensormap.encode(one.describe(key[one.operand]))
         ctypes.memmove(getattr(own, one.field), encoded, tensormap.MAP_BYTES)
     return own
@@ -244,23 +246,18 @@ def _with_maps(each: Launch, key: Key) -> ctypes.Structure:
 # --- the pool ---
 
 
-class Block(Protocol):
-    """What a pool holds."""
-
-    def point_to(self, key: Any) -> None:
-        """Make the block ready for a call with this key."""
-
-
-B = TypeVar("B", bound=Block)
+B = TypeVar("B")
 
 
 class Pool(Generic[B]):
-    """Blocks that no call is using, by their keys; threads may share it.
+    """Blocks that no call is using; threads may share it.
 
+    A pool is used in one of two ways: ``take`` and ``give`` with keys, for blocks that have a method ``point_to(key)``,
+    which makes them ready for a call with this key; or ``take_any`` and ``give_any``, for blocks that are always ready.
     Each step on its containers is one operation of a dict or a list, which the interpreter does not divide.
 
     Args:
-        make: makes a block; the key is that of the call which needs it.
+        make: makes a block; the key is that of the call which needs it, ``()`` without keys.
         kept: how many keys may have an idle block. As many more may lie ready without one.
     """
 
@@ -269,7 +266,17 @@ class Pool(Generic[B]):
         self.idle: dict[Any, B] = {}
         """By key, the longest unused first."""
         self.spare: list[B] = []
-        """Blocks whose key has another block: two threads were launching with one key."""
+        """Blocks without a key; of a pool with keys, those whose key has another block, as two threads were launching
+        with one key."""
+        self.give_any: Callable[[B], None] = self.spare.append
+        """Give a block back that ``take_any`` gave: as many lie ready as calls were under way at one time."""
+
+    def take_any(self) -> B:
+        """A block of a pool without keys; the caller has it alone."""
+        try:
+            return self.spare.pop()
+        except IndexError:
+            return self._make(())
 
     def take(self, key: Any) -> B:
         """A block that is ready for a call with this key; the caller has it alone."""

@@ -95,7 +95,7 @@ def repeated(function: Function, grid: Dim3, threads: int, shared: int, params: 
     """One launch for all calls that differ in the addresses of q, k, v, out and LSE; threads may share it."""
     stream_of, device = launch.stream_getter(), function.device_index
     plan = LaunchPlan(lambda: [Launch(function, grid, threads, params, shared)])
-    take, give = plan.take, plan.give
+    take, give = plan.take_any, plan.give_any
 
     def repeat(
         q: torch.Tensor,
@@ -105,12 +105,12 @@ def repeated(function: Function, grid: Dim3, threads: int, shared: int, params: 
         lse: torch.Tensor,
         addresses: tuple[int, int, int],
     ) -> None:
-        block = take(())
+        block = take()
         (own,) = block.params
         own.q, own.k, own.v = addresses
         own.out, own.lse = out.data_ptr(), lse.data_ptr()
         block.enqueue(stream_of(device))
-        give((), block)
+        give(block)
 
     return repeat
 

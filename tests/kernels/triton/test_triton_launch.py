@@ -116,7 +116,7 @@ def test_a_launch_is_made_once_and_used_again(driver: Driver) -> None:
     kernel.compiled = compiled()
     for _ in range(3):
         assert kernel._enqueued({"q": torch.zeros(1), "out": torch.zeros(1)}, 7)
-    assert len(kernel.idle) == 1 and [sizes[:3] for _, sizes, *_ in driver.launched] == [(2, 3, 1)] * 3
+    assert len(kernel.pool.spare) == 1 and [sizes[:3] for _, sizes, *_ in driver.launched] == [(2, 3, 1)] * 3
 
 
 @pytest.mark.gpu

@@ -114,7 +114,7 @@ class DecodePlan:
         self.partial_floats = rows * (problem.head_dim_v + 2 * config.cluster)
         self.params = self._params_without_addresses(q_strides, out_strides)
         self.stream_of = launch.stream_getter()
-        self.plan = LaunchPlan(self._launches)
+        self.plan = LaunchPlan(self._launches, ("k", "v") if config.tma else ())
 
     def _params_without_addresses(self, q_strides: Strides, out_strides: Strides) -> DecodeParams:
         problem = self.problem

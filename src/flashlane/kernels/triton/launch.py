@@ -18,6 +18,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashlane.jit.launch_pool import Pool
 from flashlane.kernels.triton.driver_launch import DriverLaunch
 
 Tensors = dict[str, Any]
@@ -109,9 +110,8 @@ class Launch:
         self.arguments = arguments
         """By name, in the function's order; tensors are None, also in named tuples."""
         self.compiled: Any = None
-        self.idle: list[DriverLaunch] = []
-        """Launches past Triton that no thread is using. They are no :class:`~flashlane.jit.launch_pool.Pool`: their
-        parameters have no tensor maps, so any of them serves any call, and a pool's search by key takes longer."""
+        self.pool: Pool[DriverLaunch | None] = Pool(self._past_triton)
+        """Launches past Triton. Their parameters have no tensor maps, so that any of them serves any call."""
         self.past_triton = True
         """Whether the kernel can be launched past Triton, as far as is known."""
 
@@ -172,16 +172,16 @@ class Launch:
         """Enqueue the kernel past Triton; False when that cannot be."""
         if not self.past_triton:
             return False
-        try:
-            launch = self.idle.pop()
-        except IndexError:
-            launch = DriverLaunch.of(self.compiled, self.grid, self.arguments)
-            self.past_triton = launch is not None
-            if launch is None:
-                return False
+        launch = self.pool.take_any()
+        if launch is None:
+            self.past_triton = False
+            return False
         done = launch(tensors, stream)
-        self.idle.append(launch)
+        self.pool.give_any(launch)
         return done
+
+    def _past_triton(self, _: tuple[()]) -> DriverLaunch | None:
+        return DriverLaunch.of(self.compiled, self.grid, self.arguments)
 
 
 def _neutral(value: Any) -> Any:

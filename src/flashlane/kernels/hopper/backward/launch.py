@@ -36,6 +36,8 @@ KINDS_KEPT = 16
 
 MAPPED = ("q", "k", "v", "dout")
 """Tensors that are read by TMA, in the order of a launch's maps."""
+MAPPED_ARGUMENTS = ("q", "k", "v", "the output's gradient")
+"""What messages call them."""
 _POINTERS = ("lse", "delta", "dq_accum", "dk", "dv", "dq", "semaphores", "postprocess_queue", "counters", "partials")
 _POINTERS += ("zeroed", "added", "written")
 _INTEGERS = ("heads", "kv_heads", "window_left", "window_right", "row_blocks", "blocks", "heads_per_section", "tiles")
@@ -273,7 +275,7 @@ class BackwardPlan:
             if len(self.kinds) >= KINDS_KEPT:
                 self.kinds.clear()
             made = tuple(self.launches(tensors))  # here: a plan that built them later would keep the tensors' memory
-            found = self.kinds[kind] = launch_pool.LaunchPlan(lambda: made)
+            found = self.kinds[kind] = launch_pool.LaunchPlan(lambda: made, MAPPED_ARGUMENTS)
         return found
 
     def _set_pointers(

@@ -194,7 +194,7 @@ class ForwardPlan:
             self.counters += self.params.tiles // self.splits * config.consumers
             self.params.combine = self._combine_params()
         self.stream_of = launch.stream_getter()
-        self.plan = LaunchPlan(self._launches, _point_rows if config.gather else None)
+        self.plan = LaunchPlan(self._launches, ("q", "k", "v"), _point_rows if config.gather else None)
 
     def _launches(self) -> Iterator[Launch]:
         """The kernel, and the one that combines split results.
