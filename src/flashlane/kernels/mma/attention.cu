@@ -16,8 +16,8 @@
 // of a pipeline of KV_STAGES, in the order K0 V0 K1 V1 …: one stage is share-kv stage 1; two are share-kv stage 2 and
 // split-q stage 1; three are split-q stage 2. A slice of Q comes with each slice of K (Q_STREAMED), or Q stays.
 //
-// Shared memory: [Q] [pipeline] [P] [row statistics]. With SHARE_QKV the queries move to registers first, and the pipeline
-// takes their memory. The output may pass through the same memory at the end (STORE).
+// Shared memory is SharedStorage in tiles.cuh: Q, pipeline, P, row statistics. The output may pass through the same memory at
+// the end (STORE).
 #include "mma/epilogue.cuh"
 #include "mma/products.cuh"
 
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
     const int tiles = (max(mask.end(last_row), 0) + BC - 1) / BC - first_tile;
     const int unmasked_first = mask.first(last_row), unmasked_end = mask.end(out_tile.row);
 
-    const u32 shared = shared_address(shared_memory), pipeline = shared + PIPELINE;
+    const u32 shared = shared_address(shared_memory), pipeline = shared + PIPELINE_OFFSET;
     // Piece r of key/value tile j; r runs over the slices of K, then those of V, then on into the next tile's.
     const auto stage_of = [](int j, int r) { return (SLICES % STAGES == 0 ? r : j * SLICES + r) % STAGES * STAGE_BYTES; };
     const auto load_slice = [&](int j, int r) {
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
     const int kv_row = warp.kv * S_TILES * 8;
     const FragmentCursor<LayoutK> k_cursor(pipeline + Q_SLICE_BYTES, kv_row + warp.lane % 8 + warp.lane / 16 * 8, warp.lane / 8 % 2);
     const CursorV v_cursor(pipeline, warp.lane % 16, warp.kv * V_SLICE_TILES + warp.lane / 16);
-    const FragmentCursor<LayoutP> p_cursor(shared + P_OFFSET, warp.row() + warp.lane % 16, warp.lane / 16);
+    const FragmentCursor<LayoutP> p_cursor(shared + p_offset(), warp.row() + warp.lane % 16, warp.lane / 16);
 
     State state;
 #pragma unroll

@@ -81,7 +81,7 @@ struct Probabilities {
                         a[m][step][i] = Convert<Element>::pack(pair[0], pair[1]);
                     }
         } else {
-            const u32 tile = shared_address(shared_memory + P_OFFSET);
+            const u32 tile = shared_address(shared_memory + p_offset());
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
 #pragma unroll

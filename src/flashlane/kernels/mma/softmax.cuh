@@ -16,7 +16,7 @@ __device__ __forceinline__ void apply_mask(Scores& s, const Mask& mask, int row,
 // A row value combined over the warps of the row: each warp writes its own, and all warps read every one.
 template <bool MAXIMUM>
 __device__ __forceinline__ void combine_across_warps(float (&x)[M_TILES][2], const Warp& warp) {
-    float* values = reinterpret_cast<float*>(shared_memory + STATISTICS);
+    float* values = reinterpret_cast<float*>(shared_memory + row_statistics_offset());
     __syncthreads();
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)

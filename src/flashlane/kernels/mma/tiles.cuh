@@ -4,6 +4,7 @@
 #include "attention/mask.cuh"
 #include "attention/online_softmax.cuh"
 #include "attention/tile_scheduler.cuh"
+#include "offsetof.cuh"
 #include "params.cuh"
 #include "tile.cuh"
 
@@ -43,12 +44,6 @@ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int Q_BYTES = LayoutQ::bytes(BR);
 constexpr int Q_SLICE_BYTES = Q_STREAMED ? Q_BYTES : 0;
 constexpr int STAGE_BYTES = larger(Q_SLICE_BYTES + LayoutK::bytes(BC), LayoutV::bytes(V_ROWS));
-constexpr int PIPELINE = cfg::SHARE_QKV || Q_STREAMED ? 0 : Q_BYTES;
-constexpr int P_OFFSET = larger(PIPELINE + STAGES * STAGE_BYTES, cfg::SHARE_QKV ? Q_BYTES : 0);
-constexpr int STATISTICS = P_OFFSET + (SPLIT_KV ? LayoutP::bytes(BR) : 0);
-constexpr int LOOP_BYTES = STATISTICS + (SPLIT_KV ? BR * WARPS_KV * 4 : 0);
-static_assert(larger(LOOP_BYTES, cfg::STORE == STORE_SHARED ? LayoutO::bytes(BR) : 0) == cfg::SHARED_BYTES,
-              "the Python formula disagrees");
 static_assert(S_TILES % 2 == 0 && V_SLICE_TILES % 2 == 0 && M_TILES >= 1, "tiles are read in pairs");
 static_assert(K_SLICES * K_SLICE == HEAD_DIM && V_COLUMN_SLICES * V_COLUMNS == HEAD_DIM_V && V_ROW_SLICES * V_ROWS == BC);
 static_assert(K_SLICES == 1 || !Q_IN_REGISTERS, "registers hold all of Q or none");
@@ -56,7 +51,53 @@ static_assert(K_SLICES == 1 || !Q_IN_REGISTERS, "registers hold all of Q or none
 using Params = AttentionParams<Element>;
 using Scores = float[M_TILES][S_TILES * 4];  // of one warp
 
+// ---- shared memory. Parts that a configuration does not need take no space: they are empty bases.
+
+// Q, before the pipeline. With SHARE_QKV it is in registers before the pipeline takes its memory; a streamed Q comes slice by
+// slice in the stages.
+template <bool USED>
+struct QueryStorage {
+    unsigned char q[Q_BYTES];
+};
+struct PipelineStorage {
+    unsigned char stages[larger(STAGES * STAGE_BYTES, cfg::SHARE_QKV ? Q_BYTES : 0)];
+};
+template <bool USED>
+struct SplitKvStorage {
+    unsigned char p[LayoutP::bytes(BR)];
+    float row_statistics[BR * WARPS_KV];
+};
+template <>
+struct QueryStorage<false> {};
+template <>
+struct SplitKvStorage<false> {};
+struct LoopStorage : QueryStorage<!cfg::SHARE_QKV && !Q_STREAMED>, PipelineStorage, SplitKvStorage<SPLIT_KV> {};
+template <bool OUT_TILE>
+union StorageOf {
+    LoopStorage loop;
+    unsigned char out[LayoutO::bytes(BR)];  // after the loop
+};
+template <>
+union StorageOf<false> {
+    LoopStorage loop;
+};
+using SharedStorage = StorageOf<cfg::STORE == STORE_SHARED>;
+static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
+
 extern __shared__ __align__(128) unsigned char shared_memory[];
+
+// Offsets of the members; 0 of those that a configuration lacks.
+constexpr int PIPELINE_OFFSET = offsetof(LoopStorage, stages);
+template <typename Storage = LoopStorage, bool USED = SPLIT_KV>
+__device__ constexpr int p_offset() {
+    if constexpr (USED) return offsetof(Storage, p);
+    else return 0;
+}
+template <typename Storage = LoopStorage, bool USED = SPLIT_KV>
+__device__ constexpr int row_statistics_offset() {
+    if constexpr (USED) return offsetof(Storage, row_statistics);
+    else return 0;
+}
 
 // The query rows that a CTA computes.
 struct OutputTile {
