@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from flashlane import jit
 from flashlane.core.problem import AttentionProblem
+from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward.head_swizzle import even, heads_per_section
@@ -17,7 +18,6 @@ from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import (
     OWN_LAUNCHES,
     ZEROED_AHEAD,
-    InKernelDq,
     in_kernel_dq_of,
 )
 from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE_TILES
@@ -29,62 +29,82 @@ def asked(**changes: object) -> AttentionProblem:
     return AttentionProblem(**{**fields, **changes})
 
 
-def swizzled_tile(found: InKernelDq, index: int) -> tuple[int, int]:
-    """The n-block and the head of a tile, as ``swizzled_tile`` in ``attention/tile_scheduler.cuh``."""
-    group, inside = divmod(index, found.heads_per_section * found.n_blocks)
-    first = group * found.heads_per_section
-    turn, member = divmod(inside, min(found.heads_per_section, found.heads - first))
-    return turn, first + member
+CHECKS = """
+#include "attention/tile_scheduler.cuh"
+#include "hopper/backward/dq_assignment.cuh"
+
+// TileOrder is the inverse of swizzled_tile, and counts the tiles of each head among the first ones of the launch.
+__device__ constexpr bool order_agrees(int heads, int n_blocks, int section) {
+    const TileOrder order{heads, n_blocks, section};
+    const int tiles = heads * n_blocks;
+    int before[16] = {};
+    for (int index = 0; index < tiles + 3; ++index) {
+        for (int head = 0; head < heads; ++head)
+            if (order.tiles_before(head, index) != before[head]) return false;
+        if (index >= tiles) continue;
+        const SwizzledTile tile = swizzled_tile<false>(index, heads, n_blocks, section);
+        if (order.index(tile.block, tile.head) != index) return false;
+        ++before[tile.head];
+    }
+    return true;
+}
+
+// assigned_n_block, of the preprocess and postprocess kernels, is the inverse of assigned_m_blocks; all have a tile.
+__device__ constexpr bool assignments_agree(int n_blocks, int m_blocks) {
+    int m_block = 0;
+    for (int n_block = 0; n_block < n_blocks; ++n_block) {
+        const BlockRange assigned = assigned_m_blocks(n_block, n_blocks, m_blocks);
+        if (assigned.low != m_block) return false;
+        for (; m_block < assigned.high; ++m_block)
+            if (assigned_n_block(m_block, n_blocks, m_blocks) != n_block) return false;
+    }
+    return m_block == m_blocks;
+}
+
+// Zeros of tile i are due when tile i - zeroed_before is taken: no later than the first tile of i's head.
+__device__ constexpr bool zeros_come_first(int heads, int n_blocks, int section, int zeroed_before) {
+    const TileOrder order{heads, n_blocks, section};
+    for (int index = zeroed_before; index < heads * n_blocks; ++index) {
+        const int head = swizzled_tile<false>(index, heads, n_blocks, section).head;
+        if (index - zeroed_before > order.index(0, head)) return false;
+    }
+    return true;
+}
+
+extern "C" __global__ void entry() {}
+"""
+"""The compiler evaluates the device's own functions."""
+SIZES = [(1, 1, 1), (1, 12, 1), (12, 1, 5), (12, 12, 12), (7, 5, 3), (3, 2, 11)]
+SIZES += [tuple(draw.randint(1, 12) for _ in range(3)) for draw in [random.Random(18)] for _ in range(30)]
 
 
-def index_of(found: InKernelDq, block: int, head: int) -> int:
-    """``TileOrder::index`` in ``dq_assignment.cuh``."""
-    first = head // found.heads_per_section * found.heads_per_section
-    return first * found.n_blocks + block * min(found.heads_per_section, found.heads - first) + head - first
+def holds(checks: list[str]) -> None:
+    text = CHECKS + "".join(f"static_assert({check});\n" for check in checks)
+    constants = (("VARLEN", False), ("BLOCK_M", 64), ("HEAD_DIM", 128), ("Element", "float"))
+    jit.compile(KernelSource("test.cu", text, "entry", constants), "sm_90a")
 
 
-def tiles_before(found: InKernelDq, head: int, tiles: int) -> int:
-    """``TileOrder::tiles_before``."""
-    first = head // found.heads_per_section * found.heads_per_section
-    own = index_of(found, 0, head)
-    turns = min(found.heads_per_section, found.heads - first)
-    return 0 if tiles <= own else min(found.n_blocks, (tiles - own - 1) // turns + 1)
+def test_a_tiles_index_is_its_place() -> None:
+    holds([f"order_agrees({heads}, {blocks}, {section})" for heads, blocks, section in SIZES])
+    with pytest.raises(jit.CompileError):
+        holds(["!order_agrees(7, 5, 3)"])
 
 
-sizes = st.integers(1, 40)
+def test_every_m_block_is_assigned_to_one_tile() -> None:
+    holds([f"assignments_agree({blocks}, {group * rows})" for group, blocks, rows in SIZES])
 
 
-@settings(deadline=None)
-@given(heads=sizes, blocks=sizes, section=sizes, tiles=st.integers(0, 1700))
-def test_a_tiles_index_is_its_place(heads: int, blocks: int, section: int, tiles: int) -> None:
-    found = InKernelDq(heads, blocks, section)
-    places = [swizzled_tile(found, index) for index in range(found.tiles)]
-    assert [index_of(found, *place) for place in places] == list(range(found.tiles))
-    counted = [sum(head == of for _, of in places[:tiles]) for head in range(heads)]
-    assert [tiles_before(found, head, tiles) for head in range(heads)] == counted
-
-
-@settings(deadline=None)
-@given(tile_blocks=sizes, group=st.integers(1, 8), row_blocks=sizes)
-def test_every_m_block_is_assigned_to_one_tile(tile_blocks: int, group: int, row_blocks: int) -> None:
-    """``assigned_n_block``, of the preprocess and postprocess kernels, is the inverse of ``assigned_m_blocks``."""
-    every = group * row_blocks
-    owners = [((block + 1) * tile_blocks - 1) // every for block in range(every)]
-    for tile in range(tile_blocks):
-        low, high = every * tile // tile_blocks, every * (tile + 1) // tile_blocks
-        assert [block for block, owner in enumerate(owners) if owner == tile] == list(range(low, high))
-
-
-@settings(deadline=None)
-@given(heads=sizes, blocks=sizes, section=sizes)
-def test_no_tile_waits_for_zeros_that_wait_for_it(heads: int, blocks: int, section: int) -> None:
-    """Zeros of tile i are due when tile i - zeroed_before is taken: before the first tile of i's head."""
-    found = in_kernel_dq_of(asked(batch=1, heads=heads, kv_heads=heads, seqlen_k=128 * blocks), 128, section, 0)
-    first = {}
-    for index in range(found.tiles):
-        first.setdefault(swizzled_tile(found, index)[1], index)
-    for index in range(found.zeroed_before, found.tiles):
-        assert index - found.zeroed_before <= first[swizzled_tile(found, index)[1]]
+def test_no_tile_waits_for_zeros_that_wait_for_it() -> None:
+    checks = []
+    for heads, blocks, section in SIZES:
+        problem = asked(batch=1, heads=heads, kv_heads=heads, seqlen_k=128 * blocks)
+        found = in_kernel_dq_of(problem, 128, section, 0)
+        assert (found.heads, found.n_blocks, found.heads_per_section) == (heads, blocks, section)
+        checks.append(f"zeros_come_first({heads}, {blocks}, {section}, {found.zeroed_before})")
+    holds(checks)
+    assert any(heads > section for heads, _, section in SIZES), "a later section is zeroed by the launch itself"
+    with pytest.raises(jit.CompileError):
+        holds(["zeros_come_first(12, 5, 3, 1)"])
 
 
 def test_short_sequences_of_many_heads_have_in_kernel_dq() -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from flashlane import jit
 from flashlane.core.problem import AttentionProblem
+from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES
@@ -88,28 +88,36 @@ def test_memory_for_parts_is_bounded_and_has_its_place() -> None:
             assert sizes["counters"] >= backward_launch.COUNTERS + 2 * found.tiles
 
 
-@settings(deadline=None)
-@given(
-    tiles=st.integers(1, 300),
-    last=st.integers(0, 300),
-    parts=st.integers(1, MAX_PARTS),
-    steps=st.lists(st.integers(0, 40), min_size=1, max_size=5),
-)
-def test_every_step_of_every_tile_is_of_one_part(tiles: int, last: int, parts: int, steps: list[int]) -> None:
-    """A mirror of ``TileScheduler`` and ``StepRange`` in ``one_cta/producer.cuh``."""
-    whole = tiles - min(last, tiles)
-    made: Counter[tuple[int, int]] = Counter()
-    of_tiles: list[tuple[int, int]] = []
-    index = 0
-    while True:
-        tile = index if index < whole else whole + (index - whole) // parts
-        if tile >= tiles:
-            break
-        part = 0 if index < whole else (index - whole) % parts
-        count = 1 if index < whole else parts
-        every = steps[tile % len(steps)]
-        made.update((tile, step) for step in range(every * part // count, every * (part + 1) // count))
-        of_tiles.append((tile, part))
-        index += 1
-    assert index == whole + (tiles - whole) * parts and of_tiles == sorted(of_tiles)
-    assert made == Counter((tile, step) for tile in range(tiles) for step in range(steps[tile % len(steps)]))
+CHECKS = """
+#include "hopper/backward/one_cta/split_q.cuh"
+
+// The indices of a launch stand for every step of every tile once, in the order of the tiles.
+__device__ constexpr bool every_step_once(int tiles, int whole_tiles, int parts, int steps) {
+    int tile = 0, step = 0, index = 0;
+    for (; tile < tiles; ++index) {
+        const TilePart at = tile_part(index, whole_tiles, parts);
+        const int all = steps + tile % 3 * 7;
+        const StepRange range = step_range(all, at.part, parts);
+        if (at.tile != tile || (at.part > 0) != (tile >= whole_tiles)) return false;
+        if (range.begin != step || range.count() < 0) return false;
+        step = range.end;
+        if (tile_part(index + 1, whole_tiles, parts).tile == tile) continue;
+        if (step != all) return false;
+        ++tile, step = 0;
+    }
+    return index == whole_tiles + (tiles - whole_tiles) * parts && tile_part(index, whole_tiles, parts).tile == tiles;
+}
+
+extern "C" __global__ void entry() {}
+"""
+"""The compiler evaluates the device's own functions."""
+
+
+def test_every_step_of_every_tile_is_of_one_part() -> None:
+    draw = random.Random(11)
+    cases = [(1, 0, 1, 0), (1, 0, 4, 1), (68, 0, 3, 5), (40, 40, 1, 9)]
+    for _ in range(40):
+        tiles = draw.randint(1, 60)
+        cases.append((tiles, draw.randint(0, tiles), draw.randint(1, MAX_PARTS), draw.randint(0, 40)))
+    text = CHECKS + "".join(f"static_assert(every_step_once({', '.join(map(str, case))}));\n" for case in cases)
+    jit.compile(KernelSource("test.cu", text, "entry", ()), "sm_90a")

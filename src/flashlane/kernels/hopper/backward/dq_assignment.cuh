@@ -10,22 +10,24 @@ struct TileOrder {
     int heads, n_blocks, heads_per_section;  // key/value heads of all sequences; n-blocks of each
 
     // The first head of a head's section, and the heads of that section.
-    __device__ __forceinline__ int first_head(int head) const { return head / heads_per_section * heads_per_section; }
-    __device__ __forceinline__ int section_heads(int head) const { return min(heads_per_section, heads - first_head(head)); }
-    __device__ __forceinline__ int index(int n_block, int head) const {
+    __device__ __forceinline__ constexpr int first_head(int head) const { return head / heads_per_section * heads_per_section; }
+    __device__ __forceinline__ constexpr int section_heads(int head) const {
+        return constant_min(heads_per_section, heads - first_head(head));
+    }
+    __device__ __forceinline__ constexpr int index(int n_block, int head) const {
         return first_head(head) * n_blocks + n_block * section_heads(head) + head - first_head(head);
     }
     // Tiles of a head among the first so many tiles of the launch.
-    __device__ __forceinline__ int tiles_before(int head, int tiles) const {
+    __device__ __forceinline__ constexpr int tiles_before(int head, int tiles) const {
         const int own = index(0, head);
-        return tiles <= own ? 0 : min(n_blocks, (tiles - own - 1) / section_heads(head) + 1);
+        return tiles <= own ? 0 : constant_min(n_blocks, (tiles - own - 1) / section_heads(head) + 1);
     }
 };
 
-__device__ __forceinline__ BlockRange assigned_m_blocks(int n_block, int n_blocks, long long m_blocks) {
+__device__ __forceinline__ constexpr BlockRange assigned_m_blocks(int n_block, int n_blocks, long long m_blocks) {
     return {static_cast<int>(m_blocks * n_block / n_blocks), static_cast<int>(m_blocks * (n_block + 1) / n_blocks)};
 }
 // The n-block of the tile to which an m-block is assigned.
-__device__ __forceinline__ int assigned_n_block(int m_block, int n_blocks, long long m_blocks) {
+__device__ __forceinline__ constexpr int assigned_n_block(int m_block, int n_blocks, long long m_blocks) {
     return static_cast<int>(((m_block + 1ll) * n_blocks - 1) / m_blocks);
 }

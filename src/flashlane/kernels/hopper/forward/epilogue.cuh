@@ -10,6 +10,11 @@
 using OutputTile = float[COLUMNS_V / 2];  // of a thread: two rows
 using Out = cfg::Out;
 
+// Whether the rows of a thread may stay in registers while the n-blocks are walked, where the compiler keeps what the sum of
+// rows has beside the tile's. Tiles with few registers would spill for it; with packed heads or partial results it costs more
+// instructions to add again than it saves.
+constexpr bool ROWS_IN_LOOP = OUTPUT != Output::WHOLE || PACK_GQA > 1 || Score::SOFTCAP;
+
 // The rows of a work tile that a consumer thread has.
 struct ConsumerRows {
     const int warpgroup, warp, lane;  // warpgroup among the consumers; warp in it
@@ -21,11 +26,19 @@ struct ConsumerRows {
     __device__ __forceinline__ int first() const {
         return (CLUSTER > 1 ? static_cast<int>(cluster_rank()) * CTA_ROWS : 0) + warpgroup * CONSUMER_ROWS;
     }
-    // The thread's rows (0 and 1), and the query heads that they belong to.
-    __device__ __forceinline__ int row(int half) const { return first() + warp * 16 + lane / 4 + 8 * half; }
-    __device__ __forceinline__ int head(const WorkTile& tile, int half) const {
-        return tile.tile_head() * PACK_GQA + (tile.row + row(half)) % PACK_GQA;
+    // The thread's rows (0 and 1) of a tile, and in its sequence.
+    __device__ __forceinline__ int row(int half) const { return row_of_warp(first(), half); }
+    __device__ __forceinline__ int row(const WorkTile& tile, int half) const {
+        if constexpr (ROWS_IN_LOOP) return tile.row + row(half);
+        else return row_of_warp(add_here(tile.row, first()), half);
     }
+    // The query head of the second.
+    __device__ __forceinline__ int head(const WorkTile& tile, int half) const {
+        return tile.tile_head() * PACK_GQA + row(tile, half) % PACK_GQA;
+    }
+
+  private:
+    __device__ __forceinline__ int row_of_warp(int first, int half) const { return first + warp * 16 + lane / 4 + 8 * half; }
 };
 
 struct Epilogue {
@@ -34,7 +47,7 @@ struct Epilogue {
 
     // Where a row of a tile goes, or null past the end of the sequence.
     __device__ __forceinline__ Out* out_row(const WorkTile& tile, const Seqlen& sequence, int half, float*& lse) const {
-        const int row = tile.row + rows.row(half), query = row / PACK_GQA, head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
+        const int row = rows.row(tile, half), query = row / PACK_GQA, head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
         lse = p.lse + tile.split * p.lse_split + sequence.q_batch * p.lse_batch + head * p.lse_head + sequence.q_first + query;
         if (query >= sequence.q_length) return nullptr;
         return static_cast<Out*>(p.out) + tile.split * p.out_split + sequence.q_batch * p.out_batch +

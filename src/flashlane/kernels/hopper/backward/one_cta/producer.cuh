@@ -1,9 +1,10 @@
 // The producer warp of the one-CTA backward, one thread: it takes work tiles and loads their keys, queries and row statistics.
 #pragma once
 #include "attention/semaphore.cuh"
+#include "hopper/backward/one_cta/split_q.cuh"
 #include "hopper/backward/one_cta/storage.cuh"
 
-// Hands out the tiles of a launch to a thread, whose indices only grow. Whole tiles come first, then the parts of the others.
+// Hands out the tiles of a launch to a thread, whose indices only grow.
 struct TileScheduler {
     VarlenSearchByThread search;
 
@@ -12,14 +13,10 @@ struct TileScheduler {
     }
     __device__ __forceinline__ TileCoordinates tile_at(const Params& p, int index) {
         if constexpr (!cfg::VARLEN) {
-            int tile = index, part = 0;
-            if (SPLIT_Q && index >= p.whole_tiles) {
-                part = index - p.whole_tiles + 1;
-                tile = p.whole_tiles + (index - p.whole_tiles) / p.parts;
-            }
-            if (tile >= p.tiles) return {0, 0, NO_TILE, 0};
-            TileCoordinates at = dense_tile(p, tile);
-            at.part = part;
+            const TilePart found = SPLIT_Q ? tile_part(index, p.whole_tiles, p.parts) : TilePart{index, 0};
+            if (found.tile >= p.tiles) return {0, 0, NO_TILE, 0};
+            TileCoordinates at = dense_tile(p, found.tile);
+            at.part = found.part;
             return at;
         } else {
             const auto n_blocks = [&](int batch) {
@@ -31,19 +28,6 @@ struct TileScheduler {
             return {tile.block, tile.head, found.batch, 0};
         }
     }
-};
-
-// The steps of a tile that are made: begin <= step < end.
-struct StepRange {
-    int begin, end;
-
-    __device__ __forceinline__ StepRange(const Params& p, const TileCoordinates& at, int all) : begin(0), end(all) {
-        if (SPLIT_Q && at.part > 0) {
-            const int part = (at.part - 1) % p.parts;
-            begin = all * part / p.parts, end = all * (part + 1) / p.parts;
-        }
-    }
-    __device__ __forceinline__ int count() const { return end - begin; }
 };
 
 struct Producer {
@@ -59,7 +43,8 @@ struct Producer {
             // before: a CTA that waits for an SM would then hold a tile for which CTAs on their SMs wait.
             const TileCoordinates at = scheduler.next(p);
             const WorkTile tile(p, at.batch < 0 ? TileCoordinates{0, 0, 0, 0} : at, BLOCK_N);
-            const StepRange range(p, at, tile.steps());
+            const int steps_of_tile = tile.steps();
+            const StepRange range = SPLIT_Q ? step_range(steps_of_tile, at.part, p.parts) : StepRange{0, steps_of_tile};
             if (at.batch < 0) set_dq_target(NO_MORE);
             publish_tile(at, tile, range);
             if (at.batch < 0) return;
