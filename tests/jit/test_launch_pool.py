@@ -110,7 +110,7 @@ def test_without_a_key_any_block_serves_any_call() -> None:
     one, other = plan.take_any(), plan.take_any()
     assert one is not other, "two calls at one time"
     for block, address in ((one, 100), (other, 200)):
-        block.set_pointers({"lse": address})
+        block.set_pointers(("lse",), (address,))
         block.enqueue(3)
         plan.give_any(block)
     assert [(stream, params.lse, params.size) for stream, params in launched] == [(3, 100, 8), (3, 200, 8)]
