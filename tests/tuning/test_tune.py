@@ -81,7 +81,7 @@ class TableClock:
     preheats = False
 
     def prepare(self, item):
-        contender = item.call.func.__self__
+        contender = item.call.args[0]
         return contender
 
     def time(self, contender, iterations):

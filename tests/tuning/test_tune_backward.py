@@ -13,6 +13,7 @@ from flashlane.bench.measure.timing import Settings
 from flashlane.core import registry, tuned
 from flashlane.core.registry import BackwardKernel, CompiledKernel, DeviceSource, Resources
 from flashlane.reference.tiled import tiled_backward
+from flashlane.tuning import search
 from flashlane.tuning import search_backward as tuner
 from flashlane.tuning import stored as tune
 
@@ -101,8 +102,8 @@ def gpu(tmp_path, monkeypatch):
     """A cache folder of its own, and a GPU by name: ``tune`` and the tuner believe that it is there."""
     monkeypatch.setenv("FLASHLANE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tune, "device_of", lambda arch: DEVICE if arch == ARCH else None)
-    monkeypatch.setattr(tuner, "environment", lambda device: {"device": DEVICE, "torch": torch.__version__})
-    monkeypatch.setattr(tuner, "clock_for", lambda device, settings: TableClock())
+    monkeypatch.setattr(search, "environment", lambda device: {"device": DEVICE, "torch": torch.__version__})
+    monkeypatch.setattr(search, "clock_for", lambda device, settings: TableClock())
     registry.changed()
     yield
     registry.changed()

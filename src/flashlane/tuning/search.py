@@ -13,17 +13,17 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from flashlane.bench.measure.check import STANDARD, Oracle, Verdict
 from flashlane.bench.measure.environment import environment
-from flashlane.bench.measure.flops import tflops
+from flashlane.bench.measure.flops import Direction, tflops
 from flashlane.bench.measure.inputs import random_inputs
 from flashlane.bench.measure.progress import Reporter, Silent
 from flashlane.bench.measure.results import ERROR, FAIL, OK, file_stem, finite
@@ -157,9 +157,41 @@ def full_precision(kernel: Kernel, problem: AttentionProblem) -> bool:
     return kernel.low_precision_reference(problem) == STANDARD
 
 
-def tune_kernels(
+@dataclass(frozen=True)
+class Way:
+    """What a direction adds to the loop over problems."""
+
+    direction: Direction
+    contenders: Callable[[AttentionProblem, Sequence[Any]], tuple[list[Any], list[tuple[str, str]]]]
+    """Every candidate of the kernels that can run a problem, and (tag, reason) of the other kernels."""
+    subject: Callable[[AttentionProblem, torch.device, int], Subject]
+    """A problem with tensors from a seed."""
+    judge: Callable[[Sequence[Trial], AttentionProblem], list[Trial]]
+    """Marks the trials that are kept."""
+    entries: Callable[[Sequence[Trial], AttentionProblem, dict[str, Any]], dict[str, tune.Tuned]]
+    """What to store of the judged trials of a problem."""
+
+
+class Subject(Protocol):
+    """A problem with its tensors in one direction: what contenders run on, and the check of what they give."""
+
+    def run(self, contender: Any) -> Any:
+        """Launch a contender; what it gives."""
+
+    def poison(self) -> None:
+        """Fill what is to be written with NaN, so that what is not written shows."""
+
+    def verdict(self, contender: Any, result: Any) -> Verdict:
+        """Whether what a contender gave is right."""
+
+    def forget_reference(self) -> None:
+        """Give the memory of the check back: nothing is judged after this."""
+
+
+def tune_all(
+    way: Way,
     problems: Iterable[AttentionProblem],
-    kernels: Sequence[TunableKernel],
+    kernels: Sequence[Any],
     device: torch.device,
     *,
     settings: Settings = SETTINGS,
@@ -169,6 +201,7 @@ def tune_kernels(
     """Time the candidates of kernels on problems, and store the winners of each problem as soon as it is done.
 
     Args:
+        way: the direction: :data:`FORWARD` or :data:`flashlane.tuning.search_backward.BACKWARD`.
         problems: dense problems on the architecture of ``device``.
         kernels: whose candidates run; one that does not support a problem is skipped with its reason.
         device: the GPU.
@@ -177,22 +210,24 @@ def tune_kernels(
         reporter: gets the progress of the run.
 
     Raises:
-        ValueError: a problem has features that are not tuned (windows, score modifiers, packed sequences).
+        ValueError: a problem has features that are not tuned (windows, score modifiers, packed sequences), or it is
+            deterministic and the direction is backward.
     """
     found = environment(device)
-    run = TuneRun(found, asdict(settings) | {"seed": seed})
+    run = TuneRun(found, asdict(settings) | {"seed": seed, "direction": way.direction})
     clock = clock_for(device, settings)
-    problems = list(problems)
+    problems = [replace(problem, needs_grad=way.direction == "backward") for problem in problems]
     for problem in problems:
-        if tune.class_of(AUTO, problem) is None:
+        if tune.class_of(AUTO, problem) is None or (problem.needs_grad and problem.deterministic):
             raise ValueError(f"problem is {problem.describe()}; only dense ones without window or modifiers are tuned")
     for number, problem in enumerate(problems):
-        contenders, skipped = contenders_of(problem, kernels)
+        contenders, skipped = way.contenders(problem, kernels)
         run.skipped += [(problem.describe(), tag, reason) for tag, reason in skipped]
         try:
             trials = time_contenders(
-                problem, contenders, device, clock=clock, settings=settings, seed=seed + number, reporter=reporter
-            )
+                problem, contenders, device, way=way, clock=clock, settings=settings, seed=seed + number,
+                reporter=reporter,
+            )  # fmt: skip
         except torch.OutOfMemoryError:
             reason = "out of memory: its tensors or the reference do not fit"
             run.skipped += [
@@ -201,9 +236,9 @@ def tune_kernels(
             continue
         finally:
             free_memory(device)
-        trials = judge(trials, problem)
+        trials = way.judge(trials, problem)
         run.trials += trials
-        entries = entries_of(trials, problem, found)
+        entries = way.entries(trials, problem, found)
         if entries:
             tune.save(str(found["device"]), str(problem.arch), entries)
             run.stored += entries
@@ -238,46 +273,45 @@ def contenders_of(
 
 def time_contenders(
     problem: AttentionProblem,
-    contenders: Sequence[Contender],
+    contenders: Sequence[Any],
     device: torch.device,
     *,
+    way: Way | None = None,
     clock: Clock | None = None,
     settings: Settings = SETTINGS,
     seed: int = 0,
     reporter: Reporter | None = None,
     heats: Sequence[Heat] = (),
 ) -> list[Trial]:
-    """Compile, check and time contenders against each other; what fails gives a trial that says so.
+    """Compile, check and time contenders of a direction (forward unless ``way`` says another) against each other.
 
-    A contender that drops out in one of the ``heats`` gives a trial without a timing, whose message says by how much.
+    What fails gives a trial that says so; so does a contender that drops out in one of the ``heats``.
     """
-    reporter = reporter or Silent()
+    way, reporter = way or FORWARD, reporter or Silent()
     reporter.begin(problem.describe(), len(contenders) * (3 + settings.rounds))
     trials = compiled_trials(problem, contenders, reporter)
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device, torch.no_grad():
-        inputs = random_inputs(problem, device, seed)
-        out, lse = shared_outputs(problem, inputs)
-        oracle = Oracle(problem, inputs)
-        trials = [_checked(trial, problem, inputs, oracle, out, lse, reporter) for trial in trials]
-        del oracle
+        subject = way.subject(problem, device, seed)
+        trials = [_checked(trial, problem, subject, device, reporter) for trial in trials]
+        subject.forget_reference()
         free_memory(device)
         running = [trial for trial in trials if trial.status == OK]
-        buffers = (problem, inputs, out, lse)
         clock = clock or clock_for(device, settings)
         timed: dict[int, Trial] = {}
+        speed = functools.partial(_timed, problem=problem, direction=way.direction)
         for heat in heats:
-            out_of_it = _dropped(running, _heat(_callable(running, buffers), clock, heat), heat.margin, problem)
+            out_of_it = _dropped(running, _heat(_callable(running, subject), clock, heat), heat.margin, speed)
             timed |= out_of_it
             running = [trial for trial in running if id(trial) not in out_of_it]
-        items = _callable(running, buffers)
+        items = _callable(running, subject)
         timings = measure(items, clock, settings, lambda tag: reporter.step(f"timing {tag}"))
-    timed |= {id(trial): _timed(trial, timing, problem) for trial, timing in zip(running, timings, strict=True)}
+    timed |= {id(trial): speed(trial, timing) for trial, timing in zip(running, timings, strict=True)}
     return [timed.get(id(trial), trial) for trial in trials]
 
 
-def _callable(trials: Sequence[Trial], buffers: tuple[Any, ...]) -> list[Implementation]:
-    return [Implementation(t.tag, "kernel", functools.partial(t.contender.run, *buffers)) for t in trials]
+def _callable(trials: Sequence[Trial], subject: Subject) -> list[Implementation]:
+    return [Implementation(t.tag, "kernel", functools.partial(subject.run, t.contender)) for t in trials]
 
 
 def _heat(items: Sequence[Implementation], clock: Clock, heat: Heat) -> list[float | Exception]:
@@ -298,14 +332,17 @@ def _glance(item: Implementation, clock: Clock) -> float | Exception:
 
 
 def _dropped(
-    running: Sequence[Trial], times: Sequence[float | Exception], margin: float, problem: AttentionProblem
+    running: Sequence[Trial],
+    times: Sequence[float | Exception],
+    margin: float,
+    failed: Callable[[Trial, Exception], Trial],
 ) -> dict[int, Trial]:
     """Trials that do not run again, by identity."""
     fastest = min((ms for ms in times if isinstance(ms, float)), default=math.inf)
     dropped = {}
     for trial, ms in zip(running, times, strict=True):
         if isinstance(ms, Exception):
-            dropped[id(trial)] = _timed(trial, ms, problem)
+            dropped[id(trial)] = failed(trial, ms)
         elif ms > margin * fastest and not trial.auto:
             said = f"{ms / fastest:.3g} times the fastest in a short run: not timed further"
             dropped[id(trial)] = replace(trial, message=said)
@@ -341,34 +378,50 @@ def compiled_trials(problem: AttentionProblem, contenders: Sequence[Any], report
 
 
 def _checked(
-    trial: Trial,
-    problem: AttentionProblem,
-    inputs: Inputs,
-    oracle: Oracle,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    reporter: Reporter,
+    trial: Trial, problem: AttentionProblem, subject: Subject, device: torch.device, reporter: Reporter
 ) -> Trial:
     reporter.step(f"checking {trial.tag}")
     if trial.status != OK:
         return trial
-    out.fill_(math.nan)
-    lse.fill_(math.nan)
+    subject.poison()
     try:
-        trial.contender.run(problem, inputs, out, lse)
-        synchronize(out.device)
+        result = subject.run(trial.contender)
+        synchronize(device)
     except Exception as error:  # whatever it raises, the others go on and the trial says it
-        stop_if_broken(out.device, trial.tag, problem, error)
+        stop_if_broken(device, trial.tag, problem, error)
         return replace(trial, status=ERROR, message=explained(error, ()))
-    verdict = oracle.judge(out, lse, trial.contender.emulation(problem))
+    verdict = subject.verdict(trial.contender, result)
     return replace(trial, verdict=verdict, status=OK if verdict.ok else FAIL, message=verdict.message)
 
 
-def _timed(trial: Trial, timing: Timing | Exception, problem: AttentionProblem) -> Trial:
+def _timed(trial: Trial, timing: Timing | Exception, problem: AttentionProblem, direction: Direction) -> Trial:
     if isinstance(timing, Exception):
         return replace(trial, status=ERROR, message=f"while timing: {explained(timing, ())}")
-    speed = tflops(problem, timing.median, "gemm") if timing.median else None
+    speed = tflops(problem, timing.median, "gemm", direction) if timing.median else None
     return replace(trial, timing=timing, tflops=speed)
+
+
+class ForwardSubject:
+    """A problem with its tensors, and the output and LSE that contenders write."""
+
+    def __init__(self, problem: AttentionProblem, device: torch.device, seed: int) -> None:
+        self.problem, self.inputs = problem, random_inputs(problem, device, seed)
+        self.out, self.lse = shared_outputs(problem, self.inputs)
+        self.oracle: Oracle | None = Oracle(problem, self.inputs)
+
+    def run(self, contender: Contender) -> None:
+        contender.run(self.problem, self.inputs, self.out, self.lse)
+
+    def poison(self) -> None:
+        self.out.fill_(math.nan)
+        self.lse.fill_(math.nan)
+
+    def verdict(self, contender: Contender, result: None) -> Verdict:
+        assert self.oracle is not None
+        return self.oracle.judge(self.out, self.lse, contender.emulation(self.problem))
+
+    def forget_reference(self) -> None:
+        self.oracle = None
 
 
 def judge(trials: Sequence[Trial], problem: AttentionProblem) -> list[Trial]:
@@ -416,3 +469,7 @@ def tuned_entry(trial: Trial, found: dict[str, Any]) -> tune.Tuned:
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         versions={name: found.get(name) for name in VERSIONS},
     )
+
+
+FORWARD = Way("forward", contenders_of, ForwardSubject, judge, entries_of)
+tune_kernels = functools.partial(tune_all, FORWARD)

@@ -7,33 +7,23 @@ held against the formula's first. What is kept of the fastest is the fields that
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from flashlane.bench.measure.environment import environment
-from flashlane.bench.measure.flops import tflops
+from flashlane.bench.measure.check import Verdict
 from flashlane.bench.measure.gradients import GradientOracle, output_gradient
+from flashlane.bench.measure.implementations import shared_outputs
 from flashlane.bench.measure.inputs import random_inputs
-from flashlane.bench.measure.progress import Reporter, Silent
-from flashlane.bench.measure.results import ERROR, FAIL, OK
-from flashlane.bench.measure.runner import (
-    Implementation,
-    explained,
-    free_memory,
-    shared_outputs,
-    stop_if_broken,
-    synchronize,
-)
-from flashlane.bench.measure.timing import Timing, clock_for, measure
 from flashlane.core import dispatch
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, Kernel
-from flashlane.core.tuned import AUTO, heuristics_only
+from flashlane.core.tuned import heuristics_only
 from flashlane.tuning import stored as tune
-from flashlane.tuning.search import SETTINGS, Settings, Trial, TuneRun, compiled_trials, tuned_entry
+from flashlane.tuning.search import Trial, Way, tune_all, tuned_entry
 
 
 @dataclass(frozen=True)
@@ -72,55 +62,6 @@ class ForwardPass:
         return contender.kernel.run(*call, forward=self.kernel, config=contender.config)
 
 
-def tune_backward_kernels(
-    problems: Iterable[AttentionProblem],
-    kernels: Sequence[BackwardKernel],
-    device: torch.device,
-    *,
-    settings: Settings = SETTINGS,
-    seed: int = 0,
-    reporter: Reporter | None = None,
-) -> TuneRun:
-    """Time the candidates of backward kernels on problems, and store each kernel's fastest.
-
-    Args:
-        problems: dense problems on the architecture of ``device``.
-        kernels: whose candidates run; one that does not support a problem is skipped with its reason.
-        device: the GPU.
-        settings: how long to measure.
-        seed: of the first problem's inputs; each next one adds 1.
-        reporter: gets the progress of the run.
-
-    Raises:
-        ValueError: a problem has features that are not tuned (windows, score modifiers, packed sequences), or is
-            deterministic.
-    """
-    found = environment(device)
-    run = TuneRun(found, asdict(settings) | {"seed": seed, "direction": "backward"})
-    problems = [replace(problem, needs_grad=True) for problem in problems]
-    for problem in problems:
-        if tune.class_of(AUTO, problem) is None or problem.deterministic:
-            raise ValueError(f"problem is {problem.describe()}; only dense ones without window or modifiers are tuned")
-    for number, problem in enumerate(problems):
-        contenders, skipped = backward_contenders(problem, kernels)
-        run.skipped += [(problem.describe(), tag, reason) for tag, reason in skipped]
-        try:
-            trials = time_backward(problem, contenders, device, settings, seed + number, reporter or Silent())
-        finally:
-            free_memory(device)
-        trials = judge(trials)
-        run.trials += trials
-        entries = {
-            tune.backward_class(trial.contender.kernel, problem).key: tuned_entry(trial, found)
-            for trial in trials
-            if trial.chosen and trial.contender.kernel.tuned_fields(trial.contender.config) is not None
-        }
-        if entries:
-            tune.save(str(found["device"]), str(problem.arch), entries)
-            run.stored += entries
-    return run
-
-
 def backward_contenders(
     problem: AttentionProblem, kernels: Sequence[BackwardKernel]
 ) -> tuple[list[BackwardContender], list[tuple[str, str]]]:
@@ -142,54 +83,45 @@ def backward_contenders(
     return contenders, skipped
 
 
-def time_backward(
-    problem: AttentionProblem,
-    contenders: Sequence[BackwardContender],
-    device: torch.device,
-    settings: Settings,
-    seed: int,
-    reporter: Reporter,
-) -> list[Trial]:
-    """Compile, check and time contenders against each other; what fails gives a trial that says so."""
-    reporter.begin(problem.describe(), len(contenders) * (3 + settings.rounds))
-    trials = compiled_trials(problem, contenders, reporter)
-    with torch.no_grad():
-        made = ForwardPass.of(problem, device, seed)
-        oracle = GradientOracle(problem, made.inputs, made.do)
-        trials = [_checked(trial, made, oracle, reporter) for trial in trials]
-        del oracle
-        free_memory(device)
-        running = [trial for trial in trials if trial.status == OK]
-        items = [Implementation(t.tag, "kernel", functools.partial(made.run, t.contender)) for t in running]
-        timings = measure(items, clock_for(device, settings), settings, lambda tag: reporter.step(f"timing {tag}"))
-    timed = {id(trial): _timed(trial, timing, problem) for trial, timing in zip(running, timings, strict=True)}
-    return [timed.get(id(trial), trial) for trial in trials]
+class BackwardSubject:
+    """A forward pass, and the oracle of its gradients."""
+
+    def __init__(self, problem: AttentionProblem, device: torch.device, seed: int) -> None:
+        self.done = ForwardPass.of(problem, device, seed)
+        self.oracle: GradientOracle | None = GradientOracle(problem, self.done.inputs, self.done.do)
+
+    def run(self, contender: BackwardContender) -> Gradients:
+        return self.done.run(contender)
+
+    def poison(self) -> None:
+        """Gradients are allocated anew, and would find the right ones of an earlier contender in that memory."""
+        stale = [torch.full_like(t, math.nan) for t in (self.done.inputs.q, self.done.inputs.k, self.done.inputs.v)]
+        del stale
+
+    def verdict(self, contender: BackwardContender, result: Gradients) -> Verdict:
+        assert self.oracle is not None
+        return self.oracle.judge(result[:3])
+
+    def forget_reference(self) -> None:
+        self.oracle = None
 
 
-def _checked(trial: Trial, made: ForwardPass, oracle: GradientOracle, reporter: Reporter) -> Trial:
-    reporter.step(f"checking {trial.tag}")
-    if trial.status != OK:
-        return trial
-    try:
-        gradients = made.run(trial.contender)
-        synchronize(made.do.device)
-    except Exception as error:  # whatever it raises, the others go on and the trial says it
-        stop_if_broken(made.do.device, trial.tag, made.problem, error)
-        return replace(trial, status=ERROR, message=explained(error, ()))
-    verdict = oracle.judge(gradients[:3])
-    return replace(trial, verdict=verdict, status=OK if verdict.ok else FAIL, message=verdict.message)
-
-
-def _timed(trial: Trial, timing: Timing | Exception, problem: AttentionProblem) -> Trial:
-    if isinstance(timing, Exception):
-        return replace(trial, status=ERROR, message=f"while timing: {explained(timing, ())}")
-    speed = tflops(problem, timing.median, "gemm", "backward") if timing.median else None
-    return replace(trial, timing=timing, tflops=speed)
-
-
-def judge(trials: Sequence[Trial]) -> list[Trial]:
+def judge(trials: Sequence[Trial], problem: AttentionProblem) -> list[Trial]:
     """Mark the fastest candidate of each tag."""
     fastest: dict[str, Trial] = {}
     for trial in sorted((trial for trial in trials if trial.timing), key=lambda trial: trial.ms):
         fastest.setdefault(trial.tag, trial)
     return [replace(trial, chosen=fastest.get(trial.tag) is trial) for trial in trials]
+
+
+def entries_of(trials: Sequence[Trial], problem: AttentionProblem, found: dict[str, Any]) -> dict[str, tune.Tuned]:
+    """What to store of a problem's judged trials: the choice of each kernel that has something to keep."""
+    return {
+        tune.backward_class(trial.contender.kernel, problem).key: tuned_entry(trial, found)
+        for trial in trials
+        if trial.chosen and trial.contender.kernel.tuned_fields(trial.contender.config) is not None
+    }
+
+
+BACKWARD = Way("backward", backward_contenders, BackwardSubject, judge, entries_of)
+tune_backward_kernels = functools.partial(tune_all, BACKWARD)
