@@ -212,7 +212,7 @@ class AttentionProblem:
     """Rows of a page of a paged key/value cache (``block_table`` is given), or 0; ``seqlen_k`` is then its capacity."""
     num_splits: int = 0
     """Splits of the keys of a row, which are combined at the end: at most so many, or as many as the kernel
-    likes (0). With it, what a sequence gives depends on no other one: see :attr:`chosen_for`."""
+    chooses (0). With it, the results of a sequence do not depend on the other ones: see :attr:`chosen_for`."""
     deterministic: bool = False
     needs_grad: bool = False
     arch: str | None = None
@@ -263,12 +263,17 @@ class AttentionProblem:
 
     @property
     def chosen_for(self) -> AttentionProblem:
-        """What kernels and tiles are chosen for: the problem, or with ``num_splits`` one sequence of it, whatever the
-        batch around that."""
+        """The problem that kernels and tiles are chosen for: this one, or with ``num_splits`` one sequence of it.
+
+        The choice then does not depend on the batch.
+        """
         return replace(self, batch=1) if self.num_splits else self
 
-    def parts(self, blocks: int) -> int:
-        """How many splits ``num_splits`` makes of so many blocks of keys; a window may begin within one more."""
+    def kv_splits(self, blocks: int) -> int:
+        """How many splits of the keys ``num_splits`` asks for, of at most one for each of so many blocks of keys.
+
+        A window may begin within one more block.
+        """
         return max(1, min(self.num_splits, MAX_SPLITS, blocks + (self.window_left >= 0)))
 
     def visible_keys(self, row: int) -> range:

@@ -1,4 +1,4 @@
-"""What the compiler made of each kernel, for a named architecture, on any machine: no GPU is needed."""
+"""The compiler's report of each kernel for a named architecture: registers, spills, warnings; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Usage:
     """Bytes, as the compiler reports them; likewise the loads."""
     spill_loads: int | None = None
     shared_bytes: int | None = None
-    """Shared memory of a block, static and dynamic."""
+    """Shared memory of a CTA, static and dynamic."""
     threads: int | None = None
     blocks: int | None = None
-    """Blocks that one multiprocessor holds."""
+    """CTAs that fit on one SM."""
     occupancy: float | None = None
     limit: str = ""
-    """What the number of blocks is limited by."""
+    """The resource that limits the number of CTAs."""
     instructions: dict[str, int] | None = None
     seconds: float | None = None
     cached: bool = False
@@ -51,7 +51,7 @@ class Usage:
     """Bytes that the kernel declares for this configuration, stores and loads."""
     direction: str = "forward"
     entry: str = ""
-    """The name of the device function, of a kernel that is compiled from several device files."""
+    """The name of the device function, where a kernel is compiled from several device files."""
 
     @property
     def name(self) -> str:
@@ -98,7 +98,7 @@ def check_arch(arch: str, name: str = "--arch") -> str:
 
 
 def usage_of(kernel: CompiledKernel, config: Any, arch: str, *, problem: str = "", instructions: bool = True) -> Usage:
-    """What a configuration takes that is compiled from one device file: :func:`usages_of`."""
+    """The resources of a configuration that is compiled from one device file; see :func:`usages_of`."""
     (usage,) = usages_of(kernel, config, arch, problem=problem, instructions=instructions)
     return usage
 
@@ -106,13 +106,13 @@ def usage_of(kernel: CompiledKernel, config: Any, arch: str, *, problem: str = "
 def usages_of(
     kernel: CompiledKernel, config: Any, arch: str, *, problem: str = "", instructions: bool = True
 ) -> tuple[Usage, ...]:
-    """Compile a configuration's device files (or load them from the disk cache) and read what each takes.
+    """Compile a configuration's device files (or load them from the disk cache) and read the resources of each.
 
     A compile that fails gives a :class:`Usage` with ``error``; it does not raise.
     """
     try:
         parts = kernel.device_sources(config, arch)
-    except Exception as error:  # a source that cannot be put together is a failure like the compiler's
+    except Exception as error:  # a source that cannot be assembled is a failure, as one of the compiler is
         described = describe_config(config)
         return (Usage(kernel.tag, arch, problem, described, direction=kernel.direction, error=first_line(error)),)
     several = len(parts) > 1
@@ -173,7 +173,7 @@ def report_problem(
 ) -> list[Usage]:
     """Every kernel's configuration for a problem as it would be chosen on ``arch``, compiled two at a time.
 
-    A kernel whose turn comes after ``deadline`` (of ``time.monotonic``) is left out, and its line says so.
+    A kernel that would start after ``deadline`` (of ``time.monotonic``) is left out, and its line says so.
     """
     asked = problem.on(arch)
     jobs: list[tuple[CompiledKernel, Any, str]] = []
@@ -185,7 +185,7 @@ def report_problem(
             jobs.append((kernel, kernel.config(asked), arch))
         else:
             refused[number] = Usage(kernel.tag, arch, asked.describe(), direction=kernel.direction, reason=reason)
-    if deadline < math.inf:  # what is wanted most comes first
+    if deadline < math.inf:  # the kernels that matter most come first
         jobs.sort(key=lambda job: -getattr(job[0], "preference", lambda _: 0)(asked))
     made = _compile(jobs, asked.describe(), progress, deadline)
     by_kernel = {id(job[0]): usages for job, usages in zip(jobs, made, strict=True)}
@@ -251,7 +251,7 @@ def _plain(value: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception as one line: its first, and the next one too where that is what the first announces."""
+    """An exception on one line: its first line, and the second too where the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -1,4 +1,4 @@
-"""What this machine has for flashlane, and what each missing thing costs: ``flashlane doctor``.
+"""``flashlane doctor``: what this machine has of what flashlane uses, and what does not work without the rest.
 
 :func:`examine` only looks. Beside torch and NVRTC it imports nothing (packages are found by their metadata), and
 nothing that is absent or broken makes it raise.
@@ -83,7 +83,7 @@ class Report:
         return "Only reference, tiled and SDPA run here; kernels do not compile."
 
     def to_json(self) -> str:
-        """The findings, and what they add up to, as JSON."""
+        """The findings and the verdict, as JSON."""
         body = {
             "can_compile": self.can_compile,
             "can_launch": self.can_launch,

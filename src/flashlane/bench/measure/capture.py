@@ -1,8 +1,8 @@
 """Record q, k, v of every attention layer of a Hugging Face model on a given text.
 
 The model runs once, unchanged, with an attention function of ours registered in transformers' AttentionInterface:
-it copies what a layer passes to attention (after rotary embedding, before KV heads are repeated) and hands the call
-on to transformers' own ``sdpa``. So any model that uses the interface can be recorded, and what is saved is what an
+it copies what a layer passes to attention (after rotary embedding, before KV heads are repeated) and calls
+transformers' own ``sdpa``. So any model that uses the interface can be recorded, and what is saved is what an
 attention kernel in its place would be given: activations with heavy tails and outlier channels, not Gaussians.
 """
 

@@ -26,7 +26,7 @@ from flashlane.bench.measure.timing import Settings
 from flashlane.core.problem import AttentionProblem
 
 TIMEOUT = 120.0
-"""Seconds without a sign of life after which a worker is ended."""
+"""A worker that reports nothing for so many seconds is ended."""
 START_SECONDS = 180.0
 """For importing torch and everything else."""
 
@@ -90,9 +90,9 @@ def run_isolated(
     Args:
         problems: dense, packed or cached; each sequence is as long as its problem says.
         spec: what runs, and how long.
-        seconds: without a sign of life after which what runs is ended.
+        seconds: an implementation that reports nothing for so long is ended.
         seed: of the first problem; each next one adds 1.
-        reporter: told where the run is.
+        reporter: gets the progress of the run.
         each: called with the results of each problem and direction as soon as they are there.
 
     Returns:
@@ -184,7 +184,7 @@ class Workers:
 
 
 class _Again:
-    """A reporter of a problem that has begun before: its title and its steps are not told a second time."""
+    """A reporter of a problem that has begun before: its title and its steps are not reported a second time."""
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
@@ -197,7 +197,7 @@ class _Again:
 
 
 def _with_dead(results: Results, problem: AttentionProblem, direction: Direction, dead: dict[str, str]) -> Results:
-    """What had to be ended gets a row that says so, instead of a line among the skipped."""
+    """An implementation that had to be ended gets a row that says so, instead of a line among the skipped ones."""
     if not dead:
         return results
     rows = [
@@ -254,7 +254,7 @@ class Worker:
                 return words[0]
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, even in the middle of its work."""
         self.process.kill()
         self.process.join()
         self.pipe.close()

@@ -29,7 +29,7 @@ class Memory:
 
 
 def measure_memory(call: Callable[[], object], device: torch.device, written: int = 0) -> Memory:
-    """Run a call once and see what it takes.
+    """Run a call once and measure what it allocates.
 
     Args:
         call: has run before, so that nothing is compiled or loaded in it.

@@ -311,7 +311,9 @@ def _flex_mask(problem: AttentionProblem, inputs: Inputs) -> Callable[..., torch
         aligned = first_k - first_q
         if problem.alignment == "bottom-right":
             aligned = aligned + ends[1].diff() - ends[0].diff()
-        shift = torch.nn.functional.pad(aligned, (0, 1))[sequences[0]]  # rows after the last sequence are nobody's
+        shift = torch.nn.functional.pad(aligned, (0, 1))[
+            sequences[0]
+        ]  # rows after the last sequence belong to no sequence
 
     def visible(_b: torch.Tensor, _h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         middle = i + (shift[i] if problem.varlen else shift)
@@ -435,7 +437,7 @@ PEERS: tuple[Peer, ...] = (
     ),
 )
 ALIASES = {"(sdpa)": "(sdpa-efficient)", "(torch)": "(unfused)"}
-"""Other names of peers, which logs and habits have."""
+"""Other names of peers, which the baseline logs and other tools use."""
 
 
 def peer_tags() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 
 class Reporter(Protocol):
-    """What a run tells while it runs."""
+    """What a run reports its progress to."""
 
     def begin(self, title: str, steps: int) -> None:
         """A problem (or a phase) of so many steps starts."""
@@ -22,7 +22,7 @@ class Reporter(Protocol):
 
 
 class Silent:
-    """Says nothing: for use from Python."""
+    """Shows nothing: for use from Python."""
 
     def begin(self, title: str, steps: int) -> None:
         pass

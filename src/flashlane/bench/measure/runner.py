@@ -104,7 +104,7 @@ def _near(word: str, known: tuple[str, ...]) -> str:
 
 @dataclass
 class _Checked:
-    """An implementation's row as far as the check brings it."""
+    """An implementation's row after its check."""
 
     item: Implementation
     row: Row
@@ -151,7 +151,7 @@ def run(
         arch_seconds: how long that may take; kernels left out then have a line that says so.
         keep_partial: after Ctrl-C, or when a kernel breaks the CUDA context, return the problems that are done, with
             ``stopped`` saying why, instead of raising.
-        reporter: told where the run is.
+        reporter: gets the progress of the run.
 
     Raises:
         ValueError: a problem has a feature that the bench draws no tensors for, the device is not there, or cycles
@@ -317,7 +317,7 @@ def _run_case(case: Case, direction: Direction, results: Results, plan: _Plan, s
 
 MOST_ROTATIONS = 64
 L2_SHARE = 4
-"""Sets of inputs that calls take turns over are this many times as large as L2 in all; two at least."""
+"""Sets of inputs that calls take turns over are so many times as large as L2 in all; there are at least two."""
 
 
 def _rotations(case: Case, work: Work, plan: _Plan, seed: int) -> list[Work]:
@@ -369,7 +369,7 @@ def _count_cycles(running: list[_Checked], work: Work, results: Results, plan: _
     problem = replace(work.problem, needs_grad=False)
     try:
         counted = count(problem, tags, work.direction, metrics=(CYCLES,), seed=seed, device=plan.device)
-    except RuntimeError as error:  # what was timed stands
+    except RuntimeError as error:  # the timings are kept
         results.notes.append(f"--cycles: {error}")
         return
     for entry in running:

@@ -1,7 +1,8 @@
 """A grid of problems, benched cell by cell into a journal, so that an interrupted sweep goes on where it stopped.
 
 A cell is one problem in one direction. It is done when its record is on the disk; a sweep that is killed loses the cell
-it was in, and nothing else. What runs out of memory, hangs or crashes is recorded and passed.
+it was in, and nothing else. An implementation that runs out of memory, hangs or crashes is recorded, and the sweep
+goes on.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Cell:
         return self.problem.describe() + TITLES[self.direction]
 
     def seed(self, base: int) -> int:
-        """Of its inputs: its own, whatever else is in the grid."""
+        """Of its inputs; it does not depend on the other cells of the grid."""
         return base + zlib.crc32(self.key.encode()) % (1 << 31)
 
 
@@ -48,7 +49,7 @@ def cells_of(problems: Iterable[AttentionProblem], directions: Sequence[Directio
 
 
 def common_of(spec: Spec, seed: int, environment: dict[str, Any]) -> dict[str, Any]:
-    """What cells must share to stand in one table: the device, the versions, the code and how long is measured."""
+    """What all cells of one table have in common: the device, the versions, the code and how long is measured."""
     machine = {name: environment.get(name) for name in ("device", "driver", "torch", "flashlane", "commit")}
     chosen = asdict(spec)
     chosen.pop("directions")  # a cell says its own

@@ -1,7 +1,7 @@
 """The process in which :mod:`flashlane.bench.measure.isolated` benches.
 
-Tasks and what it reports travel through one pipe; what a library prints goes to stderr. When the pipe ends, whoever
-started it is gone, and it ends too, in the middle of whatever it does.
+Tasks and what it reports travel through one pipe; what a library prints goes to stderr. When the pipe ends, the process
+that started the worker is gone, and the worker ends at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PipeReporter:
 
 def serve(pipe: Connection, spec: Spec) -> None:
     """Do tasks until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; whoever started this one ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the one that started this one ends it
     os.dup2(2, 1)
     tasks: queue.Queue[Task] = queue.Queue()
     threading.Thread(target=_receive, args=(pipe, tasks), daemon=True).start()
@@ -56,7 +56,7 @@ def serve(pipe: Connection, spec: Spec) -> None:
             )
         except (ValueError, TypeError, NotImplementedError, ImportError) as error:
             pipe.send(("refused", str(error)))
-        except Exception as error:  # a broken CUDA context: this process is of no more use
+        except Exception as error:  # the CUDA context is broken: this process can run nothing more
             pipe.send(("broken", f"{type(error).__name__}: {error}"))
         else:
             pipe.send(("done", results))

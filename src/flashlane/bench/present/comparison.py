@@ -1,4 +1,4 @@
-"""One problem, everything that can run it: who is fastest, who is leanest, and by how much."""
+"""All implementations of one problem side by side: which is fastest, which uses the least memory, and by how much."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
 
 
 def extra(row: Row | None) -> int | None:
-    """Bytes that a row's call takes beyond its inputs."""
+    """Bytes that a row's call allocates beyond its inputs."""
     return row.memory.extra if row is not None and row.memory is not None else None
 
 
 def verdict(found: Sequence[Standing]) -> str:
-    """One sentence: the fastest and the leanest of those that are right, and by how much."""
+    """One sentence: the fastest of the right ones, the one that uses the least memory, and by how much."""
     timed = [s for s in found if s.row.timing and s.row.status in (OK, UNCHECKED)]
     if not timed:
         return "nothing ran"

@@ -272,7 +272,7 @@ def _draw_ceilings(
     near = [float(rate) for rate in kept if float(rate) < FAR * highest]
     labels = []
     for rate in sorted(kept, key=float, reverse=True):
-        far = "" if float(rate) in near else "↑ "  # its line would press the measured ones flat
+        far = "" if float(rate) in near else "↑ "  # its line would leave little height to the measured ones
         labels.append(f"{far}{' and '.join(filter(None, kept[rate]))}: {rate} TFLOP/s")
         if not far:
             axis.axhline(float(rate), color=theme.ceiling, linewidth=1.3, zorder=1)

@@ -1,6 +1,6 @@
 """Two results files of ``flashlane bench`` against each other: which cells moved, by more than noise explains.
 
-A cell is one implementation (tag) on one problem. Its evidence is what each row carries: the median of every round.
+A cell is one implementation (tag) on one problem. Its evidence is the median of every round, which each row has.
 The logarithms of the rounds of both runs go into Yuen's test of trimmed means (K. K. Yuen, Biometrika 61, 1974), which
 is Welch's t test with the extreme fifth of the rounds cut at either end, so that one disturbed round neither makes nor
 hides a loss. A rank or permutation test would not do: of 5 rounds against 5 its smallest p is 0.008, which no

@@ -179,9 +179,9 @@ def run_suite(
 
     Args:
         suite: what to measure.
-        device: what the environment is told of.
+        device: the device that the environment describes.
         seconds: no case begins after so many.
-        reporter: told of the progress.
+        reporter: gets the progress of the run.
         keep: called with the results after each case.
 
     Returns:

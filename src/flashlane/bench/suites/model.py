@@ -140,7 +140,7 @@ class ModelSuite:
         return [f"{what}: {', '.join(cases)}." for what, cases in found.items()]
 
     def _problem(self, case: Case) -> AttentionProblem:
-        """What a model's attention is asked."""
+        """The problem that a model's attention poses."""
         config = ALL_SIZES[case.size]
         sizes = (self.batch, config.heads, case.seqlen, config.head_dim, DTYPES[self.dtype])
         problem = make_problem(*sizes, kv_heads=config.kv_heads, causal=True, arch=arch_of(self.device))

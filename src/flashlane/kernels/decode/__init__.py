@@ -1,1 +1,1 @@
-"""Decoding: few queries over a long key/value cache, the keys split over blocks."""
+"""Decoding: few queries over a long key/value cache, the keys split over CTAs."""

@@ -1,4 +1,4 @@
-"""What the decode kernel is compiled with, and what that takes of shared memory."""
+"""The compile-time constants of the decode kernel, and its shared memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK_N = 16
 MAX_SPLITS = 128
 """Most splits of one output tile where rows are copied by cp.async: their statistics pass through shared memory."""
 REGISTER_COLUMNS = 128
-"""Widest Q that stays in registers; wider ones would spill."""
+"""Columns of the widest Q that is kept in registers; a wider one would spill."""
 PLANE = 64
 """Columns of a TMA box, as wide as TMA's widest swizzle."""
 TILE_STAGES = 4

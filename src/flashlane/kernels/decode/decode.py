@@ -38,7 +38,7 @@ class Decode(DeviceKernel):
     priority = 4
 
     def preference(self, problem: AttentionProblem) -> float:
-        """Above every kernel that reads K and V once for each query head, where one reading does for all rows."""
+        """Where one reading of K and V serves all rows, above every kernel that reads them once for each query head."""
         return 30.0 if rows_of(problem) <= FEW_ROWS else float(self.priority)
 
     def supports(self, problem: AttentionProblem) -> str | None:
@@ -106,8 +106,8 @@ class Decode(DeviceKernel):
             debug: compile with waits that trap after seconds, so that a hang is an error.
 
         Raises:
-            ValueError: the configuration reads K and V by TMA, which cannot read them as they lie; or it divides keys
-                otherwise than by splits, and the problem says how many splits there are.
+            ValueError: the configuration reads K and V by TMA, which cannot read tensors of these strides; or it
+                divides keys otherwise than by splits, and the problem says how many splits there are.
         """
         launch_attention(config, problem, inputs, out, lse, splits, debug)
 

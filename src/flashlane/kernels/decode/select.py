@@ -27,7 +27,7 @@ from flashlane.kernels.score import ScoreConfig
 
 IN_FLIGHT = 96 << 10
 """Bytes of K and V that an SM should have in flight. An H200's SM takes 32.5 bytes a nanosecond at the copy rate, and a
-trip to device memory takes about 1000 ns under load: 32 KiB would just do."""
+load from device memory takes about 1000 ns under load: 32 KiB would just suffice."""
 MAX_STAGES = 8
 BOX_UNIT = 8
 """Rows of the pattern of TMA's widest swizzle: the fewest rows of a box."""
@@ -163,9 +163,9 @@ def stages_wanted(config: DecodeConfig) -> int:
 BUSY = 0.65
 """The fraction of its CTAs with which the GPU reads as fast as it can (an H200's SM takes 51 bytes a nanosecond)."""
 TAIL = 0.1
-"""What the idle CTAs of a last wave cost: the others use the memory bandwidth that these leave."""
+"""The cost of the idle CTAs of a last wave: the others use the memory bandwidth that these leave."""
 START_STEPS = 1.0
-"""What a CTA costs beside its steps (start, first trip to memory, end), in steps."""
+"""The cost of a CTA beside its steps (start, first load, end), in steps."""
 COMBINE_STEPS = 2.0
 """What it costs to combine splits, in steps; and one more split:"""
 SPLIT_STEPS = 0.02
@@ -212,7 +212,7 @@ def splits_for(problem: AttentionProblem, config: DecodeConfig, tiles: int, resi
     """
     steps, most = -(-keys_of(problem) // (config.step * config.cluster)), config.max_splits
     if problem.num_splits:
-        return min(most, problem.parts(steps))
+        return min(most, problem.kv_splits(steps))
     if config.cluster > 1:
         held = next(rule.held for rule in CLUSTERS[problem.arch] if rule.size == config.cluster)
         resident = min(resident // config.cluster, held)

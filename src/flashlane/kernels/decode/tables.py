@@ -39,7 +39,7 @@ def _by_load(few: Shapes, many: Shapes, uneven: Shapes | None = None) -> dict[Lo
 
 
 # Few output tiles: one large CTA an SM, so that there are few splits. Many: two CTAs, one of which loads while the
-# other ends; and long sequences and short ones even out over many small CTAs.
+# other ends; and many small CTAs balance long sequences and short ones.
 SHAPES: Table = (
     (
         128,

@@ -63,13 +63,13 @@ class Variant:
     out: str = "f32"
     store: str = "f32"
     persistent: bool = False
-    """(tiling) Q stays in shared memory; otherwise its slices come again with each tile of keys."""
+    """(tiling) Q is kept in shared memory; otherwise its slices are loaded again with each tile of keys."""
     swizzle: str = ""
     output: str = "shuffle"
 
     @property
     def tag(self) -> str:
-        """The name in the logs: f16 accumulators, f32 O storage, padded tiles and stores by shuffle go unsaid."""
+        """The name in the logs; it leaves out f16 accumulators, f32 O storage, padded tiles and stores by shuffle."""
         words = [self.split, ACCUMULATORS[self.scores, self.out]]
         words += ["o-f16" if self.store == "f16" else "", "persist-q" if self.persistent else ""]
         words += [f"swizzle-{self.swizzle}" if self.swizzle else ""]
@@ -82,7 +82,7 @@ class Variant:
 
     @property
     def tiling(self) -> bool:
-        """Whether the head dim arrives in slices."""
+        """Whether the head dim is loaded in slices."""
         return self.family.startswith("tiling")
 
     @property
@@ -91,7 +91,7 @@ class Variant:
 
     @property
     def kv_stages(self) -> int:
-        """Stages of the pipeline: one a stage where K and V share it, and for slices; else K's stages and one for V."""
+        """Stages of the pipeline: as many as the variant names where K and V share each; otherwise one more, for V."""
         return self.stage if self.tiling or self.family.startswith("share") else self.stage + 1
 
     @property
@@ -210,7 +210,7 @@ class MmaAttention(DeviceKernel):
         yield from dict.fromkeys((*self.variant.configs(problem, False), *self.variant.configs(problem, True)))
 
     def spills_allowed(self, config: MmaConfig, arch: str) -> int:
-        few = config.br == 16  # a latency shape
+        few = config.br == 16  # one of the shapes for few CTAs
         taken = self.tag == shapes.best_tag(config.head_dim_v, few)
         return 0 if taken and arch == "sm_90a" and config.vector and config.head_dim <= 256 else SPILLS_ALLOWED
 

@@ -1,4 +1,4 @@
-"""One point of the mma.sync design space as a value: what the template is compiled with, and what it then takes."""
+"""One point of the mma.sync design space as a value: the constants of the template, and the resources that follow."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class MmaConfig:
     early_v: bool = False
     """Wait for V before the softmax, so that the next K loads under it."""
     min_blocks: int = 1
-    """Blocks an SM that the register allocation must allow."""
+    """CTAs of an SM that the register allocation must allow."""
     k_slice: int = 0
-    """Columns of Q and K that arrive at once; 0 for all."""
+    """Columns of Q and K that one stage holds; 0 for all."""
     v_rows: int = 0
-    """Rows of V that arrive at once; 0 for all ``bc``."""
+    """Rows of V that one stage holds; 0 for all ``bc``."""
     v_columns: int = 0
-    """Columns of V that arrive at once; 0 for all."""
+    """Columns of V that one stage holds; 0 for all."""
     q_streamed: bool = False
-    """A slice of Q comes with each slice of K, anew for every tile; otherwise Q stays in shared memory."""
+    """A slice of Q is loaded with each slice of K, again for every tile; otherwise Q is kept in shared memory."""
     output: str = "shuffle"
     """How O is stored: ``direct`` (4 bytes a lane), ``shuffle`` (16 bytes a lane, transposed in the quad) or
     ``shared`` (whole rows, through shared memory)."""
@@ -73,7 +73,7 @@ class MmaConfig:
     def regions(self) -> dict[str, int]:
         """Bytes of each part of shared memory: Q, the pipeline, and (several warps a row) P and the row statistics.
 
-        ``Q/KV`` lie over each other, ``QKV`` is a pipeline of slices; ``O`` is what the output tile needs beyond them.
+        ``Q/KV`` share one region, ``QKV`` is a pipeline of slices, and ``O`` is what the output tile needs beyond them.
         """
         layouts = self.layouts
         q = layouts["q"].bytes(self.br)

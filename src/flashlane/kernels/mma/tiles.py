@@ -27,7 +27,7 @@ class Shape:
     k_slice: int = 64
     """(tiling) Widest slice of the head dim."""
     v_rows: int = 32
-    """(tiling-qk) Rows of V that arrive at once."""
+    """(tiling-qk) Rows of V that one stage holds."""
 
 
 Table = dict[str, tuple[tuple[int, tuple[Shape, ...]], ...]]
@@ -179,7 +179,7 @@ FASTEST = frozenset(tag for table in (BEST_THROUGHPUT, BEST_LATENCY) for _, tag 
 def slice_of(head_dim: int, widest: int, unit: int = 16) -> int:
     """Width of the fewest equal slices, at most ``widest`` and multiples of ``unit``, that pad by no more than 15 %.
 
-    Few and wide: a slice costs a barrier and its copies' addresses, whatever its width.
+    Slices are few and wide, as each costs a barrier and the addresses of its copies, whatever its width.
     """
     columns = -(-head_dim // 16) * 16
     fewest = -(-columns // widest)

@@ -224,7 +224,7 @@ def splits_of(problem: AttentionProblem, config: TritonConfig) -> int:
     if problem.window_left >= 0 and problem.window_right >= 0:
         keys = min(keys, problem.window_left + problem.window_right + config.bm)
     if problem.num_splits:
-        return problem.parts(-(-keys // config.bn))
+        return problem.kv_splits(-(-keys // config.bn))
     if problem.arch is None:
         return 1
     heads = problem.kv_heads if packed(problem) else problem.heads

@@ -128,5 +128,5 @@ def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
     ranges = (tile_scheduler.n_blocks_of(problem, i * block_m, block_m, pack, config.block_n) for i in last)
     longest = max(map(len, ranges), default=0)
     if problem.num_splits:
-        return problem.parts(longest)
+        return problem.kv_splits(longest)
     return tile_scheduler.splits_of(problem.batch * problem.heads // pack * config.v_slices * m_blocks, longest)
