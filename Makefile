@@ -37,7 +37,7 @@ format: venv-test ## put the style right where ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-readme: venv    ## make README.md's generated parts anew
+readme: venv    ## write README.md's generated parts again
 	$(BIN)/python benchmarks/scripts/readme_tables.py
 
 docs: venv-test ## build the documentation site into build/site; a warning is an error

@@ -49,7 +49,7 @@ def row(tag, ms, mib=None, kind="kernel", status="ok", speedup=None):
     return Row("P", {}, tag, kind, status, "", (), timing, 1.0, 1.0, speedup, None, verdict, memory=memory)
 
 
-def test_the_fastest_and_the_leanest_are_named():
+def test_the_fastest_and_the_lowest_memory_are_named():
     rows = [
         row("(unfused)", 8.0, 64, "peer"),
         row("(flash)", 3.0, 2, "peer", speedup=1.0),
@@ -62,8 +62,8 @@ def test_the_fastest_and_the_leanest_are_named():
     ours = found[1]
     assert (ours.versus_plain, ours.memory_versus_plain) == (4.0, 16.0)
     said = comparison.verdict(found)
-    assert said.startswith("fastest: ours, 2.000 ms, 1.50× as fast as the best peer (flash), 4.00× as fast as plain")
-    assert said.endswith("leanest: (flash), 2.0 MiB a call"), "what failed its check is neither"
+    assert said.startswith("fastest: ours, 2.000 ms, 1.50× as fast as the best peer, (flash), 4.00× as fast as plain")
+    assert said.endswith("lowest memory: (flash), 2.0 MiB a call"), "what failed its check is neither"
     text = comparison.markdown(Results({"device": "D"}, {}, rows))
     assert "| `ours` | 2.000 |" in text and "| `dead` | – |" in text and said in text
 
@@ -103,11 +103,11 @@ def test_peers_that_raise_hang_or_crash_have_rows_that_say_so(invoke, tmp_path):
     (report,) = (tmp_path / "results").glob("compare-*.json")
     rows = {r["tag"]: (r["status"], r["message"]) for r in json.loads(report.read_text())["rows"]}
     assert rows["(raising)"] == ("error", "RuntimeError: no such kernel")
-    assert rows["(hanging)"] == ("error", "no sign of life for 10 s, ended (--timeout)")
+    assert rows["(hanging)"] == ("error", "unresponsive for 10 s, ended (--timeout)")
     assert rows["(crashing)"] == ("error", "its process was ended by SIGABRT")
     fine = {tag for tag, (status, _) in rows.items() if status == "ok"}
     assert fine >= {"reference", "tiled", "(unfused)", "(noisy)"}
-    for text in ("fastest: ", "leanest: ", "error (hanging): no sign of life"):
+    for text in ("fastest: ", "lowest memory: ", "error (hanging): unresponsive"):
         assert text in done.stdout
     assert "fastest: " in report.with_suffix(".md").read_text() and report.with_suffix(".csv").exists()
     assert done.stderr.count("[1/1]") == 1 and "[2/1]" not in done.stderr

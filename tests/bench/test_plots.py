@@ -373,8 +373,8 @@ def test_without_matplotlib(results, tmp_path, monkeypatch):
     "text, words",
     [
         (None, "cannot be read: No such file"),
-        ("{", "is no JSON"),
-        ("\x00\xff", "is no JSON"),
+        ("{", "is not valid JSON"),
+        ("\x00\xff", "is not valid JSON"),
         ("[1]", "a JSON list"),
         ('{"format": "flashlane-bars/1"}', "format 'flashlane-bars/1'"),
         ('{"format": "flashlane-bench/1", "environment": {}}', "is damaged: KeyError 'rows'"),

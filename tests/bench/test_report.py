@@ -208,8 +208,8 @@ def test_figures_sort_as_figures():
     ("words", "message"),
     [
         (["absent.json"], "absent.json cannot be read"),
-        (["bad.json"], "bad.json is no JSON"),
-        (["other.json"], "is no results file"),
+        (["bad.json"], "bad.json is not valid JSON"),
+        (["other.json"], "is not a results file"),
         (["run.json", "--notebook", "absent"], "--notebook is 'absent'"),
         (["run.json", "--out", "/dev/null/x.html"], "--out is '/dev/null'"),
         (["run.json", "--out", "."], "which is a folder"),

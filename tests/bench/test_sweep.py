@@ -143,7 +143,7 @@ def test_a_journal_of_something_else_is_not_continued(tmp_path):
     with pytest.raises(ValueError, match="is damaged in line 1"):
         Journal(path, {})
     path.write_text("{}\n")
-    with pytest.raises(ValueError, match="is no journal of flashlane"):
+    with pytest.raises(ValueError, match="is not a journal of flashlane"):
         Journal(path, {})
 
 

@@ -1,5 +1,6 @@
 """The code and the pages use the field's words: what was renamed does not come back (docs/glossary.md maps it)."""
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -74,3 +75,66 @@ def test_a_word_that_was_renamed_does_not_occur(words, texts):
 
 def test_the_rule_sees_files(texts):
     assert len(texts) > 300 and any(path.endswith(".cuh") for path in texts)
+
+
+# --- wordings of what a reader sees: the pages, and the strings of the code that are not docstrings
+
+READ = ("docs/", "README.md", "Makefile", "mkdocs.yml")
+FOREIGN = {
+    r"is no (?:valid )?(?:JSON|TOML|results file|journal|file of|number|rate|speed|kernel|option|tensor)": "is not …",
+    r"preferred less": "ranked lower",
+    r"each missing thing costs": "what you lose without each",
+    r"sign of life": "is unresponsive",
+    r"[Bb]egin no row": "stop starting rows",
+    r"anew": "again",
+    r"[Bb]eside": "next to, with, against",
+    r"likewise": "the same, in the same way",
+    r"leanest": "lowest memory",
+    r"how it comes": "distribution",
+    r"half the distance": "half the interquartile range",
+    r"visible pairs, gemm|gemm count of visible pairs": "4·B·H·N·M·D over unmasked pairs",
+    r"plain MiB": "× less MiB",
+    r"kernel of ours": "our best kernel",
+    r"ladder|goals": "the designs of a family; targets",
+    r"in a wider terminal": "hidden: … (widen the terminal, or see the JSON file)",
+    r"TFLOPS": "TFLOP/s",
+    r"baselines": "peers",
+    r"the baselines? (?:row|timing|is behind)|which no baseline": "peer",
+}
+LATER = ("src/flashlane/cli/", "src/flashlane/bench/present/table.py", "src/flashlane/core/dispatch.py")
+"""Files whose strings are being rewritten; empty when that is done."""
+NAMES = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->")
+"""Names in code marks, targets of links and marks of generated parts are no wordings."""
+
+
+def strings_of(source: str) -> list[tuple[int, str]]:
+    """String constants that are not docstrings, with their lines."""
+    tree = ast.parse(source)
+    bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
+    alone = {id(item.value) for body in bodies for item in body if isinstance(item, ast.Expr)}
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return [(n.lineno, n.value) for n in found if id(n) not in alone]
+
+
+@pytest.fixture(scope="module")
+def shown(texts) -> list[tuple[str, int, str]]:
+    """(file, line, text) of what a reader sees."""
+    found = []
+    for path, text in texts.items():
+        if path.startswith(READ):
+            found += [(path, number, NAMES.sub("", line)) for number, line in enumerate(text.splitlines(), 1)]
+        elif path.startswith("src/") and path.endswith(".py") and not path.startswith(LATER):
+            found += [(path, line, string) for line, string in strings_of(text) if " " in string]
+    return found
+
+
+@pytest.mark.parametrize("words", FOREIGN)
+def test_a_foreign_wording_does_not_occur(words, shown):
+    pattern = re.compile(rf"(?<![\w.-])(?:{words})(?![\w(-])")
+    found = [f"{path}:{line}: {text.strip()[:100]}" for path, line, text in shown if pattern.search(text)]
+    assert not found, f"write {FOREIGN[words]}:\n" + "\n".join(found)
+
+
+def test_the_rule_sees_messages(shown):
+    assert sum(path.startswith("src/") for path, _, _ in shown) > 1000
+    assert any("is not valid JSON" in text for _, _, text in shown)

@@ -94,7 +94,9 @@ def grid(layout: Layout, rows: int, width: int) -> RenderableType:
     if SLOTS < block < layout.chunks:
         block -= block % SLOTS
     if block < layout.chunks and repeats(layout):
-        rest = f"Columns {block * CHUNK}–{layout.columns - 1} lie likewise, each {SLOTS * CHUNK} in the same banks."
+        rest = (
+            f"Columns {block * CHUNK}–{layout.columns - 1} lie in the same way, each {SLOTS * CHUNK} in the same banks."
+        )
         return Group(_block(layout, rows, range(block), cell, fits), Text(rest, "dim"))
     starts = range(0, layout.chunks, block)
     return Group(*(_block(layout, rows, range(s, min(s + block, layout.chunks)), cell, fits) for s in starts))

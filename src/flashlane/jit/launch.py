@@ -93,7 +93,7 @@ class Function:
         if size > most:
             raise ValueError(
                 f"shared is {size} bytes for {self.name}; device {self.device_index} gives a block at most {most} "
-                f"beside the kernel's {self.static_shared} static ones"
+                f"next to the kernel's {self.static_shared} static ones"
             )
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         with self._current():

@@ -62,7 +62,7 @@ def selection_of(tags: tuple[str, ...]) -> Selection:
     kernels = tuple(tag for tag in tags if tag not in peer_tags())
     for tag in kernels:
         if tag.startswith("("):
-            raise ValueError(f"tag is {tag!r}, which no baseline is called; {suggest(tag, peer_tags())}")
+            raise ValueError(f"tag is {tag!r}, which no peer is called; {suggest(tag, peer_tags())}")
         get(tag)
     return Selection(tags=kernels or ("reference",), peers=peers)
 

@@ -63,7 +63,7 @@ def find_model(name: str) -> Model:
     shipped = [f for f in sorted(folders) if (f / "config.json").is_file() and any(f.glob("*.safetensors"))]
     if not shipped:
         raise ValueError(
-            f"model is the installed package {name!r}, which ships no model (config.json beside .safetensors)"
+            f"model is the installed package {name!r}, which ships no model (config.json next to .safetensors)"
         )
     return Model(str(shipped[0]), f"{name} {distribution.version}", True)
 

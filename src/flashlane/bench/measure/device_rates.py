@@ -128,7 +128,7 @@ def rates_of(body: Any, path: str) -> DeviceRates:
 
 def _rate(value: Any) -> float:
     if not 0 < float(value) < float("inf"):
-        raise ValueError(f"{value} is no rate")
+        raise ValueError(f"{value} is not a rate")
     return float(value)
 
 
@@ -216,9 +216,9 @@ def read_rates_file(path: Path, device: str) -> DeviceRates:
     except OSError as error:
         raise ValueError(f"--ceilings: {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise ValueError(f"--ceilings: {path} is no JSON: {error}") from None
+        raise ValueError(f"--ceilings: {path} is not valid JSON: {error}") from None
     if not is_rates_file(body):
-        raise ValueError(f"--ceilings: {path} is no file of flashlane roofline")
+        raise ValueError(f"--ceilings: {path} is not a file of flashlane roofline")
     measured_on = (body.get("environment") or {}).get("device")
     if measured_on != device:
         raise ValueError(f"--ceilings: {path} was measured on {measured_on}, the results on {device}")

@@ -261,7 +261,7 @@ class Worker:
 
     def _next(self, seconds: float) -> Any:
         if not self.pipe.poll(seconds):
-            raise Died(self.active, f"no sign of life for {seconds:g} s, ended (--timeout)")
+            raise Died(self.active, f"unresponsive for {seconds:g} s, ended (--timeout)")
         try:
             message = self.pipe.recv()
         except (EOFError, OSError):  # it ended, perhaps in the middle of a message

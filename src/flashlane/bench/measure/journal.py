@@ -51,7 +51,7 @@ class Journal:
             raise self._unwritable(error) from None
         try:
             if not stat.S_ISREG(os.fstat(self.handle).st_mode):
-                raise ValueError(f"{path} is no file that a journal could be: a folder, a device or a pipe")
+                raise ValueError(f"{path} cannot be a journal: a folder, a device or a pipe")
             self._lock()
             self._load()
         except BaseException:
@@ -110,7 +110,9 @@ class Journal:
 
     def _check_head(self, head: Mapping[str, Any]) -> None:
         if head.get("format") != FORMAT or not isinstance(head.get("common"), dict):
-            raise ValueError(f"{self.path} is no journal of flashlane: format {head.get('format')!r}, not {FORMAT!r}")
+            raise ValueError(
+                f"{self.path} is not a journal of flashlane: format {head.get('format')!r}, not {FORMAT!r}"
+            )
         was = head["common"]
         if self.common is None:
             self.common = was
@@ -118,7 +120,7 @@ class Journal:
             if was.get(name) != self.common.get(name):
                 raise ValueError(
                     f"{self.path} was begun with {name} {was.get(name)!r}, now it is {self.common.get(name)!r}; "
-                    "go on with what it was, or start anew with --fresh (the old file is kept)"
+                    "go on with what it was, or start again with --fresh (the old file is kept)"
                 )
 
     def _write(self, line: Mapping[str, Any]) -> None:
@@ -141,4 +143,4 @@ class Journal:
         return Full(f"{self.path} cannot be written: {error.strerror or error}{kept}")
 
     def _damaged(self, number: int, why: str) -> ValueError:
-        return ValueError(f"{self.path} is damaged in line {number} ({why}); start anew with --fresh (it is kept)")
+        return ValueError(f"{self.path} is damaged in line {number} ({why}); start again with --fresh (it is kept)")

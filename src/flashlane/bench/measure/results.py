@@ -247,7 +247,7 @@ def load_results(path: Path) -> Results:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     return results_of(body, str(path))
 
 
@@ -259,7 +259,7 @@ def results_of(body: Any, path: str) -> Results:
     """
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         found = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise ValueError(f"{path} is no results file of flashlane bench: format {found!r}, not {FORMAT!r}")
+        raise ValueError(f"{path} is not a results file of flashlane bench: format {found!r}, not {FORMAT!r}")
     try:
         return Results(
             environment=dict(body["environment"]),

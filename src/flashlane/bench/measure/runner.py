@@ -180,7 +180,7 @@ def run(
             "directions": list(directions),
             "inputs": pattern.describe(),
             "protocol": settings.protocols[0],
-            "order": f"interleaved round by round, each in an order drawn anew (seed {settings.order_seed})",
+            "order": f"interleaved round by round, each in an order of its own (seed {settings.order_seed})",
             "calls": "the public function, its own allocation included",
         },
         unlisted=selection.unlisted,

@@ -74,8 +74,8 @@ def verdict(found: Sequence[Standing]) -> str:
     others = [s for s in timed[1:] if s.row.kind != fastest.row.kind]
     if others:
         ratio = others[0].row.timing.median / fastest.row.timing.median
-        kind = "peer" if others[0].row.kind == "peer" else "kernel of ours"
-        words.append(f"{ratio:.2f}× as fast as the best {kind} {others[0].tag}")
+        kind = "the best peer," if others[0].row.kind == "peer" else "our best kernel,"
+        words.append(f"{ratio:.2f}× as fast as {kind} {others[0].tag}")
     if fastest.versus_plain and fastest.tag != PLAIN:
         words.append(f"{fastest.versus_plain:.2f}× as fast as plain PyTorch")
     measured = [s for s in timed if extra(s.row) is not None]
@@ -84,7 +84,7 @@ def verdict(found: Sequence[Standing]) -> str:
         least = min(extra(s.row) for s in measured)
         lean = [s.tag for s in measured if extra(s.row) == least]
         more = f" and {len(lean) - 1} more" if len(lean) > 1 else ""
-        text += f"; leanest: {lean[0]}{more}, {least / 2**20:.1f} MiB a call"
+        text += f"; lowest memory: {lean[0]}{more}, {least / 2**20:.1f} MiB a call"
     return text
 
 
@@ -104,7 +104,7 @@ def columns() -> list[Column]:
         Column("× plain", lambda s: ratio(s.versus_plain)),
         Column("× best peer", lambda s: ratio(s.row.speedup)),
         Column("MiB", lambda s: mib_cell(s.row)),
-        Column("plain MiB ×", lambda s: ratio(s.memory_versus_plain), drop=4),
+        Column("× less MiB", lambda s: ratio(s.memory_versus_plain), drop=4),
         Column("max err", error, drop=2),
         Column("/allowed", lambda s: ratio(s.row.verdict.ratio if s.row.verdict else None), drop=2),
         Column("check", lambda s: s.row.status, justify="left"),

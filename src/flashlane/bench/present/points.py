@@ -79,11 +79,13 @@ def read_results(path: Path) -> Measured:
     """Read a results file of the bench; rows without a time (failed, in error) are left out.
 
     Raises:
-        ValueError: it cannot be read, is no results file, or holds no timed row; the message names it.
+        ValueError: it cannot be read, is not a results file, or holds no timed row; the message names it.
     """
     body = _read_json(path)
     if body.get("format") != FORMAT:
-        raise ValueError(f"{path} is no results file of flashlane bench: format {body.get('format')!r}, not {FORMAT!r}")
+        raise ValueError(
+            f"{path} is not a results file of flashlane bench: format {body.get('format')!r}, not {FORMAT!r}"
+        )
     try:
         rows = [row for row in body["rows"] if row["status"] in (OK, UNCHECKED) and row["tflops"] is not None]
         points = tuple(_point(row) for row in rows)
@@ -128,7 +130,9 @@ def read_matrix_rates(path: Path, device: str) -> dict[str, float]:
                 ceilings[name] = max(ceilings.get(name, 0.0), row["tflops"] / row["of_ceiling"])
         measured_on = body["environment"]["device"]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"--ceilings: {path} is no file of lessons_gpu.py: {type(error).__name__} {error}") from None
+        raise ValueError(
+            f"--ceilings: {path} is not a file of lessons_gpu.py: {type(error).__name__} {error}"
+        ) from None
     if not ceilings:
         raise ValueError(f"--ceilings: {path} has no rate of the matrix units (of_ceiling of a block hgemm)")
     if measured_on != device:
@@ -142,9 +146,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(body, dict):
-        raise ValueError(f"{path} is no results file: a JSON {type(body).__name__}, not an object")
+        raise ValueError(f"{path} is not a results file: a JSON {type(body).__name__}, not an object")
     return body
 
 
@@ -186,7 +190,7 @@ def _intensity(row: dict[str, Any]) -> float | None:
 
 def _positive(figure: Any) -> float:
     if not 0 < float(figure) < math.inf:
-        raise ValueError(f"{figure} is no speed")
+        raise ValueError(f"{figure} is not a speed")
     return float(figure)
 
 

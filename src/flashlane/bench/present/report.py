@@ -89,7 +89,7 @@ def build(paths: Sequence[Path], notebooks: Sequence[Path] = (), title: str = "f
         title: of the page.
 
     Raises:
-        ValueError: a file cannot be read, or is no results file; the message names it.
+        ValueError: a file cannot be read, or is not a results file; the message names it.
     """
     results = [(path, load_results(path)) for path in paths]
     styles = _styles(paths)
