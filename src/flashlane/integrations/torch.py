@@ -1,0 +1,360 @@
+"""flashlane under torch's own attention: ``flashlane.integrations.torch.enable()``.
+
+torch keeps a registry of flash attention implementations (``torch.nn.attention.register_flash_attention_impl``), which
+put their kernels under its operators. flashlane is :data:`NAME` there. With it ``F.scaled_dot_product_attention`` where
+it takes its flash backend, ``torch.nn.attention.varlen.varlen_attn``, ``nn.MultiheadAttention``,
+``nn.TransformerEncoder``, nested tensors and torch's context parallel run flashlane's kernels, compiled or not.
+
+What flashlane does not take (dropout, debug masks) runs as before, and this module's logger says so at debug level.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from flashlane.core import dispatch
+from flashlane.core.problem import Asked, Inputs
+from flashlane.core.validate import whole_number
+from flashlane.integrations.flash_attn import lengths
+from flashlane.ops import call as ops
+from flashlane.ops import call_cache, schema
+from flashlane.ops.watched import is_watched
+
+__all__ = ["NAME", "disable", "enable", "enabled", "is_enabled"]
+
+NAME = "flashlane"
+"""Of the implementation in torch's registry."""
+_log = logging.getLogger(__name__)
+
+
+def enable(*, prefer: bool = True) -> None:
+    """Run flashlane's kernels under torch's flash attention operators on CUDA, until :func:`disable`.
+
+    Another implementation that is active in torch's registry (FlashAttention-3 or -4) ends with this.
+
+    Args:
+        prefer: also have SDPA try its flash backend before the others: on Hopper recent versions of torch take cuDNN
+            first. A backend that is disabled (``sdpa_kernel``, ``torch.backends.cuda``) stays so.
+
+    Raises:
+        RuntimeError: torch sees no CUDA device: its registry has no operators elsewhere.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no CUDA device; its flash attention implementations exist for CUDA only")
+    if is_enabled():
+        return
+    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register is None:
+        global _without_registry
+        _without_registry = _register()
+    else:
+        register(NAME, register_fn=_register)
+        torch.nn.attention.activate_flash_attention_impl(NAME)
+    if prefer:
+        _prefer_flash()
+
+
+def disable() -> None:
+    """Undo :func:`enable`; does nothing where another implementation has taken its place."""
+    global _without_registry
+    if _without_registry is not None:
+        _without_registry.remove()
+        _without_registry = None
+    elif is_enabled():
+        torch.nn.attention.restore_flash_attention_impl()
+    if _order_before:
+        torch._C._set_sdp_priority_order(_order_before.pop())
+
+
+def is_enabled() -> bool:
+    """Whether torch's flash attention operators are flashlane's now."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return _without_registry is not None if current is None else current() == NAME
+
+
+@contextlib.contextmanager
+def enabled(*, prefer: bool = True) -> Iterator[None]:
+    """:func:`enable` for a block of code; inside another such block it changes nothing."""
+    before = is_enabled()
+    enable(prefer=prefer)
+    try:
+        yield
+    finally:
+        if not before:
+            disable()
+
+
+_order_before: list[list[int]] = []
+"""torch's order of SDPA's backends before :func:`enable`, if that changed it."""
+
+
+def _prefer_flash() -> None:
+    t = torch.empty(1, 1, 8, 8, device="cuda", dtype=torch.float16)
+    torch._fused_sdp_choice(t, t, t)  # torch settles its order at the first choice, and would replace ours then
+    before = [int(backend) for backend in torch._C._get_sdp_priority_order()]
+    first = int(SDPBackend.FLASH_ATTENTION)
+    if not _order_before:
+        _order_before.append(before)
+    torch._C._set_sdp_priority_order([first, *(backend for backend in before if backend != first)])
+
+
+# --- the operators ---
+
+
+class Handle:
+    """The operators' implementations, until :meth:`remove`."""
+
+    def __init__(self, key: str = "CUDA") -> None:
+        self.library = torch.library.Library("aten", "IMPL", key)
+        self.before: dict[str, Any] = {}
+        """By operator, the kernel that it had."""
+        for name, implementation in OPERATORS.items():
+            if not hasattr(torch.ops.aten, name):
+                continue
+            with contextlib.suppress(AttributeError, RuntimeError):  # a torch without that function, or that kernel
+                self.before[name] = torch.library.get_kernel(f"aten::{name}", key)
+            function = self._falling_back(name, implementation)
+            self.library.impl(name, function, key, with_keyset=True, allow_override=True)
+
+    def remove(self) -> None:
+        if self.library is not None:
+            self.library._destroy()
+            self.library = None
+
+    def _falling_back(self, name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                with torch.no_grad():
+                    return implementation(*args, **kwargs)
+            except NotImplementedError as error:
+                before = self.before.get(name)
+                if before is None:
+                    raise
+                _log.debug("aten::%s runs torch's own kernel: %s", name, error)
+            return before.call_boxed(keyset, *args, **kwargs)
+
+        return run
+
+
+def _register() -> Handle:
+    return Handle()
+
+
+_without_registry: Handle | None = None
+"""What :func:`enable` made in a torch that has no registry."""
+
+Forward = tuple[torch.Tensor, torch.Tensor]
+
+
+def _refuse(dropout_p: float, return_debug_mask: bool = False) -> None:
+    if dropout_p:
+        # Its backward has the state of torch's generator, and cannot know whose kernel drew the mask.
+        raise NotImplementedError(f"dropout_p is {dropout_p:g}; torch's kernels draw their own mask")
+    if return_debug_mask:
+        raise NotImplementedError("return_debug_mask is True; only torch's kernels have that mask")
+
+
+def _asked(
+    is_causal: bool,
+    scale: float | None,
+    left: int | None = None,
+    right: int | None = None,
+    num_splits: int | None = None,
+) -> Asked:
+    window = tuple(-1 if side is None else int(side) for side in (left, right))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return Asked(
+        scale,
+        is_causal,
+        window_size=window,
+        deterministic=deterministic,
+        num_splits=0 if num_splits is None else num_splits,
+    )
+
+
+def _attend(inputs: Inputs, asked: Asked, out: torch.Tensor | None) -> Forward:
+    """Output and LSE, into a given output of any strides."""
+    if out is None or is_watched(inputs):
+        found, lse = ops.attend(inputs, **asked._asdict())
+        return found if out is None else out.copy_(found), lse
+    problem = ops.problem_of(inputs, **asked._asdict())
+    _, lse = call_cache.allocate(inputs.q, inputs.v)
+    dispatch.select(problem).forward(problem, inputs, out, lse)
+    return out, lse
+
+
+def _sequences(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: Any,
+    max_k: Any,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> tuple[Inputs, lengths.Side | None]:
+    """The tensors of a call, and where k and v had to be packed for it, how."""
+    if cum_seq_q is None and seqused_k is None and block_table is None:
+        return Inputs(q, k, v, alibi_slopes=alibi_slopes), None
+    if cum_seq_q is None:
+        return Inputs(q, k, v, alibi_slopes=alibi_slopes, seqused_k=seqused_k, block_table=block_table), None
+    packed = {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": whole_number(max_q), "alibi_slopes": alibi_slopes}
+    if block_table is not None:
+        if seqused_k is None:
+            raise ValueError("seqused_k is None and block_table is given; it must be the lengths, int32 (batch,)")
+        cu_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = min(whole_number(max_k), block_table.shape[1] * k.shape[1])
+        packed |= {"cu_seqlens_k": cu_k, "max_seqlen_k": longest, "block_table": block_table.contiguous()}
+        return Inputs(q, k, v, **packed), None
+    if seqused_k is None:
+        return Inputs(q, k, v, **packed, cu_seqlens_k=cum_seq_k, max_seqlen_k=whole_number(max_k)), None
+    keys = lengths.side("k", k, cum_seq_k, seqused_k, whole_number(max_k))
+    packed |= {"cu_seqlens_k": keys.cu_seqlens, "max_seqlen_k": keys.longest}
+    return Inputs(q, keys.packed(k), keys.packed(v), **packed), keys
+
+
+def _unused(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """State of the generator and debug mask, which nothing reads without dropout."""
+    state = q.new_empty((2,), dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
+    return *state, q.new_empty(0)
+
+
+def _flash_attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Rows ``(b, s, h, d)``, or with ``cum_seq_q`` packed ``(total, h, d)``; causal is bottom-right aligned."""
+    _refuse(dropout_p, return_debug_mask)
+    asked = _asked(is_causal, scale, window_size_left, window_size_right, num_splits)
+    given = (query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, block_table, alibi_slopes)
+    inputs, _ = _sequences(*given)
+    if out is None and not query.is_contiguous():
+        out = torch.empty_like(query)
+    found, lse = _attend(inputs, asked, out)
+    return found, lse, *_unused(query)
+
+
+def _flash_attention_forward_no_dropout_inplace(out: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _flash_attention_forward(*args, **kwargs, out=out)[1]
+
+
+def _flash_attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    _refuse(dropout_p)
+    asked = _asked(is_causal, scale, window_size_left, window_size_right)
+    inputs, _ = _sequences(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
+    return _gradients(inputs, asked, grad_out, out, logsumexp)
+
+
+def _gradients(
+    inputs: Inputs, asked: Asked, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    operands = schema.operands(inputs, asked, True, None)
+    found = torch.ops.flashlane.backward(out, lse, grad_out, None, False, *operands)
+    return tuple(_laid_out(grad, t) for grad, t in zip(found, (inputs.q, inputs.k, inputs.v), strict=False))
+
+
+def _laid_out(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A gradient with the strides that torch gives it: a compiled graph relies on them."""
+    wanted = torch.empty_like(like)
+    same = all(a == b for a, b, n in zip(t.stride(), wanted.stride(), t.shape, strict=True) if n > 1)
+    return t if same else wanted.copy_(t)
+
+
+def _scaled_dot_product_flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Heads before rows: ``(b, h, s, d)``."""
+    _refuse(dropout_p, return_debug_mask)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    rows_outside = query.stride(0) >= query.stride(2) >= query.stride(1)  # the order that flashlane's outputs have
+    out = None if rows_outside else torch.empty_like(query).transpose(1, 2)
+    found, lse = _attend(Inputs(q, k, v), _asked(is_causal, scale), out)
+    return found.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
+
+
+def _scaled_dot_product_flash_attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    _refuse(dropout_p)
+    q, k, v, of_out, of_grad = (t.transpose(1, 2) for t in (query, key, value, out, grad_out))
+    found = _gradients(Inputs(q, k, v), _asked(is_causal, scale), of_grad, of_out, logsumexp)
+    return tuple(grad.transpose(1, 2) for grad in found)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        _flash_attention_forward,
+        _flash_attention_forward_no_dropout_inplace,
+        _flash_attention_backward,
+        _scaled_dot_product_flash_attention,
+        _scaled_dot_product_flash_attention_backward,
+    )
+}
+"""By their names in ``torch.ops.aten``; an older torch may lack one."""
