@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         flash_attn_with_kvcache,
     )
     from flashlane.api.sdpa import scaled_dot_product_attention
+    from flashlane.integrations.diffusers import register_diffusers
     from flashlane.integrations.transformers import register_transformers
 
 __version__ = "0.1.0"
@@ -36,12 +37,14 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "register_diffusers",
     "register_transformers",
     "scaled_dot_product_attention",
 ]
 
 _ELSEWHERE = {
     "combine": "flashlane.api.combine",
+    "register_diffusers": "flashlane.integrations.diffusers",
     "register_transformers": "flashlane.integrations.transformers",
     "scaled_dot_product_attention": "flashlane.api.sdpa",
 }

@@ -242,7 +242,7 @@ def test_every_link_of_readme_and_docs_leads_to_a_file():
 def test_every_file_that_the_docs_name_in_code_is_there():
     """Paths of the repository between backticks: ``src/…``, ``tests/…``, ``benchmarks/…``, ``docs/…``, ``tools/…``."""
     named = re.compile(r"(?<![\w./-])((?:src|tests|benchmarks|docs|tools)/[\w./-]*\.\w+)")
-    elsewhere = {"tests/test_flash_attn.py"}  # FlashAttention-2's module
+    elsewhere = {"tests/test_flash_attn.py", "tests/cute/test_flash_attn_fast.py"}  # FlashAttention's modules
     for page in PAGES:
         text = "\n".join(re.findall(r"`[^`\n]+`|^```.*?^```", page.read_text(encoding="utf-8"), re.S | re.M))
         for path in set(named.findall(text)) - elsewhere:

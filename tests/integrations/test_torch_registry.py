@@ -1,4 +1,4 @@
-"""``flashlane.integrations.torch``: torch's flash attention operators. On the CPU, what CUDA gets is registered there."""
+"""``flashlane.integrations.torch``: torch's flash attention operators, and on the CPU what CUDA gets."""
 
 from __future__ import annotations
 

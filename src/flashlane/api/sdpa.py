@@ -61,7 +61,7 @@ def scaled_dot_product_attention(
         raise ValueError(
             f"key has {key.shape[1]} heads and query has {query.shape[1]}; they may differ only when enable_gqa is True"
         )
-    inputs = Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=_bias(attn_mask, query))
+    inputs = Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias_of(attn_mask, query))
     out, _ = ops.attend(
         inputs,
         kernel=kernel,
@@ -74,8 +74,8 @@ def scaled_dot_product_attention(
     return out.transpose(1, 2)
 
 
-def _bias(attn_mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A mask as what is added to the scores."""
+def bias_of(attn_mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """A mask by torch's rules (bool: True where a key takes part; float: added) as what is added to the scores."""
     if attn_mask is None:
         return None
     if not isinstance(attn_mask, torch.Tensor):
