@@ -4,6 +4,7 @@ VENV    ?= .venv
 WORKERS ?= 2
 ARGS    ?=
 OUT     ?= results
+CUBINS  ?= --preset all --dtype bf16,f16 --arch sm_90a
 
 BIN  := $(VENV)/bin
 TEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -15,7 +16,7 @@ CHECK := api/test_functional.py bench/test_bench_flops.py bench/test_bench_grid.
   kernels/test_features.py models ops/test_ops.py reference/test_masks.py \
   docs/test_vocabulary.py lessons/test_lessons.py profile test_imports.py tools/test_fa4_cache.py tuning/test_tune.py
 
-.PHONY: help bench check test lint format readme docs compile ahead gpu clean distclean venv venv-test
+.PHONY: help bench check test lint format readme docs compile wheel-cubins ahead gpu clean distclean venv venv-test
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 14
@@ -46,6 +47,11 @@ docs: venv-test ## build the documentation site into build/site; a warning is an
 compile: venv-test ## compile every kernel for every architecture and read the compiler's reports
 	$(BIN)/flashlane compile --all $(ARGS)
 
+wheel-cubins: venv-test ## without a GPU: the wheel flashlane-cubins, of the kernels that CUBINS asks for, into dist
+	rm -rf build/cubins
+	$(BIN)/flashlane prebuild $(CUBINS) --out build/cubins
+	$(BIN)/python tools/cubin_wheel.py build/cubins --out dist
+
 ahead: venv-test ## without a GPU: compile what `make gpu` runs on a Hopper one, and pack it for that machine
 	$(BIN)/python tools/ahead.py $(ARGS)
 
@@ -65,6 +71,7 @@ gpu:            ## on a GPU, with python3 as it is (installs nothing): the GPU t
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/triton_targets.py --out $(OUT) --directions forward,backward,both
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/decode.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/host_cost.py --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/first_call.py --out $(OUT) --peers --seconds 200
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/auto_check.py --out $(OUT)/auto_check.json
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/cli_gpu.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/suites.py --out $(OUT)

@@ -19,20 +19,20 @@ import argparse
 import os
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from flashlane import jit
 from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
+from flashlane.inspect import prebuild
 from flashlane.jit import KernelSource, cache
 from flashlane.kernels.hopper.backward import kernel as backward
 from flashlane.kernels.hopper.forward import select
@@ -55,7 +55,7 @@ def of(pairs: Iterable[tuple[Kernel, AttentionProblem]]) -> Iterable[KernelSourc
 def with_backward(problem: AttentionProblem) -> Iterator[KernelSource]:
     yield from of([(registry.get(HOPPER), problem)])
     if backward.supports(problem) is None:
-        yield from backward.config_of(problem).sources()
+        yield from backward.KERNEL.sources(problem)
 
 
 def hopper() -> Iterator[KernelSource]:
@@ -198,22 +198,19 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{part}: {list(sources.values()).count(part)} kernels")
     if options.list:
         return 0
-    keys, wrong = [], []
     racecheck = set(collected(["sanitize"])) if "sanitize" in parts else ()
 
-    def build(source: KernelSource) -> None:
-        try:
-            keys.append(jit.compile(source, ARCH).key)
-        except Exception as error:
-            wrong.append(f"{source.entry}: {str(error).splitlines()[0]}")
+    def build(wanted: Collection[KernelSource], words: str) -> prebuild.Built:
+        with Progress(console=Console(stderr=True)) as progress:
+            task = progress.add_task(words, total=len(wanted))
+            return prebuild.compile_all(((source, ARCH) for source in wanted), lambda: progress.advance(task))
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in track(pool.map(build, sources), "compiling", len(sources), console=Console(stderr=True)):
-            pass
-        os.environ[jit.compiler.RACECHECK] = "1"
-        for _ in track(pool.map(build, racecheck), "for racecheck", len(racecheck), console=Console(stderr=True)):
-            pass
-        del os.environ[jit.compiler.RACECHECK]
+    built = [build(sources, "compiling")]
+    os.environ[jit.compiler.RACECHECK] = "1"
+    built.append(build(racecheck, "for racecheck"))
+    del os.environ[jit.compiler.RACECHECK]
+    keys = [one.key for each in built for one in each.compiled]
+    wrong = [line for each in built for line in each.wrong]
     print(*wrong, sep="\n", end="\n" if wrong else "")
     print(f"{options.out}: {len(keys)} kernels, {packed(options.out, cache.default().folder, keys) / 1e6:.1f} MB")
     return int(bool(wrong))

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from flashlane import bench, jit
+from flashlane import bench
 from flashlane.bench.measure.flops import Direction
 from flashlane.bench.measure.implementations import Implementation
 from flashlane.bench.measure.progress import Bar
 from flashlane.bench.measure.results import Results
 from flashlane.bench.measure.timing import Way, clock_for, measure
 from flashlane.core.problem import AttentionProblem
-from flashlane.core.registry import DeviceKernel, Kernel
+from flashlane.core.registry import CompiledKernel, Kernel
+from flashlane.inspect import prebuild
 from flashlane.jit import KernelSource
 
 BOTH: tuple[Way, ...] = ("flushed", "steady")
@@ -79,9 +78,10 @@ def settings_for(implementations: int, seconds: float, rounds: int = ROUNDS) -> 
 def sources_of(pairs: Iterable[tuple[Kernel, AttentionProblem]]) -> dict[KernelSource, tuple[str, str]]:
     """What kernels run problems with, where there is something to compile: its kernel's tag and architecture."""
     return {
-        kernel.kernel_source(kernel.config(problem)): (kernel.tag, str(problem.arch))
+        source: (kernel.tag, str(problem.arch))
         for kernel, problem in pairs
-        if isinstance(kernel, DeviceKernel) and kernel.supports(problem) is None
+        if isinstance(kernel, CompiledKernel) and kernel.supports(problem) is None
+        for source in kernel.sources(problem)
     }
 
 
@@ -91,16 +91,8 @@ def compile_ahead(pairs: Iterable[tuple[Kernel, AttentionProblem]]) -> int:
     One that does not compile is left to the bench, where it becomes a row that says so.
     """
     jobs = sources_of(pairs)
-
-    def build(source: KernelSource) -> None:
-        tag, arch = jobs[source]
-        try:
-            jit.compile(source, arch)
-        except Exception as error:
-            print(f"{tag}: {error}", file=sys.stderr, flush=True)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(build, jobs))
+    built = prebuild.compile_all((source, arch) for source, (_, arch) in jobs.items())
+    print(*built.wrong, sep="\n", end="\n" if built.wrong else "", file=sys.stderr, flush=True)
     return len(jobs)
 
 

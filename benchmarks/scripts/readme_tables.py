@@ -5,8 +5,8 @@
 
 A part stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. NAME is ``kernels`` (the registry),
 ``features`` (the registry beside what other libraries document, benchmarks/scripts/features.json), ``standing`` (where
-the committed results lead and where they trail), ``mma-shapes`` (what the mma family's heuristic picks), ``mma-holes``
-(where it has no tile that fits), or ``bench:FILE``: benchmarks/FILE.json as the table that its format has.
+the committed results lead and where they trail), ``first-call`` (what a process's first call takes), ``mma-shapes``
+(what the mma family's heuristic picks), ``mma-holes`` (where it has no tile that fits), or ``bench:FILE``: benchmarks/FILE.json as the table that its format has.
 ``bench:FILE/VIEW`` takes another view of it: ``ladder`` and ``logs-columns`` of a file that ``flashlane bench`` or
 baseline.py wrote, ``logs`` of that of baseline_logs.py, ``ceilings`` and ``rows`` of that of lessons_gpu.py, ``grid``
 (or ``grid-backward``, ``grid-both``), ``rows`` and ``targets`` of those of hopper_forward.py and hopper_backward.py. A
@@ -24,13 +24,14 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKED = re.compile(
-    r"(<!-- (kernels|features|standing|mma-(?:shapes|holes)|bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n)"
+    r"(<!-- (kernels|features|standing|first-call|mma-(?:shapes|holes)|bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n)"
     r".*?(<!-- \2:end -->)",
     re.DOTALL,
 )
@@ -63,7 +64,7 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
         if f"<!-- {begin}:end -->" not in document:
             raise ValueError(f"{name} has <!-- {begin}:begin --> but no <!-- {begin}:end -->")
         if not MARKED.search(f"<!-- {begin}:begin -->\n<!-- {begin}:end -->"):
-            allowed = "kernels, features, standing, mma-shapes, mma-holes or bench:FILE[/VIEW]"
+            allowed = "kernels, features, standing, first-call, mma-shapes, mma-holes or bench:FILE[/VIEW]"
             raise ValueError(f"{name} has <!-- {begin}:begin -->; it may be {allowed}")
 
     def part(match: re.Match[str]) -> str:
@@ -73,6 +74,8 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
             body = feature_table(ROOT / "benchmarks" / "scripts" / "features.json")
         elif match[2] == "standing":
             body = standing(results)
+        elif match[2] == "first-call":
+            body = first_call(results / "first_call.json")
         elif match[2] == "mma-shapes":
             body = shape_table()
         elif match[2] == "mma-holes":
@@ -82,6 +85,23 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
         return f"{match[1]}{body}{match[5]}"
 
     return MARKED.sub(part, document)
+
+
+def first_call(path: Path) -> str:
+    """On the first call of a process, by the file of first_call.py; without figures where there is none."""
+    said = "A first call with an empty cache compiles its kernels; later processes load them from the disk."
+    if not path.is_file():
+        return f"{said}\n"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    rows = {(row["case"], row["state"]): row for row in found["rows"] if "error" not in row}
+    both = [rows.get(("dense", state)) for state in ("empty", "full")]
+    if found["without_gpu"] or None in both:
+        return f"{said}\n"
+    forward = [f"{row['forward_ms']:.0f}" for row in both]
+    whole = [f"{row['forward_ms'] + row['backward_ms']:.0f}" for row in both]
+    said += f" In bf16 at head dim 128 that is {forward[0]} ms and {forward[1]} ms, with the backward {whole[0]} ms and"
+    said += f" {whole[1]} ms ({found['environment']['device']}, `first_call.json`)."
+    return textwrap.fill(said, 120) + "\n"
 
 
 # --- from the registry

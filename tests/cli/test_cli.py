@@ -203,7 +203,7 @@ def test_flags_of_the_baseline_logs(invoke):
 
 COMMANDS = (
     ("bench", "compare", "sweep", "tune", "plot", "report", "roofline", "profile", "regress")
-    + ("explain", "compile", "layout", "budget", "doctor", "capture")
+    + ("explain", "compile", "prebuild", "layout", "budget", "doctor", "capture")
 )  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def test_the_same_option_means_the_same_everywhere():
     """One grammar: the same parameter of two commands is the same object of flashlane.cli.options."""
     kinds = {"batch": o.Batch, "heads": o.Heads, "seqlen": o.Seqlen, "head_dim": o.HeadDim, "kv_heads": o.KvHeads}
     kinds |= {"seqlen_k": o.SeqlenK, "dtype": o.Dtype, "preset": o.PresetName, "alignment": o.AlignmentName}
-    names = ("bench", "compare", "sweep", "tune", "explain", "compile", "roofline", "profile")
+    names = ("bench", "compare", "sweep", "tune", "explain", "compile", "prebuild", "roofline", "profile")
     shared = [command for command in app.registered_commands if command.name in names]
     assert len(shared) == len(names)
     for command in shared:

@@ -59,7 +59,7 @@ def test_the_archive_has_the_cache_entries_and_no_others(
     out = tmp_path / "packed" / "cubins.tar.xz"
     assert ahead.main(["--parts", "decode", "--out", str(out)]) == 1
     text = capsys.readouterr().out
-    assert "decode: 2 kernels" in text and "bad: " in text and "cubins.tar.xz: 1 kernels" in text
+    assert "decode: 2 kernels" in text and "bad for sm_90a: " in text and "cubins.tar.xz: 1 kernels" in text
     with tarfile.open(out) as archive:
         archive.extractall(tmp_path / "there", filter="data")
     assert [path.name for path in out.parent.iterdir()] == ["cubins.tar.xz"]

@@ -37,7 +37,7 @@ def reflowed(text: str) -> str:
 HELP = """Exact attention from hand-written PTX: measure it, compare it, see what bounds it, watch it for regressions.
 
 Measure: bench, compare, sweep, tune. See: plot, report, roofline, profile. Watch: regress. Ask: explain, compile,
-layout, budget, doctor. Record a model's own tensors: capture. Each has --help with examples.
+layout, budget, doctor. Prepare: prebuild. Record a model's own tensors: capture. Each has --help with examples.
 
 Sizes are given alike everywhere: --B --H --N --D (batch, heads, sequence length, head dim), each a value (64), a list
 (64,128), a geometric sweep (1024:8192:x2) or an arithmetic one (64:256:+64); or --preset gpt2, llama3-8b, …
@@ -114,6 +114,7 @@ def _add_commands() -> None:
     from flashlane.cli.explain import explain_command
     from flashlane.cli.layout import layout_command
     from flashlane.cli.plot import plot_command
+    from flashlane.cli.prebuild import prebuild_command
     from flashlane.cli.profile import profile_command
     from flashlane.cli.regress import regress_command
     from flashlane.cli.report import report_command
@@ -140,6 +141,7 @@ def _add_commands() -> None:
         "Ask": (
             ("explain", explain_command),
             ("compile", compile_command),
+            ("prebuild", prebuild_command),
             ("layout", layout_command),
             ("budget", budget_command),
             ("doctor", doctor_command),

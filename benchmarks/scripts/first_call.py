@@ -1,0 +1,260 @@
+"""What the first calls of a process take: imports, an empty cache, a full one, installed cubins; and peers.
+
+    PYTHONPATH=src python3 benchmarks/scripts/first_call.py --out benchmarks/results [--cases dense,f32] [--seconds 80]
+
+Each figure is of a fresh process. It imports torch and flashlane, makes its tensors, and has torch run a sum forward
+and backward, so that what torch does at its own first use is not counted. Then it calls an attention function, waits
+for the device, sums the output, calls ``backward`` of that sum, and waits again. (``out.backward(gradient)`` would make
+torch itself import sympy and 480 modules more.) ``empty`` has a new folder for the caches of flashlane and Triton;
+``full`` is the next process with that folder; ``cubins`` has a new folder again, and what the first process compiled as
+an installed package of cubins. Byte code of the package is compiled before, as pip does.
+
+Without a GPU, ``--without-gpu`` times the host's side only: launches do nothing and tensors are on the CPU.
+
+Writes first_call.json, anew after each process; ``--seconds`` is when no further process is started. The cases:
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
+FORMAT = "flashlane-first-call/1"
+STATES = ("empty", "full", "cubins")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A first call."""
+
+    about: str
+    size: tuple[int, int, int, int, int]
+    """Batch, queries, keys, heads, head dim."""
+    dtype: str = "bf16"
+    dropout: float = 0.0
+    backward: bool = True
+    function: str = "flashlane"
+    states: tuple[str, ...] = STATES
+    tag: str | None = None
+    """Of the kernel that runs, where one is named."""
+
+
+CASES = {
+    "dense": Case("bf16 causal D128, forward and backward", (2, 1024, 1024, 8, 128)),
+    "inference": Case("the same without a gradient", (2, 1024, 1024, 8, 128), backward=False),
+    "decode": Case("one query token over 8192 keys", (2, 1, 8192, 8, 128), backward=False),
+    "f32": Case("f32, which Triton's kernels compute", (2, 1024, 1024, 8, 64), "f32", states=("empty", "full")),
+    "dropout": Case(
+        "bf16 with dropout, by Triton's kernels", (2, 1024, 1024, 8, 64), "bf16", 0.1, states=("empty", "full")
+    ),
+}
+PEERS = {
+    f"peer {tag}": Case(tag, (2, 1024, 1024, 8, 128), function=tag, states=("as installed",))
+    for tag in ("(flash)", "(cudnn)", "(flash-attn-4)")
+}
+
+
+def child(case: Case, without_gpu: bool) -> dict[str, Any]:
+    """In a fresh process: the times of its first calls, ms, and what they imported."""
+    found: dict[str, Any] = {}
+    last = time.perf_counter()
+
+    def lap(name: str) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        found[name] = 1e3 * (now - last)
+        last = time.perf_counter()
+
+    import torch
+
+    lap("import_torch_ms")
+    import flashlane
+
+    call = flashlane.flash_attn_func
+    lap("import_flashlane_ms")
+    if without_gpu:
+        sys.path.insert(0, str(SUPPORT))
+        import driverless
+
+        driverless.install()
+    device = torch.device("cpu" if without_gpu else "cuda")
+    wait = (lambda: None) if without_gpu else torch.cuda.synchronize
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[case.dtype]
+    batch, queries, keys, heads, dim = case.size
+    q, k, v = (
+        torch.randn(batch, n, heads, dim, dtype=dtype, device=device, requires_grad=case.backward)
+        for n in (queries, keys, keys)
+    )
+    weight = torch.randn_like(q)
+    with torch.enable_grad():
+        own = torch.randn_like(q).requires_grad_()
+        ((own * own) * weight).sum().backward()
+    wait()
+    if case.function == "flashlane":
+
+        def run() -> torch.Tensor:
+            return call(q, k, v, causal=queries == keys, dropout_p=case.dropout)
+
+    else:
+        run = PeerCall(case, q, k, v)
+        run.prepare()
+    before, last = set(sys.modules), time.perf_counter()
+    out = run()
+    wait()
+    lap("forward_ms")
+    if case.backward:
+        loss = (out * weight).sum()
+        wait()
+        last = time.perf_counter()
+        loss.backward()
+        wait()
+        lap("backward_ms")
+    called = set(sys.modules) - before
+    found["modules"] = len(called)
+    found["other_modules"] = sorted({name.split(".")[0] for name in called} - {"flashlane"})
+    if case.function == "flashlane":
+        from flashlane.jit import compiler
+
+        kernels = compiler._memo.values()
+        found["kernels"] = {one.source.entry: round(1e3 * one.seconds, 1) for one in kernels}
+        found["cached"] = all(one.cached for one in kernels)
+    return found
+
+
+class PeerCall:
+    """A peer's call; :meth:`prepare` is what the bench does before it times, and belongs to its first call."""
+
+    def __init__(self, case: Case, *tensors: Any) -> None:
+        self.case, self.tensors = case, tensors
+
+    def prepare(self) -> None:
+        from flashlane.bench.measure.peers import PEERS as known
+        from flashlane.core.problem import AttentionProblem, Inputs
+
+        (peer,) = [peer for peer in known if peer.tag == self.case.function]
+        inputs = Inputs(*self.tensors)
+        problem = AttentionProblem.from_inputs(inputs, causal=True)
+        reason = peer.available(self.tensors[0].device) or peer.supports(problem)
+        if reason:
+            raise RuntimeError(reason)
+        self.peer, self.call = peer, peer.prepare(problem, inputs)
+
+    def __call__(self) -> Any:
+        with self.peer.context():
+            out = self.call()
+        return out[0] if isinstance(out, tuple) else out
+
+
+def runs(names: list[str]) -> Iterator[tuple[str, Case, str]]:
+    """What is timed, in this order."""
+    for name in names:
+        case = (CASES | PEERS)[name]
+        for state in case.states:
+            yield name, case, state
+
+
+def install_cubins(cache: Path, place: Path) -> None:
+    """What a process compiled, as an installed package of cubins."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    import cubin_wheel
+
+    cubin_wheel.write_package(place / "flashlane_cubins", cache / "flashlane", None)
+
+
+def spawn(name: str, state: str, cache: Path, without_gpu: bool, timeout: float) -> dict[str, Any]:
+    """A fresh process's answer; an error becomes one line."""
+    paths = [str(ROOT / "src"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if state == "cubins":
+        paths.insert(0, str(cache / "installed"))
+    own = cache / "empty again" if state == "cubins" else cache
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "FLASHLANE_CACHE_DIR": str(own / "flashlane")}
+    environment |= {"TRITON_CACHE_DIR": str(own / "triton")}
+    command = [sys.executable, __file__, "--child", name, *(["--without-gpu"] if without_gpu else [])]
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took more than {timeout:.0f} s"}
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1]) | {"process_s": round(time.perf_counter() - start, 1)}
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as a person reads it."""
+    head = f"{row['case']:<20} {row['state']:<12}"
+    if "error" in row:
+        return f"{head} {row['error']}"
+    both = f"{row['forward_ms'] + row['backward_ms']:8.0f}" if "backward_ms" in row else "       -"
+    return f"{head} {row['import_flashlane_ms']:8.0f} {row['forward_ms']:8.0f} {both} {row['modules']:8}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    listed = "\n".join(f"  {name:<10} {case.about}" for name, case in CASES.items())
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of first_call.json")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"some of {','.join(CASES)}")
+    parser.add_argument("--peers", action="store_true", help="also SDPA's flash, cuDNN and FlashAttention-4")
+    parser.add_argument("--seconds", type=float, default=80.0, help="when no further process is started")
+    parser.add_argument("--without-gpu", action="store_true", help="time the host's side, against no driver")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.child:
+        print(json.dumps(child((CASES | PEERS)[given.child], given.without_gpu)))
+        return 0
+    names = [name for name in given.cases.split(",") if name]
+    if not names or not set(names) <= set(CASES):
+        parser.error(f"--cases is {given.cases!r}; it may hold {', '.join(CASES)}")
+    import torch
+
+    from flashlane.bench.measure.environment import environment
+    from flashlane.bench.measure.results import check_writable, write_atomically
+
+    if not given.without_gpu and not torch.cuda.is_available():
+        print("no CUDA device: --without-gpu times the host's side", file=sys.stderr)
+        return 2
+    check_writable(given.out)
+    compileall.compile_dir(ROOT / "src" / "flashlane", quiet=2)
+    device = torch.device("cpu" if given.without_gpu else "cuda")
+    body = {"format": FORMAT, "environment": environment(device), "without_gpu": given.without_gpu}
+    body |= {"cases": {name: case.about for name, case in CASES.items()}}
+    rows: list[dict[str, Any]] = []
+    end, late, place = time.monotonic() + given.seconds, 0, Path(tempfile.mkdtemp(prefix="first-call-"))
+    print(f"{'':<20} {'cache':<12} {'import':>8} {'forward':>8} {'both':>8} {'modules':>8}   (ms)")
+    try:
+        for name, _, state in runs([*names, *(PEERS if given.peers else ())]):
+            if time.monotonic() > end:
+                late += 1
+                continue
+            cache = place / name
+            if state == "cubins":
+                install_cubins(cache, cache / "installed")
+            row = {"case": name, "state": state, **spawn(name, state, cache, given.without_gpu, given.seconds)}
+            rows.append(row)
+            print(line(row), flush=True)
+            write_atomically(given.out / "first_call.json", json.dumps({**body, "rows": rows}, indent=1) + "\n")
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    if late:
+        print(f"{late} processes were not started: --seconds {given.seconds:g} were over")
+    print(f"wrote {given.out / 'first_call.json'}")
+    return 1 if late or any("error" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

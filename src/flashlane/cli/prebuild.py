@@ -1,0 +1,117 @@
+"""``flashlane prebuild``: compile what calls will want, before the first call and without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashlane.cli import options as o
+
+if TYPE_CHECKING:
+    from flashlane.core.problem import AttentionProblem
+
+
+def prebuild_command(
+    batch: o.Batch = None,
+    heads: o.Heads = None,
+    seqlen: o.Seqlen = None,
+    head_dim: o.HeadDim = None,
+    kv_heads: o.KvHeads = None,
+    seqlen_k: o.SeqlenK = None,
+    causal: o.Causal = None,
+    alignment: o.AlignmentName = "bottom-right",
+    dtype: o.Dtype = None,
+    preset: o.PresetName = None,
+    model: Annotated[
+        Path | None,
+        o.option("--model", help="A model's config.json, or its folder, instead of sizes.", panel=o.SIZES),
+    ] = None,
+    backward: Annotated[
+        bool, o.option("--backward/--no-backward", help="Also the kernels of the backward pass.", panel=o.WHICH)
+    ] = True,
+    arch: Annotated[
+        str, o.option("--arch", help="Architectures, in a list. Default: that of the GPU that is here.", panel=o.OUTPUT)
+    ] = "",
+    out: Annotated[
+        Path | None,
+        o.option("--out", help="The cache's folder. Default: the one that calls read.", panel=o.OUTPUT),
+    ] = None,
+) -> None:
+    """Compile the kernels that auto chooses for given sizes, or for a model, into the cache; no GPU is needed.
+
+    A first call then loads its kernels in milliseconds. The same versions of flashlane and of NVRTC must read the
+    cache. Kernels of Triton's (f32, dropout, head dims above 256) compile at their first call all the same.
+
+    Exit status: 0 all are there, 1 a kernel did not compile, 2 bad input.
+
+    Examples:
+
+      flashlane prebuild --preset llama3-8b --dtype bf16 --arch sm_90a
+
+      flashlane prebuild --model Llama-3.1-8B/config.json --arch sm_90a --out cache
+
+      flashlane prebuild --B 1,8 --H 16 --N 1024:8192:x2 --D 128 --dtype bf16 --causal --no-backward
+    """
+    import os
+
+    from rich.progress import Progress
+
+    from flashlane.bench.present.table import make_console
+    from flashlane.inspect import prebuild
+    from flashlane.inspect.compile_report import check_arch
+    from flashlane.jit import cache
+
+    archs = [check_arch(name) for name in o.words_of(arch)] or [_present_arch()]
+    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k)
+    if model is not None and (preset or any(sizes)):
+        raise ValueError("--model is given beside sizes or --preset; its configuration has the sizes")
+    if out is not None:
+        os.environ[cache.DIRECTORY_VARIABLE] = str(out)
+    problems: list[AttentionProblem] = []
+    for name in archs:
+        if model is not None:
+            config = prebuild.read_config(model)
+            kinds = o.parse_dtypes(dtype, "--dtype") if dtype else (None,)
+            for kind in kinds:
+                problems += prebuild.problems_of_model(
+                    config, name, dtype=kind, causal=causal is not False, backward=backward
+                )
+            continue
+        for grid in o.grids_of(preset, *sizes, dtype, causal, alignment):
+            found = grid.problems(name, o.shapes_of(on_gpu=True, quick=False)[:1])
+            problems += found + [replace(problem, needs_grad=True) for problem in found if backward]
+    jobs, without = [], 0
+    for problem in dict.fromkeys(problems):
+        sources = prebuild.sources_of(problem)
+        jobs += [(source, str(problem.arch)) for source in sources]
+        without += not sources
+    jobs = list(dict.fromkeys(jobs))
+    console = make_console()
+    with Progress(console=make_console(stderr=True), transient=True) as progress:
+        task = progress.add_task("compiling", total=len(jobs))
+        built = prebuild.compile_all(jobs, lambda: progress.advance(task))
+    for line in built.wrong:
+        console.print(line, style="red", highlight=False)
+    console.print(
+        f"{len(built.compiled)} kernels of {len(dict.fromkeys(problems))} problems for {', '.join(archs)}: "
+        f"{built.fresh} compiled, {len(built.compiled) - built.fresh} there before, {built.bytes / 1e6:.1f} MB",
+        highlight=False,
+    )
+    if without:
+        console.print(f"{without} problems have no kernel to compile here: Triton compiles theirs at the first call")
+    console.print(f"in {cache.default().folder}", highlight=False, soft_wrap=True)
+    if built.wrong:
+        raise typer.Exit(1)
+
+
+def _present_arch() -> str:
+    import torch
+
+    from flashlane.core.arch import arch_of
+
+    if not torch.cuda.is_available():
+        raise ValueError("--arch is not given, and there is no GPU; it may be sm_80, sm_90a, …")
+    return str(arch_of(torch.device("cuda", torch.cuda.current_device())))

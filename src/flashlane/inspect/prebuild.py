@@ -1,0 +1,152 @@
+"""Compile kernels ahead of their first call, without a GPU: which kernels problems run with, many compiled at a time.
+
+The kernels are those that ``auto`` chooses. Triton compiles its own at their first call, so that problems which its
+kernels run have nothing to compile here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashlane import jit
+from flashlane.core import dispatch
+from flashlane.core.problem import AttentionProblem
+from flashlane.core.registry import CompiledKernel, Kernel
+from flashlane.jit import Compiled, KernelSource
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Lengths at which a model's kernels are looked up."""
+BATCHES = (1, 4, 16)
+MODEL_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def sources_of(problem: AttentionProblem, kernel: Kernel | None = None) -> tuple[KernelSource, ...]:
+    """What is compiled when a kernel (None: the one that ``auto`` chooses) runs a problem that it supports.
+
+    With ``needs_grad``, the kernels of the backward that follows are among them.
+
+    Raises:
+        NotImplementedError: no kernel can run it.
+    """
+    kernel = dispatch.select(problem) if kernel is None else kernel
+    kernels = [kernel, dispatch.select_backward(problem, kernel)] if problem.needs_grad else [kernel]
+    found = [each.sources(problem) for each in kernels if isinstance(each, CompiledKernel)]
+    return tuple(source for sources in found for source in sources)
+
+
+@dataclass
+class Built:
+    """What :func:`compile_all` made."""
+
+    compiled: list[Compiled] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    """A line for each kernel that did not compile."""
+
+    @property
+    def fresh(self) -> int:
+        """How many were compiled, and not found in the cache."""
+        return sum(1 for one in self.compiled if not one.cached)
+
+    @property
+    def bytes(self) -> int:
+        """Of all cubins."""
+        return sum(len(one.cubin) for one in self.compiled)
+
+
+def compile_all(
+    jobs: Iterable[tuple[KernelSource, str]], done: Callable[[], None] = lambda: None, workers: int | None = None
+) -> Built:
+    """Compile kernels into the disk cache, as many at a time as there are cores.
+
+    Args:
+        jobs: kernels with their architectures.
+        done: called after each.
+        workers: how many at a time.
+    """
+    built = Built()
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        started = {pool.submit(jit.compile, *job): job for job in dict.fromkeys(jobs)}
+        for each in as_completed(started):
+            source, arch = started[each]
+            try:
+                built.compiled.append(each.result())
+            except Exception as error:  # every failure becomes a line of the report
+                words = " ".join(str(error).splitlines()[:2])
+                built.wrong.append(f"{source.entry} for {arch}: {words}")
+            done()
+    return built
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The ``config.json`` of a model of transformers, or that in a folder; of several models, that of the text.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no JSON, or has no sizes of attention.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"--model is {str(path)!r}, which is not there; it may be a config.json or its folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--model is {str(path)!r}, which is no JSON: {error}") from None
+    config = config.get("text_config") or config
+    missing = {"num_attention_heads", "hidden_size"} - config.keys()
+    if missing:
+        raise ValueError(f"--model is {str(path)!r}, which has no {' and no '.join(sorted(missing))}")
+    return config
+
+
+def problems_of_model(
+    config: Mapping[str, Any],
+    arch: str,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    batches: Sequence[int] = BATCHES,
+    dtype: torch.dtype | None = None,
+    causal: bool = True,
+    backward: bool = True,
+) -> Iterator[AttentionProblem]:
+    """The attention of a model's layers: whole sequences, packed ones, and one query token over a cache.
+
+    Args:
+        config: see :func:`read_config`.
+        arch: the GPU's architecture.
+        lengths: of sequences and caches; those beyond ``max_position_embeddings`` are left out.
+        batches: sequences in a call.
+        dtype: None is the configuration's; f32 counts as bf16, in which such models are run.
+        causal: whether a token sees those before it only.
+        backward: also with gradients.
+    """
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    own = MODEL_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."))
+    dtype = dtype or (torch.bfloat16 if own in (None, torch.float32) else own)
+    longest = config.get("max_position_embeddings") or max(lengths)
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    windows = [(-1, 0 if causal else -1)] + ([(window - 1, 0 if causal else window - 1)] if window else [])
+    within = [n for n in lengths if n <= longest] or [min(lengths)]
+    softcap = float(config.get("attn_logit_softcapping") or 0.0)
+    for batch in batches:
+        for n in within:
+            for each in windows:
+                whole = AttentionProblem(
+                    batch, heads, kv_heads, n, n, head_dim, head_dim, dtype, head_dim**-0.5, *each, softcap=softcap,
+                    arch=arch,
+                )  # fmt: skip
+                for one in (whole, replace(whole, varlen=True)):
+                    yield one
+                    if backward:
+                        yield replace(one, needs_grad=True)
+                if causal:
+                    yield replace(whole, seqlen_q=1)

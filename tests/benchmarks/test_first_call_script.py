@@ -1,0 +1,59 @@
+"""first_call.py: a full cache and installed cubins leave nothing to compile, and the README's sentence is its rows."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("first_call")
+
+
+def test_each_state_is_what_it_says(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["--without-gpu", "--cases", "decode", "--out", str(tmp_path), "--seconds", "300"]) == 0
+    rows = json.loads((tmp_path / "first_call.json").read_text())["rows"]
+    assert [(row["case"], row["state"], row["cached"]) for row in rows] == [
+        ("decode", "empty", False), ("decode", "full", True), ("decode", "cubins", True),
+    ]  # fmt: skip
+    assert all(list(row["kernels"]) == ["decode_attention"] and row["forward_ms"] > 0 for row in rows)
+    assert "decode               cubins" in capsys.readouterr().out
+
+
+def test_what_there_is_no_time_for_is_told(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(["--without-gpu", "--cases", "decode,dense", "--out", str(tmp_path), "--seconds", "-1"]) == 1
+    assert "6 processes were not started" in capsys.readouterr().out
+
+
+def test_unknown_cases_are_refused(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        script.main(["--cases", "dense,all"])
+    assert ended.value.code == 2 and "it may hold dense, inference" in capsys.readouterr().err
+
+
+def test_the_readme_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    tables = importlib.import_module("readme_tables")
+    path = tmp_path / "first_call.json"
+    plain = tables.first_call(path)
+    assert not any(letter.isdigit() for letter in plain)
+    rows = [
+        {"case": "dense", "state": "empty", "forward_ms": 700.4, "backward_ms": 300.0},
+        {"case": "dense", "state": "full", "forward_ms": 31.0, "backward_ms": 12.2},
+    ]
+    found = {"without_gpu": True, "environment": {"device": "NVIDIA H200"}, "rows": rows}
+    path.write_text(json.dumps(found))
+    assert tables.first_call(path) == plain, "what was timed without a GPU is no figure of a GPU"
+    path.write_text(json.dumps({**found, "without_gpu": False}))
+    said = " ".join(tables.first_call(path).split())
+    assert "that is 700 ms and 31 ms, with the backward 1000 ms and 43 ms (NVIDIA H200" in said

@@ -1,0 +1,126 @@
+"""flashlane prebuild: what it compiles is what calls load; a model's configuration gives its problems."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fresh_process import KERNELS, ROOT, process
+
+from flashlane.core.problem import AttentionProblem
+from flashlane.inspect import prebuild
+from flashlane.kernels.hopper.forward.launch import launched
+
+LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048}
+SIZES = ("--B", "1", "--H", "2", "--N", "128", "--D", "64", "--dtype", "bf16", "--causal", "--arch", "sm_90a")
+
+
+def flashlane(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "flashlane", "prebuild", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_call_compiles_nothing_where_it_was_prebuilt_nor_where_the_wheel_is(tmp_path: Path) -> None:
+    """And the wheel is read without NVRTC, and leaves the user's cache empty."""
+    done = flashlane(*SIZES, "--out", str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert "4 kernels of 2 problems for sm_90a: 4 compiled, 0 there before" in done.stdout
+    assert "0 compiled, 4 there before" in flashlane(*SIZES, "--out", str(tmp_path / "cache")).stdout
+    found = process(tmp_path / "cache")
+    assert found["entries"] == KERNELS and found["cached"] == [True] * 4 and not found["nvrtc"]
+
+    tool = [sys.executable, str(ROOT / "tools" / "cubin_wheel.py"), str(tmp_path / "cache"), "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    made = subprocess.run(tool, env=environment, capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stderr
+    (wheel,) = tmp_path.glob("flashlane_cubins-*-py3-none-any.whl")
+    assert f"{wheel}: 4 kernels" in made.stdout
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target"]
+    subprocess.run([*pip, str(tmp_path / "installed"), str(wheel)], check=True, timeout=300)
+    found = process(tmp_path / "empty", paths=(tmp_path / "installed",))
+    assert found["entries"] == KERNELS and found["cached"] == [True] * 4 and not found["nvrtc"]
+    assert not (tmp_path / "empty").exists()
+
+    index = tmp_path / "installed" / "flashlane_cubins" / "index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "compiler": "12.0"}))
+    found = process(tmp_path / "other", paths=(tmp_path / "installed",))
+    assert found["cached"] == [False] * 4, "of another compiler than their keys say, they are no one's"
+
+
+def test_a_wheel_of_nothing_is_refused(tmp_path: Path) -> None:
+    tool = [sys.executable, str(ROOT / "tools" / "cubin_wheel.py"), str(tmp_path), "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(tool, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "has no compiled kernels; flashlane prebuild --out" in done.stderr
+
+
+def test_a_models_configuration_gives_its_problems() -> None:
+    config = LLAMA | {"torch_dtype": "float16", "sliding_window": 256, "attn_logit_softcapping": 50.0}
+    found = list(prebuild.problems_of_model(config, "sm_90a", batches=(1, 2)))
+    assert {(p.heads, p.kv_heads, p.head_dim, p.dtype, p.softcap, p.arch) for p in found} == {
+        (32, 8, 128, torch.float16, 50.0, "sm_90a")
+    }
+    assert {p.seqlen_k for p in found} == {512, 1024, 2048} and {p.batch for p in found} == {1, 2}
+    assert {(p.window_left, p.window_right) for p in found} == {(-1, 0), (255, 0)}
+    assert {(p.varlen, p.needs_grad, p.seqlen_q == 1) for p in found} == {
+        (False, False, False), (True, False, False), (False, True, False), (True, True, False), (False, False, True),
+    }  # fmt: skip
+    forward_only = list(prebuild.problems_of_model(LLAMA, "sm_90a", backward=False, causal=False))
+    assert not any(p.needs_grad or p.causal or p.seqlen_q == 1 for p in forward_only)
+    assert {p.dtype for p in forward_only} == {torch.bfloat16}
+
+
+def test_split_keys_are_combined_by_a_kernel_that_is_compiled_too() -> None:
+    from flashlane.core import registry
+
+    kernel = registry.get("hopper(wgmma+tma)")
+    seen = set()
+    for batch in (1, 4):
+        for seqlen_k in (1024, 65536):
+            problem = AttentionProblem(batch, 4, 4, 128, seqlen_k, 128, 128, torch.bfloat16, 0.1, arch="sm_90a")
+            config, splits = launched(kernel.config(problem), problem)
+            sources = prebuild.sources_of(problem, kernel)
+            assert len(sources) == 1 + (splits > 1 and not config.combine_in_kernel)
+            seen.add(len(sources))
+    assert seen <= {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "nowhere"), "--model is 'nowhere', which is not there"),
+        (("--model", "{bad}"), "which is no JSON"),
+        (("--model", "{empty}"), "which has no hidden_size and no num_attention_heads"),
+        (("--model", "{empty}", "--N", "128"), "--model is given beside sizes"),
+        ((), "--arch is not given, and there is no GPU"),
+    ],
+)
+def test_bad_input_is_told(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    if not words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    bad, empty = tmp_path / "bad.json", tmp_path / "config.json"
+    bad.write_text("{")
+    empty.write_text("{}")
+    given = [word.format(bad=bad, empty=empty) for word in words]
+    done = flashlane(*given, *(("--arch", "sm_90a") if words else ()))
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_what_does_not_compile_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jit_sources import vector_add
+
+    def fail(source: Any, arch: str) -> None:
+        raise RuntimeError("no such thing\nhere\nand more")
+
+    monkeypatch.setattr(prebuild.jit, "compile", fail)
+    source = vector_add()
+    steps: list[int] = []
+    built = prebuild.compile_all([(source, "sm_80"), (source, "sm_80")], lambda: steps.append(1))
+    assert built.wrong == [f"{source.entry} for sm_80: no such thing here"] and not built.compiled and len(steps) == 1
