@@ -3,7 +3,7 @@
     flashlane prebuild --preset all --dtype bf16,f16 --arch sm_90a --out build/cubins
     python tools/cubin_wheel.py build/cubins --out dist
 
-Where the wheel is installed beside flashlane, a first call finds its kernels there, after the user's own cache and
+Where the wheel is installed next to flashlane, a first call finds its kernels there, after the user's own cache and
 before NVRTC is loaded. Each file's name is a hash of the kernel's source, constants, headers and options, of the
 compiler's version and of the CUDA headers; the last two stand in the index, so that another NVRTC on the user's machine
 changes nothing, and another flashlane finds what it has in common. Needs setuptools, and no network.

@@ -96,9 +96,9 @@ def test_split_keys_are_combined_by_a_kernel_that_is_compiled_too() -> None:
     ("words", "message"),
     [
         (("--model", "nowhere"), "--model is 'nowhere', which is not there"),
-        (("--model", "{bad}"), "which is no JSON"),
+        (("--model", "{bad}"), "which is not valid JSON"),
         (("--model", "{empty}"), "which has no hidden_size and no num_attention_heads"),
-        (("--model", "{empty}", "--N", "128"), "--model is given beside sizes"),
+        (("--model", "{empty}", "--N", "128"), "--model is given together with sizes"),
         ((), "--arch is not given, and there is no GPU"),
     ],
 )

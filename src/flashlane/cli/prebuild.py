@@ -67,7 +67,7 @@ def prebuild_command(
     archs = [check_arch(name) for name in o.words_of(arch)] or [_present_arch()]
     sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k)
     if model is not None and (preset or any(sizes)):
-        raise ValueError("--model is given beside sizes or --preset; its configuration has the sizes")
+        raise ValueError("--model is given together with sizes or --preset; its configuration has the sizes")
     if out is not None:
         os.environ[cache.DIRECTORY_VARIABLE] = str(out)
     problems: list[AttentionProblem] = []

@@ -98,7 +98,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"--model is {str(path)!r}, which is no JSON: {error}") from None
+        raise ValueError(f"--model is {str(path)!r}, which is not valid JSON: {error}") from None
     config = config.get("text_config") or config
     missing = {"num_attention_heads", "hidden_size"} - config.keys()
     if missing:
