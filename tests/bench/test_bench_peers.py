@@ -84,6 +84,58 @@ def test_flash_attn_is_given_the_whole_problem(tag: str, library: list[tuple[str
     assert keywords == plain | {"causal": True, "max_seqlen_q": 33, "max_seqlen_k": 33}
 
 
+class Ragged:
+    """FlashInfer's wrapper, which notes what it is planned and run with."""
+
+    planned: dict[str, Any]
+
+    def __init__(self, workspace: torch.Tensor, layout: str) -> None:
+        assert workspace.dtype == torch.uint8 and layout == "NHD"
+
+    def plan(
+        self, qo_indptr: Any, kv_indptr: Any, heads: int, kv_heads: int, dim: int, dim_v: int, **others: Any
+    ) -> None:
+        sizes = (qo_indptr.tolist(), kv_indptr.tolist(), heads, kv_heads, dim, dim_v)
+        Ragged.planned = {"sizes": sizes, **others}
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        assert q.dim() == k.dim() == v.dim() == 3
+        return torch.arange(q.shape[0] * q.shape[1] * v.shape[2]).view(*q.shape[:2], v.shape[2])
+
+
+def test_flashinfer_is_given_a_batch_as_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("flashinfer")
+    module.BatchPrefillWithRaggedKVCacheWrapper = Ragged
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    peer = PEER["(flashinfer)"]
+    problem, inputs = dense(keys=80, causal=True, window_size=(7, -1), softcap=9.0)
+    out = peer.prepare(problem, inputs)()
+    assert out.shape == (2, 64, 4, 16) and int(out[1, 0, 0, 0]) == 64 * 4 * 16
+    types_ = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    asked = {"causal": True, "sm_scale": 0.25, "window_left": 7, "logits_soft_cap": 9.0}
+    assert Ragged.planned == {"sizes": ([0, 64, 128], [0, 80, 160], 4, 2, 16, 16), **asked, **types_}
+    problem, inputs = packed()
+    assert peer.prepare(problem, inputs)().shape == (57, 4, 8)
+    asked = {"causal": False, "sm_scale": 0.25, "window_left": -1, "logits_soft_cap": None}
+    assert Ragged.planned == {"sizes": ([0, 5, 5, 38, 55],) * 2 + (4, 2, 16, 8), **asked, **types_}
+    assert peer.supports(problem.on(GPU)) is None
+    assert peer.supports(replace(problem.on(GPU), needs_grad=True)) == "it has no backward"
+    assert "window_left only" in peer.supports(dense(window_size=(-1, 3))[0].on(GPU))
+
+
+def test_our_own_names_are_no_peer() -> None:
+    """With flashlane under FlashAttention's module names, the bench would compare it with itself."""
+    from flashlane.integrations import flash_attn
+
+    flash_attn.install()
+    try:
+        for tag in ("(flash-attn-2)", "(flash-attn-3)", "(flash-attn-4)"):
+            assert "flashlane is installed under that name" in PEER[tag].available(torch.device("cuda"))
+    finally:
+        flash_attn.uninstall()
+    assert PEER["(flash-attn-3)"].available(torch.device("cuda")) == "not installed"
+
+
 def test_what_a_peer_cannot_be_given_is_refused() -> None:
     top_left, _ = dense(keys=80, window_size=(-1, 3), alignment="top-left")
     assert "bottom-right" in PEER["(flash-attn-4)"].supports(top_left)

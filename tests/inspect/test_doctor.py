@@ -37,6 +37,7 @@ EXPECTED = [
     "flash-attn-4",
     "xformers",
     "ffpa-attn",
+    "flashinfer-python",
     "FlexAttention",
     "cuDNN SDPA",
     "Nsight Compute",

@@ -134,6 +134,9 @@ _PEERS = (
     ),
     _Package("peers", "xformers", "xformers", "no xFormers row in the bench", "pip install xformers"),
     _Package("peers", "ffpa-attn", "ffpa_attn", "no ffpa-attn row in the bench", "pip install ffpa-attn"),
+    _Package(
+        "peers", "flashinfer-python", "flashinfer", "no FlashInfer row in the bench", "pip install flashinfer-python"
+    ),
 )
 _EXTRAS = (
     _Package("extras", "matplotlib", "matplotlib", "no plots", 'pip install "flashlane[plots]"'),

@@ -23,6 +23,7 @@ PACKAGES = (
     "flash-attn-4",
     "xformers",
     "ffpa-attn",
+    "flashinfer-python",
 )
 
 

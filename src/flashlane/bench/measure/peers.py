@@ -237,11 +237,13 @@ def _installed(module: str) -> Callable[[torch.device], Reason]:
 
     def available(device: torch.device) -> Reason:
         try:
-            found = importlib.util.find_spec(module) is not None
+            found = importlib.util.find_spec(module)
         except (ImportError, ValueError):
-            found = False
-        if not found:
+            found = None
+        if found is None:
             return "not installed"
+        if found.origin == "flashlane":
+            return "flashlane is installed under that name (flashlane.integrations.flash_attn)"
         return _cuda_only(device)
 
     return available
@@ -363,6 +365,43 @@ def _ffpa_supports(problem: AttentionProblem) -> Reason:
     return _bottom_right_half(problem)
 
 
+WORKSPACE_BYTES = 128 << 20
+"""What FlashInfer's documentation gives its wrappers."""
+
+
+def _flashinfer(problem: AttentionProblem, inputs: Inputs) -> Call:
+    """A batch is packed sequences of one length there; its schedule is made by ``plan``, which is not timed."""
+    wrapper_type = importlib.import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper
+    device = inputs.q.device
+    wrapper = wrapper_type(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device), "NHD")
+    ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if not problem.varlen:
+        lengths = problem.seqlen_q, problem.seqlen_k
+        ends = tuple(torch.arange(problem.batch + 1, dtype=torch.int32, device=device) * length for length in lengths)
+    heads = problem.heads, problem.kv_heads, problem.head_dim, problem.head_dim_v
+    wrapper.plan(
+        *ends,
+        *heads,
+        causal=problem.causal,
+        sm_scale=problem.scale,
+        window_left=problem.window_left,
+        logits_soft_cap=problem.softcap or None,
+        q_data_type=problem.dtype,
+        kv_data_type=problem.dtype,
+    )
+    q, k, v = (t if problem.varlen else t.flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v))
+    shape = inputs.q.shape[:-1]
+    return lambda: wrapper.run(q, k, v).view(*shape, problem.head_dim_v)
+
+
+def _flashinfer_supports(problem: AttentionProblem) -> Reason:
+    if problem.needs_grad:
+        return "it has no backward"
+    if problem.window_right > 0:
+        return "a window that ends after the query; it has window_left only"
+    return _flash_attn_supports(problem)
+
+
 def _backend(backend: SDPBackend) -> Callable[[], contextlib.AbstractContextManager[object]]:
     return functools.partial(sdpa_kernel, backend)
 
@@ -434,6 +473,13 @@ PEERS: tuple[Peer, ...] = (
         _ffpa,
         available=_installed("ffpa_attn"),
         supports=_ffpa_supports,
+    ),
+    Peer(
+        "(flashinfer)",
+        "FlashInfer, prefill of a ragged batch (its schedule made before)",
+        _flashinfer,
+        available=_installed("flashinfer"),
+        supports=_flashinfer_supports,
     ),
 )
 ALIASES = {"(sdpa)": "(sdpa-efficient)", "(torch)": "(unfused)"}

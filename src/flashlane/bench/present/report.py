@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 EXCERPT_LINES = 40
 """Lines of a notebook's page that are shown, at most."""
 MACHINE = ("device", "driver", "power_limit_w", "clock_mhz", "clock_max_mhz", "torch", "cuda", "cudnn", "triton",
-           "flash-attn", "flash-attn-4", "ffpa-attn", "xformers", "flashlane", "commit", "date", "python", "system",
-           "threads", "command")  # fmt: skip
+           "flash-attn", "flash-attn-4", "ffpa-attn", "xformers", "flashinfer-python", "flashlane", "commit", "date",
+           "python", "system", "threads", "command")  # fmt: skip
 
 
 @dataclass(frozen=True)
