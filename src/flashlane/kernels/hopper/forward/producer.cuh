@@ -19,6 +19,8 @@ struct Producer {
     PipelineState<Q_STAGES> queries;
     PipelineState<cfg::GATHER ? 2 : 1> next;  // words with the index of the next tile
 
+    static constexpr int TAKEN_AHEAD = 1;  // n-blocks before a tile's last one at which the next tile is taken
+
     // An n-block of a tile.
     struct KvBlock {
         Seqlen sequence;
@@ -40,11 +42,16 @@ struct Producer {
             const WorkTile tile = scheduler.tile_of(index);
             if (tile.batch < 0) break;
             int next_index = 0;
-            if (takes_tiles()) next_index = workers + atomicAdd(p.tiles_taken, 1);  // a tile ahead of its use
+            const auto take_next = [&] {
+                if (takes_tiles()) next_index = workers + atomicAdd(p.tiles_taken, 1);
+            };
             KvBlock block{Seqlen(p.seqlen, tile.batch), tile.tile_head() / p.group, 0, tile.v_slice() * COLUMNS_V};
             const BlockRange range = n_blocks_of_tile(p, block.sequence, tile);
-            if (range.empty()) load_tile(tile, false, block.sequence);
+            if (range.empty()) load_tile(tile, false, block.sequence), take_next();
+            // The CTA that is done first takes the next tile, so it is taken late: while the last blocks are loaded.
+            const int take_at = min(range.low + TAKEN_AHEAD, range.high - 1);
             for (block.n_block = range.high - 1; block.n_block >= range.low; --block.n_block) {
+                if (block.n_block == take_at) take_next();
                 load_stage(true, block, started, before);
                 // V of the block before must not wait for Q: the consumers need it to free Q's stage.
                 if (block.n_block == range.high - 1) load_tile(tile, true, block.sequence);
