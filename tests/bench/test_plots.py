@@ -218,7 +218,7 @@ def test_heatmap_is_the_ratio_of_the_fastest(results, rates, tmp_path):
     assert [2**log for log in axis.images[0].get_array()[0].tolist()] == pytest.approx(ratios)
     assert [text.get_text().split("×")[0] for text in axis.texts] == [f"{ratio:.2f}" for ratio in ratios]
     assert (axis.get_xlabel(), bar.get_ylabel()) == (
-        "head dim and sequence length; in a cell × best peer, below it TFLOP/s",
+        "head dim and sequence length\nin a cell: × best peer, below it TFLOP/s",
         "× best peer",
     )
     rows = [row("k", 5, 2.0, batch=1, length=512), row("k", 5, 0.5, batch=2, length=1024)]

@@ -7,6 +7,7 @@ it. Eight rows of one column are read at once, so a column whose eight rows show
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -221,10 +222,21 @@ def save_png(tiles: Sequence[Tile], path: Path, rows: int = ROWS_SHOWN, heading:
         ImportError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
         from PIL import Image
+
+        figure = layout_figure(tiles, rows, heading)
     except ImportError as error:
         raise ImportError('a PNG needs matplotlib: pip install "flashlane[plots]"') from error
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    # Few colours, so a palette: a quarter of the bytes.
+    Image.open(picture).convert("RGB").quantize(64).save(path, format="PNG", optimize=True)
+
+
+def layout_figure(tiles: Sequence[Tile], rows: int = ROWS_SHOWN, heading: str = "") -> Figure:
+    """The picture of :func:`save_png`; headings and the legend wrap at its width."""
+    from matplotlib.figure import Figure
+
     layouts = distinct(tiles)
     across = 2 if len(layouts) > 1 else 1
     down = -(-len(layouts) // across)
@@ -238,13 +250,12 @@ def save_png(tiles: Sequence[Tile], path: Path, rows: int = ROWS_SHOWN, heading:
         axis.set_xlim(-0.05, widest + 0.05)
     for axis in axes[len(layouts) :]:
         axis.set_visible(False)
+    width = figure.get_size_inches()[0]
     if heading:
-        figure.suptitle(heading, fontsize=12, fontweight="bold")
+        wrapped = textwrap.wrap(heading, int(width * 8))
+        figure.suptitle("\n".join(wrapped), fontsize=12, fontweight="bold", x=0.1 / width, ha="left")
     _draw_legend(figure)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    # Few colours, so a palette: a quarter of the bytes.
-    Image.open(picture).convert("RGB").quantize(64).save(path, format="PNG", optimize=True)
+    return figure
 
 
 def _draw(axis: Axes, layout: Layout, operands: str, tiles: Sequence[Tile], rows: int) -> None:
@@ -287,6 +298,7 @@ def _draw_legend(figure: Figure) -> None:
     handles = [Patch(facecolor=COLOURS[slot], label=f"banks {banks(slot)}") for slot in range(SLOTS)]
     handles += [Patch(**AT_ONCE, label="read at once"), Patch(**UNUSED, label="padding")]
     note = "In a cell: the physical column (· its banks). Eight rows in eight colours are read without conflict."
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False, title=note, title_fontsize=9
-    )
+    width = figure.get_size_inches()[0]
+    place = {"loc": "outside lower center", "ncols": 5 if width > 7 else 3, "frameon": False}
+    title = "\n".join(textwrap.wrap(note, int(width * 13)))
+    figure.legend(handles=handles, fontsize=8, title=title, title_fontsize=9, **place)

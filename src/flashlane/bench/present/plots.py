@@ -61,6 +61,8 @@ FAR = 4.0
 """A ceiling so many times as high as all that was measured is named, not drawn."""
 MOST_BARS, MOST_PROBLEMS = 12, 120
 """Kernels whose bars are drawn without being asked for; problems that one picture holds."""
+TITLE = 48
+"""Letters of a line of a panel's title."""
 PANEL = (4.9, 3.6)
 """Inches of one panel that stands alone: as wide as a phone shows with letters that can be read."""
 
@@ -177,9 +179,10 @@ def _lines(
 def _lines_figure(lines: Lines, theme: Theme) -> Figure:
     """All panels in one picture, one legend below."""
     across = min(3, len(lines.panels))
-    columns = 2 if across > 1 else 1
+    columns = 2 if across > 1 and max(map(len, lines.tags)) < 28 * across else 1
     below = 0.24 * -(-len(lines.tags) // columns) + 0.3
-    size = (4.7 * across + 0.4, 3.9 * -(-len(lines.panels) // across) + below)
+    widest = 0.08 * max(map(len, lines.tags)) * columns + 0.9
+    size = (max(4.7 * across + 0.4, widest), 3.9 * -(-len(lines.panels) // across) + below)
     figure, axes = new_figure(lines.measured.environment, lines.heading, len(lines.panels), across, size, theme)
     for axis, (title, points) in zip(axes, lines.panels.items()):
         _draw_lines(axis, points, lines, title, theme)
@@ -198,8 +201,9 @@ def panel_figure(lines: Lines, title: str, *, theme: Theme = LIGHT) -> Figure:
 
     figure = Figure(figsize=PANEL)
     bottom = 0.15 if len({p.extent for p in lines.panels[title]}) == 1 else 0.2  # ticks of one line or of two
-    axis = figure.add_axes((0.135, bottom, 0.84, 0.9 - bottom))
-    _draw_lines(axis, lines.panels[title], lines, "\n".join(textwrap.wrap(title, 58)), theme)
+    top = 0.95 - 0.05 * len(textwrap.wrap(title, TITLE))
+    axis = figure.add_axes((0.135, bottom, 0.84, top - bottom))
+    _draw_lines(axis, lines.panels[title], lines, title, theme)
     return figure
 
 
@@ -211,7 +215,8 @@ def legend_figure(tags: Sequence[str], styles: Styles, *, theme: Theme = LIGHT) 
 
     figure = Figure(figsize=(PANEL[0], 0.22 * len(tags) + 0.15))
     handles = [Line2D([], [], **styles.line(tag, theme)) for tag in tags]
-    figure.legend(handles, tags, loc="upper left", frameon=False, borderpad=0.1, fontsize=9, handlelength=3.2)
+    size = min(9.0, 450 / max(map(len, tags)))  # the longest tag fits
+    figure.legend(handles, tags, loc="upper left", frameon=False, borderpad=0.1, fontsize=size, handlelength=3.2)
     return figure
 
 
@@ -248,7 +253,7 @@ def _draw_lines(axis: Axes, points: list[Point], lines: Lines, title: str, theme
     axis.set_xlim(lengths[0] / 1.4, lengths[-1] * 1.4)
     axis.set_xlabel("keys a sequence" if points[0].queries else "sequence length")
     axis.set_ylabel(lines.quantity)
-    axis.set_title(title, fontsize=10, loc="left")
+    axis.set_title("\n".join(textwrap.wrap(title, TITLE)), fontsize=10, loc="left")
     axis.grid(axis="y")
     lines.finish(axis, points, theme)
 
@@ -344,7 +349,8 @@ def _draw_bars(axis: Axes, points: list[Point], title: str, styles: Styles, them
     axis.invert_yaxis()
     axis.set_xlim(0, 1.45 * max(1.0, *widths))  # room for the figures
     axis.set_xlabel("× best peer (peers grey and bold)", fontsize=8)
-    axis.set_title("\n".join(textwrap.wrap(title, 54)), fontsize=9.5, loc="left")
+    room = max(24, int(80 - 0.65 * max(len(p.tag) for p in points)))  # what the names of the bars leave
+    axis.set_title("\n".join(textwrap.wrap(title, room)), fontsize=9.5, loc="left")
 
 
 # --- Heat map
@@ -381,8 +387,8 @@ def heatmap_figure(measured: Measured, *, theme: Theme = LIGHT) -> Figure:
     _label_cells(axis, [[cells[r].get(c) for c in columns] for r in rows], functools.partial(_ink, image))
     axis.set_xticks(range(len(columns)), [f"D{'/'.join(map(str, dim))}\nN{length}" for dim, length in columns])
     names = [" · ".join(filter(None, (row[4], row[0], row[1]))) for row in rows]
-    axis.set_yticks(range(len(rows)), names)
-    axis.set_xlabel("head dim and sequence length; in a cell × best peer, below it TFLOP/s")
+    axis.set_yticks(range(len(rows)), ["\n".join(textwrap.wrap(name, 36)) for name in names])
+    axis.set_xlabel("head dim and sequence length\nin a cell: × best peer, below it TFLOP/s")
     axis.set_ylabel("problem")
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
