@@ -2,11 +2,15 @@
 
     python benchmarks/scripts/sass.py record --out benchmarks/results/sass_before.json
     python benchmarks/scripts/sass.py compare benchmarks/results/sass_before.json
+    python benchmarks/scripts/sass.py summary benchmarks/results/sass_before.json --cubins FOLDER --out FILE
 
 A record holds, for each kernel and architecture, a digest of the executable sections and constant banks of every cubin,
 its registers and its shared memory. Names (of functions, files and configurations), line tables and comments are no
 part of a digest. A second digest leaves out at which offsets parameters lie in constant bank 0, too. Two records are
 the same when each kernel has the same digests, in any order. It needs no GPU, but the disassembler of Triton's wheel.
+
+A summary sets today's configurations beside those of the record one by one: registers, spills and the instructions of
+the main loop. It needs the record's cubins for that, which ``record --keep FOLDER`` leaves.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import re
 import struct
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,9 +73,17 @@ def digest(cubin: bytes) -> str:
 
 def digest_without_offsets(cubin: bytes) -> str:
     """SHA-256 of a cubin's instructions in order, with parameter offsets, addresses and labels left out."""
+    return _digest_of_text(_disassembled(cubin))
+
+
+def _disassembled(cubin: bytes) -> str:
     text = jit.disassemble(cubin)
     if text is None:
         raise RuntimeError("there is no disassembler: install triton, or put nvdisasm on PATH")
+    return text
+
+
+def _digest_of_text(text: str) -> str:
     lines = (ADDRESS.sub("", line).strip() for line in text.splitlines())
     code = (LABEL.sub("L", PARAMETER.sub("c[0x0]", line)) for line in lines if line.endswith(";"))
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:24]
@@ -119,13 +131,16 @@ def record(only: str = "", keep: Path | None = None) -> dict[str, Any]:
             rows.setdefault(name, []).append(row)
     from flashlane.jit import toolchain
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "script": "benchmarks/scripts/sass.py",
-        "commit": commit,
+        "commit": _commit(),
         "compiler": toolchain.compiler_version(),
         "kernels": rows,
     }
+
+
+def _commit() -> str:
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, list[str]]:
@@ -155,6 +170,127 @@ def _drop_equal(old: list[dict[str, Any]], new: list[dict[str, Any]], key: str) 
                 kept.append(row)
         rows[:] = kept
     return common.total()
+
+
+# --- the summary ---
+
+LABELLED = re.compile(r"^(\.L_x_\d+):")
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+PRODUCTS = ("HGMMA", "HMMA")
+LONGER = 0.02
+"""Part by which a main loop must have grown to be listed."""
+WORDS = {"slots": "stages", "pack": "pack_gqa", "fused": "combine_in_kernel"}
+"""Words of descriptions that the redesign changed."""
+
+
+def main_loop(text: str) -> int:
+    """Instructions of the loop with most matrix products, the shortest if several have as many; 0 without products.
+
+    Loops that have loops inside or store to device memory are no candidates: those are tiles, and their ends.
+    """
+    opcodes: list[str] = []
+    labels: dict[str, int] = {}
+    spans: list[tuple[int, int]] = []
+    for line in text.splitlines():
+        if label := LABELLED.match(line):
+            labels[label[1]] = len(opcodes)
+        elif found := INSTRUCTION.match(line):
+            opcodes.append(found[1].split(".")[0])
+            target = re.search(r"\.L_x_\d+", found[2]) if opcodes[-1] == "BRA" else None
+            if target and target[0] in labels:
+                spans.append((labels[target[0]], len(opcodes)))
+    products = {span: sum(op in PRODUCTS for op in opcodes[slice(*span)]) for span in spans}
+    spans = [span for span in spans if products[span] and "STG" not in opcodes[slice(*span)]]
+    inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
+    return min(((-products[a, b], b - a) for a, b in inner), default=(0, 0))[1]
+
+
+def _words(described: str) -> tuple[str, ...]:
+    """A description's words in any order, as they are called today."""
+    found = re.split(r", | ", described)
+    renamed = {re.sub(r"^\w+", lambda name: WORDS.get(name[0], name[0]), word) for word in found}
+    return tuple(
+        sorted(renamed | {"paged"} if any(word.startswith(("page_rows", "gather")) for word in renamed) else renamed)
+    )
+
+
+def _pairs(name: str, old: list[Any], new: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Rows of the same configuration: by place, or by description where the record has others.
+
+    Of the mma family another sample may be compiled for an architecture than was recorded.
+    """
+    if len(old) == len(new) and not name.startswith("mma "):
+        yield from zip(old, new, strict=True)
+        return
+    by_words: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
+    for side, rows in enumerate((old, new)):
+        for row in rows:
+            by_words[_words(row["config"])][side].append(row)
+    for before, after in by_words.values():
+        if len(before) == len(after):
+            yield from zip(before, after, strict=True)
+
+
+def summarise(before: dict[str, Any], cubins: Path, only: str, sample: int) -> dict[str, Any]:
+    """Today's configurations beside those of a record.
+
+    Args:
+        before: the record.
+        cubins: the folder that ``record --keep`` wrote with it.
+        only: kernels whose name contains this.
+        sample: of the mma family, one configuration in so many.
+    """
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for job in jobs():
+        if only in job.kernel:
+            rows[f"{job.kernel} {job.arch}"].append({"config": job.described, "job": job})
+    families, more_spills, longer = {}, [], []
+    for name, old in before["kernels"].items():
+        step = sample if name.startswith("mma ") else 1
+        pairs = list(_pairs(name, old, rows.get(name, [])))[::step]
+        counts: Counter[str] = Counter()
+        worst = {"registers": 0, "spills": 0, "main_loop": 0.0}
+        with ThreadPoolExecutor(WORKERS) as pool:
+            for was, now, verdict, loops in pool.map(lambda pair: _compared(pair, cubins), pairs):
+                counts[verdict] += 1
+                worst["registers"] = max(worst["registers"], now["registers"] - was["registers"])
+                worst["spills"] = max(worst["spills"], now["spills"] - was["spills"])
+                grown = loops[1] / loops[0] - 1 if loops[0] else 0.0
+                worst["main_loop"] = round(max(worst["main_loop"], grown), 4)
+                row = {"kernel": name, "config": now["config"], "registers": [was["registers"], now["registers"]]}
+                row |= {"spills": [was["spills"], now["spills"]], "main_loop": list(loops)}
+                if now["spills"] > was["spills"]:
+                    more_spills.append(row)
+                if grown > LONGER:
+                    longer.append(row)
+                if now["spills"] < was["spills"]:
+                    counts["fewer spills"] += 1
+        if pairs:
+            families[name] = {"recorded": len(old), "today": len(rows.get(name, [])), "compared": len(pairs)}
+            families[name] |= {**counts, "worst": worst}
+            print(name, families[name], file=sys.stderr, flush=True)
+    return {
+        "script": "benchmarks/scripts/sass.py",
+        "commits": [before["commit"], _commit()],
+        "families": families,
+        "more_spills": more_spills,
+        "longer_main_loop": longer,
+    }
+
+
+def _compared(
+    pair: tuple[dict[str, Any], dict[str, Any]], cubins: Path
+) -> tuple[dict[str, Any], dict[str, Any], str, tuple[int, int]]:
+    was, now = pair
+    job = now["job"]
+    compiled = jit.compile(job.source, job.arch)
+    now |= {"registers": compiled.report.registers, "spills": compiled.report.spills}
+    if digest(compiled.cubin) == was["code"]:
+        return was, now, "identical", (0, 0)
+    old, new = (_disassembled(each) for each in ((cubins / f"{was['code']}.cubin").read_bytes(), compiled.cubin))
+    if _digest_of_text(old) == _digest_of_text(new):
+        return was, now, "parameter offsets only", (0, 0)
+    return was, now, "instructions", (main_loop(old), main_loop(new))
 
 
 def backward_jobs() -> Iterator[Job]:
@@ -206,9 +342,22 @@ def main() -> int:
     comparing.add_argument("before", type=Path)
     comparing.add_argument("--out", type=Path, help="also write the new record")
     comparing.add_argument("--keep", type=Path, help="a folder for the cubins, by digest")
-    for command in (recording, comparing):
+    summing = commands.add_parser(
+        "summary", help="compile everything, and say what changed from configuration to configuration"
+    )
+    summing.add_argument("before", type=Path)
+    summing.add_argument("--cubins", type=Path, required=True, help="the folder that record --keep wrote")
+    summing.add_argument("--out", type=Path, required=True)
+    summing.add_argument("--sample", type=int, default=1, help="of the mma family, one configuration in so many")
+    for command in (recording, comparing, summing):
         command.add_argument("--only", default="", help="kernels whose name contains this")
     given = parser.parse_args()
+    if given.command == "summary":
+        found = summarise(json.loads(given.before.read_text()), given.cubins, given.only, given.sample)
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        counts = len(found["more_spills"]), len(found["longer_main_loop"])
+        print("{} configurations spill more, {} have a longer main loop".format(*counts))
+        return 0
     if given.keep is not None:
         given.keep.mkdir(parents=True, exist_ok=True)
     found = record(given.only, given.keep)

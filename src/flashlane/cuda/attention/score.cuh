@@ -46,11 +46,6 @@ struct ScoreTransform {
         float unused;
         return scaled(p, score, unused);
     }
-    // The same score AT_RUN_TIME, by a division: the compiler needs fewer registers for it.
-    static __device__ __forceinline__ float scaled_by_division(const ScoreParams& p, float score) {
-        if (p.softcap_log2 > 0.f) return p.softcap_log2 * (1.f - __fdividef(2.f, 1.f + ex2(score * p.softcap_in)));
-        return score * p.scale_log2;
-    }
     // The derivative again, of a score that is capped, where registers are too short to keep it; 0 where a mask left −∞.
     static __device__ __forceinline__ float inverse_cap(const ScoreParams& p) { return reciprocal(p.softcap_log2); }
     static __device__ __forceinline__ float derivative_of_capped(float score, float inverse) {

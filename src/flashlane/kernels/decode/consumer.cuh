@@ -194,7 +194,7 @@ struct Consumer {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     float& x = s[n * 4 + half * 2 + i];
-                    x = Score::scaled_by_division(p.score, x);
+                    x = Score::scaled(p.score, x);
                     x = Score::biased(x, slopes[half], static_cast<float>(distance - n * 8 - i));
                 }
         }
