@@ -2,69 +2,41 @@
 
     PYTHONPATH=src python3 benchmarks/scripts/baseline_logs.py --out benchmarks [--only D512] [--seconds 60]
 
-The baseline logs are those of the project that this one grew out of: baseline_reported.json holds their problems, tags
-and milliseconds. Each problem runs with the tags that its log has for it, checked, interleaved round by round. Writes
-baseline_logs.json (and .csv) as ``flashlane bench`` does, anew after each problem; docs/baseline-grid.md is
-made of it. Exit status 1 when a kernel of ours fails its check.
+The baseline logs are those of the project that this one grew out of: flashlane.bench.suites.baseline has their
+problems, tags and milliseconds. Each problem runs with the tags that its log has for it, checked, interleaved round by
+round. Writes baseline_logs.json (and .csv) as ``flashlane bench`` does, again after each problem;
+docs/baseline-grid.md is made of it. Exit status 1 when a kernel of ours fails its check.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 from gpu_run import compile_ahead, device_or_exit, options, run_and_keep, settings_for, told
 
 from flashlane import bench
 from flashlane.bench.measure.progress import Bar
 from flashlane.bench.measure.results import Results, check_writable
+from flashlane.bench.suites.baseline import select_lines
 from flashlane.core import registry
-from flashlane.core.problem import DTYPES, AttentionProblem, arch_of
-
-REPORTED = Path(__file__).with_name("baseline_reported.json")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One problem of a log, and what the log timed on it."""
-
-    log: str
-    problem: AttentionProblem
-    kernels: tuple[str, ...]
-    baselines: tuple[str, ...]
-
-
-def lines(arch: str, path: Path = REPORTED) -> Iterator[Line]:
-    """Every problem of every log, as problems of an architecture."""
-    for log in json.loads(path.read_text(encoding="utf-8"))["logs"]:
-        for row in log["rows"]:
-            problem = bench.make_problem(*row["shape"], DTYPES[row["dtype"]], arch=arch)
-            kernels = tuple(tag for tag in row["ms"] if not tag.startswith("("))
-            yield Line(log["name"], problem, kernels, tuple(tag for tag in row["ms"] if tag.startswith("(")))
+from flashlane.core.problem import arch_of
 
 
 def measure(arguments: argparse.Namespace) -> Results:
     """Every line in turn."""
     device = device_or_exit()
-    words = [word for word in arguments.only.split(",") if word]
-    found = [
-        line
-        for line in lines(arch_of(device))
-        if all(word in f"{line.problem.describe()}, {line.log}" for word in words)
-    ]
-    if not found:
-        raise SystemExit(f"--only is {arguments.only!r}; no problem of the logs has all of these words")
-    implementations = sum(len(line.kernels) + len(line.baselines) for line in found)
+    try:
+        found = select_lines(arch_of(device), tuple(word for word in arguments.only.split(",") if word))
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    implementations = sum(len(line.kernels) + len(line.peers) for line in found)
     settings = settings_for(implementations, arguments.seconds, arguments.rounds)
     compile_ahead((registry.get(tag), line.problem) for line in found for tag in line.kernels)
     results, path = None, arguments.out / "baseline_logs.json"
     with Bar(len(found)) as reporter:
         for seed, line in enumerate(found):
-            peers = bench.select_peers(",".join(tag.strip("()") for tag in line.baselines))
+            peers = bench.select_peers(",".join(tag.strip("()") for tag in line.peers))
             results = run_and_keep(
                 line.problem, results, path, selection=bench.Selection(tags=line.kernels, peers=peers),
                 settings=settings, seed=seed, reporter=reporter, note=line.log,

@@ -626,7 +626,7 @@ def decoding(result: Result) -> str:
 
 def logs(result: Result) -> str:
     """A table a log: every line of it, our figures, and the milliseconds that it reports."""
-    reported = json.loads((ROOT / "benchmarks" / "scripts" / "baseline_reported.json").read_text(encoding="utf-8"))
+    reported = json.loads((ROOT / "src/flashlane/bench/suites/baseline_reported.json").read_text(encoding="utf-8"))
     head = ("problem", "tag", "first, second, last output", "ms:", "TFLOP/s (all operations):", "the log's ms:")
     measured = {(row["problem"], row["tag"]): row for row in result["rows"]}
     tables = []

@@ -1,6 +1,6 @@
 """``python -m flashlane``."""
 
-from flashlane.cli.main import main
+from flashlane.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -169,7 +169,11 @@ def test_results_files_are_read_back(tmp_path):
     path, _ = results.write(tmp_path, "x")
     again = load_results(path)
     assert again.rows == results.rows and again.skipped == results.skipped and again.to_csv() == results.to_csv()
-    for text, message in (("{}", "no results file"), ("{", "no JSON"), ('{"format": "flashlane-bench/1"}', "damaged")):
+    for text, message in (
+        ("{}", "not a results file"),
+        ("{", "not valid JSON"),
+        ('{"format": "flashlane-bench/1"}', "damaged"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             load_results(path)
@@ -224,7 +228,7 @@ def test_the_command_times_all_three_and_says_it_in_every_file(invoke, tmp_path)
     words = ["bench", "--device", "cpu", "--arch", "none", "--quick", "--preset", "gpt2", "--N", "16", "--B", "1"]
     done = invoke(*words, "--H", "2", "--tags", "tiled", "--baselines", "unfused", "--both", "--repeats", "2")
     assert done.exit_code == 0, done.output
-    for title in ("B1 H2 N16 D64 f16 causal ·", "B1 H2 N16 D64 f16 causal, backward", "forward+backward"):
+    for title in ("B1 H2 N16 D64 bf16 causal ·", "B1 H2 N16 D64 bf16 causal, backward", "forward+backward"):
         assert title in done.stdout
     for column in ("min", "max", "peak", "mean", "MiB"):
         assert f" {column} " in done.stdout
@@ -241,7 +245,7 @@ def test_the_command_times_all_three_and_says_it_in_every_file(invoke, tmp_path)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--no-grad", "--both"], "--no-grad is given beside --both"),
+        (["--no-grad", "--both"], "--no-grad is given with --both"),
         (["--graph", "--backward"], "--graph"),
         (["--cycles"], "--cycles reads the counters of an NVIDIA GPU; the device is cpu"),
         (["--preset", "gpt5"], "--preset has 'gpt5'"),
@@ -287,7 +291,7 @@ def test_files_that_cannot_be_written_go_elsewhere(invoke, tmp_path, monkeypatch
     spare = tmp_path / "spare"
     spare.mkdir()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(spare))
-    from flashlane.bench.measure import results as r
+    from flashlane.bench.measure import kept as r
 
     write = r.write_atomically
 
@@ -330,6 +334,6 @@ def test_a_run_that_ends_early_keeps_what_is_done(invoke, tmp_path, monkeypatch,
     assert done.exit_code == status and words in done.stderr and "what is done before is kept" in done.stderr
     (report,) = (tmp_path / "results").glob("*.json")
     found = load_results(report)
-    assert [row.problem for row in found] == ["B1 H1 N16 D16 f16"] and words in found.stopped
+    assert [row.problem for row in found] == ["B1 H1 N16 D16 bf16"] and words in found.stopped
     with registry.table_of(Stopping(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
         bench.run([bench.make_problem(1, 1, 24, 16)], device="cpu", settings=FAST)

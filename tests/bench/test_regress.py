@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from flashlane.bench.measure.results import Results, Row
 from flashlane.bench.measure.timing import summarise
 from flashlane.bench.present import regress as r
+from flashlane.bench.present.regress_view import annotations, junit_xml
 from flashlane.cli.main import app
-from flashlane.cli.regress import annotations, junit_xml
 
 CELLS = [(f"B1 H8 N{512 << i} D{d} f16", tag) for i in range(5) for d in (64, 128) for tag in ("mma(a)", "mma(b)")]
 RNG = random.Random()

@@ -89,7 +89,7 @@ def test_a_killed_sweep_goes_on_with_nothing_lost_or_done_twice(folder):
     results = load_results(folder / "out" / "sweep.json")
     assert {row.problem for row in results} == set(keys) and {row.status for row in results} == {"ok"}
     lines = list(csv.DictReader((folder / "out" / "sweep.csv").open()))
-    assert len(lines) == 8 and "| B1 H2 N16 D16 f16 causal | tiled |" in (folder / "out" / "sweep.md").read_text()
+    assert len(lines) == 8 and "| B1 H2 N16 D16 bf16 causal | tiled |" in (folder / "out" / "sweep.md").read_text()
     (folder / "out" / "sweep.json").unlink()
     exported = invoke("grid.toml", "--export")
     assert exported.exit_code == 0 and lines_of(journal) == after, exported.stderr
@@ -254,7 +254,7 @@ def workers(monkeypatch):
     return lambda answers: monkeypatch.setattr(FakeWorkers, "answers", answers)
 
 
-KEYS_OF = [f"B1 H1 N{n} D16 f16" for n in (8, 16, 24)]
+KEYS_OF = [f"B1 H1 N{n} D16 bf16" for n in (8, 16, 24)]
 
 
 def test_cells_without_memory_and_cells_that_die_are_recorded_and_passed(workers, tmp_path):
@@ -289,7 +289,7 @@ def test_inputs_of_a_cell_do_not_depend_on_the_grid():
 
 
 def test_an_interrupt_writes_the_files(folder, workers):
-    keys = [f"B1 H2 N{n} D{d} f16" for n in (16, 24) for d in (16, 32)]
+    keys = [f"B1 H2 N{n} D{d} bf16" for n in (16, 24) for d in (16, 32)]
     workers({keys[2]: KeyboardInterrupt()})
     done = invoke("grid.toml", "--masks", "full")
     assert done.exit_code == 130 and "interrupted; the same command goes on" in done.stderr
@@ -312,10 +312,10 @@ def test_a_journal_that_fills_the_disk_ends_with_status_3(folder, workers, monke
 
 
 def test_a_failed_check_is_status_1(folder, workers):
-    key = "B1 H2 N16 D16 f16"
+    key = "B1 H2 N16 D16 bf16"
     workers({key: [row(key, ms=None, status="FAIL", message="output: error")]})
     done = invoke("grid.toml")
-    assert done.exit_code == 1 and "1 rows of kernels failed: tiled" in done.stderr
+    assert done.exit_code == 1 and "1 row of kernels failed: tiled" in done.stderr
 
 
 # --- TOML files
@@ -325,7 +325,7 @@ def test_options_override_the_file(folder, workers):
     workers({})
     done = invoke("grid.toml", "--N", "8", "--masks", "causal", "--name", "mine")
     assert done.exit_code == 0, done.output
-    assert FakeWorkers.ran == ["B1 H2 N8 D16 f16 causal", "B1 H2 N8 D32 f16 causal"]
+    assert FakeWorkers.ran == ["B1 H2 N8 D16 bf16 causal", "B1 H2 N8 D32 bf16 causal"]
     assert (folder / "out" / "mine.json").exists()
 
 
@@ -348,7 +348,7 @@ def test_every_key_is_an_option():
         ("[sweep]\nmasks = 'half'", "--masks is 'half'"),
         ("[sweep]\nname = 'a/b'", "--name is 'a/b'"),
         ("[grid]\nN = 1", "has no table .sweep."),
-        ("N = ", "is no TOML"),
+        ("N = ", "is not valid TOML"),
     ],
 )
 def test_a_bad_file_is_one_line_and_status_2(folder, text, message):

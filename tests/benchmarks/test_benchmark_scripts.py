@@ -140,11 +140,13 @@ def test_the_baseline_logs_stand_beside_ours_line_by_line(script, tmp_path):
 
 def test_every_line_of_the_baseline_logs_can_be_run(script):
     """40 problems of the README, 24 of the older one (12 of them in f32 too), and the three of the release notes."""
-    lines = list(script("baseline_logs").lines("sm_90a"))
-    assert len(lines) == 40 + 36 + 3 and sum(len(line.kernels) + len(line.baselines) for line in lines) == 288
+    from flashlane.bench.suites.baseline import lines as lines_of
+
+    lines = list(lines_of("sm_90a"))
+    assert len(lines) == 40 + 36 + 3 and sum(len(line.kernels) + len(line.peers) for line in lines) == 288
     for line in lines:
         assert all(registry.get(tag).supports(line.problem) is None for tag in line.kernels), line
-        assert len(bench.select_peers(",".join(line.baselines))) == len(line.baselines), line
+        assert len(bench.select_peers(",".join(line.peers))) == len(line.peers), line
     assert {line.problem.describe() for line in lines if line.problem.head_dim == 512} == {
         "B1 H8 N8192 D512 f16",
         "B1 H48 N16384 D512 f16",

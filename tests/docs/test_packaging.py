@@ -55,11 +55,13 @@ def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
 def test_wheel_is_pure_python_and_has_every_source(wheel):
     assert Path(wheel.filename).name == f"flashlane-{flashlane.__version__}-py3-none-any.whl"
     sources = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src").rglob("*") if p.is_file()}
-    wanted = {name for name in sources if name.endswith((".py", ".cu", ".cuh", ".html"))}
+    wanted = {name for name in sources if name.endswith((".py", ".cu", ".cuh", ".html", ".json"))}
     assert any(name.endswith(".cu") for name in wanted) and any(name.endswith(".cuh") for name in wanted)
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert shipped >= wanted, f"left out: {sorted(wanted - shipped)}"
-    assert {name for name in shipped if not name.endswith((".py", ".cu", ".cuh", ".html", "py.typed"))} == set()
+    assert {
+        name for name in shipped if not name.endswith((".py", ".cu", ".cuh", ".html", ".json", "py.typed"))
+    } == set()
 
 
 def test_wheel_asks_for_little(wheel):

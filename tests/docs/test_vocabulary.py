@@ -23,7 +23,7 @@ FORBIDDEN = {
     r"feeders?|fillers?": "producer warp",
     r"crews?": "warps",
     r"patience": "spin limit",
-    r"(?<!tflops_)(?<!--)foundings?": "baseline grid",
+    r"(?<!tflops_)(?<!--)(?<!bench )foundings?": "baseline grid",
     r"rungs?": "design, step",
     r"heads_together": "heads_per_section",
     r"multiply_(?:keys|values|queries)": "gemm_qk, gemm_pv, gemm_dq",

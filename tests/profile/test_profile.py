@@ -304,7 +304,7 @@ def test_the_command_measures_places_and_draws(invoke, tmp_path):
     assert done.stdout.count("bounds it") == 2 and "copy" in done.stdout
     body = json.loads((tmp_path / "results" / "ceilings.json").read_text())
     assert (
-        body["format"] == rates.FORMAT and body["ceilings"]["copy"] > 0.1 and body["ceilings"]["matrix"]["f16"] > 1e-3
+        body["format"] == rates.FORMAT and body["ceilings"]["copy"] > 0.1 and body["ceilings"]["matrix"]["bf16"] > 1e-3
     )
     assert {p["tag"] for p in body["points"]} == {"tiled", "(flash)"} and len(body["points"]) == 4
     assert "Roofline" in (tmp_path / "results" / "roofline.svg").read_text()

@@ -494,7 +494,7 @@ def test_command(invoke, pretend, tmp_path):
         (entries,) = json.loads(invoke("--list", "--json", "--tags", "other").stdout).values()
         assert list(entries) == ["other(x) f16 D16/16 full Q64 K64 few-blocks aligned"]
         assert "2 choices dropped" in invoke("--forget", "--tags", "good").stdout and len(tune.load(stored_file())) == 1
-        assert "1 choices dropped" in invoke("--forget").stdout and not stored_file().exists()
+        assert "1 choice dropped" in invoke("--forget").stdout and not stored_file().exists()
         assert json.loads(invoke("--N", "64", "--D", 16, "--json").stdout)["trials"]
 
 
@@ -502,7 +502,7 @@ def test_command_says_what_failed(invoke, pretend):
     kernel = TunableKernel("a", {64: 2.0, 128: 1.0}, wrong=(128,))
     with registry.table_of(registry.get("reference"), kernel):
         done = invoke("--N", "64", "--H", 2, "--D", "16,128")
-    assert done.exit_code == 1 and "1 candidates failed: a" in done.stderr
+    assert done.exit_code == 1 and "1 candidate failed: a" in done.stderr
     assert "FAIL: output: error" in done.stdout and "head_dim is 128" in done.stdout
 
 

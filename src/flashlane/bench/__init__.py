@@ -4,20 +4,86 @@
 >>> results = bench.run(bench.problems(seqlen=[512, 1024], head_dim=64, causal=True))
 >>> frame = results.frame()                       # tidy, a line a row (pandas)
 >>> for row in results: print(row.tag, row.status, row.timing.median)
+
+The names are loaded when they are first used, so that importing the package costs nothing.
 """
 
-from flashlane.bench.measure.check import Oracle, Verdict
-from flashlane.bench.measure.flops import flops, least_bytes, tflops
-from flashlane.bench.measure.grid import Grid, make_problem, problems
-from flashlane.bench.measure.inputs import Case, Pattern, load_cases, random_inputs
-from flashlane.bench.measure.memory import Memory
-from flashlane.bench.measure.peers import PEERS, Peer, select_peers
-from flashlane.bench.measure.presets import PRESETS, Preset
-from flashlane.bench.measure.results import Results, Row, Skipped, load_results
-from flashlane.bench.measure.runner import Selection, run
-from flashlane.bench.measure.timing import Settings, Timing
-from flashlane.bench.present.table import make_console, print_compiled, print_results
-from flashlane.inspect.compile_report import Usage, report_problem, report_shipped
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashlane.bench.measure.check import Oracle, Verdict
+    from flashlane.bench.measure.flops import flops, least_bytes, tflops
+    from flashlane.bench.measure.grid import Grid, make_problem, problems
+    from flashlane.bench.measure.inputs import Case, Pattern, load_cases, random_inputs
+    from flashlane.bench.measure.memory import Memory
+    from flashlane.bench.measure.peers import PEERS, Peer, select_peers
+    from flashlane.bench.measure.presets import PRESETS, Preset
+    from flashlane.bench.measure.results import Results, Row, Skipped, load_results
+    from flashlane.bench.measure.runner import Selection, run
+    from flashlane.bench.measure.timing import Settings, Timing
+    from flashlane.bench.present.table import make_console, print_compiled, print_results
+    from flashlane.inspect.compile_report import Usage, report_problem, report_shipped
+
+_MODULES = {
+    "flashlane.bench.measure.check": (
+        "Oracle",
+        "Verdict",
+    ),
+    "flashlane.bench.measure.flops": (
+        "flops",
+        "least_bytes",
+        "tflops",
+    ),
+    "flashlane.bench.measure.grid": (
+        "Grid",
+        "make_problem",
+        "problems",
+    ),
+    "flashlane.bench.measure.inputs": (
+        "Case",
+        "Pattern",
+        "load_cases",
+        "random_inputs",
+    ),
+    "flashlane.bench.measure.memory": ("Memory",),
+    "flashlane.bench.measure.peers": (
+        "PEERS",
+        "Peer",
+        "select_peers",
+    ),
+    "flashlane.bench.measure.presets": (
+        "PRESETS",
+        "Preset",
+    ),
+    "flashlane.bench.measure.results": (
+        "Results",
+        "Row",
+        "Skipped",
+        "load_results",
+    ),
+    "flashlane.bench.measure.runner": (
+        "Selection",
+        "run",
+    ),
+    "flashlane.bench.measure.timing": (
+        "Settings",
+        "Timing",
+    ),
+    "flashlane.bench.present.table": (
+        "make_console",
+        "print_compiled",
+        "print_results",
+    ),
+    "flashlane.inspect.compile_report": (
+        "Usage",
+        "report_problem",
+        "report_shipped",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "PEERS",
@@ -53,3 +119,14 @@ __all__ = [
     "select_peers",
     "tflops",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-from flashlane.bench.measure.check import RULES
-from flashlane.bench.measure.grid import parse_dtypes
-from flashlane.bench.measure.inputs import Case, Pattern, load_cases
-from flashlane.bench.measure.isolated import Spec, run_isolated
-from flashlane.bench.measure.peers import PEERS, Peer, peers_of_files, select_peers
-from flashlane.bench.measure.progress import Bar
-from flashlane.bench.measure.results import INTERRUPTED, NOT_WRITTEN, STOPPED, Results, check_writable, finish_files
-from flashlane.bench.measure.runner import Selection, compile_cases, resolve_device, run
-from flashlane.bench.measure.timing import Settings
-from flashlane.bench.present.table import make_console, print_results
+from flashlane.cli import complete
 from flashlane.cli import options as o
-from flashlane.core.problem import arch_of
-from flashlane.inspect.compile_report import check_arch
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashlane.bench.measure.inputs import Case
+    from flashlane.bench.measure.peers import Peer
+    from flashlane.bench.measure.results import Results
 
 REPORT_ARCH = "sm_90a"
 REPORT_SECONDS = 42.0
 """Limit of the compile report that nobody asked for, so that a first run on a CPU ends within a minute."""
-CPU_SETTINGS = Settings(rounds=5, round_ms=4.0, warmup_ms=10.0, warmup=1, budget_ms=1500.0)
-QUICK = {"rounds": 3, "round_ms": 2.0, "warmup_ms": 5.0, "budget_ms": 500.0}
 
 
 def command(
@@ -86,7 +76,12 @@ def command(
     ] = True,
     rule: Annotated[
         str,
-        o.option("--rule", help="How close: fa2 (error at most twice that of plain torch) or fa3.", panel=o.MEASURE),
+        o.option(
+            "--rule",
+            help="How close: fa2 (error at most twice that of plain torch) or fa3.",
+            panel=o.MEASURE,
+            autocompletion=complete.one_of(("fa2", "fa3")),
+        ),
     ] = "fa2",
     no_grad: o.NoGrad = False,
     backward: o.Backward = False,
@@ -114,7 +109,8 @@ def command(
         float | None,
         o.option(
             "--timeout",
-            help="Run in a process of its own, and end what gives no sign of life for so many seconds.",
+            help="Run in a process of its own, and end what has been unresponsive for SECONDS.",
+            metavar="SECONDS",
             panel=o.MEASURE,
         ),
     ] = None,
@@ -123,6 +119,7 @@ def command(
         str | None,
         o.option(
             "--arch",
+            autocompletion=complete.one_of("architectures"),
             help="Also compile each GPU kernel for this architecture and report it; none: do not. "
             f"Default: {REPORT_ARCH} on the CPU (for {REPORT_SECONDS:.0f} s at most), none on a GPU.",
             panel=o.OUTPUT,
@@ -143,9 +140,9 @@ def command(
     Each row: the median, fastest and slowest round, TFLOP/s of each, what a call allocates, its error, and for kernels
     on mma.sync the share of what that instruction gives on this card. Everything is in the JSON and CSV files.
 
-    Exit status: 0 all is right, 1 a kernel's check failed or it raised, 2 bad input, 3 the files could not be written
-    where they should be, 130 interrupted (the problems done before are kept). A peer that fails its check is shown
-    as FAIL and not timed; it does not change the status.
+    Exit status: 0 all is right, 1 a kernel's check failed, it raised, or nothing could run, 2 bad input, 3 the files
+    could not be written where they should be, 130 interrupted (the problems done before are kept). A peer that fails
+    its check is shown as FAIL and not timed; it does not change the status.
 
     Examples:
 
@@ -159,6 +156,17 @@ def command(
 
       flashlane bench --qkv layers.safetensors --dtype f16,bf16
     """
+    from flashlane.bench.measure.check import RULES
+    from flashlane.bench.measure.grid import parse_dtypes
+    from flashlane.bench.measure.inputs import Case, Pattern, load_cases
+    from flashlane.bench.measure.isolated import Spec, run_isolated
+    from flashlane.bench.measure.peers import peers_of_files
+    from flashlane.bench.measure.progress import Bar
+    from flashlane.bench.measure.results import check_writable
+    from flashlane.bench.measure.runner import Selection, compile_cases, resolve_device, run
+    from flashlane.cli.measuring import settings_for
+    from flashlane.core.problem import arch_of
+
     where = resolve_device(device)
     convention = o.convention_of(flops)
     if rule not in RULES:
@@ -202,7 +210,7 @@ def command(
         else:
             o.check_timeout(timeout)
             if qkv is not None:
-                raise ValueError("--timeout is given beside --qkv; saved tensors are benched in this process only")
+                raise ValueError("--timeout is given with --qkv; saved tensors are benched in this process only")
             tags_of_peers = tuple(peer.tag for peer in _peers(baselines, torch_, sdpa))
             files = tuple(map(str, peers_from or ()))
             spec = Spec(str(where), words, exact, tags_of_peers, files, acc_f32, show_all, **measured)
@@ -211,56 +219,39 @@ def command(
             if report_arch:
                 until = time.monotonic() + arch_seconds
                 compile_cases(cases, results, report_arch, until, selection, reporter, directions)
-    finish(results, out, convention)
+    finish(results, out, convention, full_report=arch is not None)
 
 
-def finish(results: Results, out: Path, convention: str) -> None:
-    """Print, write the files, and end with the status that the results deserve."""
-    console = make_console()
-    print_results(results, console, convention)
-    written = finish_files(results, out, console)
+def finish(results: Results, out: Path, convention: str, full_report: bool = True) -> None:
+    """Write the files, print, and end with the status that the results deserve."""
+    from flashlane.bench.measure.kept import keep
+    from flashlane.bench.measure.results import STOPPED
+    from flashlane.bench.present.table import make_console, print_results
+
+    kept, console, notes = keep(results, out), make_console(), make_console(stderr=True)
+    print_results(results, console, convention, full_report)
+    kept.tell(console)
     if results.stopped:
         message = f"the run ended early: {results.stopped}; what is done before is kept"
-        Console(file=sys.stderr).print(message, style="bold red", soft_wrap=True, markup=False)
-        raise typer.Exit(INTERRUPTED if results.stopped == STOPPED else 1)
-    if results.failed:
-        tags = ", ".join(dict.fromkeys(row.tag for row in results.failed))
-        Console(file=sys.stderr).print(
-            f"{len(results.failed)} rows of kernels failed: {tags}", style="bold red", soft_wrap=True
-        )
+        notes.print(message, style="bold red", soft_wrap=True, markup=False)
+        raise typer.Exit(o.INTERRUPTED if results.stopped == STOPPED else 1)
+    if not results.compiled and not any(row.timing for row in results.rows) and not results.failed:
+        notes.print("error: nothing was timed; the reasons are above", style="bold red", soft_wrap=True)
         raise typer.Exit(1)
-    if not written:
-        raise typer.Exit(NOT_WRITTEN)
-
-
-def settings_for(device: torch.device, quick: bool, warmup: int | None, iters: int | None, graph: bool) -> Settings:
-    """How long to measure on a device, as the options say.
-
-    Raises:
-        ValueError: an option is out of range, or the device has no graphs.
-    """
-    if graph and device.type != "cuda":
-        raise ValueError(f"--graph replays CUDA graphs; the device is {device}, which has none")
-    settings = Settings() if device.type == "cuda" else CPU_SETTINGS
-    if graph:
-        settings = replace(settings, protocols=("replay",))
-    if quick:
-        settings = replace(settings, **QUICK)
-    for name, value, field, low in (("--warmup", warmup, "warmup", 0), ("--iters", iters, "rounds", 1)):
-        if value is not None:
-            if value < low:
-                raise ValueError(f"{name} is {value}; it must be at least {low}")
-            settings = replace(settings, **{field: value})
-    return settings
+    o.end(results, kept)
 
 
 def _report_arch(arch: str | None, device: torch.device) -> str | None:
+    from flashlane.inspect.compile_report import check_arch
+
     if arch is None:
         return REPORT_ARCH if device.type == "cpu" else None
     return None if arch.lower() == "none" else check_arch(arch)
 
 
 def _peers(baselines: str, torch_: bool, sdpa: bool) -> tuple[Peer, ...]:
+    from flashlane.bench.measure.peers import PEERS, select_peers
+
     chosen = {peer.tag for peer in select_peers(baselines)}
     chosen |= {"(unfused)"} if torch_ else set()
     chosen |= {"(sdpa-efficient)"} if sdpa else set()
@@ -271,7 +262,7 @@ def _check_alone(given: dict[str, object]) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{name} is {value!r} beside --qkv, whose file says the sizes and the mask; give one of them"
+                f"{name} is {value!r} with --qkv, whose file says the sizes and the mask; give one of them"
             )
 
 

@@ -7,13 +7,21 @@ from typing import Annotated
 
 import typer
 
+from flashlane.cli import complete
 from flashlane.cli import options as o
 
 ARCH = "sm_90a"
 
 
 def budget_command(
-    tags: Annotated[list[str], typer.Argument(metavar="TAG...", help="Kernels, by their whole tags, in quotes.")],
+    tags: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TAG...",
+            help="Kernels, by their whole tags, in quotes.",
+            autocompletion=complete.one_of("tags"),
+        ),
+    ],
     batch: o.Batch = None,
     heads: o.Heads = None,
     seqlen: o.Seqlen = None,
@@ -23,7 +31,12 @@ def budget_command(
     dtype: o.Dtype = None,
     arch: Annotated[
         str,
-        o.option("--arch", help="Architectures, in a list; all: each that the kernel ships for.", panel=o.OUTPUT),
+        o.option(
+            "--arch",
+            help="Architectures, in a list; all: each that the kernel ships for.",
+            panel=o.OUTPUT,
+            autocompletion=complete.list_of("architectures"),
+        ),
     ] = ARCH,
     direction: o.KernelDirection = "forward",
     json_: Annotated[bool, o.option("--json", help="Print the budgets as JSON.", panel=o.OUTPUT)] = False,

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashlane.cli import options as o
+
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
     from flashlane.bench.measure.qkv_file import Captured
 
@@ -25,7 +27,7 @@ def capture_command(
     max_tokens: Annotated[
         int | None, typer.Option(help="Length of a sequence; default: the model's own limit.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="At most so many sequences of that length, taken from the text.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences of that length to take from the text, at most.")] = 1,
     layers: Annotated[str, typer.Option(help="all, or indices and ranges such as 0,3-5.")] = "all",
     dtype: Annotated[
         str | None, typer.Option(help="Computed and saved in: f32, f16 or bf16; default: the checkpoint's own.")
@@ -34,7 +36,7 @@ def capture_command(
 ) -> None:
     """Record q, k, v of every attention layer of a Hugging Face model on a text, for bench --qkv.
 
-    Exit status: 0 done, 2 bad input, or a package or a model that is needed is not here.
+    Exit status: 0 done, 2 bad input, or a package or a model that is needed is not here, 3 the file cannot be written.
 
     Examples:
 
@@ -65,33 +67,32 @@ def capture_command(
             model, content, max_tokens=max_tokens, batch=batch, layers=indices, dtype=dtype, device=device
         )
     save_qkv(out, calls, metadata)
-    console.print(table(calls, f"{metadata['model']}: {metadata['tokens']} tokens"))
-    console.print(f"wrote {len(calls)} layers, {out.stat().st_size / 2**20:.1f} MiB, to {out}", soft_wrap=True)
+    console.print(table(calls, f"{metadata['model']}: {metadata['tokens']} tokens", console.width))
+    console.print("kurtosis: 3 for a Gaussian, more for heavier tails", style="dim")
+    console.print(
+        f"wrote {o.counted(len(calls), 'layer')}, {out.stat().st_size / 2**20:.1f} MiB, to {out}", soft_wrap=True
+    )
     console.print(f"bench them: flashlane bench --qkv {out}", soft_wrap=True)
 
 
-def table(calls: Sequence[Captured], title: str) -> Table:
+def table(calls: Sequence[Captured], title: str, width: int = 200) -> Group:
     """What was recorded, a row a layer: shapes, largest magnitudes and how heavy the tails are."""
-    from rich import box
-    from rich.table import Table
-
     from flashlane.bench.measure.capture import kurtosis
+    from flashlane.inspect.fitted_table import Column, make_table
 
     problems = [call.problem().describe() for call in calls]
     same = len(set(problems)) == 1
-    title += f", {len(calls)} layers" + (f", each {problems[0]}" if same else "")
-    caption = "kurt: kurtosis, 3 for a Gaussian, more for heavier tails"
-    out = Table(title=title, caption=caption, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    out.add_column("layer", overflow="fold")
-    if not same:
-        out.add_column("problem")
-    for heading in ("max\n|q|", "max\n|k|", "max\n|v|", "kurt\nq", "kurt\nk", "kurt\nv"):
-        out.add_column(heading, justify="right", no_wrap=True)
-    for call, problem in zip(calls, problems, strict=True):
-        sides = (call.q, call.k, call.v)
-        largest = [f"{float(t.abs().max()):.3g}" for t in sides]
-        out.add_row(call.name, *([] if same else [problem]), *largest, *(f"{kurtosis(t):.1f}" for t in sides))
-    return out
+    title += f", {o.counted(len(calls), 'layer')}" + (f", each {problems[0]}" if same else "")
+
+    def largest(side: str) -> Column:
+        return Column(f"max |{side}|", lambda call: f"{float(getattr(call, side).abs().max()):.3g}")
+
+    def tail(side: str) -> Column:
+        return Column(f"kurtosis {side}", lambda call: f"{kurtosis(getattr(call, side)):.1f}", drop=1)
+
+    columns = [Column("problem", lambda call: call.problem().describe(), drop=2, justify="left", fold=True)]
+    columns = [*(columns if not same else []), *map(largest, "qkv"), *map(tail, "qkv")]
+    return make_table(calls, columns, title, width, head="layer", name=lambda call: call.name, elsewhere="see the file")
 
 
 def parse_layers(text: str) -> list[int] | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from flashlane.cli import options as o
 
 if TYPE_CHECKING:
@@ -59,8 +57,8 @@ def compare_command(
     """Compare plain PyTorch, torch's SDPA backends, our kernels and every installed peer: time, memory, error.
 
     Everything runs interleaved in one process of its own. What raises has a row that says so; so has what hangs
-    longer than --timeout or crashes: it is ended, and the rest is measured without it. The fastest and the leanest
-    (least memory a call) are named. Writes JSON, CSV and Markdown.
+    longer than --timeout or crashes: it is ended, and the rest is measured without it. The fastest and the one that
+    takes least memory a call are named. Writes JSON, CSV and Markdown.
 
     Exit status: 0 done, 1 a kernel's check failed or it raised, 2 bad input, 3 the files could not be written where
     they should be.
@@ -78,7 +76,7 @@ def compare_command(
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.measure.runner import Selection, resolve_device
-    from flashlane.cli.bench import settings_for
+    from flashlane.cli.measuring import settings_for
 
     where = resolve_device(device)
     directions = o.directions_of(no_grad, backward, both)
@@ -116,21 +114,14 @@ def _representatives(problems: list[AttentionProblem]) -> tuple[str, ...]:
 
 
 def _finish(results: Results, out: Path) -> None:
-    from flashlane.bench.measure.results import NOT_WRITTEN, finish_files
+    from flashlane.bench.measure.kept import keep
     from flashlane.bench.present.comparison import markdown
     from flashlane.bench.present.table import make_console
 
-    console = make_console()
+    kept, console = keep(results, out, extra={".md": markdown(results)}, kind="compare"), make_console()
     print_comparison(results, console)
-    written = finish_files(results, out, console, extra={".md": markdown(results)}, kind="compare")
-    if results.failed:
-        tags = ", ".join(dict.fromkeys(row.tag for row in results.failed))
-        make_console(stderr=True).print(
-            f"{len(results.failed)} rows of kernels failed: {tags}", style="bold red", soft_wrap=True
-        )
-        raise typer.Exit(1)
-    if not written:
-        raise typer.Exit(NOT_WRITTEN)
+    kept.tell(console)
+    o.end(results, kept)
 
 
 def print_comparison(results: Results, console: Console) -> None:
@@ -139,6 +130,7 @@ def print_comparison(results: Results, console: Console) -> None:
 
     from flashlane.bench.present.comparison import columns, standings, verdict
     from flashlane.bench.present.table import STYLES, make_table, print_reasons
+    from flashlane.inspect.fitted_table import say
 
     where = f"{results.environment['device']}, torch {results.environment['torch']}"
     titles = dict.fromkeys([r.problem for r in results.rows] + [s.problem for s in results.skipped])
@@ -153,12 +145,12 @@ def print_comparison(results: Results, console: Console) -> None:
         for s in found:
             if s.row.message:
                 label = Text(f"{s.row.status} {s.tag}: ", STYLES.get(s.row.status, ""))
-                console.print(label.append(s.row.message, "default"), soft_wrap=True)
+                say(console, label.append(s.row.message, "default"))
         print_reasons([(s.tag, s.reason) for s in results.skipped if s.problem == title], "not run", console)
-        console.print(Text(verdict(found), "bold"), soft_wrap=True)
+        say(console, verdict(found), "bold")
         console.print()
-    console.print(
+    say(
+        console,
         "× plain: times as fast as (unfused), plain PyTorch; MiB: what one call takes beyond its inputs, at the peak",
-        style="dim",
-        soft_wrap=True,
+        "dim",
     )

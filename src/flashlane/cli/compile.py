@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flashlane.cli import complete
 from flashlane.cli import options as o
 
 
@@ -25,7 +26,15 @@ def compile_command(
     tags: o.Tags = "",
     kernels: o.Kernels = "",
     show_all: o.ShowAll = False,
-    arch: Annotated[str, o.option("--arch", help="Architectures to compile for, in a list.", panel=o.OUTPUT)] = "",
+    arch: Annotated[
+        str,
+        o.option(
+            "--arch",
+            help="Architectures to compile for, in a list.",
+            panel=o.OUTPUT,
+            autocompletion=complete.list_of("architectures"),
+        ),
+    ] = "",
     everything: Annotated[
         bool,
         o.option(
@@ -90,8 +99,8 @@ def _print_usages(usages: list[Any], as_json: bool, unlisted: int) -> None:
     declared = sum(1 for u in made if u.spills and not u.spilled)
     fresh = [u.seconds for u in made if not u.cached]
     console.print(
-        f"{len(made)} compiled, {spilled} with spills"
-        + (f" (and {declared} with declared ones)" if declared else "")
+        f"{len(made)} compiled, {spilled} with undeclared spills"
+        + (f", {declared} with declared ones" if declared else "")
         + f", {sum(1 for u in made if u.unexpected_warnings)} with warnings, "
         f"{failed} failed; {len(fresh)} fresh, {sum(fresh):.1f} s of compiling"
     )

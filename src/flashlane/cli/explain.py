@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flashlane.cli import complete
 from flashlane.cli import options as o
 
 
@@ -23,12 +24,23 @@ def explain_command(
     dtype: o.Dtype = None,
     preset: o.PresetName = None,
     kernel: Annotated[
-        str | None, o.option("--kernel", help="Force this kernel, and say whether it can.", panel=o.WHICH)
+        str | None,
+        o.option(
+            "--kernel",
+            help="Force this kernel, and say whether it can.",
+            panel=o.WHICH,
+            autocompletion=complete.one_of("tags"),
+        ),
     ] = None,
     show_all: o.ShowAll = False,
     arch: Annotated[
         str | None,
-        o.option("--arch", help="An architecture (sm_90a) or cpu. Default: this machine's.", panel=o.OUTPUT),
+        o.option(
+            "--arch",
+            help="An architecture (sm_90a) or cpu. Default: this machine's.",
+            panel=o.OUTPUT,
+            autocompletion=complete.list_of("architectures"),
+        ),
     ] = None,
     backward: Annotated[
         bool, o.option("--backward", help="Also which backward kernel would follow.", panel=o.WHICH)
@@ -36,6 +48,9 @@ def explain_command(
     json_: Annotated[bool, o.option("--json", help="Print the choices as JSON.", panel=o.OUTPUT)] = False,
 ) -> None:
     """Say which kernel would run for given sizes, and why each other one would not; with --backward, gradients' too.
+
+    Kernels are grouped by the reason; --show-all gives each a line. What can run and does not is ranked lower: by the
+    time that a model predicts for it, where there is one, else by the order in which kernels are preferred.
 
     Exit status: 0 a kernel runs it, 2 bad input or none does.
 
@@ -47,8 +62,10 @@ def explain_command(
     """
     from flashlane.bench.measure.runner import resolve_device
     from flashlane.core.dispatch import explain_problem
+    from flashlane.core.explanation import ROOM
     from flashlane.core.problem import arch_of
     from flashlane.inspect.compile_report import check_arch
+    from flashlane.inspect.fitted_table import make_console
 
     target = arch_of(resolve_device(None))
     if arch is not None:
@@ -57,14 +74,16 @@ def explain_command(
     shapes = o.shapes_of(on_gpu=True, quick=False)[:1]
     found = [
         explain_problem(dataclasses.replace(problem, needs_grad=backward), kernel, show_all)
-        for grid in o.grids_of(preset, *sizes)
+        for grid in o.grids_of(preset, *sizes, on_cpu=target is None)
         for problem in grid.problems(target, shapes)
     ]
     if json_:
         typer.echo(json.dumps([explanation_json(each) for each in found], indent=1))
         return
+    console = make_console()
     for each in found:
-        typer.echo(str(each))
+        # Lines that were made for 80 columns; a terminal that is narrower breaks them.
+        console.print(each.listed() if show_all else str(each), markup=False, soft_wrap=console.width >= ROOM)
 
 
 def explanation_json(explanation: Any) -> dict[str, Any]:

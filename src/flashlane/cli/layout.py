@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashlane.cli import complete
 from flashlane.cli import options as o
 
 if TYPE_CHECKING:
@@ -34,7 +35,13 @@ def layout_command(
     ] = False,
     old_xor_row4: Annotated[bool, typer.Option("--founding", hidden=True)] = False,
     tag: Annotated[
-        str | None, o.option("--tag", help="The layouts that this kernel is compiled with.", panel=KERNEL)
+        str | None,
+        o.option(
+            "--tag",
+            help="The layouts that this kernel is compiled with.",
+            panel=KERNEL,
+            autocompletion=complete.one_of("tags"),
+        ),
     ] = None,
     batch: o.Batch = None,
     heads: o.Heads = None,
@@ -42,9 +49,17 @@ def layout_command(
     head_dim: o.HeadDim = None,
     dtype: o.Dtype = None,
     arch: Annotated[
-        str | None, o.option("--arch", help=f"Architecture to compile for. Default: {ARCH}.", panel=KERNEL)
+        str | None,
+        o.option(
+            "--arch",
+            help=f"Architecture to compile for. Default: {ARCH}.",
+            panel=KERNEL,
+            autocompletion=complete.one_of("architectures"),
+        ),
     ] = None,
-    compare: Annotated[bool, o.option("--compare", help="Show every scheme beside.", panel=o.OUTPUT)] = False,
+    compare: Annotated[
+        bool, o.option("--compare", help="Show every scheme, one after another.", panel=o.OUTPUT)
+    ] = False,
     full: Annotated[
         bool, o.option("--table", help="Every chunk on a line of its own instead of the grid.", panel=o.OUTPUT)
     ] = False,
@@ -58,7 +73,7 @@ def layout_command(
     A grid of chunks of 8 elements at their logical places, coloured by the banks that hold them, with the physical
     column in each cell; then the passes of every read and write that the kernels do.
 
-    Exit status: 0 done, 2 bad input.
+    Exit status: 0 done, 2 bad input, 3 a file cannot be written.
 
     Examples:
 
@@ -125,6 +140,7 @@ def _show(
 ) -> None:
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.present.table import make_console
+    from flashlane.core.files import write_named
     from flashlane.inspect import layout_view
 
     for name, path in (("--png", png), ("--json", json_path)):
@@ -132,6 +148,8 @@ def _show(
             if path.is_dir():
                 raise ValueError(f"{name} is {str(path)!r}, which is a folder; it names a file")
             check_writable(path.parent, name)
+    if png is not None and png.suffix != ".png":
+        raise ValueError(f"--png is {str(png)!r}; it names a file that ends in .png")
     if png is not None:
         layout_view.save_png(tiles, png, rows, heading)
     if json_path is not None:
@@ -139,7 +157,7 @@ def _show(
         if str(json_path) == "-":
             typer.echo(text)
             return
-        json_path.write_text(text + "\n")
+        write_named(json_path, text + "\n", "--json")
     console = make_console()
     if heading:
         console.print(heading, style="bold", markup=False)

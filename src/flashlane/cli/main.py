@@ -1,31 +1,70 @@
-"""``flashlane``: the command line."""
+"""``flashlane``: the command line. Importing it loads neither torch nor a kernel; commands load what they need."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from flashlane import __version__
+from flashlane.bench.measure.defaults import INTERRUPTED, NOT_WRITTEN
+from flashlane.cli import entry
 
-SUITE = "bench suite"
-"""A command of two words: ``bench`` is a command itself, with options of its own."""
-BAD_INPUT = (ValueError, TypeError, NotImplementedError, FileNotFoundError, ImportError)
+SUITE, BASELINE = "bench suite", "bench founding"
+"""Commands of two words: ``bench`` is a command itself, with options of its own."""
+BAD_INPUT = (ValueError, TypeError, NotImplementedError, ImportError, OSError)
 
 
 class _Commands(TyperGroup):
-    """Commands, one of which has a name of two words."""
+    """Commands, some of which have names of two words."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        words = SUITE.split()
-        joined = [SUITE, *args[len(words) :]] if args[: len(words)] == words else args
-        return super().resolve_command(ctx, joined)
+        joined = " ".join(args[:2])
+        args = [re.sub(r"^--repeats(?==|$)", "--rounds", word) for word in args]  # one name more does not fit the help
+        return super().resolve_command(ctx, [joined, *args[2:]] if joined in self._pairs(ctx) else args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """The shell completes one word; a second one is completed by the command of the first."""
+        return [found for found in super().shell_complete(ctx, incomplete) if " " not in found.value]
+
+    def _pairs(self, ctx: Any) -> list[str]:
+        return [name for name in self.list_commands(ctx) if " " in name]
+
+
+class _Command(TyperCommand):
+    """A command that refuses a size or a choice that is given twice: a list is meant, and the last alone would run."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        before = args[: args.index("--")] if "--" in args else args
+        given = [word.partition("=")[0] for word in before if word.startswith("-")]
+        for parameter in self.params:
+            listed = getattr(parameter, "rich_help_panel", None) in ("Sizes", "Which implementations")
+            if not listed or parameter.multiple or parameter.is_flag or ctx.resilient_parsing:
+                continue
+            if sum(word in parameter.opts for word in given) > 1:
+                name = parameter.opts[0]
+                ctx.fail(f"{name} is given twice; of a list it may be {name} A,B")
+        return super().parse_args(ctx, args)
+
+
+class _FirstOfTwo(_Command):
+    """A command whose name is the first word of others' names: the shell completes their second words after it."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        names = app_commands() if not incomplete.startswith("-") else ()
+        seconds = [name.partition(" ")[2] for name in names if name.startswith(f"{self.name} ")]
+        offered = [
+            SimpleNamespace(type="plain", value=word, help=None) for word in seconds if word.startswith(incomplete)
+        ]
+        return [*offered, *super().shell_complete(ctx, incomplete)]
 
 
 def reflowed(text: str) -> str:
@@ -36,13 +75,15 @@ def reflowed(text: str) -> str:
 
 HELP = """Exact attention from hand-written PTX: measure it, compare it, see what bounds it, watch it for regressions.
 
-Measure: bench, compare, sweep, tune. See: plot, report, roofline, profile. Watch: regress. Ask: explain, compile,
-layout, budget, doctor. Prepare: prebuild. Record a model's own tensors: capture. Each has --help with examples.
+Measure: bench, compare, sweep, lessons, tune. See: plot, report, roofline, profile. Watch: monitor, regress. Ask:
+explain, compile, layout, budget, doctor. Prepare: prebuild. Record a model's own tensors: capture. Each has --help with
+examples.
 
-Sizes are given alike everywhere: --B --H --N --D (batch, heads, sequence length, head dim), each a value (64), a list
-(64,128), a geometric sweep (1024:8192:x2) or an arithmetic one (64:256:+64); or --preset gpt2, llama3-8b, …
+Sizes are given in one way everywhere: --B --H --N --D (batch, heads, sequence length, head dim), each a value (64), a
+list (64,128), a geometric sweep (1024:8192:x2) or an arithmetic one (64:256:+64); or --preset gpt2, llama3-8b, …
 
-Every table has its file: JSON with everything, CSV with a line a row. Progress goes to stderr, results to stdout.
+Every table of measurements has its file: JSON with everything, CSV with a line a row. Progress goes to stderr, results
+to stdout.
 
 Exit status: 0 fine; 1 a check failed, or a kernel got slower; 2 bad input, or something needed is missing; 3 the
 results could not be written where they should be, and are kept elsewhere; 130 interrupted.
@@ -61,32 +102,54 @@ app = typer.Typer(
 )
 
 
-def main() -> None:
-    """The entry point of the ``flashlane`` script."""
-    app()
-
-
 def explained(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose bad input ends in one line on stderr and status 2, not in a traceback."""
+    """A command whose bad input ends in one line on stderr and status 2, not in a traceback.
+
+    What cannot be written ends with status 3, Ctrl-C with 130. Ctrl-C counts from when torch is loaded: before there is
+    nothing to keep.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **keywords: Any) -> None:
+        with contextlib.suppress(Exception):  # doctor says what is wrong with it
+            import torch  # noqa: F401
+        entry.loaded()
         try:
             command(*args, **keywords)
+        except KeyboardInterrupt:
+            _say("interrupted", "bold yellow")
+            raise typer.Exit(INTERRUPTED) from None
         except BAD_INPUT as error:
-            Console(file=sys.stderr).print(
-                f"[bold red]error:[/] {_escaped(str(error))}", soft_wrap=True, highlight=False
-            )
-            raise typer.Exit(2) from error
+            _say(f"[bold red]error:[/] {_escaped(_message(error))}")
+            raise typer.Exit(NOT_WRITTEN if _is_not_written(error) else 2) from error
 
     run.__doc__ = _escaped(reflowed(command.__doc__ or ""))
     return run
 
 
-def _escaped(text: str) -> str:
-    from rich.markup import escape
+def _say(text: str, style: str = "") -> None:
+    from rich.console import Console
 
-    return escape(text)
+    Console(file=sys.stderr).print(text, style=style, soft_wrap=True, highlight=False)
+
+
+def _message(error: Exception) -> str:
+    """One line; of an error of the operating system with the file that it concerns."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        verb = " cannot be written" if _is_not_written(error) else ""
+        return f"{error.filename}{verb}: {error.strerror}"
+    return " ".join(str(error).split("\n"))
+
+
+def _is_not_written(error: Exception) -> bool:
+    from flashlane.core.files import NO_ROOM, NotWritten
+
+    return isinstance(error, NotWritten) or (isinstance(error, OSError) and error.errno in NO_ROOM)
+
+
+def _escaped(text: str) -> str:
+    """``rich.markup.escape``, without loading rich at the start of every command."""
+    return re.sub(r"(\\*)(\[[a-z#/@][^[]*?])", r"\1\1\\\2", text)
 
 
 def _print_version(asked: bool) -> None:
@@ -105,6 +168,7 @@ def _root(
 
 
 def _add_commands() -> None:
+    from flashlane.cli.baseline import baseline_command
     from flashlane.cli.bench import command as bench_command
     from flashlane.cli.budget import budget_command
     from flashlane.cli.capture import capture_command
@@ -113,6 +177,8 @@ def _add_commands() -> None:
     from flashlane.cli.doctor import doctor_command
     from flashlane.cli.explain import explain_command
     from flashlane.cli.layout import layout_command
+    from flashlane.cli.lessons import lessons_command
+    from flashlane.cli.monitor import monitor_command
     from flashlane.cli.plot import plot_command
     from flashlane.cli.prebuild import prebuild_command
     from flashlane.cli.profile import profile_command
@@ -127,6 +193,8 @@ def _add_commands() -> None:
         "Measure": (
             ("bench", bench_command),
             (SUITE, suite_command),
+            (BASELINE, baseline_command),
+            ("lessons", lessons_command),
             ("compare", compare_command),
             ("sweep", sweep_command),
             ("tune", tune_command),
@@ -136,6 +204,7 @@ def _add_commands() -> None:
             ("report", report_command),
             ("roofline", roofline_command),
             ("profile", profile_command),
+            ("monitor", monitor_command),
             ("regress", regress_command),
         ),
         "Ask": (
@@ -150,7 +219,14 @@ def _add_commands() -> None:
     }
     for panel, commands in panels.items():
         for name, command in commands:
-            app.command(name, rich_help_panel=panel)(explained(command))
+            first = any(other.startswith(f"{name} ") for other, _ in commands)
+            kind = _FirstOfTwo if first else _Command
+            app.command(name, cls=kind, rich_help_panel=panel)(explained(command))
+
+
+def app_commands() -> list[str]:
+    """The names of all commands."""
+    return [str(command.name) for command in app.registered_commands]
 
 
 _add_commands()

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from flashlane.bench.measure.flops import CONVENTIONS, DIRECTIONS, Direction
-from flashlane.bench.measure.grid import (
-    BASELINE_SHAPES,
-    CPU_SHAPES,
-    LAYOUTS,
-    PAGE,
-    Grid,
-    parse_dtypes,
-    parse_names,
-    parse_sizes,
-    parse_window,
-)
-from flashlane.bench.measure.isolated import TIMEOUT as TIMEOUT
+from flashlane.bench.measure.defaults import INTERRUPTED as INTERRUPTED
+from flashlane.bench.measure.defaults import NOT_WRITTEN as NOT_WRITTEN
+from flashlane.bench.measure.defaults import PAGE
+from flashlane.bench.measure.defaults import TIMEOUT as TIMEOUT
 from flashlane.bench.measure.presets import PRESETS, select_presets
-from flashlane.core.problem import ALIGNMENTS, MAX_HEAD_DIM, AttentionProblem, arch_of
-from flashlane.kernels.features import CACHE, PAGED
+from flashlane.cli import complete
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashlane.bench.measure.flops import Direction
+    from flashlane.bench.measure.grid import Grid
+    from flashlane.bench.measure.kept import Kept
+    from flashlane.bench.measure.results import Results
+    from flashlane.core.problem import AttentionProblem
 
 SIZES, WHICH, INPUT, MEASURE, OUTPUT = "Sizes", "Which implementations", "Input", "Checking and timing", "Output"
 
@@ -37,9 +35,9 @@ Batch = Annotated[str | None, option("--B", "--batch", help="Batch size. A value
 Heads = Annotated[str | None, option("--H", "--nheads", help="Query heads. A value, list or sweep.", panel=SIZES)]
 Seqlen = Annotated[
     str | None,
-    option("--N", "--seqlen", help="Queries a sequence (and keys, without --seqlen-k). Likewise.", panel=SIZES),
+    option("--N", "--seqlen", help="Queries a sequence (and keys, without --seqlen-k). The same forms.", panel=SIZES),
 ]
-HeadDim = Annotated[str | None, option("--D", "--headdim", help="Head dimension. Likewise.", panel=SIZES)]
+HeadDim = Annotated[str | None, option("--D", "--headdim", help="Head dimension. The same forms.", panel=SIZES)]
 KvHeads = Annotated[
     str | None,
     option("--kv-heads", help="Key/value heads (GQA, MQA); must divide --H. Default: as many as --H.", panel=SIZES),
@@ -54,12 +52,14 @@ Layouts = Annotated[
     str,
     option(
         "--layout",
+        autocompletion=complete.list_of(("dense", "packed", "cache", "paged")),
         help="How sequences lie, one or a list: dense, packed (varlen), cache (rows in use), paged (a cache in pages).",
         panel=SIZES,
     ),
 ]
 Page = Annotated[
-    str | None, option("--page", help=f"Rows of a page, with --layout paged. Likewise. Default: {PAGE}.", panel=SIZES)
+    str | None,
+    option("--page", help=f"Rows of a page, with --layout paged. The same forms. Default: {PAGE}.", panel=SIZES),
 ]
 Window = Annotated[
     str | None,
@@ -72,21 +72,37 @@ AlignmentName = Annotated[
     str,
     option(
         "--alignment",
+        autocompletion=complete.one_of(("bottom-right", "top-left")),
         help="Where the causal diagonal ends: bottom-right (FlashAttention) or top-left (torch).",
         panel=SIZES,
     ),
 ]
-Dtype = Annotated[str | None, option("--dtype", help="f16, bf16, f32, f64, or a list. Default: f16.", panel=SIZES)]
+Dtype = Annotated[
+    str | None,
+    option(
+        "--dtype",
+        help="f16, bf16, f32, f64, or a list. Default: f16; bf16 on a CPU.",
+        panel=SIZES,
+        autocompletion=complete.list_of("dtypes"),
+    ),
+]
 Tags = Annotated[
     str,
     option(
         "--tags",
         help="Kernels whose tag contains one of these words: split-q,share-kv. Default: the listed ones.",
         panel=WHICH,
+        autocompletion=complete.list_of("words"),
     ),
 ]
 Kernels = Annotated[
-    str, option("--kernels", help="Kernels with exactly these tags, in a list; adds to --tags.", panel=WHICH)
+    str,
+    option(
+        "--kernels",
+        help="Kernels with exactly these tags, in a list; adds to --tags.",
+        panel=WHICH,
+        autocompletion=complete.list_of("tags"),
+    ),
 ]
 ShowAll = Annotated[
     bool,
@@ -99,12 +115,18 @@ PresetName = Annotated[
         "--preset",
         help=f"Sizes of a model's layer, or of several: {', '.join(PRESETS)}; all. Other sizes given override it.",
         panel=SIZES,
-        autocompletion=lambda: list(PRESETS),
+        autocompletion=complete.list_of((*PRESETS, "all")),
     ),
 ]
 NoGrad = Annotated[bool, option("--no-grad", help="The forward pass alone (the default).", panel=MEASURE)]
 KernelDirection = Annotated[
-    str, option("--direction", help="Kernels of the forward or of the backward pass: forward, backward.", panel=WHICH)
+    str,
+    option(
+        "--direction",
+        help="Kernels of the forward or of the backward pass: forward, backward.",
+        panel=WHICH,
+        autocompletion=complete.one_of(("forward", "backward")),
+    ),
 ]
 Backward = Annotated[
     bool, option("--backward", help="Also the backward pass, timed apart from its forward.", panel=MEASURE)
@@ -113,13 +135,24 @@ Both = Annotated[
     bool,
     option("--both", help="Also the backward pass apart, and forward and backward in one.", panel=MEASURE),
 ]
-Device = Annotated[str | None, option("--device", help="cpu, cuda or cuda:N. Default: the GPU if any.", panel=MEASURE)]
+Device = Annotated[
+    str | None,
+    option(
+        "--device",
+        help="cpu, cuda or cuda:N. Default: the GPU if any.",
+        panel=MEASURE,
+        autocompletion=complete.one_of(("cpu", "cuda")),
+    ),
+]
 Seed = Annotated[int, option("--seed", help="Of the random inputs; each problem adds 1.", panel=INPUT)]
 Warmup = Annotated[int | None, option("--warmup", help="Calls before the first round, at least.", panel=MEASURE)]
 Rounds = Annotated[
     int | None,
     option(
-        "--iters", "--rounds", "--repeats", help="Rounds; in each, every implementation runs in turn.", panel=MEASURE
+        "--iters",
+        "--rounds",
+        help="Rounds; in each, every implementation runs in turn. --repeats is the same option.",
+        panel=MEASURE,
     ),
 ]
 Quick = Annotated[
@@ -135,7 +168,14 @@ MeasureRates = Annotated[
     ),
 ]
 Peers = Annotated[
-    str, option("--peers", "--baselines", help="all, none, or a list: unfused,flash,cudnn,…", panel=WHICH)
+    str,
+    option(
+        "--peers",
+        "--baselines",
+        help="all, none, or a list: unfused,flash,cudnn,…",
+        panel=WHICH,
+        autocompletion=complete.list_of("peers"),
+    ),
 ]
 PeersFrom = Annotated[
     list[Path] | None,
@@ -147,10 +187,34 @@ PeersFrom = Annotated[
 ]
 Timeout = Annotated[
     float,
-    option("--timeout", help="Seconds without a sign of life after which what runs is ended.", panel=MEASURE),
+    option("--timeout", help="End what has been unresponsive for SECONDS.", metavar="SECONDS", panel=MEASURE),
 ]
 Out = Annotated[Path, option("--out", help="Folder for the results.", panel=OUTPUT)]
 RESULTS = Path("results")
+DEFAULT_DTYPES = {False: "f16", True: "bf16"}
+"""Where none is given: on a GPU, and on a CPU, whose matrix products in f16 are slow."""
+
+
+def end(results: Results, kept: Kept) -> None:
+    """End with the status that a run's rows and files deserve: 0, 1 where a kernel failed, or 3.
+
+    Raises:
+        typer.Exit: it is not 0.
+    """
+    from flashlane.bench.present.table import make_console
+
+    if results.failed:
+        tags = ", ".join(dict.fromkeys(row.tag for row in results.failed))
+        text = f"{counted(len(results.failed), 'row')} of kernels failed: {tags}"
+        make_console(stderr=True).print(text, style="bold red", soft_wrap=True, markup=False)
+        raise typer.Exit(1)
+    if kept.problem:
+        raise typer.Exit(NOT_WRITTEN)
+
+
+def counted(number: int, what: str) -> str:
+    """``1 row``, ``2 rows``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def check_timeout(seconds: float) -> None:
@@ -161,6 +225,8 @@ def check_timeout(seconds: float) -> None:
 
 def check_layouts(problems: Iterable[AttentionProblem], directions: Sequence[Direction], **dense: bool) -> None:
     """ValueError where a layout does not go with what is measured; ``dense`` are options of dense problems only."""
+    from flashlane.kernels.features import CACHE, PAGED
+
     for problem in problems:
         cached = any(getattr(problem, name) for name in (*CACHE, *PAGED))
         if cached and set(directions) != {"forward"}:
@@ -188,8 +254,10 @@ def directions_of(no_grad: bool, backward: bool, both: bool) -> tuple[Direction,
     Raises:
         ValueError: ``--no-grad`` beside one of the others.
     """
+    from flashlane.bench.measure.flops import DIRECTIONS
+
     if no_grad and (backward or both):
-        raise ValueError(f"--no-grad is given beside {'--both' if both else '--backward'}; one of them may be")
+        raise ValueError(f"--no-grad is given with {'--both' if both else '--backward'}; one of them may be")
     if both:
         return DIRECTIONS
     return ("forward", "backward") if backward else ("forward",)
@@ -219,9 +287,12 @@ def problems_of(
     Raises:
         ValueError: an option cannot be read; the message names it.
     """
+    from flashlane.core.problem import arch_of
+
     arch, shapes = arch_of(device), shapes_of(device.type == "cuda", quick)[: 1 if first else None]
     sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
-    return list(dict.fromkeys(p for grid in grids_of(preset, *sizes, **layout) for p in grid.problems(arch, shapes)))
+    grids = grids_of(preset, *sizes, on_cpu=device.type == "cpu", **layout)
+    return list(dict.fromkeys(p for grid in grids for p in grid.problems(arch, shapes)))
 
 
 def grids_of(
@@ -235,16 +306,20 @@ def grids_of(
     dtype: str | None,
     causal: bool | None,
     alignment: str,
+    *,
+    on_cpu: bool = False,
     **layout: str | None,
 ) -> list[Grid]:
     """One grid for each preset, whose sizes the others given override; without a preset one.
+
+    ``on_cpu`` says where they run, which decides the dtype where none is given.
 
     Raises:
         ValueError: an option cannot be read; the message names it.
     """
     given = {"batch": batch, "heads": heads, "seqlen": seqlen, "head_dim": head_dim, "kv_heads": kv_heads}
     given = {name: text for name, text in given.items() if text is not None}
-    found = []
+    found, dtype = [], dtype or DEFAULT_DTYPES[on_cpu]
     for chosen in (None,) if preset is None else select_presets(preset):
         sizes = dict.fromkeys(("batch", "heads", "seqlen", "head_dim", "kv_heads"))
         sizes |= (chosen.sizes() if chosen else {}) | given
@@ -274,6 +349,9 @@ def grid_of(
     Raises:
         ValueError: one of them cannot be read; the message names it.
     """
+    from flashlane.bench.measure.grid import LAYOUTS, Grid, parse_dtypes, parse_names, parse_sizes, parse_window
+    from flashlane.core.problem import ALIGNMENTS, MAX_HEAD_DIM
+
     if alignment not in ALIGNMENTS:
         raise ValueError(f"--alignment is {alignment!r}; it may be one of {', '.join(ALIGNMENTS)}")
 
@@ -293,7 +371,7 @@ def grid_of(
         head_dim=sizes(head_dim, "--D", 1, MAX_HEAD_DIM),
         kv_heads=sizes(kv_heads, "--kv-heads"),
         seqlen_k=sizes(seqlen_k, "--seqlen-k", 0),
-        dtypes=parse_dtypes(dtype or "f16"),
+        dtypes=parse_dtypes(dtype or DEFAULT_DTYPES[False]),
         causal=(bool(causal),),
         alignment=alignment,
         head_dim_v=sizes(head_dim_v, "--Dv", 1, MAX_HEAD_DIM),
@@ -310,6 +388,9 @@ def words_of(text: str) -> tuple[str, ...]:
 
 def convention_of(text: str) -> str:
     """The FLOP convention asked for."""
+    from flashlane.bench.measure.flops import CONVENTIONS
+    from flashlane.bench.measure.grid import parse_names
+
     names = parse_names(text, "--flops", CONVENTIONS)
     if len(names) != 1:
         raise ValueError(f"--flops is {text!r}; it may be one of {', '.join(CONVENTIONS)}")
@@ -318,6 +399,8 @@ def convention_of(text: str) -> str:
 
 def shapes_of(on_gpu: bool, quick: bool) -> tuple[tuple[int, int, int, int], ...]:
     """(batch, heads, seqlen, head_dim) when no size is given."""
+    from flashlane.bench.measure.grid import BASELINE_SHAPES, CPU_SHAPES
+
     if quick:
         return ((1, 8, 1024, 64),) if on_gpu else ((1, 2, 128, 64),)
     return BASELINE_SHAPES if on_gpu else CPU_SHAPES

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashlane.cli import complete
 from flashlane.cli import options as o
 
 if TYPE_CHECKING:
@@ -22,7 +23,13 @@ PICTURE = "Picture"
 def plot_command(
     results: Annotated[list[Path], typer.Argument(metavar="RESULTS.json...", help="Files that the bench wrote.")],
     kind: Annotated[
-        str, o.option("--kind", help=f"{', '.join(KINDS)}, or a list of them.", panel=PICTURE)
+        str,
+        o.option(
+            "--kind",
+            help=f"{', '.join(KINDS)}, or a list of them.",
+            panel=PICTURE,
+            autocompletion=complete.list_of(KINDS),
+        ),
     ] = "throughput",
     tags: Annotated[
         str, o.option("--tags", help="Kernels whose tag contains one of these words. Default: all.", panel=o.WHICH)
@@ -52,7 +59,7 @@ def plot_command(
     A picture for each file and kind, <file>-<kind>.png, replaced at once. Needs no GPU; needs matplotlib. Rates that
     the run itself measured (--ceilings of bench and sweep) are drawn in.
 
-    Exit status: 0 done, 2 bad input, or no matplotlib.
+    Exit status: 0 done, 2 bad input or no matplotlib, 3 a picture cannot be written.
 
     Examples:
 
@@ -80,6 +87,8 @@ def plot_command(
     for name, figure in figures.items():
         for suffix in suffixes:
             write(figure, out / f"{name}.{suffix}")
+    for name in figures:
+        for suffix in suffixes:
             typer.echo(out / f"{name}.{suffix}")
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flashlane.cli import complete
 from flashlane.cli import options as o
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flashlane.inspect.fitted_table import Column
     from flashlane.profile.ncu import Launch
     from flashlane.profile.nsys import KernelTime
     from flashlane.profile.target import Request
@@ -36,12 +38,19 @@ class Found:
     counted: dict[str, list[Launch]] = field(default_factory=dict)
     kernels: list[KernelTime] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    lost: bool = False
+    """Whether a file could not be written; a note says which."""
 
 
 def profile_command(
     tag: Annotated[
         list[str] | None,
-        o.option("--tag", help="A kernel or (peer), by its whole tag. Repeatable. Default: auto's.", panel=o.WHICH),
+        o.option(
+            "--tag",
+            help="A kernel or (peer), by its whole tag. Repeatable. Default: auto's.",
+            panel=o.WHICH,
+            autocompletion=complete.one_of("tags"),
+        ),
     ] = None,
     batch: o.Batch = None,
     heads: o.Heads = None,
@@ -55,7 +64,12 @@ def profile_command(
     preset: o.PresetName = None,
     tool: Annotated[
         str,
-        o.option("--tool", help=f"{', '.join(TOOLS)}, a list, or all: those that are here.", panel=o.MEASURE),
+        o.option(
+            "--tool",
+            help=f"{', '.join(TOOLS)}, a list, or all: those that are here.",
+            panel=o.MEASURE,
+            autocompletion=complete.list_of((*TOOLS, "all")),
+        ),
     ] = "torch",
     backward: Annotated[bool, o.option("--backward", help="The backward pass instead.", panel=o.MEASURE)] = False,
     calls: Annotated[int, o.option("--calls", help="Calls that torch's profiler and nsys see.", panel=o.MEASURE)] = 10,
@@ -77,7 +91,8 @@ def profile_command(
     MUFU pipes, occupancy, bank conflicts, stall reasons) and what bounds it; the clocks are left alone, so cycles
     repeat. nsys: a timeline and the time of each kernel. A tool that is not here is named with how to get it.
 
-    Exit status: 0 done, 2 bad input, or a tool that was asked for by name is not here or failed.
+    Exit status: 0 done, 2 bad input, or a tool that was asked for by name is not here or failed, 3 a file could not be
+    written where it should be.
 
     Examples:
 
@@ -88,7 +103,8 @@ def profile_command(
       flashlane profile --tag "(cudnn)" --backward --tool ncu --metrics lts__t_bytes.sum
     """
     from flashlane.bench.measure.environment import environment
-    from flashlane.bench.measure.results import check_writable, file_stem, finite, write_atomically
+    from flashlane.bench.measure.kept import keep_texts
+    from flashlane.bench.measure.results import check_writable, file_stem, finite
     from flashlane.bench.measure.runner import resolve_device
     from flashlane.bench.present.table import make_console
     from flashlane.profile.target import Request, selection_of
@@ -115,11 +131,13 @@ def profile_command(
         _profile(each, request, out / name, metrics, found, asked)
     body = {"format": FORMAT, "environment": environment(where), "problem": problems[0].describe(), **_as_json(found)}
     body |= {"tags": list(tags), "direction": direction}
-    write_atomically(out / f"{name}.json", json.dumps(finite(body), indent=1) + "\n")
+    kept = keep_texts(out, {f"{name}.json": json.dumps(finite(body), indent=1) + "\n"})
     console = make_console()
     print_profile(found, request, console)
-    for path in sorted(out.glob(f"{name}*")):
-        console.print(f"wrote {path}", style="dim", soft_wrap=True)
+    others = sorted(path for path in out.glob(f"{name}*") if path not in kept.paths)
+    replace(kept, paths=(*kept.paths, *others)).tell(console)
+    if kept.problem or found.lost:
+        raise typer.Exit(o.NOT_WRITTEN)
 
 
 def _auto(problem: Any) -> str:
@@ -146,6 +164,7 @@ def _tools(text: str, device: Any) -> tuple[tuple[str, ...], bool]:
 
 def _profile(tool: str, request: Request, stem: Path, metrics: str, found: Found, asked: bool) -> None:
     """One tool's part; what cannot be done is a note, or an error where the tool was asked for."""
+    from flashlane.core.files import NotWritten
     from flashlane.profile import ncu, nsys, trace
     from flashlane.profile.tools import NSYS, need_ncu
 
@@ -161,6 +180,9 @@ def _profile(tool: str, request: Request, stem: Path, metrics: str, found: Found
             )  # fmt: skip
         else:
             found.kernels = nsys.record(NSYS.need("--tool nsys"), request, stem.with_suffix(".nsys-rep"))
+    except NotWritten as error:
+        found.lost = True
+        found.notes.append(str(error))
     except RuntimeError as error:
         if asked:
             raise ValueError(str(error)) from error
@@ -209,7 +231,7 @@ def _as_json(found: Found) -> dict[str, Any]:
 
 def print_profile(found: Found, request: Request, console: Console) -> None:
     """A table for each tool, then what could not be done."""
-    from rich.text import Text
+    from flashlane.inspect.fitted_table import Column, say
 
     title = f"{request.problem.describe()}, {request.direction}"
     if found.trace is not None:
@@ -218,25 +240,33 @@ def print_profile(found: Found, request: Request, console: Console) -> None:
         for launch in launches:
             _print_launch(tag, launch, console)
     if found.kernels:
-        rows = [(k.name, str(k.calls), f"{k.total:.1f}", f"{k.median:.1f}") for k in found.kernels[:MOST]]
-        _print_table(f"{title} · nsys", ("kernel", "calls", "total µs", "median µs"), rows, console)
+        columns = [
+            Column("calls", lambda k: str(k.calls)),
+            Column("total µs", lambda k: f"{k.total:.1f}"),
+            Column("median µs", lambda k: f"{k.median:.1f}"),
+        ]
+        _print_table(f"{title} · nsys", "kernel", found.kernels[:MOST], lambda k: k.name, columns, console)
     for note in found.notes:
-        console.print(Text(note, "yellow"), soft_wrap=True)
+        say(console, note, "yellow")
 
 
 def _print_trace(trace: Trace, title: str, console: Console) -> None:
+    from flashlane.inspect.fitted_table import Column
+
     device = trace.on_device
     names = {True: ("device self µs", "device µs"), False: ("CPU self µs", "CPU µs")}[device]
     own, whole = ("device_self", "device_total") if device else ("cpu_self", "cpu_total")
     total = sum(getattr(x, own) for x in trace.operations) or 1.0
-    rows = []
-    for x in (*trace.ranges, *trace.operations[:MOST]):
-        share = "" if x in trace.ranges else f"{getattr(x, own) / total:.0%}"
-        memory = x.device_bytes if device else x.cpu_bytes
-        figures = (f"{getattr(x, own):.1f}", share, f"{getattr(x, whole):.1f}", f"{memory / 2**20:.2f}")
-        rows.append((x.name[:90], str(x.calls), *figures))
+    columns = [
+        Column("calls", lambda x: str(x.calls), drop=2),
+        Column(names[0], lambda x: f"{getattr(x, own):.1f}"),
+        Column("share", lambda x: "" if x in trace.ranges else f"{getattr(x, own) / total:.0%}"),
+        Column(names[1], lambda x: f"{getattr(x, whole):.1f}", drop=1),
+        Column("MiB", lambda x: f"{(x.device_bytes if device else x.cpu_bytes) / 2**20:.2f}", drop=3),
+    ]
+    shown = (*trace.ranges, *trace.operations[:MOST])
+    _print_table(f"{title} · torch profiler", "operation", shown, lambda x: x.name, columns, console)
     left = len(trace.operations) - MOST
-    _print_table(f"{title} · torch profiler", ("operation", "calls", names[0], "", names[1], "MiB"), rows, console)
     if left > 0:
         console.print(f"{left} more in the JSON file", style="dim")
 
@@ -244,23 +274,26 @@ def _print_trace(trace: Trace, title: str, console: Console) -> None:
 def _print_launch(tag: str, launch: Launch, console: Console) -> None:
     from rich.text import Text
 
+    from flashlane.inspect.fitted_table import Column
     from flashlane.profile.ncu import meaning
 
     stalls = [(f"stalled: {meaning(reason)}", f"{share:.0%}") for reason, share in launch.stalls[:6]]
-    _print_table(f"{tag} · {launch.kernel[:80]}", ("counter", ""), [*launch.rows(), *stalls], console)
-    console.print(Text(launch.bound_by, "bold"), soft_wrap=True)
+    columns = [Column("value", lambda line: line[1])]
+    title = f"{tag} · {launch.kernel[:80]}"
+    _print_table(title, "counter", [*launch.rows(), *stalls], lambda line: line[0], columns, console)
+    console.print(Text(launch.bound_by, "bold"))
     console.print()
 
 
-def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
+def _print_table(
+    title: str,
+    head: str,
+    rows: Sequence[Any],
+    name: Callable[[Any], str],
+    columns: Sequence[Column],
+    console: Console,
+) -> None:
+    from flashlane.inspect.fitted_table import make_table
 
-    table = Table(title=escape(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for index, name in enumerate(head):
-        table.add_column(name, justify="right" if index else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    console.print(make_table(rows, columns, title, console.width, head=head, name=name))
     console.print()

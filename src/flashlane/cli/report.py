@@ -27,21 +27,19 @@ def report_command(
     likes. Rates and the roofline are in it where the run measured them (--ceilings of bench and sweep). Without
     matplotlib the page says that its pictures are missing.
 
-    Exit status: 0 done, 2 bad input, or the page cannot be written.
+    Exit status: 0 done, 2 bad input, 3 the page cannot be written.
 
     Examples:
 
       flashlane report results/sweep.json --notebook docs/notebook --out report.html
     """
-    from flashlane.bench.measure.results import check_writable, write_atomically
+    from flashlane.bench.measure.results import check_writable
     from flashlane.bench.present.report import build
+    from flashlane.core.files import write_named
 
     if out.is_dir():
         raise ValueError(f"--out is {str(out)!r}, which is a folder; it names the page")
     check_writable(out.parent)
     page = build(results, notebook or (), title)
-    try:
-        write_atomically(out, page)
-    except OSError as error:
-        raise ValueError(f"--out is {str(out)!r}, which cannot be written: {error.strerror or error}") from None
+    write_named(out, page, "--out")
     typer.echo(f"wrote {out} ({len(page) / 2**20:.1f} MiB)")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +52,7 @@ def roofline_command(
     Writes ceilings.json (for plot --ceilings and report), and a picture where matplotlib is installed. Runs on a CPU
     too.
 
-    Exit status: 0 done, 1 a kernel's check failed, 2 bad input.
+    Exit status: 0 done, 1 a kernel's check failed, 2 bad input, 3 the files could not be written where they should be.
 
     Examples:
 
@@ -60,10 +62,13 @@ def roofline_command(
     """
     from flashlane.bench.measure.device_rates import FORMAT, measure_rates, place
     from flashlane.bench.measure.environment import environment
-    from flashlane.bench.measure.results import check_writable, finite, load_results, write_atomically
+    from flashlane.bench.measure.kept import keep_files
+    from flashlane.bench.measure.results import check_writable, finite, load_results
     from flashlane.bench.measure.runner import resolve_device
     from flashlane.bench.present import figure_frame
     from flashlane.bench.present.table import make_console
+    from flashlane.core.files import write_atomically
+    from flashlane.inspect.fitted_table import say
 
     where = resolve_device(device)
     suffixes = o.words_of(formats)
@@ -81,23 +86,28 @@ def roofline_command(
         problems = o.problems_of(preset, *sizes, device=where, quick=quick)
         found = _bench(problems, where, tags, kernels, baselines, backward, iters, quick, seed)
     dtypes = tuple(dict.fromkeys(str(row.sizes.get("dtype")) for row in found.rows)) or ("f16",)
-    with console.status("measuring the ceilings …"):
+    with console.status("measuring the rates of the device …"):
         ceilings = measure_rates(where, dtypes)
     points = place(found.rows, ceilings)
-    _print(points, ceilings, found, console)
     body = {"format": FORMAT, "environment": found.environment, "ceilings": ceilings.as_dict()}
     body["points"] = [asdict(p) | {"share": p.share, "bound_by": p.bound_by} for p in points]
-    written = out / "ceilings.json"
-    write_atomically(written, json.dumps(finite(body), indent=1) + "\n")
-    console.print(f"wrote {written}", style="dim", soft_wrap=True)
+    writers = {"ceilings.json": partial(write_atomically, text=json.dumps(finite(body), indent=1) + "\n")}
+    missing = ""
     try:
         figure_frame.need_matplotlib()
     except ImportError as error:
-        console.print(f"no picture: {error}", style="yellow", markup=False)
+        missing = f"no picture: {error}"
     else:
-        _draw(points, ceilings, found, out, suffixes, dark, console)
+        writers |= _pictures(points, ceilings, found, suffixes, dark)
+    kept = keep_files(out, writers)
+    _print(points, ceilings, found, console)
+    kept.tell(console)
+    if missing:
+        say(console, missing, "yellow")
     if found.failed and results is None:
         raise typer.Exit(1)
+    if kept.problem:
+        raise typer.Exit(o.NOT_WRITTEN)
 
 
 def _bench(
@@ -115,7 +125,7 @@ def _bench(
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.runner import Selection, run
     from flashlane.bench.present.comparison import representatives
-    from flashlane.cli.bench import settings_for
+    from flashlane.cli.measuring import settings_for
 
     words, exact = o.words_of(tags), o.words_of(kernels)
     if not words and not exact:
@@ -134,47 +144,38 @@ def _bench(
 
 
 def _print(points: list[Placed], ceilings: DeviceRates, results: Results, console: Any) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from flashlane.bench.measure.device_rates import sentence
-    from flashlane.bench.present.table import significant
+    from flashlane.inspect.fitted_table import Column, make_table, significant
 
+    columns = [
+        Column("TFLOP/s", lambda p: significant(p.tflops)),
+        Column("ceiling", lambda p: significant(p.attainable)),
+        Column("of ceiling", lambda p: f"{p.share:.1%}"),
+        Column("FLOP/byte", lambda p: f"{p.intensity:.0f}", drop=1),
+        Column("bound by", lambda p: p.bound_by, justify="left", fold=True),
+    ]
     rates = [f"copy {ceilings.copy / 1000:.3g} TB/s"]
     rates += [f"{dtype} matrix product {rate:.3g} TFLOP/s" for dtype, rate in ceilings.matrix.items()]
     rates += [f"{dtype} mma.sync {rate:.3g} TFLOP/s" for dtype, rate in ceilings.mma.items()]
-    console.print(f"{results.environment['device']}: {'; '.join(rates)}", style="bold", markup=False, soft_wrap=True)
+    console.print(f"{results.environment['device']}: {'; '.join(rates)}", style="bold", markup=False)
     for problem in dict.fromkeys(p.problem for p in points):
         members = sorted((p for p in points if p.problem == problem), key=lambda p: -p.tflops)
-        table = Table(title=problem, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        for index, name in enumerate(("tag", "TFLOP/s", "ceiling", "of ceiling", "FLOP/byte", "bound by")):
-            table.add_column(name, justify="right" if 0 < index < 5 else "left", overflow="fold")
-        for p in members:
-            figures = (significant(p.tflops), significant(p.attainable), f"{p.share:.1%}", f"{p.intensity:.0f}")
-            table.add_row(*map(Text, (p.tag, *figures, p.bound_by)))
-        console.print(table)
-        console.print(Text(sentence(members), "bold"), soft_wrap=True)
+        console.print(make_table(members, columns, problem, console.width))
+        console.print(Text(sentence(members), "bold"))
         console.print()
 
 
-def _draw(
-    points: list[Placed],
-    ceilings: DeviceRates,
-    results: Results,
-    out: Path,
-    suffixes: tuple[str, ...],
-    dark: bool,
-    console: Any,
-) -> None:
+def _pictures(
+    points: list[Placed], ceilings: DeviceRates, results: Results, suffixes: tuple[str, ...], dark: bool
+) -> dict[str, Callable[[Path], None]]:
+    """What writes each picture, by its name."""
     from flashlane.bench.present import figure_frame
     from flashlane.bench.present.roofline import roofline_figure
 
     if not points:
-        return
-    picture = roofline_figure(
-        points, ceilings, results.environment, theme=figure_frame.DARK if dark else figure_frame.LIGHT
-    )
-    for suffix in suffixes:
-        path = out / f"roofline{'-dark' * dark}.{suffix}"
-        figure_frame.write(picture, path)
-        console.print(f"wrote {path}", style="dim", soft_wrap=True)
+        return {}
+    theme = figure_frame.DARK if dark else figure_frame.LIGHT
+    picture = roofline_figure(points, ceilings, results.environment, theme=theme)
+    return {f"roofline{'-dark' * dark}.{suffix}": partial(figure_frame.replace, picture) for suffix in suffixes}

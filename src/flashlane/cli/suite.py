@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashlane.cli import complete
 from flashlane.cli import options as o
 
 if TYPE_CHECKING:
@@ -23,11 +24,16 @@ LONGEST = {"attention": 16384, "flash": 65536, "model": 1024}
 LONGEST_ON_CPU = {"attention": 1024, "flash": 512, "model": 64}
 CPU_SECONDS = 40.0
 """Default of --seconds on a CPU: a first table within a minute."""
-INTERRUPTED = 130
 
 
 def suite_command(
-    suite: Annotated[str, typer.Argument(help=f"Which table: {', '.join(SUITES)}.")],
+    suite: Annotated[
+        str,
+        typer.Argument(
+            help=f"Which table: {', '.join(SUITES)}.",
+            autocompletion=complete.one_of(SUITES),
+        ),
+    ],
     max_seqlen: Annotated[
         int | None,
         o.option("--max-seqlen", help="Longest sequence. Default: 16384, 65536, 1024; less on a CPU.", panel=o.SIZES),
@@ -41,7 +47,13 @@ def suite_command(
     batch: Annotated[int | None, o.option("--B", "--batch", help="Default: 8, 1, 4.", panel=o.SIZES)] = None,
     heads: Annotated[int, o.option("--H", "--nheads", help="Heads (not of model).", panel=o.SIZES)] = 1,
     dtype: Annotated[
-        str | None, o.option("--dtype", help="f16, bf16, f32, or a list. Default: f32; bf16,f32; bf16.", panel=o.SIZES)
+        str | None,
+        o.option(
+            "--dtype",
+            help="f16, bf16, f32, or a list. Default: f32; bf16,f32; bf16.",
+            panel=o.SIZES,
+            autocompletion=complete.list_of(DTYPES),
+        ),
     ] = None,
     sizes: Annotated[
         str | None,
@@ -50,17 +62,23 @@ def suite_command(
     attention: Annotated[
         str,
         o.option(
-            "--attention", help="Of model: auto, sdpa, eager or kernel tags; the first is the bar.", panel=o.WHICH
+            "--attention", help="Of model: auto, sdpa, eager or kernel tags; the first is compared with.", panel=o.WHICH
         ),
     ] = "sdpa,auto",
     kernel: Annotated[
-        str | None, o.option("--kernel", help="Our kernel, by its tag. Default: what auto takes.", panel=o.WHICH)
+        str | None,
+        o.option(
+            "--kernel",
+            help="Our kernel, by its tag. Default: what auto takes.",
+            panel=o.WHICH,
+            autocompletion=complete.one_of("tags"),
+        ),
     ] = None,
     compiling: Annotated[
         str | None,
         o.option(
             "--compile",
-            help="Compare torch.compile in flash: static (anew for each shape), dynamic, none. Default: static, none "
+            help="Compare torch.compile in flash: static (again for each shape), dynamic, none. Default: static, none "
             "on a CPU.",
             panel=o.WHICH,
         ),
@@ -70,7 +88,12 @@ def suite_command(
     ] = None,
     seconds: Annotated[
         float | None,
-        o.option("--seconds", help=f"Begin no row after so many. Default: {CPU_SECONDS:g} on a CPU.", panel=o.MEASURE),
+        o.option(
+            "--seconds",
+            help=f"Stop starting rows after SECONDS. Default: {CPU_SECONDS:g} on a CPU.",
+            metavar="SECONDS",
+            panel=o.MEASURE,
+        ),
     ] = None,
     seed: Annotated[int, o.option("--seed", help="Of inputs and weights.", panel=o.INPUT)] = 0,
     device: Annotated[
@@ -85,7 +108,8 @@ def suite_command(
     Files are rewritten after every row, and a cell that runs out of memory says OOM, so that a stop or a small GPU
     costs no more than it must. On a CPU the sizes are small by default.
 
-    Exit status: 0 all is right, 1 a check of ours failed or something raised, 2 bad input, 130 interrupted.
+    Exit status: 0 all is right, 1 a check of ours failed or something raised, 2 bad input, 3 the files could not be
+    written where they should be, 130 interrupted.
 
     Examples:
 
@@ -95,11 +119,13 @@ def suite_command(
 
       flashlane bench suite model --sizes sm,md --seqlens 256,1024 --attention sdpa,auto,eager
     """
+    from flashlane.bench.measure.kept import Kept, keep_texts
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.measure.runner import resolve_device
     from flashlane.bench.present.table import make_console
     from flashlane.bench.suites.flash import run_suite, stem_of
+    from flashlane.inspect.fitted_table import say
 
     if suite not in SUITES:
         raise ValueError(f"SUITE is {suite!r}; it may be one of {', '.join(SUITES)}")
@@ -107,34 +133,35 @@ def suite_command(
     on_cpu = where.type == "cpu"
     lengths = _lengths(suite, seqlens, max_seqlen, on_cpu)
     if rounds is not None and rounds < 1:
-        raise ValueError(f"--rounds is {rounds}; it must be at least 1")
+        raise ValueError(f"--iters is {rounds}; it must be at least 1")
     if batch is not None and batch < 1:
-        raise ValueError(f"--batch is {batch}; it must be at least 1")
+        raise ValueError(f"--B is {batch}; it must be at least 1")
     if suite == "model":
         chosen = _model(where, lengths, sizes, attention, batch, dtype, rounds, seed)
     else:
         chosen = _attention(suite, where, lengths, head_dims, batch, heads, dtype, compiling, kernel, rounds, seed)
     check_writable(out)
     stem = stem_of(chosen, str(_device_name(where)))
-    paths: tuple[Path, ...] = ()
+    kept = Kept(())
 
     def keep(results: SuiteResults) -> None:
-        nonlocal paths
-        paths = results.write(out, stem)
+        nonlocal kept
+        kept = keep_texts(out, results.texts(stem))
 
     limit = CPU_SECONDS if seconds is None and on_cpu else seconds
     with Bar(len(chosen.cases())) as reporter:
         results = run_suite(chosen, where, seconds=limit, reporter=reporter, keep=keep)
     console = make_console()
-    console.print(results.table())
+    console.print(results.table(console.width))
     for line in (*results.notes, *results.messages, results.where()):
-        console.print(line, style="dim", soft_wrap=True, markup=False)
-    for path in paths:
-        console.print(f"wrote {path}", style="dim", soft_wrap=True)
+        say(console, line, "dim")
+    kept.tell(console)
     if results.interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(o.INTERRUPTED)
     if results.failed:
         raise typer.Exit(1)
+    if kept.problem:
+        raise typer.Exit(o.NOT_WRITTEN)
 
 
 def _device_name(device: torch.device) -> str:
@@ -150,7 +177,7 @@ def _lengths(suite: str, seqlens: str | None, longest: int | None, on_cpu: bool)
     if longest is not None and longest < 1:
         raise ValueError(f"--max-seqlen is {longest}; it must be at least 1")
     if seqlens is not None:
-        found = list(parse_sizes(seqlens, "--seqlens"))
+        found = list(parse_sizes(seqlens, "--N"))
         return [n for n in found if longest is None or n <= longest] or _none_left(longest)
     longest = longest or (LONGEST_ON_CPU if on_cpu else LONGEST)[suite]
     if suite == "flash":
@@ -195,7 +222,7 @@ def _attention(
     if compiling not in COMPILING:
         raise ValueError(f"--compile is {compiling!r}; it may be one of {', '.join(COMPILING)}")
     if heads < 1:
-        raise ValueError(f"--nheads is {heads}; it must be at least 1")
+        raise ValueError(f"--H is {heads}; it must be at least 1")
     if kernel is not None:
         registry.get(kernel)
     settings = CPU_SETTINGS if on_cpu else GPU_SETTINGS
@@ -203,7 +230,7 @@ def _attention(
         name=suite,
         device=device,
         seqlens=lengths,
-        head_dims=list(parse_sizes(head_dims, "--headdim")) if head_dims else HEAD_DIMS[:: 2 if on_cpu else 1],
+        head_dims=list(parse_sizes(head_dims, "--D")) if head_dims else HEAD_DIMS[:: 2 if on_cpu else 1],
         dtypes=_dtypes(dtype, "f32" if suite == "attention" else "bf16,f32"),
         batch=batch or {"attention": 8, "flash": 1}[suite],
         heads=heads,

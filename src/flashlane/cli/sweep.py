@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,7 +70,7 @@ def sweep_command(
     out: o.Out = o.RESULTS,
     name: Annotated[str, o.option("--name", help="What the files are called.", panel=o.OUTPUT)] = "sweep",
     fresh: Annotated[
-        bool, o.option("--fresh", help="Start anew; an old journal is kept as NAME.jsonl.old.", panel=o.OUTPUT)
+        bool, o.option("--fresh", help="Start again; an old journal is kept as NAME.jsonl.old.", panel=o.OUTPUT)
     ] = False,
     retry: Annotated[
         bool, o.option("--retry", help="Do cells again that ran out of memory or died.", panel=o.OUTPUT)
@@ -126,7 +127,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         body = tomllib.loads(o.check_file(path, "GRID.toml").read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from None
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
     table = body.get("sweep")
     if not isinstance(table, dict):
         raise ValueError(f"{path} has no table [sweep]; its keys may be {', '.join(KEYS)}")
@@ -137,15 +138,17 @@ def _converted(path: Path, key: str, value: Any) -> Any:
     """A TOML value as the command line would have given it."""
     if key in SWITCHES:
         if not isinstance(value, bool):
-            raise ValueError(f"{path} has {key} = {value!r}; it may be true or false")
+            raise ValueError(f"{path} has {key} = {json.dumps(value, default=str)}; it may be true or false")
         return value
     if key in NUMBERS:
         if isinstance(value, bool) or not isinstance(value, int | float) or (key != "timeout" and value != int(value)):
-            raise ValueError(f"{path} has {key} = {value!r}; it may be a number")
+            raise ValueError(f"{path} has {key} = {json.dumps(value, default=str)}; it may be a number")
         return value
     items = value if isinstance(value, list) else [value]
     if not items or any(isinstance(item, bool) or not isinstance(item, int | str) for item in items):
-        raise ValueError(f"{path} has {key} = {value!r}; it may be a number, a text, or a list of them")
+        raise ValueError(
+            f"{path} has {key} = {json.dumps(value, default=str)}; it may be a number, a text, or a list of them"
+        )
     if key == "peers-from":
         return [path.parent / str(item) for item in items]
     text = ",".join(map(str, items))
@@ -188,11 +191,11 @@ def _run(
     from flashlane.bench.measure.journal import Full, Journal
     from flashlane.bench.measure.peers import peers_of_files, select_peers
     from flashlane.bench.measure.progress import Bar
-    from flashlane.bench.measure.results import INTERRUPTED, NOT_WRITTEN, check_writable
+    from flashlane.bench.measure.results import check_writable
     from flashlane.bench.measure.runner import Selection, resolve_device
     from flashlane.bench.measure.sweep import cells_of, common_of, sweep
     from flashlane.bench.present.table import make_console
-    from flashlane.cli.bench import settings_for
+    from flashlane.cli.measuring import settings_for
 
     where = resolve_device(device)
     o.check_timeout(timeout)
@@ -230,7 +233,9 @@ def _run(
     common = None if export else common_of(spec, seed, environment(where))
     with Journal(out / f"{name}.jsonl", common, fresh=fresh) as journal:
         done = sum(cell.key in journal.records for cell in cells)
-        notes.print(f"{len(cells)} cells, {done} of them done before: {journal.path}", style="dim", soft_wrap=True)
+        notes.print(
+            f"{o.counted(len(cells), 'cell')}, {done} of them done before: {journal.path}", style="dim", soft_wrap=True
+        )
         status = 0
         try:
             if not export:
@@ -240,10 +245,10 @@ def _run(
                         told=lambda text: notes.print(text, style="yellow", soft_wrap=True),
                     )  # fmt: skip
         except KeyboardInterrupt:
-            status = INTERRUPTED
+            status = o.INTERRUPTED
             notes.print("interrupted; the same command goes on from here", style="bold yellow", soft_wrap=True)
         except Full as error:
-            status = NOT_WRITTEN
+            status = o.NOT_WRITTEN
             notes.print(
                 f"error: {error}; make room, and the same command goes on from here", style="bold red", soft_wrap=True
             )
@@ -263,7 +268,6 @@ def _masks(text: str, preset: str | None) -> list[bool | None]:
 
 def _finish(journal: Any, cells: list[Cell], out: Path, name: str, status: int) -> int:
     """Print the summary and write the files from the journal; the exit status."""
-    from flashlane.bench.measure.results import NOT_WRITTEN
     from flashlane.bench.measure.sweep import collected, write
     from flashlane.bench.present.table import make_console
 
@@ -272,34 +276,49 @@ def _finish(journal: Any, cells: list[Cell], out: Path, name: str, status: int) 
     if results is None:
         console.print("no cell is done")
         return status
-    _print(results, console)
+    lost = None
     try:
-        for path in write(results, out, name):
-            console.print(f"wrote {path}", style="dim", soft_wrap=True)
+        written = write(results, out, name)
     except OSError as error:
-        make_console(stderr=True).print(
-            f"error: --out is {str(out)!r}, which cannot be written ({error.strerror or error}); "
+        written, lost = [], error.strerror or error
+    _print(results, console)
+    for path in written:
+        console.print(f"wrote {path}", style="dim", soft_wrap=True, markup=False)
+    notes = make_console(stderr=True)
+    if lost is not None:
+        notes.print(
+            f"error: --out is {str(out)!r}, which cannot be written ({lost}); "
             f"every cell is kept in {journal.path}: flashlane sweep … --export writes the files from it",
             style="bold red",
             soft_wrap=True,
         )
-        return status or NOT_WRITTEN
+        return status or o.NOT_WRITTEN
     if results.failed:
         tags = ", ".join(dict.fromkeys(row.tag for row in results.failed))
-        make_console(stderr=True).print(f"{len(results.failed)} rows of kernels failed: {tags}", style="bold red")
+        notes.print(
+            f"{o.counted(len(results.failed), 'row')} of kernels failed: {tags}", style="bold red", soft_wrap=True
+        )
         return status or 1
     return status
 
 
 def _print(results: Results, console: Any) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     from flashlane.bench.measure.sweep import HEAD, summary_rows
+    from flashlane.inspect.fitted_table import Column, make_table
 
-    table = Table(title=f"sweep · {results.environment['device']}", title_justify="left", box=None, pad_edge=False)
-    for index, title in enumerate(HEAD):
-        table.add_column(title, justify="right" if index in (2, 3, 5) else "left", overflow="fold")
-    for row in summary_rows(results):
-        table.add_row(*map(Text, row))
-    console.print(table)
+    drops = {"ms": 2, "TFLOP/s": 1, "best peer": 3, "out of memory": 4}
+    numbers = ("ms", "TFLOP/s", "× best peer")
+    rows = summary_rows(results)
+    columns = [
+        Column(
+            title,
+            lambda row, index=index: row[index],
+            drops.get(title, 0),
+            "right" if title in numbers else "left",
+            fold=title not in numbers,
+        )
+        for index, title in enumerate(HEAD)
+        if index and (title != "out of memory" or any(row[index] for row in rows))
+    ]
+    title = f"sweep · {results.environment['device']}"
+    console.print(make_table(rows, columns, title, console.width, head=HEAD[0], name=lambda row: row[0]))

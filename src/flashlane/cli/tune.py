@@ -58,7 +58,8 @@ def tune_command(
     of the problem (dtype, head dim, mask, lengths up to the next power of two, few or many blocks) and used from then
     on; so is the fastest tag of those that auto may take. Without sizes: the baseline grid.
 
-    Exit status: 0 all is right, 1 a candidate failed, 2 bad input or no GPU.
+    Exit status: 0 all is right, 1 a candidate failed, 2 bad input or no GPU, 3 the file could not be written where it
+    should be.
 
     Examples:
 
@@ -124,23 +125,26 @@ def _gpu(device: str | None) -> torch.device:
 
 
 def _finish(run: TuneRun, out: Path, as_json: bool, unlisted: int) -> None:
+    from flashlane.bench.measure.kept import keep_texts
     from flashlane.bench.present.table import make_console, print_unlisted
 
-    console = make_console()
+    kept, console = keep_texts(out, {run.file_name(): run.to_json()}), make_console()
     if as_json:
         typer.echo(run.to_json(), nl=False)
     else:
         print_trials(run, console)
         print_unlisted(unlisted, "tunes", console)
-    path = run.write(out)
     notes = make_console(stderr=True) if as_json else console
-    notes.print(f"{len(run.stored)} choices stored; wrote {path}", style="dim", soft_wrap=True)
+    notes.print(f"{o.counted(len(run.stored), 'choice')} stored", style="dim")
+    kept.tell(notes)
     if run.failed:
         tags = ", ".join(dict.fromkeys(trial.tag for trial in run.failed))
         make_console(stderr=True).print(
-            f"{len(run.failed)} candidates failed: {tags}", style="bold red", soft_wrap=True
+            f"{o.counted(len(run.failed), 'candidate')} failed: {tags}", style="bold red", soft_wrap=True
         )
         raise typer.Exit(1)
+    if kept.problem:
+        raise typer.Exit(o.NOT_WRITTEN)
 
 
 def print_trials(run: TuneRun, console: Console) -> None:
@@ -160,7 +164,7 @@ def print_trials(run: TuneRun, console: Console) -> None:
         print_reasons(skipped, "not run", console)
         console.print()
     legend = "tag: the fastest of its tag, stored; auto: what auto takes from now on; was auto: what it took before"
-    console.print(legend, style="dim", soft_wrap=True)
+    console.print(legend, style="dim")
 
 
 def _columns() -> list[object]:
@@ -170,7 +174,7 @@ def _columns() -> list[object]:
         return NONE if trial.usage is None or trial.usage.registers is None else str(trial.usage.registers)
 
     return [
-        Column("configuration", lambda t: t.config or NONE, drop=5, justify="left"),
+        Column("configuration", lambda t: t.config or NONE, drop=5, justify="left", fold=True),
         Column("ms", lambda t: significant(t.timing and t.timing.median)),
         Column("±%", lambda t: f"{50 * t.timing.spread:.1f}" if t.timing else NONE, drop=1),
         Column("TFLOP/s", lambda t: significant(t.tflops)),
@@ -193,10 +197,8 @@ def _marks(trial: Trial) -> Text:
 
 
 def _list(words: Sequence[str], as_json: bool) -> None:
-    from rich.table import Table
-
-    from flashlane.bench.present.table import make_console, significant
     from flashlane.core.tuned import AUTO
+    from flashlane.inspect.fitted_table import Column, make_console, make_table, significant
     from flashlane.tuning import stored as tune
 
     stored = {
@@ -208,15 +210,26 @@ def _list(words: Sequence[str], as_json: bool) -> None:
         typer.echo(json.dumps(listed, indent=1))
         return
     console = make_console()
+    columns = [
+        Column("runs", lambda item: item[1].tag if item[0].startswith(f"{AUTO} ") else "", justify="left", fold=True),
+        Column("configuration", lambda item: _config_text(item[1].config), drop=3, justify="left", fold=True),
+        Column("ms", lambda item: significant(item[1].ms)),
+        Column("TFLOP/s", lambda item: significant(item[1].tflops), drop=1),
+        Column("date", lambda item: item[1].date, drop=2),
+    ]
     for path, entries in stored.items():
-        table = Table("class", "runs", "configuration", "ms", "TFLOP/s", "date", title=str(path), box=None)
-        for key, entry in entries.items():
-            config = " ".join(f"{name}={value}" for name, value in entry.config.items())
-            figures = (significant(entry.ms), significant(entry.tflops), entry.date)
-            table.add_row(key, entry.tag if key.startswith(f"{AUTO} ") else "", config, *figures)
-        console.print(table)
+        if entries:
+            name, width = (lambda item: item[0]), console.width
+            found = list(entries.items())
+            console.print(
+                make_table(found, columns, str(path), width, head="class", name=name, elsewhere="see --list --json")
+            )
     count = sum(map(len, stored.values()))
-    console.print(f"{count} choices in {tune.folder()}", style="dim", soft_wrap=True)
+    console.print(f"{o.counted(count, 'choice')} in {tune.folder()}", style="dim", soft_wrap=True)
+
+
+def _config_text(config: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items())
 
 
 def _asked(tag: str, words: Sequence[str]) -> bool:
@@ -226,4 +239,4 @@ def _asked(tag: str, words: Sequence[str]) -> bool:
 def _forget(words: Sequence[str]) -> None:
     from flashlane.tuning import stored as tune
 
-    typer.echo(f"{tune.forget(words)} choices dropped from {tune.folder()}")
+    typer.echo(f"{o.counted(tune.forget(words), 'choice')} dropped from {tune.folder()}")

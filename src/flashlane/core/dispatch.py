@@ -2,67 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from flashlane.core import registry
 from flashlane.core import tuned as tune
+from flashlane.core.explanation import BackwardChoice, Choice, Explanation
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import BackwardKernel, Kernel
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One kernel's standing for a problem: ``reason`` says why it cannot run it, or is None."""
-
-    tag: str
-    reason: str | None
-    preference: float
-    summary: str
-
-
-@dataclass(frozen=True)
-class BackwardChoice:
-    """One backward kernel's standing for a problem: ``reason`` says why it cannot run it, or is None."""
-
-    tag: str
-    reason: str | None
-    summary: str
-    config: str = ""
-    """The configuration that it would run with, in a few words."""
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What would run, and why each other kernel would not. ``print`` it, or read ``chosen`` and ``choices``."""
-
-    problem: AttentionProblem
-    chosen: str
-    choices: tuple[Choice, ...]
-    """The listed kernels, or all, and always the chosen one."""
-    tuned: bool = False
-    """Whether the chosen one is what ``flashlane tune`` found fastest on this GPU."""
-    unlisted: int = 0
-    """How many further kernels of the table are not among the choices."""
-    backward: str | None = None
-    """The tag of the backward kernel that would follow, or None where no gradient is asked for."""
-    backwards: tuple[BackwardChoice, ...] = ()
-    """Every backward kernel, when a gradient is asked for."""
-
-    def __str__(self) -> str:
-        width = max(len(choice.tag) for choice in self.choices)
-        lines = [f"{self.problem.describe()} on {self.problem.arch or 'cpu'}: {self.chosen}"]
-        for choice in self.choices:
-            if choice.tag == self.chosen:
-                why = "runs" + (" (the fastest that flashlane tune timed on this GPU)" if self.tuned else "")
-            else:
-                why = choice.reason or f"could run; preferred less ({choice.preference:g})"
-            lines.append(f"  {choice.tag:<{width}}  {why}")
-        for after in self.backwards:
-            why = "runs" if after.tag == self.backward else after.reason or "could run; preferred less"
-            lines.append(f"  backward {after.tag}: {why}" + (f" ({after.config})" if after.config else ""))
-        if self.unlisted:
-            lines.append(f"  {self.unlisted} further variants run only when named: flashlane explain --show-all")
-        return "\n".join(lines)
 
 
 @registry.memoised
@@ -99,11 +46,42 @@ def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_a
     shown = [k for k in known if show_all or k.listed or k is chosen]
     choices = tuple(Choice(k.tag, k.supports(problem), k.preference(problem), k.summary) for k in shown)
     tuned = kernel is None and chosen.tag == tune.best_tag(problem)
-    said = Explanation(problem, chosen.tag, choices, tuned, len(known) - len(shown))
+    said = Explanation(
+        problem,
+        chosen.tag,
+        choices,
+        tuned,
+        len(known) - len(shown),
+        named=kernel is not None,
+        instead_of=_unnamed(problem) if kernel is not None else None,
+        predicted=predicted_times(problem, [choice.tag for choice in choices if choice.reason is None]),
+    )
     if not problem.needs_grad:
         return said
     follows = select_backward(problem, chosen).tag
     return replace(said, backward=follows, backwards=backward_choices(problem, chosen))
+
+
+def _unnamed(problem: AttentionProblem) -> str | None:
+    """What runs when no kernel is named."""
+    try:
+        return select(problem).tag
+    except NotImplementedError:
+        return None
+
+
+def predicted_times(problem: AttentionProblem, tags: Sequence[str]) -> dict[str, float]:
+    """Milliseconds that a model predicts for kernels on a problem, by their tags; ``explain`` compares them.
+
+    A kernel has a prediction where its class has a method ``predicted_ms(problem)`` that gives one.
+    """
+    found = {}
+    for tag in tags:
+        predict = getattr(registry.get(tag), "predicted_ms", None)
+        ms = predict(problem) if predict is not None else None
+        if ms is not None:
+            found[tag] = float(ms)
+    return found
 
 
 @registry.memoised

@@ -1,24 +1,57 @@
-"""Files that are replaced in one step."""
+"""Files that are replaced in one step, and what is said when that fails."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from pathlib import Path
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of an ``OSError``: the disk is full, not the input wrong."""
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by a text in one step; when anything fails the old file stands and no other is left."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+
+class NotWritten(ValueError):
+    """There is no room for a file; the message names it and says why."""
+
+
+def refusal(error: OSError, message: str) -> ValueError:
+    """What to raise for a file that cannot be written: :class:`NotWritten` for want of room, else a bad argument."""
+    return (NotWritten if error.errno in NO_ROOM else ValueError)(f"{message}: {error.strerror or error}")
+
+
+def write_atomically(path: Path, text: str | bytes) -> None:
+    """Replace a file by a text in one step; when anything fails the old file stands and no other is left.
+
+    Raises:
+        OSError: it cannot be written; ``filename`` names it.
+    """
+    name = ""
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(text if isinstance(text, bytes) else text.encode())
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)  # mkstemp gives 0600; a result is for others to read
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(name)
+        if isinstance(error, OSError):
+            error.filename = str(path)
         raise
+
+
+def write_named(path: Path, text: str | bytes, option: str) -> None:
+    """:func:`write_atomically` for a file that an option names.
+
+    Raises:
+        NotWritten: there is no room; the message has the option.
+        ValueError: it cannot be written for another reason.
+    """
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise refusal(error, f"{option} is {str(path)!r}, which cannot be written") from None

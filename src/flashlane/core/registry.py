@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from flashlane.core import aliases
+
 if TYPE_CHECKING:
     import torch
 
@@ -316,6 +318,8 @@ class BackwardKernel(ABC):
 K = TypeVar("K", bound="Kernel | BackwardKernel")
 _memos: list[Callable[[], None]] = []
 MEMO_SIZE = 4096
+MOST_NAMED, FEW_NAMED = 16, 6
+"""So many known words are all named; of more so many are."""
 SHORTLIST = 50
 """How many of a large table's tags are compared letter by letter with an unknown one."""
 
@@ -403,6 +407,7 @@ class _Table(Generic[K]):
         return [k for k in found if self.whole or (_module_of(k) == module)]
 
     def get(self, tag: str) -> K:
+        tag = aliases.KERNELS.get(tag, tag)
         found = self.kernels.get(tag) or self.load().get(tag)
         if found is None:
             raise ValueError(
@@ -493,13 +498,14 @@ def get_backward(tag: str) -> BackwardKernel:
 
 
 def suggest(word: str, known: tuple[str, ...]) -> str:
-    """``did you mean …`` with the nearest known words, or the list of them all (of a long one, its start)."""
+    """``did you mean …`` with the nearest known words, or the list of them all; of a long one, its start and length."""
     near = difflib.get_close_matches(word, _shortlist(word, known), n=3, cutoff=0.5)
     near = near or [name for name in known if word in name][:3]
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
-    more = f", and {len(known) - SHORTLIST} more" if len(known) > SHORTLIST else ""
-    return f"known: {', '.join(known[:SHORTLIST])}{more}"
+    if len(known) > MOST_NAMED:
+        return f"{len(known)} are known, such as {', '.join(known[:FEW_NAMED])} (flashlane explain lists kernels)"
+    return f"known: {', '.join(known)}"
 
 
 def _shortlist(word: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -6,23 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Console, Group
 from rich.text import Text
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import BackwardKernel, CompiledKernel, DeviceSource, Kernel
 from flashlane.inspect.compile_report import Usage, usages_of
+from flashlane.inspect.fitted_table import NONE, Column, make_table
 from flashlane.jit.budget import MAX_REGISTERS
 
-NONE = "–"
-WIDE = 100
-"""Columns from which on nothing is left out."""
+WIDE = 200
 KIB = 1024
 NOTE = f"""regs: of {MAX_REGISTERS} a thread; spill: bytes, stores and loads
-Q, KV (the ring), P, stats, tiles: KiB of shared memory; shared: of what a block may take
+Q, KV (its stages), P, stats, tiles: KiB of shared memory; shared: of what a block may take
 blocks: that an SM holds; regs·shared·threads: as many as each alone would allow"""
 
 
@@ -129,7 +126,7 @@ def print_budgets(budgets: Sequence[Budget], console: Console) -> None:
                 console.print(Text(f"{usage.arch}: compiler: ", "yellow").append(line, "default"))
         console.print()
     if any(budget.fits for budget in budgets):
-        console.print(NOTE, style="dim", soft_wrap=True)
+        console.print(NOTE, style="dim")
 
 
 def _print_configurations(budgets: Iterable[Budget], console: Console) -> None:
@@ -141,32 +138,25 @@ def _print_configurations(budgets: Iterable[Budget], console: Console) -> None:
         console.print(Text(f"{where}{config}", "dim"))
 
 
-def budget_table(budgets: Sequence[Budget], width: int = WIDE) -> Table:
-    """One line a budget; a column for every region that one of them has; the last column only from ``WIDE`` on."""
+def budget_table(budgets: Sequence[Budget], width: int = WIDE) -> Group:
+    """One line a budget; a column for every region that one of them has, as far as the width goes."""
     names = list(dict.fromkeys(name for budget in budgets for name in budget.regions))
-    wide = width >= WIDE
-    table = Table(box=None, pad_edge=False, header_style="dim", collapse_padding=not wide)
-    table.add_column("arch", no_wrap=True)
-    for heading in ("regs", "spill", "threads", *names, "shared", "blocks", "occ"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("limited by", no_wrap=True)
-    if wide:
-        table.add_column("regs·shared·threads", no_wrap=True, style="dim")
-    for budget in budgets:
-        table.add_row(*_row(budget, names)[: len(table.columns)])
-    return table
 
+    def region(name: str) -> Column:
+        return Column(name, lambda b: _kib(b.regions[name]) if name in b.regions else NONE, drop=2)
 
-def _row(budget: Budget, names: Sequence[str]) -> list[str | Text]:
-    usage = budget.usage
-    spill = Text(str(usage.spills), "bold red" if usage.spills else "")
-    kib = [_kib(budget.regions[name]) if name in budget.regions else NONE for name in names]
-    shared = f"{_kib(usage.shared_bytes or 0)}/{budget.shared_limit // KIB}"
-    fits = "·".join(map(str, budget.fits.values()))
-    blocks = Text(str(usage.blocks), "bold" if usage.blocks else "bold red")
-    percent = f"{100 * (usage.occupancy or 0):.0f}%"
-    figures = [str(usage.registers), spill, str(usage.threads), *kib, shared, blocks, percent]
-    return [usage.arch, *figures, escape(usage.limit), fits]
+    columns = [
+        Column("regs", lambda b: str(b.usage.registers)),
+        Column("spill", lambda b: Text(str(b.usage.spills), "bold red" if b.usage.spills else "")),
+        Column("threads", lambda b: str(b.usage.threads), drop=1),
+        *map(region, names),
+        Column("shared", lambda b: f"{_kib(b.usage.shared_bytes or 0)}/{b.shared_limit // KIB}"),
+        Column("blocks", lambda b: Text(str(b.usage.blocks), "bold" if b.usage.blocks else "bold red")),
+        Column("occ", lambda b: f"{100 * (b.usage.occupancy or 0):.0f}%"),
+        Column("limited by", lambda b: b.usage.limit, justify="left"),
+        Column("regs·shared·threads", lambda b: "·".join(map(str, b.fits.values())), drop=3, justify="left"),
+    ]
+    return make_table(budgets, columns, "", width, head="arch", name=lambda b: b.usage.arch, elsewhere="see --json")
 
 
 def _kib(size: int) -> str:

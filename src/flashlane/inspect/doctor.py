@@ -1,7 +1,7 @@
 """``flashlane doctor``: what this machine has of what flashlane uses, and what does not work without the rest.
 
-:func:`examine` only looks. Beside torch and NVRTC it imports nothing (packages are found by their metadata), and
-nothing that is absent or broken makes it raise.
+:func:`examine` looks, and runs one small attention to see that its result is right. Apart from what that needs it
+imports nothing (packages are found by their metadata), and nothing that is absent or broken makes it raise.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +27,21 @@ from flashlane.jit import cache, sass, toolchain
 if TYPE_CHECKING:
     from rich.table import Table
 
-Status = Literal["ok", "degraded", "missing"]
+    from flashlane.inspect.gpu_state import GpuState
+
+Status = Literal["ok", "degraded", "missing", "optional"]
+"""``optional``: it is not here, and nothing is lost; of the run of a kernel ``missing`` is a wrong result."""
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_CAPABILITY = (8, 0)
 NVRTC_EXTRA = 'pip install "flashlane[nvrtc]"'
 CUDA_TORCH = "install torch for CUDA 13 (pytorch.org, Get started)"
-_STYLES: dict[Status, str] = {"ok": "green", "degraded": "yellow", "missing": "red"}
+_STYLES: dict[Status, str] = {"ok": "green", "degraded": "yellow", "missing": "red", "optional": "dim"}
 _COMMAND_SECONDS = 10
+RUN, WRONG = "attention", "a wrong result"
+TOLERANCE = {"f16": 4e-3, "f32": 2e-5}
+"""Largest error of the run's output that counts as right, by its dtype; inputs are of a normal distribution."""
+FEW_PROCESSES = 3
 
 
 @dataclass(frozen=True)
@@ -74,10 +82,19 @@ class Report:
         return self.can_compile and self["GPU"].status == "ok"
 
     @property
+    def wrong(self) -> bool:
+        """Whether a kernel ran and its result was wrong."""
+        return any(finding.name == RUN and finding.found == WRONG for finding in self.findings)
+
+    @property
     def verdict(self) -> str:
         """One sentence: what this machine can do."""
+        if self.wrong:
+            return (
+                "Attention was run here, and its result is wrong: nothing that this machine computes can be relied on."
+            )
         if self.can_launch:
-            return "Everything that the GPU kernels need is here."
+            return "Everything that the GPU kernels need is here, and one that was run gave the right result."
         if self.can_compile:
             return "Kernels compile here but do not run: reference, tiled and SDPA run on the CPU."
         return "Only reference, tiled and SDPA run here; kernels do not compile."
@@ -100,11 +117,14 @@ class _Package:
     module: str
     cost: str
     remedy: str
+    optional: bool = False
+    """Whether nothing is lost without it."""
 
     def examine(self) -> Finding:
         version = _version(self.distribution)
         if version is None and not _importable(self.module):
-            return Finding(self.group, self.distribution, "missing", cost=self.cost, remedy=self.remedy)
+            status: Status = "optional" if self.optional else "missing"
+            return Finding(self.group, self.distribution, status, cost=self.cost, remedy=self.remedy)
         return Finding(self.group, self.distribution, "ok", version or "found, version unknown")
 
 
@@ -112,7 +132,9 @@ _PACKAGES = (
     _Package("python", "numpy", "numpy", "torch cannot hand out arrays", "pip install numpy"),
     _Package("python", "triton", "triton", "no Triton kernels, no disassembler", "pip install triton (Linux)"),
     _Package("python", "cuda-bindings", "cuda.bindings", "nothing compiles, nothing launches", NVRTC_EXTRA),
-    _Package("python", "cuda-core", "cuda.core", "nothing: jit calls cuda-bindings itself", "pip install cuda-core"),
+    _Package(
+        "python", "cuda-core", "cuda.core", "nothing: jit calls cuda-bindings itself", "pip install cuda-core", True
+    ),
 )
 _PEERS = (
     _Package(
@@ -171,26 +193,30 @@ def examine() -> Report:
         ("cuDNN SDPA", lambda: _cudnn(torch)),
         *((label, lambda tool=tool: _tool(*tool)) for tool in _TOOLS for label in (tool[1],)),
         *((package.distribution, package.examine) for package in _EXTRAS),
+        ("GPU state", lambda: _states(torch)),
+        (RUN, lambda: _attention(torch)),
     )
     return Report(tuple(finding for name, look in parts for finding in _safely(name, look)))
 
 
 def render(report: Report) -> Table:
-    """The findings as a rich table."""
+    """The findings as a table, in groups."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="flashlane doctor", caption=report.verdict, caption_justify="left", title_justify="left")
-    for heading in ("", "thing", "found", "without it", "how to get it"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "thing")
-    group = None
+    table = Table(title="flashlane doctor", title_justify="left", box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("component", no_wrap=True)
+    table.add_column("what is here; else what you lose, and how to get it", overflow="fold")
+    group = report.findings[0].group if report.findings else ""
     for finding in report.findings:
-        if group is not None and finding.group != group:
-            table.add_section()
+        if finding.group != group:
+            table.add_row("", "", "")
         group = finding.group
-        cells = (finding.status, finding.name, finding.found or "–", finding.cost, finding.remedy)
+        said = [finding.found, finding.cost, finding.remedy and f"get it: {finding.remedy}"]
         # Text, not markup: "flashlane[nvrtc]" is not a style.
-        table.add_row(*(Text(cell, style=_STYLES[finding.status] if i == 0 else "") for i, cell in enumerate(cells)))
+        status = Text(finding.status, style=_STYLES[finding.status])
+        table.add_row(status, Text(finding.name), Text("; ".join(filter(None, said)) or "–"))
     return table
 
 
@@ -345,6 +371,101 @@ def _tool(command: str, name: str, cost: str, remedy: str) -> Finding:
     if path is None:
         return Finding("tools", name, "missing", cost=cost, remedy=remedy)
     return Finding("tools", name, "ok", path)
+
+
+def _states(torch: Any) -> list[Finding]:
+    """Clocks, power limit and other processes of each GPU."""
+    from flashlane.inspect.gpu_state import NoState, states
+
+    if torch is None or not torch.cuda.is_available():
+        return []
+    try:
+        found = states(with_processes=True)
+    except NoState as error:
+        cost = "nobody sees a lowered clock, a power cap or other processes"
+        remedy = f"pip install nvidia-ml-py, or nvidia-smi of the driver ({error})"
+        return [Finding("state", "GPU state", "missing", cost=cost, remedy=remedy)]
+    return [finding for number, state in enumerate(found) for finding in _state(state, number)]
+
+
+def _state(state: GpuState, number: int) -> list[Finding]:
+    which = "" if number == 0 else f" {number}"
+    clocks = f"SM {_whole(state.sm_clock)} of {_whole(state.sm_clock_max)} MHz, memory {_whole(state.memory_clock)} MHz"
+    slowed = state.slowed_by
+    findings = [
+        Finding(
+            "state",
+            f"clocks{which}",
+            "degraded" if slowed else "ok",
+            clocks + (f", slowed by {', '.join(slowed)}" if slowed else ""),
+            "times are those of a slowed GPU" if slowed else "",
+            "flashlane monitor shows it live" if slowed else "",
+        )
+    ]
+    low = state.power_limit is not None and state.power_default is not None and state.power_limit < state.power_default
+    power = f"{_whole(state.power)} W of {_whole(state.power_limit)} W"
+    findings.append(
+        Finding(
+            "state",
+            f"power limit{which}",
+            "degraded" if low else "ok",
+            power + (f" (default {_whole(state.power_default)} W)" if low else ""),
+            "clocks fall under load" if low else "",
+            f"nvidia-smi --power-limit {_whole(state.power_default)}, as root" if low else "",
+        )
+    )
+    others = [process for process in state.processes if process.pid != os.getpid()]
+    named = [f"{Path(p.name).name} (pid {p.pid}{_gib(p.memory)})" for p in others[:FEW_PROCESSES]]
+    named += [f"{len(others) - FEW_PROCESSES} more"] if len(others) > FEW_PROCESSES else []
+    findings.append(
+        Finding(
+            "state",
+            f"other processes{which}",
+            "degraded" if others else "ok",
+            ", ".join(named) or "none",
+            "times are shared with them" if others else "",
+            "wait for them, or end them" if others else "",
+        )
+    )
+    return findings
+
+
+def _whole(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0f}"
+
+
+def _gib(size: int | None) -> str:
+    return "" if size is None else f", {size / 2**30:.1f} GiB"
+
+
+def _attention(torch: Any) -> Finding:
+    """Run the kernel that is chosen for a small problem, and compare it with the formula in full precision."""
+    if torch is None:
+        return Finding("run", RUN, "missing", cost="nothing can be run", remedy="pip install torch")
+    import flashlane
+    from flashlane.core.problem import AttentionProblem, Inputs
+    from flashlane.reference.naive import reference_attention
+
+    on_gpu = torch.cuda.is_available()
+    device, name = ("cuda", "f16") if on_gpu else ("cpu", "f32")
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.float16 if on_gpu else torch.float32
+    q, k, v = (torch.randn(1, 192, 2, 64, generator=generator, device=device).to(dtype) for _ in range(3))
+    # On a CPU auto may take the formula itself, which would be compared with itself.
+    chosen = flashlane.explain(q, k, v, causal=True).chosen if on_gpu else "tiled"
+    start = time.perf_counter()
+    out = flashlane.flash_attn_func(q, k, v, causal=True, kernel=chosen)
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    inputs = Inputs(*(t.float() for t in (q, k, v)))
+    expected, _ = reference_attention(AttentionProblem.from_inputs(inputs, causal=True), inputs)
+    error = (out.float() - expected.float()).abs().max().item()
+    if not error <= TOLERANCE[name]:  # NaN too
+        cost = f"{chosen} in {name} is off by {error:.1e}; at most {TOLERANCE[name]:.0e} is right"
+        return Finding("run", RUN, "missing", WRONG, cost, "flashlane bench --check says which kernels are wrong")
+    where = "on the GPU" if on_gpu else "on the CPU"
+    return Finding("run", RUN, "ok", f"{chosen} {where}, {name}: right to {error:.1e}, {seconds:.1f} s with loading")
 
 
 def _version(distribution: str) -> str | None:

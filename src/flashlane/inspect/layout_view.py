@@ -17,6 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flashlane.core.files import write_named
 from flashlane.kernels.tile_layout import BANK_BYTES, CHUNK, CHUNK_BYTES, SLOTS, Access, Layout, Tile
 
 if TYPE_CHECKING:
@@ -220,6 +221,7 @@ def save_png(tiles: Sequence[Tile], path: Path, rows: int = ROWS_SHOWN, heading:
 
     Raises:
         ImportError: matplotlib is not installed.
+        NotWritten: the file cannot be written.
     """
     try:
         from PIL import Image
@@ -227,10 +229,11 @@ def save_png(tiles: Sequence[Tile], path: Path, rows: int = ROWS_SHOWN, heading:
         figure = layout_figure(tiles, rows, heading)
     except ImportError as error:
         raise ImportError('a PNG needs matplotlib: pip install "flashlane[plots]"') from error
-    picture = io.BytesIO()
+    picture, small = io.BytesIO(), io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
     # Few colours, so a palette: a quarter of the bytes.
-    Image.open(picture).convert("RGB").quantize(64).save(path, format="PNG", optimize=True)
+    Image.open(picture).convert("RGB").quantize(64).save(small, format="PNG", optimize=True)
+    write_named(path, small.getvalue(), "--png")
 
 
 def layout_figure(tiles: Sequence[Tile], rows: int = ROWS_SHOWN, heading: str = "") -> Figure:

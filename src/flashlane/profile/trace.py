@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from flashlane.bench.measure.memory import quiet_profiler
+from flashlane.core.files import refusal
 from flashlane.profile.target import Request, implementations, named
 
 
@@ -44,7 +46,8 @@ def record(request: Request, path: Path) -> Trace:
     """Run what a request names under torch's profiler, and write the trace for chrome://tracing or Perfetto.
 
     Raises:
-        ValueError: a tag is unknown or cannot run the problem, or the trace cannot be written.
+        ValueError: a tag is unknown or cannot run the problem.
+        NotWritten: there is no room for the trace.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -91,6 +94,8 @@ def _write(recorded: Any, path: Path) -> None:
             beside = Path(folder) / path.name
             with quiet_profiler():
                 recorded.export_chrome_trace(str(beside))
+            if not beside.is_file():  # the profiler says nothing when it cannot write
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.replace(beside, path)
     except OSError as error:
-        raise ValueError(f"--out: {path} cannot be written: {error.strerror or error}") from None
+        raise refusal(error, f"--out: {path} cannot be written") from None

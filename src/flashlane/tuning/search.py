@@ -140,9 +140,13 @@ class TuneRun:
         body |= {"skipped": [dict(zip(("problem", "tag", "reason"), item, strict=True)) for item in self.skipped]}
         return json.dumps(finite({**body, "stored": self.stored}), indent=1, allow_nan=False) + "\n"
 
+    def file_name(self) -> str:
+        """``tune-<date>-<device>.json``."""
+        return f"{file_stem(str(self.environment['device']), 'tune')}.json"
+
     def write(self, directory: Path) -> Path:
-        """Write ``tune-<date>-<device>.json``; its path."""
-        path = directory / f"{file_stem(str(self.environment['device']), 'tune')}.json"
+        """Write the trials into a folder; the path of the file."""
+        path = directory / self.file_name()
         write_atomically(path, self.to_json())
         return path
 

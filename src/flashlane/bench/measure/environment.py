@@ -48,7 +48,16 @@ def environment(device: torch.device) -> dict[str, object]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "threads": torch.get_num_threads(),
+        **({} if device.type == "cuda" else _load()),
     }
+
+
+def _load() -> dict[str, object]:
+    """How busy a CPU is before anything is measured: processes that want to run, averaged over a minute, and cores."""
+    try:
+        return {"load": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
+    except (AttributeError, OSError):
+        return {}
 
 
 def device_name(device: torch.device) -> str:

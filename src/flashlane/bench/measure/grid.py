@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from flashlane.bench.measure.defaults import PAGE
 from flashlane.core.problem import ALIGNMENTS, DTYPES, MAX_HEAD_DIM, Alignment, AttentionProblem
 from flashlane.core.registry import suggest
 from flashlane.kernels.features import PAGED
@@ -19,8 +20,6 @@ BASELINE_SHAPES = ((1, 8, 8192, 64), (2, 2, 4096, 64), (2, 2, 4096, 128), (4, 8,
 The default on a GPU."""
 Layout = Literal["dense", "packed", "cache", "paged"]
 LAYOUTS: tuple[Layout, ...] = ("dense", "packed", "cache", "paged")
-PAGE = 64
-"""Rows of a page where none are asked for."""
 CPU_SHAPES = ((1, 4, 512, 64),)
 """The default without a GPU: small enough that every implementation ends in a few seconds."""
 DTYPE_ALIASES = {
@@ -94,7 +93,8 @@ def parse_names(text: str, name: str, known: Sequence[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for word in names:
         if word not in known:
-            raise ValueError(f"{name} has {word!r} (given {text!r}), which is unknown; {suggest(word, tuple(known))}")
+            given = "" if word == text.strip() else f" (given {text!r})"
+            raise ValueError(f"{name} has {word!r}{given}, which is unknown; {suggest(word, tuple(known))}")
     return names
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlane.bench.measure.check import Rule
+from flashlane.bench.measure.defaults import TIMEOUT
 from flashlane.bench.measure.flops import Direction
 from flashlane.bench.measure.inputs import RANDOM, Pattern
 from flashlane.bench.measure.peers import PEERS, peers_of_files
@@ -25,8 +26,6 @@ from flashlane.bench.measure.runner import CHECKING, TIMING, TITLES, Selection, 
 from flashlane.bench.measure.timing import Settings
 from flashlane.core.problem import AttentionProblem
 
-TIMEOUT = 120.0
-"""A worker that reports nothing for so many seconds is ended."""
 START_SECONDS = 180.0
 """For importing torch and everything else."""
 

@@ -86,6 +86,8 @@ class Journal:
         with open(self.path, "rb") as file:
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
+        if text and not whole and not text.startswith(b'{"format"'):
+            raise ValueError(f"{self.path} is not a journal of flashlane; move it away, or name another with --name")
         if whole != text:  # torn off in the middle of a line: that record was never said to be there
             os.ftruncate(self.handle, len(whole))
         lines = whole.decode("utf-8", errors="replace").splitlines()
@@ -119,7 +121,7 @@ class Journal:
         for name in dict.fromkeys((*was, *self.common)):
             if was.get(name) != self.common.get(name):
                 raise ValueError(
-                    f"{self.path} was begun with {name} {was.get(name)!r}, now it is {self.common.get(name)!r}; "
+                    f"{self.path} was begun with {_difference(name, was.get(name), self.common.get(name))}; "
                     "go on with what it was, or start again with --fresh (the old file is kept)"
                 )
 
@@ -144,3 +146,11 @@ class Journal:
 
     def _damaged(self, number: int, why: str) -> ValueError:
         return ValueError(f"{self.path} is damaged in line {number} ({why}); start again with --fresh (it is kept)")
+
+
+def _difference(name: str, was: Any, now: Any) -> str:
+    """What changed in a setting; of one that has fields the first that differs."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        field = next(key for key in {**was, **now} if was.get(key) != now.get(key))
+        return f"{name}.{field} {was.get(field)!r}, now it is {now.get(field)!r}"
+    return f"{name} {was!r}, now it is {now!r}"

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from flashlane.core import aliases
 from flashlane.core.problem import FEATURES, AttentionProblem, Inputs
 from flashlane.kernels.features import BIAS, VARLEN
 from flashlane.reference.masks import parts
@@ -482,8 +483,6 @@ PEERS: tuple[Peer, ...] = (
         supports=_flashinfer_supports,
     ),
 )
-ALIASES = {"(sdpa)": "(sdpa-efficient)", "(torch)": "(unfused)"}
-"""Other names of peers, which the baseline logs and other tools use."""
 
 
 def peer_tags() -> tuple[str, ...]:
@@ -502,10 +501,10 @@ def select_peers(text: str) -> tuple[Peer, ...]:
     word = text.strip().lower()
     if word in ("all", "none", ""):
         return PEERS if word == "all" else ()
-    tags = ["(" + name.strip().strip("()") + ")" for name in text.split(",") if name.strip()]
-    tags = [ALIASES.get(tag, tag) for tag in tags]
-    chosen = parse_names(",".join(tags), "--peers", peer_tags())
-    return tuple(peer for peer in PEERS if peer.tag in chosen)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = [aliases.PEERS.get(name, aliases.PEERS.get(name.strip("()"), name)).strip("()") for name in names]
+    chosen = parse_names(",".join(names), "--peers", [tag.strip("()") for tag in peer_tags()])
+    return tuple(peer for peer in PEERS if peer.tag.strip("()") in chosen)
 
 
 def peers_of_files(paths: Iterable[Path]) -> tuple[Peer, ...]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashlane.bench.measure.grid import parse_names
-
 
 @dataclass(frozen=True)
 class Preset:
@@ -46,6 +44,8 @@ def select_presets(text: str) -> tuple[Preset, ...]:
     Raises:
         ValueError: a name is unknown; the message names the nearest.
     """
+    from flashlane.bench.measure.grid import parse_names
+
     if text.strip() == "all":
         return tuple(PRESETS.values())
     names = parse_names(text, "--preset", tuple(PRESETS))

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from flashlane.core.files import NotWritten
 from flashlane.core.problem import AttentionProblem, Inputs
 
 SINGLE = "qkv"
@@ -64,6 +65,7 @@ def save_qkv(path: str | Path, calls: Sequence[Captured], metadata: Mapping[str,
     """Write calls to a safetensors file, replacing it atomically: a reader sees the old file or the whole new one.
 
     Raises:
+        NotWritten: the disk is full, say.
         ValueError: no calls, two of one name, or tensors that do not fit each other.
         ImportError: safetensors is not installed.
     """
@@ -82,7 +84,10 @@ def save_qkv(path: str | Path, calls: Sequence[Captured], metadata: Mapping[str,
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         save(tensors, temporary, metadata={**(metadata or {}), "layout": "bshd", "calls": json.dumps(described)})
+        os.chmod(temporary, 0o644)  # as every other result: for others to read
         os.replace(temporary, path)
+    except Exception as error:  # the library has an error of its own
+        raise NotWritten(f"{path} cannot be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -11,9 +11,8 @@ import io
 import json
 import math
 import re
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +26,8 @@ from flashlane.inspect.compile_report import Usage
 
 if TYPE_CHECKING:
     import pandas
-    from rich.console import Console
 
 FORMAT = "flashlane-bench/1"
-NOT_WRITTEN, INTERRUPTED = 3, 130
-"""Exit statuses: the files could not be written where they should be; the user stopped it."""
 STOPPED = "interrupted"
 """What :attr:`Results.stopped` says after Ctrl-C."""
 OK, FAIL, ERROR, UNCHECKED = "ok", "FAIL", "error", "unchecked"
@@ -119,14 +115,16 @@ class Results:
         body = {"format": FORMAT, **asdict(self), "unlisted_note": unlisted_note(self.unlisted)}
         return json.dumps(finite(body), indent=1, allow_nan=False) + "\n"
 
-    def to_csv(self) -> str:
-        """One line a row, skipped implementations included."""
+    def to_csv(self, skipped: bool = True) -> str:
+        """One line a row, and one for each implementation that was skipped, if these are wanted."""
         text = io.StringIO()
         writer = csv.DictWriter(text, fieldnames=list(_flat_names()), lineterminator="\n", extrasaction="raise")
         writer.writeheader()
         writer.writerows(_flat(row, self.environment) for row in self.rows)
         writer.writerows(
-            {"problem": s.problem, "tag": s.tag, "status": "skipped", "message": s.reason} for s in self.skipped
+            {"problem": s.problem, "tag": s.tag, "status": "skipped", "message": s.reason}
+            for s in self.skipped
+            if skipped or "out of memory" in s.reason
         )
         return text.getvalue()
 
@@ -157,55 +155,6 @@ class Results:
         write_atomically(json_path, self.to_json())
         write_atomically(csv_path, self.to_csv())
         return json_path, csv_path
-
-
-def keep(results: Results, directory: Path, extra: Mapping[str, str] | None = None, kind: str = "bench") -> Kept:
-    """Write the files; where that fails, into the folder for temporary files, so that nothing measured is lost.
-
-    Args:
-        extra: further files by their suffix.
-        kind: what the names begin with.
-    """
-    stem = file_stem(str(results.environment.get("device", "device")), kind)
-    texts = {".json": results.to_json(), ".csv": results.to_csv(), **(extra or {})}
-    problem = ""
-    for folder in (directory, Path(tempfile.gettempdir())):
-        paths = [folder / f"{stem}{suffix}" for suffix in texts]
-        try:
-            for path, text in zip(paths, texts.values(), strict=True):
-                write_atomically(path, text)
-        except OSError as error:
-            reason = error.strerror or error
-            if problem:
-                return Kept((), f"{problem}; nor can {str(folder)!r} ({reason}): only what is printed is kept")
-            problem = f"--out is {str(folder)!r}, which cannot be written ({reason})"
-        else:
-            return Kept(tuple(paths), f"{problem}; the results are in {folder}" if problem else "")
-    raise AssertionError("unreachable")
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Where results were written, and what went wrong first."""
-
-    paths: tuple[Path, ...]
-    problem: str
-
-
-def finish_files(
-    results: Results,
-    directory: Path,
-    console: Console,
-    extra: Mapping[str, str] | None = None,
-    kind: str = "bench",
-) -> bool:
-    """:func:`keep`, and say where; whether they are where they should be."""
-    kept = keep(results, directory, extra, kind)
-    if kept.problem:
-        print(f"error: {kept.problem}", file=sys.stderr)
-    for path in kept.paths:
-        console.print(f"wrote {path}", style="dim", soft_wrap=True)
-    return not kept.problem
 
 
 def unlisted_note(unlisted: int, verb: str = "runs") -> str:
@@ -247,6 +196,9 @@ def load_results(path: Path) -> Results:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
+        if path.suffix == ".jsonl":
+            hint = f"is a sweep's journal; give {path.with_suffix('.json').name}, which the sweep writes (or --export)"
+            raise ValueError(f"{path} {hint}") from None
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     return results_of(body, str(path))
 

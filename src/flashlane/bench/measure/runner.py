@@ -31,7 +31,7 @@ from flashlane.bench.measure.peers import PEERS, Peer, peer_tags
 from flashlane.bench.measure.progress import Reporter, Silent
 from flashlane.bench.measure.results import ERROR, FAIL, OK, STOPPED, UNCHECKED, Results, Row, Skipped
 from flashlane.bench.measure.timing import Settings, Timing, clocks_for, host_cost, measure_by
-from flashlane.core import registry
+from flashlane.core import aliases, registry
 from flashlane.core.problem import FEATURES, AttentionProblem, arch_of
 from flashlane.core.registry import CompiledKernel, DeviceKernel, Kernel
 from flashlane.inspect.compile_report import Usage, backward_device_kernels, first_line, report_problem, usage_of
@@ -62,6 +62,8 @@ class Selection:
     """(tag, reason) of what is left out all the same, such as a peer that hung before."""
 
     def __post_init__(self) -> None:
+        for field in ("words", "tags"):  # names of the baseline logs are those of tags here
+            object.__setattr__(self, field, tuple(aliases.KERNELS.get(name, name) for name in getattr(self, field)))
         known = tuple(k.tag for k in registry.kernels())
         for tag in self.tags:
             if tag not in known:

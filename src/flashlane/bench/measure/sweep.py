@@ -165,7 +165,7 @@ def markdown(results: Results) -> str:
 
 def write(results: Results, folder: Path, name: str) -> list[Path]:
     """``NAME.json``, ``.csv`` and ``.md``, each replaced at once."""
-    texts = {".json": results.to_json(), ".csv": results.to_csv(), ".md": markdown(results)}
+    texts = {".json": results.to_json(), ".csv": results.to_csv(skipped=False), ".md": markdown(results)}
     for suffix, text in texts.items():
         write_atomically(folder / f"{name}{suffix}", text)
     return [folder / f"{name}{suffix}" for suffix in texts]

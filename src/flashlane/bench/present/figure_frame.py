@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashlane.core.files import refusal
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -113,15 +115,25 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, format=path.suffix[1:], dpi=110, facecolor=figure.get_facecolor(), metadata=metadata)
 
 
-def write(figure: Figure, path: Path) -> None:
+def replace(figure: Figure, path: Path) -> None:
     """:func:`save` beside the place and move over it, so that no half picture is ever there.
 
     Raises:
-        ValueError: it cannot be written; the message names it.
+        OSError: it cannot be written.
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as beside:
+        save(figure, Path(beside) / path.name)
+        os.replace(Path(beside) / path.name, path)
+
+
+def write(figure: Figure, path: Path) -> None:
+    """:func:`replace` a picture that an option names.
+
+    Raises:
+        NotWritten: there is no room for it; the message names it.
+        ValueError: it cannot be written for another reason.
     """
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as beside:
-            save(figure, Path(beside) / path.name)
-            os.replace(Path(beside) / path.name, path)
+        replace(figure, path)
     except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise refusal(error, f"{path} cannot be written") from error

@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flashlane.bench.measure.defaults import ALPHA, FLOOR_PERCENT
 from flashlane.bench.measure.results import ERROR, FAIL, FORMAT, finite
 
 REPORT_FORMAT = "flashlane-regress/1"
-FLOOR_PERCENT, ALPHA = 2.0, 0.01
 TRIM = 0.2
 """Part of the rounds cut at either end."""
 RESOLUTION = 1e-3

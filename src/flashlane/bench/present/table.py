@@ -2,128 +2,190 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Console, Group
 from rich.text import Text
 
 from flashlane.bench.measure.flops import Convention
 from flashlane.bench.measure.results import ERROR, FAIL, OK, Results, Row, unlisted_note
 from flashlane.inspect.compile_report import Usage
+from flashlane.inspect.fitted_table import NONE, Column, make_console, make_table, say, significant
 
-PIPED_WIDTH = 200
-"""Columns when the output is not a terminal and COLUMNS does not say."""
-NONE = "–"
-MOST_TAGS = 12
-"""Tags printed with one reason."""
-FOLD = 24
-"""Longest line of a tag in a narrow table."""
+__all__ = [
+    "NONE",
+    "STYLES",
+    "Column",
+    "header",
+    "kib_cell",
+    "make_console",
+    "make_table",
+    "mib_cell",
+    "print_compiled",
+    "print_families",
+    "print_reasons",
+    "print_results",
+    "print_unlisted",
+    "results_table",
+    "significant",
+    "spill_cell",
+]  # fmt: skip
+
+COUNTED = {"gemm": "4·B·H·N·M·D over unmasked pairs", "all": "every operation, over unmasked pairs"}
+"""What each convention counts."""
+MOST_TAGS, FEW_TAGS = 12, 3
+"""Tags printed with one reason; of more, so many."""
 STYLES = {OK: "green", FAIL: "bold red", ERROR: "bold red"}
 INSTRUCTIONS = ("HMMA", "HGMMA", "LDSM", "LDGSTS", "UTMALDG", "MUFU.EX2", "FFMA", "SHFL", "BAR", "LDL", "STL")
 """Opcodes with a column of their own in the compile report, where any kernel has them."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of a table: what it shows of a row (or of a line of the compile report)."""
+def print_results(
+    results: Results, console: Console, convention: Convention = "gemm", full_report: bool = True
+) -> None:
+    """The compile report, what did not run and why, and last each problem's rows.
 
-    title: str
-    cell: Callable[[Any], str | Text]
-    drop: int = 0
-    """Columns with the highest number go first where the terminal is narrow; 0 always stays."""
-    justify: Literal["left", "right"] = "right"
-    replaces: str = ""
-    """Title of the column that this one is shown in place of, when both would fit."""
-
-
-def make_console(width: int | None = None, stderr: bool = False) -> Console:
-    """A console on stdout (or stderr) that does not squeeze tables into 80 columns when piped."""
-    console = Console(width=width, highlight=False, stderr=stderr)
-    if width is None and not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=PIPED_WIDTH, highlight=False, stderr=stderr)
-    return console
-
-
-def print_results(results: Results, console: Console, convention: Convention = "gemm") -> None:
-    """Every row and every skipped implementation of every problem, then the compile report."""
-    titles = dict.fromkeys([r.problem for r in results.rows] + [s.problem for s in results.skipped])
+    Args:
+        results: what a run found.
+        console: where to.
+        convention: how operations are counted.
+        full_report: each kernel of the compile report; else a row a family.
+    """
+    if results.compiled:
+        (print_compiled if full_report or not results.rows else print_families)(results.compiled, console)
+    _print_skipped(results, console)
+    titles = dict.fromkeys(r.problem for r in results.rows)
     where = f"{results.environment['device']}, torch {results.environment['torch']}"
+    if titles:
+        say(console, header(results), "dim")
+        load, cores = results.environment.get("load"), results.environment.get("cores")
+        if load and cores and load > cores:
+            text = f"The load average is {load:.1f} on {cores} cores: other processes disturb these times."
+            say(console, text, "yellow")
     for title in titles:
         rows = [r for r in results.rows if r.problem == title]
-        if rows:
-            console.print(results_table(rows, f"{title} · {where}", console.width, convention))
+        console.print(results_table(rows, f"{title} · {where}", console.width, convention))
         for row in rows:
             if row.message:
                 label = Text(f"{row.status} {row.tag}: ", STYLES.get(row.status, ""))
-                console.print(label.append(row.message, "default"), soft_wrap=True)
-        skipped = [(s.tag, s.reason) for s in results.skipped if s.problem == title]
-        listed = {usage.tag for usage in results.compiled}
-        print_reasons(skipped, "not run", console, listed=listed)
+                say(console, label.append(row.message, "default"))
         console.print()
-    if results.compiled:
-        print_compiled(results.compiled, console)
     for note in results.notes:
-        console.print(Text(note, "yellow"), soft_wrap=True)
+        say(console, note, "yellow")
     _print_footer(results, console, convention)
     print_unlisted(results.unlisted, "runs", console)
 
 
-def results_table(rows: Sequence[Row], title: str, width: int, convention: Convention = "gemm") -> Table:
+def header(results: Results) -> str:
+    """How a run measured: seed, warm-up, rounds and the check, in one line."""
+    settings = results.settings
+    parts = [f"seed {settings.get('seed')}"]
+    if settings.get("warmup") is not None:
+        calls = "1 call" if settings["warmup"] == 1 else f"{settings['warmup']} calls"
+        parts.append(f"warm-up {calls} and {settings.get('warmup_ms', 0):g} ms at least")
+    if settings.get("rounds") is not None:
+        iterations = sorted({row.timing.iterations for row in results.rows if row.timing})
+        calls = f" of {_range(iterations)} iterations" if iterations else ""
+        parts.append(f"{settings['rounds']} rounds{calls}, interleaved")
+    parts.append(f"check {settings['rule']}" if settings.get("check") else "no check")
+    return " · ".join(parts)
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+
+
+def _print_skipped(results: Results, console: Console) -> None:
+    """What did not run, each reason once: with the problem where it holds for one of several only."""
+    problems = dict.fromkeys([r.problem for r in results.rows] + [s.problem for s in results.skipped])
+    groups: dict[str, dict[str, list[str]]] = {}
+    for skipped in results.skipped:
+        groups.setdefault(skipped.reason, {}).setdefault(skipped.problem, []).append(skipped.tag)
+    listed = {usage.tag for usage in results.compiled}
+    pairs = []
+    for reason, found in groups.items():
+        tags = dict.fromkeys(tag for each in found.values() for tag in each)
+        where = ""
+        if len(found) < len(problems):
+            first = next(iter(found))
+            where = f" ({first})" if len(found) == 1 else f" ({len(found)} of {len(problems)} problems)"
+        pairs += [(tag, reason + where) for tag in tags]
+    print_reasons(pairs, "not run", console, listed=listed)
+    if pairs:
+        console.print()
+
+
+def print_families(usages: Sequence[Usage], console: Console) -> None:
+    """The compile report in short: a row for each family of kernels."""
+    from flashlane.core import registry
+
+    family = {kernel.tag: kernel.family for kernel in registry.kernels()}
+    groups: dict[tuple[str, str], dict[str, list[Usage]]] = {}
+    for usage in usages:
+        name = family.get(usage.tag, usage.tag) + (" backward" if usage.direction == "backward" else "")
+        groups.setdefault((usage.arch, usage.problem), {}).setdefault(name, []).append(usage)
+
+    def made(item: tuple[str, list[Usage]]) -> list[Usage]:
+        return [usage for usage in item[1] if usage.registers is not None]
+
+    def span(field: str) -> Any:
+        def cell(item: tuple[str, list[Usage]]) -> str:
+            found = [value for usage in made(item) if (value := getattr(usage, field)) is not None]
+            return _range(found).replace(" to ", "–") if found else NONE
+
+        return cell
+
+    columns = [
+        Column("compiled", lambda item: str(len(made(item)))),
+        Column("failed", lambda item: str(sum(bool(usage.error) for usage in item[1]))),
+        Column("spilling", lambda item: str(sum(usage.spilled for usage in made(item)))),
+        Column("regs", span("registers")),
+        Column("KiB", lambda item: _kib_span(made(item)), drop=1),
+        Column("blk/SM", span("blocks"), drop=2),
+        Column("left out", lambda item: str(sum(bool(usage.reason) for usage in item[1])), drop=3),
+    ]
+    for (arch, problem), found in groups.items():
+        title = f"compiled for {arch}" + (f": {problem}" if problem else "")
+        items, name = list(found.items()), (lambda item: item[0])
+        console.print(make_table(items, columns, title, console.width, head="family", name=name))
+        errors = [(usage.name, usage.error) for usage in usages if usage.error and usage.arch == arch]
+        print_reasons(errors, "error", console, "bold red")
+        reasons = {u.reason for u in usages if u.reason and u.arch == arch and u.problem == problem}
+        if len(reasons) == 1:
+            say(console, f"left out: {reasons.pop()}", "yellow")
+    say(console, "flashlane compile shows each kernel; the JSON file has them too.", "dim")
+    console.print()
+
+
+def _kib_span(usages: Sequence[Usage]) -> str:
+    found = [usage.shared_bytes / 1024 for usage in usages if usage.shared_bytes is not None]
+    if not found:
+        return NONE
+    low, high = f"{min(found):.0f}", f"{max(found):.0f}"
+    return low if low == high else f"{low}–{high}"
+
+
+def results_table(rows: Sequence[Row], title: str, width: int, convention: Convention = "gemm") -> Group:
     """One problem's rows; kernels first, peers after a line, the fastest of each kind in bold."""
     columns = [*_columns(rows, convention), Column("check", _status, justify="left")]
+    gains = gains_of(rows)
+    if len(gains) > 1:
+        at = next(i for i, c in enumerate(columns) if c.title == "×best")
+        columns.insert(at, Column("gain", lambda r: gains.get(r.tag, ""), drop=2))
     fastest = {_fastest(rows, kind) for kind in ("kernel", "peer")}
     return make_table(rows, columns, title, width, lambda r: "bold" if r.tag in fastest else None)
 
 
-def make_table(
-    rows: Sequence[Any], columns: Sequence[Column], title: str, width: int, style: Callable[[Any], str | None]
-) -> Table:
-    """Rows under their tags; where they do not fit, tags fold first and then columns go, the least needed first."""
-    widest = max(len(_name(row)) for row in rows)
-    room = width - min(widest, FOLD)
-    shown, dropped = _fitting(columns, rows, room)
-    fold = widest if widest + _width(shown, rows) <= width else FOLD
-    table = Table(title=escape(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
-    if dropped:
-        table.caption = f"{', '.join(dropped)}: in a wider terminal, and in the JSON file"
-        table.caption_justify, table.caption_style = "left", "dim"
-    table.add_column("tag", no_wrap=True)
-    for column in shown:
-        table.add_column(column.title, justify=column.justify, no_wrap=True)
+def gains_of(rows: Sequence[Row]) -> dict[str, str]:
+    """``+12.3%`` by tag: how much faster a kernel is than every kernel of the rows above it; others have none."""
+    found, best = {}, None
     for row in rows:
-        cells = [Text(c) if isinstance(c, str) else c for c in (column.cell(row) for column in shown)]
-        table.add_row(Text(_fold(_name(row), fold)), *cells, style=style(row))
-    return table
-
-
-def _name(row: Any) -> str:
-    """What the first column says of a row: its name, where it has a longer one than its tag."""
-    return getattr(row, "name", row.tag)
-
-
-def _fitting(columns: Sequence[Column], rows: Sequence[Any], room: int) -> tuple[list[Column], list[str]]:
-    """The columns that fit, taken in the order of their need, and the titles of those that do not."""
-
-    def visible(kept: Container[Column]) -> list[Column]:
-        taken = {c.replaces for c in columns if c in kept} - {""}
-        return [c for c in columns if c in kept and c.title not in taken]
-
-    kept = [c for c in columns if not c.drop]
-    for column in sorted((c for c in columns if c.drop), key=lambda c: c.drop):
-        if _width(visible([*kept, column]), rows) <= room:
-            kept.append(column)
-    shown = visible(kept)
-    present = {c.title for c in shown}
-    return shown, [c.title for c in columns if c not in kept and c.replaces not in present]
-
-
-def _width(columns: Sequence[Column], rows: Sequence[Any]) -> int:
-    return sum(2 + max(len(c.title), *(len(c.cell(row)) for row in rows)) for c in columns)
+        if row.kind == "kernel" and row.timing and row.timing.median:
+            if best is None or row.timing.median < best:
+                found[row.tag] = "" if best is None else f"+{100 * (best / row.timing.median - 1):.1f}%"
+                best = row.timing.median
+    return found
 
 
 def _columns(rows: Sequence[Row], convention: Convention) -> list[Column]:
@@ -183,7 +245,7 @@ def print_compiled(usages: Sequence[Usage], console: Console) -> None:
         console.print()
 
 
-def _compiled_table(usages: Sequence[Usage], title: str, console: Console) -> Table:
+def _compiled_table(usages: Sequence[Usage], title: str, console: Console) -> Group:
     columns = [
         Column("configuration", lambda u: u.config, drop=12, justify="left"),
         Column("regs", lambda u: _plain(u.registers)),
@@ -211,21 +273,25 @@ def _opcode(name: str) -> Column:
 def print_reasons(
     pairs: Iterable[tuple[str, str]], what: str, console: Console, style: str = "yellow", listed: Container[str] = ()
 ) -> None:
-    """Each reason once, with every tag that it holds for; many tags that a table below lists are only counted."""
+    """Each reason once, with every tag that it holds for; many tags that the compile report lists are only counted."""
     groups: dict[str, list[str]] = {}
     for tag, reason in pairs:
         groups.setdefault(reason, []).append(tag)
     for reason, tags in groups.items():
         below = len(tags) > 6 and all(tag in listed for tag in tags)
-        names = "the GPU kernels of the compile report below" if below else " ".join(tags[:MOST_TAGS])
-        names += f" and {len(tags) - MOST_TAGS} more (all in the files)" if len(tags) > MOST_TAGS and not below else ""
+        names = (
+            "the GPU kernels of the compile report"
+            if below
+            else " ".join(tags if len(tags) <= MOST_TAGS else tags[:FEW_TAGS])
+        )
+        names += f" and {len(tags) - FEW_TAGS} more (all in the files)" if len(tags) > MOST_TAGS and not below else ""
         console.print(Text(f"{what} ({len(tags)}) · {reason}: ", style).append(names, "dim"))
 
 
 def print_unlisted(unlisted: int, verb: str, console: Console) -> None:
     """How many kernels of the table nobody asked for, and how to ask."""
     if unlisted:
-        console.print(unlisted_note(unlisted, verb), style="dim", soft_wrap=True)
+        say(console, unlisted_note(unlisted, verb), "dim")
 
 
 def _print_footer(results: Results, console: Console, convention: Convention) -> None:
@@ -233,8 +299,8 @@ def _print_footer(results: Results, console: Console, convention: Convention) ->
     if timed is None:
         return
     notes = [
-        f"ms: median of the rounds ({timed.method}), interleaved; ±%: half the distance of the quartiles",
-        f"TFLOP/s: {convention} count of visible pairs; ×best: times as fast as the best peer",
+        f"ms: median of the rounds ({timed.method}), interleaved; ±%: half the interquartile range",
+        f"TFLOP/s: {COUNTED[convention]}; ×best: times as fast as the best peer; gain: over the fastest kernel above",
     ]
     if any(r.mma_ceiling for r in results.rows):
         notes.append("% mma ceiling: of what mma.sync gives from registers alone, measured on this card in this run")
@@ -242,26 +308,12 @@ def _print_footer(results: Results, console: Console, convention: Convention) ->
         notes.append("MiB: what one call takes beyond its inputs, at the peak, output and LSE included")
     if any(r.verdict for r in results.rows):
         notes.append(f"max err: against the reference; /allowed: over what rule {results.settings['rule']} allows")
-    console.print("\n".join(notes), style="dim")
+    say(console, "\n".join(notes), "dim")
 
 
 def _fastest(rows: Sequence[Row], kind: str) -> str | None:
     timed = [(r.timing.median, r.tag) for r in rows if r.kind == kind and r.timing]
     return min(timed)[1] if timed else None
-
-
-def _fold(tag: str, width: int) -> str:
-    """A tag, broken before one of its ``+`` where it is longer than ``width``."""
-    if len(tag) <= width:
-        return tag
-    lines, line = [], ""
-    for index, piece in enumerate(tag.split("+")):
-        piece = piece if index == 0 else "+" + piece
-        if line and len(line) + len(piece) > width:
-            lines.append(line)
-            line = "  "
-        line += piece
-    return "\n".join([*lines, line])
 
 
 def _values(row: Row, digits: int) -> str:
@@ -272,18 +324,6 @@ def _values(row: Row, digits: int) -> str:
 def spill_cell(usage: Usage | None) -> Text:
     spills = None if usage is None else usage.spills
     return Text(_plain(spills), "bold red" if usage is not None and usage.spilled else "")
-
-
-def significant(number: float | None) -> str:
-    """Four significant digits without an exponent, as far as that goes."""
-    if number is None:
-        return NONE
-    if number >= 1000:
-        return f"{number:.0f}"
-    for limit, digits in ((100, 1), (10, 2), (1, 3), (0.1, 4)):
-        if number >= limit:
-            return f"{number:.{digits}f}"
-    return f"{number:.5f}"
 
 
 def _usage(row: Row, name: str) -> str:

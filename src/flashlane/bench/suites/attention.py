@@ -185,21 +185,25 @@ class AttentionSuite:
                 column
                 for key in keys
                 for column in (
-                    Column(f"{key}_forward", f"fwd_{key}(ms)", 3),
-                    Column(f"{key}_backward", f"bwd_{key}(ms)", 3),
-                    Column(f"{key}_memory", f"mem_{key}(MB)", 1),
+                    Column(f"{key}_forward", f"fwd_{key}(ms)", 3, drop=1),
+                    Column(f"{key}_backward", f"bwd_{key}(ms)", 3, drop=1),
+                    Column(f"{key}_memory", f"mem_{key}(MB)", 1, drop=1),
                 )
             ]
             return (sizes[1], sizes[0], sizes[2], *found, *self._speedups(short, ("forward", "backward")))
         letters = {"forward": "ft", "backward": "bt", "both": "fbt"}
-        times = [Column(f"{key}_{d}", f"{letters[d]}_{key}", 3) for key in keys for d in DIRECTIONS]
+        times = [
+            Column(f"{key}_{d}", f"{letters[d]}_{key}", 3, drop=3 if d == "both" else 1)
+            for key in keys
+            for d in DIRECTIONS
+        ]
         return (*sizes, *times, *self._speedups({"forward": "fwd", "backward": "bwd", "both": "tot"}, DIRECTIONS))
 
     def _speedups(self, names: dict[str, str], directions: Sequence[str]) -> Iterator[Column]:
         others = [implementation.key for implementation in self.implementations[:-1]]
         for other, direction in itertools.product(others, directions):
             suffix = "" if len(others) == 1 else f"_{other}"
-            yield Column(f"speedup_{other}_{direction}", f"speedup_{names[direction]}{suffix}", 2, "x")
+            yield Column(f"speedup_{other}_{direction}", f"speedup_{names[direction]}{suffix}", 2, "x", drop=2)
 
     @property
     def notes(self) -> list[str]:

@@ -26,7 +26,7 @@ from flashlane.bench.measure.results import file_stem, finite, write_atomically
 from flashlane.bench.measure.timing import Timing
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 FORMAT = "flashlane-suite/1"
 OOM, NA, FAIL, ERROR = "OOM", "N/A", "FAIL", "error"
@@ -49,6 +49,8 @@ class Column:
     """Digits after the point of a number, or None for what is printed as it is."""
     unit: str = ""
     """Put after a number: ``×``."""
+    drop: int = 0
+    """In a narrow terminal columns with the highest number go first; 0 always stays."""
 
     def cell(self, value: Value) -> str:
         if value is None:
@@ -108,19 +110,29 @@ class SuiteResults:
         notes += [] if self.complete else ["The run was stopped before the last row."]
         return f"# {self.title}\n\n" + "\n".join(lines) + "\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
 
-    def table(self) -> Table:
-        """The table for a terminal."""
-        from rich import box
-        from rich.markup import escape
-        from rich.table import Table
+    def table(self, width: int) -> Group:
+        """The table for a terminal of a width; what does not fit is named below it."""
         from rich.text import Text
 
-        made = Table(title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for column in self.columns:
-            made.add_column(column.title, justify="right", no_wrap=True)
-        for line in self.cells():
-            made.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in line))
-        return made
+        from flashlane.inspect import fitted_table
+
+        def shown(column: Column) -> fitted_table.Column:
+            def cell(row: dict[str, Value]) -> Text:
+                text = column.cell(row.get(column.key))
+                return Text(text, _STYLES.get(text, ""))
+
+            return fitted_table.Column(column.title, cell, column.drop)
+
+        first, *others = self.columns
+        return fitted_table.make_table(
+            self.rows,
+            [shown(column) for column in others],
+            self.title,
+            width,
+            head=first.title,
+            name=lambda row: first.cell(row.get(first.key)),
+            elsewhere="see the files",
+        )
 
     def cells(self) -> list[list[str]]:
         """Every row as text."""
@@ -131,12 +143,16 @@ class SuiteResults:
         e = self.environment
         return f"{e['device']}, torch {e['torch']}, flashlane {e['flashlane']}, commit {e['commit']}, {e['date']}"
 
-    def write(self, folder: Path, stem: str) -> tuple[Path, ...]:
-        """Write JSON, CSV and Markdown, each replaced in one step; their paths."""
+    def texts(self, stem: str) -> dict[str, str]:
+        """JSON, CSV and Markdown by the names of their files."""
         made = {"json": self.to_json(), "csv": self.to_csv(), "md": self.to_markdown()}
-        for suffix, text in made.items():
-            write_atomically(folder / f"{stem}.{suffix}", text)
-        return tuple(folder / f"{stem}.{suffix}" for suffix in made)
+        return {f"{stem}.{suffix}": text for suffix, text in made.items()}
+
+    def write(self, folder: Path, stem: str) -> tuple[Path, ...]:
+        """Write :meth:`texts`, each replaced in one step; their paths."""
+        for name, text in self.texts(stem).items():
+            write_atomically(folder / name, text)
+        return tuple(folder / name for name in self.texts(stem))
 
 
 _STYLES = {OOM: "yellow", NA: "dim", FAIL: "bold red", ERROR: "bold red", "–": "dim"}

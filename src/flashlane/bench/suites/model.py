@@ -100,7 +100,10 @@ class ModelSuite:
         phases = [
             column
             for phase in PHASES
-            for column in (Column(f"{phase}_avg", f"avg_{phase}", 2), Column(f"{phase}_total", f"total_{phase}", 1))
+            for column in (
+                Column(f"{phase}_avg", f"avg_{phase}", 2, drop=1),
+                Column(f"{phase}_total", f"total_{phase}", 1, drop=3),
+            )
         ]
         return (
             Column("size", "model_name"),
@@ -108,8 +111,8 @@ class ModelSuite:
             Column("attention", "attention"),
             *phases,
             Column("step_avg", "avg_total", 2),
-            Column("peak", "peak(MB)", 0),
-            Column("tokens", "tokens/s", 0),
+            Column("peak", "peak(MB)", 0, drop=1),
+            Column("tokens", "tokens/s", 0, drop=2),
             Column("speedup", f"speedup_vs_{self.attentions[0]}", 2, "x"),
         )
 

@@ -1,0 +1,114 @@
+"""The process around a command: its streams never fail it, and Ctrl-C ends it with status 130 from the first moment.
+
+This module imports nothing that takes time, and so is there before anything that does.
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import io
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+from flashlane.bench.measure.defaults import INTERRUPTED, NOT_WRITTEN
+
+ASCII = dict(zip("·×±µ–—−…→≤≥²√∞", "-x+u---.><>2v8", strict=True))
+"""What a terminal without Unicode shows for our characters: one for one, so that columns stay where they are."""
+CODEC_ERRORS = "flashlane-ascii"
+
+
+class SteadyStream(io.BufferedIOBase):
+    """The bytes of stdout or stderr. When they can no longer be written, ``error`` says why and the rest is dropped."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def write(self, data: Any) -> int:
+        self._try(self.stream.write, data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, do: Any, *data: Any) -> None:
+        try:
+            do(*data)
+        except OSError as error:
+            self.error = self.error or error
+            # What the stream still holds goes nowhere: Python flushes it at the end, and must not fail then.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def main() -> NoReturn:
+    """Run the command line and end the process; the entry point of the ``flashlane`` script."""
+    signal.signal(signal.SIGINT, _end_now)
+    out, err = _steady("stdout"), _steady("stderr")
+    status = _run()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    lost = next((s.error for s in (out, err) if s and s.error and s.error.errno != errno.EPIPE), None)
+    if lost is not None:
+        sys.stderr.write(f"error: the output could not be written: {lost.strerror}\n")
+        status = status or NOT_WRITTEN
+    sys.stderr.flush()
+    sys.exit(status)
+
+
+def _run() -> int:
+    from flashlane.cli.main import app
+
+    try:
+        app()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
+    return 0
+
+
+def loaded() -> None:
+    """From now on Ctrl-C raises KeyboardInterrupt: a command runs, and may have something to keep."""
+    if signal.getsignal(signal.SIGINT) is _end_now:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_now(*_: Any) -> NoReturn:
+    """Modules are being loaded. An exception would pass through code that takes it for a failed import."""
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _steady(name: str) -> SteadyStream | None:
+    """Replace ``sys.stdout`` (or stderr) by one that neither raises nor refuses a character."""
+    stream = getattr(sys, name)
+    buffer = getattr(stream, "buffer", None)
+    if buffer is None:  # closed
+        return None
+    codecs.register_error(CODEC_ERRORS, _nearest_ascii)
+    steady = SteadyStream(buffer)
+    text = io.TextIOWrapper(
+        steady, encoding=stream.encoding, errors=CODEC_ERRORS, line_buffering=stream.isatty() or name == "stderr"
+    )
+    setattr(sys, name, text)
+    return steady
+
+
+def _nearest_ascii(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(ASCII.get(c, "?") for c in error.object[error.start : error.end]), error.end

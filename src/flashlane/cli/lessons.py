@@ -1,0 +1,148 @@
+"""``flashlane lessons``: the building blocks of attention, every variant against torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashlane.cli import complete
+from flashlane.cli import options as o
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashlane.lessons.comparison import Row
+
+BLOCKS = ("softmax", "activation", "hgemm")
+FORMAT = "flashlane-lessons/1"
+SIZE = 8192
+
+
+def lessons_command(
+    blocks: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[BLOCK...]",
+            help=f"Which: {', '.join(BLOCKS)}. Default: all.",
+            autocompletion=complete.one_of(BLOCKS),
+        ),
+    ] = None,
+    size: Annotated[int, o.option("--size", help="M = N = K of hgemm.", panel=o.SIZES)] = SIZE,
+    iters: Annotated[
+        int | None,
+        o.option("--iters", "--rounds", help="Rounds; in each, every variant runs in turn.", panel=o.MEASURE),
+    ] = None,
+    list_: Annotated[bool, o.option("--list", help="Show the variants; measure nothing.", panel=o.OUTPUT)] = False,
+    out: o.Out = o.RESULTS,
+) -> None:
+    """Check and time the building blocks against torch: softmax, activations (ELU, hard shrink, hard swish), HGEMM.
+
+    Each variant is compared with float64 first, then timed against torch on the same input, interleaved. Memory-bound
+    blocks are given in GB/s, HGEMM in TFLOP/s and as a share of what mma.sync gives. The file is rewritten after every
+    group. It needs a GPU; docs/lessons.md walks through the variants.
+
+    Exit status: 0 all is right, 1 a variant failed its check or raised, 2 bad input or no GPU, 3 the file could not be
+    written where it should be, 130 interrupted (the groups done before are kept).
+
+    Examples:
+
+      flashlane lessons softmax activation
+
+      flashlane lessons hgemm --size 4096
+    """
+    import torch
+
+    from flashlane.bench.measure.results import check_writable
+    from flashlane.inspect.fitted_table import make_console
+
+    chosen = tuple(dict.fromkeys(blocks or BLOCKS))
+    for block in chosen:
+        if block not in BLOCKS:
+            raise ValueError(f"BLOCK is {block!r}; it may be {', '.join(BLOCKS)}")
+    if size < 1:
+        raise ValueError(f"--size is {size}; it must be at least 1")
+    if iters is not None and iters < 1:
+        raise ValueError(f"--iters is {iters}; it must be at least 1")
+    console = make_console()
+    if list_:
+        for block in chosen:
+            console.print(f"{block}: {', '.join(variants(block))}", markup=False)
+        return
+    if not torch.cuda.is_available():
+        raise ValueError("lessons need a GPU, and torch sees none (see flashlane doctor); --list shows the variants")
+    check_writable(out)
+    device = torch.device("cuda", torch.cuda.current_device())
+    run_lessons(chosen, device, size, iters, out, console)
+
+
+def variants(block: str) -> list[str]:
+    """The variants of a block."""
+    from flashlane.lessons import activation, gemm, row_softmax
+
+    names = {"softmax": row_softmax.VARIANTS, "activation": activation.ACCESSES, "hgemm": gemm.CONFIGS}
+    return [str(name) for name in names[block]]
+
+
+def run_lessons(
+    chosen: tuple[str, ...], device: Any, size: int, iters: int | None, out: Path, console: Console
+) -> None:
+    """Every group of the blocks, on the disk after each, then the tables."""
+    from dataclasses import replace
+
+    from flashlane.bench.measure.environment import environment
+    from flashlane.bench.measure.kept import Kept, keep_texts
+    from flashlane.bench.measure.results import file_stem, finite
+    from flashlane.lessons import comparison
+
+    settings = comparison.SETTINGS if iters is None else replace(comparison.SETTINGS, rounds=iters)
+    machine = environment(device)
+    name = f"{file_stem(str(machine['device']), 'lessons')}.json"
+    rows: list[Row] = []
+    kept, stopped = Kept(()), False
+    try:
+        for block in chosen:
+            groups = comparison.hgemm_groups(device, size) if block == "hgemm" else comparison.BLOCKS[block](device)
+            for group in groups:
+                with console.status(f"{block} {group.name} …"):
+                    rows += comparison.run_group(group, settings, device)
+                body = {"format": FORMAT, "environment": machine, "rows": [row.to_dict() for row in rows]}
+                kept = keep_texts(out, {name: json.dumps(finite(body), indent=1) + "\n"})
+    except KeyboardInterrupt:
+        stopped = True
+    print_rows(rows, console)
+    kept.tell(console)
+    if stopped:
+        raise typer.Exit(o.INTERRUPTED)
+    if any(not row.ok for row in rows):
+        raise typer.Exit(1)
+    if kept.problem:
+        raise typer.Exit(o.NOT_WRITTEN)
+
+
+def print_rows(rows: list[Row], console: Console) -> None:
+    """A table a group, the fastest variant first; then what failed."""
+    from flashlane.inspect.fitted_table import NONE, Column, make_table, say, significant
+
+    def ratio(value: float | None) -> str:
+        return NONE if value is None else f"{value:.2f}"
+
+    columns = [
+        Column("ms", lambda row: significant(row.milliseconds)),
+        Column("±%", lambda row: NONE if row.spread is None else f"{50 * row.spread:.1f}", drop=2),
+        Column("TFLOP/s", lambda row: significant(row.tflops)),
+        Column("GB/s", lambda row: significant(row.gigabytes_per_second)),
+        Column("× torch", lambda row: ratio(row.versus_torch)),
+        Column("of ceiling", lambda row: ratio(row.of_ceiling), drop=1),
+    ]
+    for block, group in dict.fromkeys((row.block, row.group) for row in rows):
+        members = [row for row in rows if (row.block, row.group) == (block, group)]
+        members.sort(key=lambda row: row.milliseconds or float("inf"))
+        used = [c for c in columns if any(c.cell(row) != NONE for row in members)]
+        console.print(make_table(members, used, f"{block} · {group}", console.width, head="variant"))
+        for row in members:
+            if not row.ok:
+                say(console, f"FAIL {row.tag}: {row.message}", "bold red")
+        console.print()

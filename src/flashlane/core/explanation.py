@@ -1,0 +1,141 @@
+"""What ``explain`` says of a problem: the kernel that runs, and why each other one does not, grouped by the reason."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from flashlane.core.problem import AttentionProblem
+
+ROOM = 80
+"""Columns of a line; of a group as many tags are named as fit."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One kernel's standing for a problem: ``reason`` says why it cannot run it, or is None."""
+
+    tag: str
+    reason: str | None
+    preference: float
+    summary: str
+
+
+@dataclass(frozen=True)
+class BackwardChoice:
+    """One backward kernel's standing for a problem: ``reason`` says why it cannot run it, or is None."""
+
+    tag: str
+    reason: str | None
+    summary: str
+    config: str = ""
+    """The configuration that it would run with, in a few words."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run, and why each other kernel would not. ``print`` it, or read ``chosen`` and ``choices``."""
+
+    problem: AttentionProblem
+    chosen: str
+    choices: tuple[Choice, ...]
+    """The listed kernels, or all, and always the chosen one."""
+    tuned: bool = False
+    """Whether the chosen one is what ``flashlane tune`` found fastest on this GPU."""
+    unlisted: int = 0
+    """How many further kernels of the table are not among the choices."""
+    backward: str | None = None
+    """The tag of the backward kernel that would follow, or None where no gradient is asked for."""
+    backwards: tuple[BackwardChoice, ...] = ()
+    """Every backward kernel, when a gradient is asked for."""
+    instead_of: str | None = None
+    """What would run if no kernel were named; None where none is, or none could."""
+    named: bool = False
+    """Whether the chosen kernel was asked for by its tag."""
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    """Milliseconds that a kernel is predicted to take, by its tag, where a model predicts them."""
+
+    def __str__(self) -> str:
+        return "\n".join([self._head(), *self._grouped(), *self._after()])
+
+    def listed(self) -> str:
+        """The same with a line for each kernel."""
+        width = max(len(choice.tag) for choice in self.choices)
+        places = self.places()
+        lines = []
+        for choice in self.choices:
+            why = choice.reason or ("runs" if choice.tag == self.chosen else self.lower(choice.tag, places[choice.tag]))
+            lines.append(f"  {choice.tag:<{width}}  {why}")
+        return "\n".join([self._head(), *lines, *self._after()])
+
+    def places(self) -> dict[str, int]:
+        """The rank of each kernel that can run the problem: 1 for the highest preference, equal ones alike."""
+        able = [choice for choice in self.choices if choice.reason is None]
+        return {c.tag: 1 + sum(other.preference > c.preference for other in able) for c in able}
+
+    def lower(self, tag: str, place: int, others: int = 0) -> str:
+        """Why a kernel that could run does not: by how much it is predicted to be slower, or its place."""
+        ours, theirs = self.predicted.get(self.chosen), self.predicted.get(tag)
+        if ours and theirs:
+            percent = 100 * (theirs / ours - 1)
+            return f"ranked lower, predicted {abs(percent):.0f} % {'slower' if percent >= 0 else 'faster'}"
+        return "can run; ranked lower " + (f"(places {place} to {place + others})" if others else f"(place {place})")
+
+    def _head(self) -> str:
+        notes = " (the fastest that flashlane tune timed on this GPU)" if self.tuned else ""
+        if self.named:
+            other = self.instead_of
+            notes = " (it was named" + (f"; otherwise {other} would run)" if other and other != self.chosen else ")")
+        text = f"{self.problem.describe()} on {self.problem.arch or 'cpu'}: {self.chosen}{notes}"
+        return textwrap.fill(text, ROOM, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+    def _grouped(self) -> Iterable[str]:
+        """What cannot run by its reason, what can by its place; of a named kernel nothing: no other was considered."""
+        if self.named:
+            return
+        places = self.places()
+        lower: dict[int, list[str]] = {}
+        forecast: dict[str, list[str]] = {}
+        reasons: dict[str, list[str]] = {}
+        for choice in self.choices:
+            if choice.reason is not None:
+                reasons.setdefault(choice.reason, []).append(choice.tag)
+            elif choice.tag != self.chosen:
+                known = choice.tag in self.predicted and self.chosen in self.predicted
+                if known:
+                    forecast.setdefault(self.lower(choice.tag, places[choice.tag]), []).append(choice.tag)
+                else:
+                    lower.setdefault(places[choice.tag], []).append(choice.tag)
+        for why, tags in sorted(forecast.items(), key=lambda item: self.predicted[item[1][0]]):
+            yield _line(why, tags)
+        for place, tags in sorted(lower.items()):
+            yield _line(self.lower(tags[0], place, len(tags) - 1), tags)
+        for reason, tags in sorted(reasons.items(), key=lambda item: -len(item[1])):
+            yield _line(f"cannot run: {reason}" + (f" ({len(tags)})" if len(tags) > 1 else ""), tags)
+
+    def _after(self) -> Iterable[str]:
+        for after in self.backwards:
+            why = "runs" if after.tag == self.backward else after.reason or "can run; ranked lower"
+            yield f"  backward {after.tag}: {why}" + (f" ({after.config})" if after.config else "")
+        if self.unlisted and not self.named:
+            yield f"  {self.unlisted} further variants run only when named: flashlane explain --show-all"
+
+
+def _line(why: str, tags: list[str]) -> str:
+    """``  why: tag, tag and 93 more``, with as many tags as fit; a long reason has lines of its own."""
+    head = f"  {why}: "
+    if len(head) + len(tags[0]) > ROOM:
+        lines = textwrap.wrap(head.strip(), ROOM, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        return "\n".join([*lines, "    " + _some(tags, ROOM - 4)])
+    return head + _some(tags, ROOM - len(head))
+
+
+def _some(tags: list[str], room: int) -> str:
+    shown = tags[:1]
+    for tag in tags[1:]:
+        if len(", ".join([*shown, tag]) + f" and {len(tags)} more") > room:
+            break
+        shown.append(tag)
+    left = len(tags) - len(shown)
+    return ", ".join(shown) + (f" and {left} more" if left else "")

@@ -1,0 +1,154 @@
+"""A table that fits its terminal: names fold, then columns go, the least needed first, and the table says which."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+PIPED_WIDTH = 200
+"""Columns when the output is not a terminal and COLUMNS does not say."""
+NONE = "–"
+FOLD = 24
+"""Longest line of a name in a narrow table."""
+LEAST = 8
+"""A name is folded no narrower."""
+GAP = 2
+IN_THE_FILE = "see the JSON file"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: what it shows of a row."""
+
+    title: str
+    cell: Callable[[Any], str | Text]
+    drop: int = 0
+    """Columns with the highest number go first where the terminal is narrow; 0 always stays."""
+    justify: Literal["left", "right"] = "right"
+    replaces: str = ""
+    """Title of the column that this one is shown in place of, when both would fit."""
+    fold: bool = False
+    """Whether its cells are names, which break over lines where they are long."""
+
+
+def make_console(width: int | None = None, stderr: bool = False) -> Console:
+    """A console on stdout (or stderr) that does not squeeze tables into 80 columns when piped."""
+    console = Console(width=width, highlight=False, stderr=stderr)
+    if width is None and not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=PIPED_WIDTH, highlight=False, stderr=stderr)
+    return console
+
+
+def say(console: Console, text: str | Text, style: str = "") -> None:
+    """A sentence, broken between words where the terminal is narrow; in a file it is one line."""
+    console.print(Text(text) if isinstance(text, str) else text, style=style, soft_wrap=console.width >= PIPED_WIDTH)
+
+
+def make_table(
+    rows: Sequence[Any],
+    columns: Sequence[Column],
+    title: str,
+    width: int,
+    style: Callable[[Any], str | None] = lambda row: None,
+    *,
+    head: str = "tag",
+    name: Callable[[Any], str] = lambda row: getattr(row, "name", row.tag),
+    elsewhere: str = IN_THE_FILE,
+) -> Group:
+    """Rows under their names, with as many columns as fit.
+
+    Args:
+        rows: what the cells are made of.
+        columns: what is shown, from left to right.
+        title: above the table; empty for none.
+        width: of the terminal.
+        style: of a row.
+        head: of the first column.
+        name: what the first column says of a row.
+        elsewhere: where a reader finds the columns that are left out.
+    """
+    widest = max((len(name(row)) for row in rows), default=0)
+    wide = {c.title: _width(c, rows) for c in columns}
+    narrow = {c.title: min(wide[c.title], FOLD) if c.fold else wide[c.title] for c in columns}
+    shown, dropped = _fitting(columns, narrow, width - max(min(widest, FOLD), len(head)))
+    whole = max(widest, len(head)) + sum(GAP + wide[c.title] for c in shown)
+    folding = whole > width
+    fold = widest
+    if folding:
+        fold = max(LEAST, min(widest, width - sum(GAP + narrow[c.title] for c in shown)))
+    table = Table(box=None, pad_edge=False)
+    table.add_column(head, no_wrap=True)
+    for column in shown:
+        table.add_column(column.title, justify=column.justify, no_wrap=True)
+    for row in rows:
+        cells = [_cell(column, row, folding) for column in shown]
+        table.add_row(Text(fold_name(name(row), fold)), *cells, style=style(row))
+    hidden = f"hidden: {', '.join(dropped)} (widen the terminal, or {elsewhere})"
+    above, below = [Text(title, "bold")] if title else [], [Text(hidden, "dim")] if dropped else []
+    return Group(*above, table, *below)  # a table's own title and caption would be broken at its width
+
+
+def _cell(column: Column, row: Any, folding: bool) -> Text:
+    cell = column.cell(row)
+    if column.fold and folding:
+        return Text(fold_name(str(cell), max(FOLD, len(column.title))))
+    return Text(cell) if isinstance(cell, str) else cell
+
+
+def _fitting(columns: Sequence[Column], widths: dict[str, int], room: int) -> tuple[list[Column], list[str]]:
+    """The columns that fit, taken in the order of their need, and the titles of those that do not."""
+
+    def visible(kept: Container[Column]) -> list[Column]:
+        taken = {c.replaces for c in columns if c in kept} - {""}
+        return [c for c in columns if c in kept and c.title not in taken]
+
+    kept = [c for c in columns if not c.drop]
+    for column in sorted((c for c in columns if c.drop), key=lambda c: c.drop):
+        if sum(GAP + widths[c.title] for c in visible([*kept, column])) <= room:
+            kept.append(column)
+    shown = visible(kept)
+    present = {c.title for c in shown}
+    # A column in two widths is one column: neither is hidden where the other is shown, and it is named once.
+    stand_ins = {c.replaces: c.title for c in columns if c.replaces}
+    hidden = [c.title for c in columns if c not in kept and not c.replaces and stand_ins.get(c.title) not in present]
+    return shown, hidden
+
+
+def _width(column: Column, rows: Sequence[Any]) -> int:
+    lines = [len(line) for row in rows for line in str(column.cell(row)).split("\n")]
+    return max(len(column.title), *lines) if lines else len(column.title)
+
+
+def fold_name(text: str, width: int) -> str:
+    """A name in lines of at most ``width``: broken before a ``+`` or after a blank, and elsewhere where it must be."""
+    if len(text) <= width:
+        return text
+    lines, line = [], ""
+    for piece in re.split(r"(?=\+)|(?<= )", text):
+        if line.strip() and len(line) + len(piece.rstrip()) > width:
+            lines.append(line.rstrip())
+            line = "  "
+        line += piece
+        while len(line.rstrip()) > width:
+            lines.append(line[:width])
+            line = "  " + line[width:]
+    return "\n".join([*lines, line.rstrip()])
+
+
+def significant(number: float | None) -> str:
+    """Four significant digits without an exponent, as far as that goes."""
+    if number is None:
+        return NONE
+    if number >= 1000:
+        return f"{number:.0f}"
+    for limit, digits in ((100, 1), (10, 2), (1, 3), (0.1, 4)):
+        if number >= limit:
+            return f"{number:.{digits}f}"
+    return f"{number:.5f}"

@@ -1,0 +1,267 @@
+"""The process around a command: how fast it is there, and what becomes of results when its output or the disk fails."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from flashlane.bench.measure.environment import child_environment
+from flashlane.cli import complete
+from flashlane.cli.main import app
+
+COMMAND = [sys.executable, "-m", "flashlane"]
+TINY = ["--N", "32", "--D", "16", "--H", "1", "--B", "1", "--quick", "--kernels", "tiled", "--peers", "none"]
+BENCH = ["bench", "--device", "cpu", "--arch", "none", *TINY]
+ROOFLINE = ["roofline", "--device", "cpu", *TINY]
+SUITE = ["bench", "suite", "flash", "--device", "cpu", "--max-seqlen", "128", "--D", "16", "--dtype", "f32"]
+
+
+def run(*words, stdout=subprocess.PIPE, **how):
+    how.setdefault("env", child_environment())
+    return subprocess.run([*COMMAND, *map(str, words)], stdout=stdout, stderr=subprocess.PIPE, text=True, **how)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """The names' ends of what lies in the folder of the results."""
+    monkeypatch.chdir(tmp_path)
+    return lambda folder="results": sorted(p.suffix for p in (tmp_path / folder).glob("*"))
+
+
+# --- before a command runs ---
+
+
+@pytest.mark.parametrize(
+    ("words", "completing"),
+    [
+        ("--version", None),
+        ("--help", None),
+        ("bench --help", None),
+        ("bench --nonsens", None),
+        ("benhc", None),
+        ("", "flashlane bench --tags spl"),
+        ("", "flashlane bench --kernels mma"),
+        ("", "flashlane bench --peers fl"),
+        ("", "flashlane explain --arch sm_9"),
+    ],
+)
+def test_neither_torch_nor_a_kernel_is_loaded_before_a_command_runs(words, completing):
+    code = """
+import sys
+from flashlane.cli.entry import main
+try:
+    main()
+except SystemExit:
+    heavy = {"torch", "numpy", "triton", "matplotlib", "flashlane.core.registry"} & set(sys.modules)
+    print("LOADED", sorted(heavy))
+"""
+    environment = child_environment()
+    if completing:
+        position = str(len(completing.split()) - 1)
+        environment |= {"_FLASHLANE_COMPLETE": "complete_bash", "COMP_WORDS": completing, "COMP_CWORD": position}
+        code = code.replace("main()\nexcept", "sys.argv[0] = 'flashlane'; main()\nexcept")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words.split()], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.endswith("LOADED []\n"), (done.stdout, done.stderr)
+    assert not completing or len(done.stdout.splitlines()) > 1, "something is completed"
+
+
+def test_names_that_the_shell_completes_are_those_of_the_tables():
+    assert complete.names() == complete.collect(), "python -m flashlane.cli.complete writes them anew"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("flashlane bench su", "suite"),
+        ("flashlane bench suite mo", "model"),
+        ("flashlane bench --tags split-q,share-k", "split-q,share-kv"),
+        ("flashlane bench --kernels mma(nai", r"mma\(naive\)"),
+        ('flashlane profile --tag "mma(nai', "mma(naive)"),
+        ("flashlane compare --peers flash,cud", "flash,cudnn"),
+        ("flashlane bench --dtype f16,bf", "f16,bf16"),
+        ("flashlane compile --arch sm_90,sm_12", "sm_90,sm_120"),
+        ("flashlane bench --preset gpt2,llama3-8", "gpt2,llama3-8b"),
+        ("flashlane plot --kind throughput,hea", "throughput,heatmap"),
+        ("flashlane profile --tool torch,ns", "torch,nsys"),
+        ("flashlane bench --layout dense,pag", "dense,paged"),
+    ],
+)
+def test_the_shell_completes_the_last_word_of_a_list(typed, expected, monkeypatch, capsys):
+    words = typed.split(" ")
+    monkeypatch.setenv("_FLASHLANE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    with pytest.raises(SystemExit):
+        app(prog_name="flashlane")
+    assert expected in capsys.readouterr().out.split("\n")
+
+
+def test_a_command_of_two_words_is_not_completed_as_one(monkeypatch, capsys):
+    monkeypatch.setenv("_FLASHLANE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "flashlane be")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    with pytest.raises(SystemExit):
+        app(prog_name="flashlane")
+    assert capsys.readouterr().out.split("\n") == ["bench", ""] or capsys.readouterr().out == ""
+
+
+# --- the output cannot be written ---
+
+
+def test_a_closed_pipe_loses_no_result(files):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run(*BENCH, stdout=writing)
+    assert done.returncode == 0 and "Traceback" not in done.stderr and "error" not in done.stderr, done.stderr
+    assert files() == [".csv", ".json"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("words", [BENCH, ["doctor"]])
+def test_a_full_device_is_one_line_and_status_3(files, words):
+    with open("/dev/full", "w") as full:
+        done = run(*words, stdout=full)
+    assert done.returncode == 3, done.stderr
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("[")]
+    assert errors == ["error: the output could not be written: No space left on device"]
+    assert words is not BENCH or files() == [".csv", ".json"]
+
+
+@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+def test_a_terminal_of_ascii_shows_the_nearest_characters(files, variables):
+    done = run(*BENCH, env=child_environment() | {"PYTHONCOERCECLOCALE": "0"} | variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii() and "+%" in done.stdout and "xbest" in done.stdout
+    assert files() == [".csv", ".json"]
+
+
+# --- a full disk ---
+
+
+def small_files():
+    """No file of this process may be larger than a few bytes: what a full disk says, without one."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ROOFLINE,
+        SUITE,
+        ["layout", "--columns", "16", "--png", "x.png"],
+        ["layout", "--columns", "16", "--json", "x.json"],
+        ["report", "{results}", "--out", "x.html"],
+        ["plot", "{results}", "--out", "plots"],
+        ["regress", "save", "{results}", "--baseline", "x.json"],
+        ["profile", "--device", "cpu", "--tag", "tiled", "--N", "32", "--D", "16", "--H", "1", "--calls", "1"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_a_full_disk_is_one_line_and_status_3(files, tmp_path, words):
+    results = tmp_path / "measured.json"
+    results.write_text(measured())
+    words = [word.format(results=results) for word in words]
+    done = run(*words, preexec_fn=small_files, env=child_environment() | {"MPLCONFIGDIR": str(tmp_path)})
+    assert done.returncode == 3, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr and "cannot be written" in done.stdout + done.stderr
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("x.") and os.path.getsize(tmp_path / name)]
+
+
+def measured():
+    """A results file of two kernels."""
+    import torch
+
+    from flashlane import bench
+
+    problem = bench.make_problem(1, 1, 16, 16, torch.float32)
+    selection = bench.Selection(tags=("reference", "tiled"), peers=())
+    results = bench.run([problem], device="cpu", selection=selection, settings=bench.Settings(3, 0.1, 0.1, 1, 1))
+    return results.to_json()
+
+
+# --- Ctrl-C ---
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.5])
+def test_ctrl_c_ends_with_status_130_while_modules_are_loaded(seconds, tmp_path):
+    child = subprocess.Popen(
+        [*COMMAND, *BENCH, "--iters", "100000"],
+        env=child_environment(),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(seconds)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 130, errors
+    assert "Traceback" not in errors and "interrupted" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (BENCH, {".csv", ".json"}),
+        (ROOFLINE, {".json", ".png"}),
+        (SUITE, {".csv", ".json", ".md"}),
+        (["compare", "--device", "cpu", *TINY], {".csv", ".json", ".md"}),
+        (["sweep", "--device", "cpu", *TINY], {".csv", ".json", ".md", ".jsonl"}),
+        (["profile", "--device", "cpu", "--tag", "tiled", "--N", "32", "--calls", "1", "--out", "results"], {".json"}),
+        (["layout", "--columns", "16", "--png", "results/x.png", "--json", "results/x.json"], {".json", ".png"}),
+        (
+            ["regress", "{results}", "{results}", "--json", "results/x.json", "--junit", "results/x.xml"],
+            {".json", ".xml"},
+        ),
+    ],
+    ids=lambda value: value[0] + " " + value[1] if isinstance(value, list) else "",
+)
+def test_files_are_written_before_anything_is_printed(files, tmp_path, monkeypatch, words, expected):
+    """Ctrl-C at the first line of output: the files are there."""
+    (tmp_path / "results").mkdir()
+    (tmp_path / "measured.json").write_text(measured())
+    write = Console.print
+
+    def stopped(console, *args, **keywords):
+        if console._file is None and not console.stderr:
+            raise KeyboardInterrupt
+        write(console, *args, **keywords)
+
+    monkeypatch.setattr(Console, "print", stopped)
+    done = CliRunner().invoke(app, [word.format(results=tmp_path / "measured.json") for word in words])
+    assert done.exit_code == 130, (done.output, done.exception)
+    assert set(files()) >= expected, files()
+    for path in (tmp_path / "results").glob("*.json"):
+        assert json.loads(path.read_text()), "whole"
+
+
+def test_what_cannot_be_written_where_it_should_be_is_kept_elsewhere(tmp_path, monkeypatch):
+    """The disk fills up while it is measured; the temporary folder is another one."""
+    from flashlane.bench.measure import kept
+
+    spare, write = tmp_path / "spare", kept.write_atomically
+    spare.mkdir()
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(spare))
+
+    def full(path, text):
+        if path.parent.name == "results":
+            raise OSError(28, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(kept, "write_atomically", full)
+    monkeypatch.chdir(tmp_path)
+    for words in (SUITE, ["profile", "--device", "cpu", "--tag", "tiled", "--N", "32", "--out", "results"]):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 3, done.output
+        assert "No space left on device" in done.stderr and str(spare) in done.stderr
+    names = " ".join(path.name for path in spare.iterdir())
+    assert re.search(r"suite-flash\S+\.json", names) and re.search(r"profile-\S+\.json", names)

@@ -1,0 +1,93 @@
+"""``flashlane monitor`` on machines that are not there."""
+
+import csv
+import sys
+from pathlib import Path
+
+import gpu_fakes
+import pytest
+from typer.testing import CliRunner
+
+from flashlane.cli.main import app
+from flashlane.inspect import gpu_state
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return lambda *words: CliRunner().invoke(app, ["monitor", *map(str, words)])
+
+
+def test_nvml_is_read(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.Nvml())
+    (state,) = gpu_state.states(with_processes=True)
+    assert (state.uuid, state.name, state.sm_clock_max, state.memory_clock) == ("GPU-c", "NVIDIA H100", 1980, 2619)
+    assert (state.power, state.power_limit, state.utilisation, state.memory_used) == (350.0, 700.0, 50, 2**30)
+    assert state.temperature is None, "a figure that the GPU does not give is none, and no error"
+    assert state.slowed_by == ("thermal (software)",)
+    assert state.processes == (gpu_state.Process(7, "/usr/bin/python3", 2**20),)
+
+
+def test_nvidia_smi_is_read(monkeypatch, tmp_path):
+    gpu_fakes.nvidia_smi(tmp_path, monkeypatch, gpu_fakes.IDLE_LINE, gpu_fakes.SLOW_LINE.replace(" 78,", " [N/A],"))
+    idle, slow = gpu_state.states(with_processes=True)
+    assert (idle.sm_clock, idle.power, idle.memory_total, idle.slowed_by) == (1980, 75.5, 143771 * 2**20, ())
+    assert slow.temperature is None and slow.utilisation == 97 and slow.slowed_by == ("power cap",)
+    assert not idle.processes and slow.processes[0].pid == 4242
+
+
+def test_a_program_that_fails_is_a_reason(monkeypatch, tmp_path):
+    program = gpu_fakes.nvidia_smi(tmp_path, monkeypatch, "")
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
+    with pytest.raises(
+        gpu_state.NoState, match=r"nvidia-ml-py is not installed; nvidia-smi failed: NVIDIA-SMI has failed"
+    ):
+        gpu_state.states()
+
+
+def test_a_line_for_each_look_then_the_summary_and_the_file(invoke, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.Nvml())
+    done = invoke("--interval", "0.1", "--seconds", "0.35", "--out", "gpu.csv")
+    assert done.exit_code == 0, done.output
+    assert "0 NVIDIA H100 · SM MHz 1100 · mem MHz 2619 · W 350 · °C – · MiB 1024 · busy % 50" in done.stdout
+    assert "limits: 1980 MHz, 700 W" in done.stdout and "slowed by thermal (software)" in done.stdout
+    rows = list(csv.DictReader(Path("gpu.csv").read_text().splitlines()))
+    clocks = [float(row["sm_clock"]) for row in rows]
+    assert len(rows) >= 3 and clocks == sorted(clocks) and clocks[0] == 1100
+    least, _, most = next(line for line in done.stdout.splitlines() if line.startswith("SM MHz")).split()[2:]
+    assert (float(least), float(most)) == (min(clocks), max(clocks))
+
+
+def test_a_command_is_run_and_its_status_kept(invoke, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.Nvml())
+    script = "import time, pathlib; time.sleep(0.3); pathlib.Path('ran').touch(); raise SystemExit(7)"
+    done = invoke("--interval", "0.1", "--", sys.executable, "-c", script)
+    assert done.exit_code == 7 and "NVIDIA H100 ·" in done.stdout
+    assert Path("ran").exists()
+    endless = invoke("--interval", "0.1", "--seconds", "0.3", "--", sys.executable, "-c", "import time; time.sleep(60)")
+    assert endless.exit_code == 128 + 15
+    absent = invoke("--", "no-such-command")
+    assert absent.exit_code == 2 and "COMMAND is 'no-such-command'" in absent.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--interval", "0"), "--interval is 0"),
+        (("--seconds", "-1"), "--seconds is -1"),
+        (("--gpu", "3", "--seconds", "1"), "--gpu is 3; there are 1: 0 to 0"),
+        (("--out", "."), "--out is '.', which is a folder"),
+    ],
+)
+def test_bad_input(invoke, monkeypatch, words, message):
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.Nvml())
+    done = invoke(*words)
+    assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_no_gpu_is_one_clear_line(invoke, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", "")
+    done = invoke()
+    assert done.exit_code == 2 and done.stderr.startswith("error: the state of the GPUs cannot be read: ")

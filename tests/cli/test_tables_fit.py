@@ -1,0 +1,142 @@
+"""Every table fits 80 and 100 columns: nothing is cut, and what is left out is named."""
+
+import random
+import re
+
+import bench_fakes as fakes
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from flashlane import bench
+from flashlane.cli.main import app
+from flashlane.core import registry
+from flashlane.inspect.fitted_table import Column, fold_name, make_table
+
+LONG = "mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+store-direct+stage2)"
+SIZES = ["--N", "32", "--D", "16", "--H", "1", "--B", "1"]
+TINY = [*SIZES, "--quick", "--device", "cpu"]
+
+
+def printed(table, width):
+    console = Console(width=width, force_terminal=False, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_table_fits_or_says_what_it_leaves_out(seed):
+    draw = random.Random(seed)
+    tags = ["+".join("x" * draw.randint(1, 14) for _ in range(draw.randint(1, 6))) for _ in range(4)]
+    titles = [f"c{i}" + "y" * draw.randint(0, 9) for i in range(draw.randint(1, 14))]
+    widths = [draw.randint(1, 12) for _ in titles]
+    columns = [
+        Column(title, lambda tag, n=n: "7" * n, draw.choice((0, 1, 2, 3)) if i > 2 else 0)
+        for i, (title, n) in enumerate(zip(titles, widths, strict=True))
+    ]
+    columns.append(Column("other", lambda tag: tag[::-1], 0, "left", fold=True))
+    must = 2 * len(columns) + sum(max(12, len(c.title)) for c in columns if not c.drop) + 24
+    width = max(80, must)
+    lines = printed(make_table(tags, columns, "a title", width, name=lambda tag: tag), width)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width and "…" not in text
+    head, _, hidden = text.partition("hidden: ")
+    for column in columns:
+        shown, named = column.title in head.split(), bool(re.search(rf"\b{column.title}\b", hidden))
+        assert shown != named, f"{column.title} is shown or named, and not both"
+    for tag in tags:
+        assert tag in re.sub(r"\s+", "", text) or all(piece in text for piece in tag.split("+"))
+
+
+def test_a_column_of_two_widths_is_named_once():
+    wide = Column("out[0, 1, -1]", lambda r: "1" * 30, drop=3)
+    narrow = Column("out[0,1,-1]", lambda r: "1" * 20, drop=8, replaces="out[0, 1, -1]")
+    other = Column("ms", lambda r: "1" * 15)
+    tables = {
+        width: "\n".join(printed(make_table(["t"], [wide, narrow, other], "", width, name=str), width))
+        for width in (100, 50, 40, 30)
+    }
+    assert "hidden" not in tables[100] and "hidden" not in tables[50]
+    for width in (30,):
+        assert len(re.findall(r"out\[", tables[width].partition("hidden: ")[2])) == 1
+
+
+def test_names_fold_before_a_plus_and_never_pass_their_width():
+    assert fold_name("mma(split-q+acc-f32+stage1)", 20) == "mma(split-q+acc-f32\n  +stage1)"
+    for width in range(8, 40):
+        lines = fold_name(LONG, width).split("\n")
+        assert max(map(len, lines)) <= width and "".join(line.strip() for line in lines) == LONG
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Results of long tags on two problems, and of the same a little slower."""
+    monkeypatch.chdir(tmp_path)
+    with registry.table_of(fakes.FakeKernel(LONG), fakes.FakeKernel("wrong(" + LONG, fakes.one_element)):
+        problems = [bench.make_problem(1, 1, n, 16, torch.float32, causal=True, kv_heads=1) for n in (16, 32)]
+        selection = bench.Selection(peers=bench.select_peers("unfused,sdpa-math"))
+        settings = bench.Settings(3, 0.1, 0.1, 1, 1)
+        results = bench.run(problems, device="cpu", selection=selection, settings=settings)
+    (tmp_path / "a.json").write_text(results.to_json())
+    slower = re.sub(
+        r'("samples": \[)([^]]*)',
+        lambda m: m[1] + ",".join(str(3 * float(x)) for x in m[2].split(",")),
+        results.to_json(),
+    )
+    (tmp_path / "b.json").write_text(slower)
+    (tmp_path / "none.json").write_text(results.to_json().replace('"rows"', '"rows": [], "old"', 1))
+    yield results
+
+
+COMMANDS = [
+    ["bench", *TINY, "--arch", "none", "--kernels", "tiled,reference", "--check"],
+    ["bench", *TINY, "--arch", "sm_90a", "--tags", "split-q+acc-f32+swizzle-qkv", "--peers", "none", "--no-check"],
+    ["bench", "suite", "flash", "--device", "cpu", "--max-seqlen", "128", "--D", "16,32", "--iters", "1"],
+    ["bench", "suite", "attention", "--device", "cpu", "--max-seqlen", "256", "--D", "16", "--B", "1", "--iters", "1"],
+    ["bench", "suite", "model", "--device", "cpu", "--max-seqlen", "16", "--iters", "1"],
+    ["budget", "hopper(wgmma+tma)", LONG.replace("+store-direct", ""), "--arch", "sm_80,sm_90a"],
+    ["compile", "--tags", "tiling-qkv+acc-f32", "--arch", "sm_90a"],
+    ["regress", "a.json", "b.json", "--floor", "0"],
+    ["regress", "none.json", "a.json"],
+    ["roofline", "--device", "cpu", "--results", "a.json"],
+    ["profile", "--device", "cpu", *SIZES, "--tag", "tiled", "--tag", "(unfused)", "--calls", "1"],
+    ["layout", "--columns", "128", "--compare"],
+    ["explain", "--arch", "sm_90a"],
+    ["explain", "--arch", "cpu"],
+    ["doctor"],
+    ["--help"],
+    ["bench", "--help"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[:3]))
+def test_what_commands_print_fits_the_terminal(files, monkeypatch, words, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERMINAL_WIDTH", str(width))
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code in (0, 1), (done.output, done.exception)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith(("wrote ", "/"))]
+    too_long = [line for line in lines if len(line.rstrip()) > width]
+    assert not too_long, too_long
+    cut = [line for line in lines if re.search(r"\w…|…\s", line) and "flashlane" not in line and "--" not in line]
+    assert not cut, cut
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_results_of_other_commands_fit_too(files, width):
+    from flashlane.bench.measure.sweep import summary_rows
+    from flashlane.bench.present.table import print_results
+    from flashlane.cli.compare import print_comparison
+    from flashlane.cli.sweep import _print
+
+    assert len(summary_rows(files)) == 2
+    for show in (print_results, print_comparison, _print):
+        console = Console(width=width, force_terminal=False, color_system=None)
+        with console.capture() as captured:
+            show(files, console)
+        lines = captured.get().splitlines()
+        assert not [line for line in lines if len(line.rstrip()) > width and "FAIL" not in line], show
+        assert not [line for line in lines if re.search(r"\w…", line)], show
