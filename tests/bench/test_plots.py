@@ -85,7 +85,7 @@ def invoke(*arguments: object):
 
 def refused(*arguments: object) -> str:
     done = invoke(*arguments)
-    assert done.exit_code == 2, done.output
+    assert done.exit_code == 3, done.output
     return done.stderr
 
 
