@@ -1,12 +1,14 @@
-"""What a call costs the host in microseconds: straight to the kernel, through the operator, with a gradient; and peers.
+"""What a call costs the host in microseconds: straight, through the operator, with a gradient and backward; and peers.
 
     PYTHONPATH=src python3 benchmarks/scripts/host_cost.py --out benchmarks [--kernel TAG] [--seconds 30]
 
 A round issues each implementation's calls back to back and reads the clock before waiting for the device, so that what
 is timed is the time until the call returns. Rounds are short enough that the queue of launches never fills, and the
 problem small enough that the device keeps up. The implementation ``nothing`` is ours with a kernel that launches
-nothing: the part of the cost that is this library's Python. On a machine without a GPU, where a call returns when it is
-computed, that is all that is measured. Writes host_cost.json, anew after each round.
+nothing: the part of the cost that is this library's Python. ``autograd alone`` is an empty ``torch.autograd.Function``
+with our tensors, forward and backward: what torch's own autograd costs, which no function in Python goes below. A
+backward is that of ``out.backward(do)``, with the gradients of the step before dropped. On a machine without a GPU,
+where a call returns when it is computed, that is all that is measured. Writes host_cost.json, anew after each round.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,8 +44,8 @@ CALLS = 100
 ROUNDS = 41
 TURNS = 24
 """Sets of q, k and v that take turns: the addresses of a model's layers, where one set alone might stay prepared."""
-LIMITS = {"direct": 12.0, "operator": 20.0}
-"""What an inference call of ours may cost, µs."""
+LIMITS = {"direct": 12.0, "operator": 20.0, "both": 130.0}
+"""What a call of ours may cost, µs: of inference, and forward with backward."""
 PEER_TAGS = ("(flash)", "(cudnn)", "(flash-attn-2)", "(flash-attn-3)", "(flash-attn-4)", "(ffpa)")
 
 
@@ -66,7 +69,8 @@ class Cost:
 
     name: str
     path: str
-    """``direct``, ``operator``, ``gradient`` (forward that records one) or ``peer``, ``peer gradient``."""
+    """``direct``, ``operator``, ``gradient`` (forward that records one), ``both`` (forward and backward), ``floor`` or
+    ``peer``, ``peer gradient``, ``peer both``."""
     kernel: str
     samples: list[float] = field(default_factory=list)
     error: str = ""
@@ -114,6 +118,47 @@ def ours(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterato
     yield Cost(f"{name}: flashlane::forward in a compiled graph", "operator", name), in_graph, torch.no_grad
     yield Cost(f"{name}: flashlane::forward, every argument", "operator", name), lambda: operator(*whole), torch.no_grad
     yield Cost(f"{name}: flash_attn_func with gradient", "gradient", name), recorded, contextlib.nullcontext
+    if name != Nothing.tag:
+        yield Cost(f"{name}: forward and backward", "both", name), Both(recorded, grad), contextlib.nullcontext
+
+
+class Both:
+    """A forward call and the backward of its output."""
+
+    def __init__(self, forward: Call, grad: Inputs) -> None:
+        self.forward, self.leaves = forward, (grad.q, grad.k, grad.v)
+        self.do: torch.Tensor | None = None
+
+    def __call__(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+        out = self.forward()
+        out = out[0] if isinstance(out, tuple) else out
+        if self.do is None:
+            self.do = torch.randn_like(out)
+        out.backward(self.do)
+
+
+class Empty(torch.autograd.Function):
+    """Saves its inputs, allocates its outputs and its gradients, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        q, k, v, _, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def floor(grad: Inputs) -> tuple[Cost, Call, Context]:
+    """Autograd without attention."""
+    call = Both(lambda: Empty.apply(grad.q, grad.k, grad.v), grad)
+    return Cost("autograd alone: forward and backward", "floor", "none"), call, contextlib.nullcontext
 
 
 def peers(problem: AttentionProblem, inputs: Inputs, grad: Inputs) -> Iterator[tuple[Cost, Call, Context]]:
@@ -128,7 +173,11 @@ def peers(problem: AttentionProblem, inputs: Inputs, grad: Inputs) -> Iterator[t
                 with peer.context(), torch.set_grad_enabled(recording):
                     yield
 
-            yield Cost(peer.tag + suffix, path, peer.tag), peer.prepare(problem, tensors), context
+            call = peer.prepare(problem, tensors)
+            yield Cost(peer.tag + suffix, path, peer.tag), call, context
+            if suffix:
+                both = Both(call, grad)
+                yield Cost(f"{peer.tag} forward and backward", "peer both", peer.tag), both, context
 
 
 def one_round(call: Call, context: Context, wait: Callable[[], None], calls: int) -> float:
@@ -191,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     with torch.no_grad():
         problem = AttentionProblem.from_inputs(inputs, causal=True)
     registry.register(Nothing())
-    items = list(ours(inputs, grad, "nothing", "nothing"))
+    items = [floor(grad), *ours(inputs, grad, "nothing", "nothing")]
     tag = dispatch.select(problem, given.kernel).tag
     if gpu or given.kernel:
         items += ours(inputs, grad, given.kernel, tag)
@@ -209,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     over = 0
     for cost, _, _ in items:
         found = cost.figures()
-        limit = LIMITS.get(cost.path) if not cost.name.startswith("(") else None
+        limit = LIMITS.get(cost.path) if gpu else None
         if "us" not in found:
             print(f"{cost.name:<60} {cost.error}")
             continue

@@ -18,19 +18,21 @@ from gpu_run import device_or_exit
 from flashlane.cli.main import app
 
 LENGTHS = "512,1024,2048,4096,8192,16384,32768,65536"
+BOTH = "sdpa,auto,sdpa+compile,auto+compile"
 ARGUMENTS = {
-    "attention": (),
-    "flash": ("--N", LENGTHS, "--compile", "static"),
-    "model": ("--sizes", "sm,md,lg,xl,2.7B"),
+    "attention": ("attention",),
+    "flash": ("flash", "--N", LENGTHS, "--compile", "static"),
+    "model": ("model", "--sizes", "sm,md,lg,xl,2.7B"),
+    "model_long": ("model", "--sizes", "sm,md,lg", "--B", "1", "--N", "4096,16384,32768", "--attention", BOTH),
 }
-"""What each suite is run with beyond its defaults."""
+"""The suite of each table, and what it is run with beyond its defaults."""
 
 
 def run(name: str, folder: Path, seconds: float) -> int:
-    """Run one suite; its newest JSON becomes suite_NAME.json."""
+    """Run one table's suite; its newest JSON becomes suite_NAME.json."""
     status = 0
     with tempfile.TemporaryDirectory() as place:
-        words = ["bench", "suite", name, *ARGUMENTS[name], "--seconds", f"{seconds:g}", "--out", place]
+        words = ["bench", "suite", *ARGUMENTS[name], "--seconds", f"{seconds:g}", "--out", place]
         try:
             app(words)
         except SystemExit as stopped:
@@ -44,7 +46,7 @@ def run(name: str, folder: Path, seconds: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of suite_NAME.json")
-    parser.add_argument("--only", choices=tuple(ARGUMENTS), help="one suite instead of all three")
+    parser.add_argument("--only", choices=tuple(ARGUMENTS), help="one table instead of all")
     parser.add_argument("--seconds", type=float, default=240.0, help="time to aim at for each suite")
     arguments = parser.parse_args()
     device_or_exit()

@@ -235,6 +235,26 @@ def test_model_times_its_phases_apart(tiny: str) -> None:
     assert not any("sdpa runs" in note or "eager runs" in note for note in suite.notes)
 
 
+def test_a_model_compiles_its_layers_where_it_is_asked(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of a compiled attention runs compiled layers, the others' plain ones, and the losses are the same."""
+    compile, ran = torch.compile, []
+
+    def watched(block: torch.nn.Module, dynamic: bool) -> torch.nn.Module:
+        assert dynamic is False
+        block.register_forward_pre_hook(lambda *_: ran.append(torch.compiler.is_compiling()))
+        return compile(block, backend="eager", dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", watched)
+    monkeypatch.setattr(suite_model, "LOSS_TOLERANCE", 1e-5)
+    names = ("sdpa", "auto", "sdpa+compile", "auto+compile")
+    suite = ModelSuite(CPU, [tiny], [16], names, batch=2, dtype="f32", steps=2, warmup=1)
+    found = run_suite(suite, CPU)
+    assert found.complete and not found.failed and not found.messages
+    assert [row["attention"] for row in found.rows] == list(names)
+    assert ran.count(True) and ran.count(False)
+    assert any("auto+compile runs" in note for note in suite.notes)
+
+
 def test_a_model_with_wrong_or_hungry_attention(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = suite_model.select_attention
     others = {"wrong": lambda q, k, v: v.flip(1) * 30, "hungry": out_of_memory}

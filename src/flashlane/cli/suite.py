@@ -62,7 +62,9 @@ def suite_command(
     attention: Annotated[
         str,
         o.option(
-            "--attention", help="Of model: auto, sdpa, eager or kernel tags; the first is compared with.", panel=o.WHICH
+            "--attention",
+            help="Of model: auto, sdpa, eager or kernel tags, each also with +compile; the first is compared with.",
+            panel=o.WHICH,
         ),
     ] = "sdpa,auto",
     kernel: Annotated[

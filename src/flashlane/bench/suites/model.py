@@ -29,6 +29,8 @@ SMALLEST = {"xs": Config(256, 1024, 4, 4)}
 """A size of ours for a CPU, beside the course's."""
 ALL_SIZES = SMALLEST | SIZES
 PHASES = ("forward", "backward", "optimizer")
+COMPILED = "+compile"
+"""Behind the name of an attention: with ``torch.compile`` of each layer, whose shapes are fixed."""
 LOSS_TOLERANCE = 2e-2
 """How far (relative) an attention's first loss may be from that of the first attention in the list."""
 
@@ -64,7 +66,8 @@ class ModelSuite:
         device: where it runs.
         sizes: names of :data:`ALL_SIZES`.
         seqlens: context lengths.
-        attentions: names for :func:`flashlane.models.select_attention`; speed-ups are over the first.
+        attentions: names for :func:`flashlane.models.select_attention`, which may end in :data:`COMPILED`; the first
+            is what speed-ups refer to.
         batch: sequences a step.
         dtype: bf16 and f16 run under autocast with f32 weights, f32 without.
         steps: measured steps of each attention.
@@ -89,7 +92,7 @@ class ModelSuite:
             if size not in ALL_SIZES:
                 raise ValueError(f"--sizes has {size!r}; it may be {', '.join(ALL_SIZES)}")
         for attention in self.attentions:
-            select_attention(attention)
+            select_attention(attention.removesuffix(COMPILED))
 
     @property
     def title(self) -> str:
@@ -124,7 +127,7 @@ class ModelSuite:
         return [
             f"Milliseconds a step: avg is the median of {self.steps} steps, total their sum; forward with loss, "
             f"backward and optimizer step apart; {precision}.",
-            f"peak: {peak}. OOM: out of memory. FAIL: the first loss is off.",
+            f"peak: {peak}. OOM: out of memory. FAIL: the first loss is off. {COMPILED}: layers compiled by torch.",
             *self._kernels(),
         ]
 
@@ -133,10 +136,11 @@ class ModelSuite:
         found: dict[str, list[str]] = {}
         ours = {"auto", *(kernel.tag for kernel in registry.kernels())}
         for name, case in itertools.product(self.attentions, self.cases()):
-            if name not in ours:
+            tag = name.removesuffix(COMPILED)
+            if tag not in ours:
                 continue
             try:
-                said = explain_problem(self._problem(case), None if name == "auto" else name)
+                said = explain_problem(self._problem(case), None if tag == "auto" else tag)
             except NotImplementedError:  # its row says so
                 continue
             found.setdefault(f"{name} runs {said.chosen}, backward {said.backward}", []).append(str(case))
@@ -221,6 +225,8 @@ class _Training:
             self.model = Transformer(replace(ALL_SIZES[case.size], attention=suite.attentions[0]))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         vocab = self.model.config.vocab
+        self.layers = {False: self.model.blocks}
+        self.attends = {name: select_attention(name.removesuffix(COMPILED)) for name in suite.attentions}
         self.tokens = torch.randint(vocab, (suite.batch, case.seqlen + 1), device=suite.device)
         low = suite.dtype != "f32"
         self.autocast = (
@@ -231,8 +237,7 @@ class _Training:
         """One step with an attention; its times are kept, or only its loss when it is the first of all."""
         if steps.error is not None:
             return
-        for block in self.model.blocks:
-            block.attention.attend = select_attention(name)
+        self._take(name)
         try:
             times, loss = guarded(lambda: self._timed(update=not first), self.device)
         except Exception as error:
@@ -246,6 +251,17 @@ class _Training:
                 getattr(steps, phase).append(seconds)
             if self.device.type == "cuda":
                 steps.peak = max(steps.peak or 0, torch.cuda.max_memory_allocated(self.device))
+
+    def _take(self, name: str) -> None:
+        """Change the attention of every layer, and whether the layers are compiled; their weights stay."""
+        for block in self.layers[False]:
+            block.attention.attend = self.attends[name]
+        compiled = name.endswith(COMPILED)
+        if compiled not in self.layers:
+            torch.compiler.reset()  # what was compiled for another length would count as a kind of these layers
+            made = (torch.compile(block, dynamic=False) for block in self.layers[False])
+            self.layers[compiled] = torch.nn.ModuleList(made)
+        self.model.blocks = self.layers[compiled]
 
     def _timed(self, update: bool) -> tuple[list[float], float]:
         """Seconds of forward, backward and optimizer step, the device waited for between; without ``update`` the
