@@ -9,11 +9,11 @@ CUBINS  ?= --preset all --dtype bf16,f16 --arch sm_90a
 BIN  := $(VENV)/bin
 TEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# What `make check` tests: files of every package whose tests take seconds, without a kernel compiled or a model run.
+# What `make check` tests: of every package, files whose tests take seconds.
 CHECK := api/test_functional.py bench/test_bench_flops.py bench/test_bench_grid.py bench/test_bench_results.py \
-  bench/test_bench_timing.py benchmarks/test_results_name_scripts.py core/test_dispatch.py core/test_problem.py \
-  inspect/test_doctor.py jit/test_jit_budget.py kernels/mma/test_mma_grid.py \
-  kernels/test_features.py models ops/test_ops.py reference/test_masks.py \
+  bench/test_bench_timing.py benchmarks/test_results_name_scripts.py cli core/test_dispatch.py core/test_problem.py \
+  cuda inspect/test_doctor.py integrations/test_flash_attn_functions.py integrations/test_huggingface.py \
+  jit/test_jit_budget.py kernels/mma/test_mma_grid.py kernels/test_draws.py kernels/test_features.py models ops/test_ops.py reference/test_masks.py \
   docs/test_vocabulary.py lessons/test_lessons.py profile test_imports.py tools/test_fa4_cache.py tuning/test_tune.py
 
 .PHONY: help bench check test lint format readme docs compile wheel-cubins ahead gpu clean distclean venv venv-test

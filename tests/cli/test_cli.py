@@ -34,6 +34,7 @@ def invoke(tmp_path, monkeypatch):
     return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
 
 
+@pytest.mark.slow
 def test_bench_end_to_end(invoke, tmp_path):
     done = invoke(*SMALL, "--causal", "--kv-heads", "1", "--dtype", "f16,f32")
     assert done.exit_code == 0, done.output
@@ -78,6 +79,7 @@ def test_layouts_that_cannot_be(invoke, words, message):
     assert done.exit_code == 2 and message in done.output
 
 
+@pytest.mark.slow
 def test_packed_problems_are_compared_and_swept(invoke, tmp_path):
     """Each in a process of its own, forward and backward."""
     words = [word for word in SMALL[1:] if word not in ("--arch", "none")]
@@ -93,6 +95,7 @@ def test_progress_goes_to_stderr_when_piped(invoke):
     assert "[1/1] B1 H2 N48 D32 bf16" in done.stderr and "[1/1]" not in done.stdout
 
 
+@pytest.mark.slow
 def test_every_kernel_is_in_the_output(invoke):
     """Each tag is a row, or skipped with its reason, or in the compile report."""
     tags = ("reference", "tiled", "fa1(f32)", "mma(naive)", "mma(split-q+acc-f32+stage1)")
@@ -113,6 +116,7 @@ def hidden():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hidden")
 def test_unlisted_kernels_are_counted_and_run_when_asked_for(invoke, tmp_path):
     done = invoke(*SMALL, "--baselines", "none", "--out", tmp_path / "out")
@@ -126,6 +130,7 @@ def test_unlisted_kernels_are_counted_and_run_when_asked_for(invoke, tmp_path):
         assert asked.exit_code == 0 and "hidden(grid)" in asked.stdout and "further" not in asked.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hidden")
 def test_explain_and_compile_count_them_too(invoke):
     words = ["explain", "--arch", "cpu", "--N", "16"]
@@ -193,6 +198,7 @@ def test_unknown_option_is_status_2(invoke):
     assert invoke("bench", "--nonsense").exit_code == 2
 
 
+@pytest.mark.slow
 def test_qkv_file(invoke, tmp_path):
     save = pytest.importorskip("safetensors.torch").save_file
     q, k, v = (torch.randn(1, 33, 2, 16) for _ in range(3))
@@ -271,6 +277,7 @@ def test_the_same_option_means_the_same_everywhere():
             assert hints[name] == kind, f"{command.name}: {name}"
 
 
+@pytest.mark.slow
 def test_the_shell_completes():
     from flashlane.bench.measure.environment import child_environment
 
