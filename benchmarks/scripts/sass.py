@@ -179,6 +179,7 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]
 PRODUCTS = ("HGMMA", "HMMA")
 LONGER = 0.02
 """Part by which a main loop must have grown to be listed."""
+LARGE = 200
 WORDS = {"slots": "stages", "pack": "pack_gqa", "fused": "combine_in_kernel"}
 """Words of descriptions that the redesign changed."""
 
@@ -237,16 +238,16 @@ def summarise(before: dict[str, Any], cubins: Path, only: str, sample: int) -> d
     Args:
         before: the record.
         cubins: the folder that ``record --keep`` wrote with it.
-        only: kernels whose name contains this.
-        sample: of the mma family, one configuration in so many.
+        only: kernels whose name and architecture (``hopper sm_90a``) contain this.
+        sample: of kernels with more than LARGE configurations, one in so many.
     """
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for job in jobs():
-        if only in job.kernel:
+        if only in f"{job.kernel} {job.arch}":
             rows[f"{job.kernel} {job.arch}"].append({"config": job.described, "job": job})
     families, more_spills, longer = {}, [], []
     for name, old in before["kernels"].items():
-        step = sample if name.startswith("mma ") else 1
+        step = sample if len(old) > LARGE else 1
         pairs = list(_pairs(name, old, rows.get(name, [])))[::step]
         counts: Counter[str] = Counter()
         worst = {"registers": 0, "spills": 0, "main_loop": 0.0}
@@ -272,6 +273,7 @@ def summarise(before: dict[str, Any], cubins: Path, only: str, sample: int) -> d
     return {
         "script": "benchmarks/scripts/sass.py",
         "commits": [before["commit"], _commit()],
+        "sample": sample,
         "families": families,
         "more_spills": more_spills,
         "longer_main_loop": longer,
@@ -348,7 +350,7 @@ def main() -> int:
     summing.add_argument("before", type=Path)
     summing.add_argument("--cubins", type=Path, required=True, help="the folder that record --keep wrote")
     summing.add_argument("--out", type=Path, required=True)
-    summing.add_argument("--sample", type=int, default=1, help="of the mma family, one configuration in so many")
+    summing.add_argument("--sample", type=int, default=1, help="of large families, one configuration in so many")
     for command in (recording, comparing, summing):
         command.add_argument("--only", default="", help="kernels whose name contains this")
     given = parser.parse_args()
