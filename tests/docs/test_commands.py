@@ -30,6 +30,8 @@ OWN_WORDS = ("docs/notebook/",)
 PARSED_ONLY = {
     "capture": "it loads a model",
     "compile": "it compiles for minutes",
+    "prebuild": "it compiles for minutes",
+    "monitor": "it needs a GPU and runs until it is stopped",
     "profile": "it profiles; --show-commands is run",
     "doctor": "tests/inspect runs it",
     "--install-completion": "it changes the shell's files",
@@ -38,7 +40,18 @@ PARSED_ONLY = {
     "roofline --results": "its file has to have rates, which no committed file has",
 }
 """Beginnings of lines, and why they are not run here."""
-WHOLE = ("explain", "budget", "layout", "plot", "report", "regress", "tune --list", "tune --forget", "--version")
+WHOLE = (
+    "bench founding --list",
+    "explain",
+    "budget",
+    "layout",
+    "plot",
+    "report",
+    "regress",
+    "tune --list",
+    "tune --forget",
+    "--version",
+)
 """Beginnings of lines that run to their end."""
 FOR_A_GPU = re.compile(r"GPU|ncu|CUDA|Nsight")
 

@@ -141,7 +141,7 @@ def test_every_command_has_a_page():
     for command in app.registered_commands:
         assert f"flashlane {command.name}" in text, command.name
     documented = set(re.findall(r"<!-- options: ([\w -]+) -->", text))
-    assert documented >= {"bench", "compare", "sweep", "report", "roofline", "profile", "tune", "explain", "compile"}
+    assert documented == {command.name for command in app.registered_commands}, "each has its table of options, once"
 
 
 def test_links_that_lead_outside_become_paths(hooks, tmp_path):

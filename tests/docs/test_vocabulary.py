@@ -101,8 +101,6 @@ FOREIGN = {
     r"baselines": "peers",
     r"the baselines? (?:row|timing|is behind)|which no baseline": "peer",
 }
-LATER = ("src/flashlane/cli/", "src/flashlane/bench/present/table.py", "src/flashlane/core/dispatch.py")
-"""Files whose strings are being rewritten; empty when that is done."""
 NAMES = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->")
 """Names in code marks, targets of links and marks of generated parts are no wordings."""
 
@@ -123,7 +121,7 @@ def shown(texts) -> list[tuple[str, int, str]]:
     for path, text in texts.items():
         if path.startswith(READ):
             found += [(path, number, NAMES.sub("", line)) for number, line in enumerate(text.splitlines(), 1)]
-        elif path.startswith("src/") and path.endswith(".py") and not path.startswith(LATER):
+        elif path.startswith("src/") and path.endswith(".py"):
             found += [(path, line, string) for line, string in strings_of(text) if " " in string]
     return found
 
@@ -138,3 +136,28 @@ def test_a_foreign_wording_does_not_occur(words, shown):
 def test_the_rule_sees_messages(shown):
     assert sum(path.startswith("src/") for path, _, _ in shown) > 1000
     assert any("is not valid JSON" in text for _, _, text in shown)
+
+
+# --- characters that a Windows console's font has
+
+CODEPAGES = ("cp437", "cp850", "cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1257")
+MORE = "−≤≥≈√∞∂∑∏∫◊ΩΔ←↑→↓↔↕▲►▼◄○●■□ⁿ℃Å"
+"""Of Windows Glyph List 4, what the code pages do not have."""
+PRINTED = (
+    "src/flashlane/cli/",
+    "src/flashlane/bench/present/",
+    "src/flashlane/bench/suites/",
+    "src/flashlane/inspect/",
+)
+
+
+def test_terminals_get_characters_that_their_fonts_have(texts):
+    known = {bytes([b]).decode(page, "ignore") for page in CODEPAGES for b in range(256)} | set(MORE)
+    found = [
+        f"{path}:{line}: {sorted(set(text) - known)} in {text[:60]!r}"
+        for path, source in texts.items()
+        if path.startswith(PRINTED) and path.endswith(".py")
+        for line, text in strings_of(source)
+        if any(ord(c) > 127 for c in set(text) - known)
+    ]
+    assert not found, "\n".join(found)

@@ -78,6 +78,9 @@ def _run() -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
+    except PermissionError as error:  # what no command handles: the shell's own files, for its completion
+        sys.stderr.write(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}\n")
+        return 2
     return 0
 
 

@@ -217,7 +217,7 @@ class AttentionSuite:
             found.append("ft, bt, fbt: forward, backward, both in one.")
         else:
             how = "torch's allocator" if self.device.type == "cuda" else "inputs, output and what autograd saved"
-            found.append(f"mem: bytes alive before the backward pass ({how}), 10⁶ bytes.")
+            found.append(f"mem: bytes alive before the backward pass ({how}), a million bytes.")
         return found
 
     def settings(self) -> dict[str, Any]:
