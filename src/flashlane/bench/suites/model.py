@@ -122,7 +122,8 @@ class ModelSuite:
     @property
     def notes(self) -> list[str]:
         on_gpu = self.device.type == "cuda"
-        peak = "a million bytes at the peak of a step, weights and optimizer state included" if on_gpu else "unknown on a CPU"
+        peak = "a million bytes at the peak of a step, weights and optimizer state included"
+        peak = peak if on_gpu else "unknown on a CPU"
         precision = f"f32 weights under {self.dtype} autocast" if self.dtype != "f32" else "f32 throughout"
         return [
             f"Milliseconds a step: avg is the median of {self.steps} steps, total their sum; forward with loss, "
