@@ -392,15 +392,12 @@ def test_outputs_are_checked(launches: Launches) -> None:
     assert not launches
 
 
-def test_the_tables_reach_every_head_dim() -> None:
-    for table in (tiles.FULL, tiles.CAUSAL, tiles.TWO_CONSUMERS, tiles.FEW_ROWS):
-        assert table[-1].head_dim == table[-1].head_dim_v == 256 and table[-1].seqlen_k == tiles.ANY
-        for small, large in itertools.pairwise(table):
-            assert (small.head_dim, small.head_dim_v, small.seqlen_k) < (
-                large.head_dim,
-                large.head_dim_v,
-                large.seqlen_k,
-            )
+def test_the_classes_reach_every_head_dim_and_the_smallest_comes_first() -> None:
+    for head_dim in range(8, 257, 8):
+        for head_dim_v in range(8, 257, 8):
+            found = tiles.class_of(head_dim, head_dim_v)
+            fitting = [one for one in tiles.CLASSES if head_dim <= one.head_dim and head_dim_v <= one.head_dim_v]
+            assert found.head_dim * found.head_dim_v == min(one.head_dim * one.head_dim_v for one in fitting)
 
 
 def test_shipped_configurations_cover_features_and_dtypes() -> None:
@@ -436,7 +433,7 @@ def test_candidates_combine_parts_and_load_pages_both_ways() -> None:
 def test_what_the_tuner_found_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tile; what else the problem needs is switched on anew."""
     problem = problem_of(seqlen_q=5000, softcap=3.0)
-    other = next(c for c in KERNEL.candidates(problem) if c.block_n != KERNEL.config(problem).block_n)
+    other = next(c for c in KERNEL.candidates(problem) if c.consumers != KERNEL.config(problem).consumers)
     found = stored.plain_config(replace(other, score=ScoreConfig(), has_left=True))
     monkeypatch.setattr(forward.tuned, "lookup", lambda kernel, asked: found)
     registry.changed()

@@ -36,9 +36,10 @@ PAGES = {"pages": (16, 64, 256, 8, 48), "rows": (1, 3, 7, 12, 20, 100)}
 SEEDS = 12
 needs_hopper = pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm_90 GPU")
 ROWS = [
-    (row, causal)
-    for table, causal in ((tiles.FULL, False), (tiles.CAUSAL, True), (tiles.TWO_CONSUMERS, True))
-    for row in table
+    (one, shape, causal)
+    for one in tiles.CLASSES
+    for shape in dict.fromkeys((*one.shapes, *one.loaded))
+    for causal in (False, True)
 ]
 
 
@@ -95,14 +96,14 @@ def test_what_is_drawn_is_legal_and_various(kind: str) -> None:
 @needs_hopper
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_every_tile_of_the_tables(number: int) -> None:
-    row, causal = ROWS[number]
+    row, shape, causal = ROWS[number]
     dtype = tuple(RELATIVE)[number % 2]
     q = torch.randn(2, 1500, 6, row.head_dim, device=HERE).to(dtype)
     k = torch.randn(2, 1777, 2, row.head_dim, device=HERE).to(dtype)
     v = torch.randn(2, 1777, 2, row.head_dim_v, device=HERE).to(dtype)
     inputs = Inputs(q, k, v)
     problem = AttentionProblem.from_inputs(inputs, causal=causal)
-    tile = HopperConfig(problem.dtype_name, row.head_dim, row.head_dim_v, **asdict(row.shape))
+    tile = HopperConfig(problem.dtype_name, row.head_dim, row.head_dim_v, **asdict(shape))
     config = specialise(tile, problem)
     out, lse = run(problem, inputs, config)
     assert_right(problem, inputs, out, lse)
@@ -228,7 +229,7 @@ def test_values_wider_than_an_accumulator(sizes: tuple[int, ...], asked: dict[st
         assert_alike(found, run(problem, inputs, config))
 
 
-PAIRS = [row for row in tiles.UNTRIED if row.shape.cluster > 1]
+PAIRS = [(one, shape) for one in tiles.CLASSES for shape in one.shapes if shape.cluster > 1]
 MASKS = ({}, {"causal": True}, {"window_size": (200, 0)}, {"window_size": (60, 90), "alignment": "top-left"})
 
 
@@ -238,10 +239,10 @@ MASKS = ({}, {"causal": True}, {"window_size": (200, 0)}, {"window_size": (60, 9
 @pytest.mark.parametrize("number", range(len(PAIRS)))
 def test_two_ctas_of_a_cluster_give_what_one_gives(number: int, keys: int) -> None:
     """Odd numbers of tiles, rows without a key; bit for bit, as each row meets the same blocks in the same order."""
-    row = PAIRS[number]
+    row, shape = PAIRS[number]
     for asked in MASKS:
         problem, inputs = dense((3, 16, 4, 1300, keys, row.head_dim, row.head_dim_v), sinks=number % 2 == 0, **asked)
-        pair = specialise(HopperConfig(problem.dtype_name, row.head_dim, row.head_dim_v, **asdict(row.shape)), problem)
+        pair = specialise(HopperConfig(problem.dtype_name, row.head_dim, row.head_dim_v, **asdict(shape)), problem)
         assert pair.cluster == 2
         found = run(problem, inputs, pair)
         assert_right(problem, inputs, *found)

@@ -12,7 +12,7 @@ import torch
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
-from flashlane.kernels.hopper.forward import tile_scheduler
+from flashlane.kernels.hopper.forward import select, tile_scheduler
 
 
 def problem_of(seqlen_q: int = 100, seqlen_k: int = 100, **changes: object) -> AttentionProblem:
@@ -96,12 +96,15 @@ def test_sections_of_heads_under_a_causal_mask() -> None:
     causal = problem_of(16384, 16384, heads=32, kv_heads=8, window_right=0, batch=2)
     assert tile_scheduler.heads_per_section(causal, 1) == 64 and tile_scheduler.heads_per_section(causal, 4) == 16
     assert tile_scheduler.heads_per_section(replace(causal, varlen=True), 1) == 32, "of a sequence"
-    # Sections are equal: 264 times half a MiB of K and V are 4 sections of 66, times the heads that share them.
-    short = problem_of(1024, 1024, heads=32, kv_heads=8, window_right=0, batch=33, head_dim=128, head_dim_v=128)
-    assert tile_scheduler.heads_per_section(short, 1) == 4 * 66 and tile_scheduler.heads_per_section(short, 4) == 66
-    longer = problem_of(2048, 2048, heads=13, kv_heads=13, window_right=0, batch=8, head_dim=160, head_dim_v=160)
-    assert tile_scheduler.heads_per_section(longer, 1) == 52, "130 MiB in 2 sections, not in 51 + 51 + 2 heads"
-    assert tile_scheduler.heads_per_section(replace(longer, batch=3), 1) == 39, "49 MiB: one section"
-    assert tile_scheduler.heads_per_section(problem_of(128, 128, window_right=0, batch=3), 1) == 12, "all there are"
     assert tile_scheduler.heads_per_section(problem_of(16384, 16384), 1) == 1
     assert tile_scheduler.heads_per_section(problem_of(16384, 16384, window_left=100, window_right=0), 1) == 1
+
+
+def test_sections_that_are_compared_are_equal_and_do_not_part_a_group() -> None:
+    problem = problem_of(8192, 8192, heads=40, kv_heads=10, window_right=0, batch=3)
+    for config, _ in select.ranked(problem):
+        sizes = select.sections_of(problem, config)
+        heads = 120 // config.pack_gqa
+        assert sizes[0] == heads and len(sizes) == len(set(sizes)) > 2
+        for size in sizes:
+            assert size % (4 // config.pack_gqa) == 0 and (-heads % size) * 8 <= heads

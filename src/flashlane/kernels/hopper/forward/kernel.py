@@ -74,11 +74,13 @@ class HopperForward(DeviceKernel):
         return _config(problem)
 
     def candidates(self, problem: AttentionProblem) -> Iterator[HopperConfig]:
-        """The tiles that the tables have for the head dims, whatever the length; combining parts and loading pages in
-        every way."""
-        columns = columns_of(problem.head_dim_v)
-        shapes = (s for table in tiles.TABLES for s in tiles.shapes_for(table, problem.head_dim, columns))
-        found = (v for s in shapes for v in select.variants(select.config_of_shape(s, problem), problem))
+        """What the cost model chooses from, the fastest first; every order of tiles of every shape; combining parts and
+        loading pages in every way."""
+        one = tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v))
+        shapes = (*select.shapes_of(problem), *one.loaded, one.few_rows)
+        configs = [config for config, _ in select.ranked(problem)]
+        configs += [select.config_of_shape(shape, problem) for shape in dict.fromkeys(shapes)]
+        found = (v for config in configs for v in select.variants(config, problem))
         limit = jit.shared_limit(ARCH)
         yield from dict.fromkeys(config for config in found if config.shared_memory <= limit)
 
@@ -93,7 +95,8 @@ class HopperForward(DeviceKernel):
         return config.resources()
 
     def shipped(self) -> Iterator[tuple[HopperConfig, tuple[str, ...]]]:
-        for config in dict.fromkeys(_config(problem) for problem in shipped_problems()):
+        chosen = (replace(_config(problem), heads_per_section=0) for problem in shipped_problems())
+        for config in dict.fromkeys((*chosen, *_shapes_that_lengths_choose())):
             yield config, (ARCH,)
 
     def spills_allowed(self, config: HopperConfig, arch: str) -> int:
@@ -118,7 +121,7 @@ def _config(problem: AttentionProblem) -> HopperConfig:
     """What the tuner found on this GPU, or else the tables' choice."""
     problem = problem.chosen_for
     found = tuned.lookup(KERNEL, problem)
-    return select.config_from_tables(problem) if found is None else select.specialise(HopperConfig(**found), problem)
+    return select.config_for(problem) if found is None else select.specialise(HopperConfig(**found), problem)
 
 
 @memoised
@@ -162,7 +165,7 @@ def _checked_plan(
 
 def shipped_problems() -> Iterator[AttentionProblem]:
     """Problems that lead the heuristic through its tables, and through each feature at the common head dims."""
-    for head_dim, head_dim_v in dict.fromkeys([(row.head_dim, row.head_dim_v) for row in tiles.FULL] + [(64, 512)]):
+    for head_dim, head_dim_v in [*((one.head_dim, one.head_dim_v) for one in tiles.CLASSES), (64, 512)]:
         for seqlen in (1024, 4096, 16384):
             base = AttentionProblem(
                 batch=64, heads=32, kv_heads=8, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim,
@@ -184,6 +187,17 @@ def shipped_problems() -> Iterator[AttentionProblem]:
                 yield replace(window, **feature)
             for feature in SEQLEN_EXAMPLES[1:]:
                 yield replace(base, seqlen_q=8, batch=1, **feature)
+
+
+def _shapes_that_lengths_choose() -> Iterator[HopperConfig]:
+    """Every shape of every class, for plain problems: lengths and heads decide which is chosen."""
+    for one in tiles.CLASSES:
+        for window_right in (-1, 0):
+            problem = AttentionProblem(
+                batch=64, heads=32, kv_heads=32, seqlen_q=4096, seqlen_k=4096, head_dim=one.head_dim,
+                head_dim_v=one.head_dim_v, dtype=torch.bfloat16, scale=0.1, arch=ARCH, window_right=window_right,
+            )  # fmt: skip
+            yield from (select.config_of_shape(shape, problem) for shape in one.shapes)
 
 
 KERNEL = register(HopperForward())

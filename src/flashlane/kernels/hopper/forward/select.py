@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.arch import SMS
-from flashlane.kernels.hopper.forward import tile_scheduler, tiles
+from flashlane.jit import shared_limit
+from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.forward import cost, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.seqlen import SeqlenConfig, page_box_rows
@@ -17,46 +17,72 @@ PAGE_UNIT = 8
 """Rows of a swizzle's pattern. A box of a page has a multiple of it; where there is none the rows come by cp.async."""
 MOST_GATHERING = 2
 """Consumers beside four gathering warps, which need more registers than taller tiles leave."""
-FEW_WAVES = 4
-"""Tiles an SM up to which it counts that the last wave is not full."""
-CROWDED_KEYS = 1024
-"""The shapes for so many keys leave registers for what else a kernel is compiled with."""
+SHARED_HEADS = (8, 16, 32, 64)
+"""Key/value heads of a section that are tried, beside all."""
+KEPT = 3
+"""Shapes whose orders of tiles are compared: those that were fastest with one section."""
 
 
-def config_from_tables(problem: AttentionProblem) -> HopperConfig:
-    """The tables' choice."""
+def config_for(problem: AttentionProblem) -> HopperConfig:
+    """The configuration with the least predicted time."""
+    return ranked(problem)[0][0]
+
+
+def ranked(problem: AttentionProblem) -> list[tuple[HopperConfig, float]]:
+    """The configurations that a problem may get, with predicted microseconds; the fastest first."""
+    found = [config_of_shape(shape, problem) for shape in shapes_of(problem)]
+    limit = shared_limit(ARCH)
+    found = list(dict.fromkeys(config for config in found if config.shared_memory <= limit)) or found[:1]
+    sections = tile_scheduler.in_sections(problem)
+    times = []
+    for config in found:
+        rows, first = cost.rows_of(problem, config), sections_of(problem, config)[0] if sections else 0
+        config = replace(config, heads_per_section=first)
+        splits = splits_of(problem, config) if config.split else 1
+        times.append((cost.predicted(problem, config, rows, splits), config, rows))
+    times.sort(key=lambda entry: entry[0])
+    result = [(config, time) for time, config, _ in times]
+    if sections:  # the other orders of tiles, of the shapes that are fastest in one section
+        for _, config, rows in times[:KEPT]:
+            if config.split:
+                continue
+            for size in sections_of(problem, config)[1:]:
+                other = replace(config, heads_per_section=size)
+                result.append((other, cost.predicted(problem, other, rows, 1)))
+    return sorted(result, key=lambda entry: entry[1])
+
+
+def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
+    """The shapes that a problem may get; what it asks beside a mask takes registers."""
     score, seqlen = ScoreConfig.of(problem), SeqlenConfig.of(problem)
+    one = tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v))
     if problem.seqlen_q * problem.group <= CONSUMER_ROWS and CONSUMER_ROWS % problem.group == 0:
-        table = tiles.FEW_ROWS
+        found: tuple[tiles.TileShape, ...] = (one.few_rows,)
     else:
-        table = tiles.CAUSAL if problem.window_right >= 0 else tiles.FULL
-    keys = problem.seqlen_k if problem.window_left < 0 else min(problem.seqlen_k, problem.window_left + 1)
-    loaded = score.transformed or seqlen.cache or seqlen.paged
-    if loaded:
-        keys = min(keys, CROWDED_KEYS)
-    columns = columns_of(problem.head_dim_v)
-    shape = tiles.shape_of(table, problem.head_dim, columns, keys)
-    two_consumers = tiles.shape_of(tiles.TWO_CONSUMERS, problem.head_dim, columns, keys)
-    cheaper = _cost(problem, two_consumers) * tiles.TWO_CONSUMERS_COST < _cost(problem, shape)
+        found = one.loaded if score.transformed or seqlen.cache or seqlen.paged else one.shapes
     crowded = score.registers_per_score + (problem.window_left >= 0) > 1
-    if shape.consumers > 2:
-        low = (cheaper and not problem.varlen) or crowded or _must_gather(problem)
-        if low or (loaded and shape in tiles.WITHOUT_ROOM):
-            shape = two_consumers
-        else:
-            shape = _fewest_idle_sms(problem, table, shape)
-    if crowded:
-        shape = replace(shape, q_in_registers=False)
-    return config_of_shape(shape, problem)
+    if crowded or _must_gather(problem):
+        found = tuple(shape for shape in (*found, *one.loaded) if shape.consumers <= MOST_GATHERING)
+    return tuple(replace(shape, q_in_registers=False) for shape in found) if crowded else found
 
 
-def _fewest_idle_sms(
-    problem: AttentionProblem, table: tuple[tiles.TileRow, ...], chosen: tiles.TileShape
-) -> tiles.TileShape:
-    """The chosen shape, or a tall one of the table for the head dims that leaves fewer SMs idle in the last wave."""
-    tall = [s for s in tiles.shapes_for(table, problem.head_dim, columns_of(problem.head_dim_v)) if s.consumers > 2]
-    best = min(tall, key=lambda shape: _cost(problem, shape))
-    return best if _cost(problem, best) * tiles.OTHER_COST < _cost(problem, chosen) else chosen
+def sections_of(problem: AttentionProblem, config: HopperConfig) -> list[int]:
+    """Tile heads of a section of the L2 head swizzle that may be fastest: all, or equal sections of fewer.
+
+    The longest tiles of a section come first, and tiles that run at once read the same keys at about the same time.
+    With too many heads K and V come from device memory each time; with few, long tiles are begun late.
+    """
+    heads, sharing = (
+        tile_scheduler.heads_per_section(problem, config.pack_gqa),
+        max(1, problem.group // config.pack_gqa),
+    )
+    sizes = [heads]
+    for about in SHARED_HEADS:
+        sections = max(1, round(heads / (sharing * about)))
+        size = min(heads, tile_scheduler.ceil_div(heads // sharing, sections) * sharing)
+        if size not in sizes:
+            sizes.append(size)
+    return sizes
 
 
 def config_of_shape(shape: tiles.TileShape, problem: AttentionProblem) -> HopperConfig:
@@ -78,15 +104,6 @@ def variants(config: HopperConfig, problem: AttentionProblem) -> Iterator[Hopper
         yield replace(config, combine_in_kernel=not config.combine_in_kernel)
     if config.seqlen.paged and not config.gather and config.consumers <= MOST_GATHERING:
         yield specialise(replace(config, gather=True), problem)
-
-
-def _cost(problem: AttentionProblem, shape: tiles.TileShape) -> float:
-    """Rows that the busiest SM works on, the empty ones of its tiles included."""
-    block_m = CONSUMER_ROWS * shape.consumers
-    pack = tile_scheduler.pack_gqa_of(problem, block_m)
-    m_blocks = tile_scheduler.ceil_div(problem.seqlen_q * pack, block_m)
-    waves = problem.batch * problem.heads // pack * m_blocks / SMS
-    return block_m * (math.ceil(waves) if waves < FEW_WAVES else waves)
 
 
 def _must_gather(problem: AttentionProblem) -> bool:

@@ -9,12 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.arch import L2_BYTES, SMS
+from flashlane.kernels.hopper.arch import SMS
 
-MEDIUM, MEDIUM_BYTES = 2048, 64 << 20
-"""Keys from which on the heads of a section may read more than ``L2_BYTES``, and how much."""
-LONG = 4096
-"""Keys from which on all heads of a causal launch are one section."""
 FULL_ENOUGH = 0.8
 """Share of the SMs beyond which the keys are not split."""
 NEARLY_BEST = 0.85
@@ -79,25 +75,20 @@ def combines_in_kernel(rows: int) -> bool:
     return rows <= ROWS_COMBINED_IN_KERNEL
 
 
-def heads_per_section(problem: AttentionProblem, pack: int) -> int:
-    """Tile heads of a section of the L2 head swizzle under a causal mask; else 1: a head's tiles are alike then.
+def in_sections(problem: AttentionProblem) -> bool:
+    """Whether heads are taken in sections: the tiles of a head are of unlike length, under a causal mask."""
+    return problem.window_right >= 0 and problem.window_left < 0
 
-    The longest tiles of a section come first. Long sequences have one section: tiles that run at once are then equally
-    long, and those of a head read the same keys at about the same time (3 to 9 % of the time at N 4096 to 16384). For
-    short sequences there are too many heads for that, and keys would be read again from device memory, so the heads are
-    divided into sections. The sections are equal: a small last one would begin its longest tiles when all others are
-    done (up to 10 % at N 2048).
+
+def heads_per_section(problem: AttentionProblem, pack: int) -> int:
+    """Tile heads of a section where a configuration names none: all of them, or 1 where the order does not matter.
+
+    The longest tiles of a section come first. Tiles that run at once are then equally long, and those of a head read
+    the same keys at about the same time. Packed sequences are taken one by one.
     """
-    if problem.window_right < 0 or problem.window_left >= 0:
+    if not in_sections(problem):
         return 1
-    heads = problem.heads // pack * (1 if problem.varlen else problem.batch)
-    if problem.seqlen_k >= LONG:
-        return heads
-    sharing = problem.group // pack
-    size = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    share = MEDIUM_BYTES if problem.seqlen_k >= MEDIUM else L2_BYTES
-    sections = max(1, round(heads // sharing * size / share))
-    return ceil_div(heads // sharing, sections) * sharing
+    return problem.heads // pack * (1 if problem.varlen else problem.batch)
 
 
 def n_blocks_of(problem: AttentionProblem, row: int, rows: int, pack: int, block_n: int) -> range:

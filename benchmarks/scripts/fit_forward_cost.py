@@ -1,0 +1,214 @@
+"""Fit the coefficients of the forward's cost model to timings of candidates, and write them into the package.
+
+    PYTHONPATH=src python3 benchmarks/scripts/fit_forward_cost.py benchmarks/results/choices_forward.json
+        [--out src/flashlane/kernels/hopper/forward/cost.json] [--held-out 5]
+
+The timings are those of ``time_choices.py`` at fitting seeds. Each shape of a class of head dims has three coefficients
+(a tile, an n-block, a masked n-block), all shapes share five more. What a problem's candidates have in common (the
+clock of the moment, the power that random data take) is no choice: each problem has an offset, which is dropped.
+Printed are the errors within problems and the regret: the chosen candidate's time over the fastest one's. With
+``--held-out K`` each K-th problem is left out of the fit, and their regret is printed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from hopper_shapes import Shape, problem_of
+from scipy.optimize import least_squares
+
+from flashlane.bench.measure.results import write_atomically
+from flashlane.core import registry
+from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.hopper.arch import SMS
+from flashlane.kernels.hopper.forward import cost
+from flashlane.kernels.hopper.forward.config import HopperConfig
+from flashlane.kernels.hopper.forward.tiles import class_of
+from flashlane.kernels.makespan import makespan, sections_of
+
+START = cost.Traffic(launch=4.0, excess=0.06, enough=2.5, resident=40.0, few_heads=0.25)
+GRID = {
+    "few_heads": (0.0, 0.1, 0.2, 0.3, 0.5, 0.8),
+    "enough": (0.4, 0.8, 1.2, 1.6, 2.0, 2.5, 3.0),
+    "excess": (0.0, 0.03, 0.06, 0.1, 0.15, 0.25),
+    "resident": (10.0, 20.0, 30.0, 40.0, 60.0),
+}
+"""Values that are tried of what all shapes share, one after the other."""
+LEAST_MICROSECONDS = 45.0
+"""Problems whose fastest candidate takes less are left out: the host was timed there."""
+FIRST = np.log([2.0, 1.0, 0.4])
+"""Of a tile, an n-block and a masked one over what the products alone take: where the fit begins, and weakly stays."""
+
+
+@dataclass
+class Row:
+    """A timed candidate."""
+
+    number: int
+    """Of its problem."""
+    problem: AttentionProblem
+    config: HopperConfig
+    microseconds: float
+    blocks: list[tuple[int, int]]
+    name: str
+    unit: float
+    """Microseconds of an n-block's products at the rate of the tensor cores."""
+    offset: float = 0.0
+
+    def time(self, values: np.ndarray, traffic: cost.Traffic) -> float:
+        """Predicted microseconds, with coefficients in units of :attr:`unit`."""
+        tile, block, masked = np.exp(values) * self.unit
+        costs = [tile + block * blocks + masked * cut for blocks, cut in self.blocks]
+        heads = self.problem.heads // self.config.pack_gqa * self.problem.batch * self.config.v_slices
+        section = min(heads, self.config.heads_per_section or 1)
+        busy = makespan(costs, sections_of(heads, section), SMS // self.config.cluster)
+        factor = cost.slowdown(self.problem, self.config, section, len(self.blocks), block, traffic)
+        return traffic.launch + busy * factor
+
+
+def rows_of(path: Path) -> list[Row]:
+    """All candidates of a file that the kernel still has."""
+    found, kernel = [], registry.get("hopper(wgmma+tma)")
+    for number, entry in enumerate(json.loads(path.read_text())["rows"]):
+        problem = problem_of(Shape(**(entry["problem"] | {"lengths": ()})))
+        if 1e3 * min(ms for _, _, ms, _ in entry["ms"]) < LEAST_MICROSECONDS:
+            continue
+        shapes = (dataclasses.replace(c, heads_per_section=0) for c in kernel.candidates(problem))
+        known = {config.describe(): config for config in shapes}
+        one = class_of(problem.head_dim, problem.head_dim_v)
+        exact = (one.head_dim, one.head_dim_v) == (problem.head_dim, problem.head_dim_v)
+        for described, section, ms, _ in entry["ms"]:
+            config = known.get(described.split(", heads_per_section")[0])
+            if config is None or config.split or not exact:
+                continue
+            config = dataclasses.replace(config, heads_per_section=section)
+            name = cost.name_of(one.head_dim, one.head_dim_v, cost.shape_of(config))
+            unit = (
+                2e-6 * config.cta_rows * config.block_n * (one.head_dim + one.head_dim_v) / (cost.MATRIX_TFLOPS / SMS)
+            )
+            found.append(Row(number, problem, config, 1e3 * ms, cost.rows_of(problem, config), name, unit))
+    return found
+
+
+def fit(rows: list[Row], traffic: cost.Traffic, known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Coefficients of each shape, by least squares on the logarithms."""
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[row.name].append(row)
+
+    def solve(name: str, mine: list[Row]) -> np.ndarray:
+        def residuals(values: np.ndarray) -> np.ndarray:
+            errors = [math.log(row.time(values, traffic) / row.microseconds) - row.offset for row in mine]
+            return np.concatenate([errors, 0.05 * (values - FIRST)])
+
+        start = known.get(name, FIRST)
+        return least_squares(residuals, start, loss="soft_l1", f_scale=0.03, max_nfev=7, diff_step=1e-2).x
+
+    return {name: solve(name, mine) for name, mine in groups.items()}
+
+
+def errors_of(rows: list[Row], values: dict[str, np.ndarray], traffic: cost.Traffic) -> np.ndarray:
+    return np.array([math.log(row.time(values[row.name], traffic) / row.microseconds) for row in rows])
+
+
+def spread_of(rows: list[Row], values: dict[str, np.ndarray], traffic: cost.Traffic) -> float:
+    """Standard deviation of the errors within problems."""
+    return float(np.std(errors_of(rows, values, traffic) - np.array([row.offset for row in rows])))
+
+
+def set_offsets(rows: list[Row], errors: np.ndarray) -> None:
+    """What the fastest candidates of a problem have in common."""
+    by_problem = collections.defaultdict(list)
+    for row, error in zip(rows, errors, strict=True):
+        by_problem[row.number].append((row.microseconds, error, row))
+    for found in by_problem.values():
+        found.sort(key=lambda entry: entry[0])
+        offset = float(np.median([error for _, error, _ in found[:6]]))
+        for _, _, row in found:
+            row.offset = offset
+
+
+def regrets(rows: list[Row], errors: np.ndarray) -> list[tuple[float, Row, Row]]:
+    """Of each problem: the chosen time over the best, the chosen row and the best one; the worst first."""
+    by_problem = collections.defaultdict(list)
+    for row, error in zip(rows, errors, strict=True):
+        by_problem[row.number].append((row.microseconds * math.exp(error), row))
+    found = []
+    for entries in by_problem.values():
+        chosen = min(entries, key=lambda entry: entry[0])[1]
+        best = min((row for _, row in entries), key=lambda row: row.microseconds)
+        found.append((chosen.microseconds / best.microseconds, chosen, best))
+    return sorted(found, key=lambda entry: -entry[0])
+
+
+def told(title: str, rows: list[Row], errors: np.ndarray, worst: int = 0) -> dict[str, float]:
+    """Print and return the summary of a set of rows."""
+    found = regrets(rows, errors)
+    ratios = np.array([ratio for ratio, _, _ in found])
+    within = float(np.std(errors - np.array([row.offset for row in rows])))
+    summary = {
+        "problems": len(found),
+        "candidates": len(rows),
+        "error_within_problems": within,
+        "mean_regret": float(ratios.mean() - 1),
+        "p95_regret": float(np.quantile(ratios, 0.95) - 1),
+        "worst_regret": float(ratios.max() - 1),
+    }
+    print(title, {name: round(value, 4) for name, value in summary.items()}, flush=True)
+    for ratio, chosen, best in found[:worst]:
+        print(f"  {ratio:.3f} {chosen.problem.describe()[:60]}: {chosen.config.describe()} | {best.config.describe()}")
+    return summary
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("timings", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("src/flashlane/kernels/hopper/forward/cost.json"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--held-out", type=int, default=0)
+    arguments = parser.parse_args()
+    rows = rows_of(arguments.timings)
+    held = [row for row in rows if arguments.held_out and row.number % arguments.held_out == 0]
+    rows = [row for row in rows if row not in held] if held else rows
+    traffic, values = START, {}
+    for _ in range(arguments.rounds):
+        values = fit(rows, traffic, values)
+        set_offsets(rows, errors_of(rows, values, traffic))
+        for name, tried in GRID.items():
+            spread = {value: spread_of(rows, values, dataclasses.replace(traffic, **{name: value})) for value in tried}
+            traffic = dataclasses.replace(traffic, **{name: min(spread, key=spread.get)})
+        summary = told("fitted", rows, errors_of(rows, values, traffic))
+    print(traffic)
+    told("fitted", rows, errors_of(rows, values, traffic), worst=15)
+    if held:
+        held = [row for row in held if row.name in values]
+        errors = errors_of(held, values, traffic)
+        set_offsets(held, errors)
+        told("held out", held, errors, worst=10)
+        return 0
+    source = json.loads(arguments.timings.read_text())
+    units = {row.name: row.unit for row in rows}
+    shapes = {name: [round(float(x), 4) for x in np.exp(values[name]) * units[name]] for name in sorted(values)}
+    body = {
+        "script": "benchmarks/scripts/fit_forward_cost.py",
+        "timings": arguments.timings.name,
+        "seed": source["seed"],
+        "environment": {name: source["environment"].get(name) for name in ("device", "commit", "date")},
+        "fit": summary,
+        "traffic": asdict(traffic),
+        "shapes": shapes,
+    }
+    write_atomically(arguments.out, json.dumps(body, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The simulated scheduler against one that is simulated tile by tile, and what a cost model must give."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashlane.bench import make_problem
+from flashlane.core import registry
+from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.hopper.arch import SMS
+from flashlane.kernels.hopper.forward import cost, select, tiles
+from flashlane.kernels.makespan import makespan, sections_of
+
+KERNEL = registry.get("hopper(wgmma+tma)")
+
+
+def taken_one_by_one(costs: list[float], sections: list[int], workers: int) -> float:
+    ends = [0.0] * workers
+    for section in sections:
+        for cost_of_tile in costs:
+            for _ in range(section):
+                first = min(range(workers), key=ends.__getitem__)
+                ends[first] += cost_of_tile
+    return max(ends)
+
+
+def test_all_tiles_simulated_is_list_scheduling() -> None:
+    chance = random.Random(0)
+    for _ in range(100):
+        costs = [chance.uniform(1, 9) for _ in range(chance.randint(1, 6))]
+        sections = sections_of(chance.randint(1, 9), chance.randint(1, 4))
+        workers = chance.randint(1, 7)
+        found = makespan(costs, sections, workers, simulated=10**6)
+        assert found == pytest.approx(taken_one_by_one(costs, sections, workers))
+
+
+def test_only_the_last_tiles_simulated_is_nearly_the_same() -> None:
+    chance = random.Random(1)
+    for _ in range(60):
+        costs = [float(n) for n in range(chance.randint(5, 40), 0, -1)]  # a causal mask: the longest come first
+        sections = sections_of(chance.randint(20, 60), chance.randint(4, 60))
+        found, right = (makespan(costs, sections, 33, simulated=n) for n in (120, 10**6))
+        assert found == pytest.approx(right, rel=0.05)
+        assert found >= sum(costs) * sum(sections) / 33 * 0.999, "no worker does more than all of the time"
+
+
+def test_nothing_to_do_takes_no_time() -> None:
+    assert makespan([], [3], 4) == makespan([1.0], [], 4) == 0.0
+
+
+def problem(**sizes: object) -> AttentionProblem:
+    asked = {"batch": 2, "heads": 16, "seqlen_q": 4096, "head_dim": 128} | sizes
+    return make_problem(dtype=torch.bfloat16, arch="sm_90a", **asked)
+
+
+def test_the_least_predicted_time_is_chosen_and_all_shapes_are_compared() -> None:
+    for asked in (problem(), problem(causal=True), problem(head_dim=72, causal=True), problem(seqlen_q=700)):
+        found = select.ranked(asked)
+        assert [time for _, time in found] == sorted(time for _, time in found)
+        assert KERNEL.config(asked) == found[0][0]
+        one = tiles.class_of(asked.head_dim, asked.head_dim_v)
+        assert {cost.shape_of(config) for config, _ in found} == set(one.shapes)
+
+
+def test_a_wave_that_is_nearly_empty_is_seen() -> None:
+    """One tile more than SMs takes twice as long with tall tiles, so shorter ones are chosen."""
+    full = problem(batch=1, heads=SMS // 11, seqlen_q=11 * 192, seqlen_k=4096)
+    over = replace(full, heads=full.heads * 4 // 3, kv_heads=full.heads * 4 // 3)
+    times = [{config.block_m: time for config, time in reversed(select.ranked(each))} for each in (full, over)]
+    assert times[1][192] / times[0][192] > 1.8
+    assert times[1][128] / times[0][128] < 1.8
+
+
+def test_the_coefficients_are_those_of_shapes_that_exist() -> None:
+    known = {
+        cost.name_of(one.head_dim, one.head_dim_v, shape)
+        for one in tiles.CLASSES
+        for shape in (*one.shapes, *one.loaded, one.few_rows)
+    }
+    named, traffic = cost.coefficients()
+    assert set(named) <= known and len(named) > 30
+    assert all(value.block > 0 and value.tile > 0 for value in named.values()) and traffic.launch > 0
