@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flashlane import jit
+from flashlane.bench.suites.baseline import lines as baseline_lines
 from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
@@ -102,9 +103,7 @@ def mma() -> Iterator[KernelSource]:
 
 
 def baseline() -> Iterator[KernelSource]:
-    import baseline_logs
-
-    yield from of((registry.get(tag), line.problem) for line in baseline_logs.lines(ARCH) for tag in line.kernels)
+    yield from of((registry.get(tag), line.problem) for line in baseline_lines(ARCH) for tag in line.kernels)
 
 
 def decode() -> Iterator[KernelSource]:

@@ -72,6 +72,7 @@ def test_a_models_configuration_gives_its_problems() -> None:
     assert {(p.varlen, p.needs_grad, p.seqlen_q == 1) for p in found} == {
         (False, False, False), (True, False, False), (False, True, False), (True, True, False), (False, False, True),
     }  # fmt: skip
+    assert {p.seqlen_q for p in found if p.seqused_k} == {1}
     forward_only = list(prebuild.problems_of_model(LLAMA, "sm_90a", backward=False, causal=False))
     assert not any(p.needs_grad or p.causal or p.seqlen_q == 1 for p in forward_only)
     assert {p.dtype for p in forward_only} == {torch.bfloat16}

@@ -42,7 +42,7 @@ def prebuild_command(
 ) -> None:
     """Compile the kernels that auto chooses for given sizes, or for a model, into the cache; no GPU is needed.
 
-    A first call then loads its kernels in milliseconds. The same versions of flashlane and of NVRTC must read the
+    A first call then loads its kernels and compiles none. The same versions of flashlane and of NVRTC must read the
     cache. Kernels of Triton's (f32, dropout, head dims above 256) compile at their first call all the same.
 
     Exit status: 0 all are there, 1 a kernel did not compile, 2 bad input.

@@ -116,7 +116,7 @@ def problems_of_model(
     causal: bool = True,
     backward: bool = True,
 ) -> Iterator[AttentionProblem]:
-    """The attention of a model's layers: whole sequences, packed ones, and one query token over a cache.
+    """The attention of a model's layers: whole sequences, packed ones, and one query token over keys or a cache.
 
     Args:
         config: see :func:`read_config`.
@@ -150,3 +150,4 @@ def problems_of_model(
                         yield replace(one, needs_grad=True)
                 if causal:
                     yield replace(whole, seqlen_q=1)
+                    yield replace(whole, seqlen_q=1, seqused_k=True)
