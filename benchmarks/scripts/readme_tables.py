@@ -179,7 +179,7 @@ def shape_table() -> str:
                     continue
                 plain, config = padded.config(problem), swizzled.config(problem)
                 kib = f"{plain.shared_memory / 1024:.3g} / {config.shared_memory / 1024:.3g}"
-                tiles = dict.fromkeys(f"{c.br}×{c.bc}, {c.warps_q}×{c.warps_kv}" for c in (plain, config))
+                tiles = dict.fromkeys(f"{c.block_m}×{c.block_n}, {c.warps_q}×{c.warps_kv}" for c in (plain, config))
                 cells.append(f"{' / '.join(tiles)}: {kib}")
             rows.append((f"{design}, stage {stage}", *cells))
     return table(("design", *(f"D {head_dim}" for head_dim in SHAPE_HEAD_DIMS)), rows)

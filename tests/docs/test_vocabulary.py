@@ -34,6 +34,7 @@ FORBIDDEN = {
     r"dq_direct|direct_dq": "register atomics",
     r"copy engine": "TMA",
     r"house|public face": "project, public API",
+    r"BR|BC": "BLOCK_M, BLOCK_N; block_m, block_n",
     r"(?<![\"-])roofs?": "ceiling, ceilings; roofline",
 }
 """A pattern of whole words (``_`` joins words and separates them), and what to write."""

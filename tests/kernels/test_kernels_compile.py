@@ -225,7 +225,7 @@ def test_what_a_launch_is_given(tag: str, monkeypatch: pytest.MonkeyPatch) -> No
     config = kernel.config(problem)
     needs = kernel.resources(config)
     assert (block, shared) == ((needs.threads, 1, 1), needs.shared_memory)
-    rows = getattr(config, "br", None)
+    rows = getattr(config, "block_m", None)
     assert grid == {"mma(naive)": (1, 4, 3), "fa1(f32)": (4, 3, 1)}.get(
         tag, (-(-300 // rows) * 12 if rows else 0, 1, 1)
     )

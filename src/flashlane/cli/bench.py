@@ -41,7 +41,7 @@ def command(
     preset: o.PresetName = None,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
-    baselines: o.Peers = "all",
+    peers: o.Peers = "all",
     peers_from: o.PeersFrom = None,
     torch_: Annotated[bool, o.option("--torch", help="Short for: add (unfused) to --peers.", panel=o.WHICH)] = False,
     sdpa: Annotated[
@@ -178,8 +178,8 @@ def command(
     exact = o.words_of(kernels)
     if naive and (words or exact):
         exact = (*exact, "mma(naive)")
-    peers = (*_peers(baselines, torch_, sdpa), *peers_of_files(peers_from or ()))
-    selection = Selection(words, exact, peers, acc_f32, show_all)
+    chosen_peers = (*_peers(peers, torch_, sdpa), *peers_of_files(peers_from or ()))
+    selection = Selection(words, exact, chosen_peers, acc_f32, show_all)
     sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k)
     if qkv is not None:
         given = dict(zip(("--B", "--H", "--N", "--D", "--kv-heads", "--seqlen-k"), sizes, strict=True))
@@ -211,7 +211,7 @@ def command(
             o.check_timeout(timeout)
             if qkv is not None:
                 raise ValueError("--timeout is given with --qkv; saved tensors are benched in this process only")
-            tags_of_peers = tuple(peer.tag for peer in _peers(baselines, torch_, sdpa))
+            tags_of_peers = tuple(peer.tag for peer in _peers(peers, torch_, sdpa))
             files = tuple(map(str, peers_from or ()))
             spec = Spec(str(where), words, exact, tags_of_peers, files, acc_f32, show_all, **measured)
             problems = [case.problem for case in cases]
@@ -249,10 +249,10 @@ def _report_arch(arch: str | None, device: torch.device) -> str | None:
     return None if arch.lower() == "none" else check_arch(arch)
 
 
-def _peers(baselines: str, torch_: bool, sdpa: bool) -> tuple[Peer, ...]:
+def _peers(peers: str, torch_: bool, sdpa: bool) -> tuple[Peer, ...]:
     from flashlane.bench.measure.peers import PEERS, select_peers
 
-    chosen = {peer.tag for peer in select_peers(baselines)}
+    chosen = {peer.tag for peer in select_peers(peers)}
     chosen |= {"(unfused)"} if torch_ else set()
     chosen |= {"(sdpa-efficient)"} if sdpa else set()
     return tuple(peer for peer in PEERS if peer.tag in chosen)

@@ -31,7 +31,7 @@ def roofline_command(
     preset: o.PresetName = None,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
-    baselines: o.Peers = "all",
+    peers: o.Peers = "all",
     results: Annotated[
         Path | None,
         o.option("--results", help="Place the rows of this results file instead of measuring some.", panel=o.INPUT),
@@ -84,7 +84,7 @@ def roofline_command(
     else:
         sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
         problems = o.problems_of(preset, *sizes, device=where, quick=quick)
-        found = _bench(problems, where, tags, kernels, baselines, backward, iters, quick, seed)
+        found = _bench(problems, where, tags, kernels, peers, backward, iters, quick, seed)
     dtypes = tuple(dict.fromkeys(str(row.sizes.get("dtype")) for row in found.rows)) or ("f16",)
     with console.status("measuring the rates of the device …"):
         ceilings = measure_rates(where, dtypes)
@@ -115,7 +115,7 @@ def _bench(
     where: Any,
     tags: str,
     kernels: str,
-    baselines: str,
+    peers: str,
     backward: bool,
     iters: int | None,
     quick: bool,
@@ -135,7 +135,7 @@ def _bench(
         return run(
             problems,
             device=where,
-            selection=Selection(words, exact, select_peers(baselines)),
+            selection=Selection(words, exact, select_peers(peers)),
             settings=settings_for(where, quick, None, iters, graph=False),
             directions=directions,
             seed=seed,

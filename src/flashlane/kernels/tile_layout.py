@@ -277,7 +277,7 @@ def kernel_tiles(kernel: Kernel, problem: AttentionProblem) -> tuple[Tile, ...]:
     config = kernel.config(problem) if isinstance(kernel, DeviceKernel) else None
     if not isinstance(getattr(config, "layouts", None), dict):
         raise ValueError(f"{kernel.tag} does not say how it lays out tiles; kernels like mma(split-q+stage1) do")
-    rows = {"q": config.br, "k": config.bc, "v": config.slices[1], "p": config.br}
+    rows = {"q": config.block_m, "k": config.block_n, "v": config.slices[1], "p": config.block_m}
     threads = kernel.resources(config).threads
     exchanged = config.warps_kv > 1  # only then P passes through shared memory
     return tuple(

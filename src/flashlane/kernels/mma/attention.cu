@@ -1,10 +1,10 @@
 // Attention forward on mma.sync m16n8k16: split-kv, split-q, share-kv and share-qkv are points of this one template.
 //
-// One CTA owns BR query rows and walks over the key/value tiles of BC rows that those queries may see:
+// One CTA owns BLOCK_M query rows and walks over the key/value tiles of BLOCK_N rows that those queries may see:
 //     S = Q·Kᵀ   ->   online softmax (f32, base 2)   ->   O += P·V.
 //
 // Warps: WARPS_Q × WARPS_KV.                       split-q (4 × 1)            split-kv (2 × 4)
-//     S[BR, BC] by warp:                           | w0 w0 w0 w0 |            | w0 w1 w2 w3 |
+//     S[BLOCK_M, BLOCK_N] by warp:                 | w0 w0 w0 w0 |            | w0 w1 w2 w3 |
 //                                                  | w1 w1 w1 w1 |            | w4 w5 w6 w7 |
 //                                                  | w2 w2 w2 w2 |
 //                                                  | w3 w3 w3 w3 |
@@ -31,23 +31,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
     const Mask mask{p.seqlen_k, p.shift, p.window_left, p.window_right};
 
     // Key/value tiles that some row of the CTA sees, and the keys that every row sees.
-    const int last_row = min(out_tile.row + BR, p.seqlen_q) - 1;
-    const int first_tile = mask.first(out_tile.row) / BC;
-    const int tiles = (max(mask.end(last_row), 0) + BC - 1) / BC - first_tile;
+    const int last_row = min(out_tile.row + BLOCK_M, p.seqlen_q) - 1;
+    const int first_tile = mask.first(out_tile.row) / BLOCK_N;
+    const int tiles = (max(mask.end(last_row), 0) + BLOCK_N - 1) / BLOCK_N - first_tile;
     const int unmasked_first = mask.first(last_row), unmasked_end = mask.end(out_tile.row);
 
     const u32 shared = shared_address(shared_memory), pipeline = shared + PIPELINE_OFFSET;
     // Piece r of key/value tile j; r runs over the slices of K, then those of V, then on into the next tile's.
     const auto stage_of = [](int j, int r) { return (SLICES % STAGES == 0 ? r : j * SLICES + r) % STAGES * STAGE_BYTES; };
     const auto load_slice = [&](int j, int r) {
-        const int tile = j + r / SLICES, slice = r % SLICES, key = (first_tile + tile) * BC;
+        const int tile = j + r / SLICES, slice = r % SLICES, key = (first_tile + tile) * BLOCK_N;
         if (tile < tiles) {
             const u32 stage = pipeline + stage_of(j, r);
             if (slice < K_SLICES) {
                 const int column = slice * K_SLICE;
                 if constexpr (Q_STREAMED)
-                    load_tile<LayoutQ, BR, K_SLICE, THREADS, cfg::VECTOR>(stage, q, out_tile.row, column);
-                load_tile<LayoutK, BC, K_SLICE, THREADS, cfg::VECTOR>(stage + Q_SLICE_BYTES, k, key, column);
+                    load_tile<LayoutQ, BLOCK_M, K_SLICE, THREADS, cfg::VECTOR>(stage, q, out_tile.row, column);
+                load_tile<LayoutK, BLOCK_N, K_SLICE, THREADS, cfg::VECTOR>(stage + Q_SLICE_BYTES, k, key, column);
             } else {
                 const int row = (slice - K_SLICES) % V_ROW_SLICES * V_ROWS;
                 const int column = (slice - K_SLICES) / V_ROW_SLICES * V_COLUMNS;
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
     };
 
     if constexpr (!Q_STREAMED) {
-        load_tile<LayoutQ, BR, HEAD_DIM, THREADS, cfg::VECTOR>(shared, q, out_tile.row, 0);
+        load_tile<LayoutQ, BLOCK_M, HEAD_DIM, THREADS, cfg::VECTOR>(shared, q, out_tile.row, 0);
         cp_async_commit();
     }
     const FragmentCursor<LayoutQ> q_cursor(shared, warp.row() + warp.lane % 16, warp.lane / 16);
@@ -107,11 +107,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
 
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j) {
-        const int key = (first_tile + j) * BC;
+        const int key = (first_tile + j) * BLOCK_N;
         // A warp skips tiles that none of its rows sees, but not their barriers. (In split-kv several warps have a row.)
         const int warp_row = out_tile.row + warp.row();
         const bool active =
-            SPLIT_KV || (key < mask.end(warp_row + 16 * M_TILES - 1) && key + BC > mask.first(warp_row));
+            SPLIT_KV || (key < mask.end(warp_row + 16 * M_TILES - 1) && key + BLOCK_N > mask.first(warp_row));
         Scores s;
         if constexpr (K_SLICES == 1) {
             acquire(j, 0);
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
         if constexpr (cfg::EARLY_V) acquire(j, K_SLICES);
         Probabilities probabilities;
         if (active) {
-            if (key < unmasked_first || key + BC > unmasked_end)
+            if (key < unmasked_first || key + BLOCK_N > unmasked_end)
                 apply_mask(s, mask, out_tile.row + warp.row() + warp.quad_row, key + kv_row + warp.quad_column * 2);
             online_softmax(s, state, p.scale_log2, warp);
             probabilities.pack(s, warp);

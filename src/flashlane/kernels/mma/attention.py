@@ -125,15 +125,15 @@ class Variant:
         if self.tiling:
             k_slice = shapes.slice_of(problem.head_dim, shape.k_slice)
         if self.family == "tiling-qk":
-            v_rows = min(shape.v_rows, shape.bc)
+            v_rows = min(shape.v_rows, shape.block_n)
         if self.family == "tiling-qkv":
             v_columns = shapes.slice_of(problem.head_dim_v, shape.k_slice, column_unit)
         return MmaConfig(
             dtype=problem.dtype_name,
             head_dim=_round_up(problem.head_dim, k_slice or 16),
             head_dim_v=_round_up(problem.head_dim_v, v_columns or column_unit),
-            br=shape.br,
-            bc=shape.bc,
+            block_m=shape.block_m,
+            block_n=shape.block_n,
             warps_q=shape.warps_q,
             warps_kv=shape.warps_kv,
             kv_stages=self.kv_stages,
@@ -186,7 +186,7 @@ class MmaAttention(DeviceKernel):
         if self.variant.precision == "f32/f32":
             return "standard"
         # Where the product adds straight to an f16 output, that is rounded after every 16 keys.
-        block_k = 16 if config.out == config.store else config.bc
+        block_k = 16 if config.out == config.store else config.block_n
         return f"scores={config.scores},out={config.out},store={config.store},block_k={block_k}"
 
     def supports(self, problem: AttentionProblem) -> str | None:
@@ -210,7 +210,7 @@ class MmaAttention(DeviceKernel):
         yield from dict.fromkeys((*self.variant.configs(problem, False), *self.variant.configs(problem, True)))
 
     def spills_allowed(self, config: MmaConfig, arch: str) -> int:
-        few = config.br == 16  # one of the shapes for few CTAs
+        few = config.block_m == 16  # one of the shapes for few CTAs
         taken = self.tag == shapes.best_tag(config.head_dim_v, few)
         return 0 if taken and arch == "sm_90a" and config.vector and config.head_dim <= 256 else SPILLS_ALLOWED
 
@@ -254,7 +254,7 @@ def _launch(
     config: MmaConfig, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[jit.Function, Dim3, Dim3, int, AttentionParams]:
     """A call's function, grid, block, bytes of shared memory and parameters."""
-    q_blocks = -(-problem.seqlen_q // config.br)
+    q_blocks = -(-problem.seqlen_q // config.block_m)
     params = attention_params(
         problem,
         inputs,

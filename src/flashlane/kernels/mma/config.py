@@ -20,8 +20,8 @@ class MmaConfig:
     head_dim: int
     """Columns of the Q and K tiles: the problem's head_dim rounded up to 16."""
     head_dim_v: int
-    br: int
-    bc: int
+    block_m: int
+    block_n: int
     warps_q: int
     warps_kv: int = 1
     kv_stages: int = 2
@@ -44,7 +44,7 @@ class MmaConfig:
     k_slice: int = 0
     """Columns of Q and K that one stage holds; 0 for all."""
     v_rows: int = 0
-    """Rows of V that one stage holds; 0 for all ``bc``."""
+    """Rows of V that one stage holds; 0 for all ``block_n``."""
     v_columns: int = 0
     """Columns of V that one stage holds; 0 for all."""
     q_streamed: bool = False
@@ -56,7 +56,7 @@ class MmaConfig:
     @property
     def slices(self) -> tuple[int, int, int]:
         """Columns of a slice of K; rows and columns of a slice of V."""
-        return self.k_slice or self.head_dim, self.v_rows or self.bc, self.v_columns or self.head_dim_v
+        return self.k_slice or self.head_dim, self.v_rows or self.block_n, self.v_columns or self.head_dim_v
 
     @property
     def layouts(self) -> dict[str, TileLayout]:
@@ -66,7 +66,7 @@ class MmaConfig:
             "q": TileLayout(k_slice if self.q_streamed else self.head_dim, "q" in self.swizzle),
             "k": TileLayout(k_slice, "k" in self.swizzle),
             "v": TileLayout(v_columns, "v" in self.swizzle),
-            "p": TileLayout(self.bc, False),
+            "p": TileLayout(self.block_n, False),
         }
 
     @property
@@ -76,8 +76,9 @@ class MmaConfig:
         ``Q/KV`` share one region, ``QKV`` is a pipeline of slices, and ``O`` is what the output tile needs beyond them.
         """
         layouts = self.layouts
-        q = layouts["q"].bytes(self.br)
-        stage = max((q if self.q_streamed else 0) + layouts["k"].bytes(self.bc), layouts["v"].bytes(self.slices[1]))
+        q = layouts["q"].bytes(self.block_m)
+        streamed = q if self.q_streamed else 0
+        stage = max(streamed + layouts["k"].bytes(self.block_n), layouts["v"].bytes(self.slices[1]))
         pipeline = self.kv_stages * stage
         if self.share_qkv:
             parts = {"Q/KV": max(q, pipeline)}
@@ -86,8 +87,8 @@ class MmaConfig:
         else:
             parts = {"Q": q, "KV": pipeline}
         if self.warps_kv > 1:
-            parts |= {"P": layouts["p"].bytes(self.br), "stats": self.br * self.warps_kv * 4}
-        beyond = TileLayout(self.head_dim_v, False).bytes(self.br) - sum(parts.values())
+            parts |= {"P": layouts["p"].bytes(self.block_m), "stats": self.block_m * self.warps_kv * 4}
+        beyond = TileLayout(self.head_dim_v, False).bytes(self.block_m) - sum(parts.values())
         return parts | ({"O": beyond} if self.output == "shared" and beyond > 0 else {})
 
     @property
@@ -104,7 +105,7 @@ class MmaConfig:
 
     def constants(self) -> tuple[tuple[str, int | bool | str], ...]:
         """Name and value of each constant of ``config.cuh``."""
-        plain = ("head_dim", "head_dim_v", "br", "bc", "warps_q", "warps_kv", "kv_stages")
+        plain = ("head_dim", "head_dim_v", "block_m", "block_n", "warps_q", "warps_kv", "kv_stages")
         plain += ("share_qkv", "q_in_registers", "q_streamed", "vector", "early_v", "min_blocks")
         return (
             ("Element", ELEMENTS[self.dtype]),
@@ -120,8 +121,8 @@ class MmaConfig:
 
     def describe(self) -> str:
         """What differs from the plainest configuration, for tables: ``128x64 4x1 warps, 2 stages, …``."""
-        words = [f"{self.br}x{self.bc}", f"{self.warps_q}x{self.warps_kv} warps", f"{self.kv_stages} stages"]
-        shown = ("dtype", "head_dim", "head_dim_v", "br", "bc", "warps_q", "warps_kv", "kv_stages")
+        words = [f"{self.block_m}x{self.block_n}", f"{self.warps_q}x{self.warps_kv} warps", f"{self.kv_stages} stages"]
+        shown = ("dtype", "head_dim", "head_dim_v", "block_m", "block_n", "warps_q", "warps_kv", "kv_stages")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in shown and value != field.default:

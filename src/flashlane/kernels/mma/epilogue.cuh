@@ -37,7 +37,7 @@ __device__ __forceinline__ void store_row(Element* row, const u32 (&word)[O_TILE
 __device__ __forceinline__ void store_tile(Element* out, const Params& p, int first_row) {
     constexpr int CHUNKS = HEAD_DIM_V / CHUNK;
     __syncthreads();
-    for (int i = threadIdx.x; i < BR * CHUNKS; i += THREADS) {
+    for (int i = threadIdx.x; i < BLOCK_M * CHUNKS; i += THREADS) {
         const int row = i / CHUNKS, column = i % CHUNKS * CHUNK;
         if (first_row + row >= p.seqlen_q || column >= p.head_dim_v) continue;
         const uint4 chunk = *reinterpret_cast<const uint4*>(shared_memory + LayoutO::offset(row, i % CHUNKS));

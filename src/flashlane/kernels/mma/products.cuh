@@ -67,14 +67,14 @@ __device__ __forceinline__ void unpack_scores(Scores& s, const ScoreTiles& acc) 
 
 // P as the A operand of its product with V: from registers, or (split-kv) through shared memory.
 struct Probabilities {
-    u32 a[SPLIT_KV ? 1 : M_TILES][SPLIT_KV ? 1 : BC / 16][4];
+    u32 a[SPLIT_KV ? 1 : M_TILES][SPLIT_KV ? 1 : BLOCK_N / 16][4];
 
     __device__ __forceinline__ void pack(const Scores& s, const Warp& warp) {
         if constexpr (!SPLIT_KV) {
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-                for (int step = 0; step < BC / 16; ++step)
+                for (int step = 0; step < BLOCK_N / 16; ++step)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const float* pair = &s[m][(2 * step + i / 2) * 4 + i % 2 * 2];

@@ -12,13 +12,13 @@ using Element = cfg::Element;
 using ScorePrecision = cfg::ScorePrecision;    // accumulator of Q·Kᵀ
 using OutPrecision = cfg::OutPrecision;        // accumulator of P·V
 using StorePrecision = cfg::StorePrecision;    // running output
-constexpr int BR = cfg::BR, BC = cfg::BC, HEAD_DIM = cfg::HEAD_DIM, HEAD_DIM_V = cfg::HEAD_DIM_V;
+constexpr int BLOCK_M = cfg::BLOCK_M, BLOCK_N = cfg::BLOCK_N, HEAD_DIM = cfg::HEAD_DIM, HEAD_DIM_V = cfg::HEAD_DIM_V;
 constexpr int WARPS_Q = cfg::WARPS_Q, WARPS_KV = cfg::WARPS_KV, THREADS = WARP * WARPS_Q * WARPS_KV;
-constexpr int M_TILES = BR / (16 * WARPS_Q);          // 16-row tiles of one warp
-constexpr int S_TILES = BC / (8 * WARPS_KV);          // 8-column tiles of S of one warp
+constexpr int M_TILES = BLOCK_M / (16 * WARPS_Q);     // 16-row tiles of one warp
+constexpr int S_TILES = BLOCK_N / (8 * WARPS_KV);     // 8-column tiles of S of one warp
 constexpr int O_TILES = HEAD_DIM_V / (8 * WARPS_KV);  // 8-column tiles of O of one warp
 constexpr int K_SLICE = cfg::K_SLICE, V_ROWS = cfg::V_ROWS, V_COLUMNS = cfg::V_COLUMNS;
-constexpr int K_SLICES = HEAD_DIM / K_SLICE, V_ROW_SLICES = BC / V_ROWS, V_COLUMN_SLICES = HEAD_DIM_V / V_COLUMNS;
+constexpr int K_SLICES = HEAD_DIM / K_SLICE, V_ROW_SLICES = BLOCK_N / V_ROWS, V_COLUMN_SLICES = HEAD_DIM_V / V_COLUMNS;
 constexpr int V_SLICES = V_ROW_SLICES * V_COLUMN_SLICES, SLICES = K_SLICES + V_SLICES;  // of one key/value tile
 constexpr int QK_STEPS = K_SLICE / 16, PV_STEPS = V_ROWS / 16;                         // products along one slice
 constexpr int V_SLICE_TILES = V_COLUMNS / (8 * WARPS_KV);  // 8-column tiles of O of one warp in one slice of V
@@ -37,15 +37,16 @@ enum { STORE_DIRECT, STORE_SHUFFLE, STORE_SHARED };
 using LayoutQ = TileLayout<Q_STREAMED ? K_SLICE : HEAD_DIM, cfg::SWIZZLE_Q>;
 using LayoutK = TileLayout<K_SLICE, cfg::SWIZZLE_K>;
 using LayoutV = TileLayout<V_COLUMNS, cfg::SWIZZLE_V>;
-using LayoutP = TileLayout<BC, false>;
+using LayoutP = TileLayout<BLOCK_N, false>;
 using LayoutO = TileLayout<HEAD_DIM_V, false>;
 using CursorV = FragmentCursor<LayoutV, SPLIT_KV>;  // with split-kv a warp starts at its own columns
 constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int Q_BYTES = LayoutQ::bytes(BR);
+constexpr int Q_BYTES = LayoutQ::bytes(BLOCK_M);
 constexpr int Q_SLICE_BYTES = Q_STREAMED ? Q_BYTES : 0;
-constexpr int STAGE_BYTES = larger(Q_SLICE_BYTES + LayoutK::bytes(BC), LayoutV::bytes(V_ROWS));
+constexpr int STAGE_BYTES = larger(Q_SLICE_BYTES + LayoutK::bytes(BLOCK_N), LayoutV::bytes(V_ROWS));
 static_assert(S_TILES % 2 == 0 && V_SLICE_TILES % 2 == 0 && M_TILES >= 1, "tiles are read in pairs");
-static_assert(K_SLICES * K_SLICE == HEAD_DIM && V_COLUMN_SLICES * V_COLUMNS == HEAD_DIM_V && V_ROW_SLICES * V_ROWS == BC);
+static_assert(K_SLICES * K_SLICE == HEAD_DIM && V_COLUMN_SLICES * V_COLUMNS == HEAD_DIM_V);
+static_assert(V_ROW_SLICES * V_ROWS == BLOCK_N);
 static_assert(K_SLICES == 1 || !Q_IN_REGISTERS, "registers hold all of Q or none");
 
 using Params = AttentionParams<Element>;
@@ -64,8 +65,8 @@ struct PipelineStorage {
 };
 template <bool USED>
 struct SplitKvStorage {
-    unsigned char p[LayoutP::bytes(BR)];
-    float row_statistics[BR * WARPS_KV];
+    unsigned char p[LayoutP::bytes(BLOCK_M)];
+    float row_statistics[BLOCK_M * WARPS_KV];
 };
 template <>
 struct QueryStorage<false> {};
@@ -75,7 +76,7 @@ struct LoopStorage : QueryStorage<!cfg::SHARE_QKV && !Q_STREAMED>, PipelineStora
 template <bool OUT_TILE>
 union StorageOf {
     LoopStorage loop;
-    unsigned char out[LayoutO::bytes(BR)];  // after the loop
+    unsigned char out[LayoutO::bytes(BLOCK_M)];  // after the loop
 };
 template <>
 union StorageOf<false> {
@@ -105,7 +106,7 @@ struct OutputTile {
 
     __device__ __forceinline__ explicit OutputTile(const Params& p) {
         const SwizzledTile tile = swizzled_tile<true>(blockIdx.x, p.batch * p.heads, p.q_blocks, p.heads_per_section);
-        batch = tile.head / p.heads, head = tile.head % p.heads, row = tile.block * BR;
+        batch = tile.head / p.heads, head = tile.head % p.heads, row = tile.block * BLOCK_M;
     }
 };
 

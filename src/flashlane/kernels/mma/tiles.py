@@ -17,8 +17,8 @@ from flashlane.core.tuned import few_blocks
 class Shape:
     """Rows and keys of a tile, and how the warps lie over it."""
 
-    br: int
-    bc: int
+    block_m: int
+    block_n: int
     warps_q: int
     warps_kv: int = 1
     q_in_registers: bool = False
