@@ -9,7 +9,7 @@ from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section
 from flashlane.kernels.hopper.backward.one_cta.config import Dq, OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import worth_it
-from flashlane.kernels.hopper.backward.one_cta.split_q import split_of
+from flashlane.kernels.hopper.backward.one_cta.split_q import split_of, steps_of
 from flashlane.kernels.score import ScoreConfig
 
 SHORT = 1024
@@ -19,6 +19,10 @@ FEW_STEPS = 2048
 as many without a mask."""
 PACKED = 4096
 """Length of the longest of packed sequences up to which most are short."""
+NARROW_ROWS = ((128, 112, 96), (96,), (96,))
+"""Queries of a step of head dims up to 64, by the registers that score modifiers take."""
+NARROW_STEP, WIDE_STEP = 20, 20
+"""What a step takes beside its queries, in queries, of head dims up to 64 and above 96 (notebook 0016)."""
 MAX_REGISTER_ATOMICS = 96
 """Head dims up to which consumers have registers to spare for the time that the atomics to dq_accum take."""
 
@@ -43,7 +47,8 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     if not wide and problem.deterministic:  # there is room for dQ that waits for a semaphore
         tile = replace(tile, dq_stages=2, postprocess="last_addition")
     elif not wide:  # or for the next tile's keys
-        tile = replace(tile, k_stages=2, v_stages=2, ping_pong="until_complete")
+        tile = replace(tile, k_stages=2, v_stages=2, ping_pong="until_complete" if masked else "off")
+        tile = replace(tile, block_m=least_work(problem, tile, NARROW_ROWS[extras], NARROW_STEP))
     elif largest > MAX_REGISTER_ATOMICS and not extras:
         if problem.deterministic:
             tile = replace(tile, ping_pong="until_complete")
@@ -55,7 +60,29 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
             section = heads_per_section(problem, -(-problem.seqlen_k // tile.block_n))
             if worth_it(problem, tile.block_n, section, SMS):
                 tile = replace(tile, dq="register_atomics", postprocess="idle_warps")
+        elif not masked:
+            tile = replace(tile, ping_pong="until_complete")
+        elif problem.window_left < 0 and least_work(problem, tile, (80, 64), WIDE_STEP) == 64:
+            tile = replace(tile, block_m=64, ping_pong="until_issued")
     return replace(tile, split_q=split_of(problem, tile, SMS).parts > 1).specialised(problem)
+
+
+def least_work(problem: AttentionProblem, tile: OneCtaConfig, rows: tuple[int, ...], step: int) -> int:
+    """Queries of a step with which the steps of all tiles take least; the first of equals.
+
+    Args:
+        problem: what is asked.
+        tile: the tile, for its keys.
+        rows: that are compared.
+        step: what a step takes beside its queries, in queries.
+    """
+    if problem.varlen:
+        return rows[0]
+
+    def work(block_m: int) -> int:
+        return sum(steps_of(problem, replace(tile, block_m=block_m))) * (block_m + step)
+
+    return min(rows, key=work)
 
 
 def few_steps(problem: AttentionProblem, block_n: int) -> bool:
