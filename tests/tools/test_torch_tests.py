@@ -1,0 +1,59 @@
+"""The tool that runs PyTorch's own test modules: a small module of their kind through it, on the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULE = """
+import unittest
+import torch
+from torch.testing._internal.common_cuda import PLATFORM_SUPPORTS_FLASH_ATTENTION
+from torch.testing._internal.common_device_type import instantiate_device_type_tests
+from torch.testing._internal.common_utils import TestCase, parametrize
+
+
+class TestIt(TestCase):
+    @unittest.skipIf(not PLATFORM_SUPPORTS_FLASH_ATTENTION, "no flash attention")
+    @parametrize("causal", [False, True])
+    def test_gradient(self, device, causal):
+        q = torch.randn(1, 2, 5, 8, device=device, requires_grad=True)
+        out = torch.ops.aten._scaled_dot_product_flash_attention(q, q, q, 0.0, causal)[0]
+        self.assertEqual(torch.autograd.grad(out.sum(), q)[0].shape, q.shape)
+
+    def test_dropout(self, device):
+        q = torch.randn(1, 2, 5, 8, device=device)
+        torch.ops.aten._scaled_dot_product_flash_attention(q, q, q, 0.5)
+
+    def test_skipped(self, device):
+        self.skipTest("why it is")
+
+
+instantiate_device_type_tests(TestIt, globals(), only_for=("cuda",))
+"""
+
+
+def run(path: Path, *options: str) -> tuple[int, str]:
+    command = [sys.executable, ROOT / "tools" / "torch_tests.py", path, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_calls_and_skips_are_told(tmp_path: Path) -> None:
+    pytest.importorskip("expecttest")
+    path = tmp_path / "test_module.py"
+    path.write_text(MODULE)
+    rc, said = run(path, "--on-cpu", "-q")
+    assert rc == 1 and "1 failed, 2 passed, 1 skipped" in said, said
+    assert "2 aten::_scaled_dot_product_flash_attention\n" in said, said
+    assert "2 aten::_scaled_dot_product_flash_attention_backward\n" in said, said
+    assert "why it is" in said and "dropout_p is 0.5; torch's kernels draw their own mask" in said
+
+
+def test_what_cannot_be_run_says_so(tmp_path: Path) -> None:
+    rc, said = run(tmp_path / "none.py")
+    assert rc == 2 and "which is not a file; download it from PyTorch's folder test" in said
