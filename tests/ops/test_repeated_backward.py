@@ -161,3 +161,32 @@ def test_a_profiler_sees_the_operator(launches: Launches) -> None:
     with torch.profiler.profile() as seen:
         torch.autograd.grad(out, tensors, do)
     assert "flashlane::backward" in {event.key for event in seen.key_averages()}
+
+
+# From here on: a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "heads first"])
+def test_gpu_repeated_backwards_compute_their_own_gradients(layout: str) -> None:
+    """Three sets of tensors in turn, on two streams, with nothing waiting between."""
+    sets = []
+    for _ in range(3):
+        tensors = [torch.randn(1, 256, 2, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+        sets.append((tensors, laid_out(layout).cuda()))
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found = []
+    for turn in range(4):
+        for number, (tensors, do) in enumerate(sets):
+            with torch.cuda.stream(streams[(number + turn) % 2]):
+                found.append((number, call(tensors, do)[1]))
+    torch.cuda.synchronize()
+    for number, grads in found:
+        tensors, do = sets[number]
+        wide = [t.detach().float().requires_grad_() for t in tensors]
+        heads_first = (t.transpose(1, 2) for t in wide)
+        out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+        for got, want in zip(grads, torch.autograd.grad(out, wide, do.float()), strict=True):
+            assert got.is_contiguous() and got.dtype == torch.bfloat16
+            torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)

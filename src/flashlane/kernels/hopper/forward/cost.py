@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import resources
+from pathlib import Path
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
@@ -55,7 +55,7 @@ class Traffic:
 @functools.cache
 def coefficients() -> tuple[dict[str, Coefficients], Traffic]:
     """Those of each shape by its name, and of what all share."""
-    body = json.loads(resources.files(__package__).joinpath("cost.json").read_text())
+    body = json.loads(Path(__file__).with_name("cost.json").read_text(encoding="utf-8"))
     return {name: Coefficients(*values) for name, values in body["shapes"].items()}, Traffic(**body["traffic"])
 
 
