@@ -78,8 +78,8 @@ def _run() -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
-    except PermissionError as error:  # what no command handles: the shell's own files, for its completion
-        sys.stderr.write(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}\n")
+    except OSError as error:  # what no command handles: the shell's own files, for its completion
+        sys.stderr.write(f"error: {error.filename or 'a file'} cannot be written: {error.strerror or error}\n")
         return 2
     return 0
 

@@ -1,0 +1,65 @@
+"""Shell completion as the shells have it: the script of each, and what fish and zsh offer with it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashlane.bench.measure.environment import child_environment
+
+AS_INSTALLED = 'import sys; sys.argv[0] = "flashlane"; from flashlane.cli.entry import main; main()'
+
+
+@pytest.fixture
+def environment(tmp_path) -> dict[str, str]:
+    """With a program ``flashlane`` on the PATH, as an install puts it there."""
+    program = tmp_path / "bin" / "flashlane"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{AS_INSTALLED}' \"$@\"\n")
+    program.chmod(0o755)
+    found = child_environment()
+    return found | {"PATH": f"{program.parent}{os.pathsep}{found['PATH']}", "HOME": str(tmp_path)}
+
+
+def in_shell(shell: str, code: str, environment: dict[str, str], **how: object) -> subprocess.CompletedProcess:
+    words = {"zsh": ["zsh", "-f", "-c"], "fish": ["fish", "--no-config", "-c"], "bash": ["bash", "--norc", "-c"]}[shell]
+    # The command after it keeps the shell there, so that its name can be asked.
+    return subprocess.run([*words, f"{code}\ntrue"], env=environment, capture_output=True, text=True, timeout=60, **how)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_its_script(shell, environment):
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    script = in_shell(shell, "flashlane --show-completion", environment).stdout
+    assert f"_FLASHLANE_COMPLETE=complete_{shell}" in script
+    assert in_shell(shell, script, environment).returncode == 0, "the shell reads it"
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here (Debian: apt-get install fish)")
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("flashlane be", "bench"),
+        ("flashlane bench suite ", "attention"),
+        ("flashlane bench --pee", "--peers"),
+        ("flashlane bench --peers sdpa-e", "sdpa-efficient"),
+        ('flashlane bench --kernels "mma(split-kv+sw', "mma(split-kv+swizzle-qkv+stage1)"),
+    ],
+)
+def test_fish_offers(line, offered, environment, tmp_path):
+    script = tmp_path / "flashlane.fish"
+    script.write_text(in_shell("fish", "flashlane --show-completion", environment).stdout)
+    done = in_shell("fish", f"source {script}; complete -C '{line}'", environment, cwd=tmp_path)
+    assert offered in [entry.split("\t")[0] for entry in done.stdout.splitlines()], done.stdout + done.stderr
+
+
+def test_a_home_that_cannot_be_written_to_gives_one_line(environment):
+    broken = environment | {"HOME": "/dev/null/home"}
+    done = in_shell("bash", "flashlane --install-completion; echo status $?", broken)
+    assert "status 2" in done.stdout and "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1 and "cannot be written" in done.stderr, done.stderr
+    assert not Path("/dev/null/home").exists()
