@@ -1,0 +1,106 @@
+"""Serve with nano-vllm, unmodified, on flashlane under FlashAttention-2's module names.
+
+    python tools/nano_vllm.py PATH/nano-vllm [--layers 4] [--requests 64]
+
+nano-vllm (GeeeekExplorer/nano-vllm) imports two functions of ``flash_attn``: packed prefill, over pages where a prefix
+is cached, and paged decoding, captured in CUDA graphs. It serves a Qwen3 of random weights here. Every token that it
+gives is then held against the logits of transformers' own Qwen3 for the same tokens; then the throughput is measured.
+Needs one CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashlane.integrations import flash_attn
+
+VOCABULARY = 4096
+WORST = 0.5
+"""How far below the best logit (their standard deviation is about 3) a token may be that two bf16 models both take."""
+
+
+def make_model(folder: Path, layers: int, hidden: int = 1024, heads: int = 16, seed: int = 0) -> Any:
+    """A Qwen3 of random weights in bf16 and a tokenizer of its vocabulary, written to a folder; returns the model."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=hidden // heads, tie_word_embeddings=False,
+        max_position_embeddings=4096, attn_implementation="sdpa", eos_token_id=0, bos_token_id=0,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+    torch.nn.init.normal_(model.lm_head.weight, std=3 / hidden**0.5)
+    model = model.to(torch.bfloat16)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t1"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0", unk_token="t1").save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def regrets(model: Any, prompt: list[int], given: list[int]) -> torch.Tensor:
+    """How far each token given after a prompt is below the best logit of a model that reads the same tokens."""
+    tokens = torch.tensor([[*prompt, *given]], device=model.device)
+    logits = model(tokens).logits[0, len(prompt) - 1 : -1].float()
+    return logits.amax(-1) - logits.gather(-1, tokens[0, len(prompt) :, None]).squeeze(-1)
+
+
+def prompts_of(count: int, longest: int, shared: int) -> list[list[int]]:
+    """Random token ids; every second prompt begins with the same tokens, so that a prefix is cached."""
+    draw = random.Random(0)
+    prefix = [draw.randrange(2, VOCABULARY) for _ in range(shared)]
+    rest = [[draw.randrange(2, VOCABULARY) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+    return [prefix + tokens if number % 2 else tokens for number, tokens in enumerate(rest)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("repository", type=Path, help="a checkout of nano-vllm")
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--requests", type=int, default=64, help="whose throughput is measured")
+    known = parser.parse_args(arguments)
+    if not (known.repository / "nanovllm").is_dir():
+        parser.error(f"repository is {known.repository}, which has no folder nanovllm; download nano-vllm")
+    if not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; nano-vllm serves on CUDA only")
+    flash_attn.install("flash_attn", replace=True)
+    sys.path.insert(0, str(known.repository))
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder), known.layers)
+        return serve(folder, model, known.requests)
+
+
+def serve(folder: str, model: Any, requests: int) -> int:
+    from nanovllm import LLM, SamplingParams
+
+    served = LLM(folder, enforce_eager=False, max_model_len=2048, gpu_memory_utilization=0.5)
+    prompts = prompts_of(16, 400, 600)
+    greedy = SamplingParams(temperature=1e-3, ignore_eos=True, max_tokens=32)
+    served.generate(prompts[:2], greedy, use_tqdm=False)  # leaves the shared prefix in the cache
+    answers = [answer["token_ids"] for answer in served.generate(prompts, greedy, use_tqdm=False)]
+    model = model.cuda()
+    worst = max(float(regrets(model, *each).max()) for each in zip(prompts, answers, strict=True))
+    print(f"{sum(map(len, answers))} tokens, each at most {worst:.3f} below transformers' best logit (may be {WORST})")
+    model.cpu()
+    prompts, asked = prompts_of(requests, 1000, 0), SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=256)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    answers = [answer["token_ids"] for answer in served.generate(prompts, asked, use_tqdm=False)]
+    seconds = time.perf_counter() - begin
+    count = sum(map(len, answers))
+    print(f"{requests} requests: {count} tokens in {seconds:.2f} s, {count / seconds:.0f} a second")
+    return int(worst > WORST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
