@@ -250,6 +250,47 @@ def test_a_tool_of_the_toolkit_is_found(monkeypatch, tmp_path):
     assert tools.NSYS.path == str(path) and tools.NCU.path is None
 
 
+REPORTING = """
+if [ "$1" = --query-metrics ]; then exit; fi
+case "$*" in
+  *--set*) for word; do if [ "$last" = -o ]; then echo report > "$word.ncu-rep"; fi; last=$word; done; echo "$@" > ASKED;;
+esac
+"""
+
+
+def test_a_report_for_nsight_compute_is_recorded(on_path, tmp_path):
+    fake(on_path, "ncu", REPORTING.replace("ASKED", str(tmp_path / "asked")))
+    from flashlane.profile.target import Request
+
+    request = Request(bench.make_problem(1, 8, 2048, 64, arch="sm_90a"), TAGS)
+    report = ncu.record_report(request, tmp_path / "a.b.ncu-rep", "detailed")
+    assert report.name == "a.b.ncu-rep" and report.read_text() == "report\n"
+    asked = (tmp_path / "asked").read_text()
+    assert "--set detailed" in asked and "--clock-control none" in asked and "flashlane.profile.target" in asked
+    fake(on_path, "ncu", "echo '==ERROR== unknown set'; exit 1")
+    with pytest.raises(RuntimeError, match="ncu wrote no report: ==ERROR== unknown set"):
+        ncu.record_report(request, tmp_path / "c.ncu-rep", "fullest")
+
+
+def test_a_report_is_refused_without_a_gpu_and_its_command_is_shown(invoke):
+    words = ("profile", "--device", "cpu", "--tag", "tiled", "--N", 32)
+    done = invoke(*words, "--set", "full")
+    assert done.exit_code == 2 and "--set reads the counters of an NVIDIA GPU" in done.stderr
+    shown = invoke(*words, "--set", "full", "--show-commands")
+    assert "--set full" in shown.stdout and "-o profiles/report" in shown.stdout
+
+
+def test_conflicts_of_ldmatrix_are_shown_of_the_least_mean_and_most_busy_sm():
+    name = ncu.LDSM_CONFLICTS
+    launch = ncu.Launch(
+        "k", {f"{name}.{end}": value for end, value in zip(("sum", "min", "avg", "max"), (90, 1, 3, 7))}
+    )
+    rows = dict(launch.rows())
+    assert rows["bank conflicts, ldmatrix"] == "90"
+    assert [rows[f"ldmatrix conflicts, {end} SM"] for end in ("least", "mean", "most")] == ["1", "3", "7"]
+    assert {f"{name}.{end}" for end in ("sum", "min", "avg", "max")} <= set(ncu.all_metrics())
+
+
 def test_commands_are_shown_without_running(invoke):
     done = invoke("profile", "--device", "cpu", "--tag", "tiled", "--N", 32, "--show-commands")
     assert done.exit_code == 0 and "--clock-control none" in done.stdout and "nsys profile" in done.stdout

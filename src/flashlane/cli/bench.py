@@ -53,6 +53,7 @@ def command(
     acc_f32: Annotated[
         bool, o.option("--acc-f32", help="Only kernels whose matrix products accumulate in f32.", panel=o.WHICH)
     ] = False,
+    configs: o.Configs = None,
     show_all: o.ShowAll = False,
     qkv: Annotated[
         Path | None,
@@ -154,6 +155,8 @@ def command(
 
       flashlane bench --tags share-qkv --peers flash,cudnn --graph
 
+      flashlane bench --kernels "mma(split-q+acc-f32+stage2)" --config br=64,bc=64 --config br=128,bc=32
+
       flashlane bench --qkv layers.safetensors --dtype f16,bf16
     """
     from flashlane.bench.measure.check import RULES
@@ -178,6 +181,8 @@ def command(
     exact = o.words_of(kernels)
     if naive and (words or exact):
         exact = (*exact, "mma(naive)")
+    by_hand = o.configured(words, exact, configs)
+    exact = (*exact, *by_hand)
     chosen_peers = (*_peers(peers, torch_, sdpa), *peers_of_files(peers_from or ()))
     selection = Selection(words, exact, chosen_peers, acc_f32, show_all)
     sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k)
@@ -192,6 +197,7 @@ def command(
         found = o.problems_of(preset, *sizes, dtype, causal, alignment, device=where, quick=quick, **laid_out)
         o.check_layouts(found, directions, cycles=cycles, range_k=range_k)
         cases = [Case(problem) for problem in found]
+    o.check_configured(by_hand, (case.problem for case in cases), REPORT_ARCH)
     check_writable(out)
     pattern = Pattern(
         random_q=not (no_rand_q or no_rand_qkv),
@@ -209,6 +215,8 @@ def command(
             results = run(cases, device=where, selection=selection, seed=seed, reporter=reporter, **measured, **arched)
         else:
             o.check_timeout(timeout)
+            if configs:
+                raise ValueError("--timeout is given with --config; set parameters run in this process only")
             if qkv is not None:
                 raise ValueError("--timeout is given with --qkv; saved tensors are benched in this process only")
             tags_of_peers = tuple(peer.tag for peer in _peers(peers, torch_, sdpa))

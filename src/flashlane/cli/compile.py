@@ -25,6 +25,7 @@ def compile_command(
     preset: o.PresetName = None,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
+    configs: o.Configs = None,
     show_all: o.ShowAll = False,
     arch: Annotated[
         str,
@@ -67,7 +68,9 @@ def compile_command(
     from flashlane.inspect import compile_report
 
     archs = [compile_report.check_arch(name) for name in o.words_of(arch)]
-    selection = Selection(o.words_of(tags), o.words_of(kernels), show_all=show_all)
+    words, exact = o.words_of(tags), o.words_of(kernels)
+    exact = (*exact, *o.configured(words, exact, configs))
+    selection = Selection(words, exact, show_all=show_all)
     chosen = [k for k in selection.kernels() if isinstance(k, compile_report.CompiledKernel)]
     chosen += compile_report.backward_device_kernels((*o.words_of(tags), *o.words_of(kernels)))
     if everything:

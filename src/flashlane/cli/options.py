@@ -104,6 +104,15 @@ Kernels = Annotated[
         autocompletion=complete.list_of("tags"),
     ),
 ]
+Configs = Annotated[
+    list[str] | None,
+    option(
+        "--config",
+        help="Also each kernel of --kernels and --tags with these tile parameters: br=64,kv_stages=3. Repeatable.",
+        metavar="FIELD=VALUE,…",
+        panel=WHICH,
+    ),
+]
 ShowAll = Annotated[
     bool,
     option("--show-all", help="Every kernel of the grid; without it and without --tags the listed ones.", panel=WHICH),
@@ -215,6 +224,31 @@ def end(results: Results, kept: Kept) -> None:
 def counted(number: int, what: str) -> str:
     """``1 row``, ``2 rows``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def configured(words: tuple[str, ...], exact: tuple[str, ...], configs: list[str] | None) -> tuple[str, ...]:
+    """Tags of the kernels asked for with the tile parameters of ``--config``, which are registered for this process.
+
+    Raises:
+        ValueError: no kernel is named, or none has such parameters.
+    """
+    if not configs:
+        return ()
+    from flashlane.bench.measure.runner import Selection
+    from flashlane.tuning.by_hand import add_configured
+
+    if not words and not exact:
+        raise ValueError(f"--config is {configs[0]!r}; it sets parameters of kernels that --kernels or --tags name")
+    return add_configured(Selection(words, exact).kernels(), configs)
+
+
+def check_configured(tags: tuple[str, ...], problems: Iterable[AttentionProblem], arch: str) -> None:
+    """ValueError where a field of ``--config`` is unknown to a kernel, before anything runs; ``arch`` is for a CPU."""
+    from flashlane.core.registry import get
+
+    for problem in problems:
+        for tag in tags:
+            get(tag).supports(problem if problem.arch else problem.on(arch))
 
 
 def check_timeout(seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from flashlane.profile.trace import Trace
 
 TOOLS = ("torch", "ncu", "nsys")
+SETS = ("full", "detailed", "basic", "roofline", "source")
 FORMAT = "flashlane-profile/1"
 MOST = 14
 """Operations shown; the trace has them all."""
@@ -40,6 +42,8 @@ class Found:
     notes: list[str] = field(default_factory=list)
     lost: bool = False
     """Whether a file could not be written; a note says which."""
+    failed: bool = False
+    """Whether the report that was asked for could not be made; a note says why."""
 
 
 def profile_command(
@@ -74,6 +78,15 @@ def profile_command(
     backward: Annotated[bool, o.option("--backward", help="The backward pass instead.", panel=o.MEASURE)] = False,
     calls: Annotated[int, o.option("--calls", help="Calls that torch's profiler and nsys see.", panel=o.MEASURE)] = 10,
     metrics: Annotated[str, o.option("--metrics", help="Further counters for ncu, in a list.", panel=o.MEASURE)] = "",
+    sections: Annotated[
+        str | None,
+        o.option(
+            "--set",
+            help="Also write a .ncu-rep for Nsight Compute's window, with this set of sections: full, detailed, basic.",
+            panel=o.MEASURE,
+            autocompletion=complete.one_of(SETS),
+        ),
+    ] = None,
     show_commands: Annotated[
         bool,
         o.option("--show-commands", help="Print the command lines of ncu and nsys, and run nothing.", panel=o.OUTPUT),
@@ -89,7 +102,8 @@ def profile_command(
     torch: a Chrome trace (open it in chrome://tracing or ui.perfetto.dev) with a range for each call, and a table of
     the operations; runs on a CPU too. ncu: the counters of every kernel launch of one call (DRAM, L2, SM, tensor and
     MUFU pipes, occupancy, bank conflicts, stall reasons) and what bounds it; the clocks are left alone, so cycles
-    repeat. nsys: a timeline and the time of each kernel. A tool that is not here is named with how to get it.
+    repeat. --set full also writes a report with every section, for ncu-ui or ncu --import. nsys: a timeline and the
+    time of each kernel. A tool that is not here is named with how to get it.
 
     Exit status: 0 done, 2 bad input, or a tool that was asked for by name is not here or failed, 3 a file could not be
     written where it should be.
@@ -100,6 +114,8 @@ def profile_command(
 
       flashlane profile --tag "mma(split-q+acc-f32+swizzle-qkv+stage1)" --tag "(flash)" --preset long --tool all
 
+      flashlane profile --tag hopper --N 4096 --D 128 --tool ncu --set full
+
       flashlane profile --tag "(cudnn)" --backward --tool ncu --metrics lts__t_bytes.sum
     """
     from flashlane.bench.measure.environment import environment
@@ -108,6 +124,7 @@ def profile_command(
     from flashlane.bench.measure.runner import resolve_device
     from flashlane.bench.present.table import make_console
     from flashlane.profile.target import Request, selection_of
+    from flashlane.profile.tools import need_ncu
 
     where = resolve_device(device)
     if calls < 1:
@@ -121,14 +138,20 @@ def profile_command(
     direction = "backward" if backward else "forward"
     request = Request(problems[0], tags, direction, seed, str(where), calls)
     if show_commands:
-        _show_commands(request, out, metrics)
+        _show_commands(request, out, metrics, sections)
         return
+    if sections is not None:
+        if not re.fullmatch(r"[\w-]+", sections):
+            raise ValueError(f"--set is {sections!r}; it may be {', '.join(SETS)}, as ncu --list-sets has them")
+        need_ncu(where, "--set")
     tools, asked = _tools(tool, where)
     check_writable(out)
     name = file_stem(f"{problems[0].describe()} {direction}", "profile")
     found = Found()
     for each in tools:
         _profile(each, request, out / name, metrics, found, asked)
+    if sections is not None:
+        _report(request, out / f"{name}.ncu-rep", sections, found)
     body = {"format": FORMAT, "environment": environment(where), "problem": problems[0].describe(), **_as_json(found)}
     body |= {"tags": list(tags), "direction": direction}
     kept = keep_texts(out, {f"{name}.json": json.dumps(finite(body), indent=1) + "\n"})
@@ -138,6 +161,8 @@ def profile_command(
     replace(kept, paths=(*kept.paths, *others)).tell(console)
     if kept.problem or found.lost:
         raise typer.Exit(o.NOT_WRITTEN)
+    if found.failed:
+        raise typer.Exit(2)
 
 
 def _auto(problem: Any) -> str:
@@ -193,13 +218,26 @@ def _profile(tool: str, request: Request, stem: Path, metrics: str, found: Found
         found.notes.append(str(error))
 
 
+def _report(request: Request, path: Path, sections: str, found: Found) -> None:
+    """Write the report; what goes wrong is an error, as it was asked for."""
+    from flashlane.profile import ncu
+
+    try:
+        ncu.record_report(request, path, sections)
+    except RuntimeError as error:
+        found.failed = True
+        found.notes.append(f"--set {sections}: {error}")
+    else:
+        found.notes.append(f"open it: ncu-ui {path}, or ncu --import {path} --page details")
+
+
 def _device(request: Request) -> Any:
     import torch
 
     return torch.device(request.device)
 
 
-def _show_commands(request: Request, out: Path, metrics: str) -> None:
+def _show_commands(request: Request, out: Path, metrics: str, sections: str | None) -> None:
     import sys
 
     from flashlane.profile import ncu, nsys
@@ -211,6 +249,8 @@ def _show_commands(request: Request, out: Path, metrics: str) -> None:
     names = ",".join((*ncu.all_metrics(), *o.words_of(metrics)))
     command = [NCU.path or NCU.command, "--clock-control", "none", "--profile-from-start", "off", "--metrics", names]
     typer.echo(f"# {spec} holds the request\n{shlex.join([*command, *target])}")
+    report = ncu.report_command(NCU.path or NCU.command, target, out / "report.ncu-rep", sections or "full")
+    typer.echo(shlex.join(report))
     typer.echo(shlex.join(nsys.command(NSYS.path or NSYS.command, spec, out / "timeline.nsys-rep")))
     for tool in (NCU, NSYS):
         if tool.path is None:

@@ -127,11 +127,11 @@ def _width(column: Column, rows: Sequence[Any]) -> int:
 
 
 def fold_name(text: str, width: int) -> str:
-    """A name in lines of at most ``width``: broken before a ``+`` or after a blank, and elsewhere where it must be."""
+    """A name in lines of at most ``width``, broken at ``+``, brackets, commas, blanks, or where it must be."""
     if len(text) <= width:
         return text
     lines, line = [], ""
-    for piece in re.split(r"(?=\+)|(?<= )", text):
+    for piece in re.split(r"(?=[+\[])|(?<=[ ,])", text):
         if line.strip() and len(line) + len(piece.rstrip()) > width:
             lines.append(line.rstrip())
             line = "  "

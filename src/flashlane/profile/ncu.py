@@ -26,7 +26,7 @@ from flashlane.profile.target import MARKER, Request
 from flashlane.profile.tools import NCU
 
 CYCLES = "sm__cycles_elapsed.max"
-SECONDS = 240.0
+SECONDS, REPORT_SECONDS = 240.0, 600.0
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 STALLS = (
     "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
@@ -57,6 +57,7 @@ class Metric:
     unit: str = "%"
 
 
+LDSM_CONFLICTS = "sm__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_ldsm"
 METRICS: tuple[Metric, ...] = (
     Metric("time", "gpu__time_duration.sum", "µs"),
     Metric("SM cycles", CYCLES, ""),
@@ -73,7 +74,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("DRAM written", "dram__bytes_write.sum", "MB"),
     Metric("bank conflicts, loads", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum", ""),
     Metric("bank conflicts, stores", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum", ""),
-    Metric("bank conflicts, ldmatrix", "sm__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_ldsm.sum", ""),
+    Metric("bank conflicts, ldmatrix", f"{LDSM_CONFLICTS}.sum", ""),
+    Metric("ldmatrix conflicts, least SM", f"{LDSM_CONFLICTS}.min", ""),
+    Metric("ldmatrix conflicts, mean SM", f"{LDSM_CONFLICTS}.avg", ""),
+    Metric("ldmatrix conflicts, most SM", f"{LDSM_CONFLICTS}.max", ""),
     Metric("registers a thread", "launch__registers_per_thread", ""),
 )
 SCALE = {"µs": 1e-3, "MB": 1e-6}
@@ -182,6 +186,51 @@ def count(
         extra = ["--profile-from-start", "off"]
         launches = run_ncu(path, target, known(path, wanted), extra, seconds)
     return by_tag(launches, tags)
+
+
+def report_command(ncu: str, target: Sequence[str], report: Path, sections: str) -> list[str]:
+    """The command that records a report for Nsight Compute's window: a ``.ncu-rep`` with a set of sections.
+
+    Args:
+        ncu: the tool's path.
+        target: the command that it runs.
+        report: the file.
+        sections: ``full``, ``detailed``, ``basic``, … as ``ncu --list-sets`` has them.
+    """
+    words = [ncu, "--set", sections, "--import-source", "yes", "--force-overwrite", "--profile-from-start", "off"]
+    return [*words, "--clock-control", "none", "-o", str(report.with_suffix("")), *target]
+
+
+def record_report(request: Request, report: Path, sections: str = "full", seconds: float = REPORT_SECONDS) -> Path:
+    """Record a report of one call of each implementation, to be opened with ``ncu-ui`` or ``ncu --import``.
+
+    Raises:
+        RuntimeError: ncu is not there, does not know the set, or wrote nothing; the message has what it said.
+    """
+    path = NCU.path
+    if path is None:
+        raise RuntimeError(NCU.remedy)
+    with tempfile.TemporaryDirectory(prefix="flashlane-ncu-") as folder:
+        spec = Path(folder) / "request.json"
+        spec.write_text(request.to_json(), encoding="utf-8")
+        target = [sys.executable, "-m", "flashlane.profile.target", str(spec)]
+        try:
+            done = subprocess.run(
+                report_command(path, target, report, sections),
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+                check=False,
+                env=child_environment(),
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"ncu did not end within {seconds:g} s (--set {sections} replays each kernel)") from None
+        except OSError as error:
+            raise RuntimeError(f"ncu cannot be run: {error.strerror or error}") from None
+    if not report.is_file():
+        said = complaint(done.stdout + done.stderr) or f"status {done.returncode}"
+        raise RuntimeError(f"ncu wrote no report: {said}")
+    return report
 
 
 def known(ncu: str, metrics: Sequence[str]) -> tuple[str, ...]:
