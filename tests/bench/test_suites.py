@@ -321,7 +321,7 @@ def test_command_of_models(invoke: Any, tmp_path: Path, tiny: str) -> None:
         (["flash", "--dtype", "f8"], "--dtype has 'f8'"),
         (["model", "--sizes", "huge"], "--sizes has 'huge'; it may be xs, sm"),
         (["model", "--attention", "tild"], "attention is 'tild'"),
-        (["model", "--rounds", "0"], "--rounds is 0"),
+        (["model", "--rounds", "0"], "--iters is 0"),
     ],
 )
 def test_bad_input_ends_in_one_line(words: list[str], message: str, invoke: Any, tmp_path: Path) -> None:

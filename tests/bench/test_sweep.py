@@ -210,7 +210,7 @@ def test_a_device_is_no_journal(folder):
     (folder / "out").mkdir()
     (folder / "out" / "sweep.jsonl").symlink_to("/dev/null")
     done = invoke("grid.toml")
-    assert done.exit_code == 2 and "no file that a journal could be" in done.stderr, done.stderr
+    assert done.exit_code == 2 and "cannot be a journal" in done.stderr, done.stderr
 
 
 # --- cells
@@ -254,7 +254,7 @@ def workers(monkeypatch):
     return lambda answers: monkeypatch.setattr(FakeWorkers, "answers", answers)
 
 
-KEYS_OF = [f"B1 H1 N{n} D16 bf16" for n in (8, 16, 24)]
+KEYS_OF = [f"B1 H1 N{n} D16 f16" for n in (8, 16, 24)]
 
 
 def test_cells_without_memory_and_cells_that_die_are_recorded_and_passed(workers, tmp_path):
@@ -342,7 +342,7 @@ def test_every_key_is_an_option():
     [
         ("[sweep]\nM = 3", "has 'M' in .sweep., which is unknown"),
         ("[sweep]\nquick = 1", "has quick = 1; it may be true or false"),
-        ("[sweep]\nrounds = true", "has rounds = True; it may be a number"),
+        ("[sweep]\nrounds = true", "has rounds = true; it may be a number"),
         ("[sweep]\nN = 1.5", "has N = 1.5; it may be a number, a text, or a list"),
         ("[sweep]\nN = []", "has N = "),
         ("[sweep]\nmasks = 'half'", "--masks is 'half'"),

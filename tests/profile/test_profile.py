@@ -253,7 +253,9 @@ def test_a_tool_of_the_toolkit_is_found(monkeypatch, tmp_path):
 REPORTING = """
 if [ "$1" = --query-metrics ]; then exit; fi
 case "$*" in
-  *--set*) for word; do if [ "$last" = -o ]; then echo report > "$word.ncu-rep"; fi; last=$word; done; echo "$@" > ASKED;;
+  *--set*)
+    for word; do if [ "$last" = -o ]; then echo report > "$word.ncu-rep"; fi; last=$word; done
+    echo "$@" > ASKED;;
 esac
 """
 
