@@ -100,7 +100,8 @@ def test_explain_groups_by_the_reason_and_fits_80_columns() -> None:
         everything = dispatch.explain_problem(posed, show_all=True).listed()
         assert len(everything.splitlines()) == 1 + 2 + 100
         named = str(dispatch.explain_problem(posed, "tiled"))
-        assert named.endswith(": tiled (it was named; otherwise reference would run)")
+        assert ": tiled (it was named; otherwise reference would run)" in named.splitlines()[0]
+        assert len(named.splitlines()) == 2, "and the idea of it"
 
 
 def test_explain_compares_predicted_times_where_there_are_some(monkeypatch) -> None:

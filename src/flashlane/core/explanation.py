@@ -57,7 +57,7 @@ class Explanation:
     """Milliseconds that a kernel is predicted to take, by its tag, where a model predicts them."""
 
     def __str__(self) -> str:
-        return "\n".join([self._head(), *self._grouped(), *self._after()])
+        return "\n".join([self._head(), *self._summary(), *self._grouped(), *self._after()])
 
     def listed(self) -> str:
         """The same with a line for each kernel."""
@@ -89,6 +89,12 @@ class Explanation:
             notes = " (it was named" + (f"; otherwise {other} would run)" if other and other != self.chosen else ")")
         text = f"{self.problem.describe()} on {self.problem.arch or 'cpu'}: {self.chosen}{notes}"
         return textwrap.fill(text, ROOM, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+    def _summary(self) -> Iterable[str]:
+        """The idea of the kernel that runs."""
+        found = next((choice.summary for choice in self.choices if choice.tag == self.chosen), "")
+        if found:
+            yield textwrap.fill(found, ROOM, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
     def _grouped(self) -> Iterable[str]:
         """What cannot run by its reason, what can by its place; of a named kernel nothing: no other was considered."""

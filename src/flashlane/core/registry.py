@@ -53,6 +53,7 @@ class Definition:
 MODULES = (
     Definition("flashlane.reference.naive", forward=1.5),
     Definition("flashlane.reference.tiled", forward=1.0, backward=0),
+    Definition("flashlane.reference.sdpa", forward=1.2),
     Definition("flashlane.kernels.fa1.flash_attention_1", forward=-1.0),
     Definition("flashlane.kernels.mma.naive", forward=2.0),
     Definition("flashlane.kernels.mma.attention", forward=11.0),
