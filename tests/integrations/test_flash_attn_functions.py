@@ -78,6 +78,7 @@ def test_padding_is_undone() -> None:
     assert torch.equal(padded, x.masked_fill(~mask[:, :, None, None], 0.0))
     (grad,) = torch.autograd.grad((padded * x).sum(), rows)
     assert torch.equal(grad, x[mask])
+    assert torch.equal(bert_padding.pad_input(rows, indices.int(), 3, 4), padded), "indices may be int32"
     more = bert_padding.unpad_input(x, mask, torch.tensor([[0, 0, 1, 0]] * 3, dtype=torch.bool) & ~mask)
     assert more[2].tolist() == [0, 4, 5, 7] and more[4].tolist() == [3, 0, 2]
 

@@ -27,7 +27,7 @@ def index_first_axis_residual(values: torch.Tensor, indices: torch.Tensor) -> tu
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
     """``(first_axis_dim, …)`` with rows at their indices and zeros elsewhere."""
-    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices, values)
+    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices.long(), values)
 
 
 def unpad_input(

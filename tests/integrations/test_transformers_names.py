@@ -1,0 +1,89 @@
+"""transformers' own FlashAttention implementations over flashlane's module names, against its SDPA.
+
+They are asked for in another process, since transformers looks for FlashAttention once, and on a CPU what asks for a
+GPU is told that there is one: the functions that it then calls are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+SCRIPT = """
+import json
+from flashlane.integrations import flash_attn
+flash_attn.install()
+
+import torch, transformers
+import transformers.utils.import_utils as found
+from flashlane.core import registry
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    found.is_torch_cuda_available = lambda: True
+ran = []
+for kernel in registry.kernels():
+    def noted(self, *args, _forward=type(kernel).forward, **keywords):
+        ran.append(self.tag)
+        return _forward(self, *args, **keywords)
+    type(kernel).forward = noted
+
+torch.manual_seed(0)
+config = transformers.MistralConfig(
+    hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
+    vocab_size=97, sliding_window=6,
+)
+model = transformers.MistralForCausalLM(config).to(DEVICE, torch.bfloat16)
+if DEVICE == "cpu":
+    type(model)._flash_attn_can_dispatch = lambda self, **asked: True
+ids = torch.randint(1, 97, (2, 12), device=DEVICE)
+padding = torch.ones_like(ids)
+padding[0, :5] = 0
+positions = torch.tensor([[*range(4), *range(8)]], device=DEVICE)
+
+def results(name):
+    model.set_attn_implementation(name)
+    model.zero_grad()
+    model(ids, attention_mask=padding, labels=ids).loss.backward()
+    gradient = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+    with torch.no_grad():
+        plain = model(ids).logits
+        padded = model(ids, attention_mask=padding).logits[padding.bool()]
+        packed = model(ids[:1], position_ids=positions, use_cache=False).logits
+        tokens = model.generate(ids, attention_mask=padding, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    return {"gradient": gradient, "plain": plain, "padded": padded, "packed": packed}, tokens
+
+want, tokens = results("sdpa")
+said = {}
+for name in ("flash_attention_2", "flash_attention_3", "flash_attention_4"):
+    ran.clear()
+    got, given = results(name)
+    errors = {key: float((got[key] - want[key]).float().norm() / want[key].float().norm()) for key in want}
+    said[name] = {"ran": len(ran), "errors": errors, "same": float((given == tokens).float().mean())}
+print(json.dumps(said))
+"""
+
+
+def check() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert set(said) == {"flash_attention_2", "flash_attention_3", "flash_attention_4"}
+    for name, found in said.items():
+        # Two layers of: a training step, three forwards, a prefill and the four steps after it (the first may be one).
+        assert found["ran"] >= 16, (name, found)
+        assert all(error < 0.02 for error in found["errors"].values()), (name, found)
+        assert found["same"] > 0.9, (name, found)
+
+
+def test_every_name_gives_what_sdpa_gives() -> None:
+    check()
+
+
+@pytest.mark.gpu
+def test_every_name_gives_what_sdpa_gives_on_a_gpu() -> None:
+    check()
