@@ -189,6 +189,22 @@ def test_a_tag_has_one_colour_and_marker_in_every_picture(theme):
         assert pytest.importorskip("matplotlib.colors").to_hex(bar.get_facecolor()) == next(iter(looks[name]))[0]
 
 
+def test_each_file_of_a_page_draws_its_own_fastest_kernels(invoke, tmp_path):
+    pytest.importorskip("matplotlib")
+    for name, kernel in (("a", "ka"), ("b", "kb")):
+        rows = [fast(f"{kernel}{index}", 0.5 + index / 10, 64) for index in range(7)] + [fast("(p)", 1.0, 64)]
+        (tmp_path / f"{name}.json").write_text(Results(ENVIRONMENT, {}, rows).to_json())
+    assert invoke("a.json", "b.json").exit_code == 0
+    text = (tmp_path / "report.html").read_text()
+    bars = re.findall(r'<div class="bar"><span>(k.\d)</span>.*?var\(--([\w-]+)\)', text)
+    colours = dict(bars)
+    assert len(bars) == 14 and len({colours[f"ka{index}"] for index in range(5)}) == 5
+    assert {tag for tag, colour in bars if colour == "other"} == {"ka5", "ka6", "kb5", "kb6"}
+    styles = report._styles([tmp_path / "a.json", tmp_path / "b.json"])
+    lines = plots.throughput_lines(plots.read_results(tmp_path / "b.json"), styles=styles)
+    assert lines.tags == ("kb0", "kb1", "kb2", "kb3", "kb4", "(p)")
+
+
 def test_sixty_kernels_look_different():
     styles = styles_of_tags([f"k{index}" for index in range(60)], [])
     looks = {(s["color"], s["marker"]) for s in (styles.point(tag, figure_frame.LIGHT) for tag in styles.kernels)}

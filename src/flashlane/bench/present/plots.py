@@ -139,7 +139,7 @@ def throughput_lines(
         _draw_ceilings(axis, points, ceilings or {}, copy, theme)
         axis.set_ylim(bottom=0)
 
-    return _lines(measured, most, "TFLOP/s", lambda p: p.tflops, finish, styles)
+    return _lines(measured, most, "TFLOP/s", lambda p: p.tflops, finish, styles, measured.points)
 
 
 def memory_lines(measured: Measured, most: int = MOST_LINES, styles: Styles | None = None) -> Lines:
@@ -157,7 +157,9 @@ def memory_lines(measured: Measured, most: int = MOST_LINES, styles: Styles | No
 
     few = Measured(measured.path, measured.environment, kept)
     styles = styles or styles_of([measured])
-    return _lines(few, most, "MiB a call, beyond its inputs", lambda p: p.extra_bytes / 2**20, finish, styles)
+    return _lines(
+        few, most, "MiB a call, beyond its inputs", lambda p: p.extra_bytes / 2**20, finish, styles, measured.points
+    )
 
 
 def _lines(
@@ -167,11 +169,13 @@ def _lines(
     value: Callable[[Point], float],
     finish: Callable[[Axes, list[Point], Theme], object],
     styles: Styles | None,
+    fastest_of: Sequence[Point],
 ) -> Lines:
+    """Lines of the fastest kernels of some points, and of every peer."""
     styles = styles or styles_of([measured])
     timed = {p.tag for p in measured.points}
-    kernels, peers = ([tag for tag in tags if tag in timed] for tags in (styles.kernels, styles.peers))
-    tags = (*kernels[:most], *peers)
+    kernels = fastest_tags(fastest_of, len(timed))
+    tags = (*(tag for tag in kernels[:most] if tag in timed), *(tag for tag in styles.peers if tag in timed))
     panels = _panels(measured.path, [p for p in measured.points if p.tag in tags])
     return Lines(measured, quantity, value, finish, tags, (min(most, len(kernels)), len(kernels)), panels, styles)
 

@@ -24,7 +24,7 @@ from flashlane.bench.measure.device_rates import DeviceRates, Placed, place, rat
 from flashlane.bench.measure.results import ERROR, FAIL, Results, Row, load_results
 from flashlane.bench.measure.sweep import HEAD, summary_rows
 from flashlane.bench.present import figure_frame, plots
-from flashlane.bench.present.points import lines_of, read_results
+from flashlane.bench.present.points import Measured, fastest_tags, lines_of, read_results
 from flashlane.bench.present.roofline import roofline_figure
 from flashlane.bench.present.styles import Styles, styles_of
 from flashlane.bench.present.table import NONE, significant
@@ -128,13 +128,20 @@ def environment() -> jinja2.Environment:
 
 def _styles(paths: Sequence[Path]) -> Styles:
     """The colours and markers of the whole page; files without a timed row add none."""
-    timed = []
-    for path in paths:
-        try:
-            timed.append(read_results(path))
-        except ValueError:
-            continue
-    return styles_of(timed)
+    return styles_of(measured for measured in map(_timed, paths) if measured is not None)
+
+
+def _timed(path: Path) -> Measured | None:
+    try:
+        return read_results(path)
+    except ValueError:
+        return None
+
+
+def _drawn(path: Path) -> list[str]:
+    """The kernels that the pictures of a file draw."""
+    measured = _timed(path)
+    return [] if measured is None else fastest_tags(measured.points, plots.MOST_LINES)
 
 
 def _section(index: int, path: Path, results: Results, styles: Styles) -> dict[str, object]:
@@ -150,7 +157,7 @@ def _section(index: int, path: Path, results: Results, styles: Styles) -> dict[s
         "head": f"{results.environment.get('device')} · {path.name}",
         "verdict": verdict_words(results),
         "verdicts": _by_direction(results),
-        "bars": _bars(results, styles),
+        "bars": _bars(path, results, styles),
         "machine": _machine(results),
         "notes": [*results.notes, *notes],
         "bounds": bounds,
@@ -225,8 +232,9 @@ OPEN_PROBLEMS = 12
 """Problems whose bars are open when the page opens; those of the others open on a click."""
 
 
-def _bars(results: Results, styles: Styles) -> list[dict[str, object]]:
+def _bars(path: Path, results: Results, styles: Styles) -> list[dict[str, object]]:
     """Each problem's fastest kernels and all its peers as bars: how many times as fast as the best peer."""
+    drawn = _drawn(path)
     problems: dict[str, list[Row]] = {}
     for row in results.rows:
         if row.timing and row.speedup:
@@ -241,7 +249,7 @@ def _bars(results: Results, styles: Styles) -> list[dict[str, object]]:
             {
                 "tag": row.tag,
                 "peer": row.kind != "kernel",
-                "colour": _colour(row.tag, styles),
+                "colour": _colour(row.tag, styles, drawn),
                 "width": f"{100 * row.speedup / widest:.1f}",
                 "label": f"{times(row.speedup)}× · {significant(row.tflops)}",
             }
@@ -252,12 +260,11 @@ def _bars(results: Results, styles: Styles) -> list[dict[str, object]]:
     return shown
 
 
-def _colour(tag: str, styles: Styles) -> str:
+def _colour(tag: str, styles: Styles, drawn: Sequence[str]) -> str:
     """The name of the style sheet's colour: of a kernel that the pictures draw, a peer, or another kernel."""
     if tag in styles.peers:
         return "peer"
-    index = styles.kernels.index(tag) if tag in styles.kernels else plots.MOST_LINES
-    return f"line-{index}" if index < plots.MOST_LINES else "other"
+    return f"line-{styles.kernels.index(tag) % len(figure_frame.LIGHT.lines)}" if tag in drawn else "other"
 
 
 # --- tables
@@ -322,10 +329,11 @@ def _pictures(path: Path, results: Results, styles: Styles) -> tuple[list[str], 
     bounds: list[str] = []
     points = place(results.rows, ceilings) if ceilings is not None else []
     if points:
-        kinds["Roofline"] = lambda: {
-            "panels": [_roofline(points, ceilings, results, styles, dtype) for dtype in dtypes]
-        }
         dtypes = list(dict.fromkeys(p.dtype for p in points))
+        look = {"styles": styles, "kernels": fastest_tags(measured.points, plots.MOST_LINES)}
+        kinds["Roofline"] = lambda: {
+            "panels": [_roofline(points, ceilings, results.environment, dtype, look) for dtype in dtypes]
+        }
         bounds = [sentence([p for p in points if p.problem == x]) for x in dict.fromkeys(p.problem for p in points)]
     groups = []
     for name, draw in kinds.items():
@@ -350,11 +358,10 @@ def _panel(lines: plots.Lines, title: str, theme: figure_frame.Theme) -> Figure:
 
 
 def _roofline(
-    points: Sequence[Placed], ceilings: DeviceRates, results: Results, styles: Styles, dtype: str
+    points: Sequence[Placed], ceilings: DeviceRates, where: dict[str, Any], dtype: str, look: dict[str, Any]
 ) -> dict[str, str]:
     few = [p for p in points if p.dtype == dtype]
-    where = results.environment
-    draw = functools.partial(roofline_figure, few, ceilings, where, styles=styles, width=plots.PANEL[0])
+    draw = functools.partial(roofline_figure, few, ceilings, where, width=plots.PANEL[0], **look)
     return _both(f"roofline, {dtype}", lambda t: draw(theme=t))
 
 

@@ -22,6 +22,7 @@ def roofline_figure(
     environment: dict[str, Any],
     *,
     styles: Styles | None = None,
+    kernels: Sequence[str] | None = None,
     width: float = 8.4,
     theme: Theme = LIGHT,
 ) -> Figure:
@@ -32,13 +33,15 @@ def roofline_figure(
         ceilings: with a matrix rate of each point's dtype.
         environment: of the results, for the title.
         styles: of all tags, where other pictures share them; else by how near each tag comes to the ceilings.
+        kernels: those with a marker of their own; else the first few of the styles.
         width: inches.
     """
     dtypes = list(dict.fromkeys(p.dtype for p in points))
     styles = styles or _styles(points)
+    shown = styles.kernels[:MOST_LINES] if kernels is None else kernels
     figure, axes = new_figure(environment, "Roofline", len(dtypes), 1, (width, 4.8 * len(dtypes)), theme)
     for axis, dtype in zip(axes, dtypes):
-        _panel(axis, [p for p in points if p.dtype == dtype], ceilings, dtype, styles, theme)
+        _panel(axis, [p for p in points if p.dtype == dtype], ceilings, dtype, styles, shown, theme)
     return figure
 
 
@@ -49,7 +52,15 @@ def _styles(points: Sequence[Placed]) -> Styles:
     return styles_of_tags([tag for tag in order if tag not in peers], [tag for tag in order if tag in peers])
 
 
-def _panel(axis: Axes, points: list[Placed], ceilings: DeviceRates, dtype: str, styles: Styles, theme: Theme) -> None:
+def _panel(
+    axis: Axes,
+    points: list[Placed],
+    ceilings: DeviceRates,
+    dtype: str,
+    styles: Styles,
+    kernels: Sequence[str],
+    theme: Theme,
+) -> None:
     seen = [p.intensity for p in points] + [ceilings.matrix[dtype] / (ceilings.copy * 1e-3)]
     low, high = min(seen) / 3, max(seen) * 3  # both sides of the ridge
     xs = [low * (high / low) ** (step / 200) for step in range(201)]
@@ -60,11 +71,10 @@ def _panel(axis: Axes, points: list[Placed], ceilings: DeviceRates, dtype: str, 
         axis.plot(xs, ys, color=theme.ceiling, linewidth=1.1, linestyle="--", zorder=2)
         label += f"; dashed: mma.sync {ceilings.mma[dtype]:.3g}"
     here = {p.tag for p in points}
-    kernels = [tag for tag in styles.kernels if tag in here]
-    shown = [*kernels[:MOST_LINES], *(tag for tag in styles.peers if tag in here)]
+    shown = [tag for tag in (*kernels, *styles.peers) if tag in here]
     rest = [p for p in points if p.tag not in shown]
     if rest:
-        label_rest = f"{len(kernels) - MOST_LINES} further kernels"
+        label_rest = f"{len({p.tag for p in rest})} further kernels"
         dots = {"color": theme.peer, "marker": ".", "linestyle": "none", "markersize": 3, "zorder": 2}
         axis.plot([p.intensity for p in rest], [p.tflops for p in rest], label=label_rest, **dots)
     for tag in shown:

@@ -45,10 +45,15 @@ class Styles:
 
 
 def styles_of(files: Iterable[Measured]) -> Styles:
-    """The styles of all tags of some results files, which every picture of them shares."""
+    """The styles of all tags of some results files, which every picture of them shares.
+
+    The kernels that a picture of one file draws come first, so that they differ most.
+    """
+    files = list(files)
     points = [point for measured in files for point in measured.points]
+    drawn = [tag for measured in files for tag in fastest_tags(measured.points, MOST_LINES)]
     peers = dict.fromkeys(p.tag for p in points if not p.ours)
-    return Styles(tuple(fastest_tags(points, len(points))), tuple(peers))
+    return styles_of_tags([*drawn, *fastest_tags(points, len(points))], list(peers))
 
 
 def styles_of_tags(kernels: Sequence[str], peers: Sequence[str]) -> Styles:
