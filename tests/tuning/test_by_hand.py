@@ -113,7 +113,7 @@ def test_a_compiled_kernel_is_compiled_with_it():
     kernel = registry.get(MMA)
     problem = bench.make_problem(1, 8, 1024, 64, arch="sm_90a")
     before = kernel.config(problem)
-    small = configured(kernel, {"br": "64", "bc": "32", "warps_q": "4"})
+    small = configured(kernel, {"block_m": "64", "block_n": "32", "warps_q": "4"})
     assert small.supports(problem) is None and kernel.config(problem) == before
     config = small.config(problem)
-    assert (config.br, config.bc) == (64, 32) and small.resources(config).shared_memory < before.shared_memory
+    assert (config.block_m, config.block_n) == (64, 32) and small.resources(config).shared_memory < before.shared_memory

@@ -155,7 +155,7 @@ def command(
 
       flashlane bench --tags share-qkv --peers flash,cudnn --graph
 
-      flashlane bench --kernels "mma(split-q+acc-f32+stage2)" --config br=64,bc=64 --config br=128,bc=32
+      flashlane bench --kernels "mma(split-q+acc-f32+stage2)" --config block_m=64,block_n=64 --config block_m=128,block_n=32
 
       flashlane bench --qkv layers.safetensors --dtype f16,bf16
     """

@@ -108,7 +108,7 @@ Configs = Annotated[
     list[str] | None,
     option(
         "--config",
-        help="Also each kernel of --kernels and --tags with these tile parameters: br=64,kv_stages=3. Repeatable.",
+        help="Also each kernel of --kernels and --tags with these tile parameters: block_m=64,kv_stages=3. Repeatable.",
         metavar="FIELD=VALUE,…",
         panel=WHICH,
     ),

@@ -18,7 +18,7 @@ TRUE, FALSE = ("1", "true", "yes"), ("0", "false", "no")
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Fields and values from ``br=64,kv_stages=3``.
+    """Fields and values from ``block_m=64,kv_stages=3``.
 
     Raises:
         ValueError: it is not of that form, or a field is given twice.
@@ -27,7 +27,7 @@ def parse_config(text: str) -> dict[str, str]:
     for item in text.split(","):
         name, equals, value = (word.strip() for word in item.partition("="))
         if not name or not equals or not value or name in found:
-            raise ValueError(f"{OPTION} is {text!r}; it may be FIELD=VALUE,…, each field once: br=64,kv_stages=3")
+            raise ValueError(f"{OPTION} is {text!r}; it may be FIELD=VALUE,…, each field once: block_m=64,kv_stages=3")
         found[name] = value
     return found
 
