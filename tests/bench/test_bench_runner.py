@@ -256,3 +256,20 @@ def test_every_kernel_on_a_gpu(protocol):
     results = bench.run([problem], settings=Settings(rounds=2, round_ms=0.5, warmup_ms=1.0, protocols=(protocol,)))
     assert not results.failed, [(row.tag, row.message) for row in results.failed]
     assert sum(row.kind == "kernel" for row in results) > 2
+
+
+def test_plain_pytorch_is_timed_although_it_fails_the_rule_that_is_made_of_it():
+    """Its time is what others are compared with; a wrong peer of another name has none, and neither is the best."""
+    from flashlane.bench.measure.peers import Peer
+
+    def wrong(problem, inputs):
+        out = torch.ones_like(inputs.q)
+        return lambda: out
+
+    peers = (Peer("(unfused)", "plain", wrong), Peer("(other)", "wrong too", wrong))
+    problem = bench.make_problem(1, 1, 16, 16, torch.float32)
+    selection = bench.Selection(tags=("reference",), peers=peers)
+    settings = bench.Settings(3, 0.1, 0.1, 1, 1)
+    rows = {row.tag: row for row in bench.run([problem], device="cpu", selection=selection, settings=settings)}
+    assert rows["(unfused)"].status == rows["(other)"].status == "FAIL"
+    assert rows["(unfused)"].timing and not rows["(other)"].timing and rows["reference"].speedup is None

@@ -143,7 +143,7 @@ def command(
 
     Exit status: 0 all is right, 1 a kernel's check failed, it raised, or nothing could run, 2 bad input, 3 the files
     could not be written where they should be, 130 interrupted (the problems done before are kept). A peer that fails
-    its check is shown as FAIL and not timed; it does not change the status.
+    its check is shown as FAIL and, but for plain PyTorch, not timed; it does not change the status.
 
     Examples:
 
@@ -155,7 +155,7 @@ def command(
 
       flashlane bench --tags share-qkv --peers flash,cudnn --graph
 
-      flashlane bench --kernels "mma(split-q+acc-f32+stage2)" --config block_m=64,block_n=64 --config block_m=128,block_n=32
+      flashlane bench --kernels "mma(split-q+stage2)" --config block_m=64,block_n=64 --config block_m=64
 
       flashlane bench --qkv layers.safetensors --dtype f16,bf16
     """

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashlane.bench.measure.results import OK, UNCHECKED, Results, Row
+from flashlane.bench.measure.runner import PLAIN
 from flashlane.bench.present.table import NONE, Column, mib_cell, significant
 from flashlane.core import registry
 from flashlane.core.dispatch import select
 from flashlane.core.problem import AttentionProblem
-
-PLAIN = "(unfused)"
-"""Attention as plain PyTorch operations: what speed-up and memory are compared with."""
 
 
 def representatives(problem: AttentionProblem) -> tuple[str, ...]:

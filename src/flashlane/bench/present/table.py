@@ -10,6 +10,7 @@ from rich.text import Text
 
 from flashlane.bench.measure.flops import Convention
 from flashlane.bench.measure.results import ERROR, FAIL, OK, Results, Row, unlisted_note
+from flashlane.bench.measure.runner import PLAIN
 from flashlane.inspect.compile_report import Usage
 from flashlane.inspect.fitted_table import NONE, Column, make_console, make_table, say, significant
 
@@ -306,6 +307,11 @@ def _print_footer(results: Results, console: Console, convention: Convention) ->
         notes.append("% mma ceiling: of what mma.sync gives from registers alone, measured on this card in this run")
     if any(r.memory for r in results.rows):
         notes.append("MiB: what one call takes beyond its inputs, at the peak, output and LSE included")
+    if any(r.tag == PLAIN and r.status == FAIL and r.timing for r in results.rows):
+        notes.append(
+            f"{PLAIN} FAIL: the rule allows twice the error that plain PyTorch usually has, and it passed that by "
+            "chance; it is timed all the same, and is no best peer"
+        )
     if any(r.verdict for r in results.rows):
         notes.append(f"max err: against the reference; /allowed: over what rule {results.settings['rule']} allows")
     say(console, "\n".join(notes), "dim")
