@@ -323,8 +323,10 @@ def _pictures(path: Path, results: Results, styles: Styles) -> tuple[list[str], 
         "Our fastest kernel against the best peer": lambda: {
             "wide": [_both("heat map", lambda t: plots.heatmap_figure(measured, theme=t))]
         },
-        "throughput": lambda: _panels(plots.throughput_lines(measured, plots.MOST_LINES, *lines, styles=styles)),
-        "memory": lambda: _panels(plots.memory_lines(measured, plots.MOST_LINES, styles)),
+        "TFLOP/s against sequence length": lambda: _panels(
+            plots.throughput_lines(measured, plots.MOST_LINES, *lines, styles=styles)
+        ),
+        "Memory of a call": lambda: _panels(plots.memory_lines(measured, plots.MOST_LINES, styles)),
     }
     bounds: list[str] = []
     points = place(results.rows, ceilings) if ceilings is not None else []
