@@ -319,6 +319,7 @@ def _pictures(path: Path, results: Results, styles: Styles) -> tuple[list[str], 
         return [f"No pictures: {error}"], [], []
     ceilings = _ceilings(results, path)
     lines = ({}, None) if ceilings is None else (lines_of(ceilings), ceilings.copy)
+    most = plots.MOST_LINES
     kinds: dict[str, Callable[[], dict[str, object]]] = {
         "Our fastest kernel against the best peer": lambda: {
             "wide": [_both("heat map", lambda t: plots.heatmap_figure(measured, theme=t))]
@@ -326,7 +327,7 @@ def _pictures(path: Path, results: Results, styles: Styles) -> tuple[list[str], 
         "TFLOP/s against sequence length": lambda: _panels(
             plots.throughput_lines(measured, plots.MOST_LINES, *lines, styles=styles)
         ),
-        "Memory of a call": lambda: _panels(plots.memory_lines(measured, plots.MOST_LINES, styles)),
+        "Memory of a call": lambda: _panels(plots.memory_lines(measured, most, styles)),
     }
     bounds: list[str] = []
     points = place(results.rows, ceilings) if ceilings is not None else []
