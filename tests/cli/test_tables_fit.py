@@ -121,7 +121,8 @@ def test_what_commands_print_fits_the_terminal(files, monkeypatch, words, width)
     lines = [line for line in done.stdout.splitlines() if not line.startswith(("wrote ", "/"))]
     too_long = [line for line in lines if len(line.rstrip()) > width]
     assert not too_long, too_long
-    cut = [line for line in lines if re.search(r"\w…|…\s", line) and "flashlane" not in line and "--" not in line]
+    mark = r"[\w.]…" if "--help" in words else r"[\w.]…|…\s"  # a help's own sentences have lists that go on
+    cut = [line for line in lines if re.search(mark, line) and "flashlane" not in line]
     assert not cut, cut
 
 
