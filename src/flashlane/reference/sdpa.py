@@ -19,8 +19,8 @@ FASTER = (torch.float32, torch.bfloat16)
 class CpuSdpaKernel(registry.Kernel):
     """torch's fused attention for CPUs."""
 
-    tag = "sdpa"
-    family = "sdpa"
+    tag = "cpu-sdpa"
+    family = "cpu-sdpa"
     summary = "torch's own fused attention on a CPU"
     source = "torch, aten::_scaled_dot_product_flash_attention_for_cpu"
     priority = 0
