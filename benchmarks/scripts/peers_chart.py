@@ -1,10 +1,10 @@
-"""Draw README's chart: the Hopper kernels' speed over the fastest peer of each committed problem, sorted.
+"""Draw README's chart: the Hopper kernels' speed over the fastest peer of each drawn problem of a judging seed, sorted.
 
     python benchmarks/scripts/peers_chart.py           # writes docs/images/beside-the-peers.svg
     python benchmarks/scripts/peers_chart.py --check   # exit 1 when the picture is not of the committed results
 
-The data are benchmarks/results/hopper_forward.json and hopper_backward.json: one point a problem, every problem of both
-files. The picture holds a digest of its data, so that ``--check`` does not depend on the version of matplotlib.
+The data are the files of drawn.py in benchmarks/results: one point a problem, a panel for each file and protocol. The
+picture holds a digest of its data, so that ``--check`` does not depend on the version of matplotlib.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "beside-the-peers.svg"
 PANELS = {
-    "forward": ("hopper_forward.json", None),
-    "backward": ("hopper_backward.json", "backward"),
-    "forward and backward": ("hopper_backward.json", "both"),
+    f"{direction}, {protocol}": (f"drawn_{direction}_dense_{seed}.json", protocol)
+    for direction, seed in (("forward", 2000), ("backward", 2001))
+    for protocol in ("steady", "flushed")
 }
-"""Title of a panel: the file of its data, and the direction of its rows."""
+"""Title of a panel: the file of its data, and the protocol."""
 AHEAD, BEHIND, INK = "#2a6fb0", "#d1603d", "#333333"
 
 
-def ratios(file: str, direction: str | None) -> list[float]:
+def ratios(file: str, protocol: str) -> list[float]:
     """Time of the fastest peer over ours, for each problem that a peer ran, in ascending order."""
     rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]
-    return sorted(row["ratio"] for row in rows if row.get("direction") == direction and row.get("ratio"))
+    return sorted(row["ratio"][protocol] for row in rows if protocol in row.get("ratio", {}))
 
 
 def digest(panels: dict[str, list[float]]) -> str:

@@ -32,7 +32,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKED = re.compile(
-    r"(<!-- (kernels|features|standing|first-call|mma-(?:shapes|holes)|bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n)"
+    r"(<!-- (kernels|features|standing|first-call|drawn|drawn-worst|mma-(?:shapes|holes)|bench:([\w.-]+?)"
+    r"(?:/([\w-]+))?):begin -->\n)"
     r".*?(<!-- \2:end -->)",
     re.DOTALL,
 )
@@ -65,7 +66,8 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
         if f"<!-- {begin}:end -->" not in document:
             raise ValueError(f"{name} has <!-- {begin}:begin --> but no <!-- {begin}:end -->")
         if not MARKED.search(f"<!-- {begin}:begin -->\n<!-- {begin}:end -->"):
-            allowed = "kernels, features, standing, first-call, mma-shapes, mma-holes or bench:FILE[/VIEW]"
+            allowed = "kernels, features, standing, first-call, drawn, drawn-worst, mma-shapes, mma-holes or "
+            allowed += "bench:FILE[/VIEW]"
             raise ValueError(f"{name} has <!-- {begin}:begin -->; it may be {allowed}")
 
     def part(match: re.Match[str]) -> str:
@@ -77,6 +79,10 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
             body = standing(results)
         elif match[2] == "first-call":
             body = first_call(results / "first_call.json")
+        elif match[2] == "drawn":
+            body = drawn(results)
+        elif match[2] == "drawn-worst":
+            body = drawn_worst(results)
         elif match[2] == "mma-shapes":
             body = shape_table()
         elif match[2] == "mma-holes":
@@ -106,6 +112,42 @@ def first_call(path: Path) -> str:
 
 
 # --- from the registry
+
+
+def judged(results: Path) -> list[Result]:
+    """The files of drawn.py at judging seeds."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("drawn_*.json"))]
+    return sorted(
+        (body for body in found if body["role"] == "judging"), key=lambda body: body["direction"] != "forward"
+    )
+
+
+def drawn(results: Path) -> str:
+    """How drawn problems of judging seeds compare with the fastest peer, a line for each file and protocol."""
+    import drawn_summary
+
+    rows = []
+    for body in judged(results):
+        for protocol in body["protocols"]:
+            if found := drawn_summary.figures(body["rows"], protocol):
+                what = f"{body['direction']}, {body['kind']}, {protocol}"
+                ahead = f"{100 * found['ahead']:.0f} %"
+                rows.append((what, int(found["problems"]), ahead, f"{found['least']:.2f}", f"{found['mean']:.2f}"))
+    head = ("drawn problems", "count", "at the fastest peer's speed or above", "least", "geometric mean")
+    return table(head, rows) if rows else NOT_MEASURED
+
+
+def drawn_worst(results: Path) -> str:
+    """The drawn problems of judging seeds that are furthest behind, ten of each file."""
+    import drawn_summary
+
+    rows = [
+        (body["direction"], row["problem"], protocol, f"{ratio:.3f}", row["best_peer"][protocol])
+        for body in judged(results)
+        for ratio, protocol, row in drawn_summary.worst(body["rows"])
+        if ratio < 1
+    ]
+    return table(("direction", "problem", "protocol", "ratio", "fastest peer"), rows) if rows else NOT_MEASURED
 
 
 def kernel_list() -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashlane.bench import make_problem
-from flashlane.core import registry
+from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.forward import cost, select, tiles
@@ -84,3 +84,16 @@ def test_the_coefficients_are_those_of_shapes_that_exist() -> None:
     named, traffic = cost.coefficients()
     assert set(named) <= known and len(named) > 30
     assert all(value.block > 0 and value.tile > 0 for value in named.values()) and traffic.launch > 0
+
+
+def test_explain_shows_the_configuration_that_runs_and_how_much_slower_the_next_ones_are_predicted() -> None:
+    asked = problem(causal=True)
+    found = dispatch.explain_problem(asked)
+    words, ms = found.configurations[0]
+    assert words == KERNEL.config(asked).describe() and [t for _, t in found.configurations] == sorted(
+        t for _, t in found.configurations
+    )
+    text = " ".join(str(found).split())
+    assert f"{words}: runs, predicted {ms:.3g} ms" in text
+    assert f"predicted {100 * (found.configurations[1][1] / ms - 1):.1f} % slower" in text
+    assert all(len(line) <= 80 for line in str(found).splitlines())

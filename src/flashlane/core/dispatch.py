@@ -55,6 +55,7 @@ def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_a
         named=kernel is not None,
         instead_of=_unnamed(problem) if kernel is not None else None,
         predicted=predicted_times(problem, [choice.tag for choice in choices if choice.reason is None]),
+        configurations=() if tuned else predicted_configurations(problem, chosen),
     )
     if not problem.needs_grad:
         return said
@@ -82,6 +83,12 @@ def predicted_times(problem: AttentionProblem, tags: Sequence[str]) -> dict[str,
         if ms is not None:
             found[tag] = float(ms)
     return found
+
+
+def predicted_configurations(problem: AttentionProblem, kernel: Kernel) -> tuple[tuple[str, float], ...]:
+    """Configurations of a kernel and the milliseconds that its cost model predicts, the fastest first."""
+    found = getattr(kernel, "predicted_configs", None)
+    return tuple(found(problem)) if found is not None and kernel.supports(problem) is None else ()
 
 
 @registry.memoised

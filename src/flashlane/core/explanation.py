@@ -10,6 +10,8 @@ from flashlane.core.problem import AttentionProblem
 
 ROOM = 80
 """Columns of a line; of a group as many tags are named as fit."""
+SHOWN_CONFIGURATIONS = 3
+"""Of the chosen kernel: the one that runs and the next ones."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,11 @@ class Explanation:
     predicted: Mapping[str, float] = field(default_factory=dict)
     """Milliseconds that a kernel is predicted to take, by its tag, where a model predicts them."""
 
+    configurations: tuple[tuple[str, float], ...] = ()
+    """Configurations of the chosen kernel with predicted milliseconds, the one that runs first."""
+
     def __str__(self) -> str:
-        return "\n".join([self._head(), *self._summary(), *self._grouped(), *self._after()])
+        return "\n".join([self._head(), *self._summary(), *self._configurations(), *self._grouped(), *self._after()])
 
     def listed(self) -> str:
         """The same with a line for each kernel."""
@@ -95,6 +100,13 @@ class Explanation:
         found = next((choice.summary for choice in self.choices if choice.tag == self.chosen), "")
         if found:
             yield textwrap.fill(found, ROOM, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+
+    def _configurations(self) -> Iterable[str]:
+        """What the chosen kernel's cost model compared."""
+        for number, (words, ms) in enumerate(self.configurations[:SHOWN_CONFIGURATIONS]):
+            slower = 100 * (ms / self.configurations[0][1] - 1)
+            told = f"predicted {slower:.1f} % slower" if number else f"runs, predicted {ms:.3g} ms"
+            yield textwrap.fill(f"{words}: {told}", ROOM, initial_indent="  ", subsequent_indent="    ")
 
     def _grouped(self) -> Iterable[str]:
         """What cannot run by its reason, what can by its place; of a named kernel nothing: no other was considered."""

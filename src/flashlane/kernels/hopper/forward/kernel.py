@@ -73,6 +73,18 @@ class HopperForward(DeviceKernel):
     def config(self, problem: AttentionProblem) -> HopperConfig:
         return _config(problem)
 
+    def predicted_configs(self, problem: AttentionProblem) -> list[tuple[str, float]]:
+        """The configurations that a problem may get and their predicted milliseconds, the fastest first.
+
+        None for packed sequences, whose lengths only the GPU knows.
+        """
+        return [] if problem.varlen else [(config.describe(), us / 1e3) for config, us in select.ranked(problem)]
+
+    def predicted_ms(self, problem: AttentionProblem) -> float | None:
+        """Milliseconds that the cost model gives the chosen configuration, where it gives any."""
+        found = self.predicted_configs(problem)
+        return found[0][1] if found else None
+
     def candidates(self, problem: AttentionProblem) -> Iterator[HopperConfig]:
         """What the cost model chooses from, the fastest first; every order of tiles of every shape; combining parts and
         loading pages in every way."""
