@@ -143,7 +143,7 @@ class Explanation:
 def _line(why: str, tags: list[str]) -> str:
     """``  why: tag, tag and 93 more``, with as many tags as fit; a long reason has lines of its own."""
     head = f"  {why}: "
-    if len(head) + len(tags[0]) > ROOM:
+    if len(head) + len(_some(tags[:1] * len(tags), 0)) > ROOM:  # not even one tag and how many more there are
         lines = textwrap.wrap(head.strip(), ROOM, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         return "\n".join([*lines, "    " + _some(tags, ROOM - 4)])
     return head + _some(tags, ROOM - len(head))
