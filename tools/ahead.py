@@ -81,12 +81,12 @@ def tests() -> Iterator[KernelSource]:
         case = replace(of_backward.draw(variant, 0).case, lengths=((3, 5), (3, 5)), strides="plain")
         problem = case.build(variant.dtype)[0].on(ARCH)
         yield from with_backward(replace(problem, deterministic="deterministic" in variant.features))
-    for number, (row, causal) in enumerate(of_forward.ROWS):
+    for number, (row, shape, causal) in enumerate(of_forward.ROWS):
         dtype = tuple(of_forward.RELATIVE)[number % 2]
         sizes = ((1500, 6, row.head_dim), (1777, 2, row.head_dim), (1777, 2, row.head_dim_v))
         inputs = Inputs(*(torch.empty(2, *size, dtype=dtype) for size in sizes))
         problem = AttentionProblem.from_inputs(inputs, causal=causal).on(ARCH)
-        tile = HopperConfig(problem.dtype_name, row.head_dim, row.head_dim_v, **asdict(row.shape))
+        tile = HopperConfig(problem.dtype_name, row.head_dim, row.head_dim_v, **asdict(shape))
         yield select.specialise(tile, problem).source()
     for kind in of_forward.KINDS:
         yield from of((registry.get(HOPPER), of_forward.draw(kind, s)[0].on(ARCH)) for s in range(of_forward.SEEDS))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flashlane.bench.measure.qkv_file import SINGLE, Captured, load_qkv, save_qkv
+from flashlane.core.files import NotWritten
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -155,6 +156,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(safetensors, "save_file", half_written)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(NotWritten, match="disk full"):
         save_qkv(path, [Captured("a", *triple())])
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

@@ -60,7 +60,7 @@ def test_every_name_that_a_step_gives_is_known(script, tmp_path):
     for option, value in asked:
         assert resolvers[option](value), (option, value)
     with pytest.raises(ValueError, match="unknown"):
-        resolvers["--baselines"]("unfused,efficient")
+        resolvers["--baselines"]("cudnnn,efficient")
 
 
 def test_what_lacks_is_said(script, tmp_path):

@@ -435,7 +435,7 @@ def test_candidates_are_checked_where_masks_and_pages_lead(
         row = script.measure(cell, CPU, 5, 1.0)
         assert len(row["ms"]) == len(row["errors"]) > 2 and "WRONG" not in script.report(row)
         assert row["chosen"] in row["ms"] and max(row["errors"].values()) < 1e-2
-    row = script.measure(script.Cell(shape(1, 4, 2, 3, 900, 128, 128, False)), CPU, 5, 1.0)
+    row = script.measure(script.Cell(shape(1, 4, 2, 3, 4000, 128, 128, False)), CPU, 5, 1.0)
     assert len(row["ms"]) < len(row["errors"]) and script.report(row).count("WRONG by 2.0e-01") > 0
 
 
