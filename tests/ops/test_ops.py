@@ -268,7 +268,13 @@ BAD = {
     "qkv type": (lambda: flashlane.flash_attn_qkvpacked_func(None), TypeError, "^qkv is a NoneType"),
     "kv": (lambda: flashlane.flash_attn_kvpacked_func(Q, Q), ValueError, "^kv has shape .*2, heads, head_dim"),
     "cu": (lambda: flashlane.flash_attn_varlen_func(Q, Q, Q, None, None, 5, 5), TypeError, "^cu_seqlens_q is a None"),
-    "rank": (lambda: flashlane.scaled_dot_product_attention(Q[0], Q, Q), ValueError, "^query has shape .*rank 4"),
+    "rank": (lambda: flashlane.scaled_dot_product_attention(Q[0], Q, Q), ValueError, "^key has shape .*rank 4.*rank 3"),
+    "rank 2": (lambda: flashlane.scaled_dot_product_attention(Q[0, 0], Q, Q), ValueError, "^query has shape .*rank 4"),
+    "nested": (
+        lambda: flashlane.scaled_dot_product_attention(torch.nested.nested_tensor([Q[0]]), Q, Q),
+        TypeError,
+        "^query is a nested tensor; flash_attn_varlen_func",
+    ),
     "value": (lambda: flashlane.scaled_dot_product_attention(Q, Q, 3), TypeError, "^value is a int"),
     "both masks": (
         lambda: flashlane.scaled_dot_product_attention(Q, Q, Q, torch.ones(4, 4) > 0, is_causal=True),
@@ -400,3 +406,18 @@ def test_the_operator_has_defaults_under_every_transform() -> None:
     wanting = q.clone().requires_grad_()
     (grad,) = torch.autograd.grad(short(wanting, k, v, causal=True)[0].sum(), wanting)
     torch.testing.assert_close(grad, torch.func.grad(lambda x: short(x, k, v, causal=True)[0].sum())(q))
+
+
+@pytest.mark.parametrize("masked", ["none", "causal", "of all", "of each"])
+def test_scaled_dot_product_attention_of_rank_3_is_of_one_head(masked: str) -> None:
+    draw = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(3, n, 16, generator=draw, requires_grad=True) for n in (7, 9, 9))
+    asked: dict[str, object] = {"is_causal": masked == "causal"}
+    if masked.startswith("of"):
+        shape = (7, 9) if masked == "of all" else (3, 7, 9)
+        asked["attn_mask"] = torch.rand(shape, generator=draw) < 0.8
+    found = flashlane.scaled_dot_product_attention(q, k, v, **asked)
+    right = torch.nn.functional.scaled_dot_product_attention(q, k, v, **asked)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    grads, wanted = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (found, right))
+    torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-4)

@@ -29,11 +29,11 @@ def scaled_dot_product_attention(
     torch's own function draws from the same seed.
 
     Args:
-        query: ``(b, h, sq, d)``, f16, bf16, f32 or f64, any strides.
-        key: ``(b, hk, sk, d)``; hk is h, or with ``enable_gqa`` a divisor of it.
-        value: ``(b, hk, sk, dv)``.
-        attn_mask: broadcastable to ``(b, h, sq, sk)``: bool, True where a key takes part; or of query's dtype (under
-            autocast any float), added to the scores.
+        query: ``(b, h, sq, d)``, or ``(b, sq, d)`` for one head; f16, bf16, f32 or f64, any strides.
+        key: ``(b, hk, sk, d)``; hk is h, or with ``enable_gqa`` a divisor of it. Of query's rank.
+        value: ``(b, hk, sk, dv)``, of query's rank.
+        attn_mask: broadcastable to ``(b, h, sq, sk)``, or to ``(b, sq, sk)`` for one head: bool, True where a key takes
+            part; or of query's dtype (under autocast any float), added to the scores.
         dropout_p: the share of probabilities that is dropped, the others divided by ``1 - dropout_p``; drawn from
             torch's generator of the device, so that ``torch.manual_seed`` makes it repeatable.
         is_causal: key j is visible to query i iff ``j <= i`` (top-left aligned); not with an attn_mask.
@@ -42,7 +42,7 @@ def scaled_dot_product_attention(
         kernel: the tag of the kernel to run; it runs or raises. None lets the dispatcher choose.
 
     Returns:
-        ``(b, h, sq, dv)``. A row that sees no key is 0.
+        ``(b, h, sq, dv)``, of query's rank. A row that sees no key is 0.
 
     Raises:
         TypeError, ValueError: an argument cannot be; the message names it.
@@ -51,12 +51,21 @@ def scaled_dot_product_attention(
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
-        if t.dim() != 4:
+        if t.is_nested:
+            raise TypeError(f"{name} is a nested tensor; flash_attn_varlen_func takes packed sequences")
+        if t.dim() != query.dim() or t.dim() not in (3, 4):
             raise ValueError(
-                f"{name} has shape {tuple(t.shape)}; it must have rank 4: (batch, heads, seqlen, head_dim)"
+                f"{name} has shape {tuple(t.shape)}; all three must have rank 4, (batch, heads, seqlen, head_dim), or "
+                f"rank 3 for one head"
             )
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
+    if query.dim() == 3:
+        if isinstance(attn_mask, torch.Tensor) and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unsqueeze(1)
+        query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+        asked = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        return scaled_dot_product_attention(query, key, value, **asked, kernel=kernel).squeeze(1)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"key has {key.shape[1]} heads and query has {query.shape[1]}; they may differ only when enable_gqa is True"
