@@ -103,7 +103,7 @@ def test_sections_of_heads_under_a_causal_mask() -> None:
 def test_sections_that_are_compared_are_equal_and_do_not_part_a_group() -> None:
     problem = problem_of(8192, 8192, heads=40, kv_heads=10, window_right=0, batch=3)
     for config, _ in select.ranked(problem):
-        sizes = select.sections_of(problem, config)
+        sizes = select.section_sizes(problem, config)
         heads = 120 // config.pack_gqa
         assert sizes[0] == heads and len(sizes) == len(set(sizes)) > 2
         for size in sizes:

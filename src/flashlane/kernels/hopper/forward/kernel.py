@@ -76,9 +76,11 @@ class HopperForward(DeviceKernel):
     def predicted_configs(self, problem: AttentionProblem) -> list[tuple[str, float]]:
         """The configurations that a problem may get and their predicted milliseconds, the fastest first.
 
-        None for packed sequences, whose lengths only the GPU knows.
+        Empty for packed sequences, whose lengths only the GPU knows.
         """
-        return [] if problem.varlen else [(config.describe(), us / 1e3) for config, us in select.ranked(problem)]
+        if problem.varlen:
+            return []
+        return [(config.describe(), us / 1e3) for config, us in select.ranked(problem.chosen_for)]
 
     def predicted_ms(self, problem: AttentionProblem) -> float | None:
         """Milliseconds that the cost model gives the chosen configuration, where it gives any."""

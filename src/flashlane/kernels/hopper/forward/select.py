@@ -36,7 +36,7 @@ def ranked(problem: AttentionProblem) -> list[tuple[HopperConfig, float]]:
     sections = tile_scheduler.in_sections(problem)
     times = []
     for config in found:
-        rows, first = cost.rows_of(problem, config), sections_of(problem, config)[0] if sections else 0
+        rows, first = cost.rows_of(problem, config), section_sizes(problem, config)[0] if sections else 0
         config = replace(config, heads_per_section=first)
         splits = splits_of(problem, config) if config.split else 1
         times.append((cost.predicted(problem, config, rows, splits), config, rows))
@@ -46,7 +46,7 @@ def ranked(problem: AttentionProblem) -> list[tuple[HopperConfig, float]]:
         for _, config, rows in times[:KEPT]:
             if config.split:
                 continue
-            for size in sections_of(problem, config)[1:]:
+            for size in section_sizes(problem, config)[1:]:
                 other = replace(config, heads_per_section=size)
                 result.append((other, cost.predicted(problem, other, rows, 1)))
     return sorted(result, key=lambda entry: entry[1])
@@ -66,7 +66,7 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
     return tuple(replace(shape, q_in_registers=False) for shape in found) if crowded else found
 
 
-def sections_of(problem: AttentionProblem, config: HopperConfig) -> list[int]:
+def section_sizes(problem: AttentionProblem, config: HopperConfig) -> list[int]:
     """Tile heads of a section of the L2 head swizzle that may be fastest: all, or equal sections of fewer.
 
     The longest tiles of a section come first, and tiles that run at once read the same keys at about the same time.
