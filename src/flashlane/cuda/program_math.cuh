@@ -1,0 +1,91 @@
+// The operations of score and mask programs that C++ has not, or has otherwise than torch. flashlane.flex.device_text
+// writes calls of them. Python's floor division and remainder are torch's too.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include "ptx.cuh"
+
+namespace program {
+
+__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+template <typename T>
+__device__ __forceinline__ T read(const T* from) { return *from; }
+__device__ __forceinline__ float read(const __half* from) { return __half2float(*from); }
+__device__ __forceinline__ float read(const __nv_bfloat16* from) { return __bfloat162float(*from); }
+__device__ __forceinline__ float rounded_to_f16(float x) { return __half2float(__float2half_rn(x)); }
+__device__ __forceinline__ float rounded_to_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+// Where an index lies. One past the end gives the last element: a tile has pairs that no sequence has, and whatever they
+// compute is dropped, but they must read inside the tensor.
+template <typename Index>
+__device__ __forceinline__ long long place(Index i, int size) { return i < size ? i : size - 1; }
+// The same for an index that may be negative: it counts from the end.
+template <typename Index>
+__device__ __forceinline__ long long place_of_any(Index i, int size) {
+    if (i < 0) i += size;
+    return i < 0 ? 0 : place(i, size);
+}
+
+template <typename T>
+__device__ __forceinline__ bool isnan(T x) { return x != x; }
+template <typename T>
+__device__ __forceinline__ bool isinf(T x) { return x == infinity() || x == -infinity(); }
+template <typename T>
+__device__ __forceinline__ T sign(T x) { return static_cast<T>((x > 0) - (x < 0)); }
+// A NaN stays one.
+template <typename T>
+__device__ __forceinline__ T minimum(T a, T b) { return a < b || a != a ? a : b; }
+template <typename T>
+__device__ __forceinline__ T maximum(T a, T b) { return a > b || a != a ? a : b; }
+
+__device__ __forceinline__ float divided(float a, float b) { return __fdividef(a, b); }
+
+// tanh(x) = 1 − 2 / (e^2x + 1): its absolute error is that of f32, where tanh.approx has 2^-11.
+__device__ __forceinline__ float tanh(float x) { return 1.f - 2.f * reciprocal(1.f + ex2(x * 2.8853900817779268f)); }
+__device__ __forceinline__ double tanh(double x) { return ::tanh(x); }
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.f + ex2(x * -1.4426950408889634f)); }
+__device__ __forceinline__ double sigmoid(double x) { return 1. / (1. + ::exp(-x)); }
+
+__device__ __forceinline__ float fmod(float a, float b) { return ::fmodf(a, b); }
+__device__ __forceinline__ double fmod(double a, double b) { return ::fmod(a, b); }
+
+// The remainder has the divisor's sign.
+template <typename T>
+__device__ __forceinline__ T remainder(T a, T b) {
+    const T r = a % b;
+    return r != 0 && (r < 0) != (b < 0) ? r + b : r;
+}
+template <typename T>
+__device__ __forceinline__ T remainder_of_floating(T a, T b) {
+    const T r = fmod(a, b);
+    return r != 0 && (r < 0) != (b < 0) ? r + b : r;
+}
+template <>
+__device__ __forceinline__ float remainder(float a, float b) { return remainder_of_floating(a, b); }
+template <>
+__device__ __forceinline__ double remainder(double a, double b) { return remainder_of_floating(a, b); }
+
+// The quotient is rounded down.
+template <typename T>
+__device__ __forceinline__ T floordiv(T a, T b) {
+    const T quotient = a / b;
+    return quotient * b != a && (a < 0) != (b < 0) ? quotient - 1 : quotient;
+}
+template <typename T>
+__device__ __forceinline__ T floordiv_of_floating(T a, T b) {
+    if (b == 0) return a / b;
+    const T r = fmod(a, b);
+    T quotient = (a - r) / b;
+    if (r != 0 && (b < 0) != (r < 0)) quotient -= 1;
+    if (quotient == 0) return a / b < 0 ? -T(0) : T(0);
+    const T down = ::floor(quotient);
+    return quotient - down > T(0.5) ? down + 1 : down;
+}
+template <>
+__device__ __forceinline__ float floordiv(float a, float b) { return floordiv_of_floating(a, b); }
+template <>
+__device__ __forceinline__ double floordiv(double a, double b) { return floordiv_of_floating(a, b); }
+
+}  // namespace program

@@ -1,0 +1,133 @@
+"""Expressions as CUDA C++: one statement an operation, with the functions of ``cuda/program_math.cuh``."""
+
+from __future__ import annotations
+
+import math
+
+from flashlane.flex.expression import Expression, is_constant, may_be_negative, nodes
+
+C_TYPES = {"bool": "bool", "i32": "int", "i64": "long long", "f32": "float", "f64": "double"}
+C_TYPES |= dict.fromkeys(("u8", "i8", "i16"), "int") | dict.fromkeys(("f16", "bf16"), "float")
+"""Types of variables. A value of a short type is kept, rounded or wrapped, in a longer one."""
+IN_MEMORY = {"u8": "unsigned char", "i8": "signed char", "i16": "short", "f16": "__half", "bf16": "__nv_bfloat16"}
+IN_MEMORY = {**C_TYPES, **IN_MEMORY}
+
+_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"}
+_OPERATORS |= {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "truncdiv": "/"}
+_LIBRARY = "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh erf floor ceil trunc"
+_FUNCTIONS = {name: name for name in _LIBRARY.split()} | {"round": "rint", "pow": "pow", "atan2": "atan2"}
+"""Functions of CUDA's math library; those of f32 end in f."""
+_OWN = {"tanh", "sigmoid", "sign", "minimum", "maximum", "remainder", "fmod", "floordiv"}
+"""Functions of program_math.cuh, which are overloaded."""
+
+
+def literal(number: float | int | bool, dtype: str) -> str:
+    """A number of a type, exact."""
+    if dtype == "bool":
+        return "true" if number else "false"
+    if dtype in ("f32", "f16", "bf16", "f64"):
+        if math.isnan(number):
+            return "program::not_a_number()"
+        if math.isinf(number):
+            return f"{'-' if number < 0 else ''}program::infinity()"
+        return f"{float(number)!r}" if dtype == "f64" else f"static_cast<float>({float(number)!r})"
+    if dtype == "i64":
+        return f"static_cast<long long>({number & (2**64 - 1)}ull)"
+    # A number that does not fit wraps, as the type's arithmetic does.
+    return f"static_cast<int>({int(number) & (2**32 - 1)}u)"
+
+
+def body(root: Expression, captured: tuple[str, ...], result: str) -> str:
+    """The statements of a function of (p, score, b, h, q, kv) that returns ``root`` converted to the type ``result``.
+
+    Args:
+        root: the expression.
+        captured: the type of each captured tensor.
+        result: a C++ type.
+    """
+    names: dict[Expression, str] = {}
+    negative: dict[Expression, bool] = {}
+    lines = []
+    for e in nodes(root):
+        if e.op == "constant":
+            names[e] = literal(e.value, e.dtype)  # type: ignore[arg-type]
+        elif e.op == "input" and e.dtype != "f64":
+            names[e] = str(e.value)
+        else:
+            name = names[e] = f"v{len(lines)}"
+            arguments = [names[operand] for operand in e.operands]
+            text = _load(e, arguments, captured, negative) if e.op == "load" else _text(e, arguments, negative)
+            lines.append(f"const {C_TYPES[e.dtype]} {name} = {text};")
+    return "\n".join(f"        {line}" for line in [*lines, f"return static_cast<{result}>({names[root]});"])
+
+
+def _load(e: Expression, indices: list[str], captured: tuple[str, ...], negative: dict[Expression, bool]) -> str:
+    i = e.value
+    offset = ""
+    for axis, (operand, index) in enumerate(zip(e.operands, indices, strict=True)):
+        place = "place_of_any" if may_be_negative(operand, negative) else "place"
+        offset += f" + program::{place}({index}, p.size[{i}][{axis}]) * p.stride[{i}][{axis}]"
+    return f"program::read(static_cast<const {IN_MEMORY[captured[i]]}*>(p.data[{i}]){offset})"  # type: ignore[index]
+
+
+def _text(e: Expression, a: list[str], negative: dict[Expression, bool]) -> str:
+    op, floating = e.op, e.operands and e.operands[0].dtype in ("f32", "f64")
+    if op == "input":
+        return f"static_cast<{C_TYPES[e.dtype]}>({e.value})"
+    if op == "integer":
+        return f"p.integer[{e.value[0]}]"  # type: ignore[index]
+    if op == "cast":
+        return _cast(e, a[0])
+    if op == "where":
+        return f"{a[0]} ? {a[1]} : {a[2]}"
+    if op == "neg":
+        return f"-{a[0]}"
+    if op == "not":
+        return f"!{a[0]}" if e.dtype == "bool" else f"~{a[0]}"
+    if op == "abs":
+        return f"{'f' * (e.dtype in ('f32', 'f64'))}abs{'f' * (e.dtype == 'f32')}({a[0]})"
+    if op in ("isnan", "isinf"):
+        return f"program::{op}({a[0]})"
+    if op == "div":
+        return _divided(e, a)
+    if (
+        op in ("floordiv", "remainder")
+        and not floating
+        and not any(may_be_negative(operand, negative) for operand in e.operands)
+    ):
+        return f"{a[0]} {'/' if op == 'floordiv' else '%'} {a[1]}"
+    if op == "fmod" and not floating:
+        return f"{a[0]} % {a[1]}"
+    if op == "pow" and e.operands[1].op == "constant" and (text := _power(e, a[0])):
+        return text
+    if op in _OWN:
+        return f"program::{op}({', '.join(a)})"
+    if op in _OPERATORS:
+        return f"{a[0]} {_OPERATORS[op]} {a[1]}"
+    return f"{_FUNCTIONS[op]}{'f' * (e.dtype == 'f32')}({', '.join(a)})"
+
+
+def _divided(e: Expression, a: list[str]) -> str:
+    divisor = e.operands[1]
+    if e.dtype == "f64":
+        return f"{a[0]} / {a[1]}"
+    if divisor.op == "constant" and divisor.value and math.isfinite(divisor.value):  # type: ignore[arg-type]
+        return f"{a[0]} * (1.f / {a[1]})"  # as torch divides by a number on a GPU
+    return f"program::divided({a[0]}, {a[1]})"
+
+
+def _power(e: Expression, a: str) -> str | None:
+    one = "1.f" if e.dtype == "f32" else "1."
+    short = {2: f"{a} * {a}", 3: f"{a} * {a} * {a}", 1: a, -1: f"{one} / {a}"}
+    return next((text for power, text in short.items() if is_constant(e.operands[1], power)), None)
+
+
+def _cast(e: Expression, a: str) -> str:
+    source = e.operands[0].dtype
+    if e.dtype == "bool":
+        return f"{a} != 0"
+    if e.dtype in ("f16", "bf16"):
+        return f"program::rounded_to_{e.dtype}(static_cast<float>({a}))"
+    if e.dtype in ("u8", "i8", "i16"):
+        return f"static_cast<{IN_MEMORY[e.dtype]}>({a})"
+    return a if C_TYPES[source] == C_TYPES[e.dtype] else f"static_cast<{C_TYPES[e.dtype]}>({a})"

@@ -1,0 +1,203 @@
+"""Expressions: what a score or a mask function computes from one score and its place, operation by operation.
+
+An expression is a graph of scalars. Each has a type of :data:`TYPES`; the operands of an operation have the types that
+:data:`OPERATIONS` asks for, so that every conversion is an operation of its own. Equal expressions are one object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+TYPES = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
+"""The field's short names. Arithmetic is done in i32, i64, f32, f64 and bool; the others are read, or converted to."""
+FLOATING = ("f16", "bf16", "f32", "f64")
+INPUTS = {"score": "f32", "b": "i32", "h": "i32", "q": "i32", "kv": "i32"}
+"""What a function is given, by name. The score is f64 where the query is."""
+
+_EXPONENTIAL = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "erf")
+_CIRCULAR = ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh")
+UNARY_FLOAT = (*_EXPONENTIAL, *_CIRCULAR, "floor", "ceil", "trunc", "round")
+OPERATIONS: dict[str, str] = {
+    **dict.fromkeys(UNARY_FLOAT, "float -> same"),
+    **dict.fromkeys(("neg", "abs", "sign"), "number -> same"),
+    **dict.fromkeys(("add", "sub", "mul", "floordiv", "remainder", "fmod", "minimum", "maximum"), "number2 -> same"),
+    **dict.fromkeys(("div", "pow", "atan2"), "float2 -> same"),
+    **dict.fromkeys(("and", "or", "xor"), "whole2 -> same"),
+    **dict.fromkeys(("shl", "shr", "truncdiv"), "integer2 -> same"),
+    "not": "whole -> same",
+    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), "any2 -> bool"),
+    **dict.fromkeys(("isnan", "isinf"), "float -> bool"),
+    "where": "bool, same, same",
+    "cast": "any -> any",
+}
+"""Every operation that an expression may hold beside its leaves (``input``, ``constant``, ``integer``, ``load``)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Expression:
+    """A scalar: a leaf, or an operation on others. :func:`make` and the functions below it make them."""
+
+    op: str
+    dtype: str
+    operands: tuple[Expression, ...] = ()
+    value: object = None
+    """By op: the name of an ``input``; the number of a ``constant``; ``(index, may be negative)`` of an ``integer``,
+    which is a launch parameter; the index of a captured tensor of a ``load``, whose operands are its indices."""
+
+    def __repr__(self) -> str:
+        return render(self)
+
+
+_known: weakref.WeakValueDictionary[tuple, Expression] = weakref.WeakValueDictionary()
+
+
+def make(op: str, dtype: str, operands: Sequence[Expression] = (), value: object = None) -> Expression:
+    """The one expression of these parts."""
+    # -0.0 == 0.0 and nan != nan, so a number's own text is part of the key.
+    key = (op, dtype, tuple(map(id, operands)), repr(value))
+    found = _known.get(key)
+    if found is None:
+        found = _known.setdefault(key, Expression(op, dtype, tuple(operands), value))
+    return found
+
+
+def input(name: str, dtype: str | None = None) -> Expression:
+    """One of :data:`INPUTS`."""
+    return make("input", dtype or INPUTS[name], value=name)
+
+
+def constant(number: float | int | bool, dtype: str) -> Expression:
+    """A number of a type; integers wrap, and f32 numbers are rounded, when they are written down."""
+    if dtype == "bool":
+        return make("constant", dtype, value=bool(number))
+    return make("constant", dtype, value=float(number) if dtype in FLOATING else int(number))
+
+
+def is_constant(e: Expression, number: float | None = None) -> bool:
+    return e.op == "constant" and (number is None or e.value == number)
+
+
+def cast(e: Expression, dtype: str) -> Expression:
+    """A conversion, as ``Tensor.to`` does it; none where the type is right, and constants are converted here."""
+    if e.dtype == dtype:
+        return e
+    if e.op == "constant" and dtype in ("bool", "i32", "i64", "f32", "f64"):
+        finite = not isinstance(e.value, float) or math.isfinite(e.value)
+        exact = dtype != "f32" or e.dtype != "f64"
+        if (finite or dtype in FLOATING) and exact:
+            return constant(int(e.value) if dtype in ("i32", "i64") else e.value, dtype)
+    return make("cast", dtype, (e,))
+
+
+def binary(op: str, a: Expression, b: Expression) -> Expression:
+    """An operation on two expressions of one type; what adds nothing to a derivative is left out."""
+    if op == "add" and is_constant(a, 0):
+        return b
+    if op in ("add", "sub") and is_constant(b, 0):
+        return a
+    if op == "mul" and is_constant(a, 1):
+        return b
+    if op in ("mul", "div") and is_constant(b, 1):
+        return a
+    return make(op, "bool" if OPERATIONS[op].endswith("bool") else a.dtype, (a, b))
+
+
+def unary(op: str, a: Expression) -> Expression:
+    if op == "neg" and a.op == "constant":
+        return constant(-a.value, a.dtype)  # type: ignore[operator]
+    return make(op, "bool" if OPERATIONS[op].endswith("bool") else a.dtype, (a,))
+
+
+def where(condition: Expression, a: Expression, b: Expression) -> Expression:
+    return a if a is b else make("where", a.dtype, (condition, a, b))
+
+
+def nodes(*roots: Expression) -> list[Expression]:
+    """Every expression that the roots are made of, operands first, each once."""
+    order: dict[Expression, None] = {}
+    stack: list[tuple[Expression, bool]] = [(root, False) for root in reversed(roots)]
+    while stack:
+        e, ready = stack.pop()
+        if e in order:
+            continue
+        if ready or not e.operands:
+            order[e] = None
+        else:
+            stack.append((e, True))
+            stack.extend((operand, False) for operand in reversed(e.operands))
+    return list(order)
+
+
+def inputs_of(*roots: Expression | None) -> set[str]:
+    """The names of the inputs that the roots depend on."""
+    found = nodes(*(root for root in roots if root is not None))
+    return {str(e.value) for e in found if e.op == "input"}
+
+
+def rewrite(root: Expression, change: Callable[[Expression], Expression | None]) -> Expression:
+    """The expression with each part replaced by what ``change`` gives for it, where that is not None."""
+    new: dict[Expression, Expression] = {}
+    for e in nodes(root):
+        replaced = change(e)
+        if replaced is None:
+            replaced = make(e.op, e.dtype, [new[operand] for operand in e.operands], e.value)
+        new[e] = replaced
+    return new[root]
+
+
+def linear(*roots: Expression) -> Iterator[str]:
+    """One line for each part of the roots, by which equal graphs have equal lines in every process."""
+    order = nodes(*roots)
+    index = {e: i for i, e in enumerate(order)}
+    for e in order:
+        yield f"{e.op} {e.dtype} {e.value!r} {[index[operand] for operand in e.operands]}"
+    yield f"roots {[index[root] for root in roots]}"
+
+
+def digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def render(e: Expression, depth: int = 6) -> str:
+    """An expression as one would write it, for messages; what is deeper than ``depth`` is left out."""
+    if e.op in ("input", "constant"):
+        return str(e.value)
+    if e.op == "integer":
+        return f"integer{e.value[0]}"  # type: ignore[index]
+    if depth == 0:
+        return "…"
+    inner = ", ".join(render(operand, depth - 1) for operand in e.operands)
+    if e.op == "load":
+        return f"captured{e.value}[{inner}]"
+    return f"{e.op if e.op != 'cast' else e.dtype}({inner})"
+
+
+def may_be_negative(e: Expression, known: dict[Expression, bool] | None = None) -> bool:
+    """Whether an integer expression can be below 0, as far as its form tells."""
+    known = {} if known is None else known
+    if e not in known:
+        known[e] = _may_be_negative(e, known)
+    return known[e]
+
+
+def _may_be_negative(e: Expression, known: dict[Expression, bool]) -> bool:
+    if e.dtype in ("bool", "u8") or e.op == "input" or e.op == "abs":
+        return False
+    if e.op == "constant":
+        return e.value < 0  # type: ignore[operator]
+    if e.op == "integer":
+        return bool(e.value[1])  # type: ignore[index]
+    operands = [operand for operand in e.operands if operand.dtype != "bool" or e.op != "where"]
+    if e.op in ("add", "mul", "floordiv", "truncdiv", "minimum", "where", "or", "shr", "fmod"):
+        return any(may_be_negative(operand, known) for operand in operands)
+    if e.op in ("maximum", "and"):
+        return all(may_be_negative(operand, known) for operand in operands)
+    if e.op == "remainder":
+        return may_be_negative(e.operands[1], known)
+    if e.op == "cast":
+        return e.operands[0].dtype in FLOATING or may_be_negative(e.operands[0], known)
+    return True

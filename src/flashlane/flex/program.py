@@ -1,0 +1,218 @@
+"""What a kernel is compiled for: a score and a mask as expressions, and the tensors that they read."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashlane.flex import derivative, device_text
+from flashlane.flex.expression import Expression, digest, inputs_of, is_constant, linear
+
+if TYPE_CHECKING:
+    import torch
+
+HEADER = "program.cuh"
+"""Name of the generated header, which a kernel's source includes."""
+
+
+@dataclass(frozen=True)
+class CapturedTensor:
+    """A tensor that a program reads. Its address, strides and sizes are launch parameters."""
+
+    name: str
+    dtype: str
+    """The field's short name: ``bf16``, ``i32``, ``bool`` …"""
+    ndim: int
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What one call gives a program."""
+
+    tensors: tuple[torch.Tensor, ...] = ()
+    """Those that ``Program.captured`` declares, in its order."""
+    integers: tuple[int, ...] = ()
+    """The values of the ``integer`` expressions: a window or a length, so that another one compiles nothing."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A score and a mask function. Programs that compute the same in the same order are equal."""
+
+    score: Expression | None = None
+    """Of the scaled score in natural units; None leaves it as it is."""
+    mask: Expression | None = None
+    """bool; None shows every pair."""
+    captured: tuple[CapturedTensor, ...] = ()
+    integers: int = 0
+    """How many numbers :attr:`Arguments.integers` has."""
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A hex digest of all that decides the generated code."""
+        declared = [f"{t.dtype} {t.ndim} {t.differentiable}" for t in self.captured]
+        texts = ["\n".join(linear(e)) if e is not None else "none" for e in (self.score, self.mask)]
+        return digest(*texts, *declared, str(self.integers))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self.key == other.key
+
+    def __getstate__(self) -> object:
+        raise TypeError("a Program is not pickled: its expressions are objects of this process")
+
+    @functools.cached_property
+    def derivative(self) -> Expression | None:
+        """The derivative of the score; None where it is 1 everywhere."""
+        if self.score is None:
+            return None
+        found = derivative.of_score(self.score)
+        return None if is_constant(found, 1) else found
+
+    @property
+    def has_captured_gradients(self) -> bool:
+        """Whether the score depends differentiably on a captured tensor that asks for a gradient."""
+        return self.score is not None and any(t.differentiable for t in self.captured)
+
+    def inputs(self) -> set[str]:
+        """The names of the inputs (``score``, ``b``, ``h``, ``q``, ``kv``) that the score or the mask depends on."""
+        return inputs_of(self.score, self.mask)
+
+    @functools.cached_property
+    def _header(self) -> str:
+        sizes = {"N": max(1, len(self.captured)), "D": max([1, *(t.ndim for t in self.captured)])}
+        types = tuple(t.dtype for t in self.captured)
+        identity, one, always = (f"        return {value};" for value in ("score", "1.f", "true"))
+        bodies = {
+            "SCORE": identity if self.score is None else device_text.body(self.score, types, "float"),
+            "DERIVATIVE": one if self.derivative is None else device_text.body(self.derivative, types, "float"),
+            "VISIBLE": always if self.mask is None else device_text.body(self.mask, types, "bool"),
+        }
+        flags = {"HAS_SCORE": self.score, "HAS_MASK": self.mask, "HAS_DERIVATIVE": self.derivative}
+        text = _TEMPLATE
+        for name, value in {**sizes, "M": max(1, self.integers), **bodies}.items():
+            text = text.replace(f"@{name}@", str(value))
+        for name, e in flags.items():
+            text = text.replace(f"@{name}@", "false" if e is None else "true")
+        return text
+
+    def header(self) -> str:
+        """CUDA C++ of :data:`HEADER`: ``struct ProgramParams`` and ``struct Program``, scalar and inlined.
+
+        ``Program::score`` takes ``q·k · scale``; ``derivative`` takes the same, and dS is multiplied by its result.
+        """
+        return self._header
+
+    def params(self, arguments: Arguments) -> ctypes.Structure:
+        """The header's ``ProgramParams``. It holds addresses: the tensors must outlive the launch.
+
+        Raises:
+            ValueError: the tensors or the integers are not those that the program declares.
+        """
+        self.check(arguments)
+        dims = max([1, *(t.ndim for t in self.captured)])
+        params = _structure(max(1, len(self.captured)), dims, max(1, self.integers))()
+        for i, tensor in enumerate(arguments.tensors):
+            params.data[i] = tensor.data_ptr()
+            for axis, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+                params.stride[i][axis], params.size[i][axis] = stride, size
+        for i, number in enumerate(arguments.integers):
+            params.integer[i] = number
+        return params
+
+    def check(self, arguments: Arguments) -> None:
+        """Raise a ValueError unless the arguments are those that the program declares."""
+        if len(arguments.tensors) != len(self.captured) or len(arguments.integers) != self.integers:
+            raise ValueError(
+                f"arguments has {len(arguments.tensors)} tensors and {len(arguments.integers)} integers; the program "
+                f"takes {len(self.captured)} and {self.integers}"
+            )
+        for declared, tensor in zip(self.captured, arguments.tensors, strict=True):
+            if short_name(tensor.dtype) != declared.dtype or tensor.ndim != declared.ndim:
+                raise ValueError(
+                    f"{declared.name} is {tensor.dtype} of {tensor.ndim} dimensions; the program reads "
+                    f"{declared.dtype} of {declared.ndim}"
+                )
+            if not tensor.numel():
+                raise ValueError(
+                    f"{declared.name} has shape {tuple(tensor.shape)}; a program reads at least one element"
+                )
+
+
+@functools.cache
+def _structure(tensors: int, dims: int, integers: int) -> type[ctypes.Structure]:
+    fields = [
+        ("data", ctypes.c_void_p * tensors),
+        ("stride", (ctypes.c_longlong * dims) * tensors),
+        ("size", (ctypes.c_int * dims) * tensors),
+        ("integer", ctypes.c_int * integers),
+    ]
+    return type("ProgramParams", (ctypes.Structure,), {"_fields_": fields})
+
+
+_SHORT = {"bool": "bool", "uint8": "u8", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64"}
+_SHORT |= {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``bf16``.
+
+    Raises:
+        NotImplementedError: programs do not read that type.
+    """
+    name = _SHORT.get(str(dtype).removeprefix("torch."))
+    if name is None:
+        raise NotImplementedError(f"a program reads a tensor of {dtype}; it may read {', '.join(_SHORT)}")
+    return name
+
+
+def torch_type(name: str) -> torch.dtype:
+    """``bf16`` -> ``torch.bfloat16``."""
+    import torch
+
+    return getattr(torch, next(long for long, short in _SHORT.items() if short == name))
+
+
+def captured(tensors: Sequence[torch.Tensor]) -> tuple[CapturedTensor, ...]:
+    """How tensors are declared."""
+    return tuple(
+        CapturedTensor(f"captured{i}", short_name(t.dtype), t.ndim, t.requires_grad) for i, t in enumerate(tensors)
+    )
+
+
+_TEMPLATE = """\
+// Generated from a score and a mask function by flashlane.flex.program.
+#pragma once
+#include "program_math.cuh"
+
+struct ProgramParams {
+    const void* data[@N@];
+    long long stride[@N@][@D@];  // in elements
+    int size[@N@][@D@];
+    int integer[@M@];
+};
+
+struct Program {
+    static constexpr bool HAS_SCORE = @HAS_SCORE@, HAS_MASK = @HAS_MASK@;
+    // Whether dS must be multiplied by derivative(), which is 1 otherwise.
+    static constexpr bool HAS_DERIVATIVE = @HAS_DERIVATIVE@;
+
+    static __device__ __forceinline__ float score(const ProgramParams& p, float score, int b, int h, int q,
+                                                  int kv) {
+@SCORE@
+    }
+    static __device__ __forceinline__ float derivative(const ProgramParams& p, float score, int b, int h, int q,
+                                                       int kv) {
+@DERIVATIVE@
+    }
+    static __device__ __forceinline__ bool visible(const ProgramParams& p, int b, int h, int q, int kv) {
+@VISIBLE@
+    }
+};
+"""
