@@ -2,15 +2,16 @@
 
     python benchmarks/scripts/sass.py record --out benchmarks/results/sass_before.json
     python benchmarks/scripts/sass.py compare benchmarks/results/sass_before.json
-    python benchmarks/scripts/sass.py summary benchmarks/results/sass_before.json --cubins FOLDER --out FILE
+    python benchmarks/scripts/sass.py summary benchmarks/results/sass_before.json --cubins FOLDER --memo FILE --out FILE
 
 A record holds, for each kernel and architecture, a digest of the executable sections and constant banks of every cubin,
 its registers and its shared memory. Names (of functions, files and configurations), line tables and comments are no
 part of a digest. A second digest leaves out at which offsets parameters lie in constant bank 0, too. Two records are
 the same when each kernel has the same digests, in any order. It needs no GPU, but the disassembler of Triton's wheel.
 
-A summary sets today's configurations beside those of the record one by one: registers, spills and the instructions of
-the main loop. It needs the record's cubins for that, which ``record --keep FOLDER`` leaves.
+A summary sets today's configurations beside those of the record of the same description one by one: identical,
+different in parameter offsets only, outside the main loop, or inside it; registers and spills. It needs the record's
+cubins for that, which ``record --keep FOLDER`` leaves.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import re
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,9 +43,13 @@ ADDRESS, LABEL = re.compile(r"/\*.*?\*/"), re.compile(r"\.L_x_\d+|`\(.*?\)")
 PARAMETER = re.compile(r"c\[0x0\]\[[^\]]*\]")
 SECTION = struct.Struct("<IIQQQQIIQQ")
 WORKERS = os.cpu_count() or 1
+STRIDE = 16
 FULL_ARCH, SAMPLED = "sm_90a", 12
 """The mma family ships two thousand configurations: all are compiled for one architecture, one of so many for
 others."""
+
+
+NAMED = ("Element", "Out", "HEAD_DIM", "HEAD_DIM_V")
 
 
 class Job(NamedTuple):
@@ -101,10 +108,17 @@ def jobs() -> Iterator[Job]:
                     number += 1
                     if kernel.family == "mma" and arch != FULL_ARCH and number % SAMPLED:
                         continue
-                    yield Job(kernel.family, describe_config(config), kernel.kernel_source(config), arch)
+                    source = kernel.kernel_source(config)
+                    yield Job(kernel.family, _described(describe_config(config), source), source, arch)
     yield from backward_jobs()
     yield from combine_jobs()
     yield from block_jobs()
+
+
+def _described(config: str, source: KernelSource) -> str:
+    """A configuration, with the head dimension and the types that its description leaves out."""
+    constants = dict(source.constants)
+    return " ".join(str(constants[name]) for name in NAMED if name in constants) + f" {config}"
 
 
 def record(only: str = "", keep: Path | None = None) -> dict[str, Any]:
@@ -179,13 +193,10 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]
 PRODUCTS = ("HGMMA", "HMMA")
 LONGER = 0.02
 """Part by which a main loop must have grown to be listed."""
-LARGE = 200
-WORDS = {"slots": "stages", "pack": "pack_gqa", "fused": "combine_in_kernel"}
-"""Words of descriptions that the redesign changed."""
 
 
-def main_loop(text: str) -> int:
-    """Instructions of the loop with most matrix products, the shortest if several have as many; 0 without products.
+def main_loop(text: str) -> list[str]:
+    """Opcodes of the loop with most matrix products, the shortest if several have as many; empty without products.
 
     Loops that have loops inside or store to device memory are no candidates: those are tiles, and their ends.
     """
@@ -203,96 +214,106 @@ def main_loop(text: str) -> int:
     products = {span: sum(op in PRODUCTS for op in opcodes[slice(*span)]) for span in spans}
     spans = [span for span in spans if products[span] and "STG" not in opcodes[slice(*span)]]
     inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
-    return min(((-products[a, b], b - a) for a, b in inner), default=(0, 0))[1]
+    return opcodes[slice(*min(inner, key=lambda span: (-products[span], span[1] - span[0])))] if inner else []
 
 
-def _words(described: str) -> tuple[str, ...]:
-    """A description's words in any order, as they are called today."""
-    found = re.split(r", | ", described)
-    renamed = {re.sub(r"^\w+", lambda name: WORDS.get(name[0], name[0]), word) for word in found}
-    return tuple(
-        sorted(renamed | {"paged"} if any(word.startswith(("page_rows", "gather")) for word in renamed) else renamed)
-    )
+def _pairs(old: list[dict[str, Any]], new: list[Job]) -> list[tuple[dict[str, Any], Job]]:
+    """The rows of a record with today's jobs of the same description, in order where several have the same one."""
+    left: dict[str, list[Job]] = defaultdict(list)
+    for job in reversed(new):
+        left[job.described].append(job)
+    return [(row, left[row["config"]].pop()) for row in old if left[row["config"]]]
 
 
-def _pairs(name: str, old: list[Any], new: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Rows of the same configuration: by place, or by description where the record has others.
+class Comparison:
+    """Today's configurations beside those of a record, one at a time.
 
-    Of the mma family another sample may be compiled for an architecture than was recorded.
+    Args:
+        cubins: the folder that ``record --keep`` wrote with the record.
+        memo: a file of one line a cubin, with what its disassembly says: a summary that was ended goes on from there.
     """
-    if len(old) == len(new) and not name.startswith("mma "):
-        yield from zip(old, new, strict=True)
-        return
-    by_words: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
-    for side, rows in enumerate((old, new)):
-        for row in rows:
-            by_words[_words(row["config"])][side].append(row)
-    for before, after in by_words.values():
-        if len(before) == len(after):
-            yield from zip(before, after, strict=True)
+
+    def __init__(self, cubins: Path, memo: Path) -> None:
+        self.cubins, self.memo = cubins, memo
+        lines = memo.read_text().splitlines() if memo.exists() else []
+        self._read: dict[str, dict[str, Any]] = {row["code"]: row for row in map(json.loads, lines)}
+        self._writing = threading.Lock()
+
+    def row(self, pair: tuple[dict[str, Any], Job]) -> dict[str, Any]:
+        """What became of a configuration: how its code differs; registers, spills and main loop before and after."""
+        was, job = pair
+        compiled = jit.compile(job.source, job.arch)
+        report, code = compiled.report, digest(compiled.cubin)
+        row = {
+            "kernel": f"{job.kernel} {job.arch}", "config": job.described,
+            "registers": [was["registers"], report.registers], "spills": [was["spills"], report.spills],
+        }  # fmt: skip
+        if code == was["code"]:
+            return row | {"differs": "identical"}
+        old = self._facts(was["code"], lambda: (self.cubins / f"{was['code']}.cubin").read_bytes())
+        new = self._facts(code, lambda: compiled.cubin)
+        if old["instructions"] == new["instructions"]:
+            return row | {"differs": "in parameter offsets"}
+        same_loop = old["loop"] == new["loop"] and old["length"]
+        row["main_loop"] = [old["length"], new["length"]]
+        return row | {"differs": "outside the main loop's opcodes" if same_loop else "in the main loop"}
+
+    def _facts(self, code: str, cubin: Callable[[], bytes]) -> dict[str, Any]:
+        if code not in self._read:
+            text = _disassembled(cubin())
+            loop = main_loop(text)
+            facts = {"code": code, "instructions": _digest_of_text(text), "length": len(loop)}
+            facts["loop"] = hashlib.sha256(" ".join(loop).encode()).hexdigest()[:24]
+            with self._writing, self.memo.open("a") as file:
+                self._read[code] = facts
+                file.write(json.dumps(facts) + "\n")
+        return self._read[code]
 
 
-def summarise(before: dict[str, Any], cubins: Path, only: str, sample: int) -> dict[str, Any]:
+def summarise(before: dict[str, Any], comparison: Comparison, only: str, until: float) -> dict[str, Any]:
     """Today's configurations beside those of a record.
 
     Args:
         before: the record.
-        cubins: the folder that ``record --keep`` wrote with it.
+        comparison: what compares two configurations.
         only: kernels whose name and architecture (``hopper sm_90a``) contain this.
-        sample: of kernels with more than LARGE configurations, one in so many.
+        until: the time (as of ``time.time``) after which no further configuration is compared. Those of a kernel are
+            taken in an order of strides, so that what was compared by then is spread over all.
     """
-    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    today: dict[str, list[Job]] = defaultdict(list)
     for job in jobs():
         if only in f"{job.kernel} {job.arch}":
-            rows[f"{job.kernel} {job.arch}"].append({"config": job.described, "job": job})
-    families, more_spills, longer = {}, [], []
-    for name, old in before["kernels"].items():
-        step = sample if len(old) > LARGE else 1
-        pairs = list(_pairs(name, old, rows.get(name, [])))[::step]
-        counts: Counter[str] = Counter()
-        worst = {"registers": 0, "spills": 0, "main_loop": 0.0}
+            today[f"{job.kernel} {job.arch}"].append(job)
+    families, rows = {}, []
+    for name in sorted(today, key=lambda name: len(today[name])):
+        pairs = _pairs(before["kernels"].get(name, []), today[name])
+        pairs = [pair for first in range(STRIDE) for pair in pairs[first::STRIDE]]
         with ThreadPoolExecutor(WORKERS) as pool:
-            for was, now, verdict, loops in pool.map(lambda pair: _compared(pair, cubins), pairs):
-                counts[verdict] += 1
-                worst["registers"] = max(worst["registers"], now["registers"] - was["registers"])
-                worst["spills"] = max(worst["spills"], now["spills"] - was["spills"])
-                grown = loops[1] / loops[0] - 1 if loops[0] else 0.0
-                worst["main_loop"] = round(max(worst["main_loop"], grown), 4)
-                row = {"kernel": name, "config": now["config"], "registers": [was["registers"], now["registers"]]}
-                row |= {"spills": [was["spills"], now["spills"]], "main_loop": list(loops)}
-                if now["spills"] > was["spills"]:
-                    more_spills.append(row)
-                if grown > LONGER:
-                    longer.append(row)
-                if now["spills"] < was["spills"]:
-                    counts["fewer spills"] += 1
-        if pairs:
-            families[name] = {"recorded": len(old), "today": len(rows.get(name, [])), "compared": len(pairs)}
-            families[name] |= {**counts, "worst": worst}
-            print(name, families[name], file=sys.stderr, flush=True)
+            found = list(pool.map(lambda pair: comparison.row(pair) if time.time() < until else None, pairs))
+        compared = [row for row in found if row is not None]
+        rows += compared
+        families[name] = {
+            "recorded": len(before["kernels"].get(name, [])), "today": len(today[name]),
+            "paired": len(pairs), "compared": len(compared), **Counter(row["differs"] for row in compared),
+            "more_registers": sum(row["registers"][1] > row["registers"][0] for row in compared),
+            "fewer_registers": sum(row["registers"][1] < row["registers"][0] for row in compared),
+            "more_spills": sum(row["spills"][1] > row["spills"][0] for row in compared),
+            "fewer_spills": sum(row["spills"][1] < row["spills"][0] for row in compared),
+            "spilled_bytes": [sum(row["spills"][side] for row in compared) for side in (0, 1)],
+        }  # fmt: skip
+        print(name, families[name], file=sys.stderr, flush=True)
     return {
         "script": "benchmarks/scripts/sass.py",
         "commits": [before["commit"], _commit()],
-        "sample": sample,
         "families": families,
-        "more_spills": more_spills,
-        "longer_main_loop": longer,
+        "more_spills": [row for row in rows if row["spills"][1] > row["spills"][0]],
+        "longer_main_loop": [row for row in rows if _growth(row) > LONGER],
     }
 
 
-def _compared(
-    pair: tuple[dict[str, Any], dict[str, Any]], cubins: Path
-) -> tuple[dict[str, Any], dict[str, Any], str, tuple[int, int]]:
-    was, now = pair
-    job = now["job"]
-    compiled = jit.compile(job.source, job.arch)
-    now |= {"registers": compiled.report.registers, "spills": compiled.report.spills}
-    if digest(compiled.cubin) == was["code"]:
-        return was, now, "identical", (0, 0)
-    old, new = (_disassembled(each) for each in ((cubins / f"{was['code']}.cubin").read_bytes(), compiled.cubin))
-    if _digest_of_text(old) == _digest_of_text(new):
-        return was, now, "parameter offsets only", (0, 0)
-    return was, now, "instructions", (main_loop(old), main_loop(new))
+def _growth(row: dict[str, Any]) -> float:
+    old, new = row.get("main_loop", (0, 0))
+    return new / old - 1 if old else 0.0
 
 
 def backward_jobs() -> Iterator[Job]:
@@ -304,7 +325,8 @@ def backward_jobs() -> Iterator[Job]:
         for part in kernel.device_sources(config, arch):
             if part.source not in seen:
                 seen.add(part.source)
-                yield Job("hopper-backward", f"{part.source.entry} {config.describe()}", part.source, arch)
+                described = _described(f"{part.source.entry} {config.describe()}", part.source)
+                yield Job("hopper-backward", described, part.source, arch)
 
 
 def combine_jobs() -> Iterator[Job]:
@@ -350,12 +372,14 @@ def main() -> int:
     summing.add_argument("before", type=Path)
     summing.add_argument("--cubins", type=Path, required=True, help="the folder that record --keep wrote")
     summing.add_argument("--out", type=Path, required=True)
-    summing.add_argument("--sample", type=int, default=1, help="of large families, one configuration in so many")
+    summing.add_argument("--memo", type=Path, required=True, help="a file that keeps what each disassembly said")
+    summing.add_argument("--minutes", type=float, default=1e6, help="compare what can be compared in this time")
     for command in (recording, comparing, summing):
         command.add_argument("--only", default="", help="kernels whose name contains this")
     given = parser.parse_args()
     if given.command == "summary":
-        found = summarise(json.loads(given.before.read_text()), given.cubins, given.only, given.sample)
+        comparison, until = Comparison(given.cubins, given.memo), time.time() + 60 * given.minutes
+        found = summarise(json.loads(given.before.read_text()), comparison, given.only, until)
         given.out.write_text(json.dumps(found, indent=1) + "\n")
         counts = len(found["more_spills"]), len(found["longer_main_loop"])
         print("{} configurations spill more, {} have a longer main loop".format(*counts))
