@@ -1,15 +1,18 @@
 """Time two source trees of flashlane against each other on a GPU: the same calls, interleaved, in drawn order.
 
     python3 benchmarks/scripts/compare_trees.py --before OLD/src --after src --seed 7 --out compare_trees.json
+    python3 benchmarks/scripts/compare_trees.py --before OLD/src --repeat compare_trees.json --out again.json
 
+Problems are drawn by bench/measure/drawn.py, or with ``--repeat`` those that earlier runs found slower by over 1 %.
 Each tree runs in a process of its own, because a process can import the package once. Only one of them computes at a
 time: for each problem and round the order of the two is drawn, each runs the call by itself for ``--warm`` milliseconds
 before it is timed, and device events time ``--timed`` milliseconds of calls of the public function, replayed from a
 CUDA graph where it can be captured. A problem whose median is behind by more than ``--again`` is timed for three times
 as many further rounds.
 
-Outputs of a forward (and dK and dV of a backward) of both trees are compared bit by bit, dQ by its relative difference.
-Exit status 1 when results differ, when a problem is slower by more than 1 %, or when the geometric mean is below 1.
+Results of both trees are compared bit by bit (not dQ, which is summed in any order), and where bits differ by random
+projections, which estimate ‖a − b‖ / ‖b‖. Exit status 1 when results differ by more than rounding, when a problem is
+slower by more than 1 %, or when the geometric mean is below 1.
 """
 
 from __future__ import annotations
@@ -24,76 +27,106 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 WARM_CALLS = 3
 LIMIT_SECONDS = 120
+PROJECTIONS = 4
+ALLOWED = 1e-2
+"""Largest relative difference of two results; both are rounded to f16 or bf16."""
+SLOWER = 0.99
 
 
-# --- a worker: one tree ---
+# --- a worker: one tree, of which only the public functions are known ---
 
 
-def build(spec: dict[str, Any]) -> Any:
+def build(spec: dict[str, Any]) -> Callable[[], tuple[Any, ...]]:
     """The call of a problem as a function without arguments, which gives the tensors that are compared."""
     import torch
 
-    import flashlane
-
     generator = torch.Generator("cuda").manual_seed(spec["seed"])
     dtype = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[spec["dtype"]]
-    d, dv, h, hk = spec["d"], spec["dv"], spec["h"], spec["hk"]
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", generator=generator, dtype=torch.float32).to(dtype)
 
     options: dict[str, Any] = dict(spec.get("options", {}))
     if spec.get("alibi"):
-        options["alibi_slopes"] = torch.rand(h, device="cuda", generator=generator)
+        options["alibi_slopes"] = torch.rand(spec["h"], device="cuda", generator=generator)
     if spec.get("sinks"):
-        options["sinks"] = torch.randn(h, device="cuda", generator=generator)
-    if spec["kind"] == "cache":
-        b, page = spec["b"], spec["page"]
-        q = draw(b, spec["sq"], h, d)
-        lengths = torch.tensor(spec["lengths"], dtype=torch.int32, device="cuda")
-        most = max(spec["lengths"])
-        if page:
-            pages = -(-most // page)
-            table = torch.randperm(b * pages, generator=torch.Generator().manual_seed(spec["seed"])).to(
-                "cuda", torch.int32
-            )
-            options["block_table"] = table.view(b, pages)
-            k, v = draw(b * pages, page, hk, d), draw(b * pages, page, hk, dv)
-        else:
-            k, v = draw(b, most, hk, d), draw(b, most, hk, dv)
-        return lambda: (flashlane.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, **options),)
-    if spec["kind"] == "varlen":
-        lengths = spec["lengths"]
-        total = sum(lengths)
-        q, k, v = draw(total, h, d), draw(total, hk, d), draw(total, hk, dv)
-        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to("cuda", torch.int32)
-        longest = max(lengths)
-
-        def forward() -> torch.Tensor:
-            return flashlane.flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, **options)
-    else:
-        q, k, v = (
-            draw(spec["b"], spec["sq"], h, d),
-            draw(spec["b"], spec["sk"], hk, d),
-            draw(spec["b"], spec["sk"], hk, dv),
-        )
-
-        def forward() -> torch.Tensor:
-            return flashlane.flash_attn_func(q, k, v, **options)
-
+        options["sinks"] = torch.randn(spec["h"], device="cuda", generator=generator)
+    call, inputs = {"cache": cache_call, "varlen": varlen_call}.get(spec["kind"], dense_call)(spec, draw, options)
     if not spec["backward"]:
-        return lambda: (forward(),)
-    for tensor in (q, k, v):
+        return lambda: (call(),)
+    for tensor in inputs:
         tensor.requires_grad_()
-    out = forward()
+    out = call()
     do = torch.randn(out.shape, device="cuda", generator=generator).to(dtype)
-    return lambda: torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
+    return lambda: torch.autograd.grad(out, inputs, do, retain_graph=True)
+
+
+Built = tuple[Callable[[], Any], tuple[Any, ...]]
+"""A forward call, and q, k and v."""
+
+
+def dense_call(spec: dict[str, Any], draw: Callable[..., Any], options: dict[str, Any]) -> Built:
+    import flashlane
+
+    shapes = (("sq", "h", "d"), ("sk", "hk", "d"), ("sk", "hk", "dv"))
+    q, k, v = (draw(spec["b"], *(spec[name] for name in names)) for names in shapes)
+    return lambda: flashlane.flash_attn_func(q, k, v, **options), (q, k, v)
+
+
+def varlen_call(spec: dict[str, Any], draw: Callable[..., Any], options: dict[str, Any]) -> Built:
+    import torch
+
+    import flashlane
+
+    lengths = spec["lengths"]
+    q, k, v = (draw(sum(lengths), spec[heads], spec[dim]) for heads, dim in (("h", "d"), ("hk", "d"), ("hk", "dv")))
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to("cuda", torch.int32)
+    most = max(lengths)
+    return lambda: flashlane.flash_attn_varlen_func(q, k, v, starts, starts, most, most, **options), (q, k, v)
+
+
+def cache_call(spec: dict[str, Any], draw: Callable[..., Any], options: dict[str, Any]) -> Built:
+    import torch
+
+    import flashlane
+
+    batch, page, most = spec["b"], spec["page"], max(spec["lengths"])
+    q = draw(batch, spec["sq"], spec["h"], spec["d"])
+    lengths = torch.tensor(spec["lengths"], dtype=torch.int32, device="cuda")
+    rows = (batch, most)
+    if page:
+        pages = -(-most // page)
+        order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(spec["seed"]))
+        options["block_table"] = order.to("cuda", torch.int32).view(batch, pages)
+        rows = (batch * pages, page)
+    k, v = draw(*rows, spec["hk"], spec["d"]), draw(*rows, spec["hk"], spec["dv"])
+
+    def call() -> torch.Tensor:
+        return flashlane.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, **options)
+
+    return call, (q, k, v)
+
+
+def facts(result: Any) -> dict[str, Any]:
+    """What is compared of a result: a digest of its bits, its norm, and its products with random vectors."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    flat = result.float().flatten()
+    vectors = (torch.randn(flat.shape, device="cuda", generator=generator) for _ in range(PROJECTIONS))
+    bits = result.contiguous().view(torch.uint8).cpu().numpy()
+    return {
+        "digest": hashlib.sha256(bits).hexdigest()[:16], "norm": flat.norm(dtype=torch.float64).item(),
+        "projections": [(flat.double() @ vector.double()).item() for vector in vectors],
+    }  # fmt: skip
 
 
 def timed(call: Callable[[], Any], warm: int, count: int) -> float:
@@ -146,10 +179,7 @@ def worker() -> None:
                 call = calls["call"] = build(asked["spec"])
                 results = call()
                 torch.cuda.synchronize()
-                answer["digests"] = [
-                    hashlib.sha256(t.contiguous().view(torch.uint8).cpu().numpy()).hexdigest()[:16] for t in results
-                ]
-                answer["sums"] = [[t.double().sum().item(), t.double().norm().item()] for t in results]
+                answer["results"] = [facts(result) for result in results]
                 del results
                 calls["call"], answer["graph"] = captured(call)
                 answer["ms"] = timed(calls["call"], WARM_CALLS, WARM_CALLS)
@@ -195,69 +225,79 @@ class Tree:
 # --- problems ---
 
 
+def spaces() -> dict[str, tuple[int, Any]]:
+    """What is drawn of each kind, with the part of problems that are of it in percent."""
+    from flashlane.bench.measure.drawn import TIMED
+
+    modified = {"softcaps": (0.0,) * 3 + (30.0,), "alibi": ("none",) * 3 + ("heads",), "sinks": (False,) * 3 + (True,)}
+    dense = replace(TIMED["dense"], most_flop=1e12, deterministic=(False,) * 3 + (True,), **modified)
+    plain = replace(TIMED["dense"], head_dims=(64, 128), dtypes=("f16",), alike=1.0, most_flop=2e11)
+    return {
+        "dense": (40, dense),
+        "window": (20, replace(TIMED["window"], most_flop=1e12)),
+        "packed": (10, replace(TIMED["packed"], most_flop=1e12, **modified)),
+        "decode": (16, replace(TIMED["decode"], caches=(("used",), ("used", "paged")), page_sizes=(16, 64, 256))),
+        "mma": (8, plain),
+        "f32": (6, replace(plain, dtypes=("f32",), most_flop=2e10)),
+    }
+
+
 def problems(seed: int, count: int) -> Iterator[dict[str, Any]]:
-    """Drawn problems of every family: dense in both directions, packed, windowed, modified, cached, mma and f32."""
-    draw = random.Random(seed)
-    dims = (64, 64, 128, 128, 128, 256, 80, 96, 112, 160, 192, 48)
+    """Drawn problems of every family: in both directions, packed, windowed, modified, cached, mma and f32."""
+    from flashlane.bench.measure.drawn import draw
+
+    kinds = spaces()
     for number in range(count):
-        kind = draw.choices(("dense", "varlen", "cache", "mma", "f32"), (60, 10, 16, 8, 6))[0]
-        d = draw.choice(dims)
-        dv = 128 if d == 192 and draw.random() < 0.5 else d
-        group = draw.choice((1, 1, 1, 2, 4, 8))
-        hk = draw.randint(1, 8) if group > 1 else draw.randint(1, 32)
-        spec: dict[str, Any] = {
-            "name": "", "seed": draw.randrange(1 << 30), "kind": kind, "d": d, "dv": dv, "h": hk * group, "hk": hk,
-            "dtype": draw.choice(("f16", "bf16")), "backward": draw.random() < 0.5,
-        }  # fmt: skip
-        options: dict[str, Any] = {}
-        mask = draw.choice(("full", "causal", "causal", "window"))
-        if mask == "causal":
-            options["causal"] = True
-        elif mask == "window":
-            options |= {"causal": True, "window_size": (draw.choice((128, 512, 1000)), 0)}
-        n = round(math.exp(draw.uniform(math.log(512), math.log(12000))))
-        b = draw.randint(1, max(1, min(8, 24000 // n)))
-        modifier = draw.choices(("", "softcap", "alibi", "sinks"), (70, 10, 10, 10))[0]
-        if kind in ("dense", "varlen") and modifier:
-            if modifier == "softcap":
-                options["softcap"] = 30.0
-            else:
-                spec[modifier] = True
-        if kind == "dense":
-            sk = n if draw.random() < 0.8 else round(n * draw.uniform(0.5, 2))
-            spec |= {"b": b, "sq": n, "sk": sk}
-            if spec["backward"] and draw.random() < 0.25:
-                options["deterministic"] = True
-        elif kind == "varlen":
-            spec["lengths"] = [draw.randint(64, 3000) for _ in range(draw.randint(2, 12))]
-        elif kind == "cache":
-            b = draw.choice((1, 4, 16, 64))
-            longest = draw.choice((512, 2048, 8192, 32768))
-            longest = min(longest, 2_000_000 // (b * hk))
-            spec |= {
-                "b": b, "sq": draw.choice((1, 1, 2, 8)), "page": draw.choice((0, 0, 16, 64, 256)), "backward": False,
-                "lengths": [max(16, round(longest * draw.uniform(0.5, 1))) for _ in range(b)],
-            }  # fmt: skip
-            options = {}
-        elif kind == "mma":
-            spec |= {"b": b, "sq": min(n, 4096), "sk": min(n, 4096), "backward": False, "dtype": "f16", "dv": d}
-            options = {"causal": mask != "full", "kernel": "mma(split-q+acc-f32+swizzle-qkv+stage2)"}
-        else:
-            n = min(n, 2048)
-            spec |= {"b": min(b, 2), "sq": n, "sk": n, "dtype": "f32", "dv": d}
-            options.pop("softcap", None)
-        spec["options"] = options
-        words = [str(number), kind, f"D{d}" + (f"/{dv}" if dv != d else ""), f"H{spec['h']}/{hk}", spec["dtype"], mask]
-        words += ["backward"] * spec["backward"] + ["deterministic"] * bool(options.get("deterministic"))
-        words += [modifier] * bool(modifier and (modifier in spec or modifier in options))
-        words += [f"B{spec['b']} N{spec['sq']}"] if "sq" in spec else [f"{len(spec['lengths'])} sequences"]
-        if kind == "cache":
-            words += [f"keys to {max(spec['lengths'])}", f"page {spec['page']}"]
-        spec["name"] = " ".join(words)
-        yield spec
+        chance = random.Random(f"compare {seed} {number}")
+        (kind,) = chance.choices(list(kinds), [weight for weight, _ in kinds.values()])
+        yield spec_of(number, kind, draw(chance, kinds[kind][1]), chance)
+
+
+def spec_of(number: int, kind: str, case: Any, chance: random.Random) -> dict[str, Any]:
+    """A case in the words that a tree of any age understands: those of the public functions."""
+    backward = kind not in ("decode", "mma") and chance.random() < 0.5
+    options: dict[str, Any] = {name: True for name in ("causal", "deterministic") if getattr(case, name)}
+    options |= {"window_size": list(case.window)} if case.window != (-1, -1) else {}
+    options |= {"softcap": case.softcap} if case.softcap else {}
+    options |= {"kernel": "mma(split-q+acc-f32+swizzle-qkv+stage2)"} if kind == "mma" else {}
+    heads, (rows, keys) = case.kv_heads * case.group, case.lengths[0]
+    spec = {
+        "kind": {"packed": "varlen", "decode": "cache"}.get(kind, "dense"), "seed": case.seed, "backward": backward,
+        "d": case.head_dim, "dv": case.head_dim_v, "h": heads, "hk": case.kv_heads, "dtype": case.dtype,
+        "alibi": case.alibi != "none", "sinks": case.sinks, "options": options, "b": len(case.lengths),
+    }  # fmt: skip
+    if kind == "packed":
+        spec["lengths"] = [length for length, _ in case.lengths]
+    elif kind == "decode":
+        used = [max(1, round(keys * chance.uniform(0.5, 1))) for _ in case.lengths]
+        spec |= {"sq": rows, "lengths": used, "page": case.page_size, "options": {}}
+    else:
+        spec |= {"sq": rows, "sk": keys}
+    return {"name": f"{number} {kind}{' backward' * backward} {json.dumps(spec['options'])} {_sizes(spec)}", **spec}
+
+
+def _sizes(spec: dict[str, Any]) -> str:
+    lengths = spec.get("lengths", ())
+    words = [f"B{spec['b']}", f"H{spec['h']}/{spec['hk']}", f"D{spec['d']}", spec["dtype"]]
+    words += [f"N{spec['sq']}"] if "sq" in spec else []
+    words += [f"keys to {max(lengths)}", f"page {spec['page']}"] if "page" in spec else []
+    return " ".join(words + [name for name in ("alibi", "sinks") if spec[name]])
+
+
+def repeated(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """The problems of earlier runs that were slower by more than 1 %."""
+    for file in files:
+        rows = json.loads(file.read_text())["rows"]
+        yield from (row["spec"] for row in rows if row.get("ratio", 1.0) < SLOWER)
 
 
 # --- the comparison ---
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """About ‖a − b‖ / ‖b‖ of two results, from their projections."""
+    apart = [(a - b) ** 2 for a, b in zip(before["projections"], after["projections"], strict=True)]
+    return math.sqrt(statistics.fmean(apart)) / max(before["norm"], 1e-30)
 
 
 def compare(
@@ -271,16 +311,11 @@ def compare(
     errors = {name: answer["error"] for name, answer in built.items() if "error" in answer}
     if errors:
         return {**row, "status": "refused" if len(errors) == 2 else "failed", "errors": errors}
-    # dQ is summed in any order, unless deterministic: of a backward it is compared by its norm.
-    before, after = (built[name]["digests"] for name in ("before", "after"))
-    first = 1 if spec["backward"] and not spec["options"].get("deterministic") else 0
-    same = before[first:] == after[first:]
-    if not same or first:
-        norms = [(a[1], b[1]) for a, b in zip(built["before"]["sums"], built["after"]["sums"], strict=True)]
-        row["norms"] = norms
-        same = same and all(abs(a - b) <= 1e-4 * max(abs(a), 1e-9) for a, b in norms)
-    row["same_bits"] = before[first:] == after[first:]
-    row["status"] = "ok" if same else "differs"
+    pairs = list(zip(built["before"]["results"], built["after"]["results"], strict=True))
+    any_order = spec["backward"] and not spec["options"].get("deterministic")
+    row["same_bits"] = all(a["digest"] == b["digest"] for a, b in pairs[any_order:])
+    row["difference"] = max(difference(a, b) for a, b in pairs)
+    row["status"] = "ok" if row["difference"] <= ALLOWED else "differs"
     row["graph"] = all(answer["graph"] for answer in built.values())
     times: dict[str, list[float]] = {name: [] for name in trees}
 
@@ -312,10 +347,9 @@ def main() -> int:
     parser.add_argument("--again", type=float, default=0.006, help="loss beyond which a problem is timed again")
     parser.add_argument("--seconds", type=float, default=400.0, help="no problem is begun after this")
     parser.add_argument("--only", default="", help="problems whose names have all these words: 'D128 window'")
+    parser.add_argument("--repeat", type=Path, nargs="+", help="results of earlier runs: time what was slower again")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    import time
-
     import torch
 
     trees = {"before": Tree(given.before), "after": Tree(given.after)}
@@ -324,9 +358,9 @@ def main() -> int:
         "script": "benchmarks/scripts/compare_trees.py", "seed": given.seed, "device": torch.cuda.get_device_name(),
         "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
         "commits": os.environ.get("COMPARED_COMMITS", ""),
-        "rounds": given.rounds, "rows": rows,
+        "repeated": [file.name for file in given.repeat or ()], "rounds": given.rounds, "rows": rows,
     }  # fmt: skip
-    for spec in problems(given.seed, given.count):
+    for spec in repeated(given.repeat) if given.repeat else problems(given.seed, given.count):
         if not set(given.only.split()) <= set(spec["name"].split()):
             continue
         if time.monotonic() - start > given.seconds:
@@ -340,7 +374,7 @@ def main() -> int:
     ratios = sorted((row["ratio"], row["problem"]) for row in rows if "ratio" in row)
     wrong = [row["problem"] for row in rows if row["status"] in ("failed", "differs")]
     mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))
-    slow = [(ratio, name) for ratio, name in ratios if ratio < 0.99]
+    slow = [(ratio, name) for ratio, name in ratios if ratio < SLOWER]
     print(f"{len(ratios)} problems, old time over new: {mean:.4f}, least {ratios[0][0]:.3f}, most {ratios[-1][0]:.3f}")
     print(f"{sum(row.get('same_bits', False) for row in rows)} with the same bits; wrong: {wrong or 'none'}")
     print("slower by more than 1 %:", *([f"\n  {ratio:.3f} {name}" for ratio, name in slow] or ["none"]))
