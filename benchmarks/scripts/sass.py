@@ -9,9 +9,9 @@ its registers and its shared memory. Names (of functions, files and configuratio
 part of a digest. A second digest leaves out at which offsets parameters lie in constant bank 0, too. Two records are
 the same when each kernel has the same digests, in any order. It needs no GPU, but the disassembler of Triton's wheel.
 
-A summary sets today's configurations beside those of the record of the same description one by one: identical,
-different in parameter offsets only, outside the main loop, or inside it; registers and spills. It needs the record's
-cubins for that, which ``record --keep FOLDER`` leaves.
+A summary sets today's configurations beside those of the record of the same description one by one: identical, or
+different in parameter offsets only, in operands (the same opcodes in the same order), or in instructions; registers,
+spills, and the main loops of some. It needs the record's cubins for that, which ``record --keep FOLDER`` leaves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,8 +42,10 @@ CODE = (".text.", ".nv.constant2", ".nv.constant3", ".nv.constant4")
 ADDRESS, LABEL = re.compile(r"/\*.*?\*/"), re.compile(r"\.L_x_\d+|`\(.*?\)")
 PARAMETER = re.compile(r"c\[0x0\]\[[^\]]*\]")
 SECTION = struct.Struct("<IIQQQQIIQQ")
+NOBITS = 8
 WORKERS = os.cpu_count() or 1
 STRIDE = 16
+"""A summary goes through the configurations of a kernel in so many passes, the first of which is its sample."""
 FULL_ARCH, SAMPLED = "sm_90a", 12
 """The mma family ships two thousand configurations: all are compiled for one architecture, one of so many for
 others."""
@@ -63,19 +65,30 @@ class Job(NamedTuple):
 
 def digest(cubin: bytes) -> str:
     """SHA-256 of a cubin's machine code and constants, without any name."""
-    table, count, names = struct.unpack_from("<Q", cubin, 40)[0], *struct.unpack_from("<HH", cubin, 60)
-    headers = [SECTION.unpack_from(cubin, table + SECTION.size * i) for i in range(count)]
-    strings = headers[names]
     found = []
-    for name_at, kind, _, _, offset, size, *_ in headers:
-        start = strings[4] + name_at
-        name = cubin[start : cubin.index(b"\0", start)].decode()
+    for name, kind, size, contents in _sections(cubin):
         # A section without contents (NOBITS: shared memory) counts by its size, and so does the parameters' bank.
         if name.startswith(CODE):
-            found.append((name.split(".")[1], cubin[offset : offset + size] if kind != 8 else b""))
+            found.append((name.split(".")[1], contents if kind != NOBITS else b""))
         elif name.startswith((".nv.constant0", ".nv.shared")):
             found.append((name.split(".")[2], str(size).encode()))
     return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:24]
+
+
+def opcodes(cubin: bytes) -> list[int]:
+    """The opcode of each instruction: the low 12 bits of its 16 bytes."""
+    code = b"".join(contents for name, _, _, contents in _sections(cubin) if name.startswith(".text."))
+    return [word & 0xFFF for word, _ in struct.iter_unpack("<QQ", code)]
+
+
+def _sections(cubin: bytes) -> Iterator[tuple[str, int, int, bytes]]:
+    """Name, type, size and contents of each section of an ELF file."""
+    table, count, names = struct.unpack_from("<Q", cubin, 40)[0], *struct.unpack_from("<HH", cubin, 60)
+    headers = [SECTION.unpack_from(cubin, table + SECTION.size * i) for i in range(count)]
+    strings = headers[names][4]
+    for name_at, kind, _, _, offset, size, *_ in headers:
+        start = strings + name_at
+        yield cubin[start : cubin.index(b"\0", start)].decode(), kind, size, cubin[offset : offset + size]
 
 
 def digest_without_offsets(cubin: bytes) -> str:
@@ -239,8 +252,12 @@ class Comparison:
         self._read: dict[str, dict[str, Any]] = {row["code"]: row for row in map(json.loads, lines)}
         self._writing = threading.Lock()
 
-    def row(self, pair: tuple[dict[str, Any], Job]) -> dict[str, Any]:
-        """What became of a configuration: how its code differs; registers, spills and main loop before and after."""
+    def row(self, sampled: bool, pair: tuple[dict[str, Any], Job]) -> dict[str, Any]:
+        """What became of a configuration: how its code differs; registers, spills and instructions on both sides.
+
+        Main loops are compared where registers, spills or the number of instructions grew, and of those that are
+        ``sampled``: a disassembly takes as long as a compilation.
+        """
         was, job = pair
         compiled = jit.compile(job.source, job.arch)
         report, code = compiled.report, digest(compiled.cubin)
@@ -250,17 +267,22 @@ class Comparison:
         }  # fmt: skip
         if code == was["code"]:
             return row | {"differs": "identical"}
-        old = self._facts(was["code"], lambda: (self.cubins / f"{was['code']}.cubin").read_bytes())
-        new = self._facts(code, lambda: compiled.cubin)
-        if old["instructions"] == new["instructions"]:
-            return row | {"differs": "in parameter offsets"}
-        same_loop = old["loop"] == new["loop"] and old["length"]
-        row["main_loop"] = [old["length"], new["length"]]
-        return row | {"differs": "outside the main loop's opcodes" if same_loop else "in the main loop"}
+        cubins = (self.cubins / f"{was['code']}.cubin").read_bytes(), compiled.cubin
+        before, after = map(opcodes, cubins)
+        row["instructions"] = [len(before), len(after)]
+        grew = any(row[name][1] > row[name][0] for name in ("registers", "spills"))
+        if before == after:
+            old, new = self._facts(was["code"], cubins[0]), self._facts(code, cubins[1])
+            same = old["instructions"] == new["instructions"]
+            return row | {"differs": "in parameter offsets" if same else "in operands"}
+        if grew or _growth(row["instructions"]) > LONGER or sampled:
+            old, new = self._facts(was["code"], cubins[0]), self._facts(code, cubins[1])
+            row |= {"main_loop": [old["length"], new["length"]], "same_loop": old["loop"] == new["loop"]}
+        return row | {"differs": "in instructions"}
 
-    def _facts(self, code: str, cubin: Callable[[], bytes]) -> dict[str, Any]:
+    def _facts(self, code: str, cubin: bytes) -> dict[str, Any]:
         if code not in self._read:
-            text = _disassembled(cubin())
+            text = _disassembled(cubin)
             loop = main_loop(text)
             facts = {"code": code, "instructions": _digest_of_text(text), "length": len(loop)}
             facts["loop"] = hashlib.sha256(" ".join(loop).encode()).hexdigest()[:24]
@@ -287,11 +309,13 @@ def summarise(before: dict[str, Any], comparison: Comparison, only: str, until: 
     families, rows = {}, []
     for name in sorted(today, key=lambda name: len(today[name])):
         pairs = _pairs(before["kernels"].get(name, []), today[name])
-        pairs = [pair for first in range(STRIDE) for pair in pairs[first::STRIDE]]
+        spread = [(first == 0, pair) for first in range(STRIDE) for pair in pairs[first::STRIDE]]
         with ThreadPoolExecutor(WORKERS) as pool:
-            found = list(pool.map(lambda pair: comparison.row(pair) if time.time() < until else None, pairs))
+            found = list(pool.map(lambda at: comparison.row(*at) if time.time() < until else None, spread))
         compared = [row for row in found if row is not None]
         rows += compared
+        loops = [row for row in compared if "main_loop" in row]
+        counts = [row["instructions"] for row in compared if "instructions" in row]
         families[name] = {
             "recorded": len(before["kernels"].get(name, [])), "today": len(today[name]),
             "paired": len(pairs), "compared": len(compared), **Counter(row["differs"] for row in compared),
@@ -300,6 +324,9 @@ def summarise(before: dict[str, Any], comparison: Comparison, only: str, until: 
             "more_spills": sum(row["spills"][1] > row["spills"][0] for row in compared),
             "fewer_spills": sum(row["spills"][1] < row["spills"][0] for row in compared),
             "spilled_bytes": [sum(row["spills"][side] for row in compared) for side in (0, 1)],
+            "instructions": [sum(count[side] for count in counts) for side in (0, 1)],
+            "most_growth": round(max(map(_growth, counts), default=0.0), 4),
+            "main_loops": len(loops), "main_loops_of_the_same_opcodes": sum(row["same_loop"] for row in loops),
         }  # fmt: skip
         print(name, families[name], file=sys.stderr, flush=True)
     return {
@@ -307,13 +334,13 @@ def summarise(before: dict[str, Any], comparison: Comparison, only: str, until: 
         "commits": [before["commit"], _commit()],
         "families": families,
         "more_spills": [row for row in rows if row["spills"][1] > row["spills"][0]],
-        "longer_main_loop": [row for row in rows if _growth(row) > LONGER],
+        "longer_main_loop": [row for row in rows if _growth(row.get("main_loop", (0, 0))) > LONGER],
     }
 
 
-def _growth(row: dict[str, Any]) -> float:
-    old, new = row.get("main_loop", (0, 0))
-    return new / old - 1 if old else 0.0
+def _growth(sides: Sequence[int]) -> float:
+    """By which part of the old number the new one is larger."""
+    return sides[1] / sides[0] - 1 if sides[0] else 0.0
 
 
 def backward_jobs() -> Iterator[Job]:
