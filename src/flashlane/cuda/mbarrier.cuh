@@ -2,6 +2,12 @@
 #pragma once
 #include "ptx.cuh"
 
+// The barrier of a stage, in an array of barriers.
+template <typename Index>
+__device__ __forceinline__ u32 barrier_of(u32 barriers, Index stage) {
+    return barriers + 8 * stage;
+}
+
 __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

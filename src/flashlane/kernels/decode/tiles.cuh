@@ -132,10 +132,10 @@ OPTIONAL_OFFSET(cta_sums_offset, cta_sums, CLUSTER > 1)
 #undef OPTIONAL_OFFSET
 
 // Addresses of the barriers, from that of shared memory.
-__device__ __forceinline__ u32 stage_full(u32 base, int stage) { return base + full_offset() + 8 * stage; }
-__device__ __forceinline__ u32 stage_empty(u32 base, int stage) { return base + empty_offset() + 8 * stage; }
-__device__ __forceinline__ u32 queue_full(u32 base, int stage) { return base + tile_full_offset() + 8 * stage; }
-__device__ __forceinline__ u32 queue_empty(u32 base, int stage) { return base + tile_empty_offset() + 8 * stage; }
+__device__ __forceinline__ u32 stage_full(u32 base, int stage) { return barrier_of(base + full_offset(), stage); }
+__device__ __forceinline__ u32 stage_empty(u32 base, int stage) { return barrier_of(base + empty_offset(), stage); }
+__device__ __forceinline__ u32 queue_full(u32 base, int stage) { return barrier_of(base + tile_full_offset(), stage); }
+__device__ __forceinline__ u32 queue_empty(u32 base, int stage) { return barrier_of(base + tile_empty_offset(), stage); }
 
 // What lies at an offset of SharedStorage.
 template <typename T>

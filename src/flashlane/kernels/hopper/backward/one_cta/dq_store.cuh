@@ -17,7 +17,7 @@ struct DqStoreWarp {
         griddepcontrol_wait();
         for (u32 count = 0;; ++count) {
             const u32 stage = dq_stage(count, consumer), from = SMEM_DQ + stage * SLICE_BYTES;
-            mbarrier_wait(SMEM(dq_full) + 8 * stage, count / DQ_STAGES % 2);
+            mbarrier_wait(barrier_of(SMEM(dq_full), stage), count / DQ_STAGES % 2);
             const int m_block = load_shared(dq_target(base, count));
             if (m_block == NO_MORE) break;
             const int n_block = Dq::IN_ORDER ? load_shared(dq_target(base, count) + 4) : 0;
@@ -27,7 +27,7 @@ struct DqStoreWarp {
             }
             bulk_commit();
             bulk_wait_read();
-            mbarrier_arrive(SMEM(dq_empty) + 8 * stage);
+            mbarrier_arrive(barrier_of(SMEM(dq_empty), stage));
             if (Dq::IN_ORDER && m_block != NO_M_BLOCK) release(m_block, n_block);
         }
         bulk_wait();

@@ -106,12 +106,12 @@ struct AdditionsWarp {
         griddepcontrol_wait();
         for (u32 tiles = 0;; ++tiles) {
             const u32 stage = tiles % TILE_STAGES;
-            while (!mbarrier_try_wait(SMEM(tile_full) + 8 * stage, tiles / TILE_STAGES % 2))
+            while (!mbarrier_try_wait(barrier_of(SMEM(tile_full), stage), tiles / TILE_STAGES % 2))
                 if (!report_first()) __nanosleep(PAUSE);
             const TileCoordinates at = tile_coordinates(base, stage);
             const int steps = tile_keys(base, stage).steps, tile = 2 * (at.batch * p.kv_heads + at.head) + (at.part > 0);
             wait_for_load(tile | steps);
-            mbarrier_arrive(SMEM(tile_empty) + 8 * stage);
+            mbarrier_arrive(barrier_of(SMEM(tile_empty), stage));
             if (at.batch < 0) break;
             if (steps == 0) {
                 report(tile);

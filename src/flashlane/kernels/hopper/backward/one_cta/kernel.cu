@@ -32,21 +32,21 @@
 __device__ __forceinline__ void init_barriers(u32 base) {
     constexpr int CONSUMER_ARRIVALS = 4 * CONSUMERS * WARP_ARRIVALS;  // one a warp
     for (int i = 0; i < TILE_STAGES; ++i) {
-        mbarrier_init(SMEM(tile_full) + 8 * i, 1);
-        mbarrier_init(SMEM(tile_empty) + 8 * i, CONSUMER_ARRIVALS + IN_KERNEL_DQ);
+        mbarrier_init(barrier_of(SMEM(tile_full), i), 1);
+        mbarrier_init(barrier_of(SMEM(tile_empty), i), CONSUMER_ARRIVALS + IN_KERNEL_DQ);
     }
     for (int i = 0; i < K_STAGES; ++i)
-        mbarrier_init(SMEM(k_full) + 8 * i, 1), mbarrier_init(SMEM(k_empty) + 8 * i, CONSUMER_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(k_full), i), 1), mbarrier_init(barrier_of(SMEM(k_empty), i), CONSUMER_ARRIVALS);
     for (int i = 0; i < V_STAGES; ++i)
-        mbarrier_init(SMEM(v_full) + 8 * i, 1), mbarrier_init(SMEM(v_empty) + 8 * i, CONSUMER_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(v_full), i), 1), mbarrier_init(barrier_of(SMEM(v_empty), i), CONSUMER_ARRIVALS);
     for (int i = 0; i < Q_STAGES; ++i)
-        mbarrier_init(SMEM(q_full) + 8 * i, 1), mbarrier_init(SMEM(q_empty) + 8 * i, CONSUMER_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(q_full), i), 1), mbarrier_init(barrier_of(SMEM(q_empty), i), CONSUMER_ARRIVALS);
     for (int i = 0; i < DO_STAGES; ++i)
-        mbarrier_init(SMEM(do_full) + 8 * i, 1), mbarrier_init(SMEM(do_empty) + 8 * i, CONSUMER_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(do_full), i), 1), mbarrier_init(barrier_of(SMEM(do_empty), i), CONSUMER_ARRIVALS);
     for (int i = 0; i < DS_STAGES; ++i)
-        mbarrier_init(SMEM(ds_full) + 8 * i, CONSUMER_ARRIVALS), mbarrier_init(SMEM(ds_empty) + 8 * i, CONSUMER_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(ds_full), i), CONSUMER_ARRIVALS), mbarrier_init(barrier_of(SMEM(ds_empty), i), CONSUMER_ARRIVALS);
     for (int i = 0; i < DQ_STAGES * CONSUMERS; ++i)
-        mbarrier_init(SMEM(dq_full) + 8 * i, 4 * WARP_ARRIVALS), mbarrier_init(SMEM(dq_empty) + 8 * i, 1);
+        mbarrier_init(barrier_of(SMEM(dq_full), i), 4 * WARP_ARRIVALS), mbarrier_init(barrier_of(SMEM(dq_empty), i), 1);
     if (IN_KERNEL_DQ) store_shared(SMEM(tiles_added), 0u);
     fence_mbarrier_init();
 }

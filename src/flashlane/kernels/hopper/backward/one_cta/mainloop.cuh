@@ -50,7 +50,7 @@ struct Consumer {
         if (PIPELINED_TILES && full_tiles() > 0) last_dq(), ++steps_done;
         if (!Dq::TMA) return;
         const u32 stage = dq_stage(dq_slices(), number);
-        mbarrier_wait(SMEM(dq_empty) + 8 * stage, dq_slices() / DQ_STAGES % 2 ^ 1);
+        mbarrier_wait(barrier_of(SMEM(dq_empty), stage), dq_slices() / DQ_STAGES % 2 ^ 1);
         arrive(SMEM(dq_full), stage);                     // NO_MORE, for the dQ-store warp
     }
 
@@ -127,9 +127,9 @@ struct Consumer {
 
     template <int STAGES>
     __device__ __forceinline__ void wait(u32 barriers, u32 count, u32 flip = 0) const {
-        mbarrier_wait(barriers + 8 * (count % STAGES), count / STAGES % 2 ^ flip);
+        mbarrier_wait(barrier_of(barriers, count % STAGES), count / STAGES % 2 ^ flip);
     }
-    __device__ __forceinline__ void arrive(u32 barriers, u32 stage = 0) const { mbarrier_arrive_warp(barriers + 8 * stage, lane); }
+    __device__ __forceinline__ void arrive(u32 barriers, u32 stage = 0) const { mbarrier_arrive_warp(barrier_of(barriers, stage), lane); }
 
     // ---- ping-pong scheduling
 
@@ -249,7 +249,7 @@ struct Consumer {
         const int thread = thread_again();
         if constexpr (Dq::TMA) {
             const u32 stage = dq_stage(dq_slices(), number);
-            mbarrier_wait(SMEM(dq_empty) + 8 * stage, dq_slices() / DQ_STAGES % 2 ^ 1);
+            mbarrier_wait(barrier_of(SMEM(dq_empty), stage), dq_slices() / DQ_STAGES % 2 ^ 1);
             const u32 to = SMEM_DQ + stage * SLICE_BYTES + thread / WARP * FRAGMENT_BYTES + thread % WARP * 16;
 #pragma unroll
             for (int i = 0; i < SLICE_ROWS / 8; ++i)

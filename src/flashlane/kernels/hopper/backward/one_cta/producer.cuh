@@ -54,10 +54,10 @@ struct Producer {
 
     __device__ __forceinline__ void publish_tile(const TileCoordinates& at, const WorkTile& tile, const StepRange& range) {
         const u32 stage = tiles % TILE_STAGES, record = SMEM(tile) + TILE_BYTES * stage;
-        mbarrier_wait(SMEM(tile_empty) + 8 * stage, tiles / TILE_STAGES % 2 ^ 1);
+        mbarrier_wait(barrier_of(SMEM(tile_empty), stage), tiles / TILE_STAGES % 2 ^ 1);
         store_shared(record, make_uint4(at.n_block, at.head, at.batch, at.part));
         store_shared(record + 16, make_uint4(tile.first_key, tile.seqlen.k_length, tile.seqlen.shift, range.count()));
-        mbarrier_arrive(SMEM(tile_full) + 8 * stage);
+        mbarrier_arrive(barrier_of(SMEM(tile_full), stage));
         ++tiles;
     }
 
@@ -89,8 +89,8 @@ struct Producer {
 
     __device__ __forceinline__ void load_q(const WorkTile& tile, int head, int m_block, long long row_block) const {
         const int query = m_block * BLOCK_M;
-        const u32 stage = steps % Q_STAGES, full = SMEM(q_full) + 8 * stage;
-        mbarrier_wait(SMEM(q_empty) + 8 * stage, steps / Q_STAGES % 2 ^ 1);
+        const u32 stage = steps % Q_STAGES, full = barrier_of(SMEM(q_full), stage);
+        mbarrier_wait(barrier_of(SMEM(q_empty), stage), steps / Q_STAGES % 2 ^ 1);
         set_dq_target(row_block + m_block, tile.first_key / BLOCK_N);
         const bool masked = tile.mask(p).cuts(tile.first_key, BLOCK_N, query, BLOCK_M);
         store_shared(SMEM(step) + 16 * stage, make_uint4(query, tile.seqlen.q_length - query, head, masked));
@@ -100,8 +100,8 @@ struct Producer {
         mbarrier_arrive_after_copies(full);
     }
     __device__ __forceinline__ void load_dout(const WorkTile& tile, int head, int m_block, long long row_block) const {
-        const u32 stage = steps % DO_STAGES, full = SMEM(do_full) + 8 * stage;
-        mbarrier_wait(SMEM(do_empty) + 8 * stage, steps / DO_STAGES % 2 ^ 1);
+        const u32 stage = steps % DO_STAGES, full = barrier_of(SMEM(do_full), stage);
+        mbarrier_wait(barrier_of(SMEM(do_empty), stage), steps / DO_STAGES % 2 ^ 1);
         mbarrier_expect_tx_before_copies(full, DO_BYTES + STAT_BYTES);
         load<V_CHUNKS>(p.dout, SMEM_TILE(dout) + stage * DO_BYTES, ROWS_CHUNK, full, tile.seqlen.q_first + m_block * BLOCK_M, head,
                        tile.seqlen.q_batch);
@@ -116,14 +116,14 @@ struct Producer {
         if (K_STAGES == 1) load_k(row, tile.kv_head, batch);
     }
     __device__ __forceinline__ void load_k(int row, int head, int batch) const {
-        const u32 before = full_tiles - 1, stage = before % K_STAGES, full = SMEM(k_full) + 8 * stage;
-        mbarrier_wait(SMEM(k_empty) + 8 * stage, before / K_STAGES % 2 ^ 1);
+        const u32 before = full_tiles - 1, stage = before % K_STAGES, full = barrier_of(SMEM(k_full), stage);
+        mbarrier_wait(barrier_of(SMEM(k_empty), stage), before / K_STAGES % 2 ^ 1);
         mbarrier_arrive_expect_tx(full, K_BYTES);
         load<QK_CHUNKS>(p.k, SMEM_TILE(k) + stage * K_BYTES, KEYS_CHUNK, full, row, head, batch);
     }
     __device__ __forceinline__ void load_v(int row, int head, int batch) const {
-        const u32 before = full_tiles - 1, stage = before % V_STAGES, full = SMEM(v_full) + 8 * stage;
-        mbarrier_wait(SMEM(v_empty) + 8 * stage, before / V_STAGES % 2 ^ 1);
+        const u32 before = full_tiles - 1, stage = before % V_STAGES, full = barrier_of(SMEM(v_full), stage);
+        mbarrier_wait(barrier_of(SMEM(v_empty), stage), before / V_STAGES % 2 ^ 1);
         mbarrier_arrive_expect_tx(full, V_BYTES);
         load<V_CHUNKS>(p.v, SMEM_TILE(v) + stage * V_BYTES, KEYS_CHUNK, full, row, head, batch);
     }

@@ -20,15 +20,15 @@
 __device__ __forceinline__ void init_barriers(u32 base) {
     mbarrier_init(SMEM(k_full), 1), mbarrier_init(SMEM(v_full), 1);
     for (int i = 0; i < Q_STAGES; ++i) {
-        mbarrier_init(SMEM(q_full) + 8 * i, 1), mbarrier_init(SMEM(q_empty) + 8 * i, 8 * WARP_ARRIVALS);
-        if (CLUSTER > 1) mbarrier_init(SMEM_PEER(q_peer) + 8 * i, 1);
+        mbarrier_init(barrier_of(SMEM(q_full), i), 1), mbarrier_init(barrier_of(SMEM(q_empty), i), 8 * WARP_ARRIVALS);
+        if (CLUSTER > 1) mbarrier_init(barrier_of(SMEM_PEER(q_peer), i), 1);
     }
     for (int i = 0; i < DO_STAGES; ++i) {
-        mbarrier_init(SMEM(do_full) + 8 * i, 1), mbarrier_init(SMEM(do_empty) + 8 * i, 8 * WARP_ARRIVALS);
-        if (CLUSTER > 1) mbarrier_init(SMEM_PEER(do_peer) + 8 * i, 1);
+        mbarrier_init(barrier_of(SMEM(do_full), i), 1), mbarrier_init(barrier_of(SMEM(do_empty), i), 8 * WARP_ARRIVALS);
+        if (CLUSTER > 1) mbarrier_init(barrier_of(SMEM_PEER(do_peer), i), 1);
     }
     for (int i = 0; i < P_STAGES; ++i)
-        mbarrier_init(SMEM(p_full) + 8 * i, 4 * WARP_ARRIVALS), mbarrier_init(SMEM(p_empty) + 8 * i, 4 * WARP_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(p_full), i), 4 * WARP_ARRIVALS), mbarrier_init(barrier_of(SMEM(p_empty), i), 4 * WARP_ARRIVALS);
     fence_mbarrier_init();
 }
 

@@ -18,13 +18,13 @@ struct Consumer {
         : p(params), base(address), tile(of), number(warpgroup), warp(threadIdx.x % WARPGROUP / WARP),
           lane(threadIdx.x % WARP), step(of) {}
 
-    __device__ __forceinline__ void arrive(u32 barriers, int stage) const { mbarrier_arrive_warp(barriers + 8 * stage, lane); }
+    __device__ __forceinline__ void arrive(u32 barriers, int stage) const { mbarrier_arrive_warp(barrier_of(barriers, stage), lane); }
     __device__ __forceinline__ u32 q_tile() const { return SMEM(q) + q.index * Q_BYTES; }
     __device__ __forceinline__ u32 do_tile() const { return SMEM(dout) + dout.index * DO_BYTES; }
     // This thread's vectors of P.
     __device__ __forceinline__ u32 p_vectors() const { return SMEM(p) + p_stage.index * P_BYTES + threadIdx.x % WARPGROUP * 16; }
-    __device__ __forceinline__ void wait_q() const { mbarrier_wait(SMEM(q_full) + 8 * q.index, q.phase); }
-    __device__ __forceinline__ void wait_do() const { mbarrier_wait(SMEM(do_full) + 8 * dout.index, dout.phase); }
+    __device__ __forceinline__ void wait_q() const { mbarrier_wait(barrier_of(SMEM(q_full), q.index), q.phase); }
+    __device__ __forceinline__ void wait_do() const { mbarrier_wait(barrier_of(SMEM(do_full), dout.index), dout.phase); }
     __device__ __forceinline__ void next() { q.advance(), dout.advance(), p_stage.advance(), step.next(); }
 
     // Out-of-bounds rows of packed sequences become zeros. Both consumers write the same zeros, each before its own products.
@@ -126,7 +126,7 @@ struct DvConsumer : Consumer {
     // P, times the derivative of the scores' transform, to the thread of the other consumer with the same keys and queries.
     __device__ __forceinline__ void publish_probabilities() {
         const u32 to = p_vectors();
-        mbarrier_wait(SMEM(p_empty) + 8 * p_stage.index, p_stage.phase ^ 1);
+        mbarrier_wait(barrier_of(SMEM(p_empty), p_stage.index), p_stage.phase ^ 1);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 16; ++i) {
             u32 word[4];
@@ -185,7 +185,7 @@ struct DkConsumer : Consumer {
     }
 
     __device__ __forceinline__ void load_probabilities() {
-        mbarrier_wait(SMEM(p_full) + 8 * p_stage.index, p_stage.phase);
+        mbarrier_wait(barrier_of(SMEM(p_full), p_stage.index), p_stage.phase);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 16; ++i) {
             const int4 vector = load_shared_int4(p_vectors() + i * VECTORS_BYTES);

@@ -13,9 +13,9 @@
 __device__ __forceinline__ void init_barriers(u32 base) {
     mbarrier_init(SMEM(q_full), 1), mbarrier_init(SMEM(do_full), 1);
     for (int i = 0; i < K_STAGES; ++i)
-        mbarrier_init(SMEM(k_full) + 8 * i, 1), mbarrier_init(SMEM(k_empty) + 8 * i, CONSUMER_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(k_full), i), 1), mbarrier_init(barrier_of(SMEM(k_empty), i), CONSUMER_ARRIVALS);
     for (int i = 0; i < V_STAGES; ++i)
-        mbarrier_init(SMEM(v_full) + 8 * i, 1), mbarrier_init(SMEM(v_empty) + 8 * i, CONSUMER_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(v_full), i), 1), mbarrier_init(barrier_of(SMEM(v_empty), i), CONSUMER_ARRIVALS);
     fence_mbarrier_init();
 }
 

@@ -52,13 +52,13 @@ struct Producer {
 #pragma unroll 1
         for (int n_block = tile.n_blocks.low; n_block < tile.n_blocks.high; ++n_block) {
             const int row = seqlen.k_first + n_block * BLOCK_N;
-            mbarrier_wait(SMEM(k_empty) + 8 * k.index, k.phase ^ 1);
-            load(p.k, QK_CHUNKS, KEYS_CHUNK, SMEM(k) + k.index * K_BYTES, SMEM(k_full) + 8 * k.index, row, tile.kv_head, seqlen.k_batch);
+            mbarrier_wait(barrier_of(SMEM(k_empty), k.index), k.phase ^ 1);
+            load(p.k, QK_CHUNKS, KEYS_CHUNK, SMEM(k) + k.index * K_BYTES, barrier_of(SMEM(k_full), k.index), row, tile.kv_head, seqlen.k_batch);
             k.advance();
             if (n_block == tile.n_blocks.low)
                 load(p.dout, V_CHUNKS, ROWS_CHUNK, SMEM(dout), SMEM(do_full), seqlen.q_first + tile.first_query, tile.head, seqlen.q_batch);
-            mbarrier_wait(SMEM(v_empty) + 8 * v.index, v.phase ^ 1);
-            load(p.v, V_CHUNKS, KEYS_CHUNK, SMEM(v) + v.index * V_BYTES, SMEM(v_full) + 8 * v.index, row, tile.kv_head, seqlen.k_batch);
+            mbarrier_wait(barrier_of(SMEM(v_empty), v.index), v.phase ^ 1);
+            load(p.v, V_CHUNKS, KEYS_CHUNK, SMEM(v) + v.index * V_BYTES, barrier_of(SMEM(v_full), v.index), row, tile.kv_head, seqlen.k_batch);
             v.advance();
         }
     }
@@ -130,10 +130,10 @@ struct Consumer {
 
     __device__ __forceinline__ u32 k_tile() const { return SMEM(k) + k.index * K_BYTES; }
     __device__ __forceinline__ u32 v_tile() const { return SMEM(v) + v.index * V_BYTES; }
-    __device__ __forceinline__ void wait_k() const { mbarrier_wait(SMEM(k_full) + 8 * k.index, k.phase); }
-    __device__ __forceinline__ void wait_v() const { mbarrier_wait(SMEM(v_full) + 8 * v.index, v.phase); }
-    __device__ __forceinline__ void release_k() { mbarrier_arrive_warp(SMEM(k_empty) + 8 * k.index, lane), k.advance(); }
-    __device__ __forceinline__ void release_v() { mbarrier_arrive_warp(SMEM(v_empty) + 8 * v.index, lane), v.advance(); }
+    __device__ __forceinline__ void wait_k() const { mbarrier_wait(barrier_of(SMEM(k_full), k.index), k.phase); }
+    __device__ __forceinline__ void wait_v() const { mbarrier_wait(barrier_of(SMEM(v_full), v.index), v.phase); }
+    __device__ __forceinline__ void release_k() { mbarrier_arrive_warp(barrier_of(SMEM(k_empty), k.index), lane), k.advance(); }
+    __device__ __forceinline__ void release_v() { mbarrier_arrive_warp(barrier_of(SMEM(v_empty), v.index), lane), v.advance(); }
 
     __device__ __forceinline__ void load_row_statistics() {
         const long long first = first_row_block(p, tile.seqlen, tile.batch, tile.head) * BLOCK_M;

@@ -29,20 +29,20 @@ struct Consumer {
     __device__ __forceinline__ PipelineStateAt<DS_STAGES> ds_read() const { return PipelineStateAt<DS_STAGES>(steps_done + full_tiles); }
     // Until a stage of dS is free in both CTAs. Two of its uses in a tile are those of K and V on their way to registers.
     __device__ __forceinline__ void wait_free(const PipelineStateAt<DS_STAGES>& state) const {
-        mbarrier_wait(SMEM(ds_empty) + 8 * state.index, (state.phase + full_tiles) % 2);
+        mbarrier_wait(barrier_of(SMEM(ds_empty), state.index), (state.phase + full_tiles) % 2);
     }
     __device__ __forceinline__ u32 q_tile() const { return SMEM(q) + q_state().index * Q_BYTES; }
     __device__ __forceinline__ u32 do_tile() const { return SMEM(dout) + do_state().index * DO_BYTES; }
-    __device__ __forceinline__ void wait_q() const { mbarrier_wait(SMEM(q_full) + 8 * q_state().index, q_state().phase); }
-    __device__ __forceinline__ void wait_do() const { mbarrier_wait(SMEM(do_full) + 8 * do_state().index, do_state().phase); }
+    __device__ __forceinline__ void wait_q() const { mbarrier_wait(barrier_of(SMEM(q_full), q_state().index), q_state().phase); }
+    __device__ __forceinline__ void wait_do() const { mbarrier_wait(barrier_of(SMEM(do_full), do_state().index), do_state().phase); }
 
     // One arrival of this warp, after its products: in this CTA, or in both.
-    __device__ __forceinline__ void arrive(u32 barriers, u32 stage) const { mbarrier_arrive_warp(barriers + 8 * stage, lane); }
+    __device__ __forceinline__ void arrive(u32 barriers, u32 stage) const { mbarrier_arrive_warp(barrier_of(barriers, stage), lane); }
     __device__ __forceinline__ void arrive_both(u32 barriers, u32 stage) const {
         if constexpr (WARP_ARRIVALS > 1) {
-            for (int cta = 0; cta < CTAS; ++cta) mbarrier_arrive_remote(address_in(barriers + 8 * stage, cta));
+            for (int cta = 0; cta < CTAS; ++cta) mbarrier_arrive_remote(address_in(barrier_of(barriers, stage), cta));
         } else if (lane < CTAS) {
-            mbarrier_arrive_remote(address_in(barriers + 8 * stage, lane));
+            mbarrier_arrive_remote(address_in(barrier_of(barriers, stage), lane));
         }
     }
 
@@ -57,7 +57,7 @@ struct Consumer {
 
     // dQ = dS·K of the m-block before: m are queries, n a quarter of its columns, k all keys of the cluster.
     __device__ __forceinline__ void gemm_dq() {
-        mbarrier_wait(SMEM(ds_full) + 8 * ds_read().index, ds_read().phase);
+        mbarrier_wait(barrier_of(SMEM(ds_full), ds_read().index), ds_read().phase);
         const u64 a = opaque(wgmma_k_inner(SMEM(ds) + ds_read().index * DS_BYTES));
         const u64 b = wgmma_n_inner(SMEM(k) + NUMBER * (CTAS * KEYS_CHUNK), KEYS_CHUNK);
         wgmma_fence();

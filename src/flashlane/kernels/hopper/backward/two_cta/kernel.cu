@@ -29,17 +29,17 @@
 __device__ __forceinline__ void init_barriers(u32 base) {
     mbarrier_init(SMEM(next_full), 1), mbarrier_init(SMEM(next_empty), 1), mbarrier_init(SMEM(next_wanted), 1);
     for (int i = 0; i < TILE_STAGES; ++i)
-        mbarrier_init(SMEM(tile_full) + 8 * i, 1), mbarrier_init(SMEM(tile_empty) + 8 * i, 8 * WARP_ARRIVALS + PRODUCERS);
+        mbarrier_init(barrier_of(SMEM(tile_full), i), 1), mbarrier_init(barrier_of(SMEM(tile_empty), i), 8 * WARP_ARRIVALS + PRODUCERS);
     mbarrier_init(SMEM(k_full), 1), mbarrier_init(SMEM(v_full), 1);
     mbarrier_init(SMEM(kv_empty), 8 * WARP_ARRIVALS);
     // Arrivals are of warps: of the second consumer, or of both, in both CTAs where the stage is filled from both.
     for (int i = 0; i < Q_STAGES; ++i)
-        mbarrier_init(SMEM(q_full) + 8 * i, 1), mbarrier_init(SMEM(q_empty) + 8 * i, 4 * CTAS * WARP_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(q_full), i), 1), mbarrier_init(barrier_of(SMEM(q_empty), i), 4 * CTAS * WARP_ARRIVALS);
     for (int i = 0; i < DO_STAGES; ++i)
-        mbarrier_init(SMEM(do_full) + 8 * i, 1), mbarrier_init(SMEM(do_empty) + 8 * i, 8 * CTAS * WARP_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(do_full), i), 1), mbarrier_init(barrier_of(SMEM(do_empty), i), 8 * CTAS * WARP_ARRIVALS);
     for (int i = 0; i < DS_STAGES; ++i) {
-        mbarrier_init(SMEM(p_full) + 8 * i, 4 * WARP_ARRIVALS), mbarrier_init(SMEM(ds_full) + 8 * i, 1);
-        mbarrier_init(SMEM(ds_empty) + 8 * i, 8 * CTAS * WARP_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(p_full), i), 4 * WARP_ARRIVALS), mbarrier_init(barrier_of(SMEM(ds_full), i), 1);
+        mbarrier_init(barrier_of(SMEM(ds_empty), i), 8 * CTAS * WARP_ARRIVALS);
     }
     fence_mbarrier_init();
 }

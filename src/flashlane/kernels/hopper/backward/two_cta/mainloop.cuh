@@ -151,10 +151,10 @@ struct DkConsumer : Consumer<1> {
             store_shared(zeros + i * 16, make_uint4(0, 0, 0, 0));
         fence_proxy_async();
         named_barrier_sync(WARPGROUP_BARRIER + 1, WARPGROUP);
-        if (threadIdx.x % WARPGROUP == 0) mbarrier_arrive(SMEM(ds_full) + 8 * ds_read().index);
+        if (threadIdx.x % WARPGROUP == 0) mbarrier_arrive(barrier_of(SMEM(ds_full), ds_read().index));
     }
     __device__ __forceinline__ void load_probabilities(u32 (&words)[BLOCK_M / 4]) const {
-        mbarrier_wait(SMEM(p_full) + 8 * ds_written().index, ds_written().phase);
+        mbarrier_wait(barrier_of(SMEM(p_full), ds_written().index), ds_written().phase);
         const u32 from = own_ds_rows();
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 16; ++i)
@@ -181,7 +181,7 @@ struct DkConsumer : Consumer<1> {
         fence_proxy_async();
         named_barrier_sync(WARPGROUP_BARRIER + 1, WARPGROUP);
         if (warp == 0 && lane == 0) {
-            const u32 full = SMEM(ds_full) + 8 * ds_written().index, peer = 1 - rank;
+            const u32 full = barrier_of(SMEM(ds_full), ds_written().index), peer = 1 - rank;
             mbarrier_expect_tx_before_copies(full, ROWS_CHUNK);
             bulk_copy(address_in(own_ds_tile(), peer), own_ds_tile(), ROWS_CHUNK, address_in(full, peer));
             mbarrier_arrive_after_copies(full);

@@ -15,7 +15,7 @@ struct SchedulerWarp {
         for (bool more = true; more; ++tiles) {
             const int index = next();
             const u32 stage = tiles % TILE_STAGES, record = tile_record(base, tiles);
-            mbarrier_wait(SMEM(tile_empty) + 8 * stage, tiles / TILE_STAGES % 2 ^ 1);
+            mbarrier_wait(barrier_of(SMEM(tile_empty), stage), tiles / TILE_STAGES % 2 ^ 1);
             more = index < p.tiles;
             if (more) {
                 const WorkTile tile(p, dense_tile(p, index), cfg::BLOCK_N, rank * KEYS);
@@ -26,7 +26,7 @@ struct SchedulerWarp {
             } else {
                 store_shared(record + 32, make_uint4(static_cast<u32>(NO_TILE), 0, 0, 0));
             }
-            mbarrier_arrive(SMEM(tile_full) + 8 * stage);
+            mbarrier_arrive(barrier_of(SMEM(tile_full), stage));
         }
     }
     // The next tile's number, which CTA 0 takes and sends to CTA 1.
@@ -71,8 +71,8 @@ struct RowsProducer {
 #pragma unroll 1
             for (; left > 0; --left, ++steps_done) {
                 const PipelineStateAt<STAGES> state(steps_done);
-                const u32 barrier = full + 8 * state.index;
-                mbarrier_wait(empty + 8 * state.index, state.phase ^ 1);
+                const u32 barrier = barrier_of(full, state.index);
+                mbarrier_wait(barrier_of(empty, state.index), state.phase ^ 1);
                 const int first = m_block * BLOCK_M;
                 const KeysRecord keys = keys_record(base, tiles);
                 const bool masked = keys_mask(p, keys).cuts(keys.first, KEYS, first, BLOCK_M);
@@ -96,7 +96,7 @@ struct RowsProducer {
                 }
             }
             if (wants) mbarrier_arrive(SMEM(next_wanted));
-            mbarrier_arrive(SMEM(tile_empty) + 8 * (tiles % TILE_STAGES));
+            mbarrier_arrive(barrier_of(SMEM(tile_empty), tiles % TILE_STAGES));
         }
     }
 };
@@ -114,7 +114,7 @@ struct KeysProducer {
             const int steps = wait_tile(base, tile);
             if (steps == NO_TILE) return;
             if (steps > 0) load(tile), ++full_tiles, ds_count += steps + 1;
-            mbarrier_arrive(SMEM(tile_empty) + 8 * (tile % TILE_STAGES));
+            mbarrier_arrive(barrier_of(SMEM(tile_empty), tile % TILE_STAGES));
         }
     }
     __device__ __forceinline__ void load(u32 tile) const {
@@ -145,6 +145,6 @@ struct KeysProducer {
     // Until a stage of dS is free for a use that the next tile makes of it before its own.
     __device__ __forceinline__ void wait_stage(u32 count) const {
         const u32 use = (count + 2 * full_tiles) / DS_STAGES;
-        mbarrier_wait_cluster(SMEM(ds_empty) + 8 * (count % DS_STAGES), use % 2 ^ 1);
+        mbarrier_wait_cluster(barrier_of(SMEM(ds_empty), count % DS_STAGES), use % 2 ^ 1);
     }
 };

@@ -90,6 +90,6 @@ __device__ __forceinline__ TileMask keys_mask(const Params& p, const KeysRecord&
 
 // Steps of a tile, or NO_TILE, when the scheduler warp has published it.
 __device__ __forceinline__ int wait_tile(u32 base, u32 tile) {
-    mbarrier_wait(SMEM(tile_full) + 8 * (tile % TILE_STAGES), tile / TILE_STAGES % 2);
+    mbarrier_wait(barrier_of(SMEM(tile_full), tile % TILE_STAGES), tile / TILE_STAGES % 2);
     return steps_record(base, tile).count;
 }
