@@ -16,7 +16,7 @@ from flashlane.kernels.decode.config import DecodeConfig
 from flashlane.kernels.decode.launch import launch_attention, repeated_attention, source_of
 from flashlane.kernels.decode.select import config_for, rows_of
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
-from flashlane.kernels.score import ScoreConfig
+from flashlane.kernels.score import SCORE_EXAMPLES, ScoreConfig
 
 MAX_HEAD_DIM = 256
 MAX_BATCH = 65535
@@ -116,7 +116,7 @@ def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
     """Problems that lead the heuristic through its tables: rows, items, head dims; then dtypes, pages, modifiers."""
     base = AttentionProblem(1, 4, 1, 1, 65536, 128, 128, torch.bfloat16, 128**-0.5)
     shapes = ((64, 64), (128, 128), (192, 128), (256, 256))
-    changes = ({"dtype": torch.float16}, {"softcap": 30.0}, {"seqlen_k": 1024}, {"batch": 16, "seqused_k": True})
+    changes = ({"dtype": torch.float16}, SCORE_EXAMPLES[0], {"seqlen_k": 1024}, {"batch": 16, "seqused_k": True})
     changes += ({"num_splits": 1},)
     changes += tuple(dict.fromkeys(PAGED, rows) for rows in (16, 17, 64, 256))
     for arch, (head_dim, head_dim_v), seqlen_q in itertools.product(kernel.architectures, shapes, (1, 8, 16)):

@@ -13,7 +13,7 @@ using Out = cfg::Out;
 // Whether the rows of a thread may stay in registers while the n-blocks are walked, where the compiler keeps what the sum of
 // rows has beside the tile's. Tiles with few registers would spill for it; with packed heads or partial results it costs more
 // instructions to add again than it saves.
-constexpr bool ROWS_IN_LOOP = OUTPUT != Output::WHOLE || PACK_GQA > 1 || Score::SOFTCAP;
+constexpr bool ROWS_IN_LOOP = OUTPUT != Output::WHOLE || PACK_GQA > 1 || Score::HAS_DERIVATIVE;
 
 // The rows of a work tile that a consumer thread has.
 struct ConsumerRows {
