@@ -23,10 +23,10 @@ STAGES = ("preprocess", "gradients", "postprocess")
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(problem, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(problem, "_VALIDATED", {})
-    backward.plan_of.cache_clear()
+    backward.prepared_of.cache_clear()
     with registry.table_of(HOPPER):
         yield from install(monkeypatch)
-    backward.plan_of.cache_clear()
+    backward.prepared_of.cache_clear()
 
 
 def qkv(heads: int = 2) -> list[torch.Tensor]:

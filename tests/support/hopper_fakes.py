@@ -30,7 +30,7 @@ class Launches(list):
     def __init__(self) -> None:
         self.maps: list[tensormap.TensorMap] = []
         """Maps that were encoded anew, each as its number repeated behind its address."""
-        self.plans: list[forward_launch.ForwardPlan] = []
+        self.plans: list[forward_launch.PreparedForward] = []
         self.streams: list[int] = []
         """Of each launch."""
         self.stream = 1000
@@ -90,17 +90,17 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(tensormap, "encode", found.encode)
     monkeypatch.setattr(tensormap, "mover", found.mover)
 
-    init = forward_launch.ForwardPlan.__init__
+    init = forward_launch.PreparedForward.__init__
 
-    def recorded(plan: forward_launch.ForwardPlan, *args: Any) -> None:
+    def recorded(plan: forward_launch.PreparedForward, *args: Any) -> None:
         init(plan, *args)
         found.plans.append(plan)
 
-    monkeypatch.setattr(forward_launch.ForwardPlan, "__init__", recorded)
+    monkeypatch.setattr(forward_launch.PreparedForward, "__init__", recorded)
 
     def forget() -> None:
         call_cache.forget()
-        forward._plan.cache_clear()
+        forward._prepared.cache_clear()
         forward_launch._combine_function.cache_clear()
         attention._loaded.cache_clear()
 
@@ -121,7 +121,7 @@ def gradient_launches(
 
 def gradient_plan(
     config: GradientConfig, problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch
-) -> tuple[backward_launch.BackwardPlan, list[SimpleNamespace]]:
+) -> tuple[backward_launch.PreparedBackward, list[SimpleNamespace]]:
     """A backward's plan, and a list that gets what it hands to its kernels. A map has the rows of a box behind the
     address."""
 
@@ -146,7 +146,7 @@ def gradient_plan(
     inputs = gradient_tensors(problem).inputs
     config = config.specialised(problem)
     schedule = DESIGNS[config.design].schedule(config, problem, SMS)
-    plan = backward_launch.BackwardPlan(config, schedule, problem, inputs.q.shape, inputs.k.shape, 0)
+    plan = backward_launch.PreparedBackward(config, schedule, problem, inputs.q.shape, inputs.k.shape, 0)
     monkeypatch.setattr(plan, "functions", lambda: (SimpleNamespace(prepare=prepare),) * len(config.sources()))
     return plan, found
 

@@ -25,7 +25,7 @@ from triton.runtime.jit import create_function_from_signature
 from flashlane.bench.measure.drawn_case import Case
 from flashlane.core import registry
 from flashlane.kernels.triton import backward, cache_update
-from flashlane.kernels.triton.forward import ForwardPlan
+from flashlane.kernels.triton.forward import PreparedForward
 from flashlane.kernels.triton.launch import Launch
 
 ARCH = "sm_90a"
@@ -71,10 +71,10 @@ def attention(case: Case) -> Iterator[Launch]:
     out = inputs.q.new_empty((*inputs.q.shape[:-1], problem.head_dim_v))
     *batch, rows, heads, _ = out.shape
     lse = torch.empty((*batch, heads, rows))
-    plan = ForwardPlan(problem, kernel.config(problem), inputs, out, lse, kernel.precision_of(problem))
+    plan = PreparedForward(problem, kernel.config(problem), inputs, out, lse, kernel.precision_of(problem))
     yield from filter(None, (plan.forward, plan.combine))
     if not case.cached:
-        made = backward._plan(problem, inputs, out, lse, out, lse, True, "ieee", None)
+        made = backward._prepare(problem, inputs, out, lse, out, lse, True, "ieee", None)
         yield from filter(None, (made.statistics, made.key, made.query, made.bias))
 
 

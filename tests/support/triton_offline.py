@@ -83,7 +83,9 @@ def kind_in_tuple(tensor: torch.Tensor | None, value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32" if abs(value) < 1 << 31 else "i64"
 
 
-def compile_launch(made: launch.Launch, tensors: dict[str, torch.Tensor], plan: forward.ForwardPlan, arch: str) -> Any:
+def compile_launch(
+    made: launch.Launch, tensors: dict[str, torch.Tensor], plan: forward.PreparedForward, arch: str
+) -> Any:
     """What Triton would compile at the first call with tensors that start on 16 bytes."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -161,7 +163,7 @@ def main() -> None:
         assert kernel.supports(problem) is None
         config = kernel.config(problem)
         out, lse, precision = tensors["out"], tensors["lse"], kernel.precision_of(problem)
-        plan = forward.ForwardPlan(problem, config, inputs, out, lse, precision)
+        plan = forward.PreparedForward(problem, config, inputs, out, lse, precision)
         if plan.splits > 1:
             tensors = {**tensors, "out": tensors["out"].float()}
         compiled = compile_launch(plan.forward, tensors, plan, str(problem.arch))

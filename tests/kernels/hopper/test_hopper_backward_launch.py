@@ -118,7 +118,7 @@ def test_a_call_like_an_earlier_one_is_told_the_same_but_for_addresses(
     calls = [gradient_tensors(problem), gradient_tensors(problem)]
 
     def told(
-        plan: backward_launch.BackwardPlan, found: list[SimpleNamespace], which: int, space: int
+        plan: backward_launch.PreparedBackward, found: list[SimpleNamespace], which: int, space: int
     ) -> list[tuple[object, ...]]:
         monkeypatch.setattr(jit_launch, "allocator", lambda device: lambda *how: spaces[space])
         found.clear()

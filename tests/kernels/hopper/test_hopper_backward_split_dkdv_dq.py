@@ -135,7 +135,7 @@ def test_heads_follow_each_other_without_a_causal_mask(monkeypatch: pytest.Monke
 def test_head_dims_beyond_it_are_refused() -> None:
     problem = problem_of(head_dim=264)
     with pytest.raises(NotImplementedError, match="head_dim is 264"):
-        backward.plan_of(None, problem, torch.Size((2, 1000, 8, 264)), torch.Size((2, 700, 4, 264)), 0)
+        backward.prepared_of(None, problem, torch.Size((2, 1000, 8, 264)), torch.Size((2, 700, 4, 264)), 0)
 
 
 def test_the_statistics_are_waited_for_though_all_packed_sequences_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:

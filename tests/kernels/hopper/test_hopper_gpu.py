@@ -176,11 +176,11 @@ def test_a_debug_build_does_every_feature(number: int, monkeypatch: pytest.Monke
     """Every wait traps after two seconds there: what hangs is an error."""
     monkeypatch.setattr(jit, "compile", functools.partial(jit.compile, debug=True))
     problem, inputs = CASES[number].build(HERE)
-    forward._plan.cache_clear()
+    forward._prepared.cache_clear()
     try:
         assert_right(problem, inputs, *run(problem, inputs, CASES[number].config(problem)))
     finally:
-        forward._plan.cache_clear()
+        forward._prepared.cache_clear()
 
 
 HANG = """

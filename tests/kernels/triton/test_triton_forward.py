@@ -306,7 +306,7 @@ def test_keys_are_split_as_asked(asked: int) -> None:
     out, lse = torch.full((2, 3, 4, 32), torch.nan), torch.full((2, 4, 3), torch.nan)
     forward.clear()
     KERNEL.forward(problem, inputs, out, lse)
-    (plan,) = forward._plans.values()
+    (plan,) = forward._prepared.values()
     assert plan.splits == min(asked, -(-250 // plan.forward.arguments["BN"]))
     assert (plan.combine is not None) == (asked > 1)
     want_out, want_lse = reference_attention(problem, inputs, torch.float64)

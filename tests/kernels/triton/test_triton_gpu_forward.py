@@ -137,7 +137,7 @@ def test_a_call_after_the_first_builds_nothing(
     before = compiled()
     assert not complaint(other_problem, other_inputs, *run(other_problem, other_inputs))
     assert compiled() == before
-    monkeypatch.setattr(forward.ForwardPlan, "__init__", lambda *args: pytest.fail("a plan was made"))
+    monkeypatch.setattr(forward.PreparedForward, "__init__", lambda *args: pytest.fail("a plan was made"))
     run(problem, inputs)
 
 

@@ -127,8 +127,8 @@ def test_on_a_gpu_later_calls_go_past_triton_and_give_the_bits_of_the_first(
     made: list[DriverLaunch | None] = []
     of = DriverLaunch.of
     monkeypatch.setattr(DriverLaunch, "of", lambda *given: made.append(of(*given)) or made[-1])
-    monkeypatch.setattr(forward, "_plans", {})
-    monkeypatch.setattr(backward, "_plans", {})
+    monkeypatch.setattr(forward, "_prepared", {})
+    monkeypatch.setattr(backward, "_prepared", {})
     q, k, v, grad = (torch.randn(1, seqlen, 3, 64, device="cuda") for _ in range(4))
     found = []
     for _ in range(3):

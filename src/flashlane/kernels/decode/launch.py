@@ -70,7 +70,7 @@ def source_of(config: DecodeConfig) -> KernelSource:
     return KernelSource(SOURCE, device_code(SOURCE), "decode_attention", constants)
 
 
-class DecodePlan:
+class PreparedDecode:
     """What calls of one problem have in common, prepared once: a call sets its addresses and launches.
 
     Threads may share it: each launch has a block of parameters for itself (:mod:`flashlane.jit.launch_pool`).
@@ -191,7 +191,7 @@ class DecodePlan:
         self.plan.give(key, block)
 
 
-_plan = memoised(DecodePlan)
+_prepared = memoised(PreparedDecode)
 
 
 def _config_for(problem: AttentionProblem, config: DecodeConfig | None, sides: tuple[Side, Side]) -> DecodeConfig:
@@ -249,10 +249,10 @@ def launch_attention(
     # A packed batch has one row, and a stride that depends on how many queries are in it.
     first = 1 if problem.varlen else 0
     q_strides, out_strides = ((0,) * first + t.stride()[first:] for t in (q, out))
-    plan = _plan(problem, config, splits, debug, q_strides, sides, out_strides, device)
+    prepared = _prepared(problem, config, splits, debug, q_strides, sides, out_strides, device)
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
     with launch.on_device(device):
-        plan.launch(q, k, v, out, lse, addresses, run_time_score_inputs(inputs), total_q)
+        prepared.launch(q, k, v, out, lse, addresses, run_time_score_inputs(inputs), total_q)
 
 
 def repeated_attention(problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
@@ -262,4 +262,4 @@ def repeated_attention(problem: AttentionProblem, inputs: Inputs, out: torch.Ten
         return lambda *_: None
     k, v = inputs.k, inputs.v
     sides = (k.shape, k.stride()), (v.shape, v.stride())
-    return _plan(problem, None, None, False, inputs.q.stride(), sides, out.stride(), out.device.index).launch
+    return _prepared(problem, None, None, False, inputs.q.stride(), sides, out.stride(), out.device.index).launch

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("f16", "bf16", "f32")
 MAX_OFFSET = 1 << 31
-PLANS_KEPT = 1024
+PREPARED_KEPT = 1024
 SMALLEST_SHARED = 99 << 10
 """Shared memory of a block on the smallest GPUs since sm_80."""
 
@@ -113,19 +113,19 @@ def triton_backward(
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; it may be one of {', '.join(map(repr, PRECISIONS))}")
     key = _facts(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
-    plan = _plans.get(key)
-    if plan is None:
+    prepared = _prepared.get(key)
+    if prepared is None:
         check_gradient_inputs(problem, inputs, out, lse, do, dlse)
         reason = supports_backward(problem)
         if reason is not None:
             raise NotImplementedError(f"the Triton backward cannot run {problem.describe()}: {reason}")
-        if len(_plans) >= PLANS_KEPT:
-            _plans.clear()
-        plan = _plans[key] = _plan(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
-    return plan(inputs, out, lse, do, dlse)
+        if len(_prepared) >= PREPARED_KEPT:
+            _prepared.clear()
+        prepared = _prepared[key] = _prepare(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
+    return prepared(inputs, out, lse, do, dlse)
 
 
-_plans: dict[tuple[Any, ...], BackwardPlan] = {}
+_prepared: dict[tuple[Any, ...], PreparedBackward] = {}
 
 
 def _facts(
@@ -139,7 +139,7 @@ def _facts(
     precision: str,
     config: BackwardConfig | None,
 ) -> tuple[Any, ...]:
-    """All that a plan is made from."""
+    """All that the launches depend on."""
     q, k, v = inputs.q, inputs.k, inputs.v
     facts: tuple[Any, ...] = (
         problem,
@@ -159,7 +159,7 @@ def _facts(
 
 
 @dataclass(frozen=True)
-class BackwardPlan:
+class PreparedBackward:
     """The launches of all calls that differ only in addresses and stream."""
 
     problem: AttentionProblem
@@ -240,7 +240,7 @@ def _added(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return found if found.shape == like.shape else found.sum(0).to(like.dtype)
 
 
-def _plan(
+def _prepare(
     problem: AttentionProblem,
     inputs: Inputs,
     out: torch.Tensor,
@@ -250,7 +250,7 @@ def _plan(
     bias_grad: bool,
     precision: str,
     config: BackwardConfig | None,
-) -> BackwardPlan:
+) -> PreparedBackward:
     from flashlane.kernels.triton import backward_kernels, launch, score, sequences
 
     config = config or config_of(problem, inputs, do, precision)
@@ -291,7 +291,7 @@ def _plan(
     described: list[dict[str, Any] | None] = [None, None]
     if config.descriptors:
         described = [_descriptors(problem, inputs, do, tile, stat_rows) for tile in (config.key, config.query)]
-    return BackwardPlan(
+    return PreparedBackward(
         problem=problem,
         statistics=statistics,
         key=key,

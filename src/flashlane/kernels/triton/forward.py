@@ -1,7 +1,7 @@
 """The host side of the Triton forward: from tensors to launches of the kernels in ``forward_kernels.py``.
 
-A :class:`ForwardPlan` has the launches of all calls that differ only in addresses and stream: the same problem, strides
-and alignment of addresses.
+A :class:`PreparedForward` has the launches of all calls that differ only in addresses and stream: those of the same
+problem, strides and alignment of addresses.
 Importing this module imports Triton.
 """
 
@@ -27,7 +27,7 @@ MAX_STRIDE = 1 << 31
 COMBINE_ROWS = 4
 
 
-class ForwardPlan:
+class PreparedForward:
     """How one problem with given strides runs: a launch of the forward and, with splits, one of the combine."""
 
     def __init__(
@@ -205,13 +205,13 @@ def _heads_per_section(problem: AttentionProblem, pack: int) -> int:
     return max(1, L2_BYTES // size) * problem.group // pack
 
 
-PLANS_KEPT = 1024
-_plans: dict[tuple[Any, ...], ForwardPlan] = {}
+PREPARED_KEPT = 1024
+_prepared: dict[tuple[Any, ...], PreparedForward] = {}
 
 
 def clear() -> None:
-    """Forget every plan."""
-    _plans.clear()
+    """Forget what was prepared."""
+    _prepared.clear()
 
 
 def run(
@@ -233,16 +233,16 @@ def run(
         (addresses, k.shape[0], q.shape[0], out.device.index),
         (score_facts(inputs), key_facts(inputs)),
     )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= PLANS_KEPT:
+    prepared = _prepared.get(key)
+    if prepared is None:
+        if len(_prepared) >= PREPARED_KEPT:
             clear()
         chosen = config if isinstance(config, TritonConfig) else config()
         if chosen.descriptors and not configs.describes(k, v):
             chosen = replace(chosen, descriptors=False)
-        plan = _plans[key] = ForwardPlan(problem, chosen, inputs, out, lse, precision)
+        prepared = _prepared[key] = PreparedForward(problem, chosen, inputs, out, lse, precision)
     if not out.is_cuda or out.device.index == torch.cuda.current_device():
-        plan(inputs, out, lse)
+        prepared(inputs, out, lse)
     else:
         with torch.cuda.device(out.device):
-            plan(inputs, out, lse)
+            prepared(inputs, out, lse)

@@ -30,7 +30,7 @@ from flashlane.kernels.features import VARLEN, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward import select
 from flashlane.kernels.hopper.backward.config import GradientConfig
-from flashlane.kernels.hopper.backward.launch import BackwardPlan, Tensors, readable
+from flashlane.kernels.hopper.backward.launch import PreparedBackward, Tensors, readable
 from flashlane.kernels.hopper.backward.select import config_of
 from flashlane.kernels.hopper.backward.split_dkdv_dq.config import MAX_HEAD_DIM
 from flashlane.kernels.params import check_gradient_inputs
@@ -68,9 +68,9 @@ def tuned_config(problem: AttentionProblem) -> GradientConfig:
 
 
 @memoised
-def plan_of(
+def prepared_of(
     config: GradientConfig | None, problem: AttentionProblem, q_shape: torch.Size, k_shape: torch.Size, device: int
-) -> BackwardPlan:
+) -> PreparedBackward:
     """What calls of one problem have in common.
 
     Raises:
@@ -82,7 +82,7 @@ def plan_of(
     config = (config or tuned_config(problem)).specialised(problem)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     schedule = select.DESIGNS[config.design].schedule(config, problem, sms)
-    return BackwardPlan(config, schedule, problem, q_shape, k_shape, device)
+    return PreparedBackward(config, schedule, problem, q_shape, k_shape, device)
 
 
 def hopper_backward(
@@ -123,16 +123,16 @@ def hopper_backward(
             return hopper_backward(problem, inputs, out, lse, do, dlse, bias_grad=bias_grad, config=config)
     check_gradient_inputs(problem, inputs, out, lse, do, dlse)
     q, k = inputs.q, inputs.k
-    plan = plan_of(config, problem, q.shape, k.shape, q.device.index)
-    with launch.on_device(plan.device):
-        dq, dk, dv = plan.allocate(q)
+    prepared = prepared_of(config, problem, q.shape, k.shape, q.device.index)
+    with launch.on_device(prepared.device):
+        dq, dk, dv = prepared.allocate(q)
         if not (q.shape[:-1].numel() and k.shape[:-1].numel() and problem.seqlen_q and problem.seqlen_k):
             for gradient in (dq, dk, dv):
                 gradient.zero_()
             return Gradients(dq, dk, dv, None, sink_gradient_without_keys(inputs, lse, dlse))
         dlse = None if dlse is None else dlse.contiguous()
         tensors = Tensors(inputs, _readable(out), lse.contiguous(), _readable(do), dlse, dq, dk, dv)
-        return Gradients(dq, dk, dv, None, plan.launch(tensors))
+        return Gradients(dq, dk, dv, None, prepared.launch(tensors))
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ class HopperBackward(BackwardKernel, CompiledKernel):
         q, k = inputs.q, inputs.k
         if not (q.shape[:-1].numel() and k.shape[:-1].numel()):
             return None
-        return plan_of(None, problem, q.shape, k.shape, q.device.index).repeated(q.device, q.dtype)
+        return prepared_of(None, problem, q.shape, k.shape, q.device.index).repeated(q.device, q.dtype)
 
     def run(
         self,

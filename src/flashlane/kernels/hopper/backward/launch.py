@@ -208,7 +208,7 @@ def workspace_of(rows: RowBlocks, config: GradientConfig, split: SplitQ, in_kern
 # --- the plan
 
 
-class BackwardPlan:
+class PreparedBackward:
     """What calls of one problem have in common, prepared once.
 
     Args:

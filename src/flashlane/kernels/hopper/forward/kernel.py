@@ -17,7 +17,7 @@ from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_feature
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.forward import select, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
-from flashlane.kernels.hopper.forward.launch import ForwardPlan, launched, plain_inputs, sources_of
+from flashlane.kernels.hopper.forward.launch import PreparedForward, launched, plain_inputs, sources_of
 from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
 from flashlane.kernels.seqlen import SEQLEN_EXAMPLES
 
@@ -120,7 +120,7 @@ class HopperForward(DeviceKernel):
         _launch(None, problem, inputs, out, lse)
 
     def prepare(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
-        repeat = _checked_plan(None, problem, inputs, out, lse).launch
+        repeat = _checked(None, problem, inputs, out, lse).launch
         return repeat if out.numel() else lambda *_: None
 
     def run(
@@ -139,42 +139,42 @@ def _config(problem: AttentionProblem) -> HopperConfig:
 
 
 @memoised
-def _plan(config: HopperConfig | None, problem: AttentionProblem, *tensors_and_device: object) -> ForwardPlan:
-    return ForwardPlan(_config(problem) if config is None else config, problem, *tensors_and_device)
+def _prepared(config: HopperConfig | None, problem: AttentionProblem, *tensors_and_device: object) -> PreparedForward:
+    return PreparedForward(_config(problem) if config is None else config, problem, *tensors_and_device)
 
 
 def _launch(
     config: HopperConfig | None, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    plan = _checked_plan(config, problem, inputs, out, lse)
+    prepared = _checked(config, problem, inputs, out, lse)
     if out.data_ptr() % tensormap.ALIGNMENT:
         raise ValueError(f"out starts at address {out.data_ptr():#x}; it must start on {tensormap.ALIGNMENT} bytes")
     if out.numel():
         plain = plain_inputs(inputs)
         addresses = plain.q.data_ptr(), plain.k.data_ptr(), plain.v.data_ptr()
-        with launch.on_device(plan.device):
-            plan.launch(plain.q, plain.k, plain.v, out, lse, addresses, plain)
+        with launch.on_device(prepared.device):
+            prepared.launch(plain.q, plain.k, plain.v, out, lse, addresses, plain)
 
 
-def _checked_plan(
+def _checked(
     config: HopperConfig | None, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
-) -> ForwardPlan:
-    """The plan of a call, whose outputs are what it writes."""
+) -> PreparedForward:
+    """What was prepared for a call, whose outputs are what it writes."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    plan = _plan(
+    prepared = _prepared(
         config, problem, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.shape, out.stride(), out.device.index
     )
     if (
         lse.dtype != torch.float32
         or out.dtype != problem.dtype
-        or lse.shape != plan.lse_shape
+        or lse.shape != prepared.lse_shape
         or not lse.is_contiguous()
     ):
         raise ValueError(
             f"out is {out.dtype} and lse {lse.dtype} {tuple(lse.shape)}; they must be {problem.dtype}, and contiguous "
-            f"torch.float32 {plan.lse_shape}"
+            f"torch.float32 {prepared.lse_shape}"
         )
-    return plan
+    return prepared
 
 
 def shipped_problems() -> Iterator[AttentionProblem]:

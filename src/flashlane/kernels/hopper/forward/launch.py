@@ -144,7 +144,7 @@ def sources_of(config: HopperConfig) -> tuple[KernelSource, ...]:
     return (config.source(),)
 
 
-class ForwardPlan:
+class PreparedForward:
     """What calls of one problem have in common, prepared once: a call sets its addresses and launches.
 
     Threads may share it: each launch has a block of parameters for itself (:mod:`flashlane.jit.launch_pool`).
