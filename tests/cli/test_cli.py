@@ -223,7 +223,7 @@ def test_flags_of_the_baseline_logs(invoke):
 
 COMMANDS = (
     ("bench", "compare", "sweep", "tune", "plot", "report", "roofline", "profile", "regress")
-    + ("explain", "compile", "prebuild", "layout", "budget", "doctor", "capture", "monitor", "lessons")
+    + ("explain", "compile", "prebuild", "layout", "budget", "doctor", "capture", "monitor", "lessons", "e2e")
 )  # fmt: skip
 
 

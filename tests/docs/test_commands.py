@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from flashlane.bench.measure import device_rates, isolated, runner
 from flashlane.bench.suites.attention import AttentionSuite
+from flashlane.bench.suites.e2e import E2ESuite
 from flashlane.bench.suites.model import ModelSuite
 from flashlane.cli.main import app
 
@@ -151,7 +152,7 @@ def test_a_line_that_measures_runs_up_to_the_measurement(line, place, monkeypatc
     monkeypatch.setattr(isolated.Workers, "run", stop)
     monkeypatch.setattr(device_rates, "copy_rate", lambda *_: 1.0)
     monkeypatch.setattr(device_rates, "matrix_rate", lambda *_: 1.0)
-    for suite in (AttentionSuite, ModelSuite):
+    for suite in (AttentionSuite, ModelSuite, E2ESuite):
         monkeypatch.setattr(suite, "measure", stop)
     device_rates.measure_rates.cache_clear()
     done = invoke(line)

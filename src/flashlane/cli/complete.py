@@ -19,7 +19,7 @@ Completer = Callable[[str], list[str]]
 
 @functools.cache
 def names() -> dict[str, list[str]]:
-    """The stored names by their kind: tags, words, backward, peers, dtypes, architectures."""
+    """The stored names by their kind: tags, words, backward, peers, dtypes, architectures, …"""
     return json.loads(NAMES.read_text(encoding="utf-8"))
 
 
@@ -64,6 +64,8 @@ def _typed(word: str) -> str:
 def collect() -> dict[str, list[str]]:
     """The names of all kinds, from the tables that define them."""
     from flashlane.bench.measure.peers import peer_tags
+    from flashlane.bench.suites.e2e import WORKLOADS
+    from flashlane.bench.suites.whole_models import ATTENTIONS
     from flashlane.core import registry
     from flashlane.core.arch import DTYPES
     from flashlane.jit import LIMITS
@@ -77,6 +79,8 @@ def collect() -> dict[str, list[str]]:
         "peers": ["all", "none", *(tag.strip("()") for tag in peer_tags())],
         "dtypes": list(DTYPES),
         "architectures": list(LIMITS),
+        "workloads": list(WORKLOADS),
+        "attentions": list(ATTENTIONS),
     }
 
 

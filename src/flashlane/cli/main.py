@@ -75,7 +75,7 @@ def reflowed(text: str) -> str:
 
 HELP = """Exact attention from hand-written PTX: measure it, compare it, see what bounds it, watch it for regressions.
 
-Measure: bench, compare, sweep, lessons, tune. See: plot, report, roofline, profile. Watch: monitor, regress. Ask:
+Measure: bench, compare, sweep, e2e, lessons, tune. See: plot, report, roofline, profile. Watch: monitor, regress. Ask:
 explain, compile, layout, budget, doctor. Prepare: prebuild. Record a model's own tensors: capture. Each has --help with
 examples.
 
@@ -175,6 +175,7 @@ def _add_commands() -> None:
     from flashlane.cli.compare import compare_command
     from flashlane.cli.compile import compile_command
     from flashlane.cli.doctor import doctor_command
+    from flashlane.cli.e2e import e2e_command
     from flashlane.cli.explain import explain_command
     from flashlane.cli.layout import layout_command
     from flashlane.cli.lessons import lessons_command
@@ -194,6 +195,7 @@ def _add_commands() -> None:
             ("bench", bench_command),
             (SUITE, suite_command),
             (BASELINE, baseline_command),
+            ("e2e", e2e_command),
             ("lessons", lessons_command),
             ("compare", compare_command),
             ("sweep", sweep_command),

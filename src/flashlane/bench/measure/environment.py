@@ -24,6 +24,8 @@ PACKAGES = (
     "xformers",
     "ffpa-attn",
     "flashinfer-python",
+    "transformers",
+    "diffusers",
 )
 
 

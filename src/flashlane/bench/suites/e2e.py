@@ -1,0 +1,273 @@
+"""Whole models with the attention swapped by name and everything else equal: ``flashlane e2e``.
+
+Each attention's result is held against that of the library's default before it is timed; calls are interleaved round by
+round in drawn order by the bench's own timer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from flashlane.bench.measure.timing import Settings, Timing, clock_for, drawn_order, measure, summarise
+from flashlane.bench.suites import whole_models as models
+from flashlane.bench.suites.flash import (
+    FAIL,
+    NA,
+    Column,
+    OutOfMemory,
+    Value,
+    guarded,
+    milliseconds,
+    release,
+    speedup,
+)
+from flashlane.bench.suites.generation import generate, ours_in_transformers
+from flashlane.bench.suites.whole_models import DEFAULT, OURS, Attention, Built, Served, Setup, Workload
+
+GPU_SETTINGS = Settings(rounds=5, round_ms=8.0, warmup_ms=30.0, warmup=1, budget_ms=2e4, protocols=("steady",))
+CPU_SETTINGS = Settings(rounds=3, round_ms=1.0, warmup_ms=1.0, warmup=1, budget_ms=2e4)
+REST = "rest"
+_STEP = "forward and backward of {} of {}'s shape on {} tokens"
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("wan", "one of the 40 blocks of Wan2.1-14B on 75,600 tokens of a video", "diffusers", models.wan),
+        Workload(
+            "llama-8k",
+            _STEP.format("some layers", "Llama-3.1-8B", "8,192"),
+            "transformers",
+            models.training("Llama", 8192, **models.LLAMA),
+        ),
+        Workload(
+            "llama-32k",
+            _STEP.format("some layers", "Llama-3.1-8B", "32,768"),
+            "transformers",
+            models.training("Llama", 32768, **models.LLAMA),
+        ),
+        Workload(
+            "gemma",
+            _STEP.format("some layers", "Gemma-7B", "8,192") + ", head dim 256",
+            "transformers",
+            models.training("Gemma", 8192, **models.GEMMA),
+        ),
+        Workload(
+            "gpt-oss",
+            "forward of some layers of gpt-oss-20b's shape on 4,096 tokens, sinks and windows; the default is eager",
+            "transformers",
+            models.reading("GptOss", 4096, **models.GPT_OSS),
+        ),
+        Workload(
+            "minilm", "embeddings of 1,024 padded sentences by MiniLM's own weights", "transformers", models.minilm
+        ),
+        Workload(
+            "generate",
+            "32 requests of 64 to 2,048 tokens to Llama-3.1-8B's shape over transformers' paged cache, 64 tokens each",
+            "transformers",
+            generate,
+            "psutil",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A model's call under one attention, as the timer takes it."""
+
+    tag: str
+    call: Callable[[], torch.Tensor]
+    context: Attention
+
+
+@dataclass
+class E2ESuite:
+    """The table of whole models.
+
+    Args:
+        device: where they run.
+        workloads: names of :data:`WORKLOADS`.
+        attentions: names of :data:`flashlane.bench.suites.whole_models.ATTENTIONS`; the default always runs.
+        layers: of the models whose blocks are alike.
+        small: tiny models.
+        model: where the weights of minilm are.
+        timing: how long to measure.
+        seed: of weights and tokens.
+    """
+
+    device: torch.device
+    workloads: Sequence[str]
+    attentions: Sequence[str] = models.ATTENTIONS
+    layers: int = 2
+    small: bool = False
+    model: str | None = None
+    timing: Settings = GPU_SETTINGS
+    seed: int = 0
+
+    name = "e2e"
+    title = "e2e: whole models with the attention swapped by name"
+    columns = (
+        Column("workload", "workload"),
+        Column("attention", "attention"),
+        Column("ms", "ms", 3),
+        Column("speedup", "vs default", 2, "x"),
+        Column("to_cudnn", "vs cudnn", 2, "x", drop=1),
+        Column("tokens", "tokens/s", 0, drop=2),
+        Column("whole_s", "whole model s", 2, drop=3),
+        Column("error", "error", drop=4),
+        Column("spread", "spread", drop=5),
+    )
+
+    def __post_init__(self) -> None:
+        if "generate" in self.workloads and self.device.type == "cuda":
+            ours_in_transformers()
+
+    @property
+    def notes(self) -> list[str]:
+        small = ["Tiny models (--small): their times mean nothing."] if self.small else []
+        found = [f"{name}: {WORKLOADS[name].what}." for name in self.workloads]
+        return [
+            *small,
+            f"ms: a call, the median of the rounds; models of {self.layers} layers where it says some, "
+            f"{models.VOCABULARY} words, random weights. default is what the library takes by itself.",
+            "error: norm of the difference from default's result by the norm of that; of generate, how far the worst "
+            "token is below the best logit, in standard deviations.",
+            *found,
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        known = {"workloads": list(self.workloads), "attentions": list(self.attentions), "layers": self.layers}
+        return known | {"small": self.small, "seed": self.seed, "timing": asdict(self.timing)}
+
+    def cases(self) -> list[Workload]:
+        return [WORKLOADS[name] for name in self.workloads]
+
+    def describe(self, case: Workload) -> str:
+        return case.name
+
+    def measure(self, case: Workload, say: Callable[[str], None], messages: list[str]) -> list[dict[str, Value]]:
+        if missing := case.missing(self.device):
+            messages.append(missing)
+            return [self._row(case.name, OURS, NA)]
+        say("build")
+        setup = Setup(self.device, self.layers, self.small, self.model, self.seed)
+        try:
+            built = guarded(lambda: case.build(setup), self.device)
+            rows = (self._served if isinstance(built, Served) else self._timed)(case.name, built, say, messages)
+        except Exception as error:
+            rows = [self._row(case.name, OURS, milliseconds(error, case.name, messages))]
+        built = None
+        release(self.device)
+        return rows
+
+    def _chosen(self, attentions: Mapping[str, Attention]) -> dict[str, Attention]:
+        return {tag: found for tag, found in attentions.items() if tag == DEFAULT or tag in self.attentions}
+
+    def _row(self, name: str, tag: str, cell: Value, **more: Value) -> dict[str, Value]:
+        return {column.key: None for column in self.columns} | {"workload": name, "attention": tag, "ms": cell, **more}
+
+    # --- calls that the bench's timer takes ---
+
+    def _timed(
+        self, name: str, built: Built, say: Callable[[str], None], messages: list[str]
+    ) -> list[dict[str, Value]]:
+        attentions = self._chosen(built.attentions)
+        wrong, errors, wanted = {}, {}, None
+        for tag, context in attentions.items():
+            say(f"check {tag}")
+            try:
+                with context():
+                    result = guarded(built.call, self.device).detach().float()
+            except Exception as error:  # a peer may refuse what it cannot run; its row says so
+                wrong[tag] = self._refused(name, tag, error, messages)
+                continue
+            wanted = result if wanted is None else wanted
+            errors[tag] = float((result - wanted).norm() / wanted.norm())
+            if not errors[tag] <= built.tolerance:
+                messages.append(f"{name} {tag}: its result differs by {errors[tag]:.3g}, may by {built.tolerance:g}")
+                wrong[tag] = FAIL
+        items = [_Item(tag, built.call, context) for tag, context in attentions.items() if tag not in wrong]
+        if built.rest is not None:
+            items.append(_Item(REST, built.rest, attentions[DEFAULT]))
+        timings = measure(items, clock_for(self.device, self.timing), self.timing, say)
+        found = dict(zip([item.tag for item in items], timings, strict=True))
+        rest = found.pop(REST, None)
+        rows = []
+        for tag in attentions:
+            timing = found.get(tag)
+            cell = wrong.get(tag) or milliseconds(timing, f"{name} {tag}", messages)
+            more: dict[str, Value] = {"error": _digits(errors.get(tag))}
+            if isinstance(timing, Timing):
+                more |= {"tokens": built.tokens / timing.median * 1e3, "spread": _percent(timing)}
+                if built.blocks and isinstance(rest, Timing):
+                    more["whole_s"] = (built.blocks * timing.median + rest.median) / 1e3
+            rows.append(self._row(name, tag, cell, **more))
+        return self._compared(rows)
+
+    def _refused(self, name: str, tag: str, error: Exception, messages: list[str]) -> Value:
+        """The cell of an attention that raised: an error of ours, else N/A, with what it said."""
+        cell = milliseconds(error.with_traceback(None), f"{name} {tag}", messages)
+        return cell if tag in (DEFAULT, OURS) or isinstance(error, OutOfMemory) else NA
+
+    # --- requests ---
+
+    def _served(
+        self, name: str, built: Served, say: Callable[[str], None], messages: list[str]
+    ) -> list[dict[str, Value]]:
+        """Each part of each attention; a first run of each, which compiles, is held against the model's own logits."""
+        attentions = self._chosen(built.attentions)
+        if OURS not in attentions and OURS in self.attentions:
+            messages.append(f"{name} {OURS}: transformers takes FlashAttention's functions on a GPU only")
+        wrong, errors = {}, {}
+        for tag, context in attentions.items():
+            say(f"check {tag}")
+            try:
+                with context():
+                    guarded(built.run, self.device)
+                errors[tag] = built.check()
+            except Exception as error:
+                wrong[tag] = self._refused(name, tag, error, messages)
+                continue
+            if not errors[tag] <= built.tolerance:
+                messages.append(
+                    f"{name} {tag}: a token is {errors[tag]:.3g} below the best, may be {built.tolerance:g}"
+                )
+                wrong[tag] = FAIL
+        right = [tag for tag in attentions if tag not in wrong]
+        seconds: dict[str, list[Mapping[str, float]]] = {tag: [] for tag in right}
+        for _, index in drawn_order(len(right), self.timing.rounds, self.timing.order_seed):
+            say(right[index])
+            with attentions[right[index]]():
+                seconds[right[index]].append(built.run())
+        rows = []
+        for part, tokens in built.tokens.items():
+            found = []
+            for tag in attentions:
+                if tag in wrong:
+                    found.append(self._row(f"{name} {part}", tag, wrong[tag], error=_digits(errors.get(tag))))
+                    continue
+                timing = summarise([1e3 * each[part] for each in seconds[tag]], 1, "host clock")
+                more = {"tokens": tokens / timing.median * 1e3, "spread": _percent(timing)}
+                found.append(self._row(f"{name} {part}", tag, timing.median, error=_digits(errors[tag]), **more))
+            rows += self._compared(found)
+        return rows
+
+    def _compared(self, rows: list[dict[str, Value]]) -> list[dict[str, Value]]:
+        """Rows of one workload with how many times as fast as the default, and as cuDNN, each is."""
+        times = {row["attention"]: row["ms"] for row in rows}
+        for row in rows:
+            row["speedup"] = speedup(times.get(DEFAULT), row["ms"])
+            row["to_cudnn"] = speedup(times["cudnn"], row["ms"]) if "cudnn" in times else None
+        return rows
+
+
+def _digits(error: float | None) -> Value:
+    return None if error is None else f"{error:.1e}"
+
+
+def _percent(timing: Timing) -> str:
+    return f"{100 * timing.spread:.1f} %"

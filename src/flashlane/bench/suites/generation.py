@@ -1,0 +1,111 @@
+"""The workload ``generate``: transformers' continuous batching over its paged cache, prefill and decoding apart.
+
+transformers reads its paged cache with SDPA and a mask, or with FlashAttention's functions, under whose module names
+flashlane is installed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashlane.bench.suites.whole_models import (
+    DEFAULT,
+    LLAMA,
+    OURS,
+    PACKAGES,
+    VOCABULARY,
+    Attention,
+    Served,
+    Setup,
+    causal_model,
+    implementation,
+    installed,
+)
+
+PREFILL, DECODE = "prefill", "decode"
+WORST = 0.2
+"""How far below the best logit, by the standard deviation of logits, a token may be that two bf16 models both take."""
+
+
+def ours_in_transformers() -> str | None:
+    """The implementation of transformers that runs flashlane over FlashAttention's names, or None where it has none.
+
+    transformers looks for these packages once, so that this comes before it is asked for the first time.
+    """
+    from flashlane.integrations import flash_attn
+
+    for module, name in (("flash_attn", "flash_attention_2"), ("flash_attn_interface", "flash_attention_3")):
+        with contextlib.suppress(ImportError):  # an installed package stays as it is
+            flash_attn.install(module)
+            return name
+    return None
+
+
+@dataclass
+class _Serving:
+    """Requests to a model, and what it gave last."""
+
+    model: Any
+    prompts: list[list[int]]
+    new_tokens: int
+    answers: list[list[int]] = field(default_factory=list)
+
+    def run(self) -> Mapping[str, float]:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        longest = max(map(len, self.prompts)) + self.new_tokens
+        blocks = sum(-(-longest // 256) for _ in self.prompts) + 1
+        whole = ContinuousBatchingConfig(
+            max_batch_tokens=max(256, sum(map(len, self.prompts))), num_blocks=blocks, allow_block_sharing=False
+        )
+        asked = GenerationConfig(max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        given = self.model.generate_batch(
+            inputs=self.prompts, generation_config=asked, continuous_batching_config=whole, record_timestamps=True
+        )
+        if len(given) < len(self.prompts) or any(each.error for each in given.values()):
+            said = next((each.error for each in given.values() if each.error), "a request has no answer")
+            raise RuntimeError(f"transformers' continuous batching failed: {said}")
+        self.answers = [list(each.generated_tokens) for each in given.values()]
+        stamps = [each.timestamps for each in given.values()]
+        begin = min(each.created_time for each in given.values())
+        read, end = max(times[0] for times in stamps), max(times[-1] for times in stamps)
+        return {PREFILL: read - begin, DECODE: end - read}
+
+    @torch.no_grad()
+    def check(self) -> float:
+        """How far each token is below the best logit of the model's own forward with SDPA, in standard deviations."""
+        worst = 0.0
+        with implementation(self.model, "sdpa"):
+            for prompt, answer in zip(self.prompts, self.answers, strict=True):
+                if len(answer) != self.new_tokens:
+                    return float("inf")
+                tokens = torch.tensor([[*prompt, *answer]], device=self.model.device)
+                logits = self.model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+                taken = logits.gather(-1, tokens[0, len(prompt) :, None]).squeeze(-1)
+                worst = max(worst, float(((logits.amax(-1) - taken) / logits.std(-1)).max()))
+        return worst
+
+
+def generate(setup: Setup) -> Served:
+    """Llama-3.1-8B's shape serves requests of 1 to 2048 tokens, all at once."""
+    name = ours_in_transformers() if setup.device.type == "cuda" else None
+    model, _ = causal_model("Llama", 1, LLAMA, setup)
+    model.eval()
+    count, longest, new_tokens = (3, 16, 4) if setup.small else (32, 2048, 64)
+    lengths = [max(1, longest * (number + 1) // count) for number in range(count)]
+    ids = torch.Generator().manual_seed(setup.seed)
+    prompts = [torch.randint(1, VOCABULARY, (length,), generator=ids).tolist() for length in lengths]
+    serving = _Serving(model, prompts, new_tokens)
+    attentions: dict[str, Attention] = {DEFAULT: lambda: implementation(model, "paged|sdpa")}
+    if setup.device.type == "cuda":
+        for tag in filter(installed, PACKAGES):
+            attentions[tag] = lambda version=tag[-1]: implementation(model, f"paged|flash_attention_{version}")
+    if name is not None:
+        attentions[OURS] = lambda: implementation(model, f"paged|{name}")
+    tokens = {PREFILL: sum(lengths), DECODE: count * (new_tokens - 1)}
+    return Served(serving.run, attentions, tokens, serving.check, WORST)
