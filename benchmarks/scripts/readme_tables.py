@@ -550,13 +550,14 @@ def triton_targets(result: Result) -> str:
 def suite(result: Result) -> str:
     """A course table (docs/suites.md explains them): our times, and how many times as fast as the others we are."""
     sizes = ("seqlen", "head_dim", "dtype", "size", "attention", "tokens", "peak")
+    sizes += ("workload", "ms", "to_cudnn", "whole_s", "error")  # of whole models (docs/e2e.md)
     words = {c["key"]: c["title"] for c in result["columns"]}
     shown = [key for key in words if key in sizes or key.startswith(("ours_", "speedup")) or key.endswith("_avg")]
 
     def cell(key: str, value: object) -> str:
         if not isinstance(value, float):
             return "–" if value is None else str(value)
-        return f"{marked(value)}×" if key.startswith("speedup") else f"{value:.4g}"
+        return f"{marked(value)}×" if key.startswith(("speedup", "to_")) else f"{value:.4g}"
 
     rows = [[cell(key, row.get(key)) for key in shown] for row in result["rows"]]
     text = table([words[key].replace("_", " ") + ":" for key in shown], rows)

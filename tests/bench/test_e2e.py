@@ -50,7 +50,7 @@ def test_the_attentions_of_a_model_agree_and_are_timed(name: str, monkeypatch: p
     assert rows[1]["speedup"] == rows[0]["ms"] / rows[1]["ms"]
     assert rows[1]["tokens"] == pytest.approx(built.tokens / rows[1]["ms"] * 1e3)
     if name == "wan":
-        assert rows[1]["whole_s"] > rows[1]["ms"] / 1e3, "what the model does beside its blocks is in it"
+        assert rows[1]["whole_s"] > rows[1]["ms"] / 1e3, "what the model does outside its blocks is in it"
 
 
 def test_wan_is_blocks_and_a_rest() -> None:

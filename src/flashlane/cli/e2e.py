@@ -33,7 +33,7 @@ def e2e_command(
         str | None,
         o.option(
             "--attention",
-            help="Beside the default: flash, cudnn, flash-attn-2, flash-attn-4, flashlane, or a list. Default: all.",
+            help="Next to the default: flash, cudnn, flash-attn-2, flash-attn-4, flashlane, or a list. Default: all.",
             panel=o.WHICH,
             autocompletion=complete.list_of("attentions"),
         ),
