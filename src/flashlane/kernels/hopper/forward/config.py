@@ -8,6 +8,7 @@ from flashlane.core.registry import Resources
 from flashlane.jit import KernelSource
 from flashlane.kernels.device_file import ELEMENTS, device_code
 from flashlane.kernels.hopper.arch import CHUNK, WARPGROUP
+from flashlane.kernels.hopper import program as no_program
 from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.seqlen import SeqlenConfig
@@ -25,9 +26,11 @@ MAX_COLUMNS_V = 256
 """Columns of v of an accumulator: 128 registers a thread."""
 REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 """Registers of a producer and of a consumer thread, by the number of consumer warpgroups."""
+REGISTERS_OF_TWO_CTAS = (24, 232)
+"""The same of CTAs of one consumer warpgroup, of which an SM has two."""
 TILE_CONSTANTS = ("head_dim", "head_dim_v", "columns_v", "v_slices", "block_m", "block_n", "pack_gqa", "consumers")
 TILE_CONSTANTS += ("stages", "q_stages", "cluster", "q_in_registers", "one_barrier", "pingpong", "late_wait")
-TILE_CONSTANTS += ("has_left", "has_right", "gather", "split", "combine_in_kernel")
+TILE_CONSTANTS += ("has_left", "has_right", "gather", "split", "combine_in_kernel", "block_lists", "ctas_per_sm")
 """Properties of a configuration that are constants of the same name."""
 
 
@@ -75,6 +78,12 @@ class HopperConfig:
     """Keys are split; the results of the parts are partial, in f32."""
     combine_in_kernel: bool = False
     """The warpgroups that store a tile's last part combine all parts; otherwise ``combine.cu`` does."""
+    block_lists: bool = False
+    """A tile walks over a list of n-blocks (``attention/block_list.cuh``), not over a range."""
+    program: str = ""
+    """Text of ``program.cuh``, which changes scores and masks; empty without."""
+    ctas_per_sm: int = 1
+    """CTAs that an SM has at once: 2 only with one consumer."""
     heads_per_section: int = 0
     """Tile heads of a section of the L2 head swizzle, an argument of the launch; 0 is what ``tile_scheduler`` gives."""
 
@@ -104,7 +113,7 @@ class HopperConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        return REGISTERS[self.consumers]
+        return REGISTERS_OF_TWO_CTAS if self.ctas_per_sm == 2 else REGISTERS[self.consumers]
 
     @property
     def regions(self) -> dict[str, int]:
@@ -115,7 +124,8 @@ class HopperConfig:
         if self.cluster > 1:
             barriers += pipelines * self.stages + 2
         parts = {"Q": self.q_stages * self.cta_rows * qk, "KV": self.stages * self.block_n * (qk + v)}
-        words = WORDS_BYTES * ((self.gather or self.cluster > 1) + self.combine_in_kernel)
+        listed = (1 if self.stages <= 4 else 2) * self.block_lists
+        words = WORDS_BYTES * ((self.gather or self.cluster > 1) + self.combine_in_kernel + listed)
         return parts | {"barriers": -(-8 * barriers // 16) * 16 + TILE_BYTES * self.q_stages + words}
 
     @property
@@ -150,7 +160,8 @@ class HopperConfig:
         shapes = wgmma_header(self.dtype, (self.block_n, self.columns_v))
         # An attribute cannot depend on a constant, and a cluster of one CTA is not the same as none.
         clustered = f"#define CLUSTERED {f'__cluster_dims__({self.cluster}, 1, 1)' if self.cluster > 1 else ''}\n"
-        headers = ((HEADER, shapes), ("hopper_clustered.cuh", clustered))
+        program = no_program.HEADER, self.program or no_program.NO_PROGRAM
+        headers = ((HEADER, shapes), ("hopper_clustered.cuh", clustered), program)
         return KernelSource(SOURCE, device_code(SOURCE), "hopper_forward", self.constants(), headers)
 
     def describe(self) -> str:
@@ -161,6 +172,8 @@ class HopperConfig:
             value = getattr(self, each.name)
             if isinstance(value, ScoreConfig | SeqlenConfig):
                 words += value.words()
+            elif each.name == "program":
+                words += ["program"] * bool(value)
             elif each.name not in shown and value != each.default:
                 words.append(each.name if value is True else f"{each.name}={value}")
         return ", ".join(words)

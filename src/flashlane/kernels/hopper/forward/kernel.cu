@@ -28,6 +28,10 @@ struct Consumer : Mainloop {
             tile = wait_tile();
             if (tile.batch < 0) return finish();
             sequence = Seqlen(p.seqlen, tile.batch);
+            if constexpr (cfg::BLOCK_LISTS) {
+                walk_list();
+                continue;
+            }
             const BlockRange all = n_blocks_of_tile(p, sequence, tile);
             BlockRange mine = n_blocks_of_rows(p, sequence, tile.row + rows.first(), CONSUMER_ROWS);
             mine.low = max(mine.low, all.low), mine.high = min(mine.high, all.high);
@@ -60,6 +64,25 @@ struct Consumer : Mainloop {
             pv_pending = true, pending = tile;
             for (; n_block >= all.low; --n_block) step_without_scores();  // before the first key that these rows see
         }
+    }
+
+    // BLOCK_LISTS: all consumers walk over the whole list.
+    __device__ __forceinline__ void walk_list() {
+        const int steps = tile.listed();
+        if (steps == 0) {
+            release_q();
+            epilogue().store_zeros(tile);
+            return;
+        }
+        started = true;
+        load_q_fragments();
+        begin_rows();
+        if (pv_pending) boundary_step(pending, 0, true);
+        else first_step(0, true);
+#pragma unroll 1
+        for (int i = 1; i < steps; ++i) step<true>(0);
+        if (!cfg::Q_IN_REGISTERS) release_q();
+        pv_pending = true, pending = tile;
     }
 
     // The n-blocks that some of these rows see. The range is masked, whole, and masked again on the left of a window.
@@ -125,7 +148,7 @@ __device__ __forceinline__ void init_barriers(u32 base) {
     fence_mbarrier_init();
 }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) hopper_forward(const __grid_constant__ Params p) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, cfg::CTAS_PER_SM) hopper_forward(const __grid_constant__ Params p) {
     const u32 base = shared_address(shared_memory);
     const int rank = CLUSTER > 1 ? cluster_rank() : 0;
     if (threadIdx.x == 0) {

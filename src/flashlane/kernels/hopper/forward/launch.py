@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import KernelSource, launch, launch_pool, tensormap
 from flashlane.jit.launch_pool import Launch, LaunchPlan, Map, ParamsBlock
 from flashlane.kernels.hopper.arch import ARCH, CHUNK
+from flashlane.kernels.hopper.block_lists import BlockListParams
 from flashlane.kernels.hopper.forward import tile_scheduler
 from flashlane.kernels.hopper.forward.config import COMBINE_WARPS, HopperConfig, combine_source
 from flashlane.kernels.hopper.forward.select import splits_of
@@ -52,20 +54,30 @@ class CombineLaunchParams(ctypes.Structure):
     _fields_ = (("combine", CombineParams), ("score", ScoreParams))
 
 
+_FIELDS: tuple[tuple[str, Any], ...] = (
+    *((side, ctypes.c_ubyte * tensormap.MAP_BYTES) for side in "qkv"),
+    ("seqlen", SeqlenParams),
+    ("score", ScoreParams),
+    *((name, ctypes.c_void_p) for name in ("out", "lse", "tiles_taken")),
+    *((name, ctypes.c_longlong) for name in _STRIDES),
+    *((name, PagedRowsParams) for name in ("k_rows", "v_rows")),
+    ("combine", CombineParams),
+    *((name, ctypes.c_int) for name in _INTEGERS),
+    ("lists", BlockListParams),
+)
+
+
 class HopperParams(ctypes.Structure):
     """Mirror of ``Params`` in ``params.cuh``, padded to its alignment of 64 bytes."""
 
-    _fields_ = (
-        *((side, ctypes.c_ubyte * tensormap.MAP_BYTES) for side in "qkv"),
-        ("seqlen", SeqlenParams),
-        ("score", ScoreParams),
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "tiles_taken")),
-        *((name, ctypes.c_longlong) for name in _STRIDES),
-        *((name, PagedRowsParams) for name in ("k_rows", "v_rows")),
-        ("combine", CombineParams),
-        *((name, ctypes.c_int) for name in _INTEGERS),
-        ("padding", ctypes.c_ubyte * 64),
-    )
+    _fields_ = (*_FIELDS, ("padding", ctypes.c_ubyte * 64))
+
+
+@functools.cache
+def params_with(program: type[ctypes.Structure]) -> type[HopperParams]:
+    """:class:`HopperParams` with what a program reads, a structure like its ``ProgramParams``."""
+    fields = (*_FIELDS, ("program", program), ("padding", ctypes.c_ubyte * 64))
+    return type("HopperParams", (ctypes.Structure,), {"_fields_": fields})
 
 
 def hopper_params(
@@ -75,6 +87,7 @@ def hopper_params(
     out_stride: tuple[int, ...],
     lse_stride: tuple[int, ...],
     splits: int,
+    kind: type[HopperParams] = HopperParams,
 ) -> HopperParams:
     """All of a launch but addresses. The strides begin with that of the parts when ``config.split``."""
     pack = config.pack_gqa
@@ -84,7 +97,7 @@ def hopper_params(
     tiles = heads * splits * problem.batch * m_blocks
     if problem.varlen:  # each sequence, and the rows that belong to none, may end in a tile that is not full
         tiles = heads * (tile_scheduler.ceil_div(rows * pack, config.block_m) + problem.batch + 1)
-    params = HopperParams(seqlen=SeqlenParams.of(problem), score=ScoreParams.of(problem))
+    params = kind(seqlen=SeqlenParams.of(problem), score=ScoreParams.of(problem))
     params.seqlen.seqlen_q = rows
     if config.split:
         (params.out_split, *out_stride), (params.lse_split, *lse_stride) = out_stride, lse_stride
@@ -154,6 +167,7 @@ class PreparedForward:
         problem: what is asked.
         q_shape, k_shape, q_stride, k_stride, v_stride, out_shape, out_stride: of the tensors.
         device: index of the GPU.
+        program: the structure of what a program reads, where the configuration has one.
     """
 
     def __init__(
@@ -168,6 +182,7 @@ class PreparedForward:
         out_shape: torch.Size,
         out_stride: tuple[int, ...],
         device: int,
+        program: type[ctypes.Structure] | None = None,
     ) -> None:
         config, self.splits = launched(config, problem)
         self.config, self.problem, self.device = config, problem, device
@@ -184,7 +199,8 @@ class PreparedForward:
         self.partial_floats, self.partial_lse_floats = map(math.prod, partial_shapes)
         contiguous = launch.packed(partial_shapes[0]), launch.packed(partial_shapes[1])
         written = contiguous if config.split else (out_stride, launch.packed(self.lse_shape))
-        self.params = hopper_params(config, problem, q_shape, *written, self.splits)
+        kind = HopperParams if program is None else params_with(program)
+        self.params = hopper_params(config, problem, q_shape, *written, self.splits, kind)
         self.out_shape, self.out_stride = out_shape, out_stride
         if config.gather:
             self.params.k_rows = PagedRowsParams(None, *k_stride[:3])
@@ -205,7 +221,8 @@ class PreparedForward:
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         compiled, *_ = jit.compile_together(sources_of(config), ARCH)
         function = jit.load(compiled, self.device)
-        ctas = max(1, min(sms // config.cluster, self.params.tiles)) * config.cluster
+        workers = sms * config.ctas_per_sm // config.cluster
+        ctas = max(1, min(workers, self.params.tiles)) * config.cluster
         maps = tuple(
             Map(side, operand, partial(_described, element, shape))
             for side, operand, shape in zip("qkv", self.operands, self.maps, strict=True)
@@ -233,6 +250,7 @@ class PreparedForward:
         lse: torch.Tensor | None,
         addresses: tuple[int, int, int],
         inputs: Inputs | None = None,
+        complete: Callable[[HopperParams], None] | None = None,
     ) -> None:
         """Enqueue the kernel, and the one that combines split results, on torch's current stream.
 
@@ -244,6 +262,7 @@ class PreparedForward:
             lse: likewise, where it is wanted.
             addresses: of q, k and v.
             inputs: those of :func:`plain_inputs`; needed where the problem has other tensors than these.
+            complete: sets what else the parameters have: block lists, and what a program reads.
         """
         block = self.plan.take(addresses)
         params, stream = block.params[0], self.stream_of(self.device)
@@ -256,6 +275,8 @@ class PreparedForward:
             params.seqlen.point_to(inputs)
             params.score.point_to(inputs)
         params.out, params.lse = out.data_ptr(), None if lse is None else lse.data_ptr()
+        if complete is not None:
+            complete(params)
         if self.splits > 1:
             self._launch_split(block, stream, out, inputs)
         else:

@@ -24,6 +24,7 @@ struct Mainloop {
     float s[BLOCK_N / 2];
     u32 probabilities[BLOCK_N / 4];
     OutputTile o;
+    ListedBlock listed;            // BLOCK_LISTS: the n-block of this step
     InKernelCombine combine;
 
     __device__ __forceinline__ Mainloop(const Params& params, u32 address, int warpgroup)
@@ -38,6 +39,10 @@ struct Mainloop {
         mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[K].full)), kv.phase);
         if (!cfg::ONE_BARRIER) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
         if (cfg::GATHER) fence_proxy_async();  // cp.async wrote it
+    }
+    template <typename Storage = SharedStorage>
+    __device__ __forceinline__ void read_listed() {
+        if constexpr (cfg::BLOCK_LISTS) listed = {uniform(load_shared(SHARED_OF(Storage, base, listed) + 4 * kv.index))};
     }
     __device__ __forceinline__ void release_k() const {
         if (!cfg::ONE_BARRIER) mbarrier_arrive_warp(kv_barrier(SHARED(base, kv_barriers[K].empty)), rows.lane);
@@ -139,12 +144,29 @@ struct Mainloop {
     template <bool MASKED>
     __device__ __forceinline__ void softmax_of(int n_block, bool mask, float (&alpha)[2]) {
         float bias[2], distance[2];
+        if constexpr (cfg::BLOCK_LISTS) n_block = listed.block();
 #pragma unroll
         for (int half = 0; half < 2; ++half) distance[half] = Score::ALIBI ? alibi_position[half] - n_block * BLOCK_N : 0;
         transform_scores(p.score, s, distance, alibi_slope);
-        if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
-        softmax.update_max<MASKED>(s, Score::late_scale(p.score), alpha, bias);
-        softmax.exponentiate<Score::TRANSFORMED>(s, p.score.scale_log2, alpha, bias);
+        if constexpr (Program::HAS_SCORE) {
+            transform_by_program(p.program, s, p.score.scale_log2 * LN_2, tile.batch, tile.tile_head(), tile.row + rows.row(0),
+                                 n_block * BLOCK_N + 2 * (rows.lane % 4));
+        }
+        if constexpr (cfg::BLOCK_LISTS) mask_listed(n_block);
+        else if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
+        softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN>(s, late_scale(p), alpha, bias);
+        softmax.exponentiate<TRANSFORMED>(s, p.score.scale_log2, alpha, bias);
+    }
+    __device__ __forceinline__ void mask_listed(int n_block) {
+        const int state = listed.state(rows.warpgroup);
+        if (state == BLOCK_FULL) return;
+        if (state == BLOCK_NONE) {
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = -INF;
+        } else {
+            mask_by_program(p.program, s, tile.batch, tile.tile_head(), tile.row + rows.row(0),
+                            n_block * BLOCK_N + 2 * (rows.lane % 4), sequence.k_length);
+        }
     }
     __device__ __forceinline__ void softmax_of_first(int n_block, bool mask) {
         float alpha[2];
@@ -172,6 +194,7 @@ struct Mainloop {
     __device__ __forceinline__ void step(int n_block) {
         float alpha[2];
         wait_kv();
+        read_listed();
         zero_out_of_bounds_v();
         pingpong_wait();
         wgmma_fence();
@@ -191,6 +214,7 @@ struct Mainloop {
     // The first n-block of a tile when no P·V is pending.
     __device__ __forceinline__ void first_step(int n_block, bool masked) {
         wait_kv();
+        read_listed();
         pingpong_wait();
         wgmma_fence();
         gemm_qk();
@@ -206,6 +230,7 @@ struct Mainloop {
     __device__ __forceinline__ void boundary_step(const WorkTile& done, int n_block, bool masked) {
         float inverse[2];
         wait_kv();
+        read_listed();
         zero_out_of_bounds_v();
         pingpong_wait();
         wgmma_fence();

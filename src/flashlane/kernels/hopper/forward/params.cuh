@@ -6,10 +6,12 @@
 // of a group (short queries then fill a tile and share the loads of K and V). Where v is wider than an accumulator, a tile has
 // one of V_SLICES slices of its columns, and the slices of one head count as neighbouring tile heads.
 #pragma once
+#include "attention/block_list.cuh"
 #include "attention/block_range.cuh"
 #include "attention/paged_kv.cuh"
 #include "attention/pipeline.cuh"
 #include "attention/score.cuh"
+#include "attention/score_program.cuh"
 #include "attention/seqlen.cuh"
 #include "config.cuh"
 #include "hopper/forward/combine.cuh"
@@ -34,6 +36,11 @@ constexpr int KV_PIPELINES = cfg::ONE_BARRIER ? 1 : 2, K = 0, V = KV_PIPELINES -
 static_assert(BLOCK_M == CTA_ROWS * CLUSTER && CTA_ROWS % PACK_GQA == 0 && BLOCK_N % 16 == 0 && COLUMNS_V % 8 == 0);
 static_assert(CLUSTER == 1 || (CLUSTER == 2 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
 static_assert(!cfg::GATHER || cfg::PAGED);
+static_assert(!cfg::BLOCK_LISTS || (CLUSTER == 1 && PACK_GQA == 1 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
+// Scores are in base 2 before their maximum is taken; the scale can otherwise wait for the exponent's FFMA.
+constexpr bool TRANSFORMED = Score::TRANSFORMED || Program::HAS_SCORE;
+// Rows may see no key of a block that is not masked as a whole.
+constexpr bool ANY_MAY_BE_HIDDEN = cfg::BLOCK_LISTS || Program::HAS_SCORE;
 
 // Packed sequences: the rows after the last one are written too, as if they saw no key.
 using Seqlen = SeqlenInfo<cfg::VARLEN, cfg::CACHE, cfg::PAGED, Tail::ONE_MORE_SEQUENCE>;
@@ -66,10 +73,15 @@ struct Params {
     int heads_per_section;         // of the L2 head swizzle
     int splits;                    // parts that a tile's keys are split into
     int tiles;                     // of the launch (not VARLEN)
+    BlockLists lists;              // BLOCK_LISTS: the n-blocks of each m-block
+    ProgramParams program;
 };
 
 struct alignas(16) WorkTile {
     int batch, head, row, split;   // row: the first, counted within the sequence; batch −1: no tile is left
+
+    // BLOCK_LISTS, whose tiles are not split: how many n-blocks its list has.
+    __device__ __forceinline__ int listed() const { return split; }
 
     __device__ __forceinline__ int tile_head() const { return V_SLICES == 1 ? head : head / V_SLICES; }
     __device__ __forceinline__ int v_slice() const { return V_SLICES == 1 ? 0 : head % V_SLICES; }
@@ -106,11 +118,15 @@ struct NextTile {
 struct LastArrival {
     alignas(16) u32 arrived[4];                     // by consumer: how many parts of its tile were stored before its own
 };
+struct ListedBlocks {
+    alignas(16) ListedBlock listed[STAGES <= 4 ? 4 : 8];  // the entry that each stage's K belongs to
+};
 struct SharedStorage : Operands,
                        Optional<(CLUSTER > 1), ClusterBarriers>,
                        WorkTiles,
                        Optional<(cfg::GATHER || CLUSTER > 1), NextTile>,
-                       Optional<COMBINE_IN_KERNEL, LastArrival> {};
+                       Optional<COMBINE_IN_KERNEL, LastArrival>,
+                       Optional<cfg::BLOCK_LISTS, ListedBlocks> {};
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
 
 // The address of a member in the window of shared memory. A function that names a member of an optional part is a template on
@@ -125,6 +141,9 @@ enum NamedBarrier { PINGPONG = 1, WARPGROUP_SYNC = 8, PRODUCER_WARPS = 12 };
 
 // ---- what a tile covers
 
+// What the maximum and the exponent multiply scores by.
+__device__ __forceinline__ float late_scale(const Params& p) { return Program::HAS_SCORE ? 1.f : Score::late_scale(p.score); }
+
 __device__ __forceinline__ TileMask mask_of(const Params& p, const Seqlen& sequence) {
     return {sequence.k_length, sequence.shift, p.window_left, p.window_right};
 }
@@ -135,8 +154,9 @@ __device__ __forceinline__ BlockRange n_blocks_of_rows(const Params& p, const Se
     return n_block_range<BLOCK_N>(mask_of(p, sequence), row / PACK_GQA, last_query);
 }
 
-// The n-blocks of a tile: of all its rows, and of its part of the keys.
+// The n-blocks of a tile: of all its rows, and of its part of the keys. BLOCK_LISTS: the places in its list.
 __device__ __forceinline__ BlockRange n_blocks_of_tile(const Params& p, const Seqlen& sequence, const WorkTile& tile) {
+    if constexpr (cfg::BLOCK_LISTS) return {0, tile.listed()};
     const BlockRange all = n_blocks_of_rows(p, sequence, tile.row, BLOCK_M);
     return cfg::SPLIT ? all.part(tile.split, p.splits) : all;
 }

@@ -10,6 +10,23 @@
 #include "hopper/forward/tile_scheduler.cuh"
 #include "mbarrier.cuh"
 
+// BLOCK_LISTS: the list of a tile, from its last entry to its first. A lane has every 32nd entry.
+struct ListReader {
+    const int* from;
+    int last, lane, loaded;
+
+    __device__ __forceinline__ ListReader(const Params& p, const WorkTile& tile, int of_lane)
+        : from(nullptr), last(tile.listed() - 1), lane(of_lane), loaded(0) {
+        if constexpr (cfg::BLOCK_LISTS)
+            from = p.lists.entries + p.lists.row(tile.batch, tile.tile_head(), tile.row / BLOCK_M) * p.lists.pitch;
+    }
+    __device__ __forceinline__ ListedBlock entry(int i) {
+        const int read = last - i;
+        if (read % WARP == 0) loaded = from[max(0, i - lane)];
+        return {__shfl_sync(0xffffffffu, loaded, read % WARP)};
+    }
+};
+
 struct Producer {
     const Params& p;
     const u32 base;
@@ -24,8 +41,13 @@ struct Producer {
     // An n-block of a tile.
     struct KvBlock {
         Seqlen sequence;
-        int head, n_block;         // key/value head
+        int head, n_block;         // key/value head; BLOCK_LISTS: the n-block's place in the list
+        ListedBlock listed;        // BLOCK_LISTS: its entry
         int column;                // of v: the first of the tile's slice
+
+        __device__ __forceinline__ int first_key() const {
+            return (cfg::BLOCK_LISTS ? listed.block() : n_block) * BLOCK_N;
+        }
     };
 
     // One thread of all that work on the same tiles.
@@ -36,7 +58,7 @@ struct Producer {
         TileScheduler scheduler(p);
         const int workers = gridDim.x / CLUSTER;
         int index = blockIdx.x / CLUSTER;
-        KvBlock before{Seqlen(p.seqlen, 0), 0, 0, 0};
+        KvBlock before{Seqlen(p.seqlen, 0), 0, 0, {0}, 0};
         bool started = false;
         while (true) {
             const WorkTile tile = scheduler.tile_of(index);
@@ -45,13 +67,15 @@ struct Producer {
             const auto take_next = [&] {
                 if (takes_tiles()) next_index = workers + atomicAdd(p.tiles_taken, 1);
             };
-            KvBlock block{Seqlen(p.seqlen, tile.batch), tile.tile_head() / p.group, 0, tile.v_slice() * COLUMNS_V};
+            KvBlock block{Seqlen(p.seqlen, tile.batch), tile.tile_head() / p.group, 0, {0}, tile.v_slice() * COLUMNS_V};
             const BlockRange range = n_blocks_of_tile(p, block.sequence, tile);
             if (range.empty()) load_tile(tile, false, block.sequence), take_next();
             // The CTA that is done first takes the next tile, so it is taken late: while the last blocks are loaded.
             const int take_at = min(range.low + TAKEN_AHEAD, range.high - 1);
+            ListReader list(p, tile, lane);
             for (block.n_block = range.high - 1; block.n_block >= range.low; --block.n_block) {
                 if (block.n_block == take_at) take_next();
+                if constexpr (cfg::BLOCK_LISTS) block.listed = list.entry(block.n_block);
                 load_stage(true, block, started, before);
                 // V of the block before must not wait for Q: the consumers need it to free Q's stage.
                 if (block.n_block == range.high - 1) load_tile(tile, true, block.sequence);
@@ -72,6 +96,7 @@ struct Producer {
         const u32 k_full = SHARED(barrier, kv_barriers[K].full), v_full = SHARED(barrier, kv_barriers[V].full);
         const u32 k_bytes = has_k ? K_BYTES : 0, v_bytes = has_v ? V_BYTES : 0;
         acquire<K>();
+        if (has_k) publish_listed(k.listed);
         expect(k_full, k_bytes + (cfg::ONE_BARRIER ? v_bytes : 0));
         if (has_k) load_k(stage, k_full, k);
         if constexpr (!cfg::ONE_BARRIER) {
@@ -84,6 +109,11 @@ struct Producer {
         kv.advance();
     }
 
+    template <typename Storage = SharedStorage>
+    __device__ __forceinline__ void publish_listed(ListedBlock listed) const {
+        if constexpr (cfg::BLOCK_LISTS)
+            if (lane == 0) store_shared(SHARED_OF(Storage, base, listed) + 4 * kv.index, static_cast<u32>(listed.word));
+    }
     // Waits until all consumers have released the stage. Those of the peer CTA release it to their own producer, which tells
     // this one: a consumer's arrival then needs no fence for the cluster, and the order of its reads and our writes is one
     // that the memory model knows (docs/notebook/0003).
@@ -119,7 +149,7 @@ struct Producer {
                                                                  block.head, lane, column);
         } else if (lane == 0) {
             constexpr int SHARE = BLOCK_N / CLUSTER;
-            const int row = sequence.k_first + block.n_block * BLOCK_N + rank * SHARE;
+            const int row = sequence.k_first + block.first_key() + rank * SHARE;
             destination += rank * SHARE * ROW_BYTES;
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; ++chunk) {

@@ -28,6 +28,10 @@ struct TileScheduler {
             const int flat = tile.head;
             tile.batch = flat / p.heads;
             tile.head = flat - tile.batch * p.heads;
+            if constexpr (cfg::BLOCK_LISTS) {
+                const int2 listed = p.lists.at(tile.batch, tile.tile_head(), p.m_blocks - 1 - tile.row / BLOCK_M);
+                tile.row = listed.x * BLOCK_M, tile.split = listed.y;
+            }
         } else {
             // The rows after the last sequence are one more.
             const auto m_blocks_of = [&](int batch) { return ceil_div(Seqlen(p.seqlen, batch).q_length * PACK_GQA, BLOCK_M); };

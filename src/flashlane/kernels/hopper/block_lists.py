@@ -1,0 +1,129 @@
+"""Lists of blocks for the Hopper kernels: what a tile walks over where its mask is no range of blocks.
+
+A mask comes as torch's ``BlockMask`` has it, by blocks of some size; tiles have other sizes. Both are multiples of
+:data:`UNIT`. A list is of one tile, and an entry of it says what each 64 rows of the tile see of a block, so that tiles
+may have more rows than the mask's blocks. Device code: ``attention/block_list.cuh``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+UNIT = 64
+"""Rows of a consumer warpgroup: the finest blocks of a mask."""
+NONE, PARTIAL, FULL = range(3)
+"""What 64 rows see of a block."""
+STATE_BITS = 8
+"""Bits of an entry below its block: two for each 64 rows of a tile."""
+
+
+class BlockListParams(ctypes.Structure):
+    """Mirror of ``BlockLists``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("counts", "entries", "ranks", "order")),
+        *((name, ctypes.c_int) for name in ("batch", "head", "order_batch", "order_head", "pitch")),
+    )
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """The lists of all tiles of a launch, int32 on its GPU. Batch and heads are 1 where all have the same lists."""
+
+    counts: torch.Tensor
+    """Entries of each list, ``(batch, head, tile)``; heads are those of queries."""
+    entries: torch.Tensor
+    """``(batch, head, tile, entry)``: ``block << STATE_BITS``, and the states; what follows a list is anything."""
+    order: torch.Tensor
+    """``(batch, tile head, position, 2)``: a tile and its steps, the longest first."""
+    ranks: torch.Tensor | None = None
+    """Like ``entries``: how many tiles before this one, in ``order``, have the entry's block."""
+
+    def params(self) -> BlockListParams:
+        """What the kernel is given. It holds addresses: the lists must outlive the launch."""
+        _, _, tiles = self.counts.shape
+        batch, head = _steps(self.counts)
+        order_batch, order_head = _steps(self.order[..., 0])
+        return BlockListParams(
+            self.counts.data_ptr(), self.entries.data_ptr(), None if self.ranks is None else self.ranks.data_ptr(),
+            self.order.data_ptr(), batch * tiles, head * tiles, order_batch * tiles, order_head * tiles,
+            self.entries.shape[-1],
+        )  # fmt: skip
+
+
+def _steps(table: torch.Tensor) -> tuple[int, int]:
+    """Rows of a ``(batch, head, …)`` table from one batch row, and from one head, to the next; 0 where there is one."""
+    batch, heads = table.shape[:2]
+    return heads * (batch > 1), int(heads > 1)
+
+
+def unit_states(
+    counts: torch.Tensor, indices: torch.Tensor, full_counts: torch.Tensor | None, full_indices: torch.Tensor | None,
+    block: tuple[int, int], lengths: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
+    """The states of all units of a mask, int8 ``(batch, head, query unit, key unit)``.
+
+    Args:
+        counts: entries of each block row's list of partial blocks, int32 ``(batch, head, block row)``.
+        indices: the lists, int32 ``(batch, head, block row, entry)``.
+        full_counts: the same of full blocks, or None.
+        full_indices: likewise.
+        block: queries and keys of a block, multiples of :data:`UNIT`.
+        lengths: queries and keys.
+    """
+    rows, columns = (-(-length // size) for length, size in zip(lengths, block, strict=True))
+    states = torch.zeros((*counts.shape[:2], rows, columns + 1), dtype=torch.int8, device=counts.device)
+    for of, at, state in ((counts, indices, PARTIAL), (full_counts, full_indices, FULL)):
+        if of is None or at is None:
+            continue
+        of, at = of[:, :, :rows], at[:, :, :rows]
+        listed = torch.arange(at.shape[-1], device=at.device) < of[..., None]
+        states.scatter_(3, torch.where(listed, at, columns).long(), state)
+    states = states[..., :columns]
+    states = states.repeat_interleave(block[0] // UNIT, 2).repeat_interleave(block[1] // UNIT, 3)
+    states = states[:, :, : -(-lengths[0] // UNIT), : -(-lengths[1] // UNIT)]
+    if lengths[1] % UNIT:  # the last key unit ends inside
+        states[..., -1].clamp_(max=PARTIAL)
+    return states
+
+
+def tile_lists(
+    states: torch.Tensor, tile_rows: int, block_columns: int, columns: int, group: int = 1, ranked: bool = False
+) -> BlockLists:
+    """The lists of tiles of so many rows.
+
+    Args:
+        states: of units, ``(batch, head, row unit, column unit)``: rows are queries in the forward, keys in the
+            backward.
+        tile_rows: rows of a tile.
+        block_columns: columns of a block. A mask's blocks have a multiple of it, or the states of a block are alike.
+        columns: length of the other side; a block that ends after it is partial at most.
+        group: query heads that a tile goes through.
+        ranked: whether additions have an order.
+    """
+    parts, per = tile_rows // UNIT, block_columns // UNIT
+    batch, heads, row_units, column_units = states.shape
+    tiles, blocks = -(-row_units // parts), -(-column_units // per)
+    states = torch.nn.functional.pad(states, (0, blocks * per - column_units, 0, tiles * parts - row_units))
+    states = states.view(batch, heads, tiles, parts, blocks, per).amax(-1).transpose(3, 4).int()
+    if columns % block_columns:
+        states[:, :, :, -1].clamp_(max=PARTIAL)
+    shifts = 2 * torch.arange(parts, dtype=torch.int32, device=states.device)
+    words = (states << shifts).sum(-1, dtype=torch.int32)
+    listed = words > 0
+    words |= torch.arange(blocks, dtype=torch.int32, device=states.device) << STATE_BITS
+    counts = listed.sum(-1, dtype=torch.int32)
+    places = torch.argsort(~listed, dim=-1, stable=True)
+    steps = counts if heads == 1 or group == 1 else counts.view(batch, -1, group, tiles).sum(2, dtype=torch.int32)
+    order = torch.argsort(steps, dim=-1, descending=True, stable=True)
+    steps = steps.gather(-1, order) * (group if heads == 1 else 1)
+    ranks = None
+    if ranked:
+        by_head = order if heads == 1 or group == 1 else order.repeat_interleave(group, 1)
+        at = by_head[..., None].expand(*by_head.shape, blocks)
+        earlier = listed.gather(2, at).int().cumsum(2, dtype=torch.int32) - 1
+        ranks = torch.empty_like(earlier).scatter_(2, at, earlier).gather(-1, places).contiguous()
+    return BlockLists(counts, words.gather(-1, places), torch.stack((order.int(), steps), -1).contiguous(), ranks)
