@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-HEADER = "program.cuh"
+PROGRAM_HEADER = "program.cuh"
 NO_PROGRAM = """#pragma once
 struct ProgramParams {};
 struct Program {

@@ -8,7 +8,7 @@ from flashlane.core.registry import Resources
 from flashlane.jit import KernelSource
 from flashlane.kernels.device_file import ELEMENTS, device_code
 from flashlane.kernels.hopper.arch import CHUNK, WARPGROUP
-from flashlane.kernels.hopper import program as no_program
+from flashlane.kernels.hopper.program import NO_PROGRAM, PROGRAM_HEADER
 from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.seqlen import SeqlenConfig
@@ -160,7 +160,7 @@ class HopperConfig:
         shapes = wgmma_header(self.dtype, (self.block_n, self.columns_v))
         # An attribute cannot depend on a constant, and a cluster of one CTA is not the same as none.
         clustered = f"#define CLUSTERED {f'__cluster_dims__({self.cluster}, 1, 1)' if self.cluster > 1 else ''}\n"
-        program = no_program.HEADER, self.program or no_program.NO_PROGRAM
+        program = PROGRAM_HEADER, self.program or NO_PROGRAM
         headers = ((HEADER, shapes), ("hopper_clustered.cuh", clustered), program)
         return KernelSource(SOURCE, device_code(SOURCE), "hopper_forward", self.constants(), headers)
 

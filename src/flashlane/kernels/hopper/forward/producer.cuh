@@ -41,12 +41,11 @@ struct Producer {
     // An n-block of a tile.
     struct KvBlock {
         Seqlen sequence;
-        int head, n_block;         // key/value head; BLOCK_LISTS: the n-block's place in the list
-        ListedBlock listed;        // BLOCK_LISTS: its entry
+        int head, n_block;         // key/value head; BLOCK_LISTS: the n-block's entry
         int column;                // of v: the first of the tile's slice
 
         __device__ __forceinline__ int first_key() const {
-            return (cfg::BLOCK_LISTS ? listed.block() : n_block) * BLOCK_N;
+            return (cfg::BLOCK_LISTS ? ListedBlock{n_block}.block() : n_block) * BLOCK_N;
         }
     };
 
@@ -58,7 +57,7 @@ struct Producer {
         TileScheduler scheduler(p);
         const int workers = gridDim.x / CLUSTER;
         int index = blockIdx.x / CLUSTER;
-        KvBlock before{Seqlen(p.seqlen, 0), 0, 0, {0}, 0};
+        KvBlock before{Seqlen(p.seqlen, 0), 0, 0, 0};
         bool started = false;
         while (true) {
             const WorkTile tile = scheduler.tile_of(index);
@@ -67,15 +66,23 @@ struct Producer {
             const auto take_next = [&] {
                 if (takes_tiles()) next_index = workers + atomicAdd(p.tiles_taken, 1);
             };
-            KvBlock block{Seqlen(p.seqlen, tile.batch), tile.tile_head() / p.group, 0, {0}, tile.v_slice() * COLUMNS_V};
+            KvBlock block{Seqlen(p.seqlen, tile.batch), tile.tile_head() / p.group, 0, tile.v_slice() * COLUMNS_V};
             const BlockRange range = n_blocks_of_tile(p, block.sequence, tile);
             if (range.empty()) load_tile(tile, false, block.sequence), take_next();
             // The CTA that is done first takes the next tile, so it is taken late: while the last blocks are loaded.
             const int take_at = min(range.low + TAKEN_AHEAD, range.high - 1);
-            ListReader list(p, tile, lane);
-            for (block.n_block = range.high - 1; block.n_block >= range.low; --block.n_block) {
+            // The loops differ in where n_block comes from; written as one, the registers of the second would change.
+            if constexpr (cfg::BLOCK_LISTS) {
+                ListReader list(p, tile, lane);
+                for (int i = range.high - 1; i >= range.low; --i) {
+                    if (i == take_at) take_next();
+                    block.n_block = list.entry(i).word;
+                    load_stage(true, block, started, before);
+                    if (i == range.high - 1) load_tile(tile, true, block.sequence);
+                    before = block, started = true;
+                }
+            } else for (block.n_block = range.high - 1; block.n_block >= range.low; --block.n_block) {
                 if (block.n_block == take_at) take_next();
-                if constexpr (cfg::BLOCK_LISTS) block.listed = list.entry(block.n_block);
                 load_stage(true, block, started, before);
                 // V of the block before must not wait for Q: the consumers need it to free Q's stage.
                 if (block.n_block == range.high - 1) load_tile(tile, true, block.sequence);
@@ -96,7 +103,7 @@ struct Producer {
         const u32 k_full = SHARED(barrier, kv_barriers[K].full), v_full = SHARED(barrier, kv_barriers[V].full);
         const u32 k_bytes = has_k ? K_BYTES : 0, v_bytes = has_v ? V_BYTES : 0;
         acquire<K>();
-        if (has_k) publish_listed(k.listed);
+        if (has_k) publish_listed({k.n_block});
         expect(k_full, k_bytes + (cfg::ONE_BARRIER ? v_bytes : 0));
         if (has_k) load_k(stage, k_full, k);
         if constexpr (!cfg::ONE_BARRIER) {

@@ -1,0 +1,138 @@
+"""The Hopper forward with a program and lists of blocks: which tile a call gets, and its launch."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from flashlane.core.problem import AttentionProblem
+from flashlane.jit import launch, shared_limit
+from flashlane.kernels.hopper.arch import ARCH, L2_BYTES
+from flashlane.kernels.hopper.flex.masks import forward_lists
+from flashlane.kernels.hopper.flex.problem import BlockMask, Program, Window, problem_of, supports
+from flashlane.kernels.hopper.forward.config import HopperConfig
+from flashlane.kernels.hopper.forward.launch import ForwardPlan
+from flashlane.kernels.hopper.forward.tiles import TileShape
+
+PLANS_KEPT = 1024
+NARROW, MEDIUM, WIDE = 64, 128, 192
+"""Head dims up to which a tile's operands take that much shared memory and registers."""
+
+
+def tile_of(head_dim: int, block: tuple[int, int] | None) -> tuple[TileShape, int]:
+    """The tile, and the CTAs of an SM, for the larger head dim and the blocks of the mask.
+
+    Tiles of 64 rows are for masks whose blocks have 64: two CTAs then hide each other's softmax, as two consumers do.
+    """
+    rows, keys = (128, 128) if block is None else (128 if size % 128 == 0 else 64 for size in block)
+    if head_dim <= NARROW:
+        one = TileShape(keys, 1, 3 if keys == 128 else 5), 2
+        return one if rows == 64 else (TileShape(keys, 2, 4, q_in_registers=True, late_wait=True), 1)
+    if head_dim <= MEDIUM:
+        return (TileShape(64, 1, 3), 2) if rows == 64 else (TileShape(keys, 2, 3, q_in_registers=True), 1)
+    if head_dim <= WIDE:
+        return (TileShape(64, rows // 64, 3, q_in_registers=True, one_barrier=False), 1)
+    return (TileShape(64, rows // 64, 2, one_barrier=False), 1)
+
+
+@functools.lru_cache(maxsize=PLANS_KEPT)
+def config_of(problem: AttentionProblem, program: Program, block: tuple[int, int] | None) -> HopperConfig:
+    """The configuration of a call.
+
+    Args:
+        problem: the call.
+        program: its score and mask.
+        block: queries and keys of the mask's blocks; None without lists.
+    """
+    shape, ctas = tile_of(max(problem.head_dim, problem.head_dim_v), block)
+    found = HopperConfig(
+        problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), has_left=problem.window_left >= 0,
+        has_right=problem.window_right >= 0, program=program.header(), block_lists=block is not None, ctas_per_sm=ctas,
+        heads_per_section=_section(problem),
+    )  # fmt: skip
+    if found.shared_memory > shared_limit(ARCH):
+        found = replace(found, stages=2)
+    return found
+
+
+def _section(problem: AttentionProblem) -> int:
+    """Heads whose keys and values fit the L2 cache at once: in a section the longest tiles come first."""
+    size = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    kv_heads = max(1, L2_BYTES // max(1, size))
+    return max(1, min(problem.batch * problem.heads, kv_heads * problem.group))
+
+
+@functools.lru_cache(maxsize=PLANS_KEPT)
+def _plan(config: HopperConfig, problem: AttentionProblem, *tensors_and_device: Any) -> ForwardPlan:
+    return ForwardPlan(config, problem, *tensors_and_device)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    program: Program,
+    captured: Any,
+    block_mask: BlockMask | None,
+    scale: float,
+    window: Window = (-1, -1),
+    *,
+    config: HopperConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention whose scores and mask are a program. Rows that see no key are 0, and their LSE is −∞.
+
+    Args:
+        q: ``(b, sq, h, d)`` f16 or bf16, any strides with contiguous rows: ``(b, h, sq, d)`` tensors come transposed.
+        k: ``(b, sk, h_k, d)``.
+        v: ``(b, sk, h_k, dv)``.
+        program: a score of ``q·k · scale`` and a mask, which is asked in partial blocks.
+        captured: the arguments of :meth:`Program.params`.
+        block_mask: lists of partial and full blocks by query head; None: ``window`` alone hides keys, and the program
+            has no mask.
+        scale: of the scores.
+        window: keys to the left and right that a query sees, −1 for all; only without a block mask.
+        config: the configuration to run, or None for the table's.
+
+    Returns:
+        The output ``(b, sq, h, dv)``, whose axes lie in memory in the order of q's, and the LSE, f32 ``(b, h, sq)``.
+
+    Raises:
+        NotImplementedError: :func:`supports` gives a reason.
+        ValueError: a window with a block mask.
+    """
+    if (reason := supports(q, k, v, block_mask)) is not None:
+        raise NotImplementedError(reason)
+    if block_mask is not None and tuple(window) != (-1, -1):
+        raise ValueError(f"window is {tuple(window)} with a block mask; it may be given only without one")
+    problem = problem_of(q, k, v, scale, window)
+    out = empty_like(q, v.shape[-1])
+    lse = torch.empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32, device=q.device)
+    if not q.numel() or not k.numel():
+        return out.zero_(), lse.fill_(-torch.inf)
+    block = None if block_mask is None else tuple(block_mask.BLOCK_SIZE)
+    config = config or config_of(problem, program, block)
+    lists = None if block_mask is None else forward_lists(block_mask, config, problem)
+    arguments = program.params(captured)
+    plan = _plan(
+        config, problem, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.shape, out.stride(), q.device.index,
+        type(arguments),
+    )  # fmt: skip
+
+    def complete(params: Any) -> None:
+        params.program = arguments
+        if lists is not None:
+            params.lists = lists.params()
+
+    with launch.on_device(plan.device):
+        plan.launch(q, k, v, out, lse, (q.data_ptr(), k.data_ptr(), v.data_ptr()), complete=complete)
+    return out, lse
+
+
+def empty_like(q: torch.Tensor, columns: int) -> torch.Tensor:
+    """Memory for ``(b, sq, h, columns)``, with the axes of batch, row and head in the order in which q has them."""
+    order = sorted(range(3), key=lambda axis: (q.stride(axis), q.shape[axis] == 1), reverse=True)
+    made = torch.empty([*(q.shape[axis] for axis in order), columns], dtype=q.dtype, device=q.device)
+    return made.permute(*(order.index(axis) for axis in range(3)), 3)

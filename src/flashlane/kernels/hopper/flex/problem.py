@@ -1,0 +1,110 @@
+"""What the Hopper kernels with programs take: a call as an ``AttentionProblem``, and what they refuse."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+import torch
+
+from flashlane.core.problem import DTYPE_NAMES, AttentionProblem
+from flashlane.jit import tensormap
+from flashlane.kernels.device_file import ELEMENTS
+from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.block_lists import UNIT
+
+MAX_HEAD_DIM = 256
+MAX_BLOCKS = 1 << 22
+"""Blocks of an entry's bits."""
+Window = tuple[int, int]
+
+
+class Program(Protocol):
+    """What a kernel needs of a score and a mask: ``flashlane.flex.program.Program``."""
+
+    def header(self) -> str:
+        """The text of ``program.cuh``."""
+
+    def params(self, arguments: Any) -> ctypes.Structure:
+        """Its ``ProgramParams`` for the arguments of a call."""
+
+
+class BlockMask(Protocol):
+    """What is read of torch's ``BlockMask``."""
+
+    BLOCK_SIZE: tuple[int, int]
+    seq_lengths: tuple[int, int]
+    kv_num_blocks: torch.Tensor
+    kv_indices: torch.Tensor
+    full_kv_num_blocks: torch.Tensor | None
+    full_kv_indices: torch.Tensor | None
+
+
+def supports(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask | None = None, arch: str | None = ARCH
+) -> str | None:
+    """None when the kernels take these tensors, else the reason in words.
+
+    Args:
+        q: ``(b, sq, h, d)``, any strides.
+        k: ``(b, sk, h_k, d)``.
+        v: ``(b, sk, h_k, dv)``.
+        block_mask: of the call, or None.
+        arch: the GPU's architecture, as the compiler names it.
+    """
+    if arch != ARCH:
+        return f"architecture is {arch}; it takes {ARCH}"
+    dtype = DTYPE_NAMES.get(q.dtype)
+    if dtype not in ELEMENTS or k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes one of {', '.join(ELEMENTS)} for all"
+    for name, dim in (("q and k", q.shape[-1]), ("v", v.shape[-1])):
+        if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
+            return f"head_dim of {name} is {dim}; it takes multiples of 8 up to {MAX_HEAD_DIM}"
+    if k.shape[0] != q.shape[0]:
+        return f"batch of q is {q.shape[0]} and of k {k.shape[0]}; it takes equal ones"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.numel() and not aligned(tensor):
+            return f"rows of {name} must be contiguous and start on {tensormap.ALIGNMENT} bytes, as TMA copies them"
+    if max(q.shape[1], k.shape[1]) > UNIT * MAX_BLOCKS:
+        return f"lengths are {q.shape[1]} and {k.shape[1]}; it takes up to {UNIT * MAX_BLOCKS}"
+    return None if block_mask is None else _mask_refusal(block_mask, q.shape, k.shape)
+
+
+def aligned(tensor: torch.Tensor) -> bool:
+    """Whether TMA can read a tensor: its rows are contiguous and start on 16 bytes."""
+    unit = tensormap.ALIGNMENT // tensor.element_size()
+    steps = [step for step, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
+    return (
+        tensor.stride(-1) == 1 and not tensor.data_ptr() % tensormap.ALIGNMENT and all(s > 0 == s % unit for s in steps)
+    )
+
+
+def _mask_refusal(mask: BlockMask, q_shape: torch.Size, k_shape: torch.Size) -> str | None:
+    if any(size % UNIT for size in mask.BLOCK_SIZE):
+        return f"the block mask has blocks of {tuple(mask.BLOCK_SIZE)}; it takes multiples of {UNIT}"
+    rows = -(-q_shape[1] // mask.BLOCK_SIZE[0])
+    batch, heads, mask_rows = mask.kv_num_blocks.shape
+    if mask_rows < rows or mask.seq_lengths[1] < k_shape[1]:
+        lengths = q_shape[1], k_shape[1]
+        return f"the block mask is for lengths {tuple(mask.seq_lengths)}; those of the tensors are {lengths}"
+    if batch not in (1, q_shape[0]) or heads not in (1, q_shape[2]):
+        size = q_shape[0], q_shape[2]
+        return f"the block mask has batch and heads {(batch, heads)}; it takes 1 or those of q, {size}"
+    return None
+
+
+def problem_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: Window = (-1, -1),
+    deterministic: bool = False,
+) -> AttentionProblem:
+    """The call as a problem of dense tensors; windows are aligned by the first query and key."""
+    batch, seqlen_q, heads, head_dim = q.shape
+    return AttentionProblem(
+        batch=batch, heads=heads, kv_heads=k.shape[2], seqlen_q=seqlen_q, seqlen_k=k.shape[1], head_dim=head_dim,
+        head_dim_v=v.shape[-1], dtype=q.dtype, scale=scale, window_left=window[0], window_right=window[1],
+        alignment="top-left", deterministic=deterministic, num_splits=1, arch=ARCH,
+    )  # fmt: skip

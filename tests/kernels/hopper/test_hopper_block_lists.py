@@ -1,0 +1,142 @@
+"""Lists of blocks for tiles, against the mask that they are made from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from flashlane.kernels.hopper.block_lists import (
+    FULL,
+    PARTIAL,
+    STATE_BITS,
+    UNIT,
+    BlockLists,
+    tile_lists,
+    unit_states,
+)
+
+LENGTHS = 600, 700
+HEADS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    block: tuple[int, int]
+    tile_rows: int
+    block_columns: int
+    transposed: bool = False
+    group: int = 1
+    by_head: bool = False
+
+
+CASES = [
+    Case("causal", (128, 128), 128, 128),
+    Case("documents", (128, 128), 128, 64),
+    Case("documents", (64, 64), 128, 64),
+    Case("random", (64, 64), 64, 64, by_head=True),
+    Case("random", (64, 64), 128, 64, by_head=True, group=2),
+    Case("random", (64, 64), 128, 64, transposed=True, by_head=True, group=1),
+    Case("random", (64, 64), 128, 64, transposed=True, by_head=True, group=4),
+    Case("documents", (128, 256), 128, 64, transposed=True, group=2),
+    Case("causal", (128, 128), 128, 128, transposed=True),
+]
+
+
+def mask_of(name: str):
+    generator = torch.Generator().manual_seed(3)
+    document = torch.randint(0, 4, LENGTHS[1:], generator=generator).cumsum(0) // 500
+    shown = torch.rand(2, HEADS, 10, 11, generator=generator) < 0.3
+    return {
+        "causal": lambda b, h, q, k: q >= k,
+        "documents": lambda b, h, q, k: (document[q] == document[k]) & (q >= k),
+        "random": lambda b, h, q, k: shown[b, h, q // UNIT, k // UNIT],
+    }[name]
+
+
+def lists_of(case: Case) -> tuple[BlockLists, torch.Tensor]:
+    """The lists, and the mask, rows first."""
+    mod, size = mask_of(case.name), (2, HEADS) if case.by_head else (None, None)
+    mask = create_block_mask(mod, *size, *LENGTHS, device="cpu", BLOCK_SIZE=case.block)
+    states = unit_states(
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, case.block, LENGTHS
+    )
+    batch, heads = states.shape[:2]
+    axes = (
+        torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
+        for axis, n in enumerate((batch, heads, *LENGTHS))
+    )
+    dense = mod(*axes).expand(batch, heads, *LENGTHS)
+    # Queries past the end show nothing, whatever the lists say.
+    columns = LENGTHS[1]
+    if case.transposed:
+        dense, states = dense.transpose(2, 3), states.transpose(2, 3)
+        columns = -(-LENGTHS[0] // case.block_columns) * case.block_columns
+    return tile_lists(states, case.tile_rows, case.block_columns, columns, case.group, ranked=True), dense
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_lists_have_every_visible_pair_and_full_blocks_no_other(case: Case) -> None:
+    lists, dense = lists_of(case)
+    batch, heads, rows, columns = dense.shape
+    assert lists.counts.shape[:2] == (batch, heads)
+    some = Counter()
+    for b in range(batch):
+        for h in range(heads):
+            found = torch.zeros(rows, columns, dtype=torch.bool)
+            for tile, count in enumerate(lists.counts[b, h].tolist()):
+                words = lists.entries[b, h, tile, :count].tolist()
+                assert len({word >> STATE_BITS for word in words}) == count
+                for word in words:
+                    first = (word >> STATE_BITS) * case.block_columns
+                    for part in range(case.tile_rows // UNIT):
+                        row, state = tile * case.tile_rows + part * UNIT, word >> 2 * part & 3
+                        at = slice(row, row + UNIT), slice(first, first + case.block_columns)
+                        some[state] += 1
+                        if state == FULL:
+                            assert dense[b, h][at].all()
+                            assert case.transposed or first + case.block_columns <= columns
+                        if state in (PARTIAL, FULL):
+                            found[at] = dense[b, h][at]
+            assert torch.equal(found, dense[b, h])
+    assert some[FULL if case.name == "random" else PARTIAL] and (some[FULL] or case.name == "documents")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tiles_come_longest_first_and_additions_to_a_block_are_counted_in_that_order(case: Case) -> None:
+    lists, _ = lists_of(case)
+    batch, heads, tiles = lists.counts.shape
+    tile_heads = 1 if heads == 1 else heads // case.group
+    assert lists.order.shape == (batch, tile_heads, tiles, 2)
+    for b in range(batch):
+        for tile_head in range(tile_heads):
+            order, steps = lists.order[b, tile_head].unbind(-1)
+            own = range(heads) if heads == 1 else range(tile_head * case.group, (tile_head + 1) * case.group)
+            assert sorted(order.tolist()) == list(range(tiles))
+            expected = lists.counts[b, list(own)].sum(0) * (case.group if heads == 1 else 1)
+            assert steps.tolist() == expected[order.long()].tolist() == sorted(expected.tolist(), reverse=True)
+            for h in own:
+                before: Counter[int] = Counter()
+                for tile in order.tolist():
+                    count = lists.counts[b, h, tile]
+                    for word, rank in zip(
+                        lists.entries[b, h, tile, :count].tolist(),
+                        lists.ranks[b, h, tile, :count].tolist(),
+                        strict=True,
+                    ):
+                        assert rank == before[word >> STATE_BITS]
+                        before[word >> STATE_BITS] += 1
+
+
+def test_steps_between_lists_are_zero_where_all_have_the_same() -> None:
+    lists, _ = lists_of(CASES[1])
+    params = lists.params()
+    assert (params.batch, params.head, params.order_batch, params.order_head) == (0, 0, 0, 0)
+    lists, _ = lists_of(CASES[6])
+    tiles, params = lists.counts.shape[2], lists.params()
+    assert (params.batch, params.head, params.order_batch, params.order_head) == (HEADS * tiles, tiles, tiles, 0)
+    assert params.pitch == lists.entries.shape[-1]
