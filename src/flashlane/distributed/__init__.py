@@ -1,0 +1,36 @@
+"""Context parallelism: attention whose tokens are divided among the ranks of a ``torch.distributed`` group."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashlane.distributed.functional import context_parallel_attn_func, context_parallel_attn_varlen_func
+    from flashlane.distributed.sharding import position_ids, shard_sequence, token_indices, unshard_sequence
+
+_MODULES = {
+    "functional": ("context_parallel_attn_func", "context_parallel_attn_varlen_func"),
+    "sharding": ("position_ids", "shard_sequence", "token_indices", "unshard_sequence"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "context_parallel_attn_func",
+    "context_parallel_attn_varlen_func",
+    "position_ids",
+    "shard_sequence",
+    "token_indices",
+    "unshard_sequence",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

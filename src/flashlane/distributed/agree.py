@@ -1,0 +1,94 @@
+"""Whether all ranks of a group make the same call, found out before the first byte of a new problem is sent.
+
+Each rank writes what it asks into the key/value store of the process group and reads what the others wrote. A rank that
+asks something else, or that cannot make the call at all, gives every rank an error that names the argument. A rank that
+does not come gives one that names the rank, after the group's timeout. A call like an earlier one is not looked at
+again; if only some ranks think so, those wait for data that is never sent, and the group's timeout ends that too.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from flashlane.distributed.comm import Ranks
+
+Fields = tuple[tuple[str, object], ...]
+"""Names of arguments and what they are, in values that JSON holds."""
+_ERROR = "error"
+
+
+@dataclass
+class _Known:
+    """What the ranks of a group agreed on so far."""
+
+    calls: set[Fields] = field(default_factory=set)
+    asked: int = 0
+    """Of how many problems the ranks told each other: the same number on all ranks."""
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Known] = weakref.WeakKeyDictionary()
+
+
+def agree(ranks: Ranks, fields: Fields, device: torch.device, error: Exception | None = None) -> None:
+    """Return when all ranks make the same call; they compare it the first time that this rank makes it.
+
+    Args:
+        ranks: the group.
+        fields: what must be equal on all ranks.
+        device: of the tensors, whose backend's timeout holds.
+        error: why this rank cannot make the call. It is raised here, and the other ranks are told.
+
+    Raises:
+        ValueError: the ranks do not agree, or one of them has an error; the message names rank and argument.
+        RuntimeError: a rank did not make a new call within the group's timeout.
+    """
+    known = _known.setdefault(ranks.group, _Known())
+    if error is None and fields in known.calls:
+        return
+    store = distributed_c10d._get_process_group_store(ranks.group)
+    number, known.asked = known.asked, known.asked + 1
+    keys = [f"flashlane/{number}/{rank}" for rank in range(ranks.size)]
+    said = {_ERROR: f"{type(error).__name__}: {error}"} if error else dict(fields)
+    store.set(keys[ranks.rank], json.dumps(said))
+    if error is not None:
+        raise error
+    timeout = _timeout(ranks, device)
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(
+            f"rank {', '.join(map(str, late))} of {ranks.size} did not make the call of rank {ranks.rank} within "
+            f"the group's timeout of {timeout.total_seconds():g} s; all ranks must make the same calls in one order"
+        ) from None
+    others = [json.loads(store.get(key)) for key in keys]
+    if store.add(f"flashlane/{number}/read", 1) == ranks.size:
+        for key in (*keys, f"flashlane/{number}/read"):
+            store.delete_key(key)
+    _compare(ranks, json.loads(json.dumps(dict(fields))), others)
+    if not known.calls and device.type == "cuda":
+        # The first batch of messages of a group would make its communicator, for which all ranks must be there.
+        dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
+    known.calls.add(fields)
+
+
+def _compare(ranks: Ranks, mine: dict[str, object], others: list[dict[str, object]]) -> None:
+    failed = [f"rank {rank}: {said[_ERROR]}" for rank, said in enumerate(others) if _ERROR in said]
+    if failed:
+        raise ValueError("the call cannot be made on " + "; ".join(failed))
+    for name, value in mine.items():
+        found = [said.get(name) for said in others]
+        if any(other != value for other in found):
+            each = ", ".join(f"{other!r} on rank {rank}" for rank, other in enumerate(found))
+            raise ValueError(f"{name} is {each}; it must be the same on all {ranks.size} ranks")
+
+
+def _timeout(ranks: Ranks, device: torch.device) -> timedelta:
+    return ranks.group._get_backend(device).options._timeout

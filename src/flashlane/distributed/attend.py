@@ -1,0 +1,442 @@
+"""Blocks computed by the library's kernels: a shard's output, LSE and gradients over the keys that are at hand.
+
+Where every row is in one block, its output is what the kernel wrote. Where a row is in several, outputs and LSEs are
+merged in f32 (f64 for f64).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from flashlane.core import dispatch
+from flashlane.core.arch import compute_dtype
+from flashlane.core.problem import Asked, AttentionProblem, Gradients, Inputs
+from flashlane.core.registry import Kernel
+from flashlane.distributed.blocks import Block, phases_of
+from flashlane.ops import torch_rules
+
+FEW_BLOCKS = 4
+"""So many blocks are computed one by one; more of them are packed sequences of one call."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a call asks beside its masks and tensors."""
+
+    scale: float
+    softcap: float = 0.0
+    deterministic: bool = False
+    kernel: str | None = None
+    needs_grad: bool = False
+
+
+class Modifiers(NamedTuple):
+    """Tensors of a call that belong to its heads: see :class:`flashlane.core.problem.Inputs`."""
+
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    logit_scale: torch.Tensor | None = None
+
+    def heads(self, first: int, stop: int) -> Modifiers:
+        """Those of some query heads."""
+        return Modifiers(*(None if t is None else t[..., first:stop] for t in self))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Blocks with one window, as the packed sequences of one call. Rows between them are sequences without keys."""
+
+    blocks: tuple[Block, ...]
+    rows: int
+    made: dict[torch.device, _Index] = field(default_factory=dict, compare=False, hash=False)
+
+    @property
+    def sequences(self) -> list[tuple[int, int, Block | None]]:
+        """First row, last row and block of each sequence; they cover all rows."""
+        found: list[tuple[int, int, Block | None]] = []
+        at = 0
+        for block in self.blocks:
+            if block.q_first > at:
+                found.append((at, block.q_first, None))
+            found.append((block.q_first, block.q_stop, block))
+            at = block.q_stop
+        if at < self.rows:
+            found.append((at, self.rows, None))
+        return found
+
+    def on(self, device: torch.device) -> _Index:
+        """The call's tensors of lengths and rows on a device, which are kept."""
+        if device not in self.made:
+            self.made[device] = _Index.of(self, device)
+        return self.made[device]
+
+
+@dataclass(frozen=True)
+class _Index:
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    keys: slice | torch.Tensor
+    """The keys of all sequences one after another, of which some may be in several."""
+    layers: tuple[tuple[slice | torch.Tensor, slice | torch.Tensor], ...]
+    """Where gradients of packed keys are added to those of the keys: in none of them is a key twice."""
+    documents: torch.Tensor
+    """Of each sequence; 0 for one without keys."""
+
+    @classmethod
+    def of(cls, packed: Packed, device: torch.device) -> _Index:
+        sequences = packed.sequences
+        ranges = [range(block.k_first, block.k_stop) if block else range(0) for _, _, block in sequences]
+        q_lengths, k_lengths = [stop - first for first, stop, _ in sequences], list(map(len, ranges))
+        starts = [0, *itertools.accumulate(k_lengths)]
+        layers: list[list[int]] = []
+        for number in sorted((i for i in range(len(ranges)) if ranges[i]), key=lambda i: ranges[i].start):
+            for layer in layers:
+                if ranges[layer[-1]].stop <= ranges[number].start:
+                    layer.append(number)
+                    break
+            else:
+                layers.append([number])
+        return cls(
+            torch.tensor([0, *itertools.accumulate(q_lengths)], dtype=torch.int32, device=device),
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            max(q_lengths),
+            max(k_lengths),
+            rows_index(ranges, device),
+            tuple(
+                (
+                    rows_index([ranges[i] for i in layer], device),
+                    rows_index([range(starts[i], starts[i + 1]) for i in layer], device),
+                )
+                for layer in layers
+            ),
+            torch.tensor([block.document if block else 0 for *_, block in sequences], device=device),
+        )
+
+
+def rows_index(ranges: Iterable[range], device: torch.device) -> slice | torch.Tensor:
+    """Rows as a slice where they follow each other, else as a tensor of indices."""
+    ranges = [each for each in ranges if len(each)]
+    if all(one.stop == other.start for one, other in itertools.pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop) if ranges else slice(0, 0)
+    return torch.cat([torch.arange(each.start, each.stop) for each in ranges]).to(device)
+
+
+def take_rows(t: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Rows of ``(b, rows, heads, head_dim)``."""
+    return t[:, rows] if isinstance(rows, slice) else t.index_select(1, rows)
+
+
+def add_rows(t: torch.Tensor, rows: slice | torch.Tensor, addend: torch.Tensor) -> None:
+    """Add to some rows, none of which is there twice."""
+    if isinstance(rows, slice):
+        t[:, rows] += addend
+    else:
+        t.index_add_(1, rows, addend.to(t.dtype))
+
+
+Call = Block | Packed
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The kernel calls that compute a set of blocks."""
+
+    calls: tuple[Call, ...]
+    rows: int
+    disjoint: bool
+    """Whether every row is in at most one of the calls' blocks, so that nothing has to be merged."""
+    full: bool
+    """Whether every row is in some block."""
+
+    @classmethod
+    def of(cls, blocks: Iterable[Block], rows: int, *, packable: bool, alibi: bool) -> Calls:
+        """Blocks of queries that have so many rows.
+
+        Args:
+            blocks: in any order.
+            rows: of the queries.
+            packable: whether the tensors have one batch element, so that blocks can be packed sequences.
+            alibi: whether distances matter; blocks that a kernel aligns otherwise are then apart.
+        """
+        phases = phases_of(blocks)
+        calls: list[Call] = [block for phase in phases for block in phase]
+        packed = packable and len(calls) > FEW_BLOCKS
+        if packed:
+            calls = [call for phase in phases for call in _packed(phase, rows, alibi)]
+        covered = sum(block.q_stop - block.q_first for block in phases[0]) if phases else 0
+        shifted = alibi and any(block.offset for phase in phases for block in phase)
+        disjoint = len(phases) <= 1 and not (packed and len(calls) > 1) and not shifted
+        return cls(tuple(calls), rows, disjoint, covered == rows)
+
+
+def _packed(phase: Sequence[Block], rows: int, alibi: bool) -> list[Packed]:
+    """Blocks of different rows by their window, those that hide most first: others may share theirs."""
+    kinds: list[tuple[Block, list[Block]]] = []
+    for block in sorted(phase, key=lambda block: (block.left < 0) + (block.right < 0)):
+        for like, kind in kinds:
+            aligned = not alibi or (like.step, like.offset) == (block.step, block.offset)
+            if aligned and block.allows(like.left, like.right):
+                kind.append(block)
+                break
+        else:
+            kinds.append((block, [block]))
+    return [
+        Packed(
+            tuple(
+                replace(block, left=like.left, right=like.right)
+                for block in sorted(kind, key=lambda block: block.q_first)
+            ),
+            rows,
+        )
+        for like, kind in kinds
+    ]
+
+
+@dataclass
+class _Prepared:
+    """One call's problem, tensors and kernel, and which rows of the shard it computes."""
+
+    problem: AttentionProblem
+    inputs: Inputs
+    kernel: Kernel
+    rows: slice
+    keys: slice | torch.Tensor
+    layers: tuple[tuple[slice | torch.Tensor, slice | torch.Tensor], ...] | None
+    varlen: bool
+
+
+def _prepare(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, settings: Settings
+) -> _Prepared:
+    block = call.blocks[0] if isinstance(call, Packed) else call
+    slopes = modifiers.alibi_slopes
+    if slopes is not None and block.step != 1:
+        slopes = slopes * block.step
+    kept = {"sinks": modifiers.sinks, "logit_scale": modifiers.logit_scale}
+    if isinstance(call, Packed):
+        index = call.on(q.device)
+        rows, keys, layers = slice(0, call.rows), index.keys, index.layers
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes.index_select(0, index.documents)
+        inputs = Inputs(
+            q[0],
+            take_rows(k, keys)[0],
+            take_rows(v, keys)[0],
+            alibi_slopes=slopes,
+            **kept,
+            cu_seqlens_q=index.cu_seqlens_q,
+            cu_seqlens_k=index.cu_seqlens_k,
+            max_seqlen_q=index.max_seqlen_q,
+            max_seqlen_k=index.max_seqlen_k,
+        )
+    else:
+        rows, keys, layers = slice(call.q_first, call.q_stop), slice(call.k_first, call.k_stop), None
+        if slopes is not None and slopes.dim() == 2 and q.shape[0] == 1:
+            slopes = slopes[call.document].contiguous()
+        inputs = Inputs(q[:, rows], k[:, keys], v[:, keys], alibi_slopes=slopes, **kept)
+    asked = Asked(
+        scale=settings.scale,
+        window_size=(block.left, block.right),
+        softcap=settings.softcap,
+        deterministic=settings.deterministic,
+    )
+    problem = AttentionProblem.from_inputs(inputs, asked)
+    if problem.needs_grad != settings.needs_grad:  # autograd is off inside a derivative's definition
+        problem = replace(problem, needs_grad=settings.needs_grad)
+    kernel = dispatch.select(problem, settings.kernel)
+    return _Prepared(problem, inputs, kernel, rows, keys, layers, isinstance(call, Packed))
+
+
+class State:
+    """Output and LSE of rows over all keys seen so far, in f32 (f64 for f64)."""
+
+    def __init__(self, q: torch.Tensor, head_dim_v: int) -> None:
+        dtype = compute_dtype(q.dtype)
+        batch, rows, heads, _ = q.shape
+        self.out = q.new_zeros((batch, rows, heads, head_dim_v), dtype=dtype)
+        self.lse = q.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
+        self.dtype = q.dtype
+
+    def merge(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Take in some rows' output and LSE over more keys."""
+        old = self.lse[:, :, rows]
+        new = torch.logaddexp(old, lse)
+        top = new.masked_fill(new == -torch.inf, 0.0)
+        kept, added = (torch.exp(each - top).transpose(1, 2).unsqueeze(-1) for each in (old, lse))
+        self.out[:, rows] = torch.addcmul(self.out[:, rows] * kept, out.to(self.out.dtype), added)
+        self.lse[:, :, rows] = new
+
+    def finish(self, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output in the dtype of the queries, and LSE, with the sinks' share of the probability."""
+        if sinks is None:
+            return self.out.to(self.dtype), self.lse
+        lse = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
+        top = lse.masked_fill(lse == -torch.inf, 0.0)
+        share = torch.exp(self.lse - top).transpose(1, 2).unsqueeze(-1)
+        return (self.out * share).to(self.dtype), lse
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: Calls, modifiers: Modifiers, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output ``(b, rows, h, dv)`` and LSE ``(b, h, rows)`` of a shard's queries over all their keys.
+
+    q is ``(b, rows, h, d)``; k and v are ``(b, keys, hk, d)``; the blocks' rows and keys count theirs.
+    """
+    if not calls.disjoint:
+        state = State(q, v.shape[-1])
+        accumulate(state, q, k, v, calls, modifiers, settings)
+        return state.finish(modifiers.sinks)
+    batch, rows, heads, _ = q.shape
+    out = q.new_empty((batch, rows, heads, v.shape[-1]))
+    lse = q.new_empty((batch, heads, rows), dtype=compute_dtype(q.dtype))
+    if not calls.full:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        if modifiers.sinks is not None:
+            lse.copy_(modifiers.sinks[:, None])
+    for call in calls.calls:
+        part = _prepare(call, q, k, v, modifiers, settings)
+        _run_forward(part, out, lse, batch, heads)
+    return out, lse
+
+
+def _run_forward(part: _Prepared, out: torch.Tensor, lse: torch.Tensor, batch: int, heads: int) -> None:
+    rows = part.rows
+    with torch_rules.no_autocast(part.inputs.q):
+        if part.varlen:
+            part.kernel.forward(part.problem, part.inputs, out[0], lse[0])
+        elif rows.stop - rows.start == lse.shape[2]:
+            part.kernel.forward(part.problem, part.inputs, out, lse)
+        else:
+            own = lse.new_empty((batch, heads, rows.stop - rows.start))
+            part.kernel.forward(part.problem, part.inputs, out[:, rows], own)
+            lse[:, :, rows] = own
+
+
+def accumulate(
+    state: State,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    calls: Calls,
+    modifiers: Modifiers,
+    settings: Settings,
+) -> None:
+    """Merge a shard's attention over some of its keys into a state, without sinks."""
+    batch, _, heads, _ = q.shape
+    for call in calls.calls:
+        part = _prepare(call, q, k, v, modifiers._replace(sinks=None), settings)
+        count = part.rows.stop - part.rows.start
+        out = q.new_empty((batch, count, heads, v.shape[-1]))
+        lse = q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype))
+        with torch_rules.no_autocast(q):
+            if part.varlen:
+                part.kernel.forward(part.problem, part.inputs, out[0], lse[0])
+            else:
+                part.kernel.forward(part.problem, part.inputs, out, lse)
+        offset = call.blocks[0].offset if isinstance(call, Packed) else call.offset
+        if offset and modifiers.alibi_slopes is not None:
+            lse = lse - _per_row_of(modifiers.alibi_slopes, call, batch).to(lse.dtype) * offset
+        state.merge(part.rows, out, lse)
+
+
+def _per_row_of(slopes: torch.Tensor, call: Call, batch: int) -> torch.Tensor:
+    """Slopes as they broadcast to an LSE ``(b, h, rows)``."""
+    if slopes.dim() == 1:
+        return slopes[:, None]
+    if batch > 1 or not isinstance(call, Packed):
+        return slopes[:, :, None] if batch > 1 else slopes[call.document][:, None]
+    index = call.on(slopes.device)
+    return slopes.index_select(0, index.documents).repeat_interleave(index.cu_seqlens_q.diff().long(), 0).T
+
+
+class Flow(NamedTuple):
+    """What a backward starts from: output, LSE and their gradients."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    do: torch.Tensor
+    dlse: torch.Tensor | None
+
+
+def attend_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    flow: Flow,
+    calls: Calls,
+    modifiers: Modifiers,
+    settings: Settings,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dq: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of a shard's blocks. Those of keys and values are added to ``dk`` and ``dv``, which are f32 or f64.
+
+    Args:
+        q, k, v, calls, modifiers, settings: those of :func:`attend`.
+        flow: the output and LSE over all keys, and their gradients.
+        dk, dv: in the shapes of k and v.
+        dq: f32 or f64, to which the queries' gradient is added; None: it is returned.
+
+    Returns:
+        The gradient of q, and that of ``logit_scale``. The sinks' is :func:`sink_gradient`.
+    """
+    if dq is None:
+        wide = None if calls.disjoint else compute_dtype(q.dtype)
+        result = q.new_empty(q.shape, dtype=wide) if calls.disjoint and calls.full else q.new_zeros(q.shape, dtype=wide)
+    else:
+        result = dq
+    d_scale: torch.Tensor | None = None
+    for call in calls.calls:
+        part = _prepare(call, q, k, v, modifiers._replace(sinks=None), settings)
+        found = _run_backward(part, flow, modifiers, call)
+        if dq is None and calls.disjoint:
+            result[:, part.rows] = found.q.unsqueeze(0) if part.varlen else found.q
+        else:
+            result[:, part.rows] += found.q.unsqueeze(0) if part.varlen else found.q
+        for total, grad in ((dk, found.k), (dv, found.v)):
+            if part.layers is None:
+                add_rows(total, part.keys, grad)
+            else:
+                for keys, packed in part.layers:
+                    add_rows(total, keys, take_rows(grad.unsqueeze(0), packed))
+        if found.logit_scale is not None:
+            d_scale = found.logit_scale if d_scale is None else d_scale + found.logit_scale
+    return (result if dq is not None else result.to(q.dtype)), d_scale
+
+
+def _run_backward(part: _Prepared, flow: Flow, modifiers: Modifiers, call: Call) -> Gradients:
+    lse, batch = flow.lse, flow.lse.shape[0]
+    offset = call.blocks[0].offset if isinstance(call, Packed) else call.offset
+    parts = [t[:, part.rows] for t in (flow.out, flow.do)]
+    rows = [None if t is None else t[:, :, part.rows] for t in (lse, flow.dlse)]
+    if offset and modifiers.alibi_slopes is not None:
+        rows[0] = rows[0] + _per_row_of(modifiers.alibi_slopes, call, batch).to(lse.dtype) * offset
+    rows = [None if t is None else t.contiguous() for t in rows]
+    if part.varlen:
+        parts, rows = [t[0] for t in parts], [None if t is None else t[0] for t in rows]
+    chosen = dispatch.select_backward(part.problem, part.kernel)
+    with torch_rules.no_autocast(part.inputs.q):
+        return chosen.run(
+            part.problem, part.inputs, parts[0], rows[0], parts[1], rows[1], bias_grad=False, forward=part.kernel
+        )
+
+
+def sink_gradient(sinks: torch.Tensor, flow: Flow) -> torch.Tensor:
+    """Gradient ``(h,)`` of the sinks, from this shard's rows."""
+    lse = flow.lse
+    delta = (flow.out.to(lse.dtype) * flow.do.to(lse.dtype)).sum(-1).transpose(1, 2)
+    if flow.dlse is not None:
+        delta = delta - flow.dlse
+    top = lse.masked_fill(lse == -torch.inf, 0.0)
+    share = torch.exp(sinks.to(lse.dtype)[:, None] - top)
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)

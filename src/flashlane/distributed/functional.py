@@ -1,0 +1,381 @@
+"""Attention of one sequence, or of packed documents, whose tokens are divided among the ranks of a process group.
+
+Each rank gives the queries, keys and values of its own tokens and gets their output. The result is exact: that of one
+process that has all tokens. ``docs/context-parallel.md`` shows who holds what and when it is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+
+from flashlane.core.arch import compute_dtype
+from flashlane.core.problem import ARGUMENTS, Inputs
+from flashlane.core.validate import check_modifier, check_number, check_sizes, check_tensors, window_sides
+from flashlane.distributed.agree import agree
+from flashlane.distributed.attend import Modifiers, Settings
+from flashlane.distributed.comm import Grid, Group
+from flashlane.distributed.gather import GatherAttention, Task
+from flashlane.distributed.layout import Layout, check_layout, rows_of, runs_of
+from flashlane.distributed.plan import Division
+from flashlane.distributed.ring import RingAttention
+from flashlane.distributed.ulysses import Exchange, Heads, ToHeads, ToTokens
+from flashlane.ops import torch_rules
+
+Method = Literal["auto", "allgather", "ring", "ulysses", "usp"]
+METHODS: tuple[Method, ...] = get_args(Method)
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def context_parallel_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    group: Group = None,
+    method: Method = "auto",
+    layout: Layout = "zigzag",
+    seqlen: int | None = None,
+    heads_k_stride: int | None = None,
+    kernel: str | None = None,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    logit_scale: torch.Tensor | None = None,
+) -> Result:
+    """:func:`flashlane.flash_attn_func` of one sequence over several ranks: exact self-attention, differentiable.
+
+    All ranks of the group call it, in the same order. Row i of a rank's tensors is the token that
+    :func:`flashlane.distributed.token_indices` gives; :func:`flashlane.distributed.shard_sequence` divides a tensor so.
+
+    Args:
+        q: ``(b, rows, h, d)``: the queries of this rank's tokens.
+        k: ``(b, rows, hk, d)``: their keys.
+        v: ``(b, rows, hk, dv)``: their values.
+        dropout_p: must be 0.
+        softmax_scale: ``d ** -0.5`` by default.
+        causal: a token sees none after its own position in the sequence.
+        window_size: (left, right) in positions of the sequence, −1 for unbounded.
+        softcap: when positive, scores become ``softcap * tanh(score / softcap)`` before the mask.
+        alibi_slopes: f32 ``(h,)`` or ``(b, h)``, the same on all ranks.
+        deterministic: ask for a backward pass that gives the same bits every time. Sums over ranks always do.
+        return_attn_probs: must be False.
+        group: a process group; a DeviceMesh of one dimension; a DeviceMesh of two, whose ranks exchange keys along the
+            first and heads along the second, for method "usp"; or None for all ranks.
+        method: "allgather" fetches the keys and values that are needed, then computes; "ring" passes them round, for
+            less memory; "ulysses" exchanges heads for tokens; "usp" does both on a mesh; "auto" chooses, see
+            :func:`choose_method`.
+        layout: which tokens a rank has: "zigzag", "contiguous" or "striped", see :mod:`flashlane.distributed.layout`.
+        seqlen: tokens of the whole sequence; needed where the ranks have different numbers of rows.
+        heads_k_stride: for "allgather": so many KV heads are fetched at once, and the next ones while those are
+            computed; all by default.
+        kernel: the tag of the kernel that computes each block, or None to let the dispatcher choose.
+        return_lse: also return the LSE.
+        sinks: ``(h,)``: one more logit for every row of a head, which takes probability and gives no value.
+        attn_bias: must be None.
+        logit_scale: f32 ``(h,)``, positive: a factor of every score of a head.
+
+    Returns:
+        out ``(b, rows, h, dv)`` of this rank's tokens; with ``return_lse`` (out, lse), the LSE ``(b, h, rows)`` in f32.
+        The gradients of ``sinks`` and ``logit_scale`` are those of this rank's share of the computation: their sum over
+        the ranks is the whole one, as with every weight that all ranks have.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be, or is not the same on all ranks; the message names it.
+        NotImplementedError: a combination that is not computed; the message names the argument.
+        RuntimeError: a rank did not answer within the group's timeout.
+    """
+    given = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
+    asked = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
+    how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride}
+    where = {"group": group, "method": method, "layout": layout}
+    modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
+    out, lse = _attend((q, k, v), modifiers, None, seqlen, where, {**asked, **how}, given)
+    return (out, lse) if return_lse else out
+
+
+def context_parallel_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor | Sequence[int],
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    group: Group = None,
+    method: Method = "auto",
+    layout: Layout = "zigzag",
+    heads_k_stride: int | None = None,
+    kernel: str | None = None,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    logit_scale: torch.Tensor | None = None,
+) -> Result:
+    """:func:`context_parallel_attn_func` of packed documents of any lengths, which do not see each other.
+
+    Args:
+        q: ``(rows, h, d)``: the queries of this rank's tokens, in the order of
+            :func:`flashlane.distributed.token_indices`.
+        k: ``(rows, hk, d)``.
+        v: ``(rows, hk, dv)``.
+        cu_seqlens: whole numbers ``(documents + 1,)``: document i is tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``
+            of the whole call, and the last one is the number of its tokens. The same on all ranks. They are read on the
+            host: give a sequence or a tensor on the CPU, as one on a GPU is waited for.
+        alibi_slopes: f32 ``(h,)`` or ``(documents, h)``.
+
+    The other arguments are those of :func:`context_parallel_attn_func`.
+
+    Returns:
+        out ``(rows, h, dv)``; with ``return_lse`` (out, lse), the LSE ``(h, rows)``.
+    """
+    given = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
+    asked = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
+    how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride}
+    where = {"group": group, "method": method, "layout": layout}
+    modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
+    out, lse = _attend((q, k, v), modifiers, cu_seqlens, None, where, {**asked, **how}, given)
+    return (out, lse) if return_lse else out
+
+
+def choose_method(grid: Grid, causal: bool, alibi: bool) -> Method:
+    """What "auto" stands for.
+
+    "allgather" has no partial outputs to merge and one exchange a pass. ALiBi without a causal mask needs the whole
+    sequence of a head on one rank, as "ulysses" has it. A mesh of two dimensions is for "usp".
+    """
+    if grid.heads is not None:
+        return "usp"
+    return "ulysses" if alibi and not causal else "allgather"
+
+
+def lengths_of(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
+    """Tokens of each document.
+
+    Raises:
+        TypeError, ValueError: ``cu_seqlens`` does not hold at least two whole numbers that start at 0 and never fall.
+    """
+    if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+            raise TypeError(
+                f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; it must hold whole numbers, "
+                f"(documents + 1,)"
+            )
+        ends = cu_seqlens.tolist()
+    else:
+        ends = list(cu_seqlens) if isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, str) else None
+        if ends is None or not all(isinstance(end, int) for end in ends):
+            raise TypeError(f"cu_seqlens is {cu_seqlens!r}; it must be whole numbers, (documents + 1,)")
+    if len(ends) < 2 or ends[0] != 0 or any(one > other for one, other in itertools.pairwise(ends)):
+        raise ValueError(f"cu_seqlens is {ends}; it must have two numbers or more, start at 0 and never fall")
+    return tuple(other - one for one, other in itertools.pairwise(ends))
+
+
+@torch.compiler.disable
+def _attend(
+    qkv: tuple[Any, Any, Any],
+    modifiers: Modifiers,
+    cu_seqlens: torch.Tensor | Sequence[int] | None,
+    seqlen: int | None,
+    where: dict[str, Any],
+    asked: dict[str, Any],
+    refused: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    grid = Grid.of(where["group"])
+    inputs = torch_rules.autocast(Inputs(*qkv))
+    q, k, v = inputs.q, inputs.k, inputs.v
+    error: Exception | None = None
+    call: tuple[Division, Settings, Method] | None = None
+    fields: tuple[tuple[str, object], ...] = ()
+    try:
+        _refuse(refused)
+        lengths = _checked_lengths(inputs, modifiers, cu_seqlens, seqlen, grid)
+        call = _checked_call(inputs, modifiers, lengths, where, asked, grid)
+        _check_rows(inputs.q, call[0], grid)
+        fields = _fields(inputs, modifiers, call)
+    except (TypeError, ValueError, NotImplementedError) as found:
+        error = found
+    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+    for ranks in grid.groups:
+        agree(ranks, fields, device, error)
+    division, settings, method = call
+    if cu_seqlens is not None:
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    out, lse = _run(grid, division, settings, method, q, k, v, modifiers, asked["heads_k_stride"])
+    return (out, lse) if cu_seqlens is None else (out.squeeze(0), lse.squeeze(0))
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    if given["dropout_p"]:
+        raise NotImplementedError(
+            f"dropout_p is {given['dropout_p']}; context parallelism has no dropout: it must be 0"
+        )
+    if given["return_attn_probs"]:
+        raise NotImplementedError("return_attn_probs is True; context parallelism returns the LSE with return_lse=True")
+    if given["attn_bias"] is not None:
+        raise NotImplementedError("attn_bias is given; context parallelism has no bias: it must be None")
+
+
+def _checked_lengths(inputs: Inputs, modifiers: Modifiers, cu_seqlens: Any, seqlen: Any, grid: Grid) -> tuple[int, ...]:
+    varlen = cu_seqlens is not None
+    q, k, v = inputs.q, inputs.k, inputs.v
+    check_tensors(q, k, v, varlen, False)
+    check_sizes(inputs, varlen, False)
+    axis = 0 if varlen else 1
+    if q.shape[axis] != k.shape[axis]:
+        raise ValueError(f"k has {k.shape[axis]} rows and q has {q.shape[axis]}; a rank has both of its own tokens")
+    if varlen:
+        lengths = lengths_of(cu_seqlens)
+    else:
+        if seqlen is not None and (type(seqlen) is not int or seqlen < 0):
+            raise ValueError(f"seqlen is {seqlen!r}; it must be a whole number of at least 0, or None")
+        lengths = (q.shape[1] * grid.size if seqlen is None else seqlen,)
+    batch = len(lengths) if varlen else q.shape[0]
+    sizes = {"batch": batch, "heads": q.shape[-2]}
+    for name, t in modifiers._asdict().items():
+        if t is not None:
+            spec = ARGUMENTS[name]
+            check_modifier(name, t, q.device, spec.dtype, spec.shapes, sizes, spec.broadcast)
+    return lengths
+
+
+def _checked_call(
+    inputs: Inputs,
+    modifiers: Modifiers,
+    lengths: tuple[int, ...],
+    where: dict[str, Any],
+    asked: dict[str, Any],
+    grid: Grid,
+) -> tuple[Division, Settings, Method]:
+    left, right = window_sides(asked["window_size"], asked["causal"])
+    layout, method, alibi = where["layout"], where["method"], modifiers.alibi_slopes is not None
+    check_layout(layout)
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; it may be one of {', '.join(map(repr, METHODS))}")
+    if method == "auto":
+        method = choose_method(grid, right == 0, alibi)
+    if (method == "usp") != (grid.heads is not None):
+        dimensions = "two dimensions" if grid.heads is not None else "one"
+        raise ValueError(
+            f"method is {method!r} and group has {dimensions}; 'usp' needs a DeviceMesh of two, and only it takes one"
+        )
+    stride = asked["heads_k_stride"]
+    if stride is not None and (type(stride) is not int or stride < 1):
+        raise ValueError(f"heads_k_stride is {stride!r}; it must be a whole number of at least 1, or None")
+    if stride is not None and method != "allgather":
+        raise NotImplementedError(f"heads_k_stride is {stride} with method {method!r}; only 'allgather' has it")
+    key_ranks = grid.keys.size if method != "ulysses" else 1
+    if alibi and key_ranks > 1 and (right != 0 or (method != "allgather" and layout != "striped")):
+        raise NotImplementedError(
+            f"alibi_slopes is given with method {method!r}, layout {layout!r} and "
+            f"{'a causal mask' if right == 0 else 'no causal mask'}; method 'ulysses' computes it, 'allgather' does "
+            f"with causal=True"
+        )
+    heads_ranks = grid.heads.size if grid.heads else grid.size if method == "ulysses" else 1
+    scale = inputs.q.shape[-1] ** -0.5 if asked["softmax_scale"] is None else asked["softmax_scale"]
+    tensors = (inputs.q, inputs.k, inputs.v, *modifiers)
+    settings = Settings(
+        check_number("softmax_scale", scale),
+        check_number("softcap", asked["softcap"], low=0.0),
+        bool(asked["deterministic"]),
+        asked["kernel"],
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
+    )
+    return Division(layout, lengths, key_ranks, left, right, heads_ranks), settings, method
+
+
+def _fields(
+    inputs: Inputs, modifiers: Modifiers, call: tuple[Division, Settings, Method]
+) -> tuple[tuple[str, object], ...]:
+    """What must be the same on all ranks, by the names that the caller gave."""
+    division, settings, method = call
+    q, k, v = inputs.q, inputs.k, inputs.v
+    varlen = q.dim() == 3
+    lengths = division.lengths
+    shapes = [(name, list(t.shape[1:] if varlen else (t.shape[0], *t.shape[2:]))) for name, t in zip("qkv", (q, k, v))]
+    return (
+        *((f"{name} without its rows", tuple(shape)) for name, shape in shapes),
+        ("dtype", str(q.dtype)),
+        ("method", method),
+        ("layout", division.layout),
+        ("cu_seqlens", _digest(lengths)) if varlen else ("seqlen", lengths[0]),
+        ("causal and window_size", (division.left, division.right)),
+        ("softmax_scale", settings.scale),
+        ("softcap", settings.softcap),
+        ("deterministic", settings.deterministic),
+        ("requires_grad", settings.needs_grad),
+        *((name, t is not None) for name, t in modifiers._asdict().items()),
+    )
+
+
+def _digest(lengths: tuple[int, ...]) -> str:
+    """Documents and tokens, and a checksum of the lengths."""
+    return f"{len(lengths)} documents of {sum(lengths)} tokens ({zlib.crc32(repr(lengths).encode()):08x})"
+
+
+def _check_rows(q: torch.Tensor, division: Division, grid: Grid) -> None:
+    rows = q.shape[0] if q.dim() == 3 else q.shape[1]
+    wanted = rows_of(runs_of(division.layout, division.lengths, grid.size, grid.rank))
+    if rows != wanted:
+        raise ValueError(
+            f"q has {rows} rows on rank {grid.rank}; layout {division.layout!r} gives it {wanted} of "
+            f"{sum(division.lengths)} tokens"
+        )
+
+
+def _run(
+    grid: Grid,
+    division: Division,
+    settings: Settings,
+    method: Method,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    modifiers: Modifiers,
+    heads_k_stride: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if method in ("allgather", "ring"):
+        groups = -(-k.shape[2] // heads_k_stride) if heads_k_stride else 1
+        function = RingAttention if method == "ring" else GatherAttention
+        return function.apply(Task(grid.keys, division, settings, groups), q, k, v, *modifiers)
+    by_heads = grid.heads or grid.keys
+    keys = grid.keys if grid.heads and grid.keys.size > 1 else None
+    heads = Heads(q.shape[2], k.shape[2], by_heads.size)
+    exchange = Exchange(by_heads, division, heads, keys.rank if keys else 0)
+    all_q, all_k, all_v = ToHeads.apply(exchange, q, k, v)
+    task = Task(keys, division, settings)
+    own = heads.queries(by_heads.rank)
+    found = [
+        (RingAttention if keys else GatherAttention).apply(
+            task,
+            all_q[:, :, first.start : first.stop],
+            all_k[:, :, second.start : second.stop],
+            all_v[:, :, second.start : second.stop],
+            *modifiers.heads(own.start + first.start, own.start + first.stop),
+        )
+        for first, second in heads.parts(by_heads.rank)
+    ]
+    if not found:
+        out = all_q.new_empty((*all_q.shape[:3], v.shape[-1])) + all_q.sum() * 0
+        found = [(out, all_q.new_empty((all_q.shape[0], 0, all_q.shape[1]), dtype=compute_dtype(q.dtype)))]
+    out = found[0][0] if len(found) == 1 else torch.cat([each for each, _ in found], dim=2)
+    lse = found[0][1] if len(found) == 1 else torch.cat([each for _, each in found], dim=1)
+    return ToTokens.apply(exchange, out, lse)

@@ -1,0 +1,144 @@
+"""Which rank holds which tokens: the one source of the order for sharding, position ids and attention.
+
+A sequence of any length is divided among any number of ranks; nothing need divide anything. There are three layouts:
+
+    contiguous  the tokens of the call are cut into one chunk a rank, whatever documents they belong to
+    zigzag      each document is cut into two chunks a rank, and rank r of n holds chunks r and 2n - 1 - r, so that all
+                ranks have the same work under a causal mask
+    striped     token i of the call belongs to rank i mod n
+
+Chunks differ by at most one token: the first ones are longer, as ``torch.tensor_split`` cuts them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+Layout = Literal["zigzag", "contiguous", "striped"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+PLANS = 512
+"""So many results are kept of each function that plans for a set of lengths."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Evenly spaced tokens of one document that lie one after another in a tensor."""
+
+    document: int
+    start: int
+    """Position of the first one in its document."""
+    count: int
+    step: int
+    """Between the positions of neighbours."""
+    row: int
+    """Of the tensor, where the first one lies."""
+
+    @property
+    def stop(self) -> int:
+        """Past the position of the last one."""
+        return self.start + (self.count - 1) * self.step + 1
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.stop, self.step)
+
+    @property
+    def rows(self) -> range:
+        return range(self.row, self.row + self.count)
+
+
+def chunk_bounds(length: int, chunks: int) -> tuple[int, ...]:
+    """Where each chunk of a length begins, and the end of the last."""
+    size, longer = divmod(length, chunks)
+    return tuple(i * size + min(i, longer) for i in range(chunks + 1))
+
+
+@functools.lru_cache(PLANS)
+def runs_of(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: int) -> tuple[Run, ...]:
+    """The tokens of a rank's shard, in the order of its rows.
+
+    Args:
+        layout: one of :data:`LAYOUTS`.
+        lengths: tokens of each document, in the order of the call.
+        ranks: how many ranks there are.
+        rank: which of them.
+    """
+    check_layout(layout)
+    first = 0
+    row = 0
+    found = []
+    bounds = chunk_bounds(sum(lengths), ranks)
+    for document, length in enumerate(lengths):
+        if layout == "zigzag":
+            chunks = chunk_bounds(length, 2 * ranks)
+            pieces = [range(chunks[i], chunks[i + 1]) for i in (rank, 2 * ranks - 1 - rank)]
+        elif layout == "contiguous":
+            pieces = [range(max(0, bounds[rank] - first), min(length, bounds[rank + 1] - first))]
+        else:
+            pieces = [range((rank - first) % ranks, length, ranks)]
+        for piece in pieces:
+            if len(piece):
+                found.append(Run(document, piece.start, len(piece), piece.step, row))
+                row += len(piece)
+        first += length
+    return join_runs(found)
+
+
+def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """The same runs, with those that continue each other joined."""
+    joined: list[Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and (last.document, last.step, last.row + last.count) == (run.document, run.step, run.row)
+            and last.start + last.count * last.step == run.start
+        ):
+            joined[-1] = Run(last.document, last.start, last.count + run.count, last.step, last.row)
+        else:
+            joined.append(run)
+    return tuple(joined)
+
+
+def rows_of(runs: Iterable[Run]) -> int:
+    """How many tokens there are."""
+    return sum(run.count for run in runs)
+
+
+def check_layout(layout: str) -> None:
+    """Raise ValueError for what is no layout."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it may be one of {', '.join(map(repr, LAYOUTS))}")
+
+
+@functools.lru_cache(PLANS)
+def token_indices(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
+    """Which tokens of the whole call a rank's shard holds: int64, one for each of its rows."""
+    firsts = [0]
+    for length in lengths:
+        firsts.append(firsts[-1] + length)
+    runs = runs_of(layout, lengths, ranks, rank)
+    return _joined(torch.arange(run.count) * run.step + (firsts[run.document] + run.start) for run in runs)
+
+
+@functools.lru_cache(PLANS)
+def token_positions(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
+    """The position of each row of a rank's shard in its document, int64."""
+    runs = runs_of(layout, lengths, ranks, rank)
+    return _joined(torch.arange(run.count) * run.step + run.start for run in runs)
+
+
+@functools.lru_cache(PLANS)
+def order_of_shards(layout: Layout, lengths: tuple[int, ...], ranks: int) -> torch.Tensor:
+    """Where each token of the call lies in the shards of all ranks, one after another: int64."""
+    return torch.argsort(_joined(token_indices(layout, lengths, ranks, rank) for rank in range(ranks)))
+
+
+def _joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    found = list(parts)
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)

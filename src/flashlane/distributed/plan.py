@@ -1,0 +1,201 @@
+"""What a rank sends, receives and computes in a call: made once of the lengths, the layout and the window."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from flashlane.distributed.attend import Calls, rows_index
+from flashlane.distributed.blocks import blocks_of, needed_ranges
+from flashlane.distributed.layout import PLANS, Layout, Run, join_runs, rows_of, runs_of
+
+FEW_SEGMENTS = 4
+"""So many neighbouring rows are messages of their own, which need no copy; more of them are put together."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the tokens of a call are divided among the ranks that exchange keys, and the window in positions."""
+
+    layout: Layout
+    lengths: tuple[int, ...]
+    """Tokens of each document."""
+    ranks: int
+    """That exchange keys."""
+    left: int
+    right: int
+    heads_ranks: int = 1
+    """That exchange heads: each rank has the tokens of so many shards."""
+
+    def shard(self, rank: int) -> tuple[Run, ...]:
+        """The tokens that one of the ranks that exchange keys computes, in the order of its rows."""
+        if self.heads_ranks == 1:
+            return runs_of(self.layout, self.lengths, self.ranks, rank)
+        return _joined_shard(self, rank)
+
+
+def _members(division: Division, rank: int) -> tuple[list[Run], list[range]]:
+    """The runs of the ranks that exchange heads, sorted by position, and where they lie in all their shards."""
+    total = division.ranks * division.heads_ranks
+    first, found = 0, []
+    for member in range(rank * division.heads_ranks, (rank + 1) * division.heads_ranks):
+        runs = runs_of(division.layout, division.lengths, total, member)
+        found += [(run, range(first + run.row, first + run.row + run.count)) for run in runs]
+        first += rows_of(runs)
+    found.sort(key=lambda each: (each[0].document, each[0].start))
+    return [run for run, _ in found], [rows for _, rows in found]
+
+
+@functools.lru_cache(PLANS)
+def _joined_shard(division: Division, rank: int) -> tuple[Run, ...]:
+    """The tokens of the ranks that exchange heads."""
+    row, found = 0, []
+    if division.ranks == 1:  # they have all tokens
+        for document, length in enumerate(division.lengths):
+            if length:
+                found.append(Run(document, 0, length, 1, row))
+                row += length
+        return tuple(found)
+    for run in _members(division, rank)[0]:
+        found.append(Run(run.document, run.start, run.count, run.step, row))
+        row += run.count
+    return join_runs(found)
+
+
+@functools.lru_cache(PLANS)
+def shard_order(division: Division, rank: int) -> torch.Tensor:
+    """For each row of :meth:`Division.shard`, its row in the shards of the members, one after another: int64."""
+    runs, places = _members(division, rank)
+    if not runs:
+        return torch.zeros(0, dtype=torch.int64)
+    order = torch.cat([torch.arange(each.start, each.stop) for each in places])
+    if division.ranks > 1:
+        return order
+    longest = max(division.lengths)
+    keys = [torch.arange(run.count) * run.step + run.start + run.document * longest for run in runs]
+    return order[torch.argsort(torch.cat(keys))]
+
+
+class Segment(NamedTuple):
+    """Neighbouring rows of a shard and where they lie among the keys of a rank."""
+
+    row: int
+    key: int
+    count: int
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """Which rows of all shards a rank's queries may see, and which of its own rows others need."""
+
+    rank: int
+    keys: int
+    """Rows that are gathered."""
+    runs: tuple[Run, ...]
+    """Of the gathered keys."""
+    received: tuple[tuple[Segment, ...], ...]
+    """By rank: its rows that this rank needs."""
+    sent: tuple[tuple[Segment, ...], ...]
+    """By rank: this rank's rows that it needs."""
+    indices: dict[object, slice | torch.Tensor] = field(default_factory=dict, compare=False, hash=False)
+
+    def index(self, side: str, kind: str, peer: int, device: torch.device) -> slice | torch.Tensor:
+        """Rows of the segments of a peer.
+
+        Args:
+            side: "received" or "sent".
+            kind: "row", of the shard, or "key", of the gathered keys.
+            peer: the other rank.
+            device: where the indices are wanted.
+        """
+        name = side, kind, peer, device
+        if name not in self.indices:
+            segments = getattr(self, side)[peer]
+            ranges = [range(first, first + each.count) for each in segments for first in (getattr(each, kind),)]
+            self.indices[name] = rows_index(ranges, device)
+        return self.indices[name]
+
+
+@functools.lru_cache(PLANS)
+def gather_plan(division: Division, rank: int) -> GatherPlan:
+    """What a rank gathers before it computes."""
+    runs, received = _needed(division, rank)
+    sent = tuple(_needed(division, other)[1][rank] for other in range(division.ranks))
+    return GatherPlan(rank, rows_of(runs), runs, received, sent)
+
+
+@functools.lru_cache(PLANS)
+def _needed(division: Division, rank: int) -> tuple[tuple[Run, ...], tuple[tuple[Segment, ...], ...]]:
+    """The keys of a rank, and the segments of each shard that they come from."""
+    needed = needed_ranges(division.shard(rank), division.lengths, division.left, division.right)
+    if division.layout != "striped" or division.ranks == 1:
+        return needed, tuple(tuple(_overlaps(division.shard(other), needed)) for other in range(division.ranks))
+    # Shards stay apart: the keys of one are evenly spaced, those of all in the order of positions are not.
+    wanted: dict[int, list[range]] = {}
+    for run in needed:
+        wanted.setdefault(run.document, []).append(range(run.start, run.stop))
+    key, runs, segments = 0, [], []
+    for other in range(division.ranks):
+        own = []
+        for run in division.shard(other):
+            for positions in wanted.get(run.document, ()):
+                first = max(0, -((run.start - positions.start) // run.step))
+                stop = min(run.count, -((run.start - positions.stop) // run.step))
+                if first < stop:
+                    own.append(Segment(run.row + first, key, stop - first))
+                    runs.append(Run(run.document, run.start + first * run.step, stop - first, run.step, key))
+                    key += stop - first
+        segments.append(tuple(own))
+    return tuple(runs), tuple(segments)
+
+
+def _overlaps(shard: tuple[Run, ...], needed: tuple[Run, ...]) -> list[Segment]:
+    wanted: dict[int, list[Run]] = {}
+    for run in needed:
+        wanted.setdefault(run.document, []).append(run)
+    found: list[Segment] = []
+    for run in shard:
+        for keys in wanted.get(run.document, ()):
+            first, stop = max(run.start, keys.start), min(run.stop, keys.stop)
+            if first >= stop:
+                continue
+            segment = Segment(run.row + first - run.start, keys.row + first - keys.start, stop - first)
+            last = found[-1] if found else None
+            if last is not None and (last.row + last.count, last.key + last.count) == (segment.row, segment.key):
+                found[-1] = Segment(last.row, last.key, last.count + segment.count)
+            else:
+                found.append(segment)
+    return found
+
+
+@functools.lru_cache(PLANS)
+def gather_calls(division: Division, rank: int, packable: bool, alibi: bool) -> Calls:
+    """The kernel calls of a rank over its gathered keys."""
+    shard, plan = division.shard(rank), gather_plan(division, rank)
+    blocks = blocks_of(shard, plan.runs, division.left, division.right, join=not alibi)
+    return Calls.of(blocks, rows_of(shard), packable=packable, alibi=alibi)
+
+
+@functools.lru_cache(PLANS)
+def ring_calls(division: Division, rank: int, other: int, packable: bool, alibi: bool) -> Calls:
+    """The kernel calls of a rank over another rank's shard."""
+    shard = division.shard(rank)
+    blocks = blocks_of(shard, division.shard(other), division.left, division.right, join=not alibi)
+    return Calls.of(blocks, rows_of(shard), packable=packable, alibi=alibi)
+
+
+@functools.lru_cache(PLANS)
+def ring_hops(division: Division) -> tuple[int, ...]:
+    """For each shard, how many ranks on it must travel until no rank after them needs it."""
+    hops = []
+    for shard in range(division.ranks):
+        needs = [step for step in range(1, division.ranks) if _sees(division, (shard + step) % division.ranks, shard)]
+        hops.append(max(needs, default=0))
+    return tuple(hops)
+
+
+def _sees(division: Division, rank: int, shard: int) -> bool:
+    return bool(blocks_of(division.shard(rank), division.shard(shard), division.left, division.right))

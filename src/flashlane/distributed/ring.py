@@ -1,0 +1,144 @@
+"""Ring attention: keys and values go round the ranks, and each rank merges its queries' attention over one shard at a
+time into a state in f32. A rank never holds more than two shards of keys.
+
+Shards stop where no later rank needs them, so that a window takes as many steps as it reaches. In the backward the
+gradients of a shard travel with it in f32, and each rank adds its own: the order of the sum is that of the ring.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashlane.core.arch import compute_dtype
+from flashlane.distributed import comm
+from flashlane.distributed.attend import Flow, Modifiers, State, accumulate, attend_backward, sink_gradient
+from flashlane.distributed.comm import Message, Pending
+from flashlane.distributed.gather import Task
+from flashlane.distributed.layout import rows_of
+from flashlane.distributed.plan import Calls, ring_calls, ring_hops
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Ring:
+    """The steps of a call: at step t a rank has the shard of the rank t places before it."""
+
+    def __init__(self, task: Task, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.task, self.ranks = task, task.ranks
+        self.hops = ring_hops(task.division)
+        self.steps = max(self.hops) + 1
+        self.like = k, v
+        self.next, self.before = (self.ranks.rank + 1) % self.ranks.size, (self.ranks.rank - 1) % self.ranks.size
+
+    def shard_at(self, step: int) -> int:
+        """Whose shard this rank has."""
+        return (self.ranks.rank - step) % self.ranks.size
+
+    def has(self, step: int) -> bool:
+        """Whether a shard is here at a step."""
+        return self.hops[self.shard_at(step)] >= step
+
+    def empty(self, shard: int, dtype: torch.dtype | None = None) -> Pair:
+        """Room for keys and values of a shard, or their gradients."""
+        rows = rows_of(self.task.division.shard(shard))
+        k, v = (t.new_empty((t.shape[0], rows, *t.shape[2:]), dtype=dtype) for t in self.like)
+        return k, v
+
+    def send_on(self, step: int, held: Pair | None) -> tuple[Pending, Pair | None]:
+        """Send the shard of this step on, and receive that of the next one."""
+        sends: list[Message] = []
+        receives: list[Message] = []
+        received: Pair | None = None
+        if held is not None and self.hops[self.shard_at(step)] > step:
+            sends = [(self.next, t) for t in held]
+        if self.has(step + 1):
+            received = self.empty(self.shard_at(step + 1))
+            receives = [(self.before, t) for t in received]
+        return comm.start(self.ranks, sends, receives), received
+
+    def return_grads(self, step: int, grads: Pair | None) -> tuple[Pending, Pair | None, Pair | None]:
+        """Send the gradients of this step's shard on with it, or home when no later rank adds to them.
+
+        Returns:
+            The messages; what comes for the next step; and the sums of this rank's own shard, if they come home now.
+        """
+        sends: list[Message] = []
+        receives: list[Message] = []
+        following: Pair | None = None
+        home: Pair | None = None
+        wide = compute_dtype(self.like[0].dtype)
+        shard = self.shard_at(step)
+        if grads is not None and self.hops[shard] > step:
+            sends = [(self.next, t) for t in grads]
+        elif grads is not None and step:
+            sends = [(shard, t) for t in grads]
+        if self.has(step + 1):
+            following = self.empty(self.shard_at(step + 1), wide)
+            receives += [(self.before, t) for t in following]
+        if step and self.hops[self.ranks.rank] == step:
+            home = self.empty(self.ranks.rank, wide)
+            receives += [((self.ranks.rank + step) % self.ranks.size, t) for t in home]
+        return comm.start(self.ranks, sends, receives), following, home
+
+    def calls(self, step: int, q: torch.Tensor, alibi: bool) -> Calls:
+        return ring_calls(self.task.division, self.ranks.rank, self.shard_at(step), q.shape[0] == 1, alibi)
+
+
+class RingAttention(torch.autograd.Function):
+    """Output and LSE of a rank's queries over the keys of all ranks, a shard at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *modifiers: torch.Tensor | None
+    ) -> Pair:
+        ctx.set_materialize_grads(False)
+        given = Modifiers(*modifiers)
+        ring, state = _Ring(task, k, v), State(q, v.shape[-1])
+        held: Pair | None = (k.contiguous(), v.contiguous())
+        for step in range(ring.steps):
+            pending, following = ring.send_on(step, held)
+            if held is not None:
+                accumulate(state, q, *held, ring.calls(step, q, given.alibi_slopes is not None), given, task.settings)
+            pending.wait()
+            held = following
+        out, lse = state.finish(given.sinks)
+        ctx.task = task
+        ctx.save_for_backward(q, k, v, out, lse, *modifiers)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, *modifiers = ctx.saved_tensors
+        task, given = ctx.task, Modifiers(*modifiers)
+        flow = Flow(out, lse, torch.zeros_like(out) if do is None else do, dlse)
+        wide = compute_dtype(q.dtype)
+        ring, dq = _Ring(task, k, v), torch.zeros_like(q, dtype=wide)
+        d_scale = None if given.logit_scale is None else torch.zeros_like(given.logit_scale)
+        held: Pair | None = (k.contiguous(), v.contiguous())
+        coming: tuple[Pending, Pair | None] = Pending(()), None
+        total: Pair | None = None
+        homeward: list[Pending] = []
+        for step in range(ring.steps):
+            pending, following = ring.send_on(step, held)
+            grads: Pair | None = None
+            if held is not None:
+                dk, dv = (torch.zeros_like(t, dtype=wide) for t in held)
+                calls = ring.calls(step, q, given.alibi_slopes is not None)
+                _, part = attend_backward(q, *held, flow, calls, given, task.settings, dk, dv, dq)
+                d_scale = part if d_scale is None or part is None else d_scale + part
+                coming[0].wait()
+                grads = (dk, dv) if coming[1] is None else (coming[1][0].add_(dk), coming[1][1].add_(dv))
+                if step == 0 and ring.hops[task.ranks.rank] == 0:
+                    total = grads
+            sent, arriving, home = ring.return_grads(step, grads)
+            homeward.append(sent)
+            total = home or total
+            pending.wait()
+            held, coming = following, (sent, arriving)
+        for each in homeward:
+            each.wait()
+        d_sinks = None if given.sinks is None else sink_gradient(given.sinks, flow)
+        return None, dq.to(q.dtype), total[0].to(k.dtype), total[1].to(v.dtype), None, d_sinks, d_scale

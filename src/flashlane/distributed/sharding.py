@@ -1,0 +1,207 @@
+"""Dividing tensors among ranks and joining them again, and the positions of a rank's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashlane.core.arch import compute_dtype
+from flashlane.distributed import comm
+from flashlane.distributed import layout as layouts
+from flashlane.distributed.comm import Grid, Group, Message, Ranks
+from flashlane.distributed.functional import lengths_of
+from flashlane.distributed.layout import Layout, order_of_shards, rows_of, runs_of
+
+Lengths = torch.Tensor | Sequence[int] | None
+
+
+def token_indices(
+    seqlen: int | None = None,
+    *,
+    cu_seqlens: Lengths = None,
+    layout: Layout = "zigzag",
+    group: Group = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Which tokens of the whole call a rank has, in the order of its rows.
+
+    This is the order that attention reads: whatever else is divided among the ranks, such as labels, is
+    ``tensor.index_select(dim, token_indices(...))``.
+
+    Args:
+        seqlen: tokens of the sequence, or None with ``cu_seqlens``.
+        cu_seqlens: of packed documents; see :func:`flashlane.distributed.context_parallel_attn_varlen_func`.
+        layout: "zigzag", "contiguous" or "striped".
+        group: whose rank and size hold where ``rank`` and ``world_size`` are not given.
+        rank: which rank is asked for; with ``world_size``, no process group is needed.
+        world_size: how many ranks share the tokens.
+        device: where the result is wanted; the CPU by default.
+
+    Returns:
+        int64 ``(rows,)``.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be; the message names it.
+    """
+    where = _where(seqlen, cu_seqlens, layout, group, rank, world_size)
+    return layouts.token_indices(*where).to(device or "cpu", copy=True)
+
+
+def position_ids(
+    seqlen: int | None = None,
+    *,
+    cu_seqlens: Lengths = None,
+    layout: Layout = "zigzag",
+    group: Group = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """The position of each of a rank's tokens in its document, as rotary embeddings need it: int64 ``(rows,)``.
+
+    The arguments are those of :func:`token_indices`.
+    """
+    where = _where(seqlen, cu_seqlens, layout, group, rank, world_size)
+    return layouts.token_positions(*where).to(device or "cpu", copy=True)
+
+
+def shard_sequence(
+    x: torch.Tensor, dim: int = 1, *, cu_seqlens: Lengths = None, layout: Layout = "zigzag", group: Group = None
+) -> torch.Tensor:
+    """This rank's tokens of a tensor that holds all of them along ``dim``; any length, differentiable.
+
+    Args:
+        x: the same on all ranks. Nothing is sent.
+        dim: the axis of the tokens.
+        cu_seqlens: of packed documents, which end with the axis; None for one sequence.
+        layout: "zigzag", "contiguous" or "striped".
+        group: the ranks, as :func:`flashlane.distributed.context_parallel_attn_func` takes them.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be; the message names it.
+    """
+    lengths = _lengths_along(x, dim, cu_seqlens)
+    grid = Grid.of(group)
+    runs = runs_of(layout, lengths, grid.size, grid.rank)
+    if len(lengths) == 1:  # slices of it, which cost less than indices
+        parts = [_part(x, dim, run) for run in runs]
+        return torch.cat(parts, dim) if len(parts) > 1 else (parts[0] if parts else x.narrow(dim, 0, 0)).contiguous()
+    return x.index_select(dim, layouts.token_indices(layout, lengths, grid.size, grid.rank).to(x.device))
+
+
+def unshard_sequence(
+    x: torch.Tensor,
+    dim: int = 1,
+    *,
+    seqlen: int | None = None,
+    cu_seqlens: Lengths = None,
+    layout: Layout = "zigzag",
+    group: Group = None,
+) -> torch.Tensor:
+    """All tokens of a tensor of which each rank has its own along ``dim``; the inverse of :func:`shard_sequence`.
+
+    All ranks of the group call it. It is differentiable: a rank gets, for its tokens, the sum over the ranks of what
+    their losses give. Where all ranks compute one and the same loss of the result, that is as many times its gradient.
+
+    Args:
+        x: this rank's tokens.
+        dim: the axis of the tokens.
+        seqlen: tokens of the sequence; needed where the ranks have different numbers of them.
+        cu_seqlens: of packed documents, in place of ``seqlen``.
+        layout: that of :func:`shard_sequence`.
+        group: likewise.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be; the message names it.
+        RuntimeError: a rank did not answer within the group's timeout.
+    """
+    grid = Grid.of(group)
+    if cu_seqlens is None and seqlen is None:
+        seqlen = x.shape[dim] * grid.size
+    layout, lengths, size, rank = _where(seqlen, cu_seqlens, layout, group, grid.rank, grid.size)
+    counts = [rows_of(runs_of(layout, lengths, size, each)) for each in range(size)]
+    if x.shape[dim] != counts[rank]:
+        raise ValueError(
+            f"x has {x.shape[dim]} tokens along axis {dim} on rank {rank}; layout {layout!r} gives it {counts[rank]} "
+            f"of {sum(lengths)}"
+        )
+    found = x.movedim(dim, 0)
+    for ranks in reversed(grid.groups):
+        inner = grid.heads.size if grid.heads and ranks is grid.keys else 1
+        first = grid.keys.rank * grid.heads.size if grid.heads and ranks is grid.heads else 0
+        sizes = tuple(sum(counts[first + i * inner : first + (i + 1) * inner]) for i in range(ranks.size))
+        found = _Join.apply(ranks, sizes, found)
+    order = order_of_shards(layout, lengths, size).to(x.device)
+    return found.index_select(0, order).movedim(0, dim)
+
+
+class _Join(torch.autograd.Function):
+    """The rows of all ranks, one rank after another."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, sizes: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
+        ctx.call = ranks, sizes
+        found = x.new_empty((sum(sizes), *x.shape[1:]))
+        parts = list(found.split(list(sizes)))
+        x = x.contiguous()
+        parts[ranks.rank].copy_(x)
+        others = [peer for peer in range(ranks.size) if peer != ranks.rank]
+        sends: list[Message] = [(peer, x) for peer in others]
+        comm.start(ranks, sends, [(peer, parts[peer]) for peer in others]).wait()
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        ranks, sizes = ctx.call
+        parts = [part.contiguous() for part in grad.split(list(sizes))]
+        own = parts[ranks.rank]
+        found = [own if peer == ranks.rank else torch.empty_like(own) for peer in range(ranks.size)]
+        others = [peer for peer in range(ranks.size) if peer != ranks.rank]
+        comm.start(ranks, [(peer, parts[peer]) for peer in others], [(peer, found[peer]) for peer in others]).wait()
+        total = torch.zeros_like(own, dtype=compute_dtype(own.dtype)) if own.is_floating_point() else None
+        for part in found:
+            total = total + part
+        return None, None, total.to(grad.dtype)
+
+
+def _part(x: torch.Tensor, dim: int, run: layouts.Run) -> torch.Tensor:
+    index: list[slice] = [slice(None)] * x.dim()
+    index[dim] = slice(run.start, run.stop, run.step)
+    return x[tuple(index)]
+
+
+def _lengths_along(x: torch.Tensor, dim: int, cu_seqlens: Lengths) -> tuple[int, ...]:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
+    if type(dim) is not int or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim is {dim!r}; x has {x.dim()} axes")
+    if cu_seqlens is None:
+        return (x.shape[dim],)
+    lengths = lengths_of(cu_seqlens)
+    if sum(lengths) != x.shape[dim]:
+        raise ValueError(f"cu_seqlens ends at {sum(lengths)} and x has {x.shape[dim]} tokens along axis {dim}")
+    return lengths
+
+
+def _where(
+    seqlen: int | None, cu_seqlens: Lengths, layout: Layout, group: Group, rank: int | None, world_size: int | None
+) -> tuple[Layout, tuple[int, ...], int, int]:
+    layouts.check_layout(layout)
+    if (seqlen is None) == (cu_seqlens is None):
+        raise ValueError(f"seqlen is {seqlen!r} and cu_seqlens {cu_seqlens!r}; give one of them")
+    if cu_seqlens is None and (type(seqlen) is not int or seqlen < 0):
+        raise ValueError(f"seqlen is {seqlen!r}; it must be a whole number of at least 0")
+    lengths = (seqlen,) if cu_seqlens is None else lengths_of(cu_seqlens)
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank is {rank!r} and world_size {world_size!r}; give both or neither")
+    if rank is None:
+        grid = Grid.of(group)
+        rank, world_size = grid.rank, grid.size
+    if type(world_size) is not int or type(rank) is not int or not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank!r} of world_size {world_size!r}; it must be 0 to below it")
+    return layout, lengths, world_size, rank

@@ -1,0 +1,207 @@
+"""Ulysses: ranks exchange heads for tokens, so that each rank has all tokens of some heads, and back afterwards.
+
+One exchange carries queries, keys and values, one carries output and LSE. Heads need not divide by the ranks: each
+rank has a share of the query heads and the KV heads that they read, so that with fewer KV heads than ranks several
+ranks have the same one. The gradients of such a head are added in f32, in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashlane.core.arch import compute_dtype
+from flashlane.distributed import comm
+from flashlane.distributed.comm import Message, Ranks
+from flashlane.distributed.layout import chunk_bounds, rows_of, runs_of
+from flashlane.distributed.plan import Division, shard_order
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How the heads of a call are divided among the ranks that exchange them."""
+
+    heads: int
+    kv_heads: int
+    ranks: int
+
+    def queries(self, rank: int) -> range:
+        """The query heads of a rank: whole groups of a KV head where there are enough of those."""
+        share = self.heads // self.kv_heads
+        if self.kv_heads >= self.ranks:
+            bounds = chunk_bounds(self.kv_heads, self.ranks)
+            return range(bounds[rank] * share, bounds[rank + 1] * share)
+        bounds = chunk_bounds(self.heads, self.ranks)
+        return range(bounds[rank], bounds[rank + 1])
+
+    def keys(self, rank: int) -> range:
+        """The KV heads that those read."""
+        share, queries = self.heads // self.kv_heads, self.queries(rank)
+        return range(queries.start // share, -(-queries.stop // share)) if queries else range(0)
+
+    def parts(self, rank: int) -> list[tuple[range, range]]:
+        """The heads of a rank in parts in which every KV head has as many query heads: a kernel takes those.
+
+        They are given as ranges of the rank's own heads.
+        """
+        share, queries, keys = self.heads // self.kv_heads, self.queries(rank), self.keys(rank)
+        whole = range(-(-queries.start // share) * share, queries.stop // share * share)
+        if len(keys) <= 1 or not whole:
+            cuts = sorted({queries.start, queries.stop, *range(keys.start * share, keys.stop * share, share)})
+        else:
+            cuts = sorted({queries.start, whole.start, whole.stop, queries.stop})
+        cuts = [cut for cut in cuts if queries.start <= cut <= queries.stop]
+        return [
+            (
+                range(first - queries.start, stop - queries.start),
+                range(first // share - keys.start, -(-stop // share) - keys.start),
+            )
+            for first, stop in itertools.pairwise(cuts)
+        ]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Which tokens and heads each rank has, before and after an exchange."""
+
+    ranks: Ranks
+    division: Division
+    heads: Heads
+    group: int
+    """Which rank this is of those that exchange keys: its members are the ranks here."""
+
+    def rows(self, member: int) -> int:
+        """Tokens of a member's shard."""
+        total = self.division.ranks * self.division.heads_ranks
+        member += self.group * self.ranks.size
+        return rows_of(runs_of(self.division.layout, self.division.lengths, total, member))
+
+    def to_heads(self, tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> list[torch.Tensor]:
+        """From all heads of this rank's tokens to some heads of all tokens; tensors are ``(b, rows, heads, …)``.
+
+        Args:
+            tensors: of one dtype.
+            kinds: of each, whose heads it has: "queries" or "keys".
+        """
+        batch, rank = tensors[0].shape[0], self.ranks.rank
+        messages = [_flat(self._heads_of(peer, tensors, kinds)) for peer in range(self.ranks.size)]
+        shapes = [
+            [
+                (batch, self.rows(peer), len(getattr(self.heads, kind)(rank)), *t.shape[3:])
+                for t, kind in zip(tensors, kinds, strict=True)
+            ]
+            for peer in range(self.ranks.size)
+        ]
+        found = self._swap(messages, shapes)
+        order = shard_order(self.division, self.group).to(tensors[0].device)
+        return [torch.cat(parts, dim=1).index_select(1, order) for parts in zip(*found, strict=True)]
+
+    def to_tokens(self, tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> list[list[torch.Tensor]]:
+        """The way back: for each rank, in order, its heads of this rank's tokens."""
+        batch, rank = tensors[0].shape[0], self.ranks.rank
+        order = shard_order(self.division, self.group).to(tensors[0].device)
+        back = torch.argsort(order)
+        tensors = [t.index_select(1, back) for t in tensors]
+        bounds = [0]
+        for peer in range(self.ranks.size):
+            bounds.append(bounds[-1] + self.rows(peer))
+        messages = [_flat([t[:, bounds[peer] : bounds[peer + 1]] for t in tensors]) for peer in range(self.ranks.size)]
+        shapes = [
+            [
+                (batch, self.rows(rank), len(getattr(self.heads, kind)(peer)), *t.shape[3:])
+                for t, kind in zip(tensors, kinds, strict=True)
+            ]
+            for peer in range(self.ranks.size)
+        ]
+        return self._swap(messages, shapes)
+
+    def _heads_of(self, peer: int, tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> list[torch.Tensor]:
+        ranges = [getattr(self.heads, kind)(peer) for kind in kinds]
+        return [t[:, :, each.start : each.stop] for t, each in zip(tensors, ranges, strict=True)]
+
+    def _swap(self, messages: list[torch.Tensor], shapes: list[list[tuple[int, ...]]]) -> list[list[torch.Tensor]]:
+        """Send each rank its message, and take apart what comes."""
+        rank = self.ranks.rank
+        sizes = [[_count(shape) for shape in each] for each in shapes]
+        received = [
+            messages[rank] if peer == rank else messages[rank].new_empty(sum(sizes[peer]))
+            for peer in range(self.ranks.size)
+        ]
+        others: list[int] = [peer for peer in range(self.ranks.size) if peer != rank]
+        sends: list[Message] = [(peer, messages[peer]) for peer in others]
+        receives: list[Message] = [(peer, received[peer]) for peer in others]
+        comm.start(self.ranks, sends, receives).wait()
+        return [
+            [part.view(shape) for part, shape in zip(t.split(size), shape_list, strict=True)]
+            for t, size, shape_list in zip(received, sizes, shapes, strict=True)
+        ]
+
+
+def _count(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+class ToHeads(torch.autograd.Function):
+    """q, k and v of this rank's tokens to those of its heads, in one exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(exchange.to_heads(qkv, ("queries", "keys", "keys")))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        exchange = ctx.exchange
+        found = exchange.to_tokens(grads, ("queries", "keys", "keys"))
+        dq = torch.cat([parts[0] for parts in found], dim=2)
+        return None, dq, *(_summed(exchange.heads, [parts[i] for parts in found]) for i in (1, 2))
+
+
+def _summed(heads: Heads, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Gradients of all KV heads from those of each rank, added in the order of the ranks."""
+    ranges = [heads.keys(rank) for rank in range(heads.ranks)]
+    if all(one.stop <= other.start or not one or not other for one, other in itertools.pairwise(ranges)):
+        return torch.cat(parts, dim=2)
+    first = parts[0]
+    shape = (*first.shape[:2], heads.kv_heads, *first.shape[3:])
+    total = first.new_zeros(shape, dtype=compute_dtype(first.dtype))
+    for part, each in zip(parts, ranges, strict=True):
+        total[:, :, each.start : each.stop] += part
+    return total.to(first.dtype)
+
+
+class ToTokens(torch.autograd.Function):
+    """Output and LSE of this rank's heads to those of its tokens, in one exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
+        found = exchange.to_tokens(_together(out, lse), ("queries", "queries"))
+        return torch.cat([parts[0] for parts in found], dim=2), _lse_of([parts[1] for parts in found], lse.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
+        found = ctx.exchange.to_heads(_together(do, dlse), ("queries", "queries"))
+        return None, found[0], _lse_of([found[1]], dlse.dtype)
+
+
+def _together(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An LSE ``(b, h, rows)`` as ``(b, rows, h, n)`` in the dtype of the output, bit by bit."""
+    return out, lse.transpose(1, 2).contiguous().unsqueeze(-1).view(out.dtype)
+
+
+def _lse_of(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat(parts, dim=2).view(dtype).squeeze(-1).transpose(1, 2).contiguous()

@@ -1,0 +1,117 @@
+"""Context parallelism on gloo, two to four processes, against one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import context_parallel_cases as cases
+import numpy
+import pytest
+from context_parallel_cases import Case
+from rank_pool import RankPool
+
+TOLERANCE = 1e-5
+DOCUMENTS = (5, 0, 17, 1, 30, 3, 9)
+LAYOUTS = ("zigzag", "contiguous", "striped")
+VARIANTS = (
+    {},
+    {"causal": False, "kv_heads": 4},
+    {"window": (5, 0), "batch": 2},
+    {"causal": False, "window": (4, 3)},
+    {"lengths": DOCUMENTS},
+    {"lengths": DOCUMENTS, "causal": False},
+    {"lengths": DOCUMENTS, "window": (6, 0), "softcap": 3.0},
+    {"lengths": DOCUMENTS, "causal": False, "window": (3, 2)},
+    {"lengths": (3, 20, 11, 7, 5, 9), "sinks": True, "logit_scale": True},
+    {"batch": 2, "heads": 6, "kv_heads": 1, "sinks": True},
+    {"heads": 5, "kv_heads": 5, "head_dim_v": 16},
+    {"heads": 12, "kv_heads": 4, "packed": True},
+    {"lengths": (2,), "sinks": True},
+    {"lengths": (0,)},
+)
+_expected: dict[Case, dict[str, numpy.ndarray]] = {}
+
+
+def differences(pool: RankPool, case: Case, ranks: int) -> dict[str, float]:
+    """The results that are further from one process's than the tolerance, relative to the largest value or 1."""
+    found = cases.assembled(case, pool.run(cases.on_rank, case, ranks, ranks=list(range(ranks))))
+    key = Case(**{**vars(case), "method": "allgather", "layout": "zigzag", "heads_k_stride": None})
+    if key not in _expected:
+        _expected[key] = cases.expected(case)
+    right = _expected[key]
+    worst = cases.worst_difference(found, right)
+    sizes = {name: numpy.abs(values[numpy.isfinite(values)]).max(initial=1.0) for name, values in right.items()}
+    return {name: value for name, value in worst.items() if not value <= TOLERANCE * sizes[name]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses", "usp"])
+def test_same_as_one_process(pool: RankPool, method: str, layout: str) -> None:
+    wrong = {}
+    for number, variant in enumerate(VARIANTS):
+        case = Case(**variant, method=method, layout=layout)
+        # Each variant on two numbers of ranks, all numbers being tried by all variants together.
+        for ranks in {4} if method == "usp" else {2 + number % 2, 4 - number % 3 % 2}:
+            found = differences(pool, case, ranks)
+            if found:
+                wrong[f"{ranks} ranks, {case}"] = found
+    assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method, layout, causal",
+    [
+        ("allgather", "zigzag", True),
+        ("allgather", "contiguous", True),
+        ("allgather", "striped", True),
+        ("ring", "striped", True),
+        ("usp", "striped", True),
+        ("ulysses", "zigzag", True),
+        ("ulysses", "striped", False),
+        ("auto", "zigzag", False),
+    ],
+)
+def test_alibi(pool: RankPool, method: str, layout: str, causal: bool) -> None:
+    """Distances are those of positions, whatever lies between the blocks of a rank."""
+    for variant in ({"batch": 2, "sinks": True}, {"lengths": DOCUMENTS}, {"lengths": (9, 11), "window": (5, 0)}):
+        case = Case(**variant, alibi=True, method=method, layout=layout, causal=causal)
+        assert not differences(pool, case, 4), str(case)
+
+
+@pytest.mark.slow
+def test_keys_by_heads_at_a_time(pool: RankPool) -> None:
+    for stride, documents in itertools.product((1, 2), ((37,), DOCUMENTS)):
+        case = Case(lengths=documents, heads=6, kv_heads=3, heads_k_stride=stride, sinks=True, logit_scale=True)
+        assert not differences(pool, case, 3), str(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case, forward, both",
+    [
+        (Case(), 1, 3),
+        (Case(lengths=DOCUMENTS), 1, 3),
+        (Case(heads_k_stride=1), 2, 6),
+        (Case(method="ring"), 3, 10),
+        (Case(method="ulysses"), 2, 4),
+        (Case(method="usp"), 3, 8),
+        (Case(method="ring", layout="contiguous", lengths=(40,), window=(4, 0)), 1, 4),
+    ],
+    ids=str,
+)
+def test_batches_of_messages(pool: RankPool, case: Case, forward: int, both: int) -> None:
+    """What a call sends: so many batches a rank, the same number on all ranks at most."""
+    found = pool.run(cases.messages_on_rank, case, 4)
+    assert max(each["forward"] for each in found) == forward
+    assert max(each["both"] for each in found) == both
+    assert all(each["others"] == 0 for each in found)
+
+
+@pytest.mark.slow
+def test_a_window_sends_its_halo(pool: RankPool) -> None:
+    """Four rows of keys and values to the rank after, whatever the length."""
+    case = Case(layout="contiguous", lengths=(80,), window=(4, 0))
+    row = 2 * case.kv_heads * case.head_dim * 4
+    assert [each["bytes"] for each in pool.run(cases.messages_on_rank, case, 4)] == [4 * row] * 3 + [0]

@@ -1,0 +1,91 @@
+"""A rank that makes another call gives all ranks an error that names the argument: never a wrong sum."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool, first_ranks
+
+from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func
+
+
+def attend_otherwise(changes: dict[int, dict[str, Any]], size: int) -> None:
+    """A call in which some ranks give other arguments; on the CPU a rank's own are known by its number."""
+    rank = dist.get_rank()
+    mine: dict[str, Any] = {"rows": 4, "heads": 4, "kv_heads": 2, "dtype": torch.float32, **changes.get(rank, {})}
+    rows, heads, kv_heads, dtype = (mine.pop(name) for name in ("rows", "heads", "kv_heads", "dtype"))
+    q = torch.randn(1, rows, heads, 8, dtype=dtype)
+    k = torch.randn(1, rows, kv_heads, 8, dtype=dtype)
+    context_parallel_attn_func(q, k, k, group=first_ranks(size), **mine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"heads": 2}, "q without its rows is"),
+        ({"dtype": torch.float64}, "dtype is"),
+        ({"causal": True}, "causal and window_size is"),
+        ({"method": "ring"}, "method is"),
+        ({"layout": "striped"}, "layout is"),
+        ({"rows": 5}, "seqlen is"),
+        ({"softmax_scale": 0.5}, "softmax_scale is"),
+        ({"kv_heads": 3}, "rank 1: ValueError: k has 3 heads and q has 4"),
+        ({"dropout_p": 0.1}, "rank 1: NotImplementedError: dropout_p is 0.1"),
+        ({"rows": 5, "seqlen": 12}, "rank 1: ValueError: q has 5 rows on rank 1; layout 'zigzag' gives it 4 of 12"),
+    ],
+)
+def test_other_arguments_on_one_rank(pool: RankPool, change: dict[str, Any], message: str) -> None:
+    """All ranks raise, at once, and the message names the argument."""
+    changes = {1: change}
+    if "seqlen" in change:
+        changes = {0: {"seqlen": 12}, 1: change, 2: {"seqlen": 12}}
+    started = time.monotonic()
+    found = pool.outcomes(attend_otherwise, changes, 3, ranks=[0, 1, 2])
+    assert [kind for kind, _ in found] == ["error"] * 3
+    assert all(message.removeprefix("rank 1: ").split(": ")[-1] in value[1] for _, value in found), found
+    assert message in found[0][1][1]
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments, kind, message",
+    [
+        ({"dropout_p": 0.5}, NotImplementedError, "dropout_p is 0.5"),
+        ({"attn_bias": 1}, NotImplementedError, "attn_bias is given"),
+        ({"return_attn_probs": True}, NotImplementedError, "return_attn_probs is True"),
+        ({"method": "star"}, ValueError, "method is 'star'"),
+        ({"method": "usp"}, ValueError, "'usp' needs a DeviceMesh of two"),
+        ({"layout": "spiral"}, ValueError, "layout is 'spiral'"),
+        ({"heads_k_stride": 1, "method": "ring"}, NotImplementedError, "heads_k_stride is 1"),
+        ({"alibi_slopes": 0.5, "method": "ring"}, NotImplementedError, "alibi_slopes is given with method 'ring'"),
+        ({"seqlen": 9.0}, ValueError, "seqlen is 9.0"),
+        ({"window_size": (1,)}, ValueError, "window_size is"),
+        ({"group": "all"}, TypeError, "group is a str"),
+        ({"cu_seqlens": [0, 4, 2]}, ValueError, "cu_seqlens is"),
+        ({"cu_seqlens": [0.0, 4.0]}, TypeError, "cu_seqlens is"),
+    ],
+)
+def test_what_is_not_computed_is_named(
+    pool: RankPool, arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    for outcome, value in pool.outcomes(attend_wrongly, arguments, ranks=[0]):
+        assert (outcome, value[0]) == ("error", kind.__name__)
+        assert message in value[1]
+
+
+def attend_wrongly(arguments: dict[str, Any]) -> None:
+    arguments = {"group": first_ranks(1), **arguments}
+    if "alibi_slopes" in arguments:
+        arguments.update(alibi_slopes=torch.full((4,), arguments["alibi_slopes"]), group=first_ranks(2))
+    if "cu_seqlens" in arguments:
+        q = torch.randn(4, 4, 8)
+        context_parallel_attn_varlen_func(q, q, q, arguments.pop("cu_seqlens"), **arguments)
+    else:
+        q = torch.randn(1, 4, 4, 8)
+        context_parallel_attn_func(q, q, q, **arguments)

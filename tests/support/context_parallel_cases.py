@@ -1,0 +1,205 @@
+"""Cases of context parallelism: what a rank runs, and what one process computes for all tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy
+import torch
+import torch.distributed as dist
+from rank_pool import first_ranks
+
+import flashlane
+from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func
+from flashlane.distributed.layout import token_indices
+
+GRADIENTS = ("q", "k", "v", "sinks", "logit_scale")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; ``lengths`` of more than one document, or ``packed``, is the varlen function."""
+
+    lengths: tuple[int, ...] = (37,)
+    packed: bool = False
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    head_dim_v: int = 8
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+    logit_scale: bool = False
+    dtype: torch.dtype = torch.float32
+    method: str = "allgather"
+    layout: str = "zigzag"
+    heads_k_stride: int | None = None
+
+    @property
+    def varlen(self) -> bool:
+        return self.packed or len(self.lengths) > 1
+
+    @property
+    def axis(self) -> int:
+        """Of the tokens."""
+        return 0 if self.varlen else 1
+
+    @property
+    def cu_seqlens(self) -> list[int]:
+        return [0, *itertools.accumulate(self.lengths)]
+
+    def __str__(self) -> str:
+        changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case(), name)]
+        return " ".join(changed) or "plain"
+
+
+def tensors_of(case: Case) -> dict[str, torch.Tensor]:
+    """All tokens' tensors and output gradients, the same in every process."""
+    random = torch.Generator().manual_seed(7)
+    outer = (sum(case.lengths),) if case.varlen else (case.batch, sum(case.lengths))
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float32).to(case.dtype)
+
+    found = {
+        "q": draw(*outer, case.heads, case.head_dim),
+        "k": draw(*outer, case.kv_heads, case.head_dim),
+        "v": draw(*outer, case.kv_heads, case.head_dim_v),
+        "do": draw(*outer, case.heads, case.head_dim_v),
+        "dlse": torch.randn((*outer, case.heads), generator=random),
+    }
+    if case.alibi:
+        shape = (len(case.lengths) if case.varlen else case.batch, case.heads)
+        found["alibi_slopes"] = torch.rand(shape, generator=random)
+    if case.sinks:
+        found["sinks"] = draw(case.heads)
+    if case.logit_scale:
+        found["logit_scale"] = torch.rand(case.heads, generator=random) + 0.5
+    return found
+
+
+def _asked(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    modifiers = {name: tensors.get(name) for name in ("alibi_slopes", "sinks", "logit_scale")}
+    return {"causal": case.causal, "window_size": case.window, "softcap": case.softcap, **modifiers}
+
+
+def _results(out: torch.Tensor, lse: torch.Tensor, tensors: dict[str, torch.Tensor]) -> dict[str, numpy.ndarray]:
+    """Output, LSE (b, rows, h) and gradients, for numpy, which processes can exchange."""
+    rows = lse.transpose(-1, -2)
+    loss = (out.double() * tensors["do"].double()).sum() + (rows.double() * tensors["dlse"].double()).sum()
+    loss.backward()
+    found = {"out": out, "lse": rows, **{f"d{name}": tensors[name].grad for name in GRADIENTS if name in tensors}}
+    return {name: t.detach().double().numpy() for name, t in found.items()}
+
+
+def expected(case: Case) -> dict[str, numpy.ndarray]:
+    """One process, in f64."""
+    tensors = {name: t.double() if name != "alibi_slopes" else t for name, t in tensors_of(case).items()}
+    if case.logit_scale:
+        tensors["logit_scale"] = tensors["logit_scale"].float()
+    for name in GRADIENTS:
+        if name in tensors:
+            tensors[name].requires_grad_()
+    q, k, v = (tensors[name] for name in "qkv")
+    if case.varlen:
+        cu = torch.tensor(case.cu_seqlens, dtype=torch.int32)
+        longest = max(case.lengths)
+        found = flashlane.flash_attn_varlen_func(
+            q, k, v, cu, cu, longest, longest, **_asked(case, tensors), return_lse=True, kernel="reference"
+        )
+    else:
+        found = flashlane.flash_attn_func(q, k, v, **_asked(case, tensors), return_lse=True, kernel="reference")
+    return _results(*found, tensors)
+
+
+def on_rank(case: Case, size: int) -> dict[str, numpy.ndarray]:
+    """What this rank gets of a case that the first ranks of the pool share."""
+    rank = dist.get_rank()
+    own = token_indices(case.layout, case.lengths, size, rank)
+    whole = tensors_of(case)
+    sharded = {name: whole[name].index_select(case.axis, own) for name in ("q", "k", "v", "do", "dlse")}
+    tensors = {**whole, **sharded}
+    for name in GRADIENTS:
+        if name in tensors:
+            tensors[name] = tensors[name].clone().requires_grad_()
+    where: dict[str, Any] = {"method": case.method, "layout": case.layout, "return_lse": True}
+    where["group"] = square_mesh() if case.method == "usp" else first_ranks(size)
+    if case.heads_k_stride:
+        where["heads_k_stride"] = case.heads_k_stride
+    q, k, v = (tensors[name] for name in "qkv")
+    if case.varlen:
+        found = context_parallel_attn_varlen_func(q, k, v, case.cu_seqlens, **_asked(case, tensors), **where)
+    else:
+        where["seqlen"] = sum(case.lengths)
+        found = context_parallel_attn_func(q, k, v, **_asked(case, tensors), **where)
+    return _results(*found, tensors)
+
+
+@functools.cache
+def square_mesh() -> dist.DeviceMesh:
+    """Four ranks: two that exchange keys by two that exchange heads."""
+    return dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "heads"))
+
+
+def assembled(case: Case, found: list[dict[str, numpy.ndarray]]) -> dict[str, numpy.ndarray]:
+    """The ranks' results as those of all tokens; gradients of what all ranks have are sums."""
+    orders = [token_indices(case.layout, case.lengths, len(found), rank).numpy() for rank in range(len(found))]
+    whole = {}
+    for name, first in found[0].items():
+        if name in ("dsinks", "dlogit_scale"):
+            whole[name] = sum(each[name] for each in found)
+            continue
+        shape = list(first.shape)
+        shape[case.axis] = sum(case.lengths)
+        whole[name] = numpy.full(shape, numpy.nan)
+        for order, each in zip(orders, found, strict=True):
+            index = (order,) if case.varlen else (slice(None), order)
+            whole[name][index] = each[name]
+    return whole
+
+
+def worst_difference(some: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> dict[str, float]:
+    """The largest absolute difference of each result; NaN and unlike infinities count as infinite."""
+    worst = {}
+    for name, values in other.items():
+        with numpy.errstate(invalid="ignore"):
+            apart = numpy.where(some[name] == values, 0.0, numpy.abs(some[name] - values))
+        worst[name] = float(numpy.nan_to_num(apart, nan=numpy.inf).max(initial=0.0))
+    return worst
+
+
+def messages_on_rank(case: Case, size: int) -> dict[str, int]:
+    """Batches of messages of a forward, and of forward and backward; other collectives; bytes that a forward sends."""
+    on_rank(case, size)  # the ranks agree on it
+    sent: list[int] = []
+    at_backward: list[int] = []
+    batch, backward = dist.batch_isend_irecv, torch.Tensor.backward
+
+    def counted(operations: list[Any]) -> Any:
+        sent.append(
+            sum(each.tensor.numel() * each.tensor.element_size() for each in operations if each.op is dist.isend)
+        )
+        return batch(operations)
+
+    def noted(self: torch.Tensor) -> None:
+        at_backward.append(len(sent))
+        backward(self)
+
+    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast", "barrier")
+    others: list[str] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", counted))
+        stack.enter_context(mock.patch.object(torch.Tensor, "backward", noted))
+        for name in names:
+            stack.enter_context(mock.patch.object(dist, name, lambda *_, name=name, **__: others.append(name)))
+        on_rank(case, size)
+    forward = at_backward[0]
+    return {"forward": forward, "both": len(sent), "others": len(others), "bytes": sum(sent[:forward])}
