@@ -2,15 +2,16 @@
 
     PYTHONPATH=src python3 benchmarks/scripts/hopper_drawn.py --seconds 60 [--kernels 150] [--seed 0] [--out FILE.json]
 
-Problems are drawn over the whole product of features, sizes and head dims, and run with the configuration of the
-tables or with another of the tuner's candidates. So that the time goes to running, a first pass compiles so many
-kernels, and draws that would need another are passed over. Outputs are NaN before, what belongs to no sequence is NaN
-too, and each tenth launch is repeated bit for bit. Exit status 1 when an output was wrong.
+Problems are drawn by bench/measure/drawn.py over the whole product of features, sizes and head dims, and run with the
+chosen configuration or with another of the tuner's candidates. So that the time goes to running, a first pass compiles
+so many kernels, and draws that would need another are passed over. Outputs are NaN before, what belongs to no sequence
+is NaN too, and each tenth launch is repeated bit for bit. Exit status 1 when an output was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -18,19 +19,23 @@ import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_run import device_or_exit
-from hopper_features import KINDS, TAG, ForwardCase
+from hopper_features import TAG
 
 from flashlane import jit
+from flashlane.bench.measure import drawn
 from flashlane.bench.measure.check import max_error, relative_l2
+from flashlane.bench.measure.drawn import Space
+from flashlane.bench.measure.drawn_case import Case
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.results import write_atomically
 from flashlane.core import registry
-from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.problem import DTYPES, AttentionProblem, Inputs
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.reference.naive import reference_attention
 
@@ -40,33 +45,32 @@ ALLOWED = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
 LSE_ALLOWED = 2e-4
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (80, 80), (96, 96), (160, 160), (192, 128), (72, 40))
 HEAD_DIMS += ((64, 512), (128, 264))
-ROWS = (1, 2, 5, 17, 64, 100, 129, 200, 300, 513)
-KEYS = (1, 33, 64, 100, 200, 500, 900, 1500)
-HEADS = ((1, 1), (2, 1), (4, 1), (6, 2), (8, 8), (3, 3))
+SPACES = {
+    kind: replace(space, head_dim_pairs=HEAD_DIMS, dtypes=("f16", "bf16"))
+    for kind, space in drawn.HOPPER_FORWARD_KINDS.items()
+}
 FEATURE_SETS = 60
-"""Sets of features, which decide what is compiled; sizes are drawn anew for each problem."""
+"""Sets of features, which decide what is compiled; sizes are drawn for each problem."""
 
 
-def features(chance: random.Random) -> dict[str, Any]:
-    """What a kernel is compiled for."""
-    head_dim, head_dim_v = chance.choice(HEAD_DIMS)
-    kind = chance.choice(KINDS)
-    asked: dict[str, Any] = chance.choice(({}, {"causal": True}, {"window_size": (50, 10)}, {"window_size": (200, 0)}))
-    asked |= chance.choice(({}, {"softcap": 15.0})) if chance.random() < 0.4 else {}
-    asked |= {"alignment": chance.choice(("bottom-right", "top-left"))}
-    more = {"page": chance.choice((16, 64, 8, 48, 1, 7, 12, 100))} if kind == "pages" else {}
-    more |= {"leftpad": chance.random() < 0.5} if kind in ("cache", "pages") else {}
-    more |= {"alibi": chance.random() < 0.25, "sinks": chance.random() < 0.25, "dtype": chance.choice(tuple(ALLOWED))}
-    return {"head_dim": head_dim, "head_dim_v": head_dim_v, "kind": kind, "asked": asked, **more}
+@functools.cache
+def feature_set(number: int) -> Space:
+    """The problems of a set of features."""
+    chance = random.Random(f"features {number}")
+    space = SPACES[chance.choice(tuple(SPACES))]
+    return drawn.alike(space, drawn.draw(chance, space))
 
 
-def draw(seed: int) -> tuple[ForwardCase, float]:
-    """A problem, and which of the candidates runs it: below one half that of the tables."""
+def draw(seed: int) -> tuple[Case, float]:
+    """A problem, and which of the candidates runs it: below one half the chosen one."""
     chance = random.Random(seed)
-    chosen = features(random.Random(f"features {chance.randrange(FEATURE_SETS)}"))
-    heads, kv_heads = chance.choice(HEADS)
-    sizes = {"seqlen_q": chance.choice(ROWS), "seqlen_k": chance.choice(KEYS), "heads": heads, "kv_heads": kv_heads}
-    return ForwardCase(f"seed {seed}", **chosen, **sizes), chance.choice((0.0, 0.0, 0.55, 0.7, 0.95))
+    case = drawn.draw(chance, feature_set(chance.randrange(FEATURE_SETS)))
+    return case, chance.choice((0.0, 0.0, 0.55, 0.7, 0.95))
+
+
+def build(case: Case, device: torch.device) -> tuple[AttentionProblem, Inputs]:
+    problem, inputs = case.build(DTYPES[case.dtype], device=str(device))
+    return problem.on("sm_90a"), inputs
 
 
 def config_of(problem: AttentionProblem, pick: float) -> HopperConfig:
@@ -82,19 +86,20 @@ def run(config: HopperConfig, problem: AttentionProblem, inputs: Inputs) -> tupl
     return out, lse
 
 
-def check(case: ForwardCase, pick: float, number: int, device: torch.device) -> str | None:
+def check(case: Case, pick: float, number: int, device: torch.device) -> str | None:
     """What is wrong with a problem's output, or None."""
-    problem, inputs = case.build(device, number)
+    problem, inputs = build(case, device)
     config = config_of(problem, pick)
     out, lse = run(config, problem, inputs)
     right, right_lse = reference_attention(problem, inputs, torch.float32)
     error, lse_error = relative_l2(out.float(), right), max_error(lse, right_lse)
     if not (error <= ALLOWED[problem.dtype] and lse_error <= LSE_ALLOWED):
-        return f"{case.feature}: off by {error:.2e}, LSE {lse_error:.2e}: {problem.describe()} with {config.describe()}"
+        wrong = f"off by {error:.2e}, LSE {lse_error:.2e}"
+        return f"problem {number}: {wrong}: {problem.describe()} with {config.describe()}"
     if number % 10 == 0:
         again = run(config, problem, inputs)
         if not (torch.equal(out, again[0]) and torch.equal(lse, again[1])):
-            return f"{case.feature}: another result the second time: {problem.describe()} with {config.describe()}"
+            return f"problem {number}: another result the second time: {problem.describe()} with {config.describe()}"
     return None
 
 
@@ -103,7 +108,7 @@ def compile_first(kernels: int, seed: int) -> set[Any]:
     cpu, wanted = torch.device("cpu"), {}
     for number in range(seed, seed + 20 * kernels):
         case, pick = draw(number)
-        source = config_of(case.build(cpu)[0], pick).source()
+        source = config_of(build(case, cpu)[0], pick).source()
         wanted[source] = None
         if len(wanted) >= kernels:
             break
@@ -126,7 +131,7 @@ def main() -> int:
     with torch.no_grad():
         while time.monotonic() < stop:
             case, pick = draw(number)
-            if config_of(case.build(cpu)[0], pick).source() in known:
+            if config_of(build(case, cpu)[0], pick).source() in known:
                 fault = check(case, pick, number, device)
                 done += 1
                 if fault is not None:

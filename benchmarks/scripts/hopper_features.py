@@ -16,7 +16,6 @@ from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.select import specialise
 
 TAG = "hopper(wgmma+tma)"
-KINDS = ("dense", "packed", "cache", "pages")
 BATCH = 3
 
 

@@ -17,7 +17,7 @@ import torch
 
 from flashlane import jit
 from flashlane.bench.measure import drawn as draws
-from flashlane.bench.measure.drawn import HOPPER_FORWARD, HOPPER_FORWARD_CACHE
+from flashlane.bench.measure.drawn import HOPPER_FORWARD_KINDS
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs, arch_of
 from flashlane.kernels.hopper.forward import kernel as forward
@@ -32,7 +32,6 @@ RELATIVE = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
 """Largest ‖out − ref‖ / ‖ref‖ against f32."""
 KINDS = ("packed", "cache", "pages", "rows")
 """Packed sequences; a cache; pages that boxes fit, and any pages, with the first rows unused now and then."""
-PAGES = {"pages": (16, 64, 256, 8, 48), "rows": (1, 3, 7, 12, 20, 100)}
 SEEDS = 12
 needs_hopper = pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm_90 GPU")
 ROWS = [
@@ -43,20 +42,10 @@ ROWS = [
 ]
 
 
-SPACES = {
-    "packed": replace(HOPPER_FORWARD, varlen=(True,)),
-    "cache": replace(HOPPER_FORWARD_CACHE, caches=(("used", "batch_idx"), ("used", "batch_idx", "leftpad"))),
-    "pages": replace(HOPPER_FORWARD_CACHE, caches=(("used", "paged"),), page_sizes=PAGES["pages"]),
-    "rows": replace(
-        HOPPER_FORWARD_CACHE, caches=(("used", "paged"), ("used", "paged", "leftpad")), page_sizes=PAGES["rows"]
-    ),
-}
-
-
 def draw(kind: str, seed: int) -> tuple[AttentionProblem, Inputs]:
     """Sequences of unlike length, with score modifiers now and then; what no sequence owns is NaN."""
     chance = random.Random(f"{kind} {seed}")
-    case = draws.draw(chance, SPACES[kind])
+    case = draws.draw(chance, HOPPER_FORWARD_KINDS[kind])
     return case.build(chance.choice(tuple(RELATIVE)), device=str(HERE))
 
 

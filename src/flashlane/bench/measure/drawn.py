@@ -251,6 +251,25 @@ def features(space: Space, names: Sequence[str]) -> Space:
     )
 
 
+def alike(space: Space, case: Case) -> Space:
+    """The part of a space whose cases have the features, the head dims and the type of this one; sizes differ."""
+    cache = tuple(name for name in ("used", "leftpad", "batch_idx") if getattr(case, name))
+    return replace(
+        space,
+        head_dim_pairs=((case.head_dim, case.head_dim_v),),
+        causal=(case.causal,),
+        alignments=(case.alignment,),
+        left=(case.window[0],),
+        right=(case.window[1],),
+        softcaps=(case.softcap,),
+        alibi=(case.alibi,),
+        sinks=(case.sinks,),
+        caches=((*cache, "paged") if case.page_size else cache,),
+        page_sizes=(case.page_size,) if case.page_size else space.page_sizes,
+        dtypes=(case.dtype,) if case.dtype else (),
+    )
+
+
 EMPTY = ((0, 64), (64, 0), (0, 0), (1, 300))
 EVERY_CACHE = tuple(
     (*used, *pad, *place)
@@ -302,6 +321,18 @@ HOPPER_FORWARD = Space(
 HOPPER_FORWARD_CACHE = replace(
     HOPPER_FORWARD, varlen=(False,), lengths=(1, 2, 8, 100, 200), keys=(130, 256, 600, 1500), few=0.0, alike=0.0
 )
+HOPPER_FORWARD_KINDS: dict[str, Space] = {
+    "dense": replace(HOPPER_FORWARD, varlen=(False,)),
+    "packed": replace(HOPPER_FORWARD, varlen=(True,)),
+    "cache": replace(HOPPER_FORWARD_CACHE, caches=(("used", "batch_idx"), ("used", "batch_idx", "leftpad"))),
+    "pages": replace(HOPPER_FORWARD_CACHE, caches=(("used", "paged"),), page_sizes=(16, 64, 256, 8, 48)),
+    "rows": replace(
+        HOPPER_FORWARD_CACHE,
+        caches=(("used", "paged"), ("used", "paged", "leftpad")),
+        page_sizes=(1, 3, 7, 12, 20, 100),
+    ),
+}
+"""By how K and V lie: pages that a TMA box fits, and any pages, whose rows are gathered."""
 HOPPER_BACKWARD = Space(
     lengths=(1, 2, 17, 63, 64, 65, 127, 128, 129, 200, 300, 513, 1023),
     alike=0.4,
