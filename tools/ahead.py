@@ -74,7 +74,7 @@ def hopper() -> Iterator[KernelSource]:
 
 
 def tests() -> Iterator[KernelSource]:
-    import test_hopper_backward_gpu as of_backward
+    import hopper_gradients as of_backward
     import test_hopper_gpu as of_forward
 
     for variant in of_backward.VARIANTS:

@@ -1,0 +1,206 @@
+"""The one-CTA backward's ways of making dQ and of splitting tiles on a GPU: each makes what the others make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from backward_rule import complaints, given, logs_of
+from hopper_gradients import (
+    BF16,
+    DRAWS,
+    F16,
+    HERE,
+    Variant,
+    dense,
+    draw,
+    equal,
+    forwarded,
+    needs_hopper,
+    on_four_streams,
+    refusal,
+    repeats,
+    run,
+)
+
+from flashlane.core import registry
+from flashlane.kernels.hopper.backward import launch as backward_launch
+from flashlane.kernels.hopper.backward.kernel import config_of
+from flashlane.kernels.hopper.backward.launch import Workspace
+from flashlane.kernels.hopper.backward.one_cta import in_kernel_dq, split_q
+from flashlane.kernels.hopper.backward.one_cta import launch as one_cta_launch
+from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
+
+GAP = 4096
+"""Words between the parts of a call's memory in the next test, more than a slab of sums."""
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[torch.Tensor, Workspace]]]:
+    """Keeps the parts of each call's memory apart; gives that memory, every word of which was 1, and where they lie.
+
+    As a float, 1 is so small that an addition of 0 to it in device memory makes it 0.
+    """
+    spaces, made = {}, []
+
+    packing = backward_launch.workspace_of
+
+    def workspace_of(*asked: Any) -> Workspace:
+        packed = packing(*asked)
+        order = enumerate(packed.offsets.items(), start=1)
+        space = Workspace(packed.words + (len(packed.offsets) + 1) * GAP, {n: at + i * GAP for i, (n, at) in order})
+        spaces[space.words] = space
+        return space
+
+    def allocator(device: torch.device) -> Any:
+        def make(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            if shape[0] in spaces and len(shape) == 1:
+                made.append((tensor, spaces[shape[0]]))
+                tensor.view(torch.int32).fill_(1)
+            return tensor
+
+        return make
+
+    registry.changed()  # plans that were made before know other places
+    with monkeypatch.context() as patch:
+        patch.setattr(backward_launch, "workspace_of", workspace_of)
+        patch.setattr(backward_launch.launch, "allocator", allocator)
+        yield made
+    registry.changed()
+
+
+@pytest.fixture
+def always_split(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiles are split into parts wherever they may be, as if that cost nothing."""
+    registry.changed()
+    with monkeypatch.context() as patch:
+        for cost in ("START", "WAIT", "ADD", "LEAST_SAVING"):
+            patch.setattr(split_q, cost, 0.0)
+        yield
+    registry.changed()
+
+
+@pytest.fixture
+def always_in_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Idle warps zero dq_accum and write dQ of all but the first heads, wherever that may be."""
+    registry.changed()
+    with monkeypatch.context() as patch:
+        patch.setattr(in_kernel_dq, "ZEROED_AHEAD", 0)
+        patch.setattr(in_kernel_dq, "LAST_ROUNDS", 0)
+        patch.setattr(one_cta_tiles, "worth_it", lambda *asked: True)
+        for module in (one_cta_launch, one_cta_tiles):
+            patch.setattr(module, "heads_per_section", lambda *asked: 1)
+        yield
+    registry.changed()
+
+
+IN_KERNEL = tuple(Variant(BF16, 128, mask=mask) for mask in ("full", "right", "both"))
+IN_KERNEL += (
+    Variant(F16, 104, mask="left"),
+    Variant(F16, 120, 40),
+    Variant(BF16, 64, 128),
+    Variant(F16, 128, 64, "full"),
+)
+IN_KERNEL += (Variant(F16, 128, features=("sinks",)),)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("variant", IN_KERNEL, ids=str)
+def test_idle_warps_make_the_dq_that_other_launches_make(variant: Variant, always_in_kernel: None) -> None:
+    in_kernel = 0
+    for number in range(DRAWS):
+        item = draw(variant, number)
+        # More heads than the SMs have tiles, or the launch before writes all zeros.
+        item = replace(item, case=replace(item.case, kv_heads=7 * item.case.kv_heads))
+        problem, inputs = item.build(variant.dtype, HERE)
+        if refusal(problem) is not None:
+            continue
+        in_kernel += config_of(problem).in_kernel_dq
+        rows, what = item.given(problem, inputs)
+        for _ in range(3):
+            found = run(problem, rows, what)
+            wrong = complaints(rows, what, found)
+            assert not wrong, f"{item}: {'; '.join(wrong)}"
+    assert in_kernel >= DRAWS // 4
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_in_kernel_dq_on_several_streams_at_once(always_in_kernel: None) -> None:
+    problem, inputs = dense(1000, 128, batch=3, heads=50, kv_heads=50, causal=True)
+    assert config_of(problem).in_kernel_dq
+    what = forwarded(problem, inputs)
+    right = run(problem, inputs, what)
+    for again in on_four_streams(problem, inputs, what, 40):
+        assert equal(right, again, repeats(problem))
+        # Another order, rounded to bf16.
+        assert float((again.q.float() - right.q.float()).norm() / right.q.float().norm()) < 3e-3
+
+
+SPLIT = tuple(Variant(BF16, head_dim, mask=mask) for head_dim in (64, 96, 128) for mask in ("full", "right"))
+SPLIT += (Variant(F16, 24), Variant(F16, 112, mask="full"), Variant(BF16, 128, 64, "full"), Variant(BF16, 40, 128))
+SPLIT += tuple(Variant(F16, 128, mask="full", features=(feature,)) for feature in ("softcap", "alibi", "sinks"))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("variant", SPLIT, ids=str)
+def test_parts_of_tiles_make_what_whole_tiles_make(variant: Variant, always_split: None) -> None:
+    split = 0
+    for number in range(DRAWS):
+        item = draw(variant, number)
+        problem, inputs = item.build(variant.dtype, HERE)
+        if refusal(problem) is not None:
+            continue
+        split += config_of(problem).split_q
+        rows, what = item.given(problem, inputs)
+        found = run(problem, rows, what)
+        wrong = complaints(rows, what, found)
+        assert not wrong, f"{item}: {'; '.join(wrong)}"
+        for _ in range(3):
+            assert equal(found, run(problem, rows, what), repeats(problem)), f"{item}: other bits in another run"
+    assert split >= DRAWS // 4
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_last_of_many_tiles_are_split(head_dim: int, always_split: None) -> None:
+    problem, inputs = dense(1023, head_dim, batch=1, heads=17, kv_heads=17)  # 136 tiles, four more than SMs
+    assert config_of(problem).split_q
+    what = given(problem, inputs, torch.randn_like(inputs.q), torch.randn(logs_of(problem, inputs), device=HERE))
+    found = run(problem, inputs, what)
+    assert not (wrong := complaints(inputs, what, found)), wrong
+    for _ in range(20):
+        assert equal(found, run(problem, inputs, what), repeats(problem))
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_parts_on_several_streams_at_once(always_split: None) -> None:
+    """Launches share SMs, so that parts of one tile start far apart."""
+    problem, inputs = dense(1500, 64, batch=1, heads=3, kv_heads=3)
+    what = forwarded(problem, inputs)
+    right = run(problem, inputs, what)
+    assert all(equal(right, again, repeats(problem)) for again in on_four_streams(problem, inputs, what, 80))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 48, 64, 72, 80, 96, 112, 128, 136, 160, 192, 256])
+def test_no_part_of_a_calls_memory_is_written_past_its_end(
+    head_dim: int, deterministic: bool, apart: list[tuple[torch.Tensor, Workspace]], always_split: None
+) -> None:
+    problem, inputs = dense(300, head_dim, causal=True, deterministic=deterministic)
+    run(problem, inputs, forwarded(problem, inputs))
+    ((words, space),) = apart
+    starts = sorted(space.offsets.values())
+    for end in (*starts, len(words)):  # each part ends a gap or less before what follows it
+        gap = words[end - GAP : end].view(torch.int32)
+        assert bool((gap == 1).all()), f"{int((gap != 1).sum())} words before {end} of {space}"
