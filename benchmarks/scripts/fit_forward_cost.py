@@ -1,6 +1,7 @@
 """Fit the coefficients of the forward's cost model to timings of candidates, and write them into the package.
 
     PYTHONPATH=src python3 benchmarks/scripts/fit_forward_cost.py benchmarks/results/choices_forward.json
+        [--unaligned benchmarks/results/choices_forward_unaligned.json]
         [--out src/flashlane/kernels/hopper/forward/cost.json] [--held-out 5]
 
 The timings are those of ``time_choices.py`` at fitting seeds. Each shape of a class of head dims has three coefficients
@@ -34,7 +35,9 @@ from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.tiles import class_of
 from flashlane.kernels.makespan import makespan, sections_of
 
-START = cost.Traffic(launch=4.0, excess=0.06, enough=2.5, resident=40.0, few_heads=0.25)
+START = cost.Traffic(launch=4.0, excess=0.06, enough=2.5, resident=40.0, unaligned=0.0017, few_heads=0.25)
+UNALIGNED = (0.0, 0.0005, 0.001, 0.0013, 0.0017, 0.0021, 0.0026, 0.0035)
+"""Values of the coefficient that the timings of ``--unaligned`` decide alone."""
 GRID = {
     "few_heads": (0.0, 0.1, 0.2, 0.3, 0.5, 0.8),
     "enough": (0.4, 0.8, 1.2, 1.6, 2.0, 2.5, 3.0),
@@ -73,9 +76,20 @@ class Row:
         factor = cost.slowdown(self.problem, self.config, section, len(self.blocks), block, traffic)
         return traffic.launch + busy * factor
 
+    def time_in_class(self, traffic: cost.Traffic) -> float:
+        """The same with the coefficients that the package has, in proportion to the products of this head dim."""
+        one = cost.coefficients_of(self.config)
+        values = np.log([one.tile / self.unit, one.block / self.unit, one.masked / self.unit])
+        return self.time(values, traffic)
 
-def rows_of(path: Path) -> list[Row]:
-    """All candidates of a file that the kernel still has."""
+
+def rows_of(path: Path, aligned: bool = True) -> list[Row]:
+    """All candidates of a file that the kernel still has.
+
+    Args:
+        path: of the timings.
+        aligned: only problems with the head dims of their class.
+    """
     found, kernel = [], registry.get("hopper(wgmma+tma)")
     for number, entry in enumerate(json.loads(path.read_text())["rows"]):
         problem = problem_of(Shape(**(entry["problem"] | {"lengths": ()})))
@@ -87,7 +101,7 @@ def rows_of(path: Path) -> list[Row]:
         exact = (one.head_dim, one.head_dim_v) == (problem.head_dim, problem.head_dim_v)
         for described, section, ms, _ in entry["ms"]:
             config = known.get(described.split(", heads_per_section")[0])
-            if config is None or config.split or not exact:
+            if config is None or config.split or (aligned and not exact):
                 continue
             config = dataclasses.replace(config, heads_per_section=section)
             name = cost.name_of(one.head_dim, one.head_dim_v, cost.shape_of(config))
@@ -168,10 +182,27 @@ def told(title: str, rows: list[Row], errors: np.ndarray, worst: int = 0) -> dic
     return summary
 
 
+def fit_unaligned(rows: list[Row], traffic: cost.Traffic) -> cost.Traffic:
+    """The same with the coefficient that errs least within problems whose rows do not start on a sector."""
+
+    def errors(value: float) -> np.ndarray:
+        changed = dataclasses.replace(traffic, unaligned=value)
+        found = np.array([math.log(row.time_in_class(changed) / row.microseconds) for row in rows])
+        set_offsets(rows, found)
+        return found - np.array([row.offset for row in rows])
+
+    spread = {value: float(np.std(errors(value))) for value in UNALIGNED}
+    best = min(spread, key=spread.get)
+    print("unaligned", {value: round(found, 4) for value, found in spread.items()})
+    told("unaligned", rows, errors(best) + np.array([row.offset for row in rows]), worst=5)
+    return dataclasses.replace(traffic, unaligned=best)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("timings", type=Path)
     parser.add_argument("--out", type=Path, default=Path("src/flashlane/kernels/hopper/forward/cost.json"))
+    parser.add_argument("--unaligned", type=Path, help="timings of time_choices.py --unaligned")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--held-out", type=int, default=0)
     arguments = parser.parse_args()
@@ -194,6 +225,8 @@ def main() -> int:
         set_offsets(held, errors)
         told("held out", held, errors, worst=10)
         return 0
+    if arguments.unaligned:
+        traffic = fit_unaligned(rows_of(arguments.unaligned, aligned=False), traffic)
     source = json.loads(arguments.timings.read_text())
     units = {row.name: row.unit for row in rows}
     shapes = {name: [round(float(x), 4) for x in np.exp(values[name]) * units[name]] for name in sorted(values)}

@@ -37,6 +37,7 @@ from flashlane.bench.measure.timing import drawn_order
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import KernelSource
+from flashlane.kernels.hopper.arch import L2_MIB, SECTOR
 from flashlane.kernels.hopper.backward.kernel import KERNEL as BACKWARD
 from flashlane.kernels.hopper.backward.kernel import hopper_backward
 
@@ -54,13 +55,25 @@ OTHERS = 6
 Calls = dict[Any, Callable[[], object]]
 
 
-def draw(seed: int, direction: str, count: int, head_dims: tuple[int, ...]) -> list[Shape]:
-    """The first problems of a seed that are timed."""
+def draw(seed: int, direction: str, count: int, head_dims: tuple[int, ...], unaligned: bool = False) -> list[Shape]:
+    """The first problems of a seed that are timed.
+
+    Args:
+        seed: of the problems.
+        direction: forward or backward.
+        count: how many.
+        head_dims: those that are taken; of other ones, one problem in :data:`OTHERS`.
+        unaligned: only problems whose rows do not start on a sector and whose K and V exceed the L2 cache.
+    """
     found, number, others = [], 0, 0
     while len(found) < count:
         case = timed("dense", seed, number, MOST_FLOP[direction])
         number += 1
-        if case.head_dim not in head_dims or case.head_dim_v != case.head_dim:
+        if unaligned:
+            keys = sum(key_length for _, key_length in case.lengths) * case.kv_heads
+            if 2 * case.head_dim % SECTOR == 0 or 4 * case.head_dim * keys < L2_MIB << 20:
+                continue
+        elif case.head_dim not in head_dims or case.head_dim_v != case.head_dim:
             others += 1
             if others % OTHERS:
                 continue
@@ -159,13 +172,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)))
+    parser.add_argument("--unaligned", action="store_true", help="only rows off a sector, and more K and V than the L2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=4.0)
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no further problem after so long")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     direction = arguments.direction
-    shapes = draw(arguments.seed, direction, arguments.count, tuple(map(int, arguments.head_dims.split(","))))
+    head_dims = tuple(map(int, arguments.head_dims.split(",")))
+    shapes = draw(arguments.seed, direction, arguments.count, head_dims, arguments.unaligned)
     device = device_or_exit()
     wanted = list(dict.fromkeys(s for shape in shapes for s in sources_of(problem_of(shape), direction)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -174,7 +189,8 @@ def main() -> int:
     stop = time.monotonic() + arguments.seconds
     body: dict[str, Any] = {"format": FORMAT, "script": "benchmarks/scripts/time_choices.py"}
     body |= {"environment": environment(device), "direction": direction, "seed": arguments.seed, "rows": []}
-    path, wrong = arguments.out / f"choices_{direction}.json", False
+    path = arguments.out / f"choices_{direction}{'_unaligned' if arguments.unaligned else ''}.json"
+    wrong = False
     with torch.no_grad():
         for number, shape in enumerate(shapes):
             if time.monotonic() > stop:

@@ -68,9 +68,11 @@ struct RowSoftmax {
 
     __device__ __forceinline__ void reset() { max[0] = max[1] = -INF, sum[0] = sum[1] = 0.f; }
 
-    // New row maxima. `alpha`: what O and the sums so far are multiplied by; `bias`: what the exponent adds.
-    template <bool MASKED, int N>
-    __device__ __forceinline__ void update_max(const float (&s)[N], float scale, float (&alpha)[2], float (&bias)[2]) {
+    // New row maxima. `alpha`: what O and the sums so far are multiplied by; `bias`: what the exponent adds. OFFSET: the scores lack
+    // `offset[half]`.
+    template <bool MASKED, bool OFFSET, int N>
+    __device__ __forceinline__ void update_max(const float (&s)[N], float scale, const float (&offset)[2], float (&alpha)[2],
+                                               float (&bias)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float even = s[2 * half], odd = s[2 * half + 1];
@@ -80,13 +82,15 @@ struct RowSoftmax {
                 odd = fmaxf(odd, s[i + 2 * half + 1]);
             }
             float& row_max = max[half];
-            const float found = fmaxf(row_max, quad_max(fmaxf(even, odd)));
+            // The lanes of a row have other columns, and other offsets.
+            const float largest = OFFSET ? fmaxf(even, odd) + offset[half] : fmaxf(even, odd);
+            const float found = fmaxf(row_max, quad_max(largest));
             const float growth = (row_max - found) * scale;  // at most 0; NaN where both are −∞
             bool keep = growth >= -RESCALE_THRESHOLD;
             if (MASKED) keep = keep || found == -INF;
             alpha[half] = keep ? 1.f : ex2(growth);
             row_max = keep ? row_max : found;
-            bias[half] = -row_max * scale;
+            bias[half] = OFFSET ? (offset[half] - row_max) * scale : -row_max * scale;
             if (MASKED) bias[half] = row_max == -INF ? 0.f : bias[half];
         }
     }

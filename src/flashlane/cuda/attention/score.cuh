@@ -29,8 +29,12 @@ struct ScoreTransform {
     // Whether the backward multiplies dS by the derivative of a score; whether a score depends on i + shift − j.
     static constexpr bool HAS_DERIVATIVE = SOFTCAP, HAS_DISTANCE = ALIBI;
 
+    // Whether transformed scores keep a unit of their own, with which the exponent's FFMA multiplies them.
+    static constexpr bool LATE_SCALE = !TRANSFORMED || !(AT_RUN_TIME || (SOFTCAP && ALIBI));
     // What the maximum and the exponent multiply scores by.
-    static __device__ __forceinline__ float late_scale(const ScoreParams& p) { return TRANSFORMED ? 1.f : p.scale_log2; }
+    static __device__ __forceinline__ float late_scale(const ScoreParams& p) {
+        return !LATE_SCALE ? 1.f : SOFTCAP ? p.softcap_log2 : p.scale_log2;
+    }
 
     // A score in base 2, capped; also the cap's derivative there, else 1.
     static __device__ __forceinline__ float scaled(const ScoreParams& p, float score, float& derivative) {
@@ -123,16 +127,60 @@ struct ScoreTransform {
 
 using Score = ScoreTransform<cfg::SOFTCAP, cfg::ALIBI, cfg::SINKS, cfg::SCORE_AT_RUN_TIME>;
 
-// Scores to base 2, capped and biased by distance. `distance[half]` is that of row `half`'s query and the thread's first
-// key, `slope[half]` that of its head. Rows are queries.
+// The scores of a block become tanh(score · scale / softcap). Where all of them are below half the cap, tanh is a polynomial, with a
+// relative error of 6e-7: two special functions a score take longer.
 template <int N>
-__device__ __forceinline__ void transform_scores(const ScoreParams& p, float (&s)[N], const float (&distance)[2],
-                                                 const float (&slope)[2]) {
-    if constexpr (Score::TRANSFORMED) {
+__device__ __forceinline__ void cap_scores(const ScoreParams& p, float (&s)[N]) {
+    const float factor = p.softcap_in * (2.f * LN_2);  // y = 4x, of which tanh(x) is taken
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) s[i] *= factor, bits |= __float_as_uint(s[i]);
+    // The highest bit of the exponent is set in 2, in what is larger, in infinity and in NaN.
+    if (__all_sync(0xffffffffu, (bits & 0x40000000u) == 0)) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            const int half = i / 2 % 2, column = 8 * (i / 4) + i % 2;
-            s[i] = Score::biased(Score::scaled(p, s[i]), slope[half], distance[half] - column);
+            const float square = s[i] * s[i];
+            float f = fmaf(square, -2.71009003e-6f, 1.28811444e-4f);
+            f = fmaf(f, square, -5.20723686e-3f);
+            s[i] *= fmaf(f, square, 0.249999866f);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) s[i] = fmaf(-2.f, reciprocal(1.f + ex2(s[i] * (0.5f * LOG2_E))), 1.f);
+    }
+}
+
+// Scores, capped and biased by distance, in the unit of Score::late_scale. `distance[half]` is that of row `half`'s query and the
+// thread's first key, `slope[half]` the slope of its head in that unit. Rows are queries. Where all keys are on one side of the rows
+// (`side`: 1 before them, −1 after them, 0 neither), the bias is linear, and `offset[half]`, what a row's scores have in common, is
+// left out of them: it goes into the maximum.
+template <int N>
+__device__ __forceinline__ void transform_scores(const ScoreParams& p, float (&s)[N], const float (&distance)[2],
+                                                 const float (&slope)[2], int side, float (&offset)[2]) {
+    offset[0] = offset[1] = 0.f;
+    if constexpr (Score::SOFTCAP) {
+        cap_scores(p, s);
+        if constexpr (!Score::LATE_SCALE) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) s[i] *= p.softcap_log2;
+        }
+    }
+    if constexpr (Score::ALIBI) {
+        if (side != 0) {
+            float signed_slope[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                signed_slope[half] = side > 0 ? slope[half] : -slope[half];
+                offset[half] = -signed_slope[half] * distance[half];
+            }
+#pragma unroll
+            for (int i = 0; i < N; ++i) s[i] = fmaf(signed_slope[i / 2 % 2], static_cast<float>(8 * (i / 4) + i % 2), s[i]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const int half = i / 2 % 2, column = 8 * (i / 4) + i % 2;
+                s[i] = Score::biased(s[i], slope[half], distance[half] - column);
+            }
         }
     }
 }

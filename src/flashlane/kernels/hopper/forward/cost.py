@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.arch import SMS
+from flashlane.kernels.hopper.arch import L2_MIB, SECTOR, SMS
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.tile_scheduler import ceil_div, heads_per_section, in_sections, n_blocks_of
 from flashlane.kernels.hopper.forward.tiles import ShapeClass, TileShape, class_of
@@ -48,6 +48,9 @@ class Traffic:
     """TB/s of K and V that the heads which run at once may want at no cost."""
     resident: float
     """MiB of K and V of a section that stay in the L2 cache."""
+    unaligned: float
+    """Share of the time by which a launch takes longer for each MiB of K and V of a section beyond the L2 cache, where
+    rows do not start on a sector. Aligned rows cost nothing there: tiles that run at once read the same ones."""
     few_heads: float
     """Share of the time that a section of one tile head costs beyond one of many, whose tiles are alike."""
 
@@ -156,8 +159,10 @@ def slowdown(
     ordered = in_sections(problem)
     at_once = min(section, workers) if ordered else max(1.0, workers / max(1, m_blocks))
     width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize
-    factor = 1.0
-    if max(at_once, section) / sharing * problem.seqlen_k * width / 2**20 > traffic.resident:
+    factor, mebibytes = 1.0, max(at_once, section) / sharing * problem.seqlen_k * width / 2**20
+    if problem.head_dim * problem.dtype.itemsize % SECTOR:
+        factor += traffic.unaligned * max(0.0, mebibytes - L2_MIB)
+    if mebibytes > traffic.resident:
         wanted = max(1.0, at_once / sharing) * config.block_n * width / block / 1e6
         factor += traffic.excess * max(0.0, wanted - traffic.enough)
     return factor * (1 + traffic.few_heads / max(1, min(section, workers)) if ordered else 1.0)

@@ -137,25 +137,32 @@ struct Mainloop {
             if constexpr (Score::ALIBI) {
                 const int head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
                 alibi_position[half] = query + sequence.shift - first_column;
-                alibi_slope[half] = Score::slope(p.score, tile.batch, head);
+                alibi_slope[half] = Score::slope(p.score, tile.batch, head) / late_scale(p);
             }
         }
     }
     template <bool MASKED>
     __device__ __forceinline__ void softmax_of(int n_block, bool mask, float (&alpha)[2]) {
-        float bias[2], distance[2];
+        float bias[2], distance[2], offset[2];
         if constexpr (cfg::BLOCK_LISTS) n_block = listed.block();
 #pragma unroll
         for (int half = 0; half < 2; ++half) distance[half] = Score::ALIBI ? alibi_position[half] - n_block * BLOCK_N : 0;
-        transform_scores(p.score, s, distance, alibi_slope);
+        transform_scores(p.score, s, distance, alibi_slope, Score::ALIBI ? side_of_keys(n_block) : 0, offset);
         if constexpr (Program::HAS_SCORE) {
             transform_by_program(p.program, s, p.score.scale_log2 * LN_2, tile.batch, tile.tile_head(), tile.row + rows.row(0),
                                  n_block * BLOCK_N + 2 * (rows.lane % 4));
         }
         if constexpr (cfg::BLOCK_LISTS) mask_listed(n_block);
         else if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
-        softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN>(s, late_scale(p), alpha, bias);
-        softmax.exponentiate<TRANSFORMED>(s, p.score.scale_log2, alpha, bias);
+        const float scale = late_scale(p);
+        softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, Score::ALIBI>(s, scale, offset, alpha, bias);
+        softmax.exponentiate<SCALED>(s, scale, alpha, bias);
+    }
+    // 1 where each visible key of an n-block is at the position of each row or before it, −1 where each is there or after it, else 0.
+    __device__ __forceinline__ int side_of_keys(int n_block) const {
+        const int row = tile.row + rows.first(), key = n_block * BLOCK_N - sequence.shift;
+        if ((cfg::HAS_RIGHT && p.window_right == 0) || key + BLOCK_N - 1 <= row / PACK_GQA) return 1;
+        return key >= (row + CONSUMER_ROWS - 1) / PACK_GQA ? -1 : 0;
     }
     __device__ __forceinline__ void mask_listed(int n_block) {
         const int state = listed.state(rows.warpgroup);

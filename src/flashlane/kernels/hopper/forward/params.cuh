@@ -38,7 +38,7 @@ static_assert(CLUSTER == 1 || (CLUSTER == 2 && !cfg::VARLEN && !cfg::CACHE && !c
 static_assert(!cfg::GATHER || cfg::PAGED);
 static_assert(!cfg::BLOCK_LISTS || (CLUSTER == 1 && PACK_GQA == 1 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
 // Scores are in base 2 before their maximum is taken; the scale can otherwise wait for the exponent's FFMA.
-constexpr bool TRANSFORMED = Score::TRANSFORMED || Program::HAS_SCORE;
+constexpr bool SCALED = !Score::LATE_SCALE || Program::HAS_SCORE;
 // Rows may see no key of a block that is not masked as a whole.
 constexpr bool ANY_MAY_BE_HIDDEN = cfg::BLOCK_LISTS || Program::HAS_SCORE;
 

@@ -17,7 +17,7 @@ PAGE_UNIT = 8
 """Rows of a swizzle's pattern. A box of a page has a multiple of it; where there is none the rows come by cp.async."""
 MOST_GATHERING = 2
 """Consumers beside four gathering warps, which need more registers than taller tiles leave."""
-SHARED_HEADS = (8, 16, 32, 64)
+SHARED_HEADS = (4, 8, 16, 32, 64)
 """Key/value heads of a section that are tried, beside all."""
 KEPT = 3
 """Shapes whose orders of tiles are compared: those that were fastest with one section."""
@@ -59,7 +59,8 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
     if problem.seqlen_q * problem.group <= CONSUMER_ROWS and CONSUMER_ROWS % problem.group == 0:
         found: tuple[tiles.TileShape, ...] = (one.few_rows,)
     else:
-        found = one.loaded if score.transformed or seqlen.cache or seqlen.paged else one.shapes
+        shapes = one.shapes_with_derivative if score.has_derivative else one.shapes
+        found = one.loaded if seqlen.cache or seqlen.paged else shapes
     crowded = score.registers_per_score + (problem.window_left >= 0) > 1
     if crowded or _must_gather(problem):
         found = tuple(shape for shape in (*found, *one.loaded) if shape.consumers <= MOST_GATHERING)

@@ -75,14 +75,21 @@ class ShapeClass:
     """For at most 64 packed rows of queries a head."""
     shapes: tuple[TileShape, ...]
     loaded: tuple[TileShape, ...]
-    """With score transforms, caches or pages: these leave registers for them. The last one leaves most."""
+    """With caches or pages: these leave registers for them. The last one leaves most."""
+    capped: tuple[TileShape, ...] = ()
+    """With scores that are capped, where :attr:`shapes` spill in their loops."""
+
+    @property
+    def shapes_with_derivative(self) -> tuple[TileShape, ...]:
+        """The shapes where a score has a derivative, and takes more registers."""
+        return self.capped or self.shapes
 
 
 CLASSES = (
     ShapeClass(
         64, 64, M64N128S3,
         (M192N128S3, M256N64S4, M128N128S4, M64N128S3, _in_clusters(M192N128S3)),
-        (M256N64S4, M128N128S4),
+        (M256N64S4, M128N128S4), (M256N64S4, M128N128S4, M64N128S3),
     ),
     ShapeClass(
         80, 80, M64N128S3,
