@@ -223,9 +223,11 @@ def test_clocks_power_and_other_processes_of_a_gpu(monkeypatch, tmp_path):
     gpu_fakes.nvidia_smi(tmp_path, monkeypatch, gpu_fakes.IDLE_LINE, gpu_fakes.SLOW_LINE)
     found = {finding.name: finding for finding in doctor._states(Torch)}
     assert found["clocks"].status == found["power limit"].status == found["other processes"].status == "ok"
-    assert found["clocks"].found == "SM 1980 of 1980 MHz, memory 3201 MHz" and found["other processes"].found == "none"
+    assert found["clocks"].found == "SM 1980 of 1980 MHz, memory 3201 MHz (idle)"
+    assert found["power limit"].found == "700 W, of which 76 W are drawn now"
+    assert found["other processes"].found == "none"
     assert found["clocks 1"].status == "degraded" and "slowed by power cap" in found["clocks 1"].found
-    assert found["power limit 1"].status == "degraded" and "400 W (default 700 W)" in found["power limit 1"].found
+    assert found["power limit 1"].status == "degraded" and "400 W, of which" in found["power limit 1"].found
     assert "nvidia-smi --power-limit 700" in found["power limit 1"].remedy
     assert found["other processes 1"].found == "train.py (pid 4242, 3.0 GiB)"
     assert found["other processes 1"].status == "degraded"

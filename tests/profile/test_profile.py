@@ -251,27 +251,58 @@ def test_a_tool_of_the_toolkit_is_found(monkeypatch, tmp_path):
 
 
 REPORTING = """
-if [ "$1" = --query-metrics ]; then exit; fi
 case "$*" in
+  *--query-metrics*) printf "LISTED";;
   *--set*)
     for word; do if [ "$last" = -o ]; then echo report > "$word.ncu-rep"; fi; last=$word; done
+    eval spec=\\"\\${$#}\\"; cat "$spec" > ASKED.json
     echo "$@" > ASKED;;
+  *--import*) echo "$@" >> ASKED; cat SAMPLE;;
 esac
 """
 
 
-def test_a_report_for_nsight_compute_is_recorded(on_path, tmp_path):
-    fake(on_path, "ncu", REPORTING.replace("ASKED", str(tmp_path / "asked")))
-    from flashlane.profile.target import Request
+def reporting(on_path, tmp_path):
+    """An ncu that writes a report, and reads the sample from it."""
+    (tmp_path / "sample.csv").write_text(SAMPLE)
+    listed = "sm__cycles_elapsed   Counter\\nsm__throughput  Throughput\\n"
+    script = REPORTING.replace("LISTED", listed).replace("ASKED", str(tmp_path / "asked"))
+    fake(on_path, "ncu", script.replace("SAMPLE", str(tmp_path / "sample.csv")))
 
-    request = Request(bench.make_problem(1, 8, 2048, 64, arch="sm_90a"), TAGS)
-    report = ncu.record_report(request, tmp_path / "a.b.ncu-rep", "detailed")
-    assert report.name == "a.b.ncu-rep" and report.read_text() == "report\n"
-    asked = (tmp_path / "asked").read_text()
-    assert "--set detailed" in asked and "--clock-control none" in asked and "flashlane.profile.target" in asked
+
+def test_one_run_writes_a_report_for_nsight_compute_and_is_read_back(on_path, tmp_path):
+    reporting(on_path, tmp_path)
+    problem, report = bench.make_problem(1, 8, 2048, 64, arch="sm_90a"), tmp_path / "a.b.ncu-rep"
+    counted = ncu.count(problem, TAGS, report=report, sections="detailed")
+    assert report.read_text() == "report\n"
+    recorded, read = (tmp_path / "asked").read_text().splitlines()
+    assert "--set detailed" in recorded and "--clock-control none" in recorded
+    assert "flashlane.profile.target" in recorded and f"--metrics {ncu.CYCLES},sm__throughput" in recorded
+    assert f"--import {report} --csv --page raw" in read
+    assert counted[TAGS[0]][0].metrics[ncu.CYCLES] == 47103.0
+    assert not any("dram" in name for name in counted[TAGS[0]][0].metrics), "only what the table has"
+    assert json.loads((tmp_path / "asked.json").read_text())["calls"] == 1, "each set replays every launch many times"
     fake(on_path, "ncu", "echo '==ERROR== unknown set'; exit 1")
     with pytest.raises(RuntimeError, match="ncu wrote no report: ==ERROR== unknown set"):
-        ncu.record_report(request, tmp_path / "c.ncu-rep", "fullest")
+        ncu.count(problem, TAGS, report=tmp_path / "c.ncu-rep", sections="fullest")
+
+
+def test_a_profile_keeps_what_was_done_before_a_tool_that_fails_or_is_interrupted(invoke, tmp_path, monkeypatch):
+    words = ("profile", "--device", "cpu", "--tag", "tiled", "--N", 32, "--calls", 1, "--tool", "torch,nsys")
+    monkeypatch.setattr(tools.Tool, "path", property(lambda self: "/bin/false"))
+    failed = invoke(*words)
+    assert failed.exit_code == 2 and "error: --tool nsys: " in failed.stderr and "torch profiler" in failed.stdout
+    for path in (tmp_path / "profiles").iterdir():
+        path.unlink()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nsys, "record", interrupt)
+    stopped = invoke(*words)
+    assert stopped.exit_code == 130 and "torch profiler" in stopped.stdout and "[2/2] Nsight Systems" in stopped.stderr
+    (body,) = (p for p in (tmp_path / "profiles").glob("*.json") if "trace" not in p.name)
+    assert json.loads(body.read_text())["torch"]["operations"]
 
 
 def test_a_report_is_refused_without_a_gpu_and_its_command_is_shown(invoke):

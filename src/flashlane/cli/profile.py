@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from flashlane.profile.target import Request
     from flashlane.profile.trace import Trace
 
-TOOLS = ("torch", "ncu", "nsys")
+PROGRAMS = {"torch": "torch's profiler", "ncu": "Nsight Compute", "nsys": "Nsight Systems"}
+TOOLS = tuple(PROGRAMS)
 SETS = ("full", "detailed", "basic", "roofline", "source")
 FORMAT = "flashlane-profile/1"
 MOST = 14
@@ -42,8 +43,8 @@ class Found:
     notes: list[str] = field(default_factory=list)
     lost: bool = False
     """Whether a file could not be written; a note says which."""
-    failed: bool = False
-    """Whether the report that was asked for could not be made; a note says why."""
+    failed: list[str] = field(default_factory=list)
+    """Why tools that were asked for by name failed."""
 
 
 def profile_command(
@@ -120,6 +121,7 @@ def profile_command(
     """
     from flashlane.bench.measure.environment import environment
     from flashlane.bench.measure.kept import keep_texts
+    from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.results import check_writable, file_stem, finite
     from flashlane.bench.measure.runner import resolve_device
     from flashlane.bench.present.table import make_console
@@ -134,7 +136,8 @@ def profile_command(
     if len(problems) != 1:
         raise ValueError(f"the sizes name {len(problems)} problems; a profile is of one")
     tags = tuple(dict.fromkeys(tag or (_auto(problems[0]),)))
-    selection_of(tags)
+    with o.named("--tag"):
+        selection_of(tags)
     direction = "backward" if backward else "forward"
     request = Request(problems[0], tags, direction, seed, str(where), calls)
     if show_commands:
@@ -145,24 +148,35 @@ def profile_command(
             raise ValueError(f"--set is {sections!r}; it may be {', '.join(SETS)}, as ncu --list-sets has them")
         need_ncu(where, "--set")
     tools, asked = _tools(tool, where)
+    if sections is not None and "ncu" not in tools:
+        tools = (*tools, "ncu")
     check_writable(out)
     name = file_stem(f"{problems[0].describe()} {direction}", "profile")
-    found = Found()
-    for each in tools:
-        _profile(each, request, out / name, metrics, found, asked)
-    if sections is not None:
-        _report(request, out / f"{name}.ncu-rep", sections, found)
-    body = {"format": FORMAT, "environment": environment(where), "problem": problems[0].describe(), **_as_json(found)}
+    found, console = Found(), make_console()
+    body = {"format": FORMAT, "environment": environment(where), "problem": problems[0].describe()}
     body |= {"tags": list(tags), "direction": direction}
-    kept = keep_texts(out, {f"{name}.json": json.dumps(finite(body), indent=1) + "\n"})
-    console = make_console()
+    status = 0
+    with Bar(len(tools)) as reporter:
+        for each in tools:
+            reporter.begin(f"{PROGRAMS[each]}: {problems[0].describe()}", 1)
+            try:
+                _profile(each, request, out / name, metrics, sections, found, asked)
+            except KeyboardInterrupt:
+                status = o.INTERRUPTED
+            kept = keep_texts(out, {f"{name}.json": json.dumps(finite(body | _as_json(found)), indent=1) + "\n"})
+            if status:
+                break
     print_profile(found, request, console)
     others = sorted(path for path in out.glob(f"{name}*") if path not in kept.paths)
     replace(kept, paths=(*kept.paths, *others)).tell(console)
-    if kept.problem or found.lost:
-        raise typer.Exit(o.NOT_WRITTEN)
-    if found.failed:
-        raise typer.Exit(2)
+    notes = make_console(stderr=True)
+    for problem in found.failed:
+        notes.print(f"error: {problem}", style="bold red", soft_wrap=True, markup=False)
+    if status:
+        notes.print("interrupted; what was done before is kept", style="bold yellow")
+    status = status or (o.NOT_WRITTEN if kept.problem or found.lost else 0) or (2 if found.failed else 0)
+    if status:
+        raise typer.Exit(status)
 
 
 def _auto(problem: Any) -> str:
@@ -187,7 +201,9 @@ def _tools(text: str, device: Any) -> tuple[tuple[str, ...], bool]:
     return words, True
 
 
-def _profile(tool: str, request: Request, stem: Path, metrics: str, found: Found, asked: bool) -> None:
+def _profile(
+    tool: str, request: Request, stem: Path, metrics: str, sections: str | None, found: Found, asked: bool
+) -> None:
     """One tool's part; what cannot be done is a note, or an error where the tool was asked for."""
     from flashlane.core.files import NotWritten
     from flashlane.profile import ncu, nsys, trace
@@ -199,36 +215,25 @@ def _profile(tool: str, request: Request, stem: Path, metrics: str, found: Found
         elif tool == "ncu":
             need_ncu(_device(request), "--tool ncu")
             wanted = (*ncu.all_metrics(), *o.words_of(metrics))
+            report = None if sections is None else stem.with_name(f"{stem.name}.ncu-rep")
             found.counted = ncu.count(
                 request.problem, request.tags, request.direction, metrics=wanted, seed=request.seed,
-                device=request.device,
+                device=request.device, report=report, sections=sections or "",
             )  # fmt: skip
+            if report is not None:
+                found.notes.append(f"open it: ncu-ui {report}, or ncu --import {report} --page details")
         else:
             found.kernels = nsys.record(NSYS.need("--tool nsys"), request, stem.with_suffix(".nsys-rep"))
     except NotWritten as error:
         found.lost = True
         found.notes.append(str(error))
     except RuntimeError as error:
-        if asked:
-            raise ValueError(str(error)) from error
-        found.notes.append(str(error))
+        wanted_by = "--set" if tool == "ncu" and sections is not None else f"--tool {tool}" if asked else None
+        (found.notes if wanted_by is None else found.failed).append(f"{wanted_by or PROGRAMS[tool]}: {error}")
     except ValueError as error:
         if asked or tool == "torch":
             raise
         found.notes.append(str(error))
-
-
-def _report(request: Request, path: Path, sections: str, found: Found) -> None:
-    """Write the report; what goes wrong is an error, as it was asked for."""
-    from flashlane.profile import ncu
-
-    try:
-        ncu.record_report(request, path, sections)
-    except RuntimeError as error:
-        found.failed = True
-        found.notes.append(f"--set {sections}: {error}")
-    else:
-        found.notes.append(f"open it: ncu-ui {path}, or ncu --import {path} --page details")
 
 
 def _device(request: Request) -> Any:
@@ -260,7 +265,7 @@ def _show_commands(request: Request, out: Path, metrics: str, sections: str | No
 def _as_json(found: Found) -> dict[str, Any]:
     from flashlane.profile.ncu import to_json
 
-    body: dict[str, Any] = {"notes": found.notes, "ncu": json.loads(to_json(found.counted))}
+    body: dict[str, Any] = {"notes": [*found.notes, *found.failed], "ncu": json.loads(to_json(found.counted))}
     body["nsys"] = [asdict(kernel) for kernel in found.kernels]
     if found.trace is not None:
         trace = found.trace

@@ -391,25 +391,27 @@ def _states(torch: Any) -> list[Finding]:
 def _state(state: GpuState, number: int) -> list[Finding]:
     which = "" if number == 0 else f" {number}"
     clocks = f"SM {_whole(state.sm_clock)} of {_whole(state.sm_clock_max)} MHz, memory {_whole(state.memory_clock)} MHz"
+    from flashlane.inspect.gpu_state import IDLE
+
     slowed = state.slowed_by
     findings = [
         Finding(
             "state",
             f"clocks{which}",
             "degraded" if slowed else "ok",
-            clocks + (f", slowed by {', '.join(slowed)}" if slowed else ""),
+            clocks + (f", slowed by {', '.join(slowed)}" if slowed else " (idle)" if state.reasons & IDLE else ""),
             "times are those of a slowed GPU" if slowed else "",
             "flashlane monitor shows it live" if slowed else "",
         )
     ]
     low = state.power_limit is not None and state.power_default is not None and state.power_limit < state.power_default
-    power = f"{_whole(state.power)} W of {_whole(state.power_limit)} W"
+    power = f"{_whole(state.power_limit)} W, of which {_whole(state.power)} W are drawn now"
     findings.append(
         Finding(
             "state",
             f"power limit{which}",
             "degraded" if low else "ok",
-            power + (f" (default {_whole(state.power_default)} W)" if low else ""),
+            power + (f"; the card's default is {_whole(state.power_default)} W" if low else ""),
             "clocks fall under load" if low else "",
             f"nvidia-smi --power-limit {_whole(state.power_default)}, as root" if low else "",
         )

@@ -158,12 +158,16 @@ def count(
     seed: int = 0,
     device: torch.device | str = "cuda",
     seconds: float = SECONDS,
+    report: Path | None = None,
+    sections: str = "full",
 ) -> dict[str, list[Launch]]:
     """Count metrics of one call of each implementation, kernels and peers by their tags.
 
     Args:
         metrics: names for ncu; default :func:`all_metrics`. Those unknown to this ncu or chip are left out.
-        seconds: how long ncu may take.
+        seconds: how long ncu may take; with a report :data:`REPORT_SECONDS`.
+        report: a file, ``.ncu-rep``, that the same run writes, to be opened with ``ncu-ui`` or ``ncu --import``.
+        sections: the set of sections that the report has, as ``ncu --list-sets`` has them: full, detailed, basic.
 
     Returns:
         The launches of each tag, in order.
@@ -177,18 +181,22 @@ def count(
     path = NCU.path
     if path is None:
         raise RuntimeError(NCU.remedy)
-    wanted = tuple(all_metrics() if metrics is None else metrics)
-    request = Request(problem, tuple(tags), direction, seed, str(device))
+    wanted = known(path, tuple(all_metrics() if metrics is None else metrics))
+    request = Request(problem, tuple(tags), direction, seed, str(device), calls=1)
     with tempfile.TemporaryDirectory(prefix="flashlane-ncu-") as folder:
         spec = Path(folder) / "request.json"
         spec.write_text(request.to_json(), encoding="utf-8")
         target = [sys.executable, "-m", "flashlane.profile.target", str(spec)]
-        extra = ["--profile-from-start", "off"]
-        launches = run_ncu(path, target, known(path, wanted), extra, seconds)
+        if report is None:
+            launches = run_ncu(path, target, wanted, ["--profile-from-start", "off"], seconds)
+        else:
+            launches = _record(path, target, wanted, report, sections)
     return by_tag(launches, tags)
 
 
-def report_command(ncu: str, target: Sequence[str], report: Path, sections: str) -> list[str]:
+def report_command(
+    ncu: str, target: Sequence[str], report: Path, sections: str, metrics: Sequence[str] = ()
+) -> list[str]:
     """The command that records a report for Nsight Compute's window: a ``.ncu-rep`` with a set of sections.
 
     Args:
@@ -196,41 +204,27 @@ def report_command(ncu: str, target: Sequence[str], report: Path, sections: str)
         target: the command that it runs.
         report: the file.
         sections: ``full``, ``detailed``, ``basic``, … as ``ncu --list-sets`` has them.
+        metrics: counters that the report has besides those of its sections.
     """
     words = [ncu, "--set", sections, "--import-source", "yes", "--force-overwrite", "--profile-from-start", "off"]
+    words += ["--metrics", ",".join(metrics)] if metrics else []
     return [*words, "--clock-control", "none", "-o", str(report.with_suffix("")), *target]
 
 
-def record_report(request: Request, report: Path, sections: str = "full", seconds: float = REPORT_SECONDS) -> Path:
-    """Record a report of one call of each implementation, to be opened with ``ncu-ui`` or ``ncu --import``.
-
-    Raises:
-        RuntimeError: ncu is not there, does not know the set, or wrote nothing; the message has what it said.
-    """
-    path = NCU.path
-    if path is None:
-        raise RuntimeError(NCU.remedy)
-    with tempfile.TemporaryDirectory(prefix="flashlane-ncu-") as folder:
-        spec = Path(folder) / "request.json"
-        spec.write_text(request.to_json(), encoding="utf-8")
-        target = [sys.executable, "-m", "flashlane.profile.target", str(spec)]
-        try:
-            done = subprocess.run(
-                report_command(path, target, report, sections),
-                capture_output=True,
-                text=True,
-                timeout=seconds,
-                check=False,
-                env=child_environment(),
-            )
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"ncu did not end within {seconds:g} s (--set {sections} replays each kernel)") from None
-        except OSError as error:
-            raise RuntimeError(f"ncu cannot be run: {error.strerror or error}") from None
+def _record(ncu: str, target: Sequence[str], metrics: Sequence[str], report: Path, sections: str) -> list[Launch]:
+    """Record a report, and read the metrics back from it."""
+    _, said = _run(report_command(ncu, target, report, sections, metrics), REPORT_SECONDS)
     if not report.is_file():
-        said = complaint(done.stdout + done.stderr) or f"status {done.returncode}"
-        raise RuntimeError(f"ncu wrote no report: {said}")
-    return report
+        raise RuntimeError(f"ncu wrote no report: {complaint(said) or 'it did not say why'}")
+    read = [ncu, "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"]
+    table, _ = _run(read, SECONDS)
+    launches = [
+        Launch(each.kernel, {name: value for name, value in each.metrics.items() if name in metrics})
+        for each in read_csv(table)
+    ]
+    if not launches:
+        raise RuntimeError(f"ncu wrote {report}, and reads no launch from it")
+    return launches
 
 
 def known(ncu: str, metrics: Sequence[str]) -> tuple[str, ...]:
@@ -257,20 +251,25 @@ def run_ncu(
         RuntimeError: it counted nothing, or took longer than ``seconds``; the message has what it said.
     """
     command = [ncu, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", *extra]
-    command += ["--metrics", ",".join(metrics), *target]
+    table, said = _run([*command, "--metrics", ",".join(metrics), *target], seconds)
+    launches = read_csv(table)
+    if not launches:
+        raise RuntimeError(f"ncu counted nothing: {complaint(said) or 'it did not say why'}")
+    return launches
+
+
+def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
+    """What ncu printed on stdout; and all that it printed, with its status where that is not 0."""
     try:
-        environment = child_environment()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False, env=child_environment()
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"ncu did not end within {seconds:g} s") from None
     except OSError as error:
         raise RuntimeError(f"ncu cannot be run: {error.strerror or error}") from None
-    launches = read_csv(done.stdout)
-    if not launches:
-        raise RuntimeError(
-            f"ncu counted nothing: {complaint(done.stdout + done.stderr) or f'status {done.returncode}'}"
-        )
-    return launches
+    status = f"\nstatus {done.returncode}" if done.returncode else ""
+    return done.stdout, done.stdout + done.stderr + status
 
 
 def complaint(text: str) -> str:

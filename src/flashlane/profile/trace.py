@@ -88,14 +88,14 @@ def _operation(event: Any) -> Operation:
 
 
 def _write(recorded: Any, path: Path) -> None:
-    """Beside its place and moved over it, so that no half trace is ever there."""
+    """Written next to its place and moved over it, so that no half trace is ever there."""
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".trace-") as folder:
-            beside = Path(folder) / path.name
+            partial = Path(folder) / path.name
             with quiet_profiler():
-                recorded.export_chrome_trace(str(beside))
-            if not beside.is_file():  # the profiler says nothing when it cannot write
+                recorded.export_chrome_trace(str(partial))
+            if not partial.is_file():  # the profiler says nothing when it cannot write
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.replace(beside, path)
+            os.replace(partial, path)
     except OSError as error:
         raise refusal(error, f"--out: {path} cannot be written") from None
