@@ -305,3 +305,25 @@ def test_layers_argument():
 def test_kurtosis_of_known_distributions():
     assert kurtosis(torch.randn(200_000)) == pytest.approx(3, abs=0.2)
     assert kurtosis(torch.rand(200_000).half()) == pytest.approx(1.8, abs=0.05)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path, monkeypatch):
+    """One request and one line, where the library would try six times for half a minute."""
+    import huggingface_hub.utils
+
+    asked = []
+
+    class Session:
+        def head(self, address, timeout):
+            asked.append(address)
+            raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.utils, "get_session", Session)
+    done = run("--model", "org/model", "--prompt", "hello", "--out", tmp_path / "x.safetensors")
+    assert done.exit_code == 1 and isinstance(done.exception, ValueError)
+    assert re.fullmatch(
+        r"model org/model cannot be loaded: https://\S+ cannot be reached \(Name or service not known\), and it is not "
+        "in the cache of earlier downloads",
+        str(done.exception),
+    )
+    assert len(asked) == 1 and not list(tmp_path.iterdir())

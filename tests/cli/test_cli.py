@@ -194,6 +194,91 @@ def test_a_size_given_twice_is_refused(invoke):
     assert invoke(*SMALL, "--tags", "tiled", "--peers", "none", "--device", "cpu").exit_code == 0
 
 
+def paths_of(command):
+    """Names of a command's options and arguments that are paths."""
+    from typer.main import get_command
+
+    hints = get_type_hints(next(c.callback for c in app.registered_commands if c.name == command))
+    found = [p for p in get_command(app).commands[command].params if "Path" in str(hints.get(p.name))]
+    return [p.opts[0] if p.param_type_name == "option" else "" for p in found]
+
+
+@pytest.mark.parametrize("command", [c.name for c in app.registered_commands])
+def test_an_empty_path_is_refused_by_every_command(invoke, tmp_path, command):
+    """It would be the current folder."""
+    for name in paths_of(command):
+        for words in ([name, ""], [f"{name}="]) if name else ([""],):
+            done = invoke(*command.split(), *words)
+            assert done.exit_code == 2 and "is ''; it names a file or a folder" in done.stderr, (words, done.output)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "--tags", "nonsense"],
+        ["bench", "--layout", "paged", "--page", "7", "--N", "48"],
+        ["bench", "suite", "flash", "--N", "x"],
+        ["bench", "suite", "model", "--kernel", "nonsense"],
+        ["compare", "--kernels", "nonsense"],
+        ["sweep", "--export"],
+        ["sweep", "--masks", "half"],
+        ["profile", "--tag", "nonsense"],
+        ["profile", "--tool", "perf"],
+        ["roofline", "--results", "absent.json"],
+        ["report", "absent.json"],
+        ["prebuild", "--arch", "sm_1"],
+    ],
+    ids=" ".join,
+)
+def test_a_refused_command_leaves_no_folder(invoke, tmp_path, words):
+    done = invoke(*words, "--out", "new/folder")
+    assert done.exit_code == 2, done.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["layout", "--tag", "nonsense"], "--tag is 'nonsense', which no kernel is called"),
+        (["profile", "--tag", "nonsense"], "--tag is 'nonsense', which no kernel is called"),
+        (["profile", "--tag", "(nonsense)"], "--tag is '(nonsense)', which no peer is called"),
+        (["explain", "--kernel", "nonsense"], "--kernel is 'nonsense', which no kernel is called"),
+        (["budget", "nonsense"], "TAG is 'nonsense', which no kernel is called"),
+        (["bench", "suite", "flash", "--kernel", "nonsense"], "--kernel is 'nonsense', which no kernel is called"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_an_unknown_name_is_reported_by_the_option_that_gave_it(invoke, words, message):
+    done = invoke(*words)
+    assert done.exit_code == 2 and message in done.stderr and len(done.stderr) < 300, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("suite", "words", "message"),
+    [
+        ("model", ["--kernel", "tiled"], "--kernel goes with the suites attention and flash"),
+        ("model", ["--H", "2"], "--H goes with the suites attention and flash"),
+        ("model", ["--compile", "none"], "--compile goes with the suite flash"),
+        ("attention", ["--compile", "none"], "--compile goes with the suite flash"),
+        ("flash", ["--sizes", "sm"], "--sizes goes with the suite model"),
+        ("attention", ["--attention", "sdpa"], "--attention goes with the suite model"),
+    ],
+)
+def test_an_option_of_another_suite_is_refused(invoke, suite, words, message):
+    done = invoke("bench", "suite", suite, *words)
+    assert done.exit_code == 2 and message in done.stderr
+
+
+def test_without_queries_there_is_no_rate(invoke, tmp_path):
+    words = ("--tags", "tiled", "--peers", "none", "--N", "0")
+    done = invoke(*without(["--N"]), *words)
+    assert done.exit_code == 0 and "0.0000" not in done.stdout, done.stdout
+    (report,) = (tmp_path / "results").glob("*.json")
+    (row,) = json.loads(report.read_text())["rows"]
+    assert row["timing"] and row["tflops"] is None and row["tflops_all"] is None
+
+
 def test_unknown_option_is_status_2(invoke):
     assert invoke("bench", "--nonsense").exit_code == 2
 

@@ -76,7 +76,7 @@ except SystemExit:
 
 
 def test_names_that_the_shell_completes_are_those_of_the_tables():
-    assert complete.names() == complete.collect(), "python -m flashlane.cli.complete writes them anew"
+    assert complete.names() == complete.collect(), "python -m flashlane.cli.complete writes them again"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,8 @@ def budget_command(
     from flashlane.inspect.compile_report import check_arch
 
     find = get_backward if o.kernel_direction(direction) == "backward" else get
-    chosen = [find(tag) for tag in dict.fromkeys(tags)]
+    with o.named("TAG"):
+        chosen = [find(tag) for tag in dict.fromkeys(tags)]
     named = [] if arch == "all" else [check_arch(name) for name in o.words_of(arch)]
     grid = o.grid_of(batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, None, "bottom-right")
     problems = list(grid.problems(None, o.shapes_of(on_gpu=True, quick=False)[:1]))

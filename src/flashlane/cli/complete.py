@@ -85,7 +85,7 @@ def collect() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Write the names anew."""
+    """Write the names again."""
     NAMES.write_text(json.dumps(collect(), indent=1) + "\n", encoding="utf-8")
 
 

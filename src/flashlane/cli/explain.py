@@ -72,11 +72,10 @@ def explain_command(
         target = None if arch == "cpu" else check_arch(arch)
     sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
     shapes = o.shapes_of(on_gpu=True, quick=False)[:1]
-    found = [
-        explain_problem(dataclasses.replace(problem, needs_grad=backward), kernel, show_all)
-        for grid in o.grids_of(preset, *sizes, on_cpu=target is None)
-        for problem in grid.problems(target, shapes)
-    ]
+    grids = o.grids_of(preset, *sizes, on_cpu=target is None)
+    problems = [problem for grid in grids for problem in grid.problems(target, shapes)]
+    with o.named("--kernel"):
+        found = [explain_problem(dataclasses.replace(each, needs_grad=backward), kernel, show_all) for each in problems]
     if json_:
         typer.echo(json.dumps([explanation_json(each) for each in found], indent=1))
         return

@@ -93,7 +93,7 @@ def layout_command(
     of_kernel = {"--B": batch, "--H": heads, "--N": seqlen, "--D": head_dim, "--dtype": dtype, "--arch": arch}
     heading = ""
     if tag is None:
-        _refuse(of_kernel, "goes with --tag; the width of a tile is --columns")
+        o.refuse(of_kernel, "goes with --tag; the width of a tile is --columns")
         tiles = free_tiles(
             COLUMNS if columns is None else columns,
             rows,
@@ -101,9 +101,10 @@ def layout_command(
             list(flags) if compare else asked,
         )
     else:
-        _refuse({**of_tile, "--xor-row4": xor_row4}, "goes without --tag; the kernel says how its tiles lie")
+        o.refuse({**of_tile, "--xor-row4": xor_row4}, "goes without --tag; the kernel says how its tiles lie")
         problem = _problem(batch, heads, seqlen, head_dim, dtype, arch or ARCH)
-        tiles = kernel_tiles(get(tag), problem)
+        with o.named("--tag"):
+            tiles = kernel_tiles(get(tag), problem)
         tiles = tuple(other for tile in tiles for other in alternatives(tile)) if compare else tiles
         heading = f"{tag} · {problem.describe()} · {problem.arch}"
     _show(tiles, rows, heading, full, png, json_)
@@ -115,12 +116,6 @@ def free_tiles(columns: int, rows: int, threads: int, schemes: list[str]) -> tup
 
     wanted = schemes or ["swizzled"]
     return tuple(layout.Tile(each, rows, threads) for each in layout.schemes(columns) if each.scheme in wanted)
-
-
-def _refuse(options: dict[str, object], why: str) -> None:
-    for name, value in options.items():
-        if value not in (None, False):
-            raise ValueError(f"{name} {why}")
 
 
 def _problem(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -40,10 +41,15 @@ class _Commands(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """A command that refuses a size or a choice that is given twice: a list is meant, and the last alone would run."""
+    """A command that refuses a size or a choice that is given twice: a list is meant, and the last alone would run.
+
+    It also refuses a path without a letter, which would be the current folder.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         before = args[: args.index("--")] if "--" in args else args
+        if not ctx.resilient_parsing:
+            self._refuse_empty_paths(ctx, before)
         given = [word.partition("=")[0] for word in before if word.startswith("-")]
         for parameter in self.params:
             listed = getattr(parameter, "rich_help_panel", None) in ("Sizes", "Which implementations")
@@ -53,6 +59,19 @@ class _Command(TyperCommand):
                 name = parameter.opts[0]
                 ctx.fail(f"{name} is given twice; of a list it may be {name} A,B")
         return super().parse_args(ctx, args)
+
+    def _refuse_empty_paths(self, ctx: Any, args: list[str]) -> None:
+        if "" not in args and not any(word.endswith("=") for word in args):
+            return
+        hints = get_type_hints(inspect.unwrap(self.callback))
+        for parameter in self.params:
+            if "Path" not in str(hints.get(parameter.name)):
+                continue
+            option = parameter.param_type_name == "option"
+            given = [name for name in parameter.opts if f"{name}=" in args or (name, "") in itertools.pairwise(args)]
+            if given or (not option and "" in args):
+                name = given[0] if given else parameter.metavar or parameter.name
+                ctx.fail(f"{name} is ''; it names a file or a folder (. is the current one)")
 
 
 class _FirstOfTwo(_Command):

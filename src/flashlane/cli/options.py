@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -286,7 +288,7 @@ def directions_of(no_grad: bool, backward: bool, both: bool) -> tuple[Direction,
     """What is timed.
 
     Raises:
-        ValueError: ``--no-grad`` beside one of the others.
+        ValueError: ``--no-grad`` with one of the others.
     """
     from flashlane.bench.measure.flops import DIRECTIONS
 
@@ -438,6 +440,22 @@ def shapes_of(on_gpu: bool, quick: bool) -> tuple[tuple[int, int, int, int], ...
     if quick:
         return ((1, 8, 1024, 64),) if on_gpu else ((1, 2, 128, 64),)
     return BASELINE_SHAPES if on_gpu else CPU_SHAPES
+
+
+def refuse(options: Mapping[str, object], why: str) -> None:
+    """ValueError for the first option that is given, where it would change nothing: ``why`` says what it goes with."""
+    for name, value in options.items():
+        if value is not None and value is not False and value != "":
+            raise ValueError(f"{name} {why}")
+
+
+@contextlib.contextmanager
+def named(option: str) -> Iterator[None]:
+    """Errors about the name of a kernel or a peer name the option that gave it."""
+    try:
+        yield
+    except ValueError as error:
+        raise type(error)(re.sub(r"^(kernel|tag) is ", f"{option} is ", str(error))) from None
 
 
 def check_file(path: Path, name: str) -> Path:

@@ -39,7 +39,7 @@ def report_command(
 
     if out.is_dir():
         raise ValueError(f"--out is {str(out)!r}, which is a folder; it names the page")
-    check_writable(out.parent)
     page = build(results, notebook or (), title)
+    check_writable(out.parent)
     write_named(out, page, "--out")
     typer.echo(f"wrote {out} ({len(page) / 2**20:.1f} MiB)")

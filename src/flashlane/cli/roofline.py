@@ -74,17 +74,17 @@ def roofline_command(
     suffixes = o.words_of(formats)
     if not suffixes or set(suffixes) - {"png", "svg"}:
         raise ValueError(f"--format is {formats!r}; it may be png, svg, or both in a list")
-    check_writable(out)
     console = make_console()
     if results is not None:
         found = load_results(results)
         here = environment(where)["device"]
         if found.environment.get("device") != here:
             raise ValueError(f"--results: {results} was measured on {found.environment.get('device')}, this is {here}")
+        check_writable(out)
     else:
         sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
         problems = o.problems_of(preset, *sizes, device=where, quick=quick)
-        found = _bench(problems, where, tags, kernels, peers, backward, iters, quick, seed)
+        found = _bench(problems, where, tags, kernels, peers, backward, iters, quick, seed, out)
     dtypes = tuple(dict.fromkeys(str(row.sizes.get("dtype")) for row in found.rows)) or ("f16",)
     with console.status("measuring the rates of the device …"):
         ceilings = measure_rates(where, dtypes)
@@ -120,9 +120,11 @@ def _bench(
     iters: int | None,
     quick: bool,
     seed: int,
+    out: Path,
 ) -> Results:
     from flashlane.bench.measure.peers import select_peers
     from flashlane.bench.measure.progress import Bar
+    from flashlane.bench.measure.results import check_writable
     from flashlane.bench.measure.runner import Selection, run
     from flashlane.bench.present.comparison import representatives
     from flashlane.cli.measuring import settings_for
@@ -131,12 +133,14 @@ def _bench(
     if not words and not exact:
         exact = tuple(dict.fromkeys(tag for problem in problems for tag in representatives(problem)))
     directions = o.directions_of(False, backward, False)
+    selection, settings = Selection(words, exact, select_peers(peers)), settings_for(where, quick, None, iters, False)
+    check_writable(out)
     with Bar(len(problems) * len(directions)) as reporter:
         return run(
             problems,
             device=where,
-            selection=Selection(words, exact, select_peers(peers)),
-            settings=settings_for(where, quick, None, iters, graph=False),
+            selection=selection,
+            settings=settings,
             directions=directions,
             seed=seed,
             reporter=reporter,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SUITES = ("attention", "flash", "model")
 DTYPES = ("f16", "bf16", "f32")
+ATTENTION = "sdpa,auto"
 HEAD_DIMS = (16, 32, 64, 128)
 LONGEST = {"attention": 16384, "flash": 65536, "model": 1024}
 """Default of --max-seqlen on a GPU."""
@@ -45,7 +46,9 @@ def suite_command(
         str | None, o.option("--D", "--headdim", help="Head dims: a value, list or sweep.", panel=o.SIZES)
     ] = None,
     batch: Annotated[int | None, o.option("--B", "--batch", help="Default: 8, 1, 4.", panel=o.SIZES)] = None,
-    heads: Annotated[int, o.option("--H", "--nheads", help="Heads (not of model).", panel=o.SIZES)] = 1,
+    heads: Annotated[
+        int | None, o.option("--H", "--nheads", help="Heads (not of model). Default: 1.", panel=o.SIZES)
+    ] = None,
     dtype: Annotated[
         str | None,
         o.option(
@@ -60,18 +63,19 @@ def suite_command(
         o.option("--sizes", help="Models: sm, md, lg, xl, 2.7B, xs. Default: sm,md,lg; xs on a CPU.", panel=o.SIZES),
     ] = None,
     attention: Annotated[
-        str,
+        str | None,
         o.option(
             "--attention",
-            help="Of model: auto, sdpa, eager or kernel tags, each also with +compile; the first is compared with.",
+            help="Of model: auto, sdpa, eager or kernel tags, each also with +compile; the first is compared with. "
+            f"Default: {ATTENTION}.",
             panel=o.WHICH,
         ),
-    ] = "sdpa,auto",
+    ] = None,
     kernel: Annotated[
         str | None,
         o.option(
             "--kernel",
-            help="Our kernel, by its tag. Default: what auto takes.",
+            help="Our kernel (not of model), by its tag. Default: what auto takes.",
             panel=o.WHICH,
             autocompletion=complete.one_of("tags"),
         ),
@@ -138,9 +142,15 @@ def suite_command(
         raise ValueError(f"--iters is {rounds}; it must be at least 1")
     if batch is not None and batch < 1:
         raise ValueError(f"--B is {batch}; it must be at least 1")
+    if suite != "flash":
+        o.refuse({"--compile": compiling}, f"goes with the suite flash, and not with {suite}")
     if suite == "model":
-        chosen = _model(where, lengths, sizes, attention, batch, dtype, rounds, seed)
+        of_kernels = {"--D": head_dims, "--H": heads, "--kernel": kernel}
+        o.refuse(of_kernels, "goes with the suites attention and flash; of model it is --sizes and --attention")
+        chosen = _model(where, lengths, sizes, attention or ATTENTION, batch, dtype, rounds, seed)
     else:
+        o.refuse({"--sizes": sizes, "--attention": attention}, f"goes with the suite model, and not with {suite}")
+        heads = 1 if heads is None else heads
         chosen = _attention(suite, where, lengths, head_dims, batch, heads, dtype, compiling, kernel, rounds, seed)
     check_writable(out)
     stem = stem_of(chosen, str(_device_name(where)))
@@ -226,7 +236,8 @@ def _attention(
     if heads < 1:
         raise ValueError(f"--H is {heads}; it must be at least 1")
     if kernel is not None:
-        registry.get(kernel)
+        with o.named("--kernel"):
+            registry.get(kernel)
     settings = CPU_SETTINGS if on_cpu else GPU_SETTINGS
     return AttentionSuite(
         name=suite,

@@ -228,7 +228,8 @@ def _run(
         check=check,
         ceilings=ceilings,
     )
-    check_writable(out)
+    if not export or out.is_dir():  # a folder that is not there has nothing to export
+        check_writable(out)
     notes = make_console(stderr=True)
     common = None if export else common_of(spec, seed, environment(where))
     with Journal(out / f"{name}.jsonl", common, fresh=fresh) as journal:

@@ -25,7 +25,8 @@ IMPLEMENTATION = "qkv_recorder"
 """Our name in transformers' table; a name with "flash" in it would be taken for a FlashAttention package."""
 MODEL_DTYPES = ("f32", "f16", "bf16")
 UNSUPPORTED = ("position_bias", "softcap", "s_aux")
-"""What a layer may pass to attention beside q, k, v and a mask, that a saved file could not say."""
+"""What a layer may pass to attention besides q, k, v and a mask, that a saved file could not say."""
+HUB_SECONDS = 10.0
 LONGEST = 4096
 """Tokens a sequence when neither the caller nor the model sets a lower limit."""
 
@@ -205,6 +206,19 @@ def kurtosis(tensor: torch.Tensor) -> float:
     return float(centred.pow(4).mean() / centred.pow(2).mean().pow(2))
 
 
+def hub_problem() -> str | None:
+    """Why the hub cannot be reached, or None: one request, where the library itself would try for half a minute."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception as error:  # of the HTTP library, which is not always the same one
+        first = (str(error).splitlines() or [""])[0].rstrip(".")
+        return f"{constants.ENDPOINT} cannot be reached ({first or type(error).__name__})"
+    return None
+
+
 def _load(source: Model, dtype: str | None, device: str) -> tuple[torch.nn.Module, Any]:
     try:
         import transformers
@@ -212,7 +226,8 @@ def _load(source: Model, dtype: str | None, device: str) -> tuple[torch.nn.Modul
         raise ImportError('capture needs transformers: pip install "flashlane[hf]"') from error
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    where = {"local_files_only": True} if source.local else {}
+    unreachable = None if source.local else hub_problem()
+    where = {"local_files_only": True} if source.local or unreachable else {}
     precision = DTYPES[dtype] if dtype else "auto"
     try:
         config = transformers.AutoConfig.from_pretrained(source.location, **where)
@@ -221,6 +236,10 @@ def _load(source: Model, dtype: str | None, device: str) -> tuple[torch.nn.Modul
             source.location, dtype=precision, attn_implementation="sdpa", **where
         )
     except Exception as error:  # a bad file raises whatever its reader raises
+        if unreachable is not None:
+            raise ValueError(
+                f"model {source.label} cannot be loaded: {unreachable}, and it is not in the cache of earlier downloads"
+            ) from error
         raise ValueError(f"model {source.label} cannot be loaded: {error}") from error
     if config.is_encoder_decoder:
         raise NotImplementedError(f"model {source.label} is an encoder-decoder; it may be an encoder or a decoder")
@@ -237,7 +256,7 @@ def capture(
     dtype: str | None = None,
     device: str = "cpu",
 ) -> tuple[list[Captured], dict[str, str]]:
-    """Load a model, run it on a text and return its layers' q, k, v with the metadata to save beside them.
+    """Load a model, run it on a text and return its layers' q, k, v with the metadata to save next to them.
 
     ``max_tokens`` is a sequence's length (default: what the model takes, at most 4096) and ``batch`` the most
     sequences made of the text. ``dtype`` is what the model computes in: None (the checkpoint's own), f32, f16, bf16.

@@ -485,7 +485,8 @@ def _timed(row: Row, timings: dict[str, Timing] | Exception, work: Work) -> Row:
     timing = next(iter(timings.values()))
 
     def rate(ms: float, convention: Convention) -> float | None:
-        return sum(tflops(one, ms, convention, work.direction) for one in work.sequences) if ms else None
+        total = sum(tflops(one, ms, convention, work.direction) for one in work.sequences) if ms else 0
+        return total or None  # without queries or keys there is nothing to count
 
     usual, peak, mean = (rate(ms, "gemm") for ms in (timing.median, timing.fastest, timing.mean))
     rates = {"tflops": usual, "tflops_peak": peak, "tflops_mean": mean, "tflops_all": rate(timing.median, "all")}
