@@ -1,4 +1,4 @@
-"""What mkdocs runs beside the pages: navigation, links that leave docs/, tables of a command's options.
+"""What mkdocs runs next to the pages: navigation, links that leave docs/, tables of a command's options.
 
 A page of the navigation that is not written yet is left out; a page that is not in it comes last, under More. A link
 to a file of the repository outside docs/ becomes its path. ``<!-- options: NAME -->`` becomes the table of the options

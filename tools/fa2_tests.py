@@ -60,7 +60,7 @@ def install(module: Path) -> None:
 
 
 def _install_fourth(testing: Path) -> None:
-    """What FlashAttention-4's modules import beside its functions: its references, which are torch, and its cache."""
+    """What FlashAttention-4's modules import besides its functions: its references, which are torch, and its cache."""
     spec = importlib.util.spec_from_file_location("flash_attn.cute.testing", testing)
     sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[spec.name])

@@ -3,7 +3,7 @@
     python3 tools/venv.py .venv [EXTRA ...]
 
 Does nothing, in a fraction of a second, when the environment is ready for those extras. An environment whose
-install was interrupted, or whose interpreter has gone, is made anew. Which torch it gets:
+install was interrupted, or whose interpreter has gone, is made again. Which torch it gets:
 
 - python3 has a torch built for CUDA: that one is used (--system-site-packages), none is installed;
 - there is a GPU but no such torch: the newest from the package index;
@@ -92,7 +92,7 @@ def create(venv: Path, system: bool) -> None:
             return
         if not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
             raise Problem(f"{venv} is there but is no virtual environment; move it away, or set VENV")
-        say(f"{venv} is stale or half made: making it anew")
+        say(f"{venv} is stale or half made: making it again")
         shutil.rmtree(venv)
     say("making {} with Python {}.{}".format(venv, *sys.version_info[:2]))
     command = [sys.executable, "-m", "venv", *(["--system-site-packages"] if system else []), str(venv)]

@@ -5,7 +5,7 @@
 
 Over the grid of shared measurements (batch × length and heads × head dim constant, full and causal, grouped heads, and
 the baseline grid) every candidate configuration of every listed kernel that keeps scores, sums and output in f32 is
-checked and timed beside what ``auto`` takes. Those that one call each shows to be far from the fastest drop out, then
+checked and timed next to what ``auto`` takes. Those that one call each shows to be far from the fastest drop out, then
 those that two short rounds show to be behind by more than a margin; the others are timed again, interleaved, for the
 figure. Another process compiles ahead meanwhile.
 

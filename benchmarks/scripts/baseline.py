@@ -1,10 +1,10 @@
-"""Time every listed mma tag on the baseline grid beside torch's attention, on a GPU; one table at the end.
+"""Time every listed mma tag on the baseline grid next to torch's attention, on a GPU; one table at the end.
 
     PYTHONPATH=src python3 benchmarks/scripts/baseline.py --out benchmarks [--tags split-q,share] [--seconds 60]
 
 Every output is checked before it is timed; implementations are interleaved round by round. The shape that is too
 short to fill a GPU is timed again by CUDA-graph replay, which leaves out the cost of the host. Writes baseline.json
-(and .csv), as ``flashlane bench`` writes them, anew after each problem. Exit status 1 when a check fails.
+(and .csv), as ``flashlane bench`` writes them, again after each problem. Exit status 1 when a check fails.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def design(tag: str) -> str:
 
 
 def summary(rows: Sequence[Row]) -> Iterator[str]:
-    """The fastest tag of each design and every baseline, for each problem, beside SDPA flash and cuDNN."""
+    """The fastest tag of each design and every baseline, for each problem, next to SDPA flash and cuDNN."""
     for problem in dict.fromkeys(row.problem for row in rows):
         timed = [row for row in rows if row.problem == problem and row.timing]
         peers = {row.tag: row.timing.median for row in timed if row.kind == "peer"}

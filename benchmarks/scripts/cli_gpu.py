@@ -75,9 +75,11 @@ def newest(folder: Path, pattern: str) -> str:
 
 
 def hung(folder: Path) -> str | None:
+    from flashlane.bench.measure.isolated import UNRESPONSIVE
+
     rows = {r["tag"]: r for r in rows_of(folder, "compare-*.json") if r["direction"] == "forward"}
     said = rows.get("(hangs)", {}).get("message", "")
-    if "no sign of life" not in said:
+    if UNRESPONSIVE not in said:
         return f"the hanging peer's row says {said!r}"
     return None if rows.get("(flash)", {}).get("timing") else "nothing was measured after it was ended"
 

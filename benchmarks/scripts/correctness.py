@@ -4,7 +4,7 @@
     PYTHONPATH=src python3 benchmarks/scripts/correctness.py --unlisted 9999 --problems 12 --head-dims 64 --dtypes f16
 
 Each problem draws its lengths (ragged, cross, empty, one token), heads (GQA, MQA), head dims (d_v ≠ d, odd ones), mask,
-strides and values anew from the seed. Every kernel runs every problem in a dtype that it takes, writes into poisoned
+strides and values again from the seed. Every kernel runs every problem in a dtype that it takes, writes into poisoned
 buffers, and is judged by the peers' relative rule (flashlane.bench.measure.check). A kernel that refuses a problem is
 counted with its reason. Exit status 1 when anything fails.
 """

@@ -7,7 +7,7 @@ Every candidate is first checked on small odd problems, compiled with waits that
 that hangs or faults is left out and takes no other with it. Then the candidates and the peers of a cell are timed
 interleaved, as in decode.py, which has the cells' words. ``auto`` marks what the tables of
 ``flashlane.kernels.decode.select`` choose; the last lines say which cells another candidate would have won by how much.
-Writes decode_candidates.json anew after each cell. Exit status 1 when a candidate was wrong.
+Writes decode_candidates.json again after each cell. Exit status 1 when a candidate was wrong.
 """
 
 from __future__ import annotations

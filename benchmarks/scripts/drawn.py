@@ -1,4 +1,4 @@
-"""Time flashlane beside its peers on problems drawn at random: what a claim to be faster in general rests on.
+"""Time flashlane next to its peers on problems drawn at random: what a claim to be faster in general rests on.
 
     PYTHONPATH=src python3 benchmarks/scripts/drawn.py --seed 1000 --count 60 [--kind dense,packed,window,decode]
         [--direction forward,backward] [--protocol both] [--peers cudnn,fa2,fa4] [--candidates] [--seconds 200]
@@ -7,7 +7,7 @@ Each problem follows from kind, seed and number (flashlane.bench.measure.drawn.T
 seeds are for fitting and which for judging. Everything is compiled first, in threads. Each implementation is checked
 (flashlane.bench.measure.sampled_check), runs by itself for 25 ms and is timed through its public function, in rounds of
 drawn order: steady (back to back) and flushed (L2 flushed before each call). ``--candidates`` also times the other
-configurations of our kernel. A file a kind and direction, drawn_DIRECTION_KIND_SEED.json, is written anew after each
+configurations of our kernel. A file a kind and direction, drawn_DIRECTION_KIND_SEED.json, is written again after each
 problem, and a further run adds what it lacks. ``--show FILE...`` prints and draws existing files, without a GPU.
 
 Where the environment names a compile cache of FlashAttention-4 (tools/fa4_cache.py --drawn makes one), kernels that it
@@ -393,7 +393,7 @@ def run(files: Sequence[Kept], given: Measuring, seconds: float) -> int:
 
 
 def show(paths: Sequence[Path], folder: Path) -> int:
-    """Print what files amount to, and draw them all in one picture beside them; the exit status."""
+    """Print what files amount to, and draw them all in one picture next to them; the exit status."""
     bodies = [read(path) for path in paths]
     for body in bodies:
         print(*summary(body), sep="\n")

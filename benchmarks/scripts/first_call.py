@@ -11,7 +11,7 @@ an installed package of cubins. Byte code of the package is compiled before, as 
 
 Without a GPU, ``--without-gpu`` times the host's side only: launches do nothing and tensors are on the CPU.
 
-Writes first_call.json, anew after each process; ``--seconds`` is when no further process is started. The cases:
+Writes first_call.json, again after each process; ``--seconds`` is when no further process is started. The cases:
 """
 
 from __future__ import annotations

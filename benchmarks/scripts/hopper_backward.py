@@ -1,10 +1,10 @@
-"""Set the Hopper backward against its targets: backward alone and forward with backward, beside every peer.
+"""Set the Hopper backward against its targets: backward alone and forward with backward, next to every peer.
 
     PYTHONPATH=src python3 benchmarks/scripts/hopper_backward.py [--out FILE.json] [--only d128,causal] [--resume]
 
 bf16. Peers: cuDNN and FlashAttention-2 (torch's SDPA), FlashAttention-4, FlexAttention. In one process, pre-heated, the
 gradients of each cell are checked, then timed interleaved round by round; a ratio is the fastest peer's median over
-ours. Cells that another backward of ours would run are not measured. The file is written anew after each cell;
+ours. Cells that another backward of ours would run are not measured. The file is written again after each cell;
 ``--resume`` keeps the cells that it has and measures the others. Exit status 1 when a check fails; a missed target is a
 result, not a failure.
 
@@ -43,7 +43,7 @@ BACKWARD = "hopper"
 """The backward that must run after it."""
 OURS = "flashlane"
 ANY_ORDER = "(any-order)"
-"""Ours without ``deterministic``, beside a deterministic cell: what determinism costs."""
+"""Ours without ``deterministic``, next to a deterministic cell: what determinism costs."""
 DIRECTIONS: tuple[Direction, ...] = ("backward", "both")
 SAME = ("device", "driver", "torch", "cuda", "cudnn", "triton", "flash-attn-4")
 """What must not change between the cells of one file."""
@@ -142,7 +142,7 @@ def declined(problem: AttentionProblem) -> str | None:
         return None
     reasons = {choice.tag: choice.reason for choice in backward_choices(asked, kernel)}
     known = reasons.get(BACKWARD, "there is none of that name")
-    return f"the {chosen} backward would run, not {BACKWARD}: {known or 'it is preferred less'}"
+    return f"the {chosen} backward would run, not {BACKWARD}: {known or 'it is ranked lower'}"
 
 
 def any_order(problem: AttentionProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:

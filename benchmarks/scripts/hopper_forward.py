@@ -1,11 +1,11 @@
-"""Time the Hopper forward kernel beside cuDNN and FlashAttention-2 (torch's SDPA), FlashAttention-4 and FlexAttention.
+"""Time the Hopper forward kernel next to cuDNN and FlashAttention-2 (torch's SDPA), FlashAttention-4 and FlexAttention.
 
     PYTHONPATH=src python3 benchmarks/scripts/hopper_forward.py --out benchmarks/results/hopper_forward.json [--suite \
         grid,dims,shapes]
 
 A list of bf16 problems for the bench: it checks every output against the formula, times the public functions
 interleaved in drawn order, each preheated, with L2 flushed and back to back, and the ratio is the fastest peer's median
-over ours. The file is written anew after each problem. Exit status 1 when a check fails.
+over ours. The file is written again after each problem. Exit status 1 when a check fails.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ problem small enough that the device keeps up. The implementation ``nothing`` is
 nothing: the part of the cost that is this library's Python. ``autograd alone`` is an empty ``torch.autograd.Function``
 with our tensors, forward and backward: what torch's own autograd costs, which no function in Python goes below. A
 backward is that of ``out.backward(do)``, with the gradients of the step before dropped. On a machine without a GPU,
-where a call returns when it is computed, that is all that is measured. Writes host_cost.json, anew after each round.
+where a call returns when it is computed, that is all that is measured. Writes host_cost.json, again after each round.
 """
 
 from __future__ import annotations

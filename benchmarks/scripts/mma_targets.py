@@ -3,8 +3,8 @@
     PYTHONPATH=src python3 benchmarks/scripts/mma_targets.py --out FOLDER [--tags split-q+acc-f32] [--only d64,causal]
 
 Only kernels that accumulate and store in f32. Each is checked, then timed interleaved with the peer; the ratio is the
-peer's median over that of the fastest tag. Writes mma_targets.json, anew after each problem. Exit status 1 when a check
-fails; a missed target is a result, not a failure.
+peer's median over that of the fastest tag. Writes mma_targets.json, again after each problem. Exit status 1 when a
+check fails; a missed target is a result, not a failure.
 """
 
 from __future__ import annotations

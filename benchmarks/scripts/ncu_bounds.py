@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/scripts/ncu_bounds.py --out benchmarks
 
-The fastest tag at D 128 (causal and full) beside SDPA flash, padded beside swizzled tiles, the fastest tags at D 320,
+The fastest tag at D 128 (causal and full) next to SDPA flash, padded next to swizzled tiles, the fastest tags at D 320,
 512 and 1024, and HGEMM. Clocks are left alone; cycles repeat within about 1 %. Writes ncu_bounds.json. Exit status 2
 when ncu cannot count.
 """

@@ -4,7 +4,7 @@
     python benchmarks/scripts/readme_tables.py --check   # exit 1 when one is not what would be written
 
 A part stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. NAME is ``kernels`` (the registry),
-``features`` (the registry beside what other libraries document, benchmarks/scripts/features.json), ``standing`` (where
+``features`` (the registry next to what other libraries document, benchmarks/scripts/features.json), ``standing`` (where
 the committed results lead and where they trail), ``first-call`` (what a process's first call takes), ``mma-shapes``
 (what the mma family's heuristic picks), ``mma-holes`` (where it has no tile that fits), or ``bench:FILE``:
 benchmarks/FILE.json as the table that its format has. ``bench:FILE/VIEW`` takes another view of it: ``ladder`` and
@@ -57,7 +57,7 @@ def documents(root: Path = ROOT) -> list[Path]:
 
 
 def rendered(document: str, results: Path, name: str = "README") -> str:
-    """The text of a document with every generated part made anew from the folder of results and the registry.
+    """The text of a document with every generated part made again from the folder of results and the registry.
 
     Raises:
         ValueError: a marker has no end, or names a file or a view that there is no table for.
@@ -395,7 +395,7 @@ def logs_columns(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """One line a problem: our fastest kernel beside SDPA flash (FlashAttention-2) and cuDNN."""
+    """One line a problem: our fastest kernel next to SDPA flash (FlashAttention-2) and cuDNN."""
     head = ("problem", "fastest of ours", "ms:", "TFLOP/s:", "× SDPA flash:", "× cuDNN:")
     lines = []
     for problem, rows in by_problem(result).items():

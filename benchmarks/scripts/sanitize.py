@@ -199,7 +199,7 @@ def run_forwards(words: list[str], share: Share = ALL) -> None:
 
 
 def run_backwards(words: list[str], share: Share = ALL) -> None:
-    """One call a case, beside the portable backward on the CPU."""
+    """One call a case, next to the portable backward on the CPU."""
     device = device_or_exit()
     for case in shared(backward_cases(), share):
         if words and not any(word in case.tag for word in words):

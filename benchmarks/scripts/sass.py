@@ -9,7 +9,7 @@ its registers and its shared memory. Names (of functions, files and configuratio
 part of a digest. A second digest leaves out at which offsets parameters lie in constant bank 0, too. Two records are
 the same when each kernel has the same digests, in any order. It needs no GPU, but the disassembler of Triton's wheel.
 
-A summary sets today's configurations beside those of the record of the same description one by one: identical, or
+A summary sets today's configurations next to those of the record of the same description one by one: identical, or
 different in parameter offsets only, in operands (the same opcodes in the same order), or in instructions; registers,
 spills, and the main loops of some. It needs the record's cubins for that, which ``record --keep FOLDER`` leaves.
 """
@@ -239,7 +239,7 @@ def _pairs(old: list[dict[str, Any]], new: list[Job]) -> list[tuple[dict[str, An
 
 
 class Comparison:
-    """Today's configurations beside those of a record, one at a time.
+    """Today's configurations next to those of a record, one at a time.
 
     Args:
         cubins: the folder that ``record --keep`` wrote with the record.
@@ -293,7 +293,7 @@ class Comparison:
 
 
 def summarise(before: dict[str, Any], comparison: Comparison, only: str, until: float) -> dict[str, Any]:
-    """Today's configurations beside those of a record.
+    """Today's configurations next to those of a record.
 
     Args:
         before: the record.

@@ -5,7 +5,7 @@
 
 The kernel is named (``triton``), and its backward is Triton's too, where ``auto`` might take a faster family's. It is
 checked, and timed interleaved with the peers; a ratio is a peer's median over ours.
-Writes triton_targets.json, anew after each problem. Exit status 1 when a check fails; a missed target is a result, not
+Writes triton_targets.json, again after each problem. Exit status 1 when a check fails; a missed target is a result, not
 a failure.
 """
 
@@ -36,7 +36,7 @@ TARGET = 1.0
 
 @dataclass(frozen=True)
 class Target:
-    """One problem, the peer that is to be reached, and others that run beside it."""
+    """One problem, the peer that is to be reached, and others that run next to it."""
 
     name: str
     problem: AttentionProblem

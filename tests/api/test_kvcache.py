@@ -354,7 +354,7 @@ def wrong(name: str, value: Any, kind: type, message: str, step: Step | None = N
         wrong("cache_seqlens", torch.tensor([1, 2]), TypeError, "cache_seqlens has dtype torch.int64"),
         wrong("cache_seqlens", torch.tensor([1]).int(), ValueError, r"cache_seqlens has shape \(1,\); .*\(2,\)"),
         wrong("cache_seqlens", 47, ValueError, "as block_table holds 48", Step(page_size=16)),
-        wrong("block_table", [[1]], ValueError, "block_table is list; it must be an int32"),
+        wrong("block_table", [[1]], ValueError, "block_table is a list; it must be an int32"),
         wrong("block_table", torch.full((2, 3), 9).int(), ValueError, "block_table is .* 0 to 7", Step(page_size=16)),
         wrong("cache_batch_idx", torch.tensor([0, 2]).int(), ValueError, r"cache_batch_idx is \[0, 2\]; .* 0 to 1"),
         wrong("cache_leftpad", torch.tensor([41, 0]).int(), ValueError, r"cache_leftpad is \[41, 0\]; .*cache_seqlens"),

@@ -23,7 +23,7 @@ RNG = random.Random()
 
 
 def results(shifts=None, *, noise=0.005, rounds=7, drift=0.0, device="Fake GPU", drop=(), outlier=0.0, status=None):
-    """A run: cell i takes i + 0.02 ms, times 1 + its shift and the run's drift; a peer beside the kernels."""
+    """A run: cell i takes i + 0.02 ms, times 1 + its shift and the run's drift; a peer next to the kernels."""
     rows = []
     for i, cell in enumerate([*CELLS, (CELLS[0][0], "cudnn")]):
         if cell in drop:

@@ -1,4 +1,4 @@
-"""The check of large problems: it agrees with the formula, and finds what is wrong in a sample and beside it."""
+"""The check of large problems: it agrees with the formula, and finds what is wrong in a sample and next to it."""
 
 from __future__ import annotations
 

@@ -64,12 +64,12 @@ def test_it_times_every_kind_in_both_directions_beside_a_peer(
         assert row["ok"] and set(row["ms"]["flashlane"]) == {"steady", "flushed"}
         flop = 2.5 * sum(map(case.flop, case.lengths))
         assert row["tflops"]["flashlane"]["steady"] == pytest.approx(flop / row["ms"]["flashlane"]["steady"] / 1e9)
-    beside = [row for body in found.values() for row in body["rows"] if row["ratio"]]
-    for row in beside:
+    timed = [row for body in found.values() for row in body["rows"] if row["ratio"]]
+    for row in timed:
         for way, ratio in row["ratio"].items():
             assert ratio == pytest.approx(row["ms"]["fa2"][way] / row["ms"]["flashlane"][way])
             assert row["best_peer"][way] == "fa2"
-    assert len(beside) >= 4
+    assert len(timed) >= 4
     told = capsys.readouterr().out
     assert "forward, dense, seed 1000 (fitting): 2 of 2 problems, a fake, commit abc" in told
     assert (tmp_path / "drawn_1000.svg").read_text().count("<svg") == 1

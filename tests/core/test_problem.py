@@ -9,6 +9,7 @@ import sys
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,7 +83,7 @@ def paged_varlen(**changes: Any) -> Inputs:
 
 BAD = {
     "q no tensor": (tensors, {"q": [1.0]}, {}, TypeError, "q is a list; it must be a torch.Tensor"),
-    "v none": (tensors, {"v": None}, {}, TypeError, "v is a NoneType; it must be a torch.Tensor"),
+    "v none": (tensors, {"v": None}, {}, TypeError, "v is None; it must be a torch.Tensor"),
     "q dtype": (tensors, {"q": torch.zeros(2, 5, 4, 8, dtype=torch.int32)}, {}, TypeError, "q has dtype torch.int32"),
     "k dtype": (tensors, {"k": torch.zeros(2, 7, 2, 8).half()}, {}, TypeError, "k has dtype torch.float16 and q has"),
     "k rank": (tensors, {"k": torch.zeros(7, 2, 8)}, {}, ValueError, r"k has shape \(7, 2, 8\), rank 3.*rank 4"),
@@ -102,13 +103,32 @@ BAD = {
     "window": (tensors, {}, {"window_size": (-2, 0)}, ValueError, r"window_size is \(-2, 0\); each side must be"),
     "window count": (tensors, {}, {"window_size": (1, 2, 3)}, ValueError, r"window_size is \(1, 2, 3\); .* two"),
     "window type": (tensors, {}, {"window_size": 5}, ValueError, "window_size is 5; it must be two"),
+    "window text": (tensors, {}, {"window_size": ("4", "3")}, ValueError, r"window_size is \('4', '3'\); .* two whole"),
+    "window part": (tensors, {}, {"window_size": (4.5, 3)}, ValueError, r"window_size is \(4.5, 3\); .* two whole"),
+    "causal": (tensors, {}, {"causal": "yes"}, TypeError, "causal is 'yes'; it must be True or False"),
+    "deterministic": (tensors, {}, {"deterministic": None}, TypeError, "deterministic is None; it must be True or"),
+    "softcap text": (tensors, {}, {"softcap": "3"}, TypeError, "softcap is '3'; it must be a number"),
+    "dropout text": (tensors, {}, {"dropout_p": "0.1"}, TypeError, "dropout_p is '0.1'; it must be a number"),
+    "q array": (
+        tensors,
+        {"q": np.zeros((2, 5, 4, 8))},
+        {},
+        TypeError,
+        "q is a numpy.ndarray; it must be a torch.Tensor",
+    ),
     "alignment": (tensors, {}, {"alignment": "left"}, ValueError, "alignment is 'left'; .*'bottom-right', 'top-left'"),
     "slopes dtype": (tensors, {"alibi_slopes": torch.ones(4).double()}, {}, TypeError, "alibi_slopes has dtype .*64"),
     "slopes shape": (tensors, {"alibi_slopes": torch.ones(2)}, {}, ValueError, r"alibi_slopes has shape .*\(4,\)"),
     "sinks shape": (tensors, {"sinks": torch.ones(2)}, {}, ValueError, r"sinks has shape \(2,\); it must be \(4,\)"),
-    "sinks type": (tensors, {"sinks": 1.0}, {}, TypeError, "sinks is float; it must be a floating-point"),
+    "sinks type": (tensors, {"sinks": 1.0}, {}, TypeError, "sinks is a float; it must be a floating-point"),
     "bias shape": (tensors, {"bias": torch.ones(5, 5)}, {}, ValueError, r"bias has shape \(5, 5\); it must broadcast"),
-    "bias bool": (tensors, {"bias": torch.ones(5, 7) > 0}, {}, TypeError, "bias is torch.bool; .*floating-point"),
+    "bias bool": (
+        tensors,
+        {"bias": torch.ones(5, 7) > 0},
+        {},
+        TypeError,
+        "bias is a torch.Tensor of torch.bool; .*floating-point",
+    ),
     "bias device": (tensors, {"bias": torch.ones(5, 7, device="meta")}, {}, ValueError, "bias is on meta"),
     "varlen rank": (packed, {"q": torch.zeros(1, 5, 4, 8)}, {}, ValueError, r"q has shape .*rank 3: \(total"),
     "cu missing": (packed, {"cu_seqlens_k": None}, {}, ValueError, "cu_seqlens_k is None; give both"),
@@ -122,8 +142,8 @@ BAD = {
     "cu strided": (packed, {"cu_seqlens_q": cu(0, 0, 2, 2, 5)[::2]}, {}, ValueError, "cu_seqlens_q has strides .*cont"),
     "cu type": (packed, {"cu_seqlens_q": [0, 2, 5]}, {}, TypeError, "cu_seqlens_q is a list; it must be an int32"),
     "seed missing": (tensors, {}, {"dropout_p": 0.5}, ValueError, "dropout_seed is None and dropout_p is 0.5"),
-    "seed type": (tensors, {"dropout_seed": 7}, {}, TypeError, "dropout_seed is int; it must be an int64"),
-    "seed dtype": (tensors, {"dropout_seed": ints(7)}, {}, TypeError, "dropout_seed is torch.int32; it must be"),
+    "seed type": (tensors, {"dropout_seed": 7}, {}, TypeError, "dropout_seed is an int; it must be an int64"),
+    "seed dtype": (tensors, {"dropout_seed": ints(7)}, {}, TypeError, "dropout_seed is a torch.Tensor of torch.int32"),
     "seed shape": (
         tensors,
         {"dropout_seed": torch.tensor(7)},
@@ -169,6 +189,20 @@ BAD = {
     "varlen entry": (paged_varlen, {"block_table": ints([9, 0, 3], [1, 2, 0])}, {}, ValueError, "page in use may be"),
     "longest none": (packed, {"max_seqlen_q": None}, {}, ValueError, "max_seqlen_q is None; it must be a whole number"),
 }
+
+
+@pytest.mark.parametrize("yes", [True, 1, np.True_, torch.tensor(True)], ids=repr)
+def test_a_flag_may_be_any_kind_of_bool(yes: Any) -> None:
+    problem = AttentionProblem.from_inputs(tensors(), causal=yes, deterministic=yes)
+    assert problem.causal and problem.deterministic is True
+
+
+def test_a_window_wider_than_any_sequence_is_all_of_it() -> None:
+    wide = AttentionProblem.from_inputs(tensors(), window_size=(10**30, 10**30))
+    assert max(wide.window_left, wide.window_right) < 2**31
+    assert [wide.visible_keys(row) for row in range(5)] == [range(7)] * 5
+    causal, left = (AttentionProblem.from_inputs(tensors(), window_size=w) for w in ((-1, 0), (10**30, 0)))
+    assert [left.visible_keys(row) for row in range(5)] == [causal.visible_keys(row) for row in range(5)]
 
 
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)

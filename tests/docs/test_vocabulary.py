@@ -78,19 +78,37 @@ def test_the_rule_sees_files(texts):
     assert len(texts) > 300 and any(path.endswith(".cuh") for path in texts)
 
 
+# --- wordings of every line, comments and docstrings too
+
+SPOKEN = {
+    r"[Bb]eside": "next to, with, against; besides",
+    r"[Aa]new": "again",
+    r"[Ll]ikewise": "the same, in the same way",
+    r"leanest": "lowest memory",
+    r"sign of life": "is unresponsive",
+    r"preferred less": "ranked lower",
+}
+
+
+@pytest.mark.parametrize("words", SPOKEN)
+def test_a_wording_that_sounds_foreign_is_in_no_line(words, texts):
+    pattern = re.compile(rf"(?<![\w./-])(?:{words})(?![\w-])")
+    found = [
+        f"{path}:{number}: {line.strip()[:100]}"
+        for path, text in texts.items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not found, f"write {SPOKEN[words]}:\n" + "\n".join(found[:40])
+
+
 # --- wordings of what a reader sees: the pages, and the strings of the code that are not docstrings
 
 READ = ("docs/", "README.md", "Makefile", "mkdocs.yml")
 FOREIGN = {
     r"is no (?:valid )?(?:JSON|TOML|results file|journal|file of|number|rate|speed|kernel|option|tensor)": "is not …",
-    r"preferred less": "ranked lower",
     r"each missing thing costs": "what you lose without each",
-    r"sign of life": "is unresponsive",
     r"[Bb]egin no row": "stop starting rows",
-    r"anew": "again",
-    r"[Bb]eside": "next to, with, against",
-    r"likewise": "the same, in the same way",
-    r"leanest": "lowest memory",
     r"how it comes": "distribution",
     r"half the distance": "half the interquartile range",
     r"visible pairs, gemm|gemm count of visible pairs": "4·B·H·N·M·D over unmasked pairs",

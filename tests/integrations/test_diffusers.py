@@ -1,4 +1,4 @@
-"""``register_diffusers``: models of diffusers, built from configurations, beside the library's own attention."""
+"""``register_diffusers``: models of diffusers, built from configurations, next to the library's own attention."""
 
 from __future__ import annotations
 

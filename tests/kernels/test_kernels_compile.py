@@ -26,7 +26,7 @@ ENDS_OF_THE_SWIZZLES = [k for k in KERNELS if "swizzle" not in k.tag or "swizzle
 
 
 def elsewhere(kernel: DeviceKernel, turn: int) -> tuple[str, ...]:
-    """Architectures beside Hopper that a kernel is compiled for here: every third kernel for one."""
+    """Architectures besides Hopper that a kernel is compiled for here: every third kernel for one."""
     others = tuple(arch for arch in ARCHITECTURES if arch != "sm_90a")
     return others if kernel.tag in shapes.FASTEST else others[turn // 3 % len(others) :][: turn % 3 == 0]
 

@@ -265,9 +265,9 @@ BAD = {
     "bias": (lambda: flashlane.flash_attn_func(Q, Q, Q, attn_bias=Q), ValueError, "^attn_bias has shape"),
     "sinks": (lambda: flashlane.flash_attn_func(Q, Q, Q, sinks=Q), ValueError, "^sinks has shape"),
     "qkv": (lambda: flashlane.flash_attn_qkvpacked_func(Q), ValueError, r"^qkv has shape \(2, 5, 4, 8\); .*3, heads"),
-    "qkv type": (lambda: flashlane.flash_attn_qkvpacked_func(None), TypeError, "^qkv is a NoneType"),
+    "qkv type": (lambda: flashlane.flash_attn_qkvpacked_func(None), TypeError, "^qkv is None"),
     "kv": (lambda: flashlane.flash_attn_kvpacked_func(Q, Q), ValueError, "^kv has shape .*2, heads, head_dim"),
-    "cu": (lambda: flashlane.flash_attn_varlen_func(Q, Q, Q, None, None, 5, 5), TypeError, "^cu_seqlens_q is a None"),
+    "cu": (lambda: flashlane.flash_attn_varlen_func(Q, Q, Q, None, None, 5, 5), TypeError, "^cu_seqlens_q is None"),
     "rank": (lambda: flashlane.scaled_dot_product_attention(Q[0], Q, Q), ValueError, "^key has shape .*rank 4.*rank 3"),
     "rank 2": (lambda: flashlane.scaled_dot_product_attention(Q[0, 0], Q, Q), ValueError, "^query has shape .*rank 4"),
     "nested": (
@@ -275,7 +275,13 @@ BAD = {
         TypeError,
         "^query is a nested tensor; flash_attn_varlen_func",
     ),
-    "value": (lambda: flashlane.scaled_dot_product_attention(Q, Q, 3), TypeError, "^value is a int"),
+    "value": (lambda: flashlane.scaled_dot_product_attention(Q, Q, 3), TypeError, "^value is an int"),
+    "kernel": (lambda: flashlane.flash_attn_func(Q, Q, Q, kernel=3), TypeError, "^kernel is 3; it must be the tag of"),
+    "is_causal": (
+        lambda: flashlane.scaled_dot_product_attention(Q, Q, Q, is_causal="yes"),
+        TypeError,
+        "^is_causal is 'yes'; it must be True or False",
+    ),
     "both masks": (
         lambda: flashlane.scaled_dot_product_attention(Q, Q, Q, torch.ones(4, 4) > 0, is_causal=True),
         ValueError,

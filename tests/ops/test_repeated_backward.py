@@ -43,7 +43,7 @@ def pointers(params: ctypes.Structure) -> dict[str, int | None]:
 
 
 def without_pointers(params: ctypes.Structure) -> bytes:
-    """What a launch was given beside addresses: pointers and the addresses in tensor maps are 0."""
+    """What a launch was given besides addresses: pointers and the addresses in tensor maps are 0."""
     copy = type(params).from_buffer_copy(params)
     for name in pointers(copy):
         setattr(copy, name, None)

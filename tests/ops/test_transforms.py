@@ -214,6 +214,18 @@ def test_autocast_reaches_the_operator_and_not_into_the_kernel() -> None:
     assert torch.equal(inside, flashlane.flash_attn_func(*wide))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_meta_tensors_pass_under_autocast_of_another_device(dtype: torch.dtype) -> None:
+    """Meta tensors have no autocast of their own: their dtype stays, as with torch's attention."""
+    q, k, v = (t.detach().to("meta", dtype).requires_grad_() for t in qkv(torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flashlane.flash_attn_func(q, k, v)
+        want = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=True)
+        out.sum().backward()
+    assert out.dtype == want.dtype == q.grad.dtype == dtype
+    assert out.shape == want.transpose(1, 2).shape and q.grad.shape == q.shape
+
+
 def test_autocast_takes_a_float_mask_of_another_dtype() -> None:
     q, k, v = (t.transpose(1, 2) for t in qkv(torch.bfloat16, grad=False))
     mask = torch.randn(9, 13)

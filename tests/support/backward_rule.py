@@ -35,7 +35,7 @@ Backward = Callable[
 
 @dataclass(frozen=True)
 class Given:
-    """The tensors of one backward pass beside its inputs, and what it must find."""
+    """The tensors of one backward pass besides its inputs, and what it must find."""
 
     out: torch.Tensor
     lse: torch.Tensor

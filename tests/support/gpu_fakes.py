@@ -14,7 +14,7 @@ PROCESSES = "GPU-b, 4242, /opt/train.py, 3072"
 
 
 def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> Path:
-    """A program ``nvidia-smi`` on the PATH that answers with these lines; no NVML beside it."""
+    """A program ``nvidia-smi`` on the PATH that answers with these lines; no NVML next to it."""
     program = folder / "nvidia-smi"
     said = "\\n".join(lines)
     program.write_text(

@@ -29,7 +29,7 @@ class Launches(list):
 
     def __init__(self) -> None:
         self.maps: list[tensormap.TensorMap] = []
-        """Maps that were encoded anew, each as its number repeated behind its address."""
+        """Maps that were encoded again, each as its number repeated behind its address."""
         self.plans: list[forward_launch.PreparedForward] = []
         self.streams: list[int] = []
         """Of each launch."""

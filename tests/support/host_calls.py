@@ -17,7 +17,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, a call that is not like an earlier one fails."""
 
     def refuse(*args: object, **keywords: object) -> None:
-        raise AssertionError("the call was checked anew")
+        raise AssertionError("the call was checked again")
 
-    monkeypatch.setattr(ops, "anew", refuse)
+    monkeypatch.setattr(ops, "check_and_run", refuse)
     monkeypatch.setattr(execute, "rebuild", refuse)

@@ -40,7 +40,7 @@ PLAIN = Case(
 
 @triton.jit
 def control(n):
-    """A kernel that is made anew for some ``n``: were it not found, nothing would be."""
+    """A kernel that is made again for some ``n``: were it not found, nothing would be."""
     tl.device_print("", n)
 
 

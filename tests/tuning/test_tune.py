@@ -287,7 +287,7 @@ def test_the_file_is_read_once(monkeypatch):
 
 def test_what_is_not_plain_is_refused():
     assert tune.plain_config(FakeConfig(3, True)) == {"rows": 3, "early": True, "dtype": "f16"}
-    with pytest.raises(TypeError, match="config is a int"):
+    with pytest.raises(TypeError, match="config is an int"):
         tune.plain_config(3)
     with pytest.raises(TypeError, match="config field rows is"):
         tune.plain_config(FakeConfig((1, 2)))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flashlane.core.arch import compute_dtype
+from flashlane.core.validate import kind_of
 
 
 def combine(
@@ -127,8 +128,8 @@ def _tensors(name: str, given: Any) -> tuple[torch.Tensor, ...]:
             raise ValueError(f"{name} has shape (); it must be a sequence of tensors, or stacked along a first axis")
         return given.unbind(0)
     if not isinstance(given, Sequence) or not all(isinstance(t, torch.Tensor) for t in given):
-        what = type(given).__name__
-        raise TypeError(f"{name} is a {what}; it must be a sequence of torch.Tensor, or one stacked along a first axis")
+        what = kind_of(given)
+        raise TypeError(f"{name} is {what}; it must be a sequence of torch.Tensor, or one stacked along a first axis")
     return tuple(given)
 
 

@@ -14,7 +14,7 @@ import torch
 from flashlane.api import attn_probs, kvcache
 from flashlane.core import dispatch
 from flashlane.core.problem import DIFFERENTIABLE, Asked, Inputs
-from flashlane.core.validate import whole_number
+from flashlane.core.validate import kind_of, whole_number
 from flashlane.ops import call as ops
 
 _NAMES = {"scale": "softmax_scale", "bias": "attn_bias"}
@@ -182,7 +182,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k: the same for k and v.
         max_seqlen_q: length of the longest sequence of q. It may be a NumPy integer or an integer tensor without axes;
             a call waits for a GPU that holds such a tensor.
-        max_seqlen_k: length of the longest sequence of k, likewise.
+        max_seqlen_k: length of the longest sequence of k, of the same types.
         block_table: int32 ``(b, pages)``: k and v are the pages of a cache, ``(all_pages, page_size, hk, d)`` with any
             page size, and row j of sequence i lies in page ``block_table[i, j // page_size]``; ``cu_seqlens_k``
             gives the lengths. Such a call has no gradients: to ask for one raises NotImplementedError.
@@ -195,7 +195,7 @@ def flash_attn_varlen_func(
     """
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(cu, torch.Tensor):
-            raise TypeError(f"{name} is a {type(cu).__name__}; it must be an int32 torch.Tensor of shape (batch + 1,)")
+            raise TypeError(f"{name} is {kind_of(cu)}; it must be an int32 torch.Tensor of shape (batch + 1,)")
     inputs = Inputs(
         q,
         k,
@@ -319,13 +319,13 @@ def flash_attn_with_kvcache(
         q: ``(b, sq, h, d)``.
         k_cache: ``(b_cache, capacity, hk, d)``, or with ``block_table`` ``(all_pages, page_size, hk, d)`` with any page
             size; its batch axis may be longer than that of q.
-        v_cache: ``(b_cache, capacity, hk, dv)``, or pages likewise.
+        v_cache: ``(b_cache, capacity, hk, dv)``, or pages as those of k_cache.
         k: new keys ``(b, seqlen_new, hk, d)``, stored at rows ``cache_seqlens[i]`` on; needs v and cache_seqlens.
         v: new values ``(b, seqlen_new, hk, dv)``, stored bit by bit.
         rotary_cos: ``(seqlen_ro, rotary_dim / 2)`` in the dtype of q or f32, with seqlen_ro at least the capacity: the
             first rotary_dim columns of q and the new k are rotated. Row j of the new k is at position
             ``cache_seqlens + j``; row j of q too with causal or a window, else at ``cache_seqlens``.
-        rotary_sin: likewise.
+        rotary_sin: of the same shape.
         cache_seqlens: rows in use before the new ones, int32 ``(b,)`` or one int; all of them by default.
         cache_batch_idx: int32 ``(b,)``: the row of the batch axis of the cache that a sequence has; not with pages.
         cache_leftpad: int32 ``(b,)``: the first row in use of each sequence, 0 by default.
@@ -421,7 +421,7 @@ def _unpack(
     name: str, packed: torch.Tensor, count: int, outer: tuple[str, ...] = ("batch", "seqlen")
 ) -> tuple[torch.Tensor, ...]:
     if not isinstance(packed, torch.Tensor):
-        raise TypeError(f"{name} is a {type(packed).__name__}; it must be a torch.Tensor")
+        raise TypeError(f"{name} is {kind_of(packed)}; it must be a torch.Tensor")
     at = len(outer)
     if packed.dim() != at + 3 or packed.shape[at] != count:
         axes = ", ".join((*outer, str(count), "heads", "head_dim"))
@@ -436,10 +436,10 @@ def _attend(inputs: Inputs, kernel: str | None, return_lse: bool, return_attn_pr
         seed = torch.randint(ops.SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
         inputs = replace(inputs, dropout_seed=seed)
     if inputs.block_table is None:
-        out, lse = ops.anew(inputs, kernel, _NAMES, asked)
+        out, lse = ops.check_and_run(inputs, kernel, _NAMES, asked)
     else:
         with torch.no_grad():
-            out, lse = ops.anew(inputs, kernel, _NAMES, asked)
+            out, lse = ops.check_and_run(inputs, kernel, _NAMES, asked)
         out, lse = _undifferentiable("flash_attn_varlen_func with block_table", out, lse, inputs)
     if return_attn_probs:
         if not asked.dropout_p:

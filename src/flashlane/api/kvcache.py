@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from flashlane.api.rotary import rotate
 from flashlane.core import dispatch
 from flashlane.core.problem import Inputs
-from flashlane.core.validate import axes_of, check_splits, window_sides
+from flashlane.core.validate import axes_of, check_splits, kind_of, window_sides
 from flashlane.ops import call as ops
 from flashlane.ops import torch_rules
 
@@ -216,13 +216,13 @@ def _check_caches(q: Any, k_cache: Any, v_cache: Any, block_table: Any) -> int:
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         axes = ", ".join(axes_of(name[:1], varlen=False, paged=block_table is not None))
         if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
+            raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
         if t.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank 4: ({axes})")
     if block_table is None:
         return k_cache.shape[1]
     if not isinstance(block_table, torch.Tensor) or block_table.dim() != 2:
-        what = tuple(block_table.shape) if isinstance(block_table, torch.Tensor) else type(block_table).__name__
+        what = tuple(block_table.shape) if isinstance(block_table, torch.Tensor) else kind_of(block_table)
         raise ValueError(f"block_table is {what}; it must be an int32 torch.Tensor of shape (batch, pages)")
     return k_cache.shape[1] * block_table.shape[1]
 
@@ -232,7 +232,7 @@ def _lengths(cache_seqlens: Any, q: torch.Tensor, capacity: int) -> torch.Tensor
         return _contiguous(cache_seqlens)
     if type(cache_seqlens) is not int:
         raise TypeError(
-            f"cache_seqlens is a {type(cache_seqlens).__name__}; it may be an int or an int32 torch.Tensor (batch,)"
+            f"cache_seqlens is {kind_of(cache_seqlens)}; it may be an int or an int32 torch.Tensor (batch,)"
         )
     if not 0 <= cache_seqlens <= capacity:
         raise ValueError(f"cache_seqlens is {cache_seqlens}; it may be 0 to {capacity}, the rows of k_cache")
@@ -289,7 +289,7 @@ def _check_room(lengths: torch.Tensor, count: int, capacity: int, paged: bool) -
 
 def _check_tensor(name: str, t: Any, dtypes: tuple[torch.dtype, ...], q: torch.Tensor) -> None:
     if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
+        raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
     if t.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {t.dtype}; it may be {' or '.join(map(str, dtypes))}, as q is {q.dtype}")
     if t.device != q.device:

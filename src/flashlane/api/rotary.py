@@ -18,7 +18,7 @@ def rotate(
     Args:
         x: ``(b, s, h, d)``, any float type.
         cos: ``(seqlen_ro, r / 2)`` with r <= d, the cosines of each position's angles.
-        sin: the sines, likewise.
+        sin: the sines, of the same shape.
         positions: integers ``(b, s)`` or broadcastable to it, the row of ``cos`` and ``sin`` of each row of x; one
             outside of them counts as the nearest inside.
         interleaved: whether columns 2i and 2i + 1 are a pair, or else columns i and i + r / 2.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from flashlane.core.problem import Inputs
+from flashlane.core.validate import kind_of
 from flashlane.ops import call as ops
 
-_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask"}
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "causal": "is_causal"}
 """What this module's signature calls the validator's arguments."""
 
 
@@ -50,7 +51,7 @@ def scaled_dot_product_attention(
     """
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
+            raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
         if t.is_nested:
             raise TypeError(f"{name} is a nested tensor; flash_attn_varlen_func takes packed sequences")
         if t.dim() != query.dim() or t.dim() not in (3, 4):
@@ -88,7 +89,7 @@ def bias_of(attn_mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor
     if attn_mask is None:
         return None
     if not isinstance(attn_mask, torch.Tensor):
-        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; it must be a torch.Tensor or None")
+        raise TypeError(f"attn_mask is {kind_of(attn_mask)}; it must be a torch.Tensor or None")
     if attn_mask.dtype == torch.bool:
         hidden = torch.zeros(attn_mask.shape, dtype=query.dtype, device=attn_mask.device)
         return hidden.masked_fill(~attn_mask, -torch.inf)

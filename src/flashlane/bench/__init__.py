@@ -1,4 +1,4 @@
-"""The bench: every kernel beside every peer, checked against the formula, then timed in one interleaved run.
+"""The bench: every kernel next to every peer, checked against the formula, then timed in one interleaved run.
 
 >>> from flashlane import bench
 >>> results = bench.run(bench.problems(seqlen=[512, 1024], head_dim=64, causal=True))

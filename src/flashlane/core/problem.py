@@ -26,6 +26,7 @@ from flashlane.core.validate import (
     MAX_HEAD_DIM,
     VECTOR_BYTES,
     check_cache,
+    check_flag,
     check_modifier,
     check_number,
     check_seed,
@@ -137,7 +138,7 @@ class Inputs:
 
 
 class Asked(NamedTuple):
-    """What a call asks beside its tensors; its defaults are those of every function."""
+    """What a call asks besides its tensors; its defaults are those of every function."""
 
     scale: float | None = None
     """Factor of the scores; None: ``d ** -0.5``."""
@@ -326,7 +327,7 @@ class AttentionProblem:
         Args:
             inputs: the tensors.
             asked: everything else; None where it is given by keywords, those of :class:`Asked`.
-            keywords: likewise.
+            keywords: those of :class:`Asked`, in its place.
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
@@ -356,7 +357,7 @@ class AttentionProblem:
         capacity = check_cache(inputs, batch, varlen)
         sizes = {"batch": batch, "heads": q.shape[-2], "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         sizes["seqlen_k"] = seqlen_k if varlen else capacity
-        left, right = window_sides(asked.window_size, asked.causal)
+        left, right = window_sides(asked.window_size, check_flag("causal", asked.causal))
         if asked.alignment not in ALIGNMENTS:
             raise ValueError(f"alignment is {asked.alignment!r}; it may be one of {', '.join(map(repr, ALIGNMENTS))}")
         for name in MODIFIERS:
@@ -389,7 +390,7 @@ class AttentionProblem:
             varlen=varlen,
             page_size=k.shape[1] if paged else 0,
             num_splits=asked.num_splits,
-            deterministic=bool(asked.deterministic),
+            deterministic=check_flag("deterministic", asked.deterministic),
             needs_grad=needs_grad,
             arch=arch_of(q.device),
             aligned=all(rows_aligned(t) for t in (q, k, v)),
@@ -468,7 +469,7 @@ def facts_of(inputs: Inputs, asked: Asked) -> tuple[Any, ...] | None:
 
 
 def _facts_of_others(inputs: Inputs, grad: bool) -> tuple[Any, ...] | None:
-    """What the checks read of the tensors beside q, k and v; None where they read contents, on the CPU."""
+    """What the checks read of the tensors besides q, k and v; None where they read contents, on the CPU."""
     if _alone(inputs):
         return ()
     facts: list[Any] = [getattr(inputs, name) for name in _LENGTHS]

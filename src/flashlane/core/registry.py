@@ -408,6 +408,8 @@ class _Table(Generic[K]):
         return [k for k in found if self.whole or (_module_of(k) == module)]
 
     def get(self, tag: str) -> K:
+        if not isinstance(tag, str):
+            raise TypeError(f"kernel is {tag!r}; it must be the tag of a {self.called}, a str")
         tag = aliases.KERNELS.get(tag, tag)
         found = self.kernels.get(tag) or self.load().get(tag)
         if found is None:

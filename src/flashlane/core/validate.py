@@ -22,6 +22,37 @@ VECTOR_BYTES = 16
 """Bytes of the widest load, and what its address is a multiple of."""
 
 
+FARTHEST = 2**31 - 1
+"""A side of a window that no sequence is longer than; a larger one counts as this."""
+
+
+def kind_of(value: Any) -> str:
+    """What a message says that an argument is: ``None``, ``an int``, ``a numpy.ndarray``, of a tensor its dtype."""
+    if value is None:
+        return "None"
+    if isinstance(value, torch.Tensor):
+        return f"a torch.Tensor of {value.dtype}"
+    name, module = type(value).__qualname__, type(value).__module__
+    shown = name if module == "builtins" else f"{module}.{name}"
+    return f"{'an' if shown[0] in 'aeiou' else 'a'} {shown}"
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """A yes or no: a bool of Python, NumPy or torch, or 0 or 1.
+
+    Raises:
+        TypeError: it is something else, such as a word, which would count as yes.
+    """
+    if type(value) is bool:
+        return value
+    try:
+        if not isinstance(value, str | bytes) and value in (True, False):
+            return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # an array of several
+        pass
+    raise TypeError(f"{name} is {value!r}; it must be True or False")
+
+
 def rows_aligned(t: torch.Tensor) -> bool:
     size = t.element_size()
     if t.numel() == 0:
@@ -44,7 +75,7 @@ def check_tensors(q: Any, k: Any, v: Any, varlen: bool, paged: bool) -> None:
         axes = axes_of(name, varlen, paged)
         rank = len(axes)
         if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
+            raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
         if t.dtype not in DTYPE_NAMES:
             allowed = ", ".join(str(d) for d in DTYPE_NAMES)
             raise TypeError(f"{name} has dtype {t.dtype}; it may be one of {allowed}")
@@ -94,7 +125,7 @@ def check_sizes(inputs: Inputs, varlen: bool, paged: bool) -> None:
 def _check_indices(name: str, t: Any, shape: str, fits: Callable[[torch.Size], bool], q: torch.Tensor) -> None:
     """A tensor of indices as kernels read it: int32, contiguous, on the device of q."""
     if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name} is a {type(t).__name__}; it must be an int32 torch.Tensor of shape {shape}")
+        raise TypeError(f"{name} is {kind_of(t)}; it must be an int32 torch.Tensor of shape {shape}")
     if t.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {t.dtype}; it must be torch.int32")
     if not fits(t.shape):
@@ -186,8 +217,7 @@ def check_seed(inputs: Inputs, dropout_p: float) -> None:
             raise ValueError(f"dropout_seed is None and dropout_p is {dropout_p:g}; it must then be {shape}")
         return
     if not isinstance(seed, torch.Tensor) or seed.dtype != torch.int64:
-        what = seed.dtype if isinstance(seed, torch.Tensor) else type(seed).__name__
-        raise TypeError(f"dropout_seed is {what}; it must be {shape}")
+        raise TypeError(f"dropout_seed is {kind_of(seed)}; it must be {shape}")
     if tuple(seed.shape) != (1,):
         raise ValueError(f"dropout_seed has shape {tuple(seed.shape)}; it must be {shape}")
     if seed.device != inputs.q.device:
@@ -221,8 +251,7 @@ def check_modifier(
         broadcast: whether it need only broadcast to the shape.
     """
     if not isinstance(t, torch.Tensor) or not t.is_floating_point():
-        what = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
-        raise TypeError(f"{name} is {what}; it must be a floating-point torch.Tensor")
+        raise TypeError(f"{name} is {kind_of(t)}; it must be a floating-point torch.Tensor")
     if t.device != device:
         raise ValueError(f"{name} is on {t.device} and q is on {device}; they must be on one device")
     if dtype is not None and t.dtype != dtype:
@@ -247,7 +276,7 @@ def window_sides(window_size: tuple[int, int] | torch.Tensor, causal: bool) -> t
         raise ValueError(f"window_size is {window_size!r}; it must be two whole numbers (left, right)") from None
     if min(left, right) < -1:
         raise ValueError(f"window_size is ({left}, {right}); each side must be at least 0, or -1 for unbounded")
-    return left, (0 if causal else right)
+    return min(left, FARTHEST), (0 if causal else min(right, FARTHEST))
 
 
 def whole_number(value: Any) -> Any:

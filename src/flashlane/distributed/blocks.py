@@ -161,7 +161,7 @@ def phases_of(blocks: Iterable[Block]) -> tuple[tuple[Block, ...], ...]:
 def needed_ranges(queries: Iterable[Run], lengths: Sequence[int], left: int, right: int) -> tuple[Run, ...]:
     """The keys that some query may see, as runs of neighbours whose rows follow each other.
 
-    A window needs no more than its halo: the keys within it beside the chunks of a rank.
+    A window needs no more than its halo: the keys within it next to the chunks of a rank.
     """
     ranges: dict[int, list[tuple[int, int]]] = {}
     for run in queries:

@@ -31,7 +31,7 @@ class Usage:
     config: str = ""
     registers: int | None = None
     spill_stores: int | None = None
-    """Bytes, as the compiler reports them; likewise the loads."""
+    """Bytes, as the compiler reports them; so are the loads."""
     spill_loads: int | None = None
     shared_bytes: int | None = None
     """Shared memory of a CTA, static and dynamic."""
@@ -153,7 +153,7 @@ def _usage(
 
 
 def _instructions(compiled: jit.Compiled) -> dict[str, int] | None:
-    """Instruction counts, kept beside the cubin: disassembling takes longer than compiling."""
+    """Instruction counts, kept next to the cubin: disassembling takes longer than compiling."""
     disk, key = cache.default(), f"{compiled.key}-instructions"
     kept = disk.get(key)
     if kept is not None:

@@ -86,7 +86,7 @@ def print_layouts(tiles: Sequence[Tile], console: Console, rows: int = ROWS_SHOW
 
 
 def grid(layout: Layout, rows: int, width: int) -> RenderableType:
-    """A coloured cell for each chunk; beside the physical column, its banks where ``width`` columns allow."""
+    """A coloured cell for each chunk; next to the physical column, its banks where ``width`` columns allow."""
     room = width - len("row  ")
     digits = len(str(layout.columns))
     detailed = digits + len(" 28–31") + 1
@@ -156,7 +156,7 @@ def _columns(chunk: int) -> str:
 
 
 def access_table(tiles: Sequence[Tile]) -> Table:
-    """Shared-memory passes of reading and writing each whole tile once, simulated, beside the least possible."""
+    """Shared-memory passes of reading and writing each whole tile once, simulated, next to the least possible."""
     table = Table(title="Bank conflicts, simulated", title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("tile", no_wrap=True)
     table.add_column("access", no_wrap=True)

@@ -15,7 +15,7 @@ from flashlane.core.problem import Inputs
 from flashlane.ops import call as ops
 
 NAME = "flashlane"
-_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask"}
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "causal": "is_causal"}
 
 
 def register_diffusers(name: str = NAME) -> str:

@@ -1,4 +1,4 @@
-"""Compile CUDA C++ at first use, keep the result on disk, launch it on torch's stream; budgets and SASS beside."""
+"""Compile CUDA C++ at first use, keep the result on disk, launch it on torch's stream; budgets and SASS too."""
 
 from __future__ import annotations
 

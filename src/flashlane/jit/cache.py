@@ -1,7 +1,7 @@
 """The disk cache of compiled kernels: one checked file an entry, written by atomic rename.
 
 Our own rather than ``cuda.core.utils.FileStreamProgramCache``: machines carry versions of cuda-core without it,
-and an entry here holds the compiler's report beside the cubin.
+and an entry here holds the compiler's report next to the cubin.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Installed:
     compiler: str
     """What ``toolchain.compiler_version()`` was where they were compiled; part of their keys."""
     runtime_headers: str
-    """Likewise ``toolchain.runtime_headers_digest()``."""
+    """What ``toolchain.runtime_headers_digest()`` gave."""
 
 
 @functools.cache

@@ -175,7 +175,7 @@ def _declaration(name: str, value: int | bool | str) -> str:
         return f"constexpr int {name} = {value};"
     if isinstance(value, str):
         return f"using {name} = {value};"
-    raise TypeError(f"constants: {name} is a {type(value).__name__}; it may be int, bool or str (a type)")
+    raise TypeError(f"constants: {name} is {value!r}; it may be int, bool or str (a type)")
 
 
 def _prepare(source: KernelSource, arch: str, options: tuple[str, ...]) -> _Task:

@@ -314,7 +314,7 @@ def counters_of(device: int, stream: int, count: int, capturing: bool) -> torch.
     """Integers at 0, for a kernel that leaves them at 0.
 
     All launches on a stream share that stream's counters. A launch that is captured in a graph gets its own, since a
-    replay may run beside anything: from a store that is never refilled, as nothing says when a graph is gone; and when
+    replay may run next to anything: from a store that is never refilled, as nothing says when a graph is gone; and when
     the store is empty, from a memset in the graph, which takes a microsecond more. The caller keeps the tensor until it
     has enqueued the launch. A block need not ask at each call::
 

@@ -141,7 +141,7 @@ def check_gradient_inputs(
     do: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> None:
-    """What a backward kernel reads beside the inputs must be of their call: its output, its LSE and their gradients."""
+    """What a backward kernel reads besides the inputs must be of their call: output, LSE and their gradients."""
     import torch
 
     *outer, heads, _ = inputs.q.shape

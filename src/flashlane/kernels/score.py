@@ -54,7 +54,7 @@ class ScoreConfig:
 
     @property
     def registers_per_score(self) -> int:
-        """How many modifiers keep values beside the scores in registers."""
+        """How many modifiers keep values besides the scores in registers."""
         return self.softcap + self.alibi
 
     @property

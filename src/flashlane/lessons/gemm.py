@@ -127,7 +127,7 @@ def fits(config: HgemmConfig, accumulate: str, arch: str) -> bool:
 
 
 ADDRESSES = 16
-"""Registers of a thread beside accumulators and fragments, at least: pointers, cursors, counters."""
+"""Registers of a thread besides accumulators and fragments, at least: pointers, cursors, counters."""
 
 
 @functools.cache

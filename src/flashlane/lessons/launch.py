@@ -10,6 +10,7 @@ import torch
 
 from flashlane import jit
 from flashlane.core.problem import arch_of
+from flashlane.core.validate import kind_of
 from flashlane.jit import KernelSource
 from flashlane.kernels.device_file import device_code
 
@@ -35,7 +36,7 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: Iterable[str]) -> None
     """
     allowed = tuple(dtypes)
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        raise TypeError(f"{name} is {kind_of(tensor)}; it must be a torch.Tensor")
     if tensor.dtype not in {DTYPES[item] for item in allowed}:
         raise TypeError(f"{name} is {tensor.dtype}; it may be {', '.join(str(DTYPES[item]) for item in allowed)}")
     if tensor.device.type != "cuda":

@@ -18,7 +18,7 @@ ATTENTIONS = {
     "sdpa": "torch's scaled_dot_product_attention",
     "eager": "softmax(QKᵀ)V as separate torch operations, which hold the matrix of scores",
 }
-"""The names beside the tags of flashlane's kernels."""
+"""The names besides the tags of flashlane's kernels."""
 
 
 def select_attention(name: str) -> CausalAttention:

@@ -37,13 +37,13 @@ def again(
 
     Args:
         q: as the caller gave it, so that it may be anything; also k, v and the values of the key.
-        k: likewise.
-        v: likewise.
+        k: as q.
+        v: as q.
         key: the tag of the kernel named, and the fields of :class:`~flashlane.core.problem.Asked`.
         wants_lse: whether the LSE is needed; else it may be None.
 
     Returns:
-        out and LSE; or None, and :func:`anew` is to be called, which checks the call and remembers it.
+        out and LSE; or None, and :func:`check_and_run` is to be called, which checks the call and remembers it.
     """
     if _compiling():
         return None
@@ -81,10 +81,10 @@ def attend(
         found = again(inputs.q, inputs.k, inputs.v, (kernel, *asked), True)
         if found is not None:
             return found
-    return anew(inputs, kernel, names, asked)
+    return check_and_run(inputs, kernel, names, asked)
 
 
-def anew(inputs: Inputs, kernel: str | None, names: Mapping[str, str] | None, asked: Asked) -> Results:
+def check_and_run(inputs: Inputs, kernel: str | None, names: Mapping[str, str] | None, asked: Asked) -> Results:
     """:func:`attend` without trying :func:`again`."""
     casts, given = torch._C._is_any_autocast_enabled(), inputs
     if casts:

@@ -76,8 +76,8 @@ def find(asked: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Entry
     Args:
         asked: what :func:`remember` was given.
         q: a tensor, or whatever the caller passed in its place.
-        k: likewise.
-        v: likewise.
+        k: as q.
+        v: as q.
 
     Raises:
         TypeError: ``asked`` cannot be a key.

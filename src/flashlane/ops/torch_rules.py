@@ -40,9 +40,10 @@ def autocast(inputs: Inputs) -> Inputs:
 
 def no_autocast(like: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Autocast off on a tensor's device: a kernel chooses the types that it computes in."""
-    if not torch._C._is_any_autocast_enabled():
-        return _NOTHING
-    return torch.autocast(like.device.type, enabled=False)
+    device = like.device.type
+    if not torch._C._is_any_autocast_enabled() or not torch.amp.is_autocast_available(device):
+        return _NOTHING  # meta tensors have none
+    return torch.autocast(device, enabled=False)
 
 
 def _cast(tensors: Sequence[Any]) -> list[Any]:

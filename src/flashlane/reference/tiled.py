@@ -105,7 +105,7 @@ def tiled_forward(
         out: the output, any float type and strides; fully written.
         lse: natural logarithm of the sum of exponentials, f32 or f64; fully written.
         block_q: rows of a tile, :func:`tile_sizes` by default.
-        block_k: columns of a tile, likewise.
+        block_k: columns of a tile, :func:`tile_sizes` by default.
         accumulate_scores: emulate an MMA whose QKᵀ accumulator has this type: it is rounded after every k16 step, and
             q·scale is rounded to the inputs' type before it.
         accumulate_out: the same for PV, whose operand P is rounded to the inputs' type.
@@ -205,7 +205,7 @@ def tiled_backward(
         dlse: gradient of ``lse``, or None.
         bias_grad: whether the bias' gradient is wanted; it is summed over the axes that the bias broadcasts along.
         block_q: rows of a tile, :func:`tile_sizes` by default.
-        block_k: columns of a tile, likewise.
+        block_k: columns of a tile, :func:`tile_sizes` by default.
 
     Returns:
         The gradients, in the shapes and dtypes of their inputs. Rows without a visible key contribute nothing.

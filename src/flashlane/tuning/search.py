@@ -1,6 +1,6 @@
 """``flashlane tune``: every candidate configuration of some kernels on one problem, checked, timed, and the best kept.
 
-Beside the candidates runs what ``auto`` takes for the problem now, so that a new favourite has beaten it in one
+Next to the candidates runs what ``auto`` takes for the problem now, so that a new favourite has beaten it in one
 interleaved run. ``auto`` is offered listed kernels only, and only those that keep scores, sums and the running output
 in f32: speed never costs it precision.
 """

@@ -94,7 +94,7 @@ class BackwardSubject:
         return self.done.run(contender)
 
     def poison(self) -> None:
-        """Gradients are allocated anew, and would find the right ones of an earlier contender in that memory."""
+        """Gradients are allocated again, and would find the right ones of an earlier contender in that memory."""
         stale = [torch.full_like(t, math.nan) for t in (self.done.inputs.q, self.done.inputs.k, self.done.inputs.v)]
         del stale
 

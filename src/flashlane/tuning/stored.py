@@ -26,6 +26,7 @@ from flashlane.core.files import write_atomically
 from flashlane.core.problem import FEATURES, AttentionProblem
 from flashlane.core.registry import BackwardKernel
 from flashlane.core.tuned import backward_tag, few_blocks
+from flashlane.core.validate import kind_of
 from flashlane.jit import toolchain
 from flashlane.kernels.device_file import device_code
 
@@ -48,7 +49,7 @@ class ProblemClass:
     head_dim_v: int
     causal: bool
     seqlen_q: int
-    """The power of two at or above the problem's; likewise the keys'."""
+    """The power of two at or above the problem's; seqlen_k in the same way."""
     seqlen_k: int
     few_blocks: bool
     aligned: bool
@@ -204,7 +205,7 @@ def plain_config(config: Any) -> dict[str, Any]:
         TypeError: it is no dataclass, or a field is not bool, int, float or str.
     """
     if not is_dataclass(config):
-        raise TypeError(f"config is a {type(config).__name__}; it must be a dataclass")
+        raise TypeError(f"config is {kind_of(config)}; it must be a dataclass")
     values = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
     values = {name: value for name, value in values.items() if not is_dataclass(value)}
     for name, value in values.items():

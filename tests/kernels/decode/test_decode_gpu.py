@@ -134,7 +134,7 @@ def test_an_empty_sequence_gives_zero_and_minus_infinity() -> None:
 
 
 def test_four_streams_at_once() -> None:
-    """Each stream has its own counters; a graph has its own, whatever runs beside it."""
+    """Each stream has its own counters; a graph has its own, whatever runs next to it."""
     problem, inputs = LONG.changed(capacity=9000).build(CUDA)
     expected = run(problem, inputs)
     streams = [torch.cuda.Stream() for _ in range(4)]

@@ -132,9 +132,9 @@ def test_the_gradients_compile_as_the_schedule_needs(piece: tuple[Any, KernelSou
 
 def test_the_kernels_before_and_after_compile() -> None:
     sources = (source for config in CONFIGS for source in config.sources())
-    beside = [source for source in dict.fromkeys(sources) if source not in {source for _, source in MAIN}]
-    assert {source.entry for source in beside} == {"hopper_backward_preprocess", "hopper_backward_postprocess"}
-    for source in beside:
+    others = [source for source in dict.fromkeys(sources) if source not in {source for _, source in MAIN}]
+    assert {source.entry for source in others} == {"hopper_backward_preprocess", "hopper_backward_postprocess"}
+    for source in others:
         report = jit.compile(source, ARCH).report
         assert report.spills == 0 and not report.warnings, source.constants
         # Dynamic shared memory is asked for by the gradients only: what these have must fit without.

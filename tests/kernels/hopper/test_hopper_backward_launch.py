@@ -129,8 +129,8 @@ def test_a_call_like_an_earlier_one_is_told_the_same_but_for_addresses(
     (launches,) = plan.kinds.values()
     assert len(launches.launches) == len(found)
     assert again[0] != again[1] != again[2] != again[0]
-    anew = [told(*gradient_plan(config, problem, monkeypatch), *call) for call in ((0, 0), (1, 1), (0, 2))]
-    assert again == anew
+    fresh = [told(*gradient_plan(config, problem, monkeypatch), *call) for call in ((0, 0), (1, 1), (0, 2))]
+    assert again == fresh
 
 
 def test_other_strides_are_another_kind_and_threads_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_a_thread_that_has_not_used_cuda(head_dim: int) -> None:
     problem, inputs = dense(100, head_dim, deterministic=True)
     what = forwarded(problem, inputs)
     expected = run(problem, inputs, what)
-    moved = Inputs(*(t.clone() for t in (inputs.q, inputs.k, inputs.v)))  # other addresses: maps are made anew
+    moved = Inputs(*(t.clone() for t in (inputs.q, inputs.k, inputs.v)))  # other addresses: maps are made again
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(hopper_backward, problem, moved, what.out, what.lse, what.do, what.dlse).result()
     torch.cuda.synchronize()

@@ -431,7 +431,7 @@ def test_candidates_combine_parts_and_load_pages_both_ways() -> None:
 
 
 def test_what_the_tuner_found_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tile; what else the problem needs is switched on anew."""
+    """Its tile; what else the problem needs is switched on again."""
     problem = problem_of(seqlen_q=5000, softcap=3.0)
     other = next(c for c in KERNEL.candidates(problem) if c.consumers != KERNEL.config(problem).consumers)
     found = stored.plain_config(replace(other, score=ScoreConfig(), has_left=True))

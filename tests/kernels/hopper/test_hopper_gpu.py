@@ -255,7 +255,7 @@ def test_two_ctas_of_a_cluster_give_what_one_gives(number: int, keys: int) -> No
     ],
 )
 def test_parts_are_combined_alike_in_the_kernel_and_after_it(sizes: tuple[int, ...], asked: dict[str, object]) -> None:
-    """Bit for bit: the same parts in the same order. And by replayed graphs beside launches."""
+    """Bit for bit: the same parts in the same order. And by replayed graphs next to launches."""
     problem, inputs = dense(sizes, sinks=sizes[0] == 1, **asked)
     after = replace(KERNEL.config(problem), combine_in_kernel=False)
     assert after.split

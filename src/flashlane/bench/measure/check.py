@@ -41,7 +41,7 @@ EMULATED_TILE = 64
 """Keys between two roundings of the running output, unless the kernel says ``block_k=…``."""
 MAX_SCORES_BYTES = 1 << 30
 LSE_EPS = 2.0
-"""Absolute tolerance of the LSE, in units of the dtype's eps times max(1, max|LSE|), beside 2·max|pt − ref|."""
+"""Absolute tolerance of the LSE, in units of the dtype's eps times max(1, max|LSE|), besides 2·max|pt − ref|."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Oracle:
     """The reference of one problem on its tensors, computed once, and the judgements against it.
 
     Args:
-        problem: a problem without dropout, cache and logits beside those of the keys.
+        problem: a problem without dropout, cache and logits besides those of the keys.
         inputs: its tensors.
         rule: ``fa2`` or ``fa3``.
     """

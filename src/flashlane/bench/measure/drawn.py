@@ -121,7 +121,7 @@ def _lengths(chance: Chance, space: Space, varlen: bool, heads: int, causal: boo
     def one() -> tuple[int, int]:
         few = chance.random() < space.few
         queries = chance.choice((1, 2, 3) if few else space.lengths)
-        # Lengths from a range are no tuple, and have no few long ones beside them.
+        # Lengths from a range are no tuple, and have no few long ones besides them.
         keys = space.keys or space.lengths
         keys = chance.choice((*keys, *space.long_keys) if few else keys)
         if not space.blind_rows and causal and keys < queries:
@@ -445,4 +445,4 @@ TIMED: dict[str, Space] = {
         most_bytes=3e9,
     ),
 }
-"""Problems that are timed beside the peers, by kind. No call takes more than some milliseconds on a Hopper GPU."""
+"""Problems that are timed next to the peers, by kind. No call takes more than some milliseconds on a Hopper GPU."""

@@ -217,7 +217,7 @@ def relaid(
 ) -> torch.Tensor:
     """The same numbers at the same strides, ``start`` elements into memory of their own.
 
-    What lies between them is NaN, or of whole numbers the lowest, so that a read beside them shows.
+    What lies between them is NaN, or of whole numbers the lowest, so that a read next to them shows.
     """
     dtype = dtype or t.dtype
     if not t.numel():

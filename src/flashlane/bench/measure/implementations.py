@@ -68,7 +68,7 @@ class Work:
             self.out.fill_(math.nan)
             self.lse.fill_(math.nan)
             return
-        # Gradients are allocated anew, and would find the right ones of an earlier implementation in that memory.
+        # Gradients are allocated again, and would find the right ones of an earlier implementation in that memory.
         stale = [torch.full_like(t, math.nan) for t in (self.inputs.q, self.inputs.k, self.inputs.v)]
         del stale
 

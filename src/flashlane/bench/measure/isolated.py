@@ -26,6 +26,8 @@ from flashlane.bench.measure.runner import CHECKING, TIMING, TITLES, Selection, 
 from flashlane.bench.measure.timing import Settings
 from flashlane.core.problem import AttentionProblem
 
+UNRESPONSIVE = "unresponsive"
+"""The first word of the message of an implementation that was ended."""
 START_SECONDS = 180.0
 """For importing torch and everything else."""
 
@@ -260,7 +262,7 @@ class Worker:
 
     def _next(self, seconds: float) -> Any:
         if not self.pipe.poll(seconds):
-            raise Died(self.active, f"unresponsive for {seconds:g} s, ended (--timeout)")
+            raise Died(self.active, f"{UNRESPONSIVE} for {seconds:g} s, ended (--timeout)")
         try:
             message = self.pipe.recv()
         except (EOFError, OSError):  # it ended, perhaps in the middle of a message

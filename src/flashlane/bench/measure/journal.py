@@ -32,7 +32,7 @@ class Journal:
     Args:
         path: the file; made when it is not there.
         common: what all records have in common, as JSON has it; None takes the file as it is, to read from it.
-        fresh: start anew; an old file is kept beside it, its name ending in ``.old``.
+        fresh: start again; an old file is kept next to it, its name ending in ``.old``.
 
     Raises:
         ValueError: the file belongs to something else, is damaged, cannot be written, or another process writes it.

@@ -8,7 +8,7 @@ optional, so that ``safetensors.torch.save_file({"q": q, "k": k, "v": v}, path)`
 ========== ==================================================================================================
 ``layout`` ``"bshd"`` (default) or ``"bhsd"``
 ``causal`` ``"true"`` or ``"false"`` (default), for every call that ``calls`` does not describe
-``scale``  softmax scale as a number, likewise; default head_dim^-0.5
+``scale``  softmax scale as a number, for the same calls; default head_dim^-0.5
 ``calls``  JSON object: name -> {"causal": bool, "scale": number, "window": [left, right]}, each optional
 ========== ==================================================================================================
 """

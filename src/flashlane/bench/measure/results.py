@@ -1,6 +1,6 @@
 """What a run of the bench found, and its files: JSON with everything, CSV with one line a row.
 
-A file is written beside its place and moved over it, so that a reader sees the old one or the new one, never half.
+A file is written next to its place and moved over it, so that a reader sees the old one or the new one, never half.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Row:
     direction: Direction = "forward"
     """What was run and timed: ``forward``, ``backward`` (alone) or ``both``."""
     tflops_peak: float | None = None
-    """Of the fastest round; likewise of the mean of all rounds."""
+    """Of the fastest round; ``tflops_mean``: of the mean of all rounds."""
     tflops_mean: float | None = None
     mma_ceiling: float | None = None
     """Of a kernel built on ``mma.sync``: its rate over what the instruction gave on this card in this run."""
     memory: Memory | None = None
     host_us: float | None = None
-    """Microseconds that the host spends in one call; measured beside the replay of graphs."""
+    """Microseconds that the host spends in one call; measured next to the replay of graphs."""
     cycles: float | None = None
     """SM cycles of one call, all its launches added up (Nsight Compute)."""
     timings: dict[str, Timing] = field(default_factory=dict)

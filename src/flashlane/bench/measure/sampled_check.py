@@ -1,4 +1,4 @@
-"""Is a large result right? The formula in f32 for some heads, and every element beside that of another implementation.
+"""Is a large result right? The formula in f32 for some heads, and every element next to that of another implementation.
 
 The whole reference of :mod:`flashlane.bench.measure.check` takes longer than all timings of a large problem. Here the
 formula is computed for a few key/value heads, for some rows of the forward pass and for all of the backward pass; what

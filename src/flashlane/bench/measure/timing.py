@@ -1,6 +1,6 @@
 """The one timer: implementations interleaved round by round, device events on a GPU, a clock on the CPU.
 
-One round times every implementation once, in an order that is drawn anew for each round, so that drift of the clock or
+One round times every implementation once, in an order that is drawn again for each round, so that drift of the clock or
 of the temperature falls on all alike. On a power-limited card what ran before decides the clock: a kernel that is timed
 right after a slow one gains up to 9 %. On a GPU each implementation therefore runs by itself for ``preheat_ms`` right
 before its part of a round, in which it is timed under every protocol. A round's figure is the median of that round's
@@ -112,7 +112,7 @@ class Timing:
 
 
 def drawn_order(count: int, rounds: int, seed: int = 0) -> Iterator[tuple[int, int]]:
-    """(round, index) in the order in which they run: that of each round is drawn anew."""
+    """(round, index) in the order in which they run: that of each round is drawn again."""
     chance = random.Random(seed)
     for number in range(rounds):
         yield from ((number, index) for index in chance.sample(range(count), count))

@@ -28,11 +28,11 @@ def representatives(problem: AttentionProblem) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Standing:
-    """One implementation beside the others on one problem."""
+    """One implementation next to the others on one problem."""
 
     row: Row
     versus_plain: float | None
-    """Time of plain PyTorch over its time; likewise of the memory of one call."""
+    """Time of plain PyTorch over its time, and the same of the memory of one call."""
     memory_versus_plain: float | None
 
     @property

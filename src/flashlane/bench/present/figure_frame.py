@@ -116,14 +116,14 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def replace(figure: Figure, path: Path) -> None:
-    """:func:`save` beside the place and move over it, so that no half picture is ever there.
+    """:func:`save` next to the place and move over it, so that no half picture is ever there.
 
     Raises:
         OSError: it cannot be written.
     """
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as beside:
-        save(figure, Path(beside) / path.name)
-        os.replace(Path(beside) / path.name, path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        save(figure, Path(scratch) / path.name)
+        os.replace(Path(scratch) / path.name, path)
 
 
 def write(figure: Figure, path: Path) -> None:

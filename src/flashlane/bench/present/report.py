@@ -2,7 +2,7 @@
 
 Everything is in the page, and its own policy forbids it the network. Pictures are there in light and dark; without
 matplotlib the page says that they are missing. A panel is a picture of its own, so that a narrow screen shows one and
-a wide one several beside each other.
+a wide one several next to each other.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def build(paths: Sequence[Path], notebooks: Sequence[Path] = (), title: str = "f
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """The templates beside this file; every value in them is escaped."""
+    """The templates next to this file; every value in them is escaped."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -114,7 +114,7 @@ class Implementation:
 
 
 def compiled(attend: Attend, how: Compiling) -> Callable[[Case], Attend]:
-    """``torch.compile`` of plain attention: anew for each shape (static), or once for all lengths (dynamic)."""
+    """``torch.compile`` of plain attention: again for each shape (static), or once for all lengths (dynamic)."""
     import torch._functorch.config as functorch
 
     functorch.donated_buffer = False  # a backward pass that is timed runs many times on one graph

@@ -180,7 +180,7 @@ class Suite(Protocol):
         """The rows of a case; ``say`` tells what runs, ``messages`` takes what went wrong."""
 
     def settings(self) -> dict[str, Any]:
-        """What the JSON file says beside the rows."""
+        """What the JSON file says besides the rows."""
 
 
 def run_suite(

@@ -26,7 +26,7 @@ from flashlane.core.problem import DTYPES, AttentionProblem, arch_of
 from flashlane.models import SIZES, Config, Transformer, select_attention
 
 SMALLEST = {"xs": Config(256, 1024, 4, 4)}
-"""A size of ours for a CPU, beside the course's."""
+"""A size of ours for a CPU, besides the course's."""
 ALL_SIZES = SMALLEST | SIZES
 PHASES = ("forward", "backward", "optimizer")
 COMPILED = "+compile"

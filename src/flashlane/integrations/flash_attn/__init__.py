@@ -126,7 +126,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 setattr(sys.modules[parent], leaf, before)
 
     def _forget(self) -> None:
-        """Have every module that this finder made imported anew."""
+        """Have every module that this finder made imported again."""
         for name, module in list(sys.modules.items()):
             if getattr(getattr(module, "__spec__", None), "loader", None) is self:
                 del sys.modules[name]

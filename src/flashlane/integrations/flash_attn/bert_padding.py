@@ -38,7 +38,7 @@ def unpad_input(
     Args:
         hidden_states: ``(b, s, …)``.
         attention_mask: ``(b, s)``, bool or integers, 1 where a row is used.
-        unused_mask: likewise, 1 where a row is kept but not used.
+        unused_mask: of the same shape, 1 where a row is kept but not used.
 
     Returns:
         The rows, their indices in ``(b·s, …)``, cu_seqlens int32 ``(b + 1,)``, the longest sequence, and how many rows

@@ -220,7 +220,7 @@ def _forward(inputs: Inputs, asked: Asked, return_softmax: bool) -> Forward:
     q = inputs.q
     seed = torch.randint(ops.SEEDS, (1,), dtype=torch.int64, device=q.device) if asked.dropout_p else None
     inputs = replace(inputs, dropout_seed=seed)
-    out, lse = ops.anew(inputs, None, _NAMES, asked)
+    out, lse = ops.check_and_run(inputs, None, _NAMES, asked)
     probabilities = q.new_empty(0)
     if return_softmax and asked.dropout_p:
         probabilities = signed_probabilities(ops.problem_of(inputs, names=_NAMES, **asked._asdict()), inputs)

@@ -33,7 +33,7 @@ def apply_rotary_emb(
     Args:
         x: ``(b, s, h, d)``, or with ``cu_seqlens`` packed sequences ``(total, h, d)``.
         cos: ``(seqlen_rotary, rotary_dim / 2)``.
-        sin: likewise.
+        sin: of the same shape.
         interleaved: whether columns 2i and 2i + 1 are a pair, or else i and i + rotary_dim / 2.
         inplace: write the result into x and return it.
         seqlen_offsets: of all sequences, or integers ``(b,)``.
@@ -79,11 +79,11 @@ def apply_rotary_emb_qkv_(
     Args:
         qkv: ``(b, s, 3, h, d)``, or with ``num_heads_q`` ``(b, s, num_heads_q + 2·hk, d)``.
         cos: see :func:`apply_rotary_emb`; also sin, interleaved and seqlen_offsets.
-        sin: likewise.
+        sin: as cos.
         cos_k: of k, where it differs (XPos).
-        sin_k: likewise.
-        interleaved: likewise.
-        seqlen_offsets: likewise.
+        sin_k: as cos_k.
+        interleaved: as cos.
+        seqlen_offsets: as cos.
         num_heads_q: heads of q of a tensor of four axes.
     """
     if qkv.dim() == 5:

@@ -22,7 +22,7 @@ from flashlane.kernels.score import ScoreParams, run_time_score_inputs
 from flashlane.kernels.seqlen import SeqlenParams
 
 SOURCE = "kernels/decode/decode.cu"
-"""The entry; the device files beside it hold the tile scheduler, the producer, the consumer and the combine."""
+"""The entry; the device files next to it hold the tile scheduler, the producer, the consumer and the combine."""
 FLOAT_BYTES = 4
 Strides = tuple[int, ...]
 Side = tuple[tuple[int, ...], Strides]
@@ -159,10 +159,10 @@ class PreparedDecode:
 
         Args:
             q: on torch's current device; of q, k and v only the addresses are read.
-            k: likewise.
-            v: likewise.
+            k: as q.
+            v: as q.
             out: what is written.
-            lse: likewise.
+            lse: what is written, too.
             addresses: of q, k and v.
             inputs: those of :func:`~flashlane.kernels.score.run_time_score_inputs`; needed where the problem has other
                 tensors than these.

@@ -165,7 +165,7 @@ BUSY = 0.65
 TAIL = 0.1
 """The cost of the idle CTAs of a last wave: the others use the memory bandwidth that these leave."""
 START_STEPS = 1.0
-"""The cost of a CTA beside its steps (start, first load, end), in steps."""
+"""The cost of a CTA besides its steps (start, first load, end), in steps."""
 COMBINE_STEPS = 2.0
 """What it costs to combine splits, in steps; and one more split:"""
 SPLIT_STEPS = 0.02

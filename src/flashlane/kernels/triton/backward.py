@@ -174,7 +174,7 @@ class PreparedBackward:
     statistics_tiles: int
     """Tiles of rows, of all sequences, that the preprocess kernel has for each head."""
     optional: tuple[tuple[str, str], ...]
-    """Tensors beside q, k and v: their names in the kernels, and in the inputs."""
+    """Tensors besides q, k and v: their names in the kernels, and in the inputs."""
     key_descriptors: dict[str, Any] | None
     query_descriptors: dict[str, Any] | None
     splits: tuple[int, int]
@@ -322,7 +322,7 @@ def _axes(stride: tuple[int, ...], problem: AttentionProblem) -> tuple[int, ...]
 
 
 def _strides(problem: AttentionProblem, **tensors: torch.Tensor) -> dict[str, int]:
-    """Strides by name, those of batch, row and head in units of the UNIT beside them."""
+    """Strides by name, those of batch, row and head in units of the UNIT next to them."""
     sides = {name: (t, _axes(t.stride(), problem)) for name, t in tensors.items()}
     unit = unit_of(*sides.values())
     found = {"UNIT": unit}

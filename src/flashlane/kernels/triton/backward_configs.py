@@ -17,7 +17,7 @@ MIN_TILE = 16
 PROGRAMS_PER_SM = 4
 """So many programs for each SM even out the tiles of a causal mask; with fewer, tiles are split."""
 SPLIT_TILES = 2
-"""Least tiles that a split walks: what it loads beside them costs about as much as one."""
+"""Least tiles that a split walks: what it loads besides them costs about as much as one."""
 TERM_BYTES = {"tf32x3": 2.0, "bf16x6": 1.5}
 """Bytes of the terms that an f32 operand is the sum of, over its own bytes."""
 

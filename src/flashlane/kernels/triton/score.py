@@ -84,7 +84,7 @@ def score_tensors(problem: AttentionProblem) -> list[tuple[str, str]]:
 
 
 def score_facts(inputs: Inputs) -> tuple[Any, ...]:
-    """What :func:`score_arguments` and a kernel take from those tensors, beside their addresses."""
+    """What :func:`score_arguments` and a kernel take from those tensors, besides their addresses."""
     facts: tuple[Any, ...] = ()
     for tensor in (inputs.bias, inputs.alibi_slopes, inputs.sinks, inputs.logit_scale):
         if tensor is not None:

@@ -37,7 +37,7 @@ def sequence_tensors(inputs: Inputs) -> list[tuple[str, str]]:
 
 
 def key_facts(inputs: Inputs) -> tuple[Any, ...]:
-    """What :func:`key_arguments` takes from those tensors, beside what the problem says."""
+    """What :func:`key_arguments` takes from those tensors, besides what the problem says."""
     table = inputs.block_table
     return () if table is None else (table.shape, table.stride(), table.dtype)
 

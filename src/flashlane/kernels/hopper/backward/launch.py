@@ -145,7 +145,7 @@ class Tensors:
 
     @property
     def kind(self) -> Kind:
-        """What parameters depend on beside the plan and addresses: strides."""
+        """What parameters depend on besides the plan and addresses: strides."""
         inputs, dlse = self.inputs, self.dlse
         strided = (inputs.q, inputs.k, inputs.v, self.out, self.lse, self.do, self.dq, self.dk, self.dv)
         return *(tensor.stride() for tensor in strided), None if dlse is None else dlse.stride()

@@ -11,7 +11,7 @@ using OutputTile = float[COLUMNS_V / 2];  // of a thread: two rows
 using Out = cfg::Out;
 
 // Whether the rows of a thread may stay in registers while the n-blocks are walked, where the compiler keeps what the sum of
-// rows has beside the tile's. Tiles with few registers would spill for it; with packed heads or partial results it costs more
+// rows has besides the tile's. Tiles with few registers would spill for it; with packed heads or partial results it costs more
 // instructions to add again than it saves.
 constexpr bool ROWS_IN_LOOP = OUTPUT != Output::WHOLE || PACK_GQA > 1 || Score::HAS_DERIVATIVE;
 
@@ -22,7 +22,7 @@ struct ConsumerRows {
     __device__ __forceinline__ explicit ConsumerRows(int number)
         : warpgroup(number), warp(threadIdx.x % WARPGROUP / WARP), lane(threadIdx.x % WARP) {}
 
-    // The warpgroup's first row. The CTA's rank is read anew: registers are scarce.
+    // The warpgroup's first row. The CTA's rank is read again: registers are scarce.
     __device__ __forceinline__ int first() const {
         return (CLUSTER > 1 ? static_cast<int>(cluster_rank()) * CTA_ROWS : 0) + warpgroup * CONSUMER_ROWS;
     }

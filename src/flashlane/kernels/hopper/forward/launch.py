@@ -256,10 +256,10 @@ class PreparedForward:
 
         Args:
             q: on torch's current device; of q, k and v only the addresses are read.
-            k: likewise.
-            v: likewise.
+            k: as q.
+            v: as q.
             out: what is written.
-            lse: likewise, where it is wanted.
+            lse: what is written, where it is wanted.
             addresses: of q, k and v.
             inputs: those of :func:`plain_inputs`; needed where the problem has other tensors than these.
             complete: sets what else the parameters have: block lists, and what a program reads.

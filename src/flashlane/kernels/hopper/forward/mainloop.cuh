@@ -74,7 +74,7 @@ struct Mainloop {
     // ---- products
 
     __device__ __forceinline__ void gemm_qk() {
-        // Read anew, or ptxas computes a tile's descriptors once and keeps them where wgmma cannot take them from.
+        // Read again, or ptxas computes a tile's descriptors once and keeps them where wgmma cannot take them from.
         const u32 from = COMBINE_IN_KERNEL ? uniform(base) : base;
         const u64 k = wgmma_k_inner(SHARED(from, kv) + kv.index * STAGE_BYTES);
         const u64 q = wgmma_k_inner(SHARED(from, q) + queries.index * Q_BYTES + rows.warpgroup * CONSUMER_ROWS * ROW_BYTES);

@@ -16,9 +16,9 @@ from flashlane.kernels.seqlen import SeqlenConfig, page_box_rows
 PAGE_UNIT = 8
 """Rows of a swizzle's pattern. A box of a page has a multiple of it; where there is none the rows come by cp.async."""
 MOST_GATHERING = 2
-"""Consumers beside four gathering warps, which need more registers than taller tiles leave."""
+"""Consumers besides four gathering warps, which need more registers than taller tiles leave."""
 SHARED_HEADS = (4, 8, 16, 32, 64)
-"""Key/value heads of a section that are tried, beside all."""
+"""Key/value heads of a section that are tried, besides all."""
 KEPT = 3
 """Shapes whose orders of tiles are compared: those that were fastest with one section."""
 
@@ -53,7 +53,7 @@ def ranked(problem: AttentionProblem) -> list[tuple[HopperConfig, float]]:
 
 
 def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
-    """The shapes that a problem may get; what it asks beside a mask takes registers."""
+    """The shapes that a problem may get; what it asks besides a mask takes registers."""
     score, seqlen = ScoreConfig.of(problem), SeqlenConfig.of(problem)
     one = tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v))
     if problem.seqlen_q * problem.group <= CONSUMER_ROWS and CONSUMER_ROWS % problem.group == 0:

@@ -51,7 +51,7 @@ __device__ __forceinline__ void init_barriers(u32 base) {
     fence_mbarrier_init();
 }
 
-// The warps beside the consumers. Those that load and store are one thread each.
+// The warps besides the consumers. Those that load and store are one thread each.
 __device__ __forceinline__ void run_producer_warpgroup(const Params& p, u32 base, int warp) {
     if (threadIdx.x % WARP == 0) {
         if (warp == 0) {

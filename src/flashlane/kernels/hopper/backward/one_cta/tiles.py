@@ -22,7 +22,7 @@ PACKED = 4096
 NARROW_ROWS = ((128, 112, 96), (96,), (96,))
 """Queries of a step of head dims up to 64, by the registers that score modifiers take."""
 NARROW_STEP, WIDE_STEP = 20, 20
-"""What a step takes beside its queries, in queries, of head dims up to 64 and above 96 (notebook 0016)."""
+"""What a step takes besides its queries, in queries, of head dims up to 64 and above 96 (notebook 0016)."""
 MAX_REGISTER_ATOMICS = 96
 """Head dims up to which consumers have registers to spare for the time that the atomics to dq_accum take."""
 
@@ -74,7 +74,7 @@ def least_work(problem: AttentionProblem, tile: OneCtaConfig, rows: tuple[int, .
         problem: what is asked.
         tile: the tile, for its keys.
         rows: that are compared.
-        step: what a step takes beside its queries, in queries.
+        step: what a step takes besides its queries, in queries.
     """
     if problem.varlen:
         return rows[0]

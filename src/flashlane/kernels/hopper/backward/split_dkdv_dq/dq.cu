@@ -1,5 +1,5 @@
 // dQ, at head dims that leave no registers for all three gradients in one kernel; dkdv.cu makes dK and dV from the same row
-// statistics. Nothing is summed in device memory. It begins beside dkdv.cu, whose CTAs have waited for the statistics by then, and
+// statistics. Nothing is summed in device memory. It begins next to dkdv.cu, whose CTAs have waited for the statistics by then, and
 // reads nothing that dkdv.cu writes.
 //
 // A CTA has 128 queries of a head, a consumer warpgroup 64 of them. Q and dO stay in shared memory; K and V stream through it, for

@@ -18,7 +18,7 @@ DS_STAGES = 2
 TILE_STAGES = 2
 """Tiles that the scheduler warp may publish ahead."""
 TILE_BYTES, STEP_BYTES = 48, 16
-"""Records in shared memory: of a tile, and of a step beside its Q and beside its dO."""
+"""Records in shared memory: of a tile, and of a step besides its Q and besides its dO."""
 REGISTERS = (24, 240)
 """Of a producer and of a consumer thread."""
 MAX_HEAD_DIM = 256
