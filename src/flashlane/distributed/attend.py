@@ -26,7 +26,7 @@ FEW_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """What a call asks next to its masks and tensors."""
+    """What a call asks besides its masks and tensors."""
 
     scale: float
     softcap: float = 0.0

@@ -102,7 +102,7 @@ def blocks_of(
         queries: runs of the queries' rows.
         keys: runs of the keys' rows.
         left: of the window, in positions; −1: unbounded.
-        right: likewise; 0 is causal.
+        right: of the same kind; 0 is causal.
         join: whether neighbouring blocks may become one, which moves the alignment that ALiBi counts from.
     """
     by_document: dict[int, list[Run]] = {}
@@ -161,7 +161,7 @@ def phases_of(blocks: Iterable[Block]) -> tuple[tuple[Block, ...], ...]:
 def needed_ranges(queries: Iterable[Run], lengths: Sequence[int], left: int, right: int) -> tuple[Run, ...]:
     """The keys that some query may see, as runs of neighbours whose rows follow each other.
 
-    A window needs no more than its halo: the keys within it next to the chunks of a rank.
+    A window needs no more than its halo: the keys within it besides the chunks of a rank.
     """
     ranges: dict[int, list[tuple[int, int]]] = {}
     for run in queries:

@@ -31,7 +31,7 @@ from flashlane.distributed.plan import FEW_SEGMENTS, Division, gather_calls, gat
 
 @dataclass(frozen=True)
 class Task:
-    """What a call computes on this rank, next to its tensors."""
+    """What a call computes on this rank, besides its tensors."""
 
     ranks: Ranks | None
     """That exchange keys; None: this rank has all of them."""

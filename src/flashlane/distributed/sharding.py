@@ -113,7 +113,7 @@ def unshard_sequence(
         seqlen: tokens of the sequence; needed where the ranks have different numbers of them.
         cu_seqlens: of packed documents, in place of ``seqlen``.
         layout: that of :func:`shard_sequence`.
-        group: likewise.
+        group: that of :func:`shard_sequence`.
 
     Raises:
         TypeError, ValueError: an argument cannot be; the message names it.

@@ -34,7 +34,7 @@ OPERATIONS: dict[str, str] = {
     "where": "bool, same, same",
     "cast": "any -> any",
 }
-"""Every operation that an expression may hold next to its leaves (``input``, ``constant``, ``integer``, ``load``)."""
+"""Every operation that an expression may hold besides its leaves (``input``, ``constant``, ``integer``, ``load``)."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,7 +56,7 @@ class Built:
     blocks: int | None = None
     """How many blocks the whole model has, where ``call`` is one of them."""
     rest: Callable[[], torch.Tensor] | None = None
-    """What the whole model does next to its blocks."""
+    """What the whole model does besides its blocks."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Workload:
     build: Callable[[Setup], Built | Served] = field(repr=False)
 
     needs_on_cpu: str = ""
-    """What its package imports on a CPU, next to."""
+    """What its package imports on a CPU, too."""
 
     def missing(self, device: torch.device) -> str:
         """Why it cannot be built here, or an empty text."""

@@ -70,7 +70,7 @@ def unit_states(
         counts: entries of each block row's list of partial blocks, int32 ``(batch, head, block row)``.
         indices: the lists, int32 ``(batch, head, block row, entry)``.
         full_counts: the same of full blocks, or None.
-        full_indices: likewise.
+        full_indices: those of full blocks, of the same shape.
         block: queries and keys of a block, multiples of :data:`UNIT`.
         lengths: queries and keys.
     """
