@@ -131,15 +131,15 @@ __device__ __forceinline__ void init_barriers(u32 base) {
     constexpr int CONSUMER_ARRIVALS = 4 * CONSUMERS * WARP_ARRIVALS;
     constexpr int PRODUCER_ARRIVALS = cfg::GATHER ? WARPGROUP : 1;  // with TMA one thread arrives, and the bytes follow
     for (int i = 0; i < Q_STAGES; ++i) {
-        mbarrier_init(SHARED(base, q_barriers.full) + 8 * i, 1);
-        mbarrier_init(SHARED(base, q_barriers.empty) + 8 * i, CONSUMER_ARRIVALS);
+        mbarrier_init(barrier_of(SHARED(base, q_barriers.full), i), 1);
+        mbarrier_init(barrier_of(SHARED(base, q_barriers.empty), i), CONSUMER_ARRIVALS);
     }
     for (int i = 0; i < STAGES; ++i)
         for (int j = 0; j < KV_PIPELINES; ++j) {
-            const u32 barriers = SHARED(base, kv_barriers) + static_cast<u32>(sizeof(StageBarriers<STAGES>)) * j + 8 * i;
-            mbarrier_init(barriers, PRODUCER_ARRIVALS);
-            mbarrier_init(barriers + 8 * STAGES, CONSUMER_ARRIVALS);
-            if constexpr (CLUSTER > 1) mbarrier_init(SHARED_OF(Storage, base, peer_empty) + 8 * (STAGES * j + i), 1);
+            const u32 pipeline = base + static_cast<u32>(sizeof(StageBarriers<STAGES>)) * j;
+            mbarrier_init(barrier_of(SHARED(pipeline, kv_barriers[0].full), i), PRODUCER_ARRIVALS);
+            mbarrier_init(barrier_of(SHARED(pipeline, kv_barriers[0].empty), i), CONSUMER_ARRIVALS);
+            if constexpr (CLUSTER > 1) mbarrier_init(barrier_of(SHARED_OF(Storage, base, peer_empty), STAGES * j + i), 1);
         }
     if constexpr (CLUSTER > 1) {
         mbarrier_init(SHARED_OF(Storage, base, next_tile_full), 1);

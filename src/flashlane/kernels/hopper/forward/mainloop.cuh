@@ -16,8 +16,8 @@ struct Mainloop {
     WorkTile tile;                 // of which scores are made
     Seqlen sequence;               // of that tile
     RowLimits limits;
-    int alibi_position[2];         // query + shift, relative to the first column of n-block 0: exact, unlike a float
-    float alibi_slope[2];
+    int position[2];               // query + shift, relative to the first column of n-block 0: exact, unlike a float
+    float slope[2];                // of a score by its distance
     RowSoftmax softmax;
     int v_rows = BLOCK_N;          // rows of the next V that are keys; the others are out of bounds and hold anything
     u32 q_fragments[cfg::Q_IN_REGISTERS ? 4 * QK_STEPS : 1];
@@ -34,7 +34,7 @@ struct Mainloop {
 
     // ---- pipelines: the consumer's side
 
-    __device__ __forceinline__ u32 kv_barrier(u32 which) const { return which + 8 * kv.index; }
+    __device__ __forceinline__ u32 kv_barrier(u32 which) const { return barrier_of(which, kv.index); }
     __device__ __forceinline__ void wait_kv() const {
         mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[K].full)), kv.phase);
         if (!cfg::ONE_BARRIER) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
@@ -53,13 +53,13 @@ struct Mainloop {
     }
     // The next work tile, with its Q.
     __device__ __forceinline__ WorkTile wait_tile() const {
-        mbarrier_wait(SHARED(base, q_barriers.full) + 8 * queries.index, queries.phase);
+        mbarrier_wait(barrier_of(SHARED(base, q_barriers.full), queries.index), queries.phase);
         const int4 words = load_shared_int4(SHARED(base, tiles) + static_cast<u32>(sizeof(WorkTile)) * queries.index);
         return {uniform(words.x), uniform(words.y), uniform(words.z), uniform(words.w)};
     }
     __device__ __forceinline__ void release_q() {
         __syncwarp();
-        mbarrier_arrive_warp(SHARED(base, q_barriers.empty) + 8 * queries.index, rows.lane);
+        mbarrier_arrive_warp(barrier_of(SHARED(base, q_barriers.empty), queries.index), rows.lane);
         queries.advance();
     }
     // Ping-pong scheduling: the consumers issue their products one after another.
@@ -133,11 +133,11 @@ struct Mainloop {
             const int row = tile.row + rows.row(half), query = row / PACK_GQA, first_column = 2 * (rows.lane % 4);
             limits.end[half] = mask.end(query) - first_column;
             limits.first[half] = mask.first(query) - first_column;
-            alibi_position[half] = 0, alibi_slope[half] = 0.f;
-            if constexpr (Score::ALIBI) {
+            position[half] = 0, slope[half] = 0.f;
+            if constexpr (Score::HAS_DISTANCE) {
                 const int head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
-                alibi_position[half] = query + sequence.shift - first_column;
-                alibi_slope[half] = Score::slope(p.score, tile.batch, head) / late_scale(p);
+                position[half] = query + sequence.shift - first_column;
+                slope[half] = Score::slope(p.score, tile.batch, head) / late_scale(p);
             }
         }
     }
@@ -146,8 +146,8 @@ struct Mainloop {
         float bias[2], distance[2], offset[2];
         if constexpr (cfg::BLOCK_LISTS) n_block = listed.block();
 #pragma unroll
-        for (int half = 0; half < 2; ++half) distance[half] = Score::ALIBI ? alibi_position[half] - n_block * BLOCK_N : 0;
-        transform_scores(p.score, s, distance, alibi_slope, Score::ALIBI ? side_of_keys(n_block) : 0, offset);
+        for (int half = 0; half < 2; ++half) distance[half] = Score::HAS_DISTANCE ? position[half] - n_block * BLOCK_N : 0;
+        transform_scores(p.score, s, distance, slope, Score::HAS_DISTANCE ? side_of_keys(n_block) : 0, offset);
         if constexpr (Program::HAS_SCORE) {
             transform_by_program(p.program, s, p.score.scale_log2 * LN_2, tile.batch, tile.tile_head(), tile.row + rows.row(0),
                                  n_block * BLOCK_N + 2 * (rows.lane % 4));
@@ -155,7 +155,7 @@ struct Mainloop {
         if constexpr (cfg::BLOCK_LISTS) mask_listed(n_block);
         else if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
         const float scale = late_scale(p);
-        softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, Score::ALIBI>(s, scale, offset, alpha, bias);
+        softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, Score::HAS_DISTANCE>(s, scale, offset, alpha, bias);
         softmax.exponentiate<SCALED>(s, scale, alpha, bias);
     }
     // 1 where each visible key of an n-block is at the position of each row or before it, −1 where each is there or after it, else 0.

@@ -99,7 +99,7 @@ struct Producer {
     // ---- one stage: K of an n-block and V of the one before it, of which either may be missing
 
     __device__ __forceinline__ void load_stage(bool has_k, const KvBlock& k, bool has_v, const KvBlock& v) {
-        const u32 stage = SHARED(base, kv) + kv.index * STAGE_BYTES, barrier = base + 8 * kv.index;
+        const u32 stage = SHARED(base, kv) + kv.index * STAGE_BYTES, barrier = barrier_of(base, kv.index);
         const u32 k_full = SHARED(barrier, kv_barriers[K].full), v_full = SHARED(barrier, kv_barriers[V].full);
         const u32 k_bytes = has_k ? K_BYTES : 0, v_bytes = has_v ? V_BYTES : 0;
         acquire<K>();
@@ -126,9 +126,9 @@ struct Producer {
     // that the memory model knows (docs/notebook/0003).
     template <int PIPELINE, typename Storage = SharedStorage>
     __device__ __forceinline__ void acquire() const {
-        mbarrier_wait(SHARED(base, kv_barriers[PIPELINE].empty) + 8 * kv.index, kv.phase ^ 1);
+        mbarrier_wait(barrier_of(SHARED(base, kv_barriers[PIPELINE].empty), kv.index), kv.phase ^ 1);
         if constexpr (CLUSTER > 1) {
-            const u32 mine = SHARED_OF(Storage, base, peer_empty[PIPELINE]) + 8 * kv.index;
+            const u32 mine = barrier_of(SHARED_OF(Storage, base, peer_empty[PIPELINE]), kv.index);
             if (lane == 0) mbarrier_arrive_cluster(address_in(mine, rank ^ 1));
             mbarrier_wait_cluster(mine, kv.phase);
         }
@@ -180,7 +180,7 @@ struct Producer {
     // Publishes a tile to the consumers, with its Q if it has keys.
     __device__ __forceinline__ void load_tile(const WorkTile& tile, bool has_keys, const Seqlen& sequence) {
         if (cfg::GATHER && warp != 0) return;
-        const u32 q = SHARED(base, q) + queries.index * Q_BYTES, barrier = base + 8 * queries.index;
+        const u32 q = SHARED(base, q) + queries.index * Q_BYTES, barrier = barrier_of(base, queries.index);
         const u32 full = SHARED(barrier, q_barriers.full);
         mbarrier_wait(SHARED(barrier, q_barriers.empty), queries.phase ^ 1);
         if (lane == 0) {
