@@ -78,6 +78,8 @@ def _text(e: Expression, a: list[str], negative: dict[Expression, bool]) -> str:
         return f"p.integer[{e.value[0]}]"  # type: ignore[index]
     if op == "cast":
         return _cast(e, a[0])
+    if op == "detach":
+        return a[0]
     if op == "where":
         return f"{a[0]} ? {a[1]} : {a[2]}"
     if op == "neg":

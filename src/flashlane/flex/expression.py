@@ -33,6 +33,7 @@ OPERATIONS: dict[str, str] = {
     **dict.fromkeys(("isnan", "isinf"), "float -> bool"),
     "where": "bool, same, same",
     "cast": "any -> any",
+    "detach": "any -> same",
 }
 """Every operation that an expression may hold besides its leaves (``input``, ``constant``, ``integer``, ``load``)."""
 
@@ -138,14 +139,11 @@ def inputs_of(*roots: Expression | None) -> set[str]:
     return {str(e.value) for e in found if e.op == "input"}
 
 
-def rewrite(root: Expression, change: Callable[[Expression], Expression | None]) -> Expression:
-    """The expression with each part replaced by what ``change`` gives for it, where that is not None."""
+def rewrite(root: Expression, value_of: Callable[[Expression], object]) -> Expression:
+    """The expression with other values in its parts: those that ``value_of`` gives."""
     new: dict[Expression, Expression] = {}
     for e in nodes(root):
-        replaced = change(e)
-        if replaced is None:
-            replaced = make(e.op, e.dtype, [new[operand] for operand in e.operands], e.value)
-        new[e] = replaced
+        new[e] = make(e.op, e.dtype, [new[operand] for operand in e.operands], value_of(e))
     return new[root]
 
 

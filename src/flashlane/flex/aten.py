@@ -1,0 +1,258 @@
+"""torch's operations on scalars as expressions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from flashlane.flex.expression import (
+    FLOATING,
+    UNARY_FLOAT,
+    Expression,
+    binary,
+    cast,
+    constant,
+    make,
+    unary,
+    where,
+)
+
+Lift = Callable[[int], Expression]
+_ARITHMETIC = {"f16": "f32", "bf16": "f32", "u8": "i32", "i8": "i32", "i16": "i32"}
+"""The type in which an operation on a short type is done; its result is converted back."""
+_ORDER = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_RENAMED = {"bitwise_left_shift": "shl", "bitwise_right_shift": "shr", "__lshift__": "shl", "__rshift__": "shr"}
+_RENAMED |= {f"__{op}__": op for op in ("and", "or", "xor")} | {"floor_divide": "floordiv", "arctan2": "atan2"}
+_RENAMED |= {f"{kind}_{op}": op for kind in ("bitwise", "logical") for op in ("and", "or", "xor")}
+_RENAMED |= {"greater": "gt", "less": "lt", "arctan": "atan", "arcsin": "asin", "arccos": "acos"}
+_SAME = ("clone", "alias", "view", "expand", "squeeze", "unsqueeze", "reshape", "lift_fresh", "lift_fresh_copy")
+_MADE = {"full": 1, "full_like": 1, "scalar_tensor": 0, "new_full": 2}
+"""Operations that make a tensor of one number, and where the number is."""
+
+
+def number(value: float | int | bool, dtype: str) -> Expression:
+    """A constant of a type that :func:`arithmetic` names, converted to ``dtype``."""
+    return cast(constant(value, _ARITHMETIC.get(dtype, dtype)), dtype)
+
+
+def translate(
+    library: str, name: str, overload: str, args: list[Any], kwargs: dict[str, Any], dtype: str, lift: Lift
+) -> Expression | None:
+    """An operation's expression.
+
+    Args:
+        library: ``aten``, ``prims`` or a library of custom operators.
+        name: the operation there; one that ends in ``_`` is done in place.
+        overload: ``Tensor``, ``Scalar`` …
+        args: expressions and numbers.
+        kwargs: the same.
+        dtype: of the result.
+        lift: makes a launch parameter of a whole number.
+
+    Returns:
+        None where programs have no such operation.
+    """
+    if (library, name) == ("approx", "tanh"):  # attention-gym's
+        library, args = "aten", args[:1]
+    if library not in ("aten", "prims"):
+        return None
+    name = name if name.startswith("__") else name.rstrip("_")
+    name = _RENAMED.get(name, name)
+    if name in _SAME or (name in ("_to_copy", "to", "convert_element_type", "type_as", "copy")):
+        source = args[1] if name == "copy" else args[0]
+        return cast(source, dtype) if isinstance(source, Expression) else None
+    if name == "detach":
+        return make("detach", dtype, args[:1])
+    if name in _MADE:
+        value = args[_MADE[name]] if len(args) > _MADE[name] else kwargs.get("fill_value")
+        return cast(value, dtype) if isinstance(value, Expression) else number(value, dtype)
+    for made, value in (("zeros", 0), ("ones", 1)):
+        if name in (made, f"{made}_like", f"new_{made}"):
+            return number(value, dtype)
+    rule = RULES.get(name)
+    work = _ARITHMETIC.get(dtype, dtype)
+    found = rule(name, args, kwargs, work, lift) if rule is not None else None
+    return None if found is None else cast(found, dtype)
+
+
+def _as(value: Any, dtype: str, lift: Lift | None = None) -> Expression:
+    if isinstance(value, Expression):
+        return cast(value, dtype)
+    if lift is not None and isinstance(value, int) and not isinstance(value, bool) and dtype in ("i32", "i64"):
+        return cast(lift(value), dtype)
+    return number(value, dtype)
+
+
+def _unary(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression | None:
+    if kwargs.get("decimals"):
+        return None
+    a = _as(args[0], work)
+    if name in ("floor", "ceil", "trunc", "round") and work not in FLOATING:
+        return a
+    return unary(name, a)
+
+
+def _abs(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    a = _as(args[0], work)
+    return unary("sign" if name == "sgn" else name, a)
+
+
+def _not(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    return unary("not", _as(args[0], "bool" if name == "logical_not" else work))
+
+
+def _is(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    a = args[0]
+    if a.dtype not in FLOATING:
+        return number(False, "bool")
+    wide = cast(a, _ARITHMETIC.get(a.dtype, a.dtype))
+    if name in ("isneginf", "isposinf"):
+        return binary("eq", wide, constant(float("-inf" if name == "isneginf" else "inf"), wide.dtype))
+    return unary(name, wide)
+
+
+def common(*values: Any) -> str:
+    """The type in which torch compares values: a number of Python's joins the tensors' kind."""
+    tensors = [v.dtype for v in values if isinstance(v, Expression)]
+    kind = functools.reduce(_joined, tensors)
+    for v in values:
+        if isinstance(v, float) and kind not in FLOATING:
+            kind = "f32"
+        if isinstance(v, int) and not isinstance(v, (bool, Expression)) and kind == "bool":
+            kind = "i64"
+    return _ARITHMETIC.get(kind, kind)
+
+
+def _joined(a: str, b: str) -> str:
+    if {a, b} == {"f16", "bf16"}:
+        return "f32"
+    if {a, b} <= {"u8", "i8", "i16"} and "u8" in (a, b) and a != b:
+        return "i16"
+    return max(a, b, key=_ORDER.index)
+
+
+def _compare(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    kind = common(*args[:2])
+    return binary(name, *(_as(a, kind, lift) for a in args[:2]))
+
+
+def _logic(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    return binary(name, *(_as(a, work) for a in args[:2]))
+
+
+def _sum(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression | None:
+    a, b = args[:2]
+    factor = kwargs.get("alpha", args[2] if len(args) > 2 else 1)
+    if name == "rsub":
+        a, b = b, a
+    if work == "bool":
+        return binary("or", _as(a, work), _as(b, work)) if name == "add" and factor == 1 else None
+    first, second = _as(a, work, lift), _as(b, work, lift)
+    if factor != 1:
+        if name == "rsub":
+            return None
+        second = binary("mul", second, number(factor, work))
+    return binary("add" if name == "add" else "sub", first, second)
+
+
+def _mul(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    return binary("and" if work == "bool" else "mul", *(_as(a, work) for a in args[:2]))
+
+
+def _two(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression | None:
+    a, b = (_as(a, work) for a in args[:2])
+    if work == "bool":
+        logical = {"minimum": "and", "maximum": "or"}
+        return binary(logical[name], a, b) if name in logical else None
+    return binary(name, a, b)
+
+
+def _div(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression | None:
+    mode = kwargs.get("rounding_mode")
+    a, b = (_as(a, work) for a in args[:2])
+    if mode is None:
+        return binary("div", a, b)
+    if mode == "floor":
+        return binary("floordiv", a, b)
+    return unary("trunc", binary("div", a, b)) if work in FLOATING else binary("truncdiv", a, b)
+
+
+def _reciprocal(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    return binary("div", number(1, work), _as(args[0], work))
+
+
+def _square(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    a = _as(args[0], work)
+    return binary("mul", a, a)
+
+
+def _pow(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression | None:
+    a, b = (_as(a, work) for a in args[:2])
+    if work in FLOATING:
+        return binary("pow", a, b)
+    if b.op != "constant" or not 0 <= b.value <= 8:  # type: ignore[operator]
+        return None
+    result = number(1, work)
+    for _ in range(int(b.value)):  # type: ignore[call-overload]
+        result = binary("mul", result, a)
+    return result
+
+
+def _clamp(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    """At a bound the whole gradient is the clamped value's, as in torch: so this is no minimum of two."""
+    values = dict(zip(("min", "max"), args[1:], strict=False))
+    if name == "clamp_max":
+        values = {"max": args[1]}
+    values |= kwargs
+    x = _as(args[0], work)
+    for key, op in (("min", "lt"), ("max", "gt")):
+        if (bound := values.get(key)) is not None:
+            limit = _as(bound, work, lift)
+            x = where(binary(op, x, limit), limit, x)
+    return x
+
+
+def _relu(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    x = _as(args[0], work)
+    return where(binary("gt", x, number(0, work)), x, number(0, work))
+
+
+def _where(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    condition, a, b = (args[1], args[2], args[0]) if name == "masked_fill" else args
+    return where(_as(condition, "bool"), _as(a, work), _as(b, work))
+
+
+Rule = Callable[[str, list[Any], dict[str, Any], str, Lift], "Expression | None"]
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(UNARY_FLOAT, _unary),
+    **dict.fromkeys(("neg", "abs", "sign", "sgn"), _abs),
+    **dict.fromkeys(("bitwise_not", "logical_not"), _not),
+    **dict.fromkeys(("isnan", "isinf", "isneginf", "isposinf"), _is),
+    **dict.fromkeys(_COMPARISONS, _compare),
+    **dict.fromkeys(("add", "sub", "rsub"), _sum),
+    **dict.fromkeys(("remainder", "fmod", "minimum", "maximum", "atan2", "floordiv", "shl", "shr"), _two),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamp),
+    **dict.fromkeys(("where", "masked_fill"), _where),
+    **dict.fromkeys(("and", "or", "xor"), _logic),
+    "mul": _mul,
+    "div": _div,
+    "reciprocal": _reciprocal,
+    "square": _square,
+    "pow": _pow,
+    "relu": _relu,
+}
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """torch's decompositions of what is not translated itself, such as ``softplus``."""
+    from torch._decomp import core_aten_decompositions
+
+    def translated(operator: Any) -> bool:
+        name = str(operator).split(".")[1].rstrip("_")
+        known = name in _SAME or name in _MADE or name in ("index", "select", "_to_copy", "detach")
+        return known or _RENAMED.get(name, name) in RULES
+
+    return {operator: done for operator, done in core_aten_decompositions().items() if not translated(operator)}

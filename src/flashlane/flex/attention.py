@@ -1,0 +1,261 @@
+"""``flex_attention``: torch's function of that name, by flashlane's kernels."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+from flashlane.flex import reference
+from flashlane.flex.bind import bind
+from flashlane.flex.program import Arguments, Program
+
+KERNELS = "flashlane.kernels.hopper.flex"
+"""The module that has ``supports``, ``forward`` and ``backward`` for Hopper; imported when it is first wanted."""
+OURS = ("AUTO", "FLASHLANE", "REFERENCE")
+TORCHS = ("TORCH", "TRITON", "TRITON_DECODE", "FLASH")
+"""Values of ``kernel_options["BACKEND"]``: what runs here, and what goes to torch's own flex_attention."""
+OTHERWISE = ("raise", "torch", "reference")
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Attention whose scores a function changes and whose pairs a mask shows; torch's signature and meaning.
+
+    ``softmax(score_mod(q·k · scale, b, h, q_idx, kv_idx)) · v`` over the pairs that the block mask shows. Captured
+    tensors that require gradients get them. A row that sees nothing has output 0 and LSE −inf.
+
+    Args:
+        query: ``(B, Hq, L, E)``.
+        key: ``(B or 1, Hkv, S, E)``.
+        value: ``(B or 1, Hkv, S, Ev)``.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` on scalars, or None. It sees f32 scores and i32 indices.
+        block_mask: torch's ``BlockMask``, as :func:`create_block_mask` or torch's own function makes it, or None.
+        scale: 1/sqrt(E) by default.
+        enable_gqa: allow fewer key/value heads than query heads.
+        return_lse: also return the LSE, ``(B, Hq, L)`` in f32, natural logarithm, differentiable.
+        kernel_options: ``{"BACKEND": name}`` chooses: ``FLASHLANE`` (the same as ``AUTO``), ``REFERENCE`` (torch
+            operations in tiles), ``TORCH``, ``TRITON``, ``TRITON_DECODE`` or ``FLASH`` (torch's own function,
+            compiled). Options that tune torch's Triton kernels have no meaning for flashlane's.
+        return_aux: torch's ``AuxRequest``: the result is then ``(output, AuxOutput)``.
+
+    Returns:
+        The output, ``(B, Hq, L, Ev)`` in the query's type; with more as asked.
+
+    Raises:
+        NotImplementedError: a function does what programs do not, or no kernel here runs on this device; the message
+            names it and the choices.
+        ValueError: shapes, lengths or options do not fit together.
+    """
+    return attend(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux, "raise"
+    )
+
+
+@torch._dynamo.disable
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: dict[str, Any] | None,
+    return_aux: Any,
+    otherwise: str,
+) -> Any:
+    """:func:`flex_attention`, with what happens to calls that flashlane does not run: ``raise``, ``torch`` (its own
+    function) or ``reference``."""
+    backend = (kernel_options or {}).get("BACKEND", "AUTO")
+    if backend not in (*OURS, *TORCHS):
+        raise ValueError(f"kernel_options: BACKEND is {backend!r}; it may be {', '.join((*OURS, *TORCHS))}")
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse is True and return_aux is given; return_aux=AuxRequest(lse=True) asks for the LSE")
+
+    def by_torch() -> Any:
+        options = {**(kernel_options or {}), "BACKEND": "AUTO" if backend not in TORCHS[1:] else backend}
+        given = (score_mod, block_mask, scale, enable_gqa, return_lse, options)
+        return torch_function(query.device)(query, key, value, *given, return_aux=return_aux)
+
+    if backend in TORCHS:
+        return by_torch()
+    query, key, value = _autocast(query, key, value)
+    check(query, key, value, block_mask, enable_gqa)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    score_type = "f64" if query.dtype == torch.float64 else "f32"
+    try:
+        program, arguments = bind(score_mod, mask_mod, query.device, score_type)
+        kernels = None
+        if backend != "REFERENCE" and query.device.type != "cpu":
+            kernels = _kernels(query, key, value, program, block_mask, otherwise)
+    except NotImplementedError:
+        if otherwise != "torch":
+            raise
+        return by_torch()
+    call = _Call(program, arguments.integers, block_mask, scale, kernels)
+    most = return_aux is not None and return_aux.max_scores
+    out, lse, largest = _Attention.apply(call, most, query, key, value, *arguments.tensors)
+    if return_aux is not None:
+        return out, torch_flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest if most else None)
+    return (out, lse) if return_lse else out
+
+
+def torch_function(device: torch.device) -> Callable[..., Any]:
+    """torch's own flex_attention, compiled where it has kernels."""
+    original = getattr(torch_flex.flex_attention, "flashlane_original", torch_flex.flex_attention)
+    return original if device.type == "cpu" else _compiled(original)
+
+
+_compiled_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return _compiled_functions.setdefault(function, torch.compile(function))
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.dtype == torch.float32 else t for t in tensors)
+
+
+def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any, enable_gqa: bool) -> None:
+    """Raise a ValueError unless the shapes fit together, as torch's function asks."""
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if t.is_nested:
+            raise NotImplementedError(f"{name} is a nested tensor; it may be a dense one")
+        if t.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be (batch, heads, length, head dim)")
+        if not t.is_floating_point():
+            raise ValueError(f"{name} is {t.dtype}; it must be a floating type")
+        if t.device != query.device:
+            raise ValueError(f"{name} is on {t.device} and query on {query.device}; they must be on one device")
+    batch, heads, rows, head_dim = query.shape
+    if key.shape[3] != head_dim:
+        raise ValueError(f"key has head dim {key.shape[3]}; it must be the query's, {head_dim}")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"value has shape {tuple(value.shape)}; all but its head dim must be key's {tuple(key.shape)}")
+    if key.shape[0] not in (1, batch):
+        raise ValueError(f"key has batch size {key.shape[0]}; it must be 1 or the query's, {batch}")
+    if heads != key.shape[1] and not enable_gqa:
+        raise ValueError(f"query has {heads} heads and key {key.shape[1]}; enable_gqa=True allows that")
+    if not key.shape[1] or heads % key.shape[1]:
+        raise ValueError(f"query has {heads} heads; it must be a multiple of key's, {key.shape[1]}")
+    if block_mask is None:
+        return
+    if not isinstance(block_mask, torch_flex.BlockMask):
+        raise TypeError(f"block_mask is a {type(block_mask).__name__}; it must be a BlockMask or None")
+    if block_mask.kv_num_blocks.device != query.device:
+        where = block_mask.kv_num_blocks.device
+        raise ValueError(f"block_mask is on {where} and query on {query.device}; they must be on one device")
+    if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise RuntimeError("block_mask was sliced, and has no mask_mod since; set block_mask.mask_mod to one that fits")
+    given, lengths = tuple(block_mask.seq_lengths), (rows, key.shape[2])
+    if block_mask.BLOCK_SIZE[0] < 1 << 30 and given != lengths:
+        raise ValueError(
+            f"block_mask was made for {given[0]} queries and {given[1]} keys; this call has {lengths[0]} and "
+            f"{lengths[1]}. Make one for these lengths"
+        )
+    for i, (name, size) in enumerate((("batch size", batch), ("heads", heads))):
+        if block_mask.kv_num_blocks.shape[i] not in (1, size):
+            raise ValueError(f"block_mask has {name} {block_mask.kv_num_blocks.shape[i]}; it must be 1 or {size}")
+
+
+def _kernels(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, program: Program, block_mask: Any, otherwise: str
+) -> types.ModuleType | None:
+    """The module whose kernels run a call, None for the reference.
+
+    Raises:
+        NotImplementedError: there is none, and the caller did not choose the reference.
+    """
+    try:
+        module = importlib.import_module(KERNELS)
+        reason = module.supports(query, key, value, program, block_mask)
+    except ModuleNotFoundError as error:
+        if error.name != KERNELS:
+            raise
+        module, reason = None, "flashlane has no kernels for programs yet"
+    if reason is None:
+        return module
+    if otherwise == "reference":
+        return None
+    raise NotImplementedError(
+        f"no kernel of flashlane runs this call: {reason}. kernel_options={{'BACKEND': 'TORCH'}} takes torch's "
+        f"FlexAttention, 'REFERENCE' torch operations"
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call is beside its tensors."""
+
+    program: Program
+    integers: tuple[int, ...]
+    block_mask: Any
+    scale: float
+    kernels: types.ModuleType | None
+
+    def problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> reference.Problem:
+        arguments = Arguments(tuple(tensors), self.integers)
+        return reference.Problem(q, k, v, self.program, arguments, self.block_mask, self.scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, most: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        problem = call.problem(*tensors)
+        call.program.check(problem.arguments)
+        if call.kernels is None:
+            out, lse, largest = reference.forward(problem)
+        else:
+            given = (problem.program, problem.arguments, call.block_mask, call.scale)
+            out, lse = call.kernels.forward(problem.q, problem.k, problem.v, *given)
+            largest = reference.forward(problem)[2] if most else lse
+        ctx.call = call
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.set_materialize_grads(False)
+        largest = largest.clone() if largest is lse else largest
+        ctx.mark_non_differentiable(largest)
+        return out, lse, largest
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        call, wanted = ctx.call, list(ctx.needs_input_grad)[2:]
+        problem = call.problem(*tensors)
+        do = torch.zeros_like(out) if do is None else do
+        given = (problem, out, lse, do, dlse, wanted[3:])
+        if call.kernels is None:
+            found = reference.backward(*given)
+            operands = (found.dq, found.dk, found.dv)
+        else:
+            program = (problem.program, problem.arguments, call.block_mask, call.scale)
+            operands = call.kernels.backward(problem.q, problem.k, problem.v, out, lse, do, dlse, *program)
+            found = reference.backward(*given, operands=False) if any(wanted[3:]) else None
+        captured = [None] * len(wanted[3:]) if found is None else found.captured
+        grads = [g if want else None for g, want in zip((*operands, *captured), wanted, strict=True)]
+        return None, None, *(None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))

@@ -1,0 +1,114 @@
+"""A call's functions as a program and its arguments; functions are traced once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from flashlane.flex.expression import Expression, is_constant, rewrite
+from flashlane.flex.fingerprint import fingerprint
+from flashlane.flex.program import Arguments, Program, captured
+from flashlane.flex.trace import Traced, trace
+
+MOST_TRACED = 1024
+"""Functions that are kept; the table is emptied when it is full."""
+_traced: dict[Hashable, tuple[Traced, tuple[int, ...]]] = {}
+"""By fingerprint: the translation, without its tensors, and where these are among the fingerprint's."""
+
+
+def traced(
+    function: Callable[..., Any], kind: str, device: torch.device, score_type: str = "f32"
+) -> tuple[Traced, tuple[torch.Tensor, ...]]:
+    """A function's translation, and the tensors that it captures in this call.
+
+    Raises:
+        NotImplementedError: programs do not have what it does.
+        TypeError: its result is not a scalar tensor.
+    """
+    found = fingerprint(function)
+    key = None if found is None else (found[0], kind, device, score_type)
+    if key in _traced:
+        known, places = _traced[key]
+        return known, tuple(found[1][i] for i in places)  # type: ignore[index]
+    fresh = trace(function, kind, device, score_type)
+    if found is not None:
+        places = [next((i for i, t in enumerate(found[1]) if t is leaf), None) for leaf in fresh.leaves]
+        if None not in places:
+            if len(_traced) >= MOST_TRACED:
+                _traced.clear()
+            _traced[key] = Traced(fresh.expression, (), fresh.prelude, fresh.integers), tuple(places)  # type: ignore[arg-type]
+    return fresh, fresh.leaves
+
+
+def bind(
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    device: torch.device,
+    score_type: str = "f32",
+) -> tuple[Program, Arguments]:
+    """The program of a score and a mask function, and what this call gives it.
+
+    The argument tensors are differentiable with respect to those that the functions capture.
+
+    Args:
+        score_mod: as torch's flex_attention takes it, or None.
+        mask_mod: the same.
+        device: of the call's tensors.
+        score_type: ``f32`` or ``f64``.
+
+    Raises:
+        NotImplementedError: programs do not have what a function does; the message names the node.
+    """
+    roots: list[Expression | None] = []
+    tensors: list[torch.Tensor] = []
+    integers: list[int] = []
+    for function, kind in ((score_mod, "score_mod"), (mask_mod, "mask_mod")):
+        if function is None:
+            roots.append(None)
+            continue
+        known, leaves = traced(function, kind, device, score_type)
+        places = []
+        for tensor in known.tensors(leaves):
+            at = next((i for i, other in enumerate(tensors) if other is tensor), len(tensors))
+            if at == len(tensors):
+                tensors.append(tensor)
+            places.append(at)
+        roots.append(_moved(known.expression, tuple(places), len(integers)))
+        integers += known.integers
+    score, mask = roots
+    if score is not None and score.op == "input" and score.value == "score":
+        score = None
+    if mask is not None and is_constant(mask, 1):
+        mask = None
+    on_device = tuple(t if t.device == device else _moved_to(t, device) for t in tensors)
+    return _program(score, mask, captured(on_device), len(integers)), Arguments(on_device, tuple(integers))
+
+
+def _moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.ndim == 0:  # as torch's operations take a scalar from the CPU
+        return tensor.to(device)
+    raise ValueError(f"a captured tensor of shape {tuple(tensor.shape)} is on {tensor.device}; it may be on {device}")
+
+
+@functools.lru_cache(maxsize=MOST_TRACED)
+def _moved(root: Expression, tensors: tuple[int, ...], integers: int) -> Expression:
+    """The expression with other numbers for its captured tensors, and its integers counted from another one."""
+    if not integers and tensors == tuple(range(len(tensors))):
+        return root
+
+    def value_of(e: Expression) -> object:
+        if e.op == "load":
+            return tensors[e.value]  # type: ignore[index]
+        if e.op == "integer":
+            return e.value[0] + integers, e.value[1]  # type: ignore[index]
+        return e.value
+
+    return rewrite(root, value_of)
+
+
+@functools.lru_cache(maxsize=MOST_TRACED)
+def _program(score: Expression | None, mask: Expression | None, declared: tuple, integers: int) -> Program:
+    return Program(score, mask, declared, integers)

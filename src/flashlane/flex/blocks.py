@@ -1,0 +1,57 @@
+"""Lists of blocks: torch's ``BlockMask`` as a table of states, and a table as lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+HIDDEN, PARTIAL, FULL = 0, 1, 2
+"""States of a block: no pair is visible; the mask function says which ones are; all are."""
+
+
+def states(block_mask: Any) -> torch.Tensor:
+    """The state of every block, int8 ``(B or 1, H or 1, rows of blocks, columns of blocks)``."""
+    partial = _listed(block_mask, block_mask.kv_num_blocks, block_mask.kv_indices)
+    if block_mask.full_kv_num_blocks is None:
+        return partial.to(torch.int8)
+    full = _listed(block_mask, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return torch.where(full, FULL, partial.to(torch.int8)).to(torch.int8)
+
+
+def _listed(block_mask: Any, counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    columns = max(indices.shape[-1], -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1]))
+    place = torch.arange(indices.shape[-1], device=indices.device, dtype=torch.int32)
+    at = torch.where(place < counts.unsqueeze(-1), indices, columns).long()
+    table = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    return table.scatter_(-1, at, True)[..., :columns]
+
+
+def lists(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts and indices of the blocks that a table of bool marks, row by row, as ``BlockMask`` has them."""
+    counts = table.sum(-1, dtype=torch.int32)
+    # What is marked comes first, in its order; the rest follows.
+    order = torch.argsort(table.to(torch.int8), dim=-1, descending=True, stable=True)
+    return counts, order.to(torch.int32).contiguous()
+
+
+def from_states(
+    table: torch.Tensor, mask_mod: Any, seq_lengths: tuple[int, int], block_size: tuple[int, int], separate: bool = True
+) -> BlockMask:
+    """A ``BlockMask`` of a table of states.
+
+    Args:
+        table: int8 ``(B or 1, H or 1, rows, columns)`` of :data:`HIDDEN`, :data:`PARTIAL` and :data:`FULL`.
+        mask_mod: what is visible in partial blocks.
+        seq_lengths: of queries and keys.
+        block_size: the same of a block.
+        separate: list full blocks apart; else every visible block is partial.
+    """
+    partial = table == PARTIAL if separate else table != HIDDEN
+    full = table == FULL if separate else None
+    of_rows, of_columns = lists(partial), lists(partial.mT)
+    full_rows, full_columns = ((None, None),) * 2 if full is None else (lists(full), lists(full.mT))
+    return BlockMask(
+        seq_lengths, *of_rows, *full_rows, *of_columns, *full_columns, BLOCK_SIZE=block_size, mask_mod=mask_mod
+    )

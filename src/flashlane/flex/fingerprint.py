@@ -1,0 +1,111 @@
+"""Whether two functions are the same to a program: their code and all values that it refers to, tensors aside.
+
+A function is traced once for all calls with equal fingerprints; the tensors are taken from each call's own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+
+MOST_ITEMS = 256
+"""A container with more is not looked through."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device)
+_MODULES = ("torch", "math", "operator", "functools", "builtins", "numpy")
+"""Modules whose attributes do not change."""
+
+
+class Unknown(Exception):
+    """A value that has no fingerprint: the function is traced at each call."""
+
+
+def fingerprint(function: Callable[..., Any]) -> tuple[Hashable, list[torch.Tensor]] | None:
+    """What decides a function's graph, and the tensors that it refers to; None where that cannot be told."""
+    walk = _Walk()
+    try:
+        return (walk.value(function), torch.get_default_dtype()), walk.tensors
+    except Unknown:
+        return None
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.active: set[int] = set()
+
+    def value(self, value: Any) -> Hashable:
+        if isinstance(value, _PLAIN):
+            return type(value), repr(value) if isinstance(value, float) else value
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value)
+        if id(value) in self.active:
+            return "again"
+        self.active.add(id(value))
+        try:
+            return self.compound(value)
+        finally:
+            self.active.discard(id(value))
+
+    def tensor(self, tensor: torch.Tensor) -> Hashable:
+        at = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
+        if at == len(self.tensors):
+            self.tensors.append(tensor)
+        return "tensor", at, type(tensor), tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad
+
+    def compound(self, value: Any) -> Hashable:
+        if isinstance(value, types.FunctionType):
+            return self.function(value)
+        if isinstance(value, types.MethodType):
+            return "method", self.value(value.__func__), self.value(value.__self__)
+        if isinstance(value, functools.partial):
+            return "partial", self.value(value.func), self.value(value.args), self.value(value.keywords)
+        if isinstance(value, types.ModuleType):
+            if value.__name__.split(".")[0] not in _MODULES:
+                raise Unknown
+            return "module", value.__name__
+        if isinstance(value, (tuple, list, dict, set, frozenset)):
+            return self.container(value)
+        if isinstance(value, type) or (callable(value) and getattr(value, "__dict__", None) is None):
+            return "object", id(value)  # classes and builtin functions
+        if type(value).__module__.split(".")[0] in ("torch", "builtins") and not isinstance(value, torch.nn.Module):
+            if callable(value):  # operators and their overloads
+                return "object", id(value)
+            raise Unknown
+        if not hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
+            raise Unknown
+        return "instance", type(value), self.container(vars(value))
+
+    def container(self, value: Any) -> Hashable:
+        if len(value) > MOST_ITEMS or isinstance(value, (set, frozenset)):
+            raise Unknown
+        if isinstance(value, dict):
+            return "dict", tuple((self.value(key), self.value(item)) for key, item in value.items())
+        return type(value), tuple(self.value(item) for item in value)
+
+    def function(self, function: types.FunctionType) -> Hashable:
+        cells = []
+        for cell in function.__closure__ or ():
+            try:
+                cells.append(self.value(cell.cell_contents))
+            except ValueError:  # the cell is empty
+                cells.append("empty")
+        named = []
+        for name in sorted(set(_names(function.__code__))):
+            if name in function.__globals__:
+                named.append((name, self.value(function.__globals__[name])))
+            elif not hasattr(builtins, name):
+                named.append((name, "absent"))
+        defaults = self.value(function.__defaults__), self.value(function.__kwdefaults__)
+        return "function", function.__code__, tuple(cells), tuple(named), defaults
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)

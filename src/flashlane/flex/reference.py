@@ -1,0 +1,253 @@
+"""Attention with a program in torch operations, tile by tile: every device, every type, forward and backward.
+
+Rows are cut into tiles of at most :data:`TILE` scores. A tile reads only the columns of blocks that one of its rows
+lists. f64 is computed in f64, every other type in f32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashlane.flex import derivative
+from flashlane.flex.blocks import states
+from flashlane.flex.evaluate import evaluate
+from flashlane.flex.expression import Expression, input
+from flashlane.flex.program import Arguments, Program
+
+TILE = 1 << 21
+"""Scores of a tile."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Ranges of batches, query heads and rows, and the columns that they read."""
+
+    b: slice
+    h: slice
+    q: slice
+    columns: torch.Tensor
+    places: dict[str, torch.Tensor]
+    """``b``, ``h``, ``q`` and ``kv`` as i32 tensors that broadcast to the tile."""
+    state: torch.Tensor | None
+    """Of each pair's block: 0 hidden, 1 partial, 2 full."""
+
+
+@dataclass
+class Problem:
+    """The inputs of one call: q ``(b, h, sq, d)``, k and v ``(b or 1, hk, sk, d)``."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    program: Program
+    arguments: Arguments
+    block_mask: Any
+    scale: float
+
+    def __post_init__(self) -> None:
+        self.work = torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        self.group = self.q.shape[1] // self.k.shape[1]
+
+    def tiles(self) -> Iterator[_Tile]:
+        batch, heads, rows, columns = *self.q.shape[:3], self.k.shape[2]
+        device, size = self.q.device, None
+        listed = states(self.block_mask) if self.block_mask is not None else None
+        if listed is not None:
+            size = self.block_mask.BLOCK_SIZE
+        step_q = min(rows, max(1, TILE // max(1, columns)))
+        if size is not None and size[0] < step_q < rows:
+            step_q -= step_q % size[0]
+        step_h = min(heads, max(1, TILE // max(1, step_q * columns)))
+        step_b = min(batch, max(1, TILE // max(1, step_h * step_q * columns)))
+        every = torch.arange(columns, device=device, dtype=torch.int32)
+        for b0 in range(0, batch, max(1, step_b)):
+            for h0 in range(0, heads, max(1, step_h)):
+                for q0 in range(0, rows, max(1, step_q)):
+                    cut = [slice(b0, b0 + step_b), slice(h0, h0 + step_h), slice(q0, q0 + step_q)]
+                    b, h, q = (
+                        torch.arange(s.start, min(s.stop, n), device=device, dtype=torch.int32)
+                        for s, n in zip(cut, (batch, heads, rows), strict=True)
+                    )
+                    kv, state = every, None
+                    if listed is not None:
+                        lb, lh = (cut[i] if listed.shape[i] > 1 else slice(None) for i in (0, 1))
+                        # Rows past the lists have no blocks.
+                        of_rows = listed[lb, lh][:, :, (q // size[0]).long().clamp_max(listed.shape[2] - 1)]
+                        used = of_rows.flatten(0, 2).amax(0) > 0 if of_rows.numel() else every[:0].bool()
+                        kv = every[used[(every // size[1]).long()]]
+                        state = of_rows[..., (kv // size[1]).long()]
+                    places = {"b": b.view(-1, 1, 1, 1), "h": h.view(-1, 1, 1), "q": q.view(-1, 1), "kv": kv}
+                    yield _Tile(*cut, kv.long(), places, state)
+
+    def operand(self, t: torch.Tensor, tile: _Tile) -> torch.Tensor:
+        """The rows of k or v that a tile reads, for each of its query heads."""
+        heads = tile.places["h"].flatten().long() // self.group
+        of_batch = t[tile.b] if t.shape[0] > 1 else t
+        return of_batch[:, heads][:, :, tile.columns].to(self.work)
+
+    def scores(self, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scaled scores, and the same after the program with −inf in hidden pairs."""
+        scaled = self.q[tile.b, tile.h, tile.q].to(self.work) @ self.operand(self.k, tile).mT * self.scale
+        inputs = {"score": scaled, **tile.places}
+        program, given = self.program, (self.arguments.tensors, self.arguments.integers)
+        score = scaled
+        if program.score is not None:
+            score = evaluate([program.score], inputs, *given)[0].to(self.work).expand_as(scaled)
+        visible = None
+        if program.mask is not None:
+            visible = evaluate([program.mask], inputs, *given)[0]
+        if tile.state is not None:
+            partial = tile.state == 1
+            visible = (tile.state == 2) | (partial if visible is None else partial & visible)
+        if visible is not None:
+            score = torch.where(visible, score, -torch.inf)
+        return scaled, score
+
+    def probabilities(self, tile: _Tile, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scaled scores, and P."""
+        scaled, score = self.scores(tile)
+        finite = torch.where(lse == -torch.inf, 0, lse)
+        return scaled, torch.exp(score - finite.unsqueeze(-1))
+
+
+def forward(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output in q's type, LSE and the rows' largest scores ``(b, h, sq)`` in f32 (f64). A row that sees nothing has
+    output 0 and −inf."""
+    q, v = problem.q, problem.v
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=problem.work, device=q.device)
+    largest = lse.clone()
+    for tile in problem.tiles():
+        if not tile.columns.numel():
+            continue
+        at = tile.b, tile.h, tile.q
+        score = problem.scores(tile)[1]
+        lse[at] = torch.logsumexp(score, -1)
+        largest[at] = score.amax(-1)
+        finite = torch.where(lse[at] == -torch.inf, 0, lse[at])
+        out[at] = (torch.exp(score - finite.unsqueeze(-1)) @ problem.operand(v, tile)).to(q.dtype)
+    return out, lse, largest
+
+
+@dataclass
+class Gradients:
+    """dQ, dK, dV and those of the captured tensors, None where nothing asked."""
+
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
+    captured: list[torch.Tensor | None]
+
+
+def backward(
+    problem: Problem,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    wanted: list[bool],
+    *,
+    operands: bool = True,
+) -> Gradients:
+    """Gradients, all sums in a fixed order.
+
+    Args:
+        problem: the call.
+        out, lse: what its forward gave.
+        do: the output's gradient.
+        dlse: the LSE's, or None.
+        wanted: for each captured tensor, whether its gradient is computed.
+        operands: whether those of q, k and v are.
+    """
+    q, k, v, work = problem.q, problem.k, problem.v, problem.work
+    sums = (
+        [torch.zeros_like(t, dtype=work, memory_format=torch.contiguous_format) for t in (q, k, v)] if operands else []
+    )
+    tensors = problem.arguments.tensors
+    captured = [
+        torch.zeros(t.shape, dtype=work, device=t.device) if want else None
+        for t, want in zip(tensors, wanted, strict=True)
+    ]
+    loads = loads_of(problem.program) if any(wanted) else []
+    delta = (do.to(work) * out.to(work)).sum(-1)
+    if dlse is not None:
+        delta = delta - torch.where(lse == -torch.inf, 0, dlse.to(work))
+    for tile in problem.tiles():
+        if not tile.columns.numel():
+            continue
+        at = tile.b, tile.h, tile.q
+        scaled, p = problem.probabilities(tile, lse[at])
+        of_out = do[at].to(work)
+        ds = p * (of_out @ problem.operand(v, tile).mT - delta[at].unsqueeze(-1))
+        inputs = {"score": scaled, **tile.places}
+        if loads:
+            _add_captured(problem, tile, loads, inputs | {"grad": torch.where(p > 0, ds, 0)}, captured)
+        if not operands:
+            continue
+        slope = problem.program.derivative
+        if slope is not None:
+            value = evaluate([slope], inputs, tensors, problem.arguments.integers)[0]
+            ds = torch.where(p > 0, ds * value, 0)
+        ds = ds * problem.scale
+        sums[0][at] += ds @ problem.operand(k, tile)
+        _add_rows(sums[1], tile, problem, ds.mT @ q[at].to(work))
+        _add_rows(sums[2], tile, problem, p.mT @ of_out)
+    dq, dk, dv = (s.to(t.dtype) for s, t in zip(sums, (q, k, v), strict=True)) if operands else (None, None, None)
+    return Gradients(dq, dk, dv, captured)
+
+
+def _add_rows(total: torch.Tensor, tile: _Tile, problem: Problem, part: torch.Tensor) -> None:
+    """Adds (b, h, columns, d) of query heads to the rows of their key/value heads."""
+    if total.shape[0] == 1:
+        part = part.sum(0, keepdim=True)
+    heads = tile.places["h"].flatten().long() // problem.group
+    b = tile.b if total.shape[0] > 1 else slice(None)
+    for i, head in enumerate(heads.tolist()):
+        total[b, head, tile.columns] += part[:, i]
+
+
+@functools.lru_cache(maxsize=256)
+def loads_of(program: Program) -> list[tuple[Expression, Expression]]:
+    """Each element that the score reads of a captured tensor that asks for a gradient, and that gradient.
+
+    It is the derivative times the input ``grad``, the gradient of the program's result.
+    """
+    if program.score is None:
+        return []
+    found = derivative.of_loads(program.score, input("grad", program.score.dtype))
+    return [pair for pair in found if program.captured[pair[0].value].differentiable]  # type: ignore[index]
+
+
+def _add_captured(
+    problem: Problem,
+    tile: _Tile,
+    loads: list[tuple[Expression, Expression]],
+    inputs: dict[str, torch.Tensor],
+    totals: list[torch.Tensor | None],
+) -> None:
+    arguments, shape = problem.arguments, inputs["score"].shape
+    for load, gradient in loads:
+        total = totals[load.value]  # type: ignore[index]
+        if total is None:
+            continue
+        roots = [gradient, *load.operands]
+        part, *indices = evaluate(roots, inputs, arguments.tensors, arguments.integers)
+        # What is hidden has no gradient, even where its derivative is infinite.
+        part = torch.where(inputs["grad"] != 0, part, 0).to(total.dtype).expand(shape)
+        flat = torch.zeros((), dtype=torch.long, device=part.device)
+        for index, size in zip(indices, total.shape, strict=True):
+            index = index.long()
+            flat = flat * size + torch.where(index < 0, index + size, index)
+        flat = flat.reshape((1,) * (4 - flat.ndim) + flat.shape)
+        summed = [axis for axis in range(4) if flat.shape[axis] == 1]
+        part = part.sum(summed, keepdim=True) if summed else part
+        flat = flat.expand(part.shape).flatten()
+        if total.device.type == "cpu":
+            total.view(-1).index_add_(0, flat, part.flatten())  # one after the other
+        else:
+            total.view(-1).index_put_((flat,), part.flatten(), accumulate=True)  # sorted first

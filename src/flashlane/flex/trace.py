@@ -1,0 +1,277 @@
+"""From a Python function of a score or of a pair to an expression, through a torch.fx graph.
+
+torch's ``make_fx`` records what the function does with scalars. A part of the graph that depends on captured tensors
+alone (``slopes.exp()``) is not translated: it runs as torch operations at each call, with their gradients, and its
+result is what the program reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flashlane.flex import aten
+from flashlane.flex.expression import Expression, cast, input, make
+from flashlane.flex.program import short_name
+
+MOST_INTEGERS = 32
+"""Numbers that become launch parameters; a function's others are constants of its code."""
+_OWN_GRADIENTS_ALLOWED = ("ModIndex", "_TanhApprox")
+"""autograd.Functions whose backward is the derivative of their forward: torch's indexing, attention-gym's tanh."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A translated function."""
+
+    expression: Expression
+    """Its ``load`` and ``integer`` leaves count from 0."""
+    leaves: tuple[torch.Tensor, ...]
+    """The tensors that the function captures and that the program, or ``prelude``, reads."""
+    prelude: torch.fx.GraphModule | None
+    """The tensors that the program reads, computed from ``leaves``; None where they are the leaves."""
+    integers: tuple[int, ...]
+
+    def tensors(self, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What the program reads, for these leaves; differentiable with respect to them."""
+        return tuple(leaves) if self.prelude is None else tuple(self.prelude(*leaves))
+
+
+def trace(function: Callable[..., Any], kind: str, device: torch.device, score_type: str = "f32") -> Traced:
+    """Translate a function.
+
+    Args:
+        function: ``score_mod(score, b, h, q_idx, kv_idx)`` or ``mask_mod(b, h, q_idx, kv_idx)``.
+        kind: ``score_mod`` or ``mask_mod``.
+        device: where its captured tensors are.
+        score_type: ``f32`` or ``f64``.
+
+    Raises:
+        NotImplementedError: it does what no program does; the message names the node of the graph.
+        TypeError: its result is not a scalar tensor.
+    """
+    scored = kind == "score_mod"
+    names = (["score"] if scored else []) + ["b", "h", "q", "kv"]
+    place = {"device": device}
+    examples = [torch.zeros((), dtype=torch.int32, **place) for _ in range(4)]
+    if scored:
+        dtype = torch.float64 if score_type == "f64" else torch.float32
+        examples.insert(0, torch.zeros((), dtype=dtype, requires_grad=True, **place))
+
+    def called(*arguments: torch.Tensor) -> torch.Tensor:
+        result = function(*arguments)
+        if isinstance(result, (bool, int, float)):
+            result = torch.full((), result, device=device)
+        if not isinstance(result, torch.Tensor) or result.ndim:
+            what = f"of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+            raise TypeError(f"{kind} returned a tensor {what}; it must return a scalar tensor")
+        _refuse_own_gradients(result, kind)
+        return result
+
+    graph = _graph(called, examples, kind)
+    return _Translation(graph, names, kind, score_type).traced()
+
+
+def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str) -> torch.fx.GraphModule:
+    with torch.enable_grad(), TransformGetItemToIndex():
+        try:
+            tracer = make_fx(called, aten.decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)
+            return tracer(*examples)
+        except (TypeError, NotImplementedError):
+            raise
+        except Exception as error:
+            if "trying to get a value out of" in str(error) or "data-dependent" in str(error).lower():
+                raise NotImplementedError(
+                    f"{kind} branches in Python on a value that each pair has for itself; torch.where chooses between "
+                    f"two values ({type(error).__name__}: {str(error).splitlines()[0]})"
+                ) from error
+            raise
+
+
+def _refuse_own_gradients(result: torch.Tensor, kind: str) -> None:
+    waiting, seen = [result.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            if name not in _OWN_GRADIENTS_ALLOWED:
+                raise NotImplementedError(
+                    f"{kind} calls the autograd.Function {name}, whose backward is its own; programs derive theirs"
+                )
+
+
+@dataclass
+class _View:
+    """A tensor that the function captures, some of its dimensions indexed by scalars."""
+
+    source: torch.fx.Node
+    indices: list[Expression | None]
+
+
+class _Translation:
+    """One graph on its way to an expression."""
+
+    def __init__(self, module: torch.fx.GraphModule, names: list[str], kind: str, score_type: str) -> None:
+        self.module, self.kind = module, kind
+        self.names, self.score_type = iter(names), score_type
+        self.values: dict[torch.fx.Node, Expression | _View] = {}
+        self.varies: dict[torch.fx.Node, bool] = {}
+        """Whether a node depends on an input."""
+        self.read: dict[torch.fx.Node, int] = {}
+        """The index of the captured tensor, by node."""
+        self.first: dict[str, torch.fx.Node] = {}
+        """The first node of each captured tensor: a graph has one for each use."""
+        self.integers: list[int] = []
+
+    def traced(self) -> Traced:
+        for node in self.module.graph.nodes:
+            if node.op == "output":
+                (result,) = node.all_input_nodes
+            else:
+                self.varies[node] = node.op == "placeholder" or any(self.varies[n] for n in node.all_input_nodes)
+                self.translate(node)
+        value = self.scalar(result)
+        expression = cast(value, "bool" if self.kind == "mask_mod" else self.score_type)
+        return Traced(expression, *self.captured(), tuple(self.integers))
+
+    # --- nodes ---
+
+    def translate(self, node: torch.fx.Node) -> None:
+        if node.op == "placeholder":
+            name = next(self.names)
+            self.values[node] = input(name, self.score_type if name == "score" else None)
+        elif node.op == "get_attr":
+            if isinstance(tensor := _attribute(self.module, node), torch.Tensor):
+                first = self.first.setdefault(str(node.target), node)
+                self.values[node] = _View(first, [None] * tensor.ndim)
+        elif node.op == "call_function":
+            found = self.operation(node)
+            if found is not None:
+                self.values[node] = found
+                if node.target.__name__.split(".")[0].endswith("_") and node.args:  # in place
+                    self.values[node.args[0]] = found  # type: ignore[index]
+            elif self.varies[node]:
+                self.refuse(node)
+            # What depends on captured tensors alone is computed before the kernel: see _prelude.
+            elif isinstance(node.meta.get("val"), torch.Tensor):
+                self.values[node] = _View(node, [None] * node.meta["val"].ndim)
+        else:
+            self.refuse(node)
+
+    def operation(self, node: torch.fx.Node) -> Expression | _View | None:
+        """What an operation gives; None where programs have none like it."""
+        name = str(node.target).split(".")
+        if name[0] == "aten" and name[1] == "lift_fresh_copy":
+            tensor = _attribute(self.module, node.args[0])  # a number that the function's code holds
+            if isinstance(tensor, torch.Tensor) and tensor.ndim == 0:
+                return aten.number(tensor.item(), short_name(tensor.dtype))
+        if name[0] == "aten" and name[1] in ("index", "select"):
+            return self.indexed(node, name[1])
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.ndim:
+            return None
+        arguments = [self.argument(a) for a in node.args]
+        keywords = {key: self.argument(a) for key, a in node.kwargs.items()}
+        if any(a is None for a, given in zip(arguments, node.args, strict=True) if given is not None):
+            return None
+        kind = short_name(value.dtype)
+        return aten.translate(
+            name[0], name[1], name[2] if len(name) > 2 else "", arguments, keywords, kind, self.integer
+        )
+
+    def argument(self, given: Any) -> Any:
+        """A node's expression, None where it has none; what is no node as it is."""
+        if not isinstance(given, torch.fx.Node):
+            return given
+        value = self.values.get(given)
+        return self.loaded(value) if isinstance(value, _View) else value
+
+    def indexed(self, node: torch.fx.Node, name: str) -> Expression | _View | None:
+        view = self.values.get(node.args[0])  # type: ignore[call-overload]
+        if not isinstance(view, _View):
+            return None
+        free = [axis for axis, index in enumerate(view.indices) if index is None]
+        indices = list(view.indices)
+        if name == "select":
+            _, dim, at = node.args
+            if not isinstance(at, int):
+                return None
+            indices[free[dim]] = aten.number(at, "i32")  # type: ignore[index]
+        else:
+            for axis, given in zip(free, node.args[1], strict=False):  # type: ignore[arg-type]
+                if given is None:
+                    continue
+                index = self.argument(given)
+                if not isinstance(index, Expression) or index.dtype in ("bool", "f16", "bf16", "f32", "f64"):
+                    return None
+                indices[axis] = index if index.dtype == "i64" else cast(index, "i32")
+        indexed = _View(view.source, indices)
+        return indexed if None in indices else self.loaded(indexed)
+
+    def loaded(self, view: _View) -> Expression | None:
+        if any(index is None for index in view.indices):
+            return None
+        value = view.source.meta["val"] if "val" in view.source.meta else _attribute(self.module, view.source)
+        number = self.read.setdefault(view.source, len(self.read))
+        return make("load", short_name(value.dtype), view.indices, number)  # type: ignore[arg-type]
+
+    def integer(self, number: int) -> Expression:
+        """A number of the function as a launch parameter, where there is room for one more."""
+        if abs(number) < 2 or not -(2**31) <= number < 2**31 or len(self.integers) == MOST_INTEGERS:
+            return aten.number(number, "i32" if -(2**31) <= number < 2**31 else "i64")
+        self.integers.append(number)
+        return make("integer", "i32", value=(len(self.integers) - 1, number < 0))
+
+    def scalar(self, node: torch.fx.Node) -> Expression:
+        value = self.argument(node)
+        if not isinstance(value, Expression):
+            self.refuse(node)
+        return value
+
+    def refuse(self, node: torch.fx.Node) -> None:
+        raise NotImplementedError(f"{self.kind}: programs do not have the node {node.format_node()}")
+
+    # --- captured tensors ---
+
+    def captured(self) -> tuple[tuple[torch.Tensor, ...], torch.fx.GraphModule | None]:
+        """The leaves, and the graph that makes from them what the program reads."""
+        if all(node.op == "get_attr" for node in self.read):
+            return tuple(_attribute(self.module, node) for node in self.read), None
+        graph, new, leaves = torch.fx.Graph(), {}, []
+
+        def copied(node: torch.fx.Node) -> torch.fx.Node:
+            if node not in new:
+                if node.op == "get_attr":
+                    leaves.append(_attribute(self.module, node))
+                    new[node] = graph.placeholder(f"leaf{len(leaves)}")
+                else:
+                    for operand in node.all_input_nodes:
+                        copied(operand)
+                    new[node] = graph.node_copy(node, lambda n: new[n])
+            return new[node]
+
+        for node in self.read:  # placeholders must come first
+            for leaf in _leaves_of(node):
+                copied(leaf)
+        graph.output(tuple(copied(node) for node in self.read))
+        return tuple(leaves), torch.fx.GraphModule({}, graph)
+
+
+def _leaves_of(node: torch.fx.Node) -> list[torch.fx.Node]:
+    return [node] if node.op == "get_attr" else [leaf for n in node.all_input_nodes for leaf in _leaves_of(n)]
+
+
+def _attribute(module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
+    found: Any = module
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    return found
