@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         flash_attn_with_kvcache,
     )
     from flashlane.api.sdpa import scaled_dot_product_attention
+    from flashlane.flex.attention import flex_attention
+    from flashlane.flex.block_mask import create_block_mask
     from flashlane.integrations.diffusers import register_diffusers
     from flashlane.integrations.transformers import register_transformers
 
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "__version__",
     "combine",
+    "create_block_mask",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -37,6 +40,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "register_diffusers",
     "register_transformers",
     "scaled_dot_product_attention",
@@ -44,6 +48,8 @@ __all__ = [
 
 _ELSEWHERE = {
     "combine": "flashlane.api.combine",
+    "create_block_mask": "flashlane.flex.block_mask",
+    "flex_attention": "flashlane.flex.attention",
     "register_diffusers": "flashlane.integrations.diffusers",
     "register_transformers": "flashlane.integrations.transformers",
     "scaled_dot_product_attention": "flashlane.api.sdpa",

@@ -210,7 +210,7 @@ def _kernels(
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call is beside its tensors."""
+    """What a call is besides its tensors."""
 
     program: Program
     integers: tuple[int, ...]

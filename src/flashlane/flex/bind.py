@@ -29,17 +29,23 @@ def traced(
         TypeError: its result is not a scalar tensor.
     """
     found = fingerprint(function)
-    key = None if found is None else (found[0], kind, device, score_type)
-    if key in _traced:
-        known, places = _traced[key]
-        return known, tuple(found[1][i] for i in places)  # type: ignore[index]
+    if found is None:
+        fresh = trace(function, kind, device, score_type)
+        return fresh, fresh.leaves
+    # A graph without torch operations on whole tensors serves tensors of every shape.
+    key = found.key, kind, device, score_type
+    for known_key in ((*key, found.shapes), key):
+        if known_key in _traced and not (known_key is key and found.reads_shapes):
+            known, places = _traced[known_key]
+            return known, tuple(found.tensors[i] for i in places)
     fresh = trace(function, kind, device, score_type)
-    if found is not None:
-        places = [next((i for i, t in enumerate(found[1]) if t is leaf), None) for leaf in fresh.leaves]
-        if None not in places:
-            if len(_traced) >= MOST_TRACED:
-                _traced.clear()
-            _traced[key] = Traced(fresh.expression, (), fresh.prelude, fresh.integers), tuple(places)  # type: ignore[arg-type]
+    places = [next((i for i, t in enumerate(found.tensors) if t is leaf), None) for leaf in fresh.leaves]
+    if None not in places:
+        if len(_traced) >= MOST_TRACED:
+            _traced.clear()
+        strict = found.reads_shapes or fresh.prelude is not None
+        kept = Traced(fresh.expression, (), fresh.prelude, fresh.integers)
+        _traced[(*key, found.shapes) if strict else key] = kept, tuple(places)  # type: ignore[arg-type]
     return fresh, fresh.leaves
 
 

@@ -9,6 +9,7 @@ import builtins
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,23 +21,42 @@ _MODULES = ("torch", "math", "operator", "functools", "builtins", "numpy")
 """Modules whose attributes do not change."""
 
 
+_SHAPES = {"shape", "size", "numel", "stride", "len", "ndim", "dim", "nelement", "is_contiguous"}
+"""Names in code that may make a graph depend on the shape of a tensor."""
+
+
 class Unknown(Exception):
     """A value that has no fingerprint: the function is traced at each call."""
 
 
-def fingerprint(function: Callable[..., Any]) -> tuple[Hashable, list[torch.Tensor]] | None:
-    """What decides a function's graph, and the tensors that it refers to; None where that cannot be told."""
+@dataclass(frozen=True)
+class Fingerprint:
+    """What decides a function's graph."""
+
+    key: Hashable
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the tensors."""
+    reads_shapes: bool
+    """Whether the function's own code may read a shape."""
+    tensors: list[torch.Tensor]
+    """Those that the function refers to."""
+
+
+def fingerprint(function: Callable[..., Any]) -> Fingerprint | None:
+    """A function's fingerprint; None where it refers to what has none."""
     walk = _Walk()
     try:
-        return (walk.value(function), torch.get_default_dtype()), walk.tensors
+        key = walk.value(function), torch.get_default_dtype()
     except Unknown:
         return None
+    return Fingerprint(key, tuple(tuple(t.shape) for t in walk.tensors), walk.reads_shapes, walk.tensors)
 
 
 class _Walk:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.active: set[int] = set()
+        self.reads_shapes = False
 
     def value(self, value: Any) -> Hashable:
         if isinstance(value, _PLAIN):
@@ -55,7 +75,7 @@ class _Walk:
         at = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
         if at == len(self.tensors):
             self.tensors.append(tensor)
-        return "tensor", at, type(tensor), tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad
+        return "tensor", at, type(tensor), tensor.dtype, tensor.ndim, tensor.device, tensor.requires_grad
 
     def compound(self, value: Any) -> Hashable:
         if isinstance(value, types.FunctionType):
@@ -95,7 +115,9 @@ class _Walk:
             except ValueError:  # the cell is empty
                 cells.append("empty")
         named = []
-        for name in sorted(set(_names(function.__code__))):
+        names = set(_names(function.__code__))
+        self.reads_shapes |= not names.isdisjoint(_SHAPES)
+        for name in sorted(names):
             if name in function.__globals__:
                 named.append((name, self.value(function.__globals__[name])))
             elif not hasattr(builtins, name):

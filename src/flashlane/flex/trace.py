@@ -154,6 +154,8 @@ class _Translation:
                 first = self.first.setdefault(str(node.target), node)
                 self.values[node] = _View(first, [None] * tensor.ndim)
         elif node.op == "call_function":
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                self.refuse(node)
             found = self.operation(node)
             if found is not None:
                 self.values[node] = found

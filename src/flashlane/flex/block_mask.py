@@ -1,0 +1,188 @@
+"""``create_block_mask``: torch's function of that name, in bounded memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import BlockMask
+
+from flashlane.flex import blocks, device_blocks
+from flashlane.flex.bind import bind
+from flashlane.flex.bounds import Grid, bounds
+from flashlane.flex.evaluate import evaluate
+from flashlane.flex.expression import inputs_of
+from flashlane.flex.intervals import Intervals, interval_mask_mod
+from flashlane.flex.program import Arguments, Program
+
+MOST_BLOCKS = 1 << 20
+"""Blocks whose bounds are computed at one time."""
+MOST_PAIRS = 1 << 21
+"""Pairs of which the mask is evaluated at one time."""
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """The lists of visible blocks of a mask function, as torch's ``BlockMask``; torch's signature and meaning.
+
+    A named mask (``flashlane.flex.masks``) whose rows are column intervals is not evaluated at all. On a GPU any other
+    mask is a generated kernel; on the CPU interval arithmetic settles most blocks, and the pairs of the others are
+    evaluated. Memory is that of the lists. They are the same for all batches, or heads, that the mask does not depend
+    on, and are expanded views then.
+
+    Args:
+        mask_mod: ``(b, h, q_idx, kv_idx) -> bool`` on scalars, or a named mask.
+        B: batch size; None is 1, for every batch size.
+        H: query heads; None is 1, for every number.
+        Q_LEN: queries.
+        KV_LEN: keys.
+        device: where the lists are; the accelerator by default, where there is one.
+        BLOCK_SIZE: queries and keys of a block; one number is both.
+        _compile: torch's old switch; it changes nothing here.
+        separate_full_blocks: list blocks apart in which every pair is visible.
+        compute_dq_write_order: add what torch's FLASH backend wants for a deterministic backward.
+        dq_kv_order: the order of that.
+
+    Raises:
+        NotImplementedError: the mask function does what programs do not; the message names the node.
+        ValueError: a length or a block size is not positive.
+    """
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    if len(size) != 2 or min(size) < 1:
+        raise ValueError(
+            f"BLOCK_SIZE is {BLOCK_SIZE}; it may be a positive number, or one for queries and one for keys"
+        )
+    for name, number in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        if number is not None and number < 0:
+            raise ValueError(f"{name} is {number}; it may be 0 or more")
+    if _compile:
+        warnings.warn("_compile=True changes nothing: flashlane's create_block_mask needs no compiler", stacklevel=2)
+    lengths, wanted = (Q_LEN, KV_LEN), (1 if B is None else B, 1 if H is None else H)
+    intervals = mask_mod.intervals(*lengths, device) if hasattr(mask_mod, "intervals") else None
+    if intervals is not None:
+        table, mask_mod = of_intervals(intervals, lengths, size), interval_mask_mod(intervals)
+    else:
+        program, arguments = bind(None, mask_mod, device)
+        used = inputs_of(program.mask)
+        sizes = wanted[0] if "b" in used else 1, wanted[1] if "h" in used else 1
+        table = of_program(program, arguments, sizes, lengths, size, device)
+    made = device_blocks.block_mask if device.type == "cuda" else blocks.from_states
+    found = expanded(made(table, mask_mod, lengths, size, separate_full_blocks), wanted)
+    return _with_write_order(found, dq_kv_order) if compute_dq_write_order else found
+
+
+def of_intervals(intervals: Intervals, lengths: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
+    """The states of all blocks, int8 ``(B or 1, H or 1, rows, columns)``."""
+    if intervals.starts.device.type == "cuda":
+        return device_blocks.interval_states(intervals.starts, intervals.ends, lengths, size)
+    return intervals.states(lengths[1], size)
+
+
+def of_program(
+    program: Program,
+    arguments: Arguments,
+    sizes: tuple[int, int],
+    lengths: tuple[int, int],
+    size: tuple[int, int],
+    device: torch.device,
+) -> torch.Tensor:
+    """The states of all blocks of a program's mask, int8 ``(batch, heads, rows, columns)``."""
+    if device.type == "cuda":
+        return device_blocks.program_states(program, arguments, sizes, lengths, size, device)
+    rows, columns = (-(-n // s) for n, s in zip(lengths, size, strict=True))
+    table = torch.empty(*sizes, rows, columns, dtype=torch.int8, device=device)
+    step = max(1, MOST_BLOCKS // max(1, sizes[0] * sizes[1] * columns))
+    for first in range(0, rows, step):
+        part = table[:, :, first : first + step]
+        part.copy_(_states_by_bounds(program, arguments, part.shape, first, lengths, size))
+    return table
+
+
+def _states_by_bounds(
+    program: Program,
+    arguments: Arguments,
+    shape: torch.Size,
+    first_row: int,
+    lengths: tuple[int, int],
+    size: tuple[int, int],
+) -> torch.Tensor:
+    device = torch.device("cpu")
+    names = ("b", "h", "q", "kv")
+    blocks_of = {
+        name: torch.arange(n, device=device).view([-1 if i == axis else 1 for i in range(4)])
+        for axis, (name, n) in enumerate(zip(names, shape, strict=True))
+    }
+    blocks_of["q"] = blocks_of["q"] + first_row
+    first, last = dict(blocks_of), dict(blocks_of)
+    cut = torch.zeros((), dtype=torch.bool)
+    for name, length, n in zip(("q", "kv"), lengths, size, strict=True):
+        first[name] = blocks_of[name] * n
+        last[name] = (first[name] + n - 1).clamp_max(length - 1)
+        cut = cut | (first[name] + n > length)
+    grid = Grid(first, last, {k: blocks_of[k] for k in ("q", "kv")}, dict(zip(("q", "kv"), size, strict=True)))
+    if program.mask is None:
+        visible = torch.ones(shape), torch.ones(shape)
+    else:
+        found = bounds(program.mask, grid, arguments.tensors, arguments.integers)
+        visible = found.low.expand(shape), found.high.expand(shape)
+    full, some = visible[0] > 0, visible[1] > 0
+    table = torch.where(full, torch.where(cut, blocks.PARTIAL, blocks.FULL), blocks.HIDDEN).expand(shape).clone()
+    unknown = (some & ~full).nonzero()
+    step = max(1, MOST_PAIRS // (size[0] * size[1]))
+    for start in range(0, len(unknown), step):
+        at = unknown[start : start + step]
+        table[tuple(at.T)] = _evaluated(program, arguments, at, first_row, lengths, size)
+    return table.to(torch.int8)
+
+
+def _evaluated(
+    program: Program, arguments: Arguments, at: torch.Tensor, first_row: int, lengths: tuple[int, int], size: tuple
+) -> torch.Tensor:
+    """The states of blocks (n, 4), by all their pairs."""
+    b, h = (at[:, i].view(-1, 1, 1) for i in (0, 1))
+    q = ((at[:, 2] + first_row) * size[0]).view(-1, 1, 1) + torch.arange(size[0]).view(-1, 1)
+    kv = (at[:, 3] * size[1]).view(-1, 1, 1) + torch.arange(size[1])
+    exists = (q < lengths[0]) & (kv < lengths[1])
+    places = {"b": b, "h": h, "q": q.clamp_max(lengths[0] - 1), "kv": kv.clamp_max(lengths[1] - 1)}
+    found = evaluate([program.mask], places, arguments.tensors, arguments.integers)[0]  # type: ignore[list-item]
+    visible = (found.expand(exists.shape) & exists).flatten(1)
+    return torch.where(visible.all(1), blocks.FULL, torch.where(visible.any(1), blocks.PARTIAL, blocks.HIDDEN))
+
+
+_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_LISTS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+
+
+def expanded(mask: BlockMask, sizes: tuple[int, int]) -> BlockMask:
+    """A block mask of one batch or head as one of more, without copies."""
+    lists = [getattr(mask, name) for name in _LISTS]
+    lists = [None if t is None else t.expand(*sizes, *t.shape[2:]) for t in lists]
+    return BlockMask(mask.seq_lengths, *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
+
+
+def _with_write_order(mask: BlockMask, order: bool) -> BlockMask:
+    compute = getattr(torch_flex, "_compute_dq_write_order_from_block_mask", None)
+    if compute is None:
+        raise NotImplementedError(f"compute_dq_write_order is True; torch {torch.__version__} has no such order")
+    mask.dq_write_order, mask.dq_write_order_full = compute(mask, dq_kv_order=order)
+    mask.dq_kv_order, mask.dq_kv_order_spt = None, order
+    return mask

@@ -1,0 +1,169 @@
+"""What a mask is in whole blocks, by interval arithmetic on its expression: bounds of every part over a block's pairs.
+
+Where the bounds tell that all pairs of a block are visible, or none, the mask is not evaluated there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flashlane.flex.expression import FLOATING, Expression, inputs_of, nodes
+
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Least and greatest value over the pairs of each block, f64; bool is 0 and 1."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+    @property
+    def exact(self) -> torch.Tensor:
+        return self.low == self.high
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Blocks whose bounds are computed: b, h and blocks of q and kv, which broadcast to four dimensions."""
+
+    first: dict[str, torch.Tensor]
+    last: dict[str, torch.Tensor]
+    """The least and greatest ``b``, ``h``, ``q`` and ``kv`` of each block, i64."""
+    blocks: dict[str, torch.Tensor]
+    """The indices of the blocks of ``q`` and ``kv``."""
+    size: dict[str, int]
+    """Pairs of a block along ``q`` and ``kv``."""
+
+
+def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], integers: Sequence[int]) -> Bounds:
+    """The bounds of an expression; infinite where nothing is known."""
+    found: dict[Expression, Bounds] = {}
+    device = grid.first["q"].device
+    for e in nodes(root):
+        operands = [found[operand] for operand in e.operands]
+        if e.op == "input":
+            low, high = grid.first[str(e.value)].double(), grid.last[str(e.value)].double()
+        elif e.op in ("constant", "integer"):
+            number = e.value if e.op == "constant" else integers[e.value[0]]  # type: ignore[index]
+            low = high = torch.tensor(float(number), dtype=torch.float64, device=device)  # type: ignore[arg-type]
+        elif e.op == "load":
+            low, high = _load(e, tensors[e.value], operands, grid)  # type: ignore[index]
+        else:
+            low, high = _operation(e, operands)
+        if e.dtype == "bool":
+            low, high = low.nan_to_num(0).clamp(0, 1), high.nan_to_num(1).clamp(0, 1)
+        found[e] = Bounds(
+            low.nan_to_num(-INFINITY, INFINITY, -INFINITY), high.nan_to_num(INFINITY, INFINITY, -INFINITY)
+        )
+    return found[root]
+
+
+def _load(e: Expression, tensor: torch.Tensor, indices: list[Bounds], grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a captured tensor: an axis indexed by q or kv itself is reduced block by block, others need exact indices."""
+    direct = [str(operand.value) if operand.op == "input" else "" for operand in e.operands]
+    pooled = [axis for axis, name in enumerate(direct) if name in grid.size]
+    others = [axis for axis in range(tensor.ndim) if axis not in pooled]
+    fixed = all(not inputs_of(e.operands[axis]) & {"q", "kv"} for axis in others)
+    names = [direct[axis] for axis in pooled]
+    low = high = tensor.double()
+    if not fixed or len(set(names)) != len(names):
+        return low.amin(), high.amax()
+    at: list[torch.Tensor] = [indices[axis].low.long() for axis in range(tensor.ndim)]
+    for axis in pooled:
+        low, high = (_reduced(t, axis, grid.size[direct[axis]], least) for t, least in ((low, True), (high, False)))
+        at[axis] = grid.blocks[direct[axis]].clamp_max(low.shape[axis] - 1)
+    return (low[tuple(at)], high[tuple(at)]) if at else (low, high)
+
+
+def _reduced(tensor: torch.Tensor, axis: int, size: int, least: bool) -> torch.Tensor:
+    """The least or greatest element of every ``size`` ones along an axis."""
+    moved = tensor.movedim(axis, -1)
+    fill = INFINITY if least else -INFINITY
+    padded = torch.nn.functional.pad(moved, (0, -moved.shape[-1] % size), value=fill)
+    blocks = padded.unflatten(-1, (-1, size))
+    return (blocks.amin(-1) if least else blocks.amax(-1)).movedim(-1, axis)
+
+
+def _operation(e: Expression, x: list[Bounds]) -> tuple[torch.Tensor, torch.Tensor]:
+    op, low = e.op, x[0].low
+    everything = low.new_tensor(-INFINITY), low.new_tensor(INFINITY)
+    if op in ("lt", "le", "gt", "ge", "eq", "ne"):
+        return _comparison(op, *x)
+    if op == "where":
+        condition, a, b = x
+        lows = torch.where(condition.low > 0, a.low, torch.where(condition.high < 1, b.low, a.low.minimum(b.low)))
+        highs = torch.where(condition.low > 0, a.high, torch.where(condition.high < 1, b.high, a.high.maximum(b.high)))
+        return lows, highs
+    if e.dtype == "bool" and op in ("and", "or", "xor", "not"):
+        return _logic(op, x)
+    if op == "add":
+        return x[0].low + x[1].low, x[0].high + x[1].high
+    if op == "sub":
+        return x[0].low - x[1].high, x[0].high - x[1].low
+    if op == "mul":
+        products = torch.stack(torch.broadcast_tensors(*(a * b for a in _ends(x[0]) for b in _ends(x[1]))))
+        return products.amin(0), products.amax(0)
+    if op == "neg":
+        return -x[0].high, -x[0].low
+    if op == "abs":
+        highs = x[0].low.abs().maximum(x[0].high.abs())
+        return torch.where((x[0].low <= 0) & (x[0].high >= 0), 0, x[0].low.abs().minimum(x[0].high.abs())), highs
+    if op in ("minimum", "maximum"):
+        least = getattr(torch, op)
+        return least(x[0].low, x[1].low), least(x[0].high, x[1].high)
+    if op in ("floordiv", "remainder") and e.operands[1].op in ("constant", "integer") and e.dtype not in FLOATING:
+        return _divided(op, x[0], x[1].low, everything)
+    if op in ("cast", "detach"):
+        if e.dtype == "bool":
+            return ((x[0].low > 0) | (x[0].high < 0)).double(), ((x[0].low != 0) | (x[0].high != 0)).double()
+        source = e.operands[0].dtype
+        wide = source == "bool" or e.dtype in ("i32", "i64", "f64") or (e.dtype == "f32" and source != "i64")
+        if wide and source not in FLOATING:
+            return x[0].low, x[0].high
+        if wide and e.dtype not in FLOATING:
+            return x[0].low.trunc(), x[0].high.trunc()
+        return (x[0].low, x[0].high) if e.dtype == source else everything
+    return everything
+
+
+def _ends(x: Bounds) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.low, x.high
+
+
+def _comparison(op: str, a: Bounds, b: Bounds) -> tuple[torch.Tensor, torch.Tensor]:
+    if op in ("gt", "ge"):
+        op, a, b = {"gt": "lt", "ge": "le"}[op], b, a
+    if op == "lt":
+        return (a.high < b.low).double(), (a.low < b.high).double()
+    if op == "le":
+        return (a.high <= b.low).double(), (a.low <= b.high).double()
+    apart = (a.high < b.low) | (b.high < a.low)
+    same = a.exact & b.exact & (a.low == b.low)
+    return (same.double(), (~apart).double()) if op == "eq" else (apart.double(), (~same).double())
+
+
+def _logic(op: str, x: list[Bounds]) -> tuple[torch.Tensor, torch.Tensor]:
+    if op == "not":
+        return 1 - x[0].high, 1 - x[0].low
+    if op == "xor":
+        exact, value = x[0].exact & x[1].exact, (x[0].low - x[1].low).abs()
+        return torch.where(exact, value, 0), torch.where(exact, value, 1)
+    combine = torch.minimum if op == "and" else torch.maximum
+    return combine(x[0].low, x[1].low), combine(x[0].high, x[1].high)
+
+
+def _divided(
+    op: str, a: Bounds, divisor: torch.Tensor, everything: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not divisor > 0:
+        return everything
+    low, high = (a.low / divisor).floor(), (a.high / divisor).floor()
+    if op == "floordiv":
+        return low, high
+    within = (low == high) & low.isfinite()
+    return torch.where(within, a.low - low * divisor, 0), torch.where(within, a.high - low * divisor, divisor - 1)

@@ -1,0 +1,162 @@
+"""Block lists on a GPU: states from column intervals or from a mask program, and lists from states."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from flashlane import jit
+from flashlane.core.arch import arch_of
+from flashlane.flex.program import HEADER, Arguments, Program
+from flashlane.jit import KernelSource
+from flashlane.jit.launch import on_device
+
+THREADS = 128
+SEGMENT = 1024
+"""Columns of blocks that one CTA of interval_states counts."""
+
+
+class IntervalParams(ctypes.Structure):
+    """Of ``interval_states.cu``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("starts", "ends", "states")),
+        *((name, ctypes.c_int) for name in ("intervals", "queries", "keys", "block_q", "block_k", "rows", "columns")),
+        ("segments", ctypes.c_int),
+    ]
+
+
+class _Lists(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("counts", "indices", "full_counts", "full_indices")]
+
+
+class ListParams(ctypes.Structure):
+    """Of ``block_lists.cu``."""
+
+    _fields_ = [
+        ("states", ctypes.c_void_p),
+        ("of_rows", _Lists),
+        ("of_columns", _Lists),
+        ("rows", ctypes.c_int),
+        ("columns", ctypes.c_int),
+    ]
+
+
+def source(name: str, constants: dict[str, int], header: str | None = None) -> KernelSource:
+    """A kernel of this package, by the name of its file and entry."""
+    text = Path(__file__).with_name(f"{name}.cu").read_text(encoding="utf-8")
+    headers = () if header is None else ((HEADER, header),)
+    return KernelSource(f"flex/{name}.cu", text, name, tuple(constants.items()), headers)
+
+
+def interval_source() -> KernelSource:
+    return source("interval_states", {"THREADS": THREADS, "SEGMENT": SEGMENT})
+
+
+def list_source() -> KernelSource:
+    return source("block_lists", {"THREADS": THREADS})
+
+
+def program_source(program: Program, block_size: tuple[int, int]) -> KernelSource:
+    """The kernel of a mask program, for one size of blocks."""
+    block_q, block_k = block_size
+    constants = {"THREADS": max(32, min(128, -(-block_k // 32) * 32)), "BLOCK_Q": block_q, "BLOCK_K": block_k}
+    return source("program_states", constants, program.header())
+
+
+@functools.lru_cache(maxsize=256)
+def _function(wanted: KernelSource, index: int) -> jit.Function:
+    arch = arch_of(torch.device("cuda", index))
+    return jit.load(jit.compile(wanted, arch), index)  # type: ignore[arg-type]
+
+
+def _blocks(lengths: tuple[int, int], block_size: tuple[int, int]) -> tuple[int, int]:
+    return -(-lengths[0] // block_size[0]), -(-lengths[1] // block_size[1])
+
+
+def interval_states(
+    starts: torch.Tensor, ends: torch.Tensor, lengths: tuple[int, int], block_size: tuple[int, int]
+) -> torch.Tensor:
+    """The states of all blocks, int8 ``(B or 1, H or 1, rows, columns)``; intervals as in ``masks.Intervals``."""
+    batch, heads, intervals, queries = starts.shape
+    rows, columns = _blocks(lengths, block_size)
+    states = torch.empty(batch, heads, rows, columns, dtype=torch.int8, device=starts.device)
+    if not states.numel():
+        return states
+    segments = -(-columns // SEGMENT)
+    sizes = (intervals, queries, lengths[1], *block_size, rows, columns, segments)
+    params = IntervalParams(starts.data_ptr(), ends.data_ptr(), states.data_ptr(), *sizes)
+    with on_device(starts.device.index):
+        _function(interval_source(), starts.device.index).launch(
+            (rows * segments, heads, batch), (THREADS, 1, 1), 0, params
+        )
+    return states
+
+
+@functools.cache
+def _program_params(program_params: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    fields = [("program", program_params), ("states", ctypes.c_void_p)]
+    fields += [(name, ctypes.c_int) for name in ("heads", "queries", "keys")]  # type: ignore[list-item]
+    return type("Params", (ctypes.Structure,), {"_fields_": fields})
+
+
+def program_states(
+    program: Program,
+    arguments: Arguments,
+    sizes: tuple[int, int],
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    device: torch.device,
+) -> torch.Tensor:
+    """The states of all blocks, int8 ``(batch, heads, rows, columns)``, by evaluating the program's mask.
+
+    Args:
+        program: its mask is evaluated.
+        arguments: what the program reads.
+        sizes: batch size and heads.
+        lengths: queries and keys.
+        block_size: queries and keys of a block.
+        device: a CUDA device.
+    """
+    rows, columns = _blocks(lengths, block_size)
+    states = torch.empty(*sizes, rows, columns, dtype=torch.int8, device=device)
+    if not states.numel():
+        return states
+    kernel = program_source(program, block_size)
+    threads = dict(kernel.constants)["THREADS"]
+    given = program.params(arguments)
+    params = _program_params(type(given))(given, states.data_ptr(), sizes[1], *lengths)
+    with on_device(device.index):
+        _function(kernel, device.index).launch((columns, rows, sizes[0] * sizes[1]), (int(threads), 1, 1), 0, params)
+    return states
+
+
+def block_mask(
+    states: torch.Tensor, mask_mod: Any, lengths: tuple[int, int], block_size: tuple[int, int], separate: bool
+) -> BlockMask:
+    """What ``blocks.from_states`` gives, in one launch."""
+    batch, heads, rows, columns = states.shape
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(batch, heads, *shape, dtype=torch.int32, device=states.device)
+
+    kinds = 2 if separate else 1
+    of_rows = [t for _ in range(kinds) for t in (empty(rows), empty(rows, columns))]
+    of_columns = [t for _ in range(kinds) for t in (empty(columns), empty(columns, rows))]
+    if states.numel():
+        lists = (_Lists(*(t.data_ptr() for t in own)) for own in (of_rows, of_columns))
+        params = ListParams(states.data_ptr(), *lists, rows, columns)
+        with on_device(states.device.index):
+            _function(list_source(), states.device.index).launch(
+                (rows + columns, batch * heads, 1), (THREADS, 1, 1), 0, params
+            )
+    else:
+        for t in (*of_rows[::2], *of_columns[::2]):
+            t.zero_()
+    none = [] if separate else [None, None]
+    return BlockMask(lengths, *of_rows, *none, *of_columns, *none, BLOCK_SIZE=block_size, mask_mod=mask_mod)

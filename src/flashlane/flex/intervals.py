@@ -1,0 +1,85 @@
+"""Masks as data: the keys that a row sees, as at most a few intervals of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashlane.flex import blocks
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Row q sees key kv where ``starts <= kv < ends`` in one of its intervals."""
+
+    starts: torch.Tensor
+    """i32 ``(B or 1, H or 1, intervals, queries)``, contiguous; a row's intervals ascend by their starts."""
+    ends: torch.Tensor
+    """The same; an interval that ends where it starts, or before, is empty."""
+
+    def __post_init__(self) -> None:
+        for name, t in (("starts", self.starts), ("ends", self.ends)):
+            if t.dtype != torch.int32 or t.ndim != 4 or not t.is_contiguous() or t.shape != self.starts.shape:
+                raise ValueError(
+                    f"{name} is {t.dtype} {tuple(t.shape)}; it must be contiguous int32 (batch, heads, intervals, "
+                    f"queries), and starts and ends of one shape"
+                )
+
+    def merged(self, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Starts and ends, i64, with intervals that touch made one; those that went into a later one are empty."""
+        starts, ends = self.starts.long().clamp_min(0), self.ends.long().clamp_max(keys)
+        for r in range(1, starts.shape[2]):
+            (start, next_start), (end, next_end) = (
+                starts[:, :, r - 1 : r + 1].unbind(2),
+                ends[:, :, r - 1 : r + 1].unbind(2),
+            )
+            kept, nothing = start < end, next_start >= next_end
+            one = kept & (nothing | (next_start <= end))
+            starts[:, :, r] = torch.where(one, start, next_start)
+            ends[:, :, r] = torch.where(one, torch.where(nothing, end, next_end.maximum(end)), next_end)
+            ends[:, :, r - 1] = torch.where(one, start, end)
+        return starts, ends
+
+    def states(self, keys: int, size: tuple[int, int]) -> torch.Tensor:
+        """The states of all blocks, int8 ``(B or 1, H or 1, rows, columns)``, by torch operations."""
+        queries = self.starts.shape[-1]
+        rows, columns = -(-queries // size[0]), -(-keys // size[1])
+        starts, ends = self.merged(keys)
+        filled = starts < ends
+        reached = starts // size[1], -(-ends // size[1])
+        covered = -(-starts // size[1]), ends // size[1]
+        counts = [_counts(*pair, filled, rows, columns, size[0]) for pair in (reached, covered)]
+        return torch.where(counts[1] == size[0], blocks.FULL, (counts[0] > 0).to(torch.int8)).to(torch.int8)
+
+
+def _counts(
+    start: torch.Tensor, stop: torch.Tensor, filled: torch.Tensor, rows: int, columns: int, block: int
+) -> torch.Tensor:
+    """How many rows of each row of blocks have each column of blocks in [start, stop)."""
+    batch, heads, _, queries = start.shape
+    total = torch.zeros(batch, heads, rows * (columns + 1), dtype=torch.int32, device=start.device)
+    row = (torch.arange(queries, device=start.device) // block) * (columns + 1)
+    real = (filled & (start < stop)).to(torch.int32).flatten(2)
+    for place, sign in ((start, 1), (stop, -1)):
+        at = (place.clamp(0, columns) + row).flatten(2)
+        total.scatter_add_(2, at, sign * real)
+    return total.view(batch, heads, rows, columns + 1).cumsum(-1, dtype=torch.int32)[..., :columns]
+
+
+def interval_mask_mod(intervals: Intervals) -> Callable[..., Any]:
+    """The mask function of intervals. Its program is the same for all that have as many."""
+    starts, ends = intervals.starts, intervals.ends
+    batch, heads, count, _ = starts.shape
+
+    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        b, h = b if batch > 1 else 0, h if heads > 1 else 0
+        found = (starts[b, h, 0, q_idx] <= kv_idx) & (kv_idx < ends[b, h, 0, q_idx])
+        for i in range(1, count):
+            found = found | ((starts[b, h, i, q_idx] <= kv_idx) & (kv_idx < ends[b, h, i, q_idx]))
+        return found
+
+    visible.of_intervals = intervals  # type: ignore[attr-defined]
+    return visible

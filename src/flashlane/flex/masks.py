@@ -1,0 +1,299 @@
+"""Named masks. Each is a mask function for flex_attention, and where its rows are a few column intervals, these too.
+
+Indices are those of one sequence: query i and key i are the same token. A mask is called as torch calls a ``mask_mod``,
+so torch's own FlexAttention takes it as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashlane.flex.intervals import Intervals
+
+MOST_INTERVALS = 4
+"""Intervals of a row; a mask that needs more is evaluated pair by pair."""
+
+Sides = list[tuple[torch.Tensor, torch.Tensor]]
+Bounds = Callable[[torch.Tensor, int], Sides]
+"""Query indices ``(queries)``, number of keys -> starts and ends of each interval, ``(queries)`` or with batches."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask function with a name; :func:`flashlane.create_block_mask` and torch's take it."""
+
+    name: str
+    function: Callable[..., Any]
+    bounds: Bounds | None = None
+    """The rows' intervals, ascending; None where rows are not a few intervals."""
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.function(b, h, q_idx, kv_idx)
+
+    def intervals(self, queries: int, keys: int, device: torch.device) -> Intervals | None:
+        """The rows' intervals on a device, or None."""
+        if self.bounds is None:
+            return None
+        sides = self.bounds(torch.arange(queries, dtype=torch.int32, device=device), keys)
+        starts, ends = (torch.stack(torch.broadcast_tensors(*(pair[i] for pair in sides)), -2) for i in (0, 1))
+        shape = (-1, 1, len(sides), queries)
+        return Intervals(*(t.to(torch.int32).reshape(shape).contiguous() for t in (starts, ends)))
+
+
+def causal(offset: int = 0) -> Mask:
+    """Key j is visible to query i where ``j <= i + offset``."""
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q + offset >= kv
+
+    return Mask("causal", visible, lambda q, keys: [(torch.zeros_like(q), (q + offset + 1).clamp(0, keys))])
+
+
+def sliding_window(left: int, right: int = 0, first: int = 0) -> Mask:
+    """``i - left <= j <= i + right``, and the ``first`` keys (attention sinks) up to ``i + right``."""
+    _check(left=left, right=right, first=first)
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv <= left) & (kv - q <= right)
+
+    def visible_with_first(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return ((q - kv <= left) | (kv < first)) & (kv - q <= right)
+
+    def bounds(q: torch.Tensor, keys: int) -> Sides:
+        end = (q + right + 1).clamp(0, keys)
+        window = [((q - left).clamp_min(0), end)]
+        return [(torch.zeros_like(q), end.clamp_max(first)), *window] if first else window
+
+    return Mask("sliding-window", visible_with_first if first else visible, bounds)
+
+
+def _document_ids(offsets: torch.Tensor) -> torch.Tensor:
+    """The document of each token, i32; ``offsets`` are the documents' first tokens and the length."""
+    if offsets.ndim != 1 or offsets.numel() < 2 or offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"offsets is {offsets.dtype} {tuple(offsets.shape)}; it must be int32 or int64 (documents + 1), from 0 to "
+            f"the length"
+        )
+    ids = torch.arange(offsets.numel() - 1, dtype=torch.int32, device=offsets.device)
+    return torch.repeat_interleave(ids, offsets.diff())
+
+
+def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
+    """Packed documents: a token sees its own document, with ``causal`` up to itself.
+
+    Args:
+        offsets: the documents' first tokens and the length, as ``cu_seqlens``; on the device of the call.
+        causal: hide later tokens.
+    """
+    ids, offsets = _document_ids(offsets), offsets.to(torch.int32)
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return ids[q] == ids[kv]
+
+    def visible_before(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (ids[q] == ids[kv]) & (q >= kv)
+
+    def bounds(q: torch.Tensor, keys: int) -> Sides:
+        own = ids[q.long()].long()
+        return [(offsets[own], q + 1 if causal else offsets[own + 1])]
+
+    return Mask("causal-documents" if causal else "documents", visible_before if causal else visible, bounds)
+
+
+def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
+    """Packed documents of blocks of tokens: a token sees its own block and all earlier ones of its document."""
+    _check(least=1, block=block)
+    ids, offsets = _document_ids(offsets), offsets.to(torch.int32)
+    places = torch.arange(len(ids), dtype=torch.int32, device=ids.device) - offsets[ids.long()]
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (ids[q] == ids[kv]) & (places[q] // block >= places[kv] // block)
+
+    def bounds(q: torch.Tensor, keys: int) -> Sides:
+        own = ids[q.long()].long()
+        end = offsets[own] + (places[q.long()] // block + 1) * block
+        return [(offsets[own], end.minimum(offsets[own + 1]))]
+
+    return Mask("block-causal-documents", visible, bounds)
+
+
+def prefix_lm(prefix: int | torch.Tensor) -> Mask:
+    """Every token sees the first ``prefix`` keys, a number or i32 ``(B)``, and what is before itself."""
+    if isinstance(prefix, torch.Tensor):
+
+        def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return (kv < prefix[b]) | (q >= kv)
+
+    else:
+
+        def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return (kv < prefix) | (q >= kv)
+
+    def bounds(q: torch.Tensor, keys: int) -> Sides:
+        least = prefix.to(q.device, torch.int32).unsqueeze(1) if isinstance(prefix, torch.Tensor) else prefix
+        end = (q + 1).maximum(torch.as_tensor(least, dtype=torch.int32, device=q.device))
+        return [(torch.zeros_like(end), end.clamp_max(keys))]
+
+    return Mask("prefix-lm", visible, bounds)
+
+
+def chunks(size: int, causal: bool = False) -> Mask:
+    """A token sees its own chunk of ``size`` tokens, with ``causal`` up to itself."""
+    _check(least=1, size=size)
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q // size == kv // size
+
+    def visible_before(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q // size == kv // size) & (q >= kv)
+
+    def bounds(q: torch.Tensor, keys: int) -> Sides:
+        start = q // size * size
+        return [(start, (q + 1 if causal else start + size).clamp(0, keys))]
+
+    return Mask("causal-chunks" if causal else "chunks", visible_before if causal else visible, bounds)
+
+
+def prefix_tree(parents: Sequence[int], lengths: Sequence[int], device: Any = "cpu") -> Mask:
+    """Sequences that share prefixes, packed as the segments of a tree in depth-first order.
+
+    A token sees the earlier tokens of its own segment and all tokens of the segments above it.
+
+    Args:
+        parents: the parent of each segment, -1 for a root; a parent comes before its children.
+        lengths: tokens of each segment.
+        device: of the call.
+    """
+    n = len(parents)
+    if len(lengths) != n or any(not -1 <= p < i for i, p in enumerate(parents)):
+        raise ValueError(f"parents is {parents} and lengths {lengths}; a parent is -1 or an earlier segment's number")
+    last = list(range(1, n + 1))
+    for i in reversed(range(n)):
+        if parents[i] >= 0:
+            last[parents[i]] = max(last[parents[i]], last[i])
+    for i, p in enumerate(parents):
+        above = i - 1
+        while above >= 0 and above != p:
+            above = parents[above]
+        if above != p:
+            raise ValueError(f"parents is {parents}; segment {i} is not in depth-first order")
+    offsets = [0, *itertools.accumulate(lengths)]
+    of_token = [i for i, length in enumerate(lengths) for _ in range(length)]
+    segment = torch.tensor(of_token, dtype=torch.int32, device=device)
+    entered, left = segment, torch.tensor([last[i] for i in of_token], dtype=torch.int32, device=device)
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (entered[kv] <= entered[q]) & (entered[q] < left[kv]) & (q >= kv)
+
+    rows = [_path(parents, offsets, i) for i in range(n)]
+    count = max(map(len, rows), default=1)
+
+    def bounds(q: torch.Tensor, keys: int) -> Sides:
+        found = []
+        for k in range(count):
+            # Rows with fewer intervals have empty ones first, so that the last one ends at the token itself.
+            padded = [((0, 0),) * (count - len(row)) + row for row in rows]
+            pairs = torch.tensor([row[k] for row in padded], dtype=torch.int32, device=q.device)
+            start, end = (pairs[:, i][segment[q.long()].long()] for i in (0, 1))
+            found.append((start, q + 1 if k == count - 1 else end))
+        return found
+
+    return Mask("prefix-tree", visible, bounds if count <= MOST_INTERVALS else None)
+
+
+def _path(parents: Sequence[int], offsets: list[int], segment: int) -> tuple[tuple[int, int], ...]:
+    """The tokens of a segment and of those above it; neighbours are one interval."""
+    found: list[tuple[int, int]] = []
+    while segment >= 0:
+        start, end = offsets[segment], offsets[segment + 1]
+        if found and found[0][0] == end:
+            found[0] = (start, found[0][1])
+        else:
+            found.insert(0, (start, end))
+        segment = parents[segment]
+    return tuple(found)
+
+
+def block_diffusion(length: int, block: int) -> Mask:
+    """Training of block diffusion models: ``length`` noised tokens, then the same tokens clean.
+
+    A noised token sees its own noised block and the clean blocks before it; a clean one its own and earlier clean ones.
+    """
+    _check(least=1, length=length, block=block)
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        q_clean, kv_clean = q >= length, kv >= length
+        q_block = torch.where(q_clean, q - length, q) // block
+        kv_block = torch.where(kv_clean, kv - length, kv) // block
+        own = (q_block == kv_block) & (q_clean == kv_clean)
+        before = kv_clean & ((q_block > kv_block) | (q_clean & (q_block >= kv_block)))
+        return own | before
+
+    def bounds(q: torch.Tensor, keys: int) -> Sides:
+        clean = q >= length
+        at = torch.where(clean, q - length, q) // block
+        noised = torch.where(clean, 0, at * block), torch.where(clean, 0, ((at + 1) * block).clamp_max(length))
+        end = length + torch.where(clean, at + 1, at) * block
+        return [noised, (torch.full_like(q, length), end.clamp_max(2 * length))]
+
+    return Mask("block-diffusion", visible, bounds)
+
+
+def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
+    """NATTEN's neighbourhood attention in one to three dimensions, tokens in row-major order.
+
+    Along each axis a token sees ``window`` positions around its own, moved inside where they would leave the grid.
+
+    Args:
+        shape: of the grid of tokens.
+        window: positions that are seen along each axis, at most the axis's length.
+    """
+    shape, window = tuple(shape), tuple(window)
+    if not 1 <= len(shape) <= 3 or len(shape) != len(window) or any(not 1 <= w <= n for n, w in zip(shape, window)):
+        raise ValueError(f"shape is {shape} and window {window}; both have 1 to 3 numbers, and no window is longer")
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    axes = tuple(zip(shape, window, strides, strict=True))
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        found = None
+        for n, w, stride in axes:
+            if w == n:
+                continue
+            start = torch.clamp(q // stride % n - w // 2, 0, n - w)
+            at = kv // stride % n - start
+            inside = (at >= 0) & (at < w)
+            found = inside if found is None else found & inside
+        return q >= 0 if found is None else found
+
+    # Trailing axes that are seen whole make one interval with the axis before them.
+    inner = len(axes)
+    while inner and axes[inner - 1][0] == axes[inner - 1][1]:
+        inner -= 1
+    outer = axes[: max(0, inner - 1)]
+    count = math.prod(w for _, w, _ in outer)
+
+    def bounds(q: torch.Tensor, keys: int) -> Sides:
+        def start_of(axis: tuple[int, int, int]) -> torch.Tensor:
+            n, w, stride = axis
+            return (q // stride % n - w // 2).clamp(0, n - w) * stride
+
+        if not inner:
+            return [(torch.zeros_like(q), torch.full_like(q, keys))]
+        _, w, stride = axes[inner - 1]
+        first = sum((start_of(axis) for axis in outer), start_of(axes[inner - 1]))
+        steps = itertools.product(*(range(0, of * along, along) for _, of, along in outer))
+        return [(first + sum(step), first + sum(step) + w * stride) for step in steps]
+
+    return Mask(f"neighbourhood-{len(shape)}d", visible, bounds if count <= MOST_INTERVALS else None)
+
+
+def _check(least: int = 0, **numbers: int) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < least:
+            raise ValueError(f"{name} is {number!r}; it may be a whole number from {least}")

@@ -1,0 +1,211 @@
+"""flex_attention on the CPU against torch's functions, formula and autograd, in f64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import flex_oracle
+from support.programs import SIZES, draw
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+import flashlane
+from flashlane.flex import attention as attention_module
+from flashlane.flex import reference
+
+Function = Callable[..., Any] | None
+
+
+def operands(
+    batch: int, heads: int, kv_heads: int, rows: int, columns: int, d: int = 8, dv: int = 8
+) -> list[torch.Tensor]:
+    shapes = (batch, heads, rows, d), (batch, kv_heads, columns, d), (batch, kv_heads, columns, dv)
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def compare(
+    tensors: list[torch.Tensor],
+    score_mod: Function,
+    block_mask: BlockMask | None,
+    extra: list[torch.Tensor] | None = None,
+) -> None:
+    """Output, LSE and every gradient."""
+    extra = extra or []
+    out, lse = flashlane.flex_attention(*tensors, score_mod, block_mask, enable_gqa=True, return_lse=True)
+    wanted, wanted_lse = flex_oracle.attention(*tensors, score_mod, block_mask)
+    close = {"rtol": 1e-8, "atol": 1e-8}
+    torch.testing.assert_close(out, wanted, **close)
+    torch.testing.assert_close(lse, wanted_lse, **close)
+    weights = torch.randn_like(out), torch.randn_like(lse)
+    sums = [
+        (o * weights[0]).sum() + torch.where(logs == -torch.inf, 0, logs * weights[1]).sum()
+        for o, logs in ((out, lse), (wanted, wanted_lse))
+    ]
+    found, expected = (torch.autograd.grad(s, [*tensors, *extra], allow_unused=True) for s in sums)
+    for a, b in zip(found, expected, strict=True):
+        if a is not None or b is not None:
+            a, b = (t if t is not None else torch.zeros_like(other) for t, other in ((a, b), (b, a)))
+            torch.testing.assert_close(a, b, **close)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_drawn_scores_and_masks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in tiles so small that rows, heads and batches are cut."""
+    chooser = random.Random(seed)
+    batch, heads, rows, columns = SIZES
+    monkeypatch.setattr(reference, "TILE", chooser.choice([700, 3000, 1 << 21]))
+    score, mask = draw(seed, "score_mod"), draw(seed, "mask_mod")
+    floating = [t.requires_grad_() for t in score.captured.values() if t.dtype == torch.float64]
+    block_mask = None
+    if seed % 4:
+        size = chooser.choice([8, 16, (16, 8), 64])
+        sizes = [chooser.choice([None, n]) for n in (batch, heads)] if seed % 2 else [batch, heads]
+        used = flashlane.flex.bind.bind(None, mask.function, torch.device("cpu"))[0].inputs()
+        sizes = [n if letter in used else given for letter, n, given in zip("bh", (batch, heads), sizes, strict=True)]
+        block_mask = flashlane.create_block_mask(mask.function, *sizes, rows, columns, "cpu", BLOCK_SIZE=size)
+    tensors = operands(batch, heads, chooser.choice([1, heads]), rows, columns, 8, chooser.choice([4, 8]))
+    compare(tensors, score.function if seed % 3 else None, block_mask, floating)
+
+
+def test_rows_that_see_nothing() -> None:
+    tensors = operands(2, 2, 1, 20, 20)
+    mask = flashlane.create_block_mask(lambda b, h, q, kv: (q < kv) & (q % 3 != 0), None, None, 20, 20, "cpu", 8)
+    compare(tensors, None, mask)
+    out, lse = flashlane.flex_attention(*tensors, None, mask, enable_gqa=True, return_lse=True)
+    assert not out[:, :, ::3].any() and (lse[:, :, ::3] == -torch.inf).all()
+    grads = torch.autograd.grad(out.sum() + lse[:, :, 1].sum(), tensors)
+    assert not grads[0][:, :, ::3].any() and all(g.isfinite().all() for g in grads)
+    compare(tensors, lambda score, b, h, q, kv: torch.where(kv > q + 4, score, -float("inf")), None)
+
+
+def test_empty_lists() -> None:
+    tensors = operands(1, 2, 2, 32, 32)
+    none = torch.zeros(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(*none, BLOCK_SIZE=16)
+    compare(tensors, None, mask)
+    out = flashlane.flex_attention(*tensors, None, mask)
+    assert not out.any()
+    nothing = flashlane.create_block_mask(lambda b, h, q, kv: q < 0, None, None, 32, 32, "cpu", 16)
+    assert not nothing.kv_num_blocks.any() and not nothing.full_q_num_blocks.any()
+    compare(tensors, None, nothing)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_block_lists_by_hand_for_each_head(block: int) -> None:
+    """Without a mask function every pair of a listed block is visible."""
+    n, heads = 3, 3
+    table = torch.rand(1, heads, n, n) < 0.5
+    counts, indices = flashlane.flex.blocks.lists(table)
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=block, seq_lengths=(n * block - 5, n * block))
+    tensors = operands(2, heads, heads, n * block - 5, n * block, 4, 4)
+    compare(tensors, None, mask)
+    visible = table.repeat_interleave(block, 2).repeat_interleave(block, 3)[:, :, : n * block - 5]
+    lse = flashlane.flex_attention(*tensors, None, mask, return_lse=True)[1]
+    scores = torch.where(visible, tensors[0] @ tensors[1].mT / 2, -torch.inf)
+    torch.testing.assert_close(lse, torch.logsumexp(scores, -1))
+
+
+def test_keys_of_one_batch_serve_all() -> None:
+    q, k, v = operands(3, 2, 2, 10, 12)
+    k, v = (t[:1].detach().requires_grad_() for t in (k, v))
+    compare([q, k, v], lambda score, b, h, q, kv: score * (b + 1), None)
+
+
+def test_gradients_of_what_captured_tensors_are_computed_from() -> None:
+    tensors = operands(2, 2, 2, 9, 11)
+    slopes, table = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2,), (5, 2)))
+
+    def score_mod(score, b, h, q, kv):
+        return score * slopes.exp()[h] + table[torch.clamp(q - kv, -2, 2) + 2, h] + table.sum(1)[b]
+
+    compare(tensors, score_mod, None, [slopes, table])
+
+
+def test_captured_gradients_are_the_same_in_every_run() -> None:
+    q, k, v = (torch.randn(1, 4, 64, 16, requires_grad=True) for _ in range(3))
+    table = torch.randn(7, requires_grad=True)
+    found = []
+    for _ in range(3):
+        out = flashlane.flex_attention(q, k, v, lambda score, b, h, i, j: score + table[(i - j) % 7])
+        found.append(torch.autograd.grad(out.square().sum(), [table, q]))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_results_of_every_kind() -> None:
+    tensors = operands(1, 2, 2, 6, 7)
+    out = flashlane.flex_attention(*tensors)
+    with_lse = flashlane.flex_attention(*tensors, return_lse=True)
+    asked, aux = flashlane.flex_attention(*tensors, return_aux=AuxRequest(lse=True, max_scores=True))
+    scores = tensors[0] @ tensors[1].mT / 8**0.5
+    assert torch.equal(out, with_lse[0]) and torch.equal(out, asked) and torch.equal(aux.lse, with_lse[1])
+    torch.testing.assert_close(aux.max_scores, scores.amax(-1))
+    assert flashlane.flex_attention(*tensors, return_aux=AuxRequest())[1] == (None, None)
+    torch.testing.assert_close(
+        flashlane.flex_attention(*tensors, scale=2.0), (scores * 8**0.5 * 2).softmax(-1) @ tensors[2]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_types_and_autocast(dtype: torch.dtype) -> None:
+    wide = operands(1, 2, 2, 33, 33)
+    q, k, v = (t.detach().to(dtype) for t in wide)
+    out, lse = flashlane.flex_attention(q, k, v, lambda score, b, h, i, j: score * 0.5, return_lse=True)
+    wanted = flex_oracle.attention(q.double(), k.double(), v.double(), lambda score, b, h, i, j: score * 0.5, None)[0]
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert (out.double() - wanted).abs().max() < (1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps * 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flashlane.flex_attention(q.float(), k.float(), v.float()).dtype == torch.bfloat16
+
+
+WRONG = {
+    "query has 4 heads and key 2": lambda q, k, v: flashlane.flex_attention(q, k[:, :2], v[:, :2]),
+    "key has head dim 4": lambda q, k, v: flashlane.flex_attention(q, k[..., :4], v),
+    r"value has shape \(1, 4, 9, 8\)": lambda q, k, v: flashlane.flex_attention(q, k, v[:, :, :9]),
+    "BACKEND is .NO.; it may be AUTO": lambda *qkv: flashlane.flex_attention(*qkv, kernel_options={"BACKEND": "NO"}),
+    "made for 20 queries and 20 keys; this call has 10 and 10": lambda q, k, v: flashlane.flex_attention(
+        q, k, v, block_mask=flashlane.create_block_mask(lambda b, h, i, j: i >= j, None, None, 20, 20, "cpu")
+    ),
+    "block_mask has heads 2; it must be 1 or 4": lambda q, k, v: flashlane.flex_attention(
+        q, k, v, block_mask=flashlane.create_block_mask(lambda b, h, i, j: i >= j, None, 2, 10, 10, "cpu")
+    ),
+    "query has shape": lambda q, k, v: flashlane.flex_attention(q[0], k, v),
+    "BLOCK_SIZE is 0": lambda *qkv: flashlane.create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, "cpu", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_named(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WRONG[message](*operands(1, 4, 4, 10, 10))
+
+
+def test_torchs_own_function_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what programs do not have, and only where the caller says so."""
+    tensors = [t.detach().float() for t in operands(1, 2, 2, 10, 10)]
+    seen = []
+    monkeypatch.setattr(
+        attention_module, "torch_function", lambda device: lambda *a, **k: (seen.append((a, k)), tensors[0])[1]
+    )
+
+    def searching(score, b, h, q, kv):
+        return score + torch.searchsorted(torch.arange(4.0), score)
+
+    with pytest.raises(NotImplementedError, match="searchsorted"):
+        flashlane.flex_attention(*tensors, searching)
+    assert not seen
+    assert (
+        flashlane.flex_attention(*tensors, searching, kernel_options={"BACKEND": "TRITON", "BLOCK_M": 64}) is tensors[0]
+    )
+    assert seen[0][0][3] is searching and seen[0][0][-1] == {"BACKEND": "TRITON", "BLOCK_M": 64}
+
+
+def test_under_torch_compile_the_graph_breaks_and_results_are_the_same() -> None:
+    tensors = [t.detach() for t in operands(1, 2, 2, 10, 10)]
+
+    def model(q, k, v):
+        return flashlane.flex_attention(q * 2, k, v, lambda score, b, h, i, j: score + i) + 1
+
+    torch.testing.assert_close(torch.compile(model, backend="eager")(*tensors), model(*tensors))

@@ -1,0 +1,200 @@
+"""create_block_mask against torch's, list by list; named masks against their functions; device kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.programs import SIZES, draw
+from torch.nn.attention import flex_attention as torch_flex
+
+import flashlane
+from flashlane import jit
+from flashlane.flex import block_mask as module
+from flashlane.flex import blocks, device_blocks, masks
+from flashlane.flex.bind import bind
+from flashlane.flex.intervals import Intervals, interval_mask_mod
+
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+LISTS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+OFFSETS = torch.tensor([0, 70, 71, 300, 420, 500])
+NAMED = {
+    "causal": (masks.causal(), (500, 500)),
+    "causal shifted back": (masks.causal(-30), (500, 500)),
+    "causal of more keys": (masks.causal(20), (300, 500)),
+    "window": (masks.sliding_window(40), (500, 500)),
+    "window of both sides and sinks": (masks.sliding_window(40, 10, 30), (500, 500)),
+    "documents": (masks.documents(OFFSETS), (500, 500)),
+    "causal documents": (masks.documents(OFFSETS, causal=True), (500, 500)),
+    "block-causal documents": (masks.block_causal_documents(OFFSETS, 16), (500, 500)),
+    "prefix-lm": (masks.prefix_lm(100), (500, 500)),
+    "prefixes of batches": (masks.prefix_lm(torch.tensor([100, 0, 333], dtype=torch.int32)), (500, 500)),
+    "chunks": (masks.chunks(33), (500, 500)),
+    "causal chunks": (masks.chunks(128, causal=True), (512, 512)),
+    "prefix tree": (masks.prefix_tree([-1, 0, 1, 1, 0, 4, -1], [100, 50, 60, 70, 80, 90, 50]), (500, 500)),
+    "block diffusion": (masks.block_diffusion(250, 32), (500, 500)),
+    "neighbourhood 1d": (masks.neighbourhood((500,), (33,)), (500, 500)),
+    "neighbourhood 2d": (masks.neighbourhood((20, 25), (3, 7)), (500, 500)),
+    "neighbourhood 2d, many intervals": (masks.neighbourhood((20, 25), (7, 7)), (500, 500)),
+    "neighbourhood 3d": (masks.neighbourhood((4, 5, 25), (2, 2, 25)), (500, 500)),
+    "neighbourhood 3d, many intervals": (masks.neighbourhood((4, 5, 25), (3, 3, 5)), (500, 500)),
+    "neighbourhood of everything": (masks.neighbourhood((4, 5), (4, 5)), (20, 20)),
+}
+
+
+def batches_of(name: str) -> int:
+    return 3 if name == "prefixes of batches" else 1
+
+
+def same_lists(found: torch_flex.BlockMask, wanted: torch_flex.BlockMask) -> None:
+    assert found.seq_lengths == wanted.seq_lengths and found.BLOCK_SIZE == wanted.BLOCK_SIZE
+    for name in LISTS:
+        a, b = getattr(found, name), getattr(wanted, name)
+        assert (a is None) == (b is None), name
+        assert a is None or (a.dtype == b.dtype == torch.int32 and torch.equal(a, b)), name
+
+
+@pytest.mark.parametrize("size", [16, (64, 32), 128])
+@pytest.mark.parametrize("name", NAMED)
+def test_named_masks_have_torchs_lists(name: str, size: int | tuple[int, int]) -> None:
+    mask, lengths = NAMED[name]
+    wanted = torch_flex.create_block_mask(mask, batches_of(name), 2, *lengths, "cpu", BLOCK_SIZE=size)
+    found = flashlane.create_block_mask(mask, batches_of(name), 2, *lengths, "cpu", BLOCK_SIZE=size)
+    same_lists(found, wanted)
+    plain = flashlane.create_block_mask(mask.function, batches_of(name), 2, *lengths, "cpu", BLOCK_SIZE=size)
+    same_lists(plain, wanted)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_intervals_show_what_the_function_shows(name: str) -> None:
+    mask, lengths = NAMED[name]
+    intervals = mask.intervals(*lengths, torch.device("cpu"))
+    assert (intervals is None) == name.endswith("many intervals")
+    if intervals is None:
+        return
+    dense = torch_flex.create_mask(mask, batches_of(name), 1, *lengths, "cpu")
+    assert torch.equal(
+        torch_flex.create_mask(interval_mask_mod(intervals), batches_of(name), 1, *lengths, "cpu"), dense
+    )
+    assert (intervals.starts.diff(dim=2) >= 0).all() and intervals.starts.shape[2] <= masks.MOST_INTERVALS
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_drawn_masks_have_torchs_lists(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when few blocks and few pairs are looked at in one step."""
+    monkeypatch.setattr(module, "MOST_BLOCKS", [1 << 20, 7][seed % 2])
+    monkeypatch.setattr(module, "MOST_PAIRS", [1 << 21, 100][seed // 2 % 2])
+    drawn, size = draw(seed, "mask_mod"), [4, (8, 4), 16][seed % 3]
+    wanted = torch_flex.create_block_mask(drawn.function, *SIZES, "cpu", BLOCK_SIZE=size)
+    same_lists(flashlane.create_block_mask(drawn.function, *SIZES, "cpu", BLOCK_SIZE=size), wanted)
+    whole = torch_flex.create_block_mask(drawn.function, *SIZES, "cpu", BLOCK_SIZE=size, separate_full_blocks=False)
+    same_lists(
+        flashlane.create_block_mask(drawn.function, *SIZES, "cpu", BLOCK_SIZE=size, separate_full_blocks=False), whole
+    )
+
+
+def test_most_blocks_are_settled_without_their_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64k tokens in bounded memory: only blocks that the mask cuts are evaluated."""
+    evaluated = []
+    original = module._evaluated
+    monkeypatch.setattr(
+        module, "_evaluated", lambda p, a, at, *r: (evaluated.append(len(at)), original(p, a, at, *r))[1]
+    )
+    n = 65536
+    documents = torch.arange(n) // 3000
+    mask = flashlane.create_block_mask(
+        lambda b, h, q, kv: (q >= kv) & (documents[q] == documents[kv]), None, None, n, n, "cpu"
+    )
+    assert sum(evaluated) < 2000 and max(evaluated) <= module.MOST_PAIRS // 128**2
+    causal = flashlane.create_block_mask(masks.causal(), None, None, n, n, "cpu")
+    assert torch.equal(causal.full_kv_num_blocks[0, 0], torch.arange(512, dtype=torch.int32))
+    offsets = torch.tensor([*range(0, n, 3000), n])
+    same_lists(mask, flashlane.create_block_mask(masks.documents(offsets, causal=True), None, None, n, n, "cpu"))
+
+
+def test_lists_of_batches_and_heads_that_do_not_matter_are_views() -> None:
+    mask = flashlane.create_block_mask(lambda b, h, q, kv: q >= kv + h, 4, 3, 300, 300, "cpu")
+    assert mask.kv_indices.shape == (4, 3, 3, 3) and mask.kv_indices.stride(0) == 0 and mask.kv_indices.stride(1) != 0
+
+
+def test_intervals_that_touch_are_one() -> None:
+    starts = torch.tensor([0, 8, 5, 20], dtype=torch.int32).view(1, 1, 4, 1).expand(1, 1, 4, 8).contiguous()
+    ends = torch.tensor([8, 8, 16, 24], dtype=torch.int32).view(1, 1, 4, 1).expand(1, 1, 4, 8).contiguous()
+    assert Intervals(starts, ends).states(32, (8, 8)).tolist() == [[[[blocks.FULL, blocks.FULL, blocks.PARTIAL, 0]]]]
+    with pytest.raises(ValueError, match=r"starts is torch\.int64"):
+        Intervals(starts.long(), ends)
+
+
+def test_masks_with_as_many_intervals_are_one_program() -> None:
+    """So a mask or a length that was not seen before compiles nothing."""
+    programs = set()
+    for mask, n in ((masks.causal(), 500), (masks.sliding_window(9), 300), (masks.documents(OFFSETS), 500)):
+        made = flashlane.create_block_mask(mask, None, None, n, n, "cpu")
+        programs.add(bind(None, made.mask_mod, torch.device("cpu"))[0])
+    assert len(programs) == 1
+
+
+WRONG = {
+    "left is -1": lambda: masks.sliding_window(-1),
+    "size is 0": lambda: masks.chunks(0),
+    "offsets is torch.float32": lambda: masks.documents(torch.ones(3)),
+    r"shape is \(4, 5\) and window \(5, 5\)": lambda: masks.neighbourhood((4, 5), (5, 5)),
+    "segment 3 is not in depth-first order": lambda: masks.prefix_tree([-1, 0, 0, 1], [1, 1, 1, 1]),
+    "a parent is -1 or an earlier": lambda: masks.prefix_tree([0, -1], [1, 1]),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_masks_are_named(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WRONG[message]()
+
+
+def sources() -> dict[str, jit.KernelSource]:
+    program, _ = bind(None, NAMED["block-causal documents"][0].function, torch.device("cpu"))
+    return {
+        "intervals": device_blocks.interval_source(),
+        "lists": device_blocks.list_source(),
+        "program 128": device_blocks.program_source(program, (128, 128)),
+        "program 64": device_blocks.program_source(program, (64, 64)),
+        "program 16": device_blocks.program_source(program, (16, 16)),
+    }
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", sources())
+def test_device_kernels_compile_without_spills(name: str, arch: str) -> None:
+    assert jit.compile(sources()[name], arch).report.spill_stores == 0
+
+
+def test_every_device_file_has_a_source() -> None:
+    files = {path.stem for path in Path(device_blocks.__file__).parent.glob("*.cu")}
+    assert files == {source.entry for source in sources().values()}
+
+
+def moved(mask: masks.Mask | object) -> object:
+    """A function that captures CPU tensors cannot run on a GPU: masks of tensors are made there."""
+    return {
+        "documents": lambda: masks.documents(OFFSETS.cuda()),
+        "causal documents": lambda: masks.documents(OFFSETS.cuda(), causal=True),
+        "block-causal documents": lambda: masks.block_causal_documents(OFFSETS.cuda(), 16),
+        "prefixes of batches": lambda: masks.prefix_lm(torch.tensor([100, 0, 333], dtype=torch.int32, device="cuda")),
+        "prefix tree": lambda: masks.prefix_tree([-1, 0, 1, 1, 0, 4, -1], [100, 50, 60, 70, 80, 90, 50], "cuda"),
+    }.get(mask, lambda: NAMED[mask][0])()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [16, (64, 32), 128])
+@pytest.mark.parametrize("name", NAMED)
+def test_lists_of_a_gpu_are_those_of_the_cpu(name: str, size: int | tuple[int, int]) -> None:
+    mask, lengths = NAMED[name]
+    on_gpu = moved(name)
+    for function, given in ((mask, on_gpu), (mask.function, on_gpu.function)):
+        wanted = flashlane.create_block_mask(function, batches_of(name), 2, *lengths, "cpu", BLOCK_SIZE=size)
+        found = flashlane.create_block_mask(given, batches_of(name), 2, *lengths, "cuda", BLOCK_SIZE=size).to("cpu")
+        assert torch.equal(blocks.states(found), blocks.states(wanted))
+        for lists in LISTS[::2]:
+            assert torch.equal(getattr(found, lists), getattr(wanted, lists)), lists
+        order = found.q_indices.sort(-1).values
+        assert torch.equal(order, torch.arange(order.shape[-1], dtype=torch.int32).expand(order.shape))

@@ -1,0 +1,133 @@
+"""The generated header: compiled by NVRTC, and its functions' values on the host and on a GPU against torch in f64."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support import program_kernel
+from support.flex_oracle import mapped
+from support.programs import SIZES, Drawn, draw
+
+from flashlane import jit
+from flashlane.flex.bind import bind
+from flashlane.flex.program import Arguments, Program, captured
+
+DRAWN = int(os.environ.get("FLASHLANE_DRAWN_PROGRAMS", "60"))
+"""Drawn programs of a test on a GPU."""
+
+
+def drawn_pair(seed: int, device: str = "cpu") -> tuple[Drawn, Drawn, Program, Arguments]:
+    """A drawn score and a drawn mask over f32 tensors, and their program."""
+    score, mask = (draw(seed, kind, device, torch.float32) for kind in ("score_mod", "mask_mod"))
+    program, arguments = bind(score.function, mask.function, torch.device(device))
+    return score, mask, program, arguments
+
+
+def expected(score: Drawn, mask: Drawn, seed: int, scores: torch.Tensor) -> program_kernel.Found:
+    """The same by torch, in f64 on the CPU, of tensors with the same f32 values."""
+    wide = scores.detach().double().cpu().requires_grad_()
+    functions = []
+    for drawn, kind in ((score, "score_mod"), (mask, "mask_mod")):
+        again = draw(seed, kind)
+        for name, t in again.captured.items():
+            t.copy_(drawn.captured[name])
+        functions.append(again.function)
+    values = mapped(functions[0], wide, SIZES)
+    slope = torch.zeros_like(wide)
+    if values.requires_grad:
+        slope = torch.autograd.grad(values.sum(), wide, allow_unused=True)[0]
+        slope = torch.zeros_like(wide) if slope is None else slope
+    return values.detach().double(), slope, mapped(functions[1], None, SIZES)
+
+
+def same(found: program_kernel.Found, wanted: program_kernel.Found, score: Drawn, mask: Drawn, rtol: float) -> None:
+    for what, a, b in zip(("score", "derivative"), found, wanted, strict=False):
+        size = b.abs().clamp(max=1e30).amax().item()
+        # A comparison of scores, or a kink, lies elsewhere in f32: at few pairs.
+        wrong = ((a.cpu().double() - b).abs() > rtol * (1 + size)) & b.isfinite()
+        assert wrong.double().mean() < 2e-3, f"{what}: {int(wrong.sum())} of {wrong.numel()} differ\n{score}"
+    assert torch.equal(found[2].cpu(), wanted[2]), mask
+
+
+@pytest.mark.skipif(program_kernel.COMPILER is None, reason="no C++ compiler")
+def test_drawn_programs_as_cpp_on_the_host(tmp_path: Path) -> None:
+    given, drawn = {}, {}
+    for seed in range(24):
+        score, mask, program, arguments = drawn_pair(seed)
+        scores = torch.randn(SIZES, generator=torch.Generator().manual_seed(seed))
+        given[str(seed)], drawn[str(seed)] = (program, arguments, scores), (score, mask)
+    for name, found in program_kernel.on_host(given, tmp_path).items():
+        score, mask = drawn[name]
+        same(found, expected(score, mask, int(name), given[name][2]), score, mask, 2e-5)
+
+
+@pytest.mark.skipif(program_kernel.COMPILER is None, reason="no C++ compiler")
+def test_floor_division_and_remainder_on_the_host(tmp_path: Path) -> None:
+    divisors = torch.tensor([3, -3, 7, -1], dtype=torch.int32)
+    fractions = torch.tensor([0.75, -0.75, 2.5, -3.0])
+
+    def score_mod(score, b, h, q, kv):
+        i, x = q - kv, (q - kv) * 0.25
+        whole = (i // divisors[h]) * 100 + i % divisors[h] + torch.fmod(i, divisors[h]) * 0.125
+        return whole + (x // fractions[h]) * 1000 + (x % fractions[h]) * 0.5 + (q // 5) * 7 + q % 5
+
+    program, arguments = bind(score_mod, None, torch.device("cpu"))
+    scores = torch.zeros(1, 4, 13, 17)
+    found = program_kernel.on_host({"x": (program, arguments, scores)}, tmp_path)["x"]
+    assert torch.equal(found[0], mapped(score_mod, scores, tuple(scores.shape)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_programs_compile_without_spills(seed: int) -> None:
+    *_, program, _ = drawn_pair(100 + seed)
+    report = jit.compile(program_kernel.source(program), "sm_90a").report
+    assert report.spill_stores == 0
+
+
+def test_every_type_of_captured_tensor_compiles() -> None:
+    tensors = [torch.ones(4, 5, dtype=getattr(torch, name)) for name in (
+        "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")]  # fmt: skip
+
+    def score_mod(score, b, h, q, kv):
+        return score + sum(t[h, kv] for t in tensors)
+
+    program, _ = bind(score_mod, None, torch.device("cpu"))
+    assert len(program.captured) == 10
+    jit.compile(program_kernel.source(program), "sm_90a")
+    jit.compile(program_kernel.source(program), "sm_80")
+
+
+def test_the_python_mirror_of_the_parameters_has_their_offsets() -> None:
+    tensors = tuple(torch.ones(s) for s in ((3,), (2, 3, 4), ()))
+    program = Program(None, None, captured(tensors), 5)
+    params = program.params(Arguments(tensors, (1, 2, 3, 4, 5)))
+    checks = [f"static_assert(sizeof(ProgramParams) == {ctypes.sizeof(params)});"]
+    for field, *_ in params._fields_:
+        checks.append(f"static_assert(offsetof(ProgramParams, {field}) == {getattr(type(params), field).offset});")
+    text = '#include "offsetof.cuh"\n#include "program.cuh"\n' + "\n".join(checks)
+    text += '\nextern "C" __global__ void entry() {}\n'
+    jit.compile(jit.KernelSource("tests/t.cu", text, "entry", headers=(("program.cuh", program.header()),)), "sm_90a")
+    assert params.size[1][2] == 4 and params.stride[1][0] == 12 and params.integer[4] == 5
+
+
+def test_wrong_arguments_are_named() -> None:
+    program = Program(None, None, captured((torch.ones(3),)), 1)
+    with pytest.raises(ValueError, match=r"captured0 is torch\.float16 of 1 dimensions; the program reads f32 of 1"):
+        program.params(Arguments((torch.ones(3).half(),), (1,)))
+    with pytest.raises(ValueError, match="arguments has 0 tensors and 1 integers; the program takes 1 and 1"):
+        program.params(Arguments((), (1,)))
+    with pytest.raises(ValueError, match=r"captured0 has shape \(0,\)"):
+        program.params(Arguments((torch.ones(0),), (1,)))
+
+
+@pytest.mark.gpu
+def test_drawn_programs_on_a_gpu() -> None:
+    for seed in range(DRAWN):
+        score, mask, program, arguments = drawn_pair(seed, "cuda")
+        scores = torch.randn(SIZES, generator=torch.Generator().manual_seed(seed)).cuda()
+        found = program_kernel.on_gpu(program, arguments, scores)
+        same(found, expected(score, mask, seed, scores), score, mask, 1e-4)

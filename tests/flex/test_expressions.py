@@ -1,0 +1,105 @@
+"""Drawn functions as expressions: values and derivatives against torch's vmap and autograd, in f64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.flex_oracle import mapped, places
+from support.programs import SIZES, draw
+
+from flashlane.flex import derivative
+from flashlane.flex.bind import bind
+from flashlane.flex.evaluate import evaluate
+from flashlane.flex.expression import input, make, may_be_negative, nodes
+
+CPU = torch.device("cpu")
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    assert found.isfinite().all() == expected.isfinite().all(), what
+    torch.testing.assert_close(
+        found.expand(expected.shape), expected, rtol=1e-9, atol=1e-9, msg=lambda m: f"{m}\n{what}"
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_drawn_scores_and_all_their_derivatives(seed: int) -> None:
+    drawn = draw(seed, "score_mod")
+    floating = [t.requires_grad_() for t in drawn.captured.values() if t.dtype == torch.float64]
+    program, arguments = bind(drawn.function, None, CPU, "f64")
+    score = torch.randn(SIZES, dtype=torch.float64, requires_grad=True)
+    expected = mapped(drawn.function, score, SIZES).double()
+    root = program.score if program.score is not None else input("score", "f64")
+    inputs = {"score": score.detach(), **places(SIZES)}
+    given = (inputs, arguments.tensors, arguments.integers)
+    same(evaluate([root], *given)[0].double(), expected.detach(), drawn)
+
+    if not expected.requires_grad:
+        return
+    weight = torch.randn(SIZES, dtype=torch.float64)
+    grads = torch.autograd.grad((expected * weight).sum(), [score, *floating], allow_unused=True)
+    slope = evaluate([derivative.of_score(root)], *given)[0]
+    same((slope * weight), torch.zeros(SIZES, dtype=torch.float64) if grads[0] is None else grads[0], drawn)
+    expected_grads = dict(zip(map(id, floating), grads[1:], strict=True))
+    found = {i: torch.zeros_like(t) for i, t in enumerate(arguments.tensors) if t.dtype == torch.float64}
+    for load, gradient in derivative.of_loads(root, input("grad", "f64")):
+        if load.value not in found:
+            continue
+        part, *indices = evaluate([gradient, *load.operands], inputs | {"grad": weight}, *given[1:])
+        indices = [i.long().expand(SIZES) for i in indices]
+        found[load.value].index_put_(tuple(indices), part.expand(SIZES), accumulate=True)
+    for i, total in found.items():
+        wanted = expected_grads[id(arguments.tensors[i])]
+        same(total, torch.zeros_like(total) if wanted is None else wanted, drawn)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_masks(seed: int) -> None:
+    drawn = draw(1000 + seed, "mask_mod")
+    program, arguments = bind(None, drawn.function, CPU)
+    expected = mapped(drawn.function, None, SIZES)
+    if program.mask is None:
+        assert expected.all(), drawn
+        return
+    found = evaluate([program.mask], places(SIZES), arguments.tensors, arguments.integers)[0]
+    assert torch.equal(found.expand(SIZES), expected), drawn
+
+
+def test_drawn_functions_use_most_operations() -> None:
+    """So that the tests above cannot pass by drawing trivial functions."""
+    used = set()
+    for seed in range(60):
+        program, _ = bind(draw(seed, "score_mod").function, None, CPU)
+        used |= {e.op for e in nodes(program.score)} if program.score is not None else set()
+    wanted = {"add", "sub", "mul", "div", "tanh", "sigmoid", "sin", "cos", "exp", "log", "sqrt", "where", "abs", "neg"}
+    assert wanted | {"maximum", "minimum", "cast", "load", "input", "constant"} <= used
+
+
+@pytest.mark.parametrize("divisor", [3, -3, 7])
+def test_integer_division_and_remainder_are_pythons(divisor: int) -> None:
+    def mask(b, h, q, kv):
+        return ((q - kv) // divisor == -2) | ((q - kv) % divisor == 1)
+
+    program, arguments = bind(None, mask, CPU)
+    found = evaluate([program.mask], places((1, 1, 9, 9)), arguments.tensors, arguments.integers)[0]
+    expected = [[(i - j) // divisor == -2 or (i - j) % divisor == 1 for j in range(9)] for i in range(9)]
+    assert found.view(9, 9).tolist() == expected
+
+
+def test_numbers_that_are_compared_are_launch_parameters() -> None:
+    """Another window or length is the same program."""
+
+    def windowed(window: int):
+        return lambda b, h, q, kv: (q - kv <= window) & (kv < window + 1000)
+
+    first, second = (bind(None, windowed(w), CPU) for w in (128, 256))
+    assert first[0] == second[0] and first[0].key == second[0].key
+    assert (first[1].integers, second[1].integers) == ((128, 1128), (256, 1256))
+    assert bind(None, lambda b, h, q, kv: q - kv < 128, CPU)[0] != first[0]
+
+
+def test_equal_expressions_are_one_object() -> None:
+    q, kv = input("q"), input("kv")
+    assert make("sub", "i32", (q, kv)) is make("sub", "i32", (input("q"), input("kv")))
+    assert make("sub", "i32", (q, kv)) is not make("sub", "i32", (kv, q))
+    assert not may_be_negative(q) and may_be_negative(make("sub", "i32", (q, kv)))

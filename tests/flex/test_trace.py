@@ -1,0 +1,179 @@
+"""What functions may do, what is refused and how, and when a function is traced again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.flex_oracle import mapped, places
+
+from flashlane.flex import bind as bind_module
+from flashlane.flex.bind import bind
+from flashlane.flex.evaluate import evaluate
+
+CPU = torch.device("cpu")
+SIZES = (2, 2, 6, 7)
+
+
+def check(function: Callable[..., Any]) -> None:
+    score = torch.randn(SIZES, dtype=torch.float64)
+    program, arguments = bind(function, None, CPU, "f64")
+    found = evaluate([program.score], {"score": score, **places(SIZES)}, arguments.tensors, arguments.integers)[0]
+    expected = mapped(function, score, SIZES)
+    torch.testing.assert_close(found.expand(SIZES).double(), expected.double(), rtol=1e-12, atol=1e-12)
+
+
+def test_what_depends_on_captured_tensors_alone_is_computed_before() -> None:
+    bias, scale = torch.randn(6, 7), torch.randn(2, requires_grad=True)
+
+    def score_mod(score, b, h, q, kv):
+        return score * scale.exp()[h] + torch.softmax(bias, -1)[q, kv] + bias.T[kv][q]
+
+    check(score_mod)
+    program, arguments = bind(score_mod, None, CPU, "f64")
+    assert [t.shape for t in arguments.tensors] == [(2,), (6, 7), (7, 6)]
+    assert torch.equal(arguments.tensors[0], scale.exp()) and arguments.tensors[0].requires_grad
+    assert [t.differentiable for t in program.captured] == [True, False, False]
+
+
+def test_indexing_by_numbers_rows_and_negative_indices() -> None:
+    table = torch.randn(3, 8, 9)
+    check(lambda score, b, h, q, kv: score + table[1][q][kv] + table[-1, q, 2] + table[b, h - 1, kv - 7])
+    check(lambda score, b, h, q, kv: score + table[2, :, 1][q] + table.select(0, 1)[q, kv])
+
+
+def test_in_place_operations_and_methods() -> None:
+    def score_mod(score, b, h, q, kv):
+        changed = score.clone()
+        changed *= 2
+        changed += q.to(score.dtype)
+        changed.sub_(kv)
+        return changed.masked_fill(q < kv, -5.0).clamp(min=-3)
+
+    check(score_mod)
+
+
+def test_short_types_round_and_wrap_as_torch() -> None:
+    halves, bytes_ = torch.randn(7).bfloat16(), torch.randint(0, 255, (7,), dtype=torch.uint8)
+    check(lambda score, b, h, q, kv: (halves[kv] * halves[q] + 0.125).float() + (bytes_[q] + bytes_[kv]))
+    check(lambda score, b, h, q, kv: score.bfloat16() * 1.5)
+
+
+def test_a_module_a_partial_and_a_method_are_functions_too() -> None:
+    class Bias(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.randn(2, 7))
+
+        def score(self, score, b, h, q, kv):
+            return score + self.table[h, kv]
+
+    check(Bias().score)
+
+    def scaled(factor, score, b, h, q, kv):
+        return score * factor
+
+    program, _ = bind(functools.partial(scaled, 3.0), None, CPU, "f64")
+    assert program.score is not None and program != bind(functools.partial(scaled, 4.0), None, CPU, "f64")[0]
+
+
+def test_the_identity_and_a_mask_of_everything_are_no_programs() -> None:
+    program, _ = bind(lambda score, b, h, q, kv: score, lambda b, h, q, kv: b.new_ones((), dtype=torch.bool), CPU)
+    assert program.score is None and program.mask is None
+
+
+def _branching(score, b, h, q, kv):
+    return score if q > kv else -score
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 5
+
+
+_table = torch.randn(4, 5)
+REFUSED = {
+    "branch": (_branching, "torch.where"),
+    "own backward": (lambda score, b, h, q, kv: _Own.apply(score), "_Own"),
+    "a row's sum": (lambda score, b, h, q, kv: score + _table[h].sum(), "sum"),
+    "search": (lambda score, b, h, q, kv: score + torch.searchsorted(_table[0], score), "searchsorted"),
+    "random": (lambda score, b, h, q, kv: torch.nn.functional.dropout(score, 0.5), "bernoulli"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_translated_is_named(name: str) -> None:
+    function, word = REFUSED[name]
+    with pytest.raises(NotImplementedError, match=word):
+        bind(function, None, CPU)
+
+
+def test_a_result_that_is_no_scalar_is_named() -> None:
+    with pytest.raises(TypeError, match=r"score_mod returned a tensor of shape \(4, 5\)"):
+        bind(lambda score, b, h, q, kv: _table * score, None, CPU)
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The functions that are traced."""
+    seen: list[object] = []
+    original = bind_module.trace
+    monkeypatch.setattr(bind_module, "_traced", {})
+    monkeypatch.setattr(bind_module, "trace", lambda f, *a: (seen.append(f), original(f, *a))[1])
+    return seen
+
+
+def test_a_function_is_traced_once_for_all_its_tensors_and_lengths(traces: list[object]) -> None:
+    def of(table: torch.Tensor):
+        return lambda score, b, h, q, kv: score + table[q]
+
+    for n in (5, 5, 9):
+        table = torch.randn(n)
+        _, arguments = bind(of(table), None, CPU)
+        assert arguments.tensors[0] is table
+    assert len(traces) == 1
+    bind(of(torch.randn(5).half()), None, CPU)
+    bind(of(torch.randn(5, requires_grad=True)), None, CPU)
+    assert len(traces) == 3
+
+
+_window = 5
+
+
+def test_a_function_that_reads_another_value_is_traced_again(
+    traces: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mask(b, h, q, kv):
+        return q - kv < _window
+
+    bind(None, mask, CPU)
+    assert bind(None, mask, CPU)[1].integers == (5,)
+    monkeypatch.setattr(f"{__name__}._window", 6)
+    assert bind(None, mask, CPU)[1].integers == (6,)
+    assert len(traces) == 2
+
+
+def test_a_function_that_reads_a_shape_is_traced_for_each(traces: list[object]) -> None:
+    def of(table: torch.Tensor):
+        return lambda b, h, q, kv: kv < table.shape[0]
+
+    assert [bind(None, of(torch.randn(n)), CPU)[1].integers for n in (5, 9, 5)] == [(5,), (9,), (5,)]
+    assert len(traces) == 2
+
+
+def test_a_graph_with_torch_operations_is_traced_for_each_shape(traces: list[object]) -> None:
+    def of(table: torch.Tensor):
+        return lambda score, b, h, q, kv: score + table.flatten()[q]
+
+    for n in (2, 3, 2):
+        table = torch.randn(n, 4)
+        assert torch.equal(bind(of(table), None, CPU)[1].tensors[0], table.flatten())
+    assert len(traces) == 2

@@ -1,0 +1,124 @@
+"""Generated programs evaluated pair by pair: by a C++ compiler on the host, by NVRTC, and on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from flashlane import jit
+from flashlane.flex.program import HEADER, Arguments, Program
+from flashlane.jit import KernelSource
+
+Sizes = tuple[int, int, int, int]
+
+KERNEL = """
+#include "program.cuh"
+struct Params { ProgramParams program; const float* score; float *out, *derivative; unsigned char* visible; int n[4]; };
+extern "C" __global__ void pairs(const __grid_constant__ Params p) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= p.n[0] * p.n[1] * p.n[2] * p.n[3]) return;
+    const int kv = i % p.n[3], q = i / p.n[3] % p.n[2], line = i / p.n[3] / p.n[2];
+    const int h = line % p.n[1], b = line / p.n[1];
+    p.out[i] = Program::score(p.program, p.score[i], b, h, q, kv);
+    p.derivative[i] = Program::derivative(p.program, p.score[i], b, h, q, kv);
+    p.visible[i] = Program::visible(p.program, b, h, q, kv);
+}
+"""
+
+# What CUDA has and C++ has not. Half types are declared only.
+_HOST = """
+#include <cmath>
+#include <cstring>
+#define __device__
+#define __forceinline__ inline
+struct __half { unsigned short bits; };
+struct __nv_bfloat16 { unsigned short bits; };
+inline float __half2float(__half x) { _Float16 y; std::memcpy(&y, &x, 2); return y; }
+inline __half __float2half_rn(float x) { _Float16 y = x; __half z; std::memcpy(&z, &y, 2); return z; }
+inline float __bfloat162float(__nv_bfloat16 x) { unsigned y = x.bits << 16; float z; std::memcpy(&z, &y, 4); return z; }
+inline __nv_bfloat16 __float2bfloat16_rn(float x) {
+    unsigned y; std::memcpy(&y, &x, 4);
+    return {static_cast<unsigned short>((y + 0x7fff + (y >> 16 & 1)) >> 16)};
+}
+inline float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+inline double rsqrt(double x) { return 1. / sqrt(x); }
+inline float ex2(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1.f / x; }
+"""
+_HOST_CALL = """
+extern "C" void pairs(const ProgramParams* p, const float* score, float* out, float* derivative, unsigned char* visible,
+                      const int* n) {
+    for (int b = 0, i = 0; b < n[0]; ++b) for (int h = 0; h < n[1]; ++h) for (int q = 0; q < n[2]; ++q)
+        for (int kv = 0; kv < n[3]; ++kv, ++i) {
+            out[i] = Program::score(*p, score[i], b, h, q, kv);
+            derivative[i] = Program::derivative(*p, score[i], b, h, q, kv);
+            visible[i] = Program::visible(*p, b, h, q, kv);
+        }
+}
+"""
+COMPILER = shutil.which("g++") or shutil.which("c++")
+Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Scores, derivatives and visible pairs."""
+
+
+def source(program: Program) -> KernelSource:
+    return KernelSource("tests/pairs.cu", KERNEL, "pairs", headers=((HEADER, program.header()),))
+
+
+def _outputs(score: torch.Tensor) -> Found:
+    return (
+        torch.empty_like(score),
+        torch.empty_like(score),
+        torch.empty(score.shape, dtype=torch.bool, device=score.device),
+    )
+
+
+def on_host(programs: Mapping[str, tuple[Program, Arguments, torch.Tensor]], folder: Path) -> dict[str, Found]:
+    """Each program on the scores (f32) of every pair, compiled as C++ together."""
+    import flashlane
+
+    math_header = Path(flashlane.__file__).parent / "cuda" / "program_math.cuh"
+    lines = [line for line in math_header.read_text().splitlines() if not line.startswith(("#include", "#pragma"))]
+    folder.joinpath("program_math.cuh").write_text("#pragma once\n" + _HOST + "\n".join(lines))
+    text = '#include "program_math.cuh"\n'
+    for i, (program, _, _) in enumerate(programs.values()):
+        body = program.header().replace("#pragma once", "").replace('#include "program_math.cuh"', "")
+        call = _HOST_CALL.replace("void pairs(", f"void pairs{i}(")
+        text += f"namespace n{i} {{\n{body}\n{call}\n}}\n"
+    folder.joinpath("pairs.cc").write_text(text)
+    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "pairs.cc", "-o", "pairs.so"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)  # type: ignore[arg-type]
+    assert done.returncode == 0, done.stderr[:3000]
+    library = ctypes.CDLL(str(folder / "pairs.so"))
+    found = {}
+    for i, (name, (program, arguments, score)) in enumerate(programs.items()):
+        results = _outputs(score)
+        params = program.params(arguments)
+        addresses = [ctypes.c_void_p(t.data_ptr()) for t in (score, *results)]
+        getattr(library, f"pairs{i}")(ctypes.byref(params), *addresses, (ctypes.c_int * 4)(*score.shape))
+        found[name] = results
+    return found
+
+
+def on_gpu(program: Program, arguments: Arguments, score: torch.Tensor) -> Found:
+    """The program on the scores (f32, on a GPU) of every pair."""
+    from flashlane.core.arch import arch_of
+
+    given, results = program.params(arguments), _outputs(score)
+    fields = [
+        ("program", type(given)),
+        *((name, ctypes.c_void_p) for name in ("score", "out", "derivative", "visible")),
+    ]
+    params = type("Params", (ctypes.Structure,), {"_fields_": [*fields, ("n", ctypes.c_int * 4)]})(
+        given, *(t.data_ptr() for t in (score, *results)), (ctypes.c_int * 4)(*score.shape)
+    )
+    function = jit.load(jit.compile(source(program), arch_of(score.device)), score.device.index)
+    function.launch((-(-score.numel() // 128), 1, 1), (128, 1, 1), 0, params)
+    return results
