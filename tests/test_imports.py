@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,3 +136,14 @@ def test_no_circle_of_modules_and_none_of_packages() -> None:
 def test_the_search_finds_a_circle() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+def test_every_module_can_be_imported() -> None:
+    """But for those of integrations whose library is not installed."""
+    for name in modules():
+        if name.endswith("__main__"):
+            continue
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            assert name.startswith("flashlane.integrations") and not str(error.name).startswith(NAME), name

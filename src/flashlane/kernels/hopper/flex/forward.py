@@ -14,7 +14,7 @@ from flashlane.kernels.hopper.arch import ARCH, L2_BYTES
 from flashlane.kernels.hopper.flex.masks import forward_lists
 from flashlane.kernels.hopper.flex.problem import BlockMask, Program, Window, problem_of, supports
 from flashlane.kernels.hopper.forward.config import HopperConfig
-from flashlane.kernels.hopper.forward.launch import ForwardPlan
+from flashlane.kernels.hopper.forward.launch import PreparedForward
 from flashlane.kernels.hopper.forward.tiles import TileShape
 
 PLANS_KEPT = 1024
@@ -66,8 +66,8 @@ def _section(problem: AttentionProblem) -> int:
 
 
 @functools.lru_cache(maxsize=PLANS_KEPT)
-def _plan(config: HopperConfig, problem: AttentionProblem, *tensors_and_device: Any) -> ForwardPlan:
-    return ForwardPlan(config, problem, *tensors_and_device)
+def _plan(config: HopperConfig, problem: AttentionProblem, *tensors_and_device: Any) -> PreparedForward:
+    return PreparedForward(config, problem, *tensors_and_device)
 
 
 def forward(
