@@ -27,3 +27,18 @@ __device__ __forceinline__ void mask_by_program(const ProgramParams& params, flo
         if (!seen) s[i] = -INF;
     }
 }
+
+// What the backward makes of a pair of a query and a key of one head.
+struct PairProgram {
+    const ProgramParams& params;
+    float scale;
+    int batch, head;
+
+    // The probability, of the product q·k and the row's −LSE in base 2; also the derivative of its score.
+    __device__ __forceinline__ float probability(float product, float minus_lse, int query, int key, float& derivative) const {
+        if constexpr (!Program::HAS_SCORE) return ex2(fmaf(product, scale * LOG2_E, minus_lse));
+        const float score = product * scale;
+        if constexpr (Program::HAS_DERIVATIVE) derivative = Program::derivative(params, score, batch, head, query, key);
+        return ex2(fmaf(Program::score(params, score, batch, head, query, key), LOG2_E, minus_lse));
+    }
+};

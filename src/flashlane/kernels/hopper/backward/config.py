@@ -10,6 +10,7 @@ from flashlane.core.registry import DeviceSource, Resources
 from flashlane.jit import KernelSource
 from flashlane.kernels.device_file import ELEMENTS, device_code
 from flashlane.kernels.hopper.arch import CHUNK, WARPGROUP
+from flashlane.kernels.hopper.program import NO_PROGRAM, PROGRAM_HEADER
 from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header
 from flashlane.kernels.score import ScoreConfig
 
@@ -43,7 +44,17 @@ def row_bytes(head_dim: int) -> int:
 
 
 NO_MODIFIERS = ScoreConfig()
-PROBLEM_FIELDS = ("dtype", "head_dim", "head_dim_v", "has_left", "has_right", "varlen", "score", "deterministic")
+PROBLEM_FIELDS = (
+    "dtype",
+    "head_dim",
+    "head_dim_v",
+    "has_left",
+    "has_right",
+    "varlen",
+    "score",
+    "deterministic",
+    "block_lists",
+)
 """Fields that a problem decides, and not the tile."""
 Config = TypeVar("Config", bound="GradientConfig")
 
@@ -62,6 +73,10 @@ class GradientConfig(ABC):
     varlen: bool = False
     score: ScoreConfig = NO_MODIFIERS
     deterministic: bool = False
+    block_lists: bool = False
+    """A tile steps through lists of blocks (``attention/block_list.cuh``), not through a range."""
+    program: str = ""
+    """Text of ``program.cuh``, which changes scores and masks; empty without."""
     heads_per_section: int = 0
     """Key/value heads of a section of the L2 head swizzle, an argument of the launch; 0: as ``head_swizzle`` gives."""
 
@@ -153,7 +168,9 @@ class GradientConfig(ABC):
         # A sink is a logit of the forward alone: its gradient is the preprocess kernel's.
         constants |= self.score.on_scores.constants()
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
+        constants["BLOCK_LISTS"] = self.block_lists
         headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner)),)
+        headers += ((PROGRAM_HEADER, self.program or NO_PROGRAM),)
         return _source(name, self, constants, headers)
 
     def describe(self) -> str:
@@ -163,7 +180,9 @@ class GradientConfig(ABC):
         flags = (field for field in fields(self) if field.name in PROBLEM_FIELDS[3:] and field.name != "score")
         for field in (*own, *flags):
             value = getattr(self, field.name)
-            if value != field.default:
+            if field.name == "program":
+                words += ["program"] * bool(value)
+            elif value != field.default:
                 words.append(field.name if value is True else f"{field.name}={value}")
         return ", ".join((*words, *self.score.words()))
 

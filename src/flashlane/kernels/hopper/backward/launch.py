@@ -7,7 +7,8 @@ written in the kernel that sums it, the postprocess kernel. What they share of d
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from flashlane.kernels.hopper.arch import ARCH, CHUNK
 from flashlane.kernels.hopper.backward.config import CONSUMERS, ROW_THREADS, GradientConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, InKernelDq
 from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE_TILES, SplitQ
+from flashlane.kernels.hopper.block_lists import BlockListParams
 from flashlane.kernels.score import ScoreParams, plain_score_inputs, sink_gradient, sink_gradient_parts
 from flashlane.kernels.seqlen import SeqlenParams, plain_seqlen_inputs
 
@@ -58,19 +60,29 @@ def _strides(*names: str) -> list[tuple[str, Any]]:
     return [(f"{name}_{axis}", ctypes.c_longlong) for name in names for axis in ("batch", "row", "head")]
 
 
+_FIELDS = (
+    *((side, ctypes.c_ubyte * tensormap.MAP_BYTES) for side in MAPPED),
+    ("seqlen", SeqlenParams),
+    ("score", ScoreParams),
+    *_pointers(*_POINTERS),
+    *_strides("dk", "dv", "dq"),
+    *_integers(*_INTEGERS),
+    ("scale", ctypes.c_float),
+    ("lists", BlockListParams),
+)
+
+
 class BackwardParams(ctypes.Structure):
     """Mirror of ``Params`` in ``params.cuh``, padded to its alignment of 64 bytes."""
 
-    _fields_ = (
-        *((side, ctypes.c_ubyte * tensormap.MAP_BYTES) for side in MAPPED),
-        ("seqlen", SeqlenParams),
-        ("score", ScoreParams),
-        *_pointers(*_POINTERS),
-        *_strides("dk", "dv", "dq"),
-        *_integers(*_INTEGERS),
-        ("scale", ctypes.c_float),
-        ("padding", ctypes.c_ubyte * 64),
-    )
+    _fields_ = (*_FIELDS, ("padding", ctypes.c_ubyte * 64))
+
+
+@functools.cache
+def params_with(program: type[ctypes.Structure]) -> type[BackwardParams]:
+    """:class:`BackwardParams` with what a program reads, a structure like its ``ProgramParams``."""
+    fields = (*_FIELDS, ("program", program), ("padding", ctypes.c_ubyte * 64))
+    return type("BackwardParams", (ctypes.Structure,), {"_fields_": fields})
 
 
 class PreprocessParams(ctypes.Structure):
@@ -217,6 +229,7 @@ class PreparedBackward:
         problem: what is asked.
         q_shape, k_shape: of the tensors.
         device: index of the GPU.
+        program: the structure of what a program reads, where the configuration has one.
     """
 
     def __init__(
@@ -227,7 +240,9 @@ class PreparedBackward:
         q_shape: torch.Size,
         k_shape: torch.Size,
         device: int,
+        program: type[ctypes.Structure] | None = None,
     ) -> None:
+        self.params_type = BackwardParams if program is None else params_with(program)
         self.config, self.schedule, self.problem, self.device = config, schedule, problem, device
         self.rows = RowBlocks(problem, q_shape, config.block_m)
         self.workspace = workspace_of(self.rows, config, schedule.split_q, schedule.in_kernel_dq)
@@ -245,8 +260,16 @@ class PreparedBackward:
         made = tuple(make(shape, stride, q.dtype) for shape, stride in self.gradients)
         return tuple(map(torch.Tensor.zero_, made)) if self.problem.varlen else made
 
-    def launch(self, tensors: Tensors) -> torch.Tensor | None:
-        """Enqueue the kernels on torch's current stream, of the GPU that is current to torch; the sink gradient."""
+    def launch(
+        self, tensors: Tensors, complete: Callable[[int, BackwardParams], None] | None = None
+    ) -> torch.Tensor | None:
+        """Enqueue the kernels on torch's current stream, of the GPU that is current to torch; the sink gradient.
+
+        Args:
+            tensors: of the call.
+            complete: sets what else the parameters of each of the gradients' kernels have: block lists, and what a
+                program reads.
+        """
         # The small tensors as the kernels read them, which must live until the launches.
         inputs, device = plain_seqlen_inputs(plain_score_inputs(tensors.inputs)), tensors.dq.device
         launches = self._launches_of(tensors)
@@ -260,6 +283,9 @@ class PreparedBackward:
                 params.seqlen.point_to(inputs)
             if self.config.score.words() and hasattr(params, "score"):
                 params.score.point_to(inputs)
+        if complete is not None:
+            for number in range(len(self.schedule.gradients)):
+                complete(number, block.params[1 + number])
         block.enqueue(launch.stream_getter()(self.device))
         launches.give(key, block)
         return sink_gradient(parts, tensors.inputs)
@@ -361,7 +387,7 @@ class PreparedBackward:
 
     def _gradient_params(self, tensors: Tensors, one: GradientLaunch) -> BackwardParams:
         problem, in_kernel = self.problem, self.schedule.in_kernel_dq
-        params = BackwardParams(
+        params = self.params_type(
             seqlen=SeqlenParams.of(problem), score=ScoreParams.of(problem), heads=problem.heads,
             kv_heads=problem.kv_heads, scale=problem.scale, row_blocks=self.rows.row_blocks,
             zeroed_before=in_kernel.zeroed_before, write_until=in_kernel.write_until, **one.sizes,

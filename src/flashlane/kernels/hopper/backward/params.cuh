@@ -1,6 +1,8 @@
 // What the kernels of the gradients are given, and their tiles. flashlane.kernels.hopper.backward.launch mirrors Params.
 #pragma once
+#include "attention/block_list.cuh"
 #include "attention/score.cuh"
+#include "attention/score_program.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "hopper/backward/dq_semaphore.cuh"
 #include "mbarrier.cuh"
@@ -36,7 +38,12 @@ struct Params {
     int zeroed_before;             // in-kernel dQ: tiles whose m-blocks the preprocess kernel zeroes
     int write_until;               // in-kernel dQ: how many tiles are taken when no warp begins to write dQ any more
     float scale;
+    BlockLists lists;              // BLOCK_LISTS: the m-blocks of each n-block (of dq.cu: the n-blocks of each m-block)
+    ProgramParams program;
 };
+
+// Probabilities are made as a program and lists say, and not by the modifiers of scores and by windows alone.
+constexpr bool BY_PROGRAM = cfg::BLOCK_LISTS || Program::HAS_SCORE;
 
 // Zeros for rows of a tile from `row` on: what lies after the end of a packed sequence is another's, or anything.
 template <int CHUNKS, int ROWS>

@@ -7,12 +7,20 @@ constexpr int NO_TILE = -1;
 struct TileCoordinates {
     int n_block, head, batch;      // key/value head; batch NO_TILE: no tile is left
     int part;                      // split-Q: one more than the part's number among the parts of all tiles; 0: the whole tile
+
+    // BLOCK_LISTS, whose tiles have no parts: the steps of the tile's lists.
+    __device__ __forceinline__ int listed() const { return part; }
 };
 
 // The tile of an index, of dense tensors.
 __device__ __forceinline__ TileCoordinates dense_tile(const Params& p, int index) {
     const SwizzledTile tile = swizzled_tile<false>(index, p.kv_heads * p.seqlen.batch, p.blocks, p.heads_per_section);
     const int batch = tile.head / p.kv_heads;
+    if constexpr (cfg::BLOCK_LISTS) {
+        const int kv_head = tile.head - batch * p.kv_heads;
+        const int2 listed = p.lists.at(batch, kv_head, tile.block);
+        return {listed.x, kv_head, batch, listed.y};
+    }
     return {tile.block, tile.head - batch * p.kv_heads, batch, 0};
 }
 

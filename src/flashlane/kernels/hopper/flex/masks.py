@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.hopper.backward.config import GradientConfig
 from flashlane.kernels.hopper.block_lists import BlockLists, tile_lists, unit_states
 from flashlane.kernels.hopper.flex.problem import BlockMask
 from flashlane.kernels.hopper.forward.config import HopperConfig
@@ -37,6 +38,23 @@ def forward_lists(mask: BlockMask, config: HopperConfig, problem: AttentionProbl
         return tile_lists(_states(mask, lengths), config.block_m, config.block_n, lengths[1])
 
     return _kept(mask, ("forward", config.block_m, config.block_n, *lengths), make)
+
+
+def backward_lists(mask: BlockMask, config: GradientConfig, problem: AttentionProblem) -> tuple[BlockLists, ...]:
+    """The m-blocks of each n-block, for the kernel of the gradients.
+
+    Args:
+        mask: of the call.
+        config: of the kernels, for their tiles.
+        problem: the call.
+    """
+    lengths, block_m, keys = (problem.seqlen_q, problem.seqlen_k), config.block_m, config.block_n
+
+    def make() -> BlockLists:
+        states = _states(mask, lengths).transpose(2, 3)
+        return tile_lists(states, keys, block_m, -(-lengths[0] // block_m) * block_m, problem.group, config.in_order)
+
+    return (_kept(mask, ("backward", block_m, keys, problem.group, config.in_order, *lengths), make),)
 
 
 def _states(mask: BlockMask, lengths: tuple[int, int]) -> torch.Tensor:

@@ -22,6 +22,9 @@ Window = tuple[int, int]
 class Program(Protocol):
     """What a kernel needs of a score and a mask: ``flashlane.flex.program.Program``."""
 
+    score: object | None
+    """None where scores stay as they are."""
+
     def header(self) -> str:
         """The text of ``program.cuh``."""
 
@@ -40,43 +43,30 @@ class BlockMask(Protocol):
     full_kv_indices: torch.Tensor | None
 
 
-def supports(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask | None = None, arch: str | None = ARCH
+def refusal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask | None, arch: str | None
 ) -> str | None:
-    """None when the kernels take these tensors, else the reason in words.
-
-    Args:
-        q: ``(b, sq, h, d)``, any strides.
-        k: ``(b, sk, h_k, d)``.
-        v: ``(b, sk, h_k, dv)``.
-        block_mask: of the call, or None.
-        arch: the GPU's architecture, as the compiler names it.
-    """
+    """:func:`~flashlane.kernels.hopper.flex.supports` of ``(b, s, h, d)`` tensors."""
     if arch != ARCH:
         return f"architecture is {arch}; it takes {ARCH}"
-    dtype = DTYPE_NAMES.get(q.dtype)
-    if dtype not in ELEMENTS or k.dtype != q.dtype or v.dtype != q.dtype:
+    if DTYPE_NAMES.get(q.dtype) not in ELEMENTS or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes one of {', '.join(ELEMENTS)} for all"
     for name, dim in (("q and k", q.shape[-1]), ("v", v.shape[-1])):
         if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
             return f"head_dim of {name} is {dim}; it takes multiples of 8 up to {MAX_HEAD_DIM}"
-    if k.shape[0] != q.shape[0]:
-        return f"batch of q is {q.shape[0]} and of k {k.shape[0]}; it takes equal ones"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.numel() and not aligned(tensor):
-            return f"rows of {name} must be contiguous and start on {tensormap.ALIGNMENT} bytes, as TMA copies them"
     if max(q.shape[1], k.shape[1]) > UNIT * MAX_BLOCKS:
         return f"lengths are {q.shape[1]} and {k.shape[1]}; it takes up to {UNIT * MAX_BLOCKS}"
     return None if block_mask is None else _mask_refusal(block_mask, q.shape, k.shape)
 
 
-def aligned(tensor: torch.Tensor) -> bool:
-    """Whether TMA can read a tensor: its rows are contiguous and start on 16 bytes."""
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where TMA cannot read it: its rows must be contiguous and start on 16 bytes."""
     unit = tensormap.ALIGNMENT // tensor.element_size()
     steps = [step for step, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
-    return (
-        tensor.stride(-1) == 1 and not tensor.data_ptr() % tensormap.ALIGNMENT and all(s > 0 == s % unit for s in steps)
-    )
+    plain = tensor.stride(-1) == 1 and not any(step % unit or step <= 0 for step in steps)
+    if plain and not tensor.data_ptr() % tensormap.ALIGNMENT:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _mask_refusal(mask: BlockMask, q_shape: torch.Size, k_shape: torch.Size) -> str | None:

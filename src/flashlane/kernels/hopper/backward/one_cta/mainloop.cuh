@@ -188,7 +188,42 @@ struct Consumer {
         return ScorePosition(mask, keys.first + number * 64, step.first);
     }
 
+    // By a program. P becomes P times the derivative of the score when it is packed for dV, so that the derivative needs no
+    // registers. Hidden pairs are zeroed in both.
+    __device__ __forceinline__ void make_probabilities_by_program() {
+        const u32 lse = SMEM(lse) + q_stage() * STAT_BYTES + lane % 4 * 8;
+        const int batch = tile_coordinates(base, tiles % TILE_STAGES).batch, head = step_queries(base, q_stage()).head;
+        const ScorePosition at = position();
+        const PairProgram pairs{p.program, p.score.scale_log2 * LN_2, batch, head};
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i += 4) {
+            const float2 row = load_shared_float2(lse + i / 4 * 32);
+#pragma unroll
+            for (int j = i; j < i + 4; j += 2) {
+                float derivative[2];
+                const int query = at.query + accumulator_column(j), key = at.key + 8 * (j / 2 % 2);
+                s[j] = pairs.probability(s[j], row.x, query, key, derivative[0]);
+                s[j + 1] = pairs.probability(s[j + 1], row.y, query + 1, key, derivative[1]);
+                probabilities[j / 2] = Convert<Element>::pack(s[j], s[j + 1]);
+                if constexpr (Program::HAS_DERIVATIVE) s[j] *= derivative[0], s[j + 1] *= derivative[1];
+            }
+        }
+        const int state = cfg::BLOCK_LISTS ? ListedBlock{masked}.state(number) : masked ? BLOCK_PARTIAL : BLOCK_FULL;
+        if (state == BLOCK_FULL) return;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; ++i) {
+            const int query = at.query + accumulator_column(i), key = at.key + 8 * (i / 2 % 2);
+            bool seen = state == BLOCK_PARTIAL && key >= at.mask.first(query) && key < at.mask.end(query);
+            if constexpr (cfg::BLOCK_LISTS && Program::HAS_MASK) seen = seen && Program::visible(p.program, batch, head, query, key);
+            if (!seen) s[i] = 0.f, probabilities[i / 2] &= i % 2 ? 0xffffu : 0xffff0000u;
+        }
+    }
+
     __device__ __forceinline__ void make_probabilities() {
+        if constexpr (BY_PROGRAM) {
+            make_probabilities_by_program();
+            return;
+        }
         const u32 lse = SMEM(lse) + q_stage() * STAT_BYTES + lane % 4 * 8;
         if constexpr (Score::TRANSFORMED) {
             const int batch = tile_coordinates(base, tiles % TILE_STAGES).batch;

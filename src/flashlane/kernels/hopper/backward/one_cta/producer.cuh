@@ -34,6 +34,8 @@ struct Producer {
     const Params& p;
     const u32 base;
     u32 tiles = 0, full_tiles = 0, steps = 0;             // so far; full: tiles with steps
+    ListedBlock listed{};                                 // BLOCK_LISTS: the entry of this step,
+    int rank = 0;                                         // and which addition to its m-block's dQ it makes
 
     __device__ __forceinline__ void run() {
         griddepcontrol_wait();
@@ -43,7 +45,7 @@ struct Producer {
             // before: a CTA that waits for an SM would then hold a tile for which CTAs on their SMs wait.
             const TileCoordinates at = scheduler.next(p);
             const WorkTile tile(p, at.batch < 0 ? TileCoordinates{0, 0, 0, 0} : at, BLOCK_N);
-            const int steps_of_tile = tile.steps();
+            const int steps_of_tile = cfg::BLOCK_LISTS ? max(0, at.listed()) : tile.steps();
             const StepRange range = SPLIT_Q ? step_range(steps_of_tile, at.part, p.parts) : StepRange{0, steps_of_tile};
             if (at.batch < 0) set_dq_target(NO_MORE);
             publish_tile(at, tile, range);
@@ -68,6 +70,10 @@ struct Producer {
         if (!PIPELINED_TILES || full_tiles == 0) set_dq_target(NO_M_BLOCK);
         ++full_tiles;
         bool first = true;
+        if constexpr (cfg::BLOCK_LISTS) {
+            load_listed(tile);
+            return;
+        }
         const int end = (tile.kv_head + 1) * tile.group;
         int i = SPLIT_Q ? range.begin % m_blocks : 0, left = range.count();
         for (int head = end - tile.group + (SPLIT_Q ? range.begin / m_blocks : 0); SPLIT_Q ? left > 0 : head < end; ++head, i = 0) {
@@ -87,12 +93,34 @@ struct Producer {
         }
     }
 
+    // BLOCK_LISTS: the m-blocks of each query head's list. An entry is read a step before it is needed.
+    __device__ __forceinline__ void load_listed(const WorkTile& tile) {
+        bool first = true;
+        for (int head = tile.kv_head * tile.group; head < (tile.kv_head + 1) * tile.group; ++head) {
+            const long long row_block = first_row_block(p, tile.seqlen, tile.batch, head);
+            const long long list = p.lists.row(tile.batch, head, tile.first_key / BLOCK_N), at = list * p.lists.pitch;
+            const int count = p.lists.counts[list];
+            int word = p.lists.entries[at], next_rank = Dq::IN_ORDER ? p.lists.ranks[at] : 0;
+#pragma unroll 1
+            for (int i = 0; i < count; ++i, ++steps) {
+                listed = {word}, rank = next_rank;
+                if (i + 1 < count) {
+                    word = p.lists.entries[at + i + 1];
+                    if (Dq::IN_ORDER) next_rank = p.lists.ranks[at + i + 1];
+                }
+                load_q(tile, head, listed.block(), row_block);
+                load_dout(tile, head, listed.block(), row_block);
+                if (first) load_keys(tile);
+                first = false;
+            }
+        }
+    }
     __device__ __forceinline__ void load_q(const WorkTile& tile, int head, int m_block, long long row_block) const {
         const int query = m_block * BLOCK_M;
         const u32 stage = steps % Q_STAGES, full = barrier_of(SMEM(q_full), stage);
         mbarrier_wait(barrier_of(SMEM(q_empty), stage), steps / Q_STAGES % 2 ^ 1);
-        set_dq_target(row_block + m_block, tile.first_key / BLOCK_N);
-        const bool masked = tile.mask(p).cuts(tile.first_key, BLOCK_N, query, BLOCK_M);
+        set_dq_target(row_block + m_block, cfg::BLOCK_LISTS ? rank : tile.first_key / BLOCK_N);
+        const int masked = cfg::BLOCK_LISTS ? listed.word : tile.mask(p).cuts(tile.first_key, BLOCK_N, query, BLOCK_M);
         store_shared(SMEM(step) + 16 * stage, make_uint4(query, tile.seqlen.q_length - query, head, masked));
         mbarrier_expect_tx_before_copies(full, Q_BYTES + STAT_BYTES);
         load<QK_CHUNKS>(p.q, SMEM_TILE(q) + stage * Q_BYTES, ROWS_CHUNK, full, tile.seqlen.q_first + query, head, tile.seqlen.q_batch);

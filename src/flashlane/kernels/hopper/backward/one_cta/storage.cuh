@@ -32,7 +32,7 @@ struct TileKeys {
 };
 struct StepQueries {
     int first, rows, head;                                // first query of the m-block; rows from there to the sequence's end
-    int masked;                                           // some pair of the step's is hidden
+    int masked;                                           // some pair of the step's is hidden; BLOCK_LISTS: the step's entry
 };
 // And what the dQ-store warps look up of a slice of dQ: a step makes two, the producer is Q_STAGES steps ahead of the consumers,
 // and these are DQ_STAGES slices ahead of the dQ-store warps.

@@ -12,7 +12,7 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.jit import launch, shared_limit
 from flashlane.kernels.hopper.arch import ARCH, L2_BYTES
 from flashlane.kernels.hopper.flex.masks import forward_lists
-from flashlane.kernels.hopper.flex.problem import BlockMask, Program, Window, problem_of, supports
+from flashlane.kernels.hopper.flex.problem import BlockMask, Program, Window, problem_of
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import PreparedForward
 from flashlane.kernels.hopper.forward.tiles import TileShape
@@ -70,43 +70,11 @@ def _plan(config: HopperConfig, problem: AttentionProblem, *tensors_and_device: 
     return PreparedForward(config, problem, *tensors_and_device)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    program: Program,
-    captured: Any,
-    block_mask: BlockMask | None,
-    scale: float,
-    window: Window = (-1, -1),
-    *,
-    config: HopperConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention whose scores and mask are a program. Rows that see no key are 0, and their LSE is −∞.
-
-    Args:
-        q: ``(b, sq, h, d)`` f16 or bf16, any strides with contiguous rows: ``(b, h, sq, d)`` tensors come transposed.
-        k: ``(b, sk, h_k, d)``.
-        v: ``(b, sk, h_k, dv)``.
-        program: a score of ``q·k · scale`` and a mask, which is asked in partial blocks.
-        captured: the arguments of :meth:`Program.params`.
-        block_mask: lists of partial and full blocks by query head; None: ``window`` alone hides keys, and the program
-            has no mask.
-        scale: of the scores.
-        window: keys to the left and right that a query sees, −1 for all; only without a block mask.
-        config: the configuration to run, or None for the table's.
-
-    Returns:
-        The output ``(b, sq, h, dv)``, whose axes lie in memory in the order of q's, and the LSE, f32 ``(b, h, sq)``.
-
-    Raises:
-        NotImplementedError: :func:`supports` gives a reason.
-        ValueError: a window with a block mask.
-    """
-    if (reason := supports(q, k, v, block_mask)) is not None:
-        raise NotImplementedError(reason)
-    if block_mask is not None and tuple(window) != (-1, -1):
-        raise ValueError(f"window is {tuple(window)} with a block mask; it may be given only without one")
+def run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program, captured: Any, block_mask: BlockMask | None,
+    scale: float, window: Window, config: HopperConfig | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """:func:`~flashlane.kernels.hopper.flex.forward` of ``(b, s, h, d)`` tensors that TMA can read."""
     problem = problem_of(q, k, v, scale, window)
     out = empty_like(q, v.shape[-1])
     lse = torch.empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32, device=q.device)
@@ -114,12 +82,12 @@ def forward(
         return out.zero_(), lse.fill_(-torch.inf)
     block = None if block_mask is None else tuple(block_mask.BLOCK_SIZE)
     config = config or config_of(problem, program, block)
-    lists = None if block_mask is None else forward_lists(block_mask, config, problem)
     arguments = program.params(captured)
     plan = _plan(
         config, problem, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.shape, out.stride(), q.device.index,
         type(arguments),
     )  # fmt: skip
+    lists = None if block_mask is None else forward_lists(block_mask, config, problem)
 
     def complete(params: Any) -> None:
         params.program = arguments

@@ -1,0 +1,114 @@
+"""The Hopper backward with a program and lists of blocks: which tile a call gets, and its launches."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.jit import launch, shared_limit
+from flashlane.kernels.hopper.arch import ARCH, L2_BYTES
+from flashlane.kernels.hopper.backward import select
+from flashlane.kernels.hopper.backward.config import ONE_CTA_HEAD_DIM, GradientConfig
+from flashlane.kernels.hopper.backward.launch import PreparedBackward, Tensors
+from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
+from flashlane.kernels.hopper.flex.masks import backward_lists
+from flashlane.kernels.hopper.flex.problem import BlockMask, Program, Window, problem_of, readable
+
+PLANS_KEPT = 1024
+NARROW, ATOMICS = 64, 96
+"""Head dims up to which there is room for the keys of two tiles, and registers for atomics to dq_accum."""
+
+
+def tile_of(problem: AttentionProblem, transformed: bool, block: tuple[int, int] | None) -> GradientConfig:
+    """The tile of a problem.
+
+    Args:
+        problem: the call.
+        transformed: whether a program changes the scores, which takes registers.
+        block: queries and keys of the mask's blocks; None without lists.
+    """
+    largest = max(problem.head_dim, problem.head_dim_v)
+    dims = problem.dtype_name, problem.head_dim, problem.head_dim_v
+    if largest > ONE_CTA_HEAD_DIM:
+        raise NotImplementedError(f"head_dim is {largest}; the backward takes up to {ONE_CTA_HEAD_DIM}")
+    wide_blocks = largest <= NARROW and not transformed and (block is None or block[0] % 128 == 0)
+    tile = OneCtaConfig(*dims, 128 if wide_blocks else 64, dq="tma_reduce_add", ping_pong="until_issued")
+    if problem.deterministic:
+        return replace(tile, dq="ordered_tma_reduce_add", ping_pong="off" if largest <= NARROW else "until_complete")
+    if largest <= NARROW:
+        return replace(tile, dq="register_atomics", k_stages=2, v_stages=2, ping_pong="until_complete")
+    if largest <= ATOMICS:
+        return replace(tile, dq="register_atomics", ping_pong="off")
+    return tile
+
+
+@functools.lru_cache(maxsize=PLANS_KEPT)
+def config_of(problem: AttentionProblem, program: Program, block: tuple[int, int] | None) -> GradientConfig:
+    """The configuration of a call.
+
+    Args:
+        problem: the call.
+        program: its score and mask.
+        block: queries and keys of the mask's blocks; None without lists.
+    """
+    found = tile_of(problem, program.score is not None, block)
+    found = replace(
+        found, program=program.header(), block_lists=block is not None, heads_per_section=_section(problem),
+        has_left=problem.window_left >= 0, has_right=problem.window_right >= 0, deterministic=problem.deterministic,
+    )  # fmt: skip
+    if found.shared_memory > shared_limit(ARCH):
+        raise NotImplementedError(f"the backward's tile takes {found.shared_memory} bytes of shared memory")
+    return found
+
+
+def _section(problem: AttentionProblem) -> int:
+    """Key/value heads whose queries, output gradients and sums of dQ fit the L2 cache at once."""
+    row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + 4 * problem.head_dim
+    fitting = L2_BYTES // max(1, problem.seqlen_q * row * problem.group)
+    return max(1, min(problem.batch * problem.kv_heads, fitting))
+
+
+@functools.lru_cache(maxsize=PLANS_KEPT)
+def _plan(
+    config: GradientConfig,
+    problem: AttentionProblem,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    device: int,
+    program: Any,
+) -> PreparedBackward:
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    schedule = select.DESIGNS[config.design].schedule(config, problem, sms)
+    return PreparedBackward(config, schedule, problem, q_shape, k_shape, device, program)
+
+
+def run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+    dlse: torch.Tensor | None, program: Program, captured: Any, block_mask: BlockMask | None, scale: float,
+    window: Window, deterministic: bool, config: GradientConfig | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """:func:`~flashlane.kernels.hopper.flex.backward` of ``(b, s, h, d)`` tensors; the gradients are contiguous."""
+    problem = problem_of(q, k, v, scale, window, deterministic)
+    block = None if block_mask is None else tuple(block_mask.BLOCK_SIZE)
+    config = config or config_of(problem, program, block)
+    arguments = program.params(captured)
+    plan = _plan(config, problem, q.shape, k.shape, q.device.index, type(arguments))
+    lists = None if block_mask is None else backward_lists(block_mask, config, problem)
+
+    def complete(number: int, params: Any) -> None:
+        params.program = arguments
+        if lists is not None:
+            params.lists = lists[number].params()
+
+    with launch.on_device(plan.device):
+        dq, dk, dv = plan.allocate(q)
+        if not q.numel() or not k.numel():
+            return dq.zero_(), dk.zero_(), dv.zero_()
+        dlse = None if dlse is None else dlse.contiguous()
+        tensors = Tensors(Inputs(q, k, v), readable(out), lse.contiguous(), readable(dout), dlse, dq, dk, dv)
+        plan.launch(tensors, complete)
+    return dq, dk, dv
