@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
+from flashlane.core.arch import arch_of
 from flashlane.flex import reference
 from flashlane.flex.bind import bind
 from flashlane.flex.program import Arguments, Program
@@ -21,6 +22,8 @@ KERNELS = "flashlane.kernels.hopper.flex"
 OURS = ("AUTO", "FLASHLANE", "REFERENCE")
 TORCHS = ("TORCH", "TRITON", "TRITON_DECODE", "FLASH")
 """Values of ``kernel_options["BACKEND"]``: what runs here, and what goes to torch's own flex_attention."""
+WHOLE = 1 << 30
+"""The block size of a mask that torch makes where none was given."""
 OTHERWISE = ("raise", "torch", "reference")
 
 
@@ -107,11 +110,13 @@ def attend(
         program, arguments = bind(score_mod, mask_mod, query.device, score_type)
         kernels = None
         if backend != "REFERENCE" and query.device.type != "cpu":
-            kernels = _kernels(query, key, value, program, block_mask, otherwise)
+            kernels = _kernels(query, key, value, program, arguments, block_mask, otherwise)
     except NotImplementedError:
         if otherwise != "torch":
             raise
         return by_torch()
+    if block_mask is not None and block_mask.BLOCK_SIZE[0] >= WHOLE and program.mask is None:
+        block_mask = None  # torch's own mask of one block that shows everything
     call = _Call(program, arguments.integers, block_mask, scale, kernels)
     most = return_aux is not None and return_aux.max_scores
     out, lse, largest = _Attention.apply(call, most, query, key, value, *arguments.tensors)
@@ -173,7 +178,7 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
     if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
         raise RuntimeError("block_mask was sliced, and has no mask_mod since; set block_mask.mask_mod to one that fits")
     given, lengths = tuple(block_mask.seq_lengths), (rows, key.shape[2])
-    if block_mask.BLOCK_SIZE[0] < 1 << 30 and given != lengths:
+    if block_mask.BLOCK_SIZE[0] < WHOLE and given != lengths:
         raise ValueError(
             f"block_mask was made for {given[0]} queries and {given[1]} keys; this call has {lengths[0]} and "
             f"{lengths[1]}. Make one for these lengths"
@@ -184,20 +189,24 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
 
 
 def _kernels(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, program: Program, block_mask: Any, otherwise: str
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    program: Program,
+    arguments: Arguments,
+    block_mask: Any,
+    otherwise: str,
 ) -> types.ModuleType | None:
     """The module whose kernels run a call, None for the reference.
 
     Raises:
         NotImplementedError: there is none, and the caller did not choose the reference.
     """
-    try:
-        module = importlib.import_module(KERNELS)
-        reason = module.supports(query, key, value, program, block_mask)
-    except ModuleNotFoundError as error:
-        if error.name != KERNELS:
-            raise
-        module, reason = None, "flashlane has no kernels for programs yet"
+    module = importlib.import_module(KERNELS)
+    reason = module.supports(*_by_rows(query, key, value), block_mask, arch_of(query.device))
+    tensors = (query, key, value, *arguments.tensors)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors) and not hasattr(module, "backward"):
+        reason = reason or "the kernels have no backward yet"
     if reason is None:
         return module
     if otherwise == "reference":
@@ -206,6 +215,11 @@ def _kernels(
         f"no kernel of flashlane runs this call: {reason}. kernel_options={{'BACKEND': 'TORCH'}} takes torch's "
         f"FlexAttention, 'REFERENCE' torch operations"
     )
+
+
+def _by_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Views ``(b, h, s, d)`` of ``(b, s, h, d)`` tensors, and the other way round."""
+    return [t.transpose(1, 2) for t in tensors]
 
 
 @dataclass(frozen=True)
@@ -232,7 +246,8 @@ class _Attention(torch.autograd.Function):
             out, lse, largest = reference.forward(problem)
         else:
             given = (problem.program, problem.arguments, call.block_mask, call.scale)
-            out, lse = call.kernels.forward(problem.q, problem.k, problem.v, *given)
+            out, lse = call.kernels.forward(*_by_rows(problem.q, problem.k, problem.v), *given)
+            out = out.transpose(1, 2)
             largest = reference.forward(problem)[2] if most else lse
         ctx.call = call
         ctx.save_for_backward(out, lse, *tensors)
@@ -254,7 +269,8 @@ class _Attention(torch.autograd.Function):
             operands = (found.dq, found.dk, found.dv)
         else:
             program = (problem.program, problem.arguments, call.block_mask, call.scale)
-            operands = call.kernels.backward(problem.q, problem.k, problem.v, out, lse, do, dlse, *program)
+            given_rows = _by_rows(problem.q, problem.k, problem.v, out)
+            operands = _by_rows(*call.kernels.backward(*given_rows, lse, *_by_rows(do), dlse, *program))
             found = reference.backward(*given, operands=False) if any(wanted[3:]) else None
         captured = [None] * len(wanted[3:]) if found is None else found.captured
         grads = [g if want else None for g, want in zip((*operands, *captured), wanted, strict=True)]

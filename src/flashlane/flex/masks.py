@@ -136,8 +136,10 @@ def prefix_lm(prefix: int | torch.Tensor) -> Mask:
             return (kv < prefix) | (q >= kv)
 
     def bounds(q: torch.Tensor, keys: int) -> Sides:
-        least = prefix.to(q.device, torch.int32).unsqueeze(1) if isinstance(prefix, torch.Tensor) else prefix
-        end = (q + 1).maximum(torch.as_tensor(least, dtype=torch.int32, device=q.device))
+        if isinstance(prefix, torch.Tensor):
+            end = (q + 1).maximum(prefix.to(torch.int32).unsqueeze(1))
+        else:
+            end = (q + 1).clamp_min(prefix)
         return [(torch.zeros_like(end), end.clamp_max(keys))]
 
     return Mask("prefix-lm", visible, bounds)
@@ -193,16 +195,13 @@ def prefix_tree(parents: Sequence[int], lengths: Sequence[int], device: Any = "c
 
     rows = [_path(parents, offsets, i) for i in range(n)]
     count = max(map(len, rows), default=1)
+    # Segments with fewer intervals have empty ones first, so that the last one ends at the token itself.
+    padded = [((0, 0),) * (count - len(row)) + row for row in rows]
+    of_segment = torch.tensor(padded, dtype=torch.int32, device=device)
 
     def bounds(q: torch.Tensor, keys: int) -> Sides:
-        found = []
-        for k in range(count):
-            # Rows with fewer intervals have empty ones first, so that the last one ends at the token itself.
-            padded = [((0, 0),) * (count - len(row)) + row for row in rows]
-            pairs = torch.tensor([row[k] for row in padded], dtype=torch.int32, device=q.device)
-            start, end = (pairs[:, i][segment[q.long()].long()] for i in (0, 1))
-            found.append((start, q + 1 if k == count - 1 else end))
-        return found
+        own = of_segment[segment[q.long()].long()]
+        return [(own[:, k, 0], q + 1 if k == count - 1 else own[:, k, 1]) for k in range(count)]
 
     return Mask("prefix-tree", visible, bounds if count <= MOST_INTERVALS else None)
 
