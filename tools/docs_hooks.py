@@ -2,13 +2,16 @@
 
 A page of the navigation that is not written yet is left out; a page that is not in it comes last, under More. A link
 to a file of the repository outside docs/ becomes its path. ``<!-- options: NAME -->`` becomes the table of the options
-of ``flashlane NAME``, read from the command itself.
+of ``flashlane NAME``, read from the command itself. The link to the repository, and ``REPOSITORY`` in the commands of
+the pages, are the address that :func:`repository` finds.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,34 @@ OPTIONS = re.compile(r"<!-- options: ([\w -]+) -->")
 ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):<code>~?([^<]*)</code>")
 
 
+VARIABLE, PLACE = "FLASHLANE_REPOSITORY", "REPOSITORY"
+PROJECT_URL = re.compile(r"^\[project\.urls\]\n(?:.*\n)*?Repository *= *\"([^\"]+)\"", re.MULTILINE)
+
+
+def repository(root: Path) -> str | None:
+    """Where the repository can be read, as a web address: of the environment, pyproject.toml, or the remote of git.
+
+    A remote that is a folder, or that holds a name or a password, is not published.
+    """
+    if found := os.environ.get(VARIABLE):
+        return found
+    if found := PROJECT_URL.search((root / "pyproject.toml").read_text(encoding="utf-8")):
+        return found[1]
+    try:
+        words = ["git", "-C", str(root), "remote", "get-url", "origin"]
+        remote = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    remote = re.sub(r"^(?:ssh://)?git@([\w.-]+\.\w+)[:/]", r"https://\1/", remote)
+    return remote.removesuffix(".git") if re.fullmatch(r"https://[\w.-]+\.\w+/[^@\s]+", remote) else None
+
+
 def on_config(config: Any) -> Any:
-    """Complete the navigation."""
+    """Complete the navigation, and say where the repository is."""
     docs = Path(config["docs_dir"])
+    address = repository(docs.parent) if (docs.parent / "pyproject.toml").is_file() else None
+    if address is not None:
+        config["repo_url"], config["repo_name"] = address, "/".join(address.rstrip("/").split("/")[-2:])
     nav = list(_present(config["nav"], docs))
     shown = set(_targets(nav))
     rest = [page for page in sorted(docs.rglob("*.md")) if page.relative_to(docs).as_posix() not in shown]
@@ -72,6 +100,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         shown = path.relative_to(docs.parent).as_posix() if path.is_relative_to(docs.parent) else target
         return match[0] if image else (f"`{shown}`" if text.strip("`") in shown else f"{text} (`{shown}`)")
 
+    if address := config.get("repo_url"):
+        markdown = markdown.replace(f"git clone {PLACE} ", f"git clone {address} ")
     return OPTIONS.sub(lambda match: options_table(match[1]), _outside_code(markdown, link))
 
 

@@ -297,8 +297,10 @@ def test_rows_are_one_line_high_and_a_phone_is_wide_enough(results, invoke, tmp_
     const high = rows.map(r => r.offsetHeight);
     const letters = [...document.querySelectorAll('.panels img.light, .panels img.dark')].filter(i => i.offsetWidth)
       .map(i => i.offsetWidth / i.naturalWidth);
+    const more = [...document.querySelectorAll('.scroll')].filter(e => e.offsetWidth).map(e =>
+      [e.scrollWidth > e.clientWidth + 1, e.parentElement.querySelector('.more').offsetHeight > 0]);
     document.title = JSON.stringify({high: Math.max(...high), low: Math.min(...high), letters: Math.min(...letters),
-      wide: document.documentElement.scrollWidth - innerWidth});
+      more, wide: document.documentElement.scrollWidth - innerWidth});
     """
     page = tmp_path / "tested.html"
     text = (tmp_path / "report.html").read_text()
@@ -308,6 +310,9 @@ def test_rows_are_one_line_high_and_a_phone_is_wide_enough(results, invoke, tmp_
         found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]))
         assert found["high"] < 1.5 * found["low"] < 60, "a row of the tables is one line"
         assert found["wide"] <= 0, "the page itself does not scroll sideways"
+        assert all(wider == told for wider, told in found["more"]), "what scrolls says so, and nothing else"
+        if width == 500:
+            assert any(wider for wider, _ in found["more"])
         assert found["letters"] > 0.6, "letters of 9 points stay above 7 pixels"
 
 

@@ -59,8 +59,44 @@ def test_it_needs_no_network(site):
 def test_pages_lead_to_the_next_and_to_the_repository(site, hooks):
     text = (site / "install.html").read_text(encoding="utf-8")
     assert 'rel="prev"' in text and 'rel="next"' in text
-    configuration = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert "repo_url: !ENV [FLASHLANE_REPOSITORY, null]" in configuration
+    address = hooks.repository(ROOT)
+    assert (f'href="{address}"' in text) == (address is not None)
+    assert ("git clone REPOSITORY" in re.sub("<[^>]*>", "", text)) == (address is None)
+
+
+def test_the_address_of_the_repository_is_found_or_left_out(hooks, tmp_path, monkeypatch):
+    monkeypatch.delenv("FLASHLANE_REPOSITORY", raising=False)
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[project]\nname = "x"\n')
+    assert hooks.repository(tmp_path) is None, "a folder without git"
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert hooks.repository(tmp_path) is None, "git without a remote"
+    subprocess.run(["git", "-C", str(tmp_path), "remote", "add", "origin", "x"], check=True)
+    remotes = {
+        "https://example.org/a/b.git": "https://example.org/a/b",
+        "git@example.org:a/b.git": "https://example.org/a/b",
+        "ssh://git@example.org/a/b": "https://example.org/a/b",
+        "/srv/git/b": None,
+        "file:///srv/b": None,
+        "https://name:secret@example.org/a/b": None,
+    }
+    for remote, address in remotes.items():
+        subprocess.run(["git", "-C", str(tmp_path), "remote", "set-url", "origin", remote], check=True)
+        assert hooks.repository(tmp_path) == address, remote
+    project.write_text('[project]\nname = "x"\n\n[project.urls]\nHome = "h"\nRepository = "https://example.org/c"\n')
+    assert hooks.repository(tmp_path) == "https://example.org/c"
+    monkeypatch.setenv("FLASHLANE_REPOSITORY", "https://example.org/d/e")
+    assert hooks.repository(tmp_path) == "https://example.org/d/e"
+    (tmp_path / "docs").mkdir()
+    config = hooks.on_config({"docs_dir": str(tmp_path / "docs"), "nav": []})
+    assert (config["repo_url"], config["repo_name"]) == ("https://example.org/d/e", "d/e")
+
+    class Page:
+        class file:
+            src_uri = "install.md"
+
+    shown = hooks.on_page_markdown("```\ngit clone REPOSITORY x\n```", Page(), config, None)
+    assert "git clone https://example.org/d/e x" in shown
 
 
 WIDEST = 120
@@ -93,6 +129,47 @@ def test_code_and_tables_fit_at_1280_pixels(site, tmp_path, name):
     tested.unlink()
     code, tables, page_over = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S)[1]))
     assert not code and not tables and page_over <= 0
+
+
+CONTRAST = """addEventListener('load', () => {
+  document.body.setAttribute('data-md-color-scheme', SCHEME);
+  const pixel = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const read = colour => { pixel.clearRect(0, 0, 1, 1); pixel.fillStyle = colour; pixel.fillRect(0, 0, 1, 1);
+    const d = pixel.getImageData(0, 0, 1, 1).data; return [d[0], d[1], d[2], d[3] / 255]; };
+  const over = (a, b) => [0, 1, 2].map(i => a[i] * a[3] + b[i] * (1 - a[3])).concat(1);
+  const behind = e => { const found = []; for (; e; e = e.parentElement) {
+    const c = read(getComputedStyle(e).backgroundColor); if (c[3]) found.push(c); if (c[3] == 1) break; }
+    return found.reverse().reduce((below, above) => over(above, below), [255, 255, 255, 1]); };
+  const light = c => { const l = c.slice(0, 3).map(v => v / 255).map(
+    v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4); return .2126 * l[0] + .7152 * l[1] + .0722 * l[2]; };
+  const seen = [], low = [];
+  for (const e of document.querySelectorAll('.md-content *, .md-sidebar--primary *, .md-header *')) {
+    if (!e.offsetWidth || ![...e.childNodes].some(n => n.nodeType == 3 && n.data.trim())) continue;
+    if (getComputedStyle(e).opacity == 0) continue;  // shown when the mouse is over it
+    const back = behind(e), front = over(read(getComputedStyle(e).color), back);
+    const [high, dark] = [light(front), light(back)].sort((a, b) => b - a), ratio = (high + .05) / (dark + .05);
+    seen.push(light(back)); if (ratio < 4) low.push([e.innerText.slice(0, 30), ratio]); }
+  document.title = JSON.stringify([seen.length, Math.min(...seen), low]); })"""
+"""Of each element with text: its contrast to what is behind it, as WCAG 2 defines it."""
+
+
+@NEEDS_BROWSER
+@pytest.mark.parametrize("scheme", ["default", "slate"])
+@pytest.mark.parametrize("name", ["index", "cli/bench", "api/functions", "troubleshooting"])
+def test_text_is_readable_in_light_and_in_dark_mode(site, tmp_path, name, scheme):
+    page = site / f"{name}.html"
+    tested = page.with_name(f"tested-{scheme}-{page.name}")
+    still = "<style>* { transition: none !important }</style></head>"
+    script = f"<script>{CONTRAST.replace('SCHEME', json.dumps(scheme))}</script></body>"
+    text = page.read_text(encoding="utf-8").replace("</head>", still).replace("</body>", script)
+    tested.write_text(text, encoding="utf-8")
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--no-first-run"]
+    command += ["--window-size=1280,900", "--virtual-time-budget=4000", "--dump-dom", tested.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False).stdout
+    tested.unlink()
+    seen, darkest, low = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S)[1]))
+    assert seen > 100 and not low, low
+    assert (darkest < 0.05) == (scheme == "slate"), "the page is in the mode that was asked for"
 
 
 def test_notebook_titles_have_one_form():
