@@ -18,6 +18,7 @@ from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import Asked, AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import Kernel
 from flashlane.distributed.blocks import Block, phases_of
+from flashlane.distributed.lanes import COMPUTE, Lanes
 from flashlane.ops import torch_rules
 
 FEW_BLOCKS = 4
@@ -167,6 +168,8 @@ class Calls:
         """
         phases = phases_of(blocks)
         calls: list[Call] = [block for phase in phases for block in phase]
+        if len(phases) == 1:  # the most work first, so that what is left at the end is little
+            calls.sort(key=lambda block: (block.q_first - block.q_stop) * (block.k_stop - block.k_first))
         packed = packable and len(calls) > FEW_BLOCKS
         if packed:
             calls = [call for phase in phases for call in _packed(phase, rows, alibi)]
@@ -283,42 +286,79 @@ class State:
         return (self.out * share).to(self.dtype), lse
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: Calls, modifiers: Modifiers, settings: Settings
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output ``(b, rows, h, dv)`` and LSE ``(b, h, rows)`` of a shard's queries over all their keys.
+@dataclass
+class Results:
+    """Where a shard's output ``(b, rows, h, dv)`` and LSE ``(b, h, rows)`` are written."""
 
-    q is ``(b, rows, h, d)``; k and v are ``(b, keys, hk, d)``; the blocks' rows and keys count theirs.
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def of(cls, q: torch.Tensor, head_dim_v: int, calls: Calls, sinks: torch.Tensor | None) -> Results:
+        """Room for them; rows that no call computes have what a row without visible keys has."""
+        batch, rows, heads, _ = q.shape
+        out = q.new_empty((batch, rows, heads, head_dim_v))
+        lse = q.new_empty((batch, heads, rows), dtype=compute_dtype(q.dtype))
+        if calls.disjoint and not calls.full:
+            out.zero_()
+            lse.fill_(-torch.inf)
+            if sinks is not None:
+                lse.copy_(sinks[:, None])
+        return cls(out, lse)
+
+    def heads(self, first: int, stop: int) -> Results:
+        """The part of some query heads."""
+        return Results(self.out[:, :, first:stop], self.lse[:, first:stop])
+
+
+def attend(
+    results: Results,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    calls: Calls,
+    modifiers: Modifiers,
+    settings: Settings,
+    lanes: Lanes,
+    turn: int = 0,
+) -> None:
+    """Write a shard's output and LSE over all their keys.
+
+    Args:
+        results: of the queries q.
+        q: ``(b, rows, h, d)``.
+        k: ``(b, keys, hk, d)``; the blocks' rows and keys count those of q and k.
+        v: ``(b, keys, hk, dv)``.
+        calls: the blocks.
+        modifiers: tensors of these heads.
+        settings: everything else.
+        lanes: where it is enqueued: the call with most work first, in turn on those that compute.
+        turn: which of them is first.
     """
     if not calls.disjoint:
         state = State(q, v.shape[-1])
         accumulate(state, q, k, v, calls, modifiers, settings)
-        return state.finish(modifiers.sinks)
-    batch, rows, heads, _ = q.shape
-    out = q.new_empty((batch, rows, heads, v.shape[-1]))
-    lse = q.new_empty((batch, heads, rows), dtype=compute_dtype(q.dtype))
-    if not calls.full:
-        out.zero_()
-        lse.fill_(-torch.inf)
-        if modifiers.sinks is not None:
-            lse.copy_(modifiers.sinks[:, None])
-    for call in calls.calls:
-        part = _prepare(call, q, k, v, modifiers, settings)
-        _run_forward(part, out, lse, batch, heads)
-    return out, lse
+        out, lse = state.finish(modifiers.sinks)
+        results.out.copy_(out)
+        results.lse.copy_(lse)
+        return
+    for number, call in enumerate(calls.calls):
+        with lanes.on((turn + number) % COMPUTE):
+            part = _prepare(call, q, k, v, modifiers, settings)
+            lanes.keep(part.inputs)
+            _run_forward(part, results)
 
 
-def _run_forward(part: _Prepared, out: torch.Tensor, lse: torch.Tensor, batch: int, heads: int) -> None:
-    rows = part.rows
+def _run_forward(part: _Prepared, results: Results) -> None:
+    rows, out, lse = part.rows, results.out[:, part.rows], results.lse[:, :, part.rows]
+    own = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
     with torch_rules.no_autocast(part.inputs.q):
         if part.varlen:
-            part.kernel.forward(part.problem, part.inputs, out[0], lse[0])
-        elif rows.stop - rows.start == lse.shape[2]:
-            part.kernel.forward(part.problem, part.inputs, out, lse)
+            part.kernel.forward(part.problem, part.inputs, out[0], own[0])
         else:
-            own = lse.new_empty((batch, heads, rows.stop - rows.start))
-            part.kernel.forward(part.problem, part.inputs, out[:, rows], own)
-            lse[:, :, rows] = own
+            part.kernel.forward(part.problem, part.inputs, out, own)
+    if own is not lse:
+        results.lse[:, :, rows] = own
 
 
 def accumulate(
@@ -366,8 +406,22 @@ class Flow(NamedTuple):
     do: torch.Tensor
     dlse: torch.Tensor | None
 
+    def heads(self, heads: slice) -> Flow:
+        """That of some query heads."""
+        dlse = None if self.dlse is None else self.dlse[:, heads]
+        return Flow(self.out[:, :, heads], self.lse[:, heads], self.do[:, :, heads], dlse)
+
+
+class Partial(NamedTuple):
+    """Gradients of some keys and values from one call; no key is in it twice."""
+
+    keys: slice | torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
 
 def attend_backward(
+    dq: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -375,43 +429,56 @@ def attend_backward(
     calls: Calls,
     modifiers: Modifiers,
     settings: Settings,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    dq: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of a shard's blocks. Those of keys and values are added to ``dk`` and ``dv``, which are f32 or f64.
+    lanes: Lanes,
+    turn: int = 0,
+) -> tuple[list[Partial], torch.Tensor | None]:
+    """Gradients of a shard's blocks.
 
     Args:
-        q, k, v, calls, modifiers, settings: those of :func:`attend`.
+        dq: where the gradient of q is written, in any dtype; it is added where the calls share rows or ``calls`` are
+            not all of a row, for which it is f32 or f64.
+        q, k, v, calls, modifiers, settings, lanes, turn: those of :func:`attend`.
         flow: the output and LSE over all keys, and their gradients.
-        dk, dv: in the shapes of k and v.
-        dq: f32 or f64, to which the queries' gradient is added; None: it is returned.
 
     Returns:
-        The gradient of q, and that of ``logit_scale``. The sinks' is :func:`sink_gradient`.
+        The gradients of keys and values, in the dtype of k, and that of ``logit_scale``. The sinks' is
+        :func:`sink_gradient`.
     """
-    if dq is None:
-        wide = None if calls.disjoint else compute_dtype(q.dtype)
-        result = q.new_empty(q.shape, dtype=wide) if calls.disjoint and calls.full else q.new_zeros(q.shape, dtype=wide)
-    else:
-        result = dq
+    found: list[Partial] = []
     d_scale: torch.Tensor | None = None
-    for call in calls.calls:
-        part = _prepare(call, q, k, v, modifiers._replace(sinks=None), settings)
-        found = _run_backward(part, flow, modifiers, call)
-        if dq is None and calls.disjoint:
-            result[:, part.rows] = found.q.unsqueeze(0) if part.varlen else found.q
-        else:
-            result[:, part.rows] += found.q.unsqueeze(0) if part.varlen else found.q
-        for total, grad in ((dk, found.k), (dv, found.v)):
-            if part.layers is None:
-                add_rows(total, part.keys, grad)
+    adds = dq.dtype == compute_dtype(dq.dtype)
+    for number, call in enumerate(calls.calls):
+        with lanes.on((turn + number) % COMPUTE if calls.disjoint else 0):
+            part = _prepare(call, q, k, v, modifiers._replace(sinks=None), settings)
+            grads = _run_backward(part, flow, modifiers, call)
+            lanes.keep(part.inputs, grads)
+            own = grads.q.unsqueeze(0) if part.varlen else grads.q
+            if adds:
+                dq[:, part.rows] += own
             else:
-                for keys, packed in part.layers:
-                    add_rows(total, keys, take_rows(grad.unsqueeze(0), packed))
-        if found.logit_scale is not None:
-            d_scale = found.logit_scale if d_scale is None else d_scale + found.logit_scale
-    return (result if dq is not None else result.to(q.dtype)), d_scale
+                dq[:, part.rows] = own
+            if part.layers is None:
+                found.append(Partial(part.keys, grads.k, grads.v))
+            else:
+                dk, dv = grads.k.unsqueeze(0), grads.v.unsqueeze(0)
+                found += [Partial(keys, take_rows(dk, at), take_rows(dv, at)) for keys, at in part.layers]
+            if grads.logit_scale is not None:
+                d_scale = grads.logit_scale if d_scale is None else d_scale + grads.logit_scale
+    return found, d_scale
+
+
+def empty_dq(q: torch.Tensor, calls: Calls) -> torch.Tensor:
+    """Room for the gradient of q: in its dtype where each call writes rows of its own, else wide, to be added to."""
+    if calls.disjoint and q.dtype != compute_dtype(q.dtype):
+        return torch.empty_like(q, memory_format=torch.contiguous_format) if calls.full else torch.zeros_like(q)
+    return q.new_zeros(q.shape, dtype=compute_dtype(q.dtype))
+
+
+def add_partials(totals: tuple[torch.Tensor, torch.Tensor], partials: Iterable[Partial]) -> None:
+    """Add gradients of keys and values to their sums in f32 or f64."""
+    for keys, dk, dv in partials:
+        add_rows(totals[0], keys, dk)
+        add_rows(totals[1], keys, dv)
 
 
 def _run_backward(part: _Prepared, flow: Flow, modifiers: Modifiers, call: Call) -> Gradients:

@@ -353,9 +353,9 @@ def _run(
     heads_k_stride: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if method in ("allgather", "ring"):
-        groups = -(-k.shape[2] // heads_k_stride) if heads_k_stride else 1
+        bounds = tuple(range(0, k.shape[2], heads_k_stride or k.shape[2])) + (k.shape[2],)
         function = RingAttention if method == "ring" else GatherAttention
-        return function.apply(Task(grid.keys, division, settings, groups), q, k, v, *modifiers)
+        return function.apply(Task(grid.keys, division, settings, bounds), q, k, v, *modifiers)
     by_heads = grid.heads or grid.keys
     keys = grid.keys if grid.heads and grid.keys.size > 1 else None
     heads = Heads(q.shape[2], k.shape[2], by_heads.size)

@@ -3,13 +3,16 @@
 The output is that of one GPU, but for the order of its tiles: no row is merged from partial outputs, save in the
 striped layout. A window fetches its halo and no more. Gradients of keys and values go back to the ranks that hold
 them, in f32, and are added in the order of the ranks, so that they are the same at every run.
+
+Heads are fetched in groups: the next group is under way while one is computed. Gradients return in the same groups.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,15 +21,20 @@ from flashlane.distributed import comm
 from flashlane.distributed.attend import (
     Flow,
     Modifiers,
+    Partial,
+    Results,
     Settings,
+    add_partials,
     add_rows,
     attend,
     attend_backward,
+    empty_dq,
     sink_gradient,
     take_rows,
 )
 from flashlane.distributed.comm import Message, Pending, Ranks
-from flashlane.distributed.plan import FEW_SEGMENTS, Division, gather_calls, gather_plan
+from flashlane.distributed.lanes import COMPUTE, MOVE, Lanes
+from flashlane.distributed.plan import FEW_SEGMENTS, Division, GatherPlan, Segment, gather_calls, gather_plan
 
 
 @dataclass(frozen=True)
@@ -37,108 +45,180 @@ class Task:
     """That exchange keys; None: this rank has all of them."""
     division: Division
     settings: Settings
-    head_groups: int = 1
-    """The keys are gathered in so many groups of heads, the next one while one is computed."""
+    kv_heads: tuple[int, ...] = ()
+    """Bounds of the groups of KV heads that are fetched one after another; none: all at once."""
 
     @property
     def rank(self) -> int:
         return self.ranks.rank if self.ranks else 0
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks that this one exchanges keys with."""
+        return [peer for peer in range(self.ranks.size) if peer != self.rank] if self.ranks else []
+
+    @property
+    def plan(self) -> GatherPlan:
+        return gather_plan(self.division, self.rank)
 
 
 class Gathering:
     """Keys and values of some heads on their way to this rank."""
 
     def __init__(self, task: Task, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.plan = gather_plan(task.division, task.rank)
-        self.task, self.own = task, (k, v)
-        self.gathered = [t.new_empty((t.shape[0], self.plan.keys, *t.shape[2:])) for t in self.own]
+        self.plan, self.task = task.plan, task
+        self.own = k.contiguous(), v.contiguous()
+        self.gathered = tuple(t.new_empty((t.shape[0], self.plan.keys, *t.shape[2:])) for t in self.own)
         self.arrived: list[tuple[int, list[torch.Tensor]]] = []
+        for own, gathered in zip(self.own, self.gathered, strict=True):
+            for each in self.plan.received[task.rank]:
+                gathered[:, each.key : each.key + each.count] = own[:, each.row : each.row + each.count]
         self.pending = self._start() if task.ranks else Pending(())
 
     def _start(self) -> Pending:
         plan, batch, device = self.plan, self.own[0].shape[0], self.own[0].device
         sends: list[Message] = []
         receives: list[Message] = []
-        for peer in _others(self.task.ranks):
-            if _apart(plan.sent[peer], batch):
-                sends += [(peer, t[:, each.row : each.row + each.count]) for each in plan.sent[peer] for t in self.own]
+        for peer in self.task.others:
+            sent, received = plan.sent[peer], plan.received[peer]
+            if _apart(sent, batch):
+                sends += [(peer, t[:, each.row : each.row + each.count]) for each in sent for t in self.own]
             else:
                 rows = plan.index("sent", "row", peer, device)
                 sends += [(peer, take_rows(t, rows).contiguous()) for t in self.own]
-            if _apart(plan.received[peer], batch):
-                receives += [
-                    (peer, t[:, each.key : each.key + each.count])
-                    for each in plan.received[peer]
-                    for t in self.gathered
-                ]
+            if _apart(received, batch):
+                receives += [(peer, t[:, each.key : each.key + each.count]) for each in received for t in self.gathered]
             else:
-                count = sum(each.count for each in plan.received[peer])
-                found = [t.new_empty((batch, count, *t.shape[2:])) for t in self.own]
+                found = [t.new_empty((batch, _count(received), *t.shape[2:])) for t in self.own]
                 receives += [(peer, t) for t in found]
                 self.arrived.append((peer, found))
         return comm.start(self.task.ranks, sends, receives)
 
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in the order of the plan."""
-        rank, device = self.task.rank, self.own[0].device
-        for own, gathered in zip(self.own, self.gathered, strict=True):
-            for each in self.plan.received[rank]:
-                gathered[:, each.key : each.key + each.count] = own[:, each.row : each.row + each.count]
+    def finish(self) -> None:
+        """Wait, on the current lane, and put what came where it belongs."""
         self.pending.wait()
         for peer, found in self.arrived:
-            keys = self.plan.index("received", "key", peer, device)
+            keys = self.plan.index("received", "key", peer, self.own[0].device)
             for t, gathered in zip(found, self.gathered, strict=True):
                 if isinstance(keys, slice):
                     gathered[:, keys] = t
                 else:
                     gathered.index_copy_(1, keys, t)
-        return self.gathered[0], self.gathered[1]
+        self.arrived = []
 
 
 class Returning:
     """Gradients of gathered keys and values on their way to the ranks that hold them."""
 
-    def __init__(self, task: Task, grads: tuple[torch.Tensor, torch.Tensor], rows: int) -> None:
-        self.task, self.grads, self.rows = task, grads, rows
-        self.plan = gather_plan(task.division, task.rank)
-        self.arrived: dict[int, list[torch.Tensor]] = {}
-        self.pending = self._start() if task.ranks else Pending(())
-
-    def _start(self) -> Pending:
-        plan, device = self.plan, self.grads[0].device
+    def __init__(self, task: Task, gathering: Gathering, partials: list[Partial]) -> None:
+        self.task, self.plan = task, task.plan
+        self.like = gathering.own
+        self.partials = self._whole(gathering, partials)
+        self.parts = {task.rank: self._rows(task.rank)}
         sends: list[Message] = []
-        for peer in _others(self.task.ranks):
-            keys = plan.index("received", "key", peer, device)
-            sends += [(peer, take_rows(t, keys).contiguous()) for t in self.grads]
-            count = sum(each.count for each in plan.sent[peer])
-            self.arrived[peer] = [t.new_empty((t.shape[0], count, *t.shape[2:])) for t in self.grads]
-        receives = [(peer, t) for peer, found in self.arrived.items() for t in found]
-        return comm.start(self.task.ranks, sends, receives)
+        for peer in task.others:
+            sends += [(peer, t) for t in self._rows(peer)]
+            self.parts[peer] = self._empty(_count(self.plan.sent[peer]))
+        receives = [(peer, t) for peer in task.others for t in self.parts[peer]]
+        self.pending = comm.start(task.ranks, sends, receives) if task.ranks else Pending(())
+
+    def _empty(self, count: int) -> list[torch.Tensor]:
+        return [t.new_empty((t.shape[0], count, *t.shape[2:]), dtype=compute_dtype(t.dtype)) for t in self.like]
+
+    def _whole(self, gathering: Gathering, partials: list[Partial]) -> list[Partial]:
+        """The same gradients with all keys as slices."""
+        if all(isinstance(each.keys, slice) for each in partials):
+            return partials
+        totals = [torch.zeros_like(t, dtype=compute_dtype(t.dtype)) for t in gathering.gathered]
+        add_partials((totals[0], totals[1]), partials)
+        return [Partial(slice(0, self.plan.keys), totals[0], totals[1])]
+
+    def _rows(self, peer: int) -> list[torch.Tensor]:
+        """This rank's gradients of the keys that it got from a rank."""
+        segments = self.plan.received[peer]
+        found = self._empty(_count(segments))
+        first = 0
+        for each in segments:
+            for t, grads in zip(found, zip(*((p.dk, p.dv) for p in self.partials), strict=True), strict=False):
+                _sum_rows(t[:, first : first + each.count], each.key, [p.keys for p in self.partials], grads)
+            first += each.count
+        if not self.partials:
+            for t in found:
+                t.zero_()
+        return found
 
     def finish(self) -> list[torch.Tensor]:
-        """The sums over all ranks, in their order, in f32 or f64."""
-        plan, device = self.plan, self.grads[0].device
-        totals = [t.new_zeros((t.shape[0], self.rows, *t.shape[2:])) for t in self.grads]
+        """The sums over all ranks, in their order, in the dtype of the keys."""
         self.pending.wait()
-        for peer in range(self.task.ranks.size if self.task.ranks else 1):
-            rows = plan.index("sent", "row", peer, device)
-            if peer == self.task.rank:
-                keys = plan.index("received", "key", peer, device)
-                parts = [take_rows(t, keys) for t in self.grads]
-            else:
-                parts = self.arrived[peer]
-            for total, part in zip(totals, parts, strict=True):
-                add_rows(total, rows, part)
-        return totals
+        totals: list[torch.Tensor | None] = [None, None]
+        shape = self.like[0].shape
+        for peer, parts in sorted(self.parts.items()):
+            rows = self.plan.index("sent", "row", peer, self.like[0].device)
+            for i, part in enumerate(parts):
+                if totals[i] is None and rows == slice(0, shape[1]):
+                    totals[i] = part
+                    continue
+                if totals[i] is None:
+                    totals[i] = part.new_zeros((shape[0], shape[1], *part.shape[2:]))
+                add_rows(totals[i], rows, part)
+        return [total.to(t.dtype) for total, t in zip(totals, self.like, strict=True)]
 
 
-def _others(ranks: Ranks) -> list[int]:
-    return [peer for peer in range(ranks.size) if peer != ranks.rank]
+def _sum_rows(
+    total: torch.Tensor, first: int, keys: Iterable[slice | torch.Tensor], grads: Iterable[torch.Tensor]
+) -> None:
+    """Write the sum of gradients of the keys from ``first`` on, some of which some gradients do not have."""
+    stop, written = first + total.shape[1], False
+    overlaps = [(max(first, own.start), min(stop, own.stop), own.start, t) for own, t in zip(keys, grads, strict=True)]
+    for low, high, at, t in sorted(overlaps, key=lambda each: each[0] - each[1]):
+        if low >= high:
+            continue
+        rows = t[:, low - at : high - at]
+        if not written and high - low == total.shape[1]:
+            total.copy_(rows)
+        else:
+            if not written:
+                total.zero_()
+            total[:, low - first : high - first] += rows
+        written = True
+    if not written:
+        total.zero_()
 
 
-def _apart(segments: tuple[Any, ...], batch: int) -> bool:
+def _count(segments: Iterable[Segment]) -> int:
+    return sum(each.count for each in segments)
+
+
+def _apart(segments: tuple[Segment, ...], batch: int) -> bool:
     """Whether segments are messages of their own: their rows are then contiguous in memory."""
     return batch == 1 and len(segments) <= FEW_SEGMENTS
+
+
+class _HeadGroup(NamedTuple):
+    """Query heads ``first`` to ``stop``, and the keys and values that they read."""
+
+    first: int
+    stop: int
+    gathering: Gathering
+
+
+def _gather(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lanes: Lanes) -> list[_HeadGroup]:
+    """Enqueue the fetching of all groups of heads, in their order, on the lane that moves data."""
+    share = q.shape[2] // k.shape[2]
+    bounds = task.kv_heads or (0, k.shape[2])
+    with lanes.on(MOVE):
+        return [
+            _HeadGroup(first * share, stop * share, Gathering(task, k[:, :, first:stop], v[:, :, first:stop]))
+            for first, stop in itertools.pairwise(bounds)
+        ]
+
+
+def _arrive(gathering: Gathering, lanes: Lanes) -> None:
+    """Let the lanes that compute wait for a group."""
+    with lanes.on(MOVE):
+        gathering.finish()
+    for lane in range(COMPUTE):
+        lanes.after(lane, MOVE)
 
 
 class GatherAttention(torch.autograd.Function):
@@ -151,16 +231,17 @@ class GatherAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         given = Modifiers(*modifiers)
         calls = gather_calls(task.division, task.rank, q.shape[0] == 1, given.alibi_slopes is not None)
-        groups = _head_groups(task, q, k, v)
-        pending = [Gathering(task, k_part, v_part) for _, _, k_part, v_part in groups]
-        parts = []
-        for (first, stop, *_), gathering in zip(groups, pending, strict=True):
-            keys, values = gathering.finish()
-            parts.append(attend(q[:, :, first:stop], keys, values, calls, given.heads(first, stop), task.settings))
-        out, lse = _joined(parts)
+        results = Results.of(q, v.shape[-1], calls, given.sinks)
+        lanes = Lanes(q.device)
+        for turn, (first, stop, gathering) in enumerate(_gather(task, q, k, v, lanes)):
+            _arrive(gathering, lanes)
+            heads, own = results.heads(first, stop), given.heads(first, stop)
+            attend(heads, q[:, :, first:stop], *gathering.gathered, calls, own, task.settings, lanes, turn)
+            lanes.keep(gathering)
+        lanes.join()
         ctx.task = task
-        ctx.save_for_backward(q, k, v, out, lse, *modifiers)
-        return out, lse
+        ctx.save_for_backward(q, k, v, results.out, results.lse, *modifiers)
+        return results.out, results.lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -168,26 +249,39 @@ class GatherAttention(torch.autograd.Function):
         q, k, v, out, lse, *modifiers = ctx.saved_tensors
         task, given = ctx.task, Modifiers(*modifiers)
         do = torch.zeros_like(out) if do is None else do
+        flow = Flow(out, lse, do, dlse)
         calls = gather_calls(task.division, task.rank, q.shape[0] == 1, given.alibi_slopes is not None)
-        groups = _head_groups(task, q, k, v)
-        pending = [Gathering(task, k_part, v_part) for _, _, k_part, v_part in groups]
-        dqs, d_scales, returning = [], [], []
-        wide = compute_dtype(q.dtype)
-        for (first, stop, *_), gathering in zip(groups, pending, strict=True):
-            keys, values = gathering.finish()
+        dq = empty_dq(q, calls)
+        d_scales: list[torch.Tensor | None] = []
+        lanes = Lanes(q.device)
+        returning: list[Returning] = []
+        for turn, (first, stop, gathering) in enumerate(_gather(task, q, k, v, lanes)):
+            _arrive(gathering, lanes)
             heads = slice(first, stop)
-            flow = Flow(out[:, :, heads], lse[:, heads], do[:, :, heads], None if dlse is None else dlse[:, heads])
-            dk, dv = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
-            dq, d_scale = attend_backward(
-                q[:, :, heads], keys, values, flow, calls, given.heads(first, stop), task.settings, dk, dv
+            partials, d_scale = attend_backward(
+                dq[:, :, heads],
+                q[:, :, heads],
+                *gathering.gathered,
+                flow.heads(heads),
+                calls,
+                given.heads(first, stop),
+                task.settings,
+                lanes,
+                turn,
             )
-            returning.append(Returning(task, (dk, dv), k.shape[1]))
-            dqs.append(dq)
+            for lane in range(COMPUTE):
+                lanes.after(MOVE, lane)
+            with lanes.on(MOVE):
+                returning.append(Returning(task, gathering, partials))
+            lanes.keep(gathering, returning[-1])
             d_scales.append(d_scale)
-        totals = [each.finish() for each in returning]
-        dk, dv = (torch.cat([each[i] for each in totals], dim=2).to(k.dtype) for i in (0, 1))
-        d_sinks = None if given.sinks is None else sink_gradient(given.sinks, Flow(out, lse, do, dlse))
-        return None, torch.cat(dqs, dim=2), dk, dv, None, d_sinks, _scale_gradient(d_scales, given.logit_scale)
+        with lanes.on(MOVE):
+            totals = [each.finish() for each in returning]
+            lanes.keep(totals)
+            dk, dv = (_joined([each[i] for each in totals]) for i in (0, 1))
+        lanes.join()
+        d_sinks = None if given.sinks is None else sink_gradient(given.sinks, flow)
+        return None, dq.to(q.dtype), dk, dv, None, d_sinks, _scale_gradient(d_scales, given.logit_scale)
 
 
 def _scale_gradient(parts: list[torch.Tensor | None], logit_scale: torch.Tensor | None) -> torch.Tensor | None:
@@ -197,21 +291,5 @@ def _scale_gradient(parts: list[torch.Tensor | None], logit_scale: torch.Tensor 
     return torch.zeros_like(logit_scale) if any(part is None for part in parts) else torch.cat(parts)
 
 
-def _head_groups(
-    task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:
-    """First and last query head of each group of heads, and its keys and values, contiguous."""
-    heads = k.shape[2]
-    share = q.shape[2] // heads
-    bounds = [heads * i // task.head_groups for i in range(task.head_groups + 1)]
-    return [
-        (first * share, stop * share, k[:, :, first:stop].contiguous(), v[:, :, first:stop].contiguous())
-        for first, stop in itertools.pairwise(bounds)
-        if first < stop
-    ]
-
-
-def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=1)
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

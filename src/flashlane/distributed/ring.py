@@ -13,9 +13,18 @@ import torch
 
 from flashlane.core.arch import compute_dtype
 from flashlane.distributed import comm
-from flashlane.distributed.attend import Flow, Modifiers, State, accumulate, attend_backward, sink_gradient
+from flashlane.distributed.attend import (
+    Flow,
+    Modifiers,
+    State,
+    accumulate,
+    add_partials,
+    attend_backward,
+    sink_gradient,
+)
 from flashlane.distributed.comm import Message, Pending
 from flashlane.distributed.gather import Task
+from flashlane.distributed.lanes import Lanes
 from flashlane.distributed.layout import rows_of
 from flashlane.distributed.plan import Calls, ring_calls, ring_hops
 
@@ -116,6 +125,7 @@ class RingAttention(torch.autograd.Function):
         flow = Flow(out, lse, torch.zeros_like(out) if do is None else do, dlse)
         wide = compute_dtype(q.dtype)
         ring, dq = _Ring(task, k, v), torch.zeros_like(q, dtype=wide)
+        lanes = Lanes(q.device)
         d_scale = None if given.logit_scale is None else torch.zeros_like(given.logit_scale)
         held: Pair | None = (k.contiguous(), v.contiguous())
         coming: tuple[Pending, Pair | None] = Pending(()), None
@@ -125,12 +135,13 @@ class RingAttention(torch.autograd.Function):
             pending, following = ring.send_on(step, held)
             grads: Pair | None = None
             if held is not None:
-                dk, dv = (torch.zeros_like(t, dtype=wide) for t in held)
                 calls = ring.calls(step, q, given.alibi_slopes is not None)
-                _, part = attend_backward(q, *held, flow, calls, given, task.settings, dk, dv, dq)
+                partials, part = attend_backward(dq, q, *held, flow, calls, given, task.settings, lanes)
                 d_scale = part if d_scale is None or part is None else d_scale + part
+                lanes.join()
                 coming[0].wait()
-                grads = (dk, dv) if coming[1] is None else (coming[1][0].add_(dk), coming[1][1].add_(dv))
+                grads = coming[1] or tuple(torch.zeros_like(t, dtype=wide) for t in held)
+                add_partials(grads, partials)
                 if step == 0 and ring.hops[task.ranks.rank] == 0:
                     total = grads
             sent, arriving, home = ring.return_grads(step, grads)
