@@ -260,10 +260,9 @@ def test_the_navigation_has_what_is_there(hooks, tmp_path):
 
 @pytest.fixture(scope="module")
 def tables():
-    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "benchmarks" / "scripts" / "readme_tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks" / "scripts"))
+        yield importlib.import_module("readme_tables")
 
 
 def row(problem, tag, ms):

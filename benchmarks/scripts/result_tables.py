@@ -1,0 +1,544 @@
+"""Committed results as Markdown: the tables of each format of a file, and where we lead and trail its peers.
+
+readme_tables.py puts them into the documents.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = ("torch", "cuda", "driver", "flashlane")
+NOT_MEASURED = "Not measured yet.\n"
+FLASH, CUDNN = "(flash)", "(cudnn)"
+CEILING = "% mma ceiling:"
+DESIGNS = ("naive", "split-kv", "split-q", "split-q+share-kv", "split-q+share-qkv", "split-q+tiling-qk")
+DESIGNS += ("split-q+tiling-qkv",)
+
+Result = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+def bench_tables(path: Path, view: str = "") -> str:
+    """A result as Markdown: on what it was measured, then the tables of its format and view."""
+    if not path.is_file():
+        return NOT_MEASURED
+    result = json.loads(path.read_text(encoding="utf-8"))
+    kind = str(result.get("format") or ("flashlane-lessons/0" if "block" in (result.get("rows") or [{}])[0] else None))
+    views = next((views for prefix, views in VIEWS.items() if kind.startswith(prefix)), None)
+    if views is None:
+        raise ValueError(f"{path.name} has format {kind!r}; it must be a file that flashlane bench wrote")
+    if view not in views:
+        raise ValueError(f"{path.name} has no view {view!r}; it may be one of {', '.join(map(repr, views))}")
+    return f"{measured_on(result['environment'])}{other_runs(result)}\n{views[view](result)}"
+
+
+def measured_on(where: Mapping[str, Any]) -> str:
+    """Device, versions, commit and day on one line."""
+    versions = ", ".join(f"{name} {where[name]}" for name in VERSIONS if where.get(name))
+    return f"{where['device']}; {versions}; commit {where.get('commit')}, {str(where.get('date'))[:10]}.\n"
+
+
+def other_runs(result: Result) -> str:
+    """How many rows are of runs at other commits, where a file joins several."""
+    last = result["environment"].get("commit")
+    commits = [row["commit"] for row in result.get("rows") or () if row.get("commit", last) != last]
+    counts = (f"{commits.count(commit)} at commit {commit}" for commit in dict.fromkeys(commits))
+    return f"Rows of earlier runs: {', '.join(counts)}.\n" if commits else ""
+
+
+def by_problem(result: Result) -> dict[str, list[Row]]:
+    """Rows of each problem, in their order."""
+    problems: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        problems.setdefault(row["problem"], []).append(row)
+    return problems
+
+
+def all_rows(result: Result) -> str:
+    """A table a problem with every row, fastest first."""
+    head = ("tag", "ms:", "TFLOP/s:", "× best peer:")
+    tables = []
+    for problem, rows in by_problem(result).items():
+        rows = sorted(rows, key=lambda row: milliseconds(row) or float("inf"))
+        tables.append(f"**{problem}**\n\n" + table(head, [_cells(row) for row in rows]))
+    return "\n".join(tables)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    tag = row["tag"] if row["kind"] == "kernel" else f"{row['tag']} (peer)"
+    if row["status"] != "ok":
+        return (tag, row["status"], "", "")
+    speeds = (number(row.get(key), digits) for key, digits in (("tflops", 1), ("speedup", 2)))
+    return (tag, significant(milliseconds(row)), *speeds)
+
+
+def ladder(result: Result) -> str:
+    """A table a problem: the fastest tag of each design that accumulates and stores in f32, padded then swizzled."""
+    head = ("design", "fastest tag", "ms:", "TFLOP/s:", "× design before:", "× SDPA flash:", "registers:", "KiB:")
+    shares = any(row.get("mma_ceiling") for row in result["rows"])
+    head += (CEILING,) if shares else ()
+    tables = []
+    for problem, rows in by_problem(result).items():
+        baselines = {row["tag"]: milliseconds(row) for row in rows if row["kind"] == "peer" and milliseconds(row)}
+        flash, before, lines = baselines.get(FLASH), None, []
+        for name, members in designs(rows):
+            timed = [row for row in members if row["status"] == "ok" and milliseconds(row)]
+            if not timed:
+                continue
+            best = min(timed, key=milliseconds)
+            ms, usage = milliseconds(best), best.get("usage") or {}
+            ratios = [number(other / ms if other else None, 2) for other in (before, flash)]
+            shared = usage.get("shared_bytes")
+            size = (usage.get("registers") or "–", number(shared / 1024 if shared else None, 1))
+            size += (share(best),) if shares else ()
+            lines.append((name, f"`{best['tag']}`", significant(ms), number(best["tflops"], 1), *ratios, *size))
+            before = ms
+        for row in rows:
+            if row["tag"] in baselines:
+                ms = milliseconds(row)
+                ratio = number(flash / ms if flash else None, 2)
+                rest = ("", "", "") if shares else ("", "")
+                lines.append((row["tag"], "", significant(ms), number(row["tflops"], 1), "", ratio, *rest))
+        tables.append(f"**{problem}**\n\n" + table(head, lines))
+    return "\n".join(tables)
+
+
+def designs(rows: Sequence[Row]) -> Iterable[tuple[str, list[Row]]]:
+    """(name, rows) of each design, from the bottom: each design with padded tiles, then all with swizzled ones."""
+    kernels = [(row, *split_words(words_of(row["tag"]))) for row in rows if row["kind"] == "kernel"]
+
+    def of(design: str, *must: str) -> list[Row]:
+        return [row for row, named, words in kernels if named == design and set(words) - {"persist-q"} == set(must)]
+
+    yield "naive", of("naive")
+    for design in DESIGNS[1:]:
+        yield design, of(design, "acc-f32")
+    yield "swizzle-qkv", [row for design in DESIGNS[1:] for row in of(design, "acc-f32", "swizzle-qkv")]
+
+
+def logs_columns(result: Result) -> str:
+    """The columns and rows of the baseline logs: f16 accumulators and padded tiles.
+
+    The last column is the gain over the best row so far, as those logs print it.
+    """
+    head = ("tag", "first, second, last output", "ms:", "TFLOP/s (all operations):", "over the best so far:")
+    tables = []
+    for problem, rows in by_problem(result).items():
+        best, lines = None, []
+        for row in rows:
+            if row["kind"] == "kernel" and split_words(words_of(row["tag"]))[1]:
+                continue
+            ms = milliseconds(row)
+            if row["status"] != "ok" or not ms:
+                lines.append((row["tag"], "", row["status"], "", ""))
+                continue
+            gain = "" if best is not None and ms >= best else f"+{100 * (best / ms - 1) if best else 0:.2f} %"
+            best = ms if best is None else min(best, ms)
+            values = ", ".join(f"{value:.8f}" for value in row.get("values") or ())
+            lines.append((row["tag"], values, f"{ms:.6f}", number(row.get("tflops_all"), 2), gain))
+        tables.append(f"**{problem}**\n\n" + table(head, lines))
+    return "\n".join(tables)
+
+
+def summary(result: Result) -> str:
+    """One line a problem: our fastest kernel next to SDPA flash (FlashAttention-2) and cuDNN."""
+    head = ("problem", "fastest of ours", "ms:", "TFLOP/s:", "× SDPA flash:", "× cuDNN:")
+    lines = []
+    for problem, rows in by_problem(result).items():
+        times = {row["tag"]: (milliseconds(row), row) for row in rows if milliseconds(row) and row["status"] == "ok"}
+        ours = min((pair for pair in times.values() if pair[1]["kind"] == "kernel"), key=lambda pair: pair[0])
+        ratios = (number(times[tag][0] / ours[0], 2) if tag in times else "" for tag in ("(flash)", "(cudnn)"))
+        tflops = number(ours[1].get("tflops"), 1)
+        lines.append((problem, f"`{ours[1]['tag']}`", significant(ours[0]), tflops, *ratios))
+    return table(head, lines)
+
+
+STANDING = {
+    "baseline": "`mma`, baseline grid",
+    "mma_targets": "`mma`, targets",
+    "hopper_forward": "`hopper`, forward",
+    "hopper_backward": "`hopper`, {direction}",
+    "triton_targets": "`triton`, targets",
+    "decode": "`decode`",
+}
+"""Committed results of a family against its peers, and what the table of the standing calls them."""
+PEERS = {
+    "unfused": "plain PyTorch",
+    "flash": "FlashAttention-2 (SDPA)",
+    "fa2": "FlashAttention-2 (SDPA)",
+    "cudnn": "cuDNN (SDPA)",
+    "efficient": "SDPA efficient",
+    "sdpa-efficient": "SDPA efficient",
+    "flex": "FlexAttention",
+    "fa4": "FlashAttention-4",
+    "flash-attn-4": "FlashAttention-4",
+    "ffpa": "ffpa-attn",
+}
+
+
+def standing(results: Path) -> str:
+    """Where we lead and where we trail: times as fast as each peer, over all problems of each committed file."""
+    rows, devices = [], []
+    for name, family in STANDING.items():
+        path = results / f"{name}.json"
+        if not path.is_file():
+            continue
+        result = json.loads(path.read_text(encoding="utf-8"))
+        ratios: dict[tuple[str, str], list[float]] = {}
+        for part, parts_result in directions(result):
+            for peer, ratio in pairs(parts_result):
+                word = peer.strip("()")
+                ratios.setdefault((family.format(direction=part), PEERS.get(word, word)), []).append(ratio)
+        devices.append(f"{result['environment']['device']}, {str(result['environment'].get('date'))[:10]}")
+        for who, found in ratios.items():
+            mean = math.exp(sum(map(math.log, found)) / len(found))
+            figures = (marked(value) for value in (mean, min(found), max(found)))
+            rows.append((*who, len(found), sum(ratio > 1 for ratio in found), *figures))
+    if not rows:
+        return NOT_MEASURED
+    head = ("kernels", "against", "problems:", "faster in:", "geometric mean:", "least:", "most:")
+    text = table(head, rows) + f"\nMeasured on {'; '.join(dict.fromkeys(devices))}."
+    absent = [name for name in dict.fromkeys(PEERS.values()) if name not in {row[1] for row in rows}]
+    text += f" Not in any of these files: {', '.join(absent)}.\n" if absent else "\n"
+    checked = results / "correctness.json"
+    if checked.is_file():
+        found = json.loads(checked.read_text(encoding="utf-8"))
+        text += (
+            f"{found['runs']} checked runs of {len(found['kernels'])} kernels over {found['problems']} drawn problems, "
+            f"{found['failures']} failed ([correctness.json](../benchmarks/results/correctness.json)).\n"
+        )
+    return text
+
+
+def directions(result: Result) -> Iterable[tuple[str, Result]]:
+    """What is timed together, and a result with its rows only."""
+    names = {"backward": "backward", "both": "forward and backward"}
+    given = dict.fromkeys(row.get("direction") for row in result.get("rows") or ())
+    if not given or not names.keys() >= given.keys():
+        yield "", result
+        return
+    for direction in given:
+        yield names[direction], {**result, "rows": [r for r in result["rows"] if r["direction"] == direction]}
+
+
+def marked(ratio: float) -> str:
+    """A ratio; in bold where it is a loss."""
+    return f"**{ratio:.2f}**" if ratio < 1 else f"{ratio:.2f}"
+
+
+def pairs(result: Result) -> Iterable[tuple[str, float]]:
+    """(peer, times as fast as it) of every problem of a family's file; nothing for a format that is not known."""
+    kind = str(result.get("format"))
+    if kind.startswith("flashlane-bench/"):
+        for rows in by_problem(result).values():
+            timed = [row for row in rows if row["status"] == "ok" and milliseconds(row)]
+            ours = min((milliseconds(row) for row in timed if row["kind"] == "kernel"), default=None)
+            yield from ((r["tag"], milliseconds(r) / ours) for r in timed if ours and r["kind"] == "peer")
+    elif kind.startswith("flashlane-mma-targets/"):
+        yield from ((target["peer"], target["ratio"]) for target in result["targets"] if target["ratio"])
+    elif kind.startswith("flashlane-triton-targets/"):
+        yield from (pair for target in result["targets"] for pair in (target.get("ratios") or {}).items() if pair[1])
+    elif kind.startswith("flashlane-hopper-"):
+        for row in result["rows"]:
+            rates = row.get("tflops") or {}
+            yield from (
+                (n, rates["flashlane"] / x) for n, x in rates.items() if n != "flashlane" and "flashlane" in rates
+            )
+    elif kind.startswith("flashlane-decode/"):
+        times: dict[str, dict[str, float]] = {}
+        for row in result["rows"]:
+            if row["check"] == "ok" and row.get("microseconds"):
+                times.setdefault(row["cell"], {})[row["tag"]] = row["microseconds"]
+        for cell in times.values():
+            ours = min((us for tag, us in cell.items() if not tag.startswith("(")), default=None)
+            yield from ((tag, us / ours) for tag, us in cell.items() if ours and tag.startswith("("))
+
+
+def words_of(tag: str) -> list[str]:
+    """``mma(split-q+acc-f32+stage1)``: split-q, acc-f32, stage1."""
+    return tag.partition("(")[2].rstrip(")").split("+")
+
+
+def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The design (where the data lives), and what else is said but the stages."""
+    design = [word for word in words if word.startswith(("naive", "split", "share", "tiling"))]
+    return "+".join(design), [word for word in words if word not in design and not word.startswith("stage")]
+
+
+def targets(result: Result) -> str:
+    """A line a target: the ratio to the peer, and whether the target was met."""
+    shares = any(target.get("mma_ceiling") for target in result["targets"])
+    head = ("problem", "against", "ratio:", "target:", "", "ms:", "TFLOP/s:", *((CEILING,) if shares else ()), "tag")
+    rows = []
+    for target in result["targets"]:
+        verdict = "" if target["ratio"] is None else "met" if target["met"] else "**missed**"
+        tag = f"`{target['tag']}`" if target["tag"] else "not run"
+        figures = (significant(target["ms"]), number(target["tflops"], 1), *((share(target),) if shares else ()))
+        rows.append(
+            (target["problem"], target["peer"], number(target["ratio"], 3), target["asked"], verdict, *figures, tag)
+        )
+    met = sum(target["met"] for target in result["targets"])
+    return table(head, rows) + f"\n{met} of {len(rows)} targets met.\n"
+
+
+def triton_targets(result: Result) -> str:
+    """A line a target: our time, and how many times as fast as each peer it is."""
+    peers = list(dict.fromkeys(peer for target in result["targets"] for peer in target.get("ratios") or {}))
+    head = ("target", "ms:", "TFLOP/s:", *(f"× {PEERS.get(peer.strip('()'), peer)}:" for peer in peers), "target")
+    rows = []
+    for target in result["targets"]:
+        ratios = (number((target.get("ratios") or {}).get(peer), 3) for peer in peers)
+        verdict = "met" if target["met"] else "**missed**" if target.get("ratios") else "not run"
+        rows.append((target["name"], significant(target["ms"]), number(target["tflops"], 1), *ratios, verdict))
+    return table(head, rows) + f"\n{sum(target['met'] for target in result['targets'])} of {len(rows)} targets met.\n"
+
+
+def suite(result: Result) -> str:
+    """A course table (docs/suites.md explains them): our times, and how many times as fast as the others we are."""
+    sizes = ("seqlen", "head_dim", "dtype", "size", "attention", "tokens", "peak")
+    sizes += ("workload", "ms", "to_cudnn", "whole_s", "error")  # of whole models (docs/e2e.md)
+    words = {c["key"]: c["title"] for c in result["columns"]}
+    shown = [key for key in words if key in sizes or key.startswith(("ours_", "speedup")) or key.endswith("_avg")]
+
+    def cell(key: str, value: object) -> str:
+        if not isinstance(value, float):
+            return "–" if value is None else str(value)
+        return f"{marked(value)}×" if key.startswith(("speedup", "to_")) else f"{value:.4g}"
+
+    rows = [[cell(key, row.get(key)) for key in shown] for row in result["rows"]]
+    text = table([words[key].replace("_", " ") + ":" for key in shown], rows)
+    return text + "".join(f"\n{message}\n" for message in result["messages"])
+
+
+HOPPER_PEERS = ("cudnn", "fa4", "fa2", "flex")
+SQUARE = re.compile(r"D(64|128|256) (full|causal) N(\d+) B(\d+) H(\d+)")
+"""A problem of the grid: as many tokens and columns whatever the length and the head dim."""
+
+
+def hopper_name(row: Row) -> str:
+    return str(row.get("name") or row["problem"])
+
+
+def square(row: Row) -> re.Match[str] | None:
+    """Head dim, mask, length, batch and heads of a problem of the grid; None of another."""
+    return SQUARE.fullmatch(hopper_name(row).removesuffix(f" {row.get('direction')}"))
+
+
+def hopper_grid(result: Result, direction: str | None = None) -> str:
+    """A row a head dim and mask, a column a length: TFLOP/s of ours and of the peers, and the ratio to the fastest."""
+    cells: dict[str, dict[int, str]] = {}
+    ratios = []
+    for row in result["rows"]:
+        match = square(row)
+        if match is None or row.get("direction") != direction or not row.get("ratio"):
+            continue
+        rates = [row["tflops"].get(peer) for peer in ("flashlane", *HOPPER_PEERS[:3])]
+        text = " / ".join("–" if rate is None else f"{rate:.0f}" for rate in rates)
+        cells.setdefault(f"D{match[1]} {match[2]}", {})[int(match[3])] = f"{text} **{row['ratio']:.2f}**"
+        ratios.append(row["ratio"])
+    if not ratios:
+        return NOT_MEASURED
+    lengths = sorted({length for row in cells.values() for length in row})
+    lines = [(name, *(row.get(length, "–") for length in lengths)) for name, row in cells.items()]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    text = table(("", *(f"N {length}:" for length in lengths)), lines)
+    return text + f"\nGeometric mean of the {len(ratios)} ratios {mean:.3f}, the least {min(ratios):.3f}.\n"
+
+
+def hopper_rows(result: Result) -> str:
+    """A line a problem that is not of the grid: TFLOP/s of ours and of the peers, and the ratio to the fastest."""
+    rows = [row for row in result["rows"] if row.get("ratio") and not square(row)]
+    peers = [peer for peer in HOPPER_PEERS if any(peer in row["tflops"] for row in rows)]
+    tiles = any(row.get("config") for row in rows)
+    costs = any(row.get("cost") is not None for row in rows)
+    head = ("problem", *(("tile",) if tiles else ()), "flashlane:", *(f"{PEERS.get(p, p)}:" for p in peers), "ratio:")
+    lines = []
+    for row in rows:
+        rates = (number(row["tflops"].get(peer), 0) for peer in ("flashlane", *peers))
+        tile = (str(row.get("config", "")).split(",")[0],) if tiles else ()
+        cost = ("" if row.get("cost") is None else f"{100 * row['cost']:.0f} %",) if costs else ()
+        lines.append((hopper_name(row), *tile, *rates, marked(row["ratio"]), *cost))
+    return table((*head, *(("cost of the order:",) if costs else ())), lines)
+
+
+def hopper_targets(result: Result) -> str:
+    """A line a target of the whole run."""
+    head = ("target", "problems:", "asked:", "found:", "")
+    rows = [
+        (
+            row["target"],
+            row["cells"],
+            f"{row['asked']:g}",
+            number(row["found"], 3),
+            "met" if row["met"] else "**missed**",
+        )
+        for row in result["targets"]
+    ]
+    return table(head, rows)
+
+
+def decoding(result: Result) -> str:
+    """A line a cell: our time and share of the copy rate, the peers' times, and whether its targets were met."""
+    cells: dict[str, dict[str, Row]] = {}
+    for row in result["rows"]:
+        if row["check"] == "ok" and row.get("microseconds"):
+            cells.setdefault(row["cell"], {})[row["tag"]] = row
+    targets = {target["cell"]: target for target in result["targets"]}
+    peers = list(dict.fromkeys(tag for rows in cells.values() for tag in rows if tag.startswith("(")))
+    head = (
+        "cell",
+        "µs:",
+        "of the copy rate:",
+        *(f"{PEERS.get(p.strip('()'), p)}, µs:" for p in peers),
+        "× the best:",
+        "",
+    )
+    lines = []
+    for cell, rows in cells.items():
+        ours = min(
+            (row for tag, row in rows.items() if tag not in peers), key=lambda row: row["microseconds"], default=None
+        )
+        if ours is None:
+            continue
+        times = [rows[peer]["microseconds"] if peer in rows else None for peer in peers]
+        best = min((time for time in times if time), default=None)
+        missed = ", ".join(target.split(", wanted ")[-1] for target in targets.get(cell, {}).get("missed", ()))
+        lines.append((
+            cell, number(ours["microseconds"], 1), f"{100 * ours['share']:.1f} %", *(number(time, 1) for time in times),
+            marked(best / ours["microseconds"]) if best else "–", f"**missed** {missed}" if missed else "",
+        ))  # fmt: skip
+    met = sum(len(target["targets"]) - len(target["missed"]) for target in targets.values())
+    every = sum(len(target["targets"]) for target in targets.values())
+    rate = f"Copy rate in the same run: {result['copy_gigabytes_per_second']:.0f} GB/s.\n\n"
+    return rate + table(head, lines) + f"\n{met} of {every} targets met.\n"
+
+
+def logs(result: Result) -> str:
+    """A table a log: every line of it, our figures, and the milliseconds that it reports."""
+    reported = json.loads((ROOT / "src/flashlane/bench/suites/baseline_reported.json").read_text(encoding="utf-8"))
+    head = ("problem", "tag", "first, second, last output", "ms:", "TFLOP/s (all operations):", "the log's ms:")
+    measured = {(row["problem"], row["tag"]): row for row in result["rows"]}
+    tables = []
+    for log in reported["logs"]:
+        lines = []
+        for line in log["rows"]:
+            title = "B{} H{} N{} D{}".format(*line["shape"]) + f" {line['dtype']}"
+            for tag, theirs in line["ms"].items():
+                row = measured.get((f"{title}, {log['name']}", tag), {})
+                ms = milliseconds(row) if row.get("status") == "ok" else None
+                values = ", ".join(f"{value:.8f}" for value in row.get("values") or ()) if ms else ""
+                ours = f"{ms:.6f}" if ms else row.get("status", "not run")
+                lines.append((title, f"`{tag}`", values, ours, number(row.get("tflops_all"), 2), f"{theirs:.6f}"))
+        tables.append(f"**{log['name']}** (reported on {log['card']})\n\n" + table(head, lines))
+    return "\n".join(tables)
+
+
+def lessons(result: Result) -> str:
+    """A line a group: the fastest of ours, torch, and the best loop of mma.sync from registers in the same rounds."""
+    head = ("block", "problem", "fastest of ours", "ms:", "TFLOP/s or TB/s:", "torch, ms:", "× torch:", "% of ceiling:")
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in result["rows"]:
+        groups.setdefault((row["block"], row["group"]), []).append(row)
+    lines = []
+    for (block, group), rows in groups.items():
+        ours = [row for row in rows if row["ok"] and row["tag"] != "torch" and not row["tag"].startswith("ceiling")]
+        torch = next((row["milliseconds"] for row in rows if row["tag"] == "torch" and row["ok"]), None)
+        if not ours:
+            lines.append((block, group, "none passed its check", "–", "–", significant(torch), "–", ""))
+            continue
+        best = min(ours, key=lambda row: row["milliseconds"])
+        rate = number(best["tflops"], 1) if best["tflops"] else number((best["gigabytes_per_second"] or 0) / 1e3, 2)
+        figures = (rate, significant(torch), number(best["versus_torch"], 2))
+        of_ceiling = number(100 * best["of_ceiling"], 0) if best["of_ceiling"] else ""
+        lines.append((block, group, f"`{best['tag']}`", significant(best["milliseconds"]), *figures, of_ceiling))
+    return table(head, lines)
+
+
+def share(row: Row) -> str:
+    """Percent of what ``mma.sync`` gives from registers, where it was measured."""
+    return number(100 * row["mma_ceiling"], 0) if row.get("mma_ceiling") else "–"
+
+
+def conflicts(result: Result) -> str:
+    """A line a launch: what Nsight Compute counted."""
+    head = ("D:", "layout", "ldmatrix conflicts:", "a read:", "cycles:", "tensor pipe %:", "KiB:", "tag")
+    rows = []
+    for launch in result["launches"]:
+        counted = {name.rpartition("__")[2]: value for name, value in launch["metrics"].items()}
+        total = counted["sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_ldsm.sum"]
+        reads = counted.get("sass_inst_executed_op_ldsm.sum")
+        tensor = counted.get("pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active")
+        each, cycles = number(total / reads if reads else None, 2), f"{counted['cycles_elapsed.max']:.0f}"
+        figures = (f"{total:.0f}", each, cycles, number(tensor, 1), number(launch["shared_bytes"] / 1024, 1))
+        rows.append((launch["head_dim"], launch["layout"], *figures, f"`{launch['tag']}`"))
+    return table(head, rows)
+
+
+def ceilings(result: Result) -> str:
+    """What the tensor cores and the memory gave: the best ceiling of each precision, and the best copy."""
+    best: dict[str, float] = {}
+    copied = 0.0
+    for row in result["rows"]:
+        if row["tag"].startswith("ceiling") and row["tflops"]:
+            words = row["group"].split()
+            name = " ".join(word for word in words if word.startswith(("f16", "bf16", "acc-")))
+            best[name] = max(best.get(name, 0.0), row["tflops"])
+        copied = max(copied, row["gigabytes_per_second"] or 0.0)
+    rows = [(f"mma.sync m16n8k16, {name}", f"{value:.0f} TFLOP/s") for name, value in best.items()]
+    if copied:
+        rows.append(("device memory, read and write together", f"{copied / 1000:.2f} TB/s"))
+    return table(("ceiling", "measured:"), rows)
+
+
+VIEWS = {
+    "flashlane-bench/": {
+        "": all_rows,
+        "ladder": ladder,
+        "logs-columns": logs_columns,
+        "logs": logs,
+        "summary": summary,
+    },
+    "flashlane-mma-targets/": {"": targets},
+    "flashlane-triton-targets/": {"": triton_targets},
+    "flashlane-ncu-conflicts/": {"": conflicts},
+    "flashlane-suite/": {"": suite},
+    "flashlane-decode/": {"": decoding},
+    "flashlane-hopper-backward/": {
+        "grid-backward": functools.partial(hopper_grid, direction="backward"),
+        "grid-both": functools.partial(hopper_grid, direction="both"),
+        "rows": hopper_rows,
+        "targets": hopper_targets,
+    },
+    "flashlane-hopper-": {"grid": hopper_grid, "rows": hopper_rows},
+    "flashlane-lessons/": {"ceilings": ceilings, "rows": lessons},
+}
+"""Start of a file's format -> its views."""
+
+
+# --- Markdown
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; a column whose title ends in a colon is set to the right."""
+    lines = [[title.removesuffix(":") for title in head], ["---:" if title.endswith(":") else "---" for title in head]]
+    lines += [[str(cell) for cell in row] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
+
+
+def milliseconds(row: Row) -> float | None:
+    return row["timing"]["median"] if row.get("timing") else None
+
+
+def significant(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def number(value: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" if value else "–"
