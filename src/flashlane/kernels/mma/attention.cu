@@ -19,6 +19,7 @@
 // Shared memory is SharedStorage in tiles.cuh: Q, pipeline, P, row statistics. The output may pass through the same memory at
 // the end (STORE).
 #include "mma/epilogue.cuh"
+#include "mma/pipeline.cuh"
 #include "mma/products.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_attention(const __grid_constant__ Params p) {
@@ -37,38 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
     const int unmasked_first = mask.first(last_row), unmasked_end = mask.end(out_tile.row);
 
     const u32 shared = shared_address(shared_memory), pipeline = shared + PIPELINE_OFFSET;
-    // Piece r of key/value tile j; r runs over the slices of K, then those of V, then on into the next tile's.
-    const auto stage_of = [](int j, int r) { return (SLICES % STAGES == 0 ? r : j * SLICES + r) % STAGES * STAGE_BYTES; };
-    const auto load_slice = [&](int j, int r) {
-        const int tile = j + r / SLICES, slice = r % SLICES, key = (first_tile + tile) * BLOCK_N;
-        if (tile < tiles) {
-            const u32 stage = pipeline + stage_of(j, r);
-            if (slice < K_SLICES) {
-                const int column = slice * K_SLICE;
-                if constexpr (Q_STREAMED)
-                    load_tile<LayoutQ, BLOCK_M, K_SLICE, THREADS, cfg::VECTOR>(stage, q, out_tile.row, column);
-                load_tile<LayoutK, BLOCK_N, K_SLICE, THREADS, cfg::VECTOR>(stage + Q_SLICE_BYTES, k, key, column);
-            } else {
-                const int row = (slice - K_SLICES) % V_ROW_SLICES * V_ROWS;
-                const int column = (slice - K_SLICES) / V_ROW_SLICES * V_COLUMNS;
-                load_tile<LayoutV, V_ROWS, V_COLUMNS, THREADS, cfg::VECTOR>(stage, v, key + row, column);
-            }
-        }
-        cp_async_commit();
-    };
-    // Waits for a slice. After the barrier no warp reads the slice before it, whose stage loads next.
-    const auto acquire = [&](int j, int r) {
-        cp_async_wait<(STAGES >= 2 ? STAGES - 2 : 0)>();
-        __syncthreads();
-        if constexpr (STAGES >= 2) load_slice(j, r + STAGES - 1);
-    };
-    // With one stage the next slice can load only when no warp reads this one any more.
-    const auto release = [&](int j, int r) {
-        if constexpr (STAGES == 1) {
-            __syncthreads();
-            load_slice(j, r + 1);
-        }
-    };
+    const SlicePipeline stages{q, k, v, pipeline, out_tile.row, first_tile, tiles};
 
     if constexpr (!Q_STREAMED) {
         load_tile<LayoutQ, BLOCK_M, HEAD_DIM, THREADS, cfg::VECTOR>(shared, q, out_tile.row, 0);
@@ -82,14 +52,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
     if constexpr (Q_IN_REGISTERS) {
         cp_async_wait<0>();
         __syncthreads();
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-            for (int step = 0; step < QK_STEPS; ++step) read_q(q_registers[m][step], q_cursor, 0, m, step * 2, fold);
+        read_all_q(q_registers, q_cursor, fold);
         if constexpr (cfg::SHARE_QKV) __syncthreads();
     }
 #pragma unroll
-    for (int r = 0; r < (STAGES >= 2 ? STAGES - 1 : 1); ++r) load_slice(0, r);
+    for (int r = 0; r < (STAGES >= 2 ? STAGES - 1 : 1); ++r) stages.load(0, r);
 
     const int kv_row = warp.kv * S_TILES * 8;
     const FragmentCursor<LayoutK> k_cursor(pipeline + Q_SLICE_BYTES, kv_row + warp.lane % 8 + warp.lane / 16 * 8, warp.lane / 8 % 2);
@@ -97,13 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
     const FragmentCursor<LayoutP> p_cursor(shared + p_offset(), warp.row() + warp.lane % 16, warp.lane / 16);
 
     State state;
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m) {
-        state.max[m][0] = state.max[m][1] = -INF;
-        state.sum[m][0] = state.sum[m][1] = 0.f;
-#pragma unroll
-        for (int n = 0; n < O_TILES; ++n) state.o[m][n].zero();
-    }
+    state.reset();
 
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j) {
@@ -114,26 +75,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
             SPLIT_KV || (key < mask.end(warp_row + 16 * M_TILES - 1) && key + BLOCK_N > mask.first(warp_row));
         Scores s;
         if constexpr (K_SLICES == 1) {
-            acquire(j, 0);
+            stages.acquire(j, 0);
             if (active) {
                 ScoreTiles scores;
                 zero(scores);
-                gemm_qk(scores, q_registers, q_cursor, k_cursor, 0, stage_of(j, 0), fold);
+                gemm_qk(scores, q_registers, q_cursor, k_cursor, 0, stages.stage_of(j, 0), fold);
                 unpack_scores(s, scores);
             }
-            release(j, 0);
+            stages.release(j, 0);
         } else {
             ScoreTiles scores;
             zero(scores);
 #pragma unroll 1
             for (int r = 0; r < K_SLICES; ++r) {
-                acquire(j, r);
-                if (active) gemm_qk(scores, q_registers, q_cursor, k_cursor, r, stage_of(j, r), fold);
-                release(j, r);
+                stages.acquire(j, r);
+                if (active) gemm_qk(scores, q_registers, q_cursor, k_cursor, r, stages.stage_of(j, r), fold);
+                stages.release(j, r);
             }
             unpack_scores(s, scores);
         }
-        if constexpr (cfg::EARLY_V) acquire(j, K_SLICES);
+        if constexpr (cfg::EARLY_V) stages.acquire(j, K_SLICES);
         Probabilities probabilities;
         if (active) {
             if (key < unmasked_first || key + BLOCK_N > unmasked_end)
@@ -145,11 +106,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
 #pragma unroll
         for (int slice = 0; slice < V_SLICES; ++slice) {
             const int r = K_SLICES + slice;
-            if (slice > 0 || !cfg::EARLY_V) acquire(j, r);
+            if (slice > 0 || !cfg::EARLY_V) stages.acquire(j, r);
             if (active)
                 gemm_pv(state, probabilities, p_cursor, v_cursor, slice % V_ROW_SLICES * PV_STEPS,
-                              slice / V_ROW_SLICES * V_SLICE_TILES, stage_of(j, r));
-            release(j, r);
+                        slice / V_ROW_SLICES * V_SLICE_TILES, stages.stage_of(j, r));
+            stages.release(j, r);
         }
     }
     store_output(p, out_tile, warp, state);

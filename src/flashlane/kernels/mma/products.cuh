@@ -16,12 +16,18 @@ __device__ __forceinline__ void read_q(u32 (&a)[4], const FragmentCursor<LayoutQ
 
 using QRegisters = u32[Q_IN_REGISTERS ? M_TILES : 1][Q_IN_REGISTERS ? QK_STEPS : 1][4];
 
+__device__ __forceinline__ void read_all_q(QRegisters& q_registers, const FragmentCursor<LayoutQ>& q, u32 fold) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int step = 0; step < QK_STEPS; ++step) read_q(q_registers[m][step], q, 0, m, step * 2, fold);
+}
+
 using ScoreTiles = Accumulator<ScorePrecision>[M_TILES][S_TILES];
 
 // S += Q·Kᵀ along one slice of the head dim.
-__device__ __forceinline__ void gemm_qk(ScoreTiles& acc, const QRegisters& q_registers,
-                                              const FragmentCursor<LayoutQ>& q, const FragmentCursor<LayoutK>& k,
-                                              int slice, u32 stage, u32 fold) {
+__device__ __forceinline__ void gemm_qk(ScoreTiles& acc, const QRegisters& q_registers, const FragmentCursor<LayoutQ>& q,
+                                        const FragmentCursor<LayoutK>& k, int slice, u32 stage, u32 fold) {
     const u32 q_offset = Q_STREAMED ? stage : 0;
     const int q_chunk = Q_STREAMED ? 0 : slice * (K_SLICE / CHUNK);
 #pragma unroll
@@ -106,7 +112,7 @@ struct Probabilities {
 
 // O += P·V of one slice of V: the rows from step `first_step` on, the columns of tiles `first_tile`.
 __device__ __forceinline__ void gemm_pv(State& state, const Probabilities& p, const FragmentCursor<LayoutP>& p_tile,
-                                              const CursorV& v, int first_step, int first_tile, u32 stage) {
+                                        const CursorV& v, int first_step, int first_tile, u32 stage) {
     if constexpr (ONE_PRECISION) {
         if (NORMALISE && first_step == 0)
 #pragma unroll

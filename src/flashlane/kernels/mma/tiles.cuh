@@ -116,6 +116,16 @@ struct State {
     float max[M_TILES][2];  // of the raw products, rows g and g + 8
     float sum[M_TILES][2];  // of this lane's columns; of the whole row when NORMALISE
     float keep[M_TILES][2]; // when NORMALISE: what the next product multiplies O by
+
+    __device__ __forceinline__ void reset() {
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m) {
+            max[m][0] = max[m][1] = -INF;
+            sum[m][0] = sum[m][1] = 0.f;
+#pragma unroll
+            for (int n = 0; n < O_TILES; ++n) o[m][n].zero();
+        }
+    }
 };
 
 struct Warp {
