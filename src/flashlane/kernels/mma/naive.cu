@@ -27,6 +27,92 @@ __device__ void copy_tile(unsigned char* tile, const View<Element>& view, int fi
     }
 }
 
+using Cursor = FragmentCursor<Layout>;
+using ScoreTiles = Accumulator<float>[S_TILES];
+using OutputTiles = Accumulator<float>[O_TILES];
+
+// S = Q·Kᵀ of a warp's 16 rows.
+__device__ __forceinline__ void gemm_qk(ScoreTiles& s, const Cursor& q, const Cursor& k) {
+    for (int n = 0; n < S_TILES; ++n) s[n].zero();
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+        u32 a[4], b[4];
+        ldmatrix_x4(a, q.at(0, 0, step * 2));
+#pragma unroll
+        for (int n = 0; n < S_TILES; n += 2) {
+            ldmatrix_x4(b, k.at(0, n * 8, step * 2));
+            mma<Element>(s[n], a, b[0], b[1]);
+            mma<Element>(s[n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// Scores to probabilities of a row, in place; `column` is the lane's first key. The factor of what was added before.
+__device__ __forceinline__ float softmax_of_row(ScoreTiles& s, int half, int first, int end, int column, float scale_log2,
+                                                float& max, float& sum) {
+    float top = max;
+#pragma unroll
+    for (int n = 0; n < S_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int key = column + n * 8 + i;
+            float& x = s[n].c[half * 2 + i];
+            x = key >= first && key < end ? x * scale_log2 : -INF;
+            top = fmaxf(top, x);
+        }
+    top = quad_max(top);
+    const float rescale = top == -INF ? 1.f : ex2(max - top);
+    max = top;
+    sum *= rescale;
+#pragma unroll
+    for (int n = 0; n < S_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float& x = s[n].c[half * 2 + i];
+            x = top == -INF ? 0.f : ex2(x - top);
+            sum += x;
+        }
+    return rescale;
+}
+
+// O += P·V
+__device__ __forceinline__ void gemm_pv(OutputTiles& o, const ScoreTiles& s, const Cursor& v) {
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; ++step) {
+        u32 a[4], b[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* pair = &s[2 * step + i / 2].c[i % 2 * 2];
+            a[i] = Convert<Element>::pack(pair[0], pair[1]);
+        }
+#pragma unroll
+        for (int n = 0; n < O_TILES; n += 2) {
+            ldmatrix_x4_trans(b, v.at(0, step * 16, n));
+            mma<Element>(o[n], a, b[0], b[1]);
+            mma<Element>(o[n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// One row of a lane: its quarter of the columns, and the LSE.
+__device__ __forceinline__ void store_row(const AttentionParams<Element>& p, const OutputTiles& o, int half, int row, float max,
+                                          float sum) {
+    Element* out = p.out + blockIdx.z * p.out_batch + blockIdx.y * p.out_head;
+    float* lse = p.lse + (static_cast<long long>(blockIdx.z) * p.heads + blockIdx.y) * p.seqlen_q;
+    const int lane = threadIdx.x % WARP;
+    const float total = quad_sum(sum), inverse = total > 0.f ? 1.f / total : 0.f;
+    if (row >= p.seqlen_q) return;
+    if (lane % 4 == 0) lse[row] = natural_lse(max, total);
+#pragma unroll
+    for (int n = 0; n < O_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int column = n * 8 + lane % 4 * 2 + i;
+            if (column < p.head_dim_v)
+                out[row * p.out_row + column] = Convert<Element>::from_float(o[n].c[half * 2 + i] * inverse);
+        }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) mma_naive(const __grid_constant__ AttentionParams<Element> p) {
     const int head = blockIdx.y, batch = blockIdx.z, kv_head = head / p.group;
     const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * 16;
@@ -36,14 +122,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) mma_naive(const __grid_con
     const Mask mask{p.seqlen_k, p.shift, p.window_left, p.window_right};
     unsigned char* const q_tile = shared_memory;
     unsigned char* const kv_tile = shared_memory + Layout::bytes(ROWS);
-    const FragmentCursor<Layout> q_cursor(shared_address(q_tile), warp_row + lane % 16, lane / 16);
-    const FragmentCursor<Layout> k_cursor(shared_address(kv_tile), lane % 8 + lane / 16 * 8, lane / 8 % 2);
-    const FragmentCursor<Layout> v_cursor(shared_address(kv_tile), lane % 16, lane / 16);
+    const Cursor q_cursor(shared_address(q_tile), warp_row + lane % 16, lane / 16);
+    const Cursor k_cursor(shared_address(kv_tile), lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const Cursor v_cursor(shared_address(kv_tile), lane % 16, lane / 16);
 
     for (int first_row = 0; first_row < p.seqlen_q; first_row += ROWS) {
         __syncthreads();
         copy_tile(q_tile, q, first_row);
-        Accumulator<float> o[O_TILES];
+        OutputTiles o;
         for (int n = 0; n < O_TILES; ++n) o[n].zero();
         const int row = first_row + warp_row + lane / 4;  // this lane's rows: row and row + 8
         float max[2] = {-INF, -INF}, sum[2] = {0.f, 0.f};
@@ -52,83 +138,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) mma_naive(const __grid_con
             __syncthreads();
             copy_tile(kv_tile, k, first_key);
             __syncthreads();
-            Accumulator<float> s[S_TILES];
-            for (int n = 0; n < S_TILES; ++n) s[n].zero();
-#pragma unroll
-            for (int step = 0; step < HEAD_DIM / 16; ++step) {
-                u32 a[4], b[4];
-                ldmatrix_x4(a, q_cursor.at(0, 0, step * 2));
-#pragma unroll
-                for (int n = 0; n < S_TILES; n += 2) {
-                    ldmatrix_x4(b, k_cursor.at(0, n * 8, step * 2));
-                    mma<Element>(s[n], a, b[0], b[1]);
-                    mma<Element>(s[n + 1], a, b[2], b[3]);
-                }
-            }
+            ScoreTiles s;
+            gemm_qk(s, q_cursor, k_cursor);
             float rescale[2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int first = mask.first(row + half * 8), end = mask.end(row + half * 8);
-                float top = max[half];
-#pragma unroll
-                for (int n = 0; n < S_TILES; ++n)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const int key = first_key + n * 8 + lane % 4 * 2 + i;
-                        float& x = s[n].c[half * 2 + i];
-                        x = key >= first && key < end ? x * p.scale_log2 : -INF;
-                        top = fmaxf(top, x);
-                    }
-                top = quad_max(top);
-                rescale[half] = top == -INF ? 1.f : ex2(max[half] - top);
-                max[half] = top;
-                sum[half] *= rescale[half];
-#pragma unroll
-                for (int n = 0; n < S_TILES; ++n)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        float& x = s[n].c[half * 2 + i];
-                        x = top == -INF ? 0.f : ex2(x - top);
-                        sum[half] += x;
-                    }
-            }
+            for (int half = 0; half < 2; ++half)
+                rescale[half] = softmax_of_row(s, half, mask.first(row + half * 8), mask.end(row + half * 8),
+                                               first_key + lane % 4 * 2, p.scale_log2, max[half], sum[half]);
             __syncthreads();
             copy_tile(kv_tile, v, first_key);
             __syncthreads();
 #pragma unroll
             for (int n = 0; n < O_TILES; ++n) o[n].scale(rescale[0], rescale[1]);
-#pragma unroll
-            for (int step = 0; step < KEYS / 16; ++step) {
-                u32 a[4], b[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float* pair = &s[2 * step + i / 2].c[i % 2 * 2];
-                    a[i] = Convert<Element>::pack(pair[0], pair[1]);
-                }
-#pragma unroll
-                for (int n = 0; n < O_TILES; n += 2) {
-                    ldmatrix_x4_trans(b, v_cursor.at(0, step * 16, n));
-                    mma<Element>(o[n], a, b[0], b[1]);
-                    mma<Element>(o[n + 1], a, b[2], b[3]);
-                }
-            }
+            gemm_pv(o, s, v_cursor);
         }
-        Element* out = p.out + batch * p.out_batch + head * p.out_head;
-        float* lse = p.lse + (static_cast<long long>(batch) * p.heads + head) * p.seqlen_q;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int at = row + half * 8;
-            const float total = quad_sum(sum[half]), inverse = total > 0.f ? 1.f / total : 0.f;
-            if (at >= p.seqlen_q) continue;
-            if (lane % 4 == 0) lse[at] = natural_lse(max[half], total);
-#pragma unroll
-            for (int n = 0; n < O_TILES; ++n)
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int column = n * 8 + lane % 4 * 2 + i;
-                    if (column < p.head_dim_v)
-                        out[at * p.out_row + column] = Convert<Element>::from_float(o[n].c[half * 2 + i] * inverse);
-                }
-        }
+        for (int half = 0; half < 2; ++half) store_row(p, o, half, row + half * 8, max[half], sum[half]);
     }
 }
