@@ -24,10 +24,12 @@ PAGES = (README, *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def script(path: str) -> ModuleType:
-    """A script of the repository as a module."""
+    """A script of the repository as a module, imported as when it is run."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str((ROOT / path).parent))
+        spec.loader.exec_module(module)
     return module
 
 

@@ -43,6 +43,11 @@ class Modifiers(NamedTuple):
     sinks: torch.Tensor | None = None
     logit_scale: torch.Tensor | None = None
 
+    @property
+    def factor(self) -> torch.Tensor | None:
+        """The modifier that multiplies scores, whose gradient the kernels of the blocks sum."""
+        return self.logit_scale
+
     def heads(self, first: int, stop: int) -> Modifiers:
         """Those of some query heads."""
         return Modifiers(*(None if t is None else t[..., first:stop] for t in self))

@@ -281,14 +281,14 @@ class GatherAttention(torch.autograd.Function):
             dk, dv = (_joined([each[i] for each in totals]) for i in (0, 1))
         lanes.join()
         d_sinks = None if given.sinks is None else sink_gradient(given.sinks, flow)
-        return None, dq.to(q.dtype), dk, dv, None, d_sinks, _scale_gradient(d_scales, given.logit_scale)
+        return None, dq.to(q.dtype), dk, dv, None, d_sinks, _factor_gradient(d_scales, given.factor)
 
 
-def _scale_gradient(parts: list[torch.Tensor | None], logit_scale: torch.Tensor | None) -> torch.Tensor | None:
-    """Gradient of ``logit_scale`` of all heads; 0 where this rank has no row."""
-    if logit_scale is None:
+def _factor_gradient(parts: list[torch.Tensor | None], factor: torch.Tensor | None) -> torch.Tensor | None:
+    """Gradient of :attr:`Modifiers.factor` of all heads; 0 where this rank has no row."""
+    if factor is None:
         return None
-    return torch.zeros_like(logit_scale) if any(part is None for part in parts) else torch.cat(parts)
+    return torch.zeros_like(factor) if any(part is None for part in parts) else torch.cat(parts)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

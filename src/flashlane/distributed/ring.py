@@ -126,7 +126,7 @@ class RingAttention(torch.autograd.Function):
         wide = compute_dtype(q.dtype)
         ring, dq = _Ring(task, k, v), torch.zeros_like(q, dtype=wide)
         lanes = Lanes(q.device)
-        d_scale = None if given.logit_scale is None else torch.zeros_like(given.logit_scale)
+        d_scale = None if given.factor is None else torch.zeros_like(given.factor)
         held: Pair | None = (k.contiguous(), v.contiguous())
         coming: tuple[Pending, Pair | None] = Pending(()), None
         total: Pair | None = None
