@@ -109,8 +109,8 @@ def speed(device: torch.device, name: str, torchs: bool) -> dict[str, Any]:
     """Milliseconds of one problem by every method, and the share of the ideal that each reaches."""
     problem, size = PROBLEMS[name], dist.get_world_size()
     variants: dict[str, Measured] = {"one GPU": problem.on_one(size, device)}
-    strides = (None, *(s for s in (4, 2, 1) if s < problem.kv_heads)) if not problem.documents else (None, 4, 2)
-    for stride in strides:
+    heads = problem.kv_heads
+    for stride in (None, heads // 2, heads // 4, (heads // 8, heads), (heads // 8, heads - heads // 4, heads // 8)):
         variants[f"allgather, {stride or 'all'} KV heads at a time"] = problem.shared(device, heads_k_stride=stride)
     variants["ring (ring-flash-attention's)"] = problem.shared(device, method="ring")
     variants["ulysses"] = problem.shared(device, method="ulysses")
@@ -229,7 +229,7 @@ def say(name: str, result: Any, seconds: float) -> None:
         print(result["problem"], result["failures"] or "")
         for row in result["rows"]:
             print(
-                f"{row['method']:36} forward {row['forward_ms']:8.3f} ms {row['forward_efficiency']:6.1%}   both "
+                f"{row['method']:42} forward {row['forward_ms']:8.3f} ms {row['forward_efficiency']:6.1%}   both "
                 f"{row['both_ms']:8.3f} ms {row['both_efficiency']:6.1%}"
             )
     elif name == "check" and isinstance(result, list):

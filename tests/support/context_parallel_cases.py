@@ -41,7 +41,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     method: str = "allgather"
     layout: str = "zigzag"
-    heads_k_stride: int | None = None
+    heads_k_stride: int | tuple[int, ...] | None = None
 
     @property
     def varlen(self) -> bool:

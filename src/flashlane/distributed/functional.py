@@ -48,7 +48,7 @@ def context_parallel_attn_func(
     method: Method = "auto",
     layout: Layout = "zigzag",
     seqlen: int | None = None,
-    heads_k_stride: int | None = None,
+    heads_k_stride: int | tuple[int, ...] | None = None,
     kernel: str | None = None,
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
@@ -80,7 +80,8 @@ def context_parallel_attn_func(
         layout: which tokens a rank has: "zigzag", "contiguous" or "striped", see :mod:`flashlane.distributed.layout`.
         seqlen: tokens of the whole sequence; needed where the ranks have different numbers of rows.
         heads_k_stride: for "allgather": so many KV heads are fetched at once, and the next ones while those are
-            computed; all by default.
+            computed; all by default. Several numbers are those of one group after another, the last for all that
+            follow.
         kernel: the tag of the kernel that computes each block, or None to let the dispatcher choose.
         return_lse: also return the LSE.
         sinks: ``(h,)``: one more logit for every row of a head, which takes probability and gives no value.
@@ -123,7 +124,7 @@ def context_parallel_attn_varlen_func(
     group: Group = None,
     method: Method = "auto",
     layout: Layout = "zigzag",
-    heads_k_stride: int | None = None,
+    heads_k_stride: int | tuple[int, ...] | None = None,
     kernel: str | None = None,
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
@@ -278,8 +279,9 @@ def _checked_call(
             f"method is {method!r} and group has {dimensions}; 'usp' needs a DeviceMesh of two, and only it takes one"
         )
     stride = asked["heads_k_stride"]
-    if stride is not None and (type(stride) is not int or stride < 1):
-        raise ValueError(f"heads_k_stride is {stride!r}; it must be a whole number of at least 1, or None")
+    sizes = stride if isinstance(stride, tuple) else (stride,)
+    if stride is not None and not (sizes and all(type(size) is int and size > 0 for size in sizes)):
+        raise ValueError(f"heads_k_stride is {stride!r}; it must be a whole number of at least 1, some of them or None")
     if stride is not None and method != "allgather":
         raise NotImplementedError(f"heads_k_stride is {stride} with method {method!r}; only 'allgather' has it")
     key_ranks = grid.keys.size if method != "ulysses" else 1
@@ -341,6 +343,15 @@ def _check_rows(q: torch.Tensor, division: Division, grid: Grid) -> None:
         )
 
 
+def _head_bounds(stride: int | tuple[int, ...] | None, heads: int) -> tuple[int, ...]:
+    """Where each group of KV heads begins, and the end of the last."""
+    sizes = stride if isinstance(stride, tuple) else (stride or heads,)
+    bounds = [0]
+    while bounds[-1] < heads:
+        bounds.append(min(heads, bounds[-1] + sizes[min(len(bounds), len(sizes)) - 1]))
+    return tuple(bounds)
+
+
 def _run(
     grid: Grid,
     division: Division,
@@ -350,11 +361,11 @@ def _run(
     k: torch.Tensor,
     v: torch.Tensor,
     modifiers: Modifiers,
-    heads_k_stride: int | None,
+    heads_k_stride: int | tuple[int, ...] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if method in ("allgather", "ring"):
-        bounds = tuple(range(0, k.shape[2], heads_k_stride or k.shape[2])) + (k.shape[2],)
         function = RingAttention if method == "ring" else GatherAttention
+        bounds = _head_bounds(heads_k_stride, k.shape[2])
         return function.apply(Task(grid.keys, division, settings, bounds), q, k, v, *modifiers)
     by_heads = grid.heads or grid.keys
     keys = grid.keys if grid.heads and grid.keys.size > 1 else None
