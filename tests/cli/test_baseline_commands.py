@@ -1,6 +1,7 @@
 """The baseline logs and the lessons as commands, and the names that the logs print."""
 
 import json
+import re
 
 import bench_fakes as fakes
 import pytest
@@ -75,9 +76,11 @@ def test_every_problem_is_on_the_disk_before_the_next_and_shown_beside_the_log(t
     assert [row["tag"] for row in rows] == ["stops", "(unfused)"] and {row["status"] for row in rows} == {"ok"}
     console = make_console(width=100)
     with console.capture() as captured:
-        for line in found:
-            command.print_line(line, results, console)
+        command.print_lines(found, results, console)
     text = captured.get()
+    assert re.search(r"torch \S+ · seed 0 · warm-up 1 call and 0.1 ms at least · 3 rounds of", text), (
+        "as the logs begin"
+    )
     assert "B1 H1 N16 D16 f32 · a log" in text and "N24" not in text and "the log's ms" in text and "1.500" in text
 
 
@@ -119,8 +122,9 @@ def test_lessons_are_written_after_every_group_and_a_wrong_variant_is_a_status(t
 
     monkeypatch.setitem(comparison.BLOCKS, "softmax", groups)
     monkeypatch.setattr(comparison, "SETTINGS", Settings(3, 0.1, 0.1, 1, 1))
-    console = make_console(width=80)
+    console = make_console(width=140)
     with console.capture() as captured, pytest.raises(typer.Exit) as ended:
         lessons.run_lessons(("softmax",), torch.device("cpu"), 64, None, tmp_path, console)
     assert ended.value.exit_code == 1
+    assert "warm-up 0.1 ms · 3 rounds of 0.1 ms at least, interleaved · check against f64" in captured.get()
     assert "softmax · good" in captured.get() and "FAIL ours: element 3 is 1.0" in captured.get()

@@ -72,8 +72,8 @@ def baseline_command(
         results, kept, stopped = measure(
             found, where, out, settings=settings, check=check, seed=seed, reporter=reporter
         )
-    for line in found:
-        print_line(line, results, console)
+    if results is not None:
+        print_lines(found, results, console)
     if kept is not None:
         kept.tell(console)
     if stopped:
@@ -104,6 +104,18 @@ def measure(found: list[Line], device: Any, out: Path, **how: Any) -> tuple[Resu
             whole.skipped += one.skipped
         kept = keep_texts(out, {f"{stem}.json": whole.to_json(), f"{stem}.csv": whole.to_csv()})
     return whole, kept, False
+
+
+def print_lines(found: list[Line], results: Results, console: Console) -> None:
+    """How it was measured, every problem, and what the columns mean."""
+    from flashlane.bench.present.table import header
+    from flashlane.inspect.fitted_table import say
+
+    machine = results.environment
+    say(console, f"{machine['device']}, torch {machine['torch']} · {header(results)}", "dim")
+    for line in found:
+        print_line(line, results, console)
+    say(console, "gain: over the fastest kernel above; TFLOP/s count every operation, as the logs do", "dim")
 
 
 def print_line(line: Line, results: Results | None, console: Console) -> None:

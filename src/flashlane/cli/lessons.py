@@ -14,6 +14,7 @@ from flashlane.cli import options as o
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flashlane.bench.measure.timing import Settings
     from flashlane.lessons.comparison import Row
 
 BLOCKS = ("softmax", "activation", "hgemm")
@@ -95,23 +96,27 @@ def run_lessons(
     from flashlane.bench.measure.environment import environment
     from flashlane.bench.measure.kept import Kept, keep_texts
     from flashlane.bench.measure.results import file_stem, finite
+    from flashlane.inspect.fitted_table import make_console, say
     from flashlane.lessons import comparison
 
     settings = comparison.SETTINGS if iters is None else replace(comparison.SETTINGS, rounds=iters)
     machine = environment(device)
     name = f"{file_stem(str(machine['device']), 'lessons')}.json"
     rows: list[Row] = []
-    kept, stopped = Kept(()), False
+    kept, stopped, notes = Kept(()), False, make_console(stderr=True)
     try:
         for block in chosen:
             groups = comparison.hgemm_groups(device, size) if block == "hgemm" else comparison.BLOCKS[block](device)
             for group in groups:
-                with console.status(f"{block} {group.name} …"):
+                if not notes.is_terminal:
+                    notes.print(f"{block} {group.name}", markup=False, highlight=False, soft_wrap=True)
+                with notes.status(f"{block} {group.name} …"):
                     rows += comparison.run_group(group, settings, device)
                 body = {"format": FORMAT, "environment": machine, "rows": [row.to_dict() for row in rows]}
                 kept = keep_texts(out, {name: json.dumps(finite(body), indent=1) + "\n"})
     except KeyboardInterrupt:
         stopped = True
+    say(console, f"{machine['device']}, torch {machine['torch']} · {measured(settings)}", "dim")
     print_rows(rows, console)
     kept.tell(console)
     if stopped:
@@ -120,6 +125,12 @@ def run_lessons(
         raise typer.Exit(1)
     if kept.problem:
         raise typer.Exit(o.NOT_WRITTEN)
+
+
+def measured(settings: Settings) -> str:
+    """How the variants of a group are timed, in one line."""
+    rounds = f"{settings.rounds} rounds of {settings.round_ms:g} ms at least, interleaved"
+    return f"warm-up {settings.warmup_ms:g} ms · {rounds} · check against f64"
 
 
 def print_rows(rows: list[Row], console: Console) -> None:

@@ -36,14 +36,21 @@ STALLS = (
 """Why a warp could not issue; ``gmma``, waiting for wgmma, exists on Hopper alone."""
 MEANINGS = {
     "barrier": "other warps at a barrier",
+    "branch_resolving": "the target of a branch",
+    "dispatch_stall": "the dispatcher",
+    "drain": "its last stores, before it ends",
     "gmma": "a wgmma group to finish",
+    "imc_miss": "the cache of constants",
     "lg_throttle": "the queue of global loads and stores",
     "long_scoreboard": "global memory or L2",
     "math_pipe_throttle": "a busy arithmetic pipe",
+    "membar": "a memory barrier",
     "mio_throttle": "the queue of shared memory and special functions",
     "no_instruction": "the instruction cache",
     "not_selected": "another warp that was issued",
     "short_scoreboard": "shared memory or a special function",
+    "sleeping": "the end of its own sleep",
+    "tex_throttle": "the queue of the texture unit",
     "wait": "the fixed latency of the instruction before",
 }
 
