@@ -31,6 +31,22 @@ def test_it_runs(path, tmp_path):
     assert "on cpu:" in done.stdout, "explain said which kernel it was"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_jupyter_shows_its_tables_and_its_picture(path, tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is in the extra notebooks")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    for name, value in {**child_environment(), "CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=180, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert not [output for output in shown if output.output_type == "error"]
+    assert sum("text/html" in output.get("data", {}) for output in shown) == 3, "frames are tables"
+    assert "image/png" in shown[-1].data, "the figure is a picture, and not its name"
+
+
 def test_problems_of_a_notebook():
     found = bench.problems(seqlen=[64, 128], head_dim=(32, 64), dtype=["f16", torch.float32], causal=[False, True])
     assert len(found) == 2**4 and len(set(found)) == 2**4

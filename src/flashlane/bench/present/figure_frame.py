@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import tempfile
 import textwrap
@@ -45,14 +46,19 @@ DARK = Theme(
 
 
 def themed(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """A drawing function all of whose text and lines have the colours of its keyword ``theme``."""
+    """A drawing function all of whose text and lines have the colours of its keyword ``theme``.
+
+    A notebook shows its figure by itself, without a backend of pyplot.
+    """
 
     @functools.wraps(draw)
     def inside(*args: Any, theme: Theme = LIGHT, **keywords: Any) -> Figure:
         from matplotlib import rc_context
 
         with rc_context(theme_settings(theme)):
-            return draw(*args, theme=theme, **keywords)
+            figure = draw(*args, theme=theme, **keywords)
+        figure._repr_png_ = functools.partial(_png, figure)
+        return figure
 
     return inside
 
@@ -113,6 +119,12 @@ def save(figure: Figure, path: Path) -> None:
     metadata = {"Date": None} if path.suffix == ".svg" else {}
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "flashlane"}):
         figure.savefig(path, format=path.suffix[1:], dpi=110, facecolor=figure.get_facecolor(), metadata=metadata)
+
+
+def _png(figure: Figure) -> bytes:
+    target = io.BytesIO()
+    figure.savefig(target, format="png", dpi=110, facecolor=figure.get_facecolor())
+    return target.getvalue()
 
 
 def replace(figure: Figure, path: Path) -> None:
