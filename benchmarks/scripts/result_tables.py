@@ -303,7 +303,7 @@ def triton_targets(result: Result) -> str:
 def suite(result: Result) -> str:
     """A course table (docs/suites.md explains them): our times, and how many times as fast as the others we are."""
     sizes = ("seqlen", "head_dim", "dtype", "size", "attention", "tokens", "peak")
-    sizes += ("workload", "ms", "to_cudnn", "whole_s", "error")  # of whole models (docs/e2e.md)
+    sizes += ("workload", "ms", "to_flash", "to_cudnn", "whole_s", "error")  # of whole models (docs/e2e.md)
     words = {c["key"]: c["title"] for c in result["columns"]}
     shown = [key for key in words if key in sizes or key.startswith(("ours_", "speedup")) or key.endswith("_avg")]
 

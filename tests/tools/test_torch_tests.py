@@ -57,3 +57,27 @@ def test_calls_and_skips_are_told(tmp_path: Path) -> None:
 def test_what_cannot_be_run_says_so(tmp_path: Path) -> None:
     rc, said = run(tmp_path / "none.py")
     assert rc == 2 and "which is not a file; download it from PyTorch's folder test" in said
+
+
+def test_a_sample_of_each_function_and_workers_counts(tmp_path: Path) -> None:
+    pytest.importorskip("expecttest")
+    pytest.importorskip("xdist")
+    path = tmp_path / "test_module.py"
+    path.write_text(MODULE)
+    rc, said = run(path, "--on-cpu", "-q", "-n", "2", "-k", "gradient")
+    assert rc == 0 and "2 passed" in said, said
+    assert "2 aten::_scaled_dot_product_flash_attention\n" in said, "what the workers counted is summed up"
+    rc, said = run(path, "--on-cpu", "-q", "--sample", "1", "-k", "gradient or skipped")
+    assert rc == 0 and "1 passed, 1 skipped, 2 deselected" in said, said
+
+
+def test_a_case_that_torch_refuses_by_itself_is_skipped_with_that_reason(tmp_path: Path) -> None:
+    pytest.importorskip("expecttest")
+    path = tmp_path / "test_module.py"
+    path.write_text("import torch\ndef test_custom_op_registration():\n    pass\ndef test_other():\n    pass\n")
+    rc, said = run(path, "--on-cpu", "-q")
+    assert rc == 0
+    if "1 skipped" in said:
+        assert "refuses torch.compile(fullgraph=True) under a dispatch mode, of any function" in said
+    else:
+        assert "2 passed" in said

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,7 +121,9 @@ class Handle:
             with contextlib.suppress(AttributeError, RuntimeError):  # a torch without that function, or that kernel
                 self.before[name] = torch.library.get_kernel(f"aten::{name}", key)
             function = self._falling_back(name, implementation)
-            self.library.impl(name, function, key, with_keyset=True, allow_override=True)
+            with warnings.catch_warnings():  # that a kernel is overridden, which is meant
+                warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+                self.library.impl(name, function, key, with_keyset=True, allow_override=True)
 
     def remove(self) -> None:
         if self.library is not None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from flashlane.bench.measure.timing import Settings, Timing, clock_for, drawn_order, measure, summarise
 from flashlane.bench.suites import whole_models as models
@@ -66,7 +67,7 @@ WORKLOADS = {
         ),
         Workload(
             "generate",
-            "32 requests of 64 to 2,048 tokens to Llama-3.1-8B's shape over transformers' paged cache, 64 tokens each",
+            "32 requests of 64 to 2,048 tokens to Llama-3.1-8B's shape over transformers' paged cache, 32 tokens each",
             "transformers",
             generate,
             "psutil",
@@ -115,11 +116,12 @@ class E2ESuite:
         Column("attention", "attention"),
         Column("ms", "ms", 3),
         Column("speedup", "vs default", 2, "x"),
+        Column("to_flash", "vs flash", 2, "x", drop=2),
         Column("to_cudnn", "vs cudnn", 2, "x", drop=1),
-        Column("tokens", "tokens/s", 0, drop=2),
-        Column("whole_s", "whole model s", 2, drop=3),
-        Column("error", "error", drop=4),
-        Column("spread", "spread", drop=5),
+        Column("tokens", "tokens/s", 0, drop=3),
+        Column("whole_s", "whole model s", 2, drop=4),
+        Column("error", "error", drop=5),
+        Column("spread", "spread", drop=6),
     )
 
     def __post_init__(self) -> None:
@@ -136,8 +138,17 @@ class E2ESuite:
             f"{models.VOCABULARY} words, random weights. default is what the library takes by itself.",
             "error: norm of the difference from default's result by the norm of that; of generate, how far the worst "
             "token is below the best logit, in standard deviations.",
+            *self._order(),
             *found,
         ]
+
+    def _order(self) -> list[str]:
+        """Which backend of SDPA this torch takes first: what the default is compared with depends on it."""
+        if self.device.type != "cuda":
+            return []
+        t = torch.empty(1, 1, 8, 8, device=self.device, dtype=torch.bfloat16)
+        chosen = SDPBackend(torch._fused_sdp_choice(t, t, t)).name.removesuffix("_ATTENTION").lower()
+        return [f"SDPA takes its backend {chosen} first on this device, with torch {torch.__version__}."]
 
     def settings(self) -> dict[str, Any]:
         known = {"workloads": list(self.workloads), "attentions": list(self.attentions), "layers": self.layers}
@@ -257,11 +268,12 @@ class E2ESuite:
         return rows
 
     def _compared(self, rows: list[dict[str, Value]]) -> list[dict[str, Value]]:
-        """Rows of one workload with how many times as fast as the default, and as cuDNN, each is."""
+        """Rows of one workload with how many times as fast as the default and as two of SDPA's backends each is."""
         times = {row["attention"]: row["ms"] for row in rows}
         for row in rows:
             row["speedup"] = speedup(times.get(DEFAULT), row["ms"])
-            row["to_cudnn"] = speedup(times["cudnn"], row["ms"]) if "cudnn" in times else None
+            for backend in ("flash", "cudnn"):
+                row[f"to_{backend}"] = speedup(times[backend], row["ms"]) if backend in times else None
         return rows
 
 
