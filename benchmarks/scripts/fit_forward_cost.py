@@ -183,19 +183,24 @@ def told(title: str, rows: list[Row], errors: np.ndarray, worst: int = 0) -> dic
 
 
 def fit_unaligned(rows: list[Row], traffic: cost.Traffic) -> cost.Traffic:
-    """The same with the coefficient that errs least within problems whose rows do not start on a sector."""
+    """The same with the coefficient that errs least between the orders of tiles of one shape.
 
-    def errors(value: float) -> np.ndarray:
+    Args:
+        rows: of problems whose rows do not start on a sector.
+        traffic: the coefficients so far.
+    """
+    orders = collections.defaultdict(list)
+    for row in rows:
+        orders[row.number, dataclasses.replace(row.config, heads_per_section=0)].append(row)
+
+    def error_of(value: float) -> float:
         changed = dataclasses.replace(traffic, unaligned=value)
-        found = np.array([math.log(row.time_in_class(changed) / row.microseconds) for row in rows])
-        set_offsets(rows, found)
-        return found - np.array([row.offset for row in rows])
+        logs = [[math.log(row.time_in_class(changed) / row.microseconds) for row in found] for found in orders.values()]
+        return math.sqrt(np.mean([np.var(errors) for errors in logs if len(errors) > 1]))
 
-    spread = {value: float(np.std(errors(value))) for value in UNALIGNED}
-    best = min(spread, key=spread.get)
-    print("unaligned", {value: round(found, 4) for value, found in spread.items()})
-    told("unaligned", rows, errors(best) + np.array([row.offset for row in rows]), worst=5)
-    return dataclasses.replace(traffic, unaligned=best)
+    spread = {value: error_of(value) for value in UNALIGNED}
+    print("unaligned", {value: round(error, 4) for value, error in spread.items()})
+    return dataclasses.replace(traffic, unaligned=min(spread, key=spread.get))
 
 
 def main() -> int:
