@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -35,9 +36,12 @@ from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.tiles import class_of
 from flashlane.kernels.makespan import makespan, sections_of
 
-START = cost.Traffic(launch=4.0, excess=0.06, enough=2.5, resident=40.0, unaligned=0.0017, few_heads=0.25)
-UNALIGNED = (0.0, 0.0005, 0.001, 0.0013, 0.0017, 0.0021, 0.0026, 0.0035)
-"""Values of the coefficient that the timings of ``--unaligned`` decide alone."""
+START = cost.Traffic(
+    launch=4.0, excess=0.06, enough=2.5, resident=40.0, unaligned=0.001, unaligned_tile=0.3, few_heads=0.25
+)
+UNALIGNED = (0.0, 0.0005, 0.001, 0.0013, 0.0017, 0.0021, 0.0026)
+UNALIGNED_TILE = (0.0, 0.1, 0.2, 0.3, 0.4)
+"""Values of the coefficients that problems with other head dims decide: ``unaligned`` and ``unaligned_tile``."""
 GRID = {
     "few_heads": (0.0, 0.1, 0.2, 0.3, 0.5, 0.8),
     "enough": (0.4, 0.8, 1.2, 1.6, 2.0, 2.5, 3.0),
@@ -83,15 +87,16 @@ class Row:
         return self.time(values, traffic)
 
 
-def rows_of(path: Path, aligned: bool = True) -> list[Row]:
+def rows_of(path: Path, aligned: bool = True, first: int = 0) -> list[Row]:
     """All candidates of a file that the kernel still has.
 
     Args:
         path: of the timings.
         aligned: only problems with the head dims of their class.
+        first: number of the first problem.
     """
     found, kernel = [], registry.get("hopper(wgmma+tma)")
-    for number, entry in enumerate(json.loads(path.read_text())["rows"]):
+    for number, entry in enumerate(json.loads(path.read_text())["rows"], first):
         problem = problem_of(Shape(**(entry["problem"] | {"lengths": ()})))
         if 1e3 * min(ms for _, _, ms, _ in entry["ms"]) < LEAST_MICROSECONDS:
             continue
@@ -183,24 +188,27 @@ def told(title: str, rows: list[Row], errors: np.ndarray, worst: int = 0) -> dic
 
 
 def fit_unaligned(rows: list[Row], traffic: cost.Traffic) -> cost.Traffic:
-    """The same with the coefficient that errs least between the orders of tiles of one shape.
+    """The same with the coefficients of unaligned rows that have the least sum of mean regret and error.
 
     Args:
-        rows: of problems whose rows do not start on a sector.
+        rows: of problems whose head dim is not that of their class.
         traffic: the coefficients so far.
     """
-    orders = collections.defaultdict(list)
-    for row in rows:
-        orders[row.number, dataclasses.replace(row.config, heads_per_section=0)].append(row)
-
-    def error_of(value: float) -> float:
-        changed = dataclasses.replace(traffic, unaligned=value)
-        logs = [[math.log(row.time_in_class(changed) / row.microseconds) for row in found] for found in orders.values()]
-        return math.sqrt(np.mean([np.var(errors) for errors in logs if len(errors) > 1]))
-
-    spread = {value: error_of(value) for value in UNALIGNED}
-    print("unaligned", {value: round(error, 4) for value, error in spread.items()})
-    return dataclasses.replace(traffic, unaligned=min(spread, key=spread.get))
+    rows = [
+        row for row in rows if class_of(row.problem.head_dim, row.problem.head_dim_v).head_dim != row.config.head_dim
+    ]
+    found = {}
+    for unaligned, tile in itertools.product(UNALIGNED, UNALIGNED_TILE):
+        tried = dataclasses.replace(traffic, unaligned=unaligned, unaligned_tile=tile)
+        errors = np.array([math.log(row.time_in_class(tried) / row.microseconds) for row in rows])
+        set_offsets(rows, errors)
+        spread = float(np.std(errors - np.array([row.offset for row in rows])))
+        regret = float(np.mean([ratio for ratio, _, _ in regrets(rows, errors)]) - 1)
+        found[tried] = regret + spread, errors
+    best = min(found, key=lambda tried: found[tried][0])
+    set_offsets(rows, found[best][1])
+    told("unaligned", rows, found[best][1], worst=5)
+    return best
 
 
 def main() -> int:
@@ -231,7 +239,8 @@ def main() -> int:
         told("held out", held, errors, worst=10)
         return 0
     if arguments.unaligned:
-        traffic = fit_unaligned(rows_of(arguments.unaligned, aligned=False), traffic)
+        others = rows_of(arguments.unaligned, aligned=False) + rows_of(arguments.timings, aligned=False, first=1000)
+        traffic = fit_unaligned(others, traffic)
     source = json.loads(arguments.timings.read_text())
     units = {row.name: row.unit for row in rows}
     shapes = {name: [round(float(x), 4) for x in np.exp(values[name]) * units[name]] for name in sorted(values)}

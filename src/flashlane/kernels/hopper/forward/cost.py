@@ -51,6 +51,9 @@ class Traffic:
     unaligned: float
     """Share of the time by which a launch takes longer for each MiB of K and V of a section beyond the L2 cache, where
     rows do not start on a sector. Aligned rows cost nothing there: tiles that run at once read the same ones."""
+    unaligned_tile: float
+    """Share of the time by which a tile of 128 rows takes longer where rows do not start on a sector, and the loads of
+    K and V take more sectors. Taller tiles load less."""
     few_heads: float
     """Share of the time that a section of one tile head costs beyond one of many, whose tiles are alike."""
 
@@ -162,6 +165,7 @@ def slowdown(
     factor, mebibytes = 1.0, max(at_once, section) / sharing * problem.seqlen_k * width / 2**20
     if problem.head_dim * problem.dtype.itemsize % SECTOR:
         factor += traffic.unaligned * max(0.0, mebibytes - L2_MIB)
+        factor += traffic.unaligned_tile * 128 / config.block_m
     if mebibytes > traffic.resident:
         wanted = max(1.0, at_once / sharing) * config.block_n * width / block / 1e6
         factor += traffic.excess * max(0.0, wanted - traffic.enough)
