@@ -7,21 +7,49 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashlane.distributed.functional import context_parallel_attn_func, context_parallel_attn_varlen_func
+    from flashlane.distributed.names import (
+        llama3_flash_attn_prepare_cu_seqlens,
+        llama3_flash_attn_varlen_func,
+        ring_flash_attn_func,
+        stripe_flash_attn_func,
+        ulysses_attn_func,
+        zigzag_ring_flash_attn_func,
+        zigzag_ring_flash_attn_varlen_func,
+    )
     from flashlane.distributed.sharding import position_ids, shard_sequence, token_indices, unshard_sequence
+    from flashlane.distributed.torch_hook import context_parallel_sdpa
 
 _MODULES = {
     "functional": ("context_parallel_attn_func", "context_parallel_attn_varlen_func"),
+    "names": (
+        "llama3_flash_attn_prepare_cu_seqlens",
+        "llama3_flash_attn_varlen_func",
+        "ring_flash_attn_func",
+        "stripe_flash_attn_func",
+        "ulysses_attn_func",
+        "zigzag_ring_flash_attn_func",
+        "zigzag_ring_flash_attn_varlen_func",
+    ),
     "sharding": ("position_ids", "shard_sequence", "token_indices", "unshard_sequence"),
+    "torch_hook": ("context_parallel_sdpa",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "context_parallel_attn_func",
     "context_parallel_attn_varlen_func",
+    "context_parallel_sdpa",
+    "llama3_flash_attn_prepare_cu_seqlens",
+    "llama3_flash_attn_varlen_func",
     "position_ids",
+    "ring_flash_attn_func",
     "shard_sequence",
+    "stripe_flash_attn_func",
     "token_indices",
+    "ulysses_attn_func",
     "unshard_sequence",
+    "zigzag_ring_flash_attn_func",
+    "zigzag_ring_flash_attn_varlen_func",
 ]
 
 

@@ -1,0 +1,68 @@
+"""``F.scaled_dot_product_attention`` as context-parallel attention, as under torch's own ``context_parallel``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from flashlane.distributed.comm import Group
+from flashlane.distributed.functional import Method, context_parallel_attn_func
+from flashlane.distributed.layout import Layout
+
+
+@contextlib.contextmanager
+def context_parallel_sdpa(
+    group: Group = None, *, method: Method = "auto", layout: Layout | None = None
+) -> Iterator[None]:
+    """Inside, ``torch.nn.functional.scaled_dot_product_attention`` is exact attention over the tokens of all ranks.
+
+    Enter it inside torch's ``context_parallel``, which divides the buffers and whose attention it replaces::
+
+        with context_parallel(mesh, buffers=(x,), buffer_seq_dims=(1,)), context_parallel_sdpa(mesh):
+            model(x).backward(...)
+
+    or by itself, with tensors from :func:`flashlane.distributed.shard_sequence`.
+
+    Args:
+        group: the ranks, as :func:`flashlane.distributed.context_parallel_attn_func` takes them.
+        method: see there.
+        layout: which tokens a rank has. None: as torch's ``context_parallel`` divides them by default: "zigzag" where a
+            rank has an even number of tokens, else "contiguous".
+
+    Inside, a call raises NotImplementedError for ``attn_mask`` and ``dropout_p``, and ValueError where query and key
+    have different lengths: all of them are this rank's tokens. A module that took the function by name before
+    (``from torch.nn.functional import …``) still calls torch's.
+    """
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if attn_mask is not None:
+            raise NotImplementedError("attn_mask is given; context parallelism has none: use is_causal or no mask")
+        if not enable_gqa and query.shape[1] != key.shape[1]:
+            raise ValueError(
+                f"key has {key.shape[1]} heads and query has {query.shape[1]}; they may differ only when enable_gqa is "
+                f"True"
+            )
+        where: dict[str, Any] = {"group": group, "method": method}
+        where["layout"] = layout or ("contiguous" if query.shape[2] % 2 else "zigzag")
+        tensors = (t.transpose(1, 2) for t in (query, key, value))
+        return context_parallel_attn_func(*tensors, dropout_p, scale, is_causal, **where).transpose(1, 2)
+
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before

@@ -1,0 +1,125 @@
+"""ring-flash-attention's names, and torch's attention under its own context parallelism, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rank_pool import RankPool, first_ranks
+
+import flashlane
+from flashlane import distributed as cp
+
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+DOCUMENTS = [0, 5, 19, 20, 34]
+
+
+def whole(*outer: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(5)
+    return [torch.randn(*outer, heads, 8, generator=random) for heads in (4, 2, 2)]
+
+
+def by_name(name: str, layout: str, size: int) -> bool:
+    """Output and gradients of a function of one sequence."""
+    group, qkv = first_ranks(size), whole(1, 13 * size)
+    shards = [cp.shard_sequence(t, layout=layout, group=group).requires_grad_() for t in qkv]
+    out, lse, none = getattr(cp, name)(*shards, causal=True, return_attn_probs=True, group=group)
+    out.sum().backward()
+    qkv = [t.requires_grad_() for t in qkv]
+    right, right_lse = flashlane.flash_attn_func(*qkv, causal=True, return_lse=True)
+    right.sum().backward()
+    own = cp.token_indices(13 * size, layout=layout, rank=dist.get_rank(), world_size=size)
+    torch.testing.assert_close(out, right[:, own], **CLOSE)
+    torch.testing.assert_close(lse, right_lse[:, :, own], **CLOSE)
+    for t, one in zip(shards, qkv, strict=True):
+        torch.testing.assert_close(t.grad, one.grad[:, own], **CLOSE)
+    return none is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        ("ring_flash_attn_func", "contiguous"),
+        ("zigzag_ring_flash_attn_func", "zigzag"),
+        ("stripe_flash_attn_func", "striped"),
+        ("ulysses_attn_func", "contiguous"),
+    ],
+)
+def test_functions_of_one_sequence(pool: RankPool, name: str, layout: str) -> None:
+    assert pool.run(by_name, name, layout, 3, ranks=[0, 1, 2]) == [True] * 3
+
+
+def packed(name: str) -> bool:
+    """A function of packed documents, called as ring-flash-attention's users do."""
+    rank, size = dist.get_rank(), 4
+    documents = DOCUMENTS if name.startswith("llama3") else [0, 8, 24, 48]
+    cu = torch.tensor(documents, dtype=torch.int32)
+    q, k, v = whole(documents[-1])
+    layout = "contiguous" if name.startswith("llama3") else "zigzag"
+    own = cp.token_indices(cu_seqlens=cu, layout=layout, rank=rank, world_size=size)
+    shards = [t[own] for t in (q, k, v)]
+    if name.startswith("llama3"):
+        *lengths, keys = cp.llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, size)
+        out = cp.llama3_flash_attn_varlen_func(*shards, *lengths, 1, keys, causal=True)
+        seen = flashlane.flash_attn_varlen_func(
+            shards[0], k[keys.start : keys.stop], v[keys.start : keys.stop], *lengths, causal=True
+        )
+        torch.testing.assert_close(out, seen, **CLOSE)
+    else:
+        out = cp.zigzag_ring_flash_attn_varlen_func(*shards, cu // size, 6, causal=True)
+    longest = int(cu.diff().max())
+    right = flashlane.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True)
+    torch.testing.assert_close(out, right[own], **CLOSE)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3_flash_attn_varlen_func", "zigzag_ring_flash_attn_varlen_func"])
+def test_functions_of_packed_documents(pool: RankPool, name: str) -> None:
+    assert all(pool.run(packed, name))
+
+
+def test_a_slice_of_another_package_is_refused() -> None:
+    q = torch.zeros(4, 2, 8)
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(TypeError, match="local_k_slice is a slice"):
+        cp.llama3_flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, 1, slice(0, 4))
+
+
+def under_torchs(length: int, causal: bool) -> list[Any]:
+    """torch divides the buffers; its attention is ours inside; gradients too."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
+    qkv = [t.transpose(1, 2).contiguous() for t in whole(2, length)]
+    plain = [t.clone().requires_grad_() for t in qkv]
+    right = F.scaled_dot_product_attention(*plain, is_causal=causal, enable_gqa=True)
+    right.square().sum().backward()
+    torchs = F.scaled_dot_product_attention
+    with context_parallel(mesh, buffers=qkv, buffer_seq_dims=[2] * 3), cp.context_parallel_sdpa(mesh):
+        shards = [t.clone().requires_grad_() for t in qkv]
+        out = F.scaled_dot_product_attention(*shards, is_causal=causal, enable_gqa=True)
+        out.square().sum().backward()
+        refusal = ""
+        try:
+            F.scaled_dot_product_attention(*shards, attn_mask=torch.zeros(1))
+        except NotImplementedError as error:
+            refusal = str(error)
+    layout = "zigzag" if length % 8 == 0 else "contiguous"
+    own = cp.token_indices(length, layout=layout, rank=dist.get_rank(), world_size=4)
+    torch.testing.assert_close(out, right[:, :, own], **CLOSE)
+    for t, one in zip(shards, plain, strict=True):
+        torch.testing.assert_close(t.grad, one.grad[:, :, own], **CLOSE)
+    return [refusal.startswith("attn_mask is given"), F.scaled_dot_product_attention is torchs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [32, 36])
+def test_under_torchs_context_parallel(pool: RankPool, length: int) -> None:
+    """Balanced where torch balances (the length divides by twice the ranks), in order where it does not."""
+    for causal in (True, False):
+        assert pool.run(under_torchs, length, causal) == [[True, True]] * 4
