@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,6 +80,14 @@ class Program:
     def has_captured_gradients(self) -> bool:
         """Whether the score depends differentiably on a captured tensor that asks for a gradient."""
         return self.score is not None and any(t.differentiable for t in self.captured)
+
+    def mask_inputs(self) -> set[str]:
+        """The names of the inputs that the mask depends on."""
+        return inputs_of(self.mask)
+
+    def without_mask(self) -> Program:
+        """The same score, with every pair visible."""
+        return dataclasses.replace(self, mask=None)
 
     def inputs(self) -> set[str]:
         """The names of the inputs (``score``, ``b``, ``h``, ``q``, ``kv``) that the score or the mask depends on."""

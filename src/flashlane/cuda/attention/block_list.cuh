@@ -6,6 +6,28 @@
 // What 64 rows of a tile see of a block.
 enum BlockState { BLOCK_NONE, BLOCK_PARTIAL, BLOCK_FULL };
 
+// The bits of a mask, in units of 64 queries and 64 keys. A unit that is neither hidden nor visible as a whole has a slot; a slot
+// has 64 words of 64 bits.
+enum UnitSlot { UNIT_NONE = -1, UNIT_FULL = -2 };
+constexpr int UNIT = 64;
+
+struct MaskBits {
+    const int* slots;              // (batch, head, query unit, key unit): a slot, or a UnitSlot; null: programs say what is visible
+    const uint2* words;            // (slot, row): a row's columns; rows are queries in the forward and in dq.cu, else keys
+    int batch, head;               // from one batch row or head to the next, in units: 0 where all have the same
+    int columns;                   // key units
+
+    __device__ __forceinline__ int slot(int of_batch, int of_head, int query_unit, int key_unit) const {
+        return slots[static_cast<long long>(of_batch) * batch + static_cast<long long>(of_head) * head +
+                     static_cast<long long>(query_unit) * columns + key_unit];
+    }
+    // The 64 columns of a row of a unit.
+    __device__ __forceinline__ uint2 row(int slot, int row) const {
+        if (slot < 0) return slot == UNIT_FULL ? make_uint2(~0u, ~0u) : make_uint2(0u, 0u);
+        return words[static_cast<long long>(slot) * UNIT + row];
+    }
+};
+
 // An entry: a block, and its state for each 64 rows of the tile, two bits each.
 struct ListedBlock {
     int word;
@@ -22,6 +44,7 @@ struct BlockLists {
     int batch, head;               // from one batch row or head to the next, in tiles: 0 where all have the same lists
     int order_batch, order_head;   // of `order`, in positions
     int pitch;                     // entries that a tile has room for
+    MaskBits bits;
 
     __device__ __forceinline__ long long row(int of_batch, int of_head, int tile) const {
         return static_cast<long long>(of_batch) * batch + static_cast<long long>(of_head) * head + tile;

@@ -28,6 +28,33 @@ __device__ __forceinline__ void mask_by_program(const ProgramParams& params, flo
     }
 }
 
+// Whether a thread's accumulator i is visible, by the bits of its two rows from the thread's first column on, 32 columns a word.
+template <int WORDS>
+__device__ __forceinline__ bool visible_by_bits(const u32 (&words)[2][WORDS], int i) {
+    const int column = accumulator_column(i);
+    return words[i / 2 % 2][column / 32] >> column % 32 & 1;
+}
+
+// These words, of bits by row and 64 columns; a thread's first column is `first` of 0, 2, 4 and 6.
+template <int UNITS>
+__device__ __forceinline__ void words_from_bits(u32 (&words)[2][2 * UNITS], const uint2 (&bits)[2][UNITS], int first) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit)
+            words[half][2 * unit] = bits[half][unit].x >> first, words[half][2 * unit + 1] = bits[half][unit].y >> first;
+}
+
+// −∞ where a bit is 0.
+template <int N, int UNITS>
+__device__ __forceinline__ void mask_by_bits(float (&s)[N], int first, const uint2 (&bits)[2][UNITS]) {
+    u32 words[2][2 * UNITS];
+    words_from_bits(words, bits, first);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+        if (!visible_by_bits(words, i)) s[i] = -INF;
+}
+
 // What the backward makes of a pair of a query and a key of one head.
 struct PairProgram {
     const ProgramParams& params;

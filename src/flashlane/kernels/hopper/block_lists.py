@@ -8,7 +8,7 @@ may have more rows than the mask's blocks. Device code: ``attention/block_list.c
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,12 +20,22 @@ STATE_BITS = 8
 """Bits of an entry below its block: two for each 64 rows of a tile."""
 
 
+class MaskBitsParams(ctypes.Structure):
+    """Mirror of ``MaskBits``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("slots", "words")),
+        *((name, ctypes.c_int) for name in ("batch", "head", "columns")),
+    )
+
+
 class BlockListParams(ctypes.Structure):
     """Mirror of ``BlockLists``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("counts", "entries", "ranks", "order")),
         *((name, ctypes.c_int) for name in ("batch", "head", "order_batch", "order_head", "pitch")),
+        ("bits", MaskBitsParams),
     )
 
 
@@ -41,6 +51,8 @@ class BlockLists:
     """``(batch, tile head, position, 2)``: a tile and its steps, the longest first."""
     ranks: torch.Tensor | None = None
     """Like ``entries``: how many tiles before this one, in ``order``, have the entry's block."""
+    bits: MaskBitsParams = field(default_factory=MaskBitsParams)
+    """Where the bits of partial units are. It holds addresses: whoever keeps the lists keeps the bits."""
 
     def params(self) -> BlockListParams:
         """What the kernel is given. It holds addresses: the lists must outlive the launch."""
@@ -50,7 +62,7 @@ class BlockLists:
         return BlockListParams(
             self.counts.data_ptr(), self.entries.data_ptr(), None if self.ranks is None else self.ranks.data_ptr(),
             self.order.data_ptr(), batch * tiles, head * tiles, order_batch * tiles, order_head * tiles,
-            self.entries.shape[-1],
+            self.entries.shape[-1], self.bits,
         )  # fmt: skip
 
 
@@ -84,14 +96,16 @@ def unit_states(
         states.scatter_(3, torch.where(listed, at, columns).long(), state)
     states = states[..., :columns]
     states = states.repeat_interleave(block[0] // UNIT, 2).repeat_interleave(block[1] // UNIT, 3)
-    states = states[:, :, : -(-lengths[0] // UNIT), : -(-lengths[1] // UNIT)]
-    if lengths[1] % UNIT:  # the last key unit ends inside
-        states[..., -1].clamp_(max=PARTIAL)
-    return states
+    return states[:, :, : -(-lengths[0] // UNIT), : -(-lengths[1] // UNIT)].contiguous()
 
 
 def tile_lists(
-    states: torch.Tensor, tile_rows: int, block_columns: int, columns: int, group: int = 1, ranked: bool = False
+    states: torch.Tensor,
+    tile_rows: int,
+    block_columns: int,
+    group: int = 1,
+    ranked: bool = False,
+    bits: MaskBitsParams | None = None,
 ) -> BlockLists:
     """The lists of tiles of so many rows.
 
@@ -99,18 +113,18 @@ def tile_lists(
         states: of units, ``(batch, head, row unit, column unit)``: rows are queries in the forward, keys in the
             backward.
         tile_rows: rows of a tile.
-        block_columns: columns of a block. A mask's blocks have a multiple of it, or the states of a block are alike.
-        columns: length of the other side; a block that ends after it is partial at most.
+        block_columns: columns of a block. Units of a block with unlike states make it partial.
         group: query heads that a tile goes through.
         ranked: whether additions have an order.
+        bits: of partial units.
     """
     parts, per = tile_rows // UNIT, block_columns // UNIT
     batch, heads, row_units, column_units = states.shape
     tiles, blocks = -(-row_units // parts), -(-column_units // per)
     states = torch.nn.functional.pad(states, (0, blocks * per - column_units, 0, tiles * parts - row_units))
-    states = states.view(batch, heads, tiles, parts, blocks, per).amax(-1).transpose(3, 4).int()
-    if columns % block_columns:
-        states[:, :, :, -1].clamp_(max=PARTIAL)
+    units = states.view(batch, heads, tiles, parts, blocks, per)
+    least, most = units.amin(-1), units.amax(-1)
+    states = torch.where(least == most, most, PARTIAL).transpose(3, 4).int()
     shifts = 2 * torch.arange(parts, dtype=torch.int32, device=states.device)
     words = (states << shifts).sum(-1, dtype=torch.int32)
     listed = words > 0
@@ -126,4 +140,5 @@ def tile_lists(
         at = by_head[..., None].expand(*by_head.shape, blocks)
         earlier = listed.gather(2, at).int().cumsum(2, dtype=torch.int32) - 1
         ranks = torch.empty_like(earlier).scatter_(2, at, earlier).gather(-1, places).contiguous()
-    return BlockLists(counts, words.gather(-1, places), torch.stack((order.int(), steps), -1).contiguous(), ranks)
+    in_order = torch.stack((order.int(), steps), -1).contiguous()
+    return BlockLists(counts, words.gather(-1, places), in_order, ranks, bits or MaskBitsParams())

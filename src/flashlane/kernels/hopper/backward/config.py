@@ -44,17 +44,8 @@ def row_bytes(head_dim: int) -> int:
 
 
 NO_MODIFIERS = ScoreConfig()
-PROBLEM_FIELDS = (
-    "dtype",
-    "head_dim",
-    "head_dim_v",
-    "has_left",
-    "has_right",
-    "varlen",
-    "score",
-    "deterministic",
-    "block_lists",
-)
+PROBLEM_FIELDS = ("dtype", "head_dim", "head_dim_v", "has_left", "has_right", "varlen", "score", "deterministic")
+PROBLEM_FIELDS += ("block_lists", "mask_bits")
 """Fields that a problem decides, and not the tile."""
 Config = TypeVar("Config", bound="GradientConfig")
 
@@ -75,6 +66,8 @@ class GradientConfig(ABC):
     deterministic: bool = False
     block_lists: bool = False
     """A tile steps through lists of blocks (``attention/block_list.cuh``), not through a range."""
+    mask_bits: bool = False
+    """Partial blocks of the lists are masked by bits, not by the program."""
     program: str = ""
     """Text of ``program.cuh``, which changes scores and masks; empty without."""
     heads_per_section: int = 0
@@ -168,7 +161,7 @@ class GradientConfig(ABC):
         # A sink is a logit of the forward alone: its gradient is the preprocess kernel's.
         constants |= self.score.on_scores.constants()
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
-        constants["BLOCK_LISTS"] = self.block_lists
+        constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits}
         headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner)),)
         headers += ((PROGRAM_HEADER, self.program or NO_PROGRAM),)
         return _source(name, self, constants, headers)

@@ -43,6 +43,8 @@ struct Params {
 };
 
 // Probabilities are made as a program and lists say, and not by the modifiers of scores and by windows alone.
+constexpr int MASK_UNITS = (BLOCK_M + UNIT - 1) / UNIT;  // of an m-block, with MASK_BITS
+static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_M % UNIT == 0 && !Program::HAS_MASK));
 constexpr bool BY_PROGRAM = cfg::BLOCK_LISTS || Program::HAS_SCORE;
 
 // Zeros for rows of a tile from `row` on: what lies after the end of a packed sequence is another's, or anything.

@@ -24,6 +24,14 @@ class Program(Protocol):
 
     score: object | None
     """None where scores stay as they are."""
+    mask: object | None
+    """None where every pair is visible."""
+
+    def mask_inputs(self) -> set[str]:
+        """Which of ``b``, ``h``, ``q`` and ``kv`` the mask depends on."""
+
+    def without_mask(self) -> Program:
+        """The score alone."""
 
     def header(self) -> str:
         """The text of ``program.cuh``."""
@@ -98,3 +106,21 @@ def problem_of(
         head_dim_v=v.shape[-1], dtype=q.dtype, scale=scale, window_left=window[0], window_right=window[1],
         alignment="top-left", deterministic=deterministic, num_splits=1, arch=ARCH,
     )  # fmt: skip
+
+
+class _NoArguments(ctypes.Structure):
+    """``ProgramParams`` of a kernel without a program."""
+
+
+def kernel_header(program: Program, mask_bits: bool) -> str:
+    """The ``program.cuh`` of a kernel: where bits are the mask, the score alone, so that masks share kernels."""
+    if not mask_bits:
+        return program.header()
+    return "" if program.score is None else program.without_mask().header()
+
+
+def kernel_arguments(program: Program, captured: Any, mask_bits: bool) -> ctypes.Structure:
+    """The arguments of :func:`kernel_header`."""
+    if not mask_bits:
+        return program.params(captured)
+    return _NoArguments() if program.score is None else program.without_mask().params(captured)

@@ -15,27 +15,35 @@ from flashlane.kernels.hopper.backward import select
 from flashlane.kernels.hopper.backward.config import ONE_CTA_HEAD_DIM, GradientConfig
 from flashlane.kernels.hopper.backward.launch import PreparedBackward, Tensors
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
-from flashlane.kernels.hopper.flex.masks import backward_lists
-from flashlane.kernels.hopper.flex.problem import BlockMask, Program, Window, problem_of, readable
+from flashlane.kernels.hopper.flex.masks import backward_lists, unit_mask
+from flashlane.kernels.hopper.flex.problem import (
+    BlockMask,
+    Program,
+    Window,
+    kernel_arguments,
+    kernel_header,
+    problem_of,
+    readable,
+)
 
 PLANS_KEPT = 1024
 NARROW, ATOMICS = 64, 96
 """Head dims up to which there is room for the keys of two tiles, and registers for atomics to dq_accum."""
 
 
-def tile_of(problem: AttentionProblem, transformed: bool, block: tuple[int, int] | None) -> GradientConfig:
+def tile_of(problem: AttentionProblem, crowded: bool, block: tuple[int, int] | None) -> GradientConfig:
     """The tile of a problem.
 
     Args:
         problem: the call.
-        transformed: whether a program changes the scores, which takes registers.
+        crowded: whether a program changes scores or masks partial blocks, which takes registers.
         block: queries and keys of the mask's blocks; None without lists.
     """
     largest = max(problem.head_dim, problem.head_dim_v)
     dims = problem.dtype_name, problem.head_dim, problem.head_dim_v
     if largest > ONE_CTA_HEAD_DIM:
         raise NotImplementedError(f"head_dim is {largest}; the backward takes up to {ONE_CTA_HEAD_DIM}")
-    wide_blocks = largest <= NARROW and not transformed and (block is None or block[0] % 128 == 0)
+    wide_blocks = largest <= NARROW and not crowded and (block is None or block[0] % 128 == 0)
     tile = OneCtaConfig(*dims, 128 if wide_blocks else 64, dq="tma_reduce_add", ping_pong="until_issued")
     if problem.deterministic:
         return replace(tile, dq="ordered_tma_reduce_add", ping_pong="off" if largest <= NARROW else "until_complete")
@@ -47,17 +55,21 @@ def tile_of(problem: AttentionProblem, transformed: bool, block: tuple[int, int]
 
 
 @functools.lru_cache(maxsize=PLANS_KEPT)
-def config_of(problem: AttentionProblem, program: Program, block: tuple[int, int] | None) -> GradientConfig:
+def config_of(
+    problem: AttentionProblem, program: Program, block: tuple[int, int] | None, mask_bits: bool = False
+) -> GradientConfig:
     """The configuration of a call.
 
     Args:
         problem: the call.
         program: its score and mask.
         block: queries and keys of the mask's blocks; None without lists.
+        mask_bits: whether the mask has bits, so that the kernel does not ask the program.
     """
-    found = tile_of(problem, program.score is not None, block)
+    found = tile_of(problem, program.score is not None or program.mask is not None, block)
     found = replace(
-        found, program=program.header(), block_lists=block is not None, heads_per_section=_section(problem),
+        found, program=kernel_header(program, mask_bits), block_lists=block is not None, mask_bits=mask_bits,
+        heads_per_section=_section(problem),
         has_left=problem.window_left >= 0, has_right=problem.window_right >= 0, deterministic=problem.deterministic,
     )  # fmt: skip
     if found.shared_memory > shared_limit(ARCH):
@@ -94,10 +106,12 @@ def run(
     """:func:`~flashlane.kernels.hopper.flex.backward` of ``(b, s, h, d)`` tensors; the gradients are contiguous."""
     problem = problem_of(q, k, v, scale, window, deterministic)
     block = None if block_mask is None else tuple(block_mask.BLOCK_SIZE)
-    config = config or config_of(problem, program, block)
-    arguments = program.params(captured)
+    made = None if block_mask is None else unit_mask(block_mask, program, captured, problem)
+    bits = made is not None and made.slots is not None
+    config = config or config_of(problem, program, block, bits)
+    arguments = kernel_arguments(program, captured, bits)
     plan = _plan(config, problem, q.shape, k.shape, q.device.index, type(arguments))
-    lists = None if block_mask is None else backward_lists(block_mask, config, problem)
+    lists = None if made is None else backward_lists(made, config, problem)
 
     def complete(number: int, params: Any) -> None:
         params.program = arguments

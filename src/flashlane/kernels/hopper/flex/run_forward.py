@@ -11,8 +11,15 @@ import torch
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import launch, shared_limit
 from flashlane.kernels.hopper.arch import ARCH, L2_BYTES
-from flashlane.kernels.hopper.flex.masks import forward_lists
-from flashlane.kernels.hopper.flex.problem import BlockMask, Program, Window, problem_of
+from flashlane.kernels.hopper.flex.masks import forward_lists, unit_mask
+from flashlane.kernels.hopper.flex.problem import (
+    BlockMask,
+    Program,
+    Window,
+    kernel_arguments,
+    kernel_header,
+    problem_of,
+)
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import PreparedForward
 from flashlane.kernels.hopper.forward.tiles import TileShape
@@ -23,9 +30,9 @@ NARROW, MEDIUM, WIDE = 64, 128, 192
 
 
 def tile_of(head_dim: int, block: tuple[int, int] | None) -> tuple[TileShape, int]:
-    """The tile, and the CTAs of an SM, for the larger head dim and the blocks of the mask.
+    """The tile, and the CTAs of an SM, for the larger head dim and the blocks of lists that follow no function.
 
-    Tiles of 64 rows are for masks whose blocks have 64: two CTAs then hide each other's softmax, as two consumers do.
+    Tiles of 64 rows are for lists whose blocks have 64: two CTAs then hide each other's softmax, as two consumers do.
     """
     rows, keys = (128, 128) if block is None else (128 if size % 128 == 0 else 64 for size in block)
     if head_dim <= NARROW:
@@ -39,18 +46,24 @@ def tile_of(head_dim: int, block: tuple[int, int] | None) -> tuple[TileShape, in
 
 
 @functools.lru_cache(maxsize=PLANS_KEPT)
-def config_of(problem: AttentionProblem, program: Program, block: tuple[int, int] | None) -> HopperConfig:
+def config_of(
+    problem: AttentionProblem, program: Program, block: tuple[int, int] | None, mask_bits: bool = False
+) -> HopperConfig:
     """The configuration of a call.
 
     Args:
         problem: the call.
         program: its score and mask.
         block: queries and keys of the mask's blocks; None without lists.
+        mask_bits: whether the mask has bits, so that the kernel does not ask the program.
     """
-    shape, ctas = tile_of(max(problem.head_dim, problem.head_dim_v), block)
+    # A function's visible pairs lie together: neighbouring rows of units see nearly the same.
+    blocks = block if program.mask is None or block is None else (128, block[1])
+    shape, ctas = tile_of(max(problem.head_dim, problem.head_dim_v), blocks)
     found = HopperConfig(
         problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), has_left=problem.window_left >= 0,
-        has_right=problem.window_right >= 0, program=program.header(), block_lists=block is not None, ctas_per_sm=ctas,
+        has_right=problem.window_right >= 0, program=kernel_header(program, mask_bits), block_lists=block is not None,
+        mask_bits=mask_bits, ctas_per_sm=ctas,
         heads_per_section=_section(problem),
     )  # fmt: skip
     if found.shared_memory > shared_limit(ARCH):
@@ -81,13 +94,15 @@ def run(
     if not q.numel() or not k.numel():
         return out.zero_(), lse.fill_(-torch.inf)
     block = None if block_mask is None else tuple(block_mask.BLOCK_SIZE)
-    config = config or config_of(problem, program, block)
-    arguments = program.params(captured)
+    made = None if block_mask is None else unit_mask(block_mask, program, captured, problem)
+    bits = made is not None and made.slots is not None
+    config = config or config_of(problem, program, block, bits)
+    arguments = kernel_arguments(program, captured, bits)
     plan = _plan(
         config, problem, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.shape, out.stride(), q.device.index,
         type(arguments),
     )  # fmt: skip
-    lists = None if block_mask is None else forward_lists(block_mask, config, problem)
+    lists = None if made is None else forward_lists(made, config)
 
     def complete(params: Any) -> None:
         params.program = arguments

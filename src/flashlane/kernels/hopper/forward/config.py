@@ -30,7 +30,8 @@ REGISTERS_OF_TWO_CTAS = (24, 232)
 """The same of CTAs of one consumer warpgroup, of which an SM has two."""
 TILE_CONSTANTS = ("head_dim", "head_dim_v", "columns_v", "v_slices", "block_m", "block_n", "pack_gqa", "consumers")
 TILE_CONSTANTS += ("stages", "q_stages", "cluster", "q_in_registers", "one_barrier", "pingpong", "late_wait")
-TILE_CONSTANTS += ("has_left", "has_right", "gather", "split", "combine_in_kernel", "block_lists", "ctas_per_sm")
+TILE_CONSTANTS += ("has_left", "has_right", "gather", "split", "combine_in_kernel")
+TILE_CONSTANTS += ("block_lists", "mask_bits", "ctas_per_sm")
 """Properties of a configuration that are constants of the same name."""
 
 
@@ -80,6 +81,8 @@ class HopperConfig:
     """The warpgroups that store a tile's last part combine all parts; otherwise ``combine.cu`` does."""
     block_lists: bool = False
     """A tile walks over a list of n-blocks (``attention/block_list.cuh``), not over a range."""
+    mask_bits: bool = False
+    """Partial blocks of the lists are masked by bits, not by the program."""
     program: str = ""
     """Text of ``program.cuh``, which changes scores and masks; empty without."""
     ctas_per_sm: int = 1

@@ -25,6 +25,7 @@ struct Mainloop {
     u32 probabilities[BLOCK_N / 4];
     OutputTile o;
     ListedBlock listed;            // BLOCK_LISTS: the n-block of this step
+    uint2 mask_bits[2][MASK_UNITS];  // MASK_BITS: of that n-block, by row and 64 columns
     InKernelCombine combine;
 
     __device__ __forceinline__ Mainloop(const Params& params, u32 address, int warpgroup)
@@ -69,6 +70,22 @@ struct Mainloop {
     __device__ __forceinline__ void pingpong_arrive() const {
         if (cfg::PINGPONG)
             named_barrier_arrive(PINGPONG + (rows.warpgroup + 1 == CONSUMERS ? 0 : rows.warpgroup + 1), 2 * WARPGROUP);
+    }
+
+    // MASK_BITS: what this thread's rows see of the step's n-block, while its scores are computed.
+    __device__ __forceinline__ void load_mask_bits() {
+        if constexpr (cfg::MASK_BITS) {
+            if (listed.state(rows.warpgroup) != BLOCK_PARTIAL) return;
+            const MaskBits& bits = p.lists.bits;
+#pragma unroll
+            for (int unit = 0; unit < MASK_UNITS; ++unit) {
+                const int slot = bits.slot(tile.batch, tile.tile_head(), tile.row / UNIT + rows.warpgroup,
+                                           listed.block() * MASK_UNITS + unit);
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    mask_bits[half][unit] = bits.row(slot, rows.warp * 16 + rows.lane / 4 + 8 * half);
+            }
+        }
     }
 
     // ---- products
@@ -170,6 +187,8 @@ struct Mainloop {
         if (state == BLOCK_NONE) {
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = -INF;
+        } else if constexpr (cfg::MASK_BITS) {
+            mask_by_bits(s, 2 * (rows.lane % 4), mask_bits);
         } else {
             mask_by_program(p.program, s, tile.batch, tile.tile_head(), tile.row + rows.row(0),
                             n_block * BLOCK_N + 2 * (rows.lane % 4), sequence.k_length);
@@ -208,6 +227,7 @@ struct Mainloop {
         gemm_qk();
         gemm_pv();
         pingpong_arrive();
+        load_mask_bits();
         wgmma_wait<1>(s);
         release_k();
         softmax_of<MASKED>(n_block, MASKED, alpha);
@@ -226,6 +246,7 @@ struct Mainloop {
         wgmma_fence();
         gemm_qk();
         pingpong_arrive();
+        load_mask_bits();
         wgmma_wait<0>(s);
         release_k();
         release_kv();
@@ -244,6 +265,7 @@ struct Mainloop {
         gemm_qk();
         gemm_pv();
         pingpong_arrive();
+        load_mask_bits();
         epilogue().store_lse(done, softmax, inverse);
         wgmma_wait<1>(s);
         release_k();

@@ -41,6 +41,8 @@ static_assert(!cfg::BLOCK_LISTS || (CLUSTER == 1 && PACK_GQA == 1 && !cfg::VARLE
 constexpr bool SCALED = !Score::LATE_SCALE || Program::HAS_SCORE;
 // Rows may see no key of a block that is not masked as a whole.
 constexpr bool ANY_MAY_BE_HIDDEN = cfg::BLOCK_LISTS || Program::HAS_SCORE;
+constexpr int MASK_UNITS = (BLOCK_N + UNIT - 1) / UNIT;  // of an n-block, with MASK_BITS
+static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Program::HAS_MASK));
 
 // Packed sequences: the rows after the last one are written too, as if they saw no key.
 using Seqlen = SeqlenInfo<cfg::VARLEN, cfg::CACHE, cfg::PAGED, Tail::ONE_MORE_SEQUENCE>;

@@ -210,13 +210,38 @@ struct Consumer {
         }
         const int state = cfg::BLOCK_LISTS ? ListedBlock{masked}.state(number) : masked ? BLOCK_PARTIAL : BLOCK_FULL;
         if (state == BLOCK_FULL) return;
+        if constexpr (cfg::MASK_BITS) {
+            u32 words[2][2 * MASK_UNITS] = {};
+            if (state == BLOCK_PARTIAL) words_from_bits(words, mask_bits(batch, head).of, lane % 4 * 2);
 #pragma unroll
-        for (int i = 0; i < BLOCK_M / 2; ++i) {
-            const int query = at.query + accumulator_column(i), key = at.key + 8 * (i / 2 % 2);
-            bool seen = state == BLOCK_PARTIAL && key >= at.mask.first(query) && key < at.mask.end(query);
-            if constexpr (cfg::BLOCK_LISTS && Program::HAS_MASK) seen = seen && Program::visible(p.program, batch, head, query, key);
-            if (!seen) s[i] = 0.f, probabilities[i / 2] &= i % 2 ? 0xffffu : 0xffff0000u;
+            for (int i = 0; i < BLOCK_M / 2; ++i)
+                if (!visible_by_bits(words, i)) hide(i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 2; ++i) {
+                const int query = at.query + accumulator_column(i), key = at.key + 8 * (i / 2 % 2);
+                bool seen = state == BLOCK_PARTIAL && key >= at.mask.first(query) && key < at.mask.end(query);
+                if constexpr (Program::HAS_MASK) seen = seen && Program::visible(p.program, batch, head, query, key);
+                if (!seen) hide(i);
+            }
         }
+    }
+    __device__ __forceinline__ void hide(int i) { s[i] = 0.f, probabilities[i / 2] &= i % 2 ? 0xffffu : 0xffff0000u; }
+    // Of this thread's two keys and the m-block's queries.
+    struct KeyBits {
+        uint2 of[2][MASK_UNITS];
+    };
+    __device__ __forceinline__ KeyBits mask_bits(int batch, int head) const {
+        const MaskBits& bits = p.lists.bits;
+        const int key_unit = tile_keys(base, tiles % TILE_STAGES).first / UNIT + number;
+        const int query_unit = step_queries(base, q_stage()).first / UNIT, row = thread_again() / WARP * 16 + lane / 4;
+        KeyBits found;
+#pragma unroll
+        for (int unit = 0; unit < MASK_UNITS; ++unit) {
+            const int slot = bits.slot(batch, head, query_unit + unit, key_unit);
+            found.of[0][unit] = bits.row(slot, row), found.of[1][unit] = bits.row(slot, row + 8);
+        }
+        return found;
     }
 
     __device__ __forceinline__ void make_probabilities() {
