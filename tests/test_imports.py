@@ -21,7 +21,7 @@ BELOW = {
     "kernels": {"core", "jit", "flex"},
     "ops": {"core", "jit"},
     "api": {"ops", "core", "reference"},
-    "integrations": {"api", "ops", "core"},
+    "integrations": {"api", "flex", "ops", "core"},
     "distributed": {"api", "ops", "core"},
 }
 """What a package of the library itself may import; the packages above them may import all of these."""

@@ -5,6 +5,8 @@ put their kernels under its operators. flashlane is :data:`NAME` there. With it 
 it takes its flash backend, ``torch.nn.attention.varlen.varlen_attn``, ``nn.MultiheadAttention``,
 ``nn.TransformerEncoder``, nested tensors and torch's context parallel run flashlane's kernels, compiled or not.
 
+FlexAttention is not in that registry: :mod:`flashlane.integrations.torch_flex` puts flashlane under it.
+
 What flashlane does not take (dropout, debug masks) runs as before, and this module's logger says so at debug level.
 """
 

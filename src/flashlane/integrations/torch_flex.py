@@ -1,0 +1,101 @@
+"""flashlane under torch's FlexAttention: ``torch.nn.attention.flex_attention`` runs flashlane's functions.
+
+``enable()`` replaces ``flex_attention`` and ``create_block_mask`` in that module. Code that imported the names from it
+before holds torch's own functions and goes on to run them, so enable first, or replace them there too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+from flashlane.flex import attention, block_mask
+
+__all__ = ["disable", "enable", "enabled", "is_enabled"]
+
+NAMES = ("flex_attention", "create_block_mask")
+_before: dict[str, Callable[..., Any]] = {}
+"""torch's own functions, while flashlane's are in their place."""
+
+
+def enable(*, otherwise: str = "raise") -> None:
+    """Run flashlane's functions under torch's names, until :func:`disable`.
+
+    Args:
+        otherwise: what happens to a call that flashlane does not run, because its function cannot be translated or no
+            kernel runs on its device: ``raise``, ``torch`` (torch's own function runs it) or ``reference`` (torch
+            operations in tiles, where the function can be translated).
+
+    Raises:
+        ValueError: ``otherwise`` is none of these.
+    """
+    if otherwise not in attention.OTHERWISE:
+        raise ValueError(f"otherwise is {otherwise!r}; it may be {', '.join(attention.OTHERWISE)}")
+    for name, make in (("flex_attention", _flex_attention), ("create_block_mask", _create_block_mask)):
+        original = _before.setdefault(name, getattr(torch_flex, name))
+        replacement = make(otherwise, original)
+        replacement.__name__, replacement.__doc__ = name, original.__doc__
+        replacement.flashlane_original = original  # type: ignore[attr-defined]
+        setattr(torch_flex, name, replacement)
+
+
+def disable() -> None:
+    """Undo :func:`enable`."""
+    while _before:
+        setattr(torch_flex, *_before.popitem())
+
+
+def is_enabled() -> bool:
+    """Whether torch's names are flashlane's functions now."""
+    return bool(_before)
+
+
+@contextlib.contextmanager
+def enabled(*, otherwise: str = "raise") -> Iterator[None]:
+    """:func:`enable` for a block of code; what was enabled before is so again after it."""
+    before = {name: getattr(torch_flex, name) for name in NAMES}
+    outer = dict(_before)
+    enable(otherwise=otherwise)
+    try:
+        yield
+    finally:
+        _before.clear()
+        _before.update(outer)
+        for name, function in before.items():
+            setattr(torch_flex, name, function)
+
+
+def _flex_attention(otherwise: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def flex_attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        score_mod: Any = None,
+        block_mask: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        kernel_options: Any = None,
+        *,
+        return_aux: Any = None,
+    ) -> Any:
+        given = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
+        return attention.attend(query, key, value, *given, otherwise)
+
+    return flex_attention
+
+
+def _create_block_mask(otherwise: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_block_mask(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return block_mask.create_block_mask(*args, **kwargs)
+        except NotImplementedError:
+            if otherwise != "torch":
+                raise
+            return original(*args, **kwargs)
+
+    return torch._dynamo.disable(create_block_mask)

@@ -1,0 +1,103 @@
+"""flashlane under torch's FlexAttention names, and the tool that runs FlexAttention's own tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+import flashlane
+from flashlane.flex import attention
+from flashlane.integrations import torch_flex as integration
+
+ROOT = Path(__file__).parents[2]
+MODULE = """
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA not available")
+def test_gradient():
+    q = torch.randn(1, 2, 32, 8, device="cuda", requires_grad=True)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 32, 32, device="cuda")
+    out = torch.compile(flex_attention)(q, q, q, block_mask=mask)
+    assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+
+def test_skipped():
+    pytest.skip("why it is")
+
+def test_refused():
+    q = torch.randn(1, 2, 32, 8)
+    flex_attention(q, q, q, lambda s, b, h, i, j: s + torch.searchsorted(torch.arange(3.0), s))
+"""
+
+
+def tensors() -> list[torch.Tensor]:
+    return [torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3)]
+
+
+def test_torchs_names_run_flashlane_while_it_is_enabled() -> None:
+    before = torch_flex.flex_attention, torch_flex.create_block_mask
+    q, k, v = tensors()
+    with integration.enabled():
+        assert integration.is_enabled()
+        mask = torch_flex.create_block_mask(lambda b, h, i, j: i >= j, 1, None, 16, 16, device="cpu", BLOCK_SIZE=8)
+        out = torch_flex.flex_attention(q, k, v, block_mask=mask)  # torch's own has no gradients on the CPU
+        (grad,) = torch.autograd.grad(out.sum(), q)
+        with integration.enabled(otherwise="torch"):
+            assert torch_flex.flex_attention.flashlane_original is before[0]
+        torch.testing.assert_close(torch_flex.flex_attention(q, k, v, block_mask=mask), out)
+    assert grad.isfinite().all() and not integration.is_enabled()
+    assert (torch_flex.flex_attention, torch_flex.create_block_mask) == before
+    torch.testing.assert_close(out, flashlane.flex_attention(q, k, v, None, mask))
+    integration.enable()
+    integration.disable()
+    assert (torch_flex.flex_attention, torch_flex.create_block_mask) == before
+
+
+def searching(score, b, h, q, kv):
+    return score + torch.searchsorted(torch.arange(3.0), score)
+
+
+def test_what_is_not_run_raises_or_goes_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    seen = []
+    monkeypatch.setattr(attention, "torch_function", lambda device: lambda *a, **k: seen.append(a[3]))
+    with integration.enabled(), pytest.raises(NotImplementedError, match="searchsorted"):
+        torch_flex.flex_attention(q, k, v, searching)
+    with integration.enabled(otherwise="torch"):
+        torch_flex.flex_attention(q, k, v, searching)
+        table = torch.arange(16)
+        mask = torch_flex.create_block_mask(
+            lambda b, h, i, j: torch.searchsorted(table, i) >= j, None, None, 16, 16, device="cpu"
+        )
+    assert seen == [searching] and mask.shape == (1, 1, 16, 16)
+    with pytest.raises(ValueError, match="otherwise is 'never'; it may be raise, torch, reference"):
+        integration.enable(otherwise="never")
+
+
+def test_under_torch_compile() -> None:
+    q, k, v = (t.detach() for t in tensors())
+    with integration.enabled():
+        ours = torch.compile(torch_flex.flex_attention, backend="eager")
+        torch.testing.assert_close(ours(q, k, v, lambda s, b, h, i, j: s * 2), flashlane.flex_attention(q * 2, k, v))
+
+
+def run(path: Path, *options: str) -> tuple[int, str]:
+    command = [sys.executable, ROOT / "tools" / "flex_tests.py", path, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_tool_tells_calls_refusals_and_skips(tmp_path: Path) -> None:
+    path = tmp_path / "test_module.py"
+    path.write_text(MODULE)
+    rc, said = run(path, "--on-cpu", "-q")
+    assert rc == 1 and "1 failed, 1 passed, 1 skipped" in said, said
+    assert "1 calls ran the tiled reference" in said and "why it is" in said and "searchsorted" in said, said
+    rc, said = run(tmp_path / "none.py")
+    assert rc == 2 and "which is not a file" in said
