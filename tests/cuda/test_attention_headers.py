@@ -10,7 +10,7 @@ import pytest
 import flashlane
 from flashlane import jit
 from flashlane.jit import KernelSource
-from flashlane.kernels.hopper.forward import tile_scheduler
+from flashlane.kernels.hopper.program import NO_PROGRAM
 from flashlane.kernels.score import ScoreConfig, ScoreParams
 from flashlane.kernels.seqlen import SeqlenParams
 
@@ -19,7 +19,8 @@ ENTRY = 'extern "C" __global__ void entry() {}\n'
 
 
 def compiles(text: str, arch: str = "sm_90a") -> None:
-    jit.compile(KernelSource("test.cu", text + ENTRY, "entry", ScoreConfig().constants()), arch)
+    generated = (("program.cuh", NO_PROGRAM),)
+    jit.compile(KernelSource("test.cu", text + ENTRY, "entry", ScoreConfig().constants(), generated), arch)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -37,27 +38,52 @@ def test_the_python_mirror_of_a_struct_has_its_offsets(header: str, mirror: type
     compiles(f'#include "offsetof.cuh"\n#include "attention/{header}"\n' + "\n".join(checks) + "\n")
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 3, 2), (8, 4, 8), (7, 2, 3)])
-def test_the_python_mirror_of_the_tile_order(sizes: tuple[int, int, int]) -> None:
+ORDER = """
+#include "attention/tile_scheduler.cuh"
+__device__ constexpr bool each_tile_comes_once(int heads, int blocks, int section) {
+    int seen[1024] = {};
+    for (int index = 0; index < heads * blocks; ++index) {
+        const SwizzledTile tile = swizzled_tile<true>(index, heads, blocks, section);
+        if (tile.block < 0 || tile.block >= blocks || tile.head < 0 || tile.head >= heads) return false;
+        if (++seen[tile.head * blocks + tile.block] > 1) return false;
+    }
+    return true;
+}
+// Sections follow each other, and in each the last blocks of all its heads come first.
+__device__ constexpr bool sections_descend(int heads, int blocks, int section) {
+    for (int index = 0; index < heads * blocks; ++index) {
+        const int at = index / (section * blocks) * section, inside = index - at * blocks;
+        const int section_heads = heads - at < section ? heads - at : section;
+        const SwizzledTile tile = swizzled_tile<true>(index, heads, blocks, section);
+        if (tile.head < at || tile.head >= at + section_heads) return false;
+        if (tile.block != blocks - 1 - inside / section_heads) return false;
+    }
+    return true;
+}
+"""
+PARTS = """
+#include "attention/block_range.cuh"
+__device__ constexpr bool parts_cover(int low, int count, int splits) {
+    int next = low;
+    for (int split = 0; split < splits; ++split) {
+        const BlockRange part = BlockRange{low, low + count}.part(split, splits);
+        if (part.empty()) continue;
+        if (part.low != next) return false;
+        next = part.high;
+    }
+    return next == low + count;
+}
+"""
+
+
+def test_the_order_of_tiles_loses_none() -> None:
     """The compiler evaluates the device function for every index."""
-    heads, m_blocks, heads_per_section = sizes
-    checks = [
-        f"static_assert(swizzled_tile<true>({index}, {heads}, {m_blocks}, {heads_per_section}).{field} == {value});"
-        for index, tile in enumerate(tile_scheduler.work_tiles(heads, m_blocks, heads_per_section, block_m=1))
-        for field, value in (("block", tile.row), ("head", tile.head))
-    ]
-    assert len(checks) == 2 * heads * m_blocks
-    compiles('#include "attention/tile_scheduler.cuh"\n' + "\n".join(checks) + "\n")
+    sizes = ((1, 1, 1), (5, 3, 2), (8, 4, 8), (7, 2, 3), (64, 8, 16), (43, 17, 10))
+    calls = [f"static_assert({name}({h}, {b}, {s}));" for h, b, s in sizes
+             for name in ("each_tile_comes_once", "sections_descend")]  # fmt: skip
+    compiles(ORDER + "\n".join(calls) + "\n")
 
 
-@pytest.mark.parametrize(("count", "splits"), [(1, 1), (7, 3), (8, 4), (5, 8)])
-def test_the_python_mirror_of_a_split(count: int, splits: int) -> None:
-    blocks, checks = range(3, 3 + count), []
-    for split in range(splits):
-        part, device = (
-            tile_scheduler.split_of(blocks, split, splits),
-            f"BlockRange{{3, {3 + count}}}.part({split}, {splits})",
-        )
-        same = f"{device}.low == {part.start} && {device}.high == {part.stop}" if part else f"{device}.empty()"
-        checks.append(f"static_assert({same});")
-    compiles('#include "attention/block_range.cuh"\n' + "\n".join(checks) + "\n")
+def test_parts_cover_a_range() -> None:
+    sizes = ((1, 1), (7, 3), (8, 4), (5, 8), (0, 2))
+    compiles(PARTS + "\n".join(f"static_assert(parts_cover(3, {count}, {splits}));" for count, splits in sizes) + "\n")

@@ -12,27 +12,38 @@ from flashlane import jit, lessons
 from flashlane.kernels.tile_layout import CHUNK, TileLayout
 from flashlane.lessons import comparison, gemm, launch
 
-
-@pytest.mark.parametrize(("blocks_m", "blocks_n", "group"), ((64, 32, 16), (1, 5, 16), (43, 32, 10), (17, 3, 16)))
-def test_every_block_of_c_is_computed_once(blocks_m, blocks_n, group):
-    found = [gemm.block_of(i, blocks_m, blocks_n, group) for i in range(blocks_m * blocks_n)]
-    assert sorted(found) == [(m, n) for m in range(blocks_m) for n in range(blocks_n)]
+WAVE = """
+#include "attention/tile_scheduler.cuh"
+// How many rows and columns of C the first CTAs have.
+__device__ constexpr int unlike(bool rows, int ctas, int blocks_m, int blocks_n, int group) {
+    bool seen[64] = {};
+    int count = 0;
+    for (int index = 0; index < ctas; ++index) {
+        const SwizzledTile tile = swizzled_tile<false>(index, blocks_m, blocks_n, group);
+        bool& there = seen[rows ? tile.head : tile.block];
+        count += !there, there = true;
+    }
+    return count;
+}
+static_assert(unlike(true, 132, 64, 32, 16) == 16 && unlike(false, 132, 64, 32, 16) == 9);
+extern "C" __global__ void checked() {}
+"""
 
 
 def test_ctas_that_run_at_one_time_read_the_same_operands():
-    wave = [gemm.block_of(i, 64, 32, 16) for i in range(132)]
-    assert len({m for m, _ in wave}) == 16 and len({n for _, n in wave}) == 9
+    """132 CTAs of 64 x 32 tiles; that each tile comes once is tests/cuda's."""
+    jit.compile(jit.KernelSource("wave.cu", WAVE, "checked"), "sm_90a")
 
 
 def pipeline(tiles: int, stages: int, steps: int, passes: int):
     """What one thread of ``hgemm`` does, in order; a barrier comes with every wait.
 
-    (copy, tile, pass, slot), (commit,), (wait, groups that may be in flight), (read, tile, slot).
+    (copy, tile, pass, stage), (commit,), (wait, groups that may be in flight), (read, tile, stage).
     """
 
-    def shares(tile: int, slot: int, step: int):
-        mine = [i for i in range(passes) if gemm.share_of(i, passes, steps) == step]
-        return [("copy", tile, i, slot) for i in mine]
+    def shares(tile: int, stage: int, step: int):
+        mine = [i for i in range(passes) if i * steps // passes == step]
+        return [("copy", tile, i, stage) for i in mine]
 
     for tile in range(stages):
         for step in range(steps if tile < stages - 1 else 1):
@@ -61,15 +72,15 @@ def pipeline(tiles: int, stages: int, steps: int, passes: int):
 
 @pytest.mark.parametrize("stages", (2, 3, 4))
 @pytest.mark.parametrize(("steps", "passes"), ((2, 6), (4, 12), (4, 3), (2, 7)))
-def test_the_ring_of_tiles_is_read_after_it_is_written_and_written_after_it_is_read(stages, steps, passes):
+def test_a_stage_is_read_after_it_is_written_and_written_after_it_is_read(stages, steps, passes):
     for tiles in range(1, 3 * stages):
         held, pending, groups, arrived, read_since_barrier = {}, [], [], set(), set()
         for what, *event in pipeline(tiles, stages, steps, passes):
             if what == "copy":
-                tile, index, slot = event
-                old = held.get(slot, tile)
+                tile, index, stage = event
+                old = held.get(stage, tile)
                 assert old == tile or old not in read_since_barrier, f"tile {old} is overwritten while a warp reads it"
-                held[slot] = tile
+                held[stage] = tile
                 pending.append((tile, index))
             elif what == "commit":
                 groups.append(pending)
@@ -80,11 +91,11 @@ def test_the_ring_of_tiles_is_read_after_it_is_written_and_written_after_it_is_r
                 assert len(landed) == len(set(landed)), "a pass was copied twice"
                 read_since_barrier = set()
             else:
-                tile, slot = event
+                tile, stage = event
                 read_since_barrier.add(tile)
                 if tile < tiles:
                     assert tile in arrived, f"tile {tile} is read before it has arrived"
-                    assert held[slot] == tile, f"slot {slot} holds tile {held[slot]}, not {tile}"
+                    assert held[stage] == tile, f"stage {stage} holds tile {held[stage]}, not {tile}"
         assert {tile for group in groups for tile, _ in group} == set(range(tiles))
 
 

@@ -6,19 +6,32 @@ import pytest
 import torch
 from lesson_checks import randn
 
-from flashlane import lessons
-from flashlane.lessons import ceiling, comparison, launch
+from flashlane import jit, lessons
+from flashlane.lessons import ceiling, comparison
+
+CUTS = """
+#include "vector.cuh"
+template <typename Element>
+__device__ constexpr bool cuts_are_right() {
+    using C = Cut<Element, true>;
+    constexpr int COUNT = 16 / sizeof(Element);
+    for (u64 address = 0; address < 64; address += sizeof(Element))
+        for (int size = 0; size < 40; ++size) {
+            const C cut(address, size);
+            const long long tail = cut.size - cut.tail();
+            if (cut.head < 0 || cut.head >= COUNT || tail < 0 || tail >= COUNT || cut.vectors < 0) return false;
+            if (cut.vectors > 0 && (address + cut.head * sizeof(Element)) % 16 != 0) return false;
+        }
+    return true;
+}
+static_assert(cuts_are_right<float>() && cuts_are_right<__half>());
+extern "C" __global__ void checked() {}
+"""
 
 
-@pytest.mark.parametrize("itemsize", (2, 4))
-def test_cut_covers_an_array_and_aligns_its_packs(itemsize):
-    count = 16 // itemsize
-    for address in range(0, 64, itemsize):
-        for size in range(0, 40):
-            head, vectors, tail = launch.cut(address, size, itemsize)
-            assert head + vectors * count + tail == size
-            assert head < count and tail < count and min(head, vectors, tail) >= 0
-            assert vectors == 0 or (address + head * itemsize) % 16 == 0
+def test_cut_covers_an_array_and_aligns_its_packs():
+    """The compiler evaluates the device's own ``Cut`` for addresses and sizes."""
+    jit.compile(jit.KernelSource("cuts.cu", CUTS, "checked"), "sm_90a")
 
 
 def test_the_blocks_say_that_they_need_a_gpu():

@@ -37,7 +37,7 @@ template <typename Element, bool PACKED>
 constexpr int VECTOR_SIZE = PACKED ? 16 / int(sizeof(Element)) : 1;
 
 // Parts of an array:       | head: < 1 vector, up to a 16-byte boundary | vectors | tail: < 1 vector |
-// Without packing every element is a vector. Mirrored by flashlane.lessons.launch.cut.
+// Without packing every element is a vector.
 template <typename Element, bool PACKED>
 struct Cut {
     using Full = Vector<Element, VECTOR_SIZE<Element, PACKED>>;
@@ -45,13 +45,17 @@ struct Cut {
     long long vectors, size;
     int head;
 
-    __device__ __forceinline__ Cut(const Element* data, long long size_) : size(size_) {
-        const int past = PACKED ? reinterpret_cast<u64>(data) % 16 / sizeof(Element) : 0;
-        head = static_cast<int>(min(size, static_cast<long long>((Full::COUNT - past) % Full::COUNT)));
-        vectors = (size - head) / Full::COUNT;
+    __device__ __forceinline__ Cut(const Element* data, long long size_) : Cut(reinterpret_cast<u64>(data), size_) {}
+    __device__ __forceinline__ constexpr Cut(u64 address, long long size_)
+        : vectors((size_ - head_of(address, size_)) / Full::COUNT), size(size_), head(head_of(address, size_)) {}
+    // Elements before the first 16-byte boundary.
+    static __device__ __forceinline__ constexpr int head_of(u64 address, long long size) {
+        const int past = PACKED ? address % 16 / sizeof(Element) : 0;
+        const long long most = (Full::COUNT - past) % Full::COUNT;
+        return static_cast<int>(most < size ? most : size);
     }
     // Where the tail begins.
-    __device__ __forceinline__ long long tail() const { return head + vectors * Full::COUNT; }
+    __device__ __forceinline__ constexpr long long tail() const { return head + vectors * Full::COUNT; }
     __device__ __forceinline__ long long vector(long long i) const { return head + i * Full::COUNT; }
 
     // `body(vector, where)` for each element of head and tail. Both are shorter than a vector, and so than a warp.

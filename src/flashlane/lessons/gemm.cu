@@ -15,6 +15,7 @@
 // Rows and columns outside C are clamped to the last one inside: their products are computed and not stored. Only K
 // is filled with zeros. K and N are multiples of 8, so that a 16-byte chunk is inside or outside as a whole.
 #include "config.cuh"
+#include "attention/tile_scheduler.cuh"
 #include "tile.cuh"
 
 using Element = cfg::Element;
@@ -43,17 +44,14 @@ struct Params {
 
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
-// CTAs go in groups of `group` rows of C, column by column: those that run at once share few rows of A and
-// columns of B, which then come from L2. Mirrored by flashlane.lessons.gemm.block_of.
+// CTAs go in sections of `group` rows of C, column by column: those that run at once share few rows of A and
+// columns of B, which then come from L2.
 struct Position {
     int row, column;
 
     __device__ __forceinline__ explicit Position(const Params& p) {
-        const int per_group = p.group * p.blocks_n;
-        const int first = blockIdx.x / per_group * p.group, inside = blockIdx.x % per_group;
-        const int rows = min(p.group, p.blocks_m - first);
-        row = (first + inside % rows) * BLOCK_M;
-        column = inside / rows * BLOCK_N;
+        const SwizzledTile tile = swizzled_tile<false>(blockIdx.x, p.blocks_m, p.blocks_n, p.group);
+        row = tile.head * BLOCK_M, column = tile.block * BLOCK_N;
     }
 };
 
@@ -184,11 +182,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) hgemm(con
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0);
     const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
     const int tiles = (p.k + BLOCK_K - 1) / BLOCK_K;
-    const u32 ring = shared_address(shared_memory);
+    const u32 pipeline = shared_address(shared_memory);
     const CopyA copy_a(p.a, p.a_stride, position.row, p.m);
     const CopyB copy_b(p.b, p.b_stride, position.column, p.n);
-    const FragmentCursor<LayoutA> at_a(ring, warp_row + lane % 16, lane / 16);
-    const FragmentCursor<LayoutB> at_b(ring + A_BYTES, TN ? warp_column + lane % 8 + lane / 16 * 8 : lane % 16,
+    const FragmentCursor<LayoutA> at_a(pipeline, warp_row + lane % 16, lane / 16);
+    const FragmentCursor<LayoutB> at_b(pipeline + A_BYTES, TN ? warp_column + lane % 8 + lane / 16 * 8 : lane % 16,
                                        TN ? lane / 8 % 2 : warp_column / CHUNK + lane / 16);
 
     // What the loop finds in flight: tiles 0 … STAGES − 2 whole, and of the next one the share of the last step.
@@ -197,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) hgemm(con
         if (tile < tiles) {
 #pragma unroll
             for (int step = 0; step < (tile < STAGES - 1 ? STEPS : 1); ++step)
-                copy_share(copy_a, copy_b, ring + tile * STAGE_BYTES, tile * BLOCK_K, p.k, step);
+                copy_share(copy_a, copy_b, pipeline + tile * STAGE_BYTES, tile * BLOCK_K, p.k, step);
         }
         if (tile < STAGES - 1) cp_async_commit();
     }
@@ -228,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) hgemm(con
             if constexpr (BUFFERS == 2) fragments[(step + 1) % 2].load(at_a, at_b, stage, (step + 1) % STEPS);
             // Shares 1 … of the tile begun in the step before, and at the barrier share 0 of the next one.
             const int loading = tile + (last ? STAGES : STAGES - 1);
-            if (loading < tiles) copy_share(copy_a, copy_b, ring + writing, loading * BLOCK_K, p.k, (step + 1) % STEPS);
+            if (loading < tiles) copy_share(copy_a, copy_b, pipeline + writing, loading * BLOCK_K, p.k, (step + 1) % STEPS);
             if (step == STEPS - 2) cp_async_commit();
             multiply(c, fragments[step % BUFFERS]);
             if constexpr (BUFFERS == 1) fragments[0].load(at_a, at_b, stage, (step + 1) % STEPS);

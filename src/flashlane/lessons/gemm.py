@@ -1,4 +1,4 @@
-"""HGEMM on ``mma.sync`` m16n8k16: swizzled shared memory, a ring of ``cp.async`` tiles, fragments read ahead.
+"""HGEMM on ``mma.sync`` m16n8k16: swizzled shared memory, a pipeline of ``cp.async`` tiles, fragments read ahead.
 
 The idea: a warp that multiplies 64×64 tiles does 65536 multiply-adds for 4 KiB read from shared memory, which is what
 lets the tensor cores, and not shared memory (128 bytes a clock and SM), be the limit. ``gemm.cu`` draws the pipeline.
@@ -67,7 +67,7 @@ class HgemmConfig:
         return TileLayout(self.block_k, True), TileLayout(self.block_k if LAYOUTS[layout] else self.block_n, True)
 
     def shared_memory(self, layout: str = "nn") -> int:
-        """Bytes of the ring."""
+        """Bytes of the pipeline."""
         a, b = self.layouts(layout)
         return self.stages * (a.bytes(self.block_m) + b.bytes(self.block_n if LAYOUTS[layout] else self.block_k))
 
@@ -143,18 +143,6 @@ def default_config(m: int, n: int, accumulate: str, arch: str, multiprocessors: 
 def blocks_of(config: HgemmConfig, m: int, n: int) -> int:
     """CTAs of a launch."""
     return -(-m // config.block_m) * -(-n // config.block_n)
-
-
-def block_of(index: int, blocks_m: int, blocks_n: int, group: int) -> tuple[int, int]:
-    """Row and column of the tile of C that CTA ``index`` computes; mirror of ``Position`` in ``gemm.cu``."""
-    first, inside = index // (group * blocks_n) * group, index % (group * blocks_n)
-    rows = min(group, blocks_m - first)
-    return first + inside % rows, inside // rows
-
-
-def share_of(index: int, passes: int, steps: int) -> int:
-    """The step of a tile in which copy pass ``index`` is issued; mirror of ``copy_share`` in ``gemm.cu``."""
-    return index * steps // passes
 
 
 class HgemmParams(ctypes.Structure):

@@ -73,11 +73,3 @@ def run(
     index = torch.cuda.current_device() if device.index is None else device.index
     function = jit.load(jit.compile(source, device_arch(device)), index)
     function.launch((ctas, 1, 1), (threads, 1, 1), shared, params)
-
-
-def cut(address: int, size: int, itemsize: int) -> tuple[int, int, int]:
-    """(single elements, vectors, single elements) of a packed pass over an array; mirror of ``Cut`` in vector.cuh."""
-    count = VECTOR_BYTES // itemsize
-    head = min(size, -(address % VECTOR_BYTES // itemsize) % count)
-    vectors = (size - head) // count
-    return head, vectors, size - head - vectors * count

@@ -105,7 +105,7 @@ def test_rows_of_tiles_are_read_without_bank_conflicts() -> None:
         assert all(one // 32 == other // 32 for one, other in pairs)
 
 
-def test_the_swizzle_is_that_of_the_copy_engine() -> None:
+def test_the_swizzle_is_that_of_tma() -> None:
     """128 bytes: bits 4 to 6 of an address are XORed with bits 7 to 9 (PTX ISA, tensor swizzling modes)."""
     layout = TileLayout(64, True)
     for row, chunk in itertools.product(range(32), range(8)):

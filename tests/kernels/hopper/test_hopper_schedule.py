@@ -1,10 +1,9 @@
-"""The work tiles of a launch, by the Python mirrors of the device code: no tile is lost, and none comes twice."""
+"""What the host decides of a forward's work tiles: n-blocks, splits, packed heads. Their order is tests/cuda's."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -19,23 +18,6 @@ def problem_of(seqlen_q: int = 100, seqlen_k: int = 100, **changes: object) -> A
     fields = {"batch": 1, "heads": 4, "kv_heads": 4, "head_dim": 64, "head_dim_v": 64, "dtype": torch.float16}
     fields |= {"scale": 0.125, "arch": "sm_90a", "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     return AttentionProblem(**{**fields, **changes})
-
-
-@pytest.mark.parametrize(
-    ("heads", "m_blocks", "heads_per_section", "splits"), [(1, 1, 1, 1), (5, 3, 2, 1), (8, 4, 8, 3), (7, 2, 3, 2)]
-)
-def test_every_tile_comes_once(heads: int, m_blocks: int, heads_per_section: int, splits: int) -> None:
-    found = list(tile_scheduler.work_tiles(heads, m_blocks, heads_per_section, 128, splits))
-    wanted = itertools.product(range(heads), range(0, m_blocks * 128, 128), range(splits))
-    assert Counter((t.head, t.row, t.split) for t in found) == Counter(wanted)
-
-
-def test_the_longest_tiles_of_a_section_come_first() -> None:
-    found = list(tile_scheduler.work_tiles(6, 4, 3, 128))
-    for section in (0, 1):
-        rows = [t.row for t in found[section * 12 : section * 12 + 12]]
-        assert rows == sorted(rows, reverse=True)
-        assert {t.head for t in found[section * 12 : section * 12 + 12]} == set(range(section * 3, section * 3 + 3))
 
 
 @pytest.mark.parametrize("number", range(40))
@@ -56,13 +38,6 @@ def test_n_blocks_are_those_in_which_a_row_sees_a_key(number: int) -> None:
         # A gap between the rows' windows stays in the range; the ends are exact.
         assert not seen or (min(seen), max(seen)) == (found[0], found[-1])
         assert seen or not found
-
-
-@pytest.mark.parametrize(("count", "splits"), [(1, 1), (7, 3), (8, 4), (5, 8), (0, 2)])
-def test_parts_cover_a_tiles_n_blocks(count: int, splits: int) -> None:
-    blocks = range(3, 3 + count)
-    parts = [tile_scheduler.split_of(blocks, i, splits) for i in range(splits)]
-    assert [b for part in parts for b in part] == list(blocks)
 
 
 def test_keys_are_split_only_where_it_pays() -> None:

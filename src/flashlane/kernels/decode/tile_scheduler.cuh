@@ -10,7 +10,7 @@
 //               |<---- tile 0 ---->|<- tile 1 ->|<-------- tile 2 --------->|
 //               |<--- CTA 0 --->|<--- CTA 1 --->|<--- CTA 2 --->|<-- CTA 3 -->|
 //
-// flashlane.kernels.decode.config mirrors the arithmetic of stream-K (stream_k_ranges).
+// flashlane.kernels.decode.select mirrors the arithmetic of stream-K (stream_k_ranges).
 #pragma once
 #include "attention/pipeline.cuh"
 #include "decode/tiles.cuh"

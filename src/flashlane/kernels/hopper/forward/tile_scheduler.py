@@ -1,12 +1,9 @@
-"""The work tiles of a Hopper forward launch: what a launch plans, and mirrors of the device code for tests.
+"""What the host decides of a Hopper forward launch's work tiles: packed heads, splits of the keys, sections of heads.
 
-Device code: ``attention/tile_scheduler.cuh``, ``attention/block_range.cuh``.
+The order of tiles is the device's: ``attention/tile_scheduler.cuh``, ``attention/block_range.cuh``.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
@@ -22,16 +19,6 @@ WORTH_SPLITTING = 12
 ROWS_COMBINED_IN_KERNEL = 16
 """Rows of a tile up to which the warpgroup that stores the last part combines the parts: each of its four warps takes
 some 1.5 µs a row, two trips to L2, and another launch costs 4 to 5 µs (64 rows took 25 µs longer than that)."""
-
-
-@dataclass(frozen=True)
-class WorkTile:
-    """Rows ``row`` to ``row + block_m`` of a tile head of a sequence, and which part of its keys, if they are split."""
-
-    batch: int
-    head: int
-    row: int
-    split: int
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -99,20 +86,3 @@ def n_blocks_of(problem: AttentionProblem, row: int, rows: int, pack: int, block
     if problem.window_right >= 0:
         end = min(end, last + problem.shift + problem.window_right + 1)
     return range(low // block_n, ceil_div(end, block_n)) if last >= first and end > low else range(0)
-
-
-def split_of(blocks: range, split: int, splits: int) -> range:
-    """A part of a tile's n-blocks."""
-    size = ceil_div(len(blocks), splits)
-    start = blocks.start + split * size
-    return range(start, max(start, min(blocks.stop, start + size)))
-
-
-def work_tiles(heads: int, m_blocks: int, heads_per_section: int, block_m: int, splits: int = 1) -> Iterator[WorkTile]:
-    """The tiles of heads (of one sequence, or of all) in the order in which CTAs take them; ``batch`` is left 0."""
-    for index in range(heads * m_blocks * splits):
-        split, rest = index % splits, index // splits
-        section, inside = divmod(rest, heads_per_section * m_blocks)
-        section_heads = min(heads_per_section, heads - section * heads_per_section)
-        row, head = divmod(inside, section_heads)
-        yield WorkTile(0, section * heads_per_section + head, (m_blocks - 1 - row) * block_m, split)
