@@ -193,6 +193,47 @@ def test_a_window_is_decoded_from_the_cache(problems: list[AttentionProblem]) ->
     assert torch.equal(got, want) and not any(p.bias for p in problems)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["Mistral", "Gemma2", "GptOss"])
+def test_families_generate_from_both_kinds_of_cache(family: str, cache: str, problems: list[AttentionProblem]) -> None:
+    """Windows, softcap and sinks while a cache grows past the window, with padding on the left and without."""
+    model = built(family, **FAMILIES[family][0])
+    if family == "GptOss":
+        for part in model.model.layers:
+            torch.nn.init.normal_(part.self_attn.sinks)
+    prompts = ids(2, 9)
+    mask = torch.ones_like(prompts)
+    mask[1, :4] = 0
+    asked = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    asked |= {"output_logits": True, "return_dict_in_generate": True}
+    for given in (mask, torch.ones_like(mask)):
+        got, want = both(model, lambda given=given: model.generate(prompts, attention_mask=given, **asked), "eager")
+        assert torch.equal(got.sequences, want.sequences)
+        torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=1e-3, atol=1e-4)
+    assert any(p.seqlen_q == 1 for p in problems)
+    assert family != "GptOss" or all(p.sinks for p in problems)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "GptOss"])
+def test_packed_batches_train_by_their_position_ids(family: str, problems: list[AttentionProblem]) -> None:
+    model = built(family, **FAMILIES.get(family, ({},))[0])
+    text = ids(1, 12)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+
+    def step() -> list[torch.Tensor]:
+        logits = model(input_ids=text, position_ids=positions, use_cache=False).logits
+        return [logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()), allow_unused=True)]
+
+    got, want = both(model, step, "eager")
+    for mine, theirs in zip(got, want, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item())
+    assert len(problems) == 2 and all(p.needs_grad for p in problems)
+    if family != "GptOss":  # transformers' own gpt-oss, eager too, lets the second sequence see the first
+        alone = [model(input_ids=text[:, s], use_cache=False).logits for s in (slice(5), slice(5, 12))]
+        torch.testing.assert_close(got[0], torch.cat(alone, 1), rtol=1e-3, atol=1e-4)
+
+
 def test_packed_sequences_are_kept_apart(problems: list[AttentionProblem]) -> None:
     model = built()
     text = ids(1, 12)

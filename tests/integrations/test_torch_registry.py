@@ -212,6 +212,23 @@ def test_the_registry_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.NAME in attention.list_flash_attention_impls()
 
 
+def test_a_torch_without_the_registry_gets_the_operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("register_flash_attention_impl", "current_flash_attention_impl", "activate_flash_attention_impl"):
+        monkeypatch.delattr(torch.nn.attention, name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(registry, "_register", lambda: registry.Handle("CPU"))
+    q = torch.randn(1, 2, 5, 8)
+    assert not registry.is_enabled()
+    with registry.enabled(prefer=False):
+        assert registry.is_enabled()
+        registry.enable(prefer=False)  # a second time changes nothing
+        out = aten._scaled_dot_product_flash_attention(q, q, q)[0]
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
+    assert not registry.is_enabled()
+    with pytest.raises(NotImplementedError):
+        aten._scaled_dot_product_flash_attention(q, q, q)
+
+
 # --- on a GPU ---
 
 
