@@ -1,6 +1,7 @@
 """The main job from Python: right kernels pass, wrong ones are caught, nothing is hidden."""
 
 import json
+import re
 from dataclasses import replace
 
 import bench_fakes as fakes
@@ -9,6 +10,7 @@ import torch
 
 from flashlane import bench
 from flashlane.bench.measure.peers import PEERS, Peer
+from flashlane.bench.measure.progress import Silent
 from flashlane.bench.measure.runner import Selection, resolve_device
 from flashlane.bench.measure.timing import PROTOCOLS, Settings
 from flashlane.core import registry
@@ -273,3 +275,34 @@ def test_plain_pytorch_is_timed_although_it_fails_the_rule_that_is_made_of_it():
     rows = {row.tag: row for row in bench.run([problem], device="cpu", selection=selection, settings=settings)}
     assert rows["(unfused)"].status == rows["(other)"].status == "FAIL"
     assert rows["(unfused)"].timing and not rows["(other)"].timing and rows["reference"].speedup is None
+
+
+def test_a_problem_that_takes_minutes_on_a_cpu_says_so_before_it_runs(monkeypatch):
+    from flashlane.bench.measure import expected
+
+    monkeypatch.setattr(expected, "cpu_rate", lambda: 1e11)
+    small = bench.make_problem(1, 1, 4096, 64)
+    assert expected.warning([small], "forward", 5) == ""
+    large = bench.make_problem(1, 1, 1_000_000, 64)
+    assert bench.flops(large) == 2.56e14
+    assert expected.warning([large], "forward", 1) == " · at least 2 h 51 min on this CPU"
+    assert expected.warning([bench.make_problem(1, 1, 100_000, 64)], "forward", 2) == " · at least 3 min on this CPU"
+    begun = []
+
+    class Reporter(Silent):
+        def begin(self, title, steps):
+            begun.append(title)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(expected, "cpu_rate", lambda: 1e3)
+    monkeypatch.setattr(expected, "WORTH_SAYING", 1e-3)
+    problem = bench.make_problem(1, 1, 64, 32, torch.float32)
+    bench.run([problem], device="cpu", selection=bench.Selection(("tiled",), peers=()), reporter=Reporter(),
+              keep_partial=True)  # fmt: skip
+    assert len(begun) == 1 and re.fullmatch(r"B1 H1 N64 D32 f32 · at least \d+ min on this CPU", begun[0])
+
+
+def test_what_a_cpu_does_in_a_second_is_plausible():
+    from flashlane.bench.measure import expected
+
+    assert 1e7 < expected.cpu_rate() < 1e14

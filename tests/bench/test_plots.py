@@ -419,3 +419,12 @@ def test_more_problems_than_a_picture_holds(tmp_path):
     rows = [row("k", 5.0, 1.0, batch=b) for b in range(1, plots.MOST_PROBLEMS + 2)]
     file = write(tmp_path / "many.json", rows)
     assert f"{file} asks for 121 problems" in refused(file, "--kind", "speedup", "--out", tmp_path)
+
+
+@pytest.mark.parametrize("command", ["plot", "report", "regress"])
+def test_a_sweeps_journal_is_told_from_its_results(tmp_path, command):
+    journal = tmp_path / "sweep.jsonl"
+    journal.write_text('{"a": 1}\n{"b": 2}\n')
+    words = [command, str(journal), *([str(journal)] if command == "regress" else [])]
+    done = CliRunner().invoke(cli.app, words, env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and "is a sweep's journal; give sweep.json" in done.stderr, done.output

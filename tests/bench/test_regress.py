@@ -138,6 +138,16 @@ def test_cells_on_one_side_and_broken_ones():
     assert "1 broken" in found.summary() and "1 missing" in found.summary() and "1 new" in found.summary()
 
 
+@pytest.mark.parametrize("only", ["earlier", "later"])
+def test_many_cells_of_one_run_alone_are_counted_in_a_line(files, only):
+    few, many = files("few.json", drop=CELLS[1:]), files("many.json")
+    done = invoke(*((many, few) if only == "earlier" else (few, many)))
+    word = "missing" if only == "earlier" else "new"
+    assert done.exit_code == 0, done.output
+    lines = [line for line in done.output.splitlines() if line.startswith(word)]
+    assert len(lines) == 1 and f"{word}: {len(CELLS) - 1} cells of " in lines[0] and "--json FILE" in done.output
+
+
 def test_a_slower_peer_is_shown_and_does_not_fail(files):
     peer = (CELLS[0][0], "cudnn")
     a, b = files("a.json"), files("b.json", {peer: 1.0})
@@ -193,8 +203,8 @@ def test_messages_that_xml_and_annotations_cannot_hold():
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda text: text[: len(text) // 2], "not JSON or was cut short"),
-        (lambda text: "", "not JSON or was cut short"),
+        (lambda text: text[: len(text) // 2], "is not valid JSON: "),
+        (lambda text: "", "is not valid JSON: "),
         (lambda text: "[]", "format 'list'"),
         (lambda text: text.replace("flashlane-bench/1", "other/3"), "format 'other/3'"),
         (lambda text: text.replace('"rows"', '"lines"', 1), "'rows' is missing"),

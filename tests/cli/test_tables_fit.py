@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from flashlane import bench
 from flashlane.cli.main import app
 from flashlane.core import registry
-from flashlane.inspect.fitted_table import Column, fold_name, make_table
+from flashlane.inspect.fitted_table import Column, fold_name, make_table, significant
 
 LONG = "mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+store-direct+stage2)"
 SIZES = ["--N", "32", "--D", "16", "--H", "1", "--B", "1"]
@@ -61,6 +61,14 @@ def test_a_column_of_two_widths_is_named_once():
     assert "hidden" not in tables[100] and "hidden" not in tables[50]
     for width in (30,):
         assert len(re.findall(r"out\[", tables[width].partition("hidden: ")[2])) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(None, "–"), (0.0, "0.00000"), (7.43e-7, "7.4e-07"), (2e-4, "0.00020"), (0.5, "0.5000"), (12345.6, "12346")],
+)
+def test_no_figure_is_shown_as_zero_that_is_none(number, text):
+    assert significant(number) == text and len(text) <= 7
 
 
 def test_names_fold_before_a_plus_and_never_pass_their_width():
@@ -119,6 +127,8 @@ def test_what_commands_print_fits_the_terminal(files, monkeypatch, words, width)
     lines = [line for line in done.stdout.splitlines() if not line.startswith(("wrote ", "/"))]
     too_long = [line for line in lines if len(line.rstrip()) > width]
     assert not too_long, too_long
+    if "see the JSON file" in re.sub(r"\s+", " ", done.stdout):
+        assert re.search(r"wrote \S+\.json", done.stdout), "there is such a file"
     mark = r"[\w.]…" if "--help" in words else r"[\w.]…|…\s"  # a help's own sentences have lists that go on
     cut = [line for line in lines if re.search(mark, line) and "flashlane" not in line]
     assert not cut, cut

@@ -96,7 +96,7 @@ def _print_usages(usages: list[Any], as_json: bool, unlisted: int) -> None:
         typer.echo(json.dumps([dataclasses.asdict(usage) for usage in usages], indent=1))
         return
     console = make_console()
-    print_compiled(usages, console)
+    print_compiled(usages, console, elsewhere="see --json")
     made = [u for u in usages if u.registers is not None]
     spilled, failed = sum(u.spilled for u in made), sum(1 for u in usages if u.error)
     declared = sum(1 for u in made if u.spills and not u.spilled)

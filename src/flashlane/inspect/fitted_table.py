@@ -143,9 +143,11 @@ def fold_name(text: str, width: int) -> str:
 
 
 def significant(number: float | None) -> str:
-    """Four significant digits without an exponent, as far as that goes."""
+    """Four significant digits without an exponent, as far as that goes; below 0.0001 two with one."""
     if number is None:
         return NONE
+    if 0 < number < 1e-4:
+        return f"{number:.1e}"
     if number >= 1000:
         return f"{number:.0f}"
     for limit, digits in ((100, 1), (10, 2), (1, 3), (0.1, 4)):

@@ -188,7 +188,7 @@ def _described(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, A
     try:
         described = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: metadata calls is not JSON: {error}") from None
+        raise ValueError(f"{path}: metadata calls is not valid JSON: {error}") from None
     if not isinstance(described, dict) or not all(isinstance(facts, dict) for facts in described.values()):
         raise ValueError(f"{path}: metadata calls is {text[:80]!r}; it must be a JSON object of objects")
     for name, facts in described.items():

@@ -191,16 +191,28 @@ def load_results(path: Path) -> Results:
     Raises:
         ValueError: it cannot be read, or is damaged or something else; the message names it.
     """
+    return results_of(read_json(path), str(path))
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        ValueError: it cannot be read, or is something else; the message names it.
+    """
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        if path.suffix == ".jsonl":
-            hint = f"is a sweep's journal; give {path.with_suffix('.json').name}, which the sweep writes (or --export)"
-            raise ValueError(f"{path} {hint}") from None
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    return results_of(body, str(path))
+        raise ValueError(f"{path} {not_json(path, error)}") from None
+
+
+def not_json(path: Path, error: Exception) -> str:
+    """Why a file is not a results file: it is a sweep's journal, or damaged."""
+    if path.suffix == ".jsonl":
+        return f"is a sweep's journal; give {path.with_suffix('.json').name}, which the sweep writes (or --export)"
+    return f"is not valid JSON: {error}"
 
 
 def results_of(body: Any, path: str) -> Results:

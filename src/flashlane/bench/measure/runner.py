@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from flashlane.bench.measure import expected
 from flashlane.bench.measure.check import STANDARD, Oracle, Rule, Verdict
 from flashlane.bench.measure.device_rates import measure_rates, share_of_ceiling
 from flashlane.bench.measure.environment import environment
@@ -304,7 +305,8 @@ def _run_case(case: Case, direction: Direction, results: Results, plan: _Plan, s
             free_memory(device)
             return
         results.skipped += [Skipped(title, tag, reason) for tag, reason in work.skipped]
-        reporter.begin(title, len(work.items) * (2 + plan.settings.rounds))
+        slow = expected.warning(work.sequences, direction, len(work.items)) if device.type == "cpu" else ""
+        reporter.begin(title + slow, len(work.items) * (2 + plan.settings.rounds))
         oracle = _oracle(work, plan) if plan.check else None
         checked = [_check(title, item, oracle, work, plan) for item in work.items]
         del oracle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlane.bench.measure.device_rates import DeviceRates, is_rates_file, rates_of, read_rates_file, stored_ceilings
-from flashlane.bench.measure.results import FORMAT, OK, UNCHECKED
+from flashlane.bench.measure.results import FORMAT, OK, UNCHECKED, read_json
 from flashlane.core.problem import DTYPES
 
 
@@ -141,12 +140,7 @@ def read_matrix_rates(path: Path, device: str) -> dict[str, float]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    body = read_json(path)
     if not isinstance(body, dict):
         raise ValueError(f"{path} is not a results file: a JSON {type(body).__name__}, not an object")
     return body

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlane.bench.measure.defaults import ALPHA, FLOOR_PERCENT
-from flashlane.bench.measure.results import ERROR, FAIL, FORMAT, finite
+from flashlane.bench.measure.results import ERROR, FAIL, FORMAT, finite, not_json
 
 REPORT_FORMAT = "flashlane-regress/1"
 TRIM = 0.2
@@ -185,7 +185,7 @@ def parse(text: str, path: str) -> Run:
     try:
         body = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path!r} is not JSON or was cut short ({error}); it must be {WANTED}") from None
+        raise ValueError(f"{path!r} {not_json(Path(path), error)}; it must be {WANTED}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         found = body.get("format") if isinstance(body, dict) else type(body).__name__
         raise ValueError(f"{path!r} has format {found!r}; it must be {WANTED}")

@@ -13,8 +13,8 @@ from flashlane.inspect.fitted_table import NONE, Column, make_table, say, signif
 
 STYLES = {r.LOSS: "bold red", r.BROKEN: "bold red", r.GAIN: "green", r.SUSPECT: "yellow", r.MISSING: "yellow"}
 TITLES = ("problem", "tag", "ms before", "ms after", "change", "p", "rounds", "verdict")
-MOST_NEW = 5
-"""More cells that only the later run has are counted, not listed."""
+MOST_LISTED = 5
+"""More cells that only one of the runs has are counted, not listed."""
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -46,12 +46,15 @@ def print_comparison(found: r.Comparison, console: Console) -> None:
                 elsewhere="--json FILE",
             )
         )
-    new = found.of(r.NEW)
-    listed = [*found.of(r.BROKEN, r.MISSING), *(new if len(new) <= MOST_NEW else ())]
-    if len(new) > MOST_NEW:
-        problems = len({cell.problem for cell in new})
-        text = f": {len(new)} cells of {problems} problems, among them {_name(new[0])} (--json FILE lists them)"
-        console.print(Text("new", "cyan").append(text, "default"))
+    listed = [*found.of(r.BROKEN)]
+    for verdict in (r.MISSING, r.NEW):
+        cells = found.of(verdict)
+        if len(cells) <= MOST_LISTED:
+            listed += cells
+            continue
+        problems = len({cell.problem for cell in cells})
+        text = f": {len(cells)} cells of {problems} problems, among them {_name(cells[0])} (--json FILE lists them)"
+        say(console, Text(verdict, STYLES.get(verdict, "cyan")).append(text, "default"))
     for cell in listed:
         label = Text(f"{cell.verdict} ", STYLES.get(cell.verdict, "cyan")).append(_name(cell), "default")
         say(console, label.append(f": {cell.message}" if cell.message else "", "default"))

@@ -12,7 +12,7 @@ from flashlane.bench.measure.flops import Convention
 from flashlane.bench.measure.results import ERROR, FAIL, OK, Results, Row, unlisted_note
 from flashlane.bench.measure.runner import PLAIN
 from flashlane.inspect.compile_report import Usage
-from flashlane.inspect.fitted_table import NONE, Column, make_console, make_table, say, significant
+from flashlane.inspect.fitted_table import IN_THE_FILE, NONE, Column, make_console, make_table, say, significant
 
 __all__ = [
     "NONE",
@@ -231,22 +231,24 @@ def _status(row: Row) -> Text:
     return Text(row.status, STYLES.get(row.status, "yellow"))
 
 
-def print_compiled(usages: Sequence[Usage], console: Console) -> None:
-    """The compile report: one table for each architecture and problem."""
+def print_compiled(usages: Sequence[Usage], console: Console, elsewhere: str = IN_THE_FILE) -> None:
+    """The compile report: one table for each architecture and problem; ``elsewhere`` says where the rest is."""
     groups: dict[tuple[str, str], list[Usage]] = {}
     for usage in usages:
         groups.setdefault((usage.arch, usage.problem), []).append(usage)
     for (arch, problem), group in groups.items():
         made = [u for u in group if not u.reason]
         if made:
-            console.print(_compiled_table(made, f"compiled for {arch}" + (f": {problem}" if problem else ""), console))
-        print_reasons([(u.name, u.error) for u in group if u.error], "error", console, "bold red")
-        print_reasons([(u.name, line) for u in group for line in u.unexpected_warnings], "compiler", console)
-        print_reasons([(u.name, u.reason) for u in group if u.reason], "not compiled", console)
+            title = f"compiled for {arch}" + (f": {problem}" if problem else "")
+            console.print(_compiled_table(made, title, console, elsewhere))
+        warnings = [(u.name, line) for u in group for line in u.unexpected_warnings]
+        print_reasons([(u.name, u.error) for u in group if u.error], "error", console, "bold red", elsewhere=elsewhere)
+        print_reasons(warnings, "compiler", console, elsewhere=elsewhere)
+        print_reasons([(u.name, u.reason) for u in group if u.reason], "not compiled", console, elsewhere=elsewhere)
         console.print()
 
 
-def _compiled_table(usages: Sequence[Usage], title: str, console: Console) -> Group:
+def _compiled_table(usages: Sequence[Usage], title: str, console: Console, elsewhere: str) -> Group:
     columns = [
         Column("configuration", lambda u: u.config, drop=12, justify="left"),
         Column("regs", lambda u: _plain(u.registers)),
@@ -259,7 +261,7 @@ def _compiled_table(usages: Sequence[Usage], title: str, console: Console) -> Gr
         *(_opcode(name) for name in INSTRUCTIONS if any((u.instructions or {}).get(name) for u in usages)),
         Column("s", lambda u: NONE if u.seconds is None else ("cache" if u.cached else f"{u.seconds:.2f}"), drop=4),
     ]
-    return make_table(usages, columns, title, console.width, lambda u: "red" if u.error else None)
+    return make_table(usages, columns, title, console.width, lambda u: "red" if u.error else None, elsewhere=elsewhere)
 
 
 def _opcode(name: str) -> Column:
@@ -272,7 +274,12 @@ def _opcode(name: str) -> Column:
 
 
 def print_reasons(
-    pairs: Iterable[tuple[str, str]], what: str, console: Console, style: str = "yellow", listed: Container[str] = ()
+    pairs: Iterable[tuple[str, str]],
+    what: str,
+    console: Console,
+    style: str = "yellow",
+    listed: Container[str] = (),
+    elsewhere: str = IN_THE_FILE,
 ) -> None:
     """Each reason once, with every tag that it holds for; many tags that the compile report lists are only counted."""
     groups: dict[str, list[str]] = {}
@@ -285,7 +292,7 @@ def print_reasons(
             if below
             else " ".join(tags if len(tags) <= MOST_TAGS else tags[:FEW_TAGS])
         )
-        names += f" and {len(tags) - FEW_TAGS} more (all in the files)" if len(tags) > MOST_TAGS and not below else ""
+        names += f" and {len(tags) - FEW_TAGS} more ({elsewhere})" if len(tags) > MOST_TAGS and not below else ""
         console.print(Text(f"{what} ({len(tags)}) · {reason}: ", style).append(names, "dim"))
 
 
