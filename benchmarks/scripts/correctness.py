@@ -30,7 +30,7 @@ from flashlane.bench.measure.drawn_case import Case
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.results import write_atomically
 from flashlane.core import registry
-from flashlane.core.problem import DTYPES, AttentionProblem
+from flashlane.core.problem import DTYPES, AttentionProblem, Inputs
 from flashlane.core.registry import DeviceKernel
 
 PRINTED = 150
@@ -71,6 +71,72 @@ def drawn_from(arguments: argparse.Namespace) -> list[Case]:
     return [draw(chance, space) for _ in range(arguments.problems)]
 
 
+class Record:
+    """What came out, by kernel."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[str, Tally] = collections.defaultdict(Tally)
+        self.refused: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self.failed: list[dict[str, str]] = []
+
+    @property
+    def runs(self) -> int:
+        return sum(tally.problems for tally in self.tallies.values())
+
+    def check(
+        self, kernel: DeviceKernel, item: Case, problem: AttentionProblem, inputs: Inputs, oracle: Oracle
+    ) -> None:
+        """Run a kernel into poisoned buffers and judge it, or count why it refuses the problem."""
+        reason = kernel.supports(problem)
+        if reason is not None:
+            self.refused[kernel.tag][reason] += 1
+            return
+        shape, device = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v), inputs.q.device
+        out = torch.full(shape, math.nan, dtype=problem.dtype, device=device)
+        lse = torch.full((shape[0], shape[2], shape[1]), math.nan, device=device)
+        kernel.forward(problem, inputs, out, lse)
+        verdict, tally = oracle.judge(out, lse, kernel.low_precision_reference(problem)), self.tallies[kernel.tag]
+        tally.problems += 1
+        tally.failures += not verdict.ok
+        if verdict.ratio > tally.worst_ratio:
+            tally.worst_ratio, tally.worst_problem = verdict.ratio, problem.describe()
+        tally.worst_relative_l2 = max(tally.worst_relative_l2, verdict.relative_l2)
+        if not verdict.ok:
+            failure = {"tag": kernel.tag, "problem": f"{item} {problem.dtype}", "message": verdict.message}
+            self.failed.append(failure)
+
+    def show(self, kernels: list[DeviceKernel], problems: int) -> None:
+        for kernel in kernels[:PRINTED]:
+            tally = self.tallies[kernel.tag]
+            print(
+                f"{kernel.tag:<62} {tally.problems:4d} problems  {tally.failures:3d} failures  "
+                f"error / allowed {tally.worst_ratio:6.3f}  relative {tally.worst_relative_l2:.2e}"
+            )
+        for failure in self.failed[:20]:
+            print("FAIL", failure["tag"], failure["problem"], failure["message"])
+        print(f"{problems} problems, {len(kernels)} kernels, {self.runs} checked runs, {len(self.failed)} failures")
+
+
+def check_all(
+    drawn: list[Case], kernels: list[DeviceKernel], takes: dict[str, list[torch.dtype]], device: str
+) -> Record:
+    """Each kernel on each problem, in the dtypes that it takes one after another."""
+    record, wanted = Record(), sorted({d for ds in takes.values() for d in ds}, key=str)
+    with Progress(console=None, transient=True) as progress, torch.no_grad():
+        meets = [item.build(dtype, device=device)[0] for item in drawn for dtype in wanted]
+        progress.add_task("compiling", total=None)
+        compile_ahead((kernel, problem) for kernel in kernels for problem in meets)
+        task = progress.add_task("checking", total=len(drawn))
+        for number, item in enumerate(drawn):
+            built = {dtype: item.build(dtype, device=device) for dtype in wanted}
+            oracles = {dtype: Oracle(problem, inputs) for dtype, (problem, inputs) in built.items()}
+            for kernel in kernels:
+                dtype = takes[kernel.tag][number % len(takes[kernel.tag])]
+                record.check(kernel, item, *built[dtype], oracles[dtype])
+            progress.advance(task)
+    return record
+
+
 def main() -> int:
     """Run, print one line a kernel, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,64 +155,21 @@ def main() -> int:
     takes = {k.tag: [dtype for dtype in dtypes_of(k) if dtype in allowed] for k in kernels}
     kernels = [kernel for kernel in kernels if takes[kernel.tag]]
     drawn = drawn_from(arguments)
-    tallies: dict[str, Tally] = collections.defaultdict(Tally)
-    refused: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    failed: list[dict[str, str]] = []
-    wanted = sorted({d for ds in takes.values() for d in ds}, key=str)
-
-    with Progress(console=None, transient=True) as progress, torch.no_grad():
-        meets = [item.build(dtype, device=str(device))[0] for item in drawn for dtype in wanted]
-        progress.add_task("compiling", total=None)
-        compile_ahead((kernel, problem) for kernel in kernels for problem in meets)
-        task = progress.add_task("checking", total=len(drawn))
-        for number, item in enumerate(drawn):
-            built = {dtype: item.build(dtype, device=str(device)) for dtype in wanted}
-            oracles = {dtype: Oracle(problem, inputs) for dtype, (problem, inputs) in built.items()}
-            for kernel in kernels:
-                dtype = takes[kernel.tag][number % len(takes[kernel.tag])]
-                problem, inputs = built[dtype]
-                reason = kernel.supports(problem)
-                if reason is not None:
-                    refused[kernel.tag][reason] += 1
-                    continue
-                shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
-                out = torch.full(shape, math.nan, dtype=dtype, device=device)
-                lse = torch.full((shape[0], shape[2], shape[1]), math.nan, device=device)
-                kernel.forward(problem, inputs, out, lse)
-                verdict = oracles[dtype].judge(out, lse, kernel.low_precision_reference(problem))
-                tally = tallies[kernel.tag]
-                tally.problems += 1
-                tally.failures += not verdict.ok
-                if verdict.ratio > tally.worst_ratio:
-                    tally.worst_ratio, tally.worst_problem = verdict.ratio, problem.describe()
-                tally.worst_relative_l2 = max(tally.worst_relative_l2, verdict.relative_l2)
-                if not verdict.ok:
-                    failed.append({"tag": kernel.tag, "problem": f"{item} {dtype}", "message": verdict.message})
-            progress.advance(task)
-
-    for kernel in kernels[:PRINTED]:
-        tally = tallies[kernel.tag]
-        print(
-            f"{kernel.tag:<62} {tally.problems:4d} problems  {tally.failures:3d} failures  "
-            f"error / allowed {tally.worst_ratio:6.3f}  relative {tally.worst_relative_l2:.2e}"
-        )
-    for failure in failed[:20]:
-        print("FAIL", failure["tag"], failure["problem"], failure["message"])
-    runs = sum(tally.problems for tally in tallies.values())
-    print(f"{len(drawn)} problems, {len(kernels)} kernels, {runs} checked runs, {len(failed)} failures")
+    record = check_all(drawn, kernels, takes, str(device))
+    record.show(kernels, len(drawn))
     body = {
         "format": "flashlane-correctness/1",
         "environment": environment(device),
         "problems": len(drawn),
         "seed": arguments.seed,
-        "runs": runs,
-        "failures": len(failed),
-        "failed": failed,
-        "kernels": {tag: vars(tally) for tag, tally in tallies.items()},
-        "refused": {tag: dict(reasons) for tag, reasons in refused.items()},
+        "runs": record.runs,
+        "failures": len(record.failed),
+        "failed": record.failed,
+        "kernels": {tag: vars(tally) for tag, tally in record.tallies.items()},
+        "refused": {tag: dict(reasons) for tag, reasons in record.refused.items()},
     }
     write_atomically(arguments.out, json.dumps(body, indent=1) + "\n")
-    return 1 if failed else 0
+    return 1 if record.failed else 0
 
 
 if __name__ == "__main__":

@@ -80,16 +80,10 @@ def attention_kernel() -> Any:
     return attention_forward
 
 
-def _forward_launch(
-    problem: AttentionProblem,
-    config: TritonConfig,
-    inputs: Inputs,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    precision: str,
-    splits: int,
-) -> Launch:
-    pack = problem.group if configs.packed(problem) else 1
+def _strides(
+    problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, splits: int
+) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...], tuple[int, int], torch.Tensor]:
+    """Strides of q, k, v and what is written, of the LSE (batch, row, head), of both by split; and what is written."""
     if splits > 1:  # partial results: (splits, tokens, heads, dv) and (splits, tokens, heads)
         shape = out.shape
         partial = torch.empty((splits, *shape), dtype=torch.float32, device="meta")
@@ -106,6 +100,20 @@ def _forward_launch(
         "v": inputs.v.stride() if inputs.v.dim() == 4 else _with_batch(inputs.v.stride(), problem),
         "out": _with_batch(written.stride(), problem),
     }
+    return sides, lse_strides, per_split, written
+
+
+def _forward_launch(
+    problem: AttentionProblem,
+    config: TritonConfig,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    precision: str,
+    splits: int,
+) -> Launch:
+    pack = problem.group if configs.packed(problem) else 1
+    sides, lse_strides, per_split, written = _strides(problem, inputs, out, lse, splits)
     tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": written}
     unit = configs.unit_of(*((tensors[side], strides) for side, strides in sides.items()))
     rows = problem.seqlen_q * pack
