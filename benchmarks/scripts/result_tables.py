@@ -310,6 +310,8 @@ def suite(result: Result) -> str:
     def cell(key: str, value: object) -> str:
         if not isinstance(value, float):
             return "–" if value is None else str(value)
+        if key == "tokens":
+            return f"{value:,.0f}"
         return f"{marked(value)}×" if key.startswith(("speedup", "to_")) else f"{value:.4g}"
 
     rows = [[cell(key, row.get(key)) for key in shown] for row in result["rows"]]

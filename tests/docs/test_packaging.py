@@ -268,8 +268,9 @@ def test_readme_is_short():
     assert all(len(line) <= 120 for line in lines)
 
 
-def test_readme_s_picture_is_of_the_committed_results():
-    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "scripts" / "peers_chart.py", "--check"], check=False)
+@pytest.mark.parametrize("script", ["peers_chart.py", "e2e.py"])
+def test_pictures_are_of_the_committed_results(script):
+    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "scripts" / script, "--check"], check=False)
     assert done.returncode == 0
 
 

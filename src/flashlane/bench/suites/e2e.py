@@ -67,7 +67,7 @@ WORKLOADS = {
         ),
         Workload(
             "generate",
-            "32 requests of 64 to 2,048 tokens to Llama-3.1-8B's shape over transformers' paged cache, 32 tokens each",
+            "32 requests of 64 to 2,048 tokens to Llama-3.1-8B's shape over transformers' paged cache, 64 tokens each",
             "transformers",
             generate,
             "psutil",
@@ -217,7 +217,7 @@ class E2ESuite:
                 if built.blocks and isinstance(rest, Timing):
                     more["whole_s"] = (built.blocks * timing.median + rest.median) / 1e3
             rows.append(self._row(name, tag, cell, **more))
-        return self._compared(rows)
+        return self.compared(rows)
 
     def _refused(self, name: str, tag: str, error: Exception, messages: list[str]) -> Value:
         """The cell of an attention that raised: an error of ours, else N/A, with what it said."""
@@ -264,10 +264,11 @@ class E2ESuite:
                 timing = summarise([1e3 * each[part] for each in seconds[tag]], 1, "host clock")
                 more = {"tokens": tokens / timing.median * 1e3, "spread": _percent(timing)}
                 found.append(self._row(f"{name} {part}", tag, timing.median, error=_digits(errors[tag]), **more))
-            rows += self._compared(found)
+            rows += self.compared(found)
         return rows
 
-    def _compared(self, rows: list[dict[str, Value]]) -> list[dict[str, Value]]:
+    @staticmethod
+    def compared(rows: list[dict[str, Value]]) -> list[dict[str, Value]]:
         """Rows of one workload with how many times as fast as the default and as two of SDPA's backends each is."""
         times = {row["attention"]: row["ms"] for row in rows}
         for row in rows:

@@ -96,7 +96,7 @@ def generate(setup: Setup) -> Served:
     name = ours_in_transformers() if setup.device.type == "cuda" else None
     model, _ = causal_model("Llama", 1, LLAMA, setup)
     model.eval()
-    count, longest, new_tokens = (3, 16, 4) if setup.small else (32, 2048, 32)
+    count, longest, new_tokens = (3, 16, 4) if setup.small else (32, 2048, 64)
     lengths = [max(1, longest * (number + 1) // count) for number in range(count)]
     ids = torch.Generator().manual_seed(setup.seed)
     prompts = [torch.randint(1, VOCABULARY, (length,), generator=ids).tolist() for length in lengths]

@@ -1,0 +1,103 @@
+"""Join files that ``flashlane e2e`` wrote on one machine into the committed results, and draw docs/e2e.md's picture.
+
+    python benchmarks/scripts/e2e.py FILE.json ...   # writes benchmarks/results/suite_e2e.json and docs/images/e2e.svg
+    python benchmarks/scripts/e2e.py                 # draws the picture again
+    python benchmarks/scripts/e2e.py --check         # exit 1 when the picture is not of the committed results
+
+Of a workload that several files have, the last one's rows stay; rows of another commit than the last file's say so. The
+picture holds a digest of the times, so that ``--check`` does not depend on the version of matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "suite_e2e.json"
+PICTURE = ROOT / "docs" / "images" / "e2e.svg"
+
+
+def joined(files: Sequence[Path]) -> dict[str, Any]:
+    """The body of the results.
+
+    Raises:
+        ValueError: the files are of different devices or versions of torch, or not of that command.
+    """
+    from flashlane.bench.suites.e2e import WORKLOADS, E2ESuite
+
+    bodies = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    for path, body in zip(files, bodies, strict=True):
+        if body.get("suite") != "e2e":
+            raise ValueError(f"{path} has suite {body.get('suite')!r}; flashlane e2e did not write it")
+        here, first = ([each["environment"][key] for key in ("device", "torch")] for each in (body, bodies[0]))
+        if here != first:
+            raise ValueError(f"{path} is of {', '.join(here)}, and {files[0]} of {', '.join(first)}")
+    last = bodies[-1]
+    rows: dict[str, list[dict[str, Any]]] = {}
+    notes: dict[str, str] = {}
+    for body in bodies:
+        notes |= {note.partition(":")[0]: note for note in body["notes"]}
+        for name in {row["workload"] for row in body["rows"]}:
+            rows[name] = [dict(row) for row in body["rows"] if row["workload"] == name]
+            for row in rows[name]:
+                if body["environment"]["commit"] != last["environment"]["commit"]:
+                    row.setdefault("commit", body["environment"]["commit"])
+    order = sorted(rows, key=lambda name: list(WORKLOADS).index(name.split()[0]))
+    found = [row for name in order for row in E2ESuite.compared(rows[name])]
+    names = [name for name in WORKLOADS if any(name == each.split()[0] for each in order)]
+    general = [note for head, note in notes.items() if head not in WORKLOADS]
+    return {
+        **last,
+        "environment": {"script": "benchmarks/scripts/e2e.py", **last["environment"]},
+        "settings": {**last["settings"], "workloads": names},
+        "columns": [{"key": column.key, "title": column.title} for column in E2ESuite.columns],
+        "rows": found,
+        "notes": [*general, *(f"{name}: {WORKLOADS[name].what}." for name in names)],
+        "messages": [message for body in bodies for message in body["messages"]],
+    }
+
+
+def digest(results: Path) -> str:
+    """Of what the picture shows."""
+    rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
+    shown = [[row["workload"], row["attention"], row["ms"], row["speedup"]] for row in rows]
+    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
+
+
+def draw(results: Path, target: Path) -> None:
+    from flashlane.bench.present.e2e_figure import figure_of
+    from flashlane.bench.present.figure_frame import save
+
+    save(figure_of(results), target)
+    lines = [line.rstrip() for line in target.read_text(encoding="utf-8").splitlines()]
+    target.write_text("\n".join([*lines, f"<!-- {digest(results)} -->"]) + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="*", help="results of flashlane e2e, the newest last")
+    parser.add_argument("--check", action="store_true", help="draw nothing; exit 1 when the picture is out of date")
+    known = parser.parse_args(arguments)
+    if known.files:
+        try:
+            body = joined(known.files)
+        except ValueError as error:
+            parser.error(str(error))
+        RESULTS.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    if not known.check:
+        draw(RESULTS, PICTURE)
+        return 0
+    if PICTURE.is_file() and digest(RESULTS) in PICTURE.read_text(encoding="utf-8"):
+        return 0
+    print(f"{PICTURE.name} is out of date: python benchmarks/scripts/e2e.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
