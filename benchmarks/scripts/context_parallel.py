@@ -24,7 +24,14 @@ import torch
 import torch.distributed as dist
 
 from flashlane.bench.measure.environment import environment
-from flashlane.bench.measure.ranks import Measured, SharedProblem, milliseconds, on_ranks, problem_fields
+from flashlane.bench.measure.ranks import (
+    Measured,
+    SharedProblem,
+    milliseconds,
+    on_ranks,
+    problem_fields,
+    time_methods,
+)
 from flashlane.bench.measure.results import write_atomically
 from flashlane.distributed import token_indices
 from flashlane.distributed.attend import Modifiers, Results, Settings, attend
@@ -35,7 +42,8 @@ from flashlane.distributed.plan import Division, gather_calls
 
 FORMAT = "flashlane-context-parallel/1"
 REPEATS = 500
-METHODS = ("allgather", "ring", "ulysses")
+COPIES = "allgather by copies"
+METHODS = ("allgather", COPIES, "ring", "ulysses")
 LAYOUTS = ("zigzag", "contiguous", "striped")
 
 
@@ -55,7 +63,7 @@ PROBLEMS = {
 }
 
 
-def check(device: torch.device, tokens: int = 1001) -> list[dict[str, Any]]:
+def check(device: torch.device, tokens: int = 1001, kinds: tuple[str, ...] = METHODS) -> list[dict[str, Any]]:
     """Every method and layout in bf16 against one GPU: no farther from f32 than twice that GPU's own result."""
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = []
@@ -65,9 +73,10 @@ def check(device: torch.device, tokens: int = 1001) -> list[dict[str, Any]]:
         whole = problem.on_one(size, device)
         right = exact(problem, size, device)
         alone = whole.both()
-        for method, layout in itertools.product(METHODS, LAYOUTS):
+        for method, layout in itertools.product(kinds, LAYOUTS):
+            asked = {"method": "allgather", "transport": "copies"} if method == COPIES else {"method": method}
             case = {"documents": list(documents), "heads": [heads, kv_heads], "method": method, "layout": layout}
-            found = problem.shared(device, method=method, layout=layout).both()
+            found = problem.shared(device, layout=layout, **asked).both()
             lengths = documents or (total,)
             own = token_indices(
                 cu_seqlens=[0, *itertools.accumulate(lengths)], layout=layout, rank=rank, world_size=size
@@ -95,10 +104,11 @@ def repeats(device: torch.device, count: int) -> dict[str, Any]:
     """How many of so many runs differ from the first in any bit, of output or gradients."""
     found = {}
     for method in METHODS:
-        call = SharedProblem(1024, 8, 2).shared(device, method=method, deterministic=True)
+        asked = {"method": "allgather", "transport": "copies"} if method == COPIES else {"method": method}
+        call = SharedProblem(1024, 8, 2).shared(device, deterministic=True, **asked)
         first = call.both()
         other = torch.zeros(1, device=device)
-        for _ in range(count if method == "allgather" else count // 5):
+        for _ in range(count if method.startswith("allgather") else count // 5):
             other += ~torch.stack([(a == b).all() for a, b in zip(first, call.both())]).all()
         dist.all_reduce(other)
         found[method] = int(other)
@@ -106,32 +116,25 @@ def repeats(device: torch.device, count: int) -> dict[str, Any]:
 
 
 def speed(device: torch.device, name: str, torchs: bool) -> dict[str, Any]:
-    """Milliseconds of one problem by every method, and the share of the ideal that each reaches."""
-    problem, size = PROBLEMS[name], dist.get_world_size()
-    variants: dict[str, Measured] = {"one GPU": problem.on_one(size, device)}
-    heads = problem.kv_heads
-    for stride in (None, heads // 2, heads // 4, (heads // 8, heads), (heads // 8, heads - heads // 4, heads // 8)):
-        variants[f"allgather, {stride or 'all'} KV heads at a time"] = problem.shared(device, heads_k_stride=stride)
-    variants["ring (ring-flash-attention's)"] = problem.shared(device, method="ring")
-    variants["ulysses"] = problem.shared(device, method="ulysses")
-    failures = {}
+    """Milliseconds of one problem by every method, and by torch's own context parallelism where that runs."""
+    problem, size, heads = PROBLEMS[name], dist.get_world_size(), PROBLEMS[name].kv_heads
+    methods: dict[str, dict[str, Any]] = {}
+    few, rest = max(1, heads // 8), heads - 2 * max(1, heads // 8)
+    for stride in (None, heads // 2):
+        methods[f"allgather, {stride or 'all'} KV heads at a time"] = {"heads_k_stride": stride}
+    for stride in (None, heads // 2, (few, heads), (2 * few, heads), (few, rest, few), (2 * few, rest, few)):
+        methods[f"{COPIES}, {stride or 'all'} KV heads"] = {"heads_k_stride": stride, "transport": "copies"}
+    methods["ring (ring-flash-attention's)"] = {"method": "ring"}
+    methods["ulysses"] = {"method": "ulysses"}
+    failures, more = {}, {}
     if torchs and not problem.documents:
         try:
-            variants["torch context_parallel"] = torch_context_parallel(problem, device)
-            variants["torch context_parallel"].both()
+            more["torch context_parallel"] = torch_context_parallel(problem, device)
+            more["torch context_parallel"].both()
         except Exception as error:
-            variants.pop("torch context_parallel", None)
+            more.clear()
             failures["torch context_parallel"] = f"{type(error).__name__}: {error}"[:300]
-    rows = []
-    times = {way: {} for way in ("forward", "both")}
-    for way in times:
-        times[way] = milliseconds({key: getattr(each, way) for key, each in variants.items()}, device)
-    for key in variants:
-        row: dict[str, Any] = {"method": key}
-        for way, ms in times.items():
-            row[f"{way}_ms"] = round(ms[key], 4)
-            row[f"{way}_efficiency"] = round(ms["one GPU"] / size / ms[key], 4)
-        rows.append(row)
+    rows = time_methods(device, problem, methods, more=more)
     return {"name": name, **problem_fields(problem, size), "rows": rows, "failures": failures}
 
 
@@ -185,7 +188,28 @@ def parts(device: torch.device, name: str) -> dict[str, float]:
         },
         device,
     )
+    for asked in (
+        {},
+        {"heads_k_stride": (1, 7)},
+        {"transport": "copies"},
+        {"transport": "copies", "heads_k_stride": (1, 7)},
+    ):
+        call = SharedProblem(512).shared(device, **asked)
+        for way in ("forward", "both"):
+            found[f"host's, {way} {asked}"] = host_milliseconds(getattr(call, way), device)
     return {key: round(ms, 4) for key, ms in found.items()}
+
+
+def host_milliseconds(call: Any, device: torch.device, count: int = 50) -> float:
+    """Until a call returns, while the GPU is behind."""
+    call()
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    ms = (time.perf_counter() - began) * 1e3 / count
+    torch.cuda.synchronize(device)
+    return ms
 
 
 def gathered(task: Task, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -213,12 +237,12 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
             write_atomically(Path(options["out"]) / "context_parallel.json", json.dumps(found, indent=1))
         return result
 
-    part("check", check)
-    part("speed", speed, "8k", True)
+    part("check", check, 1001, METHODS if options["check"] == "all" else (COPIES,))
+    part("speed", speed, "8k", options["torch"])
     part("parts", parts, "8k")
     part("repeats", repeats, options["repeats"])
     for name in list(PROBLEMS)[1:]:
-        part("speed", speed, name, True)
+        part("speed", speed, name, options["torch"])
     return found
 
 
@@ -246,12 +270,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="GPUs")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--seconds", type=float, default=110.0, help="nothing new is begun after them")
+    parser.add_argument("--check", choices=("all", "copies"), default="all", help="which methods are checked")
+    parser.add_argument("--no-torch", action="store_true", help="without torch's own context parallelism")
     options = parser.parse_args()
     if torch.cuda.device_count() < options.ranks:
         print(f"this script needs {options.ranks} GPUs and sees {torch.cuda.device_count()}", file=sys.stderr)
         raise SystemExit(2)
     options.out.mkdir(parents=True, exist_ok=True)
     given = {"out": str(options.out.resolve()), "repeats": options.repeats, "seconds": options.seconds}
+    given |= {"check": options.check, "torch": not options.no_torch}
     found = on_ranks(options.ranks, "nccl", job, given)
     wrong = [row for row in found["check"] if not row["ok"]] if isinstance(found["check"], list) else ["check"]
     if wrong or any(found.get("repeats", {"": 1}).values()):

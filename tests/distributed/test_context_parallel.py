@@ -35,7 +35,9 @@ _expected: dict[Case, dict[str, numpy.ndarray]] = {}
 def differences(pool: RankPool, case: Case, ranks: int) -> dict[str, float]:
     """The results that are further from one process's than the tolerance, relative to the largest value or 1."""
     found = cases.assembled(case, pool.run(cases.on_rank, case, ranks, ranks=list(range(ranks))))
-    key = Case(**{**vars(case), "method": "allgather", "layout": "zigzag", "heads_k_stride": None})
+    key = Case(
+        **{**vars(case), "method": "allgather", "layout": "zigzag", "heads_k_stride": None, "transport": "messages"}
+    )
     if key not in _expected:
         _expected[key] = cases.expected(case)
     right = _expected[key]
@@ -88,12 +90,25 @@ def test_keys_by_heads_at_a_time(pool: RankPool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_into_the_other_ranks_memory(pool: RankPool, layout: str) -> None:
+    """The places and the flags of the exchanges, which a GPU's streams use in the same way, in a shared file."""
+    wrong = {}
+    for number, variant in enumerate((*VARIANTS, *VARIANTS[:6])):
+        case = Case(**variant, layout=layout, transport="copies", heads_k_stride=(1, 2) if number % 2 else None)
+        if found := differences(pool, case, 2 + number % 3):
+            wrong[f"{2 + number % 3} ranks, {case}"] = found
+    assert not wrong
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, forward, both",
     [
         (Case(), 1, 3),
         (Case(lengths=DOCUMENTS), 1, 3),
         (Case(heads_k_stride=1), 2, 6),
+        (Case(transport="copies"), 0, 0),
         (Case(method="ring"), 3, 10),
         (Case(method="ulysses"), 2, 4),
         (Case(method="usp"), 3, 8),

@@ -42,6 +42,7 @@ class Case:
     method: str = "allgather"
     layout: str = "zigzag"
     heads_k_stride: int | tuple[int, ...] | None = None
+    transport: str = "messages"
 
     @property
     def varlen(self) -> bool:
@@ -134,6 +135,7 @@ def on_rank(case: Case, size: int) -> dict[str, numpy.ndarray]:
     where["group"] = square_mesh() if case.method == "usp" else first_ranks(size)
     if case.heads_k_stride:
         where["heads_k_stride"] = case.heads_k_stride
+    where["transport"] = case.transport
     q, k, v = (tensors[name] for name in "qkv")
     if case.varlen:
         found = context_parallel_attn_varlen_func(q, k, v, case.cu_seqlens, **_asked(case, tensors), **where)

@@ -19,7 +19,7 @@ from flashlane import __version__
 from flashlane.bench.measure.defaults import INTERRUPTED, NOT_WRITTEN
 from flashlane.cli import entry
 
-SUITE, BASELINE = "bench suite", "bench founding"
+SUITE, BASELINE, RANKS = "bench suite", "bench founding", "bench ranks"
 """Commands of two words: ``bench`` is a command itself, with options of its own."""
 BAD_INPUT = (ValueError, TypeError, NotImplementedError, ImportError, OSError)
 
@@ -202,6 +202,7 @@ def _add_commands() -> None:
     from flashlane.cli.plot import plot_command
     from flashlane.cli.prebuild import prebuild_command
     from flashlane.cli.profile import profile_command
+    from flashlane.cli.ranks import ranks_command
     from flashlane.cli.regress import regress_command
     from flashlane.cli.report import report_command
     from flashlane.cli.roofline import roofline_command
@@ -214,6 +215,7 @@ def _add_commands() -> None:
             ("bench", bench_command),
             (SUITE, suite_command),
             (BASELINE, baseline_command),
+            (RANKS, ranks_command),
             ("e2e", e2e_command),
             ("lessons", lessons_command),
             ("compare", compare_command),

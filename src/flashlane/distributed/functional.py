@@ -17,10 +17,12 @@ from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import ARGUMENTS, Inputs
 from flashlane.core.validate import check_modifier, check_number, check_sizes, check_tensors, window_sides
 from flashlane.distributed.agree import agree
+from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Modifiers, Settings
 from flashlane.distributed.comm import Grid, Group
-from flashlane.distributed.gather import GatherAttention, Task
+from flashlane.distributed.gather import Task
 from flashlane.distributed.layout import Layout, check_layout, rows_of, runs_of
+from flashlane.distributed.peer_memory import MOST_GROUPS
 from flashlane.distributed.plan import Division
 from flashlane.distributed.ring import RingAttention
 from flashlane.distributed.ulysses import Exchange, Heads, ToHeads, ToTokens
@@ -28,6 +30,8 @@ from flashlane.ops import torch_rules
 
 Method = Literal["auto", "allgather", "ring", "ulysses", "usp"]
 METHODS: tuple[Method, ...] = get_args(Method)
+Transport = Literal["messages", "copies"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -49,6 +53,7 @@ def context_parallel_attn_func(
     layout: Layout = "zigzag",
     seqlen: int | None = None,
     heads_k_stride: int | tuple[int, ...] | None = None,
+    transport: Transport = "messages",
     kernel: str | None = None,
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
@@ -82,6 +87,8 @@ def context_parallel_attn_func(
         heads_k_stride: for "allgather": so many KV heads are fetched at once, and the next ones while those are
             computed; all by default. Several numbers are those of one group after another, the last for all that
             follow.
+        transport: how "allgather" moves data: "messages" of the process group; or "copies" into the memory of the
+            other ranks, all of one host, which on GPUs takes no SM. A rank that is lost then ends the others.
         kernel: the tag of the kernel that computes each block, or None to let the dispatcher choose.
         return_lse: also return the LSE.
         sinks: ``(h,)``: one more logit for every row of a head, which takes probability and gives no value.
@@ -100,7 +107,7 @@ def context_parallel_attn_func(
     """
     given = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
     asked = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
-    how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride}
+    how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride, "transport": transport}
     where = {"group": group, "method": method, "layout": layout}
     modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
     out, lse = _attend((q, k, v), modifiers, None, seqlen, where, {**asked, **how}, given)
@@ -125,6 +132,7 @@ def context_parallel_attn_varlen_func(
     method: Method = "auto",
     layout: Layout = "zigzag",
     heads_k_stride: int | tuple[int, ...] | None = None,
+    transport: Transport = "messages",
     kernel: str | None = None,
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
@@ -150,7 +158,7 @@ def context_parallel_attn_varlen_func(
     """
     given = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
     asked = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
-    how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride}
+    how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride, "transport": transport}
     where = {"group": group, "method": method, "layout": layout}
     modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
     out, lse = _attend((q, k, v), modifiers, cu_seqlens, None, where, {**asked, **how}, given)
@@ -211,7 +219,7 @@ def _attend(
         lengths = _checked_lengths(inputs, modifiers, cu_seqlens, seqlen, grid)
         call = _checked_call(inputs, modifiers, lengths, where, asked, grid)
         _check_rows(inputs.q, call[0], grid)
-        fields = _fields(inputs, modifiers, call)
+        fields = _fields(inputs, modifiers, call, f"{asked['transport']}, {asked['heads_k_stride']}")
     except (TypeError, ValueError, NotImplementedError) as found:
         error = found
     device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
@@ -220,7 +228,7 @@ def _attend(
     division, settings, method = call
     if cu_seqlens is not None:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    out, lse = _run(grid, division, settings, method, q, k, v, modifiers, asked["heads_k_stride"])
+    out, lse = _run(grid, division, settings, method, q, k, v, modifiers, asked)
     return (out, lse) if cu_seqlens is None else (out.squeeze(0), lse.squeeze(0))
 
 
@@ -284,6 +292,13 @@ def _checked_call(
         raise ValueError(f"heads_k_stride is {stride!r}; it must be a whole number of at least 1, some of them or None")
     if stride is not None and method != "allgather":
         raise NotImplementedError(f"heads_k_stride is {stride} with method {method!r}; only 'allgather' has it")
+    if asked["transport"] not in TRANSPORTS:
+        raise ValueError(f"transport is {asked['transport']!r}; it may be one of {', '.join(map(repr, TRANSPORTS))}")
+    if asked["transport"] == "copies" and method != "allgather":
+        raise NotImplementedError(f"transport is 'copies' with method {method!r}; only 'allgather' has it")
+    bounds = head_bounds(stride, inputs.k.shape[-2])
+    if asked["transport"] == "copies" and len(bounds) > MOST_GROUPS:
+        raise NotImplementedError(f"heads_k_stride is {stride}; transport 'copies' takes up to {MOST_GROUPS} groups")
     key_ranks = grid.keys.size if method != "ulysses" else 1
     if alibi and key_ranks > 1 and (right != 0 or (method != "allgather" and layout != "striped")):
         raise NotImplementedError(
@@ -305,7 +320,7 @@ def _checked_call(
 
 
 def _fields(
-    inputs: Inputs, modifiers: Modifiers, call: tuple[Division, Settings, Method]
+    inputs: Inputs, modifiers: Modifiers, call: tuple[Division, Settings, Method], how: str
 ) -> tuple[tuple[str, object], ...]:
     """What must be the same on all ranks, by the names that the caller gave."""
     division, settings, method = call
@@ -318,6 +333,7 @@ def _fields(
         ("dtype", str(q.dtype)),
         ("method", method),
         ("layout", division.layout),
+        ("transport and heads_k_stride", how),
         ("cu_seqlens", _digest(lengths)) if varlen else ("seqlen", lengths[0]),
         ("causal and window_size", (division.left, division.right)),
         ("softmax_scale", settings.scale),
@@ -343,7 +359,7 @@ def _check_rows(q: torch.Tensor, division: Division, grid: Grid) -> None:
         )
 
 
-def _head_bounds(stride: int | tuple[int, ...] | None, heads: int) -> tuple[int, ...]:
+def head_bounds(stride: int | tuple[int, ...] | None, heads: int) -> tuple[int, ...]:
     """Where each group of KV heads begins, and the end of the last."""
     sizes = stride if isinstance(stride, tuple) else (stride or heads,)
     bounds = [0]
@@ -361,12 +377,13 @@ def _run(
     k: torch.Tensor,
     v: torch.Tensor,
     modifiers: Modifiers,
-    heads_k_stride: int | tuple[int, ...] | None,
+    asked: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if method in ("allgather", "ring"):
         function = RingAttention if method == "ring" else GatherAttention
-        bounds = _head_bounds(heads_k_stride, k.shape[2])
-        return function.apply(Task(grid.keys, division, settings, bounds), q, k, v, *modifiers)
+        bounds = head_bounds(asked["heads_k_stride"], k.shape[2])
+        task = Task(grid.keys, division, settings, bounds, asked["transport"] == "copies")
+        return function.apply(task, q, k, v, *modifiers)
     by_heads = grid.heads or grid.keys
     keys = grid.keys if grid.heads and grid.keys.size > 1 else None
     heads = Heads(q.shape[2], k.shape[2], by_heads.size)

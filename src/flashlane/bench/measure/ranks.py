@@ -7,6 +7,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -19,6 +20,8 @@ import torch.multiprocessing as processes
 
 from flashlane import flash_attn_func, flash_attn_varlen_func
 from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func, shard_sequence
+from flashlane.distributed.comm import Ranks, start
+from flashlane.distributed.functional import head_bounds
 
 GROUP_SECONDS = 60
 ROUNDS = 3
@@ -127,16 +130,92 @@ def milliseconds(calls: dict[str, Call], device: torch.device, rounds: int = ROU
 def _slowest(call: Call, count: int, device: torch.device) -> float:
     call()
     dist.barrier()
-    torch.cuda.synchronize(device)
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        call()
-    stop.record()
-    stop.synchronize()
-    worst = torch.tensor([start.elapsed_time(stop) / count], device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(count):
+            call()
+        stop.record()
+        stop.synchronize()
+        ms = start.elapsed_time(stop) / count
+    else:
+        began = time.perf_counter()
+        for _ in range(count):
+            call()
+        ms = (time.perf_counter() - began) * 1e3 / count
+    worst = torch.tensor([ms], device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return float(worst)
+
+
+ONE = "one process"
+
+
+def default_methods(problem: SharedProblem) -> dict[str, dict[str, Any]]:
+    """What is timed when nothing is named: every method, and the heads of "allgather" in groups."""
+    heads = problem.kv_heads
+    groups = (None, max(1, heads // 4), (max(1, heads // 8), heads))
+    found: dict[str, dict[str, Any]] = {
+        f"allgather, {each or 'all'} KV heads at a time": {"method": "allgather", "heads_k_stride": each}
+        for each in dict.fromkeys(groups)
+    }
+    return {**found, "ring": {"method": "ring"}, "ulysses": {"method": "ulysses"}}
+
+
+def time_methods(
+    device: torch.device,
+    problem: SharedProblem,
+    methods: dict[str, dict[str, Any]],
+    layout: str = "zigzag",
+    rounds: int = ROUNDS,
+    more: dict[str, Measured] | None = None,
+) -> list[dict[str, Any]]:
+    """Milliseconds of methods of a problem, and the share of the ideal that each reaches.
+
+    Args:
+        device: of this rank.
+        problem: what is computed; first by one process alone, on every rank at once, which is the first row.
+        methods: by the names of their rows, arguments of the context-parallel functions.
+        layout: which tokens a rank has.
+        rounds: of each.
+        more: other implementations, by the names of their rows.
+
+    Returns:
+        A row each: method, milliseconds of the slowest rank, and the ideal (one process's time over the ranks) over
+        that, for the forward and for forward and backward.
+    """
+    size = dist.get_world_size()
+    variants = {ONE: problem.on_one(size, device)}
+    for name, asked in methods.items():
+        variants[name] = problem.shared(device, layout=layout, **asked)
+    variants |= more or {}
+    times = {
+        way: milliseconds({name: getattr(each, way) for name, each in variants.items()}, device, rounds)
+        for way in ("forward", "both")
+    }
+    return [
+        {
+            "method": name,
+            **{f"{way}_ms": round(ms[name], 4) for way, ms in times.items()},
+            **{f"{way}_efficiency": round(ms[ONE] / size / ms[name], 4) for way, ms in times.items()},
+        }
+        for name in variants
+    ]
+
+
+def link_rates(device: torch.device, megabytes: int = 32) -> dict[str, float]:
+    """GB/s that each rank sends and receives at once, and microseconds of a small message, around the ranks."""
+    ranks = Ranks.of(dist.group.WORLD)
+    after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+    sent = torch.zeros(megabytes << 20, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+
+    def exchange(count: int) -> Call:
+        return lambda: start(ranks, [(after, sent[:count])], [(before, received[:count])]).wait()
+
+    found = milliseconds({"large": exchange(len(sent)), "small": exchange(4096)}, device)
+    return {"gbs": len(sent) / found["large"] / 1e6, "latency_us": found["small"] * 1e3}
 
 
 def _work(rank: int, size: int, folder: str, backend: str, job: Callable[..., Any], arguments: Sequence[Any]) -> None:
@@ -178,3 +257,69 @@ def on_ranks(size: int, backend: str, job: Callable[..., Any], *arguments: Any) 
 def problem_fields(problem: SharedProblem, ranks: int) -> dict[str, Any]:
     """A problem as results name it."""
     return {"problem": problem.describe(ranks), "ranks": ranks, **asdict(problem)}
+
+
+def measure_all(
+    device: torch.device,
+    problem: SharedProblem,
+    methods: tuple[str, ...] | None,
+    layout: str,
+    rounds: int,
+    step: bool,
+    counts: tuple[int, ...],
+    across_gbs: float,
+) -> dict[str, Any]:
+    """What ``flashlane bench ranks`` shows, measured on every rank; the arguments are its options."""
+    from flashlane.bench.measure.scaling import Links, Workload, checked, modelled_rows
+    from flashlane.bench.suites.sharded_step import StepProblem, time_steps
+
+    size = dist.get_world_size()
+    asked = default_methods(problem) if methods is None else {name: {"method": name} for name in methods}
+    rows = time_methods(device, problem, asked, layout, rounds)
+    links = link_rates(device, 32 if device.type == "cuda" else 1)
+    found: dict[str, Any] = {
+        "rows": rows,
+        "links": links,
+        "modelled": [],
+        "modelled_from": "",
+        "steps": [],
+        "notes": [],
+    }
+    gathered = [row for row in rows if row["method"].startswith("allgather")]
+    if counts and (problem.documents or layout != "zigzag" or not gathered):
+        found["notes"].append("no model: it knows one sequence in layout zigzag, by method allgather")
+    elif counts:
+        best = min(gathered, key=lambda row: row["both_ms"])
+        stride = asked[best["method"]].get("heads_k_stride")
+        workload = Workload(
+            problem.tokens,
+            problem.heads,
+            problem.kv_heads,
+            problem.head_dim,
+            size,
+            rows[0]["forward_ms"],
+            rows[0]["both_ms"],
+            groups=group_sizes(stride, problem.kv_heads),
+            element_bytes=getattr(torch, problem.dtype).itemsize,
+        )
+        rates = Links(links["gbs"], links["latency_us"], across_gbs=across_gbs)
+        off = checked(workload, rates, best["forward_ms"], best["both_ms"])
+        found["modelled"] = modelled_rows(workload, rates, (size, *counts))
+        found["modelled_from"] = best["method"]
+        found["notes"].append(
+            f"the model is {off['forward']:+.1%} off the measured forward and {off['both']:+.1%} off forward and "
+            f"backward on {size} ranks"
+        )
+    if step:
+        sizes = StepProblem(problem.tokens)
+        if device.type == "cpu":
+            sizes = StepProblem(problem.tokens, 2, 64, 128, 4, 2, 101, "float32")
+        found["steps"] = time_steps(device, sizes, methods or ("allgather", "ring", "ulysses"), layout, rounds)
+        found["step_problem"] = asdict(sizes)
+    return found
+
+
+def group_sizes(stride: int | tuple[int, ...] | None, kv_heads: int) -> tuple[int, ...]:
+    """KV heads of each group that is fetched."""
+    bounds = head_bounds(stride, kv_heads)
+    return tuple(stop - first for first, stop in itertools.pairwise(bounds))

@@ -1,0 +1,119 @@
+"""A model of context parallelism by gathered keys: from measured times and link rates to more GPUs than were there.
+
+The compute of a rank is its share of one GPU's time, with the excess that was measured for its kernels. What it waits
+for is what cannot be hidden: the first group of heads that it fetches, and the last group of gradients that it returns.
+A group is hidden where the ones before it take longer to compute than all bytes so far take to arrive.
+
+Every figure that comes from it is modelled, not measured; :func:`checked` says how far it is from what was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+F32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Links:
+    """What moves data between GPUs."""
+
+    inside_gbs: float
+    """GB/s that a GPU sends and receives at once inside a host."""
+    latency_us: float
+    """Of one batch of messages, from enqueueing to arrival."""
+    host_gpus: int = 8
+    """GPUs of a host."""
+    across_gbs: float = 45.0
+    """GB/s of a GPU to other hosts; 45 is a link of 400 Gbit/s at 90 %."""
+
+    def milliseconds(self, bytes_a_peer: float, ranks: int) -> float:
+        """Until as many bytes have come from every other rank."""
+        inside = min(ranks, self.host_gpus) - 1
+        outside = ranks - 1 - inside
+        slowest = max(inside * bytes_a_peer / self.inside_gbs, outside * bytes_a_peer / self.across_gbs)
+        return slowest / 1e6 + self.latency_us / 1e3
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Self-attention under a causal mask, in zigzag layout, and what one GPU takes for as much work as a rank has."""
+
+    tokens: int
+    """A rank."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ranks_measured: int
+    """Of the run that the times are from; a rank of it has as many tokens."""
+    forward_ms: float
+    """Of one GPU, for the whole problem of that run."""
+    both_ms: float
+    """Forward and backward."""
+    groups: tuple[int, ...] = ()
+    """KV heads of each group that is fetched; all at once by default."""
+    element_bytes: int = 2
+    excess: float = field(default=0.0)
+    """Share by which a rank's kernels take longer than their share of one GPU's time."""
+
+    def share_ms(self, ranks: int, both: bool) -> float:
+        """A rank's part of one GPU's time for the whole problem, which grows with the square of all tokens."""
+        whole = self.both_ms if both else self.forward_ms
+        return whole / self.ranks_measured * ranks / self.ranks_measured
+
+    def predicted_ms(self, ranks: int, links: Links, both: bool) -> float:
+        """Milliseconds of a rank's forward, or of its forward and backward."""
+        forward = self._pass(self.share_ms(ranks, False), ranks, links, returns=False)
+        if not both:
+            return forward
+        backward = self.share_ms(ranks, True) - self.share_ms(ranks, False)
+        return forward + self._pass(backward, ranks, links, returns=True)
+
+    def efficiency(self, ranks: int, links: Links, both: bool) -> float:
+        """The share of one GPU's time over the predicted time."""
+        return self.share_ms(ranks, both) / self.predicted_ms(ranks, links, both)
+
+    def _pass(self, share: float, ranks: int, links: Links, returns: bool) -> float:
+        groups = self.groups or (self.kv_heads,)
+        compute = share * (1 + self.excess)
+        now = arrived = 0.0
+        for heads in groups:
+            arrived += links.milliseconds(self._bytes(heads, self.element_bytes), ranks)
+            now = max(now, arrived) + compute * heads / self.kv_heads
+        if not returns:
+            return now
+        sent = 0.0
+        done = 0.0
+        for heads in groups:
+            done += compute * heads / self.kv_heads
+            sent = max(sent, done + now - compute) + links.milliseconds(self._bytes(heads, F32_BYTES), ranks)
+        return max(now, sent)
+
+    def _bytes(self, kv_heads: int, element_bytes: int) -> float:
+        """Of K and V of a rank's tokens."""
+        return 2.0 * self.tokens * kv_heads * self.head_dim * element_bytes
+
+
+def checked(workload: Workload, links: Links, forward_ms: float, both_ms: float) -> dict[str, float]:
+    """Predicted over measured time, less 1, for the run that the workload's times are from."""
+    ranks = workload.ranks_measured
+    return {
+        "forward": workload.predicted_ms(ranks, links, False) / forward_ms - 1,
+        "both": workload.predicted_ms(ranks, links, True) / both_ms - 1,
+    }
+
+
+def modelled_rows(workload: Workload, links: Links, ranks: tuple[int, ...]) -> list[dict[str, float | int | str]]:
+    """One row for each number of ranks, marked as modelled."""
+    return [
+        {
+            "ranks": count,
+            "source": "modelled",
+            "tokens": count * workload.tokens,
+            "forward_ms": round(workload.predicted_ms(count, links, False), 4),
+            "forward_efficiency": round(workload.efficiency(count, links, False), 4),
+            "both_ms": round(workload.predicted_ms(count, links, True), 4),
+            "both_efficiency": round(workload.efficiency(count, links, True), 4),
+        }
+        for count in ranks
+    ]

@@ -1,0 +1,183 @@
+"""``flashlane bench ranks``: context parallelism over the GPUs of this host, or over processes on a CPU."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashlane.cli import complete
+from flashlane.cli import options as o
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+METHODS = ("allgather", "ring", "ulysses")
+LAYOUTS = ("zigzag", "contiguous", "striped")
+ON_CPU = {"tokens": 128, "heads": 4, "kv_heads": 2, "head_dim": 32}
+ON_GPU = {"tokens": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128}
+FILE = "ranks.json"
+
+
+def ranks_command(
+    ranks: Annotated[int, o.option("--ranks", help="Processes, on a GPU host one a GPU.", panel=o.WHICH)] = 2,
+    tokens: Annotated[
+        int | None, o.option("--tokens", help="Tokens a rank. Default: 8192; 128 on a CPU.", panel=o.SIZES)
+    ] = None,
+    documents: Annotated[
+        str | None,
+        o.option("--documents", help="Lengths of packed documents, a list, in place of --tokens.", panel=o.SIZES),
+    ] = None,
+    heads: Annotated[
+        int | None, o.option("--H", "--nheads", help="Query heads. Default: 32; 4.", panel=o.SIZES)
+    ] = None,
+    kv_heads: Annotated[int | None, o.option("--kv-heads", help="KV heads. Default: 8; 2.", panel=o.SIZES)] = None,
+    head_dim: Annotated[int | None, o.option("--D", "--headdim", help="Default: 128; 32.", panel=o.SIZES)] = None,
+    dtype: Annotated[
+        str | None, o.option("--dtype", help="f16, bf16 or f32. Default: bf16; f32.", panel=o.SIZES)
+    ] = None,
+    method: Annotated[
+        str | None,
+        o.option(
+            "--method",
+            help="allgather, ring, ulysses, or a list. Default: all, allgather with its heads in several groups.",
+            panel=o.WHICH,
+            autocompletion=complete.list_of(METHODS),
+        ),
+    ] = None,
+    layout: Annotated[
+        str,
+        o.option(
+            "--layout", help="zigzag, contiguous or striped.", panel=o.WHICH, autocompletion=complete.one_of(LAYOUTS)
+        ),
+    ] = "zigzag",
+    step: Annotated[
+        bool,
+        o.option(
+            "--step", help="Also a training step of a small Llama under FSDP2 and context parallelism.", panel=o.WHICH
+        ),
+    ] = False,
+    model: Annotated[
+        str, o.option("--model", help="Ranks that a model is asked for, a list; none: no model.", panel=o.WHICH)
+    ] = "4,8,64",
+    across: Annotated[
+        float, o.option("--across", help="GB/s of a GPU to other hosts, for the model.", panel=o.WHICH)
+    ] = 45.0,
+    rounds: Annotated[int, o.option("--iters", "--rounds", help="Rounds.", panel=o.MEASURE)] = 3,
+    device: o.Device = None,
+    out: o.Out = o.RESULTS,
+) -> None:
+    """Time context parallelism over the ranks of this host next to one process's share of the whole problem.
+
+    A causal self-attention is divided among the ranks. The ideal is one process's time for all of it, divided by the
+    ranks; each row says which share of the ideal it reaches. From the measured times and link rates a model gives more
+    ranks: those rows are marked as modelled. On a CPU the ranks are processes on gloo, and the times say only that all
+    runs. Writes ranks.json.
+
+    Exit status: 0 done, 2 bad input, 3 the file could not be written where it should be.
+
+    Examples:
+
+      flashlane bench ranks --ranks 2
+
+      flashlane bench ranks --ranks 2 --tokens 4096 --method allgather,ring --layout contiguous
+
+      flashlane bench ranks --documents 9000,512,3000,20256 --step --model none
+    """
+    import torch
+
+    from flashlane.bench.measure.environment import environment
+    from flashlane.bench.measure.grid import parse_dtypes, parse_names, parse_sizes
+    from flashlane.bench.measure.kept import keep_texts
+    from flashlane.bench.measure.ranks import SharedProblem, measure_all, on_ranks, problem_fields
+    from flashlane.bench.measure.results import check_writable
+    from flashlane.bench.measure.runner import resolve_device
+    from flashlane.bench.present.table import make_console, say
+
+    where = resolve_device(device)
+    defaults = ON_CPU if where.type == "cpu" else ON_GPU
+    if ranks < 2:
+        raise ValueError(f"--ranks is {ranks}; it must be at least 2")
+    if where.type == "cuda" and ranks > torch.cuda.device_count():
+        raise ValueError(f"--ranks is {ranks} and this host has {torch.cuda.device_count()} GPUs: one a rank")
+    given = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    sizes = {name: defaults[name] if value is None else value for name, value in given.items()}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if sizes["heads"] % sizes["kv_heads"]:
+        raise ValueError(f"--kv-heads is {sizes['kv_heads']} and --H {sizes['heads']}; it must divide it")
+    if rounds < 1:
+        raise ValueError(f"--iters is {rounds}; it must be at least 1")
+    if layout not in LAYOUTS:
+        raise ValueError(f"--layout is {layout!r}; it may be {', '.join(LAYOUTS)}")
+    chosen = None if method is None else parse_names(method, "--method", METHODS)
+    counts = () if model == "none" else parse_sizes(model, "--model", low=2)
+    (kind,) = parse_dtypes(dtype or ("f32" if where.type == "cpu" else "bf16"))
+    lengths = () if documents is None else tuple(int(each) for each in parse_sizes(documents, "--documents"))
+    problem = SharedProblem(**sizes, documents=lengths, dtype=str(kind).removeprefix("torch."))
+    check_writable(out)
+    backend = "gloo" if where.type == "cpu" else "nccl"
+    found = on_ranks(ranks, backend, measure_all, problem, chosen, layout, rounds, step, counts, across)
+    body = {
+        "format": "flashlane-ranks/1",
+        "environment": environment(where),
+        **problem_fields(problem, ranks),
+        "layout": layout,
+        **found,
+    }
+    kept = keep_texts(out, {FILE: json.dumps(body, indent=1)})
+    console = make_console()
+    _print(console, problem.describe(ranks), found, ranks)
+    links = found["links"]
+    say(
+        console,
+        f"a rank sends and receives {links['gbs']:.1f} GB/s at once; {links['latency_us']:.0f} µs at least",
+        "dim",
+    )
+    for note in found["notes"]:
+        say(console, note, "yellow")
+    kept.tell(console)
+    if kept.problem:
+        raise typer.Exit(o.NOT_WRITTEN)
+
+
+def _print(console: Console, title: str, found: dict[str, Any], ranks: int) -> None:
+    """The tables: what was measured, what is modelled from it, and the training step."""
+    from flashlane.bench.present.table import Column, make_table
+
+    def number(key: str) -> Any:
+        return lambda row: f"{row[key]:.3f}"
+
+    def share(key: str) -> Any:
+        return lambda row: f"{row[key]:.1%}"
+
+    columns = [
+        Column("forward ms", number("forward_ms")),
+        Column("of ideal", share("forward_efficiency")),
+        Column("both ms", number("both_ms")),
+        Column("of ideal ", share("both_efficiency")),
+    ]
+    measured = f"{title} · {ranks} ranks, measured"
+    console.print(
+        make_table(found["rows"], columns, measured, console.width, head="method", name=lambda r: r["method"])
+    )
+    if found["modelled"]:
+        title = f"{title.partition(' of ')[0]} of as many tokens a rank · modelled from {found['modelled_from']}"
+        tokens = Column("tokens", lambda row: f"{row['tokens']}")
+        table = make_table(
+            found["modelled"], [tokens, *columns], title, console.width, head="ranks", name=lambda r: str(r["ranks"])
+        )
+        console.print(table)
+    if found["steps"]:
+        shown = [Column("step ms", number("step_ms")), Column("of ideal", share("step_efficiency"))]
+        title = f"training step of {_step_words(found['step_problem'])} · {ranks} ranks, measured"
+        console.print(
+            make_table(found["steps"], shown, title, console.width, head="method", name=lambda r: r["method"])
+        )
+
+
+def _step_words(fields: dict[str, Any]) -> str:
+    """Sizes of the model of a step."""
+    return f"{fields['layers']} layers of {fields['hidden']}, {fields['tokens']} tokens a rank"

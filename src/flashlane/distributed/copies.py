@@ -1,0 +1,158 @@
+"""Gathering keys and returning gradients by copies into the other ranks' memory (:mod:`peer_memory`)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from flashlane.core.arch import compute_dtype
+from flashlane.distributed.attend import Partial, take_rows
+from flashlane.distributed.comm import Pending
+from flashlane.distributed.gather import Gathering, Returning, Task, apart, count_of
+from flashlane.distributed.layout import PLANS
+from flashlane.distributed.peer_memory import Exchange, PeerMemory, Places, head_counts, memory_of
+from flashlane.distributed.plan import Division, gather_plan
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of a call's keys and values, which all ranks have in common."""
+
+    batch: int
+    bounds: tuple[int, ...]
+    """Of the groups of KV heads."""
+    head_dims: tuple[int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, task: Task, k: torch.Tensor, v: torch.Tensor) -> Shapes:
+        return cls(k.shape[0], task.kv_heads or (0, k.shape[2]), (k.shape[3], v.shape[3]), k.dtype)
+
+
+@functools.lru_cache(PLANS)
+def gather_places(division: Division, rank: int, shapes: Shapes) -> Places:
+    """Where a rank's gathered keys lie, by (group, k or v), and what must be put in order first, by (…, sender)."""
+    plan, places = gather_plan(division, rank), Places()
+    for group, heads in enumerate(head_counts(shapes.bounds)):
+        for i, dim in enumerate(shapes.head_dims):
+            row = shapes.batch * heads * dim * shapes.dtype.itemsize
+            places.add((group, i), plan.keys * row)
+            for peer in range(division.ranks):
+                if peer != rank and not apart(plan.received[peer], shapes.batch):
+                    places.add((group, i, peer), count_of(plan.received[peer]) * row)
+    return places
+
+
+@functools.lru_cache(PLANS)
+def return_places(division: Division, rank: int, shapes: Shapes) -> Places:
+    """Where the gradients lie that come to a rank, by (group, dk or dv, sender)."""
+    plan, places = gather_plan(division, rank), Places()
+    for group, heads in enumerate(head_counts(shapes.bounds)):
+        for i, dim in enumerate(shapes.head_dims):
+            row = shapes.batch * heads * dim * compute_dtype(shapes.dtype).itemsize
+            for peer in range(division.ranks):
+                if peer != rank:
+                    places.add((group, i, peer), count_of(plan.sent[peer]) * row)
+    return places
+
+
+@functools.lru_cache(PLANS)
+def half_bytes(division: Division, shapes: Shapes) -> int:
+    """What the largest exchange of a call brings to any rank."""
+    every = range(division.ranks)
+    return max(places(division, rank, shapes).size for places in (gather_places, return_places) for rank in every)
+
+
+def peer_memory(task: Task, k: torch.Tensor, v: torch.Tensor) -> PeerMemory:
+    """The memory that a call's exchanges go through."""
+    return memory_of(task.ranks, k.device, half_bytes(task.division, Shapes.of(task, k, v)))
+
+
+class CopiedGathering(Gathering):
+    """Keys and values of a group of heads, which the other ranks copy here."""
+
+    def __init__(
+        self, task: Task, k: torch.Tensor, v: torch.Tensor, group: int, exchanges: list[Exchange], shapes: Shapes
+    ) -> None:
+        self.exchange, self.back = exchanges[0], exchanges[-1]
+        self.group, self.shapes = group, shapes
+        super().__init__(task, k, v)
+
+    def _room(self) -> tuple[torch.Tensor, torch.Tensor]:
+        offsets = gather_places(self.task.division, self.task.rank, self.shapes).offsets
+        k, v = (
+            self.exchange.block(offsets[self.group, i], (t.shape[0], self.plan.keys, *t.shape[2:]), t.dtype)
+            for i, t in enumerate(self.own)
+        )
+        return k, v
+
+    def _start(self) -> Pending:
+        task, plan, batch = self.task, self.plan, self.shapes.batch
+        for peer in task.others:
+            sent = plan.sent[peer]
+            if not count_of(sent):
+                continue
+            offsets = gather_places(task.division, peer, self.shapes).offsets
+            for i, t in enumerate(self.own):
+                if apart(sent, batch):
+                    row = t.shape[2] * t.shape[3] * t.element_size()
+                    for each in sent:
+                        place = offsets[self.group, i] + each.key * row
+                        self.exchange.send(peer, place, t[:, each.row : each.row + each.count])
+                else:
+                    rows = take_rows(t, plan.index("sent", "row", peer, t.device)).contiguous()
+                    self.exchange.send(peer, offsets[self.group, i, task.rank], rows)
+                    self.kept.append(rows)
+            self.exchange.arrive(peer, self.group)
+        return Pending(())
+
+    def returning(self, partials: list[Partial]) -> Returning:
+        return CopiedReturning(self.task, self, partials)
+
+    def finish(self) -> None:
+        offsets = gather_places(self.task.division, self.task.rank, self.shapes).offsets
+        for peer in self.task.others:
+            received = self.plan.received[peer]
+            if count_of(received):
+                self.exchange.expect(peer, self.group)
+            if not apart(received, self.shapes.batch):
+                shapes = [(t.shape[0], count_of(received), *t.shape[2:]) for t in self.own]
+                found = [
+                    self.exchange.block(offsets[self.group, i, peer], shape, self.shapes.dtype)
+                    for i, shape in enumerate(shapes)
+                ]
+                self.arrived.append((peer, found))
+        super().finish()
+
+
+class CopiedReturning(Returning):
+    """Gradients of a group of heads, which are copied to the ranks that hold their keys."""
+
+    def __init__(self, task: Task, gathering: CopiedGathering, partials: list[Partial]) -> None:
+        self.exchange, self.group, self.shapes = gathering.back, gathering.group, gathering.shapes
+        super().__init__(task, gathering, partials)
+
+    def _exchange(self) -> Pending:
+        task = self.task
+        for peer in task.others:
+            if count_of(self.plan.received[peer]):
+                offsets = return_places(task.division, peer, self.shapes).offsets
+                for i, t in enumerate(self._rows(peer)):
+                    self.exchange.send(peer, offsets[self.group, i, task.rank], t)
+                    self.kept.append(t)
+                self.exchange.arrive(peer, self.group)
+            count = count_of(self.plan.sent[peer])
+            own = return_places(task.division, task.rank, self.shapes).offsets
+            self.parts[peer] = [
+                self.exchange.block(own[self.group, i, peer], (t.shape[0], count, *t.shape[2:]), compute_dtype(t.dtype))
+                for i, t in enumerate(self.like)
+            ]
+        return Pending(())
+
+    def finish(self) -> list[torch.Tensor]:
+        for peer in self.task.others:
+            if count_of(self.plan.sent[peer]):
+                self.exchange.expect(peer, self.group)
+        return super().finish()

@@ -1,0 +1,288 @@
+"""Memory of each rank of one host that the others write to, and flags that say what has arrived.
+
+On GPUs it is torch's symmetric memory: copy engines carry the data over NVLink without an SM, and flags are written and
+waited for by the streams themselves, so that an exchange costs the kernels that run meanwhile nothing but bandwidth.
+Among processes on a CPU it is a shared file.
+
+The memory has two halves that take turns. A rank writes to a half again when all ranks have said that they are done
+with what it held two exchanges before. A rank that is lost ends the others after the group's timeout, as NCCL does: on
+a GPU by ending the process, because a stream that waits for a flag cannot be called back.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+import mmap
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashlane.distributed.comm import Ranks
+from flashlane.jit import launch
+
+MOST_RANKS, MOST_GROUPS = 64, 16
+FLAG_BYTES = 8192
+DONE = MOST_RANKS * MOST_GROUPS
+"""Flags from here on say which exchange a rank is done with; those before, by group and rank, what has arrived."""
+ALIGNMENT = 256
+
+
+def aligned(size: int) -> int:
+    """The next multiple of the alignment of blocks."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class PeerMemory(ABC):
+    """This rank's memory, and that of the others."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, half: int) -> None:
+        self.ranks, self.device, self.half = ranks, device, half
+        self.exchanges = 0
+        self.others = [peer for peer in range(ranks.size) if peer != ranks.rank]
+        self.timeout: float = ranks.group._get_backend(device).options._timeout.total_seconds()
+
+    def exchange(self) -> Exchange:
+        """The next exchange, with the same number on all ranks."""
+        self.exchanges += 1
+        return Exchange(self, self.exchanges)
+
+    own: torch.Tensor
+    """All of this rank's memory, as bytes."""
+
+    @abstractmethod
+    def copy(self, peer: int, place: int, t: torch.Tensor) -> None:
+        """Copy a contiguous tensor to a place in another rank's memory."""
+
+    @abstractmethod
+    def write(self, peer: int, flag: int, value: int) -> None:
+        """Set a flag of another rank when what was enqueued before is done."""
+
+    @abstractmethod
+    def wait(self, flag: int, value: int, peer: int) -> None:
+        """Let what is enqueued next wait until a flag of this rank, which a peer sets, has at least a value."""
+
+    def watch(self) -> None:  # noqa: B027
+        """An exchange is over when the current stream comes here."""
+
+
+class Exchange:
+    """One use of a half of the memory: all ranks write to it, then read what came."""
+
+    def __init__(self, memory: PeerMemory, number: int) -> None:
+        self.memory, self.number = memory, number
+        self._start = FLAG_BYTES + number % 2 * memory.half
+
+    def begin(self) -> None:
+        """What is enqueued next may write to all ranks' memory."""
+        if self.number > 2:
+            for peer in self.memory.others:
+                self.memory.wait(DONE + peer, self.number - 2, peer)
+
+    def end(self) -> None:
+        """What was enqueued before is done with what this and earlier exchanges brought."""
+        for peer in self.memory.others:
+            self.memory.write(peer, DONE + self.memory.ranks.rank, self.number)
+        self.memory.watch()
+
+    def block(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in this rank's memory, at an offset of the half."""
+        first = self._start + offset
+        return self.memory.own[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+    def send(self, peer: int, offset: int, t: torch.Tensor) -> None:
+        """Copy a contiguous tensor to an offset of the half of another rank's memory."""
+        if t.numel():
+            self.memory.copy(peer, self._start + offset, t)
+
+    def arrive(self, peer: int, group: int) -> None:
+        """Tell a rank that what was sent to it of a group of heads is there."""
+        self.memory.write(peer, group * MOST_RANKS + self.memory.ranks.rank, self.number)
+
+    def expect(self, peer: int, group: int) -> None:
+        """Wait, on the current stream, for what a rank sends of a group of heads."""
+        self.memory.wait(group * MOST_RANKS + peer, self.number, peer)
+
+
+class GpuMemory(PeerMemory):
+    """Symmetric memory of the GPUs of one host."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, half: int) -> None:
+        super().__init__(ranks, device, half)
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self.own = symmetric_memory.empty(FLAG_BYTES + 2 * half, dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(self.own, ranks.group)
+        self.own[:FLAG_BYTES].zero_()
+        torch.cuda.synchronize(device)
+        dist.barrier(ranks.group)
+        self._handle, self._addresses = handle, [int(address) for address in handle.buffer_ptrs]
+        self._driver, self._stream_of = launch.driver(), launch.stream_getter()
+        self._at_least = int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        self._watch = _Watch(self.timeout)
+
+    def exchange(self) -> Exchange:
+        if torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError("transport 'copies' cannot be captured in a CUDA graph; take 'messages'")
+        launch.make_current()
+        return super().exchange()
+
+    def watch(self) -> None:
+        self._watch.see(self.device)
+
+    def _stream(self) -> int:
+        return self._stream_of(self.device.index)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        (code,) = getattr(self._driver, name)(*arguments)
+        if code:
+            raise RuntimeError(f"{name} between the GPUs of this host failed: {code.name}")
+
+    def copy(self, peer: int, place: int, t: torch.Tensor) -> None:
+        size = t.numel() * t.element_size()
+        self._call("cuMemcpyDtoDAsync", self._addresses[peer] + place, t.data_ptr(), size, self._stream())
+
+    def write(self, peer: int, flag: int, value: int) -> None:
+        self._call("cuStreamWriteValue32", self._stream(), self._addresses[peer] + 4 * flag, value, 0)
+
+    def wait(self, flag: int, value: int, peer: int) -> None:
+        own = self._addresses[self.ranks.rank] + 4 * flag
+        self._call("cuStreamWaitValue32", self._stream(), own, value, self._at_least)
+
+
+class _Watch:
+    """A thread that ends the process when an exchange is not over within the timeout."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.open: collections.deque[tuple[float, torch.cuda.Event]] = collections.deque()
+        self.last = 0.0
+        threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name="flashlane-peers").start()
+
+    def see(self, device: torch.device) -> None:
+        """An exchange is over when the current stream comes here; about one a second is watched."""
+        now = time.monotonic()
+        if now - self.last > 1:
+            self.last = now
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self.open.append((now, event))
+
+
+def _watch(reference: weakref.ref[_Watch]) -> None:
+    while (watch := reference()) is not None:
+        while watch.open and watch.open[0][1].query():
+            watch.open.popleft()
+        if watch.open and time.monotonic() - watch.open[0][0] > watch.timeout:
+            print(
+                f"flashlane: a rank did not answer within {watch.timeout:g} s, the group's timeout; this ends",
+                file=sys.stderr,
+                flush=True,
+            )
+            os.kill(os.getpid(), signal.SIGABRT)
+        del watch
+        time.sleep(0.5)
+
+
+class FileMemory(PeerMemory):
+    """A file that the processes of one host share."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, half: int) -> None:
+        super().__init__(ranks, device, half)
+        self._bytes = FLAG_BYTES + 2 * half
+        name: list[Any] = [None]
+        if ranks.rank == 0:
+            with tempfile.NamedTemporaryFile(prefix="flashlane-", delete=False) as file:
+                file.truncate(self._bytes * ranks.size)
+                name = [file.name]
+        dist.broadcast_object_list(name, dist.get_global_rank(ranks.group, 0), group=ranks.group)
+        with open(name[0], "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        dist.barrier(ranks.group)
+        if ranks.rank == 0:
+            os.unlink(name[0])  # the maps keep it
+        self._all = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.own = self._of(ranks.rank)
+
+    def _of(self, rank: int) -> torch.Tensor:
+        return self._all[rank * self._bytes : (rank + 1) * self._bytes]
+
+    def copy(self, peer: int, place: int, t: torch.Tensor) -> None:
+        size = t.numel() * t.element_size()
+        self._of(peer)[place : place + size] = t.reshape(-1).view(torch.uint8)
+
+    def write(self, peer: int, flag: int, value: int) -> None:
+        self._of(peer)[4 * flag : 4 * flag + 4].view(torch.int32)[0] = value
+
+    def wait(self, flag: int, value: int, peer: int) -> None:
+        place = self.own[4 * flag : 4 * flag + 4].view(torch.int32)
+        stop = time.monotonic() + self.timeout
+        while int(place) < value:
+            if time.monotonic() > stop:
+                raise RuntimeError(f"rank {peer} did not answer within the group's timeout of {self.timeout:g} s")
+            time.sleep(1e-4)
+
+
+_memories: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, PeerMemory]] = weakref.WeakKeyDictionary()
+
+
+def memory_of(ranks: Ranks, device: torch.device, size: int) -> PeerMemory:
+    """Memory with halves of at least so many bytes; all ranks ask for the same sizes in the same order.
+
+    Raises:
+        NotImplementedError: the ranks are on several hosts, or are too many.
+    """
+    found = _memories.setdefault(ranks.group, {})
+    known = found.get(device)
+    if known is not None and known.half >= size:
+        return known
+    if ranks.size > MOST_RANKS:
+        raise NotImplementedError(f"transport 'copies' takes up to {MOST_RANKS} ranks, and the group has {ranks.size}")
+    hosts: list[Any] = [None] * ranks.size
+    dist.all_gather_object(hosts, (os.uname().nodename, _boot()), group=ranks.group)
+    if len(set(hosts)) > 1:
+        raise NotImplementedError("transport 'copies' is for ranks of one host; take 'messages'")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # what was enqueued is done with the memory that is let go
+    dist.barrier(ranks.group)
+    kind = GpuMemory if device.type == "cuda" else FileMemory
+    found[device] = kind(ranks, device, aligned(max(size, 2 * known.half if known else 0)))
+    return found[device]
+
+
+def _boot() -> str:
+    """Which start of which machine this is."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+class Places:
+    """Offsets of blocks in a half, given one after another."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.offsets: dict[tuple[int, ...], int] = {}
+
+    def add(self, name: tuple[int, ...], size: int) -> None:
+        """A block of so many bytes."""
+        self.offsets[name] = self.size
+        self.size += aligned(size)
+
+
+def head_counts(bounds: tuple[int, ...]) -> list[int]:
+    """Heads of each group."""
+    return [stop - first for first, stop in itertools.pairwise(bounds)]
