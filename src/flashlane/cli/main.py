@@ -95,8 +95,8 @@ def reflowed(text: str) -> str:
 HELP = """Exact attention from hand-written PTX: measure it, compare it, see what bounds it, watch it for regressions.
 
 Measure: bench, compare, sweep, e2e, lessons, tune. See: plot, report, roofline, profile. Watch: monitor, regress. Ask:
-explain, compile, layout, budget, doctor. Prepare: prebuild. Record a model's own tensors: capture. Each has --help with
-examples.
+explain, compile, layout, mask, budget, doctor. Prepare: prebuild. Record a model's own tensors: capture. Each has
+--help with examples.
 
 Sizes are given in one way everywhere: --B --H --N --D (batch, heads, sequence length, head dim), each a value (64), a
 list (64,128), a geometric sweep (1024:8192:x2) or an arithmetic one (64:256:+64); or --preset gpt2, llama3-8b, …
@@ -198,6 +198,7 @@ def _add_commands() -> None:
     from flashlane.cli.explain import explain_command
     from flashlane.cli.layout import layout_command
     from flashlane.cli.lessons import lessons_command
+    from flashlane.cli.mask import mask_command
     from flashlane.cli.monitor import monitor_command
     from flashlane.cli.plot import plot_command
     from flashlane.cli.prebuild import prebuild_command
@@ -235,6 +236,7 @@ def _add_commands() -> None:
             ("compile", compile_command),
             ("prebuild", prebuild_command),
             ("layout", layout_command),
+            ("mask", mask_command),
             ("budget", budget_command),
             ("doctor", doctor_command),
         ),

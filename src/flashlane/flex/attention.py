@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from flashlane.core.arch import arch_of
 from flashlane.flex import reference
 from flashlane.flex.bind import bind
 from flashlane.flex.program import Arguments, Program
@@ -110,7 +109,7 @@ def attend(
         program, arguments = bind(score_mod, mask_mod, query.device, score_type)
         kernels = None
         if backend != "REFERENCE" and query.device.type != "cpu":
-            kernels = _kernels(query, key, value, program, arguments, block_mask, otherwise)
+            kernels = _kernels(query, key, value, program, block_mask, otherwise)
     except NotImplementedError:
         if otherwise != "torch":
             raise
@@ -189,13 +188,7 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
 
 
 def _kernels(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    program: Program,
-    arguments: Arguments,
-    block_mask: Any,
-    otherwise: str,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, program: Program, block_mask: Any, otherwise: str
 ) -> types.ModuleType | None:
     """The module whose kernels run a call, None for the reference.
 
@@ -203,10 +196,7 @@ def _kernels(
         NotImplementedError: there is none, and the caller did not choose the reference.
     """
     module = importlib.import_module(KERNELS)
-    reason = module.supports(*_by_rows(query, key, value), block_mask, arch_of(query.device))
-    tensors = (query, key, value, *arguments.tensors)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors) and not hasattr(module, "backward"):
-        reason = reason or "the kernels have no backward yet"
+    reason = module.supports(query, key, value, program, block_mask)
     if reason is None:
         return module
     if otherwise == "reference":
@@ -215,11 +205,6 @@ def _kernels(
         f"no kernel of flashlane runs this call: {reason}. kernel_options={{'BACKEND': 'TORCH'}} takes torch's "
         f"FlexAttention, 'REFERENCE' torch operations"
     )
-
-
-def _by_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Views ``(b, h, s, d)`` of ``(b, s, h, d)`` tensors, and the other way round."""
-    return [t.transpose(1, 2) for t in tensors]
 
 
 @dataclass(frozen=True)
@@ -246,8 +231,7 @@ class _Attention(torch.autograd.Function):
             out, lse, largest = reference.forward(problem)
         else:
             given = (problem.program, problem.arguments, call.block_mask, call.scale)
-            out, lse = call.kernels.forward(*_by_rows(problem.q, problem.k, problem.v), *given)
-            out = out.transpose(1, 2)
+            out, lse = call.kernels.forward(problem.q, problem.k, problem.v, *given)
             largest = reference.forward(problem)[2] if most else lse
         ctx.call = call
         ctx.save_for_backward(out, lse, *tensors)
@@ -269,8 +253,7 @@ class _Attention(torch.autograd.Function):
             operands = (found.dq, found.dk, found.dv)
         else:
             program = (problem.program, problem.arguments, call.block_mask, call.scale)
-            given_rows = _by_rows(problem.q, problem.k, problem.v, out)
-            operands = _by_rows(*call.kernels.backward(*given_rows, lse, *_by_rows(do), dlse, *program))
+            operands = call.kernels.backward(problem.q, problem.k, problem.v, out, lse, do, dlse, *program)
             found = reference.backward(*given, operands=False) if any(wanted[3:]) else None
         captured = [None] * len(wanted[3:]) if found is None else found.captured
         grads = [g if want else None for g, want in zip((*operands, *captured), wanted, strict=True)]

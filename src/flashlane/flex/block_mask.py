@@ -105,15 +105,20 @@ def of_program(
     size: tuple[int, int],
     device: torch.device,
 ) -> torch.Tensor:
-    """The states of all blocks of a program's mask, int8 ``(batch, heads, rows, columns)``."""
-    if device.type == "cuda":
-        return device_blocks.program_states(program, arguments, sizes, lengths, size, device)
+    """The states of all blocks of a program's mask, int8 ``(batch, heads, rows, columns)``.
+
+    Interval arithmetic settles most blocks; the pairs of the others are looked at.
+    """
     rows, columns = (-(-n // s) for n, s in zip(lengths, size, strict=True))
     table = torch.empty(*sizes, rows, columns, dtype=torch.int8, device=device)
     step = max(1, MOST_BLOCKS // max(1, sizes[0] * sizes[1] * columns))
     for first in range(0, rows, step):
         part = table[:, :, first : first + step]
-        part.copy_(_states_by_bounds(program, arguments, part.shape, first, lengths, size))
+        part.copy_(_states_by_bounds(program, arguments, part.shape, first, lengths, size, device))
+        if device.type != "cuda":
+            _look_at_pairs(part, program, arguments, first, lengths, size)
+    if device.type == "cuda" and program.mask is not None:
+        device_blocks.look_at_pairs(table, program, arguments, lengths, size)
     return table
 
 
@@ -124,8 +129,9 @@ def _states_by_bounds(
     first_row: int,
     lengths: tuple[int, int],
     size: tuple[int, int],
+    device: torch.device,
 ) -> torch.Tensor:
-    device = torch.device("cpu")
+    """The states of rows of blocks, int8; what interval arithmetic does not settle is unknown."""
     names = ("b", "h", "q", "kv")
     blocks_of = {
         name: torch.arange(n, device=device).view([-1 if i == axis else 1 for i in range(4)])
@@ -133,25 +139,34 @@ def _states_by_bounds(
     }
     blocks_of["q"] = blocks_of["q"] + first_row
     first, last = dict(blocks_of), dict(blocks_of)
-    cut = torch.zeros((), dtype=torch.bool)
+    cut = torch.zeros((), dtype=torch.bool, device=device)
     for name, length, n in zip(("q", "kv"), lengths, size, strict=True):
         first[name] = blocks_of[name] * n
         last[name] = (first[name] + n - 1).clamp_max(length - 1)
         cut = cut | (first[name] + n > length)
-    grid = Grid(first, last, {k: blocks_of[k] for k in ("q", "kv")}, dict(zip(("q", "kv"), size, strict=True)))
+    whole = torch.where(cut, blocks.PARTIAL, blocks.FULL).to(torch.int8)
     if program.mask is None:
-        visible = torch.ones(shape), torch.ones(shape)
-    else:
-        found = bounds(program.mask, grid, arguments.tensors, arguments.integers)
-        visible = found.low.expand(shape), found.high.expand(shape)
-    full, some = visible[0] > 0, visible[1] > 0
-    table = torch.where(full, torch.where(cut, blocks.PARTIAL, blocks.FULL), blocks.HIDDEN).expand(shape).clone()
-    unknown = (some & ~full).nonzero()
+        return whole.expand(shape)
+    grid = Grid(first, last, {k: blocks_of[k] for k in ("q", "kv")}, dict(zip(("q", "kv"), size, strict=True)))
+    found = bounds(program.mask, grid, arguments.tensors, arguments.integers)
+    unsettled = torch.where(found.high > 0, blocks.UNKNOWN, blocks.HIDDEN).to(torch.int8)
+    return torch.where(found.low > 0, whole, unsettled).expand(shape)
+
+
+def _look_at_pairs(
+    table: torch.Tensor,
+    program: Program,
+    arguments: Arguments,
+    first_row: int,
+    lengths: tuple[int, int],
+    size: tuple[int, int],
+) -> None:
+    """Settles the unknown blocks of a table."""
+    unknown = (table == blocks.UNKNOWN).nonzero()
     step = max(1, MOST_PAIRS // (size[0] * size[1]))
     for start in range(0, len(unknown), step):
         at = unknown[start : start + step]
-        table[tuple(at.T)] = _evaluated(program, arguments, at, first_row, lengths, size)
-    return table.to(torch.int8)
+        table[tuple(at.T)] = _evaluated(program, arguments, at, first_row, lengths, size).to(torch.int8)
 
 
 def _evaluated(

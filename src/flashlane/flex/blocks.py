@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-HIDDEN, PARTIAL, FULL = 0, 1, 2
-"""States of a block: no pair is visible; the mask function says which ones are; all are."""
+HIDDEN, PARTIAL, FULL, UNKNOWN = 0, 1, 2, 3
+"""States of a block: no pair is visible; the mask function says which ones are; all are; not looked at yet."""
 
 
 def states(block_mask: Any) -> torch.Tensor:

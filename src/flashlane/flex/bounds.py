@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,11 +51,11 @@ def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], intege
             low, high = grid.first[str(e.value)].double(), grid.last[str(e.value)].double()
         elif e.op in ("constant", "integer"):
             number = e.value if e.op == "constant" else integers[e.value[0]]  # type: ignore[index]
-            low = high = torch.tensor(float(number), dtype=torch.float64, device=device)  # type: ignore[arg-type]
+            low = high = torch.full((), float(number), dtype=torch.float64, device=device)  # type: ignore[arg-type]
         elif e.op == "load":
             low, high = _load(e, tensors[e.value], operands, grid)  # type: ignore[index]
         else:
-            low, high = _operation(e, operands)
+            low, high = _operation(e, operands, integers)
         if e.dtype == "bool":
             low, high = low.nan_to_num(0).clamp(0, 1), high.nan_to_num(1).clamp(0, 1)
         found[e] = Bounds(
@@ -89,9 +90,9 @@ def _reduced(tensor: torch.Tensor, axis: int, size: int, least: bool) -> torch.T
     return (blocks.amin(-1) if least else blocks.amax(-1)).movedim(-1, axis)
 
 
-def _operation(e: Expression, x: list[Bounds]) -> tuple[torch.Tensor, torch.Tensor]:
+def _operation(e: Expression, x: list[Bounds], integers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     op, low = e.op, x[0].low
-    everything = low.new_tensor(-INFINITY), low.new_tensor(INFINITY)
+    everything = low.new_full((), -INFINITY), low.new_full((), INFINITY)
     if op in ("lt", "le", "gt", "ge", "eq", "ne"):
         return _comparison(op, *x)
     if op == "where":
@@ -117,7 +118,8 @@ def _operation(e: Expression, x: list[Bounds]) -> tuple[torch.Tensor, torch.Tens
         least = getattr(torch, op)
         return least(x[0].low, x[1].low), least(x[0].high, x[1].high)
     if op in ("floordiv", "remainder") and e.operands[1].op in ("constant", "integer") and e.dtype not in FLOATING:
-        return _divided(op, x[0], x[1].low, everything)
+        value: Any = e.operands[1].value
+        return _divided(op, x[0], value if e.operands[1].op == "constant" else integers[value[0]], everything)
     if op in ("cast", "detach"):
         if e.dtype == "bool":
             return ((x[0].low > 0) | (x[0].high < 0)).double(), ((x[0].low != 0) | (x[0].high != 0)).double()
@@ -158,9 +160,9 @@ def _logic(op: str, x: list[Bounds]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _divided(
-    op: str, a: Bounds, divisor: torch.Tensor, everything: tuple[torch.Tensor, torch.Tensor]
+    op: str, a: Bounds, divisor: int, everything: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if not divisor > 0:
+    if divisor <= 0:
         return everything
     low, high = (a.low / divisor).floor(), (a.high / divisor).floor()
     if op == "floordiv":

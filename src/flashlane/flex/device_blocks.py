@@ -1,4 +1,4 @@
-"""Block lists on a GPU: states from column intervals or from a mask program, and lists from states."""
+"""Block lists on a GPU: states from column intervals, or of unknown blocks from a mask program; lists from states."""
 
 from __future__ import annotations
 
@@ -100,40 +100,36 @@ def interval_states(
 
 @functools.cache
 def _program_params(program_params: type[ctypes.Structure]) -> type[ctypes.Structure]:
-    fields = [("program", program_params), ("states", ctypes.c_void_p)]
-    fields += [(name, ctypes.c_int) for name in ("heads", "queries", "keys")]  # type: ignore[list-item]
+    fields = [("program", program_params), ("states", ctypes.c_void_p), ("count", ctypes.c_longlong)]
+    fields += [(name, ctypes.c_int) for name in ("heads", "rows", "columns", "queries", "keys")]  # type: ignore[list-item]
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
 
-def program_states(
+def look_at_pairs(
+    states: torch.Tensor,
     program: Program,
     arguments: Arguments,
-    sizes: tuple[int, int],
     lengths: tuple[int, int],
     block_size: tuple[int, int],
-    device: torch.device,
-) -> torch.Tensor:
-    """The states of all blocks, int8 ``(batch, heads, rows, columns)``, by evaluating the program's mask.
+) -> None:
+    """Settle the unknown blocks of a table of states by the mask of a program, pair by pair.
 
     Args:
+        states: int8 ``(batch, heads, rows, columns)`` on a GPU.
         program: its mask is evaluated.
         arguments: what the program reads.
-        sizes: batch size and heads.
         lengths: queries and keys.
         block_size: queries and keys of a block.
-        device: a CUDA device.
     """
-    rows, columns = _blocks(lengths, block_size)
-    states = torch.empty(*sizes, rows, columns, dtype=torch.int8, device=device)
     if not states.numel():
-        return states
+        return
     kernel = program_source(program, block_size)
-    threads = dict(kernel.constants)["THREADS"]
+    threads = int(dict(kernel.constants)["THREADS"])
     given = program.params(arguments)
-    params = _program_params(type(given))(given, states.data_ptr(), sizes[1], *lengths)
-    with on_device(device.index):
-        _function(kernel, device.index).launch((columns, rows, sizes[0] * sizes[1]), (int(threads), 1, 1), 0, params)
-    return states
+    params = _program_params(type(given))(given, states.data_ptr(), states.numel(), *states.shape[1:], *lengths)
+    index = states.device.index
+    with on_device(index):
+        _function(kernel, index).launch((-(-states.numel() // threads), 1, 1), (threads, 1, 1), 0, params)
 
 
 def block_mask(

@@ -39,7 +39,7 @@ def evaluate(
             values[e] = inputs[str(e.value)].to(torch_type(e.dtype))
         elif e.op in ("constant", "integer"):
             number = e.value if e.op == "constant" else integers[e.value[0]]  # type: ignore[index]
-            values[e] = torch.tensor(number, device=device).to(torch_type(e.dtype))
+            values[e] = torch.full((), number, dtype=torch_type(e.dtype), device=device)  # type: ignore[arg-type]
         elif e.op == "load":
             values[e] = _load(tensors[e.value], operands)  # type: ignore[index]
         else:

@@ -1,0 +1,140 @@
+"""``flashlane mask``: the named masks, drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashlane.cli import complete
+from flashlane.cli import options as o
+from flashlane.flex.catalogue import NAMED, Parameters, mask_of
+
+THE_MASK = "The mask"
+TOKENS = 64
+
+
+def mask_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="Which mask. Default: a list of all.", autocompletion=complete.one_of(tuple(NAMED))
+        ),
+    ] = None,
+    tokens: Annotated[int, o.option("--N", help="Tokens: queries and keys.", panel=THE_MASK)] = TOKENS,
+    window: Annotated[
+        str | None, o.option("--window", help="Keys to the left,right; of a neighbourhood, by axis.", panel=THE_MASK)
+    ] = None,
+    first: Annotated[int, o.option("--first", help="First keys that all see: attention sinks.", panel=THE_MASK)] = 0,
+    lengths: Annotated[
+        str | None, o.option("--lengths", help="Tokens of each document or segment: 20,12,32.", panel=THE_MASK)
+    ] = None,
+    parents: Annotated[
+        str | None, o.option("--parents", help="Parent of each segment of a tree: -1,0,0.", panel=THE_MASK)
+    ] = None,
+    block: Annotated[int | None, o.option("--block", help="Tokens of a block or chunk.", panel=THE_MASK)] = None,
+    prefix: Annotated[int | None, o.option("--prefix", help="Tokens of the prefix.", panel=THE_MASK)] = None,
+    grid: Annotated[
+        str | None, o.option("--grid", help="Shape of a neighbourhood's tokens: 8,8.", panel=THE_MASK)
+    ] = None,
+    block_size: Annotated[
+        int, o.option("--block-size", help="Queries and keys of a block of the lists.", panel=o.OUTPUT)
+    ] = 128,
+    show: Annotated[bool, o.option("--show", help="Draw it here.", panel=o.OUTPUT)] = False,
+    png: Annotated[
+        Path | None, o.option("--png", help="Draw it into this file; without NAME, all of them.", panel=o.OUTPUT)
+    ] = None,
+    json_: Annotated[
+        Path | None, o.option("--json", help="Write the figures to this file; - prints only them.", panel=o.OUTPUT)
+    ] = None,
+) -> None:
+    """Draw a named mask of flex_attention, and count the blocks of its lists; needs no GPU.
+
+    Rows are queries, columns keys; what is drawn is visible. Each mask is a function of flashlane.flex.masks.
+
+    Exit status: 0 done, 2 bad input, 3 a file cannot be written.
+
+    Examples:
+
+      flashlane mask causal-documents --lengths 20,12,32 --show
+
+      flashlane mask sliding-window --N 4096 --window 512,0 --first 4 --show --png window.png
+    """
+    given = Parameters(
+        tokens,
+        _numbers("--window", window),
+        first,
+        _numbers("--lengths", lengths),
+        _numbers("--parents", parents),
+        block,
+        prefix,
+        _numbers("--grid", grid),
+    )
+    _check(tokens, block, block_size, png)
+    if name is None:
+        if given != Parameters(tokens) or show or json_ is not None:
+            raise ValueError("NAME is missing; without it --N and --png are all there is to say")
+        _list_all(tokens, png, block_size)
+        return
+    mask = mask_of(name, given)
+    from flashlane.bench.present.table import make_console
+    from flashlane.core.files import write_named
+    from flashlane.inspect import mask_view
+
+    found = mask_view.facts(mask, tokens, block_size)
+    if png is not None:
+        mask_view.save_png([(f"{name}, {tokens} tokens", mask, tokens)], png, block_size)
+    if json_ is not None:
+        text = json.dumps(found, indent=1)
+        if str(json_) == "-":
+            typer.echo(text)
+            return
+        write_named(json_, text + "\n", "--json")
+    console = make_console()
+    if show:
+        for line in mask_view.lines_of(mask_view.dense(mask, tokens)):
+            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    total = found["full"] + found["partial"] + found["hidden"]
+    console.print(f"{name}: {NAMED[name].summary}", markup=False, highlight=False)
+    console.print(
+        f"{tokens} tokens in blocks of {block_size}: {found['full']} full, {found['partial']} partial and "
+        f"{found['hidden']} hidden of {total}",
+        highlight=False,
+    )
+    rows = found["intervals"]
+    console.print("its rows are not a few intervals" if rows is None else f"intervals a row: {rows}", highlight=False)
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} is {text!r}; it is whole numbers with commas: 20,12,32") from None
+
+
+def _check(tokens: int, block: int | None, block_size: int, png: Path | None) -> None:
+    for option, number in (("--N", tokens), ("--block", block), ("--block-size", block_size)):
+        if number is not None and number < 1:
+            raise ValueError(f"{option} is {number}; at least 1")
+    if png is not None and png.suffix != ".png":
+        raise ValueError(f"--png is {str(png)!r}; it names a file that ends in .png")
+
+
+def _list_all(tokens: int, png: Path | None, block_size: int) -> None:
+    from flashlane.bench.present.table import make_console
+
+    console = make_console()
+    if png is not None:
+        from flashlane.inspect import mask_view
+
+        pictures = [(name, mask_of(name, Parameters(tokens)), tokens) for name in NAMED]
+        mask_view.save_png(pictures, png, block_size)
+    width = max(map(len, NAMED))
+    for name, named in NAMED.items():
+        console.print(f"[bold]{name:{width}}[/]  {named.summary}", highlight=False)
+        if named.takes:
+            console.print(f"{'':{width}}  [dim]{', '.join(f'--{field}' for field in named.takes)}[/]", highlight=False)

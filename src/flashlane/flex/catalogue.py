@@ -1,0 +1,185 @@
+"""The named masks by their names, with the parameters that a command line gives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashlane.flex.masks import Mask
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a named mask may be given; None is the mask's own choice for the length."""
+
+    tokens: int
+    window: tuple[int, ...] | None = None
+    """Keys to the left and right, or the positions of a neighbourhood along each axis."""
+    first: int = 0
+    """Keys that every later query sees (attention sinks)."""
+    lengths: tuple[int, ...] | None = None
+    """Of documents, or of a tree's segments; their sum is the number of tokens."""
+    parents: tuple[int, ...] | None = None
+    """The parent of each segment of a tree, -1 for a root."""
+    block: int | None = None
+    prefix: int | None = None
+    grid: tuple[int, ...] | None = None
+    """The shape of the grid of tokens of a neighbourhood."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """One of the masks."""
+
+    summary: str
+    takes: tuple[str, ...]
+    """Fields of :class:`Parameters`."""
+    make: Callable[[Parameters], Mask]
+
+
+def mask_of(name: str, given: Parameters) -> Mask:
+    """A named mask.
+
+    Raises:
+        ValueError: there is no mask of that name, it does not take what is given, or the numbers do not fit.
+    """
+    if name not in NAMED:
+        raise ValueError(f"name is {name!r}; it may be {', '.join(NAMED)}")
+    named, default = NAMED[name], Parameters(given.tokens)
+    for field in ("window", "first", "lengths", "parents", "block", "prefix", "grid"):
+        if getattr(given, field) != getattr(default, field) and field not in named.takes:
+            takes = ", ".join(named.takes) or "no parameter"
+            raise ValueError(f"{field} is {getattr(given, field)}; {name} takes {takes}")
+    return named.make(given)
+
+
+def _offsets(given: Parameters) -> list[int]:
+    lengths = given.lengths or _shares(given.tokens, (5, 2, 4, 1, 4))
+    if sum(lengths) != given.tokens or min(lengths) < 1:
+        raise ValueError(f"lengths is {lengths}; they are positive, and their sum must be {given.tokens}")
+    return [0, *itertools.accumulate(lengths)]
+
+
+def _shares(total: int, parts: tuple[int, ...]) -> tuple[int, ...]:
+    """A number in parts of about these proportions."""
+    ends = [round(total * end / sum(parts)) for end in itertools.accumulate(parts)]
+    return tuple(b - a for a, b in itertools.pairwise([0, *ends]) if b > a)
+
+
+def _causal(p: Parameters) -> Mask:
+    from flashlane.flex import masks
+
+    return masks.causal()
+
+
+def _window(p: Parameters) -> Mask:
+    from flashlane.flex import masks
+
+    window = p.window or (max(1, p.tokens // 5), 0)
+    if len(window) > 2:
+        raise ValueError(f"window is {window}; it may be one or two numbers: keys to the left and to the right")
+    left, right = (*window, 0)[:2]
+    return masks.sliding_window(left, right, p.first)
+
+
+def _documents(causal: bool) -> Callable[[Parameters], Mask]:
+    def make(p: Parameters) -> Mask:
+        import torch
+
+        from flashlane.flex import masks
+
+        return masks.documents(torch.tensor(_offsets(p)), causal)
+
+    return make
+
+
+def _block_causal_documents(p: Parameters) -> Mask:
+    import torch
+
+    from flashlane.flex import masks
+
+    return masks.block_causal_documents(torch.tensor(_offsets(p)), p.block or max(1, p.tokens // 16))
+
+
+def _prefix_lm(p: Parameters) -> Mask:
+    from flashlane.flex import masks
+
+    return masks.prefix_lm(p.tokens // 3 if p.prefix is None else p.prefix)
+
+
+def _chunks(causal: bool) -> Callable[[Parameters], Mask]:
+    def make(p: Parameters) -> Mask:
+        from flashlane.flex import masks
+
+        return masks.chunks(p.block or max(1, p.tokens // 4), causal)
+
+    return make
+
+
+def _prefix_tree(p: Parameters) -> Mask:
+    from flashlane.flex import masks
+
+    if (p.parents is None) != (p.lengths is None):
+        raise ValueError("parents and lengths go together: a tree's segments have both")
+    parents, lengths = p.parents or (-1, 0, 1, 1, 0, 4), p.lengths or _shares(p.tokens, (3, 2, 3, 3, 2, 3))
+    if sum(lengths) != p.tokens:
+        raise ValueError(f"lengths is {lengths}; their sum must be {p.tokens}")
+    return masks.prefix_tree(parents, lengths)
+
+
+def _block_diffusion(p: Parameters) -> Mask:
+    from flashlane.flex import masks
+
+    if p.tokens % 2:
+        raise ValueError(f"tokens is {p.tokens}; block diffusion has each token twice, noised and clean")
+    return masks.block_diffusion(p.tokens // 2, p.block or max(1, p.tokens // 16))
+
+
+def _neighbourhood(axes: int) -> Callable[[Parameters], Mask]:
+    def make(p: Parameters) -> Mask:
+        from flashlane.flex import masks
+
+        grid = p.grid or _grid(p.tokens, axes)
+        window = p.window or tuple(max(1, n // 2) for n in grid)
+        if len(grid) != axes:
+            raise ValueError(f"grid is {grid}; it must have {axes} numbers")
+        product = 1
+        for n in grid:
+            product *= n
+        if product != p.tokens:
+            raise ValueError(f"grid is {grid}, which are {product} tokens; there are {p.tokens}")
+        return masks.neighbourhood(grid, window)
+
+    return make
+
+
+def _grid(tokens: int, axes: int) -> tuple[int, ...]:
+    """Factors of about equal size."""
+    found: list[int] = []
+    for left in range(axes, 1, -1):
+        side = max(n for n in range(1, int(tokens ** (1 / left) + 1e-9) + 1) if tokens % n == 0)
+        found.append(side)
+        tokens //= side
+    return (*found, tokens)
+
+
+NAMED: dict[str, Named] = {
+    "causal": Named("a token sees itself and all before it", (), _causal),
+    "sliding-window": Named("the last tokens, and the first ones as sinks", ("window", "first"), _window),
+    "documents": Named("packed documents, each sees itself", ("lengths",), _documents(False)),
+    "causal-documents": Named("packed documents, causal in each", ("lengths",), _documents(True)),
+    "block-causal-documents": Named(
+        "packed documents, causal by blocks of tokens", ("lengths", "block"), _block_causal_documents
+    ),
+    "prefix-lm": Named("a prefix that all see, then causal", ("prefix",), _prefix_lm),
+    "chunks": Named("chunks of equal size, each sees itself", ("block",), _chunks(False)),
+    "causal-chunks": Named("chunks of equal size, causal in each", ("block",), _chunks(True)),
+    "prefix-tree": Named("sequences that share prefixes: a tree, depth first", ("parents", "lengths"), _prefix_tree),
+    "block-diffusion": Named("noised tokens in blocks, then clean ones", ("block",), _block_diffusion),
+    "neighbourhood-1d": Named("NATTEN's neighbourhood in a line", ("grid", "window"), _neighbourhood(1)),
+    "neighbourhood-2d": Named("NATTEN's neighbourhood in a picture", ("grid", "window"), _neighbourhood(2)),
+    "neighbourhood-3d": Named("NATTEN's neighbourhood in a video", ("grid", "window"), _neighbourhood(3)),
+}

@@ -1,0 +1,84 @@
+"""``flashlane mask``: the picture in a terminal, the counts of blocks, the PNG, and wrong arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flashlane.cli.main import app
+from flashlane.flex.catalogue import NAMED, Parameters, mask_of
+from flashlane.inspect import mask_view
+
+PNG = b"\x89PNG"
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["mask", *arguments], env={"COLUMNS": "80"})
+    return done.exit_code, done.output
+
+
+def test_the_picture_is_the_mask() -> None:
+    rc, said = run("causal-documents", "--N", "6", "--lengths", "2,1,3", "--show", "--block-size", "2")
+    assert rc == 0, said
+    dense = mask_view.dense(mask_of("causal-documents", Parameters(6, lengths=(2, 1, 3))), 6)
+    drawn = [line[2:] for line in said.splitlines()[:3]]
+    for row in range(6):
+        cells = drawn[row // 2].ljust(6)
+        assert [c in ("█", "▀▄"[row % 2]) for c in cells] == dense[row].tolist(), row
+    assert "6 tokens in blocks of 2: 1 full, 3 partial and 5 hidden of 9" in said or "of 9" in said
+
+
+def test_counts_are_those_of_the_lists() -> None:
+    rc, said = run("causal", "--N", "1024", "--json", "-")
+    assert rc == 0 and json.loads(said) == {
+        "mask": "causal", "tokens": 1024, "block": 128, "full": 28, "partial": 8, "hidden": 28, "intervals": 1
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_mask_is_drawn_in_80_columns(name: str) -> None:
+    for tokens in ("64", "100"):
+        rc, said = run(name, "--show", "--N", tokens)
+        assert rc == 0 and max(map(len, said.splitlines())) <= 80, said
+    rc, listed = run()
+    assert rc == 0 and f"{name} " in listed and max(map(len, listed.splitlines())) <= 80
+
+
+def test_shades_are_shares_of_visible_pairs() -> None:
+    pairs = torch.zeros(144, 144, dtype=torch.bool)
+    pairs[:72, :72], pairs[0, 80] = True, True
+    lines = mask_view.lines_of(pairs)
+    assert len(lines) == 36 and lines[0] == "█" * 36 + "    ░" and lines[17] == "█" * 36 and lines[18] == ""
+
+
+def test_pngs_of_one_and_of_all(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for arguments in (("chunks", "--block", "8", "--png"), ("--png",)):
+        path = tmp_path / f"{len(arguments)}.png"
+        rc, said = run(*arguments, str(path))
+        assert rc == 0 and path.read_bytes().startswith(PNG), said
+
+
+WRONG = {
+    "name is 'nope'; it may be causal, sliding-window": ["nope"],
+    "window is (3,); chunks takes block": ["chunks", "--window", "3"],
+    "--lengths is 'a'; it is whole numbers": ["documents", "--lengths", "a"],
+    "lengths is (3, 4); they are positive, and their sum must be 64": ["documents", "--lengths", "3,4"],
+    "--N is 0; at least 1": ["causal", "--N", "0"],
+    "a picture may have 1 to 4096": ["causal", "--N", "5000", "--show"],
+    "names a file that ends in .png": ["causal", "--png", "x.jpg"],
+    "grid is (3, 3), which are 9 tokens; there are 64": ["neighbourhood-2d", "--grid", "3,3"],
+    "NAME is missing": ["--show"],
+    "each token twice": ["block-diffusion", "--N", "63"],
+    "parents and lengths go together": ["prefix-tree", "--parents=-1,0"],
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_named(message: str) -> None:
+    rc, said = run(*WRONG[message])
+    assert rc == 2 and message in " ".join(said.split()), said
