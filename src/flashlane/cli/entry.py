@@ -69,10 +69,12 @@ def main() -> NoReturn:
 
 
 def _run() -> int:
+    from typer.main import get_command
+
     from flashlane.cli.main import app
 
     try:
-        app()
+        status = get_command(app).main(standalone_mode=False)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     except KeyboardInterrupt:
@@ -81,7 +83,26 @@ def _run() -> int:
     except OSError as error:  # what no command handles: the shell's own files, for its completion
         sys.stderr.write(f"error: {error.filename or 'a file'} cannot be written: {error.strerror or error}\n")
         return 2
-    return 0
+    except Exception as error:
+        if type(error).__name__ == "Abort":  # the end of stdin where a question was asked
+            return 1
+        if not hasattr(error, "exit_code"):
+            raise
+        return _misused(error)
+    return status if isinstance(status, int) else 0
+
+
+def _misused(error: Any) -> int:
+    """Say what the parser refuses: in a line and a hint, as the box that typer draws takes a third of a second."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+    else:
+        text = " ".join(error.format_message().split())
+        sys.stderr.write(f"error: {text[:1].lower()}{text[1:]}\n")
+        if context is not None:
+            sys.stderr.write(f"{context.command_path} --help says what there is\n")
+    return int(error.exit_code)
 
 
 def loaded() -> None:
