@@ -14,6 +14,8 @@ template <typename T>
 __device__ __forceinline__ T read(const T* from) { return *from; }
 __device__ __forceinline__ float read(const __half* from) { return __half2float(*from); }
 __device__ __forceinline__ float read(const __nv_bfloat16* from) { return __bfloat162float(*from); }
+// Exact for |x| < 2^22. A conversion runs at the rate of the special functions, of which exponentials need all.
+__device__ __forceinline__ float float_of_position(int x) { return __int_as_float(0x4b400000 + x) - 12582912.f; }
 __device__ __forceinline__ float rounded_to_f16(float x) { return __half2float(__float2half_rn(x)); }
 __device__ __forceinline__ float rounded_to_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 

@@ -37,13 +37,14 @@ def literal(number: float | int | bool, dtype: str) -> str:
     return f"static_cast<int>({int(number) & (2**32 - 1)}u)"
 
 
-def body(root: Expression, captured: tuple[str, ...], result: str) -> str:
+def body(root: Expression, captured: tuple[str, ...], result: str, short: bool = False) -> str:
     """The statements of a function of (p, score, b, h, q, kv) that returns ``root`` converted to the type ``result``.
 
     Args:
         root: the expression.
         captured: the type of each captured tensor.
         result: a C++ type.
+        short: positions are below 2^22, as those that the attention kernels ask about.
     """
     names: dict[Expression, str] = {}
     negative: dict[Expression, bool] = {}
@@ -56,7 +57,7 @@ def body(root: Expression, captured: tuple[str, ...], result: str) -> str:
         else:
             name = names[e] = f"v{len(lines)}"
             arguments = [names[operand] for operand in e.operands]
-            text = _load(e, arguments, captured, negative) if e.op == "load" else _text(e, arguments, negative)
+            text = _load(e, arguments, captured, negative) if e.op == "load" else _text(e, arguments, negative, short)
             lines.append(f"const {C_TYPES[e.dtype]} {name} = {text};")
     return "\n".join(f"        {line}" for line in [*lines, f"return static_cast<{result}>({names[root]});"])
 
@@ -70,13 +71,15 @@ def _load(e: Expression, indices: list[str], captured: tuple[str, ...], negative
     return f"program::read(static_cast<const {IN_MEMORY[captured[i]]}*>(p.data[{i}]){offset})"  # type: ignore[index]
 
 
-def _text(e: Expression, a: list[str], negative: dict[Expression, bool]) -> str:
+def _text(e: Expression, a: list[str], negative: dict[Expression, bool], short: bool) -> str:
     op, floating = e.op, e.operands and e.operands[0].dtype in ("f32", "f64")
     if op == "input":
         return f"static_cast<{C_TYPES[e.dtype]}>({e.value})"
     if op == "integer":
         return f"p.integer[{e.value[0]}]"  # type: ignore[index]
     if op == "cast":
+        if short and e.dtype == "f32" and _is_distance(e.operands[0]):
+            return f"program::float_of_position({a[0]})"
         return _cast(e, a[0])
     if op == "detach":
         return a[0]
@@ -122,6 +125,13 @@ def _power(e: Expression, a: str) -> str | None:
     one = "1.f" if e.dtype == "f32" else "1."
     short = {2: f"{a} * {a}", 3: f"{a} * {a} * {a}", 1: a, -1: f"{one} / {a}"}
     return next((text for power, text in short.items() if is_constant(e.operands[1], power)), None)
+
+
+def _is_distance(e: Expression) -> bool:
+    """Whether an integer is a position, or the distance of two."""
+    if e.op in ("neg", "abs"):
+        return _is_distance(e.operands[0])
+    return e.dtype == "i32" and (e.op == "input" or (e.op == "sub" and all(o.op == "input" for o in e.operands)))
 
 
 def _cast(e: Expression, a: str) -> str:

@@ -99,8 +99,10 @@ class Program:
         types = tuple(t.dtype for t in self.captured)
         identity, one, always = (f"        return {value};" for value in ("score", "1.f", "true"))
         bodies = {
-            "SCORE": identity if self.score is None else device_text.body(self.score, types, "float"),
-            "DERIVATIVE": one if self.derivative is None else device_text.body(self.derivative, types, "float"),
+            "SCORE": identity if self.score is None else device_text.body(self.score, types, "float", short=True),
+            "DERIVATIVE": one
+            if self.derivative is None
+            else device_text.body(self.derivative, types, "float", short=True),
             "VISIBLE": always if self.mask is None else device_text.body(self.mask, types, "bool"),
         }
         flags = {"HAS_SCORE": self.score, "HAS_MASK": self.mask, "HAS_DERIVATIVE": self.derivative}

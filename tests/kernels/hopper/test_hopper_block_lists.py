@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flashlane.kernels.hopper.block_lists import (
     FULL,
+    LAST,
     PARTIAL,
     STATE_BITS,
     UNIT,
@@ -90,6 +91,11 @@ def test_lists_have_every_visible_pair_and_full_blocks_no_other(case: Case) -> N
             for tile, count in enumerate(lists.counts[b, h].tolist()):
                 words = lists.entries[b, h, tile, :count].tolist()
                 assert len({word >> STATE_BITS for word in words}) == count
+                for part in range(case.tile_rows // UNIT):  # the forward walks from the end
+                    seen = [i for i, word in enumerate(words) if word >> 2 * part & 3]
+                    assert [i for i, word in enumerate(words) if word >> LAST + part & 1] == seen[:1]
+                    if case.tile_rows == 2 * UNIT and seen:
+                        assert seen == list(range(seen[0], seen[-1] + 1))
                 for word in words:
                     first = (word >> STATE_BITS) * case.block_columns
                     for part in range(case.tile_rows // UNIT):

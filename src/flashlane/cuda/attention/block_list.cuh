@@ -28,13 +28,15 @@ struct MaskBits {
     }
 };
 
-// An entry: a block, and its state for each 64 rows of the tile, two bits each.
+// An entry: a block; its state for each 64 rows of up to four of the tile, two bits each; and for each whether it is the last one in
+// which they see anything, in the order in which the forward walks over the list.
 struct ListedBlock {
     int word;
 
-    static constexpr int STATE_BITS = 8;
+    static constexpr int STATE_BITS = 12, LAST = 8;
     __device__ __forceinline__ int block() const { return word >> STATE_BITS; }
     __device__ __forceinline__ int state(int rows) const { return word >> 2 * rows & 3; }
+    __device__ __forceinline__ bool last(int rows) const { return word >> (LAST + rows) & 1; }
 };
 
 struct BlockLists {

@@ -6,13 +6,13 @@
 #include "math.cuh"
 #include "program.cuh"
 
-// Scores of an m64nN accumulator whose rows are queries, to base 2. `query` and `key` are the thread's first ones.
+// Scores of an m64nN accumulator whose rows are queries, in natural units. `query` and `key` are the thread's first ones.
 template <int N>
 __device__ __forceinline__ void transform_by_program(const ProgramParams& params, float (&s)[N], float scale, int batch, int head,
                                                      int query, int key) {
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        s[i] = Program::score(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i)) * LOG2_E;
+        s[i] = Program::score(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i));
 }
 
 // −∞ where a query does not see a key, or the key does not exist.

@@ -16,8 +16,9 @@ UNIT = 64
 """Rows of a consumer warpgroup: the finest blocks of a mask."""
 NONE, PARTIAL, FULL = range(3)
 """What 64 rows see of a block."""
-STATE_BITS = 8
-"""Bits of an entry below its block: two for each 64 rows of a tile."""
+STATE_BITS, LAST = 12, 8
+"""Bits of an entry below its block: two for the state of each 64 rows of a tile, from ``LAST`` on one for whether it is
+the last entry in which they see anything."""
 
 
 class MaskBitsParams(ctypes.Structure):
@@ -130,7 +131,10 @@ def tile_lists(
     listed = words > 0
     words |= torch.arange(blocks, dtype=torch.int32, device=states.device) << STATE_BITS
     counts = listed.sum(-1, dtype=torch.int32)
-    places = torch.argsort(~listed, dim=-1, stable=True)
+    places = torch.argsort(_turn(states), dim=-1, stable=True)
+    seen = (states > 0).gather(3, places[..., None].expand_as(states))
+    last = (seen & (seen.cumsum(3, dtype=torch.int32) == 1)).int() << (shifts // 2 + LAST)
+    words = words.gather(-1, places) | last.sum(-1, dtype=torch.int32)
     steps = counts if heads == 1 or group == 1 else counts.view(batch, -1, group, tiles).sum(2, dtype=torch.int32)
     order = torch.argsort(steps, dim=-1, descending=True, stable=True)
     steps = steps.gather(-1, order) * (group if heads == 1 else 1)
@@ -141,4 +145,20 @@ def tile_lists(
         earlier = listed.gather(2, at).int().cumsum(2, dtype=torch.int32) - 1
         ranks = torch.empty_like(earlier).scatter_(2, at, earlier).gather(-1, places).contiguous()
     in_order = torch.stack((order.int(), steps), -1).contiguous()
-    return BlockLists(counts, words.gather(-1, places), in_order, ranks, bits or MaskBitsParams())
+    return BlockLists(counts, words, in_order, ranks, bits or MaskBitsParams())
+
+
+def _turn(states: torch.Tensor) -> torch.Tensor:
+    """The turn of each block in its list, which the forward walks over from the end.
+
+    Blocks that only the last rows of a tile see come last, and those that only the first rows see come first, so that
+    the blocks of most rows follow each other, and what is hidden from them is at the ends.
+
+    Args:
+        states: ``(batch, head, tile, block, part)``.
+    """
+    parts = states.shape[-1]
+    hidden = (states == NONE).int()
+    first, last = hidden.cumprod(-1).sum(-1), hidden.flip(-1).cumprod(-1).sum(-1)
+    turn = torch.where(last == 0, first, torch.where(first == 0, -last, 0))
+    return torch.where(first == parts, parts, turn)

@@ -1,7 +1,7 @@
 """Attention on Hopper with a score and a mask as programs, and with lists of blocks: :func:`forward`, :func:`backward`.
 
 The kernels are those of ``hopper/forward`` and ``hopper/backward``, compiled with ``program.cuh`` and with lists of
-blocks in the place of ranges. Tensors are those of torch's ``flex_attention``: ``(batch, head, row, column)``.
+blocks in the place of ranges.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flashlane.core.arch import arch_of
+from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward.config import GradientConfig
 from flashlane.kernels.hopper.flex import run_backward, run_forward
 from flashlane.kernels.hopper.flex.problem import BlockMask, Program, Window, readable, refusal
@@ -20,22 +21,19 @@ __all__ = ["backward", "forward", "supports"]
 
 
 def supports(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    program: Program | None = None,
-    block_mask: BlockMask | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask | None = None, arch: str | None = ARCH
 ) -> str | None:
     """None when the kernels take a call, else the reason in words.
 
     Args:
-        q: ``(b, h, sq, d)``.
-        k: ``(b or 1, h_k, sk, d)``.
-        v: ``(b or 1, h_k, sk, dv)``.
-        program: any is taken.
+        q: ``(b, sq, h, d)``. Where a gradient is wanted of one of the tensors, the backward must take the call, too.
+        k: ``(b or 1, sk, h_k, d)``.
+        v: ``(b or 1, sk, h_k, dv)``.
         block_mask: of the call, or None.
+        arch: the GPU's architecture, as the compiler names it.
     """
-    return refusal(*_rows_first(q, k, v), block_mask, arch_of(q.device))
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    return refusal(q, k, v, block_mask, arch) or (run_backward.refusal(q, v) if wanted else None)
 
 
 def forward(
@@ -53,9 +51,10 @@ def forward(
     """Attention whose scores and mask are a program. Rows that see no key are 0, and their LSE is −∞.
 
     Args:
-        q: ``(b, h, sq, d)`` f16 or bf16; what TMA cannot read as it lies is copied.
-        k: ``(b or 1, h_k, sk, d)``.
-        v: ``(b or 1, h_k, sk, dv)``.
+        q: ``(b, sq, h, d)`` f16 or bf16, any strides: torch's ``(b, h, sq, d)`` come transposed. What TMA cannot read
+            as it lies is copied.
+        k: ``(b or 1, sk, h_k, d)``.
+        v: ``(b or 1, sk, h_k, dv)``.
         program: a score of ``q·k · scale``, and a mask, which is asked in partial blocks.
         captured: the arguments of :meth:`Program.params`.
         block_mask: lists of partial and full blocks by query head; None: ``window`` alone hides keys, and the program
@@ -65,16 +64,15 @@ def forward(
         config: the configuration to run, or None for the table's.
 
     Returns:
-        The output ``(b, h, sq, dv)``, whose axes lie in memory in the order of q's, and the LSE, f32 ``(b, h, sq)``.
+        The output ``(b, sq, h, dv)``, whose axes lie in memory in the order of q's, and the LSE, f32 ``(b, h, sq)``.
 
     Raises:
         NotImplementedError: :func:`supports` gives a reason.
         ValueError: a window is given with a block mask.
     """
-    _check(q, k, v, program, block_mask, window)
-    operands = map(readable, _rows_first(q, k, v))
-    out, lse = run_forward.run(*operands, program, captured, block_mask, scale, window, config)
-    return out.transpose(1, 2), lse
+    _check(q, k, v, block_mask, window)
+    operands = map(readable, _of_one_batch(q, k, v))
+    return run_forward.run(*operands, program, captured, block_mask, scale, window, config)
 
 
 def backward(
@@ -108,29 +106,26 @@ def backward(
     Raises:
         NotImplementedError: :func:`supports` gives a reason, or no backward takes the head dims.
     """
-    _check(q, k, v, program, block_mask, window)
+    _check(q, k, v, block_mask, window)
+    if (reason := run_backward.refusal(q, v)) is not None:
+        raise NotImplementedError(reason)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    rows_first = _rows_first(q, k, v)
-    operands = map(readable, rows_first)
-    results = out.transpose(1, 2), lse, dout.transpose(1, 2), dlse
+    operands = map(readable, _of_one_batch(q, k, v))
     call = program, captured, block_mask, scale, window, deterministic, config
-    found = run_backward.run(*operands, *results, *call)
-    dq, dk, dv = (gradient.transpose(1, 2) for gradient in found)
+    dq, dk, dv = run_backward.run(*operands, out, lse, dout, dlse, *call)
     if k.shape[0] != q.shape[0]:
         dk, dv = (gradient.float().sum(0, keepdim=True).to(k.dtype) for gradient in (dk, dv))
     return dq, dk, dv
 
 
-def _rows_first(q: torch.Tensor, *keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors as ``(b, s, h, d)``; keys of one batch row for all are expanded."""
-    return (q.transpose(1, 2), *(t.expand(q.shape[0], -1, -1, -1).transpose(1, 2) for t in keys))
+def _of_one_batch(q: torch.Tensor, *keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors; keys of one batch row for all are expanded."""
+    return (q, *(t.expand(q.shape[0], -1, -1, -1) for t in keys))
 
 
-def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program, block_mask: BlockMask | None, window: Window
-) -> None:
-    if (reason := supports(q, k, v, program, block_mask)) is not None:
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask | None, window: Window) -> None:
+    if (reason := refusal(q, k, v, block_mask, arch_of(q.device))) is not None:
         raise NotImplementedError(reason)
     if block_mask is not None and tuple(window) != (-1, -1):
         raise ValueError(f"window is {tuple(window)} with a block mask; it may be given only without one")

@@ -14,8 +14,8 @@ from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.block_lists import UNIT
 
 MAX_HEAD_DIM = 256
-MAX_BLOCKS = 1 << 22
-"""Blocks of an entry's bits."""
+MAX_LENGTH = 1 << 22
+"""Programs convert positions to f32 exactly, and an entry of a list has bits for as many blocks."""
 Window = tuple[int, int]
 
 
@@ -62,8 +62,10 @@ def refusal(
     for name, dim in (("q and k", q.shape[-1]), ("v", v.shape[-1])):
         if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
             return f"head_dim of {name} is {dim}; it takes multiples of 8 up to {MAX_HEAD_DIM}"
-    if max(q.shape[1], k.shape[1]) > UNIT * MAX_BLOCKS:
-        return f"lengths are {q.shape[1]} and {k.shape[1]}; it takes up to {UNIT * MAX_BLOCKS}"
+    if max(q.shape[1], k.shape[1]) > MAX_LENGTH:
+        return f"lengths are {q.shape[1]} and {k.shape[1]}; it takes up to {MAX_LENGTH}"
+    if k.shape[0] not in (1, q.shape[0]):
+        return f"batch of q is {q.shape[0]} and of k {k.shape[0]}; it takes equal ones, or 1 for k"
     return None if block_mask is None else _mask_refusal(block_mask, q.shape, k.shape)
 
 

@@ -31,6 +31,14 @@ NARROW, ATOMICS = 64, 96
 """Head dims up to which there is room for the keys of two tiles, and registers for atomics to dq_accum."""
 
 
+def refusal(q: torch.Tensor, v: torch.Tensor) -> str | None:
+    """None when the backward takes the head dims of a call that the forward takes, else the reason in words."""
+    largest = max(q.shape[-1], v.shape[-1])
+    return (
+        None if largest <= ONE_CTA_HEAD_DIM else f"head_dim is {largest}; the backward takes up to {ONE_CTA_HEAD_DIM}"
+    )
+
+
 def tile_of(problem: AttentionProblem, crowded: bool, block: tuple[int, int] | None) -> GradientConfig:
     """The tile of a problem.
 
@@ -41,8 +49,6 @@ def tile_of(problem: AttentionProblem, crowded: bool, block: tuple[int, int] | N
     """
     largest = max(problem.head_dim, problem.head_dim_v)
     dims = problem.dtype_name, problem.head_dim, problem.head_dim_v
-    if largest > ONE_CTA_HEAD_DIM:
-        raise NotImplementedError(f"head_dim is {largest}; the backward takes up to {ONE_CTA_HEAD_DIM}")
     wide_blocks = largest <= NARROW and not crowded and (block is None or block[0] % 128 == 0)
     tile = OneCtaConfig(*dims, 128 if wide_blocks else 64, dq="tma_reduce_add", ping_pong="until_issued")
     if problem.deterministic:

@@ -26,7 +26,7 @@ MAX_COLUMNS_V = 256
 """Columns of v of an accumulator: 128 registers a thread."""
 REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 """Registers of a producer and of a consumer thread, by the number of consumer warpgroups."""
-REGISTERS_OF_TWO_CTAS = (24, 232)
+REGISTERS_OF_TWO_CTAS = (56, 200)
 """The same of CTAs of one consumer warpgroup, of which an SM has two."""
 TILE_CONSTANTS = ("head_dim", "head_dim_v", "columns_v", "v_slices", "block_m", "block_n", "pack_gqa", "consumers")
 TILE_CONSTANTS += ("stages", "q_stages", "cluster", "q_in_registers", "one_barrier", "pingpong", "late_wait")

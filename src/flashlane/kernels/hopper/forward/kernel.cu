@@ -66,7 +66,8 @@ struct Consumer : Mainloop {
         }
     }
 
-    // BLOCK_LISTS: all consumers walk over the whole list.
+    // BLOCK_LISTS: all consumers walk over the whole list. What is hidden from these rows is at its ends, but for what no order of
+    // the list puts there.
     __device__ __forceinline__ void walk_list() {
         const int steps = tile.listed();
         if (steps == 0) {
@@ -75,14 +76,33 @@ struct Consumer : Mainloop {
             return;
         }
         started = true;
+        int i = 0;
+        if constexpr (CONSUMERS > 1) {
+#pragma unroll 1
+            for (; i < steps; ++i) {
+                wait_kv();
+                read_listed();
+                if (listed.state(rows.warpgroup) != BLOCK_NONE) break;
+                step_without_scores();
+            }
+            if (i == steps) {
+                release_q();
+                epilogue().store_zeros(tile);
+                return;
+            }
+        }
         load_q_fragments();
         begin_rows();
         if (pv_pending) boundary_step(pending, 0, true);
         else first_step(0, true);
 #pragma unroll 1
-        for (int i = 1; i < steps; ++i) step<true>(0);
+        for (++i; !listed.last(rows.warpgroup); ++i) step<true>(0);
         if (!cfg::Q_IN_REGISTERS) release_q();
         pv_pending = true, pending = tile;
+        if constexpr (CONSUMERS > 1) {
+#pragma unroll 1
+            for (; i < steps; ++i) step_without_scores();
+        }
     }
 
     // The n-blocks that some of these rows see. The range is masked, whole, and masked again on the left of a window.
@@ -162,7 +182,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, cfg::CTAS_PER_SM
     const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / 4;
     if (warpgroup == 0) {
         setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
-        if (warp == 0 || cfg::GATHER) Producer{p, base, rank, warp}.run();
+        if (warp == 0 || cfg::GATHER) {
+            if constexpr (cfg::BLOCK_LISTS) Producer{p, base, rank, warp}.run_listed();
+            else Producer{p, base, rank, warp}.run();
+        }
     } else {
         setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
         Consumer(p, base, warpgroup - 1).run();

@@ -220,13 +220,13 @@ struct Mainloop {
     __device__ __forceinline__ void step(int n_block) {
         float alpha[2];
         wait_kv();
-        read_listed();
         zero_out_of_bounds_v();
         pingpong_wait();
         wgmma_fence();
         gemm_qk();
         gemm_pv();
         pingpong_arrive();
+        read_listed();
         load_mask_bits();
         wgmma_wait<1>(s);
         release_k();
@@ -241,11 +241,11 @@ struct Mainloop {
     // The first n-block of a tile when no P·V is pending.
     __device__ __forceinline__ void first_step(int n_block, bool masked) {
         wait_kv();
-        read_listed();
         pingpong_wait();
         wgmma_fence();
         gemm_qk();
         pingpong_arrive();
+        read_listed();
         load_mask_bits();
         wgmma_wait<0>(s);
         release_k();
@@ -258,13 +258,13 @@ struct Mainloop {
     __device__ __forceinline__ void boundary_step(const WorkTile& done, int n_block, bool masked) {
         float inverse[2];
         wait_kv();
-        read_listed();
         zero_out_of_bounds_v();
         pingpong_wait();
         wgmma_fence();
         gemm_qk();
         gemm_pv();
         pingpong_arrive();
+        read_listed();
         load_mask_bits();
         epilogue().store_lse(done, softmax, inverse);
         wgmma_wait<1>(s);

@@ -37,8 +37,8 @@ static_assert(BLOCK_M == CTA_ROWS * CLUSTER && CTA_ROWS % PACK_GQA == 0 && BLOCK
 static_assert(CLUSTER == 1 || (CLUSTER == 2 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
 static_assert(!cfg::GATHER || cfg::PAGED);
 static_assert(!cfg::BLOCK_LISTS || (CLUSTER == 1 && PACK_GQA == 1 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
-// Scores are in base 2 before their maximum is taken; the scale can otherwise wait for the exponent's FFMA.
-constexpr bool SCALED = !Score::LATE_SCALE || Program::HAS_SCORE;
+// Scores are in base 2 before their maximum is taken; their last factor can otherwise wait for the exponent's FFMA.
+constexpr bool SCALED = !Score::LATE_SCALE && !Program::HAS_SCORE;
 // Rows may see no key of a block that is not masked as a whole.
 constexpr bool ANY_MAY_BE_HIDDEN = cfg::BLOCK_LISTS || Program::HAS_SCORE;
 constexpr int MASK_UNITS = (BLOCK_N + UNIT - 1) / UNIT;  // of an n-block, with MASK_BITS
@@ -144,7 +144,7 @@ enum NamedBarrier { PINGPONG = 1, WARPGROUP_SYNC = 8, PRODUCER_WARPS = 12 };
 // ---- what a tile covers
 
 // What the maximum and the exponent multiply scores by.
-__device__ __forceinline__ float late_scale(const Params& p) { return Program::HAS_SCORE ? 1.f : Score::late_scale(p.score); }
+__device__ __forceinline__ float late_scale(const Params& p) { return Program::HAS_SCORE ? LOG2_E : Score::late_scale(p.score); }
 
 __device__ __forceinline__ TileMask mask_of(const Params& p, const Seqlen& sequence) {
     return {sequence.k_length, sequence.shift, p.window_left, p.window_right};

@@ -13,16 +13,17 @@
 // BLOCK_LISTS: the list of a tile, from its last entry to its first. A lane has every 32nd entry.
 struct ListReader {
     const int* from;
-    int last, lane, loaded;
+    int last, lane, loaded = 0;
 
     __device__ __forceinline__ ListReader(const Params& p, const WorkTile& tile, int of_lane)
-        : from(nullptr), last(tile.listed() - 1), lane(of_lane), loaded(0) {
-        if constexpr (cfg::BLOCK_LISTS)
-            from = p.lists.entries + p.lists.row(tile.batch, tile.tile_head(), tile.row / BLOCK_M) * p.lists.pitch;
+        : from(p.lists.entries), last(tile.listed() - 1), lane(of_lane) {
+        if (last < 0) return;
+        from += p.lists.row(tile.batch, tile.tile_head(), tile.row / BLOCK_M) * p.lists.pitch;
+        loaded = from[max(0, last - lane)];
     }
     __device__ __forceinline__ ListedBlock entry(int i) {
         const int read = last - i;
-        if (read % WARP == 0) loaded = from[max(0, i - lane)];
+        if (read > 0 && read % WARP == 0) loaded = from[max(0, i - lane)];
         return {__shfl_sync(0xffffffffu, loaded, read % WARP)};
     }
 };
@@ -37,6 +38,7 @@ struct Producer {
     PipelineState<cfg::GATHER ? 2 : 1> next;  // words with the index of the next tile
 
     static constexpr int TAKEN_AHEAD = 1;  // n-blocks before a tile's last one at which the next tile is taken
+    static constexpr int PREPARED_AHEAD = 3;  // BLOCK_LISTS: last n-blocks of a tile, at each of which a part of the next is prepared
 
     // An n-block of a tile.
     struct KvBlock {
@@ -71,17 +73,7 @@ struct Producer {
             if (range.empty()) load_tile(tile, false, block.sequence), take_next();
             // The CTA that is done first takes the next tile, so it is taken late: while the last blocks are loaded.
             const int take_at = min(range.low + TAKEN_AHEAD, range.high - 1);
-            // The loops differ in where n_block comes from; written as one, the registers of the second would change.
-            if constexpr (cfg::BLOCK_LISTS) {
-                ListReader list(p, tile, lane);
-                for (int i = range.high - 1; i >= range.low; --i) {
-                    if (i == take_at) take_next();
-                    block.n_block = list.entry(i).word;
-                    load_stage(true, block, started, before);
-                    if (i == range.high - 1) load_tile(tile, true, block.sequence);
-                    before = block, started = true;
-                }
-            } else for (block.n_block = range.high - 1; block.n_block >= range.low; --block.n_block) {
+            for (block.n_block = range.high - 1; block.n_block >= range.low; --block.n_block) {
                 if (block.n_block == take_at) take_next();
                 load_stage(true, block, started, before);
                 // V of the block before must not wait for Q: the consumers need it to free Q's stage.
@@ -89,6 +81,50 @@ struct Producer {
                 before = block, started = true;
             }
             index = broadcast(next_index);
+        }
+        if (started) load_stage(false, before, true, before);
+        load_tile({-1, 0, 0, 0}, false, before.sequence);
+        // The last index that any CTA takes; nothing reads the counter after it.
+        if (takes_tiles() && index == scheduler.total + workers - 1) *p.tiles_taken = 0;
+    }
+
+    // BLOCK_LISTS. While the last n-blocks of a tile are loaded, the next tile is taken, looked up, and its list begun: each takes a
+    // trip to the L2 cache.
+    __device__ __forceinline__ void run_listed() {
+        TileScheduler scheduler(p);
+        const int workers = gridDim.x;
+        int index = blockIdx.x;
+        KvBlock before{Seqlen(p.seqlen, 0), 0, 0, 0};
+        bool started = false;
+        WorkTile tile = scheduler.tile_of(index);
+        ListReader list(p, tile, lane);
+        while (tile.batch >= 0) {
+            int taken = 0, done = 0;
+            WorkTile next{-1, 0, 0, 0};
+            ListReader next_list(p, next, lane);
+            const auto prepare = [&] {
+                if (done == 0) {
+                    if (takes_tiles()) taken = workers + atomicAdd(p.tiles_taken, 1);
+                } else if (done == 1) {
+                    index = __shfl_sync(0xffffffffu, taken, 0);
+                    next = scheduler.tile_of(index);
+                } else if (done == 2) {
+                    next_list = ListReader(p, next, lane);
+                }
+                ++done;
+            };
+            KvBlock block{Seqlen(p.seqlen, tile.batch), tile.tile_head() / p.group, 0, tile.v_slice() * COLUMNS_V};
+            const int steps = tile.listed();
+            if (steps == 0) load_tile(tile, false, block.sequence);
+            for (int i = steps - 1; i >= 0; --i) {
+                if (i < PREPARED_AHEAD) prepare();
+                block.n_block = list.entry(i).word;
+                load_stage(true, block, started, before);
+                if (i == steps - 1) load_tile(tile, true, block.sequence);
+                before = block, started = true;
+            }
+            while (done < PREPARED_AHEAD) prepare();
+            tile = next, list = next_list;
         }
         if (started) load_stage(false, before, true, before);
         load_tile({-1, 0, 0, 0}, false, before.sequence);

@@ -16,7 +16,7 @@ struct TileScheduler {
             const TilePart found = SPLIT_Q ? tile_part(index, p.whole_tiles, p.parts) : TilePart{index, 0};
             if (found.tile >= p.tiles) return {0, 0, NO_TILE, 0};
             TileCoordinates at = dense_tile(p, found.tile);
-            at.part = found.part;
+            if constexpr (!cfg::BLOCK_LISTS) at.part = found.part;
             return at;
         } else {
             const auto n_blocks = [&](int batch) {
