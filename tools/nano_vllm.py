@@ -40,11 +40,11 @@ def make_model(folder: Path, layers: int, hidden: int = 1024, heads: int = 16, s
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).eval()
     torch.nn.init.normal_(model.lm_head.weight, std=3 / hidden**0.5)
-    model = model.to(torch.bfloat16)
-    model.save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t1"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0", unk_token="t1").save_pretrained(folder)
-    return model
+    # As it is read back: a model that is cast whole has the frequencies of its rotary embedding in bf16 too.
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
 
 @torch.no_grad()

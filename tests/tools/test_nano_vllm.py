@@ -21,6 +21,7 @@ def test_the_model_is_written_and_tokens_are_held_against_it(tmp_path: Path) -> 
     model = tool.make_model(tmp_path, layers=1, hidden=64, heads=4)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again.lm_head.weight, model.lm_head.weight) and again.dtype == torch.bfloat16
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32, "positions far out would be rotated wrongly"
     assert transformers.AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 0
     first, second = tool.prompts_of(2, 5, 10)
     assert len(first) <= 5 and len(second) > 10 and all(2 <= token < tool.VOCABULARY for token in first + second)
