@@ -16,8 +16,6 @@ from flashlane.flex import blocks, device_blocks, masks
 from flashlane.flex.bind import bind
 from flashlane.flex.intervals import Intervals, interval_mask_mod
 
-LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-LISTS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 OFFSETS = torch.tensor([0, 70, 71, 300, 420, 500])
 NAMED = {
     "causal": (masks.causal(), (500, 500)),
@@ -49,7 +47,7 @@ def batches_of(name: str) -> int:
 
 def same_lists(found: torch_flex.BlockMask, wanted: torch_flex.BlockMask) -> None:
     assert found.seq_lengths == wanted.seq_lengths and found.BLOCK_SIZE == wanted.BLOCK_SIZE
-    for name in LISTS:
+    for name in blocks.LISTS:
         a, b = getattr(found, name), getattr(wanted, name)
         assert (a is None) == (b is None), name
         assert a is None or (a.dtype == b.dtype == torch.int32 and torch.equal(a, b)), name
@@ -115,6 +113,9 @@ def test_most_blocks_are_settled_without_their_pairs(monkeypatch: pytest.MonkeyP
 
 def test_lists_of_batches_and_heads_that_do_not_matter_are_views() -> None:
     mask = flashlane.create_block_mask(lambda b, h, q, kv: q >= kv + h, 4, 3, 300, 300, "cpu")
+    narrow = blocks.narrowed(mask)
+    assert narrow is blocks.narrowed(mask) and narrow.kv_indices.shape == narrow.q_indices.shape == (1, 3, 3, 3)
+    assert blocks.narrowed(narrow) is narrow and torch.equal(blocks.states(narrow), blocks.states(mask)[:1])
     assert mask.kv_indices.shape == (4, 3, 3, 3) and mask.kv_indices.stride(0) == 0 and mask.kv_indices.stride(1) != 0
 
 
@@ -194,7 +195,7 @@ def test_lists_of_a_gpu_are_those_of_the_cpu(name: str, size: int | tuple[int, i
         wanted = flashlane.create_block_mask(function, batches_of(name), 2, *lengths, "cpu", BLOCK_SIZE=size)
         found = flashlane.create_block_mask(given, batches_of(name), 2, *lengths, "cuda", BLOCK_SIZE=size).to("cpu")
         assert torch.equal(blocks.states(found), blocks.states(wanted))
-        for lists in LISTS[::2]:
+        for lists in blocks.LISTS[::2]:
             assert torch.equal(getattr(found, lists), getattr(wanted, lists)), lists
         order = found.q_indices.sort(-1).values
         assert torch.equal(order, torch.arange(order.shape[-1], dtype=torch.int32).expand(order.shape))

@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flashlane.flex import reference
 from flashlane.flex.bind import bind
+from flashlane.flex.blocks import narrowed
 from flashlane.flex.program import Arguments, Program
 
 KERNELS = "flashlane.kernels.hopper.flex"
@@ -116,6 +117,8 @@ def attend(
         return by_torch()
     if block_mask is not None and block_mask.BLOCK_SIZE[0] >= WHOLE and program.mask is None:
         block_mask = None  # torch's own mask of one block that shows everything
+    if block_mask is not None:
+        block_mask = narrowed(block_mask)
     call = _Call(program, arguments.integers, block_mask, scale, kernels)
     most = return_aux is not None and return_aux.max_scores
     out, lse, largest = _Attention.apply(call, most, query, key, value, *arguments.tensors)

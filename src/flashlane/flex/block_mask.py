@@ -183,13 +183,9 @@ def _evaluated(
     return torch.where(visible.all(1), blocks.FULL, torch.where(visible.any(1), blocks.PARTIAL, blocks.HIDDEN))
 
 
-_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-_LISTS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
-
-
 def expanded(mask: BlockMask, sizes: tuple[int, int]) -> BlockMask:
     """A block mask of one batch or head as one of more, without copies."""
-    lists = [getattr(mask, name) for name in _LISTS]
+    lists = [getattr(mask, name) for name in blocks.LISTS]
     lists = [None if t is None else t.expand(*sizes, *t.shape[2:]) for t in lists]
     return BlockMask(mask.seq_lengths, *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -34,6 +35,28 @@ def lists(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # What is marked comes first, in its order; the rest follows.
     order = torch.argsort(table.to(torch.int8), dim=-1, descending=True, stable=True)
     return counts, order.to(torch.int32).contiguous()
+
+
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+LISTS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+"""The tensors of a ``BlockMask``, in the order in which it is made of them."""
+_narrowed: WeakKeyDictionary[BlockMask, BlockMask] = WeakKeyDictionary()
+
+
+def narrowed(mask: BlockMask) -> BlockMask:
+    """The mask with one batch row, or head, where its lists are an expanded view of one; itself where they are not.
+
+    Kernels that make tables of a mask make them once for it, so the same mask gives the same object.
+    """
+    counts = mask.kv_num_blocks
+    sizes = [1 if counts.stride(axis) == 0 else counts.shape[axis] for axis in (0, 1)]
+    if counts.ndim != 3 or sizes == list(counts.shape[:2]):
+        return mask
+    if mask not in _narrowed:
+        lists = [getattr(mask, name) for name in LISTS]
+        lists = [None if t is None else t[: sizes[0], : sizes[1]] for t in lists]
+        _narrowed[mask] = BlockMask(mask.seq_lengths, *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
+    return _narrowed[mask]
 
 
 def from_states(
