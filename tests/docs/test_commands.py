@@ -35,6 +35,7 @@ PARSED_ONLY = {
     "monitor": "it needs a GPU and runs until it is stopped",
     "profile": "it profiles; --show-commands is run",
     "doctor": "tests/inspect runs it",
+    "bench ranks": "it starts processes; tests/distributed runs it",
     "--install-completion": "it changes the shell's files",
     "--show-completion": "it asks which shell runs it",
     "sweep grid.toml --export": "it needs the journal of the line before",

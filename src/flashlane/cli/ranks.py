@@ -145,13 +145,14 @@ def ranks_command(
 
 def _print(console: Console, title: str, found: dict[str, Any], ranks: int) -> None:
     """The tables: what was measured, what is modelled from it, and the training step."""
+    from flashlane.bench.measure.ranks import ONE
     from flashlane.bench.present.table import Column, make_table
 
     def number(key: str) -> Any:
         return lambda row: f"{row[key]:.3f}"
 
     def share(key: str) -> Any:
-        return lambda row: f"{row[key]:.1%}"
+        return lambda row: "" if row["method"] == ONE else f"{row[key]:.1%}"
 
     columns = [
         Column("forward ms", number("forward_ms")),
@@ -166,9 +167,8 @@ def _print(console: Console, title: str, found: dict[str, Any], ranks: int) -> N
     if found["modelled"]:
         title = f"{title.partition(' of ')[0]} of as many tokens a rank · modelled from {found['modelled_from']}"
         tokens = Column("tokens", lambda row: f"{row['tokens']}")
-        table = make_table(
-            found["modelled"], [tokens, *columns], title, console.width, head="ranks", name=lambda r: str(r["ranks"])
-        )
+        rows = [{**row, "method": ""} for row in found["modelled"]]
+        table = make_table(rows, [tokens, *columns], title, console.width, head="ranks", name=lambda r: str(r["ranks"]))
         console.print(table)
     if found["steps"]:
         shown = [Column("step ms", number("step_ms")), Column("of ideal", share("step_efficiency"))]

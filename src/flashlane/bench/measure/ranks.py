@@ -286,7 +286,9 @@ def measure_all(
         "notes": [],
     }
     gathered = [row for row in rows if row["method"].startswith("allgather")]
-    if counts and (problem.documents or layout != "zigzag" or not gathered):
+    if counts and device.type == "cpu":
+        found["notes"].append("no model: times of processes on a CPU say only that all runs")
+    elif counts and (problem.documents or layout != "zigzag" or not gathered):
         found["notes"].append("no model: it knows one sequence in layout zigzag, by method allgather")
     elif counts:
         best = min(gathered, key=lambda row: row["both_ms"])

@@ -1,0 +1,122 @@
+"""Context parallelism measured: the model of scaling, the sharded training step, the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rank_pool import RankPool
+from typer.testing import CliRunner
+
+from flashlane.bench.measure.ranks import group_sizes
+from flashlane.bench.measure.scaling import Links, Workload, checked, modelled_rows
+from flashlane.bench.suites.sharded_step import SharedStep, StepProblem, WholeStep
+from flashlane.cli.main import app
+
+WORK = Workload(8192, 32, 8, 128, ranks_measured=2, forward_ms=3.0, both_ms=12.0)
+FAST = Links(inside_gbs=1e9, latency_us=0.0, across_gbs=1e9)
+
+
+def test_without_a_cost_of_links_all_ranks_are_ideal() -> None:
+    for ranks in (2, 8, 64):
+        assert WORK.efficiency(ranks, FAST, False) == pytest.approx(1.0, rel=1e-5)
+        assert WORK.efficiency(ranks, FAST, True) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_ranks_share_grows_with_all_tokens() -> None:
+    """With as many tokens a rank: twice the ranks, twice the keys of each query."""
+    assert [WORK.share_ms(ranks, False) for ranks in (2, 4, 8)] == [1.5, 3.0, 6.0]
+
+
+def test_what_cannot_be_hidden_is_added() -> None:
+    """33.6 MB of keys and values from one rank at 100 GB/s take 0.336 ms, before which nothing can begin; in two groups
+    half of it is hidden."""
+    links = Links(inside_gbs=100.0, latency_us=0.0)
+    once = Workload(8192, 32, 8, 128, 2, 3.0, 12.0)
+    halves = Workload(8192, 32, 8, 128, 2, 3.0, 12.0, groups=(4, 4))
+    assert once.predicted_ms(2, links, False) == pytest.approx(1.5 + 0.33554, abs=1e-4)
+    assert halves.predicted_ms(2, links, False) == pytest.approx(1.5 + 0.16777, abs=1e-4)
+    # The backward fetches as much again, and returns twice as many bytes, of which the last group's are not hidden.
+    assert once.predicted_ms(2, links, True) == pytest.approx(6.0 + 2 * 0.33554 + 0.67109, abs=1e-4)
+    assert halves.predicted_ms(2, links, True) == pytest.approx(6.0 + 2 * 0.16777 + 0.33554, abs=1e-4)
+
+
+def test_ranks_of_other_hosts_have_the_slower_link() -> None:
+    links = Links(inside_gbs=400.0, latency_us=10.0, host_gpus=8, across_gbs=40.0)
+    assert links.milliseconds(1e6, 8) == pytest.approx(7 * 1e6 / 400e6 + 0.01)
+    assert links.milliseconds(1e6, 64) == pytest.approx(56 * 1e6 / 40e6 + 0.01)
+
+
+def test_modelled_rows_say_so_and_a_check_compares_with_what_was_measured() -> None:
+    rows = modelled_rows(WORK, FAST, (4, 64))
+    assert [(row["ranks"], row["source"], row["tokens"]) for row in rows] == [
+        (4, "modelled", 32768),
+        (64, "modelled", 524288),
+    ]
+    assert checked(WORK, FAST, 2.0, 5.0) == {"forward": pytest.approx(-0.25), "both": pytest.approx(0.2)}
+
+
+def test_groups_of_heads() -> None:
+    assert group_sizes(None, 8) == (8,)
+    assert group_sizes(3, 8) == (3, 3, 2)
+    assert group_sizes((1, 4), 8) == (1, 4, 3)
+
+
+SIZES = StepProblem(tokens=9, layers=2, hidden=32, inner=48, heads=4, kv_heads=2, vocabulary=50, dtype="float32")
+
+
+def step_gradients(method: str, layout: str) -> list[float]:
+    """How far each weight's gradient is from that of one process, relative to its largest value; and the loss."""
+    total = SIZES.tokens * 4 + 1
+    device = torch.device("cpu")
+    whole = WholeStep(SIZES, device, total)
+    loss = whole.gradients()
+    shared = SharedStep(SIZES, device, method, layout, total)
+    part = shared.gradients()
+    torch.distributed.all_reduce(part)
+    right = dict(whole.model.named_parameters())
+    apart = [float((part - loss).abs())]
+    for name, weight in shared.model.named_parameters():
+        mine, one = weight.grad.full_tensor(), right[name].grad
+        apart.append(float((mine - one).abs().max() / one.abs().max()))
+    return apart
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method, layout", [("allgather", "zigzag"), ("ring", "striped"), ("ulysses", "contiguous")])
+def test_a_sharded_step_has_the_gradients_of_one_process(pool: RankPool, method: str, layout: str) -> None:
+    for apart in pool.run(step_gradients, method, layout):
+        assert len(apart) == 1 + 2 * 9 + 3
+        assert max(apart) < 2e-5
+
+
+@pytest.mark.slow
+def test_the_command_on_a_cpu(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    line = ["bench", "ranks", "--tokens", "16", "--method", "allgather", "--iters", "1", "--device", "cpu"]
+    done = CliRunner().invoke(app, [*line, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.output.splitlines())) <= 80
+    found = json.loads((tmp_path / "ranks.json").read_text())
+    assert [row["method"] for row in found["rows"]] == ["one process", "allgather"]
+    assert all(row["forward_ms"] > 0 and row["both_ms"] > 0 for row in found["rows"])
+    assert found["modelled"] == [] and "no model" in found["notes"][0]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--ranks", "1"], "--ranks is 1"),
+        (["--kv-heads", "3"], "--kv-heads is 3 and --H 4"),
+        (["--layout", "spiral"], "--layout is 'spiral'"),
+        (["--method", "star"], "--method"),
+        (["--tokens", "0"], "--tokens is 0"),
+        (["--iters", "0"], "--iters is 0"),
+        (["--model", "one"], "--model"),
+    ],
+)
+def test_wrong_options_are_named(options: list[str], message: str, tmp_path) -> None:
+    done = CliRunner().invoke(app, ["bench", "ranks", "--device", "cpu", "--out", str(tmp_path), *options])
+    assert done.exit_code == 2
+    assert message in done.output + (done.stderr if done.stderr_bytes else "")
