@@ -149,6 +149,32 @@ def test_generate_gives_the_same_tokens_with_left_padding_and_a_cache(
         assert not any(p.bias for p in problems), "an unpadded batch needs no mask"
 
 
+def test_padding_of_an_encoder_is_one_row_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    biases: list[Any] = []
+    attend = ops.attend
+    monkeypatch.setattr(ops, "attend", lambda inputs, **k: biases.append(inputs.bias) or attend(inputs, **k))
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=97, **sizes, hidden_dropout_prob=0.0)).eval()
+    text = ids(3, 11)
+    mask = torch.ones_like(text)
+    mask[0, 7:] = mask[2, 3:] = 0
+
+    def step() -> list[torch.Tensor]:
+        states = model(text, attention_mask=mask).last_hidden_state[mask.bool()]
+        weights = torch.linspace(-1, 1, states.numel()).view_as(states)
+        return [states, *torch.autograd.grad((states * weights).sum(), list(model.encoder.parameters()))]
+
+    got, want = both(model, step)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+    assert [tuple(bias.shape) for bias in biases] == [(3, 1, 1, 11)] * 2 and biases[0] is biases[1]
+    del biases[:]
+    got, want = both(model, lambda: model(text).last_hidden_state)
+    torch.testing.assert_close(got, want)
+    assert biases == [None, None], "an unpadded batch needs no mask"
+
+
 FAMILIES: dict[str, tuple[dict[str, Any], Callable[[AttentionProblem], bool]]] = {
     "Mistral": ({"sliding_window": 5}, lambda p: p.window_left == 4 and not p.bias),
     "Gemma2": ({"sliding_window": 5, "head_dim": 16}, lambda p: p.softcap == 50.0 and not p.bias),

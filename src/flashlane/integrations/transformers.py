@@ -186,13 +186,19 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def mask(**asked: Any) -> torch.Tensor | None:
     """The mask of a model's layers: None where the kernel's own causal mask and window say the same, else as ``sdpa``.
 
-    Called by transformers with keywords (``q_length``, ``kv_length``, ``mask_function``, …).
+    Called by transformers with keywords (``q_length``, ``kv_length``, ``mask_function``, …). Of an encoder's padding
+    one row is made for all queries.
     """
-    from transformers import AttentionMaskInterface
+    from transformers import AttentionMaskInterface, masking_utils
 
     if asked.get("allow_is_causal_skip", True) and asked.get("local_size") is not None and _window_says_all(asked):
         return None
-    return AttentionMaskInterface()["sdpa"](**asked)
+    make, queries = AttentionMaskInterface()["sdpa"], asked.get("q_length")
+    of_keys_alone = getattr(masking_utils, "bidirectional_mask_function", None)
+    if type(queries) is not int or of_keys_alone is None or asked.get("mask_function") is not of_keys_alone:
+        return make(**asked)
+    row = make(**{**asked, "q_length": 1})
+    return None if row is None else row.expand(-1, -1, queries, -1)
 
 
 def _window_says_all(asked: dict[str, Any]) -> bool:

@@ -225,7 +225,7 @@ def causal_model(kind: str, tokens: int, config: Mapping[str, Any], setup: Setup
     made = {"vocab_size": VOCABULARY, "num_hidden_layers": setup.layers, "pad_token_id": 0, **config}
     settings = getattr(transformers, f"{kind}Config")(**made)
     with setup.device:
-        model = transformers.AutoModelForCausalLM.from_config(settings).to(setup.dtype)
+        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=setup.dtype)
         ids = torch.randint(1, VOCABULARY, (1, tokens))
     return model, ids
 
