@@ -34,10 +34,10 @@ def traced(
         return fresh, fresh.leaves
     # A graph without torch operations on whole tensors serves tensors of every shape.
     key = found.key, kind, device, score_type
-    for known_key in ((*key, found.shapes), key):
-        if known_key in _traced and not (known_key is key and found.reads_shapes):
-            known, places = _traced[known_key]
-            return known, tuple(found.tensors[i] for i in places)
+    found_key = key if key in _traced and not found.reads_shapes else (*key, found.shapes)
+    if found_key in _traced:
+        known, places = _traced[found_key]
+        return known, tuple(found.tensors[i] for i in places)
     fresh = trace(function, kind, device, score_type)
     places = [next((i for i, t in enumerate(found.tensors) if t is leaf), None) for leaf in fresh.leaves]
     if None not in places:

@@ -92,10 +92,9 @@ class _Walk:
             return self.container(value)
         if isinstance(value, type) or (callable(value) and getattr(value, "__dict__", None) is None):
             return "object", id(value)  # classes and builtin functions
-        if type(value).__module__.split(".")[0] in ("torch", "builtins") and not isinstance(value, torch.nn.Module):
-            if callable(value):  # operators and their overloads
-                return "object", id(value)
-            raise Unknown
+        of_torch = type(value).__module__.split(".")[0] in ("torch", "builtins")
+        if of_torch and callable(value) and not isinstance(value, torch.nn.Module):
+            return "object", id(value)  # operators and their overloads
         if not hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
             raise Unknown
         return "instance", type(value), self.container(vars(value))
