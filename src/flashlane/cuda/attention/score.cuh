@@ -46,8 +46,8 @@ struct ScoreTransform {
         derivative = 4.f * r * (1.f - r);
         return p.softcap_log2 - 2.f * p.softcap_log2 * r;
     }
-    // The same score alone. AT_RUN_TIME by a division: with the form above, decode's TMA tile of 2x4x32 keys in clusters of 8 (f16,
-    // 168 registers) spills 32 bytes, and none with this one.
+    // The same score alone. AT_RUN_TIME by a division: with the form above, decode's TMA tile of 2x4x32 keys in clusters of 8
+    // (head dim 128, 168 registers) spills 32 bytes, and no tile spills with this one.
     static __device__ __forceinline__ float scaled(const ScoreParams& p, float score) {
         if constexpr (AT_RUN_TIME) {
             if (p.softcap_log2 > 0.f) return p.softcap_log2 * (1.f - __fdividef(2.f, 1.f + ex2(score * p.softcap_in)));
