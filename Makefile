@@ -11,10 +11,12 @@ TEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # What `make check` tests: of every package, files whose tests take seconds.
 CHECK := api/test_functional.py bench/test_bench_flops.py bench/test_bench_grid.py bench/test_bench_results.py \
-  bench/test_bench_timing.py benchmarks/test_results_name_scripts.py cli core/test_dispatch.py core/test_problem.py \
-  cuda inspect/test_doctor.py integrations/test_flash_attn_functions.py integrations/test_huggingface.py \
-  jit/test_jit_budget.py kernels/mma/test_mma_grid.py kernels/test_draws.py kernels/test_features.py models ops/test_ops.py reference/test_masks.py \
-  docs/test_vocabulary.py lessons/test_lessons.py profile test_imports.py tools/test_fa4_cache.py tuning/test_tune.py
+  bench/test_bench_timing.py benchmarks/test_results_name_scripts.py cli/test_cli.py cli/test_completion.py \
+  core/test_dispatch.py core/test_problem.py cuda inspect/test_doctor.py \
+  integrations/test_flash_attn_functions.py integrations/test_huggingface.py jit/test_jit_budget.py \
+  kernels/mma/test_mma_grid.py kernels/test_draws.py kernels/test_features.py models ops/test_ops.py \
+  reference/test_masks.py docs/test_vocabulary.py docs/test_architecture_page.py docs/test_file_sizes.py \
+  lessons/test_lessons.py profile test_imports.py tools/test_fa4_cache.py tuning/test_by_hand.py
 
 .PHONY: help bench check test lint format readme docs compile wheel-cubins ahead gpu clean distclean venv venv-test
 
