@@ -37,7 +37,7 @@ def literal(number: float | int | bool, dtype: str) -> str:
     return f"static_cast<int>({int(number) & (2**32 - 1)}u)"
 
 
-def body(root: Expression, captured: tuple[str, ...], result: str, short: bool = False) -> str:
+def body(root: Expression, captured: tuple[str, ...], result: str, short: bool = False, small: bool = False) -> str:
     """The statements of a function of (p, score, b, h, q, kv) that returns ``root`` converted to the type ``result``.
 
     Args:
@@ -45,11 +45,32 @@ def body(root: Expression, captured: tuple[str, ...], result: str, short: bool =
         captured: the type of each captured tensor.
         result: a C++ type.
         short: positions are below 2^22, as those that the attention kernels ask about.
+        small: arguments of f32 tanh are small, so that it is a polynomial.
     """
+    lines, names = _statements([root], captured, short, small)
+    return "\n".join([*lines, f"        return static_cast<{result}>({names[root]});"])
+
+
+def tests_of_small(root: Expression, captured: tuple[str, ...]) -> str:
+    """The statements of a function that returns whether all arguments of f32 tanh are small; "" without any."""
+    found = [e.operands[0] for e in nodes(root) if _is_short_tanh(e)]
+    lines, names = _statements(found, captured, True, True)
+    tests = " & ".join(f"program::is_small({names[e]})" for e in found)
+    return "\n".join([*lines, f"        return {tests};"]) if found else ""
+
+
+def _is_short_tanh(e: Expression) -> bool:
+    return e.op == "tanh" and e.dtype == "f32"
+
+
+def _statements(
+    roots: list[Expression], captured: tuple[str, ...], short: bool, small: bool
+) -> tuple[list[str], dict[Expression, str]]:
+    """The statements that compute expressions, and what each part of them is called."""
     names: dict[Expression, str] = {}
     negative: dict[Expression, bool] = {}
     lines = []
-    for e in nodes(root):
+    for e in nodes(*roots):
         if e.op == "constant":
             names[e] = literal(e.value, e.dtype)  # type: ignore[arg-type]
         elif e.op == "input" and e.dtype != "f64":
@@ -57,9 +78,14 @@ def body(root: Expression, captured: tuple[str, ...], result: str, short: bool =
         else:
             name = names[e] = f"v{len(lines)}"
             arguments = [names[operand] for operand in e.operands]
-            text = _load(e, arguments, captured, negative) if e.op == "load" else _text(e, arguments, negative, short)
-            lines.append(f"const {C_TYPES[e.dtype]} {name} = {text};")
-    return "\n".join(f"        {line}" for line in [*lines, f"return static_cast<{result}>({names[root]});"])
+            if e.op == "load":
+                text = _load(e, arguments, captured, negative)
+            elif small and _is_short_tanh(e):
+                text = f"program::tanh_of_small({arguments[0]})"
+            else:
+                text = _text(e, arguments, negative, short)
+            lines.append(f"        const {C_TYPES[e.dtype]} {name} = {text};")
+    return lines, names
 
 
 def _load(e: Expression, indices: list[str], captured: tuple[str, ...], negative: dict[Expression, bool]) -> str:

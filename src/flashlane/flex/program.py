@@ -105,7 +105,17 @@ class Program:
             else device_text.body(self.derivative, types, "float", short=True),
             "VISIBLE": always if self.mask is None else device_text.body(self.mask, types, "bool"),
         }
-        flags = {"HAS_SCORE": self.score, "HAS_MASK": self.mask, "HAS_DERIVATIVE": self.derivative}
+        small = "" if self.score is None else device_text.tests_of_small(self.score, types)
+        bodies["IS_SMALL"] = small or "        return false;"
+        bodies["SCORE_OF_SMALL"] = (
+            device_text.body(self.score, types, "float", short=True, small=True) if small else identity  # type: ignore[arg-type]
+        )
+        flags = {
+            "HAS_SMALL": small or None,
+            "HAS_SCORE": self.score,
+            "HAS_MASK": self.mask,
+            "HAS_DERIVATIVE": self.derivative,
+        }
         text = _TEMPLATE
         for name, value in {**sizes, "M": max(1, self.integers), **bodies}.items():
             text = text.replace(f"@{name}@", str(value))
@@ -214,9 +224,20 @@ struct Program {
     // Whether dS must be multiplied by derivative(), which is 1 otherwise.
     static constexpr bool HAS_DERIVATIVE = @HAS_DERIVATIVE@;
 
+    // Whether score_of_small() gives the same, and faster, where is_small() says so.
+    static constexpr bool HAS_SMALL = @HAS_SMALL@;
+
     static __device__ __forceinline__ float score(const ProgramParams& p, float score, int b, int h, int q,
                                                   int kv) {
 @SCORE@
+    }
+    static __device__ __forceinline__ bool is_small(const ProgramParams& p, float score, int b, int h, int q,
+                                                    int kv) {
+@IS_SMALL@
+    }
+    static __device__ __forceinline__ float score_of_small(const ProgramParams& p, float score, int b, int h, int q,
+                                                           int kv) {
+@SCORE_OF_SMALL@
     }
     static __device__ __forceinline__ float derivative(const ProgramParams& p, float score, int b, int h, int q,
                                                        int kv) {

@@ -10,6 +10,18 @@
 template <int N>
 __device__ __forceinline__ void transform_by_program(const ProgramParams& params, float (&s)[N], float scale, int batch, int head,
                                                      int query, int key) {
+    if constexpr (Program::HAS_SMALL) {
+        bool small = true;
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            small &= Program::is_small(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i));
+        if (__all_sync(0xffffffffu, small)) {
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                s[i] = Program::score_of_small(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i));
+            return;
+        }
+    }
 #pragma unroll
     for (int i = 0; i < N; ++i)
         s[i] = Program::score(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i));

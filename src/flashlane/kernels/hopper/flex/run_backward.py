@@ -15,6 +15,7 @@ from flashlane.kernels.hopper.backward import select
 from flashlane.kernels.hopper.backward.config import ONE_CTA_HEAD_DIM, GradientConfig
 from flashlane.kernels.hopper.backward.launch import PreparedBackward, Tensors
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
+from flashlane.kernels.hopper.block_lists import UNIT
 from flashlane.kernels.hopper.flex.masks import backward_lists, unit_mask
 from flashlane.kernels.hopper.flex.problem import (
     BlockMask,
@@ -39,18 +40,11 @@ def refusal(q: torch.Tensor, v: torch.Tensor) -> str | None:
     )
 
 
-def tile_of(problem: AttentionProblem, crowded: bool, block: tuple[int, int] | None) -> GradientConfig:
-    """The tile of a problem.
-
-    Args:
-        problem: the call.
-        crowded: whether a program changes scores or masks partial blocks, which takes registers.
-        block: queries and keys of the mask's blocks; None without lists.
-    """
+def tile_of(problem: AttentionProblem) -> OneCtaConfig:
+    """The tile of a problem: 64 queries a step, as masks come in units of 64, and programs take registers."""
     largest = max(problem.head_dim, problem.head_dim_v)
     dims = problem.dtype_name, problem.head_dim, problem.head_dim_v
-    wide_blocks = largest <= NARROW and not crowded and (block is None or block[0] % 128 == 0)
-    tile = OneCtaConfig(*dims, 128 if wide_blocks else 64, dq="tma_reduce_add", ping_pong="until_issued")
+    tile = OneCtaConfig(*dims, UNIT, dq="tma_reduce_add", ping_pong="until_issued")
     if problem.deterministic:
         return replace(tile, dq="ordered_tma_reduce_add", ping_pong="off" if largest <= NARROW else "until_complete")
     if largest <= NARROW:
@@ -72,7 +66,7 @@ def config_of(
         block: queries and keys of the mask's blocks; None without lists.
         mask_bits: whether the mask has bits, so that the kernel does not ask the program.
     """
-    found = tile_of(problem, program.score is not None or program.mask is not None, block)
+    found = tile_of(problem)
     found = replace(
         found, program=kernel_header(program, mask_bits), block_lists=block is not None, mask_bits=mask_bits,
         heads_per_section=_section(problem),
