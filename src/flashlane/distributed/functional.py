@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import ARGUMENTS, Inputs
@@ -198,6 +199,12 @@ def lengths_of(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
     return tuple(other - one for one, other in itertools.pairwise(ends))
 
 
+_Call = tuple[Grid, Division, Settings, Method]
+_agreed: dict[tuple[Any, ...], _Call] = {}
+"""Calls that were checked and that all ranks agreed on, by all that the checks read: a call like one is not checked."""
+AGREED_SIZE = 4096
+
+
 @torch.compiler.disable
 def _attend(
     qkv: tuple[Any, Any, Any],
@@ -208,9 +215,60 @@ def _attend(
     asked: dict[str, Any],
     refused: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    grid = Grid.of(where["group"])
     inputs = torch_rules.autocast(Inputs(*qkv))
     q, k, v = inputs.q, inputs.k, inputs.v
+    key = _key(inputs, modifiers, cu_seqlens, seqlen, where, asked, refused)
+    call = None if key is None else _agreed.get(key)
+    if call is None:
+        call = _checked(inputs, modifiers, cu_seqlens, seqlen, where, asked, refused)
+        if key is not None:
+            if len(_agreed) >= AGREED_SIZE:
+                _agreed.clear()
+            _agreed[key] = call
+    if cu_seqlens is not None:
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    out, lse = _run(*call, q, k, v, modifiers, asked)
+    return (out, lse) if cu_seqlens is None else (out.squeeze(0), lse.squeeze(0))
+
+
+def _key(
+    inputs: Inputs,
+    modifiers: Modifiers,
+    cu_seqlens: Any,
+    seqlen: Any,
+    where: dict[str, Any],
+    asked: dict[str, Any],
+    refused: dict[str, Any],
+) -> tuple[Any, ...] | None:
+    """All that the checks of a call read; None where that cannot be a key, or where the call is refused."""
+    try:
+        if any(value is not None and value is not False and value != 0.0 for value in refused.values()):
+            return None
+        group = dist.group.WORLD if where["group"] is None else where["group"]
+        lengths = tuple(cu_seqlens.tolist()) if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
+        tensors = (inputs.q, inputs.k, inputs.v, *modifiers)
+        key = (
+            group, where["method"], where["layout"], seqlen, type(seqlen), None if lengths is None else tuple(lengths),
+            *asked.values(), tuple(map(type, asked.values())), torch.is_grad_enabled(),
+            *(None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in tensors),
+        )  # fmt: skip
+        hash(key)
+    except (TypeError, AttributeError, RuntimeError, ValueError):
+        return None
+    return key
+
+
+def _checked(
+    inputs: Inputs,
+    modifiers: Modifiers,
+    cu_seqlens: Any,
+    seqlen: Any,
+    where: dict[str, Any],
+    asked: dict[str, Any],
+    refused: dict[str, Any],
+) -> _Call:
+    """The call, when it can be made and all ranks make it."""
+    grid = Grid.of(where["group"])
     error: Exception | None = None
     call: tuple[Division, Settings, Method] | None = None
     fields: tuple[tuple[str, object], ...] = ()
@@ -222,14 +280,10 @@ def _attend(
         fields = _fields(inputs, modifiers, call, f"{asked['transport']}, {asked['heads_k_stride']}")
     except (TypeError, ValueError, NotImplementedError) as found:
         error = found
-    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+    device = inputs.q.device if isinstance(inputs.q, torch.Tensor) else torch.device("cpu")
     for ranks in grid.groups:
         agree(ranks, fields, device, error)
-    division, settings, method = call
-    if cu_seqlens is not None:
-        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    out, lse = _run(grid, division, settings, method, q, k, v, modifiers, asked)
-    return (out, lse) if cu_seqlens is None else (out.squeeze(0), lse.squeeze(0))
+    return grid, *call
 
 
 def _refuse(given: dict[str, Any]) -> None:
