@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -209,3 +210,58 @@ def test_under_torch_compile_the_graph_breaks_and_results_are_the_same() -> None
         return flashlane.flex_attention(q * 2, k, v, lambda score, b, h, i, j: score + i) + 1
 
     torch.testing.assert_close(torch.compile(model, backend="eager")(*tensors), model(*tensors))
+
+
+class Kernels:
+    """In the place of the module of the Hopper kernels: the reference, and a note of what was called."""
+
+    def __init__(self, reason: str | None) -> None:
+        self.reason, self.called = reason, []
+
+    def supports(self, q, k, v, program, block_mask):
+        return self.reason
+
+    def forward(self, q, k, v, program, arguments, block_mask, scale):
+        self.called.append(("forward", block_mask))
+        return reference.forward(reference.Problem(q, k, v, program, arguments, block_mask, scale))[:2]
+
+    def backward(self, q, k, v, out, lse, do, dlse, program, arguments, block_mask, scale):
+        self.called.append(("backward", dlse is not None))
+        problem = reference.Problem(q, k, v, program, arguments, block_mask, scale)
+        found = reference.backward(problem, out, lse, do, dlse, [False] * len(arguments.tensors))
+        return found.dq, found.dk, found.dv
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """Calls on the CPU go where those on a GPU go."""
+    made = Kernels(None)
+    monkeypatch.setitem(sys.modules, attention_module.KERNELS, made)
+    monkeypatch.setattr(attention_module, "OF_THE_REFERENCE", ())
+    return made
+
+
+def test_the_kernels_get_narrow_lists_and_the_reference_the_captured_gradients(kernels: Kernels) -> None:
+    tensors = operands(2, 3, 1, 24, 24)
+    bias = torch.randn(24, dtype=torch.float64, requires_grad=True)
+    mask = flashlane.create_block_mask(lambda b, h, q, kv: q >= kv, 2, 3, 24, 24, "cpu", 8)
+    compare(tensors, lambda score, b, h, q, kv: torch.tanh(score) + bias[kv], mask, [bias])
+    assert [name for name, _ in kernels.called] == ["forward", "backward"] and kernels.called[1][1]
+    assert kernels.called[0][1].kv_indices.shape[:2] == (1, 1)
+    kernels.called.clear()
+    q, k, v = (t.detach() for t in tensors)
+    out = flashlane.flex_attention(q, k, v, lambda score, b, h, q, kv: score + bias[kv], enable_gqa=True)
+    assert torch.autograd.grad(out.sum(), bias)[0].isfinite().all()
+    assert [name for name, _ in kernels.called] == ["forward"]
+
+
+def test_a_call_that_no_kernel_takes_raises_and_names_the_choices(kernels: Kernels) -> None:
+    kernels.reason = "architecture is sm_80; it takes sm_90a"
+    tensors = [t.detach() for t in operands(1, 2, 2, 10, 10)]
+    with pytest.raises(
+        NotImplementedError, match=r"architecture is sm_80; it takes sm_90a\. kernel_options=.*'REFERENCE'"
+    ):
+        flashlane.flex_attention(*tensors)
+    assert not kernels.called
+    out = flashlane.flex_attention(*tensors, kernel_options={"BACKEND": "REFERENCE"})
+    torch.testing.assert_close(out, flex_oracle.attention(*tensors, None, None)[0])

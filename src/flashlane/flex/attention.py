@@ -19,6 +19,8 @@ from flashlane.flex.program import Arguments, Program
 
 KERNELS = "flashlane.kernels.hopper.flex"
 """The module that has ``supports``, ``forward`` and ``backward`` for Hopper; imported when it is first wanted."""
+OF_THE_REFERENCE = ("cpu",)
+"""Types of devices whose calls the reference runs."""
 OURS = ("AUTO", "FLASHLANE", "REFERENCE")
 TORCHS = ("TORCH", "TRITON", "TRITON_DECODE", "FLASH")
 """Values of ``kernel_options["BACKEND"]``: what runs here, and what goes to torch's own flex_attention."""
@@ -109,7 +111,7 @@ def attend(
     try:
         program, arguments = bind(score_mod, mask_mod, query.device, score_type)
         kernels = None
-        if backend != "REFERENCE" and query.device.type != "cpu":
+        if backend != "REFERENCE" and query.device.type not in OF_THE_REFERENCE:
             kernels = _kernels(query, key, value, program, block_mask, otherwise)
     except NotImplementedError:
         if otherwise != "torch":
@@ -256,7 +258,9 @@ class _Attention(torch.autograd.Function):
             operands = (found.dq, found.dk, found.dv)
         else:
             program = (problem.program, problem.arguments, call.block_mask, call.scale)
-            operands = call.kernels.backward(problem.q, problem.k, problem.v, out, lse, do, dlse, *program)
+            operands = (None, None, None)
+            if any(wanted[:3]):
+                operands = call.kernels.backward(problem.q, problem.k, problem.v, out, lse, do, dlse, *program)
             found = reference.backward(*given, operands=False) if any(wanted[3:]) else None
         captured = [None] * len(wanted[3:]) if found is None else found.captured
         grads = [g if want else None for g, want in zip((*operands, *captured), wanted, strict=True)]
