@@ -73,7 +73,7 @@ constexpr int SCRATCH_BYTES = larger(WARP_GROUPS * SUM_BYTES, cfg::MAX_SPLITS * 
 constexpr int TILE_STAGES = 4;  // with stream-K: work tiles that are published ahead, as they may be short
 constexpr int WORK_TILE_BYTES = 144;
 
-struct PipelineStorage {  // from shared_memory on, which TMA's swizzle wants at a multiple of 1024
+struct PipelineStorage {  // from shared_memory on; TMA's swizzle needs it at a multiple of 1024
     unsigned char stages[TMA ? PIPELINES_BYTES : larger(PIPELINES_BYTES, SCRATCH_BYTES)];
     unsigned char queries[LayoutQ::bytes(BLOCK_M)];
 };

@@ -1,4 +1,4 @@
-// What the mma.sync template is compiled for: tile shapes, the layout of shared memory, and who owns which rows.
+// What the mma.sync template is compiled for: tile shapes, the layout of shared memory, and which rows each warp owns.
 #pragma once
 #include "config.cuh"
 #include "attention/mask.cuh"

@@ -157,9 +157,9 @@ struct Producer {
         if constexpr (cfg::BLOCK_LISTS)
             if (lane == 0) store_shared(SHARED_OF(Storage, base, listed) + 4 * kv.index, static_cast<u32>(listed.word));
     }
-    // Waits until all consumers have released the stage. Those of the peer CTA release it to their own producer, which tells
-    // this one: a consumer's arrival then needs no fence for the cluster, and the order of its reads and our writes is one
-    // that the memory model knows (docs/notebook/0003).
+    // Waits until all consumers have released the stage. Those of the peer CTA release it to their own producer, which arrives
+    // here for them: a consumer's arrival then needs no fence for the cluster, and the memory model orders its reads before our
+    // writes (docs/notebook/0003).
     template <int PIPELINE, typename Storage = SharedStorage>
     __device__ __forceinline__ void acquire() const {
         mbarrier_wait(barrier_of(SHARED(base, kv_barriers[PIPELINE].empty), kv.index), kv.phase ^ 1);

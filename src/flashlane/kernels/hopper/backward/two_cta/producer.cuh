@@ -55,9 +55,9 @@ struct RowsProducer {
     const u32 base;
     const int rank;
 
-    // `tiles_to`, `stats_to`, `record_to`, `full`, `empty`: where the stages are. `wants`: it asks for the next tile.
+    // `tiles_to`, `stats_to`, `record_to`, `full`, `empty`: where the stages are. `takes_next`: it asks for the next tile.
     __device__ __forceinline__ void run(const TensorMap& map, const float* statistics, u32 tiles_to, u32 stats_to, u32 record_to, u32 full,
-                                        u32 empty, bool wants) const {
+                                        u32 empty, bool takes_next) const {
         constexpr u32 BYTES = CHUNKS * ROWS_CHUNK;
         u32 steps_done = 0;
         griddepcontrol_wait();
@@ -95,7 +95,7 @@ struct RowsProducer {
                     m_block = steps.low, ++head;
                 }
             }
-            if (wants) mbarrier_arrive(SMEM(next_wanted));
+            if (takes_next) mbarrier_arrive(SMEM(next_wanted));
             mbarrier_arrive(barrier_of(SMEM(tile_empty), tiles % TILE_STAGES));
         }
     }
