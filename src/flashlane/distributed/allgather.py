@@ -36,6 +36,8 @@ class _HeadGroup(NamedTuple):
     first: int
     stop: int
     gathering: Gathering
+    arrived: Any
+    """The mark of the lane that moves data where they are there."""
 
 
 def _gather(
@@ -54,8 +56,13 @@ def _gather(
                 gathering: Gathering = CopiedGathering(task, *some, group, exchanges, Shapes.of(task, k, v))
             else:
                 gathering = Gathering(task, *some)
-            found.append(_HeadGroup(first * share, stop * share, gathering))
-    return found
+            found.append((first * share, stop * share, gathering))
+        # All waits come before gradients are sent on this lane, as those follow computation.
+        groups = []
+        for first, stop, gathering in found:
+            gathering.finish()
+            groups.append(_HeadGroup(first, stop, gathering, lanes.mark(MOVE)))
+    return groups
 
 
 def _exchanges(task: Task, k: torch.Tensor, v: torch.Tensor, count: int) -> list[Exchange]:
@@ -64,14 +71,6 @@ def _exchanges(task: Task, k: torch.Tensor, v: torch.Tensor, count: int) -> list
         return []
     memory = peer_memory(task, k, v)
     return [memory.exchange() for _ in range(count)]
-
-
-def _arrive(gathering: Gathering, lanes: Lanes) -> None:
-    """Let the lanes that compute wait for a group."""
-    with lanes.on(MOVE):
-        gathering.finish()
-    for lane in range(COMPUTE):
-        lanes.after(lane, MOVE)
 
 
 class GatherAttention(torch.autograd.Function):
@@ -87,8 +86,9 @@ class GatherAttention(torch.autograd.Function):
         results = Results.of(q, v.shape[-1], calls, given.sinks)
         exchanges = _exchanges(task, k, v, 1)
         lanes = Lanes(q.device)
-        for turn, (first, stop, gathering) in enumerate(_gather(task, q, k, v, lanes, exchanges)):
-            _arrive(gathering, lanes)
+        for turn, (first, stop, gathering, arrived) in enumerate(_gather(task, q, k, v, lanes, exchanges)):
+            for lane in range(COMPUTE):
+                lanes.wait(lane, arrived)
             heads, own = results.heads(first, stop), given.heads(first, stop)
             attend(heads, q[:, :, first:stop], *gathering.gathered, calls, own, task.settings, lanes, turn)
             lanes.keep(gathering)
@@ -113,8 +113,9 @@ class GatherAttention(torch.autograd.Function):
         lanes = Lanes(q.device)
         returning: list[Returning] = []
         groups = _gather(task, q, k, v, lanes, exchanges)
-        for turn, (first, stop, gathering) in enumerate(groups):
-            _arrive(gathering, lanes)
+        for turn, (first, stop, gathering, arrived) in enumerate(groups):
+            for lane in range(COMPUTE):
+                lanes.wait(lane, arrived)
             heads = slice(first, stop)
             partials, d_scale = attend_backward(
                 dq[:, :, heads],

@@ -47,6 +47,15 @@ class Lanes:
         if self.gpu:
             self.streams[lane].wait_stream(self.streams[other])
 
+    def mark(self, lane: int) -> torch.cuda.Event | None:
+        """Where a lane is now, for :meth:`wait`."""
+        return self.streams[lane].record_event() if self.gpu else None
+
+    def wait(self, lane: int, mark: torch.cuda.Event | None) -> None:
+        """Let what is enqueued next on a lane wait until another one comes to a mark."""
+        if mark is not None:
+            self.streams[lane].wait_event(mark)
+
     def keep(self, *tensors: Any) -> None:
         """Free these when the call ends, and not before."""
         if self.gpu:
