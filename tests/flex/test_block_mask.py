@@ -127,6 +127,27 @@ def test_intervals_that_touch_are_one() -> None:
         Intervals(starts.long(), ends)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_intervals_have_the_lists_of_their_pairs(seed: int) -> None:
+    """Empty, touching, overlapping and out-of-range ones, for each batch and head or for all."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    shape = number(1, 3), number(1, 3), number(1, 4), number(1, 70)
+    keys, size = number(1, 90), (number(1, 20), number(1, 20))
+    starts = torch.randint(-5, keys + 5, shape, generator=generator, dtype=torch.int32).sort(2).values
+    lengths = torch.randint(-3, 40, shape, generator=generator, dtype=torch.int32)
+    intervals = Intervals(starts, (starts + lengths).contiguous())
+    visible = torch_flex.create_mask(interval_mask_mod(intervals), *shape[:2], shape[3], keys, "cpu")
+    at = torch.arange(keys)
+    wanted = ((starts.unsqueeze(-1) <= at) & (at < intervals.ends.unsqueeze(-1))).any(2)
+    assert torch.equal(visible, wanted)
+    table = torch_flex._convert_mask_to_block_mask(visible, *size, separate_full_blocks=True)
+    assert torch.equal(intervals.states(keys, size), torch.where(table[1] > 0, blocks.FULL, table[0]).to(torch.int8))
+
+
 def test_masks_with_as_many_intervals_are_one_program() -> None:
     """So a mask or a length that was not seen before compiles nothing."""
     programs = set()
