@@ -111,6 +111,18 @@ def test_most_blocks_are_settled_without_their_pairs(monkeypatch: pytest.MonkeyP
     same_lists(mask, flashlane.create_block_mask(masks.documents(offsets, causal=True), None, None, n, n, "cpu"))
 
 
+def test_bounds_of_numbers_that_are_infinite_or_not_numbers() -> None:
+    values = torch.tensor([1.0, float("nan"), float("inf"), -float("inf"), 0.0, 5.0, -2.0, float("nan")]).repeat(4)
+
+    def mask(b, h, q, kv):
+        return (values[q] - values[kv] < 3.0) | (values[q] * values[kv] != values[kv])
+
+    same_lists(
+        flashlane.create_block_mask(mask, None, None, 32, 32, "cpu", 4),
+        torch_flex.create_block_mask(mask, None, None, 32, 32, "cpu", 4),
+    )
+
+
 def test_lists_of_batches_and_heads_that_do_not_matter_are_views() -> None:
     mask = flashlane.create_block_mask(lambda b, h, q, kv: q >= kv + h, 4, 3, 300, 300, "cpu")
     narrow = blocks.narrowed(mask)

@@ -56,11 +56,10 @@ def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], intege
             low, high = _load(e, tensors[e.value], operands, grid)  # type: ignore[index]
         else:
             low, high = _operation(e, operands, integers)
-        if e.dtype == "bool":
-            low, high = low.nan_to_num(0).clamp(0, 1), high.nan_to_num(1).clamp(0, 1)
-        found[e] = Bounds(
-            low.nan_to_num(-INFINITY, INFINITY, -INFINITY), high.nan_to_num(INFINITY, INFINITY, -INFINITY)
-        )
+        of_floats = e.op == "load" and e.dtype in FLOATING
+        if of_floats or e.op in ("add", "sub", "mul", "floordiv", "remainder", "cast"):  # infinite ones may make a NaN
+            low, high = low.nan_to_num(-INFINITY, INFINITY, -INFINITY), high.nan_to_num(INFINITY, INFINITY, -INFINITY)
+        found[e] = Bounds(low, high)
     return found[root]
 
 
@@ -91,8 +90,7 @@ def _reduced(tensor: torch.Tensor, axis: int, size: int, least: bool) -> torch.T
 
 
 def _operation(e: Expression, x: list[Bounds], integers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    op, low = e.op, x[0].low
-    everything = low.new_full((), -INFINITY), low.new_full((), INFINITY)
+    op = e.op
     if op in ("lt", "le", "gt", "ge", "eq", "ne"):
         return _comparison(op, *x)
     if op == "where":
@@ -119,7 +117,7 @@ def _operation(e: Expression, x: list[Bounds], integers: Sequence[int]) -> tuple
         return least(x[0].low, x[1].low), least(x[0].high, x[1].high)
     if op in ("floordiv", "remainder") and e.operands[1].op in ("constant", "integer") and e.dtype not in FLOATING:
         value: Any = e.operands[1].value
-        return _divided(op, x[0], value if e.operands[1].op == "constant" else integers[value[0]], everything)
+        return _divided(op, x[0], value if e.operands[1].op == "constant" else integers[value[0]])
     if op in ("cast", "detach"):
         if e.dtype == "bool":
             return ((x[0].low > 0) | (x[0].high < 0)).double(), ((x[0].low != 0) | (x[0].high != 0)).double()
@@ -129,8 +127,14 @@ def _operation(e: Expression, x: list[Bounds], integers: Sequence[int]) -> tuple
             return x[0].low, x[0].high
         if wide and e.dtype not in FLOATING:
             return x[0].low.trunc(), x[0].high.trunc()
-        return (x[0].low, x[0].high) if e.dtype == source else everything
-    return everything
+        if e.dtype == source:
+            return x[0].low, x[0].high
+    return _everything(x[0], e.dtype)
+
+
+def _everything(like: Bounds, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = (0.0, 1.0) if dtype == "bool" else (-INFINITY, INFINITY)
+    return like.low.new_full((), low), like.low.new_full((), high)
 
 
 def _ends(x: Bounds) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,11 +163,9 @@ def _logic(op: str, x: list[Bounds]) -> tuple[torch.Tensor, torch.Tensor]:
     return combine(x[0].low, x[1].low), combine(x[0].high, x[1].high)
 
 
-def _divided(
-    op: str, a: Bounds, divisor: int, everything: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _divided(op: str, a: Bounds, divisor: int) -> tuple[torch.Tensor, torch.Tensor]:
     if divisor <= 0:
-        return everything
+        return _everything(a, "i64")
     low, high = (a.low / divisor).floor(), (a.high / divisor).floor()
     if op == "floordiv":
         return low, high
