@@ -1,0 +1,115 @@
+"""The Hopper kernels with programs and lists of blocks, without a GPU: what the compiler and the SASS say of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from sass_loops import steady_loops
+
+from flashlane import jit
+from flashlane.flex.bind import bind
+from flashlane.flex.program import Program
+from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.block_lists import UNIT
+from flashlane.kernels.hopper.flex import run_backward, run_forward, supports
+from flashlane.kernels.hopper.flex.masks import bits_source
+from flashlane.kernels.hopper.flex.problem import problem_of
+
+SPILLS, BACKWARD_SPILLS = 320, 32
+"""Bytes, all outside the loops."""
+CPU = torch.device("cpu")
+
+
+def documents(b, h, q, k):
+    return (DOCUMENT[q] == DOCUMENT[k]) & (q >= k)
+
+
+DOCUMENT = torch.arange(256, dtype=torch.int32) // 100
+SCORES = {
+    "none": None,
+    "linear": lambda s, b, h, q, k: s + (k - q) * 0.01,
+    "tanh": lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
+}
+
+
+def program_of(score: str, masked: bool) -> Program:
+    return bind(SCORES[score], documents if masked else None, CPU, "f32")[0]
+
+
+def problem(head_dim: int, deterministic: bool = False):
+    q = torch.empty(1, 256, 2, head_dim, dtype=torch.bfloat16)
+    return problem_of(q, q, q, 0.1, (-1, -1), deterministic)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "score", "block", "bits"),
+    [
+        (64, "none", (128, 128), True),
+        (128, "none", (128, 128), True),
+        (128, "none", (64, 64), False),
+        (128, "tanh", (128, 128), True),
+        (128, "tanh", (128, 128), False),
+        (256, "linear", (128, 128), True),
+    ],
+)
+def test_forward_compiles_without_spills_in_its_loop(
+    head_dim: int, score: str, block: tuple[int, int], bits: bool
+) -> None:
+    config = run_forward.config_of(problem(head_dim), program_of(score, block != (64, 64)), block, bits)
+    compiled = jit.compile(config.source(), ARCH)
+    report = compiled.report
+    assert not [line for line in report.warnings if "spill" not in line]
+    assert config.ctas_per_sm * (config.shared_memory + 1024) <= 228 << 10
+    assert report.registers * config.threads * config.ctas_per_sm <= 1 << 16
+    assert sum(config.registers[:1] + config.registers[1:] * config.consumers) * 128 * config.ctas_per_sm <= 1 << 16
+    text = jit.disassemble(compiled.cubin)
+    if text is None:
+        pytest.skip("no disassembler")
+    products = -(-head_dim // 16) + config.block_n // 16
+    loops = [loop for loop in steady_loops(text) if sum(op.startswith("HGMMA") for op in loop) == products]
+    assert len(loops) == 1  # full and partial blocks share it
+    if bits or block == (64, 64):  # a program that is asked needs registers for addresses
+        assert not [op for op in loops[0] if op.startswith(("LDL", "STL"))]
+    assert report.spills <= SPILLS
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "score", "ordered"), [(64, "none", False), (128, "none", True), (128, "tanh", False)]
+)
+def test_backward_compiles_without_spills(head_dim: int, score: str, ordered: bool) -> None:
+    config = run_backward.config_of(problem(head_dim, ordered), program_of(score, True), (128, 128), True)
+    compiled = jit.compile(config.gradient_sources()[0], ARCH)
+    assert not [line for line in compiled.report.warnings if "spill" not in line]
+    assert compiled.report.spills <= BACKWARD_SPILLS
+    assert config.shared_memory <= jit.shared_limit(ARCH)
+
+
+def test_masks_with_bits_share_a_kernel_and_positions_are_not_converted() -> None:
+    causal = bind(None, lambda b, h, q, k: q >= k, CPU, "f32")[0]
+    config = run_forward.config_of(problem(128), causal, (128, 128), True)
+    assert config == run_forward.config_of(problem(128), program_of("none", True), (128, 128), True)
+    assert bits_source(causal.header()) != bits_source(program_of("none", True).header())
+    assert "float_of_position" in program_of("linear", False).header()
+
+
+def test_the_kernel_of_bits_compiles() -> None:
+    assert jit.compile(bits_source(program_of("none", True).header()), ARCH).report.spills == 0
+
+
+def test_refusals_name_what_was_given() -> None:
+    q = torch.empty(1, 256, 2, 128, dtype=torch.bfloat16)
+    wide = torch.empty(1, 256, 2, 256, dtype=torch.bfloat16, requires_grad=True)
+    assert supports(q, q, q) is None and supports(wide.detach(), wide.detach(), wide.detach()) is None
+    assert supports(wide, wide, wide) == "head_dim is 256; the backward takes up to 128"
+    assert supports(q, q, q, arch="sm_80") == "architecture is sm_80; it takes sm_90a"
+    assert re.match(r"dtypes are torch.float32, .*f16, bf16", supports(q.float(), q.float(), q.float()) or "")
+    assert re.match(r"head_dim of v is 100; ", supports(q, q, q[..., :100]) or "")
+
+    class Blocks:
+        BLOCK_SIZE = (32, UNIT)
+        seq_lengths = (256, 256)
+        kv_num_blocks = torch.zeros(1, 1, 8, dtype=torch.int32)
+
+    assert supports(q, q, q, Blocks()) == "the block mask has blocks of (32, 64); it takes multiples of 64"  # type: ignore[arg-type]

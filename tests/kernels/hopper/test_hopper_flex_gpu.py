@@ -1,0 +1,137 @@
+"""The Hopper kernels with programs and lists of blocks against f64: drawn masks, scores and lengths, in both directions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
+
+from flashlane.flex.bind import bind
+from flashlane.kernels.hopper.flex import backward, forward, masks
+
+pytestmark = pytest.mark.gpu
+DRAWS = 24
+LONGEST = 1400
+Function = Callable[..., Any]
+SCORES: dict[str, Function | None] = {
+    "none": None,
+    "linear": lambda s, b, h, q, k: s + (k - q) * 0.01,
+    "small tanh": lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
+    "large tanh": lambda s, b, h, q, k: 2 * torch.tanh(s),
+    "by head": lambda s, b, h, q, k: s * (1 + 0.1 * h) - 0.01 * (q - k).abs(),
+}
+
+
+@dataclass
+class Case:
+    seed: int
+
+    def __post_init__(self) -> None:
+        r = random.Random(self.seed)
+        self.head_dim = r.choice((64, 96, 128, 128))
+        self.heads, self.kv_heads = r.choice(((2, 2), (4, 2), (4, 1)))
+        self.batch, self.queries, self.keys = r.choice((1, 2)), r.randrange(1, LONGEST), r.randrange(1, LONGEST)
+        self.score, self.mask = r.choice(tuple(SCORES)), r.choice(("documents", "by head", "blocks", "few blocks"))
+        self.block = r.choice(((128, 128), (64, 64), (128, 64), (256, 128)))
+        self.dtype = r.choice((torch.bfloat16, torch.float16))
+        generator = torch.Generator("cuda").manual_seed(self.seed)
+
+        def normal(length: int, heads: int) -> torch.Tensor:
+            size = self.batch, heads, length, self.head_dim
+            return torch.randn(size, device="cuda", dtype=self.dtype, generator=generator).transpose(1, 2)
+
+        self.q, self.k, self.v = (
+            normal(self.queries, self.heads), normal(self.keys, self.kv_heads), normal(self.keys, self.kv_heads)
+        )  # fmt: skip
+        self.document = (torch.rand(LONGEST, device="cuda", generator=generator) < 0.01).int().cumsum(0).int()
+        self.shown, self.block_mask = self._mask(generator)
+        self.program, self.arguments = bind(
+            SCORES[self.score], self.block_mask.mask_mod, torch.device("cuda", 0), "f32"
+        )
+
+    def _mask(self, generator: torch.Generator) -> tuple[Function, BlockMask]:
+        document, lengths = self.document, (self.queries, self.keys)
+        if self.mask == "documents":
+            shown: Function = lambda b, h, q, k: (document[q] == document[k]) & (q >= k)  # noqa: E731
+            return shown, create_block_mask(shown, None, None, *lengths, device="cuda", BLOCK_SIZE=self.block)
+        if self.mask == "by head":
+            shown = lambda b, h, q, k: ((q + h * 37) % 5 != 0) & ((k // 8) % (h + 2) != 1)  # noqa: E731
+            size = self.batch, self.heads
+            return shown, create_block_mask(shown, *size, *lengths, device="cuda", BLOCK_SIZE=self.block)
+        density = 0.4 if self.mask == "blocks" else 0.04
+        (rows, columns), (m, n) = (-(-a // b) for a, b in zip(lengths, self.block, strict=True)), self.block
+        listed = torch.rand(1, self.heads, rows, columns, device="cuda", generator=generator) < density
+        counts = listed.sum(-1, dtype=torch.int32)
+        indices = torch.argsort(listed.int(), dim=-1, descending=True, stable=True).int()
+        shown = lambda b, h, q, k: listed[0, h, q // m, k // n]  # noqa: E731
+        lists = torch.zeros_like(counts), indices, counts, indices
+        return shown, BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=self.block, mask_mod=noop_mask, seq_lengths=lengths)
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def reference(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
+        """q, k and v in f64, the output and the LSE, differentiable."""
+        operands = tuple(t.double().detach().requires_grad_() for t in (self.q, self.k, self.v))
+        q, k, v = (t.transpose(1, 2) for t in operands)
+        k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
+        scores = q @ k.mT * self.scale
+        sizes = enumerate(scores.shape)
+        at = tuple(torch.arange(n, device="cuda").view([-1 if i == axis else 1 for i in range(4)]) for axis, n in sizes)
+        function = SCORES[self.score]
+        scores = scores if function is None else function(scores, *at)
+        scores = scores.masked_fill(~self.shown(*at).expand_as(scores), -torch.inf)
+        lse = scores.logsumexp(-1)
+        return operands, (torch.exp(scores - lse[..., None]).nan_to_num(0.0) @ v).transpose(1, 2), lse
+
+    def call(self) -> tuple[Any, ...]:
+        return self.program, self.arguments, self.block_mask, self.scale
+
+
+def poison() -> None:
+    """Leave NaN where outputs are allocated next."""
+    left = [torch.full((1 << 22,), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(6)]
+    del left
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["bits", "program asked"])
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_values_lse_and_gradients(seed: int, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if asked:
+        monkeypatch.setattr(masks, "MOST_BYTES", -1)
+    case = Case(seed)
+    operands, expected, expected_lse = case.reference()
+    visible = torch.isfinite(expected_lse)
+    poison()
+    out, lse = forward(case.q, case.k, case.v, *case.call())
+    tolerance = 2e-2 if case.dtype == torch.bfloat16 else 4e-3
+    assert (out.double() - expected).abs().max() < tolerance
+    assert (lse.double() - expected_lse)[visible].abs().amax(0, keepdim=True).sum() < 1e-2 if visible.any() else True
+    assert (lse[~visible] == -torch.inf).all() and (out.transpose(1, 2)[~visible] == 0).all()
+
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    loss = (expected * dout.double()).sum() + (torch.where(visible, expected_lse, 0.0) * dlse.double()).sum()
+    gradients = [g.nan_to_num(0.0) for g in torch.autograd.grad(loss, operands)]
+    poison()
+    found = backward(case.q, case.k, case.v, out, lse, dout, dlse, *case.call())
+    for one, gradient in zip(found, gradients, strict=True):
+        assert (one.double() - gradient).norm() <= 1e-2 * gradient.norm() + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_deterministic_backward_repeats_its_bits(seed: int) -> None:
+    case = Case(seed)
+    out, lse = forward(case.q, case.k, case.v, *case.call())
+    dout = torch.randn_like(out)
+    runs = []
+    for _ in range(4):
+        poison()
+        runs.append(backward(case.q, case.k, case.v, out, lse, dout, None, *case.call(), deterministic=True))
+    for run in runs[1:]:
+        assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(runs[0], run, strict=True))
