@@ -1,4 +1,4 @@
-"""The Hopper kernels with programs and lists of blocks against f64: drawn masks, scores and lengths, in both directions."""
+"""The Hopper kernels with programs and lists of blocks against f64: drawn masks, scores and lengths."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
+from flashlane.core.arch import arch_of
 from flashlane.flex.bind import bind
+from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.flex import backward, forward, masks
 
-pytestmark = pytest.mark.gpu
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(arch_of(HERE) != ARCH, reason="needs an sm_90 GPU")]
 DRAWS = 24
 LONGEST = 1400
 Function = Callable[..., Any]
@@ -112,7 +115,8 @@ def test_values_lse_and_gradients(seed: int, asked: bool, monkeypatch: pytest.Mo
     out, lse = forward(case.q, case.k, case.v, *case.call())
     tolerance = 2e-2 if case.dtype == torch.bfloat16 else 4e-3
     assert (out.double() - expected).abs().max() < tolerance
-    assert (lse.double() - expected_lse)[visible].abs().amax(0, keepdim=True).sum() < 1e-2 if visible.any() else True
+    if visible.any():
+        assert (lse.double() - expected_lse)[visible].abs().max() < 5e-3
     assert (lse[~visible] == -torch.inf).all() and (out.transpose(1, 2)[~visible] == 0).all()
 
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
