@@ -47,6 +47,7 @@ WHOLE = (
     "explain",
     "budget",
     "layout",
+    "mask",
     "plot",
     "report",
     "regress",
