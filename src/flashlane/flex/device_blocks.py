@@ -54,14 +54,17 @@ def source(name: str, constants: dict[str, int], header: str | None = None) -> K
     return KernelSource(f"flex/{name}.cu", text, name, tuple(constants.items()), headers)
 
 
+@functools.cache
 def interval_source() -> KernelSource:
     return source("interval_states", {"THREADS": THREADS, "SEGMENT": SEGMENT})
 
 
+@functools.cache
 def list_source() -> KernelSource:
     return source("block_lists", {"THREADS": THREADS})
 
 
+@functools.lru_cache(maxsize=256)
 def program_source(program: Program, block_size: tuple[int, int]) -> KernelSource:
     """The kernel of a mask program, for one size of blocks."""
     block_q, block_k = block_size
