@@ -114,6 +114,8 @@ def test_the_command_on_a_cpu(tmp_path, monkeypatch) -> None:
         (["--tokens", "0"], "--tokens is 0"),
         (["--iters", "0"], "--iters is 0"),
         (["--model", "one"], "--model"),
+        (["--documents", "3,a"], "--documents is '3,a'"),
+        (["--dtype", "bf16,f32"], "--dtype is 'bf16,f32'"),
     ],
 )
 def test_wrong_options_are_named(options: list[str], message: str, tmp_path) -> None:

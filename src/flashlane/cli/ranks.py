@@ -114,9 +114,11 @@ def ranks_command(
         raise ValueError(f"--layout is {layout!r}; it may be {', '.join(LAYOUTS)}")
     chosen = None if method is None else parse_names(method, "--method", METHODS)
     counts = () if model == "none" else parse_sizes(model, "--model", low=2)
-    (kind,) = parse_dtypes(dtype or ("f32" if where.type == "cpu" else "bf16"))
-    lengths = () if documents is None else tuple(int(each) for each in parse_sizes(documents, "--documents"))
-    problem = SharedProblem(**sizes, documents=lengths, dtype=str(kind).removeprefix("torch."))
+    kinds = parse_dtypes(dtype or ("f32" if where.type == "cpu" else "bf16"))
+    if len(kinds) != 1:
+        raise ValueError(f"--dtype is {dtype!r}; it must be one of f16, bf16, f32")
+    lengths = () if documents is None else _lengths(documents)
+    problem = SharedProblem(**sizes, documents=lengths, dtype=str(kinds[0]).removeprefix("torch."))
     check_writable(out)
     backend = "gloo" if where.type == "cpu" else "nccl"
     found = on_ranks(ranks, backend, measure_all, problem, chosen, layout, rounds, step, counts, across)
@@ -141,6 +143,14 @@ def ranks_command(
     kept.tell(console)
     if kept.problem:
         raise typer.Exit(o.NOT_WRITTEN)
+
+
+def _lengths(documents: str) -> tuple[int, ...]:
+    """Lengths in their order, of which some may be equal."""
+    words = [word.strip() for word in documents.split(",")]
+    if not all(word.isdecimal() for word in words) or not any(int(word) for word in words):
+        raise ValueError(f"--documents is {documents!r}; it must be whole numbers (9000,512), not all 0")
+    return tuple(map(int, words))
 
 
 def _print(console: Console, title: str, found: dict[str, Any], ranks: int) -> None:
