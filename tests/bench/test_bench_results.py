@@ -32,6 +32,37 @@ def test_json_is_strict_and_complete():
     assert body["skipped"][0]["reason"] == "head_dim, is 1000"
 
 
+def printed(found, **how):
+    from flashlane.bench.present.table import make_console, print_results
+
+    console = make_console(width=120)
+    with console.capture() as captured:
+        print_results(found, console, **how)
+    return captured.get()
+
+
+@pytest.mark.parametrize(("load", "told"), [(1.9, False), (2.6, True), (None, False)])
+def test_a_loaded_cpu_is_said_above_the_times(load, told):
+    """Times of a CPU that others use can be many times off, and the spread within the run does not show it."""
+    found = results()
+    found.environment |= {"load": load, "cores": 2}
+    assert ("The load average is 2.6 on 2 cores" in printed(found)) == told
+
+
+def test_the_results_come_last_and_a_family_has_one_row_of_the_compile_report():
+    from flashlane.core import registry
+    from flashlane.inspect.compile_report import Usage
+
+    found, tags = results(), [k.tag for k in registry.kernels(listed_only=True) if k.family == "mma"][:30]
+    found.compiled = [Usage(tag, "sm_90a", "p", registers=128, spill_stores=0) for tag in tags]
+    short, full = printed(found, full_report=False), printed(found, full_report=True)
+    (line,) = (line for line in short.splitlines() if line.startswith("mma "))
+    assert line.split()[1] == "30" and sum(line.startswith("mma(") for line in full.splitlines()) >= 30
+    assert (
+        short.index("compiled for sm_90a") < short.index("not run (1)") < short.index("bad") < short.index("max err:")
+    )
+
+
 def test_csv_has_a_line_for_every_row_and_every_skipped_one():
     lines = list(csv.DictReader(io.StringIO(results().to_csv())))
     assert [(line["tag"], line["status"]) for line in lines] == [

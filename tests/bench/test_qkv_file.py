@@ -36,6 +36,7 @@ def test_round_trip_keeps_every_bit_and_fact(tmp_path, dtype):
     packed = torch.randn(1, 7, 3, 3, 8).to(dtype)
     second = Captured("layers.9.attn", *packed.unbind(2), window=(2, 1))
     save_qkv(path, [first, second], {"model": "m"})
+    assert path.stat().st_mode & 0o777 == 0o644, "others may read it, as they may every file of results"
     loaded = load_qkv(path)
     assert [call.name for call in loaded] == ["layers.9.attn", "layers.10.attn"], "layers come in their own order"
     for got, want in zip(loaded, (second, first), strict=True):
