@@ -12,6 +12,7 @@ PACKAGES = ("api", "core", "ops", "jit", "kernels", "reference", "flex", "distri
 NO_CACHES = {
     "core/registry.py": "the list of the caches that a change empties",
     "integrations/torch.py": "what was registered before, to be put back",
+    "integrations/torch_flex.py": "what was registered before, to be put back",
     "kernels/triton/launch.py": "a warning that is given once",
 }
 EMPTY = ("{}", "[]", "set()")
