@@ -328,6 +328,8 @@ def summarise(before: dict[str, Any], comparison: Comparison, only: str, until: 
             "most_growth": round(max(map(_growth, counts), default=0.0), 4),
             "main_loops": len(loops), "main_loops_of_the_same_opcodes": sum(row["same_loop"] for row in loops),
         }  # fmt: skip
+        if any(row["differs"] != "identical" for row in compared):
+            families[name]["commits"] = commits_of(name.split()[0], before["commit"])
         print(name, families[name], file=sys.stderr, flush=True)
     return {
         "script": "benchmarks/scripts/sass.py",
@@ -336,6 +338,19 @@ def summarise(before: dict[str, Any], comparison: Comparison, only: str, until: 
         "more_spills": [row for row in rows if row["spills"][1] > row["spills"][0]],
         "longer_main_loop": [row for row in rows if _growth(row.get("main_loop", (0, 0))) > LONGER],
     }
+
+
+FOLDERS = {"hopper": "kernels/hopper/forward", "hopper-combine": "kernels/hopper/forward"}
+FOLDERS |= {"hopper-backward": "kernels/hopper/backward", "mma": "kernels/mma", "decode": "kernels/decode"}
+FOLDERS |= {"fa1": "kernels/fa1"}
+
+
+def commits_of(kernel: str, since: str) -> list[str]:
+    """The commits that changed a kernel's device files or the shared attention headers since the record."""
+    folders = (FOLDERS.get(kernel, "lessons"), "cuda/attention")
+    paths = [f"src/flashlane/{folder}/*.{suffix}" for folder in folders for suffix in ("cu", "cuh")]
+    command = ["git", "log", "--reverse", "--format=%h %s", f"{since}..HEAD", "--", *paths]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
 def _growth(sides: Sequence[int]) -> float:
