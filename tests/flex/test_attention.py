@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import random
 import sys
 from collections.abc import Callable
@@ -11,6 +13,7 @@ import pytest
 import torch
 from support import flex_oracle
 from support.programs import SIZES, draw
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 import flashlane
@@ -213,23 +216,39 @@ def test_under_torch_compile_the_graph_breaks_and_results_are_the_same() -> None
 
 
 class Kernels:
-    """In the place of the module of the Hopper kernels: the reference, and a note of what was called."""
+    """In the place of the module of the Hopper kernels: the reference, and a note of what was called. Tensors are
+    ``(b, s, h, d)``."""
 
     def __init__(self, reason: str | None) -> None:
         self.reason, self.called = reason, []
 
-    def supports(self, q, k, v, program, block_mask):
+    def supports(self, q, k, v, block_mask, arch):
+        assert block_mask is None or isinstance(block_mask, torch_flex.BlockMask)
+        assert arch is None or isinstance(arch, str)
+        self.called.append(("supports", (tuple(q.shape), tuple(k.shape), tuple(v.shape))))
         return self.reason
 
-    def forward(self, q, k, v, program, arguments, block_mask, scale):
+    def forward(self, q, k, v, program, captured, block_mask, scale):
         self.called.append(("forward", block_mask))
-        return reference.forward(reference.Problem(q, k, v, program, arguments, block_mask, scale))[:2]
+        operands = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse, _ = reference.forward(reference.Problem(*operands, program, captured, block_mask, scale))
+        return out.transpose(1, 2), lse
 
-    def backward(self, q, k, v, out, lse, do, dlse, program, arguments, block_mask, scale):
+    def backward(self, q, k, v, out, lse, dout, dlse, program, captured, block_mask, scale):
         self.called.append(("backward", dlse is not None))
-        problem = reference.Problem(q, k, v, program, arguments, block_mask, scale)
-        found = reference.backward(problem, out, lse, do, dlse, [False] * len(arguments.tensors))
-        return found.dq, found.dk, found.dv
+        q, k, v, out, dout = (t.transpose(1, 2) for t in (q, k, v, out, dout))
+        problem = reference.Problem(q, k, v, program, captured, block_mask, scale)
+        found = reference.backward(problem, out, lse, dout, dlse, [False] * len(captured.tensors))
+        return tuple(t.transpose(1, 2) for t in (found.dq, found.dk, found.dv))
+
+
+def test_the_stand_in_has_the_kernels_signatures() -> None:
+    real = importlib.import_module(attention_module.KERNELS)
+    for name in real.__all__:
+        ours = [p.name for p in inspect.signature(getattr(Kernels(None), name)).parameters.values()]
+        theirs = list(inspect.signature(getattr(real, name)).parameters.values())
+        assert ours == [p.name for p in theirs][: len(ours)]
+        assert all(p.default is not p.empty for p in theirs[len(ours) :]), name
 
 
 @pytest.fixture
@@ -246,13 +265,14 @@ def test_the_kernels_get_narrow_lists_and_the_reference_the_captured_gradients(k
     bias = torch.randn(24, dtype=torch.float64, requires_grad=True)
     mask = flashlane.create_block_mask(lambda b, h, q, kv: q >= kv, 2, 3, 24, 24, "cpu", 8)
     compare(tensors, lambda score, b, h, q, kv: torch.tanh(score) + bias[kv], mask, [bias])
-    assert [name for name, _ in kernels.called] == ["forward", "backward"] and kernels.called[1][1]
-    assert kernels.called[0][1].kv_indices.shape[:2] == (1, 1)
+    assert [name for name, _ in kernels.called] == ["supports", "forward", "backward"] and kernels.called[2][1]
+    assert kernels.called[0][1] == ((2, 24, 3, 8), (2, 24, 1, 8), (2, 24, 1, 8))
+    assert kernels.called[1][1].kv_indices.shape[:2] == (1, 1)
     kernels.called.clear()
     q, k, v = (t.detach() for t in tensors)
     out = flashlane.flex_attention(q, k, v, lambda score, b, h, q, kv: score + bias[kv], enable_gqa=True)
     assert torch.autograd.grad(out.sum(), bias)[0].isfinite().all()
-    assert [name for name, _ in kernels.called] == ["forward"]
+    assert [name for name, _ in kernels.called] == ["supports", "forward"]
 
 
 def test_a_call_that_no_kernel_takes_raises_and_names_the_choices(kernels: Kernels) -> None:
@@ -262,6 +282,6 @@ def test_a_call_that_no_kernel_takes_raises_and_names_the_choices(kernels: Kerne
         NotImplementedError, match=r"architecture is sm_80; it takes sm_90a\. kernel_options=.*'REFERENCE'"
     ):
         flashlane.flex_attention(*tensors)
-    assert not kernels.called
+    assert [name for name, _ in kernels.called] == ["supports"]
     out = flashlane.flex_attention(*tensors, kernel_options={"BACKEND": "REFERENCE"})
     torch.testing.assert_close(out, flex_oracle.attention(*tensors, None, None)[0])

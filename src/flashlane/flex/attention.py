@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
+from flashlane.core.arch import arch_of
 from flashlane.flex import reference
 from flashlane.flex.bind import bind
 from flashlane.flex.blocks import narrowed
 from flashlane.flex.program import Arguments, Program
 
 KERNELS = "flashlane.kernels.hopper.flex"
-"""The module that has ``supports``, ``forward`` and ``backward`` for Hopper; imported when it is first wanted."""
+"""The module that has ``supports``, ``forward`` and ``backward`` for Hopper; imported when it is first wanted.
+
+Its tensors are ``(b, s, h, d)``: torch's ``(b, h, s, d)`` transposed."""
 OF_THE_REFERENCE = ("cpu",)
 """Types of devices whose calls the reference runs."""
 OURS = ("AUTO", "FLASHLANE", "REFERENCE")
@@ -110,15 +113,15 @@ def attend(
     score_type = "f64" if query.dtype == torch.float64 else "f32"
     try:
         program, arguments = bind(score_mod, mask_mod, query.device, score_type)
+        if block_mask is not None and block_mask.BLOCK_SIZE[0] >= WHOLE and program.mask is None:
+            block_mask = None  # torch's own mask of one block that shows everything
         kernels = None
         if backend != "REFERENCE" and query.device.type not in OF_THE_REFERENCE:
-            kernels = _kernels(query, key, value, program, block_mask, otherwise)
+            kernels = _kernels(query, key, value, block_mask, otherwise)
     except NotImplementedError:
         if otherwise != "torch":
             raise
         return by_torch()
-    if block_mask is not None and block_mask.BLOCK_SIZE[0] >= WHOLE and program.mask is None:
-        block_mask = None  # torch's own mask of one block that shows everything
     if block_mask is not None:
         block_mask = narrowed(block_mask)
     call = _Call(program, arguments.integers, block_mask, scale, kernels)
@@ -193,7 +196,7 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
 
 
 def _kernels(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, program: Program, block_mask: Any, otherwise: str
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any, otherwise: str
 ) -> types.ModuleType | None:
     """The module whose kernels run a call, None for the reference.
 
@@ -201,7 +204,7 @@ def _kernels(
         NotImplementedError: there is none, and the caller did not choose the reference.
     """
     module = importlib.import_module(KERNELS)
-    reason = module.supports(query, key, value, program, block_mask)
+    reason = module.supports(*_turned(query, key, value), block_mask, arch_of(query.device))
     if reason is None:
         return module
     if otherwise == "reference":
@@ -210,6 +213,11 @@ def _kernels(
         f"no kernel of flashlane runs this call: {reason}. kernel_options={{'BACKEND': 'TORCH'}} takes torch's "
         f"FlexAttention, 'REFERENCE' torch operations"
     )
+
+
+def _turned(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors of torch's order of axes in the kernels', or the other way round."""
+    return tuple(t.transpose(1, 2) for t in tensors)
 
 
 @dataclass(frozen=True)
@@ -229,20 +237,21 @@ class _Call:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, most: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: _Call, most: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         problem = call.problem(*tensors)
         call.program.check(problem.arguments)
         if call.kernels is None:
             out, lse, largest = reference.forward(problem)
         else:
             given = (problem.program, problem.arguments, call.block_mask, call.scale)
-            out, lse = call.kernels.forward(problem.q, problem.k, problem.v, *given)
-            largest = reference.forward(problem)[2] if most else lse
+            turned, lse = call.kernels.forward(*_turned(problem.q, problem.k, problem.v), *given)
+            (out,) = _turned(turned)
+            largest = reference.forward(problem)[2] if most else None
         ctx.call = call
         ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
-        largest = largest.clone() if largest is lse else largest
-        ctx.mark_non_differentiable(largest)
+        if largest is not None:
+            ctx.mark_non_differentiable(largest)
         return out, lse, largest
 
     @staticmethod
@@ -260,7 +269,8 @@ class _Attention(torch.autograd.Function):
             program = (problem.program, problem.arguments, call.block_mask, call.scale)
             operands = (None, None, None)
             if any(wanted[:3]):
-                operands = call.kernels.backward(problem.q, problem.k, problem.v, out, lse, do, dlse, *program)
+                q, k, v, of_out, of_do = _turned(problem.q, problem.k, problem.v, out, do)
+                operands = _turned(*call.kernels.backward(q, k, v, of_out, lse, of_do, dlse, *program))
             found = reference.backward(*given, operands=False) if any(wanted[3:]) else None
         captured = [None] * len(wanted[3:]) if found is None else found.captured
         grads = [g if want else None for g, want in zip((*operands, *captured), wanted, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -163,7 +164,8 @@ def _look_at_pairs(
 ) -> None:
     """Settles the unknown blocks of a table."""
     unknown = (table == blocks.UNKNOWN).nonzero()
-    step = max(1, MOST_PAIRS // (size[0] * size[1]))
+    pairs = math.prod(min(n, length) for n, length in zip(size, lengths, strict=True))
+    step = max(1, MOST_PAIRS // max(1, pairs))
     for start in range(0, len(unknown), step):
         at = unknown[start : start + step]
         table[tuple(at.T)] = _evaluated(program, arguments, at, first_row, lengths, size).to(torch.int8)
@@ -174,13 +176,16 @@ def _evaluated(
 ) -> torch.Tensor:
     """The states of blocks (n, 4), by all their pairs."""
     b, h = (at[:, i].view(-1, 1, 1) for i in (0, 1))
-    q = ((at[:, 2] + first_row) * size[0]).view(-1, 1, 1) + torch.arange(size[0]).view(-1, 1)
-    kv = (at[:, 3] * size[1]).view(-1, 1, 1) + torch.arange(size[1])
+    inside = [torch.arange(min(n, length)) for n, length in zip(size, lengths, strict=True)]
+    q = ((at[:, 2] + first_row) * size[0]).view(-1, 1, 1) + inside[0].view(-1, 1)
+    kv = (at[:, 3] * size[1]).view(-1, 1, 1) + inside[1]
     exists = (q < lengths[0]) & (kv < lengths[1])
     places = {"b": b, "h": h, "q": q.clamp_max(lengths[0] - 1), "kv": kv.clamp_max(lengths[1] - 1)}
     found = evaluate([program.mask], places, arguments.tensors, arguments.integers)[0]  # type: ignore[list-item]
     visible = (found.expand(exists.shape) & exists).flatten(1)
-    return torch.where(visible.all(1), blocks.FULL, torch.where(visible.any(1), blocks.PARTIAL, blocks.HIDDEN))
+    # Also where the tiles are cut to the lengths, a block that ends past them is partial.
+    whole = visible.sum(1) == size[0] * size[1]
+    return torch.where(whole, blocks.FULL, torch.where(visible.any(1), blocks.PARTIAL, blocks.HIDDEN))
 
 
 def expanded(mask: BlockMask, sizes: tuple[int, int]) -> BlockMask:

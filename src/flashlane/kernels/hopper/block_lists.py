@@ -96,8 +96,10 @@ def unit_states(
         listed = torch.arange(at.shape[-1], device=at.device) < of[..., None]
         states.scatter_(3, torch.where(listed, at, columns).long(), state)
     states = states[..., :columns]
-    states = states.repeat_interleave(block[0] // UNIT, 2).repeat_interleave(block[1] // UNIT, 3)
-    return states[:, :, : -(-lengths[0] // UNIT), : -(-lengths[1] // UNIT)].contiguous()
+    units = [-(-length // UNIT) for length in lengths]  # torch's block of everything is larger than any mask
+    for axis, (size, count) in enumerate(zip(block, units, strict=True), start=2):
+        states = states.repeat_interleave(min(size // UNIT, count), axis)
+    return states[:, :, : units[0], : units[1]].contiguous()
 
 
 def tile_lists(

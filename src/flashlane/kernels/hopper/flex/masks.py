@@ -60,8 +60,11 @@ class UnitMask:
     read: tuple[torch.Tensor, ...] = ()
     """The tensors that the mask was made from; kept, so that no other one gets their addresses."""
     lists: dict[tuple[Any, ...], BlockLists] = field(default_factory=dict)
-    stream: torch.cuda.Stream = field(default_factory=torch.cuda.current_stream)
+    stream: torch.cuda.Stream = field(init=False)
     """On which it was made."""
+
+    def __post_init__(self) -> None:
+        self.stream = torch.cuda.current_stream(self.states.device)
 
     def bits(self, words: torch.Tensor | None) -> MaskBitsParams:
         """The bits as a kernel is given them."""

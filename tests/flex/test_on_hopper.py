@@ -1,0 +1,74 @@
+"""flex_attention by the module of the Hopper kernels, with a GPU that only writes launches down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hopper_fakes import Launches, addresses, install
+from torch.nn.attention import flex_attention as torch_flex
+
+import flashlane
+from flashlane.flex import attention
+from flashlane.kernels.hopper import flex
+from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.flex import run_backward, run_forward
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """Calls on the CPU are those of an sm_90 GPU."""
+    monkeypatch.setattr(attention, "OF_THE_REFERENCE", ())
+    monkeypatch.setattr(attention, "arch_of", lambda device: ARCH)
+    monkeypatch.setattr(flex, "arch_of", lambda device: ARCH)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    plans = run_forward._plan, run_backward._plan
+    for plan in plans:
+        plan.cache_clear()
+    yield from install(monkeypatch)
+    for plan in plans:
+        plan.cache_clear()
+
+
+def operands(grad: bool = False) -> list[torch.Tensor]:
+    shapes = (2, 4, 300, 64), (2, 2, 200, 64), (2, 2, 200, 64)
+    return [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=grad) for shape in shapes]
+
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+@pytest.mark.parametrize("score_mod", [None, lambda score, b, h, q, kv: score - (q - kv)], ids=["plain", "score"])
+@pytest.mark.parametrize("mask", ["none", "torch's of one block", "ours", "of one block"])
+def test_both_directions_reach_the_kernels(launches: Launches, score_mod, mask: str) -> None:
+    tensors = operands(grad=True)
+    q, k, _ = tensors
+    block_mask = {
+        "none": None,
+        "torch's of one block": torch_flex._create_empty_block_mask(q, k),
+        "ours": flashlane.create_block_mask(causal, None, None, 300, 200, "cpu"),
+        "of one block": flashlane.create_block_mask(causal, None, None, 300, 200, "cpu", 1 << 30),
+    }[mask]
+    out, lse = flashlane.flex_attention(*tensors, score_mod, block_mask, enable_gqa=True, return_lse=True)
+    assert out.shape == (2, 4, 300, 64) and out.is_contiguous() and lse.shape == (2, 4, 300)
+    *_, forward = launches
+    params = forward[-1]
+    assert addresses(params) == [t.data_ptr() for t in tensors]
+    assert (params.seqlen.seqlen_q, params.seqlen.seqlen_k) == (300, 200)
+    launches.clear()
+    gradients = torch.autograd.grad(out.float().sum() + lse.sum(), tensors)
+    assert launches and [g.shape for g in gradients] == [t.shape for t in tensors]
+
+
+def test_what_the_kernels_refuse_is_told(launches: Launches) -> None:
+    wide = [torch.zeros(1, 2, 128, 264, dtype=torch.bfloat16) for _ in range(3)]
+    with pytest.raises(NotImplementedError, match="head_dim of q and k is 264"):
+        flashlane.flex_attention(*wide)
+    mask = flashlane.create_block_mask(causal, None, None, 300, 200, "cpu", 32)
+    with pytest.raises(NotImplementedError, match="blocks of \\(32, 32\\); it takes multiples of 64"):
+        flashlane.flex_attention(*operands(), None, mask, enable_gqa=True)
+    assert not launches
