@@ -59,7 +59,7 @@ def mask_of(name: str):
     }[name]
 
 
-def lists_of(case: Case) -> tuple[BlockLists, torch.Tensor]:
+def lists_of(case: Case, ranked: bool) -> tuple[BlockLists, torch.Tensor]:
     """The lists, and the mask, rows first."""
     mod, size = mask_of(case.name), (2, HEADS) if case.by_head else (None, None)
     mask = create_block_mask(mod, *size, *LENGTHS, device="cpu", BLOCK_SIZE=case.block)
@@ -76,12 +76,13 @@ def lists_of(case: Case) -> tuple[BlockLists, torch.Tensor]:
         states[..., -1].clamp_(max=PARTIAL)
     if case.transposed:
         dense, states = dense.transpose(2, 3), states.transpose(2, 3)
-    return tile_lists(states, case.tile_rows, case.block_columns, case.group, ranked=True), dense
+    return tile_lists(states, case.tile_rows, case.block_columns, case.group, ranked), dense
 
 
+@pytest.mark.parametrize("ranked", [False, True], ids=["any order", "ranked"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_lists_have_every_visible_pair_and_full_blocks_no_other(case: Case) -> None:
-    lists, dense = lists_of(case)
+def test_lists_have_every_visible_pair_and_full_blocks_no_other(case: Case, ranked: bool) -> None:
+    lists, dense = lists_of(case, ranked)
     batch, heads, rows, columns = dense.shape
     assert lists.counts.shape[:2] == (batch, heads)
     some = Counter()
@@ -94,7 +95,7 @@ def test_lists_have_every_visible_pair_and_full_blocks_no_other(case: Case) -> N
                 for part in range(case.tile_rows // UNIT):  # the forward walks from the end
                     seen = [i for i, word in enumerate(words) if word >> 2 * part & 3]
                     assert [i for i, word in enumerate(words) if word >> LAST + part & 1] == seen[:1]
-                    if case.tile_rows == 2 * UNIT and seen:
+                    if case.tile_rows == 2 * UNIT and seen and not ranked:
                         assert seen == list(range(seen[0], seen[-1] + 1))
                 for word in words:
                     first = (word >> STATE_BITS) * case.block_columns
@@ -111,9 +112,10 @@ def test_lists_have_every_visible_pair_and_full_blocks_no_other(case: Case) -> N
     assert some[FULL if case.name == "random" else PARTIAL] and (some[FULL] or case.name == "documents")
 
 
+@pytest.mark.parametrize("ranked", [False, True], ids=["any order", "ranked"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tiles_come_longest_first_and_additions_to_a_block_are_counted_in_that_order(case: Case) -> None:
-    lists, _ = lists_of(case)
+def test_the_order_of_tiles_and_the_number_of_each_addition_to_a_block(case: Case, ranked: bool) -> None:
+    lists, _ = lists_of(case, ranked)
     batch, heads, tiles = lists.counts.shape
     tile_heads = 1 if heads == 1 else heads // case.group
     assert lists.order.shape == (batch, tile_heads, tiles, 2)
@@ -123,7 +125,13 @@ def test_tiles_come_longest_first_and_additions_to_a_block_are_counted_in_that_o
             own = range(heads) if heads == 1 else range(tile_head * case.group, (tile_head + 1) * case.group)
             assert sorted(order.tolist()) == list(range(tiles))
             expected = lists.counts[b, list(own)].sum(0) * (case.group if heads == 1 else 1)
-            assert steps.tolist() == expected[order.long()].tolist() == sorted(expected.tolist(), reverse=True)
+            assert steps.tolist() == expected[order.long()].tolist()
+            if not ranked:
+                assert steps.tolist() == sorted(expected.tolist(), reverse=True)
+                continue
+            assert lists.ranks is not None
+            assert order.tolist() in (list(range(tiles)), list(range(tiles))[::-1])
+            assert sum((2 * i - (tiles - 1)) * n for i, n in enumerate(steps.tolist())) <= 0
             for h in own:
                 before: Counter[int] = Counter()
                 for tile in order.tolist():
@@ -138,10 +146,47 @@ def test_tiles_come_longest_first_and_additions_to_a_block_are_counted_in_that_o
 
 
 def test_steps_between_lists_are_zero_where_all_have_the_same() -> None:
-    lists, _ = lists_of(CASES[1])
+    lists, _ = lists_of(CASES[1], True)
     params = lists.params()
     assert (params.batch, params.head, params.order_batch, params.order_head) == (0, 0, 0, 0)
-    lists, _ = lists_of(CASES[6])
+    lists, _ = lists_of(CASES[6], True)
     tiles, params = lists.counts.shape[2], lists.params()
     assert (params.batch, params.head, params.order_batch, params.order_head) == (HEADS * tiles, tiles, tiles, 0)
     assert params.pitch == lists.entries.shape[-1]
+
+
+TILES, BLOCKS = 48, 96
+DOCUMENT = torch.tensor([11, 29, 5, 17, 34]).cumsum(0)
+
+
+def unit_table(name: str) -> torch.Tensor:
+    """Units of keys and the units of queries that see them."""
+    k, q = torch.arange(2 * TILES)[:, None], torch.arange(BLOCKS)
+    of_k, of_q = (torch.searchsorted(DOCUMENT, t, right=True) for t in (k, q))
+    seen = {
+        "causal": q >= k,
+        "the other way": q <= k,
+        "window": (q >= k) & (q < k + 16),
+        "documents": (q >= k) & (of_k == of_q),
+        "random": torch.rand(2 * TILES, BLOCKS, generator=torch.Generator().manual_seed(0)) < 0.1,
+        "half": torch.rand(2 * TILES, BLOCKS, generator=torch.Generator().manual_seed(0)) < 0.5,
+    }[name]
+    return torch.where(seen, FULL, 0).to(torch.int8)[None, None]
+
+
+@pytest.mark.parametrize("name", ["causal", "the other way", "window", "documents", "random", "half"])
+def test_additions_in_order_wait_little_for_each_other(name: str) -> None:
+    """Each tile on an SM of its own, a step and an addition of one unit of time. The longest chain of waits is at most
+    the longest list, and two additions for each tile that may be before."""
+    lists = tile_lists(unit_table(name), 2 * UNIT, UNIT, ranked=True)
+    assert lists.ranks is not None
+    longest, ends, added = 0, [], torch.zeros(BLOCKS)
+    for tile in lists.order[0, 0, :, 0].tolist():
+        now = 0
+        for i in range(int(lists.counts[0, 0, tile])):
+            block = int(lists.entries[0, 0, tile, i]) >> STATE_BITS
+            now = max(now + 1, int(added[block]) + 1)
+            added[block] = now
+        ends.append(now)
+        longest = max(longest, int(lists.counts[0, 0, tile]))
+    assert max(ends) <= longest + 2 * TILES, (max(ends), longest)

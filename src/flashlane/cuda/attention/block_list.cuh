@@ -42,7 +42,7 @@ struct ListedBlock {
 struct BlockLists {
     const int *counts, *entries;   // (batch, head, tile) and (batch, head, tile, entry); heads are those of queries
     const int* ranks;              // like entries: which addition to its m-block's dQ an entry makes; only with additions in order
-    const int2* order;             // (batch, tile head, position): a tile, and the steps that it takes; the longest come first
+    const int2* order;             // (batch, tile head, position): a tile, and the steps that it takes
     int batch, head;               // from one batch row or head to the next, in tiles: 0 where all have the same lists
     int order_batch, order_head;   // of `order`, in positions
     int pitch;                     // entries that a tile has room for

@@ -49,7 +49,7 @@ class BlockLists:
     entries: torch.Tensor
     """``(batch, head, tile, entry)``: ``block << STATE_BITS``, and the states; what follows a list is anything."""
     order: torch.Tensor
-    """``(batch, tile head, position, 2)``: a tile and its steps, the longest first."""
+    """``(batch, tile head, position, 2)``: a tile and its steps; the longest first where additions have no order."""
     ranks: torch.Tensor | None = None
     """Like ``entries``: how many tiles before this one, in ``order``, have the entry's block."""
     bits: MaskBitsParams = field(default_factory=MaskBitsParams)
@@ -118,7 +118,7 @@ def tile_lists(
         tile_rows: rows of a tile.
         block_columns: columns of a block. Units of a block with unlike states make it partial.
         group: query heads that a tile goes through.
-        ranked: whether additions have an order.
+        ranked: whether additions have an order, that of the tiles.
         bits: of partial units.
     """
     parts, per = tile_rows // UNIT, block_columns // UNIT
@@ -133,21 +133,60 @@ def tile_lists(
     listed = words > 0
     words |= torch.arange(blocks, dtype=torch.int32, device=states.device) << STATE_BITS
     counts = listed.sum(-1, dtype=torch.int32)
-    places = torch.argsort(_turn(states), dim=-1, stable=True)
+    steps = counts if heads == 1 or group == 1 else counts.view(batch, -1, group, tiles).sum(2, dtype=torch.int32)
+    order = _order_of_additions(steps) if ranked else torch.argsort(steps, dim=-1, descending=True, stable=True)
+    earlier, turn = None, None
+    if ranked:
+        earlier, turn = _additions(listed, order if heads == 1 else order.repeat_interleave(group, 1))
+    places = torch.argsort(_turn(states) if turn is None else turn, dim=-1, stable=True)
     seen = (states > 0).gather(3, places[..., None].expand_as(states))
     last = (seen & (seen.cumsum(3, dtype=torch.int32) == 1)).int() << (shifts // 2 + LAST)
     words = words.gather(-1, places) | last.sum(-1, dtype=torch.int32)
-    steps = counts if heads == 1 or group == 1 else counts.view(batch, -1, group, tiles).sum(2, dtype=torch.int32)
-    order = torch.argsort(steps, dim=-1, descending=True, stable=True)
+    ranks = None if earlier is None else earlier.gather(-1, places).contiguous()
     steps = steps.gather(-1, order) * (group if heads == 1 else 1)
-    ranks = None
-    if ranked:
-        by_head = order if heads == 1 or group == 1 else order.repeat_interleave(group, 1)
-        at = by_head[..., None].expand(*by_head.shape, blocks)
-        earlier = listed.gather(2, at).int().cumsum(2, dtype=torch.int32) - 1
-        ranks = torch.empty_like(earlier).scatter_(2, at, earlier).gather(-1, places).contiguous()
     in_order = torch.stack((order.int(), steps), -1).contiguous()
     return BlockLists(counts, words, in_order, ranks, bits or MaskBitsParams())
+
+
+def _order_of_additions(steps: torch.Tensor) -> torch.Tensor:
+    """The order of tiles whose additions have one: by number, from the side on which tiles have more steps.
+
+    Tiles that follow each other then have the same blocks at nearly the same turns. By their steps, the tile in which
+    two documents meet would come before all others of one of them.
+
+    Args:
+        steps: ``(batch, tile head, tile)``.
+    """
+    tiles = torch.arange(steps.shape[-1], device=steps.device)
+    growing = (steps * (2 * tiles - (len(tiles) - 1))).sum(-1, keepdim=True) > 0
+    return torch.where(growing, tiles.flip(0), tiles).expand(steps.shape)
+
+
+def _additions(listed: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each tile and block: how many tiles before this one have the block, and its turn in the tile's list.
+
+    An addition waits for that of the tile before. All lists ascend or all descend, whichever lets tiles wait less: if
+    some came to a block early and others late, each tile would wait until the one before is done.
+
+    Args:
+        listed: ``(batch, head, tile, block)``.
+        order: of tiles, ``(batch, head, position)``.
+    """
+    tiles = torch.arange(order.shape[-1], dtype=torch.int32, device=listed.device)
+    at = order[..., None].expand(listed.shape)
+    in_order = listed.gather(2, at)
+    earlier = in_order.cumsum(2, dtype=torch.int32) - 1
+    positions = torch.where(in_order, tiles[:, None], -1).cummax(2).values
+    before = torch.nn.functional.pad(positions[:, :, :-1], (0, 0, 1, 0), value=-1)
+    ascending = in_order.cumsum(3, dtype=torch.int32)
+    descending = ascending[..., -1:] + 1 - ascending
+    waits = []
+    for turn in (ascending, descending):
+        late = turn.gather(2, before.clamp_min(0).long()) + 1 - turn
+        waits.append(torch.where(in_order & (before >= 0), late, 0).clamp_min(0).amax(3).sum(2))
+    turn = torch.where((waits[0] <= waits[1])[..., None, None], ascending, descending)
+    turn = torch.where(in_order, turn, listed.shape[3] + 1)
+    return tuple(torch.empty_like(t).scatter_(2, at, t) for t in (earlier, turn))  # type: ignore[return-value]
 
 
 def _turn(states: torch.Tensor) -> torch.Tensor:
