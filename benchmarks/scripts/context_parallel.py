@@ -33,11 +33,13 @@ from flashlane.bench.measure.ranks import (
     time_methods,
 )
 from flashlane.bench.measure.results import write_atomically
+from flashlane.core.problem import Asked
 from flashlane.distributed import token_indices
-from flashlane.distributed.attend import Modifiers, Results, Settings, attend
+from flashlane.distributed.attend import Results, Settings, attend
 from flashlane.distributed.comm import Ranks, start
 from flashlane.distributed.gather import Gathering, Task
 from flashlane.distributed.lanes import Lanes
+from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.plan import Division, gather_calls
 
 FORMAT = "flashlane-context-parallel/1"
@@ -164,10 +166,10 @@ def parts(device: torch.device, name: str) -> dict[str, float]:
     problem, size, ranks = PROBLEMS[name], dist.get_world_size(), Ranks.of(dist.group.WORLD)
     q, k, v = problem.shared(device).qkv
     division = Division("zigzag", (problem.total(size),), size, -1, 0)
-    task = Task(ranks, division, Settings(problem.head_dim**-0.5))
+    task = Task(ranks, division, Settings(Asked(scale=problem.head_dim**-0.5)))
     calls = gather_calls(division, ranks.rank, True, False)
     keys, values = gathered(task, k, v)
-    results = Results.of(q, v.shape[-1], calls, None)
+    results = Results.of(q, v.shape[-1], calls, Modifiers())
 
     def attend_all(overlap: bool) -> None:
         lanes = Lanes(device)

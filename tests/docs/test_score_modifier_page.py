@@ -53,3 +53,12 @@ def test_few_files_of_the_library_name_a_feature(word: str) -> None:
     assert len(found) <= MOST_FILES[word], found
     devices = [path.name for path in found if path.suffix in (".cu", ".cuh")]
     assert devices == (["seqlen.cuh"] if word == "page_size" else ["score.cuh"]), "kernels name no feature"
+
+
+def test_of_context_parallelism_one_file_besides_its_functions_knows_modifiers() -> None:
+    found = {
+        path.name
+        for path in (ROOT / "src" / "flashlane" / "distributed").glob("*.py")
+        if re.search(r"alibi|sinks|softcap|logit_scale", path.read_text(encoding="utf-8"))
+    }
+    assert found == {"functional.py", "modifiers.py", "names.py"}, "names.py has the arguments of other libraries"

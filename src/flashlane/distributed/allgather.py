@@ -15,17 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from flashlane.distributed.attend import (
-    Flow,
-    Modifiers,
     Results,
     attend,
     attend_backward,
     empty_dq,
-    sink_gradient,
 )
 from flashlane.distributed.copies import CopiedGathering, Shapes, peer_memory
 from flashlane.distributed.gather import Gathering, Returning, Task
 from flashlane.distributed.lanes import COMPUTE, MOVE, Lanes
+from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.peer_memory import Exchange
 from flashlane.distributed.plan import gather_calls
 
@@ -82,15 +80,15 @@ class GatherAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         given = Modifiers(*modifiers)
-        calls = gather_calls(task.division, task.rank, q.shape[0] == 1, given.alibi_slopes is not None)
-        results = Results.of(q, v.shape[-1], calls, given.sinks)
+        calls = gather_calls(task.division, task.rank, q.shape[0] == 1, given.positional)
+        results = Results.of(q, v.shape[-1], calls, given)
         exchanges = _exchanges(task, k, v, 1)
         lanes = Lanes(q.device)
-        for turn, (first, stop, gathering, arrived) in enumerate(_gather(task, q, k, v, lanes, exchanges)):
+        for number, (first, stop, gathering, arrived) in enumerate(_gather(task, q, k, v, lanes, exchanges)):
             for lane in range(COMPUTE):
                 lanes.wait(lane, arrived)
             heads, own = results.heads(first, stop), given.heads(first, stop)
-            attend(heads, q[:, :, first:stop], *gathering.gathered, calls, own, task.settings, lanes, turn)
+            attend(heads, q[:, :, first:stop], *gathering.gathered, calls, own, task.settings, lanes, number)
             lanes.keep(gathering)
         lanes.join()
         for each in exchanges[-1:]:
@@ -106,14 +104,14 @@ class GatherAttention(torch.autograd.Function):
         task, given = ctx.task, Modifiers(*modifiers)
         do = torch.zeros_like(out) if do is None else do
         flow = Flow(out, lse, do, dlse)
-        calls = gather_calls(task.division, task.rank, q.shape[0] == 1, given.alibi_slopes is not None)
+        calls = gather_calls(task.division, task.rank, q.shape[0] == 1, given.positional)
         dq = empty_dq(q, calls)
         d_scales: list[torch.Tensor | None] = []
         exchanges = _exchanges(task, k, v, 2)
         lanes = Lanes(q.device)
         returning: list[Returning] = []
         groups = _gather(task, q, k, v, lanes, exchanges)
-        for turn, (first, stop, gathering, arrived) in enumerate(groups):
+        for number, (first, stop, gathering, arrived) in enumerate(groups):
             for lane in range(COMPUTE):
                 lanes.wait(lane, arrived)
             heads = slice(first, stop)
@@ -126,7 +124,7 @@ class GatherAttention(torch.autograd.Function):
                 given.heads(first, stop),
                 task.settings,
                 lanes,
-                turn,
+                number,
             )
             for lane in range(COMPUTE):
                 lanes.after(MOVE, lane)
@@ -141,8 +139,8 @@ class GatherAttention(torch.autograd.Function):
         lanes.join()
         for each in exchanges[-1:]:
             each.end()
-        d_sinks = None if given.sinks is None else sink_gradient(given.sinks, flow)
-        return None, dq.to(q.dtype), dk, dv, None, d_sinks, _factor_gradient(d_scales, given.factor)
+        d_modifiers = given.gradients(flow, _factor_gradient(d_scales, given.factor))
+        return None, dq.to(q.dtype), dk, dv, *d_modifiers
 
 
 def _factor_gradient(parts: list[torch.Tensor | None], factor: torch.Tensor | None) -> torch.Tensor | None:

@@ -19,6 +19,7 @@ from flashlane.core.problem import Asked, AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import Kernel
 from flashlane.distributed.blocks import Block, phases_of
 from flashlane.distributed.lanes import COMPUTE, Lanes
+from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.ops import torch_rules
 
 FEW_BLOCKS = 4
@@ -29,28 +30,10 @@ FEW_BLOCKS = 4
 class Settings:
     """What a call asks besides its masks and tensors."""
 
-    scale: float
-    softcap: float = 0.0
-    deterministic: bool = False
+    asked: Asked
+    """Without a window: each block has its own."""
     kernel: str | None = None
     needs_grad: bool = False
-
-
-class Modifiers(NamedTuple):
-    """Tensors of a call that belong to its heads: see :class:`flashlane.core.problem.Inputs`."""
-
-    alibi_slopes: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    logit_scale: torch.Tensor | None = None
-
-    @property
-    def factor(self) -> torch.Tensor | None:
-        """The modifier that multiplies scores, whose gradient the kernels of the blocks sum."""
-        return self.logit_scale
-
-    def heads(self, first: int, stop: int) -> Modifiers:
-        """Those of some query heads."""
-        return Modifiers(*(None if t is None else t[..., first:stop] for t in self))
 
 
 @dataclass(frozen=True)
@@ -162,14 +145,14 @@ class Calls:
     """Whether every row is in some block."""
 
     @classmethod
-    def of(cls, blocks: Iterable[Block], rows: int, *, packable: bool, alibi: bool) -> Calls:
+    def of(cls, blocks: Iterable[Block], rows: int, *, packable: bool, positional: bool) -> Calls:
         """Blocks of queries that have so many rows.
 
         Args:
             blocks: in any order.
             rows: of the queries.
             packable: whether the tensors have one batch element, so that blocks can be packed sequences.
-            alibi: whether distances matter; blocks that a kernel aligns otherwise are then apart.
+            positional: see :class:`Modifiers`; blocks that a kernel aligns otherwise are then apart.
         """
         phases = phases_of(blocks)
         calls: list[Call] = [block for phase in phases for block in phase]
@@ -177,19 +160,19 @@ class Calls:
             calls.sort(key=lambda block: (block.q_first - block.q_stop) * (block.k_stop - block.k_first))
         packed = packable and len(calls) > FEW_BLOCKS
         if packed:
-            calls = [call for phase in phases for call in _packed(phase, rows, alibi)]
+            calls = [call for phase in phases for call in _packed(phase, rows, positional)]
         covered = sum(block.q_stop - block.q_first for block in phases[0]) if phases else 0
-        shifted = alibi and any(block.offset for phase in phases for block in phase)
+        shifted = positional and any(block.offset for phase in phases for block in phase)
         disjoint = len(phases) <= 1 and not (packed and len(calls) > 1) and not shifted
         return cls(tuple(calls), rows, disjoint, covered == rows)
 
 
-def _packed(phase: Sequence[Block], rows: int, alibi: bool) -> list[Packed]:
+def _packed(phase: Sequence[Block], rows: int, positional: bool) -> list[Packed]:
     """Blocks of different rows by their window, those that hide most first: others may share theirs."""
     kinds: list[tuple[Block, list[Block]]] = []
     for block in sorted(phase, key=lambda block: (block.left < 0) + (block.right < 0)):
         for like, kind in kinds:
-            aligned = not alibi or (like.step, like.offset) == (block.step, block.offset)
+            aligned = not positional or (like.step, like.offset) == (block.step, block.offset)
             if aligned and block.allows(like.left, like.right):
                 kind.append(block)
                 break
@@ -224,21 +207,15 @@ def _prepare(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, settings: Settings
 ) -> _Prepared:
     block = call.blocks[0] if isinstance(call, Packed) else call
-    slopes = modifiers.alibi_slopes
-    if slopes is not None and block.step != 1:
-        slopes = slopes * block.step
-    kept = {"sinks": modifiers.sinks, "logit_scale": modifiers.logit_scale}
     if isinstance(call, Packed):
         index = call.on(q.device)
         rows, keys, layers = slice(0, call.rows), index.keys, index.layers
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes.index_select(0, index.documents)
+        given = modifiers.of_block(block.step, lambda t: t.index_select(0, index.documents))
         inputs = Inputs(
             q[0],
             take_rows(k, keys)[0],
             take_rows(v, keys)[0],
-            alibi_slopes=slopes,
-            **kept,
+            **given._asdict(),
             cu_seqlens_q=index.cu_seqlens_q,
             cu_seqlens_k=index.cu_seqlens_k,
             max_seqlen_q=index.max_seqlen_q,
@@ -246,16 +223,9 @@ def _prepare(
         )
     else:
         rows, keys, layers = slice(call.q_first, call.q_stop), slice(call.k_first, call.k_stop), None
-        if slopes is not None and slopes.dim() == 2 and q.shape[0] == 1:
-            slopes = slopes[call.document].contiguous()
-        inputs = Inputs(q[:, rows], k[:, keys], v[:, keys], alibi_slopes=slopes, **kept)
-    asked = Asked(
-        scale=settings.scale,
-        window_size=(block.left, block.right),
-        softcap=settings.softcap,
-        deterministic=settings.deterministic,
-    )
-    problem = AttentionProblem.from_inputs(inputs, asked)
+        given = modifiers.of_block(block.step, lambda t: t[call.document].contiguous() if q.shape[0] == 1 else t)
+        inputs = Inputs(q[:, rows], k[:, keys], v[:, keys], **given._asdict())
+    problem = AttentionProblem.from_inputs(inputs, settings.asked._replace(window_size=(block.left, block.right)))
     if problem.needs_grad != settings.needs_grad:  # autograd is off inside a derivative's definition
         problem = replace(problem, needs_grad=settings.needs_grad)
     kernel = dispatch.select(problem, settings.kernel)
@@ -281,14 +251,11 @@ class State:
         self.out[:, rows] = torch.addcmul(self.out[:, rows] * kept, out.to(self.out.dtype), added)
         self.lse[:, :, rows] = new
 
-    def finish(self, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output in the dtype of the queries, and LSE, with the sinks' share of the probability."""
-        if sinks is None:
-            return self.out.to(self.dtype), self.lse
-        lse = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
-        top = lse.masked_fill(lse == -torch.inf, 0.0)
-        share = torch.exp(self.lse - top).transpose(1, 2).unsqueeze(-1)
-        return (self.out * share).to(self.dtype), lse
+    def finish(self, modifiers: Modifiers) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output in the dtype of the queries, and LSE, when all keys have been seen."""
+        lse, share = modifiers.finish(self.lse)
+        out = self.out if share is None else self.out * share.transpose(1, 2).unsqueeze(-1)
+        return out.to(self.dtype), lse
 
 
 @dataclass
@@ -299,16 +266,14 @@ class Results:
     lse: torch.Tensor
 
     @classmethod
-    def of(cls, q: torch.Tensor, head_dim_v: int, calls: Calls, sinks: torch.Tensor | None) -> Results:
+    def of(cls, q: torch.Tensor, head_dim_v: int, calls: Calls, modifiers: Modifiers) -> Results:
         """Room for them; rows that no call computes have what a row without visible keys has."""
         batch, rows, heads, _ = q.shape
         out = q.new_empty((batch, rows, heads, head_dim_v))
         lse = q.new_empty((batch, heads, rows), dtype=compute_dtype(q.dtype))
         if calls.disjoint and not calls.full:
             out.zero_()
-            lse.fill_(-torch.inf)
-            if sinks is not None:
-                lse.copy_(sinks[:, None])
+            modifiers.fill_without_keys(lse)
         return cls(out, lse)
 
     def heads(self, first: int, stop: int) -> Results:
@@ -325,7 +290,7 @@ def attend(
     modifiers: Modifiers,
     settings: Settings,
     lanes: Lanes,
-    turn: int = 0,
+    first_lane: int = 0,
 ) -> None:
     """Write a shard's output and LSE over all their keys.
 
@@ -337,18 +302,18 @@ def attend(
         calls: the blocks.
         modifiers: tensors of these heads.
         settings: everything else.
-        lanes: where it is enqueued: the call with most work first, in turn on those that compute.
-        turn: which of them is first.
+        lanes: where it is enqueued: the call with most work first, each on the next of those that compute.
+        first_lane: the lane of the first call.
     """
     if not calls.disjoint:
         state = State(q, v.shape[-1])
         accumulate(state, q, k, v, calls, modifiers, settings)
-        out, lse = state.finish(modifiers.sinks)
+        out, lse = state.finish(modifiers)
         results.out.copy_(out)
         results.lse.copy_(lse)
         return
     for number, call in enumerate(calls.calls):
-        with lanes.on((turn + number) % COMPUTE):
+        with lanes.on((first_lane + number) % COMPUTE):
             part = _prepare(call, q, k, v, modifiers, settings)
             lanes.keep(part.inputs)
             _run_forward(part, results)
@@ -375,10 +340,10 @@ def accumulate(
     modifiers: Modifiers,
     settings: Settings,
 ) -> None:
-    """Merge a shard's attention over some of its keys into a state, without sinks."""
+    """Merge a shard's attention over some of its keys into a state."""
     batch, _, heads, _ = q.shape
     for call in calls.calls:
-        part = _prepare(call, q, k, v, modifiers._replace(sinks=None), settings)
+        part = _prepare(call, q, k, v, modifiers.of_some_keys(), settings)
         count = part.rows.stop - part.rows.start
         out = q.new_empty((batch, count, heads, v.shape[-1]))
         lse = q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype))
@@ -387,34 +352,23 @@ def accumulate(
                 part.kernel.forward(part.problem, part.inputs, out[0], lse[0])
             else:
                 part.kernel.forward(part.problem, part.inputs, out, lse)
-        offset = call.blocks[0].offset if isinstance(call, Packed) else call.offset
-        if offset and modifiers.alibi_slopes is not None:
-            lse = lse - _per_row_of(modifiers.alibi_slopes, call, batch).to(lse.dtype) * offset
-        state.merge(part.rows, out, lse)
+        state.merge(part.rows, out, _moved(lse, -1, call, modifiers))
 
 
-def _per_row_of(slopes: torch.Tensor, call: Call, batch: int) -> torch.Tensor:
-    """Slopes as they broadcast to an LSE ``(b, h, rows)``."""
-    if slopes.dim() == 1:
-        return slopes[:, None]
-    if batch > 1 or not isinstance(call, Packed):
-        return slopes[:, :, None] if batch > 1 else slopes[call.document][:, None]
-    index = call.on(slopes.device)
-    return slopes.index_select(0, index.documents).repeat_interleave(index.cu_seqlens_q.diff().long(), 0).T
+def _moved(lse: torch.Tensor, sign: int, call: Call, modifiers: Modifiers) -> torch.Tensor:
+    """The LSE of a call's rows from the kernel's positions to those of the sequence (−1), or back (1)."""
+    batch = lse.shape[0]
 
+    def per_row(of_heads: torch.Tensor) -> torch.Tensor:
+        if of_heads.dim() == 1:
+            return of_heads[:, None]
+        if batch > 1 or not isinstance(call, Packed):
+            return of_heads[:, :, None] if batch > 1 else of_heads[call.document][:, None]
+        index = call.on(of_heads.device)
+        return of_heads.index_select(0, index.documents).repeat_interleave(index.cu_seqlens_q.diff().long(), 0).T
 
-class Flow(NamedTuple):
-    """What a backward starts from: output, LSE and their gradients."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    do: torch.Tensor
-    dlse: torch.Tensor | None
-
-    def heads(self, heads: slice) -> Flow:
-        """That of some query heads."""
-        dlse = None if self.dlse is None else self.dlse[:, heads]
-        return Flow(self.out[:, :, heads], self.lse[:, heads], self.do[:, :, heads], dlse)
+    offset = call.blocks[0].offset if isinstance(call, Packed) else call.offset
+    return modifiers.moved(lse, sign * offset, per_row)
 
 
 class Partial(NamedTuple):
@@ -435,26 +389,25 @@ def attend_backward(
     modifiers: Modifiers,
     settings: Settings,
     lanes: Lanes,
-    turn: int = 0,
+    first_lane: int = 0,
 ) -> tuple[list[Partial], torch.Tensor | None]:
     """Gradients of a shard's blocks.
 
     Args:
         dq: where the gradient of q is written, in any dtype; it is added where the calls share rows or ``calls`` are
             not all of a row, for which it is f32 or f64.
-        q, k, v, calls, modifiers, settings, lanes, turn: those of :func:`attend`.
+        q, k, v, calls, modifiers, settings, lanes, first_lane: those of :func:`attend`.
         flow: the output and LSE over all keys, and their gradients.
 
     Returns:
-        The gradients of keys and values, in the dtype of k, and that of ``logit_scale``. The sinks' is
-        :func:`sink_gradient`.
+        The gradients of keys and values, in the dtype of k, and that of :attr:`Modifiers.factor`.
     """
     found: list[Partial] = []
     d_scale: torch.Tensor | None = None
     adds = dq.dtype == compute_dtype(dq.dtype)
     for number, call in enumerate(calls.calls):
-        with lanes.on((turn + number) % COMPUTE if calls.disjoint else 0):
-            part = _prepare(call, q, k, v, modifiers._replace(sinks=None), settings)
+        with lanes.on((first_lane + number) % COMPUTE if calls.disjoint else 0):
+            part = _prepare(call, q, k, v, modifiers.of_some_keys(), settings)
             grads = _run_backward(part, flow, modifiers, call)
             lanes.keep(part.inputs, grads)
             own = grads.q.unsqueeze(0) if part.varlen else grads.q
@@ -467,8 +420,9 @@ def attend_backward(
             else:
                 dk, dv = grads.k.unsqueeze(0), grads.v.unsqueeze(0)
                 found += [Partial(keys, take_rows(dk, at), take_rows(dv, at)) for keys, at in part.layers]
-            if grads.logit_scale is not None:
-                d_scale = grads.logit_scale if d_scale is None else d_scale + grads.logit_scale
+            part_scale = modifiers.factor_gradient(grads)
+            if part_scale is not None:
+                d_scale = part_scale if d_scale is None else d_scale + part_scale
     return found, d_scale
 
 
@@ -487,12 +441,9 @@ def add_partials(totals: tuple[torch.Tensor, torch.Tensor], partials: Iterable[P
 
 
 def _run_backward(part: _Prepared, flow: Flow, modifiers: Modifiers, call: Call) -> Gradients:
-    lse, batch = flow.lse, flow.lse.shape[0]
-    offset = call.blocks[0].offset if isinstance(call, Packed) else call.offset
     parts = [t[:, part.rows] for t in (flow.out, flow.do)]
-    rows = [None if t is None else t[:, :, part.rows] for t in (lse, flow.dlse)]
-    if offset and modifiers.alibi_slopes is not None:
-        rows[0] = rows[0] + _per_row_of(modifiers.alibi_slopes, call, batch).to(lse.dtype) * offset
+    rows = [None if t is None else t[:, :, part.rows] for t in (flow.lse, flow.dlse)]
+    rows[0] = _moved(rows[0], 1, call, modifiers)
     rows = [None if t is None else t.contiguous() for t in rows]
     if part.varlen:
         parts, rows = [t[0] for t in parts], [None if t is None else t[0] for t in rows]
@@ -501,14 +452,3 @@ def _run_backward(part: _Prepared, flow: Flow, modifiers: Modifiers, call: Call)
         return chosen.run(
             part.problem, part.inputs, parts[0], rows[0], parts[1], rows[1], bias_grad=False, forward=part.kernel
         )
-
-
-def sink_gradient(sinks: torch.Tensor, flow: Flow) -> torch.Tensor:
-    """Gradient ``(h,)`` of the sinks, from this shard's rows."""
-    lse = flow.lse
-    delta = (flow.out.to(lse.dtype) * flow.do.to(lse.dtype)).sum(-1).transpose(1, 2)
-    if flow.dlse is not None:
-        delta = delta - flow.dlse
-    top = lse.masked_fill(lse == -torch.inf, 0.0)
-    share = torch.exp(sinks.to(lse.dtype)[:, None] - top)
-    return -(share * delta).sum((0, 2)).to(sinks.dtype)

@@ -103,7 +103,7 @@ def blocks_of(
         keys: runs of the keys' rows.
         left: of the window, in positions; −1: unbounded.
         right: of the same kind; 0 is causal.
-        join: whether neighbouring blocks may become one, which moves the alignment that ALiBi counts from.
+        join: whether neighbouring blocks may become one, which moves the alignment that distances are counted from.
     """
     by_document: dict[int, list[Run]] = {}
     for run in keys:

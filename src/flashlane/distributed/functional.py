@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 
 from flashlane.core.arch import compute_dtype
-from flashlane.core.problem import ARGUMENTS, Inputs
+from flashlane.core.problem import ARGUMENTS, Asked, Inputs
 from flashlane.core.validate import check_modifier, check_number, check_sizes, check_tensors, window_sides
 from flashlane.distributed.agree import agree
 from flashlane.distributed.allgather import GatherAttention
-from flashlane.distributed.attend import Modifiers, Settings
+from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Grid, Group
 from flashlane.distributed.gather import Task
 from flashlane.distributed.layout import Layout, check_layout, rows_of, runs_of
+from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import MOST_GROUPS
 from flashlane.distributed.plan import Division
 from flashlane.distributed.ring import RingAttention
@@ -166,15 +167,15 @@ def context_parallel_attn_varlen_func(
     return (out, lse) if return_lse else out
 
 
-def choose_method(grid: Grid, causal: bool, alibi: bool) -> Method:
+def choose_method(grid: Grid, causal: bool, positional: bool) -> Method:
     """What "auto" stands for.
 
-    "allgather" has no partial outputs to merge and one exchange a pass. ALiBi without a causal mask needs the whole
-    sequence of a head on one rank, as "ulysses" has it. A mesh of two dimensions is for "usp".
+    "allgather" has no partial outputs to merge and one exchange a pass. A positional modifier (ALiBi) without a causal
+    mask needs the whole sequence of a head on one rank, as "ulysses" has it. A mesh of two dimensions is for "usp".
     """
     if grid.heads is not None:
         return "usp"
-    return "ulysses" if alibi and not causal else "allgather"
+    return "ulysses" if positional and not causal else "allgather"
 
 
 def lengths_of(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
@@ -329,12 +330,12 @@ def _checked_call(
     grid: Grid,
 ) -> tuple[Division, Settings, Method]:
     left, right = window_sides(asked["window_size"], asked["causal"])
-    layout, method, alibi = where["layout"], where["method"], modifiers.alibi_slopes is not None
+    layout, method, positional = where["layout"], where["method"], modifiers.positional
     check_layout(layout)
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; it may be one of {', '.join(map(repr, METHODS))}")
     if method == "auto":
-        method = choose_method(grid, right == 0, alibi)
+        method = choose_method(grid, right == 0, positional)
     if (method == "usp") != (grid.heads is not None):
         dimensions = "two dimensions" if grid.heads is not None else "one"
         raise ValueError(
@@ -354,7 +355,7 @@ def _checked_call(
     if asked["transport"] == "copies" and len(bounds) > MOST_GROUPS:
         raise NotImplementedError(f"heads_k_stride is {stride}; transport 'copies' takes up to {MOST_GROUPS} groups")
     key_ranks = grid.keys.size if method != "ulysses" else 1
-    if alibi and key_ranks > 1 and (right != 0 or (method != "allgather" and layout != "striped")):
+    if positional and key_ranks > 1 and (right != 0 or (method != "allgather" and layout != "striped")):
         raise NotImplementedError(
             f"alibi_slopes is given with method {method!r}, layout {layout!r} and "
             f"{'a causal mask' if right == 0 else 'no causal mask'}; method 'ulysses' computes it, 'allgather' does "
@@ -364,9 +365,11 @@ def _checked_call(
     scale = inputs.q.shape[-1] ** -0.5 if asked["softmax_scale"] is None else asked["softmax_scale"]
     tensors = (inputs.q, inputs.k, inputs.v, *modifiers)
     settings = Settings(
-        check_number("softmax_scale", scale),
-        check_number("softcap", asked["softcap"], low=0.0),
-        bool(asked["deterministic"]),
+        Asked(
+            scale=check_number("softmax_scale", scale),
+            softcap=check_number("softcap", asked["softcap"], low=0.0),
+            deterministic=bool(asked["deterministic"]),
+        ),
         asked["kernel"],
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
     )
@@ -390,9 +393,9 @@ def _fields(
         ("transport and heads_k_stride", how),
         ("cu_seqlens", _digest(lengths)) if varlen else ("seqlen", lengths[0]),
         ("causal and window_size", (division.left, division.right)),
-        ("softmax_scale", settings.scale),
-        ("softcap", settings.softcap),
-        ("deterministic", settings.deterministic),
+        ("softmax_scale", settings.asked.scale),
+        ("softcap", settings.asked.softcap),
+        ("deterministic", settings.asked.deterministic),
         ("requires_grad", settings.needs_grad),
         *((name, t is not None) for name, t in modifiers._asdict().items()),
     )

@@ -172,19 +172,19 @@ def _overlaps(shard: tuple[Run, ...], needed: tuple[Run, ...]) -> list[Segment]:
 
 
 @functools.lru_cache(PLANS)
-def gather_calls(division: Division, rank: int, packable: bool, alibi: bool) -> Calls:
+def gather_calls(division: Division, rank: int, packable: bool, positional: bool) -> Calls:
     """The kernel calls of a rank over its gathered keys."""
     shard, plan = division.shard(rank), gather_plan(division, rank)
-    blocks = blocks_of(shard, plan.runs, division.left, division.right, join=not alibi)
-    return Calls.of(blocks, rows_of(shard), packable=packable, alibi=alibi)
+    blocks = blocks_of(shard, plan.runs, division.left, division.right, join=not positional)
+    return Calls.of(blocks, rows_of(shard), packable=packable, positional=positional)
 
 
 @functools.lru_cache(PLANS)
-def ring_calls(division: Division, rank: int, other: int, packable: bool, alibi: bool) -> Calls:
+def ring_calls(division: Division, rank: int, other: int, packable: bool, positional: bool) -> Calls:
     """The kernel calls of a rank over another rank's shard."""
     shard = division.shard(rank)
-    blocks = blocks_of(shard, division.shard(other), division.left, division.right, join=not alibi)
-    return Calls.of(blocks, rows_of(shard), packable=packable, alibi=alibi)
+    blocks = blocks_of(shard, division.shard(other), division.left, division.right, join=not positional)
+    return Calls.of(blocks, rows_of(shard), packable=packable, positional=positional)
 
 
 @functools.lru_cache(PLANS)

@@ -14,18 +14,16 @@ import torch
 from flashlane.core.arch import compute_dtype
 from flashlane.distributed import comm
 from flashlane.distributed.attend import (
-    Flow,
-    Modifiers,
     State,
     accumulate,
     add_partials,
     attend_backward,
-    sink_gradient,
 )
 from flashlane.distributed.comm import Message, Pending
 from flashlane.distributed.gather import Task
 from flashlane.distributed.lanes import Lanes
 from flashlane.distributed.layout import rows_of
+from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.plan import Calls, ring_calls, ring_hops
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -91,8 +89,9 @@ class _Ring:
             receives += [((self.ranks.rank + step) % self.ranks.size, t) for t in home]
         return comm.start(self.ranks, sends, receives), following, home
 
-    def calls(self, step: int, q: torch.Tensor, alibi: bool) -> Calls:
-        return ring_calls(self.task.division, self.ranks.rank, self.shard_at(step), q.shape[0] == 1, alibi)
+    def calls(self, step: int, q: torch.Tensor, modifiers: Modifiers) -> Calls:
+        packable, positional = q.shape[0] == 1, modifiers.positional
+        return ring_calls(self.task.division, self.ranks.rank, self.shard_at(step), packable, positional)
 
 
 class RingAttention(torch.autograd.Function):
@@ -109,10 +108,10 @@ class RingAttention(torch.autograd.Function):
         for step in range(ring.steps):
             pending, following = ring.send_on(step, held)
             if held is not None:
-                accumulate(state, q, *held, ring.calls(step, q, given.alibi_slopes is not None), given, task.settings)
+                accumulate(state, q, *held, ring.calls(step, q, given), given, task.settings)
             pending.wait()
             held = following
-        out, lse = state.finish(given.sinks)
+        out, lse = state.finish(given)
         ctx.task = task
         ctx.save_for_backward(q, k, v, out, lse, *modifiers)
         return out, lse
@@ -135,7 +134,7 @@ class RingAttention(torch.autograd.Function):
             pending, following = ring.send_on(step, held)
             grads: Pair | None = None
             if held is not None:
-                calls = ring.calls(step, q, given.alibi_slopes is not None)
+                calls = ring.calls(step, q, given)
                 partials, part = attend_backward(dq, q, *held, flow, calls, given, task.settings, lanes)
                 d_scale = part if d_scale is None or part is None else d_scale + part
                 lanes.join()
@@ -151,5 +150,5 @@ class RingAttention(torch.autograd.Function):
             held, coming = following, (sent, arriving)
         for each in homeward:
             each.wait()
-        d_sinks = None if given.sinks is None else sink_gradient(given.sinks, flow)
-        return None, dq.to(q.dtype), total[0].to(k.dtype), total[1].to(v.dtype), None, d_sinks, d_scale
+        d_modifiers = given.gradients(flow, d_scale)
+        return None, dq.to(q.dtype), total[0].to(k.dtype), total[1].to(v.dtype), *d_modifiers

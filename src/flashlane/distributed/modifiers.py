@@ -1,0 +1,115 @@
+"""Score modifiers of a call over several ranks.
+
+A kernel applies them within one block. What follows from them beyond a block is here: which ones count distances, and
+therefore depend on where a block lies, and which ones count once for all keys of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from flashlane.core.problem import Gradients
+
+Select = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Flow(NamedTuple):
+    """What a backward starts from: output, LSE and their gradients."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    do: torch.Tensor
+    dlse: torch.Tensor | None
+
+    def heads(self, heads: slice) -> Flow:
+        """That of some query heads."""
+        dlse = None if self.dlse is None else self.dlse[:, heads]
+        return Flow(self.out[:, :, heads], self.lse[:, heads], self.do[:, :, heads], dlse)
+
+
+class Modifiers(NamedTuple):
+    """Tensors of a call that belong to its heads: see :class:`flashlane.core.problem.Inputs`."""
+
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    logit_scale: torch.Tensor | None = None
+
+    @property
+    def positional(self) -> bool:
+        """Whether a score depends on the distance of its query and key."""
+        return self.alibi_slopes is not None
+
+    @property
+    def factor(self) -> torch.Tensor | None:
+        """The modifier that multiplies scores, whose gradient the kernels of the blocks sum."""
+        return self.logit_scale
+
+    def heads(self, first: int, stop: int) -> Modifiers:
+        """Those of some query heads."""
+        return Modifiers(*(None if t is None else t[..., first:stop] for t in self))
+
+    def of_some_keys(self) -> Modifiers:
+        """Those of a row's scores with some of its keys; its extra logit counts once, with the last of them."""
+        return self._replace(sinks=None)
+
+    def of_block(self, step: int, select: Select) -> Modifiers:
+        """Those that a kernel is given.
+
+        Args:
+            step: how far apart, in the sequence, neighbouring rows of the block are.
+            select: from a tensor with one row a document to one with a row for each sequence of the kernel's call.
+        """
+        slopes = self.alibi_slopes
+        if slopes is None:
+            return self
+        slopes = slopes if step == 1 else slopes * step
+        return self._replace(alibi_slopes=select(slopes) if slopes.dim() == 2 else slopes)
+
+    def moved(self, lse: torch.Tensor, offset: int, per_row: Select) -> torch.Tensor:
+        """The LSE of a block whose keys are nearer by ``offset`` than the kernel counted.
+
+        Args:
+            lse: ``(b, h, rows)``.
+            offset: in positions.
+            per_row: makes slopes broadcast to the LSE.
+        """
+        if not offset or self.alibi_slopes is None:
+            return lse
+        return lse + per_row(self.alibi_slopes).to(lse.dtype) * offset
+
+    def finish(self, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The LSE of rows with all their keys, given that of their scores alone, both ``(b, h, rows)``; and the share
+        of the probability that the keys keep, or None where they keep all."""
+        if self.sinks is None:
+            return lse, None
+        whole = torch.logaddexp(lse, self.sinks.to(lse.dtype)[:, None])
+        return whole, torch.exp(lse - whole.masked_fill(whole == -torch.inf, 0.0))
+
+    def fill_without_keys(self, lse: torch.Tensor) -> None:
+        """Write the LSE of rows that see no key, ``(b, h, rows)``."""
+        if self.sinks is None:
+            lse.fill_(-torch.inf)
+        else:
+            lse.copy_(self.sinks[:, None])
+
+    @staticmethod
+    def factor_gradient(gradients: Gradients) -> torch.Tensor | None:
+        """That of :attr:`factor` among the gradients that a kernel gave."""
+        return gradients.logit_scale
+
+    def gradients(self, flow: Flow, d_factor: torch.Tensor | None) -> Modifiers:
+        """Gradients from this rank's rows, that of :attr:`factor` given by the blocks."""
+        return Modifiers(None, None if self.sinks is None else _sink_gradient(self.sinks, flow), d_factor)
+
+
+def _sink_gradient(sinks: torch.Tensor, flow: Flow) -> torch.Tensor:
+    lse = flow.lse
+    delta = (flow.out.to(lse.dtype) * flow.do.to(lse.dtype)).sum(-1).transpose(1, 2)
+    if flow.dlse is not None:
+        delta = delta - flow.dlse
+    top = lse.masked_fill(lse == -torch.inf, 0.0)
+    share = torch.exp(sinks.to(lse.dtype)[:, None] - top)
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)
