@@ -34,6 +34,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"varlen": True, "dropout_p": 0.1, "window_left": 64},
     {"seqlen_q": 2, "kv_heads": 2, "varlen": True, "alibi": True, "softcap": 20.0, "sinks": True},
     {"dtype": "f32"},
+    {"bias": "row"},
+    {"bias": "full", "window_right": 0},
+    {"arch": "sm_80", "bias": "full", "head_dim": 128},
     {"arch": "sm_80", "window_right": 0},
 )
 
@@ -46,14 +49,16 @@ def build(
     seqlen_q: int = 0,
     dtype: str = "bf16",
     arch: str = "sm_90a",
+    bias: str = "",
     **asked: Any,
 ) -> tuple[AttentionProblem, dict[str, torch.Tensor], Inputs]:
-    """A problem of 2 × 8 heads and tensors without memory."""
+    """A problem of 2 × 8 heads and tensors without memory; a bias is one row for all queries, or full."""
     kind, batch, heads = DTYPES[dtype], 2, 8
     dv = head_dim_v or head_dim
     problem = AttentionProblem(
         batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=seqlen_q or seqlen, seqlen_k=seqlen, head_dim=head_dim,
-        head_dim_v=dv, dtype=kind, scale=head_dim**-0.5, arch=arch, **asked,
+        head_dim_v=dv, dtype=kind, scale=head_dim**-0.5, arch=arch,
+        bias=bool(bias), **asked,
     )  # fmt: skip
 
     def meta(*shape: int, of: torch.dtype = kind) -> torch.Tensor:
@@ -66,11 +71,12 @@ def build(
     slopes = meta(heads, of=torch.float32) if problem.alibi else None
     seed = meta(1, of=torch.int64) if problem.dropout_p else None
     sinks = meta(heads) if problem.sinks else None
+    added = meta(batch, 1, problem.seqlen_q if bias == "full" else 1, seqlen) if bias else None
     inputs = Inputs(
-        q, k, v, alibi_slopes=slopes, sinks=sinks, cu_seqlens_q=cu, cu_seqlens_k=cu, dropout_seed=seed
-    )  # fmt: skip
+        q, k, v, bias=added, alibi_slopes=slopes, sinks=sinks, cu_seqlens_q=cu, cu_seqlens_k=cu, dropout_seed=seed
+    )
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "slopes": slopes, "sinks": sinks, "seed": seed}
-    tensors |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    tensors |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "bias": added}
     return problem, {name: t for name, t in tensors.items() if t is not None}, inputs
 
 
@@ -174,6 +180,8 @@ def main() -> None:
                 "config": str(config),
                 "shared": compiled.metadata.shared,
                 "limit": jit.shared_limit(str(problem.arch)),
+                "shuffles": len(re.findall(r"\bSHFL\b", text)),
+                "stretches": plan.forward.arguments["PHASES"].bit_count(),
                 "unwritten": unwritten_uniform_registers(text),
                 "instructions": sorted(set(re.findall(r"\b(HGMMA|HMMA|UTMALDG|LDGSTS)\b", text))),
             }

@@ -25,6 +25,7 @@ from flashlane.kernels.triton.score import (
     NEG_INF,
     dropout_keep,
     head_modifiers,
+    load_bias,
     modify_scores,
     product_gradients,
     soft_cap,
@@ -136,7 +137,8 @@ def probabilities(
     """
     len_q, len_k, shift, left, right = mask
     capped = soft_cap(products, score, modifiers)
-    scores = modify_scores(capped, score, modifiers, i, j, shift, (i < len_q) & (j < len_k), lse)
+    added = load_bias(score, modifiers, i, j, len_q, len_k)
+    scores = modify_scores(capped, score, modifiers, i, j, shift, added, lse)
     if masked:
         scores = tl.where(visible(i, j, len_q, len_k, shift, left, right, LEFT, RIGHT), scores, NEG_INF)
     return tl.exp2(scores), capped

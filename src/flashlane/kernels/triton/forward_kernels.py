@@ -23,6 +23,7 @@ from flashlane.kernels.triton.score import (
     dropout_keep,
     head_modifiers,
     initial_statistics,
+    load_bias,
     modify_scores,
     soft_cap,
 )
@@ -245,14 +246,15 @@ def attention_forward(
                         v_at = v + tl.cast(start, tl.int64) * v_row
                         k_offsets, v_offsets = k_tile, v_tile
                     k0 = load_tile(k_at, k_offsets, inside, k_stride_column, D, D0, 0)
+                added = load_bias(score, modifiers, i[:, None], j[None, :], len_q, len_k)
                 scores = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
                 if D1 > 0:
                     k1 = load_tile(k_at, k_offsets, inside, k_stride_column, D, D1, D0)
                     scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
                 if not score.scale_in_exp:
                     scores = modify_scores(
-                        soft_cap(scores, score, modifiers), score, modifiers, i[:, None], j[None, :], shift,
-                        exists[:, None] & (j < len_k)[None, :], None,
+                        soft_cap(scores, score, modifiers), score, modifiers, i[:, None], j[None, :], shift, added,
+                        None,
                     )  # fmt: skip
                 if phase != 1:
                     seen = visible(i[:, None], j[None, :], len_q, len_k, shift, left, right, LEFT, RIGHT)

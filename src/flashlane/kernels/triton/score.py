@@ -45,7 +45,9 @@ class ScoreArguments(NamedTuple):
     bias_stride_batch: Any = None
     bias_stride_head: Any = None
     bias_stride_i: Any = None
+    """None where all queries have the same bias: one row of it is then loaded for a tile."""
     bias_stride_j: Any = None
+    """None where all keys have the same."""
     sinks: Any = None
     """Logits of the sinks, ``(h,)``, natural logarithm."""
     sinks_stride: Any = None
@@ -107,8 +109,9 @@ def score_arguments(problem: AttentionProblem, inputs: Inputs) -> ScoreArguments
         known["slopes_stride_head"] = _last_stride(slopes)
     if bias is not None:
         pairs = bias.detach().expand(_pairs(problem))
-        known |= zip(("bias_stride_batch", "bias_stride_head", "bias_stride_i"), pairs.stride()[:3], strict=True)
-        known["bias_stride_j"] = _last_stride(pairs)
+        known |= zip(("bias_stride_batch", "bias_stride_head"), pairs.stride()[:2], strict=True)
+        known["bias_stride_i"] = pairs.stride(2) or None
+        known["bias_stride_j"] = _last_stride(pairs) if pairs.stride(3) else None
     if problem.dropout_p:
         known["threshold"] = math.floor(problem.dropout_p * 2**32)
         known["keep_scale"] = 1.0 / (1.0 - problem.dropout_p)
@@ -213,7 +216,39 @@ def soft_cap(products, score, head):
 
 
 @triton.jit
-def modify_scores(capped, score, head, i, j, shift, exists, lse):
+def load_bias(score, head, i, j, len_q, len_k):
+    """The additive bias of a tile as f32, or 0 without one; of one row or column where it is the same for the others.
+
+    It is to be called before the product whose scores it is added to. Triton lays rows out as the last load or product
+    in the program's order wants: with the load behind the product, it works out the softmax of each tile twice, once in
+    the load's layout (docs/triton.md).
+
+    Args:
+        score: the kernel's :class:`ScoreArguments`.
+        head: what :func:`head_modifiers` gives.
+        i: queries.
+        j: keys.
+        len_q: queries that there are.
+        len_k: keys that there are.
+    """
+    _slope, bias, _seed, _factor = head
+    if score.bias is None:
+        return 0.0
+    elif score.bias_stride_i is None and score.bias_stride_j is None:
+        return tl.load(bias).to(tl.float32)
+    elif score.bias_stride_i is None:
+        row = bias + j.to(tl.int64) * score.bias_stride_j
+        return tl.load(row, mask=j < len_k, other=0.0).to(tl.float32)
+    elif score.bias_stride_j is None:
+        column = bias + i.to(tl.int64) * score.bias_stride_i
+        return tl.load(column, mask=i < len_q, other=0.0).to(tl.float32)
+    else:
+        at = bias + i.to(tl.int64) * score.bias_stride_i + j.to(tl.int64) * score.bias_stride_j
+        return tl.load(at, mask=(i < len_q) & (j < len_k), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def modify_scores(capped, score, head, i, j, shift, added, lse):
     """Scores in base 2 of a tile: scaled, with ALiBi and the additive bias, less the LSE. Nothing is masked yet.
 
     Where a row sees far keys only, ALiBi's term and the LSE are large and cancel. In natural units their sum is one
@@ -226,10 +261,10 @@ def modify_scores(capped, score, head, i, j, shift, exists, lse):
         i: queries.
         j: keys.
         shift: see the module.
-        exists: which pairs of the tile the bias may be read for.
+        added: what :func:`load_bias` gives.
         lse: of each query, as :func:`stored_lse` gives it; None in the forward, where it is not known yet.
     """
-    slope, bias, _seed, _factor = head
+    slope, _bias, _seed, _factor = head
     scores = capped * score.score_scale
     if score.slopes is not None:
         distance = tl.abs(i + shift - j).to(tl.float32)
@@ -238,8 +273,7 @@ def modify_scores(capped, score, head, i, j, shift, exists, lse):
         else:
             scores -= (slope * distance + lse) * LOG2_E
     if score.bias is not None:
-        at = bias + i.to(tl.int64) * score.bias_stride_i + j.to(tl.int64) * score.bias_stride_j
-        scores += tl.load(at, mask=exists, other=0.0).to(tl.float32) * LOG2_E
+        scores += added * LOG2_E
     if score.slopes is None and lse is not None:
         scores -= lse
     return scores
