@@ -9,7 +9,7 @@ import torch
 from lesson_checks import ARCHITECTURES, loop_of, needs_sass, opcode_count, randn
 
 from flashlane import jit, lessons
-from flashlane.kernels.tile_layout import CHUNK, TileLayout
+from flashlane.kernels.tile_layout import CHUNK
 from flashlane.lessons import comparison, gemm, launch
 
 WAVE = """
@@ -99,34 +99,53 @@ def test_a_stage_is_read_after_it_is_written_and_written_after_it_is_read(stages
         assert {tile for group in groups for tile, _ in group} == set(range(tiles))
 
 
-def cursor_address(layout: TileLayout, row: int, first_chunk: int, rows: int, chunks: int) -> int:
-    """Mirror of ``FragmentCursor`` in swizzle.cuh."""
-    low = layout.span - 1
-    chunk = first_chunk ^ layout.key(row)
-    return row * layout.stride + rows * layout.stride + ((chunk ^ (chunks & low)) + (chunks & ~low)) * 16
+CURSORS = """
+#include "swizzle.cuh"
+// A cursor's addresses are the layout's, from a first row and chunk on: `rows` rows by 16, `chunks` chunks by 2.
+template <typename Layout>
+__device__ constexpr bool steps_right(int row, int chunk, int rows, int chunks) {
+    const FragmentCursor<Layout> cursor(0, row, chunk);
+    for (int i = 0; i < rows; i += 16)
+        for (int j = 0; j < chunks; j += 2)
+            if (cursor.at(0, i, j) != Layout::offset(row + i, chunk + j)) return false;
+    return true;
+}
+// A and B of `warps` warps, each with `size` rows of A, or columns of B; TN: B lies by columns.
+template <int K>
+__device__ constexpr bool a_is_right(int warps, int size) {
+    for (int at = 0; at < warps * 32; ++at)
+        if (!steps_right<TileLayout<K, true>>(at / 32 * size + at % 16, at % 32 / 16, size, K / 8)) return false;
+    return true;
+}
+template <int K, int N, bool TN>
+__device__ constexpr bool b_is_right(int warps, int size) {
+    for (int at = 0; at < warps * 32; ++at) {
+        const int warp = at / 32, lane = at % 32;
+        if (TN && !steps_right<TileLayout<K, true>>(warp * size + lane % 8 + lane / 16 * 8, lane / 8 % 2, size, K / 8))
+            return false;
+        if (!TN && !steps_right<TileLayout<N, true>>(lane % 16, warp * size / 8 + lane / 16, K, size / 8)) return false;
+    }
+    return true;
+}
+"""
 
 
-@pytest.mark.parametrize("config", gemm.CONFIGS.values(), ids=lambda c: c.name)
+def test_fragments_are_read_where_they_were_written():
+    """The compiler evaluates the device's own cursor and layout for every lane."""
+    checks = []
+    for config in gemm.CONFIGS.values():
+        warp_m, warp_n = config.block_m // config.warps_m, config.block_n // config.warps_n
+        checks.append(f"static_assert(a_is_right<{config.block_k}>({config.warps_m}, {warp_m}));")
+        for layout in ("true", "false"):
+            sizes = f"{config.block_k}, {config.block_n}, {layout}"
+            checks.append(f"static_assert(b_is_right<{sizes}>({config.warps_n}, {warp_n}));")
+    text = CURSORS + "\n".join(dict.fromkeys(checks)) + '\nextern "C" __global__ void entry() {}\n'
+    jit.compile(jit.KernelSource("cursors.cu", text, "entry"), "sm_80")
+
+
 @pytest.mark.parametrize("layout", gemm.LAYOUTS)
-def test_fragments_are_read_where_they_were_written_without_conflicts(config, layout):
-    a, b = config.layouts(layout)
-    warp_m, warp_n = config.block_m // config.warps_m, config.block_n // config.warps_n
-    for lane in range(32):
-        for warp in range(config.warps_m):
-            row, chunk = warp * warp_m + lane % 16, lane // 16
-            for m in range(0, warp_m, 16):
-                for k in range(0, config.block_k // 8, 2):
-                    assert cursor_address(a, row, chunk, m, k) == a.offset(row + m, chunk + k)
-        for warp in range(config.warps_n):
-            if layout == "tn":
-                row, chunk = warp * warp_n + lane % 8 + lane // 16 * 8, lane // 8 % 2
-                steps = [(n, k) for n in range(0, warp_n, 16) for k in range(0, config.block_k // 8, 2)]
-            else:
-                row, chunk = lane % 16, warp * warp_n // 8 + lane // 16
-                steps = [(k, n) for k in range(0, config.block_k, 16) for n in range(0, warp_n // 8, 2)]
-            for rows, chunks in steps:
-                assert cursor_address(b, row, chunk, rows, chunks) == b.offset(row + rows, chunk + chunks)
-    for tile in (a, b):
+def test_tiles_are_read_without_conflicts(layout):
+    for tile in {tile for config in gemm.CONFIGS.values() for tile in config.layouts(layout)}:
         assert all(tile.conflicts(row, chunk) == 0 for row in (0, 8) for chunk in range(tile.chunks))
 
 

@@ -15,8 +15,8 @@ struct TileLayout {
     static constexpr int SPAN = !SWIZZLED ? 1 : CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
     static constexpr int ROWS_PER_KEY = 8 / SPAN;  // rows that share one 128-byte line share one key
 
-    static __device__ __forceinline__ int key(int row) { return SPAN == 1 ? 0 : (row / ROWS_PER_KEY) % SPAN; }
-    static __device__ __forceinline__ u32 offset(int row, int chunk) {
+    static __device__ __forceinline__ constexpr int key(int row) { return SPAN == 1 ? 0 : (row / ROWS_PER_KEY) % SPAN; }
+    static __device__ __forceinline__ constexpr u32 offset(int row, int chunk) {
         return row * STRIDE + ((chunk ^ key(row)) << 4);
     }
     static constexpr int bytes(int rows) { return rows * STRIDE; }
@@ -30,11 +30,11 @@ struct FragmentCursor {
     u32 base;
     u32 chunk, key;
 
-    __device__ __forceinline__ FragmentCursor(u32 tile, int row, int first_chunk)
+    __device__ __forceinline__ constexpr FragmentCursor(u32 tile, int row, int first_chunk)
         : base(tile + row * Layout::STRIDE), chunk(first_chunk), key(Layout::key(row)) {}
 
     // Address `rows` (a multiple of 8) below and `chunks` (even) to the right of the first.
-    __device__ __forceinline__ u32 at(u32 tile_offset, int rows, int chunks) const {
+    __device__ __forceinline__ constexpr u32 at(u32 tile_offset, int rows, int chunks) const {
         constexpr int LOW = Layout::SPAN - 1;
         const u32 row_address = base + tile_offset + rows * Layout::STRIDE;
         if constexpr (ANYWHERE) return row_address + (((chunk + chunks) ^ key) << 4);

@@ -22,7 +22,7 @@ from flashlane.jit import launch, launch_pool, tensormap
 from flashlane.kernels.decode import decode
 from flashlane.kernels.decode import select as rules
 from flashlane.kernels.decode.config import DecodeConfig
-from flashlane.kernels.decode.select import config_for, split_count, splits_for, stream_k_ctas, stream_k_ranges
+from flashlane.kernels.decode.select import config_for, split_count, splits_for, stream_k_ctas
 from flashlane.kernels.tile_layout import TileLayout
 from flashlane.reference.naive import reference_attention
 
@@ -350,42 +350,93 @@ def test_rows_are_copied_by_cp_async_where_tma_cannot_read(launches: list[tuple[
         KERNEL.run(KERNEL.config(problem), problem, inputs, out, lse)
 
 
-@pytest.mark.parametrize("equal_lengths", [False, True])
-def test_stream_k_covers_every_step_once(equal_lengths: bool) -> None:
-    """Its CTAs have ranges of one size; the splits of a tile agree on their number and have partials of their own."""
-    draw = random.Random(5)
-    for _ in range(300):
+ENTRY = '\nextern "C" __global__ void entry() {}\n'
+STREAM_K = """
+constexpr int MOST_TILES = 1024;
+// What the CTAs of a launch compute, as TileScheduler<true> does: a tile of sequence i has `units[i % COUNT]` steps.
+template <int COUNT>
+struct Launch {
+    const int (&units)[COUNT];
+    const int sequences, heads, ctas;
+    const bool equal;
+    int each = 0, stride[MOST_TILES] = {}, begin[MOST_TILES] = {}, total = 0;
+
+    __device__ constexpr Launch(const int (&lengths)[COUNT], int sequence_count, int head_count, int cta_count)
+        : units(lengths), sequences(sequence_count), heads(head_count), ctas(cta_count), equal(COUNT == 1) {
+        int steps = 0;
+        for (int i = 0; i < sequences * heads; ++i) steps += units[i / heads % COUNT];
+        each = ceil_div(steps, ctas);
+        const StreamRanges ranges(units[0], sequences * heads, ctas);
+        if (equal) each = ranges.each;
+        for (int i = 0; i < sequences * heads; ++i) {
+            begin[i] = total, stride[i] = equal ? ranges.stride : units[i / heads % COUNT];
+            total += stride[i];
+        }
+    }
+
+    // Every step once, in order; the splits of a tile agree on their number and have partials of their own.
+    __device__ constexpr bool right() const {
+        int tile = 0, next = 0, split = 0, splits = 0, steps = 0, most = 0;
+        bool partials[2 * MOST_TILES] = {};
+        for (int cta = 0; cta < ctas; ++cta) {
+            int unit = cta * each < total ? cta * each : total, mine = 0;
+            const int end = unit + each < total ? unit + each : total;
+            while (unit < end) {
+                while (tile + 1 < sequences * heads && unit >= begin[tile] + stride[tile]) {
+                    if (next != units[tile / heads % COUNT] || split != splits) return false;
+                    ++tile, next = 0, split = 0, splits = 0;
+                }
+                const int from = unit - begin[tile], rest = end - begin[tile];
+                const int to = rest < stride[tile] ? rest : stride[tile];
+                const int own = units[tile / heads % COUNT], stop = to < own ? to : own;
+                unit = begin[tile] + to;
+                if (stop <= from) continue;
+                const StreamSplit found(begin[tile], own, from, to, each, cta);
+                if (from != next || found.split != split || (split > 0 && found.splits != splits)) return false;
+                const int partial = split == 0 ? found.first_partial : found.later_partials + 2 * split;
+                if (found.splits > 1 && (partial / 2 != cta || partials[partial])) return false;
+                if (found.splits > 1) partials[partial] = true;
+                next = stop, splits = found.splits, ++split, mine += stop - from, steps += stop - from;
+            }
+            if (mine > most) most = mine;
+        }
+        int all = 0;
+        for (int i = 0; i < sequences * heads; ++i) all += units[i / heads % COUNT];
+        return tile == sequences * heads - 1 && steps == all && next == units[tile / heads % COUNT] &&
+               split == splits && most * 16 <= ceil_div(all, ctas) * 17;
+    }
+};
+"""
+
+
+def evaluated(checks: list[str]) -> None:
+    """The compiler evaluates the device's own functions."""
+    source = KERNEL.kernel_source(KERNEL.config(BASE))
+    text = '#include "decode/tile_scheduler.cuh"\n' + STREAM_K + "\n".join(checks) + ENTRY
+    jit.compile(replace(source, name="stream_k.cu", text=text, entry="entry"), "sm_90a")
+
+
+def test_stream_k_covers_every_step_once() -> None:
+    draw, checks = random.Random(5), []
+    for number in range(60):
         batch, heads, ctas = draw.choice((1, 2, 16, 70)), draw.choice((1, 3, 8)), draw.choice((1, 7, 132, 264))
         longest = draw.choice((1, 8, 64, 513))
-        units = [longest] * batch if equal_lengths else [draw.randint(1, longest) for _ in range(batch)]
-        ranges = stream_k_ranges(units, heads, ctas, equal_lengths)
-        assert len(ranges) == ctas
-        items: dict[tuple[int, int], list[rules.Segment]] = {}
-        written: list[int] = []
-        for number, segments in enumerate(ranges):
-            assert sum(s.steps for s in segments) * 16 <= max(1, -(-sum(units) * heads // ctas)) * 17
-            for s in segments:
-                items.setdefault((s.sequence, s.head), []).append(s)
-                if s.splits > 1:
-                    assert s.partials[s.split] // 2 == number
-                    written.append(s.partials[s.split])
-        assert len(items) == batch * heads and len(written) == len(set(written))
-        for (sequence, _), parts in items.items():
-            assert [s.split for s in parts] == list(range(len(parts))) and {s.splits for s in parts} == {len(parts)}
-            assert len({s.partials for s in parts}) == 1 and len(parts[0].partials) == len(parts)
-            ends = [0, *itertools.accumulate(s.steps for s in parts)]
-            assert [s.step for s in parts] == ends[:-1] and ends[-1] == units[sequence]
+        units = [draw.randint(1, longest) for _ in range(1 if number % 2 else draw.randint(2, 40))]
+        checks.append(
+            f"constexpr int units_{number}[] = {{{', '.join(map(str, units))}}};\n"
+            f"static_assert(Launch<{len(units)}>(units_{number}, {batch}, {heads}, {ctas}).right());"
+        )
+    evaluated(checks)
 
 
 def test_ranges_of_stream_k_end_where_tiles_end() -> None:
     """64 sequences of 1k keys on an H200: four whole tiles for each of 128 CTAs; 8 heads of 64k: 16 splits each."""
-    whole = stream_k_ranges([8] * 64, 8, 132, equal_lengths=True)
-    assert [len(segments) for segments in whole] == [4] * 128 + [0] * 4
-    assert all(s.splits == 1 for segments in whole for s in segments)
-    split = stream_k_ranges([512], 8, 132, equal_lengths=True)
-    assert [[s.steps for s in segments] for segments in split] == [[32]] * 128 + [[]] * 4
-    uneven = stream_k_ranges(range(1, 65), 8, 132, equal_lengths=False)
-    assert {sum(s.steps for s in segments) for segments in uneven[:-1]} == {127}
+    evaluated([
+        "static_assert(StreamRanges(8, 512, 132).each == 32 && StreamRanges(8, 512, 132).stride == 8);",
+        "static_assert(StreamRanges(512, 8, 132).each == 32 && StreamRanges(512, 8, 132).stride == 512);",
+        "constexpr StreamSplit found(512, 512, 32, 64, 32, 17);",
+        "static_assert(found.split == 1 && found.splits == 16);",
+    ])  # fmt: skip
 
 
 def test_nothing_is_launched_for_nothing(launches: list[tuple[Any, ...]]) -> None:

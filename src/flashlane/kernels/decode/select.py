@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from flashlane import jit
@@ -224,53 +222,3 @@ def stream_k_ctas(problem: AttentionProblem, config: DecodeConfig, resident: int
     """CTAs of stream-K on a GPU that holds ``resident``: no more than have a step, or than a tile may have splits."""
     units = problem.batch * problem.kv_heads * max(1, -(-problem.seqlen_k // config.step))
     return max(1, min(resident, units, config.max_splits))
-
-
-@dataclass(frozen=True)
-class Segment:
-    """What a CTA computes of one output tile with stream-K."""
-
-    sequence: int
-    head: int
-    step: int
-    """The first, counted from the tile's first."""
-    steps: int
-    split: int
-    splits: int
-    partials: tuple[int, ...]
-    """Where the tile's splits lie in the work space."""
-
-
-def stream_k_ranges(units: Sequence[int], heads: int, ctas: int, equal_lengths: bool) -> list[list[Segment]]:
-    """The segments of each CTA with stream-K: what ``TileScheduler<true>`` in ``tile_scheduler.cuh`` computes.
-
-    Args:
-        units: steps of an output tile of each sequence, at least 1.
-        heads: KV heads.
-        ctas: CTAs of the launch.
-        equal_lengths: whether all sequences have the same lengths; ranges may then end where tiles do.
-    """
-    each, strides = -(-sum(units) * heads // ctas), list(units)
-    if equal_lengths:
-        one = units[0]
-        splits = one // each if each < one else 1
-        fitting = -(-one // splits) if each < one else -(-each // one) * one
-        if fitting * 16 <= each * 17:
-            each = fitting
-            strides = [-(-one // each) * each if each < one else one] * len(units)
-    starts = [0, *itertools.accumulate(stride for stride in strides for _ in range(heads))]
-    found: list[list[Segment]] = []
-    for cta in range(ctas):
-        begin, end = (min(number * each, starts[-1]) for number in (cta, cta + 1))
-        segments = []
-        for tile in range(len(units) * heads):
-            start, real = starts[tile], units[tile // heads]
-            low, high = max(begin, start), min(end, start + real)
-            if low >= high:
-                continue
-            first, last = start // each, (start + real - 1) // each
-            partials = (2 * first + (start > first * each), *(2 * owner for owner in range(first + 1, last + 1)))
-            where = (tile // heads, tile % heads, low - start, high - low)
-            segments.append(Segment(*where, cta - first, last - first + 1, partials))
-        found.append(segments)
-    return found

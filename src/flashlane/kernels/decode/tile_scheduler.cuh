@@ -10,7 +10,7 @@
 //               |<---- tile 0 ---->|<- tile 1 ->|<-------- tile 2 --------->|
 //               |<--- CTA 0 --->|<--- CTA 1 --->|<--- CTA 2 --->|<-- CTA 3 -->|
 //
-// flashlane.kernels.decode.select mirrors the arithmetic of stream-K (stream_k_ranges).
+// A test evaluates the arithmetic of stream-K (StreamRanges, StreamSplit) for every CTA.
 #pragma once
 #include "attention/pipeline.cuh"
 #include "decode/tiles.cuh"
@@ -117,6 +117,32 @@ struct TileScheduler<false> {
     }
 };
 
+// Ranges where all output tiles have so many steps: a CTA has `each`, and a tile takes `stride`, at least its own.
+struct StreamRanges {
+    int each, stride;
+
+    __device__ __forceinline__ constexpr StreamRanges(int units, int tiles, int ctas)
+        : each(ceil_div(units * tiles, ctas)), stride(units) {
+        // Ranges that end where tiles end, if they are not much larger: a tile may then have steps that do not exist.
+        const int splits = each < units ? units / each : 1;
+        const int fitting = each < units ? ceil_div(units, splits) : ceil_div(each, units) * units;
+        if (fitting * 16 <= each * 17) each = fitting, stride = each < units ? ceil_div(units, each) * each : units;
+    }
+};
+
+// Which split of an output tile a CTA computes, and where the tile's splits lie in the work space. The tile begins at `start`
+// and has `units` steps, of which the CTA's range has `from` to `to`.
+struct StreamSplit {
+    int split, splits, first_partial, later_partials;
+
+    __device__ __forceinline__ constexpr StreamSplit(int start, int units, int from, int to, int each, int cta)
+        : split(0), splits(0), first_partial(0), later_partials(0) {
+        const int first = from == 0 ? cta : start / each, last = to >= units ? cta : (start + units - 1) / each;
+        split = cta - first, splits = last - first + 1;
+        first_partial = 2 * first + (start > first * each), later_partials = 2 * first;
+    }
+};
+
 // Stream-K: the steps of all output tiles, one after the other, in equal ranges. Each CTA has one range.
 template <>
 struct TileScheduler<true> {
@@ -138,13 +164,9 @@ struct TileScheduler<true> {
         const int sequences = p.attention.batch, lane = threadIdx.x % WARP;
         int total = 0;
         if (p.equal_lengths) {
-            const int units = units_of(0), tiles = sequences * p.kv_heads;
-            each = ceil_div(units * tiles, gridDim.x), stride = units;
-            // Ranges that end where tiles end, if they are not much larger: a tile may then have steps that do not exist.
-            const int splits = each < units ? units / each : 1;
-            const int fitting = each < units ? ceil_div(units, splits) : ceil_div(each, units) * units;
-            if (fitting * 16 <= each * 17) each = fitting, stride = each < units ? ceil_div(units, each) * each : units;
-            total = stride * tiles;
+            const int tiles = sequences * p.kv_heads;
+            const StreamRanges ranges(units_of(0), tiles, gridDim.x);
+            each = ranges.each, stride = ranges.stride, total = stride * tiles;
         } else {
 #pragma unroll 1
             for (int first = 0; first < sequences; first += WARP) {
@@ -190,12 +212,12 @@ struct TileScheduler<true> {
             unit = start + to;
             tile.sequence = CacheSeqlenInfo(p.seqlen, batch);
             tile.set_rows(p, 0);
-            const int units = max(1, tile.keys.steps), mine = blockIdx.x;
+            const int units = max(1, tile.keys.steps);
             tile.step = tile.keys.first_step + from, tile.steps = min(to, units) - from;
             if (tile.steps <= 0 || tile.rows <= 0) continue;
-            const int first = from == 0 ? mine : start / each, last = to >= units ? mine : (start + units - 1) / each;
-            tile.split = mine - first, tile.splits = last - first + 1;
-            tile.first_partial = 2 * first + (start > first * each), tile.later_partials = 2 * first;
+            const StreamSplit found(start, units, from, to, each, blockIdx.x);
+            tile.split = found.split, tile.splits = found.splits;
+            tile.first_partial = found.first_partial, tile.later_partials = found.later_partials;
             tile.set_vectors(p);
             return true;
         }
