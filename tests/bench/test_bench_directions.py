@@ -8,7 +8,6 @@ import math
 import bench_fakes as fakes
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from flashlane import bench
 from flashlane.bench.measure import device_rates, gradients
@@ -21,7 +20,6 @@ from flashlane.bench.measure.results import load_results
 from flashlane.bench.measure.runner import TITLES, Selection
 from flashlane.bench.measure.timing import Settings, host_cost
 from flashlane.cli import options
-from flashlane.cli.main import app
 from flashlane.core import registry
 
 FAST = Settings(rounds=3, round_ms=0.1, warmup_ms=0.1, warmup=1)
@@ -218,10 +216,9 @@ def test_a_ceiling_that_cannot_be_measured_is_a_note(monkeypatch):
 
 
 @pytest.fixture
-def invoke(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def invoke(invoke, monkeypatch):
     monkeypatch.setenv("COLUMNS", "220")
-    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
+    return invoke
 
 
 def test_the_command_times_all_three_and_says_it_in_every_file(invoke, tmp_path):

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from flashlane import bench
 from flashlane.bench.measure import isolated
@@ -17,7 +16,6 @@ from flashlane.bench.measure.progress import Silent
 from flashlane.bench.measure.results import Results, Row, Skipped
 from flashlane.bench.measure.timing import Settings, summarise
 from flashlane.bench.present import comparison
-from flashlane.cli.main import app
 from flashlane.core import registry
 
 PEERS = """
@@ -81,13 +79,6 @@ def test_representatives_are_one_of_each_family_with_what_auto_takes():
     tags = comparison.representatives(problem)
     families = [registry.get(tag).family for tag in tags]
     assert select(problem).tag in tags and len(families) == len(set(families)) and "mma" in families
-
-
-@pytest.fixture
-def invoke(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.mark.slow

@@ -7,14 +7,12 @@ import functools
 import gc
 import json
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from typer.testing import CliRunner
 
 from flashlane.bench.measure.timing import Settings
 from flashlane.bench.suites import attention as suite_attention
@@ -33,13 +31,7 @@ CPU = torch.device("cpu")
 SHORT = Settings(rounds=2, round_ms=0.1, warmup_ms=0.1, warmup=1, max_iterations=2)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: on a busy machine, threads would wait for each other longer than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def attention_suite(name: str = "flash", **changes: Any) -> AttentionSuite:
@@ -268,14 +260,6 @@ def test_a_model_with_wrong_or_hungry_attention(tiny: str, monkeypatch: pytest.M
 
 
 # --- command line
-
-
-@pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from flashlane.cli.main import app
-
-    monkeypatch.setenv("COLUMNS", "200")
-    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.mark.parametrize("name", ["attention", "flash"])

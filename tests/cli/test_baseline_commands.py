@@ -6,7 +6,6 @@ import re
 import bench_fakes as fakes
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import flashlane
 from flashlane.bench.measure.peers import select_peers
@@ -14,16 +13,15 @@ from flashlane.bench.measure.runner import Selection
 from flashlane.bench.suites import baseline
 from flashlane.cli import baseline as command
 from flashlane.cli import lessons
-from flashlane.cli.main import BASELINE, app
+from flashlane.cli.main import BASELINE
 from flashlane.core import aliases, registry
 from flashlane.lessons import comparison
 
 
 @pytest.fixture
-def invoke(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def invoke(invoke, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
+    return invoke
 
 
 @pytest.mark.parametrize(("name", "tag"), aliases.KERNELS.items())

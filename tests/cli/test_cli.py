@@ -10,7 +10,6 @@ from typing import get_type_hints
 import bench_fakes as fakes
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import flashlane
 from flashlane.cli import options as o
@@ -24,14 +23,6 @@ def without(words):
     """``SMALL`` without the option that comes first in ``words``."""
     at = SMALL.index(words[0]) if words[0] in SMALL else len(SMALL)
     return [*SMALL[:at], *SMALL[at + 2 :]]
-
-
-@pytest.fixture
-def invoke(tmp_path, monkeypatch):
-    """Runs the command line with its results in a temporary folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.mark.slow

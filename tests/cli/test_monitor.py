@@ -6,17 +6,14 @@ from pathlib import Path
 
 import gpu_fakes
 import pytest
-from typer.testing import CliRunner
 
-from flashlane.cli.main import app
 from flashlane.inspect import gpu_state
 
 
 @pytest.fixture
-def invoke(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def invoke(invoke, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    return lambda *words: CliRunner().invoke(app, ["monitor", *map(str, words)])
+    return lambda *words: invoke("monitor", *words)
 
 
 def test_nvml_is_read(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,13 +14,7 @@ SMALL = Config(d_model=48, d_ff=64, layers=2, heads=4, kv_heads=2, vocab=61)
 COURSE_PARAMETERS = {"sm": 12 * (4 * 768**2 + 3 * 768 * 3072 + 2 * 768) + 2 * 10000 * 768 + 768}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: on a busy machine, threads would wait for each other longer than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def curve(attention: str, steps: int = 6) -> list[float]:

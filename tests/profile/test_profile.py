@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from flashlane import bench
 from flashlane.bench.measure import device_rates as rates
 from flashlane.bench.measure.results import Row
 from flashlane.bench.measure.timing import summarise
-from flashlane.cli.main import app
 from flashlane.profile import ncu, nsys, target, tools
 
 SAMPLE = (Path(__file__).parent / "data" / "ncu_raw.csv").read_text()
@@ -22,12 +20,10 @@ TAGS = ("mma(split-q+acc-f32+stage1)", "(flash)")
 
 
 @pytest.fixture
-def invoke(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
+def invoke(invoke, monkeypatch):
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
+    return invoke
 
 
 # --- Nsight Compute

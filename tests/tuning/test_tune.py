@@ -15,19 +15,16 @@ from pathlib import Path
 import bench_fakes as fakes
 import pytest
 import torch
-from typer.testing import CliRunner
+from tuner_fakes import ARCH, CPU, DEVICE, SETTINGS, TableClock
 
 from flashlane import bench, jit
-from flashlane.bench.measure.timing import Settings
-from flashlane.cli.main import app
 from flashlane.core import dispatch, registry, tuned
 from flashlane.core.registry import DeviceKernel, Resources
 from flashlane.tuning import search as tuner
 from flashlane.tuning import stored as tune
 
-ARCH, DEVICE, SOURCE = "sm_90a", "Fake GPU 9000", "kernels/mma/naive.cu"
-SETTINGS = Settings(rounds=3, round_ms=1.0, warmup_ms=1.0, warmup=1)
-CPU = torch.device("cpu")
+SOURCE = "kernels/mma/naive.cu"
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 @dataclass(frozen=True)
@@ -72,33 +69,6 @@ class TunableKernel(fakes.FakeKernel, DeviceKernel):
 
     def shipped(self):
         yield FakeConfig(1), (ARCH,)
-
-
-class TableClock:
-    """Says what the kernel's table of times says."""
-
-    method = "table"
-    preheats = False
-
-    def prepare(self, item):
-        contender = item.call.args[0]
-        return contender
-
-    def time(self, contender, iterations):
-        times = getattr(contender.kernel, "times", {None: 5.0})
-        return [times[getattr(contender.config, "rows", None)]] * iterations
-
-
-@pytest.fixture(autouse=True)
-def gpu(tmp_path, monkeypatch):
-    """A cache folder of its own, and a GPU by name: ``tune`` and the tuner believe that it is there."""
-    monkeypatch.setenv("FLASHLANE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(tune, "device_of", lambda arch: DEVICE if arch == ARCH else None)
-    monkeypatch.setattr(tuner, "environment", lambda device: {"device": DEVICE, "torch": torch.__version__})
-    monkeypatch.setattr(tuner, "clock_for", lambda device, settings: TableClock())
-    registry.changed()
-    yield
-    registry.changed()
 
 
 def problem(n=64, **sizes):
@@ -467,10 +437,8 @@ def test_the_slow_drop_out_before_the_figure():
 
 
 @pytest.fixture
-def invoke(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    return lambda *words: CliRunner().invoke(app, ["tune", *map(str, words)])
+def invoke(invoke):
+    return lambda *words: invoke("tune", *words)
 
 
 @pytest.fixture

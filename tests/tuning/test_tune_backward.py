@@ -6,20 +6,17 @@ from dataclasses import dataclass, replace
 
 import bench_fakes as fakes
 import pytest
-import torch
+from tuner_fakes import ARCH, CPU, DEVICE, SETTINGS
 
 from flashlane import bench, jit
-from flashlane.bench.measure.timing import Settings
 from flashlane.core import registry, tuned
 from flashlane.core.registry import BackwardKernel, CompiledKernel, DeviceSource, Resources
 from flashlane.reference.tiled import tiled_backward
-from flashlane.tuning import search
 from flashlane.tuning import search_backward as tuner
 from flashlane.tuning import stored as tune
 
-ARCH, DEVICE, SOURCE = "sm_90a", "Fake GPU 9000", "kernels/hopper/backward/postprocess.cu"
-SETTINGS = Settings(rounds=3, round_ms=1.0, warmup_ms=1.0, warmup=1)
-CPU = torch.device("cpu")
+SOURCE = "kernels/hopper/backward/postprocess.cu"
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 @dataclass(frozen=True)
@@ -82,31 +79,6 @@ class PlainBackward(BackwardKernel):
 
     def run(self, *call, bias_grad=True, forward=None, config=None):
         return tiled_backward(*call)
-
-
-class TableClock:
-    """Says what the kernel's table of times says."""
-
-    method = "table"
-    preheats = False
-
-    def prepare(self, item):
-        return item.call.args[0]
-
-    def time(self, contender, iterations):
-        return [contender.kernel.times[getattr(contender.config, "rows", None)]] * iterations
-
-
-@pytest.fixture(autouse=True)
-def gpu(tmp_path, monkeypatch):
-    """A cache folder of its own, and a GPU by name: ``tune`` and the tuner believe that it is there."""
-    monkeypatch.setenv("FLASHLANE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(tune, "device_of", lambda arch: DEVICE if arch == ARCH else None)
-    monkeypatch.setattr(search, "environment", lambda device: {"device": DEVICE, "torch": torch.__version__})
-    monkeypatch.setattr(search, "clock_for", lambda device, settings: TableClock())
-    registry.changed()
-    yield
-    registry.changed()
 
 
 def problem(n=64, d=16, **sizes):
