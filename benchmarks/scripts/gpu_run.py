@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import sys
 import time
@@ -45,6 +46,15 @@ def device_or_exit() -> torch.device:
         print("no CUDA device: this script measures on a GPU (flashlane doctor says what was found)", file=sys.stderr)
         raise SystemExit(2)
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def ncu_or_exit() -> str:
+    """The path of Nsight Compute's command; without it the script ends with status 2 and says so."""
+    found = shutil.which("ncu")
+    if found is None:
+        print("ncu (Nsight Compute) is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        raise SystemExit(2)
+    return found
 
 
 def heat(device: torch.device) -> None:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from gpu_run import device_or_exit
+from gpu_run import device_or_exit, ncu_or_exit
 from ncu_conflicts import read_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -128,10 +127,7 @@ def main() -> int:
         torch.cuda.empty_cache()
     if arguments.inside:
         return 0
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        print("ncu (Nsight Compute) is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
-        return 2
+    ncu = ncu_or_exit()
     check_writable(arguments.out)
     counted = profile(ncu)
     if len(counted) != len(work):

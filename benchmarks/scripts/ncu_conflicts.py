@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
-from gpu_run import device_or_exit
+from gpu_run import device_or_exit, ncu_or_exit
 
 from flashlane import bench
 from flashlane.bench.measure.check import Oracle
@@ -196,10 +195,7 @@ def main() -> int:
     if arguments.inside:
         launch_all(families, check=False)
         return 0
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        print("ncu (Nsight Compute) is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
-        return 2
+    ncu = ncu_or_exit()
     check_writable(arguments.out)
     wrong = launch_all(families, check=True)  # and compiles everything outside the tool
     print("checked; counting", file=sys.stderr, flush=True)

@@ -33,7 +33,7 @@ from flashlane.bench.measure.check import relative_l2
 from flashlane.bench.measure.drawn import timed
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.results import write_atomically
-from flashlane.bench.measure.timing import drawn_order
+from flashlane.bench.measure.timing import SteadyClock, drawn_order
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import KernelSource
@@ -123,14 +123,8 @@ def calls_of(shape: Shape, direction: str, device: torch.device) -> tuple[Calls,
 
 def elapsed(call: Callable[[], object], iterations: int) -> float:
     """Milliseconds of a call, of so many back to back."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    start.record()
-    for _ in range(iterations):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / iterations
+    (found,) = SteadyClock().time(call, iterations)
+    return found
 
 
 def measure(

@@ -322,13 +322,16 @@ def attend(
 def _run_forward(part: _Prepared, results: Results) -> None:
     rows, out, lse = part.rows, results.out[:, part.rows], results.lse[:, :, part.rows]
     own = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    with torch_rules.no_autocast(part.inputs.q):
-        if part.varlen:
-            part.kernel.forward(part.problem, part.inputs, out[0], own[0])
-        else:
-            part.kernel.forward(part.problem, part.inputs, out, own)
+    _enqueue_forward(part, out, own)
     if own is not lse:
         results.lse[:, :, rows] = own
+
+
+def _enqueue_forward(part: _Prepared, out: torch.Tensor, lse: torch.Tensor) -> None:
+    with torch_rules.no_autocast(part.inputs.q):
+        if part.varlen:
+            out, lse = out[0], lse[0]
+        part.kernel.forward(part.problem, part.inputs, out, lse)
 
 
 def accumulate(
@@ -347,11 +350,7 @@ def accumulate(
         count = part.rows.stop - part.rows.start
         out = q.new_empty((batch, count, heads, v.shape[-1]))
         lse = q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype))
-        with torch_rules.no_autocast(q):
-            if part.varlen:
-                part.kernel.forward(part.problem, part.inputs, out[0], lse[0])
-            else:
-                part.kernel.forward(part.problem, part.inputs, out, lse)
+        _enqueue_forward(part, out, lse)
         state.merge(part.rows, out, _moved(lse, -1, call, modifiers))
 
 
