@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,10 @@ def test_plots(measured, kind):
     assert outside(getattr(plots, f"{kind}_figure")(measured)) == []
 
 
-def test_panels_and_the_legend_of_the_report(measured):
-    lines = plots.throughput_lines(measured, ceilings={"bf16 mma.sync": 6.0})
+@pytest.mark.parametrize("unit", [1.0, 2.6e-5, 1.3e4], ids=["a GPU's rates", "a CPU's rates", "large rates"])
+def test_panels_and_the_legend_of_the_report(measured, unit):
+    points = tuple(replace(point, tflops=point.tflops * unit) for point in measured.points)
+    lines = plots.throughput_lines(replace(measured, points=points), ceilings={"bf16 mma.sync": 6.0 * unit})
     for title in lines.panels:
         assert outside(plots.panel_figure(lines, title)) == []
     assert outside(plots.legend_figure(lines.tags, lines.styles, theme=figure_frame.DARK)) == []

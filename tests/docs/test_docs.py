@@ -113,25 +113,42 @@ def test_no_code_line_is_wider_than_its_page():
     assert not wide
 
 
+def measured_in_browser(page: Path, script: str, width: int, scratch: Path) -> str:
+    """The title that a script gives the page, in a window of so many pixels (headless Chromium has none below 500)."""
+    tested = page.with_name(f"tested-{page.name}")
+    tested.write_text(page.read_text(encoding="utf-8").replace("</body>", f"<script>{script}</script></body>"))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={scratch}", "--no-first-run"]
+    command += [f"--window-size={width},900", "--virtual-time-budget=4000", "--dump-dom", tested.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False).stdout
+    tested.unlink()
+    return html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S)[1])
+
+
 @NEEDS_BROWSER
 @pytest.mark.parametrize("name", ["index", "cli/bench", "suites", "hopper-backward", "tutorial"])
 def test_code_and_tables_fit_at_1280_pixels(site, tmp_path, name):
-    page = site / f"{name}.html"
     measure = """addEventListener('load', () => { const over = q => [...document.querySelectorAll(q)].filter(
       e => e.scrollWidth > e.clientWidth + 1).map(e => e.innerText.slice(0, 60));
       document.title = JSON.stringify([over('pre > code'), over('.md-content .md-typeset__scrollwrap'),
       document.documentElement.scrollWidth - innerWidth]); })"""
-    tested = page.with_name(f"tested-{page.name}")
-    tested.write_text(page.read_text(encoding="utf-8").replace("</body>", f"<script>{measure}</script></body>"))
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--no-first-run"]
-    command += ["--window-size=1280,900", "--virtual-time-budget=4000", "--dump-dom", tested.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False).stdout
-    tested.unlink()
-    code, tables, page_over = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S)[1]))
+    code, tables, page_over = json.loads(measured_in_browser(site / f"{name}.html", measure, 1280, tmp_path))
     assert not code and not tables and page_over <= 0
 
 
-CONTRAST = """addEventListener('load', () => {
+@NEEDS_BROWSER
+@pytest.mark.parametrize("name", ["index", "performance", "e2e", "features"])
+def test_pictures_of_a_page_can_be_read_on_a_telephone(site, tmp_path, name):
+    measure = """addEventListener('load', () => { const of = e => e.offsetWidth / e.naturalWidth;
+      document.title = JSON.stringify([[...document.querySelectorAll('.md-content img')].map(of),
+      document.documentElement.scrollWidth - innerWidth]); })"""
+    shrunk, page_over = json.loads(measured_in_browser(site / f"{name}.html", measure, 500, tmp_path))
+    assert min(shrunk, default=1.0) > 0.9, "a picture keeps its size"
+    assert page_over <= 0, "and scrolls, not the page"
+
+
+CONTRAST = """document.head.append(Object.assign(document.createElement('style'),
+  {textContent: '* { transition: none !important }'}));
+addEventListener('load', () => {
   document.body.setAttribute('data-md-color-scheme', SCHEME);
   const pixel = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
   const read = colour => { pixel.clearRect(0, 0, 1, 1); pixel.fillStyle = colour; pixel.fillRect(0, 0, 1, 1);
@@ -157,17 +174,8 @@ CONTRAST = """addEventListener('load', () => {
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 @pytest.mark.parametrize("name", ["index", "cli/bench", "api/functions", "troubleshooting"])
 def test_text_is_readable_in_light_and_in_dark_mode(site, tmp_path, name, scheme):
-    page = site / f"{name}.html"
-    tested = page.with_name(f"tested-{scheme}-{page.name}")
-    still = "<style>* { transition: none !important }</style></head>"
-    script = f"<script>{CONTRAST.replace('SCHEME', json.dumps(scheme))}</script></body>"
-    text = page.read_text(encoding="utf-8").replace("</head>", still).replace("</body>", script)
-    tested.write_text(text, encoding="utf-8")
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--no-first-run"]
-    command += ["--window-size=1280,900", "--virtual-time-budget=4000", "--dump-dom", tested.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False).stdout
-    tested.unlink()
-    seen, darkest, low = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S)[1]))
+    script = CONTRAST.replace("SCHEME", json.dumps(scheme))
+    seen, darkest, low = json.loads(measured_in_browser(site / f"{name}.html", script, 1280, tmp_path))
     assert seen > 100 and not low, low
     assert (darkest < 0.05) == (scheme == "slate"), "the page is in the mode that was asked for"
 

@@ -208,7 +208,19 @@ def panel_figure(lines: Lines, title: str, *, theme: Theme = LIGHT) -> Figure:
     top = 0.95 - 0.05 * len(textwrap.wrap(title, TITLE))
     axis = figure.add_axes((0.135, bottom, 0.84, top - bottom))
     _draw_lines(axis, lines.panels[title], lines, title, theme)
+    _make_room_on_the_left(figure, axis)
     return figure
+
+
+def _make_room_on_the_left(figure: Figure, axis: Axes) -> None:
+    """Move the left edge of the axes by what its numbers and its title lack: tiny rates have many digits."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    lacking = 4 - axis.get_tightbbox(FigureCanvasAgg(figure).get_renderer()).x0
+    if lacking > 0:
+        left, bottom, width, height = axis.get_position().bounds
+        share = lacking / figure.bbox.width
+        axis.set_position((left + share, bottom, width - share, height))
 
 
 @themed
