@@ -5,6 +5,8 @@ import io
 import json
 import math
 import os
+import re
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +49,20 @@ def test_a_loaded_cpu_is_said_above_the_times(load, told):
     found = results()
     found.environment |= {"load": load, "cores": 2}
     assert ("The load average is 2.6 on 2 cores" in printed(found)) == told
+
+
+def test_the_header_counts_and_the_footer_explains_what_is_shown():
+    found = results()
+    found.settings |= {"seed": 0, "warmup": 1, "rounds": 5, "check": True}
+    found.rows[0] = replace(found.rows[0], timing=summarise([1.0, 3.0, 2.0], 1, "m"))
+    text = printed(found)
+    assert "warm-up 1 call and" in text and "5 rounds of 1 iteration, interleaved" in text
+    assert not re.search(r"\bgain\b", text), "one kernel gains over none"
+    found.rows[1] = replace(found.rows[1], timing=summarise([0.5, 0.4, 0.3], 7, "m"))
+    text = printed(found)
+    assert "5 rounds of 1 to 7 iterations" in text and len(re.findall(r"\bgain\b", text)) == 2, (
+        "the column and its line"
+    )
 
 
 def test_the_results_come_last_and_a_family_has_one_row_of_the_compile_report():

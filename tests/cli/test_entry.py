@@ -11,6 +11,7 @@ import time
 
 import pytest
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from flashlane.bench.measure.environment import child_environment
@@ -141,6 +142,11 @@ def test_names_that_the_shell_completes_are_those_of_the_tables():
         ("flashlane plot --kind throughput,hea", "throughput,heatmap"),
         ("flashlane profile --tool torch,ns", "torch,nsys"),
         ("flashlane bench --layout dense,pag", "dense,paged"),
+        ("flashlane bench suite model --sizes sm,l", "sm,lg"),
+        ("flashlane sweep --masks full,", "full,causal"),
+        ("flashlane plot --format png,", "png,svg"),
+        ("flashlane prebuild --arch sm_90", "sm_90a"),
+        ("flashlane bench --flops ", "all"),
     ],
 )
 def test_the_shell_completes_the_last_word_of_a_list(typed, expected, monkeypatch, capsys):
@@ -151,6 +157,30 @@ def test_the_shell_completes_the_last_word_of_a_list(typed, expected, monkeypatc
     with pytest.raises(SystemExit):
         app(prog_name="flashlane")
     assert expected in capsys.readouterr().out.split("\n")
+
+
+FIXED = {
+    "--dtype",
+    "--device",
+    "--arch",
+    "--flops",
+    "--format",
+    "--masks",
+    "--compile",
+    "--sizes",
+    "--attention",
+    "--layout",
+}
+FIXED |= {"--kernels", "--tags", "--peers", "--kernel", "--tag", "--direction", "--rule", "--tool", "--set"}
+FIXED |= {"--preset", "--alignment", "--method", "--kind"}
+"""Options that take one or some of a fixed set of words, whatever the command."""
+
+
+@pytest.mark.parametrize("command", sorted(get_command(app).commands))
+def test_an_option_of_a_fixed_set_of_words_completes(command):
+    parameters = get_command(app).commands[command].params
+    lacking = [p.opts[0] for p in parameters if set(p.opts) & FIXED and p._custom_shell_complete is None]
+    assert lacking == []
 
 
 def test_a_command_of_two_words_is_not_completed_as_one(monkeypatch, capsys):

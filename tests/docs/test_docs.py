@@ -231,6 +231,13 @@ def test_every_command_has_a_page():
     assert documented == {command.name for command in app.registered_commands}, "each has its table of options, once"
 
 
+def test_the_changelog_names_every_command():
+    from flashlane.cli.main import app_commands
+
+    text = (DOCS / "changelog.md").read_text(encoding="utf-8")
+    assert [name for name in app_commands() if f"`{name}`" not in text] == []
+
+
 def test_links_that_lead_outside_become_paths(hooks, tmp_path):
     (tmp_path / "docs" / "cli").mkdir(parents=True)
     (tmp_path / "docs" / "a.md").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -101,6 +102,23 @@ def test_an_unwritable_folder_warns_once_and_compiles(tmp_path, monkeypatch):
     (warning,) = caught
     assert warning.category is RuntimeWarning
     assert "FLASHLANE_CACHE_DIR" in str(warning.message) and str(tmp_path / "file" / "cache") in str(warning.message)
+
+
+def test_a_folder_that_may_not_be_looked_at_is_not_writable(tmp_path):
+    store, closed = cache.DiskCache(tmp_path / "home" / ".cache" / "flashlane"), tmp_path / "home"
+    closed.mkdir()
+    assert store.writable()
+    closed.chmod(0)
+    child = os.fork()
+    if child == 0:
+        status = 2
+        with contextlib.suppress(BaseException):
+            if os.geteuid() == 0:  # who may look everywhere
+                os.setuid(65534)
+            status = int(store.writable())
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    closed.chmod(0o700)
 
 
 def test_a_failed_write_leaves_nothing(folder, monkeypatch):

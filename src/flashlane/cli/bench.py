@@ -128,7 +128,12 @@ def command(
     ] = None,
     flops: Annotated[
         str,
-        o.option("--flops", help="gemm (4·B·H·N·M·D) or all (every operation, as the baseline logs).", panel=o.OUTPUT),
+        o.option(
+            "--flops",
+            help="gemm (4·B·H·N·M·D) or all (every operation, as the baseline logs).",
+            panel=o.OUTPUT,
+            autocompletion=complete.one_of(("gemm", "all")),
+        ),
     ] = "gemm",
     out: o.Out = o.RESULTS,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashlane.cli import complete
 from flashlane.cli import options as o
 
 if TYPE_CHECKING:
@@ -30,9 +31,18 @@ def capture_command(
     batch: Annotated[int, typer.Option(help="Sequences of that length to take from the text, at most.")] = 1,
     layers: Annotated[str, typer.Option(help="all, or indices and ranges such as 0,3-5.")] = "all",
     dtype: Annotated[
-        str | None, typer.Option(help="Computed and saved in: f32, f16 or bf16; default: the checkpoint's own.")
+        str | None,
+        typer.Option(
+            help="Computed and saved in: f32, f16 or bf16; default: the checkpoint's own.",
+            autocompletion=complete.one_of(("f32", "f16", "bf16")),
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu or cuda; default: cuda where there is one.", autocompletion=complete.one_of(("cpu", "cuda"))
+        ),
+    ] = None,
 ) -> None:
     """Record q, k, v of every attention layer of a Hugging Face model on a text, for bench --qkv.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from flashlane.cli import complete
 from flashlane.cli import options as o
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def compare_command(
             "--tags",
             help="Kernels whose tag contains one of these words. Default: what auto takes, and one a family.",
             panel=o.WHICH,
+            autocompletion=complete.list_of("words"),
         ),
     ] = "",
     kernels: o.Kernels = "",

@@ -65,6 +65,7 @@ def collect() -> dict[str, list[str]]:
     """The names of all kinds, from the tables that define them."""
     from flashlane.bench.measure.peers import peer_tags
     from flashlane.bench.suites.e2e import WORKLOADS
+    from flashlane.bench.suites.model import ALL_SIZES
     from flashlane.bench.suites.whole_models import ATTENTIONS
     from flashlane.core import registry
     from flashlane.core.arch import DTYPES
@@ -81,6 +82,7 @@ def collect() -> dict[str, list[str]]:
         "architectures": list(LIMITS),
         "workloads": list(WORKLOADS),
         "attentions": list(ATTENTIONS),
+        "models": list(ALL_SIZES),
     }
 
 

@@ -60,7 +60,9 @@ def e2e_command(
     seed: Annotated[int, o.option("--seed", help="Of weights and tokens.", panel=o.INPUT)] = 0,
     device: o.Device = None,
     dark: Annotated[bool, o.option("--dark", help="A picture light on dark.", panel=o.OUTPUT)] = False,
-    formats: Annotated[str, o.option("--format", help="Of the picture: png, svg, or both.", panel=o.OUTPUT)] = "png",
+    formats: Annotated[
+        str, o.option("--format", help="Of the picture: png, svg, or both.", panel=o.OUTPUT, autocompletion=o.FORMATS)
+    ] = "png",
     out: Annotated[Path, o.option("--out", help="Folder for JSON, CSV, Markdown and picture.", panel=o.OUTPUT)] = Path(
         "results"
     ),

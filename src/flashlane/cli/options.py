@@ -202,6 +202,7 @@ Timeout = Annotated[
 ]
 Out = Annotated[Path, option("--out", help="Folder for the results.", panel=OUTPUT)]
 RESULTS = Path("results")
+FORMATS = complete.list_of(("png", "svg"))
 DEFAULT_DTYPES = {False: "f16", True: "bf16"}
 """Where none is given: on a GPU, and on a CPU, whose matrix products in f16 are slow."""
 

@@ -32,7 +32,13 @@ def plot_command(
         ),
     ] = "throughput",
     tags: Annotated[
-        str, o.option("--tags", help="Kernels whose tag contains one of these words. Default: all.", panel=o.WHICH)
+        str,
+        o.option(
+            "--tags",
+            help="Kernels whose tag contains one of these words. Default: all.",
+            panel=o.WHICH,
+            autocompletion=complete.list_of("words"),
+        ),
     ] = "",
     most: Annotated[
         int | None,
@@ -51,7 +57,9 @@ def plot_command(
         ),
     ] = None,
     dark: Annotated[bool, o.option("--dark", help="Light on dark; -dark ends the names.", panel=PICTURE)] = False,
-    formats: Annotated[str, o.option("--format", help="png, svg, or both in a list.", panel=o.OUTPUT)] = "png",
+    formats: Annotated[
+        str, o.option("--format", help="png, svg, or both in a list.", panel=o.OUTPUT, autocompletion=o.FORMATS)
+    ] = "png",
     out: Annotated[Path, o.option("--out", help="Folder of the pictures.", panel=o.OUTPUT)] = Path("plots"),
 ) -> None:
     """Draw results files of bench, sweep and compare: rates, memory, speed-up bars, a heat map against the best peer.

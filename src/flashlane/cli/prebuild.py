@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashlane.cli import complete
 from flashlane.cli import options as o
 
 if TYPE_CHECKING:
@@ -33,7 +34,13 @@ def prebuild_command(
         bool, o.option("--backward/--no-backward", help="Also the kernels of the backward pass.", panel=o.WHICH)
     ] = True,
     arch: Annotated[
-        str, o.option("--arch", help="Architectures, in a list. Default: that of the GPU that is here.", panel=o.OUTPUT)
+        str,
+        o.option(
+            "--arch",
+            help="Architectures, in a list. Default: that of the GPU that is here.",
+            panel=o.OUTPUT,
+            autocompletion=complete.list_of("architectures"),
+        ),
     ] = "",
     out: Annotated[
         Path | None,

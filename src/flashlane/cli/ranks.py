@@ -35,7 +35,13 @@ def ranks_command(
     kv_heads: Annotated[int | None, o.option("--kv-heads", help="KV heads. Default: 8; 2.", panel=o.SIZES)] = None,
     head_dim: Annotated[int | None, o.option("--D", "--headdim", help="Default: 128; 32.", panel=o.SIZES)] = None,
     dtype: Annotated[
-        str | None, o.option("--dtype", help="f16, bf16 or f32. Default: bf16; f32.", panel=o.SIZES)
+        str | None,
+        o.option(
+            "--dtype",
+            help="f16, bf16 or f32. Default: bf16; f32.",
+            panel=o.SIZES,
+            autocompletion=complete.one_of(("f16", "bf16", "f32")),
+        ),
     ] = None,
     method: Annotated[
         str | None,

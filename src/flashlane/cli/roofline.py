@@ -42,7 +42,9 @@ def roofline_command(
     seed: o.Seed = 0,
     device: o.Device = None,
     dark: Annotated[bool, o.option("--dark", help="A picture light on dark.", panel=o.OUTPUT)] = False,
-    formats: Annotated[str, o.option("--format", help="Of the picture: png, svg, or both.", panel=o.OUTPUT)] = "png",
+    formats: Annotated[
+        str, o.option("--format", help="Of the picture: png, svg, or both.", panel=o.OUTPUT, autocompletion=o.FORMATS)
+    ] = "png",
     out: o.Out = o.RESULTS,
 ) -> None:
     """Measure this device's copy and matrix rates, place each implementation under them, say what bounds it.

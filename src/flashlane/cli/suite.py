@@ -60,7 +60,12 @@ def suite_command(
     ] = None,
     sizes: Annotated[
         str | None,
-        o.option("--sizes", help="Models: sm, md, lg, xl, 2.7B, xs. Default: sm,md,lg; xs on a CPU.", panel=o.SIZES),
+        o.option(
+            "--sizes",
+            help="Models: sm, md, lg, xl, 2.7B, xs. Default: sm,md,lg; xs on a CPU.",
+            panel=o.SIZES,
+            autocompletion=complete.list_of("models"),
+        ),
     ] = None,
     attention: Annotated[
         str | None,
@@ -69,6 +74,7 @@ def suite_command(
             help="Of model: auto, sdpa, eager or kernel tags, each also with +compile; the first is compared with. "
             f"Default: {ATTENTION}.",
             panel=o.WHICH,
+            autocompletion=complete.list_of(("auto", "sdpa", "eager")),
         ),
     ] = None,
     kernel: Annotated[
@@ -87,6 +93,7 @@ def suite_command(
             help="Compare torch.compile in flash: static (again for each shape), dynamic, none. Default: static, none "
             "on a CPU.",
             panel=o.WHICH,
+            autocompletion=complete.one_of(("static", "dynamic", "none")),
         ),
     ] = None,
     rounds: Annotated[
@@ -102,9 +109,7 @@ def suite_command(
         ),
     ] = None,
     seed: Annotated[int, o.option("--seed", help="Of inputs and weights.", panel=o.INPUT)] = 0,
-    device: Annotated[
-        str | None, o.option("--device", help="cpu, cuda or cuda:N. Default: the GPU if any.", panel=o.MEASURE)
-    ] = None,
+    device: o.Device = None,
     out: Annotated[Path, o.option("--out", help="Folder for JSON, CSV and Markdown.", panel=o.OUTPUT)] = Path(
         "results"
     ),

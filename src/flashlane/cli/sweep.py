@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flashlane.cli import complete
 from flashlane.cli import options as o
 
 if TYPE_CHECKING:
@@ -47,7 +48,15 @@ def sweep_command(
     layout: o.Layouts = "dense",
     page: o.Page = None,
     window: o.Window = None,
-    masks: Annotated[str, o.option("--masks", help="full, causal, or both in a list.", panel=o.SIZES)] = "full",
+    masks: Annotated[
+        str,
+        o.option(
+            "--masks",
+            help="full, causal, or both in a list.",
+            panel=o.SIZES,
+            autocompletion=complete.list_of(("full", "causal")),
+        ),
+    ] = "full",
     alignment: o.AlignmentName = "bottom-right",
     dtype: o.Dtype = None,
     preset: o.PresetName = None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flashlane.cli import complete
 from flashlane.cli import options as o
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ def tune_command(
         o.option("--iters", "--rounds", help="Rounds; in each, every candidate runs in turn.", panel=o.MEASURE),
     ] = None,
     seed: Annotated[int, o.option("--seed", help="Of the random inputs; each problem adds 1.", panel=o.INPUT)] = 0,
-    device: Annotated[str | None, o.option("--device", help="cuda or cuda:N.", panel=o.MEASURE)] = None,
+    device: Annotated[
+        str | None,
+        o.option("--device", help="cuda or cuda:N.", panel=o.MEASURE, autocompletion=complete.one_of(("cuda",))),
+    ] = None,
     out: Annotated[Path, o.option("--out", help="Folder for the JSON file of all trials.", panel=o.OUTPUT)] = Path(
         "results"
     ),

@@ -90,7 +90,8 @@ class DiskCache:
 
     def writable(self) -> bool:
         """Whether entries can be stored, as far as looking shows; nothing is created."""
-        existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        # os.path.exists, unlike Path's, is False of what may not be looked at: another user's home.
+        existing = next(p for p in (self.folder, *self.folder.absolute().parents) if os.path.exists(p))
         return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
     def _path(self, key: str) -> Path:

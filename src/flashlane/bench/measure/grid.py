@@ -51,7 +51,7 @@ def parse_sizes(text: str, name: str, *, low: int = 1, high: int | None = None) 
     for size in sizes:
         if size < low or (high is not None and size > high):
             bounds = f"at least {low}" if high is None else f"{low} to {high}"
-            raise ValueError(f"{name} has {size} (given {text!r}); it may be {bounds}")
+            raise ValueError(f"{name} has {size}{_given(str(size), text)}; it may be {bounds}")
     return sizes
 
 
@@ -84,7 +84,7 @@ def parse_dtypes(text: str, name: str = "--dtype") -> tuple[torch.dtype, ...]:
     words = [word.strip().lower() for word in text.split(",")]
     for word in words:
         if word not in DTYPE_ALIASES:
-            raise ValueError(f"{name} has {word!r} (given {text!r}); it may be a list of {', '.join(DTYPES)}")
+            raise ValueError(f"{name} has {word!r}{_given(word, text)}; it may be a list of {', '.join(DTYPES)}")
     return tuple(dict.fromkeys(DTYPE_ALIASES[word] for word in words))
 
 
@@ -93,9 +93,15 @@ def parse_names(text: str, name: str, known: Sequence[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for word in names:
         if word not in known:
-            given = "" if word == text.strip() else f" (given {text!r})"
-            raise ValueError(f"{name} has {word!r}{given}, which is unknown; {suggest(word, tuple(known))}")
+            raise ValueError(
+                f"{name} has {word!r}{_given(word, text)}, which is unknown; {suggest(word, tuple(known))}"
+            )
     return names
+
+
+def _given(word: str, text: str) -> str:
+    """The whole text of an option, where it says more than the word that is wrong."""
+    return "" if word == text.strip() else f" (given {text!r})"
 
 
 def parse_window(text: str, name: str = "--window") -> tuple[int, int]:

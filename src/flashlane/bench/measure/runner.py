@@ -70,7 +70,9 @@ class Selection:
         known = tuple(k.tag for k in registry.kernels())
         for tag in self.tags:
             if tag not in known:
-                raise ValueError(f"--kernels has {tag!r}, which no kernel is called; {registry.suggest(tag, known)}")
+                peer = tag if tag in peer_tags() else aliases.PEERS.get(tag)
+                hint = f"it is the peer {peer} (--peers)" if peer else registry.suggest(tag, known)
+                raise ValueError(f"--kernels has {tag!r}, which no kernel is called; {hint}")
         for word in self.words:
             if not any(word in tag for tag in known):
                 raise ValueError(f"--tags has {word!r}, which is in no kernel's tag; {_near(word, known)}")

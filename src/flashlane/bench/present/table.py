@@ -87,10 +87,15 @@ def header(results: Results) -> str:
         parts.append(f"warm-up {calls} and {settings.get('warmup_ms', 0):g} ms at least")
     if settings.get("rounds") is not None:
         iterations = sorted({row.timing.iterations for row in results.rows if row.timing})
-        calls = f" of {_range(iterations)} iterations" if iterations else ""
-        parts.append(f"{settings['rounds']} rounds{calls}, interleaved")
+        calls = f" of {_counted(iterations, 'iteration')}" if iterations else ""
+        parts.append(f"{_counted([settings['rounds']], 'round')}{calls}, interleaved")
     parts.append(f"check {settings['rule']}" if settings.get("check") else "no check")
     return " · ".join(parts)
+
+
+def _counted(numbers: Sequence[int], what: str) -> str:
+    """``1 round``, ``5 rounds``, ``51 to 85 iterations``."""
+    return f"{_range(numbers)} {what}{'' if max(numbers) == 1 else 's'}"
 
 
 def _range(numbers: Sequence[int]) -> str:
@@ -308,8 +313,12 @@ def _print_footer(results: Results, console: Console, convention: Convention) ->
         return
     notes = [
         f"ms: median of the rounds ({timed.method}), interleaved; ±%: half the interquartile range",
-        f"TFLOP/s: {COUNTED[convention]}; ×best: times as fast as the best peer; gain: over the fastest kernel above",
+        f"TFLOP/s: {COUNTED[convention]}; ×best: times as fast as the best peer",
     ]
+    if any(
+        len(gains_of([r for r in results.rows if r.problem == name])) > 1 for name in {r.problem for r in results.rows}
+    ):
+        notes[-1] += "; gain: over the fastest kernel above"
     if any(r.mma_ceiling for r in results.rows):
         notes.append("% mma ceiling: of what mma.sync gives from registers alone, measured on this card in this run")
     if any(r.memory for r in results.rows):
