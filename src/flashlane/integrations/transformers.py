@@ -2,20 +2,23 @@
 
 It goes into the library's two tables: AttentionInterface, whose function a model's layers call, and
 AttentionMaskInterface, whose function makes the mask once for all layers. Ours makes none where the kernel's own causal
-mask or sliding window says the same (every layer then reads no mask at all), and transformers' boolean mask for all
-else: padding, packed sequences, chunks, static caches.
+mask or sliding window says the same, and transformers' boolean mask for all else: padding, packed sequences, chunks,
+static caches. Where that is padding on one side or the rest of a static cache, the lengths are kept with it
+(:mod:`flashlane.integrations.transformers_padding`), and layers that need no gradient read these and no mask.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from flashlane.core import registry
-from flashlane.core.problem import Inputs
+from flashlane.core.problem import Inputs, wants_grad
+from flashlane.integrations import transformers_padding as padded
 from flashlane.ops import call as ops
 
 NAME = "lane_attention"
@@ -111,8 +114,15 @@ def attention(
             asked["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
     if attention_mask is None and others.get("cu_seq_lens_q") is not None:
         return _packed(query, key, value, s_aux, position_bias, others, asked), None
-    bias = _bias(attention_mask, position_bias, query, key.shape[2])
-    inputs = Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias, sinks=s_aux)
+    inputs = Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux)
+    ranges = padded.attached(attention_mask, query, key) if position_bias is None else None
+    if ranges is not None and not wants_grad(inputs):  # keys of a cache have no gradients
+        inputs = replace(inputs, seqused_k=ranges.stop, leftpad_k=ranges.first)
+        asked |= {"causal": ranges.causal, "alignment": ranges.alignment}
+        if ranges.window is not None:
+            asked["window_size"] = (ranges.window - 1, 0)
+    else:
+        inputs = replace(inputs, bias=_bias(attention_mask, position_bias, query, key.shape[2]))
     out, _ = ops.attend(inputs, **asked)
     return out.contiguous(), None
 
@@ -189,16 +199,65 @@ def mask(**asked: Any) -> torch.Tensor | None:
     Called by transformers with keywords (``q_length``, ``kv_length``, ``mask_function``, …). Of an encoder's padding
     one row is made for all queries.
     """
-    from transformers import AttentionMaskInterface, masking_utils
-
+    ranges = _ranges(asked)
+    if ranges is not None and ranges.whole:
+        asked["attention_mask"] = None  # nobody needs to look at it again
+    elif ranges is not None:
+        if ranges.prefill and asked.get("allow_is_causal_skip"):
+            return None
+        asked |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in asked}
     if asked.get("allow_is_causal_skip", True) and asked.get("local_size") is not None and _window_says_all(asked):
         return None
+    made = _made(asked)
+    if ranges is not None and made is not None:
+        padded.attach(made, ranges)
+    return made
+
+
+def _made(asked: dict[str, Any]) -> torch.Tensor | None:
+    """The mask as ``sdpa`` has it; of what depends on keys alone, one row for all queries."""
+    from transformers import AttentionMaskInterface, masking_utils
+
     make, queries = AttentionMaskInterface()["sdpa"], asked.get("q_length")
     of_keys_alone = getattr(masking_utils, "bidirectional_mask_function", None)
     if type(queries) is not int or of_keys_alone is None or asked.get("mask_function") is not of_keys_alone:
         return make(**asked)
     row = make(**{**asked, "q_length": 1})
     return None if row is None else row.expand(-1, -1, queries, -1)
+
+
+def _ranges(asked: dict[str, Any]) -> padded.KeyRanges | None:
+    """The stretches of keys that a mask is asked to say, where it is causal, a causal window, or of keys alone."""
+    from transformers import masking_utils
+
+    queries, keys, first = asked.get("q_length"), asked.get("kv_length"), asked.get("kv_offset", 0)
+    device, function = torch.device(asked.get("device", "cpu")), asked.get("mask_function")
+    if device.type not in padded.DEVICES or not all(type(number) is int for number in (queries, keys, first)):
+        return None
+    padding = asked.get("attention_mask")
+    if asked.get("use_vmap") or type(asked.get("batch_size")) is not int or _observed(padding, device):
+        return None
+    window = _window_of(function)
+    causal = window is not None or function is masking_utils.causal_mask_function
+    if not causal and (function is not getattr(masking_utils, "bidirectional_mask_function", ...)):
+        return None
+    if padding is not None:
+        if padding.dim() != 2 or padding.shape[0] != asked["batch_size"]:
+            return None
+        absent = max(0, first + keys - padding.shape[-1])
+        padding = torch.nn.functional.pad(padding, (0, absent))[:, first : first + keys]
+    end = asked.get("q_offset", 0) + queries - first if causal else keys
+    return padded.key_ranges(padding, asked["batch_size"], queries, keys, end, causal, window, device)
+
+
+def _observed(padding: torch.Tensor | None, device: torch.device) -> bool:
+    """Whether something traces this code or captures it in a graph, so that nothing may wait for the device."""
+    from transformers import masking_utils
+
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return True
+    is_tracing = getattr(masking_utils, "is_tracing", None)  # of transformers 5, which knows fake tensors too
+    return torch.compiler.is_compiling() if is_tracing is None else bool(is_tracing(padding))
 
 
 def _window_says_all(asked: dict[str, Any]) -> bool:
