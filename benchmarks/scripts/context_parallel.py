@@ -1,11 +1,15 @@
-"""Check and time context parallelism on the GPUs of one host.
+"""Check and time context parallelism on the GPUs of one host, by both transports.
 
     PYTHONPATH=src python3 benchmarks/scripts/context_parallel.py --ranks 2 --out benchmarks/results
 
-Writes context_parallel.json: (1) cases against one GPU, on NCCL; (2) repeats that must be equal bit by bit; (3) times
-of the forward, and of forward and backward, of each method and of torch's own context parallelism, next to a share of
-one GPU's time for the whole problem; (4) times of the parts. "ring" with layout zigzag is ring-flash-attention's
-algorithm over these kernels. Exit status 1 when a check fails.
+Writes context_parallel.json after each part: (1) a few cases by each transport against one GPU; (2) times of the
+problems, the transports in turn, next to a share of one GPU's time for the whole problem; (3) times of what a call
+consists of; (4) repeats that must be equal bit by bit; then, as far as the seconds last, (5) calls replayed from a CUDA
+graph, (6) the other methods and torch's own context parallelism, and (7) every method and layout. Exit status 1 when a
+check fails. "ring" with layout zigzag is ring-flash-attention's algorithm over these kernels.
+
+With ``--rank R --folder F`` this process is one of the ranks, which others join by the same folder, so that one of them
+can run under compute-sanitizer; it only checks.
 """
 
 from __future__ import annotations
@@ -23,10 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashlane import flash_attn_func
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.ranks import (
     Measured,
     SharedProblem,
+    join_ranks,
     milliseconds,
     on_ranks,
     problem_fields,
@@ -35,16 +41,23 @@ from flashlane.bench.measure.ranks import (
 from flashlane.bench.measure.results import write_atomically
 from flashlane.core.problem import Asked
 from flashlane.distributed import token_indices
-from flashlane.distributed.attend import Results, Settings, attend
+from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Ranks, start
 from flashlane.distributed.gather import Gathering, Task
-from flashlane.distributed.lanes import Lanes
-from flashlane.distributed.modifiers import Modifiers
-from flashlane.distributed.plan import Division, gather_calls
+from flashlane.distributed.plan import Division
 
 FORMAT = "flashlane-context-parallel/1"
 REPEATS = 500
 COPIES = "allgather by copies"
+GROUPS = "allgather by copies, all KV heads"
+HOW: dict[str, dict[str, Any]] = {
+    "allgather": {"method": "allgather"},
+    COPIES: {"method": "allgather", "transport": "copies"},
+    GROUPS: {"method": "allgather", "transport": "copies", "heads_k_stride": 1 << 20},
+    "ring": {"method": "ring"},
+    "ulysses": {"method": "ulysses"},
+}
+TRANSPORTS = ("allgather", COPIES, GROUPS)
 METHODS = ("allgather", COPIES, "ring", "ulysses")
 LAYOUTS = ("zigzag", "contiguous", "striped")
 
@@ -65,21 +78,28 @@ PROBLEMS = {
 }
 
 
-def check(device: torch.device, tokens: int = 1001, kinds: tuple[str, ...] = METHODS) -> list[dict[str, Any]]:
-    """Every method and layout in bf16 against one GPU: no farther from f32 than twice that GPU's own result."""
+def check(
+    device: torch.device,
+    tokens: int = 1001,
+    kinds: tuple[str, ...] = METHODS,
+    layouts: tuple[str, ...] = LAYOUTS,
+    all_heads: tuple[tuple[int, int], ...] = ((8, 2), (4, 4)),
+) -> list[dict[str, Any]]:
+    """Methods and layouts in bf16 against one GPU: no farther from f32 than twice that GPU's own result."""
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = []
-    heads_of = ((8, 2), (4, 4))[: len(kinds)]
-    for documents, (heads, kv_heads) in itertools.product(((), (tokens, 0, 1, 2 * tokens, 37)), heads_of):
+    for documents, (heads, kv_heads) in itertools.product(((), (tokens, 0, 1, 2 * tokens, 37)), all_heads):
         problem = SharedProblem(tokens, heads, kv_heads, documents=documents)
         total = problem.total(size)
         whole = problem.on_one(size, device)
         right = exact(problem, size, device)
         alone = whole.both()
-        for method, layout in itertools.product(kinds, LAYOUTS):
-            asked = {"method": "allgather", "transport": "copies"} if method == COPIES else {"method": method}
+        for method, layout in itertools.product(kinds, layouts):
+            asked = HOW[method]
             case = {"documents": list(documents), "heads": [heads, kv_heads], "method": method, "layout": layout}
-            found = problem.shared(device, layout=layout, **asked).both()
+            call = problem.shared(device, layout=layout, **asked)
+            call.both()  # the second call is made with what is kept of the first
+            found = call.both()
             lengths = documents or (total,)
             own = token_indices(
                 cu_seqlens=[0, *itertools.accumulate(lengths)], layout=layout, rank=rank, world_size=size
@@ -103,32 +123,35 @@ def exact(problem: SharedProblem, size: int, device: torch.device) -> tuple[torc
     return Measured(qkv, wide.do.float(), wide.forward_of).both()
 
 
-def repeats(device: torch.device, count: int) -> dict[str, Any]:
+def quick(device: torch.device) -> list[dict[str, Any]]:
+    """The transports in the layout that is timed."""
+    return check(device, 1001, TRANSPORTS, ("zigzag",), ((8, 4),))
+
+
+def repeats(device: torch.device, count: int, methods: tuple[str, ...] = METHODS) -> dict[str, Any]:
     """How many of so many runs differ from the first in any bit, of output or gradients."""
     found = {}
-    for method in METHODS:
-        asked = {"method": "allgather", "transport": "copies"} if method == COPIES else {"method": method}
-        call = SharedProblem(1024, 8, 2).shared(device, deterministic=True, **asked)
+    for method in methods:
+        call = SharedProblem(1024, 8, 4).shared(device, deterministic=True, **HOW[method])
         first = call.both()
         other = torch.zeros(1, device=device)
-        for _ in range(count if method.startswith("allgather") else count // 5):
+        for _ in range(count if method in TRANSPORTS else count // 5):
             other += ~torch.stack([(a == b).all() for a, b in zip(first, call.both())]).all()
         dist.all_reduce(other)
         found[method] = int(other)
     return found
 
 
-def speed(device: torch.device, name: str, torchs: bool) -> dict[str, Any]:
-    """Milliseconds of one problem by every method, and by torch's own context parallelism where that runs."""
-    problem, size, heads = PROBLEMS[name], dist.get_world_size(), PROBLEMS[name].kv_heads
-    methods: dict[str, dict[str, Any]] = {}
-    few, rest = max(1, heads // 8), heads - 2 * max(1, heads // 8)
-    for stride in (None, heads // 2):
-        methods[f"allgather, {stride or 'all'} KV heads at a time"] = {"heads_k_stride": stride}
-    for stride in (None, heads // 2, (few, heads), (2 * few, heads), (few, rest, few), (2 * few, rest, few)):
-        methods[f"{COPIES}, {stride or 'all'} KV heads"] = {"heads_k_stride": stride, "transport": "copies"}
-    methods["ring (ring-flash-attention's)"] = {"method": "ring"}
-    methods["ulysses"] = {"method": "ulysses"}
+def speed(device: torch.device, name: str) -> dict[str, Any]:
+    """Milliseconds of one problem by each transport."""
+    problem = PROBLEMS[name]
+    rows = time_methods(device, problem, {kind: HOW[kind] for kind in TRANSPORTS})
+    return {"name": name, **problem_fields(problem, dist.get_world_size()), "rows": rows, "failures": {}}
+
+
+def peers(device: torch.device, name: str, torchs: bool) -> dict[str, Any]:
+    """Milliseconds of one problem by the other methods, and by torch's own context parallelism where that runs."""
+    problem, size = PROBLEMS[name], dist.get_world_size()
     failures, more = {}, {}
     if torchs and not problem.documents:
         try:
@@ -137,8 +160,35 @@ def speed(device: torch.device, name: str, torchs: bool) -> dict[str, Any]:
         except Exception as error:
             more.clear()
             failures["torch context_parallel"] = f"{type(error).__name__}: {error}"[:300]
+    methods = {"ring (ring-flash-attention's)": HOW["ring"], "ulysses": HOW["ulysses"]}
     rows = time_methods(device, problem, methods, more=more)
     return {"name": name, **problem_fields(problem, size), "rows": rows, "failures": failures}
+
+
+def captured(device: torch.device, name: str) -> dict[str, float]:
+    """Milliseconds of a call by messages that a CUDA graph replays, so that the host has no part in them."""
+    found = {}
+    call = PROBLEMS[name].shared(device, **HOW["allgather"])
+    for way in ("forward", "both"):
+        run = getattr(call, way)
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                run()
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            kept = run()
+        found |= milliseconds({f"{way}, replayed": graph.replay}, device)
+        found[f"{way}, equal"] = float(_same(kept, run()))
+    return found
+
+
+def _same(some: Any, other: Any) -> bool:
+    """Whether outputs are equal, and gradients close: dQ is summed in any order."""
+    torch.cuda.synchronize()
+    pairs = [(some, other)] if isinstance(some, torch.Tensor) else list(zip(some, other, strict=True))
+    return torch.equal(*pairs[0]) and all(torch.allclose(one, two, rtol=0.05, atol=0.05) for one, two in pairs[1:])
 
 
 def torch_context_parallel(problem: SharedProblem, device: torch.device) -> Measured:
@@ -162,45 +212,53 @@ def torch_context_parallel(problem: SharedProblem, device: torch.device) -> Meas
 
 
 def parts(device: torch.device, name: str) -> dict[str, float]:
-    """Milliseconds of what an allgather call consists of, one after another."""
+    """Milliseconds of what an allgather call consists of, one after another, and of the host's part."""
     problem, size, ranks = PROBLEMS[name], dist.get_world_size(), Ranks.of(dist.group.WORLD)
-    q, k, v = problem.shared(device).qkv
-    division = Division("zigzag", (problem.total(size),), size, -1, 0)
-    task = Task(ranks, division, Settings(Asked(scale=problem.head_dim**-0.5)))
-    calls = gather_calls(division, ranks.rank, True, False)
-    keys, values = gathered(task, k, v)
-    results = Results.of(q, v.shape[-1], calls, Modifiers())
-
-    def attend_all(overlap: bool) -> None:
-        lanes = Lanes(device)
-        if not overlap:
-            lanes.streams = [lanes.streams[0]] * 3
-        attend(results, q, keys, values, calls, Modifiers(), task.settings, lanes)
-        lanes.join()
-
     peer, before = (ranks.rank + 1) % size, (ranks.rank - 1) % size
     buffer = torch.empty(64 << 20, dtype=torch.uint8, device=device)
     other = torch.empty_like(buffer)
+    _, k, v = problem.shared(device).qkv
+    alone = _without_messages(problem, device)
+    division = Division("zigzag", (problem.total(size),), size, -1, 0)
+    task = Task(ranks, division, Settings(Asked(scale=problem.head_dim**-0.5)))
     found = milliseconds(
         {
-            "gather of K and V": lambda: gathered(task, k, v),
-            "forward's kernels on two streams": lambda: attend_all(True),
-            "forward's kernels one after another": lambda: attend_all(False),
+            "kernels of a rank, forward": alone.forward,
+            "kernels of a rank, both": alone.both,
+            "gather of K and V by messages": lambda: Gathering(task, k, v).finish(),
             "64 MiB sent and received": lambda: start(ranks, [(peer, buffer)], [(before, other)]).wait(),
             "4 KiB sent and received": lambda: start(ranks, [(peer, buffer[:4096])], [(before, other[:4096])]).wait(),
         },
         device,
     )
-    for asked in (
-        {},
-        {"heads_k_stride": (1, 7)},
-        {"transport": "copies"},
-        {"transport": "copies", "heads_k_stride": (1, 7)},
-    ):
-        call = SharedProblem(512).shared(device, **asked)
+    for kind in TRANSPORTS:
+        call = SharedProblem(512).shared(device, **HOW[kind])
         for way in ("forward", "both"):
-            found[f"host's, {way} {asked}"] = host_milliseconds(getattr(call, way), device)
+            found[f"host's, {way}, {kind}"] = host_milliseconds(getattr(call, way), device)
     return {key: round(ms, 4) for key, ms in found.items()}
+
+
+def _without_messages(problem: SharedProblem, device: torch.device) -> Measured:
+    """The kernels of this rank's two chunks over keys that are there, on two streams: what no transport can beat."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    q, k, v, do = problem.tensors(size, device)
+    chunk = problem.tokens // 2
+    ends = [(2 * size - rank) * chunk, (rank + 1) * chunk]
+    some = [tuple(t[:, end - n : end] for t, n in ((q, chunk), (k, end), (v, end), (do, chunk))) for end in ends]
+    streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
+
+    def forward(*given: torch.Tensor) -> torch.Tensor:
+        here = torch.cuda.current_stream(device)
+        outs = []
+        for i, stream in enumerate(streams):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                outs.append(flash_attn_func(*given[3 * i : 3 * i + 3], causal=True))
+        for stream in streams:
+            here.wait_stream(stream)
+        return torch.cat(outs, 1)
+
+    return Measured(tuple(t for each in some for t in each[:3]), torch.cat([each[3] for each in some], 1), forward)
 
 
 def host_milliseconds(call: Any, device: torch.device, count: int = 50) -> float:
@@ -215,37 +273,38 @@ def host_milliseconds(call: Any, device: torch.device, count: int = 50) -> float
     return ms
 
 
-def gathered(task: Task, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keys and values as a rank computes with them."""
-    gathering = Gathering(task, k, v)
-    gathering.finish()
-    return gathering.gathered
-
-
 def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
     """Everything, on every rank."""
     found: dict[str, Any] = {"format": FORMAT, "environment": environment(device), "ranks": dist.get_world_size()}
     began = time.monotonic()
 
     def part(name: str, run: Any, *arguments: Any) -> Any:
-        if time.monotonic() - began > options["seconds"]:
+        late = torch.tensor([time.monotonic() - began > options["seconds"]], device=device)
+        dist.broadcast(late, 0)  # all ranks skip the same parts
+        if late:
             return {"skipped": "no time left"}
         try:
             result = run(device, *arguments)
         except Exception:
             result = {"error": traceback.format_exc()[-2000:]}
         if dist.get_rank() == 0:
-            found.setdefault(name, []).append(result) if name == "speed" else found.update({name: result})
+            found.setdefault(name, []).append(result) if name in ("speed", "peers") else found.update({name: result})
             say(name, result, time.monotonic() - began)
             write_atomically(Path(options["out"]) / "context_parallel.json", json.dumps(found, indent=1))
         return result
 
-    part("check", check, 1001, METHODS if options["check"] == "all" else (COPIES,))
-    part("speed", speed, "8k", options["torch"])
+    part("check", quick)
+    if options["only_check"]:
+        return found
+    for name in PROBLEMS:
+        part("speed", speed, name)
     part("parts", parts, "8k")
-    part("repeats", repeats, options["repeats"])
-    for name in list(PROBLEMS)[1:]:
-        part("speed", speed, name, options["torch"])
+    part("repeats", repeats, options["repeats"], TRANSPORTS)
+    part("captured", captured, "8k")
+    for name in PROBLEMS if options["peers"] else ():
+        part("peers", peers, name, True)
+    if options["peers"]:
+        part("check_all", check)
     return found
 
 
@@ -259,7 +318,7 @@ def say(name: str, result: Any, seconds: float) -> None:
                 f"{row['method']:42} forward {row['forward_ms']:8.3f} ms {row['forward_efficiency']:6.1%}   both "
                 f"{row['both_ms']:8.3f} ms {row['both_efficiency']:6.1%}"
             )
-    elif name == "check" and isinstance(result, list):
+    elif name.startswith("check") and isinstance(result, list):
         wrong = [row for row in result if not row["ok"]]
         print(f"{len(result)} cases, {len(wrong)} wrong", *wrong, sep="\n")
     else:
@@ -273,18 +332,26 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="GPUs")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--seconds", type=float, default=110.0, help="nothing new is begun after them")
-    parser.add_argument("--check", choices=("all", "copies"), default="all", help="which methods are checked")
-    parser.add_argument("--no-torch", action="store_true", help="without torch's own context parallelism")
+    parser.add_argument("--peers", action="store_true", help="also the other methods, and every layout")
+    parser.add_argument("--rank", type=int, help="this process is that rank; it only checks")
+    parser.add_argument("--folder", type=Path, help="where the ranks of --rank meet")
     options = parser.parse_args()
     if torch.cuda.device_count() < options.ranks:
         print(f"this script needs {options.ranks} GPUs and sees {torch.cuda.device_count()}", file=sys.stderr)
         raise SystemExit(2)
+    if (options.rank is None) != (options.folder is None):
+        parser.error("--rank and --folder are given together")
     options.out.mkdir(parents=True, exist_ok=True)
     given = {"out": str(options.out.resolve()), "repeats": options.repeats, "seconds": options.seconds}
-    given |= {"check": options.check, "torch": not options.no_torch}
-    found = on_ranks(options.ranks, "nccl", job, given)
-    wrong = [row for row in found["check"] if not row["ok"]] if isinstance(found["check"], list) else ["check"]
-    if wrong or any(found.get("repeats", {"": 1}).values()):
+    given |= {"peers": options.peers, "only_check": options.rank is not None}
+    if options.rank is None:
+        found = on_ranks(options.ranks, "nccl", job, given)
+    else:
+        found = join_ranks(options.rank, options.ranks, str(options.folder.resolve()), "nccl", job, given)
+    checks = [found.get(name, []) for name in ("check", "check_all")]
+    wrong = any(not isinstance(rows, list) or any(not row["ok"] for row in rows) for rows in checks)
+    differing = found.get("repeats", {})
+    if wrong or "error" in differing or any(differing.get(kind, 0) for kind in METHODS):
         raise SystemExit(1)
 
 

@@ -43,6 +43,10 @@ class Case:
     layout: str = "zigzag"
     heads_k_stride: int | tuple[int, ...] | None = None
     transport: str = "messages"
+    reads_lse: bool = True
+    """Whether the LSE is asked for, and the loss depends on it."""
+    again: bool = False
+    """Whether the same call is made before with other values, as in a second step of a training."""
 
     @property
     def varlen(self) -> bool:
@@ -92,12 +96,15 @@ def _asked(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"causal": case.causal, "window_size": case.window, "softcap": case.softcap, **modifiers}
 
 
-def _results(out: torch.Tensor, lse: torch.Tensor, tensors: dict[str, torch.Tensor]) -> dict[str, numpy.ndarray]:
-    """Output, LSE (b, rows, h) and gradients, for numpy, which processes can exchange."""
-    rows = lse.transpose(-1, -2)
-    loss = (out.double() * tensors["do"].double()).sum() + (rows.double() * tensors["dlse"].double()).sum()
+def _results(out: torch.Tensor, lse: torch.Tensor | None, tensors: dict[str, torch.Tensor]) -> dict[str, numpy.ndarray]:
+    """Output, LSE (b, rows, h) if there is one, and gradients, for numpy, which processes can exchange."""
+    loss = (out.double() * tensors["do"].double()).sum()
+    found = {"out": out}
+    if lse is not None:
+        found["lse"] = lse.transpose(-1, -2)
+        loss = loss + (found["lse"].double() * tensors["dlse"].double()).sum()
     loss.backward()
-    found = {"out": out, "lse": rows, **{f"d{name}": tensors[name].grad for name in GRADIENTS if name in tensors}}
+    found |= {f"d{name}": tensors[name].grad for name in GRADIENTS if name in tensors}
     return {name: t.detach().double().numpy() for name, t in found.items()}
 
 
@@ -118,7 +125,7 @@ def expected(case: Case) -> dict[str, numpy.ndarray]:
         )
     else:
         found = flashlane.flash_attn_func(q, k, v, **_asked(case, tensors), return_lse=True, kernel="reference")
-    return _results(*found, tensors)
+    return _results(*(found if case.reads_lse else (found[0], None)), tensors)
 
 
 def on_rank(case: Case, size: int) -> dict[str, numpy.ndarray]:
@@ -128,21 +135,26 @@ def on_rank(case: Case, size: int) -> dict[str, numpy.ndarray]:
     whole = tensors_of(case)
     sharded = {name: whole[name].index_select(case.axis, own) for name in ("q", "k", "v", "do", "dlse")}
     tensors = {**whole, **sharded}
-    for name in GRADIENTS:
-        if name in tensors:
-            tensors[name] = tensors[name].clone().requires_grad_()
-    where: dict[str, Any] = {"method": case.method, "layout": case.layout, "return_lse": True}
+    where: dict[str, Any] = {"method": case.method, "layout": case.layout, "return_lse": case.reads_lse}
     where["group"] = square_mesh() if case.method == "usp" else first_ranks(size)
     if case.heads_k_stride:
         where["heads_k_stride"] = case.heads_k_stride
     where["transport"] = case.transport
+    if case.again:
+        others = {name: t.flip(case.axis) * 0.5 if name in sharded else t for name, t in tensors.items()}
+        _on_rank(case, others, where)
+    return _on_rank(case, tensors, where)
+
+
+def _on_rank(case: Case, tensors: dict[str, torch.Tensor], where: dict[str, Any]) -> dict[str, numpy.ndarray]:
+    tensors = {name: t.clone().requires_grad_() if name in GRADIENTS else t for name, t in tensors.items()}
     q, k, v = (tensors[name] for name in "qkv")
     if case.varlen:
         found = context_parallel_attn_varlen_func(q, k, v, case.cu_seqlens, **_asked(case, tensors), **where)
     else:
-        where["seqlen"] = sum(case.lengths)
+        where = {**where, "seqlen": sum(case.lengths)}
         found = context_parallel_attn_func(q, k, v, **_asked(case, tensors), **where)
-    return _results(*found, tensors)
+    return _results(*(found if case.reads_lse else (found, None)), tensors)
 
 
 @functools.cache

@@ -14,52 +14,75 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashlane.core.arch import compute_dtype
 from flashlane.distributed.attend import (
+    Partial,
     Results,
     attend,
     attend_backward,
     empty_dq,
+    empty_lse,
+    empty_out,
+    merge,
+    summed,
 )
-from flashlane.distributed.copies import CopiedGathering, Shapes, peer_memory
+from flashlane.distributed.calls import Call, Calls
+from flashlane.distributed.copies import CopiedGathering, Route, peer_memory
 from flashlane.distributed.gather import Gathering, Returning, Task
 from flashlane.distributed.lanes import COMPUTE, MOVE, Lanes
+from flashlane.distributed.launches import Launch, Pair, launches_of
 from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.peer_memory import Exchange
-from flashlane.distributed.plan import gather_calls
+from flashlane.ops import torch_rules
 
 
 class _HeadGroup(NamedTuple):
-    """Query heads ``first`` to ``stop``, and the keys and values that they read."""
+    """Query heads, and the keys and values that they read."""
 
-    first: int
-    stop: int
+    heads: slice
+    own: Pair
+    """Those of this rank, which can be read at once."""
     gathering: Gathering
     arrived: Any
-    """The mark of the lane that moves data where they are there."""
+    """The mark of the lane that moves data where those of all ranks are there."""
+
+    def read_by(self, calls: Calls, number: int, lanes: Lanes, lane: int) -> tuple[Call, Pair]:
+        """A call and the keys and values that it counts, for which what is enqueued next on a lane waits."""
+        local = calls.own[number]
+        if local is not None:
+            return local, self.own
+        lanes.wait(lane, self.arrived)
+        return calls.calls[number], self.gathering.gathered
 
 
 def _gather(
-    task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lanes: Lanes, exchanges: list[Exchange]
+    task: Task,
+    bounds: tuple[int, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lanes: Lanes,
+    exchanges: list[Exchange],
 ) -> list[_HeadGroup]:
     """Enqueue the fetching of all groups of heads, in their order, on the lane that moves data."""
     share = q.shape[2] // k.shape[2]
-    bounds = task.kv_heads or (0, k.shape[2])
     found = []
     with lanes.on(MOVE):
-        for each in exchanges:
+        for each in exchanges[:1]:
             each.begin()
         for group, (first, stop) in enumerate(itertools.pairwise(bounds)):
-            some = k[:, :, first:stop], v[:, :, first:stop]
+            own = (k, v) if len(bounds) == 2 else (k[:, :, first:stop], v[:, :, first:stop])
             if exchanges:
-                gathering: Gathering = CopiedGathering(task, *some, group, exchanges, Shapes.of(task, k, v))
+                gathering: Gathering = CopiedGathering(task, *own, group, exchanges, Route.of(task, bounds, k, v))
             else:
-                gathering = Gathering(task, *some)
-            found.append((first * share, stop * share, gathering))
+                gathering = Gathering(task, *own)
+            found.append((slice(first * share, stop * share), own, gathering))
         # All waits come before gradients are sent on this lane, as those follow computation.
         groups = []
-        for first, stop, gathering in found:
+        for heads, own, gathering in found:
             gathering.finish()
-            groups.append(_HeadGroup(first, stop, gathering, lanes.mark(MOVE)))
+            lanes.keep(gathering)
+            groups.append(_HeadGroup(heads, own, gathering, lanes.mark(MOVE)))
     return groups
 
 
@@ -71,67 +94,95 @@ def _exchanges(task: Task, k: torch.Tensor, v: torch.Tensor, count: int) -> list
     return [memory.exchange() for _ in range(count)]
 
 
+def _launches(
+    task: Task, calls: Calls, groups: list[_HeadGroup], q: torch.Tensor, out: torch.Tensor, given: Modifiers
+) -> list[tuple[Launch, ...]] | None:
+    """The launches of each group of heads; None where calls are not all launched as they were before."""
+    if not calls.disjoint or any(each is not None for each in given):
+        return None
+    found = []
+    for each in groups:
+        tensors = _heads_of(q, each.heads), each.own, each.gathering.gathered, _heads_of(out, each.heads)
+        launches = launches_of(task.launches, calls, *tensors, task.settings)
+        if launches is None:
+            return None
+        found.append(launches)
+    return found
+
+
+def _heads_of(t: torch.Tensor, heads: slice) -> torch.Tensor:
+    """Some heads of ``(b, rows, h, …)``."""
+    return t if heads.stop - heads.start == t.shape[2] else t[:, :, heads]
+
+
+def _readable(t: torch.Tensor) -> torch.Tensor:
+    """With neighbouring columns."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
 class GatherAttention(torch.autograd.Function):
-    """Output and LSE of a rank's queries over the keys of all ranks."""
+    """Output of a rank's queries over the keys of all ranks, and their LSE or None where nobody reads it."""
 
     @staticmethod
     def forward(
         ctx: Any, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *modifiers: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
         given = Modifiers(*modifiers)
-        calls = gather_calls(task.division, task.rank, q.shape[0] == 1, given.positional)
-        results = Results.of(q, v.shape[-1], calls, given)
+        calls = task.calls(q.shape[0], given.positional)
+        k, v = _readable(k), _readable(v)
+        out = empty_out(q, v.shape[-1], calls)
+        bounds = task.kv_heads or (0, k.shape[2])
         exchanges = _exchanges(task, k, v, 1)
         lanes = Lanes(q.device)
-        for number, (first, stop, gathering, arrived) in enumerate(_gather(task, q, k, v, lanes, exchanges)):
-            for lane in range(COMPUTE):
-                lanes.wait(lane, arrived)
-            heads, own = results.heads(first, stop), given.heads(first, stop)
-            attend(heads, q[:, :, first:stop], *gathering.gathered, calls, own, task.settings, lanes, number)
-            lanes.keep(gathering)
+        groups = _gather(task, bounds, q, k, v, lanes, exchanges)
+        launches = _launches(task, calls, groups, q, out, given)
+        lses: list[torch.Tensor] = []
+        lse: torch.Tensor | None = None
+        if launches is None:
+            lse = empty_lse(q, calls, given)
+            _attend_all(task, calls, groups, q, Results(out, lse), given, lanes)
+        else:
+            lses = _launch_all(calls, groups, launches, q, out, lanes)
         lanes.join()
         for each in exchanges[-1:]:
             each.end()
-        ctx.task = task
-        ctx.save_for_backward(q, k, v, results.out, results.lse, *modifiers)
-        return results.out, results.lse
+        if lse is None and task.wants_lse:
+            lse = _joined_lse(q, calls, lses)
+        ctx.task, ctx.count = task, len(lses)
+        ctx.save_for_backward(q, k, v, out, lse, *lses, *modifiers)
+        return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, *modifiers = ctx.saved_tensors
-        task, given = ctx.task, Modifiers(*modifiers)
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        lses, given = others[: ctx.count], Modifiers(*others[ctx.count :])
+        task, calls = ctx.task, ctx.task.calls(q.shape[0], given.positional)
         do = torch.zeros_like(out) if do is None else do
-        flow = Flow(out, lse, do, dlse)
-        calls = gather_calls(task.division, task.rank, q.shape[0] == 1, given.positional)
         dq = empty_dq(q, calls)
         d_scales: list[torch.Tensor | None] = []
+        bounds = task.kv_heads_backward or (0, k.shape[2])
         exchanges = _exchanges(task, k, v, 2)
         lanes = Lanes(q.device)
         returning: list[Returning] = []
-        groups = _gather(task, q, k, v, lanes, exchanges)
-        for number, (first, stop, gathering, arrived) in enumerate(groups):
-            for lane in range(COMPUTE):
-                lanes.wait(lane, arrived)
-            heads = slice(first, stop)
-            partials, d_scale = attend_backward(
-                dq[:, :, heads],
-                q[:, :, heads],
-                *gathering.gathered,
-                flow.heads(heads),
-                calls,
-                given.heads(first, stop),
-                task.settings,
-                lanes,
-                number,
-            )
+        groups = _gather(task, bounds, q, k, v, lanes, exchanges)
+        again = lses and dlse is None and dq.dtype == q.dtype
+        launches = _launches(task, calls, groups, q, out, given) if again else None
+        for group, each in enumerate(groups):
+            if launches is not None:
+                partials = _launch_backward(calls, each, launches[group], (q, out, do, dq), lses, lanes)
+            else:
+                flow = Flow(out, lse, do, dlse)
+                partials, d_scale = _attend_backward(task, calls, each, q, flow, dq, given, lanes)
+                d_scales.append(d_scale)
             for lane in range(COMPUTE):
                 lanes.after(MOVE, lane)
             with lanes.on(MOVE):
-                returning.append(gathering.returning(partials))
-            lanes.keep(gathering, returning[-1])
-            d_scales.append(d_scale)
+                if group == 0 and exchanges:
+                    exchanges[1].begin()
+                returning.append(each.gathering.returning(partials))
+            lanes.keep(returning[-1])
         with lanes.on(MOVE):
             totals = [each.finish() for each in returning]
             lanes.keep(totals)
@@ -139,8 +190,124 @@ class GatherAttention(torch.autograd.Function):
         lanes.join()
         for each in exchanges[-1:]:
             each.end()
-        d_modifiers = given.gradients(flow, _factor_gradient(d_scales, given.factor))
+        d_modifiers = given.gradients(Flow(out, lse, do, dlse), _factor_gradient(d_scales, given.factor))
         return None, dq.to(q.dtype), dk, dv, *d_modifiers
+
+
+def _launch_all(
+    calls: Calls,
+    groups: list[_HeadGroup],
+    launches: list[tuple[Launch, ...]],
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lanes: Lanes,
+) -> list[torch.Tensor]:
+    """Write the output, and give the LSE ``(b, h, rows)`` of each call, contiguous."""
+    batch, _, heads, _ = q.shape
+    counts = (call.q_stop - call.q_first for call in calls.calls)
+    lses = [q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype)) for count in counts]
+    with torch_rules.no_autocast(q):
+        for at, (group, number) in enumerate(calls.order(len(groups))):
+            lane, each = at % COMPUTE, groups[group]
+            _, kv = each.read_by(calls, number, lanes, lane)
+            with lanes.on(lane):
+                lse = lses[number] if len(groups) == 1 else lses[number][:, each.heads]
+                own = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
+                launches[group][number].forward(_heads_of(q, each.heads), kv, _heads_of(out, each.heads), own)
+                if own is not lse:
+                    lse.copy_(own)
+                    lanes.keep(own)
+    return lses
+
+
+def _launch_backward(
+    calls: Calls,
+    group: _HeadGroup,
+    launches: tuple[Launch, ...],
+    tensors: tuple[torch.Tensor, ...],
+    lses: list[torch.Tensor],
+    lanes: Lanes,
+) -> list[Partial]:
+    """Write a group's part of dq, and give the gradients of its keys and values."""
+    q, out, do, dq = (_heads_of(t, group.heads) for t in tensors)
+    partials = []
+    with torch_rules.no_autocast(q):
+        for at, (_, number) in enumerate(calls.order(1)):
+            lane, call = at % COMPUTE, calls.calls[number]
+            _, kv = group.read_by(calls, number, lanes, lane)
+            with lanes.on(lane):
+                lse = lses[number][:, group.heads]
+                lse = lse if lse.is_contiguous() else lse.contiguous()
+                dq_rows, dk, dv = launches[number].backward(q, kv, out, lse, do)
+                dq[:, launches[number].rows] = dq_rows
+            lanes.keep(lse, dq_rows, dk, dv)
+            partials.append(Partial(slice(call.k_first, call.k_stop), dk, dv))
+    return partials
+
+
+def _attend_all(
+    task: Task,
+    calls: Calls,
+    groups: list[_HeadGroup],
+    q: torch.Tensor,
+    results: Results,
+    given: Modifiers,
+    lanes: Lanes,
+) -> None:
+    """Write output and LSE of calls whose problem is looked up each time."""
+    if not calls.disjoint:
+        for each in groups:
+            lanes.wait(0, each.arrived)
+            results_of, own = results.heads(each.heads), given.heads(each.heads)
+            merge(results_of, _heads_of(q, each.heads), *each.gathering.gathered, calls, own, task.settings)
+        return
+    for at, (group, number) in enumerate(calls.order(len(groups))):
+        lane, each = at % COMPUTE, groups[group]
+        call, kv = each.read_by(calls, number, lanes, lane)
+        with lanes.on(lane):
+            heads, own = results.heads(each.heads), given.heads(each.heads)
+            lanes.keep(attend(heads, _heads_of(q, each.heads), *kv, call, own, task.settings))
+
+
+def _attend_backward(
+    task: Task,
+    calls: Calls,
+    group: _HeadGroup,
+    q: torch.Tensor,
+    flow: Flow,
+    dq: torch.Tensor,
+    given: Modifiers,
+    lanes: Lanes,
+) -> tuple[list[Partial], torch.Tensor | None]:
+    """Write a group's part of dq, and give the gradients of its keys and values and of its factors."""
+    partials: list[Partial] = []
+    d_scale: torch.Tensor | None = None
+    heads = group.heads
+    for at, (_, number) in enumerate(calls.order(1)):
+        lane = at % COMPUTE if calls.disjoint else 0
+        call, kv = group.read_by(calls, number, lanes, lane)
+        gathered = calls.calls[number]
+        with lanes.on(lane):
+            found, part, used = attend_backward(
+                _heads_of(dq, heads), _heads_of(q, heads), *kv, flow.heads(heads), call, given.heads(heads),
+                task.settings,
+            )  # fmt: skip
+            if call is not gathered:
+                found = [each._replace(keys=slice(gathered.k_first, gathered.k_stop)) for each in found]
+            d_scale = summed(d_scale, part)
+        lanes.keep(used, found)
+        partials += found
+    return partials, d_scale
+
+
+def _joined_lse(q: torch.Tensor, calls: Calls, lses: list[torch.Tensor]) -> torch.Tensor:
+    """The LSE of all rows from that of each call."""
+    if len(lses) == 1 and calls.full:
+        return lses[0]
+    lse = empty_lse(q, calls, Modifiers())
+    for call, own in zip(calls.calls, lses, strict=True):
+        lse[:, :, call.q_first : call.q_stop] = own
+    return lse
 
 
 def _factor_gradient(parts: list[torch.Tensor | None], factor: torch.Tensor | None) -> torch.Tensor | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from flashlane.core.arch import compute_dtype
-from flashlane.distributed.attend import Partial, take_rows
+from flashlane.distributed.attend import Partial
+from flashlane.distributed.calls import take_rows
 from flashlane.distributed.comm import Pending
 from flashlane.distributed.gather import Gathering, Returning, Task, apart, count_of
-from flashlane.distributed.layout import PLANS
 from flashlane.distributed.peer_memory import Exchange, PeerMemory, Places, head_counts, memory_of
 from flashlane.distributed.plan import Division, gather_plan
 
@@ -26,12 +25,7 @@ class Shapes:
     head_dims: tuple[int, int]
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, task: Task, k: torch.Tensor, v: torch.Tensor) -> Shapes:
-        return cls(k.shape[0], task.kv_heads or (0, k.shape[2]), (k.shape[3], v.shape[3]), k.dtype)
 
-
-@functools.lru_cache(PLANS)
 def gather_places(division: Division, rank: int, shapes: Shapes) -> Places:
     """Where a rank's gathered keys lie, by (group, k or v), and what must be put in order first, by (…, sender)."""
     plan, places = gather_plan(division, rank), Places()
@@ -45,7 +39,6 @@ def gather_places(division: Division, rank: int, shapes: Shapes) -> Places:
     return places
 
 
-@functools.lru_cache(PLANS)
 def return_places(division: Division, rank: int, shapes: Shapes) -> Places:
     """Where the gradients lie that come to a rank, by (group, dk or dv, sender)."""
     plan, places = gather_plan(division, rank), Places()
@@ -58,30 +51,50 @@ def return_places(division: Division, rank: int, shapes: Shapes) -> Places:
     return places
 
 
-@functools.lru_cache(PLANS)
-def half_bytes(division: Division, shapes: Shapes) -> int:
-    """What the largest exchange of a call brings to any rank."""
-    every = range(division.ranks)
-    return max(places(division, rank, shapes).size for places in (gather_places, return_places) for rank in every)
+@dataclass(frozen=True)
+class Route:
+    """Where everything lies that an exchange of a call moves, in this rank's memory and in that of the others."""
+
+    shapes: Shapes
+    half: int
+    """Bytes that the largest exchange brings to any rank."""
+    gathered: tuple[Places, ...]
+    """By rank: see :func:`gather_places`."""
+    returned: tuple[Places, ...]
+    """By rank: see :func:`return_places`."""
+
+    @classmethod
+    def of(cls, task: Task, bounds: tuple[int, ...], k: torch.Tensor, v: torch.Tensor) -> Route:
+        """That of keys and values whose heads have such groups; the task of the call keeps it."""
+        if (Route, bounds) not in task.memo:
+            division, shapes = task.division, Shapes(k.shape[0], bounds, (k.shape[3], v.shape[3]), k.dtype)
+            gathered, returned = (
+                tuple(places(division, rank, shapes) for rank in range(division.ranks))
+                for places in (gather_places, return_places)
+            )
+            half = max(each.size for each in (*gathered, *returned))
+            task.memo[Route, bounds] = cls(shapes, half, gathered, returned)
+        return task.memo[Route, bounds]
 
 
 def peer_memory(task: Task, k: torch.Tensor, v: torch.Tensor) -> PeerMemory:
-    """The memory that a call's exchanges go through."""
-    return memory_of(task.ranks, k.device, half_bytes(task.division, Shapes.of(task, k, v)))
+    """The memory that a call's exchanges go through: of one size for its forward and its backward."""
+    half = max(Route.of(task, bounds, k, v).half for bounds in (task.kv_heads, task.kv_heads_backward))
+    return memory_of(task.ranks, k.device, half)
 
 
 class CopiedGathering(Gathering):
     """Keys and values of a group of heads, which the other ranks copy here."""
 
     def __init__(
-        self, task: Task, k: torch.Tensor, v: torch.Tensor, group: int, exchanges: list[Exchange], shapes: Shapes
+        self, task: Task, k: torch.Tensor, v: torch.Tensor, group: int, exchanges: list[Exchange], route: Route
     ) -> None:
         self.exchange, self.back = exchanges[0], exchanges[-1]
-        self.group, self.shapes = group, shapes
+        self.group, self.route, self.shapes = group, route, route.shapes
         super().__init__(task, k, v)
 
     def _room(self) -> tuple[torch.Tensor, torch.Tensor]:
-        offsets = gather_places(self.task.division, self.task.rank, self.shapes).offsets
+        offsets = self.route.gathered[self.task.rank].offsets
         k, v = (
             self.exchange.block(offsets[self.group, i], (t.shape[0], self.plan.keys, *t.shape[2:]), t.dtype)
             for i, t in enumerate(self.own)
@@ -94,7 +107,7 @@ class CopiedGathering(Gathering):
             sent = plan.sent[peer]
             if not count_of(sent):
                 continue
-            offsets = gather_places(task.division, peer, self.shapes).offsets
+            offsets = self.route.gathered[peer].offsets
             for i, t in enumerate(self.own):
                 if apart(sent, batch):
                     row = t.shape[2] * t.shape[3] * t.element_size()
@@ -112,7 +125,7 @@ class CopiedGathering(Gathering):
         return CopiedReturning(self.task, self, partials)
 
     def finish(self) -> None:
-        offsets = gather_places(self.task.division, self.task.rank, self.shapes).offsets
+        offsets = self.route.gathered[self.task.rank].offsets
         for peer in self.task.others:
             received = self.plan.received[peer]
             if count_of(received):
@@ -131,20 +144,20 @@ class CopiedReturning(Returning):
     """Gradients of a group of heads, which are copied to the ranks that hold their keys."""
 
     def __init__(self, task: Task, gathering: CopiedGathering, partials: list[Partial]) -> None:
-        self.exchange, self.group, self.shapes = gathering.back, gathering.group, gathering.shapes
+        self.exchange, self.group, self.route = gathering.back, gathering.group, gathering.route
         super().__init__(task, gathering, partials)
 
     def _exchange(self) -> Pending:
         task = self.task
         for peer in task.others:
             if count_of(self.plan.received[peer]):
-                offsets = return_places(task.division, peer, self.shapes).offsets
+                offsets = self.route.returned[peer].offsets
                 for i, t in enumerate(self._rows(peer)):
                     self.exchange.send(peer, offsets[self.group, i, task.rank], t)
                     self.kept.append(t)
                 self.exchange.arrive(peer, self.group)
             count = count_of(self.plan.sent[peer])
-            own = return_places(task.division, task.rank, self.shapes).offsets
+            own = self.route.returned[task.rank].offsets
             self.parts[peer] = [
                 self.exchange.block(own[self.group, i, peer], (t.shape[0], count, *t.shape[2:]), compute_dtype(t.dtype))
                 for i, t in enumerate(self.like)

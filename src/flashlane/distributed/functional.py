@@ -6,6 +6,7 @@ process that has all tokens. ``docs/context-parallel.md`` shows who holds what a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import zlib
 from collections.abc import Sequence
@@ -14,13 +15,14 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import ARGUMENTS, Asked, Inputs
 from flashlane.core.validate import check_modifier, check_number, check_sizes, check_tensors, window_sides
 from flashlane.distributed.agree import agree
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
-from flashlane.distributed.comm import Grid, Group
+from flashlane.distributed.comm import Grid, Group, Ranks
 from flashlane.distributed.gather import Task
 from flashlane.distributed.layout import Layout, check_layout, rows_of, runs_of
 from flashlane.distributed.modifiers import Modifiers
@@ -28,6 +30,7 @@ from flashlane.distributed.peer_memory import MOST_GROUPS
 from flashlane.distributed.plan import Division
 from flashlane.distributed.ring import RingAttention
 from flashlane.distributed.ulysses import Exchange, Heads, ToHeads, ToTokens
+from flashlane.jit import launch
 from flashlane.ops import torch_rules
 
 Method = Literal["auto", "allgather", "ring", "ulysses", "usp"]
@@ -87,8 +90,8 @@ def context_parallel_attn_func(
         layout: which tokens a rank has: "zigzag", "contiguous" or "striped", see :mod:`flashlane.distributed.layout`.
         seqlen: tokens of the whole sequence; needed where the ranks have different numbers of rows.
         heads_k_stride: for "allgather": so many KV heads are fetched at once, and the next ones while those are
-            computed; all by default. Several numbers are those of one group after another, the last for all that
-            follow.
+            computed. Several numbers are those of one group after another, the last for all that follow. By default
+            all with "messages"; with "copies" see :func:`stride_by_copies`.
         transport: how "allgather" moves data: "messages" of the process group; or "copies" into the memory of the
             other ranks, all of one host, which on GPUs takes no SM. A rank that is lost then ends the others.
         kernel: the tag of the kernel that computes each block, or None to let the dispatcher choose.
@@ -110,6 +113,7 @@ def context_parallel_attn_func(
     given = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
     asked = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
     how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride, "transport": transport}
+    how["return_lse"] = return_lse
     where = {"group": group, "method": method, "layout": layout}
     modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
     out, lse = _attend((q, k, v), modifiers, None, seqlen, where, {**asked, **how}, given)
@@ -161,6 +165,7 @@ def context_parallel_attn_varlen_func(
     given = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
     asked = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
     how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride, "transport": transport}
+    how["return_lse"] = return_lse
     where = {"group": group, "method": method, "layout": layout}
     modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
     out, lse = _attend((q, k, v), modifiers, cu_seqlens, None, where, {**asked, **how}, given)
@@ -200,10 +205,10 @@ def lengths_of(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
     return tuple(other - one for one, other in itertools.pairwise(ends))
 
 
-_Call = tuple[Grid, Division, Settings, Method]
 _agreed: dict[tuple[Any, ...], _Call] = {}
 """Calls that were checked and that all ranks agreed on, by all that the checks read: a call like one is not checked."""
 AGREED_SIZE = 4096
+registry.on_change(_agreed.clear)
 
 
 @torch.compiler.disable
@@ -215,7 +220,7 @@ def _attend(
     where: dict[str, Any],
     asked: dict[str, Any],
     refused: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     inputs = torch_rules.autocast(Inputs(*qkv))
     q, k, v = inputs.q, inputs.k, inputs.v
     key = _key(inputs, modifiers, cu_seqlens, seqlen, where, asked, refused)
@@ -228,8 +233,11 @@ def _attend(
             _agreed[key] = call
     if cu_seqlens is not None:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    out, lse = _run(*call, q, k, v, modifiers, asked)
-    return (out, lse) if cu_seqlens is None else (out.squeeze(0), lse.squeeze(0))
+    with launch.on_device(q.device.index) if q.is_cuda else contextlib.nullcontext():
+        out, lse = call.run(q, k, v, modifiers)
+    if cu_seqlens is None:
+        return out, lse
+    return out.squeeze(0), None if lse is None else lse.squeeze(0)
 
 
 def _key(
@@ -284,7 +292,7 @@ def _checked(
     device = inputs.q.device if isinstance(inputs.q, torch.Tensor) else torch.device("cpu")
     for ranks in grid.groups:
         agree(ranks, fields, device, error)
-    return grid, *call
+    return _Call(grid, *call, inputs, asked)
 
 
 def _refuse(given: dict[str, Any]) -> None:
@@ -425,42 +433,62 @@ def head_bounds(stride: int | tuple[int, ...] | None, heads: int) -> tuple[int, 
     return tuple(bounds)
 
 
-def _run(
-    grid: Grid,
-    division: Division,
-    settings: Settings,
-    method: Method,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    modifiers: Modifiers,
-    asked: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if method in ("allgather", "ring"):
-        function = RingAttention if method == "ring" else GatherAttention
-        bounds = head_bounds(asked["heads_k_stride"], k.shape[2])
-        task = Task(grid.keys, division, settings, bounds, asked["transport"] == "copies")
-        return function.apply(task, q, k, v, *modifiers)
-    by_heads = grid.heads or grid.keys
-    keys = grid.keys if grid.heads and grid.keys.size > 1 else None
-    heads = Heads(q.shape[2], k.shape[2], by_heads.size)
-    exchange = Exchange(by_heads, division, heads, keys.rank if keys else 0)
-    all_q, all_k, all_v = ToHeads.apply(exchange, q, k, v)
-    task = Task(keys, division, settings)
-    own = heads.queries(by_heads.rank)
-    found = [
-        (RingAttention if keys else GatherAttention).apply(
-            task,
-            all_q[:, :, first.start : first.stop],
-            all_k[:, :, second.start : second.stop],
-            all_v[:, :, second.start : second.stop],
-            *modifiers.heads(own.start + first.start, own.start + first.stop),
-        )
-        for first, second in heads.parts(by_heads.rank)
-    ]
-    if not found:
-        out = all_q.new_empty((*all_q.shape[:3], v.shape[-1])) + all_q.sum() * 0
-        found = [(out, all_q.new_empty((all_q.shape[0], 0, all_q.shape[1]), dtype=compute_dtype(q.dtype)))]
-    out = found[0][0] if len(found) == 1 else torch.cat([each for each, _ in found], dim=2)
-    lse = found[0][1] if len(found) == 1 else torch.cat([each for _, each in found], dim=1)
-    return ToTokens.apply(exchange, out, lse)
+def stride_by_copies(heads: int) -> tuple[int | tuple[int, ...] | None, int | tuple[int, ...] | None]:
+    """Groups of KV heads of a forward and of a backward that are given none and move data by copies.
+
+    What nothing hides is small: the first keys that come, and the last gradients that return.
+    """
+    few = max(1, heads // 8)
+    return ((few, heads), (few, heads - 2 * few, few)) if heads >= 4 else (None, None)
+
+
+class _Call:
+    """A call that was checked, for all calls like it."""
+
+    def __init__(
+        self, grid: Grid, division: Division, settings: Settings, method: Method, inputs: Inputs, asked: dict[str, Any]
+    ) -> None:
+        heads, kv_heads = inputs.q.shape[-2], inputs.k.shape[-2]
+        copies, wants_lse = asked["transport"] == "copies", asked["return_lse"]
+        self.exchange: Exchange | None = None
+        keys: Ranks | None = grid.keys
+        bounds: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+        if method in ("allgather", "ring"):
+            stride = asked["heads_k_stride"]
+            strides = stride_by_copies(kv_heads) if stride is None and copies else (stride, stride)
+            bounds = head_bounds(strides[0], kv_heads), head_bounds(strides[1], kv_heads)
+        else:
+            by_heads = grid.heads or grid.keys
+            keys = grid.keys if grid.heads and grid.keys.size > 1 else None
+            division_of = Heads(heads, kv_heads, by_heads.size)
+            self.exchange = Exchange(by_heads, division, division_of, keys.rank if keys else 0)
+        self.function = RingAttention if keys is not None and method != "allgather" else GatherAttention
+        wants_lse = wants_lse or self.exchange is not None
+        self.task = Task(keys, division, settings, *bounds, copies, wants_lse)
+        self.parts = self.exchange.heads.parts(self.exchange.ranks.rank) if self.exchange else []
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output and LSE; None for the LSE where nobody asks for it and it is not at hand."""
+        exchange = self.exchange
+        if exchange is None:
+            return self.function.apply(self.task, q, k, v, *modifiers)
+        all_q, all_k, all_v = ToHeads.apply(exchange, q, k, v)
+        own = exchange.heads.queries(exchange.ranks.rank)
+        found = [
+            self.function.apply(
+                self.task,
+                all_q[:, :, first.start : first.stop],
+                all_k[:, :, second.start : second.stop],
+                all_v[:, :, second.start : second.stop],
+                *modifiers.heads(slice(own.start + first.start, own.start + first.stop)),
+            )
+            for first, second in self.parts
+        ]
+        if not found:
+            out = all_q.new_empty((*all_q.shape[:3], v.shape[-1])) + all_q.sum() * 0
+            found = [(out, all_q.new_empty((all_q.shape[0], 0, all_q.shape[1]), dtype=compute_dtype(q.dtype)))]
+        out = found[0][0] if len(found) == 1 else torch.cat([each for each, _ in found], dim=2)
+        lse = found[0][1] if len(found) == 1 else torch.cat([each for _, each in found], dim=1)
+        return ToTokens.apply(exchange, out, lse)

@@ -2,49 +2,64 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from flashlane.core.arch import compute_dtype
 from flashlane.distributed import comm
-from flashlane.distributed.attend import (
-    Partial,
-    Settings,
-    add_partials,
-    add_rows,
-    take_rows,
-)
+from flashlane.distributed.attend import Partial, Settings
+from flashlane.distributed.calls import Calls, add_rows, take_rows
 from flashlane.distributed.comm import Message, Pending, Ranks
-from flashlane.distributed.plan import FEW_SEGMENTS, Division, GatherPlan, Segment, gather_plan
+from flashlane.distributed.launches import Launches
+from flashlane.distributed.plan import FEW_SEGMENTS, Division, GatherPlan, Segment, gather_calls, gather_plan
+
+FEW_SUMS = 8
+"""So many pieces of a shard's gradients are added one by one; of more, the rows of each rank are added at once."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
-    """What a call computes on this rank, besides its tensors."""
+    """What a call computes on this rank, besides its tensors; kept for calls like it, with what is made of it."""
 
     ranks: Ranks | None
     """That exchange keys; None: this rank has all of them."""
     division: Division
     settings: Settings
     kv_heads: tuple[int, ...] = ()
-    """Bounds of the groups of KV heads that are fetched one after another; none: all at once."""
+    """Bounds of the groups of KV heads that a forward fetches one after another; none: all at once."""
+    kv_heads_backward: tuple[int, ...] = ()
+    """Those of the backward, which returns their gradients one after another."""
     copies: bool = False
     """Whether ranks write to each other's memory, and send no messages."""
+    wants_lse: bool = True
+    """Whether the caller reads the LSE."""
+    launches: Launches = field(default_factory=dict)
+    memo: dict[object, Any] = field(default_factory=dict)
+    """What else is made once for calls like this one."""
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         return self.ranks.rank if self.ranks else 0
 
-    @property
+    @functools.cached_property
     def others(self) -> list[int]:
         """The ranks that this one exchanges keys with."""
         return [peer for peer in range(self.ranks.size) if peer != self.rank] if self.ranks else []
 
-    @property
+    @functools.cached_property
     def plan(self) -> GatherPlan:
         return gather_plan(self.division, self.rank)
+
+    def calls(self, batch: int, positional: bool) -> Calls:
+        """The kernel calls of this rank over the keys that it gathers, for tensors of so many batch elements."""
+        key = batch == 1, positional
+        if key not in self.memo:
+            self.memo[key] = gather_calls(self.division, self.rank, *key)
+        return self.memo[key]
 
 
 class Gathering:
@@ -53,21 +68,28 @@ class Gathering:
     def __init__(self, task: Task, k: torch.Tensor, v: torch.Tensor) -> None:
         self.plan, self.task = task.plan, task
         self.own = k.contiguous(), v.contiguous()
-        self.gathered = self._room()
         self.arrived: list[tuple[int, list[torch.Tensor]]] = []
         self.kept: list[torch.Tensor] = []
-        self.pending = self._start() if task.ranks else Pending(())
-        self._take_own()
+        self.pending = Pending(())
+        if task.others or self.plan.received[task.rank] != ((0, 0, k.shape[1]),):
+            self.gathered = self._room()
+            self.pending = self._start()
+            self._take_own()
+        else:
+            self.gathered = self.own
 
     def _take_own(self) -> None:
         """Put this rank's own keys and values where they belong."""
         segments, rank, device = self.plan.received[self.task.rank], self.task.rank, self.own[0].device
-        for own, gathered in zip(self.own, self.gathered, strict=True):
-            if len(segments) <= FEW_SEGMENTS:
-                for each in segments:
-                    gathered[:, each.key : each.key + each.count] = own[:, each.row : each.row + each.count]
-            else:
-                keys = self.plan.index("received", "key", rank, device)
+        pairs = list(zip(self.own, self.gathered, strict=True))
+        if len(segments) <= FEW_SEGMENTS:
+            places = [t[:, each.key : each.key + each.count] for _, t in pairs for each in segments]
+            rows = [t[:, each.row : each.row + each.count] for t, _ in pairs for each in segments]
+            if segments:
+                torch._foreach_copy_(places, rows)
+        else:
+            keys = self.plan.index("received", "key", rank, device)
+            for own, gathered in pairs:
                 _put_rows(gathered, keys, take_rows(own, self.plan.index("received", "row", rank, device)))
 
     def _room(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,11 +136,10 @@ class Returning:
     def __init__(self, task: Task, gathering: Gathering, partials: list[Partial]) -> None:
         self.task, self.plan = task, task.plan
         self.like = gathering.own
-        self.partials = self._whole(gathering, partials)
+        self.totals = [self._total(like, partials, i) for i, like in enumerate(gathering.gathered)]
         self.kept: list[torch.Tensor] = []
         self.parts: dict[int, list[torch.Tensor]] = {}
-        self.pending = self._exchange() if task.ranks else Pending(())
-        self.parts[task.rank] = self._rows(task.rank)
+        self.pending = self._exchange() if task.others else Pending(())
 
     def _exchange(self) -> Pending:
         sends: list[Message] = []
@@ -131,64 +152,50 @@ class Returning:
     def _empty(self, count: int) -> list[torch.Tensor]:
         return [t.new_empty((t.shape[0], count, *t.shape[2:]), dtype=compute_dtype(t.dtype)) for t in self.like]
 
-    def _whole(self, gathering: Gathering, partials: list[Partial]) -> list[Partial]:
-        """The same gradients with all keys as slices."""
-        if all(isinstance(each.keys, slice) for each in partials):
-            return partials
-        totals = [torch.zeros_like(t, dtype=compute_dtype(t.dtype)) for t in gathering.gathered]
-        add_partials((totals[0], totals[1]), partials)
-        return [Partial(slice(0, self.plan.keys), totals[0], totals[1])]
+    def _total(self, like: torch.Tensor, partials: list[Partial], i: int) -> torch.Tensor:
+        """This rank's gradients of all keys that it gathered, of keys (i = 0) or values (1), in f32 or f64."""
+        found = [(each.keys, (each.dk, each.dv)[i]) for each in partials]
+        every = slice(0, like.shape[1])
+        whole = [at for at, (keys, _) in enumerate(found) if isinstance(keys, slice) and keys == every]
+        if whole:
+            total = found.pop(whole[0])[1].to(compute_dtype(like.dtype))
+        else:
+            total = torch.zeros_like(like, dtype=compute_dtype(like.dtype), memory_format=torch.contiguous_format)
+        for keys, part in found:
+            add_rows(total, keys, part)
+        return total
 
     def _rows(self, peer: int) -> list[torch.Tensor]:
         """This rank's gradients of the keys that it got from a rank."""
-        segments = self.plan.received[peer]
-        found = self._empty(count_of(segments))
-        first = 0
-        for each in segments:
-            for t, grads in zip(found, zip(*((p.dk, p.dv) for p in self.partials), strict=True), strict=False):
-                _sum_rows(t[:, first : first + each.count], each.key, [p.keys for p in self.partials], grads)
-            first += each.count
-        if not self.partials:
-            for t in found:
-                t.zero_()
-        return found
+        keys = self.plan.index("received", "key", peer, self.like[0].device)
+        return [take_rows(t, keys).contiguous() for t in self.totals]
 
     def finish(self) -> list[torch.Tensor]:
         """The sums over all ranks, in their order, in the dtype of the keys."""
         self.pending.wait()
-        totals: list[torch.Tensor | None] = [None, None]
-        shape = self.like[0].shape
-        for peer, parts in sorted(self.parts.items()):
-            rows = self.plan.index("sent", "row", peer, self.like[0].device)
-            for i, part in enumerate(parts):
-                if totals[i] is None and isinstance(rows, slice) and rows == slice(0, shape[1]):
-                    totals[i] = part
-                    continue
-                if totals[i] is None:
-                    totals[i] = part.new_zeros((shape[0], shape[1], *part.shape[2:]))
-                add_rows(totals[i], rows, part)
-        return [total.to(t.dtype) for total, t in zip(totals, self.like, strict=True)]
+        self.parts[self.task.rank] = self.totals
+        return [self._sum(like, i) for i, like in enumerate(self.like)]
 
-
-def _sum_rows(
-    total: torch.Tensor, first: int, keys: Iterable[slice | torch.Tensor], grads: Iterable[torch.Tensor]
-) -> None:
-    """Write the sum of gradients of the keys from ``first`` on, some of which some gradients do not have."""
-    stop, written = first + total.shape[1], False
-    overlaps = [(max(first, own.start), min(stop, own.stop), own.start, t) for own, t in zip(keys, grads, strict=True)]
-    for low, high, at, t in sorted(overlaps, key=lambda each: each[0] - each[1]):
-        if low >= high:
-            continue
-        rows = t[:, low - at : high - at]
-        if not written and high - low == total.shape[1]:
-            total.copy_(rows)
-        else:
-            if not written:
-                total.zero_()
-            total[:, low - first : high - first] += rows
-        written = True
-    if not written:
-        total.zero_()
+    def _sum(self, like: torch.Tensor, i: int) -> torch.Tensor:
+        sums, device = self.plan.sums, like.device
+        if len(sums) <= FEW_SUMS:
+            found = torch.empty_like(like)
+            for rows, parts in sums:
+                first, *others = (self.parts[rank][i][:, at] for rank, at in parts)
+                for other in others[:-1]:
+                    first = first + other
+                if others:
+                    torch.add(first, others[-1], out=found[:, rows])
+                else:
+                    found[:, rows] = first
+            return found
+        total = torch.zeros_like(like, dtype=compute_dtype(like.dtype))
+        for rank, parts in sorted(self.parts.items()):
+            own = rank == self.task.rank
+            rows = self.plan.index("received" if own else "sent", "row", rank, device)
+            part = take_rows(parts[i], self.plan.index("received", "key", rank, device)) if own else parts[i]
+            add_rows(total, rows, part)
+        return total.to(like.dtype)
 
 
 def _put_rows(t: torch.Tensor, rows: slice | torch.Tensor, values: torch.Tensor) -> None:

@@ -47,9 +47,9 @@ class Modifiers(NamedTuple):
         """The modifier that multiplies scores, whose gradient the kernels of the blocks sum."""
         return self.logit_scale
 
-    def heads(self, first: int, stop: int) -> Modifiers:
+    def heads(self, heads: slice) -> Modifiers:
         """Those of some query heads."""
-        return Modifiers(*(None if t is None else t[..., first:stop] for t in self))
+        return Modifiers(*(None if t is None else t[..., heads] for t in self))
 
     def of_some_keys(self) -> Modifiers:
         """Those of a row's scores with some of its keys; its extra logit counts once, with the last of them."""

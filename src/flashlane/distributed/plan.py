@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from flashlane.distributed.attend import Calls, rows_index
 from flashlane.distributed.blocks import blocks_of, needed_ranges
+from flashlane.distributed.calls import Calls, rows_index
 from flashlane.distributed.layout import PLANS, Layout, Run, join_runs, rows_of, runs_of
 
 FEW_SEGMENTS = 4
@@ -87,6 +88,14 @@ class Segment(NamedTuple):
     count: int
 
 
+class Sum(NamedTuple):
+    """Rows of a shard and where the parts of their gradients lie, in the order of the ranks that computed them."""
+
+    rows: slice
+    parts: tuple[tuple[int, slice], ...]
+    """Rank and rows: of what that rank sent, or for this rank of the keys that it gathered."""
+
+
 @dataclass(frozen=True)
 class GatherPlan:
     """Which rows of all shards a rank's queries may see, and which of its own rows others need."""
@@ -117,6 +126,22 @@ class GatherPlan:
             ranges = [range(first, first + each.count) for each in segments for first in (getattr(each, kind),)]
             self.indices[name] = rows_index(ranges, device)
         return self.indices[name]
+
+    @functools.cached_property
+    def sums(self) -> tuple[Sum, ...]:
+        """The gradients of this rank's keys, piece by piece: within one all rows have the same parts."""
+        parts: list[tuple[int, int, int, int]] = []
+        for rank, segments in enumerate(self.sent):
+            first = 0
+            for each in self.received[rank] if rank == self.rank else segments:
+                parts.append((each.row, each.row + each.count, rank, each.key if rank == self.rank else first))
+                first += each.count
+        cuts = sorted({end for start, stop, *_ in parts for end in (start, stop)})
+        found = []
+        for start, stop in itertools.pairwise(cuts):
+            own = [(rank, first + start - row) for row, end, rank, first in parts if row <= start < end]
+            found.append(Sum(slice(start, stop), tuple((rank, slice(at, at + stop - start)) for rank, at in own)))
+        return tuple(found)
 
 
 @functools.lru_cache(PLANS)
@@ -176,7 +201,7 @@ def gather_calls(division: Division, rank: int, packable: bool, positional: bool
     """The kernel calls of a rank over its gathered keys."""
     shard, plan = division.shard(rank), gather_plan(division, rank)
     blocks = blocks_of(shard, plan.runs, division.left, division.right, join=not positional)
-    return Calls.of(blocks, rows_of(shard), packable=packable, positional=positional)
+    return Calls.of(blocks, rows_of(shard), packable=packable, positional=positional).knowing(plan.received[rank])
 
 
 @functools.lru_cache(PLANS)

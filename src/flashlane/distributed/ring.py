@@ -14,17 +14,20 @@ import torch
 from flashlane.core.arch import compute_dtype
 from flashlane.distributed import comm
 from flashlane.distributed.attend import (
+    Partial,
     State,
     accumulate,
     add_partials,
     attend_backward,
+    summed,
 )
+from flashlane.distributed.calls import Calls
 from flashlane.distributed.comm import Message, Pending
 from flashlane.distributed.gather import Task
-from flashlane.distributed.lanes import Lanes
+from flashlane.distributed.lanes import COMPUTE, Lanes
 from flashlane.distributed.layout import rows_of
 from flashlane.distributed.modifiers import Flow, Modifiers
-from flashlane.distributed.plan import Calls, ring_calls, ring_hops
+from flashlane.distributed.plan import ring_calls, ring_hops
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -124,7 +127,6 @@ class RingAttention(torch.autograd.Function):
         flow = Flow(out, lse, torch.zeros_like(out) if do is None else do, dlse)
         wide = compute_dtype(q.dtype)
         ring, dq = _Ring(task, k, v), torch.zeros_like(q, dtype=wide)
-        lanes = Lanes(q.device)
         d_scale = None if given.factor is None else torch.zeros_like(given.factor)
         held: Pair | None = (k.contiguous(), v.contiguous())
         coming: tuple[Pending, Pair | None] = Pending(()), None
@@ -135,8 +137,13 @@ class RingAttention(torch.autograd.Function):
             grads: Pair | None = None
             if held is not None:
                 calls = ring.calls(step, q, given)
-                partials, part = attend_backward(dq, q, *held, flow, calls, given, task.settings, lanes)
-                d_scale = part if d_scale is None or part is None else d_scale + part
+                partials: list[Partial] = []
+                lanes = Lanes(q.device)  # of this step: all lanes wait for the keys that came
+                for number, call in enumerate(calls.calls):
+                    with lanes.on(number % COMPUTE if calls.disjoint else 0):
+                        some, part, used = attend_backward(dq, q, *held, flow, call, given, task.settings)
+                        partials, d_scale = partials + some, summed(d_scale, part)
+                    lanes.keep(used, some)
                 lanes.join()
                 coming[0].wait()
                 grads = coming[1] or tuple(torch.zeros_like(t, dtype=wide) for t in held)

@@ -218,7 +218,11 @@ def link_rates(device: torch.device, megabytes: int = 32) -> dict[str, float]:
     return {"gbs": len(sent) / found["large"] / 1e6, "latency_us": found["small"] * 1e3}
 
 
-def _work(rank: int, size: int, folder: str, backend: str, job: Callable[..., Any], arguments: Sequence[Any]) -> None:
+def join_ranks(rank: int, size: int, folder: str, backend: str, job: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function in this process as one of so many ranks, which meet in a folder; what it returns here.
+
+    The other arguments are those of :func:`on_ranks`.
+    """
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
@@ -232,10 +236,15 @@ def _work(rank: int, size: int, folder: str, backend: str, job: Callable[..., An
         device_id=device if backend == "nccl" else None,
     )
     found = job(device, *arguments)
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    return found
+
+
+def _work(rank: int, size: int, folder: str, backend: str, job: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    found = join_ranks(rank, size, folder, backend, job, *arguments)
+    if rank == 0:
+        Path(folder, "result.json").write_text(json.dumps(found))
 
 
 def on_ranks(size: int, backend: str, job: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,0 +1,198 @@
+"""The kernel calls that compute a rank's blocks: some by themselves, many as the packed sequences of one call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from flashlane.distributed.blocks import Block, phases_of
+
+FEW_BLOCKS = 4
+"""So many blocks are computed one by one; more of them are packed sequences of one call."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Blocks with one window, as the packed sequences of one call. Rows between them are sequences without keys."""
+
+    blocks: tuple[Block, ...]
+    rows: int
+    made: dict[torch.device, _Index] = field(default_factory=dict, compare=False, hash=False)
+
+    @property
+    def sequences(self) -> list[tuple[int, int, Block | None]]:
+        """First row, last row and block of each sequence; they cover all rows."""
+        found: list[tuple[int, int, Block | None]] = []
+        at = 0
+        for block in self.blocks:
+            if block.q_first > at:
+                found.append((at, block.q_first, None))
+            found.append((block.q_first, block.q_stop, block))
+            at = block.q_stop
+        if at < self.rows:
+            found.append((at, self.rows, None))
+        return found
+
+    def on(self, device: torch.device) -> _Index:
+        """The call's tensors of lengths and rows on a device, which are kept."""
+        if device not in self.made:
+            self.made[device] = _Index.of(self, device)
+        return self.made[device]
+
+
+@dataclass(frozen=True)
+class _Index:
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    keys: slice | torch.Tensor
+    """The keys of all sequences one after another, of which some may be in several."""
+    layers: tuple[tuple[slice | torch.Tensor, slice | torch.Tensor], ...]
+    """Where gradients of packed keys are added to those of the keys: in none of them is a key twice."""
+    documents: torch.Tensor
+    """Of each sequence; 0 for one without keys."""
+
+    @classmethod
+    def of(cls, packed: Packed, device: torch.device) -> _Index:
+        sequences = packed.sequences
+        ranges = [range(block.k_first, block.k_stop) if block else range(0) for _, _, block in sequences]
+        q_lengths, k_lengths = [stop - first for first, stop, _ in sequences], list(map(len, ranges))
+        starts = [0, *itertools.accumulate(k_lengths)]
+        layers: list[list[int]] = []
+        for number in sorted((i for i in range(len(ranges)) if ranges[i]), key=lambda i: ranges[i].start):
+            for layer in layers:
+                if ranges[layer[-1]].stop <= ranges[number].start:
+                    layer.append(number)
+                    break
+            else:
+                layers.append([number])
+        return cls(
+            torch.tensor([0, *itertools.accumulate(q_lengths)], dtype=torch.int32, device=device),
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            max(q_lengths),
+            max(k_lengths),
+            rows_index(ranges, device),
+            tuple(
+                (
+                    rows_index([ranges[i] for i in layer], device),
+                    rows_index([range(starts[i], starts[i + 1]) for i in layer], device),
+                )
+                for layer in layers
+            ),
+            torch.tensor([block.document if block else 0 for *_, block in sequences], device=device),
+        )
+
+
+def rows_index(ranges: Iterable[range], device: torch.device) -> slice | torch.Tensor:
+    """Rows as a slice where they follow each other, else as a tensor of indices."""
+    ranges = [each for each in ranges if len(each)]
+    if all(one.stop == other.start for one, other in itertools.pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop) if ranges else slice(0, 0)
+    return torch.cat([torch.arange(each.start, each.stop) for each in ranges]).to(device)
+
+
+def take_rows(t: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Rows of ``(b, rows, heads, head_dim)``."""
+    return t[:, rows] if isinstance(rows, slice) else t.index_select(1, rows)
+
+
+def add_rows(t: torch.Tensor, rows: slice | torch.Tensor, addend: torch.Tensor) -> None:
+    """Add to some rows, none of which is there twice."""
+    if isinstance(rows, slice):
+        t[:, rows] += addend
+    else:
+        t.index_add_(1, rows, addend.to(t.dtype))
+
+
+Call = Block | Packed
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The kernel calls that compute a set of blocks."""
+
+    calls: tuple[Call, ...]
+    rows: int
+    disjoint: bool
+    """Whether every row is in at most one of the calls' blocks, so that nothing has to be merged."""
+    full: bool
+    """Whether every row is in some block."""
+    own: tuple[Block | None, ...] = ()
+    """For each call, the same block over this rank's own rows; None where some keys are others', or it is packed."""
+
+    @classmethod
+    def of(cls, blocks: Iterable[Block], rows: int, *, packable: bool, positional: bool) -> Calls:
+        """Blocks of queries that have so many rows.
+
+        Args:
+            blocks: in any order.
+            rows: of the queries.
+            packable: whether the tensors have one batch element, so that blocks can be packed sequences.
+            positional: whether distances matter; blocks that a kernel aligns otherwise are then apart.
+        """
+        phases = phases_of(blocks)
+        calls: list[Call] = [block for phase in phases for block in phase]
+        if len(phases) == 1:  # the most work first, so that what is left at the end is little
+            calls.sort(key=lambda block: (block.q_first - block.q_stop) * (block.k_stop - block.k_first))
+        packed = packable and len(calls) > FEW_BLOCKS
+        if packed:
+            calls = [call for phase in phases for call in _packed(phase, rows, positional)]
+        covered = sum(block.q_stop - block.q_first for block in phases[0]) if phases else 0
+        shifted = positional and any(block.offset for phase in phases for block in phase)
+        disjoint = len(phases) <= 1 and not (packed and len(calls) > 1) and not shifted
+        return cls(tuple(calls), rows, disjoint, covered == rows, (None,) * len(calls))
+
+    def knowing(self, shard: Iterable[tuple[int, int, int]]) -> Calls:
+        """The same calls, which know whose keys are this rank's own.
+
+        Args:
+            shard: the rank's own keys as (row of the shard, key, count).
+        """
+        shard = tuple(shard)
+        return replace(self, own=tuple(_own_block(call, shard) for call in self.calls))
+
+    def order(self, groups: int) -> list[tuple[int, int]]:
+        """Pairs of a group of heads and a call in the order in which a forward enqueues them.
+
+        A call over this rank's own keys is the first of all, as others must wait for keys. Then the one with the
+        most work comes first: the small tiles of the last ones fill the SMs that would be idle at the end.
+        """
+        first = [(0, number) for number, own in enumerate(self.own) if own is not None][:1]
+        pairs = ((group, number) for number in range(len(self.calls)) for group in range(groups))
+        return first + [pair for pair in pairs if pair not in first]
+
+
+def _own_block(call: Call, shard: tuple[tuple[int, int, int], ...]) -> Block | None:
+    if isinstance(call, Packed):
+        return None
+    for row, key, count in shard:
+        if key <= call.k_first and call.k_stop <= key + count:
+            return replace(call, k_first=row + call.k_first - key, k_stop=row + call.k_stop - key)
+    return None
+
+
+def _packed(phase: Sequence[Block], rows: int, positional: bool) -> list[Packed]:
+    """Blocks of different rows by their window, those that hide most first: others may share theirs."""
+    kinds: list[tuple[Block, list[Block]]] = []
+    for block in sorted(phase, key=lambda block: (block.left < 0) + (block.right < 0)):
+        for like, kind in kinds:
+            aligned = not positional or (like.step, like.offset) == (block.step, block.offset)
+            if aligned and block.allows(like.left, like.right):
+                kind.append(block)
+                break
+        else:
+            kinds.append((block, [block]))
+    return [
+        Packed(
+            tuple(
+                replace(block, left=like.left, right=like.right)
+                for block in sorted(kind, key=lambda block: block.q_first)
+            ),
+            rows,
+        )
+        for like, kind in kinds
+    ]

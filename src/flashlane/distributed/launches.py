@@ -1,0 +1,108 @@
+"""Blocks that are launched again: tensors like those of an earlier call have their problem and kernels prepared.
+
+A launch is for calls without modifiers whose blocks share no rows. What else a call asks is in :mod:`attend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flashlane.core import dispatch
+from flashlane.core.arch import compute_dtype
+from flashlane.core.problem import VECTOR_BYTES, Gradients, Inputs
+from flashlane.core.registry import RepeatBackward
+from flashlane.distributed.attend import Settings, prepare
+from flashlane.distributed.blocks import Block
+from flashlane.distributed.calls import Calls
+from flashlane.distributed.modifiers import Modifiers
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Launches = dict[tuple[object, ...], "tuple[Launch, ...] | None"]
+"""By the kind of the tensors; None where they have none."""
+
+
+class Launch:
+    """One block over q, k, v and out that differ from those it was made with in their addresses only."""
+
+    __slots__ = ("_asked", "_backward", "_forward", "_kernel", "_keys", "_problem", "rows")
+
+    def __init__(self, block: Block, q: torch.Tensor, kv: Pair, out: torch.Tensor, settings: Settings) -> None:
+        part = prepare(block, q, *kv, Modifiers(), settings)
+        self.rows, self._keys = part.rows, part.keys
+        self._problem, self._kernel = part.problem, part.kernel
+        batch, count, heads, _ = part.inputs.q.shape
+        lse = q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype))
+        self._forward = part.kernel.prepare(part.problem, part.inputs, out[:, part.rows], lse)
+        self._asked, self._backward = False, None
+
+    def _inputs(self, q: torch.Tensor, kv: Pair) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return q[:, self.rows], kv[0][:, self._keys], kv[1][:, self._keys]
+
+    def forward(self, q: torch.Tensor, kv: Pair, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Write the block's rows of ``out``, and their LSE ``(b, h, rows)``, which is contiguous."""
+        q, k, v = self._inputs(q, kv)
+        self._forward(q, k, v, out[:, self.rows], lse, (q.data_ptr(), k.data_ptr(), v.data_ptr()))
+
+    def backward(
+        self, q: torch.Tensor, kv: Pair, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of the block's queries, keys and values; ``lse`` is what :meth:`forward` gave."""
+        q, k, v = self._inputs(q, kv)
+        out, do = out[:, self.rows], do[:, self.rows]
+        if not self._asked:
+            self._asked, self._backward = True, self._prepare_backward(q, k, v)
+        found = None if self._backward is None else self._backward(q, k, v, out, lse, do)
+        return found or self._run_backward(Inputs(q, k, v), out, lse, do)
+
+    def _prepare_backward(self, *qkv: torch.Tensor) -> RepeatBackward | None:
+        chosen = dispatch.select_backward(self._problem, self._kernel)
+        return chosen.prepare(self._problem, Inputs(*qkv), self._kernel)
+
+    def _run_backward(
+        self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        chosen = dispatch.select_backward(self._problem, self._kernel)
+        found: Gradients = chosen.run(self._problem, inputs, out, lse, do, None, bias_grad=False, forward=self._kernel)
+        return found.q, found.k, found.v
+
+
+def launches_of(
+    known: Launches, calls: Calls, q: torch.Tensor, own: Pair, gathered: Pair, out: torch.Tensor, settings: Settings
+) -> tuple[Launch, ...] | None:
+    """The launches of calls over such tensors, or None where some block is looked up at each call.
+
+    Args:
+        known: those of earlier calls with these ``calls`` and ``settings``; this one's are added.
+        calls: blocks of this rank, which share no rows.
+        q: ``(b, rows, h, d)``.
+        own: this rank's keys and values.
+        gathered: those of all ranks that ``calls`` count, contiguous.
+        out: ``(b, rows, h, dv)``.
+        settings: everything else.
+    """
+    if not _aligned((q, *own, *gathered, out)):
+        return None
+    shapes = q.shape, *(t.shape for t in own), gathered[0].shape
+    key = (shapes, q.stride(), *(t.stride() for t in own), out.stride(), q.dtype, q.device)
+    if key in known:
+        return known[key]
+    found: list[Launch] | None = []
+    for block, local in zip(calls.calls, calls.own, strict=True):
+        kv = gathered if local is None else own
+        if not isinstance(block, Block) or not _aligned_rows(local or block, q, kv, out):
+            found = None
+            break
+        found.append(Launch(local or block, q, kv, out, settings))
+    known[key] = None if found is None else tuple(found)
+    return known[key]
+
+
+def _aligned(tensors: Sequence[torch.Tensor]) -> bool:
+    return not any(t.data_ptr() % VECTOR_BYTES for t in tensors)
+
+
+def _aligned_rows(block: Block, q: torch.Tensor, kv: Pair, out: torch.Tensor) -> bool:
+    rows, keys = slice(block.q_first, block.q_stop), slice(block.k_first, block.k_stop)
+    return _aligned((q[:, rows], out[:, rows], kv[0][:, keys], kv[1][:, keys]))
