@@ -1,9 +1,12 @@
-"""Score and mask programs on a GPU: generated functions against f64, and block lists against torch's and their speed.
+"""Score and mask programs on a GPU: correctness first, then block lists and attention next to torch's.
 
-    python benchmarks/scripts/flex_masks.py --out masks.json [--programs 300] [--tokens 65536]
+    python benchmarks/scripts/flex_masks.py --out masks.json [--parts programs,attention,masks,speed]
+        [--programs 300] [--seconds 20] [--tokens 65536]
 
-Each row of the second table is one mask: microseconds on the device (a CUDA graph of the whole builder, replayed),
-milliseconds of a call from Python, and the same of torch's create_block_mask, eager and compiled.
+programs: drawn functions in f32 against f64, up to a number or for so many seconds. attention: flex_attention and its
+gradients against torch operations. masks: each named mask, by intervals and as a program: microseconds on the device (a
+CUDA graph of the whole builder, replayed), milliseconds of a call from Python, MiB beyond the lists, and the same of
+torch's create_block_mask, eager and compiled. speed: what flex_speed.py measures, in the same run.
 """
 
 from __future__ import annotations
@@ -22,15 +25,21 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import flashlane
-from flashlane import jit
+from flashlane import bench, jit
 from flashlane.bench.measure.environment import environment
 from flashlane.core.arch import arch_of
 from flashlane.flex import blocks, masks
 from flashlane.flex.bind import bind
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+import flex_speed
+from gpu_run import device_or_exit
 from support import flex_oracle, program_kernel
 from support.programs import SIZES, draw
+
+PARTS = ("programs", "attention", "masks", "speed")
+LARGEST_ERROR = 2e-2
+"""Of an output, an LSE or a gradient in bf16, by its largest value."""
 
 
 def check_programs(count: int, seconds: float) -> dict[str, Any]:
@@ -60,7 +69,7 @@ def check_programs(count: int, seconds: float) -> dict[str, Any]:
             else:
                 worst = max(worst, error)
     compile_seconds.sort()
-    median = compile_seconds[len(compile_seconds) // 2]
+    median = compile_seconds[len(compile_seconds) // 2] if compile_seconds else None
     return {"programs": done, "failures": failures, "worst_error": worst, "median_compile_seconds": median}
 
 
@@ -90,12 +99,12 @@ def _error_of(seed: int, score: Any, mask: Any, program: Any, arguments: Any) ->
     return worst
 
 
-def named(tokens: int) -> dict[str, tuple[Any, Callable[..., Any]]]:
+def named(tokens: int, device: torch.device) -> dict[str, tuple[Any, Callable[..., Any]]]:
     """Named masks, and the same as plain functions."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(128, 4418, (tokens // 1000,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0).clamp(max=tokens), torch.tensor([tokens])])
-    offsets = offsets.unique().cuda()
+    offsets = offsets.unique().to(device)
     found = {
         "causal": masks.causal(),
         "window 1024": masks.sliding_window(1024),
@@ -103,7 +112,9 @@ def named(tokens: int) -> dict[str, tuple[Any, Callable[..., Any]]]:
         "block-causal documents": masks.block_causal_documents(offsets, 512),
         "prefix-lm": masks.prefix_lm(tokens // 4),
         "block diffusion": masks.block_diffusion(tokens // 2, 64),
+        "neighbourhood 1d": masks.neighbourhood((tokens,), (129,)),
         "neighbourhood 2d": masks.neighbourhood((tokens // 256, 256), (3, 33)),
+        "neighbourhood 3d": masks.neighbourhood((tokens // 1024, 32, 32), (2, 5, 5)),
     }
     return {name: (mask, mask.function) for name, mask in found.items()}
 
@@ -127,17 +138,33 @@ def device_microseconds(build: Callable[[], Any]) -> float:
     return begin.elapsed_time(end) * 1000 / 50
 
 
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def call_milliseconds(build: Callable[[], Any], repeats: int = 9) -> float:
     """The median of calls, each until the GPU is done."""
     build()
     times = []
     for _ in range(repeats):
-        torch.cuda.synchronize()
+        synchronize()
         began = time.perf_counter()
         build()
-        torch.cuda.synchronize()
+        synchronize()
         times.append((time.perf_counter() - began) * 1000)
     return sorted(times)[repeats // 2]
+
+
+def work_mebibytes(build: Callable[[], Any]) -> float:
+    """What a call allocates at most beyond what it returns."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    kept = build()
+    torch.cuda.synchronize()
+    found = (torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()) / 2**20
+    del kept
+    return found
 
 
 def attempted(what: Callable[[], float]) -> float | str:
@@ -148,26 +175,30 @@ def attempted(what: Callable[[], float]) -> float | str:
         return f"{type(error).__name__}: {str(error)[:120]}"
 
 
-def time_mask(name: str, mask: Any, function: Callable[..., Any], tokens: int, compiled: bool) -> dict[str, Any]:
+def time_mask(
+    name: str, mask: Any, function: Callable[..., Any], tokens: int, compiled: bool, device: torch.device
+) -> dict[str, Any]:
     """One mask, by its intervals, as a program, and by torch."""
     row: dict[str, Any] = {"mask": name, "tokens": tokens}
 
     def ours(given: Any) -> Any:
-        return flashlane.create_block_mask(given, None, None, tokens, tokens, "cuda")
+        return flashlane.create_block_mask(given, None, None, tokens, tokens, device)
 
     def torchs(create: Callable[..., Any] = torch_flex.create_block_mask) -> Any:
-        return create(function, None, None, tokens, tokens, "cuda")
+        return create(function, None, None, tokens, tokens, device)
 
     states = []
     for way, given in (("intervals", mask), ("program", function)):
         build = functools.partial(ours, given)
         row[f"{way}_device_us"] = attempted(functools.partial(device_microseconds, build))
         row[f"{way}_call_ms"] = attempted(functools.partial(call_milliseconds, build))
+        row[f"{way}_work_mib"] = attempted(functools.partial(work_mebibytes, build))
         states.append(blocks.states(build()))
     row["torch_call_ms"] = attempted(lambda: call_milliseconds(torchs, 3))
     if isinstance(row["torch_call_ms"], float):
         states.append(blocks.states(torchs()))
         row["torch_over_program"] = row["torch_call_ms"] / row["program_call_ms"]
+        row["torch_work_mib"] = attempted(lambda: work_mebibytes(torchs))
     if compiled:
         build = functools.partial(torchs, torch.compile(torch_flex.create_block_mask))
         row["torch_compiled_call_ms"] = attempted(lambda: call_milliseconds(build, 3))
@@ -176,69 +207,117 @@ def time_mask(name: str, mask: Any, function: Callable[..., Any], tokens: int, c
     return row
 
 
-def time_masks(tokens: int, compiled: bool) -> list[dict[str, Any]]:
-    found = named(tokens)
-    return [time_mask(name, *pair, tokens, compiled and name == "causal documents") for name, pair in found.items()]
+def time_masks(tokens: int, compiled: bool, device: torch.device) -> list[dict[str, Any]]:
+    found = named(tokens, device)
+    return [
+        time_mask(name, *pair, tokens, compiled and name == "causal documents", device) for name, pair in found.items()
+    ]
 
 
-def check_attention() -> list[dict[str, Any]]:
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest one, by the largest finite value; infinite where only one of a pair is finite."""
+    a, b = a.float(), b.float()
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return float("inf")
+    a, b = (torch.where(t.isfinite(), t, 0) for t in (a, b))
+    return ((a - b).abs().max() / (1e-3 + b.abs().max())).item()
+
+
+def check_attention(device: torch.device, n: int = 1000) -> list[dict[str, Any]]:
     """flex_attention by the kernels against the tiled reference in f32 of the same bf16 operands."""
     rows = []
     torch.manual_seed(0)
-    n = 1000
-    q, k, v = (torch.randn(2, h, n, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
-    slopes = torch.rand(8, device="cuda")
-    documents = masks.documents(torch.tensor([0, 300, 301, 1000], device="cuda"), causal=True)
+    q, k, v = (torch.randn(2, h, n, 128, device=device, dtype=torch.bfloat16) for h in (8, 2, 2))
+    slopes = torch.rand(8, device=device)
+    documents = masks.documents(torch.tensor([0, n // 3, n // 3 + 1, n], device=device), causal=True)
+    shown = {
+        "none": None,
+        "causal": masks.causal(),
+        "window": lambda b, h, i, j: (i - j).abs() <= n // 10,
+        "documents": documents,
+        "plain documents": documents.function,
+        "by head": lambda b, h, i, j: (i + 37 * h) % 5 != j % 3,
+        "rows without keys": lambda b, h, i, j: (i >= j) & (i > n // 2),
+        "nothing": lambda b, h, i, j: i < 0,
+    }
     scores = {
         "none": None,
         "alibi": lambda score, b, h, i, j: score - slopes[h] * (i - j).abs(),
         "tanh": lambda score, b, h, i, j: 5 * torch.tanh(score / 5),
     }
     for score_name, score in scores.items():
-        for mask_name, mask in (("none", None), ("documents", documents), ("plain documents", documents.function)):
-            block_mask = None if mask is None else flashlane.create_block_mask(mask, None, None, n, n, "cuda")
+        for mask_name, mask in shown.items():
+            block_mask = None if mask is None else flashlane.create_block_mask(mask, 2, 8, n, n, device)
             given = (score, block_mask, None, True, True)
 
             def run(backend: str, given: tuple[Any, ...] = given) -> tuple[torch.Tensor, ...]:
                 leaves = [t.detach().requires_grad_() for t in (q, k, v)]
                 out, lse = flashlane.flex_attention(*leaves, *given, {"BACKEND": backend})
-                grads = torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)
+                seen = torch.where(lse == -torch.inf, 0, lse)
+                grads = torch.autograd.grad(out.float().square().sum() + seen.sum(), leaves)
                 return out.detach(), lse.detach(), *grads
 
             def error(run: Callable[..., Any] = run) -> float:
                 worst = 0.0
                 for a, b in zip(run("FLASHLANE"), run("REFERENCE"), strict=True):
-                    worst = max(worst, ((a.float() - b.float()).abs().max() / (1e-3 + b.float().abs().max())).item())
+                    worst = max(worst, difference(a, b))
                 return worst
 
             rows.append({"score": score_name, "mask": mask_name, "error": attempted(error)})
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def wrong(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of :func:`check_attention` that are not right."""
+    return [row for row in rows if not isinstance(row["error"], float) or not row["error"] < LARGEST_ERROR]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", default="programs,attention,masks", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--programs", type=int, default=300)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of drawn programs")
+    parser.add_argument("--speed-seconds", type=float, default=300.0)
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--compiled", action="store_true", help="also time torch's compiled create_block_mask")
     given = parser.parse_args()
-    results: dict[str, Any] = {
-        "script": "benchmarks/scripts/flex_masks.py",
-        "environment": environment(torch.device("cuda")),
-    }
-    results["programs"] = check_programs(given.programs, given.seconds)
-    given.out.write_text(json.dumps(results, indent=1))
-    print({key: value for key, value in results["programs"].items() if key != "failures"})
-    print("failures:", len(results["programs"]["failures"]), results["programs"]["failures"][:3])
-    results["attention"] = check_attention()
-    for row in results["attention"]:
-        print(row)
-    results["masks"] = time_masks(given.tokens, given.compiled)
-    given.out.write_text(json.dumps(results, indent=1))
-    for row in results["masks"]:
-        print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
+    parts = given.parts.split(",")
+    for part in parts:
+        if part not in PARTS:
+            parser.error(f"--parts has {part!r}; it may have {', '.join(PARTS)}")
+    device = device_or_exit()
+    results: dict[str, Any] = {"script": "benchmarks/scripts/flex_masks.py", "environment": environment(device)}
+
+    def keep(name: str, found: Any) -> None:
+        results[name] = found
+        given.out.write_text(json.dumps(results, indent=1))
+
+    bad = False
+    if "programs" in parts:
+        keep("programs", check_programs(given.programs, given.seconds))
+        print({key: value for key, value in results["programs"].items() if key != "failures"})
+        failures = results["programs"]["failures"]
+        print("failures:", len(failures), failures[:3], flush=True)
+        bad |= bool(failures)
+    if "attention" in parts:
+        keep("attention", check_attention(device))
+        for row in results["attention"]:
+            print(row, flush=True)
+        bad |= bool(wrong(results["attention"]))
+    if "masks" in parts:
+        keep("masks", time_masks(given.tokens, given.compiled, device))
+        for row in results["masks"]:
+            print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
+        bad |= not all(row["same_lists"] for row in results["masks"])
+    if "speed" in parts:
+        settings = bench.Settings(rounds=5, round_ms=6.0, warmup_ms=20.0, protocols=("steady",))
+        rows = flex_speed.run(
+            device, tuple(flex_speed.PEERS), settings, given.speed_seconds, keep=functools.partial(keep, "speed")
+        )
+        bad |= any(row.get("wrong") for row in rows)
+    return int(bad)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 import flashlane
 from flashlane.flex import attention as attention_module
-from flashlane.flex import reference
+from flashlane.flex import blocks, masks, reference, windows
 
 Function = Callable[..., Any] | None
 
@@ -215,6 +215,19 @@ def test_under_torch_compile_the_graph_breaks_and_results_are_the_same() -> None
     torch.testing.assert_close(torch.compile(model, backend="eager")(*tensors), model(*tensors))
 
 
+def windowed(mask: BlockMask | None, window: tuple[int, int], q: torch.Tensor, k: torch.Tensor) -> BlockMask | None:
+    """The mask; a window, which kernels have as an argument, as a mask of blocks of one pair that are all full."""
+    if window == windows.OPEN:
+        return mask
+    assert mask is None
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    left, right = (side if side >= 0 else 1 << 20 for side in window)
+    table = torch.where((distance <= left) & (-distance <= right), blocks.FULL, blocks.HIDDEN)[None, None].to(
+        torch.int8
+    )
+    return blocks.from_states(table, torch_flex.noop_mask, tuple(table.shape[2:]), (1, 1))
+
+
 class Kernels:
     """In the place of the module of the Hopper kernels: the reference, and a note of what was called. Tensors are
     ``(b, s, h, d)``."""
@@ -228,14 +241,16 @@ class Kernels:
         self.called.append(("supports", (tuple(q.shape), tuple(k.shape), tuple(v.shape))))
         return self.reason
 
-    def forward(self, q, k, v, program, captured, block_mask, scale):
+    def forward(self, q, k, v, program, captured, block_mask, scale, window):
         self.called.append(("forward", block_mask))
+        block_mask = windowed(block_mask, window, q, k)
         operands = (t.transpose(1, 2) for t in (q, k, v))
         out, lse, _ = reference.forward(reference.Problem(*operands, program, captured, block_mask, scale))
         return out.transpose(1, 2), lse
 
-    def backward(self, q, k, v, out, lse, dout, dlse, program, captured, block_mask, scale):
+    def backward(self, q, k, v, out, lse, dout, dlse, program, captured, block_mask, scale, window):
         self.called.append(("backward", dlse is not None))
+        block_mask = windowed(block_mask, window, q, k)
         q, k, v, out, dout = (t.transpose(1, 2) for t in (q, k, v, out, dout))
         problem = reference.Problem(q, k, v, program, captured, block_mask, scale)
         found = reference.backward(problem, out, lse, dout, dlse, [False] * len(captured.tensors))
@@ -263,7 +278,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 def test_the_kernels_get_narrow_lists_and_the_reference_the_captured_gradients(kernels: Kernels) -> None:
     tensors = operands(2, 3, 1, 24, 24)
     bias = torch.randn(24, dtype=torch.float64, requires_grad=True)
-    mask = flashlane.create_block_mask(lambda b, h, q, kv: q >= kv, 2, 3, 24, 24, "cpu", 8)
+    mask = flashlane.create_block_mask(lambda b, h, q, kv: q > kv, 2, 3, 24, 24, "cpu", 8)
     compare(tensors, lambda score, b, h, q, kv: torch.tanh(score) + bias[kv], mask, [bias])
     assert [name for name, _ in kernels.called] == ["supports", "forward", "backward"] and kernels.called[2][1]
     assert kernels.called[0][1] == ((2, 24, 3, 8), (2, 24, 1, 8), (2, 24, 1, 8))
@@ -285,3 +300,41 @@ def test_a_call_that_no_kernel_takes_raises_and_names_the_choices(kernels: Kerne
     assert [name for name, _ in kernels.called] == ["supports"]
     out = flashlane.flex_attention(*tensors, kernel_options={"BACKEND": "REFERENCE"})
     torch.testing.assert_close(out, flex_oracle.attention(*tensors, None, None)[0])
+
+
+WINDOWS = {
+    "causal": (lambda b, h, q, kv: q >= kv, (-1, 0)),
+    "the other way round": (lambda b, h, q, kv: kv <= q, (-1, 0)),
+    "later keys": (lambda b, h, q, kv: kv >= q, (0, -1)),
+    "with an offset": (lambda b, h, q, kv: q + 3 >= kv, (-1, 3)),
+    "window": (lambda b, h, q, kv: (q >= kv) & (q - kv < 5), (4, 0)),
+    "both sides": (lambda b, h, q, kv: (q - kv).abs() <= 6, (6, 6)),
+    "twice": (lambda b, h, q, kv: (q - kv <= 9) & (kv - q <= 2) & (kv > q - 5), (4, 2)),
+    "named": (masks.causal(), (-1, 0)),
+    "named window": (masks.sliding_window(4, 1), (4, 1)),
+    "with sinks": (masks.sliding_window(4, 1, 2), None),
+    "before itself": (lambda b, h, q, kv: q > kv, None),
+    "one of two": (lambda b, h, q, kv: (q >= kv) | (kv - q <= 3), None),
+    "a bound that grows": (lambda b, h, q, kv: (q - kv).abs() <= kv, None),
+    "twice the position": (lambda b, h, q, kv: q + q >= kv, None),
+    "by head": (lambda b, h, q, kv: q + h >= kv, None),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_needs_no_lists(kernels: Kernels, name: str) -> None:
+    function, window = WINDOWS[name]
+    tensors = operands(1, 2, 2, 20, 26)
+    mask = flashlane.create_block_mask(function, 1, 2, 20, 26, "cpu", 8)
+    assert windows.of_mask(mask) == window
+    compare(tensors, lambda score, b, h, q, kv: score * 2 - kv, mask)
+    assert (kernels.called[1][1] is None) == (window is not None)
+
+
+def test_a_mask_with_another_function_or_other_lists_is_no_window() -> None:
+    mask = flashlane.create_block_mask(masks.causal(), 1, 2, 64, 64, "cpu", 8)
+    assert windows.of_mask(mask[:, :1]) is None
+    by_hand = BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, BLOCK_SIZE=8, mask_mod=mask.mask_mod)
+    assert windows.of_mask(by_hand) is None
+    mask.mask_mod = lambda b, h, q, kv: q > kv + 3
+    assert windows.of_mask(mask) is None

@@ -12,9 +12,11 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import flashlane
 from flashlane.flex import attention
+from flashlane.flex.bind import bind
 from flashlane.kernels.hopper import flex
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.flex import run_backward, run_forward
+from flashlane.kernels.hopper.flex.problem import problem_of
 
 
 @pytest.fixture
@@ -42,16 +44,21 @@ def causal(b, h, q, kv):
     return q >= kv
 
 
+def after(b, h, q, kv):
+    return q > kv
+
+
 @pytest.mark.parametrize("score_mod", [None, lambda score, b, h, q, kv: score - (q - kv)], ids=["plain", "score"])
-@pytest.mark.parametrize("mask", ["none", "torch's of one block", "ours", "of one block"])
+@pytest.mark.parametrize("mask", ["none", "torch's of one block", "ours", "of one block", "a window"])
 def test_both_directions_reach_the_kernels(launches: Launches, score_mod, mask: str) -> None:
     tensors = operands(grad=True)
     q, k, _ = tensors
     block_mask = {
         "none": None,
         "torch's of one block": torch_flex._create_empty_block_mask(q, k),
-        "ours": flashlane.create_block_mask(causal, None, None, 300, 200, "cpu"),
-        "of one block": flashlane.create_block_mask(causal, None, None, 300, 200, "cpu", 1 << 30),
+        "ours": flashlane.create_block_mask(after, None, None, 300, 200, "cpu"),
+        "of one block": flashlane.create_block_mask(after, None, None, 300, 200, "cpu", 1 << 30),
+        "a window": flashlane.create_block_mask(causal, None, None, 300, 200, "cpu"),
     }[mask]
     out, lse = flashlane.flex_attention(*tensors, score_mod, block_mask, enable_gqa=True, return_lse=True)
     assert out.shape == (2, 4, 300, 64) and out.is_contiguous() and lse.shape == (2, 4, 300)
@@ -59,6 +66,8 @@ def test_both_directions_reach_the_kernels(launches: Launches, score_mod, mask: 
     params = forward[-1]
     assert addresses(params) == [t.data_ptr() for t in tensors]
     assert (params.seqlen.seqlen_q, params.seqlen.seqlen_k) == (300, 200)
+    assert (params.window_left, params.window_right) == (-1, 0 if mask == "a window" else -1)
+    assert bool(params.lists.counts) == (mask in ("ours", "of one block"))
     launches.clear()
     gradients = torch.autograd.grad(out.float().sum() + lse.sum(), tensors)
     assert launches and [g.shape for g in gradients] == [t.shape for t in tensors]
@@ -68,7 +77,18 @@ def test_what_the_kernels_refuse_is_told(launches: Launches) -> None:
     wide = [torch.zeros(1, 2, 128, 264, dtype=torch.bfloat16) for _ in range(3)]
     with pytest.raises(NotImplementedError, match="head_dim of q and k is 264"):
         flashlane.flex_attention(*wide)
-    mask = flashlane.create_block_mask(causal, None, None, 300, 200, "cpu", 32)
+    mask = flashlane.create_block_mask(after, None, None, 300, 200, "cpu", 32)
     with pytest.raises(NotImplementedError, match="blocks of \\(32, 32\\); it takes multiples of 64"):
         flashlane.flex_attention(*operands(), None, mask, enable_gqa=True)
     assert not launches
+
+
+def test_a_call_without_a_score_and_lists_runs_the_kernel_without_a_program(launches: Launches) -> None:
+    q, k, v = (t.transpose(1, 2) for t in operands())
+    program, _ = bind(None, causal, q.device)
+    problem = problem_of(q, k, v, 0.1, (-1, 0))
+    for config in (
+        run_forward.config_of(problem, program.without_mask(), None),
+        run_backward.config_of(problem, program.without_mask(), None),
+    ):
+        assert config.program == "" and not config.block_lists and config.has_right

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from flashlane.core.arch import arch_of
-from flashlane.flex import reference
+from flashlane.flex import reference, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.blocks import narrowed
 from flashlane.flex.program import Arguments, Program
@@ -115,16 +115,17 @@ def attend(
         program, arguments = bind(score_mod, mask_mod, query.device, score_type)
         if block_mask is not None and block_mask.BLOCK_SIZE[0] >= WHOLE and program.mask is None:
             block_mask = None  # torch's own mask of one block that shows everything
+        window = windows.OPEN if block_mask is None else windows.of_mask(block_mask)
         kernels = None
         if backend != "REFERENCE" and query.device.type not in OF_THE_REFERENCE:
-            kernels = _kernels(query, key, value, block_mask, otherwise)
+            kernels = _kernels(query, key, value, block_mask if window is None else None, otherwise)
     except NotImplementedError:
         if otherwise != "torch":
             raise
         return by_torch()
     if block_mask is not None:
         block_mask = narrowed(block_mask)
-    call = _Call(program, arguments.integers, block_mask, scale, kernels)
+    call = _Call(program, arguments.integers, block_mask, window, scale, kernels)
     most = return_aux is not None and return_aux.max_scores
     out, lse, largest = _Attention.apply(call, most, query, key, value, *arguments.tensors)
     if return_aux is not None:
@@ -227,8 +228,16 @@ class _Call:
     program: Program
     integers: tuple[int, ...]
     block_mask: Any
+    window: windows.Window | None
+    """What the kernels are given in the place of the mask."""
     scale: float
     kernels: types.ModuleType | None
+
+    def of_kernels(self, arguments: Arguments) -> tuple[Any, ...]:
+        """What the kernels are given after the tensors."""
+        if self.window is None:
+            return self.program, arguments, self.block_mask, self.scale, windows.OPEN
+        return self.program.without_mask(), arguments, None, self.scale, self.window
 
     def problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> reference.Problem:
         arguments = Arguments(tuple(tensors), self.integers)
@@ -243,7 +252,7 @@ class _Attention(torch.autograd.Function):
         if call.kernels is None:
             out, lse, largest = reference.forward(problem)
         else:
-            given = (problem.program, problem.arguments, call.block_mask, call.scale)
+            given = call.of_kernels(problem.arguments)
             turned, lse = call.kernels.forward(*_turned(problem.q, problem.k, problem.v), *given)
             (out,) = _turned(turned)
             largest = reference.forward(problem)[2] if most else None
@@ -266,10 +275,10 @@ class _Attention(torch.autograd.Function):
             found = reference.backward(*given)
             operands = (found.dq, found.dk, found.dv)
         else:
-            program = (problem.program, problem.arguments, call.block_mask, call.scale)
             operands = (None, None, None)
             if any(wanted[:3]):
                 q, k, v, of_out, of_do = _turned(problem.q, problem.k, problem.v, out, do)
+                program = call.of_kernels(problem.arguments)
                 operands = _turned(*call.kernels.backward(q, k, v, of_out, lse, of_do, dlse, *program))
             found = reference.backward(*given, operands=False) if any(wanted[3:]) else None
         captured = [None] * len(wanted[3:]) if found is None else found.captured

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flashlane.flex.intervals import Intervals
+from flashlane.flex.windows import Window
 
 MOST_INTERVALS = 4
 """Intervals of a row; a mask that needs more is evaluated pair by pair."""
@@ -32,6 +33,8 @@ class Mask:
     function: Callable[..., Any]
     bounds: Bounds | None = None
     """The rows' intervals, ascending; None where rows are not a few intervals."""
+    window: Window | None = None
+    """Where each row is a window."""
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(b, h, q_idx, kv_idx)
@@ -52,7 +55,10 @@ def causal(offset: int = 0) -> Mask:
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return q + offset >= kv
 
-    return Mask("causal", visible, lambda q, keys: [(torch.zeros_like(q), (q + offset + 1).clamp(0, keys))])
+    def bounds(q: torch.Tensor, keys: int) -> Sides:
+        return [(torch.zeros_like(q), (q + offset + 1).clamp(0, keys))]
+
+    return Mask("causal", visible, bounds, (-1, offset) if offset >= 0 else None)
 
 
 def sliding_window(left: int, right: int = 0, first: int = 0) -> Mask:
@@ -70,7 +76,7 @@ def sliding_window(left: int, right: int = 0, first: int = 0) -> Mask:
         window = [((q - left).clamp_min(0), end)]
         return [(torch.zeros_like(q), end.clamp_max(first)), *window] if first else window
 
-    return Mask("sliding-window", visible_with_first if first else visible, bounds)
+    return Mask("sliding-window", visible_with_first if first else visible, bounds, None if first else (left, right))
 
 
 def _document_ids(offsets: torch.Tensor) -> torch.Tensor:

@@ -116,13 +116,13 @@ class _NoArguments(ctypes.Structure):
 
 def kernel_header(program: Program, mask_bits: bool) -> str:
     """The ``program.cuh`` of a kernel: where bits are the mask, the score alone, so that masks share kernels."""
-    if not mask_bits:
-        return program.header()
-    return "" if program.score is None else program.without_mask().header()
+    if program.score is None and (mask_bits or program.mask is None):
+        return ""
+    return program.without_mask().header() if mask_bits else program.header()
 
 
 def kernel_arguments(program: Program, captured: Any, mask_bits: bool) -> ctypes.Structure:
     """The arguments of :func:`kernel_header`."""
-    if not mask_bits:
-        return program.params(captured)
-    return _NoArguments() if program.score is None else program.without_mask().params(captured)
+    if program.score is None and (mask_bits or program.mask is None):
+        return _NoArguments()
+    return program.without_mask().params(captured) if mask_bits else program.params(captured)

@@ -1,0 +1,395 @@
+"""Speed of flex_attention next to torch's (Triton, and FLASH: FlashAttention-4) and functions without programs.
+
+    python benchmarks/scripts/flex_speed.py --out flex_speed.json [--peers triton,flash] [--candidates] [--seconds 400]
+
+A cell is a mask and a score. All that run it take turns in drawn order, by the bench's timer, calls back to back; the
+figures are TFLOP/s of visible pairs. What a peer refuses, or compiles for too long, is a line that says so. In front of
+the timings each output is compared with that of the first that ran. ``--candidates`` adds other configurations of our
+kernels. The file is written again after each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+import flashlane
+from flashlane import bench
+from flashlane.bench.measure.environment import environment
+from flashlane.bench.measure.implementations import Implementation
+from flashlane.bench.measure.results import write_atomically
+from flashlane.bench.measure.timing import clock_for, measure
+from flashlane.flex import blocks, masks
+from flashlane.flex.bind import bind
+
+SCRIPT = "benchmarks/scripts/flex_speed.py"
+HEADS = 16
+LENGTHS = (128, 256, 384, 640, 900, 1100, 1300, 1500, 1700, 1900, 2100, 2300, 2600, 2900, 3300, 4418, 5342)
+"""Packed documents, 32768 tokens."""
+PEERS = {"triton": "TRITON", "flash": "FLASH"}
+"""``BACKEND`` of torch's flex_attention, by the name in the tables."""
+TOLERANCE = 3e-2
+"""Largest difference of two outputs in bf16, by the largest output."""
+DRAW = 0
+Call = Callable[[], Any]
+Score = Callable[..., torch.Tensor] | None
+
+
+@dataclass
+class Cell:
+    """A mask and a score, and what runs them besides flex_attention."""
+
+    name: str
+    size: tuple[int, int, int]
+    """Batch, tokens and head dim."""
+    pairs: float
+    """Visible ones, of all batch rows and heads."""
+    mask: Callable[[torch.device], BlockMask | None]
+    score: Score = None
+    native: Callable[..., torch.Tensor] | None = None
+    """Of ``(b, s, h, d)`` q, k and v: flashlane's function without a program."""
+    ordered: bool = False
+    """Whether the deterministic backward is timed, too."""
+    bars: dict[str, float] = field(default_factory=dict)
+    """What is asked of ``forward`` and ``backward``, in TFLOP/s or, below 2, of the native figure."""
+
+
+def linear(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+    return score + (kv - q) * 0.01
+
+
+def capped(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+    return 30 * torch.tanh(score / 30)
+
+
+def _documents(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+def _packed(lengths: Sequence[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    ends = _documents(lengths, q.device)
+    operands = (t.flatten(0, 1) for t in (q, k, v))
+    return flashlane.flash_attn_varlen_func(*operands, ends, ends, max(lengths), max(lengths), causal=True)[None]
+
+
+def cells(shrink: int = 1) -> Iterator[Cell]:
+    """The cells of the issue; their lengths divided by ``shrink``."""
+    lengths = [length // shrink for length in LENGTHS]
+    tokens = sum(lengths)
+    made = functools.partial(flashlane.create_block_mask, B=None, H=None)
+
+    def of_documents(device: torch.device, block: int | None = None) -> BlockMask:
+        ends = _documents(lengths, device)
+        mask = masks.documents(ends, causal=True) if block is None else masks.block_causal_documents(ends, block)
+        return made(mask, Q_LEN=tokens, KV_LEN=tokens, device=device)
+
+    pairs = HEADS * sum(n * (n + 1) / 2 for n in lengths)
+    bars = {"forward": 0.95, "backward": 0.95}
+    native = functools.partial(_packed, lengths)
+    yield Cell("causal documents 32k", (1, tokens, 128), pairs, of_documents, native=native, ordered=True, bars=bars)
+
+    block = 1024 // shrink
+    whole = (32768 // shrink, block)
+    pairs = HEADS * block**2 * sum(range(1, whole[0] // block + 1))
+    found = masks.block_causal_documents(torch.tensor([0, whole[0]]), block)
+    yield Cell(
+        "block-causal 32k", (1, whole[0], 128), pairs,
+        lambda device: made(_on(found, device, *whole), Q_LEN=whole[0], KV_LEN=whole[0], device=device),
+        ordered=True, bars={"forward": 640, "backward": 480},
+    )  # fmt: skip
+
+    tokens_of_lists = 16384 // shrink
+    for size, density, asked in (
+        (128, 0.1, (620, 520)),
+        (128, 0.5, (620, 520)),
+        (64, 0.1, (345, 0)),
+        (64, 0.3, (345, 0)),
+    ):
+        rows = tokens_of_lists // size
+        table = torch.rand(1, HEADS, rows, rows, generator=torch.Generator().manual_seed(DRAW)) < density
+        yield Cell(
+            f"random {size}-blocks {density:.0%}", (1, tokens_of_lists, 128), int(table.sum()) * size * size,
+            functools.partial(_by_hand, table, size), ordered=True, bars=dict(zip(("forward", "backward"), asked)),
+        )  # fmt: skip
+
+    for head_dim, ratio in ((128, 0.88), (64, 0.75)):
+        n = 4096 // shrink
+        pairs = 4 * HEADS * n * (n + 1) / 2
+        for name, score, asked_ratio in (("linear", linear, ratio), ("tanh", capped, 0.8)):
+            yield Cell(
+                f"causal 4096 D{head_dim}, {name}", (4, n, head_dim), pairs,
+                lambda device, n=n: made(masks.causal(), Q_LEN=n, KV_LEN=n, device=device), score,
+                functools.partial(flashlane.flash_attn_func, causal=True),
+                bars={"forward": asked_ratio, "backward": asked_ratio},
+            )  # fmt: skip
+
+
+def _on(mask: Any, device: torch.device, tokens: int, block: int) -> Any:
+    return masks.block_causal_documents(torch.tensor([0, tokens], device=device), block)
+
+
+def _by_hand(table: torch.Tensor, size: int, device: torch.device) -> BlockMask:
+    """All listed blocks are full, so that no mask function is asked."""
+    counts, indices = (t.to(device) for t in blocks.lists(table))
+    none = torch.zeros_like(counts)
+    lengths = (table.shape[2] * size, table.shape[3] * size)
+    return BlockMask.from_kv_blocks(none, indices, counts, indices, BLOCK_SIZE=size, seq_lengths=lengths)
+
+
+@dataclass
+class Operands:
+    """Of one cell: q, k and v as torch's function takes them, ``(b, h, s, d)`` over ``(b, s, h, d)`` memory."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def of(cls, cell: Cell, device: torch.device) -> Operands:
+        batch, tokens, head_dim = cell.size
+        torch.manual_seed(DRAW)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        size = batch, tokens, HEADS, head_dim
+        return cls(*(torch.randn(size, device=device, dtype=dtype).transpose(1, 2) for _ in range(3)))
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [t.detach().requires_grad_() for t in (self.q, self.k, self.v)]
+
+
+def functions(cell: Cell, device: torch.device, peers: Sequence[str]) -> dict[str, Callable[..., torch.Tensor]]:
+    """What runs a cell, by name, of ``(b, h, s, d)`` tensors."""
+    mask = cell.mask(device)
+
+    def flex(backend: str, *operands: torch.Tensor) -> torch.Tensor:
+        return flashlane.flex_attention(*operands, cell.score, mask, kernel_options={"BACKEND": backend})
+
+    found: dict[str, Callable[..., torch.Tensor]] = {"flashlane": functools.partial(flex, "AUTO")}
+    if cell.native is not None:
+        function = cell.native
+        found["native"] = lambda *t: function(*(x.transpose(1, 2) for x in t)).transpose(1, 2)
+    return found | {name: functools.partial(flex, PEERS[name]) for name in peers}
+
+
+def forward_calls(cell: Cell, operands: Operands, run: dict[str, Callable[..., Any]]) -> dict[str, Call]:
+    def call(function: Callable[..., Any]) -> Any:
+        with torch.no_grad():
+            return function(operands.q, operands.k, operands.v)
+
+    return {name: functools.partial(call, function) for name, function in run.items()}
+
+
+def backward_calls(cell: Cell, operands: Operands, run: dict[str, Callable[..., Any]]) -> dict[str, Call]:
+    """Gradients of kept outputs. An output that cannot be made raises when it is called."""
+    dout = torch.randn_like(operands.q)
+
+    def made(function: Callable[..., Any], ordered: bool) -> Call:
+        kept: list[Any] = []
+
+        def call() -> Any:
+            if not kept:
+                leaves = operands.leaves()
+                kept.extend((function(*leaves), leaves))
+            torch.use_deterministic_algorithms(ordered)
+            try:
+                return torch.autograd.grad(kept[0], kept[1], dout, retain_graph=True)
+            finally:
+                torch.use_deterministic_algorithms(False)
+
+        return call
+
+    calls = {name: made(function, False) for name, function in run.items()}
+    if cell.ordered:
+        calls["flashlane, ordered"] = made(run["flashlane"], True)
+    return calls
+
+
+def candidates(cell: Cell, operands: Operands, backward: bool) -> dict[str, Call]:
+    """Other configurations of our kernels, called without the public function."""
+    kernels = importlib.import_module("flashlane.kernels.hopper.flex")
+    of = importlib.import_module(f"flashlane.kernels.hopper.flex.run_{'backward' if backward else 'forward'}")
+    problem_of = importlib.import_module("flashlane.kernels.hopper.flex.problem").problem_of
+    mask = cell.mask(operands.q.device)
+    mask = None if mask is None else blocks.narrowed(mask)
+    program, arguments = bind(cell.score, None if mask is None else mask.mask_mod, operands.q.device)
+    q, k, v = (t.transpose(1, 2) for t in (operands.q, operands.k, operands.v))
+    scale = q.shape[-1] ** -0.5
+    block = None if mask is None else tuple(mask.BLOCK_SIZE)
+    bits = mask is not None and program.mask is not None
+    found: dict[str, Call] = {}
+    if not backward:
+        base = of.config_of(problem_of(q, k, v, scale), program, block, bits)
+        other = forward_candidates(base)
+        return {
+            f"candidate {name}": lambda c=config: kernels.forward(q, k, v, program, arguments, mask, scale, config=c)
+            for name, config in other.items()
+        }
+    out, lse = kernels.forward(q, k, v, program, arguments, mask, scale)
+    dout = torch.randn_like(out)
+    for ordered in (False, True) if cell.ordered else (False,):
+        base = of.config_of(problem_of(q, k, v, scale, (-1, -1), ordered), program, block, bits)
+        for name, config in backward_candidates(base, problem_of(q, k, v, scale)).items():
+            found[f"candidate {name}{', ordered' if ordered else ''}"] = lambda c=config, o=ordered: kernels.backward(
+                q, k, v, out, lse, dout, None, program, arguments, mask, scale, deterministic=o, config=c
+            )
+    return found
+
+
+def forward_candidates(base: Any) -> dict[str, Any]:
+    """By name; those of a head dim of 128 have room for these tiles."""
+    found = {"all heads": replace(base, heads_per_section=1 << 20)}
+    if base.program and "HAS_SMALL = true" in base.program:
+        found["tanh of any size"] = replace(base, program=base.program.replace("HAS_SMALL = true", "HAS_SMALL = false"))
+    for pingpong in (False, True):
+        if base.consumers > 1 and base.pingpong != pingpong:
+            found["ping-pong" if pingpong else "no ping-pong"] = replace(base, pingpong=pingpong)
+    if base.head_dim == 128 and base.block_n == 128 and base.consumers == 2:
+        found["3 consumers of 64 keys"] = replace(base, block_n=64, consumers=3, stages=3)
+    return found
+
+
+def backward_candidates(base: Any, problem: Any) -> dict[str, Any]:
+    most = problem.batch * problem.kv_heads
+    sections = sorted({min(most, base.heads_per_section * factor) for factor in (2, 4)} | {most})
+    return {f"{n} heads a section": replace(base, heads_per_section=n) for n in sections if n != base.heads_per_section}
+
+
+def compare(calls: dict[str, Call]) -> dict[str, str | float]:
+    """The largest difference of each from the first that runs, by the largest value; or what it raised."""
+    found: dict[str, str | float] = {}
+    first: list[torch.Tensor] = []
+    for name, call in calls.items():
+        try:
+            results = call()
+            results = list(results) if isinstance(results, (tuple, list)) else [results]
+        except Exception as error:  # a peer may raise anything
+            found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            continue
+        if name.startswith("candidate"):
+            results = [t.transpose(1, 2) for t in results if t.ndim == 4]
+        first = first or [t.detach() for t in results]
+        pairs = zip(results, first)
+        found[name] = max(
+            ((a.detach().float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs
+        )
+    return found
+
+
+def measured(
+    cell: Cell, direction: str, calls: dict[str, Call], settings: bench.Settings, device: Any
+) -> dict[str, Any]:
+    """One row: differences, milliseconds, TFLOP/s, ratios to ours and whether the bars are met."""
+    differences = compare(calls)
+    able = {name: call for name, call in calls.items() if not isinstance(differences[name], str)}
+    items = [Implementation(name, "kernel", call) for name, call in able.items()]
+    timings = dict(zip(able, measure(items, clock_for(device, settings), settings), strict=True))
+    flops = 4 * cell.pairs * cell.size[2] * (2.5 if direction == "backward" else 1)
+    row: dict[str, Any] = {"cell": cell.name, "direction": direction, "difference": differences}
+    row["ms"] = {name: t.median for name, t in timings.items() if not isinstance(t, Exception)}
+    row["spread"] = {name: t.spread for name, t in timings.items() if not isinstance(t, Exception)}
+    row["tflops"] = {name: flops / ms / 1e9 for name, ms in row["ms"].items()}
+    row["failed"] = {name: text for name, text in differences.items() if isinstance(text, str)}
+    row["failed"] |= {name: str(t)[:160] for name, t in timings.items() if isinstance(t, Exception)}
+    row["wrong"] = [n for n, d in differences.items() if not isinstance(d, str) and not d <= limit(cell, n)]
+    ours = row["tflops"].get("flashlane")
+    if ours is not None:
+        row["ratio"] = {name: ours / other for name, other in row["tflops"].items() if name != "flashlane"}
+        row["met"] = met(cell.bars.get(direction, 0.0), ours, row["tflops"])
+    return row
+
+
+def limit(cell: Cell, name: str) -> float:
+    """Native functions do not have the cell's score."""
+    return float("inf") if name == "native" and cell.score is not None else TOLERANCE
+
+
+def met(bar: float, ours: float, tflops: dict[str, float]) -> dict[str, bool]:
+    """By what is asked: the cell's own bar, 1.25 times FLASH and 1.8 times Triton."""
+    found = {}
+    if bar >= 2:
+        found[f"{bar:.0f} TFLOP/s"] = ours >= bar
+    elif bar and "native" in tflops:
+        found[f"{bar} of native"] = ours >= bar * tflops["native"]
+    for name, factor in (("flash", 1.25), ("triton", 1.8)):
+        if name in tflops:
+            found[f"{factor} of {name}"] = ours >= factor * tflops[name]
+    return found
+
+
+def run(
+    device: torch.device,
+    peers: Sequence[str],
+    settings: bench.Settings,
+    seconds: float,
+    *,
+    shrink: int = 1,
+    with_candidates: bool = False,
+    words: Sequence[str] = (),
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """All rows. After two thirds of the seconds peers that compile are left out, and after them all that is left is."""
+    began, rows = time.monotonic(), []
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    for cell in cells(shrink):
+        if words and not any(word in cell.name for word in words):
+            continue
+        for direction, calls_of in (("forward", forward_calls), ("backward", backward_calls)):
+            spent = time.monotonic() - began
+            if spent > seconds:
+                rows.append({"cell": cell.name, "direction": direction, "failed": {"all": "no time was left"}})
+                continue
+            operands = Operands.of(cell, device)
+            run_by = functions(cell, device, peers if spent < seconds * 2 / 3 else ())
+            calls = calls_of(cell, operands, run_by)
+            if with_candidates:
+                calls |= candidates(cell, operands, direction == "backward")
+            rows.append(measured(cell, direction, calls, settings, device))
+            print(line(rows[-1]), flush=True)
+            keep(rows)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    figures = "  ".join(f"{name} {value:.0f}" for name, value in row.get("tflops", {}).items())
+    missed = [name for name, fine in row.get("met", {}).items() if not fine]
+    ends = f"  MISSED {', '.join(missed)}" if missed else ""
+    ends += f"  WRONG {row['wrong']}" if row.get("wrong") else ""
+    return f"{row['cell']:28} {row['direction']:9}{figures}{ends}  {row['failed'] or ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--peers", default="triton,flash", help=f"of {', '.join(PEERS)}; none leaves them out")
+    parser.add_argument("--cells", default="", help="words of cells' names, separated by commas")
+    parser.add_argument("--seconds", type=float, default=400.0, help="time to stay below, compiling included")
+    parser.add_argument("--candidates", action="store_true", help="also time other configurations of our kernels")
+    given = parser.parse_args()
+    peers = [name for name in given.peers.split(",") if name and name != "none"]
+    for name in peers:
+        if name not in PEERS:
+            parser.error(f"--peers has {name!r}; it may have {', '.join(PEERS)}, or be none")
+    device = importlib.import_module("gpu_run").device_or_exit()
+    body: dict[str, Any] = {"script": SCRIPT, "environment": environment(device), "seed": DRAW}
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        write_atomically(given.out, json.dumps(body | {"rows": rows}, indent=1) + "\n")
+
+    settings = bench.Settings(rounds=5, round_ms=6.0, warmup_ms=20.0, protocols=("steady",))
+    words = [word for word in given.cells.split(",") if word]
+    keep(run(device, peers, settings, given.seconds, with_candidates=given.candidates, words=words, keep=keep))
+
+
+if __name__ == "__main__":
+    main()

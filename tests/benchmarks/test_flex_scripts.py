@@ -1,0 +1,128 @@
+"""The GPU scripts of flex_attention, on the CPU: what they call, how they judge and what they write down."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from flashlane import bench
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "scripts"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def masks_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("flex_masks")
+
+
+@pytest.fixture
+def speed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    found = importlib.import_module("flex_speed")
+    monkeypatch.setattr(found, "HEADS", 2)
+    return found
+
+
+@pytest.mark.parametrize("name", ["flex_masks", "flex_speed"])
+def test_without_a_gpu_they_say_so(name, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = importlib.import_module(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", [name, "--out", str(tmp_path / "x.json")])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2 and "no CUDA device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_attention_is_compared_by_value(masks_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU both sides are the reference; a call that fails is told."""
+    rows = masks_script.check_attention(CPU, 20)
+    assert len(rows) == 3 * 8 and all(row["error"] == 0.0 for row in rows) and not masks_script.wrong(rows)
+
+    def broken(*args):
+        raise NotImplementedError("no kernel")
+
+    monkeypatch.setattr(masks_script.flashlane, "flex_attention", broken)
+    assert len(masks_script.wrong(masks_script.check_attention(CPU, 20))) == len(rows)
+
+
+def test_rows_that_one_side_does_not_see_are_an_infinite_difference(masks_script: ModuleType) -> None:
+    a, b = torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, 2.0])
+    assert masks_script.difference(a, b) == float("inf") and masks_script.difference(a, a) == 0.0
+    assert masks_script.difference(1.1 * b, b) > masks_script.LARGEST_ERROR
+
+
+def test_each_named_mask_gives_one_table_by_three_ways(
+    masks_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = masks_script.call_milliseconds
+    monkeypatch.setattr(masks_script, "call_milliseconds", lambda build, repeats=1: real(build, 1))
+    for name, (mask, function) in masks_script.named(2048, CPU).items():
+        row = masks_script.time_mask(name, mask, function, 2048, False, CPU)
+        assert row["same_lists"] is True, name
+        assert all(isinstance(row[key], float) for key in ("intervals_call_ms", "program_call_ms", "torch_call_ms"))
+        assert isinstance(row["program_device_us"], str), "there are no CUDA graphs on a CPU"
+
+
+def test_cells_are_timed_compared_and_judged(speed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = bench.Settings(rounds=1, round_ms=0.01, warmup_ms=0.01, warmup=1, max_iterations=1)
+    kept: list[int] = []
+    rows = speed.run(
+        CPU, ["triton"], settings, 60, shrink=128, words=["documents", "D64"], keep=lambda rows: kept.append(len(rows))
+    )
+    assert [row["cell"] for row in rows[::2]] == [
+        "causal documents 32k",
+        "causal 4096 D64, linear",
+        "causal 4096 D64, tanh",
+    ]
+    assert kept == list(range(1, 7))
+    for row in rows:
+        assert row["wrong"] == [] and set(row["tflops"]) >= {"flashlane", "native"}
+        assert set(row["failed"]) == ({"triton"} if row["direction"] == "backward" else set()), (
+            "torch's has none on a CPU"
+        )
+    assert "flashlane, ordered" in rows[1]["tflops"] and rows[1]["difference"]["flashlane, ordered"] == 0.0
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert rows[0]["difference"]["native"] < 1e-5 < rows[2]["difference"]["native"], "which has no score"
+
+
+def test_bars_are_told_from_ratios(speed: ModuleType) -> None:
+    found = {"native": 600.0, "flash": 400.0, "triton": 300.0}
+    assert speed.met(0.95, 560.0, found) == {"0.95 of native": False, "1.25 of flash": True, "1.8 of triton": True}
+    assert speed.met(620, 560.0, {}) == {"620 TFLOP/s": False} and speed.met(0, 1.0, {}) == {}
+
+
+def test_a_wrong_output_is_told(speed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = next(speed.cells(128))
+    calls = {
+        "flashlane": lambda: torch.ones(2, 2, 4, 4), "triton": lambda: torch.full((2, 2, 4, 4), 1.1),
+        "flash": lambda: 1 / 0,
+    }  # fmt: skip
+    settings = bench.Settings(rounds=1, round_ms=0.01, warmup_ms=0.01, warmup=1, max_iterations=1)
+    row = speed.measured(cell, "forward", calls, settings, CPU)
+    assert row["wrong"] == ["triton"] and "ZeroDivisionError" in row["failed"]["flash"] and "flash" not in row["ms"]
+
+
+def test_pairs_are_those_of_the_masks(speed: ModuleType) -> None:
+    from flashlane.flex import blocks
+
+    for cell in speed.cells(64):
+        mask = cell.mask(CPU)
+        batch, tokens, _ = cell.size
+        states = blocks.states(mask)
+        n = mask.BLOCK_SIZE[0]
+        at = (
+            torch.arange(size).view([-1 if i == axis else 1 for i in range(4)])
+            for axis, size in enumerate((1, 2, tokens, tokens))
+        )
+        b, h, q, k = at
+        state = states.expand(1, 2, -1, -1).repeat_interleave(n, 2).repeat_interleave(n, 3)[:, :, :tokens, :tokens]
+        seen = (state == blocks.FULL) | ((state == blocks.PARTIAL) & mask.mask_mod(b, h, q, k))
+        assert batch * int(seen.sum()) == cell.pairs, cell.name
