@@ -8,7 +8,8 @@ Each tree runs in a process of its own, because a process can import the package
 time: for each problem and round the order of the two is drawn, each runs the call by itself for ``--warm`` milliseconds
 before it is timed, and device events time ``--timed`` milliseconds of calls of the public function, replayed from a
 CUDA graph where it can be captured. A problem whose median is behind by more than ``--again`` is timed for three times
-as many further rounds.
+as many further rounds. With ``--kernels`` a row also has the microseconds of each kernel of a call, so that a loss can
+be traced to one.
 
 Results of both trees are compared bit by bit (not dQ, which is summed in any order), and where bits differ by random
 projections, which estimate ‖a − b‖ / ‖b‖. Exit status 1 when results differ by more than rounding, when a problem is
@@ -39,6 +40,7 @@ PROJECTIONS = 4
 ALLOWED = 1e-2
 """Largest relative difference of two results; both are rounded to f16 or bf16."""
 SLOWER = 0.99
+PROFILED_CALLS = 50
 
 
 # --- a worker: one tree, of which only the public functions are known ---
@@ -161,6 +163,22 @@ def captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], bool]:
     return graph.replay, True
 
 
+def kernels_of(call: Callable[[], Any]) -> list[list[Any]]:
+    """Name, microseconds and launches of each kernel of a call, in the order of their first launch."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(PROFILED_CALLS):
+            call()
+        torch.cuda.synchronize()
+    spans: dict[str, list[float]] = {}
+    events = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        spans.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    return [[name[:80], sum(each) / PROFILED_CALLS, len(each) / PROFILED_CALLS] for name, each in spans.items()]
+
+
 def worker() -> None:
     """Reads a request a line, writes an answer a line."""
     import torch
@@ -183,6 +201,8 @@ def worker() -> None:
                 del results
                 calls["call"], answer["graph"] = captured(call)
                 answer["ms"] = timed(calls["call"], WARM_CALLS, WARM_CALLS)
+            elif asked["do"] == "kernels":
+                answer["kernels"] = kernels_of(calls["call"])
             else:
                 call, each = calls["call"], asked["ms"]
                 warm, count = (max(3, round(asked[what] / each)) for what in ("warm", "timed"))
@@ -329,6 +349,8 @@ def compare(
     ratio = rounds(given.rounds)
     if ratio < 1 - given.again:
         ratio = rounds(3 * given.rounds)
+    if given.kernels:
+        row["kernels"] = {name: trees[name].ask(do="kernels") for name in sorted(trees)}
     return {**row, "ratio": ratio, "times": times}
 
 
@@ -347,6 +369,7 @@ def main() -> int:
     parser.add_argument("--again", type=float, default=0.006, help="loss beyond which a problem is timed again")
     parser.add_argument("--seconds", type=float, default=400.0, help="no problem is begun after this")
     parser.add_argument("--only", default="", help="problems whose names have all these words: 'D128 window'")
+    parser.add_argument("--kernels", action="store_true", help="also count the time of each kernel")
     parser.add_argument("--repeat", type=Path, nargs="+", help="results of earlier runs: time what was slower again")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
