@@ -1,6 +1,6 @@
 """Draw README's chart: the Hopper kernels' speed over the fastest peer of each drawn problem of a judging seed, sorted.
 
-    python benchmarks/scripts/peers_chart.py           # writes docs/images/beside-the-peers.svg
+    python benchmarks/scripts/peers_chart.py           # writes docs/images/speed-over-peers.svg
     python benchmarks/scripts/peers_chart.py --check   # exit 1 when the picture is not of the committed results
 
 The data are the files of drawn.py in benchmarks/results: one point a problem, a panel for each file and protocol. The
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PICTURE = ROOT / "docs" / "images" / "beside-the-peers.svg"
+PICTURE = ROOT / "docs" / "images" / "speed-over-peers.svg"
 PANELS = {
     f"{direction}, {protocol}": (f"drawn_{direction}_dense_{seed}.json", protocol)
     for direction, seed in (("forward", 2000), ("backward", 2001))

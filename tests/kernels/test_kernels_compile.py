@@ -72,7 +72,7 @@ def test_compiles(kernel: DeviceKernel) -> None:
     ids=lambda x: x if isinstance(x, str) else x.tag,
 )
 def test_compiles_elsewhere(kernel: DeviceKernel, arch: str) -> None:
-    """The fastest on every architecture, every third of the others on one in turn (``make compile`` does them all).
+    """The fastest on every architecture, a third of the others on one after another (``make compile`` does them all).
 
     Padded and fully swizzled; between them only constants of addresses differ.
     """
@@ -137,7 +137,7 @@ LARGE = ("mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+stage2)", "mma(spl
 @pytest.mark.parametrize(
     ("arch", "head_dim", "tag"),
     [
-        (arch, head_dim, LARGE[(row + column) % 2])  # in turn
+        (arch, head_dim, LARGE[(row + column) % 2])  # alternately
         for row, arch in enumerate(("sm_80", "sm_86", "sm_90a"))
         for column, head_dim in enumerate((320, 328, 512, 1024))
     ],

@@ -253,7 +253,7 @@ def close(got: torch.Tensor, tensors: list[torch.Tensor]) -> None:
 
 @pytest.mark.gpu
 def test_gpu_repeated_calls_compute_their_own_tensors() -> None:
-    """More sets of tensors than addresses are kept, on two streams in turn, with nothing waiting between."""
+    """More sets of tensors than addresses are kept, alternately on two streams, with nothing waiting between."""
     many = [[t.cuda() for t in qkv(n=192, m=320)] for _ in range(launch_pool.BLOCKS_KEPT + 8)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()

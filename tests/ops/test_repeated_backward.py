@@ -169,7 +169,7 @@ def test_a_profiler_sees_the_operator(launches: Launches) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["contiguous", "heads first"])
 def test_gpu_repeated_backwards_compute_their_own_gradients(layout: str) -> None:
-    """Three sets of tensors in turn, on two streams, with nothing waiting between."""
+    """Three sets of tensors one after another, on two streams, with nothing waiting between."""
     sets = []
     for _ in range(3):
         tensors = [torch.randn(1, 256, 2, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]

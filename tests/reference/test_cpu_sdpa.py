@@ -1,4 +1,4 @@
-"""torch's fused attention on a CPU as a kernel: right, differentiable, and chosen where it is faster."""
+"""torch's SDPA on a CPU as a kernel: right, differentiable, and chosen where it is faster."""
 
 import pytest
 import torch
@@ -49,5 +49,5 @@ def test_auto_takes_it_where_it_is_faster_and_explain_says_so():
         dispatch.select(problem(kv_heads=2)).tag == "tiled" and dispatch.select(problem(window=(8, 0))).tag == "tiled"
     )
     text = str(dispatch.explain_problem(problem()))
-    assert text.startswith("B1 H4 N1024 D64 f32 on cpu: cpu-sdpa") and "torch's own fused attention on a CPU" in text
+    assert text.startswith("B1 H4 N1024 D64 f32 on cpu: cpu-sdpa") and "torch's own SDPA on a CPU" in text
     assert "cpu-sdpa" not in str(dispatch.explain_problem(problem().on("sm_90a"))).splitlines()[0]

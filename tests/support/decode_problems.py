@@ -52,7 +52,7 @@ class Drawn:
 
 
 def draw(count: int, seed: int) -> list[Drawn]:
-    """Problems of all kinds of cache in turn."""
+    """Problems of one kind of cache after another."""
     chance = random.Random(seed)
     return [
         Drawn(

@@ -191,12 +191,12 @@ def forwarded(problem: AttentionProblem, inputs: Inputs) -> Given:
 
 
 def on_four_streams(problem: AttentionProblem, inputs: Inputs, what: Given, calls: int) -> list[Gradients]:
-    """What so many calls find, on four streams in turn, none waiting for another."""
+    """What so many calls find, on four streams one after another, none waiting for another."""
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
     found = []
-    for turn in range(calls):
-        with torch.cuda.stream(streams[turn % 4]):
+    for number in range(calls):
+        with torch.cuda.stream(streams[number % 4]):
             found.append(hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse))
     torch.cuda.synchronize()
     return found

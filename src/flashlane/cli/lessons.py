@@ -34,7 +34,7 @@ def lessons_command(
     size: Annotated[int, o.option("--size", help="M = N = K of hgemm.", panel=o.SIZES)] = SIZE,
     iters: Annotated[
         int | None,
-        o.option("--iters", "--rounds", help="Rounds; in each, every variant runs in turn.", panel=o.MEASURE),
+        o.option("--iters", "--rounds", help="Rounds; in each, the variants run one after another.", panel=o.MEASURE),
     ] = None,
     list_: Annotated[bool, o.option("--list", help="Show the variants; measure nothing.", panel=o.OUTPUT)] = False,
     out: o.Out = o.RESULTS,

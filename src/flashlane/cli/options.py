@@ -162,7 +162,7 @@ Rounds = Annotated[
     option(
         "--iters",
         "--rounds",
-        help="Rounds; in each, every implementation runs in turn. --repeats is the same option.",
+        help="Rounds; in each, the implementations run one after another. --repeats is the same option.",
         panel=MEASURE,
     ),
 ]

@@ -38,7 +38,7 @@ def tune_command(
     direction: o.KernelDirection = "forward",
     iters: Annotated[
         int | None,
-        o.option("--iters", "--rounds", help="Rounds; in each, every candidate runs in turn.", panel=o.MEASURE),
+        o.option("--iters", "--rounds", help="Rounds; in each, the candidates run one after another.", panel=o.MEASURE),
     ] = None,
     seed: Annotated[int, o.option("--seed", help="Of the random inputs; each problem adds 1.", panel=o.INPUT)] = 0,
     device: Annotated[

@@ -1,6 +1,6 @@
 """Streams of a call on a GPU: while one kernel's last tiles run, the next one's first tiles fill the idle SMs.
 
-Lanes 0 and 1 compute in turn; lane 2 moves data. Lane 0 is torch's current stream. A call begins when that stream
+Lanes 0 and 1 compute alternately; lane 2 moves data. Lane 0 is torch's current stream. A call begins when that stream
 comes to it, and what follows on that stream waits for all lanes. On the CPU lanes do nothing.
 """
 

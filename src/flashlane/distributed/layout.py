@@ -76,15 +76,15 @@ def runs_of(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: int) -> 
     for document, length in enumerate(lengths):
         if layout == "zigzag":
             chunks = chunk_bounds(length, 2 * ranks)
-            pieces = [range(chunks[i], chunks[i + 1]) for i in (rank, 2 * ranks - 1 - rank)]
+            parts = [range(chunks[i], chunks[i + 1]) for i in (rank, 2 * ranks - 1 - rank)]
         elif layout == "contiguous":
-            pieces = [range(max(0, bounds[rank] - first), min(length, bounds[rank + 1] - first))]
+            parts = [range(max(0, bounds[rank] - first), min(length, bounds[rank + 1] - first))]
         else:
-            pieces = [range((rank - first) % ranks, length, ranks)]
-        for piece in pieces:
-            if len(piece):
-                found.append(Run(document, piece.start, len(piece), piece.step, row))
-                row += len(piece)
+            parts = [range((rank - first) % ranks, length, ranks)]
+        for part in parts:
+            if len(part):
+                found.append(Run(document, part.start, len(part), part.step, row))
+                row += len(part)
         first += length
     return join_runs(found)
 

@@ -4,8 +4,8 @@ On GPUs it is torch's symmetric memory: copy engines carry the data over NVLink 
 waited for by the streams themselves, so that an exchange costs the kernels that run meanwhile nothing but bandwidth.
 Among processes on a CPU it is a shared file.
 
-The memory has two halves that take turns. A rank writes to a half again when all ranks have said that they are done
-with what it held two exchanges before. A rank that is lost ends the others after the group's timeout, as NCCL does: on
+The memory has two halves, which exchanges use alternately. A rank writes to a half again when all ranks have said that
+they are done with what it held two exchanges before. A rank that is lost ends the others after the group's timeout, as NCCL does: on
 a GPU by ending the process, because a stream that waits for a flag cannot be called back.
 """
 

@@ -131,11 +131,11 @@ def fold_name(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     lines, line = [], ""
-    for piece in re.split(r"(?=[+\[])|(?<=[ ,])", text):
-        if line.strip() and len(line) + len(piece.rstrip()) > width:
+    for part in re.split(r"(?=[+\[])|(?<=[ ,])", text):
+        if line.strip() and len(line) + len(part.rstrip()) > width:
             lines.append(line.rstrip())
             line = "  "
-        line += piece
+        line += part
         while len(line.rstrip()) > width:
             lines.append(line[:width])
             line = "  " + line[width:]

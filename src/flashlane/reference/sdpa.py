@@ -1,4 +1,4 @@
-"""torch's own fused attention on a CPU, as a kernel: what ``auto`` takes there where it is faster than our torch code.
+"""torch's own SDPA on a CPU, as a kernel: what ``auto`` takes there where it is faster than our torch code.
 
 Source: torch's ``_scaled_dot_product_flash_attention_for_cpu`` (blocks of queries and keys with a running softmax as in
 Dao 2023, written in C++ with vector instructions). It gives the LSE, so that our backward can follow it.
@@ -17,11 +17,11 @@ FASTER = (torch.float32, torch.bfloat16)
 
 
 class CpuSdpaKernel(registry.Kernel):
-    """torch's fused attention for CPUs."""
+    """torch's SDPA for CPUs."""
 
     tag = "cpu-sdpa"
     family = "cpu-sdpa"
-    summary = "torch's own fused attention on a CPU"
+    summary = "torch's own SDPA on a CPU"
     source = "torch, aten::_scaled_dot_product_flash_attention_for_cpu"
     priority = 0
 

@@ -48,7 +48,7 @@ def names(change: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("change", "arch"),
-    [(change, arch) for turn, change in enumerate(CORNERS) for arch in ("sm_90a", ("sm_80", "sm_120")[turn % 2])],
+    [(change, arch) for number, change in enumerate(CORNERS) for arch in ("sm_90a", ("sm_80", "sm_120")[number % 2])],
     ids=lambda x: x if isinstance(x, str) else names(x),
 )
 def test_compiles_without_spills(change: dict[str, Any], arch: str) -> None:

@@ -147,8 +147,8 @@ def public_call(problem: AttentionProblem, inputs: Inputs, tag: str) -> Callable
 
 def rotating(item: Implementation, others: Sequence[Callable[[], Outcome]]) -> Implementation:
     """The same thing to run, which goes to the next set of inputs at each call."""
-    turns = itertools.cycle((item.call, *others))
-    return replace(item, call=lambda: next(turns)())
+    calls = itertools.cycle((item.call, *others))
+    return replace(item, call=lambda: next(calls)())
 
 
 def _of_peer(work: Work, peer: Peer) -> Implementation:

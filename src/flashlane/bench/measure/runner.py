@@ -105,8 +105,8 @@ class Selection:
 def _near(word: str, known: tuple[str, ...]) -> str:
     if any(word in tag for tag in peer_tags()):
         return "it is in a peer's: use --peers"
-    pieces = {piece for tag in known for piece in tag.replace("(", "+").replace(")", "+").split("+") if piece}
-    return registry.suggest(word, (*sorted(pieces), *known))
+    words = {word for tag in known for word in tag.replace("(", "+").replace(")", "+").split("+") if word}
+    return registry.suggest(word, (*sorted(words), *known))
 
 
 @dataclass
@@ -325,11 +325,11 @@ def _run_case(case: Case, direction: Direction, results: Results, plan: _Plan, s
 
 MOST_ROTATIONS = 64
 L2_SHARE = 4
-"""Sets of inputs that calls take turns over are so many times as large as L2 in all; there are at least two."""
+"""The sets of inputs that calls alternate between are so many times as large as L2 in all; there are at least two."""
 
 
 def _rotations(case: Case, work: Work, plan: _Plan, seed: int) -> list[Work]:
-    """The problem on further tensors of its own: what :attr:`Settings.rotate` takes turns over."""
+    """The problem on further tensors of its own: what calls alternate between with :attr:`Settings.rotate`."""
     if plan.device.type != "cuda" or case.inputs is not None:
         return []
     l2 = torch.cuda.get_device_properties(plan.device).L2_cache_size

@@ -69,7 +69,7 @@ class Settings:
     protocols: tuple[Way, ...] = ("flushed",)
     """How calls are timed on a GPU; the first one's figures are those of the tables."""
     rotate: bool = False
-    """Calls take turns over several sets of inputs, so that none finds its own in L2; for ``steady`` and ``replay``."""
+    """Calls alternate between several sets of inputs: none finds its own in L2; for ``steady`` and ``replay``."""
     order_seed: int = 0
     """Of the order of each round."""
 

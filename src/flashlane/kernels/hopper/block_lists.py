@@ -135,10 +135,10 @@ def tile_lists(
     counts = listed.sum(-1, dtype=torch.int32)
     steps = counts if heads == 1 or group == 1 else counts.view(batch, -1, group, tiles).sum(2, dtype=torch.int32)
     order = _order_of_additions(steps) if ranked else torch.argsort(steps, dim=-1, descending=True, stable=True)
-    earlier, turn = None, None
+    earlier, position = None, None
     if ranked:
-        earlier, turn = _additions(listed, order if heads == 1 else order.repeat_interleave(group, 1))
-    places = torch.argsort(_turn(states) if turn is None else turn, dim=-1, stable=True)
+        earlier, position = _additions(listed, order if heads == 1 else order.repeat_interleave(group, 1))
+    places = torch.argsort(_positions(states) if position is None else position, dim=-1, stable=True)
     seen = (states > 0).gather(3, places[..., None].expand_as(states))
     last = (seen & (seen.cumsum(3, dtype=torch.int32) == 1)).int() << (shifts // 2 + LAST)
     words = words.gather(-1, places) | last.sum(-1, dtype=torch.int32)
@@ -151,8 +151,8 @@ def tile_lists(
 def _order_of_additions(steps: torch.Tensor) -> torch.Tensor:
     """The order of tiles whose additions have one: by number, from the side on which tiles have more steps.
 
-    Tiles that follow each other then have the same blocks at nearly the same turns. By their steps, the tile in which
-    two documents meet would come before all others of one of them.
+    Tiles that follow each other then have the same blocks at nearly the same positions. By their steps, the tile in
+    which two documents meet would come before all others of one of them.
 
     Args:
         steps: ``(batch, tile head, tile)``.
@@ -163,7 +163,7 @@ def _order_of_additions(steps: torch.Tensor) -> torch.Tensor:
 
 
 def _additions(listed: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each tile and block: how many tiles before this one have the block, and its turn in the tile's list.
+    """Of each tile and block: how many tiles before this one have the block, and its position in the tile's list.
 
     An addition waits for that of the tile before. All lists ascend or all descend, whichever lets tiles wait less: if
     some came to a block early and others late, each tile would wait until the one before is done.
@@ -181,16 +181,16 @@ def _additions(listed: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor,
     ascending = in_order.cumsum(3, dtype=torch.int32)
     descending = ascending[..., -1:] + 1 - ascending
     waits = []
-    for turn in (ascending, descending):
-        late = turn.gather(2, before.clamp_min(0).long()) + 1 - turn
+    for position in (ascending, descending):
+        late = position.gather(2, before.clamp_min(0).long()) + 1 - position
         waits.append(torch.where(in_order & (before >= 0), late, 0).clamp_min(0).amax(3).sum(2))
-    turn = torch.where((waits[0] <= waits[1])[..., None, None], ascending, descending)
-    turn = torch.where(in_order, turn, listed.shape[3] + 1)
-    return tuple(torch.empty_like(t).scatter_(2, at, t) for t in (earlier, turn))  # type: ignore[return-value]
+    position = torch.where((waits[0] <= waits[1])[..., None, None], ascending, descending)
+    position = torch.where(in_order, position, listed.shape[3] + 1)
+    return tuple(torch.empty_like(t).scatter_(2, at, t) for t in (earlier, position))  # type: ignore[return-value]
 
 
-def _turn(states: torch.Tensor) -> torch.Tensor:
-    """The turn of each block in its list, which the forward walks over from the end.
+def _positions(states: torch.Tensor) -> torch.Tensor:
+    """The position of each block in its list, which the forward walks over from the end.
 
     Blocks that only the last rows of a tile see come last, and those that only the first rows see come first, so that
     the blocks of most rows follow each other, and what is hidden from them is at the ends.
@@ -201,5 +201,5 @@ def _turn(states: torch.Tensor) -> torch.Tensor:
     parts = states.shape[-1]
     hidden = (states == NONE).int()
     first, last = hidden.cumprod(-1).sum(-1), hidden.flip(-1).cumprod(-1).sum(-1)
-    turn = torch.where(last == 0, first, torch.where(first == 0, -last, 0))
-    return torch.where(first == parts, parts, turn)
+    position = torch.where(last == 0, first, torch.where(first == 0, -last, 0))
+    return torch.where(first == parts, parts, position)
