@@ -61,15 +61,15 @@ __device__ constexpr bool sections_descend(int heads, int blocks, int section) {
     return true;
 }
 """
-PARTS = """
+SPLITS = """
 #include "attention/block_range.cuh"
-__device__ constexpr bool parts_cover(int low, int count, int splits) {
+__device__ constexpr bool splits_cover(int low, int count, int splits) {
     int next = low;
     for (int split = 0; split < splits; ++split) {
-        const BlockRange part = BlockRange{low, low + count}.part(split, splits);
-        if (part.empty()) continue;
-        if (part.low != next) return false;
-        next = part.high;
+        const BlockRange range = BlockRange{low, low + count}.of_split(split, splits);
+        if (range.empty()) continue;
+        if (range.low != next) return false;
+        next = range.high;
     }
     return next == low + count;
 }
@@ -84,6 +84,8 @@ def test_the_order_of_tiles_loses_none() -> None:
     compiles(ORDER + "\n".join(calls) + "\n")
 
 
-def test_parts_cover_a_range() -> None:
+def test_splits_cover_a_range() -> None:
     sizes = ((1, 1), (7, 3), (8, 4), (5, 8), (0, 2))
-    compiles(PARTS + "\n".join(f"static_assert(parts_cover(3, {count}, {splits}));" for count, splits in sizes) + "\n")
+    compiles(
+        SPLITS + "\n".join(f"static_assert(splits_cover(3, {count}, {splits}));" for count, splits in sizes) + "\n"
+    )

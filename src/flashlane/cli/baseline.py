@@ -84,7 +84,7 @@ def baseline_command(
 
 
 def measure(found: list[Line], device: Any, out: Path, **how: Any) -> tuple[Results | None, Kept | None, bool]:
-    """Measures line after line, with results on the disk after each; the results, their file, and whether Ctrl-C came."""
+    """Measure line after line, the results on the disk after each; these, their file, and whether Ctrl-C came."""
     from flashlane.bench.measure.kept import keep_texts
     from flashlane.bench.measure.peers import select_peers
     from flashlane.bench.measure.results import file_stem

@@ -5,8 +5,8 @@ waited for by the streams themselves, so that an exchange costs the kernels that
 Among processes on a CPU it is a shared file.
 
 The memory has two halves, which exchanges use alternately. A rank writes to a half again when all ranks have said that
-they are done with what it held two exchanges before. A rank that is lost ends the others after the group's timeout, as NCCL does: on
-a GPU by ending the process, because a stream that waits for a flag cannot be called back.
+they are done with what it held two exchanges before. A rank that is lost ends the others after the group's timeout, as
+NCCL does: on a GPU by ending the process, because a stream that waits for a flag cannot be called back.
 """
 
 from __future__ import annotations

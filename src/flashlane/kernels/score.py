@@ -141,16 +141,16 @@ def run_time_score_inputs(inputs: Inputs) -> Inputs:
     return replace(inputs, sinks=sinks.float())
 
 
-def sink_gradient_parts(inputs: Inputs, count: int) -> torch.Tensor | None:
-    """Memory for so many parts of the sinks' gradient, f32 ``(part, head)``; None for a call without sinks."""
+def sink_gradient_partials(inputs: Inputs, count: int) -> torch.Tensor | None:
+    """Memory for so many partial sums of the sinks' gradient, f32 ``(partial, head)``; None without sinks."""
     if inputs.sinks is None:
         return None
     return torch.empty((count, inputs.sinks.numel()), dtype=torch.float32, device=inputs.sinks.device)
 
 
-def sink_gradient(parts: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
-    """The sinks' gradient from what :func:`sink_gradient_parts` gave and a kernel wrote."""
-    return None if parts is None else parts.sum(0).to(inputs.sinks.dtype)
+def sink_gradient(partials: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
+    """The sinks' gradient from what :func:`sink_gradient_partials` gave and a kernel wrote."""
+    return None if partials is None else partials.sum(0).to(inputs.sinks.dtype)
 
 
 def sink_gradient_without_keys(inputs: Inputs, lse: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor | None:

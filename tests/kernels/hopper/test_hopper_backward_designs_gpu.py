@@ -75,7 +75,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[torch.Tensor, 
 
 @pytest.fixture
 def always_split(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiles are split into parts wherever they may be, as if that cost nothing."""
+    """Tiles are split wherever they may be, as if that cost nothing."""
     registry.changed()
     with monkeypatch.context() as patch:
         for cost in ("START", "WAIT", "ADD", "LEAST_SAVING"):
@@ -150,7 +150,7 @@ SPLIT += tuple(Variant(F16, 128, mask="full", features=(feature,)) for feature i
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("variant", SPLIT, ids=str)
-def test_parts_of_tiles_make_what_whole_tiles_make(variant: Variant, always_split: None) -> None:
+def test_splits_of_tiles_make_what_whole_tiles_make(variant: Variant, always_split: None) -> None:
     split = 0
     for number in range(DRAWS):
         item = draw(variant, number)
@@ -182,7 +182,7 @@ def test_the_last_of_many_tiles_are_split(head_dim: int, always_split: None) -> 
 
 @pytest.mark.gpu
 @needs_hopper
-def test_parts_on_several_streams_at_once(always_split: None) -> None:
+def test_splits_on_several_streams_at_once(always_split: None) -> None:
     """Launches share SMs, so that parts of one tile start far apart."""
     problem, inputs = dense(1500, 64, batch=1, heads=3, kv_heads=3)
     what = forwarded(problem, inputs)

@@ -1,4 +1,4 @@
-"""Split-Q of the Hopper backward: which tiles are split along their queries, and what the parts step through."""
+"""Split-Q of the Hopper backward: which tiles are split along their queries, and what the splits step through."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES
-from flashlane.kernels.hopper.backward.one_cta.split_q import MAX_BYTES, MAX_PARTS, SplitQ, split_of, steps_of
+from flashlane.kernels.hopper.backward.one_cta.split_q import MAX_BYTES, MAX_SPLITS, SplitQ, split_of, steps_of
 
 SMS = 132
 
@@ -33,7 +33,7 @@ def split(problem: AttentionProblem, sms: int = SMS) -> SplitQ:
 
 def test_the_last_of_equal_tiles_are_split_where_a_round_is_short() -> None:
     found = split(asked(batch=1, seqlen=16384))
-    assert found.tiles == 2048 % SMS == 68 and 3 <= found.parts <= MAX_PARTS
+    assert found.tiles == 2048 % SMS == 68 and 3 <= found.splits <= MAX_SPLITS
     assert split(asked(64, batch=1, heads=32, seqlen=16384)).tiles == 4096 % SMS == 4
     assert split(asked(batch=1, seqlen=16384), sms=128) == SplitQ(), "16 full rounds"
     assert split(asked(batch=16, seqlen=1024)) == SplitQ(), "13 steps a tile: splitting costs more than it saves"
@@ -42,7 +42,7 @@ def test_the_last_of_equal_tiles_are_split_where_a_round_is_short() -> None:
 def test_all_of_few_tiles_are_split() -> None:
     for mask in ({}, {"window_right": 0}):
         found = split(asked(batch=1, heads=1, **mask))
-        assert found.tiles == 32 and found.parts >= 3, mask
+        assert found.tiles == 32 and found.splits >= 3, mask
     assert split(asked(batch=1, heads=1, kv_heads=1, seqlen=100)) == SplitQ(), "two steps"
 
 
@@ -74,14 +74,14 @@ def test_steps_are_those_that_see_the_keys() -> None:
     assert set(steps_of(replace(problem, window_right=-1), config)) == {3 * blocks}
 
 
-def test_memory_for_parts_is_bounded_and_has_its_place() -> None:
+def test_memory_for_splits_is_bounded_and_has_its_place() -> None:
     for head_dim, heads in ((8, 64), (64, 131), (128, 131)):
         problem = asked(head_dim, batch=1, heads=heads, seqlen=1 << 17)
         found, config = split(problem), one_cta_tiles.pick(problem)
         rows = backward_launch.RowBlocks(problem, torch.Size((1, 1 << 17, heads, head_dim)), config.block_m)
         space = backward_launch.workspace_of(rows, config, found, OWN_LAUNCHES)
         assert 4 * found.partials * 128 * 2 * head_dim <= MAX_BYTES
-        if found.parts > 1:
+        if found.splits > 1:
             ends = sorted((*space.offsets.values(), space.words))
             sizes = dict(zip(sorted(space.offsets, key=space.offsets.get), map(int.__sub__, ends[1:], ends)))
             assert sizes["partials"] >= found.partials * 128 * 2 * head_dim
@@ -92,20 +92,21 @@ CHECKS = """
 #include "hopper/backward/one_cta/split_q.cuh"
 
 // The indices of a launch stand for every step of every tile once, in the order of the tiles.
-__device__ constexpr bool every_step_once(int tiles, int whole_tiles, int parts, int steps) {
+__device__ constexpr bool every_step_once(int tiles, int whole_tiles, int splits, int steps) {
     int tile = 0, step = 0, index = 0;
     for (; tile < tiles; ++index) {
-        const TilePart at = tile_part(index, whole_tiles, parts);
+        const TileSplit at = tile_split(index, whole_tiles, splits);
         const int all = steps + tile % 3 * 7;
-        const StepRange range = step_range(all, at.part, parts);
-        if (at.tile != tile || (at.part > 0) != (tile >= whole_tiles)) return false;
+        const StepRange range = step_range(all, at.split, splits);
+        if (at.tile != tile || (at.split > 0) != (tile >= whole_tiles)) return false;
         if (range.begin != step || range.count() < 0) return false;
         step = range.end;
-        if (tile_part(index + 1, whole_tiles, parts).tile == tile) continue;
+        if (tile_split(index + 1, whole_tiles, splits).tile == tile) continue;
         if (step != all) return false;
         ++tile, step = 0;
     }
-    return index == whole_tiles + (tiles - whole_tiles) * parts && tile_part(index, whole_tiles, parts).tile == tiles;
+    const int all_tiles = tile_split(index, whole_tiles, splits).tile;
+    return index == whole_tiles + (tiles - whole_tiles) * splits && all_tiles == tiles;
 }
 
 extern "C" __global__ void entry() {}
@@ -113,11 +114,11 @@ extern "C" __global__ void entry() {}
 """The compiler evaluates the device's own functions."""
 
 
-def test_every_step_of_every_tile_is_of_one_part() -> None:
+def test_every_step_of_every_tile_is_of_one_split() -> None:
     draw = random.Random(11)
     cases = [(1, 0, 1, 0), (1, 0, 4, 1), (68, 0, 3, 5), (40, 40, 1, 9)]
     for _ in range(40):
         tiles = draw.randint(1, 60)
-        cases.append((tiles, draw.randint(0, tiles), draw.randint(1, MAX_PARTS), draw.randint(0, 40)))
+        cases.append((tiles, draw.randint(0, tiles), draw.randint(1, MAX_SPLITS), draw.randint(0, 40)))
     text = CHECKS + "".join(f"static_assert(every_step_once({', '.join(map(str, case))}));\n" for case in cases)
     jit.compile(KernelSource("test.cu", text, "entry", ()), "sm_90a")

@@ -51,7 +51,7 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
     assert ("LDGSTS" in counts) == what.gather == ("ARRIVES.LDGSTSBAR" in text)
     assert (".MULTICAST" in text) == (what.cluster > 1) == ("UCGABAR_WAIT" in counts)
-    # The semaphore that counts the parts of a tile.
+    # The semaphore that counts the splits of a tile.
     assert ("ATOMG.E.INC.STRONG.GPU" in text) == what.combine_in_kernel
     loops = steady_loops(text)
     assert len(loops) == (3 if what.has_left else 2)  # masked and not; with a left bound masked at both ends

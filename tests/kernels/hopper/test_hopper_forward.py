@@ -213,7 +213,7 @@ def test_packed_queries_are_where_the_map_says() -> None:
         assert flat[at] == q[batch, row, tile_head * 4 + packed, column]
 
 
-def test_parts_of_the_keys_are_combined(launches: Launches) -> None:
+def test_splits_of_the_keys_are_combined(launches: Launches) -> None:
     q, k = torch.zeros(1, 1, 32, 128, dtype=torch.bfloat16), torch.zeros(1, 8192, 8, 128, dtype=torch.bfloat16)
     sinks = torch.randn(32, dtype=torch.bfloat16)
     _, out, lse = call(Inputs(q, k, k, sinks=sinks), {"combine_in_kernel": False})
@@ -229,7 +229,7 @@ def test_parts_of_the_keys_are_combined(launches: Launches) -> None:
     assert combine_grid == (8, 1, 1) and sinks_of_both[0] and len(set(sinks_of_both)) == 1
 
 
-def test_parts_of_the_keys_are_combined_in_the_kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_of_the_keys_are_combined_in_the_kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
     memory = SimpleNamespace(data_ptr=lambda: 400)
     monkeypatch.setattr(launch_pool, "counters_of", lambda *given: counted.append(given[2]) or memory)
@@ -263,9 +263,9 @@ def test_splits_are_as_many_as_are_asked_for(launches: Launches, rows: int) -> N
         launches.clear()
         found.setdefault(num_splits, set()).add((plan.splits, plan.config))
     assert len(found[0]) > 1  # without being asked for they follow the batch
-    for num_splits, parts in ((1, 1), (3, 3), (8, 8)):
+    for num_splits, wanted in ((1, 1), (3, 3), (8, 8)):
         ((splits, _),) = found[num_splits]
-        assert splits == parts
+        assert splits == wanted
     ((splits, config),) = found[1000]
     assert splits == -(-1900 // config.block_n)
 
@@ -421,7 +421,7 @@ def test_candidates_of_the_tuner() -> None:
         assert {config.consumers for config in found} >= {1, 2}
 
 
-def test_candidates_combine_parts_and_load_pages_both_ways() -> None:
+def test_candidates_combine_splits_and_load_pages_both_ways() -> None:
     few = problem_of(batch=1, heads=8, kv_heads=8, seqlen_q=256, seqlen_k=32768)
     assert {config.combine_in_kernel for config in KERNEL.candidates(few)} == {False, True}
     paged = list(KERNEL.candidates(problem_of(page_size=64, seqused_k=True)))

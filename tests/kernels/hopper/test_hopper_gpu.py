@@ -254,8 +254,8 @@ def test_two_ctas_of_a_cluster_give_what_one_gives(number: int, keys: int) -> No
         ((1, 4, 2, 300, 4000, 80, 80), {"window_size": (2400, 0)}),
     ],
 )
-def test_parts_are_combined_alike_in_the_kernel_and_after_it(sizes: tuple[int, ...], asked: dict[str, object]) -> None:
-    """Bit for bit: the same parts in the same order. And by replayed graphs next to launches."""
+def test_splits_are_combined_alike_in_the_kernel_and_after_it(sizes: tuple[int, ...], asked: dict[str, object]) -> None:
+    """Bit for bit: the same splits in the same order. And by replayed graphs next to launches."""
     problem, inputs = dense(sizes, sinks=sizes[0] == 1, **asked)
     after = replace(KERNEL.config(problem), combine_in_kernel=False)
     assert after.split

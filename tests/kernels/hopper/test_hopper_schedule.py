@@ -53,7 +53,7 @@ def test_keys_are_split_only_where_it_pays() -> None:
     assert tile_scheduler.splits_of(8, 512) >= 14  # 8 heads over a long cache fill the GPU
 
 
-def test_parts_of_few_rows_are_combined_in_the_kernel() -> None:
+def test_splits_of_few_rows_are_combined_in_the_kernel() -> None:
     assert tile_scheduler.combines_in_kernel(rows=4)
     assert not tile_scheduler.combines_in_kernel(rows=64), "a warp would combine 16 rows one after another"
 

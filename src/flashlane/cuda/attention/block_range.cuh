@@ -9,10 +9,10 @@ struct BlockRange {
     __device__ __forceinline__ constexpr bool empty() const { return high <= low; }
     __device__ __forceinline__ int count() const { return max(0, high - low); }
 
-    // Blocks of each part where the range is split; the last part may have fewer, and parts after it none.
-    __device__ __forceinline__ constexpr int part_size(int splits) const { return ceil_div(high - low, splits); }
-    __device__ __forceinline__ constexpr BlockRange part(int split, int splits) const {
-        const int size = part_size(splits), start = low + split * size;
+    // Blocks of each split of the range; the last one may have fewer, and those after it none.
+    __device__ __forceinline__ constexpr int blocks_of_split(int splits) const { return ceil_div(high - low, splits); }
+    __device__ __forceinline__ constexpr BlockRange of_split(int split, int splits) const {
+        const int size = blocks_of_split(splits), start = low + split * size;
         return {start, constant_min(high, start + size)};
     }
 };

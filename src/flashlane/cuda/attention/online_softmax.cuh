@@ -110,10 +110,10 @@ struct RowSoftmax {
     }
 };
 
-// Maximum (base 2) and sum of 2^(score − maximum) of a part of a row, where the row's keys are split.
+// Maximum (base 2) and sum of 2^(score − maximum) of the keys that a split of a row has.
 struct PartialSoftmax {
     float max, sum;
 
-    // What a part counts for in a whole with the largest score `all`; 0 for a part, or a whole, without a score.
+    // What a split counts for in a whole with the largest score `all`; 0 for a split, or a whole, without a score.
     __device__ __forceinline__ float weight(float all) const { return max == -INF ? 0.f : ex2(max - all); }
 };

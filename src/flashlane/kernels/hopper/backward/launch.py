@@ -24,7 +24,7 @@ from flashlane.kernels.hopper.backward.config import CONSUMERS, ROW_THREADS, Gra
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, InKernelDq
 from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE_TILES, SplitQ
 from flashlane.kernels.hopper.block_lists import BlockListParams
-from flashlane.kernels.score import ScoreParams, plain_score_inputs, sink_gradient, sink_gradient_parts
+from flashlane.kernels.score import ScoreParams, plain_score_inputs, sink_gradient, sink_gradient_partials
 from flashlane.kernels.seqlen import SeqlenParams, plain_seqlen_inputs
 
 SEMAPHORE_INTS = 8
@@ -43,7 +43,7 @@ MAPPED_ARGUMENTS = ("q", "k", "v", "the output's gradient")
 _POINTERS = ("lse", "delta", "dq_accum", "dk", "dv", "dq", "semaphores", "postprocess_queue", "counters", "partials")
 _POINTERS += ("zeroed", "added", "written")
 _INTEGERS = ("heads", "kv_heads", "window_left", "window_right", "row_blocks", "blocks", "heads_per_section", "tiles")
-_INTEGERS += ("whole_tiles", "parts", "zeroed_before", "write_until")
+_INTEGERS += ("whole_tiles", "splits", "zeroed_before", "write_until")
 _TILE_ORDER = ("kv_heads", "n_blocks", "heads_per_section")
 """What the preprocess and postprocess kernels know of the order of the tiles between them."""
 
@@ -91,11 +91,11 @@ class PreprocessParams(ctypes.Structure):
     _fields_ = (
         ("seqlen", SeqlenParams),
         ("score", ScoreParams),
-        *_pointers("out", "dout", "lse_in", "dlse", "lse", "delta", "dq_accum", "dsink_parts", "semaphores"),
+        *_pointers("out", "dout", "lse_in", "dlse", "lse", "delta", "dq_accum", "dsink_partials", "semaphores"),
         *_pointers("postprocess_queue", "counters", "dq", "zeroed", "added", "written"),
         *_strides("out", "dout", "dq"),
         *((name, ctypes.c_longlong) for name in ("lse_batch", "lse_head", "dlse_batch", "dlse_head")),
-        *_integers("heads", "row_blocks", "m_blocks", "window_left", "window_right", "part_arrivals"),
+        *_integers("heads", "row_blocks", "m_blocks", "window_left", "window_right", "split_arrivals"),
         *_integers(*_TILE_ORDER, "zeroed_before"),
     )
 
@@ -198,7 +198,7 @@ class Workspace:
 
 
 def workspace_of(rows: RowBlocks, config: GradientConfig, split: SplitQ, in_kernel: InKernelDq) -> Workspace:
-    """Row statistics, dq_accum, what counts additions to it, and dK and dV of parts, of the designs that have them."""
+    """Row statistics, dq_accum, what counts additions to it, and dK and dV of splits, of the designs that have them."""
     sizes = {"lse": rows.all * rows.block_m, "delta": rows.all * rows.block_m}
     if config.dq_accum_floats:
         sizes |= {
@@ -276,8 +276,8 @@ class PreparedBackward:
         key = tuple(tensor.data_ptr() for tensor in tensors.mapped)
         block = launches.take(key)
         workspace = launch.allocator(device)((self.workspace.words,), (1,), torch.float32)
-        parts = sink_gradient_parts(inputs, self.problem.batch * self.rows.m_blocks)
-        self._set_pointers(block, tensors, workspace.data_ptr(), parts)
+        partials = sink_gradient_partials(inputs, self.problem.batch * self.rows.m_blocks)
+        self._set_pointers(block, tensors, workspace.data_ptr(), partials)
         for params in block.params:
             if self.problem.varlen:
                 params.seqlen.point_to(inputs)
@@ -288,7 +288,7 @@ class PreparedBackward:
                 complete(number, block.params[1 + number])
         block.enqueue(launch.stream_getter()(self.device))
         launches.give(key, block)
-        return sink_gradient(parts, tensors.inputs)
+        return sink_gradient(partials, tensors.inputs)
 
     def functions(self) -> tuple[jit.Function, ...]:
         """The kernels of the configuration on the device."""
@@ -305,12 +305,12 @@ class PreparedBackward:
         return found
 
     def _set_pointers(
-        self, block: launch_pool.ParamsBlock, tensors: Tensors, workspace: int, parts: torch.Tensor | None
+        self, block: launch_pool.ParamsBlock, tensors: Tensors, workspace: int, partials: torch.Tensor | None
     ) -> None:
         """Set all pointers of the launches."""
         addresses = {name: getattr(tensors, name).data_ptr() for name in ("out", "dq", "dk", "dv")}
         addresses |= {"lse_in": tensors.lse.data_ptr(), "dout": tensors.do.data_ptr()}
-        given = (("dlse", tensors.dlse), ("dsink_parts", parts))
+        given = (("dlse", tensors.dlse), ("dsink_partials", partials))
         addresses |= {name: tensor.data_ptr() for name, tensor in given if tensor is not None}
         names = (*addresses, *self.workspace.offsets)
         block.set_pointers(names, (*addresses.values(), *map(workspace.__add__, self.offsets)))
@@ -371,7 +371,7 @@ class PreparedBackward:
         problem, rows, in_kernel = self.problem, self.rows, self.schedule.in_kernel_dq
         params = PreprocessParams(
             seqlen=SeqlenParams.of(problem), score=ScoreParams.of(problem), heads=problem.heads,
-            row_blocks=rows.row_blocks, m_blocks=rows.m_blocks, part_arrivals=self.schedule.split_q.arrivals,
+            row_blocks=rows.row_blocks, m_blocks=rows.m_blocks, split_arrivals=self.schedule.split_q.arrivals,
             zeroed_before=in_kernel.zeroed_before,
         )  # fmt: skip
         self._set_tile_order(params)

@@ -23,8 +23,8 @@ struct Params {
     void *dk, *dv, *dq;            // (batch, row, head, column)
     DqSemaphore* semaphores;       // of m-blocks, where additions to dQ have an order
     int* postprocess_queue;        // slices of dq_accum that are complete, in that order; 0 before a launch
-    int* counters;                 // see Counters, then the arrivals of the parts of each tile that is split; 0 before a launch
-    float* partials;               // split-Q: dK and dV of the parts of tiles but the last
+    int* counters;                 // see Counters, then the arrivals of the splits of each tile that is split; 0 before a launch
+    float* partials;               // split-Q: dK and dV of the splits of tiles but the last
     int *zeroed, *added;           // in-kernel dQ: of each key/value head, tiles whose m-blocks are zeroed, and tiles that have added
     int* written;                  // in-kernel dQ: of each tile, 1 when dQ of its m-blocks is written
     long long dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, dq_batch, dq_row, dq_head;  // in elements
@@ -34,7 +34,7 @@ struct Params {
     int blocks;                    // n-blocks (or m-blocks, where tiles are of those) of the longest sequence
     int heads_per_section;         // heads whose operands fit the L2 cache at once
     int tiles;                     // of the launch (not VARLEN, but in a 2-CTA cluster: of sequences of the greatest length)
-    int whole_tiles, parts;        // split-Q: tiles that are not split, which come first; parts that each of the others has
+    int whole_tiles, splits;       // split-Q: tiles that are not split, which come first; splits that each of the others has
     int zeroed_before;             // in-kernel dQ: tiles whose m-blocks the preprocess kernel zeroes
     int write_until;               // in-kernel dQ: how many tiles are taken when no warp begins to write dQ any more
     float scale;

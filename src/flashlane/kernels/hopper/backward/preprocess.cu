@@ -1,6 +1,6 @@
 // The preprocess kernel: the row statistics, the first values of all that dQ is accumulated with, and the gradient of sink logits.
 //
-//     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   an m-block's part of dsink = −Σ exp(sink − LSE) · delta
+//     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   an m-block's share of dsink = −Σ exp(sink − LSE) · delta
 //
 // A row that sees no key, and one past the end of its sequence, has −∞ and 0: all its probabilities are then 0.
 #include "attention/score.cuh"
@@ -17,7 +17,7 @@ struct Params {
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
     float *lse, *delta, *dq_accum;
-    float* dsink_parts;            // (batch, m-block, head)
+    float* dsink_partials;         // (batch, m-block, head)
     DqSemaphore* semaphores;       // IN_ORDER
     int *postprocess_queue, *counters;  // to become 0; the queue with LAST_ADDITION
     void* dq;                      // LAST_ADDITION: (batch, row, head, column)
@@ -27,7 +27,7 @@ struct Params {
     long long lse_batch, lse_head, dlse_batch, dlse_head;
     int heads, row_blocks, m_blocks;  // m_blocks: of the longest sequence
     int window_left, window_right; // IN_ORDER: what the kernel of the gradients knows of the mask
-    int part_arrivals;             // further counters
+    int split_arrivals;            // further counters
     int kv_heads, n_blocks, heads_per_section, zeroed_before;  // IN_KERNEL_DQ
 };
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ void begin_dq(const Params& p, const QuerySeqlen& seq
 
 // By one warp of the launch.
 __device__ __forceinline__ void begin_counters(const Params& p) {
-    for (int i = threadIdx.x; i < COUNTERS + p.part_arrivals; i += WARP)
+    for (int i = threadIdx.x; i < COUNTERS + p.split_arrivals; i += WARP)
         if (i != SLICES_ALL) p.counters[i] = 0;
     if constexpr (cfg::LAST_ADDITION) {
         int m_blocks = 0;                                 // to which any n-block adds
@@ -132,6 +132,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
         if constexpr (cfg::DQ_ACCUM_FLOATS > 0) begin_dq(p, seqlen, sequence, head, row_block);
     }
     Score::store_sink_gradient<THREADS>(dsink, [&] {
-        return p.dsink_parts + (static_cast<long long>(sequence) * p.m_blocks + blockIdx.x) * p.heads + head;
+        return p.dsink_partials + (static_cast<long long>(sequence) * p.m_blocks + blockIdx.x) * p.heads + head;
     });
 }

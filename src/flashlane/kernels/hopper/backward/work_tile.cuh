@@ -6,10 +6,10 @@ constexpr int NO_TILE = -1;
 
 struct TileCoordinates {
     int n_block, head, batch;      // key/value head; batch NO_TILE: no tile is left
-    int part;                      // split-Q: one more than the part's number among the parts of all tiles; 0: the whole tile
+    int split;                     // split-Q: one more than the split's number among the splits of all tiles; 0: the whole tile
 
-    // BLOCK_LISTS, whose tiles have no parts: the steps of the tile's lists.
-    __device__ __forceinline__ int listed() const { return part; }
+    // BLOCK_LISTS, whose tiles are not split: the steps of the tile's lists.
+    __device__ __forceinline__ int listed() const { return split; }
 };
 
 // The tile of an index, of dense tensors.

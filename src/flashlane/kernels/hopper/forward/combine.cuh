@@ -1,5 +1,5 @@
 // Combines the partial results of a row whose keys were split: at the end of the launch that made them, by the warpgroup that
-// stores the last part (COMBINE_IN_KERNEL), or in a launch of its own (combine.cu).
+// stores the last split (COMBINE_IN_KERNEL), or in a launch of its own (combine.cu).
 //
 //     lse = log Σ exp(lse_s)  (and of the sink),   out = Σ exp(lse_s − lse) · out_s
 #pragma once
@@ -17,8 +17,8 @@ struct CombineParams {
     int batch, rows, heads, splits;
 };
 
-// COLUMNS columns of a row from `first` on, by a warp, which has LOADS loads in flight. Parts are always added in their order,
-// so that the result does not depend on which part was stored last. They may be newer than what the L1 cache holds.
+// COLUMNS columns of a row from `first` on, by a warp, which has LOADS loads in flight. Splits are always added in their order,
+// so that the result does not depend on which split was stored last. They may be newer than what the L1 cache holds.
 template <int COLUMNS, int LOADS>
 __device__ __forceinline__ void combine_row(const CombineParams& p, const ScoreParams& score, int splits, int batch, int head,
                                             int row, int first, bool with_lse) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void combine_row(const CombineParams& p, const ScoreP
         return split < splits ? __ldcg(p.partial_lse + flat + split * p.partial_lse_split) * LOG2_E : -INF;
     };
     const float sink = Score::sink<cfg::Element>(score, head) * LOG2_E;
-    const float lane_lse = lse_of(lane);  // read once: there are rarely more parts than lanes, and each read is a trip to L2
+    const float lane_lse = lse_of(lane);  // read once: there are rarely more splits than lanes, and each read is a trip to L2
     float top = fmaxf(sink, lane_lse);
 #pragma unroll 1
     for (int split = WARP; split < splits; split += WARP) top = fmaxf(top, lse_of(split + lane));
@@ -61,7 +61,7 @@ __device__ __forceinline__ void combine_row(const CombineParams& p, const ScoreP
             for (int i = 0; i < min(WARP, splits - split); i += LOADS) {
                 float4 x[LOADS];
 #pragma unroll
-                for (int j = 0; j < LOADS; ++j)  // beyond the last part that one again, with weight 0
+                for (int j = 0; j < LOADS; ++j)  // beyond the last split that one again, with weight 0
                     x[j] = __ldcg(reinterpret_cast<const float4*>(source + min(split + i + j, splits - 1) * p.partial_out_split));
 #pragma unroll
                 for (int j = 0; j < LOADS; ++j) {

@@ -76,9 +76,9 @@ class HopperConfig:
     gather: bool = False
     """Rows of a paged cache come by cp.async, for pages that no box fits."""
     split: bool = False
-    """Keys are split; the results of the parts are partial, in f32."""
+    """Keys are split; the results of the splits are partial, in f32."""
     combine_in_kernel: bool = False
-    """The warpgroups that store a tile's last part combine all parts; otherwise ``combine.cu`` does."""
+    """The warpgroups that store a tile's last split combine all of them; otherwise ``combine.cu`` does."""
     block_lists: bool = False
     """A tile walks over a list of n-blocks (``attention/block_list.cuh``), not over a range."""
     mask_bits: bool = False

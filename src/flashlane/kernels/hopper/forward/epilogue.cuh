@@ -1,4 +1,4 @@
-// The epilogue of a work tile: O is divided by its row sums and stored, with its LSE; where the keys are split, the parts are
+// The epilogue of a work tile: O is divided by its row sums and stored, with its LSE; where the keys are split, the splits are
 // combined.
 #pragma once
 #include "attention/online_softmax.cuh"
@@ -131,7 +131,7 @@ struct Epilogue {
     }
 };
 
-// COMBINE_IN_KERNEL: the warpgroup that stores the last part of its rows combines all of them. A consumer counts a part when
+// COMBINE_IN_KERNEL: the warpgroup that stores the last split of its rows combines all of them. A consumer counts a split when
 // no product is in flight, so up to two stored tiles wait to be counted.
 //
 // The rows come with each call: a reference to its own object would keep the consumer's state in local memory.
@@ -149,23 +149,23 @@ struct InKernelCombine {
             for (; uncounted > 0; --uncounted, stored = stored_next) {
                 const WorkTile& tile = stored;
                 const BlockRange all = n_blocks_of_rows(p, Seqlen(p.seqlen, tile.batch), tile.row, BLOCK_M);
-                const int parts = ceil_div(all.high - all.low, all.part_size(p.splits));  // that have n-blocks
+                const int splits = ceil_div(all.high - all.low, all.blocks_of_split(p.splits));  // that have n-blocks
                 const int index = ((tile.batch * p.heads + tile.head) * p.m_blocks + tile.row / BLOCK_M) * CONSUMERS + rows.warpgroup;
-                const bool last = semaphore_arrive_last(p.combine.semaphores + index, parts, WARPGROUP_SYNC + rows.warpgroup, WARPGROUP,
+                const bool last = semaphore_arrive_last(p.combine.semaphores + index, splits, WARPGROUP_SYNC + rows.warpgroup, WARPGROUP,
                                                         SHARED_OF(Storage, base, arrived) + 4 * rows.warpgroup, threadIdx.x % WARPGROUP == 0);
-                if (uniform(last)) combine<CONSUMERS == 1 ? 16 : 8>(p, rows, tile, parts);
+                if (uniform(last)) combine<CONSUMERS == 1 ? 16 : 8>(p, rows, tile, splits);
             }
         }
     }
-    // The warpgroup's rows of a tile, from so many parts.
+    // The warpgroup's rows of a tile, from so many splits.
     template <int LOADS>
-    static __device__ __forceinline__ void combine(const Params& p, const ConsumerRows& rows, const WorkTile& tile, int parts) {
+    static __device__ __forceinline__ void combine(const Params& p, const ConsumerRows& rows, const WorkTile& tile, int splits) {
 #pragma unroll 1
         for (int i = uniform(rows.warp); i < CONSUMER_ROWS; i += WARPS) {
             const int row = tile.row + rows.first() + i, query = row / PACK_GQA;
             const int head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
             if (query >= p.seqlen.seqlen_q) return;
-            combine_row<COLUMNS_V, LOADS>(p.combine, p.score, parts, tile.batch, head, query, tile.v_slice() * COLUMNS_V,
+            combine_row<COLUMNS_V, LOADS>(p.combine, p.score, splits, tile.batch, head, query, tile.v_slice() * COLUMNS_V,
                                           tile.v_slice() == 0);
         }
     }

@@ -37,7 +37,7 @@ struct Consumer : Mainloop {
             mine.low = max(mine.low, all.low), mine.high = min(mine.high, all.high);
             if (COMBINE_IN_KERNEL && all.empty()) {
                 release_q();
-                if (tile.split == 0) combine.combine<1>(p, rows, tile, 0);  // no part has n-blocks
+                if (tile.split == 0) combine.combine<1>(p, rows, tile, 0);  // no split has n-blocks
                 continue;
             }
             if (mine.empty()) mine = {all.low, all.low};

@@ -89,7 +89,7 @@ def hopper_params(
     splits: int,
     kind: type[HopperParams] = HopperParams,
 ) -> HopperParams:
-    """All of a launch but addresses. The strides begin with that of the parts when ``config.split``."""
+    """All of a launch but addresses. The strides begin with that of the splits when ``config.split``."""
     pack = config.pack_gqa
     heads = problem.heads // pack * config.v_slices
     m_blocks = tile_scheduler.ceil_div(problem.seqlen_q * pack, config.block_m)
@@ -236,7 +236,7 @@ class PreparedForward:
             yield Launch(combine, (ctas, 1, 1), WARP * COMBINE_WARPS, params)
 
     def _combine_params(self) -> CombineParams:
-        """What combines the parts, but for addresses."""
+        """What combines the splits, but for addresses."""
         batch, rows, heads, _ = self.out_shape
         strides = self.params.out_split, self.params.lse_split, *self.out_stride[:3]
         return CombineParams(*(None,) * 5, *strides, batch, rows, heads, self.splits)

@@ -50,8 +50,8 @@ using TileMask = WindowMask<side(cfg::HAS_LEFT), side(cfg::HAS_RIGHT)>;
 // TMA brings whole blocks, so rows after a sequence's last key hold anything; gathered rows are zeros there.
 constexpr bool OUT_OF_BOUNDS_ROWS = (cfg::VARLEN || cfg::CACHE || cfg::PAGED) && !cfg::GATHER;
 
-// What becomes of a tile's output: it is the result; or it is partial, for one part of the keys, and another launch combines
-// the parts, or the warpgroup that stores the last part does.
+// What becomes of a tile's output: it is the result; or it is partial, for one split of the keys, and another launch combines
+// the splits, or the warpgroup that stores the last one does.
 enum class Output { WHOLE, PARTIAL, COMBINED_IN_KERNEL };
 constexpr Output OUTPUT = !cfg::SPLIT                ? Output::WHOLE
                           : cfg::COMBINE_IN_KERNEL ? Output::COMBINED_IN_KERNEL
@@ -73,7 +73,7 @@ struct Params {
     int window_left, window_right; // with HAS_LEFT and HAS_RIGHT
     int m_blocks;                  // of a sequence (not VARLEN)
     int heads_per_section;         // of the L2 head swizzle
-    int splits;                    // parts that a tile's keys are split into
+    int splits;                    // of a tile's keys
     int tiles;                     // of the launch (not VARLEN)
     BlockLists lists;              // BLOCK_LISTS: the n-blocks of each m-block
     ProgramParams program;
@@ -118,7 +118,7 @@ struct NextTile {
     alignas(16) int next_tile[2];                   // its index, for the other warps or the other CTA
 };
 struct LastArrival {
-    alignas(16) u32 arrived[4];                     // by consumer: how many parts of its tile were stored before its own
+    alignas(16) u32 arrived[4];                     // by consumer: how many splits of its tile were stored before its own
 };
 struct ListedBlocks {
     alignas(16) ListedBlock listed[STAGES <= 4 ? 4 : 8];  // the entry that each stage's K belongs to
@@ -131,7 +131,7 @@ struct SharedStorage : Operands,
                        Optional<cfg::BLOCK_LISTS, ListedBlocks> {};
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
 
-// The address of a member in the window of shared memory. A function that names a member of an optional part is a template on
+// The address of a member in the window of shared memory. A function that names a member of an optional base is a template on
 // the storage, as the compiler would look for the member even in a branch that is not taken.
 #define SHARED_OF(Storage, base, member) ((base) + static_cast<u32>(offsetof(Storage, member)))
 #define SHARED(base, member) SHARED_OF(SharedStorage, base, member)
@@ -156,9 +156,9 @@ __device__ __forceinline__ BlockRange n_blocks_of_rows(const Params& p, const Se
     return n_block_range<BLOCK_N>(mask_of(p, sequence), row / PACK_GQA, last_query);
 }
 
-// The n-blocks of a tile: of all its rows, and of its part of the keys. BLOCK_LISTS: the places in its list.
+// The n-blocks of a tile: of all its rows, and of its split of the keys. BLOCK_LISTS: the places in its list.
 __device__ __forceinline__ BlockRange n_blocks_of_tile(const Params& p, const Seqlen& sequence, const WorkTile& tile) {
     if constexpr (cfg::BLOCK_LISTS) return {0, tile.listed()};
     const BlockRange all = n_blocks_of_rows(p, sequence, tile.row, BLOCK_M);
-    return cfg::SPLIT ? all.part(tile.split, p.splits) : all;
+    return cfg::SPLIT ? all.of_split(tile.split, p.splits) : all;
 }

@@ -1,4 +1,4 @@
-// The end of a tile of the one-CTA backward: dK and dV to global memory, and before that the combine of the parts of a tile.
+// The end of a tile of the one-CTA backward: dK and dV to global memory, and before that the combine of the splits of a tile.
 #pragma once
 #include "attention/semaphore.cuh"
 #include "hopper/backward/one_cta/storage.cuh"
@@ -15,10 +15,10 @@ __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], c
 
 // ---- split-Q
 
-// Where a part leaves dK and dV; a thread's elements lie four by four, so that a warp's are 512 bytes in a row.
-__device__ __forceinline__ float4* partials_of(const Params& p, int tile, int part, int consumer) {
+// Where a split leaves dK and dV; a thread's elements lie four by four, so that a warp's are 512 bytes in a row.
+__device__ __forceinline__ float4* partials_of(const Params& p, int tile, int split, int consumer) {
     constexpr int VECTORS = (HEAD_DIM + HEAD_DIM_V) / 8;
-    const long long at = (static_cast<long long>(tile) * (p.parts - 1) + part) * CONSUMERS + consumer;
+    const long long at = (static_cast<long long>(tile) * (p.splits - 1) + split) * CONSUMERS + consumer;
     return reinterpret_cast<float4*>(p.partials) + at * (VECTORS * WARPGROUP) + threadIdx.x % WARPGROUP;
 }
 template <int N>
@@ -35,22 +35,22 @@ __device__ __forceinline__ void add_partial(const float4*& from, float (&d)[N]) 
     }
 }
 
-// True when dK and dV are complete. A part that is not its tile's last one leaves them for the last part, which adds them to its
-// own. `part_of_all` is TileCoordinates::part.
-__device__ __forceinline__ bool combine_parts(const Params& p, int part_of_all, int consumer, float (&dk)[HEAD_DIM / 2],
+// True when dK and dV are complete. A split that is not its tile's last one leaves them for the last split, which adds them to its
+// own. `split_of_all` is TileCoordinates::split.
+__device__ __forceinline__ bool combine_splits(const Params& p, int split_of_all, int consumer, float (&dk)[HEAD_DIM / 2],
                                               float (&dv)[HEAD_DIM_V / 2]) {
-    if (part_of_all == 0) return true;
-    const int tile = (part_of_all - 1) / p.parts, part = (part_of_all - 1) % p.parts, last = p.parts - 1;
+    if (split_of_all == 0) return true;
+    const int tile = (split_of_all - 1) / p.splits, split = (split_of_all - 1) % p.splits, last = p.splits - 1;
     int* const arrived = p.counters + COUNTERS + tile * CONSUMERS + consumer;
     const bool first_thread = threadIdx.x % WARPGROUP == 0;
-    if (part < last) {
-        float4* to = partials_of(p, tile, part, consumer);
+    if (split < last) {
+        float4* to = partials_of(p, tile, split, consumer);
         store_partial(to, dk), store_partial(to, dv);
         named_barrier_sync(1 + consumer, WARPGROUP);
         if (first_thread) __threadfence(), atomicAdd(arrived, 1);  // releases what all threads stored
         return false;
     }
-    // Parts are taken in their order, so that those before this one have their SMs, or are done.
+    // Splits are taken in their order, so that those before this one have their SMs, or are done.
     if (first_thread) semaphore_wait(arrived, last);
     named_barrier_sync(1 + consumer, WARPGROUP);
 #pragma unroll 1

@@ -18,7 +18,7 @@ struct InKernelDqWarp {
 
     __device__ __forceinline__ void run() const {
         griddepcontrol_wait();
-        const int items = p.whole_tiles + (p.tiles - p.whole_tiles) * p.parts;
+        const int items = p.whole_tiles + (p.tiles - p.whole_tiles) * p.splits;
         int to_zero = p.zeroed_before + take(ZEROING_TAKEN), to_write = take(POSTPROCESS_TAKEN);
         int written = -1;                                 // m-blocks of the tile `to_write`; −1: its dQ is not begun
         while (true) {
@@ -71,7 +71,7 @@ struct InKernelDqWarp {
     }
     // Whether all tiles of the head have added.
     __device__ __forceinline__ bool complete(int tile) const {
-        return load_acquire(p.added + at(tile).head) == p.blocks * p.parts;
+        return load_acquire(p.added + at(tile).head) == p.blocks * p.splits;
     }
     // dQ of the tile's next m-block; whether it was the last.
     __device__ __forceinline__ bool write_dq(int tile, int written) const {
@@ -100,7 +100,7 @@ struct AdditionsWarp {
     const Params& p;
     const u32 base;
     u32 seen = 0, reported = 0;                           // tiles with steps
-    int first = 0, second = 0;                            // those seen and not reported: head, twice, and whether a part of a tile
+    int first = 0, second = 0;                            // those seen and not reported: head, twice, and whether a split of a tile
 
     __device__ __forceinline__ void run() {
         griddepcontrol_wait();
@@ -109,7 +109,7 @@ struct AdditionsWarp {
             while (!mbarrier_try_wait(barrier_of(SMEM(tile_full), stage), tiles / TILE_STAGES % 2))
                 if (!report_first()) __nanosleep(PAUSE);
             const TileCoordinates at = tile_coordinates(base, stage);
-            const int steps = tile_keys(base, stage).steps, tile = 2 * (at.batch * p.kv_heads + at.head) + (at.part > 0);
+            const int steps = tile_keys(base, stage).steps, tile = 2 * (at.batch * p.kv_heads + at.head) + (at.split > 0);
             wait_for_load(tile | steps);
             mbarrier_arrive(barrier_of(SMEM(tile_empty), stage));
             if (at.batch < 0) break;
@@ -128,7 +128,7 @@ struct AdditionsWarp {
     // A tile has made all its additions, which this thread knows from other threads of its CTA.
     __device__ __forceinline__ void report(int tile) const {
         fence_acq_rel_gpu();                              // and releases theirs
-        atomicAdd(p.added + tile / 2, tile % 2 > 0 ? 1 : p.parts);
+        atomicAdd(p.added + tile / 2, tile % 2 > 0 ? 1 : p.splits);
     }
     // Whether there was a tile to report.
     __device__ __forceinline__ bool report_first() {

@@ -18,7 +18,7 @@ def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int) -> Sched
     in_kernel = in_kernel_dq_of(problem, config.block_n, section, sms) if config.in_kernel_dq else OWN_LAUNCHES
     tiles = n_blocks * problem.kv_heads * problem.batch
     sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": section}
-    sizes |= {"whole_tiles": tiles - split.tiles, "parts": split.parts}
+    sizes |= {"whole_tiles": tiles - split.tiles, "splits": split.splits}
     # At most a CTA an SM. Of packed sequences, whose tiles are counted on the GPU, perhaps fewer have work.
     grid = min(sms, tiles + split.partials), 1, 1
     return Schedule((GradientLaunch(grid, (config.block_m, config.block_n), sizes),), split, in_kernel)

@@ -43,7 +43,7 @@ struct Consumer {
             wait_for_load(at.batch);
             __syncwarp();
             arrive(SMEM(tile_empty), stage);
-            if (SPLIT_Q && !combine_parts(p, uniform(at.part), number, dk, dv)) continue;
+            if (SPLIT_Q && !combine_splits(p, uniform(at.split), number, dk, dv)) continue;
             store_keys_gradient<HEAD_DIM_V>(dv, tile, number, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
             store_keys_gradient<HEAD_DIM>(dk, tile, number, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
         }

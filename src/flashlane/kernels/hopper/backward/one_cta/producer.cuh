@@ -13,10 +13,10 @@ struct TileScheduler {
     }
     __device__ __forceinline__ TileCoordinates tile_at(const Params& p, int index) {
         if constexpr (!cfg::VARLEN) {
-            const TilePart found = SPLIT_Q ? tile_part(index, p.whole_tiles, p.parts) : TilePart{index, 0};
+            const TileSplit found = SPLIT_Q ? tile_split(index, p.whole_tiles, p.splits) : TileSplit{index, 0};
             if (found.tile >= p.tiles) return {0, 0, NO_TILE, 0};
             TileCoordinates at = dense_tile(p, found.tile);
-            if constexpr (!cfg::BLOCK_LISTS) at.part = found.part;
+            if constexpr (!cfg::BLOCK_LISTS) at.split = found.split;
             return at;
         } else {
             const auto n_blocks = [&](int batch) {
@@ -46,7 +46,7 @@ struct Producer {
             const TileCoordinates at = scheduler.next(p);
             const WorkTile tile(p, at.batch < 0 ? TileCoordinates{0, 0, 0, 0} : at, BLOCK_N);
             const int steps_of_tile = cfg::BLOCK_LISTS ? max(0, at.listed()) : tile.steps();
-            const StepRange range = SPLIT_Q ? step_range(steps_of_tile, at.part, p.parts) : StepRange{0, steps_of_tile};
+            const StepRange range = SPLIT_Q ? step_range(steps_of_tile, at.split, p.splits) : StepRange{0, steps_of_tile};
             if (at.batch < 0) set_dq_target(NO_MORE);
             publish_tile(at, tile, range);
             if (at.batch < 0) return;
@@ -57,7 +57,7 @@ struct Producer {
     __device__ __forceinline__ void publish_tile(const TileCoordinates& at, const WorkTile& tile, const StepRange& range) {
         const u32 stage = tiles % TILE_STAGES, record = SMEM(tile) + TILE_BYTES * stage;
         mbarrier_wait(barrier_of(SMEM(tile_empty), stage), tiles / TILE_STAGES % 2 ^ 1);
-        store_shared(record, make_uint4(at.n_block, at.head, at.batch, at.part));
+        store_shared(record, make_uint4(at.n_block, at.head, at.batch, at.split));
         store_shared(record + 16, make_uint4(tile.first_key, tile.seqlen.k_length, tile.seqlen.shift, range.count()));
         mbarrier_arrive(barrier_of(SMEM(tile_full), stage));
         ++tiles;

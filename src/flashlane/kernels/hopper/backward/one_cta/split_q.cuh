@@ -1,16 +1,16 @@
-// Split-Q: which tile, or part of a tile, an index stands for, and the steps of a part. Whole tiles come first, then the parts of
+// Split-Q: which tile, or split of a tile, an index stands for, and the steps of a split. Whole tiles come first, then the splits of
 // the others. flashlane.kernels.hopper.backward.one_cta.split_q says which tiles are split.
 #pragma once
 #include "ptx.cuh"
 
-struct TilePart {
+struct TileSplit {
     int tile;                      // `tiles` or more: no tile is left
-    int part;                      // one more than the part's number among the parts of all tiles; 0: the whole tile
+    int split;                     // one more than the split's number among the splits of all tiles; 0: the whole tile
 };
 
-__device__ __forceinline__ constexpr TilePart tile_part(int index, int whole_tiles, int parts) {
+__device__ __forceinline__ constexpr TileSplit tile_split(int index, int whole_tiles, int splits) {
     if (index < whole_tiles) return {index, 0};
-    return {whole_tiles + (index - whole_tiles) / parts, index - whole_tiles + 1};
+    return {whole_tiles + (index - whole_tiles) / splits, index - whole_tiles + 1};
 }
 
 // The steps of a tile that are made: begin <= step < end.
@@ -19,9 +19,9 @@ struct StepRange {
     __device__ __forceinline__ constexpr int count() const { return end - begin; }
 };
 
-// Of `all` steps those of a part, which is numbered as TilePart has it.
-__device__ __forceinline__ constexpr StepRange step_range(int all, int part_of_all, int parts) {
-    if (part_of_all == 0) return {0, all};
-    const int part = (part_of_all - 1) % parts;
-    return {all * part / parts, all * (part + 1) / parts};
+// Of `all` steps those of a split, which is numbered as TileSplit has it.
+__device__ __forceinline__ constexpr StepRange step_range(int all, int split_of_all, int splits) {
+    if (split_of_all == 0) return {0, all};
+    const int split = (split_of_all - 1) % splits;
+    return {all * split / splits, all * (split + 1) / splits};
 }

@@ -64,7 +64,7 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
             tile = replace(tile, ping_pong="until_complete")
         elif problem.window_left < 0 and least_work(problem, tile, (80, 64), WIDE_STEP) == 64:
             tile = replace(tile, block_m=64, ping_pong="until_issued")
-    return replace(tile, split_q=split_of(problem, tile, SMS).parts > 1).specialised(problem)
+    return replace(tile, split_q=split_of(problem, tile, SMS).splits > 1).specialised(problem)
 
 
 def least_work(problem: AttentionProblem, tile: OneCtaConfig, rows: tuple[int, ...], step: int) -> int:
