@@ -287,7 +287,8 @@ def main() -> int:
         if part not in PARTS:
             parser.error(f"--parts has {part!r}; it may have {', '.join(PARTS)}")
     device = device_or_exit()
-    results: dict[str, Any] = {"script": "benchmarks/scripts/flex_masks.py", "environment": environment(device)}
+    where = {"script": "benchmarks/scripts/flex_masks.py", "environment": environment(device)}
+    results: dict[str, Any] = {"format": "flashlane-flex-masks/1", **where, "seed": 0}
 
     def keep(name: str, found: Any) -> None:
         results[name] = found

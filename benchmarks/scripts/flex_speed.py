@@ -381,7 +381,12 @@ def main() -> None:
         if name not in PEERS:
             parser.error(f"--peers has {name!r}; it may have {', '.join(PEERS)}, or be none")
     device = importlib.import_module("gpu_run").device_or_exit()
-    body: dict[str, Any] = {"script": SCRIPT, "environment": environment(device), "seed": DRAW}
+    body: dict[str, Any] = {
+        "format": "flashlane-flex-speed/1",
+        "script": SCRIPT,
+        "environment": environment(device),
+        "seed": DRAW,
+    }
 
     def keep(rows: list[dict[str, Any]]) -> None:
         write_atomically(given.out, json.dumps(body | {"rows": rows}, indent=1) + "\n")

@@ -499,7 +499,40 @@ def ceilings(result: Result) -> str:
     return table(("ceiling", "measured:"), rows)
 
 
+def flex_masks(result: Result) -> str:
+    """A line a mask: microseconds on the device, milliseconds of a call, and how many times torch's call takes."""
+    head = (
+        "mask",
+        "intervals, µs:",
+        "program, µs:",
+        "call, intervals, ms:",
+        "call, program, ms:",
+        "torch's, ms:",
+        "×:",
+    )
+    keys = ("intervals_device_us", "program_device_us", "intervals_call_ms", "program_call_ms", "torch_call_ms")
+    rows = []
+    for row in result["masks"]:
+        figures = (row.get(key) for key in (*keys, "torch_over_program"))
+        rows.append((row["mask"], *(significant(x) if isinstance(x, float) else "–" for x in figures)))
+    same = sum(row["same_lists"] for row in result["masks"])
+    return table(head, rows) + f"\n{result['masks'][0]['tokens']} tokens; {same} of {len(rows)} have torch's lists.\n"
+
+
+def flex_speed(result: Result) -> str:
+    """A line a cell and direction: TFLOP/s of visible pairs of all that ran it, and what was asked and missed."""
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row.get("tflops") or {}))
+    rows = []
+    for row in result["rows"]:
+        missed = [name for name, fine in (row.get("met") or {}).items() if not fine]
+        figures = (number((row.get("tflops") or {}).get(name), 0) for name in names)
+        rows.append((row["cell"], row["direction"], *figures, ", ".join(missed) or "met"))
+    return table(("cell", "direction", *(f"{name}:" for name in names), "missed"), rows)
+
+
 VIEWS = {
+    "flashlane-flex-masks/": {"": flex_masks},
+    "flashlane-flex-speed/": {"": flex_speed},
     "flashlane-bench/": {
         "": all_rows,
         "ladder": ladder,
