@@ -75,6 +75,23 @@ def test_a_second_step(pool: RankPool, transport: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_copies_between_ranks_of_any_speed(pool: RankPool, ranks: int) -> None:
+    """Calls one after another, of which one rank may begin the next while another one reads."""
+    for variant in ({"lengths": (61,), "kv_heads": 4}, {"layout": "contiguous", "lengths": (40,), "window": (5, 0)}):
+        case = Case(**variant, transport="copies", reads_lse=False)
+        first, *others = zip(*pool.run(cases.on_slow_rank, case, ranks, 4, ranks=list(range(ranks))), strict=True)
+        right = cases.expected(case)
+        assert max(cases.worst_difference(_whole(case, first), right).values()) <= 5 * TOLERANCE
+        for other in others:
+            assert not any(cases.worst_difference(_whole(case, other), _whole(case, first)).values())
+
+
+def _whole(case: Case, found: tuple[dict[str, numpy.ndarray], ...]) -> dict[str, numpy.ndarray]:
+    return cases.assembled(case, list(found))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, layout, causal",
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import random
+import time
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ from rank_pool import first_ranks
 import flashlane
 from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func
 from flashlane.distributed.layout import token_indices
+from flashlane.distributed.peer_memory import FileMemory
 
 GRADIENTS = ("q", "k", "v", "sinks", "logit_scale")
 
@@ -68,26 +71,26 @@ class Case:
 
 def tensors_of(case: Case) -> dict[str, torch.Tensor]:
     """All tokens' tensors and output gradients, the same in every process."""
-    random = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7)
     outer = (sum(case.lengths),) if case.varlen else (case.batch, sum(case.lengths))
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random, dtype=torch.float32).to(case.dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(case.dtype)
 
     found = {
         "q": draw(*outer, case.heads, case.head_dim),
         "k": draw(*outer, case.kv_heads, case.head_dim),
         "v": draw(*outer, case.kv_heads, case.head_dim_v),
         "do": draw(*outer, case.heads, case.head_dim_v),
-        "dlse": torch.randn((*outer, case.heads), generator=random),
+        "dlse": torch.randn((*outer, case.heads), generator=generator),
     }
     if case.alibi:
         shape = (len(case.lengths) if case.varlen else case.batch, case.heads)
-        found["alibi_slopes"] = torch.rand(shape, generator=random)
+        found["alibi_slopes"] = torch.rand(shape, generator=generator)
     if case.sinks:
         found["sinks"] = draw(case.heads)
     if case.logit_scale:
-        found["logit_scale"] = torch.rand(case.heads, generator=random) + 0.5
+        found["logit_scale"] = torch.rand(case.heads, generator=generator) + 0.5
     return found
 
 
@@ -155,6 +158,23 @@ def _on_rank(case: Case, tensors: dict[str, torch.Tensor], where: dict[str, Any]
         where = {**where, "seqlen": sum(case.lengths)}
         found = context_parallel_attn_func(q, k, v, **_asked(case, tensors), **where)
     return _results(*(found if case.reads_lse else (found, None)), tensors)
+
+
+def on_slow_rank(case: Case, size: int, calls: int) -> list[dict[str, numpy.ndarray]]:
+    """:func:`on_rank` so many times, while each rank is held up now and then where it writes to the others or waits."""
+    chance = random.Random(dist.get_rank())
+
+    def late(method: Any) -> Any:
+        def run(*arguments: Any) -> None:
+            time.sleep(chance.choice((0.0, 0.0, 0.0005, 0.004)))
+            method(*arguments)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name in ("copy", "write", "wait"):
+            stack.enter_context(mock.patch.object(FileMemory, name, late(getattr(FileMemory, name))))
+        return [on_rank(case, size) for _ in range(calls)]
 
 
 @functools.cache

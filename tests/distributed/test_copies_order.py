@@ -1,0 +1,127 @@
+"""Copies between ranks: a read comes after what it needs and before what replaces it, whatever the ranks' speed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from stream_order import RecordedMemory, Recorder, recording
+
+from flashlane.core.problem import Asked
+from flashlane.distributed import allgather
+from flashlane.distributed.allgather import GatherAttention
+from flashlane.distributed.attend import Settings
+from flashlane.distributed.functional import head_bounds, stride_by_copies
+from flashlane.distributed.gather import Task
+from flashlane.distributed.layout import rows_of
+from flashlane.distributed.peer_memory import Exchange
+from flashlane.distributed.plan import Division
+
+HEADS, KV_HEADS, HEAD_DIM, HALF = 4, 4, 8, 1 << 18
+ONE_SIDED = ("contiguous", (40,), 6, 4)
+"""A rank sends keys to the next one and gets gradients from it; no data comes back that would order the ranks."""
+CASES = [
+    ("zigzag", (37,), -1, 2),
+    ("zigzag", (61,), -1, 3),
+    ("zigzag", (5, 0, 17, 1, 30, 3, 9), -1, 4),
+    ONE_SIDED,
+    ("striped", (23,), -1, 3),
+]
+
+
+def trained(size: int, layout: Any, lengths: tuple[int, ...], left: int, heads: tuple[Any, Any]) -> Recorder:
+    """All ranks' operations of two layers' forwards, and their backwards."""
+    recorder = Recorder(size, HALF)
+    division = Division(layout, lengths, size, left, 0)
+    bounds = [head_bounds(each, KV_HEADS) for each in heads]
+    with recording(recorder):
+        for rank in range(size):
+            recorder.rank, recorder.lane = rank, 0
+            settings = Settings(Asked(scale=0.3), needs_grad=True)
+            task = Task(recorder.memories[rank].ranks, division, settings, *bounds, copies=True, wants_lse=False)
+            rows = rows_of(division.shard(rank))
+            x = torch.randn(1, rows, HEADS, HEAD_DIM, requires_grad=True)
+            for _ in range(2):
+                out, _ = GatherAttention.apply(task, x + 0, x + 1, x + 2, None, None, None)
+                x = x + out
+            x.sum().backward()
+    return recorder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("heads", [(None, None), stride_by_copies(KV_HEADS)], ids=["all heads", "groups of heads"])
+def test_every_conflict_is_ordered(case: tuple[Any, ...], heads: tuple[Any, Any]) -> None:
+    layout, lengths, left, size = case
+    recorder = trained(size, layout, lengths, left, heads)
+    kinds = {(node.what.startswith("a copy"), access.writes) for node in recorder.nodes for access in node.accesses}
+    assert {(True, True), (False, False), (False, True)} <= kinds, "copies, reads and own writes must be seen"
+    assert recorder.unordered() == []
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "missing, case",
+    [
+        ("begin", ONE_SIDED),
+        ("expect", CASES[0]),
+        ("wait for a mark", CASES[0]),
+        ("the join of the streams", ONE_SIDED),
+        ("another half", CASES[0]),
+    ],
+    ids=str,
+)
+def test_a_missing_wait_is_found(missing: str, case: tuple[Any, ...]) -> None:
+    """What the test above would say if a wait were left out."""
+    layout, lengths, left, size = case
+    faults = {
+        "begin": mock.patch.object(Exchange, "begin", _nothing),
+        "expect": mock.patch.object(Exchange, "expect", _nothing),
+        "wait for a mark": mock.patch.object(allgather._HeadGroup, "read_by", _read_at_once),
+        "the join of the streams": mock.patch.object(Exchange, "end", _end_on_another_stream),
+        "another half": mock.patch.object(Exchange, "__init__", _in_one_half),
+    }
+    with faults[missing]:
+        found = trained(size, layout, lengths, left, (None, None)).unordered()
+    assert found
+
+
+def _read_at_once(self: Any, calls: Any, number: int, lanes: Any, lane: int) -> Any:
+    return calls.calls[number], self.gathering.gathered
+
+
+def _end_on_another_stream(self: Exchange) -> None:
+    recorder = self.memory.recorder  # type: ignore[attr-defined]
+    outer, recorder.lane = recorder.lane, 2
+    for peer in self.memory.others:
+        self.memory.write(peer, 1024 + self.memory.ranks.rank, self.number)
+    recorder.lane = outer
+
+
+def _in_one_half(self: Exchange, memory: RecordedMemory, number: int) -> None:
+    self.memory, self.number, self._start = memory, number, 8192
+
+
+def test_streams_that_wait_for_each_other_are_found() -> None:
+    recorder = Recorder(2, 256)
+    for rank in range(2):
+        recorder.rank = rank
+        recorder.memories[rank].wait(0, 1, 1 - rank)
+        recorder.memories[rank].write(1 - rank, 0, 1)
+    with pytest.raises(AssertionError, match="waits for itself"):
+        recorder.unordered()
+
+
+@pytest.mark.slow
+def test_numbers_of_exchanges_are_those_of_all_ranks() -> None:
+    recorder = trained(3, "zigzag", (61,), -1, stride_by_copies(KV_HEADS))
+    assert {memory.exchanges for memory in recorder.memories} == {2 + 2 * 2}
+    values = [[value for value, _ in each] for each in recorder.written.values()]
+    assert all(one < other for each in values for one, other in itertools.pairwise(each))
