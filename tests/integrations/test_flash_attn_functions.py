@@ -303,7 +303,16 @@ def test_the_third_is_the_plain_function() -> None:
     flat = [t.flatten(0, 1) for t in (q, k, v)]
     varlen = fa3.flash_attn_varlen_func(*flat, cu, cu, 9, 9, causal=True, window_size=(3, 0))
     torch.testing.assert_close(varlen.unflatten(0, (2, 9)), want[0])
-    assert fa3.get_scheduler_metadata(2, 9, 9, 8, 4, 16, None) is None
+    assert fa3.get_scheduler_metadata(2, 9, 9, 8, 4, 16, None, causal=True) is None
+    assert fa4.get_scheduler_metadata(9, 9, 8, 4, 16, 1, causal=True) is None
+    with pytest.raises(TypeError, match="casual"):
+        fa3.get_scheduler_metadata(2, 9, 9, 8, 4, 16, None, casual=True)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 5])
+def test_heads_of_a_packed_tensor_that_leave_none_for_keys_are_named(heads: int) -> None:
+    with pytest.raises(ValueError, match=f"num_heads_q is {heads} of the 4 heads of qkv"):
+        fa3.flash_attn_qkvpacked_func(torch.randn(1, 3, 4, 8), num_heads_q=heads)
 
 
 def test_packed_lengths_may_be_shortened() -> None:
@@ -332,14 +341,27 @@ def test_combine_has_heads_last(module: Any) -> None:
     torch.testing.assert_close(module.flash_attn_combine(outs[:, 0], lses[:, 0])[0], want[0])
 
 
+OF_FA3 = ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk")
+CU = torch.tensor([0, 4], dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda q: fa3.flash_attn_func(q, q, q, qv=q), "qv"),
-        (lambda q: fa3.flash_attn_func(q, q, q, k_descale=q), "k_descale"),
-        (lambda q: fa3.flash_attn_func(q, q, q, attention_chunk=64), "attention_chunk"),
-        (lambda q: fa3.flash_attn_with_kvcache(q, q, q, qv=q), "qv"),
-        (lambda q: fa3.flash_attn_with_kvcache(q, q, q, rotary_seqlens=q), "rotary_seqlens"),
+        *[(lambda q, n=name: fa3.flash_attn_func(q, q, q, **{n: q}), name) for name in OF_FA3],
+        *[
+            (lambda q, n=name: fa3.flash_attn_varlen_func(q[0], q[0], q[0], CU, CU, 4, 4, **{n: q}), name)
+            for name in OF_FA3
+        ],
+        *[
+            (lambda q, n=name: fa3.flash_attn_qkvpacked_func(torch.cat([q, q], 2), num_heads_q=2, **{n: q}), name)
+            for name in OF_FA3[1:]
+        ],
+        *[
+            (lambda q, n=name: fa3.flash_attn_with_kvcache(q, q, q, **{n: q}), name)
+            for name in (*OF_FA3, "rotary_seqlens", "cu_seqlens_k_new")
+        ],
+        (lambda q: fa3.get_scheduler_metadata(1, 4, 4, 2, 2, 8, None, attention_chunk=64), "attention_chunk"),
         (lambda q: fa4.flash_attn_func(q, q, q, mask_mod=max), "mask_mod"),
         (lambda q: fa4.flash_attn_func(q, q, q, score_mod=max), "score_mod"),
         (lambda q: fa4.flash_attn_varlen_func(q, q, q, gather_kv_indices=q), "gather_kv_indices"),

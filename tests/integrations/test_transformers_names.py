@@ -26,11 +26,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     found.is_torch_cuda_available = lambda: True
 ran = []
-for kernel in registry.kernels():
-    def noted(self, *args, _forward=type(kernel).forward, **keywords):
+for family in {type(kernel) for kernel in registry.kernels()}:  # once each: thousands share a class
+    def noted(self, *args, _forward=family.forward, **keywords):
         ran.append(self.tag)
         return _forward(self, *args, **keywords)
-    type(kernel).forward = noted
+    family.forward = noted
 
 torch.manual_seed(0)
 config = transformers.MistralConfig(
@@ -57,13 +57,23 @@ def results(name):
         tokens = model.generate(ids, attention_mask=padding, max_new_tokens=5, do_sample=False, pad_token_id=0)
     return {"gradient": gradient, "plain": plain, "padded": padded, "packed": packed}, tokens
 
-want, tokens = results("sdpa")
+def regret(tokens):
+    '''How far a token is at most below the best logit that SDPA finds for it, in standard deviations of the logits.'''
+    seen = torch.cat([padding, torch.ones_like(tokens[:, ids.shape[1]:])], 1)
+    with torch.no_grad():
+        logits = model(tokens, attention_mask=seen).logits.float()[:, ids.shape[1] - 1 : -1]
+    below = logits.amax(-1) - logits.gather(-1, tokens[:, ids.shape[1]:, None]).squeeze(-1)
+    return float((below / logits.std()).max())
+
+want, _ = results("sdpa")
 said = {}
 for name in ("flash_attention_2", "flash_attention_3", "flash_attention_4"):
     ran.clear()
     got, given = results(name)
     errors = {key: float((got[key] - want[key]).float().norm() / want[key].float().norm()) for key in want}
-    said[name] = {"ran": len(ran), "errors": errors, "same": float((given == tokens).float().mean())}
+    counted = len(ran)
+    model.set_attn_implementation("sdpa")
+    said[name] = {"ran": counted, "errors": errors, "regret": regret(given), "worst": regret(given.roll(1, -1))}
 print(json.dumps(said))
 """
 
@@ -74,10 +84,12 @@ def check() -> None:
     said = json.loads(done.stdout.splitlines()[-1])
     assert set(said) == {"flash_attention_2", "flash_attention_3", "flash_attention_4"}
     for name, found in said.items():
-        # Two layers of: a training step, three forwards, a prefill and the four steps after it (the first may be one).
-        assert found["ran"] >= 16, (name, found)
+        # Two layers of: a training step, two forwards, a prefill and the four steps after it (the first may be one).
+        # A forward of q, k and v alone that was made before does not come to the kernel's method on a GPU.
+        assert found["ran"] >= 14, (name, found)
         assert all(error < 0.02 for error in found["errors"].values()), (name, found)
-        assert found["same"] > 0.9, (name, found)
+        # Two bf16 models may take another of two tokens that are nearly as good; other tokens are far from the best.
+        assert found["regret"] < 0.1 < 1 < found["worst"], (name, found)
 
 
 def test_every_name_gives_what_sdpa_gives() -> None:

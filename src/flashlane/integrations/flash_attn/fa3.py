@@ -72,7 +72,12 @@ def flash_attn_qkvpacked_func(
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
     elif qkv.dim() == 4 and num_heads_q is not None:
-        kv_heads = (qkv.shape[2] - num_heads_q) // 2
+        kv_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
+        if rest or kv_heads < 1:
+            raise ValueError(
+                f"num_heads_q is {num_heads_q} of the {qkv.shape[2]} heads of qkv; an even number of them must be left "
+                "for k and v"
+            )
         q, k, v = qkv.split([num_heads_q, kv_heads, kv_heads], dim=2)
     else:
         raise ValueError(
@@ -232,6 +237,28 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> None:
     """What ``scheduler_metadata`` may be given: None, as flashlane's kernels need none."""
-    return None
+    refuse(attention_chunk=attention_chunk)

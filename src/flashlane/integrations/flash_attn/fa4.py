@@ -17,7 +17,7 @@ from flashlane.api import functional
 from flashlane.integrations.flash_attn import fa3, lengths
 from flashlane.integrations.flash_attn.refusal import refuse
 
-__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
 Sides = tuple[int | None, int | None]
 Result = tuple[torch.Tensor, torch.Tensor | None]
@@ -146,6 +146,30 @@ def flash_attn_combine(
     refuse(virtual_batch_idx=virtual_batch_idx)
     found, lse = fa3.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
     return found, (lse if return_lse else None)
+
+
+def get_scheduler_metadata(
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    nheads: int,
+    nheads_kv: int,
+    headdim: int,
+    num_splits: int,
+    headdim_v: int | None = None,
+    pack_gqa: int | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqlen_k_new: int = 0,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    seqlen_k_per_split: int | None = None,
+) -> None:
+    """What ``scheduler_metadata`` may be given: None, as flashlane's kernels need none."""
 
 
 def _result(
