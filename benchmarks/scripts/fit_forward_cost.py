@@ -64,7 +64,7 @@ class Row:
     problem: AttentionProblem
     config: HopperConfig
     microseconds: float
-    blocks: list[tuple[int, int]]
+    blocks: cost.TileBlocks
     name: str
     unit: float
     """Microseconds of an n-block's products at the rate of the tensor cores."""
@@ -73,11 +73,11 @@ class Row:
     def time(self, values: np.ndarray, traffic: cost.Traffic) -> float:
         """Predicted microseconds, with coefficients in units of :attr:`unit`."""
         tile, block, masked = np.exp(values) * self.unit
-        costs = [tile + block * blocks + masked * cut for blocks, cut in self.blocks]
+        costs = self.blocks.costs(cost.Coefficients(tile, block, masked))
         heads = self.problem.heads // self.config.pack_gqa * self.problem.batch * self.config.v_slices
         section = min(heads, self.config.heads_per_section or 1)
         busy = makespan(costs, sections_of(heads, section), SMS // self.config.cluster)
-        factor = cost.slowdown(self.problem, self.config, section, len(self.blocks), block, traffic)
+        factor = cost.slowdown(self.problem, self.config, section, len(costs), block, traffic)
         return traffic.launch + busy * factor
 
     def time_in_class(self, traffic: cost.Traffic) -> float:
@@ -113,7 +113,7 @@ def rows_of(path: Path, aligned: bool = True, first: int = 0) -> list[Row]:
             unit = (
                 2e-6 * config.cta_rows * config.block_n * (one.head_dim + one.head_dim_v) / (cost.MATRIX_TFLOPS / SMS)
             )
-            found.append(Row(number, problem, config, 1e3 * ms, cost.rows_of(problem, config), name, unit))
+            found.append(Row(number, problem, config, 1e3 * ms, cost.blocks_of(problem, config), name, unit))
     return found
 
 

@@ -12,8 +12,8 @@ from flashlane.bench import make_problem
 from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
-from flashlane.kernels.hopper.forward import cost, select, tiles
-from flashlane.kernels.makespan import makespan, sections_of
+from flashlane.kernels.hopper.forward import cost, select, tile_scheduler, tiles
+from flashlane.kernels.makespan import least_makespan, makespan, sections_of
 
 KERNEL = registry.get("hopper(wgmma+tma)")
 
@@ -36,6 +36,17 @@ def test_all_tiles_simulated_is_list_scheduling() -> None:
         workers = chance.randint(1, 7)
         found = makespan(costs, sections, workers, simulated=10**6)
         assert found == pytest.approx(taken_one_by_one(costs, sections, workers))
+
+
+def test_many_tiles_of_one_cost_are_taken_as_one_by_one() -> None:
+    chance = random.Random(2)
+    for _ in range(60):
+        costs = [float(chance.randint(1, 4)) for _ in range(chance.randint(1, 6))]
+        sections = sections_of(chance.randint(30, 90), chance.choice((1, 40, 90)))
+        workers = chance.randint(5, 50)
+        found = makespan(costs, sections, workers, simulated=10**6)
+        assert found == taken_one_by_one(costs, sections, workers)
+        assert found >= least_makespan(costs, sum(sections), workers)
 
 
 def test_only_the_last_tiles_simulated_is_nearly_the_same() -> None:
@@ -64,6 +75,47 @@ def test_the_least_predicted_time_is_chosen_and_all_shapes_are_compared() -> Non
         assert KERNEL.config(asked) == found[0][0]
         one = tiles.class_of(asked.head_dim, asked.head_dim_v)
         assert {cost.shape_of(config) for config, _ in found} == set(one.shapes)
+
+
+def drawn(chance: random.Random) -> AttentionProblem:
+    """Any dense problem: lengths log-uniform from 64 to 20,000 or a few queries, a mask, grouped heads."""
+    group, kv_heads = chance.choice((1, 1, 2, 8)), chance.choice((1, 2, 5, 11, 32))
+    lengths = [round(64 * 300 ** chance.random()) for _ in range(2)]
+    keys, queries = chance.choice((lengths, lengths[:1] * 2, [lengths[0], chance.randint(1, 8)]))
+    window = chance.choice(((-1, -1), (-1, 0), (-1, 0), (1000, 0), (128, 64)))
+    return problem(
+        batch=chance.choice((1, 2, 3, 16)), heads=group * kv_heads, kv_heads=kv_heads, seqlen_q=queries, seqlen_k=keys,
+        head_dim=chance.choice((32, 64, 72, 96, 128, 184, 192, 256)), window=window,
+    )  # fmt: skip
+
+
+def test_the_choice_is_that_of_simulating_every_candidate() -> None:
+    """What cannot be the fastest is not simulated: that leaves the choice as it is."""
+    # The longest tile of this one is longer than its simulated launch.
+    known = problem(batch=2, heads=5, seqlen_q=7846, seqlen_k=1850, head_dim=80, causal=True)
+    chance = random.Random(3)
+    for asked in (known, *(drawn(chance) for _ in range(250))):
+        assert select.config_for(asked) == select.ranked(asked)[0][0], asked
+
+
+def test_a_tile_walks_over_the_blocks_that_its_rows_see() -> None:
+    """The counts that are made for all tiles at once, against the range of each tile and the keys of each row."""
+    chance = random.Random(4)
+    for _ in range(40):
+        asked = replace(drawn(chance), seqlen_q=chance.randint(1, 700), seqlen_k=chance.randint(1, 900))
+        config = select.config_for(asked)
+        pack, block_m, block_n = config.pack_gqa, config.block_m, config.block_n
+        starts = reversed(range(0, asked.seqlen_q * pack, block_m))
+        for row, blocks, cut in zip(starts, *cost.blocks_of(asked, config), strict=True):
+            walked = tile_scheduler.n_blocks_of(asked, row, block_m, pack, block_n)
+            first, last = row // pack, min((row + block_m - 1) // pack, asked.seqlen_q - 1)
+            right = (
+                first + asked.shift + asked.window_right + 1 if asked.window_right >= 0 else asked.seqlen_k + block_n
+            )
+            left = last + asked.shift - asked.window_left if asked.window_left >= 0 else 0
+            whole = [n for n in walked if left <= n * block_n and (n + 1) * block_n <= right]
+            ragged = asked.window_left < 0 and asked.window_right < 0 and asked.seqlen_k % block_n > 0
+            assert (blocks, cut) == (len(walked), len(walked) - len(whole) + ragged), asked
 
 
 def test_a_wave_that_is_nearly_empty_is_seen() -> None:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 SIMULATED = 400
 """Last tiles of a launch that are simulated. Before them all workers are busy, and their ends are spread evenly."""
 
+ALIKE = 32
+"""Tiles of one cost from which many are taken at once."""
+
 
 def makespan(costs: Sequence[float], sections: Sequence[int], workers: int, simulated: int = SIMULATED) -> float:
     """Time until the last of all tiles is done, in the unit of the costs.
@@ -27,7 +30,10 @@ def makespan(costs: Sequence[float], sections: Sequence[int], workers: int, simu
     runs, count, work = [], 0, 0.0
     for section in reversed(sections):
         for cost in reversed(costs):
-            runs.append((cost, section))
+            if runs and runs[-1][0] == cost:
+                runs[-1] = cost, runs[-1][1] + section
+            else:
+                runs.append((cost, section))
             count, work = count + section, work + cost * section
             if count >= simulated:
                 break
@@ -38,10 +44,25 @@ def makespan(costs: Sequence[float], sections: Sequence[int], workers: int, simu
     else:
         mean, spread = (total * heads - work) / workers, runs[-1][0]
         ends = [mean + spread * ((i + 0.5) / workers - 0.5) for i in range(workers)]
-    for cost, heads_of_run in reversed(runs):
-        for _ in range(heads_of_run):
-            heapq.heapreplace(ends, ends[0] + cost)
+    take = heapq.heapreplace
+    for cost, tiles in reversed(runs):
+        if tiles >= ALIKE:
+            ends.sort()  # which leaves a heap
+        while tiles >= ALIKE and ends[(last := min(tiles, workers)) - 1] <= ends[0] + cost:
+            ends[:last] = [end + cost for end in ends[:last]]  # each of these workers takes one
+            ends.sort()
+            tiles -= last
+        for _ in range(tiles):
+            take(ends, ends[0] + cost)
     return max(ends)
+
+
+def least_makespan(costs: Sequence[float], heads: int, workers: int) -> float:
+    """A time that :func:`makespan` is not below, in any order of tiles: no worker does more than all of the time.
+
+    The longest tile is no such bound, as the tiles before the simulated ones count by their mean.
+    """
+    return sum(costs) * heads / workers
 
 
 def sections_of(heads: int, section: int) -> list[int]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import L2_MIB, SECTOR, SMS
-from flashlane.kernels.hopper.forward.config import HopperConfig
-from flashlane.kernels.hopper.forward.tile_scheduler import ceil_div, heads_per_section, in_sections, n_blocks_of
+from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig
+from flashlane.kernels.hopper.forward.tile_scheduler import ceil_div, in_sections
 from flashlane.kernels.hopper.forward.tiles import ShapeClass, TileShape, class_of
-from flashlane.kernels.makespan import makespan, sections_of
+from flashlane.kernels.makespan import least_makespan, makespan, sections_of
 
 MATRIX_TFLOPS = 620.0
 """What a shape without coefficients is taken to reach."""
@@ -67,11 +69,11 @@ def coefficients() -> tuple[dict[str, Coefficients], Traffic]:
 
 def name_of(head_dim: int, head_dim_v: int, shape: TileShape) -> str:
     """A shape of a class as a key of the data: ``64/64 192x128 stages=3 pingpong``."""
-    default = asdict(TileShape(0))
     words = [f"{64 * shape.consumers}x{shape.block_n}"]
-    for field, value in asdict(shape).items():
-        if field not in ("block_n", "consumers") and value != default[field]:
-            words.append(f"{field}={int(value)}")
+    for field in fields(shape):
+        value = getattr(shape, field.name)
+        if field.name not in ("block_n", "consumers") and value != field.default:
+            words.append(f"{field.name}={int(value)}")
     return f"{head_dim}/{head_dim_v} {' '.join(words)}"
 
 
@@ -80,14 +82,18 @@ def shape_of(config: HopperConfig) -> TileShape:
     return TileShape(**{name: getattr(config, name) for name in TileShape.__dataclass_fields__})
 
 
-@functools.lru_cache(maxsize=1024)
 def coefficients_of(config: HopperConfig) -> Coefficients:
     """Those of the configuration's shape in the class of its head dims, in proportion to its products."""
-    one = class_of(config.head_dim, config.columns_v)
-    found = coefficients()[0].get(name_of(one.head_dim, one.head_dim_v, shape_of(config)))
-    work = (config.head_dim + config.columns_v) / (one.head_dim + one.head_dim_v)
+    return _coefficients_of(config.head_dim, config.columns_v, shape_of(config))
+
+
+@functools.lru_cache(maxsize=1024)
+def _coefficients_of(head_dim: int, columns_v: int, shape: TileShape) -> Coefficients:
+    one = class_of(head_dim, columns_v)
+    found = coefficients()[0].get(name_of(one.head_dim, one.head_dim_v, shape))
+    work = (head_dim + columns_v) / (one.head_dim + one.head_dim_v)
     if found is None:
-        block = products_of(config.cta_rows, config.block_n, one)
+        block = products_of(CONSUMER_ROWS * shape.consumers, shape.block_n, one)
         found = Coefficients(2 * block, block, block / 2)
     # The softmax costs as much, however few columns the products have.
     return Coefficients(found.tile, found.block * (0.4 + 0.6 * work), found.masked)
@@ -98,50 +104,86 @@ def products_of(rows: int, keys: int, one: ShapeClass) -> float:
     return 2e-6 * rows * keys * (one.head_dim + one.head_dim_v) / (MATRIX_TFLOPS / SMS)
 
 
-def rows_of(problem: AttentionProblem, config: HopperConfig) -> list[tuple[int, int]]:
-    """N-blocks of a head's tiles, and how many of them a mask cuts, in the order in which tiles are taken."""
+class TileBlocks(NamedTuple):
+    """Of a head's tiles, in the order in which they are taken."""
+
+    blocks: np.ndarray
+    """N-blocks of each."""
+    cut: np.ndarray
+    """How many of them a mask cuts."""
+
+    def costs(self, one: Coefficients, splits: int = 1) -> list[float]:
+        """Microseconds of each tile, or of a part of it where the keys are split."""
+        blocks, cut = self
+        if splits > 1:
+            blocks = -(-blocks // splits)
+            cut = np.minimum(cut, blocks)
+        return (one.tile + one.block * blocks + one.masked * cut).tolist()
+
+
+def blocks_of(problem: AttentionProblem, config: HopperConfig) -> TileBlocks:
+    """What the tiles of a head have to walk over."""
     pack, block_m, block_n = config.pack_gqa, config.block_m, config.block_n
     m_blocks = ceil_div(problem.seqlen_q * pack, block_m)
     if problem.window_left < 0 and problem.window_right < 0:
-        return [(ceil_div(problem.seqlen_k, block_n), int(problem.seqlen_k % block_n > 0))] * m_blocks
-    found = []
-    for i in reversed(range(m_blocks)):
-        row = i * block_m
-        blocks = n_blocks_of(problem, row, block_m, pack, block_n)
-        first, last = (
-            row // pack + problem.shift,
-            min((row + block_m - 1) // pack, problem.seqlen_q - 1) + problem.shift,
-        )
-        low, high = blocks.start, blocks.stop
-        if problem.window_right >= 0:
-            high = min(high, max(low, (first + problem.window_right + 1) // block_n))
-        if problem.window_left >= 0:
-            low = max(low, ceil_div(max(0, last - problem.window_left), block_n))
-        found.append((len(blocks), len(blocks) - max(0, high - low)))
-    return found
+        blocks, cut = ceil_div(problem.seqlen_k, block_n), int(problem.seqlen_k % block_n > 0)
+        return TileBlocks(np.full(m_blocks, blocks), np.full(m_blocks, cut))
+    shift, left, right = problem.shift, problem.window_left, problem.window_right
+    row = np.arange((m_blocks - 1) * block_m, -1, -block_m)
+    first = row // pack + shift  # the first and the last query, as positions among the keys
+    last = np.minimum((row + block_m - 1) // pack, problem.seqlen_q - 1) + shift
+    low = np.maximum(first - left, 0) if left >= 0 else 0
+    end = np.minimum(last + right + 1, problem.seqlen_k) if right >= 0 else problem.seqlen_k
+    start, stop = low // block_n, -(-end // block_n)
+    blocks = np.where(end > low, stop - start, 0)
+    whole_stop = np.minimum(stop, np.maximum(start, (first + right + 1) // block_n)) if right >= 0 else stop
+    whole_start = np.maximum(start, -(-np.maximum(last - left, 0) // block_n)) if left >= 0 else start
+    return TileBlocks(blocks, np.where(end > low, blocks - np.maximum(whole_stop - whole_start, 0), 0))
 
 
-def predicted(problem: AttentionProblem, config: HopperConfig, rows: Sequence[tuple[int, int]], splits: int) -> float:
-    """Microseconds of a launch, and of combining its parts.
+class Launch:
+    """A configuration's launch for a problem, of which the order of tiles is not fixed.
 
     Args:
         problem: what is asked; packed sequences count as if all were as long as the longest, without a last wave.
-        config: the configuration, with its order of tiles.
-        rows: :func:`rows_of` the same.
+        config: the configuration.
         splits: parts of a tile's n-blocks.
     """
-    one, traffic = coefficients_of(config), coefficients()[1]
-    if splits > 1:
-        rows = [(part := ceil_div(blocks, splits), min(cut, part)) for blocks, cut in rows]
-    costs = [one.tile + one.block * blocks + one.masked * cut for blocks, cut in rows]
-    heads, workers = problem.heads // config.pack_gqa * problem.batch * config.v_slices, SMS // config.cluster
-    section = min(heads, config.heads_per_section or heads_per_section(problem, config.pack_gqa))
-    if problem.varlen:
-        return traffic.launch + sum(costs) * heads / workers
-    if splits > 1:
-        return 2 * traffic.launch + makespan(costs, [heads * splits], workers)
-    time = makespan(costs, sections_of(heads, section), workers)
-    return traffic.launch + time * slowdown(problem, config, section, len(rows), one.block, traffic)
+
+    def __init__(self, problem: AttentionProblem, config: HopperConfig, splits: int) -> None:
+        self.problem, self.config, self.splits = problem, config, splits
+        self.one, self.traffic = coefficients_of(config), coefficients()[1]
+        self.costs = blocks_of(problem, config).costs(self.one, splits)
+        self.heads = problem.heads // config.pack_gqa * problem.batch * config.v_slices
+        self.workers = SMS // config.cluster
+        self._least: float | None = None
+
+    def predicted(self, heads_per_section: int) -> float:
+        """Microseconds of the launch, and of combining its parts.
+
+        Args:
+            heads_per_section: of the L2 head swizzle.
+        """
+        if self.problem.varlen:
+            return self.least(heads_per_section)
+        if self.splits > 1:
+            return 2 * self.traffic.launch + makespan(self.costs, [self.heads * self.splits], self.workers)
+        section = min(self.heads, heads_per_section)
+        time = makespan(self.costs, sections_of(self.heads, section), self.workers)
+        return self.traffic.launch + time * self._slowdown(section)
+
+    def least(self, heads_per_section: int) -> float:
+        """Microseconds that :meth:`predicted` is not below, without the simulation."""
+        if self.problem.varlen:
+            return self.traffic.launch + sum(self.costs) * self.heads / self.workers
+        if self._least is None:
+            self._least = least_makespan(self.costs, self.heads * self.splits, self.workers)
+        if self.splits > 1:
+            return 2 * self.traffic.launch + self._least
+        return self.traffic.launch + self._least * self._slowdown(min(self.heads, heads_per_section))
+
+    def _slowdown(self, section: int) -> float:
+        return slowdown(self.problem, self.config, section, len(self.costs), self.one.block, self.traffic)
 
 
 def slowdown(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
@@ -21,35 +22,71 @@ SHARED_HEADS = (4, 8, 16, 32, 64)
 """Key/value heads of a section that are tried, besides all."""
 KEPT = 3
 """Shapes whose orders of tiles are compared: those that were fastest with one section."""
+CLOSE = 1 - 1e-9
+"""What a lower bound counts, which is rounded as the time is."""
 
 
 def config_for(problem: AttentionProblem) -> HopperConfig:
-    """The configuration with the least predicted time."""
-    return ranked(problem)[0][0]
+    """The configuration with the least predicted time, the first of :func:`ranked`.
+
+    What cannot be the fastest, were its tiles spread evenly, is not simulated.
+    """
+    launches, kept = _launches(problem), []
+    compared = KEPT if tile_scheduler.in_sections(problem) else 1
+    if len(launches) == compared == 1:
+        return launches[0].config
+    sizes = [_one_section(problem, launch.config) for launch in launches]
+    least = [launch.least(size) for launch, size in zip(launches, sizes, strict=True)]
+    for i in sorted(range(len(launches)), key=least.__getitem__):
+        if len(kept) == compared and least[i] * CLOSE > kept[-1][0]:
+            break
+        kept = sorted([*kept, (launches[i].predicted(sizes[i]), i)])[:compared]
+    best, chosen, size = kept[0][0], launches[kept[0][1]], sizes[kept[0][1]]
+    for _, i in kept:
+        for other in _orders(problem, launches[i]):
+            if launches[i].least(other) * CLOSE <= best and (time := launches[i].predicted(other)) < best:
+                best, chosen, size = time, launches[i], other
+    return _ordered(chosen, size)
 
 
 def ranked(problem: AttentionProblem) -> list[tuple[HopperConfig, float]]:
     """The configurations that a problem may get, with predicted microseconds; the fastest first."""
+    times = []
+    for launch in _launches(problem):
+        size = _one_section(problem, launch.config)
+        times.append((launch.predicted(size), launch, size))
+    times.sort(key=lambda entry: entry[0])
+    # The other orders of tiles, of the shapes that are fastest in one section.
+    kept = [launch for _, launch, _ in times[:KEPT]]
+    times += [(launch.predicted(size), launch, size) for launch in kept for size in _orders(problem, launch)]
+    return [(_ordered(launch, size), time) for time, launch, size in sorted(times, key=lambda entry: entry[0])]
+
+
+def _launches(problem: AttentionProblem) -> list[cost.Launch]:
+    """One for each shape that a problem may get."""
     found = [config_of_shape(shape, problem) for shape in shapes_of(problem)]
     limit = shared_limit(ARCH)
     found = list(dict.fromkeys(config for config in found if config.shared_memory <= limit)) or found[:1]
-    sections = tile_scheduler.in_sections(problem)
-    times = []
-    for config in found:
-        rows, first = cost.rows_of(problem, config), section_sizes(problem, config)[0] if sections else 0
-        config = replace(config, heads_per_section=first)
-        splits = splits_of(problem, config) if config.split else 1
-        times.append((cost.predicted(problem, config, rows, splits), config, rows))
-    times.sort(key=lambda entry: entry[0])
-    result = [(config, time) for time, config, _ in times]
-    if sections:  # the other orders of tiles, of the shapes that are fastest in one section
-        for _, config, rows in times[:KEPT]:
-            if config.split:
-                continue
-            for size in section_sizes(problem, config)[1:]:
-                other = replace(config, heads_per_section=size)
-                result.append((other, cost.predicted(problem, other, rows, 1)))
-    return sorted(result, key=lambda entry: entry[1])
+    return [cost.Launch(problem, config, splits_of(problem, config) if config.split else 1) for config in found]
+
+
+def _one_section(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Heads of a section where there is one, or 1 where the order of tiles does not matter."""
+    return tile_scheduler.heads_per_section(problem, config.pack_gqa)
+
+
+def _orders(problem: AttentionProblem, launch: cost.Launch) -> list[int]:
+    """The orders of tiles of a launch besides that of one section, as heads of a section."""
+    if launch.config.split or not tile_scheduler.in_sections(problem):
+        return []
+    return section_sizes(problem, launch.config)[1:]
+
+
+def _ordered(launch: cost.Launch, size: int) -> HopperConfig:
+    """A launch's configuration with an order of its tiles, which it names only where it matters."""
+    return (
+        replace(launch.config, heads_per_section=size) if tile_scheduler.in_sections(launch.problem) else launch.config
+    )
 
 
 def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
@@ -88,14 +125,17 @@ def section_sizes(problem: AttentionProblem, config: HopperConfig) -> list[int]:
 
 def config_of_shape(shape: tiles.TileShape, problem: AttentionProblem) -> HopperConfig:
     """A tile with what a problem needs."""
-    asked = HopperConfig(
-        problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), combine_in_kernel=True
-    )
-    config = specialise(asked, problem)
+    config = specialise(_asked(shape, problem.dtype_name, problem.head_dim, problem.head_dim_v), problem)
     if config.combine_in_kernel:
         rows = min(problem.seqlen_q * config.pack_gqa, config.block_m)
-        config = replace(config, combine_in_kernel=tile_scheduler.combines_in_kernel(rows))
+        if not tile_scheduler.combines_in_kernel(rows):
+            config = replace(config, combine_in_kernel=False)
     return config
+
+
+@functools.lru_cache(maxsize=1024)
+def _asked(shape: tiles.TileShape, dtype: str, head_dim: int, head_dim_v: int) -> HopperConfig:
+    return HopperConfig(dtype, head_dim, head_dim_v, **asdict(shape), combine_in_kernel=True)
 
 
 def variants(config: HopperConfig, problem: AttentionProblem) -> Iterator[HopperConfig]:
@@ -118,8 +158,11 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
     ``cluster``, ``gather`` and ``combine_in_kernel`` stay where they are possible.
     """
     seqlen = SeqlenConfig.of(problem)
-    gather = _must_gather(problem) or (config.gather and seqlen.paged)
-    config = replace(
+    gather = seqlen.paged and (config.gather or _must_gather(problem))
+    pack, rows = tile_scheduler.pack_gqa_of(problem, config.cta_rows), config.cta_rows
+    split = _splits_of(problem, pack, rows, config.block_n, config.v_slices) > 1
+    alone = split or not seqlen.dense or problem.seqlen_q * pack <= rows
+    return replace(
         config,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
@@ -127,24 +170,28 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
         seqlen=seqlen,
         page_rows=0 if gather else page_box_rows(problem, config.block_n, PAGE_UNIT),
         gather=gather,
-        pack_gqa=tile_scheduler.pack_gqa_of(problem, config.cta_rows),
+        pack_gqa=pack,
+        cluster=1 if alone else config.cluster,
+        split=split,
+        combine_in_kernel=split and config.combine_in_kernel,
     )
-    alone = replace(config, cluster=1)
-    split = splits_of(problem, alone) > 1
-    if split or not seqlen.dense or problem.seqlen_q * config.pack_gqa <= config.cta_rows:
-        config = alone
-    return replace(config, split=split, combine_in_kernel=split and config.combine_in_kernel)
 
 
 def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
     """Parts that a problem's keys are split into, of whole n-blocks: ``num_splits``, or as many as fill the SMs."""
+    return _splits_of(problem, config.pack_gqa, config.block_m, config.block_n, config.v_slices)
+
+
+def _splits_of(problem: AttentionProblem, pack: int, block_m: int, block_n: int, v_slices: int) -> int:
     if problem.varlen or problem.num_splits == 1:
         return 1
-    pack, block_m = config.pack_gqa, config.block_m
     m_blocks = tile_scheduler.ceil_div(problem.seqlen_q * pack, block_m)
+    work_tiles = problem.batch * problem.heads // pack * v_slices * m_blocks
+    if not problem.num_splits and tile_scheduler.fills(work_tiles):
+        return 1
     last = range(max(0, m_blocks - 4), m_blocks)
-    ranges = (tile_scheduler.n_blocks_of(problem, i * block_m, block_m, pack, config.block_n) for i in last)
+    ranges = (tile_scheduler.n_blocks_of(problem, i * block_m, block_m, pack, block_n) for i in last)
     longest = max(map(len, ranges), default=0)
     if problem.num_splits:
         return problem.kv_splits(longest)
-    return tile_scheduler.splits_of(problem.batch * problem.heads // pack * config.v_slices * m_blocks, longest)
+    return tile_scheduler.splits_of(work_tiles, longest)

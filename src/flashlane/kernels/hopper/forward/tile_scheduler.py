@@ -33,6 +33,11 @@ def pack_gqa_of(problem: AttentionProblem, block_m: int) -> int:
     return group if ceil_div(rows * group, block_m) <= 0.9 * group * ceil_div(rows, block_m) else 1
 
 
+def fills(tiles: int, sms: int = SMS) -> bool:
+    """Whether so many work tiles keep the SMs busy without splitting the keys."""
+    return tiles >= FULL_ENOUGH * sms
+
+
 def splits_of(tiles: int, blocks: int, sms: int = SMS) -> int:
     """Parts that the keys are split into: 1 where the tiles fill the SMs, else the fewest that nearly fill them best.
 
@@ -41,7 +46,7 @@ def splits_of(tiles: int, blocks: int, sms: int = SMS) -> int:
         blocks: n-blocks that a tile has.
         sms: streaming multiprocessors.
     """
-    if tiles >= FULL_ENOUGH * sms or blocks < WORTH_SPLITTING or tiles == 0:
+    if fills(tiles, sms) or blocks < WORTH_SPLITTING or tiles == 0:
         return 1
     most = min(MAX_SPLITS, blocks // MIN_BLOCKS, max(1, 2 * sms // tiles))
     # Parts have whole n-blocks: what counts is how long the longest part takes, over how long equal shares would take.
