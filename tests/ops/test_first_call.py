@@ -40,7 +40,8 @@ def test_a_call_imports_nothing_that_it_does_not_need(cache: Path, empty: dict[s
     assert not any(name.startswith("flashlane.kernels") for name in imported)
     kernels = [name.split(".")[2] for name in called if name.count(".") > 1 and name.startswith("flashlane.kernels.")]
     families = {name for name in kernels if (ROOT / "src/flashlane/kernels" / name).is_dir()}
-    assert families == {"hopper", "decode"}, "decode is preferred to hopper for few rows, so that it must be asked"
+    assert families == {"hopper"}, "decode is preferred to hopper for few rows only"
+    assert not any(name.startswith("flashlane.tuning") for name in called), "nothing is stored"
 
 
 def test_no_kernel_is_preferred_more_than_its_module_says() -> None:
@@ -54,6 +55,8 @@ def test_no_kernel_is_preferred_more_than_its_module_says() -> None:
         module = type(kernel).__module__
         found[module] = max(found.get(module, -9.0), *(kernel.preference(problem) for problem in problems))
         assert kernel.priority <= most[module].forward, kernel
+        for problem in problems:
+            assert kernel.preference(problem) <= most[module].most(problem), (kernel, problem)
     assert found == {name: each.forward for name, each in most.items() if each.forward is not None}
     for kernel in registry.backward_kernels():
         assert kernel.priority == most[type(kernel).__module__].backward, kernel

@@ -31,7 +31,9 @@ def select(problem: AttentionProblem, kernel: str | None = None) -> Kernel:
         for known in registry.kernels(listed_only=True):
             if known.tag == tuned and known.supports(problem) is None:
                 return known
-    best = registry.preferred(lambda k: k.listed and k.supports(problem) is None, lambda k: k.preference(problem))
+    best = registry.preferred(
+        problem, lambda k: k.listed and k.supports(problem) is None, lambda k: k.preference(problem)
+    )
     if best is None:
         listed = registry.kernels(listed_only=True)
         reasons = "; ".join(f"{k.tag}: {k.supports(problem)}" for k in listed if k.priority >= 0)
@@ -98,7 +100,7 @@ def select_backward(problem: AttentionProblem, forward: Kernel) -> BackwardKerne
     Raises:
         NotImplementedError: none supports it; says why each does not.
     """
-    best = registry.preferred_backward(lambda k: k.supports(problem, forward) is None)
+    best = registry.preferred_backward(problem, lambda k: k.supports(problem, forward) is None)
     if best is None:
         reasons = "; ".join(f"{choice.tag}: {choice.reason}" for choice in backward_choices(problem, forward))
         raise NotImplementedError(f"no backward can run {problem.describe()}: {reasons}")

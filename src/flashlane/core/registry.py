@@ -46,10 +46,20 @@ class Definition:
     module: str
     forward: float | None = None
     """The most that a listed forward kernel of the module is preferred for any problem; None: it has none."""
+    above_few_rows: float | None = None
+    """The same for problems of more query rows than :data:`FEW_ROWS`, where that is less."""
     backward: int | None = None
     """The highest priority of its backward kernels; None: it has none."""
 
+    def most(self, problem: AttentionProblem | None) -> float | None:
+        """The most that a listed forward kernel of the module is preferred for a problem, or for any."""
+        if self.above_few_rows is None or problem is None or problem.seqlen_q * problem.group <= FEW_ROWS:
+            return self.forward
+        return self.above_few_rows
 
+
+FEW_ROWS = 64
+"""Rows (query tokens × heads of a group) that read the same keys, up to which the decode kernel is the fastest."""
 MODULES = (
     Definition("flashlane.reference.naive", forward=1.5),
     Definition("flashlane.reference.tiled", forward=1.0, backward=0),
@@ -58,7 +68,7 @@ MODULES = (
     Definition("flashlane.kernels.mma.naive", forward=2.0),
     Definition("flashlane.kernels.mma.attention", forward=11.0),
     Definition("flashlane.kernels.hopper.forward.kernel", forward=20.0),
-    Definition("flashlane.kernels.decode.decode", forward=30.0),
+    Definition("flashlane.kernels.decode.decode", forward=30.0, above_few_rows=4.0),
     Definition("flashlane.kernels.triton.attention", forward=5.0),
     Definition("flashlane.kernels.triton.backward", backward=10),
     Definition("flashlane.kernels.hopper.backward.kernel", backward=20),
@@ -348,12 +358,13 @@ def changed() -> None:
 class _Table(Generic[K]):
     """The kernels of one direction by tag."""
 
-    def __init__(self, called: str, most: Callable[[Definition], float | None]) -> None:
-        self.called = called
+    def __init__(self, called: str, most: Callable[[Definition, AttentionProblem | None], float | None]) -> None:
+        """``most`` gives the most that a module is preferred, for a problem or for any; None: it has no kernel."""
+        self.called, self.most = called, most
         self.kernels: dict[str, K] = {}
         self.whole = False
         """Whether no module is left to import."""
-        self._defined = [(found, each.module) for each in MODULES if (found := most(each)) is not None]
+        self._defined = [each for each in MODULES if most(each, None) is not None]
 
     def add(self, kernel: K) -> None:
         if kernel.tag in self.kernels:
@@ -368,21 +379,23 @@ class _Table(Generic[K]):
     def load(self) -> dict[str, K]:
         """All kernels, in the order of :data:`MODULES`; those that no module of it defines come last."""
         if not self.whole:
-            for _, module in self._defined:
-                importlib.import_module(module)
-            rank = {module: number for number, (_, module) in enumerate(self._defined)}
+            for each in self._defined:
+                importlib.import_module(each.module)
+            rank = {each.module: number for number, each in enumerate(self._defined)}
             self.fill(sorted(self.kernels.values(), key=lambda k: rank.get(type(k).__module__, len(rank))))
             self.whole = True
         return self.kernels
 
-    def preferred(self, able: Callable[[K], bool], preference: Callable[[K], float]) -> K | None:
-        """The kernel that is preferred most among those that are able, or None where none is.
+    def preferred(
+        self, problem: AttentionProblem, able: Callable[[K], bool], preference: Callable[[K], float]
+    ) -> K | None:
+        """The kernel that is preferred most for a problem among those that are able, or None where none is.
 
         Of those that are preferred alike, it is the first of the table. Modules whose kernels cannot be preferred more
         than what was found are not imported.
         """
         best, best_key = None, (-math.inf, 0)
-        for most, rank, module in self._modules():
+        for most, rank, module in self._modules(problem):
             if most < best_key[0]:
                 break
             for kernel in filter(able, self._of_module(module)):
@@ -391,14 +404,14 @@ class _Table(Generic[K]):
                     best, best_key = kernel, key
         return best
 
-    def _modules(self) -> list[tuple[float, int, str | None]]:
+    def _modules(self, problem: AttentionProblem) -> list[tuple[float, int, str | None]]:
         """The modules, the one that can be preferred most first: that most, its rank in the table, its name.
 
         None stands for all kernels once every module is there, and before that for those that no module defines.
         """
         if self.whole:
             return [(math.inf, 0, None)]
-        defined = ((most, rank, module) for rank, (most, module) in enumerate(self._defined))
+        defined = ((self.most(each, problem) or 0.0, rank, each.module) for rank, each in enumerate(self._defined))
         return [(math.inf, len(self._defined), None), *sorted(defined, key=lambda each: -each[0])]
 
     def _of_module(self, module: str | None) -> list[K]:
@@ -430,8 +443,8 @@ class _Table(Generic[K]):
             changed()
 
 
-_FORWARD: _Table[Kernel] = _Table("kernel", lambda each: each.forward)
-_BACKWARD: _Table[BackwardKernel] = _Table("backward kernel", lambda each: each.backward)
+_FORWARD: _Table[Kernel] = _Table("kernel", lambda each, problem: each.most(problem))
+_BACKWARD: _Table[BackwardKernel] = _Table("backward kernel", lambda each, _: each.backward)
 _DEFINING = frozenset(each.module for each in MODULES)
 
 
@@ -469,17 +482,19 @@ def backward_kernels() -> tuple[BackwardKernel, ...]:
     return tuple(_BACKWARD.load().values())
 
 
-def preferred(able: Callable[[Kernel], bool], preference: Callable[[Kernel], float]) -> Kernel | None:
-    """The forward kernel that is preferred most among those that are able, or None; the first of several.
+def preferred(
+    problem: AttentionProblem, able: Callable[[Kernel], bool], preference: Callable[[Kernel], float]
+) -> Kernel | None:
+    """The forward kernel that is preferred most for a problem among those that are able, or None; the first of several.
 
     Modules whose kernels cannot be preferred more than what was found are not imported.
     """
-    return _FORWARD.preferred(able, preference)
+    return _FORWARD.preferred(problem, able, preference)
 
 
-def preferred_backward(able: Callable[[BackwardKernel], bool]) -> BackwardKernel | None:
+def preferred_backward(problem: AttentionProblem, able: Callable[[BackwardKernel], bool]) -> BackwardKernel | None:
     """The backward kernel of the highest priority among those that are able, in the same way."""
-    return _BACKWARD.preferred(able, lambda kernel: kernel.priority)
+    return _BACKWARD.preferred(problem, able, lambda kernel: kernel.priority)
 
 
 def get(tag: str) -> Kernel:

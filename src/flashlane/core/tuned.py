@@ -1,7 +1,8 @@
 """What ``flashlane tune`` found on this GPU, as dispatch and kernels ask for it.
 
-The stored results are read by the module that :data:`PROVIDER` names, which is imported at the first question: the core
-and the kernels import nothing of :mod:`flashlane.tuning`. Where nothing was tuned, the kernels' heuristics decide.
+The stored results are read by the module that :data:`PROVIDER` names, which is imported at the first question where
+there are any: the core and the kernels import nothing of :mod:`flashlane.tuning`. Where nothing was tuned, the kernels'
+heuristics decide.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flashlane.core import registry
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from flashlane.core.problem import AttentionProblem
 
 PROVIDER = "flashlane.tuning.stored"
@@ -47,8 +51,17 @@ def _find() -> Callable[[str, AttentionProblem], Stored | None]:
     return importlib.import_module(PROVIDER).find
 
 
+def folder() -> Path:
+    """Where the stored results are: ``tune`` in the cache folder of the compiled kernels."""
+    from flashlane.jit import cache
+
+    return cache.directory() / "tune"
+
+
 def _stored(tag: str, problem: AttentionProblem) -> Stored | None:
-    return None if _ignored or problem.arch is None else _find()(tag, problem)
+    if _ignored or problem.arch is None or (PROVIDER not in sys.modules and not folder().is_dir()):
+        return None
+    return _find()(tag, problem)
 
 
 def lookup(kernel: Tagged, problem: AttentionProblem) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,7 @@ RUNTIME_HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp
 
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")
 
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+_INCLUDE = re.compile(r'include[ \t]*"([^"\n]+)"')  # which begins with letters, so that it is found fast
 _ARCH = re.compile(r"sm_(\d+)([af]?)")
 
 
@@ -150,9 +151,32 @@ def runtime_headers_digest() -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _header(path: Path, changed: int, size: int) -> str:
-    """A header as it was when the file was changed last: the kernels of a call share most of theirs."""
-    return path.read_text(encoding="utf-8")
+def _header(path: str, changed: int, size: int) -> tuple[str, tuple[str, ...]]:
+    """A header as it was when the file was changed last, and what it includes: kernels share most of theirs."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    return text, _includes(text)
+
+
+def _includes(text: str) -> tuple[str, ...]:
+    """The names between quotation marks that a text includes."""
+    return tuple(
+        found[1]
+        for found in _INCLUDE.finditer(text)
+        if "".join(text[text.rfind("\n", 0, found.start()) + 1 : found.start()].split()) == "#"
+    )
+
+
+def _find_header(name: str) -> tuple[str, tuple[str, ...]] | None:
+    for folder in DEVICE_HEADERS:
+        path = f"{folder}{os.sep}{name}"
+        try:
+            state = os.stat(path)
+        except OSError:
+            continue
+        if stat.S_ISREG(state.st_mode):
+            return _header(path, state.st_mtime_ns, state.st_size)
+    return None
 
 
 def device_headers(text: str, given: Mapping[str, str] = {}) -> dict[str, str]:
@@ -163,18 +187,15 @@ def device_headers(text: str, given: Mapping[str, str] = {}) -> dict[str, str]:
         given: headers that are generated: they are looked through, and not looked up.
     """
     found: dict[str, str] = {}
-    waiting = [text]
+    waiting = list(_includes(text))
     while waiting:
-        for name in _INCLUDE.findall(waiting.pop()):
-            if name in found:
-                continue
-            header = given.get(name)
-            if header is None:
-                path = next((folder / name for folder in DEVICE_HEADERS if (folder / name).is_file()), None)
-                if path is None:  # the compiler says that there is no such file, and where
-                    continue
-                state = path.stat()
-                header = _header(path, state.st_mtime_ns, state.st_size)
-            found[name] = header
-            waiting.append(header)
+        name = waiting.pop()
+        if name in found:
+            continue
+        if name in given:
+            found[name] = given[name]
+            waiting += _includes(given[name])
+        elif (header := _find_header(name)) is not None:  # else the compiler says that there is no such file, and where
+            found[name] = header[0]
+            waiting += header[1]
     return {name: found[name] for name in sorted(found) if name not in given}

@@ -25,7 +25,7 @@ from flashlane.core.arch import arch_of
 from flashlane.core.files import write_atomically
 from flashlane.core.problem import FEATURES, AttentionProblem
 from flashlane.core.registry import BackwardKernel
-from flashlane.core.tuned import backward_tag, few_blocks
+from flashlane.core.tuned import backward_tag, few_blocks, folder
 from flashlane.core.validate import kind_of
 from flashlane.jit import toolchain
 from flashlane.kernels.device_file import device_code
@@ -128,13 +128,6 @@ def device_of(arch: str) -> str | None:
         if arch_of(torch.device("cuda", index)) == arch:
             return torch.cuda.get_device_name(index)
     return None
-
-
-def folder() -> Path:
-    """Where the files are: ``tune`` in the cache folder of the compiled kernels."""
-    from flashlane.jit import cache
-
-    return cache.directory() / "tune"
 
 
 def path_of(device: str, arch: str) -> Path:

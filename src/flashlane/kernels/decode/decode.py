@@ -10,7 +10,7 @@ import torch
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.core.registry import DeviceKernel, Repeat, Resources, register
+from flashlane.core.registry import FEW_ROWS, DeviceKernel, Repeat, Resources, register
 from flashlane.jit import KernelSource
 from flashlane.kernels.decode.config import DecodeConfig
 from flashlane.kernels.decode.launch import launch_attention, repeated_attention, source_of
@@ -23,8 +23,6 @@ MAX_BATCH = 65535
 """The grid's z."""
 MAX_GROUP = 1 << 15
 """Largest group of heads by which 32 bits divide rows exactly."""
-FEW_ROWS = 64
-"""Rows (query tokens × heads of a group) up to which K and V are read once, and this kernel is the fastest."""
 ABLE = (*(field.name for field in fields(ScoreConfig)), *VARLEN, *CACHE, *PAGED)
 
 
