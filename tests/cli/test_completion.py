@@ -1,9 +1,13 @@
 """Shell completion as the shells have it: the script of each, and what fish and zsh offer with it."""
 
 import os
+import pty
+import select
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +59,43 @@ def test_fish_offers(line, offered, environment, tmp_path):
     script.write_text(in_shell("fish", "flashlane --show-completion", environment).stdout)
     done = in_shell("fish", f"source {script}; complete -C '{line}'", environment, cwd=tmp_path)
     assert offered in [entry.split("\t")[0] for entry in done.stdout.splitlines()], done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here (Debian: apt-get install zsh)")
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("flashlane bench su\t", "suite"),
+        ("flashlane bench suite \t\t", "attention"),
+        ("flashlane bench --peers fla\t\t", "flash-attn-2"),
+        ("flashlane mask causal-\t\t", "causal-documents"),
+    ],
+)
+def test_zsh_offers(typed, offered, environment, tmp_path):
+    """In a terminal, as zsh completes only there."""
+    script = in_shell("zsh", "flashlane --show-completion", environment).stdout
+    (tmp_path / ".zshrc").write_text(f"autoload -Uz compinit; compinit -u\n{script}\nPS1='ready> '\n")
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execvpe("zsh", ["zsh", "-i"], environment | {"ZDOTDIR": str(tmp_path), "TERM": "dumb", "COLUMNS": "80"})
+    try:
+        seen = shown_until(terminal, "ready> ")
+        os.write(terminal, typed.encode())
+        seen = shown_until(terminal, offered)
+        assert offered in seen, seen
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(terminal)
+
+
+def shown_until(terminal: int, words: str, seconds: float = 30.0) -> str:
+    """What a terminal shows until the words are there, or the time is over."""
+    shown, end = "", time.monotonic() + seconds
+    while words not in shown and time.monotonic() < end:
+        if select.select([terminal], [], [], 0.2)[0]:
+            shown += os.read(terminal, 65536).decode(errors="replace")
+    return shown
 
 
 def test_a_home_that_cannot_be_written_to_gives_one_line(environment):

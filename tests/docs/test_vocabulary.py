@@ -102,6 +102,15 @@ def test_a_wording_that_sounds_foreign_is_in_no_line(words, texts):
     assert not found, f"write {SPOKEN[words]}:\n" + "\n".join(found[:40])
 
 
+def test_titles_of_the_notebooks_have_none_of_these_words():
+    """Their pages keep the words of their time; their titles are in the navigation of the site."""
+    pages = sorted((ROOT / "docs" / "notebook").glob("*.md"))
+    titles = {page.name: page.read_text(encoding="utf-8").splitlines()[0] for page in pages}
+    titles |= {line: line for line in (ROOT / "docs" / "notebook" / "index.md").read_text("utf-8").splitlines()}
+    pattern = re.compile(rf"(?<![\w./-])(?:{'|'.join((*SPOKEN, 'bars?'))})(?![\w.-])")
+    assert {name: title for name, title in titles.items() if pattern.search(re.sub(r"\(.*?\)", "", title))} == {}
+
+
 # --- wordings of what a reader sees: the pages, and the strings of the code that are not docstrings
 
 READ = ("docs/", "README.md", "Makefile", "mkdocs.yml")
