@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from typer.testing import CliRunner
 
 from flashlane.bench.measure.timing import Settings
 from flashlane.bench.suites import attention as suite_attention
@@ -21,6 +22,7 @@ from flashlane.bench.suites import model as suite_model
 from flashlane.bench.suites.attention import AttentionSuite, Case, powers
 from flashlane.bench.suites.flash import FAIL, NA, OOM, SavedBytes, SuiteResults, guarded, run_suite
 from flashlane.bench.suites.model import ModelSuite
+from flashlane.cli.main import app
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
@@ -317,3 +319,17 @@ def test_bench_alone_is_still_bench(invoke: Any) -> None:
     assert "Reproduce a course table" in invoke("bench", "suite", "--help").output
     assert "Reproduce a course table" not in invoke("bench", "--help").output
     assert "bench suite" in invoke("--help").output
+
+
+@pytest.mark.parametrize("suite", ["attention", "flash"])
+def test_a_terminal_of_80_columns_shows_our_forward_and_what_it_gains(
+    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["bench", "suite", suite, "--device", "cpu", "--N", "128", "--D", "16", "--iters", "1"]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    head = next(line for line in done.stdout.splitlines() if "precision" in line).split()
+    ours, torch_, gain = ("fwd_ours(ms)", "fwd_torch(ms)", "speedup_fwd")
+    ours, torch_ = ("ft_ours", "ft_torch") if suite == "flash" else (ours, torch_)
+    assert {ours, torch_, gain} <= set(head), head

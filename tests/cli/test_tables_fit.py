@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flashlane import bench
-from flashlane.cli.main import app
+from flashlane.cli.main import BASELINE, app
 from flashlane.core import registry
 from flashlane.inspect.fitted_table import Column, fold_name, make_table, significant
 
@@ -111,6 +111,10 @@ COMMANDS = [
     ["layout", "--columns", "128", "--compare"],
     ["explain", "--arch", "sm_90a"],
     ["explain", "--arch", "cpu"],
+    ["mask"],
+    ["mask", "causal-documents", "--lengths", "20,12,32", "--show"],
+    [*BASELINE.split(), "--list"],
+    ["lessons", "--list"],
     ["doctor"],
     ["--help"],
     ["bench", "--help"],

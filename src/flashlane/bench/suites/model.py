@@ -96,7 +96,8 @@ class ModelSuite:
 
     @property
     def title(self) -> str:
-        return f"model: batch {self.batch}, {self.dtype}, vocab {SIZES['sm'].vocab}, AdamW, {self.steps} steps, ms"
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        return f"model: batch {self.batch}, {self.dtype}, vocab {SIZES['sm'].vocab}, AdamW, {steps}, ms"
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -126,7 +127,7 @@ class ModelSuite:
         peak = peak if on_gpu else "unknown on a CPU"
         precision = f"f32 weights under {self.dtype} autocast" if self.dtype != "f32" else "f32 throughout"
         return [
-            f"Milliseconds a step: avg is the median of {self.steps} steps, total their sum; forward with loss, "
+            f"Milliseconds a step: avg is the median of the steps, total their sum; forward with loss, "
             f"backward and optimizer step apart; {precision}.",
             f"peak: {peak}. OOM: out of memory. FAIL: the first loss is off. {COMPILED}: layers compiled by torch.",
             *self._kernels(),
