@@ -29,7 +29,7 @@ POINTERS[torch.int64] = "*i64"
 CASES: tuple[dict[str, Any], ...] = (
     {},
     {"head_dim": 128, "window_right": 0, "seqlen": 4096},
-    # Narrow pieces of V next to K in one place of shared memory: ptxas 12.8 miscompiles this one.
+    # Narrow tiles of V next to K in one place of shared memory: ptxas 12.8 miscompiles this one.
     {"head_dim": 59, "head_dim_v": 80, "window_right": 0},
     {"varlen": True, "dropout_p": 0.1, "window_left": 64},
     {"seqlen_q": 2, "kv_heads": 2, "varlen": True, "alibi": True, "softcap": 20.0, "sinks": True},

@@ -67,6 +67,72 @@ def load_tile(base, row_offsets, row_mask, stride_column, D: tl.constexpr, D0: t
             return tl.load(at)
 
 
+@triton.jit
+def _scheduled_tile(tile, units, row_tiles, heads_per_section, REVERSED: tl.constexpr):
+    """The unit (a head, or heads that are packed) and the row tile of a program.
+
+    A section of heads, whose keys and values fit the L2 cache, runs at one time; its tiles with most keys go first.
+    """
+    first_unit = tile // (heads_per_section * row_tiles) * heads_per_section
+    within = tile % (heads_per_section * row_tiles)
+    count = tl.minimum(units - first_unit, heads_per_section)
+    unit = first_unit + within % count
+    row_tile = within // count
+    if REVERSED:
+        row_tile = row_tiles - 1 - row_tile
+    return unit, row_tile
+
+
+@triton.jit
+def _key_tiles(
+    row_tile, split, len_q, len_k, shift, left, right,
+    BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Bounds of the keys that some row sees, in this program's split, and of those that every row sees; whole tiles."""
+    i_first = row_tile * BM // PACK
+    i_last = tl.minimum((row_tile * BM + BM - 1) // PACK, len_q - 1)
+    low, high = key_range(i_first, i_last, len_k, shift, left, right, LEFT, RIGHT)
+    full_low, full_high = full_key_range(i_first, i_last, len_k, shift, left, right, LEFT, RIGHT)
+    low = low // BN * BN
+    full_low = tl.cdiv(full_low, BN) * BN
+    full_high = tl.maximum(tl.maximum(full_high, 0) // BN * BN, full_low)
+    if SPLIT:
+        each = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), tl.num_programs(1)) * BN
+        low += split * each
+        high = tl.minimum(low + each, high)
+    return low, high, full_low, full_high
+
+
+@triton.jit
+def _online_softmax(scores, top, total, score):
+    """Probabilities of a tile's scores, and the row maximum and sum with them; what the output so far is multiplied by.
+
+    A row that has seen no key yet has maximum -inf; any finite number in its place gives exp2(-inf) = 0.
+    """
+    if score.scale_in_exp:
+        new_top = tl.maximum(top, tl.max(scores, 1) * score.score_scale)
+    else:
+        new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == NEG_INF, 0.0, new_top)
+    if score.scale_in_exp:
+        scores = scores * score.score_scale
+    p = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(top - base)
+    total = total * decay + tl.sum(p, 1)
+    return p, new_top, total, decay
+
+
+@triton.jit
+def _row_results(top, total, score):
+    """The factor of a row's output, and its LSE (natural logarithm)."""
+    empty = total == 0.0
+    unit_total = tl.where(empty, 1.0, total)
+    factor = ((1.0 if score.keep_scale is None else score.keep_scale) / unit_total)[:, None]
+    logs = tl.where(empty, NEG_INF, (top + tl.log2(unit_total)) * LN_2)
+    return factor, logs
+
+
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=("cu_seqlens_q", "lse"))
 def attention_forward(
     q,
@@ -134,16 +200,9 @@ def attention_forward(
     units of UNIT elements, which tells the compiler how far loads may reach at once. Tensors that a problem has not are
     None.
     """
-    # A section of heads, whose keys and values fit the L2 cache, runs at one time; its tiles with most keys go first.
     tile = tl.program_id(0)
     units = heads // PACK * (batch + (1 if cu_seqlens_q is not None else 0))
-    first_unit = tile // (heads_per_section * row_tiles) * heads_per_section
-    within = tile % (heads_per_section * row_tiles)
-    count = tl.minimum(units - first_unit, heads_per_section)
-    unit = first_unit + within % count
-    row_tile = within // count
-    if REVERSED:
-        row_tile = row_tiles - 1 - row_tile
+    unit, row_tile = _scheduled_tile(tile, units, row_tiles, heads_per_section, REVERSED)
     b = unit // (heads // PACK)
     h = unit % (heads // PACK)  # with PACK, of the key/value heads
     split = tl.program_id(1) if SPLIT else 0
@@ -206,18 +265,9 @@ def attention_forward(
     if DV1 > 0:
         acc1 = tl.zeros((BM, DV1), tl.float32)
 
-    i_first = row_tile * BM // PACK
-    i_last = tl.minimum((row_tile * BM + BM - 1) // PACK, len_q - 1)
-    low, high = key_range(i_first, i_last, len_k, shift, left, right, LEFT, RIGHT)
-    full_low, full_high = full_key_range(i_first, i_last, len_k, shift, left, right, LEFT, RIGHT)
-    low = low // BN * BN
-    full_low = tl.cdiv(full_low, BN) * BN
-    full_high = tl.maximum(tl.maximum(full_high, 0) // BN * BN, full_low)
-    if SPLIT:
-        each = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), tl.num_programs(1)) * BN
-        low += split * each
-        high = tl.minimum(low + each, high)
-
+    low, high, full_low, full_high = _key_tiles(
+        row_tile, split, len_q, len_k, shift, left, right, BM, BN, PACK, SPLIT, LEFT, RIGHT
+    )
     for phase in tl.static_range(0, 3):
         if PHASES >> phase & 1:
             begin, end = low, high
@@ -260,18 +310,7 @@ def attention_forward(
                     seen = visible(i[:, None], j[None, :], len_q, len_k, shift, left, right, LEFT, RIGHT)
                     scores = tl.where(seen, scores, NEG_INF)
 
-                if score.scale_in_exp:
-                    new_top = tl.maximum(top, tl.max(scores, 1) * score.score_scale)
-                else:
-                    new_top = tl.maximum(top, tl.max(scores, 1))
-                # A row that has seen no key yet has maximum -inf; any finite number in its place gives exp2(-inf) = 0.
-                base = tl.where(new_top == NEG_INF, 0.0, new_top)
-                if score.scale_in_exp:
-                    scores = scores * score.score_scale
-                p = tl.exp2(scores - base[:, None])
-                decay = tl.exp2(top - base)
-                total = total * decay + tl.sum(p, 1)
-                top = new_top
+                p, top, total, decay = _online_softmax(scores, top, total, score)
                 if score.seed is not None:
                     p = tl.where(dropout_keep(score, modifiers, b * heads + head, i, start, BN), p, 0.0)
 
@@ -285,10 +324,7 @@ def attention_forward(
                     v1 = load_tile(v_at, v_offsets, inside, v_stride_column, DV, DV1, DV0)
                     acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=PRECISION)
 
-    empty = total == 0.0
-    unit_total = tl.where(empty, 1.0, total)
-    factor = ((1.0 if score.keep_scale is None else score.keep_scale) / unit_total)[:, None]
-    logs = tl.where(empty, NEG_INF, (top + tl.log2(unit_total)) * LN_2)
+    factor, logs = _row_results(top, total, score)
     out += b.to(tl.int64) * out_stride_batch * UNIT + tl.cast(head, tl.int64) * out_stride_head * UNIT
     lse += b.to(tl.int64) * lse_stride_batch + tl.cast(head, tl.int64) * lse_stride_head
     acc0 = acc0 * factor
