@@ -9,7 +9,7 @@ import torch
 from rank_pool import RankPool
 from typer.testing import CliRunner
 
-from flashlane.bench.measure.ranks import group_sizes
+from flashlane.bench.measure.ranks import SharedProblem, default_methods, group_sizes
 from flashlane.bench.measure.scaling import Links, Workload, checked, modelled_rows
 from flashlane.bench.suites.sharded_step import SharedStep, StepProblem, WholeStep
 from flashlane.cli.main import app
@@ -55,6 +55,17 @@ def test_modelled_rows_say_so_and_a_check_compares_with_what_was_measured() -> N
         (64, "modelled", 524288),
     ]
     assert checked(WORK, FAST, 2.0, 5.0) == {"forward": pytest.approx(-0.25), "both": pytest.approx(0.2)}
+
+
+def test_problems_and_methods_have_the_words_of_the_other_tables() -> None:
+    problem = SharedProblem(tokens=64, heads=4, kv_heads=2, head_dim=32, dtype="float32")
+    assert problem.describe(2) == "one sequence of 128 tokens, H4/2 D32 f32 causal"
+    labels = [label for label in default_methods(problem) if "allgather" in label]
+    assert labels == [
+        "allgather, all KV heads at once",
+        "allgather, 1 KV head at a time",
+        "allgather, 1, then 2 KV heads",
+    ]
 
 
 def test_groups_of_heads() -> None:

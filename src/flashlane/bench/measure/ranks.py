@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from flashlane import flash_attn_func, flash_attn_varlen_func
+from flashlane.core.arch import DTYPE_NAMES
 from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func, shard_sequence
 from flashlane.distributed.comm import Ranks, start
 from flashlane.distributed.functional import head_bounds
@@ -49,7 +50,8 @@ class SharedProblem:
         """One line, as tables show it."""
         what = f"{len(self.documents)} documents" if self.documents else "one sequence"
         heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}/{self.kv_heads}"
-        return f"{what} of {self.total(ranks)} tokens, {heads} D{self.head_dim} {self.dtype} causal"
+        dtype = DTYPE_NAMES[getattr(torch, self.dtype)]
+        return f"{what} of {self.total(ranks)} tokens, {heads} D{self.head_dim} {dtype} causal"
 
     def tensors(self, ranks: int, device: torch.device) -> list[torch.Tensor]:
         """q, k, v and the output's gradient of all tokens; the same on every rank."""
@@ -157,10 +159,19 @@ def default_methods(problem: SharedProblem) -> dict[str, dict[str, Any]]:
     heads = problem.kv_heads
     groups = (None, max(1, heads // 4), (max(1, heads // 8), heads))
     found: dict[str, dict[str, Any]] = {
-        f"allgather, {each or 'all'} KV heads at a time": {"method": "allgather", "heads_k_stride": each}
+        f"allgather, {_in_groups(each)}": {"method": "allgather", "heads_k_stride": each}
         for each in dict.fromkeys(groups)
     }
     return {**found, "ring": {"method": "ring"}, "ulysses": {"method": "ulysses"}}
+
+
+def _in_groups(heads: int | Sequence[int] | None) -> str:
+    """``all KV heads at once``, ``1 KV head at a time`` or ``1, then 2 KV heads``."""
+    if heads is None:
+        return "all KV heads at once"
+    if isinstance(heads, int):
+        return f"{heads} KV head{'' if heads == 1 else 's'} at a time"
+    return f"{', then '.join(map(str, heads))} KV heads"
 
 
 def time_methods(
