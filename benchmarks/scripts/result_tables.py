@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("torch", "cuda", "driver", "flashlane")
 NOT_MEASURED = "Not measured yet.\n"
 FLASH, CUDNN = "(flash)", "(cudnn)"
+BOTH = ("forward", "both")
 CEILING = "% mma ceiling:"
 DESIGNS = ("naive", "split-kv", "split-q", "split-q+share-kv", "split-q+share-qkv", "split-q+tiling-qk")
 DESIGNS += ("split-q+tiling-qkv",)
@@ -530,7 +531,25 @@ def flex_speed(result: Result) -> str:
     return table(("cell", "direction", *(f"{name}:" for name in names), "missed"), rows)
 
 
+def context_parallel(result: Result) -> str:
+    """Each problem: one GPU's milliseconds, and the shares of the ideal of a method, the best of its settings."""
+    kinds = {"allgather": "allgather", "ring": "ring (ring-flash-attention's algorithm)", "ulysses": "ulysses"}
+    kinds["torch"] = "torch's context_parallel"
+    rows = []
+    for each in result["speed"]:
+        one = each["rows"][0]
+        cells = [each["problem"], f"{one['forward_ms']:.2f} / {one['both_ms']:.2f}"]
+        for kind in kinds:
+            best = [
+                [row[f"{way}_efficiency"] for row in each["rows"] if row["method"].startswith(kind)] for way in BOTH
+            ]
+            cells.append(" / ".join(f"{max(shares):.0%}" for shares in best if shares) or "—")
+        rows.append(cells)
+    return table(("problem", "one GPU ms", *kinds.values()), rows)
+
+
 VIEWS = {
+    "flashlane-context-parallel/": {"": context_parallel},
     "flashlane-flex-masks/": {"": flex_masks},
     "flashlane-flex-speed/": {"": flex_speed},
     "flashlane-bench/": {

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from flashlane.bench.measure.ranks import SharedProblem, default_methods, group_sizes
 from flashlane.bench.measure.scaling import Links, Workload, checked, modelled_rows
 from flashlane.bench.suites.sharded_step import SharedStep, StepProblem, WholeStep
-from flashlane.cli.main import app
+from flashlane.cli.main import _of_ranks, app
 
 WORK = Workload(8192, 32, 8, 128, ranks_measured=2, forward_ms=3.0, both_ms=12.0)
 FAST = Links(inside_gbs=1e9, latency_us=0.0, across_gbs=1e9)
@@ -133,3 +133,24 @@ def test_wrong_options_are_named(options: list[str], message: str, tmp_path) -> 
     done = CliRunner().invoke(app, ["bench", "ranks", "--device", "cpu", "--out", str(tmp_path), *options])
     assert done.exit_code == 2
     assert message in done.output + (done.stderr if done.stderr_bytes else "")
+
+
+@pytest.mark.parametrize(
+    "given, called",
+    [
+        (["bench", "--ranks", "2", "--tokens", "9"], ["bench", "ranks", "--ranks", "2", "--tokens", "9"]),
+        (["e2e", "--ranks=2"], ["bench", "ranks", "--step", "--ranks=2"]),
+        (["bench", "ranks", "--ranks", "2"], ["bench", "ranks", "--ranks", "2"]),
+        (["bench", "--N", "64"], ["bench", "--N", "64"]),
+        (["e2e"], ["e2e"]),
+        (["compare", "--ranks", "2"], ["compare", "--ranks", "2"]),
+    ],
+)
+def test_bench_and_e2e_over_ranks(given: list[str], called: list[str]) -> None:
+    assert _of_ranks(given) == called
+
+
+def test_bench_over_ranks_names_a_wrong_number() -> None:
+    result = CliRunner().invoke(app, ["bench", "--ranks", "1", "--device", "cpu"])
+    assert result.exit_code == 2
+    assert "--ranks is 1; it must be at least 2" in result.output

@@ -28,6 +28,7 @@ class _Commands(TyperGroup):
     """Commands, some of which have names of two words."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        args = _of_ranks(args)
         joined = " ".join(args[:2])
         args = [re.sub(r"^--repeats(?==|$)", "--rounds", word) for word in args]  # one name more does not fit the help
         return super().resolve_command(ctx, [joined, *args[2:]] if joined in self._pairs(ctx) else args)
@@ -38,6 +39,14 @@ class _Commands(TyperGroup):
 
     def _pairs(self, ctx: Any) -> list[str]:
         return [name for name in self.list_commands(ctx) if " " in name]
+
+
+def _of_ranks(args: list[str]) -> list[str]:
+    """``bench`` and ``e2e`` over several ranks are ``bench ranks``, which knows a training step of both."""
+    with_ranks = any(word.partition("=")[0] == "--ranks" for word in args[1:])
+    if not with_ranks or args[0] not in ("bench", "e2e") or args[:2] == RANKS.split():
+        return args
+    return [*RANKS.split(), *(["--step"] if args[0] == "e2e" else []), *args[1:]]
 
 
 class _Command(TyperCommand):

@@ -79,7 +79,7 @@ def ranks_command(
     A causal self-attention is divided among the ranks. The ideal is one process's time for all of it, divided by the
     ranks; each row says which share of the ideal it reaches. From the measured times and link rates a model gives more
     ranks: those rows are marked as modelled. On a CPU the ranks are processes on gloo, and the times say only that all
-    runs. Writes ranks.json.
+    runs. Writes ranks.json. flashlane bench --ranks N is this command, and flashlane e2e --ranks N is it with --step.
 
     Exit status: 0 done, 2 bad input, 3 the file could not be written where it should be.
 

@@ -37,6 +37,7 @@ FLAG_BYTES = 8192
 DONE = MOST_RANKS * MOST_GROUPS
 """Flags from here on say which exchange a rank is done with; those before, by group and rank, what has arrived."""
 ALIGNMENT = 256
+BLOCKS_KEPT = 4096
 
 
 def aligned(size: int) -> int:
@@ -50,6 +51,8 @@ class PeerMemory(ABC):
     def __init__(self, ranks: Ranks, device: torch.device, half: int) -> None:
         self.ranks, self.device, self.half = ranks, device, half
         self.exchanges = 0
+        self.blocks: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        """Tensors in this rank's memory that were made before, by address, shape and dtype."""
         self.others = [peer for peer in range(ranks.size) if peer != ranks.rank]
         self.timeout: float = ranks.group._get_backend(device).options._timeout.total_seconds()
 
@@ -99,7 +102,15 @@ class Exchange:
     def block(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in this rank's memory, at an offset of the half."""
         first = self._start + offset
-        return self.memory.own[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+        key = first, tuple(shape), dtype
+        blocks = self.memory.blocks
+        found = blocks.get(key)
+        if found is None:
+            if len(blocks) >= BLOCKS_KEPT:
+                blocks.clear()
+            found = self.memory.own[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+            blocks[key] = found
+        return found
 
     def send(self, peer: int, offset: int, t: torch.Tensor) -> None:
         """Copy a contiguous tensor to an offset of the half of another rank's memory."""
