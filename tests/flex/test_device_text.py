@@ -81,6 +81,40 @@ def test_floor_division_and_remainder_on_the_host(tmp_path: Path) -> None:
     assert torch.equal(found[0], mapped(score_mod, scores, tuple(scores.shape)))
 
 
+DISTANCES = {
+    "q − kv": lambda s, b, h, q, kv: s - (q - kv),
+    "linear": lambda s, b, h, q, kv: s + (kv - q) * 0.01,
+    "a slope of the head": lambda s, b, h, q, kv: s * 2 - (q - kv) * SLOPES[h],
+    "negated": lambda s, b, h, q, kv: s + -(kv - q) * torch.exp2(-(h + 1.0)),
+    "its size": lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv).abs(),
+    "its size, negated": lambda s, b, h, q, kv: s + -(kv - q).abs() * 0.3,
+    "a factor of the score": lambda s, b, h, q, kv: s * (q - kv),
+    "a factor of the row": lambda s, b, h, q, kv: s + (q - kv) * (q * 0.5),
+    "its square": lambda s, b, h, q, kv: s + (q - kv) * (q - kv) * 0.01,
+    "compared": lambda s, b, h, q, kv: torch.where(q - kv > 3, s, s - 1.5),
+    "other differences": lambda s, b, h, q, kv: s + (q - h) * 0.5 + (h - kv) * 0.25 + (q - q) * 0.5,
+}
+SLOPES = torch.tensor([0.5, -0.25, 3.0, 1.0])
+
+
+@pytest.mark.skipif(program_kernel.COMPILER is None, reason="no C++ compiler")
+def test_distances_in_two_parts_on_the_host(tmp_path: Path) -> None:
+    """The caller gives a distance as a first one and what is added to it."""
+    scores = torch.randn(2, 4, 40, 50, generator=torch.Generator().manual_seed(0))
+    programs = {name: bind(function, None, torch.device("cpu")) for name, function in DISTANCES.items()}
+    assert "distance.times" in programs["linear"][0].header()
+    assert "distance" not in body_of(programs["compared"][0]) + body_of(programs["other differences"][0])
+    found = program_kernel.on_host({name: (*pair, scores) for name, pair in programs.items()}, tmp_path)
+    for name, function in DISTANCES.items():
+        wanted = mapped(function, scores.double(), tuple(scores.shape))
+        torch.testing.assert_close(found[name][0].double(), wanted.double(), rtol=1e-6, atol=1e-5, msg=name)
+
+
+def body_of(program: Program) -> str:
+    """The statements of the score."""
+    return program.header().split("float score(")[1].split("static")[0].split("{", 1)[1]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_drawn_programs_compile_without_spills(seed: int) -> None:
     *_, program, _ = drawn_pair(100 + seed)

@@ -24,8 +24,9 @@ extern "C" __global__ void pairs(const __grid_constant__ Params p) {
     if (i >= p.n[0] * p.n[1] * p.n[2] * p.n[3]) return;
     const int kv = i % p.n[3], q = i / p.n[3] % p.n[2], line = i / p.n[3] / p.n[2];
     const int h = line % p.n[1], b = line / p.n[1];
-    p.out[i] = Program::score(p.program, p.score[i], b, h, q, kv);
-    p.derivative[i] = Program::derivative(p.program, p.score[i], b, h, q, kv);
+    const program::Distance distance{static_cast<float>(kv - kv % 5 - q), static_cast<float>(kv % 5)};
+    p.out[i] = Program::score(p.program, p.score[i], b, h, q, kv, distance);
+    p.derivative[i] = Program::derivative(p.program, p.score[i], b, h, q, kv, distance);
     p.visible[i] = Program::visible(p.program, b, h, q, kv);
 }
 """
@@ -57,8 +58,9 @@ extern "C" void pairs(const ProgramParams* p, const float* score, float* out, fl
                       const int* n) {
     for (int b = 0, i = 0; b < n[0]; ++b) for (int h = 0; h < n[1]; ++h) for (int q = 0; q < n[2]; ++q)
         for (int kv = 0; kv < n[3]; ++kv, ++i) {
-            out[i] = Program::score(*p, score[i], b, h, q, kv);
-            derivative[i] = Program::derivative(*p, score[i], b, h, q, kv);
+            const program::Distance distance{static_cast<float>(kv - kv % 5 - q), static_cast<float>(kv % 5)};
+            out[i] = Program::score(*p, score[i], b, h, q, kv, distance);
+            derivative[i] = Program::derivative(*p, score[i], b, h, q, kv, distance);
             visible[i] = Program::visible(*p, b, h, q, kv);
         }
 }

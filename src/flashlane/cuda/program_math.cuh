@@ -16,6 +16,15 @@ __device__ __forceinline__ float read(const __half* from) { return __half2float(
 __device__ __forceinline__ float read(const __nv_bfloat16* from) { return __bfloat162float(*from); }
 // Exact for |x| < 2^22. A conversion runs at the rate of the special functions, of which exponentials need all.
 __device__ __forceinline__ float float_of_position(int x) { return __int_as_float(0x4b400000 + x) - 12582912.f; }
+
+// kv − q of a pair: that of a thread's first pair in a row, and what is added to it, a number that the compiler knows. Both are
+// positions, so that their sum is exact.
+struct Distance {
+    float first, rest;
+    __device__ __forceinline__ float value() const { return first + rest; }
+    // Times a factor of all pairs of a row: the first product is made once, and each pair takes one operation.
+    __device__ __forceinline__ float times(float factor) const { return fmaf(factor, rest, factor * first); }
+};
 __device__ __forceinline__ float rounded_to_f16(float x) { return __half2float(__float2half_rn(x)); }
 __device__ __forceinline__ float rounded_to_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 
-from flashlane.flex.expression import Expression, is_constant, may_be_negative, nodes
+from flashlane.flex.expression import Expression, inputs_of, is_constant, may_be_negative, nodes
 
 C_TYPES = {"bool": "bool", "i32": "int", "i64": "long long", "f32": "float", "f64": "double"}
 C_TYPES |= dict.fromkeys(("u8", "i8", "i16"), "int") | dict.fromkeys(("f16", "bf16"), "float")
@@ -38,7 +39,7 @@ def literal(number: float | int | bool, dtype: str) -> str:
 
 
 def body(root: Expression, captured: tuple[str, ...], result: str, short: bool = False, small: bool = False) -> str:
-    """The statements of a function of (p, score, b, h, q, kv) that returns ``root`` converted to the type ``result``.
+    """The statements of a function of (p, score, b, h, q, kv, distance) that returns ``root`` as the type ``result``.
 
     Args:
         root: the expression.
@@ -69,7 +70,7 @@ def _statements(
     """The statements that compute expressions, and what each part of them is called."""
     names: dict[Expression, str] = {}
     negative: dict[Expression, bool] = {}
-    lines = []
+    lines: list[tuple[str, str]] = []
     for e in nodes(*roots):
         if e.op == "constant":
             names[e] = literal(e.value, e.dtype)  # type: ignore[arg-type]
@@ -84,8 +85,18 @@ def _statements(
                 text = f"program::tanh_of_small({arguments[0]})"
             else:
                 text = _text(e, arguments, negative, short)
-            lines.append(f"        const {C_TYPES[e.dtype]} {name} = {text};")
-    return lines, names
+            lines.append((name, f"const {C_TYPES[e.dtype]} {name} = {text};"))
+    return _used(lines, {names[root] for root in roots}), names
+
+
+def _used(lines: list[tuple[str, str]], wanted: set[str]) -> list[str]:
+    """The statements that the wanted names depend on; a distance needs none of its parts."""
+    kept = []
+    for name, line in reversed(lines):
+        if name in wanted:
+            kept.append(f"        {line}")
+            wanted |= set(re.findall(r"\bv\d+\b", line))
+    return kept[::-1]
 
 
 def _load(e: Expression, indices: list[str], captured: tuple[str, ...], negative: dict[Expression, bool]) -> str:
@@ -104,9 +115,14 @@ def _text(e: Expression, a: list[str], negative: dict[Expression, bool], short: 
     if op == "integer":
         return f"p.integer[{e.value[0]}]"  # type: ignore[index]
     if op == "cast":
-        if short and e.dtype == "f32" and _is_distance(e.operands[0]):
-            return f"program::float_of_position({a[0]})"
+        if short and e.dtype == "f32":
+            if text := _distance(e.operands[0]):
+                return text
+            if _is_position(e.operands[0]):
+                return f"program::float_of_position({a[0]})"
         return _cast(e, a[0])
+    if op == "mul" and short and (text := _scaled_distance(e, a)):
+        return text
     if op == "detach":
         return a[0]
     if op == "where":
@@ -153,11 +169,37 @@ def _power(e: Expression, a: str) -> str | None:
     return next((text for power, text in short.items() if is_constant(e.operands[1], power)), None)
 
 
-def _is_distance(e: Expression) -> bool:
-    """Whether an integer is a position, or the distance of two."""
+def _is_position(e: Expression) -> bool:
+    """Whether an integer is one of the function's, or their difference."""
     if e.op in ("neg", "abs"):
-        return _is_distance(e.operands[0])
+        return _is_position(e.operands[0])
     return e.dtype == "i32" and (e.op == "input" or (e.op == "sub" and all(o.op == "input" for o in e.operands)))
+
+
+def _sign(e: Expression) -> str | None:
+    """``""`` for kv − q, ``"-"`` for q − kv, in i32; None for any other expression."""
+    if e.op == "neg":
+        return {"": "-", "-": "", None: None}[_sign(e.operands[0])]
+    names = [o.value for o in e.operands if o.op == "input"] if e.op == "sub" and e.dtype == "i32" else []
+    return {("kv", "q"): "", ("q", "kv"): "-"}.get(tuple(names))  # type: ignore[arg-type]
+
+
+def _distance(e: Expression) -> str | None:
+    """A distance, or its size, in f32."""
+    if e.op == "abs":
+        inner = _distance(e.operands[0])
+        return inner and f"fabsf({inner})"
+    sign = _sign(e)
+    return None if sign is None else f"{sign}distance.value()"
+
+
+def _scaled_distance(e: Expression, a: list[str]) -> str | None:
+    """A distance times a factor that the pairs of a row share."""
+    for (one, other), name in zip((e.operands, e.operands[::-1]), a[::-1], strict=True):
+        sign = _sign(one.operands[0]) if one.op == "cast" and one.dtype == "f32" else None
+        if sign is not None and not inputs_of(other) & {"score", "q", "kv"}:
+            return f"{sign}distance.times({name})"
+    return None
 
 
 def _cast(e: Expression, a: str) -> str:

@@ -112,6 +112,7 @@ class Program:
         )
         flags = {
             "HAS_SMALL": small or None,
+            "HAS_DISTANCE": "distance" in bodies["SCORE"] or None,
             "HAS_SCORE": self.score,
             "HAS_MASK": self.mask,
             "HAS_DERIVATIVE": self.derivative,
@@ -126,7 +127,8 @@ class Program:
     def header(self) -> str:
         """CUDA C++ of :data:`HEADER`: ``struct ProgramParams`` and ``struct Program``, scalar and inlined.
 
-        ``Program::score`` takes ``q·k · scale``; ``derivative`` takes the same, and dS is multiplied by its result.
+        ``Program::score`` takes ``q·k · scale``, the pair, and its distance kv − q again, in two parts; ``derivative``
+        takes the same, and dS is multiplied by its result.
         """
         return self._header
 
@@ -226,21 +228,23 @@ struct Program {
 
     // Whether score_of_small() gives the same, and faster, where is_small() says so.
     static constexpr bool HAS_SMALL = @HAS_SMALL@;
+    // Whether score() reads `distance`.
+    static constexpr bool HAS_DISTANCE = @HAS_DISTANCE@;
 
     static __device__ __forceinline__ float score(const ProgramParams& p, float score, int b, int h, int q,
-                                                  int kv) {
+                                                  int kv, program::Distance distance) {
 @SCORE@
     }
     static __device__ __forceinline__ bool is_small(const ProgramParams& p, float score, int b, int h, int q,
-                                                    int kv) {
+                                                    int kv, program::Distance distance) {
 @IS_SMALL@
     }
     static __device__ __forceinline__ float score_of_small(const ProgramParams& p, float score, int b, int h, int q,
-                                                           int kv) {
+                                                           int kv, program::Distance distance) {
 @SCORE_OF_SMALL@
     }
     static __device__ __forceinline__ float derivative(const ProgramParams& p, float score, int b, int h, int q,
-                                                       int kv) {
+                                                       int kv, program::Distance distance) {
 @DERIVATIVE@
     }
     static __device__ __forceinline__ bool visible(const ProgramParams& p, int b, int h, int q, int kv) {

@@ -27,9 +27,11 @@ def documents(b, h, q, k):
 
 
 DOCUMENT = torch.arange(256, dtype=torch.int32) // 100
+SLOPES = torch.tensor([0.5, 0.25])
 SCORES = {
     "none": None,
     "linear": lambda s, b, h, q, k: s + (k - q) * 0.01,
+    "abs": lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(),
     "tanh": lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
 }
 
@@ -91,7 +93,25 @@ def test_masks_with_bits_share_a_kernel_and_positions_are_not_converted() -> Non
     config = run_forward.config_of(problem(128), causal, (128, 128), True)
     assert config == run_forward.config_of(problem(128), program_of("none", True), (128, 128), True)
     assert bits_source(causal.header()) != bits_source(program_of("none", True).header())
-    assert "float_of_position" in program_of("linear", False).header()
+    assert "distance.times" in program_of("linear", False).header()
+
+
+@pytest.mark.parametrize(("head_dim", "score", "most"), [(128, "linear", 2.1), (64, "linear", 2.1), (128, "abs", 2.8)])
+def test_a_bias_of_the_distance_takes_few_instructions(head_dim: int, score: str, most: float) -> None:
+    """More of the forward's loop than without a score, for each score; distances are made once for two rows."""
+    lengths = []
+    for name in ("none", score):
+        config = run_forward.config_of(problem(head_dim), program_of(name, False), None)
+        compiled = jit.compile(config.source(), ARCH)
+        text = jit.disassemble(compiled.cubin)
+        if text is None:
+            pytest.skip("no disassembler")
+        assert compiled.report.spills <= 16
+        loop = [loop for loop in steady_loops(text) if any(op.startswith("HGMMA") for op in loop)][-1]
+        assert not [op for op in loop if op.startswith(("LDL", "STL"))]
+        lengths.append((len(loop), config.block_n / 2))
+    (plain, scores), (longer, _) = lengths
+    assert (longer - plain) / scores <= most, lengths
 
 
 def test_the_kernel_of_bits_compiles() -> None:

@@ -10,21 +10,27 @@
 template <int N>
 __device__ __forceinline__ void transform_by_program(const ProgramParams& params, float (&s)[N], float scale, int batch, int head,
                                                      int query, int key) {
+    const float first = program::float_of_position(key - query);
+    const auto distance = [&](int i) {
+        return program::Distance{first, static_cast<float>(accumulator_column(i) - 8 * (i / 2 % 2))};
+    };
     if constexpr (Program::HAS_SMALL) {
         bool small = true;
 #pragma unroll
         for (int i = 0; i < N; ++i)
-            small &= Program::is_small(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i));
+            small &= Program::is_small(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i),
+                                        distance(i));
         if (__all_sync(0xffffffffu, small)) {
 #pragma unroll
             for (int i = 0; i < N; ++i)
-                s[i] = Program::score_of_small(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i));
+                s[i] = Program::score_of_small(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i),
+                                               distance(i));
             return;
         }
     }
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        s[i] = Program::score(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i));
+        s[i] = Program::score(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i), distance(i));
 }
 
 // −∞ where a query does not see a key, or the key does not exist.
@@ -74,10 +80,11 @@ struct PairProgram {
     int batch, head;
 
     // The probability, of the product q·k and the row's −LSE in base 2; also the derivative of its score.
-    __device__ __forceinline__ float probability(float product, float minus_lse, int query, int key, float& derivative) const {
+    __device__ __forceinline__ float probability(float product, float minus_lse, int query, int key, program::Distance distance,
+                                                 float& derivative) const {
         if constexpr (!Program::HAS_SCORE) return ex2(fmaf(product, scale * LOG2_E, minus_lse));
         const float score = product * scale;
-        if constexpr (Program::HAS_DERIVATIVE) derivative = Program::derivative(params, score, batch, head, query, key);
-        return ex2(fmaf(Program::score(params, score, batch, head, query, key), LOG2_E, minus_lse));
+        if constexpr (Program::HAS_DERIVATIVE) derivative = Program::derivative(params, score, batch, head, query, key, distance);
+        return ex2(fmaf(Program::score(params, score, batch, head, query, key, distance), LOG2_E, minus_lse));
     }
 };

@@ -230,6 +230,8 @@ struct Mainloop {
         load_mask_bits();
         wgmma_wait<1>(s);
         release_k();
+        // Ends the basic block, or ptxas computes what a program makes of distances above the wait for S, and spills it.
+        if (Program::HAS_DISTANCE) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
         softmax_of<MASKED>(n_block, MASKED, alpha);
         // Complete since the step began. The wait ends the basic block, or ptxas moves the one below above the exponentials.
         if (cfg::LATE_WAIT) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
