@@ -177,6 +177,17 @@ def on_slow_rank(case: Case, size: int, calls: int) -> list[dict[str, numpy.ndar
         return [on_rank(case, size) for _ in range(calls)]
 
 
+def each_on_rank(several: list[Case], size: int) -> list[dict[str, numpy.ndarray] | str]:
+    """What :func:`on_rank` gives of each case, or the error that it raised."""
+    found: list[dict[str, numpy.ndarray] | str] = []
+    for case in several:
+        try:
+            found.append(on_rank(case, size))
+        except (TypeError, ValueError, NotImplementedError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
 @functools.cache
 def square_mesh() -> dist.DeviceMesh:
     """Four ranks: two that exchange keys by two that exchange heads."""
