@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,14 @@ SOURCES = Path(__file__).parents[2] / "src"
 MAY_CHANGE = hasattr(os, "geteuid") and os.geteuid() == 0
 
 
-def interpreter() -> str | None:
-    """A Python of this version that user nobody may start; ours may lie in the home of root."""
+def interpreter(environment: dict[str, str]) -> str | None:
+    """A Python of this version with which user nobody can load the package; ours may lie in the home of root."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     for candidate in filter(None, (sys.executable, f"/usr/bin/{version}", shutil.which(version))):
         try:
-            if subprocess.run([candidate, "-c", "import sys"], user=NOBODY, capture_output=True).returncode == 0:
+            code = "import flashlane, torch, typer"
+            how = {"env": environment, "cwd": "/", "user": NOBODY, "extra_groups": []}
+            if subprocess.run([candidate, "-c", code], capture_output=True, **how).returncode == 0:
                 return candidate
         except OSError:
             continue
@@ -32,17 +35,19 @@ def interpreter() -> str | None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    python = interpreter() if MAY_CHANGE else sys.executable
-    if python is None:
-        pytest.skip("no Python that another user may start")
     folder = tmp_path_factory.mktemp("home")
-    for parent in (folder, folder.parent, folder.parent.parent) if MAY_CHANGE else ():
-        parent.chmod(0o755)
+    for parent in (folder, *folder.parents) if MAY_CHANGE else ():
+        if parent == Path(tempfile.gettempdir()):
+            break
+        parent.chmod(parent.stat().st_mode | 0o055)
     os.chown(folder, NOBODY if MAY_CHANGE else -1, -1)
     path = os.pathsep.join(map(str, (SOURCES, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))))
     environment = child_environment() | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "80"}
     environment.pop("XDG_CACHE_HOME", None)
     environment.pop("FLASHLANE_CACHE_DIR", None)
+    python = interpreter(environment) if MAY_CHANGE else sys.executable
+    if python is None:
+        pytest.skip("no Python with which another user may load the package")
 
     def call(*words: object, home: Path = folder) -> subprocess.CompletedProcess:
         command = [python, "-m", "flashlane", *map(str, words)]
