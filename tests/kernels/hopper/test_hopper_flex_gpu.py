@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
+from flashlane import create_block_mask as create_flashlane_mask
+from flashlane import flex_attention
 from flashlane.core.arch import arch_of
 from flashlane.flex.bind import bind
 from flashlane.kernels.hopper.arch import ARCH
@@ -139,3 +141,24 @@ def test_the_deterministic_backward_repeats_its_bits(seed: int) -> None:
         runs.append(backward(case.q, case.k, case.v, out, lse, dout, None, *case.call(), deterministic=True))
     for run in runs[1:]:
         assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("window", [(-1, 0), (70, 0), (33, 90)])
+def test_scores_in_a_window(score: str, window: tuple[int, int]) -> None:
+    """Through the public function: a window is an argument of the kernels, not a list."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(2, h, n, 128, device="cuda", dtype=torch.bfloat16) for h, n in ((4, 700), (2, 500), (2, 500))
+    )
+    left, right = (side if side >= 0 else 1 << 20 for side in window)
+    mask = create_flashlane_mask(lambda b, h, i, j: (i - j <= left) & (j - i <= right), None, None, 700, 500, "cuda")
+    found = []
+    for backend in ("FLASHLANE", "REFERENCE"):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out, lse = flex_attention(*leaves, SCORES[score], mask, None, True, True, {"BACKEND": backend})
+        loss = out.float().square().sum() + torch.where(lse == -torch.inf, 0, lse).sum()
+        found.append((out, lse, *torch.autograd.grad(loss, leaves)))
+    for one, other in zip(*found, strict=True):
+        one, other = (torch.where(t.isfinite(), t, -1e3).double() for t in (one, other))
+        assert (one - other).norm() <= 1e-2 * other.norm() + 1e-6
