@@ -1,11 +1,12 @@
 """Serve with nano-vllm, unmodified, on flashlane under FlashAttention-2's module names.
 
-    python tools/nano_vllm.py PATH/nano-vllm [--layers 4] [--requests 64]
+    python tools/nano_vllm.py PATH/nano-vllm [--layers 4] [--requests 64] [--seqs 64] [--eager]
 
 nano-vllm (GeeeekExplorer/nano-vllm) imports two functions of ``flash_attn``: packed prefill, over pages where a prefix
 is cached, and paged decoding, captured in CUDA graphs. It serves a Qwen3 of random weights here. Every token that it
 gives is then held against the logits of transformers' own Qwen3 for the same tokens; then the throughput is measured.
-Needs one CUDA device.
+Lines say how far it is: torch.compile of nano-vllm's layers takes most of the time before the first token. Needs one
+CUDA device.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from flashlane.integrations import flash_attn
 
 VOCABULARY = 4096
+STARTED = time.perf_counter()
 WORST = 0.5
 """How far below the best logit (their standard deviation is about 3) a token may be that two bf16 models both take."""
 
@@ -68,22 +70,35 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("repository", type=Path, help="a checkout of nano-vllm")
     parser.add_argument("--layers", type=int, default=4, help="of the model")
     parser.add_argument("--requests", type=int, default=64, help="whose throughput is measured")
+    parser.add_argument("--seqs", type=int, default=64, help="served at a time; a CUDA graph is captured for each 16")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts soonest")
     known = parser.parse_args(arguments)
     if not (known.repository / "nanovllm").is_dir():
         parser.error(f"repository is {known.repository}, which has no folder nanovllm; download nano-vllm")
     if not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; nano-vllm serves on CUDA only")
     flash_attn.install("flash_attn", replace=True)
+    if known.eager:
+        torch._dynamo.config.disable = True
+    said(f"a model of {known.layers} layers with random weights is made")
     sys.path.insert(0, str(known.repository))
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), known.layers)
-        return serve(folder, model, known.requests)
+        return serve(folder, model, known.requests, known.seqs, known.eager)
 
 
-def serve(folder: str, model: Any, requests: int) -> int:
+def said(what: str) -> None:
+    """Say how far it is, and when."""
+    print(f"[{time.perf_counter() - STARTED:5.1f} s] {what}", flush=True)
+
+
+def serve(folder: str, model: Any, requests: int, seqs: int, eager: bool) -> int:
+    """Check and measure nano-vllm with the model of a folder; returns the exit status."""
     from nanovllm import LLM, SamplingParams
 
-    served = LLM(folder, enforce_eager=False, max_model_len=2048, gpu_memory_utilization=0.5)
+    said("the model is written; it is loaded, compiled by torch.compile and captured in CUDA graphs")
+    served = LLM(folder, enforce_eager=eager, max_model_len=2048, max_num_seqs=seqs, gpu_memory_utilization=0.5)
+    said("ready to serve; its tokens are held against transformers' logits")
     prompts = prompts_of(16, 400, 600)
     greedy = SamplingParams(temperature=1e-3, ignore_eos=True, max_tokens=32)
     served.generate(prompts[:2], greedy, use_tqdm=False)  # leaves the shared prefix in the cache

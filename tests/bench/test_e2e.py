@@ -203,7 +203,10 @@ def test_bad_input_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert done.exit_code == 2, done.output
         return re.sub(r"\s+", " ", done.output)
 
-    assert "WORKLOAD is 'wann'; it may be one of wan, llama-8k" in said("wann")
+    assert "WORKLOAD is 'wann', which is unknown; did you mean 'wan'?" in said("wann")
+    assert "WORKLOAD is '77', which is unknown; known: wan, llama-8k" in said("77")
+    for seconds in ("0", "-1", "nan", "inf"):
+        assert f"--seconds is {seconds}; it must be a positive number of seconds" in said("--seconds", seconds)
     assert "--attention has 'cudn', which is unknown" in said("wan", "--attention", "cudn")
     assert "pip install flash-attn" in said("wan", "--attention", "flash-attn-2")
     assert "--layers is 0; it must be at least 1" in said("wan", "--layers", "0")

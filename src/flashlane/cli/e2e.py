@@ -102,6 +102,7 @@ def e2e_command(
         raise ValueError(f"--layers is {layers}; it must be at least 1")
     if rounds is not None and rounds < 1:
         raise ValueError(f"--iters is {rounds}; it must be at least 1")
+    o.check_seconds(seconds)
     where = resolve_device(device)
     on_cpu = where.type == "cpu"
     chosen, left_out = _workloads(workloads, model, where)
@@ -149,10 +150,11 @@ def _workloads(named: list[str] | None, model: str | None, device: torch.device)
     from flashlane.bench.measure.capture import find_model
     from flashlane.bench.suites.e2e import WORKLOADS
     from flashlane.bench.suites.whole_models import MINILM
+    from flashlane.core.registry import suggest
 
     for name in named or ():
         if name not in WORKLOADS:
-            raise ValueError(f"WORKLOAD is {name!r}; it may be one of {', '.join(WORKLOADS)}")
+            raise ValueError(f"WORKLOAD is {name!r}, which is unknown; {suggest(name, tuple(WORKLOADS))}")
     chosen, left_out = [], []
     for name in dict.fromkeys(named or WORKLOADS):
         missing = WORKLOADS[name].missing(device)

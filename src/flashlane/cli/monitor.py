@@ -69,8 +69,7 @@ def monitor_command(
 
     if not interval >= LEAST:
         raise ValueError(f"--interval is {interval:g}; it must be at least {LEAST:g} seconds")
-    if seconds is not None and not 0 < seconds < float("inf"):
-        raise ValueError(f"--seconds is {seconds:g}; it must be a positive number of seconds")
+    o.check_seconds(seconds)
     if out is not None:
         if out.is_dir():
             raise ValueError(f"--out is {str(out)!r}, which is a folder; it names a file")

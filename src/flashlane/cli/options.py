@@ -260,6 +260,12 @@ def check_timeout(seconds: float) -> None:
         raise ValueError(f"--timeout is {seconds:g}; it must be a positive number of seconds")
 
 
+def check_seconds(seconds: float | None) -> None:
+    """Refuse a length of time for ``--seconds`` that is none; None is no limit."""
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise ValueError(f"--seconds is {seconds:g}; it must be a positive number of seconds")
+
+
 def check_layouts(problems: Iterable[AttentionProblem], directions: Sequence[Direction], **dense: bool) -> None:
     """ValueError where a layout does not go with what is measured; ``dense`` are options of dense problems only."""
     from flashlane.kernels.features import CACHE, PAGED

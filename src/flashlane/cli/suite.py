@@ -145,6 +145,7 @@ def suite_command(
     lengths = _lengths(suite, seqlens, max_seqlen, on_cpu)
     if rounds is not None and rounds < 1:
         raise ValueError(f"--iters is {rounds}; it must be at least 1")
+    o.check_seconds(seconds)
     if batch is not None and batch < 1:
         raise ValueError(f"--B is {batch}; it must be at least 1")
     if suite != "flash":
