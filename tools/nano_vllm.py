@@ -1,17 +1,20 @@
 """Serve with nano-vllm, unmodified, on flashlane under FlashAttention-2's module names.
 
     python tools/nano_vllm.py PATH/nano-vllm [--layers 4] [--requests 64] [--seqs 64] [--eager]
+    python tools/nano_vllm.py PATH/nano-vllm --on-cpu
 
 nano-vllm (GeeeekExplorer/nano-vllm) imports two functions of ``flash_attn``: packed prefill, over pages where a prefix
 is cached, and paged decoding, captured in CUDA graphs. It serves a Qwen3 of random weights here. Every token that it
 gives is then held against the logits of transformers' own Qwen3 for the same tokens; then the throughput is measured.
-Lines say how far it is: torch.compile of nano-vllm's layers takes most of the time before the first token. Needs one
-CUDA device.
+Lines say how far it is: torch.compile of nano-vllm's layers takes most of the time before the first token. It needs
+one CUDA device. With ``--on-cpu`` a CPU answers what nano-vllm asks of CUDA, and a tiny model is served: prefill, a
+cached prefix and paged decoding are checked, without graphs, and nothing is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -71,17 +74,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=4, help="of the model")
     parser.add_argument("--requests", type=int, default=64, help="whose throughput is measured")
     parser.add_argument("--seqs", type=int, default=64, help="served at a time; a CUDA graph is captured for each 16")
+    parser.add_argument("--on-cpu", action="store_true", help="a tiny model on a CPU, to see that its tokens are right")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts soonest")
     known = parser.parse_args(arguments)
     if not (known.repository / "nanovllm").is_dir():
         parser.error(f"repository is {known.repository}, which has no folder nanovllm; download nano-vllm")
-    if not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device; nano-vllm serves on CUDA only")
+    if not known.on_cpu and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; nano-vllm serves on CUDA only (--on-cpu checks its tokens without)")
     flash_attn.install("flash_attn", replace=True)
-    if known.eager:
+    if known.eager or known.on_cpu:
         torch._dynamo.config.disable = True
-    said(f"a model of {known.layers} layers with random weights is made")
+    said("a model of random weights is made")
     sys.path.insert(0, str(known.repository))
+    if known.on_cpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: nano-vllm has a kernel of its own
+        with tempfile.TemporaryDirectory() as folder:
+            model = make_model(Path(folder), layers=2, hidden=64, heads=4)
+            answer_for_cuda()  # not sooner: transformers would not build the model as it should
+            return check_on_cpu(folder, model)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), known.layers)
         return serve(folder, model, known.requests, known.seqs, known.eager)
@@ -90,6 +100,37 @@ def main(arguments: list[str] | None = None) -> int:
 def said(what: str) -> None:
     """Say how far it is, and when."""
     print(f"[{time.perf_counter() - STARTED:5.1f} s] {what}", flush=True)
+
+
+def answer_for_cuda() -> None:
+    """Have this process answer on the CPU what nano-vllm's model runner asks of CUDA; nothing is put back."""
+    init, tensor, default = torch.distributed.init_process_group, torch.tensor, torch.set_default_device
+    torch.distributed.init_process_group = lambda backend, *args, **named: init("gloo", *args, **named)
+    torch.tensor = lambda *args, pin_memory=False, **named: tensor(*args, **named)
+    torch.set_default_device = lambda device: default("cpu")
+    torch.Tensor.cuda = lambda self, *args, **named: self
+    for name in ("set_device", "empty_cache", "reset_peak_memory_stats", "synchronize"):
+        setattr(torch.cuda, name, lambda *args: None)
+    torch.cuda.mem_get_info = lambda *args: (1 << 28, 1 << 29)
+    torch.cuda.memory_stats = lambda *args: dict.fromkeys(
+        ("allocated_bytes.all.peak", "allocated_bytes.all.current"), 0
+    )
+
+
+def check_on_cpu(folder: str, model: Any) -> int:
+    """Hold the tokens of a few requests, two of which share cached pages, against the model; the exit status."""
+    from nanovllm import LLM, SamplingParams
+
+    sizes = {"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 8, "gpu_memory_utilization": 0.6}
+    served = LLM(folder, enforce_eager=True, **sizes)
+    said("ready to serve")
+    prompts = [tokens[:300] for tokens in prompts_of(6, 40, 270)]  # a page has 256 rows
+    greedy = SamplingParams(temperature=1e-3, ignore_eos=True, max_tokens=6)
+    served.generate(prompts[1:2], greedy, use_tqdm=False)  # leaves the shared prefix in the cache
+    answers = [answer["token_ids"] for answer in served.generate(prompts, greedy, use_tqdm=False)]
+    worst = max(float(regrets(model, *each).max()) for each in zip(prompts, answers, strict=True))
+    said(f"{sum(map(len, answers))} tokens, each at most {worst:.3f} below transformers' best logit (may be {WORST})")
+    return int(worst > WORST)
 
 
 def serve(folder: str, model: Any, requests: int, seqs: int, eager: bool) -> int:

@@ -51,7 +51,7 @@ def model_of(family: str, **changes: Any) -> Any:
     tokens = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1, "num_key_value_heads": 2}
     if family == "Bert":
         return transformers.BertModel(transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0)).eval()
-    config = getattr(transformers, f"{family}Config")(**SIZES, **tokens, max_position_embeddings=64, **changes)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **tokens, max_position_embeddings=512, **changes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     if family == "GptOss":
         for layer in model.model.layers:
@@ -195,3 +195,25 @@ def test_training_keeps_the_mask(given: list[Inputs]) -> None:
     for mine, other in zip(step(), want, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
     assert all(inputs.bias is not None for inputs in given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["Bert", "Llama"])
+def test_padding_on_a_gpu(family: str, side: str, given: list[Inputs]) -> None:
+    """The states of tokens against those of f32 with torch's attention: no further off than torch's in f16."""
+    model = model_of(family).cuda()
+    text, mask = (t.cuda() for t in text_of((300, 17, 1, 128, 129), side, 300))
+    seen = mask.bool()
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        return model(text, attention_mask=mask)[0][seen].float()
+
+    model.set_attn_implementation("sdpa")
+    exact = run()
+    model.half()
+    rough = theirs(model, run)
+    got = run()
+    assert len(given) == 2 and all(inputs.bias is None and inputs.seqused_k is not None for inputs in given)
+    assert (got - exact).norm() <= 2 * (rough - exact).norm()
