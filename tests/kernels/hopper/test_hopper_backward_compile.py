@@ -23,6 +23,7 @@ from flashlane.kernels.hopper.backward import kernel as backward
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward.config import SPILLS_ALLOWED
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
+from flashlane.kernels.hopper.block_lists import BlockListParams
 from flashlane.kernels.score import ScoreConfig, ScoreParams
 from flashlane.kernels.seqlen import SeqlenParams
 
@@ -179,8 +180,15 @@ def test_it_follows_the_hopper_forward() -> None:
     assert select_backward(elsewhere, registry.get("tiled")).tag != "hopper"
 
 
+class ProgramArgument(ctypes.Structure):
+    """What a program might read."""
+
+    _fields_ = (("value", ctypes.c_float),)
+
+
 DECLARED = {"void": "pointer", "float": "float", "int": "int", "long long": "long", "TensorMap": "map"}
 DECLARED |= {"SeqlenParams": "seqlen", "ScoreParams": "score", "DqSemaphore": "pointer"}
+DECLARED |= {"BlockLists": "lists", "ProgramParams": "program"}
 MIRRORED = {
     ctypes.c_void_p: "pointer",
     ctypes.c_float: "float",
@@ -189,6 +197,8 @@ MIRRORED = {
     ctypes.c_ubyte * tensormap.MAP_BYTES: "map",
     SeqlenParams: "seqlen",
     ScoreParams: "score",
+    BlockListParams: "lists",
+    ProgramArgument: "program",
 }
 
 
@@ -209,7 +219,7 @@ def members(text: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("mirror", "file"),
     [
-        (backward_launch.BackwardParams, "params.cuh"),
+        (backward_launch.params_with(ProgramArgument), "params.cuh"),
         (backward_launch.PreprocessParams, "preprocess.cu"),
         (backward_launch.PostprocessParams, "postprocess.cu"),
     ],
@@ -218,6 +228,14 @@ def members(text: str) -> list[tuple[str, str]]:
 def test_the_parameters_mirror_the_device_s(mirror: type[ctypes.Structure], file: str) -> None:
     fields = [(name, MIRRORED[kind]) for name, kind in mirror._fields_ if name != "padding"]
     assert fields == members(device_code(f"kernels/hopper/backward/{file}"))
+
+
+def test_a_kernel_without_a_program_takes_the_parameters_before_it() -> None:
+    plain, with_program = (
+        [field for field in mirror._fields_ if field[0] != "padding"]
+        for mirror in (backward_launch.BackwardParams, backward_launch.params_with(ProgramArgument))
+    )
+    assert with_program == [*plain, ("program", ProgramArgument)]
 
 
 def test_for_racecheck_every_lane_arrives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,13 @@ struct ScoreParams {
     long long alibi_head, sink_stride;  // AT_RUN_TIME; 1 otherwise
     int sinks_are_float;           // AT_RUN_TIME
     float scale_log2;              // scale · log2(e)
-    float softcap_in;              // 2 · log2(e) · scale / softcap
+    float softcap_in;              // scale / softcap
     float softcap_log2;            // softcap · log2(e); 0 without a cap
 };
 
 // A kernel is compiled for the modifiers that a call has. AT_RUN_TIME it is compiled for all, and the parameters tell which
 // ones the call has: no cap where softcap_log2 is 0, no slopes and no sinks where the pointers are null.
-template <bool SOFTCAP_, bool ALIBI_, bool SINKS_, bool AT_RUN_TIME>
+template <bool SOFTCAP_, bool ALIBI_, bool SINKS_, bool AT_RUN_TIME, typename Operand>
 struct ScoreTransform {
     static constexpr bool SOFTCAP = SOFTCAP_, ALIBI = ALIBI_, SINKS = SINKS_;
     // Whether scores change before the row maximum is taken. The scale can otherwise wait for the exponent's FFMA.
@@ -36,21 +36,26 @@ struct ScoreTransform {
         return !LATE_SCALE ? 1.f : SOFTCAP ? p.softcap_log2 : p.scale_log2;
     }
 
+    // tanh(score · scale / softcap). Of bf16 operands with the special-function unit's relative error of 2^-11, a quarter of
+    // bf16's, as FlashAttention-2 (its apply_softcap) to -4 have it; else with f32's, by two special functions and three
+    // instructions more.
+    static __device__ __forceinline__ float tanh_of(const ScoreParams& p, float score) {
+        if constexpr (is_same<Operand, __nv_bfloat16>) return approximate_tanh(score * p.softcap_in);
+        return fmaf(-2.f, reciprocal(1.f + ex2(score * (p.softcap_in * (2.f * LOG2_E)))), 1.f);
+    }
     // A score in base 2, capped; also the cap's derivative there, else 1.
     static __device__ __forceinline__ float scaled(const ScoreParams& p, float score, float& derivative) {
         derivative = 1.f;
         if (!SOFTCAP) return score * p.scale_log2;
-        // tanh(x) = 1 − 2r of r = 1 / (e^2x + 1), whose derivative is 4r·(1 − r). tanh.approx has an error of 2^-11, too
-        // much here.
-        const float r = reciprocal(1.f + ex2(score * p.softcap_in));
-        derivative = 4.f * r * (1.f - r);
-        return p.softcap_log2 - 2.f * p.softcap_log2 * r;
+        const float tanh = tanh_of(p, score);
+        derivative = fmaf(-tanh, tanh, 1.f);
+        return p.softcap_log2 * tanh;
     }
-    // The same score alone. AT_RUN_TIME by a division: with the form above, decode's TMA tile of 2x4x32 keys in clusters of 8
-    // (head dim 128, 168 registers) spills 32 bytes, and no tile spills with this one.
+    // The same score alone. AT_RUN_TIME exact to f32, as decode waits for memory anyway, and by a division: with a reciprocal,
+    // its TMA tile of 2x4x32 keys in clusters of 8 (head dim 128, 168 registers) spills 32 bytes, and no tile spills with this.
     static __device__ __forceinline__ float scaled(const ScoreParams& p, float score) {
         if constexpr (AT_RUN_TIME) {
-            if (p.softcap_log2 > 0.f) return p.softcap_log2 * (1.f - __fdividef(2.f, 1.f + ex2(score * p.softcap_in)));
+            if (p.softcap_log2 > 0.f) return p.softcap_log2 * (1.f - __fdividef(2.f, 1.f + ex2(score * (p.softcap_in * (2.f * LOG2_E)))));
             return score * p.scale_log2;
         } else {
             float unused;
@@ -125,29 +130,13 @@ struct ScoreTransform {
     }
 };
 
-using Score = ScoreTransform<cfg::SOFTCAP, cfg::ALIBI, cfg::SINKS, cfg::SCORE_AT_RUN_TIME>;
+using Score = ScoreTransform<cfg::SOFTCAP, cfg::ALIBI, cfg::SINKS, cfg::SCORE_AT_RUN_TIME, cfg::Element>;
 
-// The scores of a block become tanh(score · scale / softcap). Where all of them are below half the cap, tanh is a polynomial, with a
-// relative error of 6e-7: two special functions a score take longer.
+// The scores of a block become tanh(score · scale / softcap).
 template <int N>
 __device__ __forceinline__ void cap_scores(const ScoreParams& p, float (&s)[N]) {
-    const float factor = p.softcap_in * (2.f * LN_2);  // y = 4x, of which tanh(x) is taken
-    u32 bits = 0;
 #pragma unroll
-    for (int i = 0; i < N; ++i) s[i] *= factor, bits |= __float_as_uint(s[i]);
-    // The highest bit of the exponent is set in 2, in what is larger, in infinity and in NaN.
-    if (__all_sync(0xffffffffu, (bits & 0x40000000u) == 0)) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            const float square = s[i] * s[i];
-            float f = fmaf(square, -2.71009003e-6f, 1.28811444e-4f);
-            f = fmaf(f, square, -5.20723686e-3f);
-            s[i] *= fmaf(f, square, 0.249999866f);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; ++i) s[i] = fmaf(-2.f, reciprocal(1.f + ex2(s[i] * (0.5f * LOG2_E))), 1.f);
-    }
+    for (int i = 0; i < N; ++i) s[i] = Score::tanh_of(p, s[i]);
 }
 
 // Scores, capped and biased by distance, in the unit of Score::late_scale. `distance[half]` is that of row `half`'s query and the

@@ -171,13 +171,13 @@ struct Mainloop {
         }
         if constexpr (cfg::BLOCK_LISTS) mask_listed(n_block);
         else if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
-        const float scale = late_scale(p);
-        softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, Score::HAS_DISTANCE>(s, scale, offset, alpha, bias);
-        softmax.exponentiate<SCALED>(s, scale, alpha, bias);
+        softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, Score::HAS_DISTANCE>(s, late_scale(p), offset, alpha, bias);
+        softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
     }
     // 1 where each visible key of an n-block is at the position of each row or before it, −1 where each is there or after it, else 0.
     __device__ __forceinline__ int side_of_keys(int n_block) const {
-        const int row = tile.row + rows.first(), key = n_block * BLOCK_N - sequence.shift;
+        // Without the shuffle ptxas does not see that the branch is uniform, and moves descriptors (R2UR) in each step.
+        const int row = tile.row + __shfl_sync(0xffffffffu, rows.first(), 0), key = n_block * BLOCK_N - sequence.shift;
         if ((cfg::HAS_RIGHT && p.window_right == 0) || key + BLOCK_N - 1 <= row / PACK_GQA) return 1;
         return key >= (row + CONSUMER_ROWS - 1) / PACK_GQA ? -1 : 0;
     }
