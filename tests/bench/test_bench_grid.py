@@ -9,9 +9,9 @@ from flashlane.bench.measure.grid import (
     make_problem,
     parse_dtypes,
     parse_names,
-    parse_sizes,
     parse_window,
 )
+from flashlane.bench.measure.sizes import parse_sizes
 from flashlane.core.problem import AttentionProblem, Inputs
 
 

@@ -47,6 +47,8 @@ def files(tmp_path, monkeypatch):
         ("--help", None),
         ("bench --help", None),
         ("bench --nonsens", None),
+        ("bench --N x", None),
+        ("sweep --D 64,,", None),
         ("benhc", None),
         ("", "flashlane bench --tags spl"),
         ("", "flashlane bench --kernels mma"),

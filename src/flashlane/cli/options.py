@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import click
 import typer
 
 from flashlane.bench.measure.defaults import INTERRUPTED as INTERRUPTED
@@ -15,6 +16,7 @@ from flashlane.bench.measure.defaults import NOT_WRITTEN as NOT_WRITTEN
 from flashlane.bench.measure.defaults import PAGE
 from flashlane.bench.measure.defaults import TIMEOUT as TIMEOUT
 from flashlane.bench.measure.presets import PRESETS, select_presets
+from flashlane.bench.measure.sizes import parse_sizes
 from flashlane.cli import complete
 
 if TYPE_CHECKING:
@@ -33,22 +35,35 @@ def option(*names: str, help: str, panel: str, **extra: object) -> typer.models.
     return typer.Option(*names, help=help, rich_help_panel=panel, **extra)
 
 
-Batch = Annotated[str | None, option("--B", "--batch", help="Batch size. A value, list or sweep.", panel=SIZES)]
-Heads = Annotated[str | None, option("--H", "--nheads", help="Query heads. A value, list or sweep.", panel=SIZES)]
+def sizes(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
+    """An option of sizes. What has not their form is refused before torch is loaded, which takes seconds."""
+
+    def check(text: str | None) -> str | None:
+        try:
+            _ = text is None or parse_sizes(text, names[0], low=0)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        return text
+
+    return option(*names, help=help, panel=panel, callback=check)
+
+
+Batch = Annotated[str | None, sizes("--B", "--batch", help="Batch size. A value, list or sweep.", panel=SIZES)]
+Heads = Annotated[str | None, sizes("--H", "--nheads", help="Query heads. A value, list or sweep.", panel=SIZES)]
 Seqlen = Annotated[
     str | None,
-    option("--N", "--seqlen", help="Queries a sequence (and keys, without --seqlen-k). The same forms.", panel=SIZES),
+    sizes("--N", "--seqlen", help="Queries a sequence (and keys, without --seqlen-k). The same forms.", panel=SIZES),
 ]
-HeadDim = Annotated[str | None, option("--D", "--headdim", help="Head dimension. The same forms.", panel=SIZES)]
+HeadDim = Annotated[str | None, sizes("--D", "--headdim", help="Head dimension. The same forms.", panel=SIZES)]
 KvHeads = Annotated[
     str | None,
-    option("--kv-heads", help="Key/value heads (GQA, MQA); must divide --H. Default: as many as --H.", panel=SIZES),
+    sizes("--kv-heads", help="Key/value heads (GQA, MQA); must divide --H. Default: as many as --H.", panel=SIZES),
 ]
 SeqlenK = Annotated[
-    str | None, option("--seqlen-k", help="Keys a sequence (cross attention). Default: as many as --N.", panel=SIZES)
+    str | None, sizes("--seqlen-k", help="Keys a sequence (cross attention). Default: as many as --N.", panel=SIZES)
 ]
 HeadDimV = Annotated[
-    str | None, option("--Dv", "--headdim-v", help="Head dimension of V. Default: that of Q and K.", panel=SIZES)
+    str | None, sizes("--Dv", "--headdim-v", help="Head dimension of V. Default: that of Q and K.", panel=SIZES)
 ]
 Layouts = Annotated[
     str,
@@ -61,7 +76,7 @@ Layouts = Annotated[
 ]
 Page = Annotated[
     str | None,
-    option("--page", help=f"Rows of a page, with --layout paged. The same forms. Default: {PAGE}.", panel=SIZES),
+    sizes("--page", help=f"Rows of a page, with --layout paged. The same forms. Default: {PAGE}.", panel=SIZES),
 ]
 Window = Annotated[
     str | None,
@@ -392,7 +407,7 @@ def grid_of(
     Raises:
         ValueError: one of them cannot be read; the message names it.
     """
-    from flashlane.bench.measure.grid import LAYOUTS, Grid, parse_dtypes, parse_names, parse_sizes, parse_window
+    from flashlane.bench.measure.grid import LAYOUTS, Grid, parse_dtypes, parse_names, parse_window
     from flashlane.core.problem import ALIGNMENTS, MAX_HEAD_DIM
 
     if alignment not in ALIGNMENTS:
@@ -404,22 +419,22 @@ def grid_of(
     if page is not None and "paged" not in layouts:
         raise ValueError(f"--page is {page!r} and --layout {layout!r}; only --layout paged has pages")
 
-    def sizes(text: str | None, name: str, low: int = 1, high: int | None = None) -> tuple[int, ...] | None:
+    def several(text: str | None, name: str, low: int = 1, high: int | None = None) -> tuple[int, ...] | None:
         return None if text is None else parse_sizes(text, name, low=low, high=high)
 
     return Grid(
-        batch=sizes(batch, "--B"),
-        heads=sizes(heads, "--H"),
-        seqlen=sizes(seqlen, "--N", 0),
-        head_dim=sizes(head_dim, "--D", 1, MAX_HEAD_DIM),
-        kv_heads=sizes(kv_heads, "--kv-heads"),
-        seqlen_k=sizes(seqlen_k, "--seqlen-k", 0),
+        batch=several(batch, "--B"),
+        heads=several(heads, "--H"),
+        seqlen=several(seqlen, "--N", 0),
+        head_dim=several(head_dim, "--D", 1, MAX_HEAD_DIM),
+        kv_heads=several(kv_heads, "--kv-heads"),
+        seqlen_k=several(seqlen_k, "--seqlen-k", 0),
         dtypes=parse_dtypes(dtype or DEFAULT_DTYPES[False]),
         causal=(bool(causal),),
         alignment=alignment,
-        head_dim_v=sizes(head_dim_v, "--Dv", 1, MAX_HEAD_DIM),
+        head_dim_v=several(head_dim_v, "--Dv", 1, MAX_HEAD_DIM),
         layouts=layouts,
-        pages=sizes(page, "--page") or (PAGE,),
+        pages=several(page, "--page") or (PAGE,),
         window=(-1, -1) if window is None else parse_window(window),
     )
 

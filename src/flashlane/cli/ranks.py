@@ -94,11 +94,12 @@ def ranks_command(
     import torch
 
     from flashlane.bench.measure.environment import environment
-    from flashlane.bench.measure.grid import parse_dtypes, parse_names, parse_sizes
+    from flashlane.bench.measure.grid import parse_dtypes, parse_names
     from flashlane.bench.measure.kept import keep_texts
     from flashlane.bench.measure.ranks import SharedProblem, measure_all, on_ranks, problem_fields
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.measure.runner import resolve_device
+    from flashlane.bench.measure.sizes import parse_sizes
     from flashlane.bench.present.table import make_console, say
 
     where = resolve_device(device)

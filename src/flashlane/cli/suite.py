@@ -189,7 +189,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _lengths(suite: str, seqlens: str | None, longest: int | None, on_cpu: bool) -> list[int]:
-    from flashlane.bench.measure.grid import parse_sizes
+    from flashlane.bench.measure.sizes import parse_sizes
     from flashlane.bench.suites.attention import powers
 
     if longest is not None and longest < 1:
@@ -231,7 +231,7 @@ def _attention(
     rounds: int | None,
     seed: int,
 ) -> Suite:
-    from flashlane.bench.measure.grid import parse_sizes
+    from flashlane.bench.measure.sizes import parse_sizes
     from flashlane.bench.suites.attention import COMPILING, CPU_SETTINGS, GPU_SETTINGS, AttentionSuite
     from flashlane.core import registry
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from flashlane.bench.measure.defaults import PAGE
+from flashlane.bench.measure.sizes import given
 from flashlane.core.problem import ALIGNMENTS, DTYPES, MAX_HEAD_DIM, Alignment, AttentionProblem
 from flashlane.core.registry import suggest
 from flashlane.kernels.features import PAGED
@@ -33,50 +34,7 @@ DTYPE_ALIASES = {
     "float": torch.float32,
     "float64": torch.float64,
 }
-MAX_SWEEP = 4096
-_SWEEP = re.compile(r"^(\d+):(\d+):([x+])(\d+)$")
 _WINDOW = re.compile(r"^(-1|\d+),(-1|\d+)$")
-
-
-def parse_sizes(text: str, name: str, *, low: int = 1, high: int | None = None) -> tuple[int, ...]:
-    """Sizes from a value (``64``), a comma list (``64,128``) or a sweep, both ends included.
-
-    ``1024:8192:x2`` multiplies (1024, 2048, 4096, 8192); ``64:256:+64`` adds (64, 128, 192, 256). A list may hold
-    sweeps. Order is kept, repeats are dropped.
-
-    Raises:
-        ValueError: it is not of that form, or a size is below ``low`` or above ``high``; the message has ``name``.
-    """
-    sizes = tuple(dict.fromkeys(size for item in text.split(",") for size in _item_sizes(item.strip(), text, name)))
-    for size in sizes:
-        if size < low or (high is not None and size > high):
-            bounds = f"at least {low}" if high is None else f"{low} to {high}"
-            raise ValueError(f"{name} has {size}{_given(str(size), text)}; it may be {bounds}")
-    return sizes
-
-
-def _item_sizes(item: str, text: str, name: str) -> Iterator[int]:
-    if item.isascii() and item.isdigit():
-        yield int(item)
-        return
-    match = _SWEEP.match(item)
-    if match is None:
-        raise ValueError(
-            f"{name} is {text!r}; it may be a whole number (64), a list (64,128), a geometric sweep (1024:8192:x2) "
-            "or an arithmetic one (64:256:+64)"
-        )
-    first, last, step = int(match[1]), int(match[2]), int(match[4])
-    if last < first:
-        raise ValueError(f"{name} is {text!r}: the sweep ends at {last}, below its start {first}; write low:high:step")
-    if step < (2 if match[3] == "x" else 1) or (match[3] == "x" and first == 0):
-        raise ValueError(f"{name} is {text!r}: the sweep never ends; it needs x2 or more from 1 or more, or +1 or more")
-    size = first
-    for _ in range(MAX_SWEEP):
-        if size > last:
-            return
-        yield size
-        size = size * step if match[3] == "x" else size + step
-    raise ValueError(f"{name} is {text!r}: the sweep has more than {MAX_SWEEP} sizes; take a larger step")
 
 
 def parse_dtypes(text: str, name: str = "--dtype") -> tuple[torch.dtype, ...]:
@@ -84,7 +42,7 @@ def parse_dtypes(text: str, name: str = "--dtype") -> tuple[torch.dtype, ...]:
     words = [word.strip().lower() for word in text.split(",")]
     for word in words:
         if word not in DTYPE_ALIASES:
-            raise ValueError(f"{name} has {word!r}{_given(word, text)}; it may be a list of {', '.join(DTYPES)}")
+            raise ValueError(f"{name} has {word!r}{given(word, text)}; it may be a list of {', '.join(DTYPES)}")
     return tuple(dict.fromkeys(DTYPE_ALIASES[word] for word in words))
 
 
@@ -93,15 +51,8 @@ def parse_names(text: str, name: str, known: Sequence[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for word in names:
         if word not in known:
-            raise ValueError(
-                f"{name} has {word!r}{_given(word, text)}, which is unknown; {suggest(word, tuple(known))}"
-            )
+            raise ValueError(f"{name} has {word!r}{given(word, text)}, which is unknown; {suggest(word, tuple(known))}")
     return names
-
-
-def _given(word: str, text: str) -> str:
-    """The whole text of an option, where it says more than the word that is wrong."""
-    return "" if word == text.strip() else f" (given {text!r})"
 
 
 def parse_window(text: str, name: str = "--window") -> tuple[int, int]:
