@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -472,9 +473,11 @@ def test_counters_are_read_from_what_ncu_prints(script):
 def test_ncu_that_is_missing_is_named(script, monkeypatch, capsys, tmp_path):
     ncu = script("ncu_conflicts")
     monkeypatch.setattr(ncu, "device_or_exit", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr("sys.argv", ["ncu_conflicts", "--out", str(tmp_path)])
-    assert ncu.main() == 2 and "ncu (Nsight Compute) is not on the PATH" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        ncu.main()
+    assert ended.value.code == 2 and "ncu (Nsight Compute) is not on the PATH" in capsys.readouterr().err
 
 
 def test_ncu_that_cannot_count_says_why(script, monkeypatch, capsys, tmp_path):

@@ -17,7 +17,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from flashlane.bench.measure import device_rates, isolated, runner
+from flashlane.bench.measure import device_rates, isolated, ranks, runner
 from flashlane.bench.suites.attention import AttentionSuite
 from flashlane.bench.suites.e2e import E2ESuite
 from flashlane.bench.suites.model import ModelSuite
@@ -152,6 +152,7 @@ def test_a_line_that_measures_runs_up_to_the_measurement(line, place, monkeypatc
 
     monkeypatch.setattr(runner, "_run_case", stop)
     monkeypatch.setattr(isolated.Workers, "run", stop)
+    monkeypatch.setattr(ranks, "on_ranks", stop)
     monkeypatch.setattr(device_rates, "copy_rate", lambda *_: 1.0)
     monkeypatch.setattr(device_rates, "matrix_rate", lambda *_: 1.0)
     for suite in (AttentionSuite, ModelSuite, E2ESuite):

@@ -103,7 +103,7 @@ class ScoreParams(ctypes.Structure):
         """All but addresses and strides."""
         params = cls(scale_log2=problem.scale * LOG2_E, sinks_are_float=True)
         if problem.softcap:
-            params.softcap_in = problem.scale / problem.softcap
+            params.softcap_in = 2 * LOG2_E * problem.scale / problem.softcap
             params.softcap_log2 = problem.softcap * LOG2_E
         return params
 

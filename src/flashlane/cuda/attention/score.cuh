@@ -15,7 +15,7 @@ struct ScoreParams {
     long long alibi_head, sink_stride;  // AT_RUN_TIME; 1 otherwise
     int sinks_are_float;           // AT_RUN_TIME
     float scale_log2;              // scale · log2(e)
-    float softcap_in;              // scale / softcap
+    float softcap_in;              // 2 · log2(e) · scale / softcap
     float softcap_log2;            // softcap · log2(e); 0 without a cap
 };
 
@@ -40,8 +40,8 @@ struct ScoreTransform {
     // bf16's, as FlashAttention-2 (its apply_softcap) to -4 have it; else with f32's, by two special functions and three
     // instructions more.
     static __device__ __forceinline__ float tanh_of(const ScoreParams& p, float score) {
-        if constexpr (is_same<Operand, __nv_bfloat16>) return approximate_tanh(score * p.softcap_in);
-        return fmaf(-2.f, reciprocal(1.f + ex2(score * (p.softcap_in * (2.f * LOG2_E)))), 1.f);
+        if constexpr (is_same<Operand, __nv_bfloat16>) return approximate_tanh(score * (p.softcap_in * (0.5f * LN_2)));
+        return fmaf(-2.f, reciprocal(1.f + ex2(score * p.softcap_in)), 1.f);
     }
     // A score in base 2, capped; also the cap's derivative there, else 1.
     static __device__ __forceinline__ float scaled(const ScoreParams& p, float score, float& derivative) {
@@ -55,7 +55,7 @@ struct ScoreTransform {
     // its TMA tile of 2x4x32 keys in clusters of 8 (head dim 128, 168 registers) spills 32 bytes, and no tile spills with this.
     static __device__ __forceinline__ float scaled(const ScoreParams& p, float score) {
         if constexpr (AT_RUN_TIME) {
-            if (p.softcap_log2 > 0.f) return p.softcap_log2 * (1.f - __fdividef(2.f, 1.f + ex2(score * (p.softcap_in * (2.f * LOG2_E)))));
+            if (p.softcap_log2 > 0.f) return p.softcap_log2 * (1.f - __fdividef(2.f, 1.f + ex2(score * p.softcap_in)));
             return score * p.scale_log2;
         } else {
             float unused;
