@@ -37,9 +37,10 @@ from gpu_run import device_or_exit
 from rich.progress import Progress
 
 from flashlane.bench.measure.environment import environment
-from flashlane.bench.measure.grid import BASELINE_SHAPES, make_problem, parse_dtypes, parse_sizes
+from flashlane.bench.measure.grid import BASELINE_SHAPES, make_problem, parse_dtypes
 from flashlane.bench.measure.results import OK, check_writable, finite, write_atomically
 from flashlane.bench.measure.runner import free_memory
+from flashlane.bench.measure.sizes import parse_sizes
 from flashlane.bench.measure.timing import clock_for
 from flashlane.core import registry
 from flashlane.core.problem import DTYPES, AttentionProblem, arch_of

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 
 from flashlane.bench.measure.defaults import INTERRUPTED as INTERRUPTED
@@ -42,7 +41,9 @@ def sizes(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
         try:
             _ = text is None or parse_sizes(text, names[0], low=0)
         except ValueError as error:
-            raise click.UsageError(str(error)) from error
+            typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+            typer.echo(str(error), err=True)
+            raise typer.Exit(2) from error
         return text
 
     return option(*names, help=help, panel=panel, callback=check)
