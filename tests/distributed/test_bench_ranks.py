@@ -104,12 +104,13 @@ def test_a_sharded_step_has_the_gradients_of_one_process(pool: RankPool, method:
 
 @pytest.mark.slow
 def test_the_command_on_a_cpu(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     line = ["bench", "ranks", "--tokens", "16", "--method", "allgather", "--iters", "1", "--device", "cpu"]
-    done = CliRunner().invoke(app, [*line, "--out", str(tmp_path)])
+    done = CliRunner().invoke(app, [*line, "--out", "results"])
     assert done.exit_code == 0, done.output
-    assert max(len(line) for line in done.output.splitlines() if not line.startswith("wrote ")) <= 80
-    found = json.loads((tmp_path / "ranks.json").read_text())
+    assert max(map(len, done.output.splitlines())) <= 80
+    found = json.loads((tmp_path / "results" / "ranks.json").read_text())
     assert [row["method"] for row in found["rows"]] == ["one process", "allgather"]
     assert all(row["forward_ms"] > 0 and row["both_ms"] > 0 for row in found["rows"])
     assert found["modelled"] == [] and "no model" in found["notes"][0]
