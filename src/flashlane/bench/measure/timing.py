@@ -9,7 +9,8 @@ iterations; an implementation's time is the median of its rounds, its spread the
 Protocols on a GPU (a claim to be faster holds in *steady* and in *flushed*):
 
 ``flushed``: every iteration has its own pair of events, and before each the L2 cache is flushed by writing a buffer of
-twice its size, outside the events, so that every iteration finds its inputs in device memory.
+``FLUSHED_BYTES``, outside the events, so that every iteration finds its inputs in device memory. One iteration runs
+ahead of them: the device is idle before it, so that a first one would be charged with the time that the host takes.
 
 ``steady``: calls back to back between one pair of events; inputs stay in L2 where they fit.
 
@@ -35,6 +36,8 @@ import torch
 Way = Literal["flushed", "steady", "replay"]
 PROTOCOLS: tuple[Way, ...] = ("flushed", "steady", "replay")
 
+FLUSHED_BYTES = 256 << 20
+"""What ``triton.testing.do_bench`` writes before a call (twice the L2 cache where that is more)."""
 GRAPH_CALLS = 20
 """Calls captured in one graph at most; fewer when they are long."""
 
@@ -165,20 +168,20 @@ class FlushedClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        self.flush = torch.empty(2 * max(l2_bytes, 1 << 20), dtype=torch.uint8, device=device)
+        self.flush = torch.empty(max(2 * l2_bytes, FLUSHED_BYTES), dtype=torch.uint8, device=device)
 
     def prepare(self, item: Timeable) -> Callable[[], object]:
         return item.call
 
     def time(self, call: Callable[[], object], iterations: int) -> list[float]:
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(iterations)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(iterations + 1)]
         for start, end in events:
             self.flush.zero_()
             start.record()
             call()
             end.record()
         torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(end) for start, end in events]
+        return [start.elapsed_time(end) for start, end in events[1:]]
 
 
 class SteadyClock:
