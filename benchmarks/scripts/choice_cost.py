@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from choice_families import FAMILIES
 from hopper_shapes import problem_of
-from time_choices import HEAD_DIMS, draw
 
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.results import check_writable, write_atomically
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     given = parser.parse_args()
     check_writable(given.out)
-    problems = [problem_of(shape) for shape in draw(given.seed, "forward", given.count, HEAD_DIMS)]
+    problems = [problem_of(shape) for shape in FAMILIES["hopper_forward"].shapes(given.seed, given.count)]
     for problem in problems[:20]:  # coefficients are read once
         select.ranked(problem)
     ways = {"chosen": select.config_for, "every candidate": select.ranked}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashlane.bench import make_problem
-from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.problem import DTYPES, AttentionProblem, Inputs
 
 PEER_TAGS = {"cudnn": "(cudnn)", "fa2": "(flash)", "fa4": "(flash-attn-4)", "flex": "(flex)"}
 """What the results call each peer, and its tag in the bench."""
@@ -29,6 +29,7 @@ class Shape:
     window: int = -1
     """Keys before a query that it sees, or −1 for all."""
     lengths: tuple[int, ...] = ()
+    dtype: str = "bf16"
 
     @property
     def title(self) -> str:
@@ -36,7 +37,8 @@ class Shape:
         dim = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         length = f"N{self.seqlen_q}" + (f"x{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else "")
         mask = ("causal" if self.causal else "full") + (f" window {self.window}" if self.window >= 0 else "")
-        return f"{dim} {mask} {length} B{self.batch} {heads}" + (" varlen" if self.lengths else "")
+        more = (" varlen" if self.lengths else "") + (f" {self.dtype}" if self.dtype != "bf16" else "")
+        return f"{dim} {mask} {length} B{self.batch} {heads}{more}"
 
 
 def square(head_dim: int, head_dim_v: int, causal: bool, seqlen: int, tokens: int = 16384, width: int = 2048) -> Shape:
@@ -53,13 +55,13 @@ def log_normal_lengths(count: int, mean: int = 1024, longest: int = 16384) -> tu
 
 
 def make(shape: Shape, device: torch.device) -> tuple[AttentionProblem, Inputs]:
-    """Random bf16 tensors of a shape, and the problem they pose."""
+    """Random tensors of a shape, and the problem they pose."""
     draw = torch.Generator(device).manual_seed(0)
     packed = sum(shape.lengths)
 
     def normal(length: int, heads: int, dim: int) -> torch.Tensor:
         size = (packed, heads, dim) if shape.lengths else (shape.batch, length, heads, dim)
-        return torch.randn(size, generator=draw, device=device, dtype=torch.bfloat16)
+        return torch.randn(size, generator=draw, device=device, dtype=DTYPES[shape.dtype])
 
     extra = {}
     if shape.lengths:
@@ -80,7 +82,7 @@ def make(shape: Shape, device: torch.device) -> tuple[AttentionProblem, Inputs]:
 def problem_of(shape: Shape, deterministic: bool = False, arch: str = "sm_90a") -> AttentionProblem:
     """The problem of a shape, without tensors."""
     dense = make_problem(
-        shape.batch, shape.heads, shape.seqlen_q, shape.head_dim, torch.bfloat16,
+        shape.batch, shape.heads, shape.seqlen_q, shape.head_dim, DTYPES[shape.dtype],
         kv_heads=shape.kv_heads, seqlen_k=shape.seqlen_k, causal=shape.causal, arch=arch,
     )  # fmt: skip
     right = dense.window_right if shape.causal else shape.window

@@ -1,124 +1,65 @@
-"""Time the candidates of the Hopper kernels against each other on drawn problems: what their cost models are fitted to.
+"""Time the candidates of kernel families against each other on drawn problems: what their cost models are fitted to.
 
-    PYTHONPATH=src python3 benchmarks/scripts/time_choices.py --direction forward [--seed 1000] [--count 120]
+    PYTHONPATH=src python3 benchmarks/scripts/time_choices.py --family hopper_forward [--seed 1000] [--count 120]
         [--seconds 100] [--out benchmarks/results]
 
-The problems are those of drawn.py at a fitting seed, in bf16, most with head dims that the models know. All candidates
-are compiled at once, checked against the chosen one's output, and timed interleaved in drawn order, back to back. The
-file, choices_DIRECTION.json, has the milliseconds of every candidate that was not far behind at its first call. Exit
-status 1 when candidates disagree.
+The families, their problems and candidates are those of ``choice_families.py``; several are given with commas between
+them. All candidates are compiled ahead, checked against the chosen one's output, and timed interleaved in drawn order,
+back to back; short calls of the families that ask for it as replays of CUDA graphs. Each family has a file, whose rows
+have the milliseconds of every candidate that was not far behind at its first call. Exit status 1 when candidates
+disagree.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from choice_families import FAMILIES, Candidate, Family
 from gpu_run import device_or_exit, heat
-from hopper_shapes import Shape, make, problem_of
+from hopper_shapes import Shape, problem_of
 
 from flashlane import jit
 from flashlane.bench.measure.check import relative_l2
-from flashlane.bench.measure.drawn import timed
 from flashlane.bench.measure.environment import environment
-from flashlane.bench.measure.results import write_atomically
-from flashlane.bench.measure.timing import SteadyClock, drawn_order
-from flashlane.core import registry
-from flashlane.core.problem import AttentionProblem
-from flashlane.jit import KernelSource
-from flashlane.kernels.hopper.arch import L2_MIB, SECTOR
-from flashlane.kernels.hopper.backward.kernel import KERNEL as BACKWARD
-from flashlane.kernels.hopper.backward.kernel import hopper_backward
+from flashlane.bench.measure.results import check_writable, write_atomically
+from flashlane.bench.measure.timing import GraphClock, Settings, SteadyClock, drawn_order
 
 FORMAT = "flashlane-choices/1"
-FORWARD = registry.get("hopper(wgmma+tma)")
-TOLERANCE = 1.2e-2
-"""Largest ‖a − b‖ / ‖b‖ of two bf16 results."""
+TOLERANCE = {"bf16": 1.2e-2, "f32": 1e-4}
+"""Largest ‖a − b‖ / ‖b‖ of two results of a type."""
 FAR_BEHIND = 1.35
 """Candidates that take so many times the fastest one's time at their first call are not timed."""
-MOST_FLOP = {"forward": 2.5e12, "backward": 1.0e12}
-"""Of the forward pass of a problem."""
-HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
-OTHERS = 6
-"""One problem in so many with another head dim is timed."""
-Calls = dict[Any, Callable[[], object]]
+GRAPH_MS = 0.15
+"""Calls shorter than this are replayed, where the family asks for it."""
+HOST_MS = 0.02
+"""What the host may add to a call's first time that a replay has not."""
+COMPILERS = 14
+"""Processes in which Triton compiles."""
 
 
-def draw(seed: int, direction: str, count: int, head_dims: tuple[int, ...], unaligned: bool = False) -> list[Shape]:
-    """The first problems of a seed that are timed.
+class _Item:
+    """A call as the clocks take it."""
 
-    Args:
-        seed: of the problems.
-        direction: forward or backward.
-        count: how many.
-        head_dims: those that are taken; of other ones, one problem in :data:`OTHERS`.
-        unaligned: only problems whose rows do not start on a sector and whose K and V exceed the L2 cache.
-    """
-    found, number, others = [], 0, 0
-    while len(found) < count:
-        case = timed("dense", seed, number, MOST_FLOP[direction])
-        number += 1
-        if unaligned:
-            keys = sum(key_length for _, key_length in case.lengths) * case.kv_heads
-            if 2 * case.head_dim % SECTOR == 0 or 4 * case.head_dim * keys < L2_MIB << 20:
-                continue
-        elif case.head_dim not in head_dims or case.head_dim_v != case.head_dim:
-            others += 1
-            if others % OTHERS:
-                continue
-        rows, keys = case.lengths[0]
-        heads = case.kv_heads * case.group
-        shape = Shape(len(case.lengths), heads, case.kv_heads, rows, keys, case.head_dim, case.head_dim_v, case.causal)
-        found.append(shape)
-    return found
+    tag = ""
 
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
 
-def candidates_of(problem: AttentionProblem, direction: str) -> list[Any]:
-    """The chosen configuration and the others."""
-    if direction == "forward":
-        return list(dict.fromkeys((FORWARD.config(problem), *FORWARD.candidates(problem))))
-    problem = replace(problem, needs_grad=True)
-    return list(dict.fromkeys((BACKWARD.config(problem), *BACKWARD.candidates(problem))))
-
-
-def sources_of(problem: AttentionProblem, direction: str) -> list[KernelSource]:
-    if direction == "forward":
-        return [config.source() for config in candidates_of(problem, direction)]
-    found = [FORWARD.config(problem).source()]
-    return found + [s for c in candidates_of(problem, direction) for s in c.specialised(problem).sources()]
-
-
-def calls_of(shape: Shape, direction: str, device: torch.device) -> tuple[Calls, Callable[[], torch.Tensor]]:
-    """A call of each candidate, and what the last call made."""
-    problem, inputs = make(shape, device)
-    out = torch.full((*inputs.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=problem.dtype, device=device)
-    lse = torch.empty(out.shape[0], out.shape[2], out.shape[1], device=device)
-    if direction == "forward":
-        configs = candidates_of(problem, direction)
-        return {
-            c: lambda c=c: FORWARD.run(c, problem, inputs, out, lse) for c in configs
-        }, lambda: out.float().flatten()
-    FORWARD.forward(problem, inputs, out, lse)
-    do, made = torch.randn_like(out), []
-
-    def run(config: Any) -> None:
-        made[:] = [hopper_backward(problem, inputs, out, lse, do, config=config)]
-
-    def last() -> torch.Tensor:
-        return torch.cat([t.float().flatten() for t in (made[0].q, made[0].k, made[0].v)])
-
-    return {c: lambda c=c: run(c) for c in candidates_of(problem, direction)}, last
+    context = staticmethod(contextlib.nullcontext)
 
 
 def elapsed(call: Callable[[], object], iterations: int) -> float:
@@ -128,75 +69,141 @@ def elapsed(call: Callable[[], object], iterations: int) -> float:
 
 
 def measure(
-    shape: Shape, direction: str, device: torch.device, rounds: int, round_ms: float, seed: int
+    shape: Shape, family: Family, device: torch.device, rounds: int, round_ms: float, seed: int
 ) -> dict[str, Any]:
-    """A row: the problem, every candidate's milliseconds, and those whose results differ."""
-    calls, result = calls_of(shape, direction, device)
-    right, first, wrong = None, {}, []
-    for config, call in calls.items():
-        call()
+    """A row: the problem, every candidate's milliseconds, those whose results differ and those that did not run."""
+    candidates, result = family.candidates(shape, device, True)
+    right, first, wrong, refused = None, {}, [], []
+    for number, one in enumerate(candidates):
+        try:
+            one.call()
+        except Exception as error:  # a configuration that does not fit: whatever the compiler says of it
+            if "an illegal" in str(error):
+                raise
+            refused.append((one.words, f"{type(error).__name__}: {error}"[:200]))
+            continue
         found = result()
         right = found if right is None else right
         error = relative_l2(found, right)
-        if error <= TOLERANCE:
-            first[config] = elapsed(call, 1)
+        if error <= TOLERANCE[shape.dtype]:
+            first[number] = elapsed(one.call, 1)
         else:
-            wrong.append((config.describe(), error))
+            wrong.append((one.words, error))
     fastest = min(first.values())
-    near = [config for config, ms in first.items() if ms <= FAR_BEHIND * fastest or config is next(iter(first))]
-    times: dict[Any, list[float]] = {config: [] for config in near}
+    most = FAR_BEHIND * fastest + (HOST_MS if family.graphs else 0.0)
+    near = [number for number, ms in first.items() if ms <= most or number == next(iter(first))]
+    times: dict[int, list[float]] = {number: [] for number in near}
+    graphs = GraphClock(device, Settings(round_ms=round_ms))
+    replayed = family.graphs and fastest < GRAPH_MS
+    calls: dict[int, Any] = {n: graphs.prepare(_Item(candidates[n].call)) for n in near} if replayed else {}
     for _, index in drawn_order(len(near), rounds, seed):
-        config = near[index]
-        count = max(1, min(60, math.ceil(round_ms / first[config])))
-        elapsed(calls[config], max(1, count // 2))
-        times[config].append(elapsed(calls[config], count))
-    ms = [[c.describe(), c.heads_per_section, statistics.median(found), min(found)] for c, found in times.items()]
-    return {"problem": asdict(shape), "title": shape.title, "wrong": wrong, "ms": ms}
+        number = near[index]
+        if replayed:
+            graphs.time(calls[number], 1)
+            times[number] += graphs.time(calls[number], 1)
+            continue
+        count = max(1, min(60, math.ceil(round_ms / first[number])))
+        elapsed(candidates[number].call, max(1, count // 2))
+        times[number].append(elapsed(candidates[number].call, count))
+    ms = [told(candidates[n], found) for n, found in times.items()]
+    row = {"problem": asdict(shape), "title": shape.title, "wrong": wrong, "ms": ms}
+    return row | ({"refused": refused} if refused else {}) | ({"replayed": True} if replayed else {})
+
+
+def told(one: Candidate, times: list[float]) -> list[Any]:
+    """Of a candidate: words, heads of a section, median and least milliseconds, and CTAs of an SM where known."""
+    resident = list(one.resident())
+    return [one.words, one.section, statistics.median(times), min(times), *([resident] if resident else [])]
 
 
 def report(row: dict[str, Any]) -> str:
     best, chosen = min(row["ms"], key=lambda entry: entry[2]), row["ms"][0]
     regret = f"{row['title']:44s} chosen {1e3 * chosen[2]:8.1f} us, {chosen[2] / best[2]:.3f} of the best: {best[0]}"
-    return regret + (f"  WRONG {row['wrong']}" if row["wrong"] else "")
+    regret += f"  WRONG {row['wrong']}" if row["wrong"] else ""
+    return regret + (f"  refused {[words for words, _ in row['refused']]}" if row.get("refused") else "")
+
+
+def compile_part(shapes: list[tuple[Family, Shape]], device: torch.device, part: int, parts: int) -> None:
+    """Call each candidate of Triton's that falls to this process once, which compiles it for all of them."""
+    seen: set[tuple[object, ...]] = set()
+    for family, shape in shapes:
+        candidates, _ = family.candidates(shape, device, False)
+        for one in candidates:
+            key = (family.file, one.words, *one.variant)
+            if key in seen:
+                continue
+            seen.add(key)
+            if len(seen) % parts == part:
+                with contextlib.suppress(Exception):  # the process that times says what does not run
+                    one.call()
+        torch.cuda.synchronize()
+
+
+def compile_ahead(families: list[Family], shapes: list[tuple[Family, Shape]], arguments: argparse.Namespace) -> None:
+    """All kernels of the problems: NVRTC's in threads, Triton's in processes of their own."""
+    words = [sys.executable, __file__, "--family", arguments.family, "--seed", str(arguments.seed)]
+    words += ["--count", str(arguments.count)]
+    parts = min(COMPILERS, os.cpu_count() or 1) if any(family.triton for family in families) else 0
+    others = [subprocess.Popen([*words, "--compile", f"{part}/{parts}"]) for part in range(parts)]
+    wanted = dict.fromkeys(source for family, shape in shapes for source in family.sources(problem_of(shape)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source: jit.compile(source, "sm_90a"), wanted))
+    for other in others:
+        other.wait()
+
+
+def time_family(
+    family: Family, shapes: list[Shape], device: torch.device, arguments: argparse.Namespace
+) -> tuple[int, bool]:
+    """Time a family's problems, and write its file; how many there was time for, and whether any were wrong."""
+    stop = time.monotonic() + arguments.seconds
+    body: dict[str, Any] = {"format": FORMAT, "script": "benchmarks/scripts/time_choices.py"}
+    body |= {"environment": environment(device), "family": arguments.family, "seed": arguments.seed, "rows": []}
+    path, wrong = arguments.out / f"{family.file}{arguments.suffix}.json", False
+    for number, shape in enumerate(shapes):
+        if time.monotonic() > stop:
+            print(f"time is up after {number} problems of {family.file}")
+            break
+        row = measure(shape, family, device, arguments.rounds, arguments.round_ms, number)
+        wrong |= bool(row["wrong"])
+        body["rows"].append(row)
+        print(report(row), flush=True)
+        if number % 10 == 9:
+            write_atomically(path, json.dumps(body) + "\n")
+    write_atomically(path, json.dumps(body) + "\n")
+    return len(body["rows"]), wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--direction", default="forward", choices=tuple(MOST_FLOP))
+    parser.add_argument("--family", default="hopper_forward", help=f"of {', '.join(FAMILIES)}")
     parser.add_argument("--seed", type=int, default=1000)
-    parser.add_argument("--count", type=int, default=120)
-    parser.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)))
-    parser.add_argument("--unaligned", action="store_true", help="only rows off a sector, and more K and V than the L2")
+    parser.add_argument("--count", type=int, default=120, help="problems of each family")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=4.0)
-    parser.add_argument("--seconds", type=float, default=100.0, help="begin no further problem after so long")
+    parser.add_argument("--seconds", type=float, default=100.0, help="of a family: begin no problem after so long")
+    parser.add_argument("--suffix", default="", help="of the files' names")
+    parser.add_argument("--compile", default="", help="I/N: only compile Triton's kernels, part I of N")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    direction = arguments.direction
-    head_dims = tuple(map(int, arguments.head_dims.split(",")))
-    shapes = draw(arguments.seed, direction, arguments.count, head_dims, arguments.unaligned)
+    families = [FAMILIES[name] for name in arguments.family.split(",")]
+    shapes = [(family, shape) for family in families for shape in family.shapes(arguments.seed, arguments.count)]
     device = device_or_exit()
-    wanted = list(dict.fromkeys(s for shape in shapes for s in sources_of(problem_of(shape), direction)))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda source: jit.compile(source, "sm_90a"), wanted))
-    heat(device)
-    stop = time.monotonic() + arguments.seconds
-    body: dict[str, Any] = {"format": FORMAT, "script": "benchmarks/scripts/time_choices.py"}
-    body |= {"environment": environment(device), "direction": direction, "seed": arguments.seed, "rows": []}
-    path = arguments.out / f"choices_{direction}{'_unaligned' if arguments.unaligned else ''}.json"
-    wrong = False
     with torch.no_grad():
-        for number, shape in enumerate(shapes):
-            if time.monotonic() > stop:
-                print(f"time is up after {number} problems")
-                break
-            row = measure(shape, direction, device, arguments.rounds, arguments.round_ms, number)
-            wrong |= bool(row["wrong"])
-            body["rows"].append(row)
-            print(report(row), flush=True)
-            if number % 10 == 9:
-                write_atomically(path, json.dumps(body) + "\n")
-    write_atomically(path, json.dumps(body) + "\n")
+        if arguments.compile:
+            part, parts = map(int, arguments.compile.split("/"))
+            compile_part([(family, shape) for family, shape in shapes if family.triton], device, part, parts)
+            return 0
+        check_writable(arguments.out)
+        start = time.monotonic()
+        compile_ahead(families, shapes, arguments)
+        print(f"compiled in {time.monotonic() - start:.1f} s", flush=True)
+        heat(device)
+        wrong = False
+        for family in families:
+            mine = [shape for other, shape in shapes if other is family]
+            wrong |= time_family(family, mine, device, arguments)[1]
+            print(f"{family.file}: {time.monotonic() - start:.1f} s", flush=True)
     return int(wrong)
 
 

@@ -121,7 +121,7 @@ def triton_backward(
             raise NotImplementedError(f"the Triton backward cannot run {problem.describe()}: {reason}")
         if len(_prepared) >= PREPARED_KEPT:
             _prepared.clear()
-        prepared = _prepared[key] = _prepare(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
+        prepared = _prepared[key] = prepare(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
     return prepared(inputs, out, lse, do, dlse)
 
 
@@ -240,7 +240,7 @@ def _added(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return found if found.shape == like.shape else found.sum(0).to(like.dtype)
 
 
-def _prepare(
+def prepare(
     problem: AttentionProblem,
     inputs: Inputs,
     out: torch.Tensor,
@@ -251,6 +251,7 @@ def _prepare(
     precision: str,
     config: BackwardConfig | None,
 ) -> PreparedBackward:
+    """The launches of a checked call; the arguments are those of :func:`triton_backward`."""
     from flashlane.kernels.triton import backward_kernels, launch, score, sequences
 
     config = config or config_of(problem, inputs, do, precision)

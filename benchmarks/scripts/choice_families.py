@@ -1,0 +1,396 @@
+"""The families whose choices are timed: which problems each is timed on, its candidates, and a call of each of them.
+
+:data:`FAMILIES` is what ``time_choices.py`` times and the fit of each cost model reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hopper_shapes import Shape, make
+
+from flashlane import jit
+from flashlane.bench.measure import drawn
+from flashlane.core import registry
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.jit import KernelSource
+from flashlane.kernels.hopper.arch import L2_MIB, SECTOR
+from flashlane.kernels.hopper.backward.kernel import KERNEL as HOPPER_BACKWARD
+from flashlane.kernels.hopper.backward.kernel import hopper_backward
+from flashlane.kernels.mma.attention import source_of
+from flashlane.kernels.triton.attention import SMALLEST_SHARED
+from flashlane.kernels.triton.backward_configs import BackwardConfig, Tile
+from flashlane.kernels.triton.forward_configs import TritonConfig, describable
+
+HOPPER = registry.get("hopper(wgmma+tma)")
+TRITON = registry.get("triton")
+HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
+"""Those that the Hopper models know."""
+OTHERS = 6
+"""One problem in so many with another head dim is timed."""
+ANY_SIZE = replace(
+    drawn.TIMED["dense"],
+    lengths=drawn.LogUniform(128, 12000),
+    kv_heads=(1, 1, 2, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32),
+    least_heads=1,
+    most_bytes=1e9,
+)
+"""Dense problems from one head with 128 keys on: what fills a part of the GPU too."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that is timed."""
+
+    words: str
+    """What the results call it."""
+    section: int
+    """Heads of a section of its tiles; 0 where the order of tiles is no choice."""
+    call: Callable[[], object]
+    resident: Callable[[], tuple[int, ...]] = tuple
+    """CTAs of each kernel that an SM holds, known after a call; empty where nobody asks."""
+    variant: tuple[object, ...] = ()
+    """What decides the code that Triton compiles, besides the words."""
+
+
+Calls = tuple[list[Candidate], Callable[[], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is chosen together, and how it is timed."""
+
+    file: str
+    """Of the results, without its ending."""
+    shapes: Callable[[int, int], list[Shape]]
+    """The first so many problems of a seed."""
+    candidates: Callable[[Shape, torch.device, bool], Calls]
+    """The candidates of a problem, the chosen one first, and what the last call made. Without ``checked`` the calls may
+    read numbers that no kernel wrote: such calls compile, and their results are not read."""
+    sources: Callable[[AttentionProblem], list[KernelSource]] = lambda problem: []
+    """What NVRTC compiles ahead."""
+    triton: bool = False
+    """Whether calls have Triton compile, which processes do ahead."""
+    graphs: bool = False
+    """Whether short calls are timed as replays of a CUDA graph, so that the host is not timed."""
+
+
+def hopper_shapes(
+    seed: int, count: int, direction: str, most_flop: float, head_dims: tuple[int, ...] = HEAD_DIMS,
+    unaligned: bool = False,
+) -> list[Shape]:  # fmt: skip
+    """The first problems of a seed that the Hopper kernels are timed on.
+
+    Args:
+        seed: of the problems.
+        count: how many.
+        direction: forward or backward.
+        most_flop: of the forward pass of a problem.
+        head_dims: those that are taken; of other ones, one problem in :data:`OTHERS`.
+        unaligned: only problems whose rows do not start on a sector and whose K and V exceed the L2 cache.
+    """
+    found, number, others = [], 0, 0
+    while len(found) < count:
+        case = drawn.timed("dense", seed, number, most_flop)
+        number += 1
+        if unaligned:
+            keys = sum(key_length for _, key_length in case.lengths) * case.kv_heads
+            if 2 * case.head_dim % SECTOR == 0 or 4 * case.head_dim * keys < L2_MIB << 20:
+                continue
+        elif case.head_dim not in head_dims or case.head_dim_v != case.head_dim:
+            others += 1
+            if others % OTHERS:
+                continue
+        found.append(shape_of(case))
+    return found
+
+
+def shape_of(case: drawn.Case, dtype: str = "bf16") -> Shape:
+    """A drawn dense problem."""
+    rows, keys = case.lengths[0]
+    heads = case.kv_heads * case.group
+    return Shape(
+        len(case.lengths), heads, case.kv_heads, rows, keys, case.head_dim, case.head_dim_v, case.causal, dtype=dtype
+    )
+
+
+def any_shapes(name: str, seed: int, count: int, kinds: tuple[tuple[str, int, float], ...]) -> list[Shape]:
+    """The first problems of a seed of every size.
+
+    Args:
+        name: of the list: each family has its own.
+        seed: of the problems.
+        count: how many.
+        kinds: dtype, head dim and most FLOP of the forward pass, one problem of each in turn.
+    """
+    found = []
+    for number, (dtype, head_dim, most_flop) in zip(range(count), itertools.cycle(kinds)):
+        space = replace(ANY_SIZE, head_dims=(head_dim,), most_flop=most_flop)
+        found.append(shape_of(drawn.draw(random.Random(f"{name} {seed} {number}"), space), dtype))
+    return found
+
+
+def outputs(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """An output of NaN, and an LSE."""
+    size = (*inputs.q.shape[:-1], problem.head_dim_v)
+    out = torch.full(size, torch.nan, dtype=problem.dtype, device=inputs.q.device)
+    return out, torch.empty(out.shape[0], out.shape[2], out.shape[1], device=inputs.q.device)
+
+
+def hopper_configs(problem: AttentionProblem, direction: str) -> list[Any]:
+    """The chosen configuration and the others."""
+    if direction == "forward":
+        return list(dict.fromkeys((HOPPER.config(problem), *HOPPER.candidates(problem))))
+    problem = replace(problem, needs_grad=True)
+    return list(dict.fromkeys((HOPPER_BACKWARD.config(problem), *HOPPER_BACKWARD.candidates(problem))))
+
+
+def hopper_sources(problem: AttentionProblem, direction: str) -> list[KernelSource]:
+    """What all candidates are compiled from."""
+    if direction == "forward":
+        return [config.source() for config in hopper_configs(problem, direction)]
+    found = [HOPPER.config(problem).source()]
+    return found + [s for c in hopper_configs(problem, direction) for s in c.specialised(problem).sources()]
+
+
+def hopper_forward_calls(shape: Shape, device: torch.device, checked: bool = True) -> Calls:
+    problem, inputs = make(shape, device)
+    out, lse = outputs(problem, inputs)
+    return [
+        Candidate(c.describe(), c.heads_per_section, lambda c=c: HOPPER.run(c, problem, inputs, out, lse))
+        for c in hopper_configs(problem, "forward")
+    ], lambda: out.float().flatten()
+
+
+def hopper_backward_calls(shape: Shape, device: torch.device, checked: bool = True) -> Calls:
+    problem, inputs = make(shape, device)
+    out, lse = outputs(problem, inputs)
+    HOPPER.forward(problem, inputs, out, lse)
+    do, made = torch.randn_like(out), []
+
+    def run(config: Any) -> None:
+        made[:] = [hopper_backward(problem, inputs, out, lse, do, config=config)]
+
+    return [
+        Candidate(c.describe(), c.heads_per_section, lambda c=c: run(c))
+        for c in hopper_configs(problem, "backward")
+    ], lambda: torch.cat([t.float().flatten() for t in (made[0].q, made[0].k, made[0].v)])  # fmt: skip
+
+
+MMA_TAGS = (
+    "mma(split-q+acc-f32+swizzle-qkv+stage1)",
+    "mma(split-q+acc-f32+swizzle-qkv+stage2)",
+    "mma(split-kv+acc-f32+swizzle-qkv+stage1)",
+    "mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+stage2)",
+)
+"""Variants that keep f32 throughout and were ahead somewhere (benchmarks/results/mma_targets.json, baseline.json)."""
+
+
+def mma_configs(problem: AttentionProblem) -> list[tuple[Any, Any]]:
+    """Kernel and configuration of each candidate, what ``auto`` takes first."""
+    largest = max(problem.head_dim, problem.head_dim_v)
+    able = [
+        k for k in map(registry.get, MMA_TAGS) if k.supports(problem) is None and k.variant.tiling == (largest > 256)
+    ]
+    able.sort(key=lambda k: -k.preference(problem))
+    found = [(k, k.config(problem)) for k in able[:1]]
+    return list(dict.fromkeys(found + [(k, c) for k in able for c in k.candidates(problem)]))
+
+
+def mma_sources(problem: AttentionProblem) -> list[KernelSource]:
+    return [source_of(config) for _, config in mma_configs(problem)]
+
+
+def mma_calls(shape: Shape, device: torch.device, checked: bool = True) -> Calls:
+    problem, inputs = make(shape, device)
+    out, lse = outputs(problem, inputs)
+
+    def resident(config: Any) -> int:
+        function = jit.load(jit.compile(source_of(config), problem.arch), device.index)
+        return function.occupancy(config.threads, config.shared_memory)
+
+    return [
+        Candidate(
+            f"{k.tag} {c.describe()}",
+            0,
+            lambda k=k, c=c: k.run(c, problem, inputs, out, lse),
+            lambda c=c: (resident(c),),
+        )
+        for k, c in mma_configs(problem)
+    ], lambda: out.float().flatten()
+
+
+MORE_FORWARD = {
+    ("bf16", 64): ((128, 128, 8, 2, True), (128, 64, 4, 3, True)),
+    ("bf16", 128): ((128, 128, 8, 2, True), (128, 64, 8, 3, True)),
+    ("bf16", 256): ((64, 64, 4, 2, True),),
+    ("f32", 64): ((64, 64, 4, 2, False), (128, 32, 8, 2, False)),
+    ("f32", 128): ((64, 64, 8, 2, False), (128, 32, 8, 2, False)),
+}
+"""Timed besides what the tables have."""
+MORE_BACKWARD = {
+    ("bf16", 64): (
+        (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+        (Tile(64, 128, 8, 2), Tile(128, 64, 8, 3)),
+        (Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
+    ),
+    ("bf16", 128): (
+        (Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
+        (Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+        (Tile(64, 64, 4, 2, True), Tile(128, 32, 8, 3)),
+    ),
+    ("bf16", 256): ((Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)),),
+    ("f32", 64): (
+        (Tile(32, 64, 4, 1, True), Tile(64, 32, 4, 1)),
+        (Tile(32, 128, 8, 1, True), Tile(128, 32, 8, 1)),
+        (Tile(64, 64, 8, 1, True), Tile(64, 64, 8, 1)),
+    ),
+    ("f32", 128): (
+        (Tile(16, 64, 4, 1, True), Tile(64, 16, 4, 1)),
+        (Tile(32, 64, 8, 1, True), Tile(64, 32, 8, 1)),
+    ),
+}
+"""Tiles of dK and dV, and of dQ, timed besides those of the tables, each kind with the table's other one."""
+
+
+def triton_limit(problem: AttentionProblem) -> int:
+    return jit.shared_limit(problem.arch) if problem.arch in jit.LIMITS else SMALLEST_SHARED
+
+
+def forward_configs(problem: AttentionProblem, dtype: str) -> list[TritonConfig]:
+    """The chosen configuration, those of the table, and more."""
+    more = [TritonConfig(*words) for words in MORE_FORWARD.get((dtype, problem.head_dim), ())]
+    found = dict.fromkeys((TRITON.config(problem), *TRITON.candidates(problem), *more))
+    limit = triton_limit(problem)
+    return [c for c in found if c.shared_memory(problem) <= limit and (not c.descriptors or describable(problem))]
+
+
+def triton_words(config: TritonConfig) -> str:
+    return f"{config.bm}x{config.bn} {config.warps} warps {config.stages} stages" + " tma" * config.descriptors
+
+
+def resident_of(launch: Any) -> int:
+    """CTAs of a launch of Triton's that an SM holds."""
+    compiled = launch.compiled
+    return jit.occupancy(
+        "sm_90a", 32 * launch.options["num_warps"], compiled.n_regs, compiled.metadata.shared
+    ).blocks  # fmt: skip
+
+
+def triton_forward_calls(shape: Shape, device: torch.device, checked: bool = True) -> Calls:
+    from flashlane.kernels.triton.forward import PreparedForward
+
+    problem, inputs = make(shape, device)
+    out, lse = outputs(problem, inputs)
+    found = []
+    for config in forward_configs(problem, shape.dtype):
+        one = PreparedForward(problem, config, inputs, out, lse, TRITON.precision_of(problem))
+        variant = (shape.dtype, shape.head_dim, shape.causal, one.splits > 1)
+        found.append(
+            Candidate(
+                triton_words(config), 0, lambda one=one: one(inputs, out, lse),
+                lambda one=one: (resident_of(one.forward),), variant,
+            )
+        )  # fmt: skip
+    return found, lambda: out.float().flatten()
+
+
+def tile_words(tile: Tile) -> str:
+    words = f"{tile.bm}x{tile.bn} {tile.warps} warps {tile.stages} stages" + " late" * tile.late_dp
+    return words + (f" {tile.registers} registers" if tile.registers else "")
+
+
+def backward_configs(base: BackwardConfig, problem: AttentionProblem, dtype: str) -> Iterator[BackwardConfig]:
+    """The table's configuration, and others that differ from it in one of its tiles."""
+    yield base
+    more = MORE_BACKWARD.get((dtype, problem.head_dim), ())
+    found = [replace(base, key=key) for key, _ in more] + [replace(base, query=query) for _, query in more]
+    precision = TRITON.precision_of(problem)
+    for config in dict.fromkeys(found):
+        if config != base and config.shared_memory(problem, precision) <= triton_limit(problem):
+            yield config
+
+
+def triton_backward_calls(shape: Shape, device: torch.device, checked: bool = True) -> Calls:
+    from flashlane.kernels.triton import backward
+
+    problem, inputs = make(shape, device)
+    out, lse = outputs(problem, inputs)
+    if checked:
+        (HOPPER if shape.dtype == "bf16" else TRITON).forward(problem, inputs, out, lse)
+    problem = replace(problem, needs_grad=True)
+    do, made, found = torch.randn_like(out), [], []
+    precision = TRITON.precision_of(problem)
+
+    def run(one: Any) -> None:
+        made[:] = [one(inputs, out, lse, do, None)]
+
+    variant = (shape.dtype, shape.head_dim, shape.causal)
+    for config in backward_configs(backward.config_of(problem, inputs, do, precision), problem, shape.dtype):
+        one = backward.prepare(problem, inputs, out, lse, do, None, False, precision, config)
+        words = f"{tile_words(config.key)} | {tile_words(config.query)}" + " tma" * config.descriptors
+        found.append(
+            Candidate(
+                words, 0, lambda one=one: run(one),
+                lambda one=one: (resident_of(one.key), resident_of(one.query)), variant,
+            )
+        )  # fmt: skip
+    return found, lambda: torch.cat([t.float().flatten() for t in (made[0].q, made[0].k, made[0].v)])
+
+
+MMA_KINDS = tuple(("bf16", d, 2.5e11) for d in (64, 128, 256, 64, 128, 96, 64, 128, 320, 64, 128, 256, 160, 512, 32))
+FORWARD_KINDS = (
+    ("bf16", 128, 2.5e11), ("f32", 64, 4e10), ("bf16", 64, 2.5e11), ("f32", 128, 4e10), ("bf16", 256, 2.5e11),
+    ("f32", 64, 4e10), ("bf16", 128, 2.5e11), ("bf16", 64, 2.5e11),
+)  # fmt: skip
+BACKWARD_KINDS = (
+    ("bf16", 128, 1e11), ("f32", 64, 1.5e10), ("bf16", 64, 1e11), ("f32", 128, 1.5e10), ("bf16", 256, 1e11),
+)  # fmt: skip
+FAMILIES = {
+    "hopper_forward": Family(
+        "choices_forward",
+        lambda seed, count: hopper_shapes(seed, count, "forward", 2.5e12),
+        hopper_forward_calls,
+        lambda problem: hopper_sources(problem, "forward"),
+    ),
+    "hopper_forward_unaligned": Family(
+        "choices_forward_unaligned",
+        lambda seed, count: hopper_shapes(seed, count, "forward", 2.5e12, unaligned=True),
+        hopper_forward_calls,
+        lambda problem: hopper_sources(problem, "forward"),
+    ),
+    "hopper_backward": Family(
+        "choices_backward",
+        lambda seed, count: hopper_shapes(seed, count, "backward", 1.0e12),
+        hopper_backward_calls,
+        lambda problem: hopper_sources(problem, "backward"),
+    ),
+    "mma": Family(
+        "choices_mma",
+        lambda seed, count: any_shapes("mma", seed, count, MMA_KINDS),
+        mma_calls,
+        mma_sources,
+        graphs=True,
+    ),
+    "triton_forward": Family(
+        "choices_triton_forward",
+        lambda seed, count: any_shapes("triton forward", seed, count, FORWARD_KINDS),
+        triton_forward_calls,
+        triton=True,
+        graphs=True,
+    ),
+    "triton_backward": Family(
+        "choices_triton_backward",
+        lambda seed, count: any_shapes("triton backward", seed, count, BACKWARD_KINDS),
+        triton_backward_calls,
+        lambda problem: [HOPPER.config(problem).source()] if problem.dtype == torch.bfloat16 else [],
+        triton=True,
+        graphs=True,
+    ),
+}
+"""By name."""
