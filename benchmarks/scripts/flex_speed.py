@@ -16,7 +16,7 @@ import importlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,16 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 import flashlane
-from flashlane import bench
+from flashlane import bench, jit
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.implementations import Implementation
 from flashlane.bench.measure.results import write_atomically
 from flashlane.bench.measure.timing import clock_for, measure
-from flashlane.flex import blocks, masks
+from flashlane.flex import blocks, masks, windows
 from flashlane.flex.bind import bind
+from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.block_lists import UNIT
+from flashlane.kernels.hopper.forward import tiles
 
 SCRIPT = "benchmarks/scripts/flex_speed.py"
 HEADS = 16
@@ -60,6 +63,8 @@ class Cell:
     """Of ``(b, s, h, d)`` q, k and v: flashlane's function without a program."""
     ordered: bool = False
     """Whether the deterministic backward is timed, too."""
+    rows_apart: int = 0
+    """Rows of blocks whose lists follow no function, so that a tile should have no more."""
     bars: dict[str, float] = field(default_factory=dict)
     """What is asked of ``forward`` and ``backward``, in TFLOP/s or, below 2, of the native figure."""
 
@@ -119,7 +124,8 @@ def cells(shrink: int = 1) -> Iterator[Cell]:
         table = torch.rand(1, HEADS, rows, rows, generator=torch.Generator().manual_seed(DRAW)) < density
         yield Cell(
             f"random {size}-blocks {density:.0%}", (1, tokens_of_lists, 128), int(table.sum()) * size * size,
-            functools.partial(_by_hand, table, size), ordered=True, bars=dict(zip(("forward", "backward"), asked)),
+            functools.partial(_by_hand, table, size), ordered=True, rows_apart=size,
+            bars=dict(zip(("forward", "backward"), asked)),
         )  # fmt: skip
 
     for head_dim, ratio in ((128, 0.88), (64, 0.75)):
@@ -219,48 +225,72 @@ def candidates(cell: Cell, operands: Operands, backward: bool) -> dict[str, Call
     of = importlib.import_module(f"flashlane.kernels.hopper.flex.run_{'backward' if backward else 'forward'}")
     problem_of = importlib.import_module("flashlane.kernels.hopper.flex.problem").problem_of
     mask = cell.mask(operands.q.device)
-    mask = None if mask is None else blocks.narrowed(mask)
     program, arguments = bind(cell.score, None if mask is None else mask.mask_mod, operands.q.device)
+    window = windows.OPEN if mask is None else windows.of_mask(mask)
+    if window is not None:
+        program, mask = program.without_mask(), None
+    else:
+        window, mask = windows.OPEN, blocks.narrowed(mask)
     q, k, v = (t.transpose(1, 2) for t in (operands.q, operands.k, operands.v))
     scale = q.shape[-1] ** -0.5
     block = None if mask is None else tuple(mask.BLOCK_SIZE)
-    bits = mask is not None and program.mask is not None
-    found: dict[str, Call] = {}
+    call = program, arguments, mask, scale, window
+
+    def others(ordered: bool) -> dict[str, Any]:
+        """Configurations by name, all of them compiled."""
+        problem = problem_of(q, k, v, scale, window, ordered)
+        base = of.config_of(problem, program, block, mask is not None and program.mask is not None)
+        found = backward_candidates(base, problem) if backward else forward_candidates(base, cell)
+        if "program::tanh(" in base.program:
+            program_text = base.program.replace("program::tanh(", "program::approximate_tanh(")
+            found |= {f"{name}, tanh.approx": replace(c, program=program_text) for name, c in found.items()}
+            found["tanh.approx"] = replace(base, program=program_text)
+        sources = [one for config in found.values() for one in (config.sources() if backward else (config.source(),))]
+        jit.compile_together(list(dict.fromkeys(sources)), ARCH)
+        return found
+
     if not backward:
-        base = of.config_of(problem_of(q, k, v, scale), program, block, bits)
-        other = forward_candidates(base)
         return {
-            f"candidate {name}": lambda c=config: kernels.forward(q, k, v, program, arguments, mask, scale, config=c)
-            for name, config in other.items()
+            f"candidate {name}": lambda c=config: kernels.forward(q, k, v, *call, config=c)
+            for name, config in others(False).items()
         }
-    out, lse = kernels.forward(q, k, v, program, arguments, mask, scale)
+    out, lse = kernels.forward(q, k, v, *call)
     dout = torch.randn_like(out)
-    for ordered in (False, True) if cell.ordered else (False,):
-        base = of.config_of(problem_of(q, k, v, scale, (-1, -1), ordered), program, block, bits)
-        for name, config in backward_candidates(base, problem_of(q, k, v, scale)).items():
-            found[f"candidate {name}{', ordered' if ordered else ''}"] = lambda c=config, o=ordered: kernels.backward(
-                q, k, v, out, lse, dout, None, program, arguments, mask, scale, deterministic=o, config=c
-            )
-    return found
+    return {
+        f"candidate {name}{', ordered' if ordered else ''}": lambda c=config, o=ordered: kernels.backward(
+            q, k, v, out, lse, dout, None, *call, deterministic=o, config=c
+        )
+        for ordered in ((False, True) if cell.ordered else (False,))
+        for name, config in others(ordered).items()
+    }
 
 
-def forward_candidates(base: Any) -> dict[str, Any]:
-    """By name; those of a head dim of 128 have room for these tiles."""
-    found = {"all heads": replace(base, heads_per_section=1 << 20)}
-    if base.program and "HAS_SMALL = true" in base.program:
-        found["tanh of any size"] = replace(base, program=base.program.replace("HAS_SMALL = true", "HAS_SMALL = false"))
-    for pingpong in (False, True):
-        if base.consumers > 1 and base.pingpong != pingpong:
-            found["ping-pong" if pingpong else "no ping-pong"] = replace(base, pingpong=pingpong)
-    if base.head_dim == 128 and base.block_n == 128 and base.consumers == 2:
-        found["3 consumers of 64 keys"] = replace(base, block_n=64, consumers=3, stages=3)
+def forward_candidates(base: Any, cell: Cell) -> dict[str, Any]:
+    """By name: the tiles of the head dim that walk over the same blocks, and other orders of tiles."""
+    found = {}
+    if base.block_lists:
+        found = {f"{n} heads a section": replace(base, heads_per_section=n) for n in (1, 2, 1 << 20)}
+    for shape in tiles.class_of(base.head_dim, base.head_dim_v).shapes:
+        alike = shape.cluster == 1 and not (base.block_lists and shape.block_n % UNIT)
+        if not alike or (cell.rows_apart and 64 * shape.consumers > cell.rows_apart):
+            continue
+        config = replace(base, **asdict(shape), ctas_per_sm=1)
+        if config != base and config.shared_memory <= jit.shared_limit(ARCH):
+            found[config.describe()] = config
     return found
 
 
 def backward_candidates(base: Any, problem: Any) -> dict[str, Any]:
     most = problem.batch * problem.kv_heads
     sections = sorted({min(most, base.heads_per_section * factor) for factor in (2, 4)} | {most})
-    return {f"{n} heads a section": replace(base, heads_per_section=n) for n in sections if n != base.heads_per_section}
+    found = {
+        f"{n} heads a section": replace(base, heads_per_section=n) for n in sections if n != base.heads_per_section
+    }
+    for name, changes in (("two places for K", {"k_stages": 2}), ("no ping-pong", {"ping_pong": "off"})):
+        other = replace(base, **changes)
+        if other != base and other.shared_memory <= jit.shared_limit(ARCH):
+            found[name] = other
+    return found
 
 
 def compare(calls: dict[str, Call]) -> dict[str, str | float]:

@@ -25,8 +25,8 @@ extern "C" __global__ void pairs(const __grid_constant__ Params p) {
     const int kv = i % p.n[3], q = i / p.n[3] % p.n[2], line = i / p.n[3] / p.n[2];
     const int h = line % p.n[1], b = line / p.n[1];
     const program::Distance distance{static_cast<float>(kv - kv % 5 - q), static_cast<float>(kv % 5)};
-    p.out[i] = Program::score(p.program, p.score[i], b, h, q, kv, distance);
-    p.derivative[i] = Program::derivative(p.program, p.score[i], b, h, q, kv, distance);
+    p.out[i] = Program::FACTOR * Program::score(p.program, p.score[i], 1.f, b, h, q, kv, distance);
+    p.derivative[i] = Program::derivative(p.program, p.score[i], 1.f, b, h, q, kv, distance);
     p.visible[i] = Program::visible(p.program, b, h, q, kv);
 }
 """
@@ -52,6 +52,7 @@ inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline double rsqrt(double x) { return 1. / sqrt(x); }
 inline float ex2(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.f / x; }
+inline float approximate_tanh(float x) { return tanhf(x); }
 """
 _HOST_CALL = """
 extern "C" void pairs(const ProgramParams* p, const float* score, float* out, float* derivative, unsigned char* visible,
@@ -59,8 +60,8 @@ extern "C" void pairs(const ProgramParams* p, const float* score, float* out, fl
     for (int b = 0, i = 0; b < n[0]; ++b) for (int h = 0; h < n[1]; ++h) for (int q = 0; q < n[2]; ++q)
         for (int kv = 0; kv < n[3]; ++kv, ++i) {
             const program::Distance distance{static_cast<float>(kv - kv % 5 - q), static_cast<float>(kv % 5)};
-            out[i] = Program::score(*p, score[i], b, h, q, kv, distance);
-            derivative[i] = Program::derivative(*p, score[i], b, h, q, kv, distance);
+            out[i] = Program::FACTOR * Program::score(*p, score[i], 1.f, b, h, q, kv, distance);
+            derivative[i] = Program::derivative(*p, score[i], 1.f, b, h, q, kv, distance);
             visible[i] = Program::visible(*p, b, h, q, kv);
         }
 }

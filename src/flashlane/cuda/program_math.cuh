@@ -53,16 +53,9 @@ __device__ __forceinline__ T maximum(T a, T b) { return a > b || a != a ? a : b;
 
 __device__ __forceinline__ float divided(float a, float b) { return __fdividef(a, b); }
 
-// tanh(x) = 1 − 2 / (e^2x + 1): its absolute error is that of f32, where tanh.approx has 2^-11.
-__device__ __forceinline__ float tanh(float x) { return 1.f - 2.f * reciprocal(1.f + ex2(x * 2.8853900817779268f)); }
-// Where |x| is below a half, a polynomial with a relative error of 6e-7 takes no special functions.
-__device__ __forceinline__ bool is_small(float x) { return fabsf(x) < .5f; }
-__device__ __forceinline__ float tanh_of_small(float x) {
-    const float square = x * x;
-    float f = fmaf(square, -4.44021156e-2f, 1.31902918e-1f);
-    f = fmaf(f, square, -3.33263159e-1f);
-    return x * fmaf(f, square, 9.99999464e-1f);
-}
+// tanh(x) = 1 − 2 / (e^2x + 1): its absolute error is that of f32.
+__device__ __forceinline__ float tanh(float x) { return fmaf(-2.f, reciprocal(1.f + ex2(x * 2.8853900817779268f)), 1.f); }
+__device__ __forceinline__ float approximate_tanh(float x) { return ::approximate_tanh(x); }
 __device__ __forceinline__ double tanh(double x) { return ::tanh(x); }
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.f + ex2(x * -1.4426950408889634f)); }
 __device__ __forceinline__ double sigmoid(double x) { return 1. / (1. + ::exp(-x)); }

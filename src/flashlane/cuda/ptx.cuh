@@ -114,6 +114,13 @@ __device__ __forceinline__ void store_shared(u32 address, uint4 value) {
                  : "memory");
 }
 
+// tanh on the special-function unit: relative error 2^-11 (PTX ISA, tanh).
+__device__ __forceinline__ float approximate_tanh(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 2^x on the special-function unit; ex2(−inf) is +0.
 __device__ __forceinline__ float ex2(float x) {
     float y;

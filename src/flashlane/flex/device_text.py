@@ -21,6 +21,9 @@ _FUNCTIONS = {name: name for name in _LIBRARY.split()} | {"round": "rint", "pow"
 _OWN = {"tanh", "sigmoid", "sign", "minimum", "maximum", "remainder", "fmod", "floordiv"}
 """Functions of program_math.cuh, which are overloaded."""
 
+LEAST_FACTOR = 2.0**-20
+"""Of a score whose factor is multiplied with the scale of the exponent."""
+
 
 def literal(number: float | int | bool, dtype: str) -> str:
     """A number of a type, exact."""
@@ -38,55 +41,41 @@ def literal(number: float | int | bool, dtype: str) -> str:
     return f"static_cast<int>({int(number) & (2**32 - 1)}u)"
 
 
-def body(root: Expression, captured: tuple[str, ...], result: str, short: bool = False, small: bool = False) -> str:
-    """The statements of a function of (p, score, b, h, q, kv, distance) that returns ``root`` as the type ``result``.
+def factor_of(root: Expression) -> tuple[float, Expression]:
+    """A score as a positive constant and what it is multiplied by."""
+    if root.op == "mul" and root.dtype == "f32":
+        for one, other in (root.operands, root.operands[::-1]):
+            if one.op == "constant" and LEAST_FACTOR <= one.value <= 1 / LEAST_FACTOR:  # type: ignore[operator]
+                return float(one.value), other  # type: ignore[arg-type]
+    return 1.0, root
+
+
+def body(root: Expression, captured: tuple[str, ...], result: str, short: bool = False) -> str:
+    """The statements of a function that returns ``root`` as the type ``result``.
+
+    It has p, the pair's b, h, q and kv, its distance, and the product and the scale that make its score.
 
     Args:
         root: the expression.
         captured: the type of each captured tensor.
         result: a C++ type.
         short: positions are below 2^22, as those that the attention kernels ask about.
-        small: arguments of f32 tanh are small, so that it is a polynomial.
     """
-    lines, names = _statements([root], captured, short, small)
-    return "\n".join([*lines, f"        return static_cast<{result}>({names[root]});"])
-
-
-def tests_of_small(root: Expression, captured: tuple[str, ...]) -> str:
-    """The statements of a function that returns whether all arguments of f32 tanh are small; "" without any."""
-    found = [e.operands[0] for e in nodes(root) if _is_short_tanh(e)]
-    lines, names = _statements(found, captured, True, True)
-    tests = " & ".join(f"program::is_small({names[e]})" for e in found)
-    return "\n".join([*lines, f"        return {tests};"]) if found else ""
-
-
-def _is_short_tanh(e: Expression) -> bool:
-    return e.op == "tanh" and e.dtype == "f32"
-
-
-def _statements(
-    roots: list[Expression], captured: tuple[str, ...], short: bool, small: bool
-) -> tuple[list[str], dict[Expression, str]]:
-    """The statements that compute expressions, and what each part of them is called."""
     names: dict[Expression, str] = {}
     negative: dict[Expression, bool] = {}
     lines: list[tuple[str, str]] = []
-    for e in nodes(*roots):
+    for e in nodes(root):
         if e.op == "constant":
             names[e] = literal(e.value, e.dtype)  # type: ignore[arg-type]
-        elif e.op == "input" and e.dtype != "f64":
+        elif e.op == "input" and e.dtype != "f64" and e.value != "score":
             names[e] = str(e.value)
         else:
             name = names[e] = f"v{len(lines)}"
             arguments = [names[operand] for operand in e.operands]
-            if e.op == "load":
-                text = _load(e, arguments, captured, negative)
-            elif small and _is_short_tanh(e):
-                text = f"program::tanh_of_small({arguments[0]})"
-            else:
-                text = _text(e, arguments, negative, short)
+            loads = e.op == "load"
+            text = _load(e, arguments, captured, negative) if loads else _text(e, arguments, negative, short)
             lines.append((name, f"const {C_TYPES[e.dtype]} {name} = {text};"))
-    return _used(lines, {names[root] for root in roots}), names
+    return "\n".join([*_used(lines, {names[root]}), f"        return static_cast<{result}>({names[root]});"])
 
 
 def _used(lines: list[tuple[str, str]], wanted: set[str]) -> list[str]:
@@ -111,7 +100,8 @@ def _load(e: Expression, indices: list[str], captured: tuple[str, ...], negative
 def _text(e: Expression, a: list[str], negative: dict[Expression, bool], short: bool) -> str:
     op, floating = e.op, e.operands and e.operands[0].dtype in ("f32", "f64")
     if op == "input":
-        return f"static_cast<{C_TYPES[e.dtype]}>({e.value})"
+        value = "product * scale" if e.value == "score" else e.value
+        return f"static_cast<{C_TYPES[e.dtype]}>({value})"
     if op == "integer":
         return f"p.integer[{e.value[0]}]"  # type: ignore[index]
     if op == "cast":
@@ -122,6 +112,8 @@ def _text(e: Expression, a: list[str], negative: dict[Expression, bool], short: 
                 return f"program::float_of_position({a[0]})"
         return _cast(e, a[0])
     if op == "mul" and short and (text := _scaled_distance(e, a)):
+        return text
+    if op in ("mul", "div") and (text := _scaled_score(e, a)):
         return text
     if op == "detach":
         return a[0]
@@ -199,6 +191,17 @@ def _scaled_distance(e: Expression, a: list[str]) -> str | None:
         sign = _sign(one.operands[0]) if one.op == "cast" and one.dtype == "f32" else None
         if sign is not None and not inputs_of(other) & {"score", "q", "kv"}:
             return f"{sign}distance.times({name})"
+    return None
+
+
+def _scaled_score(e: Expression, a: list[str]) -> str | None:
+    """The score times a constant: one operation of the product, as its scale times the constant is the same for all."""
+    for (one, other), name in zip((e.operands, e.operands[::-1]), a[::-1], strict=True):
+        if one.op == "input" and one.value == "score" and one.dtype == "f32" and other.op == "constant":
+            if e.op == "mul":
+                return f"product * (scale * {name})"
+            if one is e.operands[0] and other.value:
+                return f"product * (scale * (1.f / {name}))"
     return None
 
 

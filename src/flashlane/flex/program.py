@@ -95,23 +95,19 @@ class Program:
 
     @functools.cached_property
     def _header(self) -> str:
+        factor, score = (1.0, None) if self.score is None else device_text.factor_of(self.score)
         sizes = {"N": max(1, len(self.captured)), "D": max([1, *(t.ndim for t in self.captured)])}
         types = tuple(t.dtype for t in self.captured)
-        identity, one, always = (f"        return {value};" for value in ("score", "1.f", "true"))
+        identity, one, always = (f"        return {value};" for value in ("product * scale", "1.f", "true"))
         bodies = {
-            "SCORE": identity if self.score is None else device_text.body(self.score, types, "float", short=True),
+            "SCORE": identity if score is None else device_text.body(score, types, "float", short=True),
             "DERIVATIVE": one
             if self.derivative is None
             else device_text.body(self.derivative, types, "float", short=True),
             "VISIBLE": always if self.mask is None else device_text.body(self.mask, types, "bool"),
         }
-        small = "" if self.score is None else device_text.tests_of_small(self.score, types)
-        bodies["IS_SMALL"] = small or "        return false;"
-        bodies["SCORE_OF_SMALL"] = (
-            device_text.body(self.score, types, "float", short=True, small=True) if small else identity  # type: ignore[arg-type]
-        )
+        bodies["FACTOR"] = device_text.literal(factor, "f32")
         flags = {
-            "HAS_SMALL": small or None,
             "HAS_DISTANCE": "distance" in bodies["SCORE"] or None,
             "HAS_SCORE": self.score,
             "HAS_MASK": self.mask,
@@ -127,8 +123,8 @@ class Program:
     def header(self) -> str:
         """CUDA C++ of :data:`HEADER`: ``struct ProgramParams`` and ``struct Program``, scalar and inlined.
 
-        ``Program::score`` takes ``q·k · scale``, the pair, and its distance kv − q again, in two parts; ``derivative``
-        takes the same, and dS is multiplied by its result.
+        ``Program::score`` takes ``q·k`` and its scale, the pair, and its distance kv − q again, in two parts. What it
+        returns is multiplied by ``FACTOR``. ``derivative`` takes the same, and dS is multiplied by its result.
         """
         return self._header
 
@@ -226,25 +222,17 @@ struct Program {
     // Whether dS must be multiplied by derivative(), which is 1 otherwise.
     static constexpr bool HAS_DERIVATIVE = @HAS_DERIVATIVE@;
 
-    // Whether score_of_small() gives the same, and faster, where is_small() says so.
-    static constexpr bool HAS_SMALL = @HAS_SMALL@;
     // Whether score() reads `distance`.
     static constexpr bool HAS_DISTANCE = @HAS_DISTANCE@;
+    // What score() is multiplied by. It is positive, so that the exponent's FFMA may do it, after the row's maximum.
+    static constexpr float FACTOR = @FACTOR@;
 
-    static __device__ __forceinline__ float score(const ProgramParams& p, float score, int b, int h, int q,
-                                                  int kv, program::Distance distance) {
+    static __device__ __forceinline__ float score(const ProgramParams& p, float product, float scale, int b, int h,
+                                                  int q, int kv, program::Distance distance) {
 @SCORE@
     }
-    static __device__ __forceinline__ bool is_small(const ProgramParams& p, float score, int b, int h, int q,
-                                                    int kv, program::Distance distance) {
-@IS_SMALL@
-    }
-    static __device__ __forceinline__ float score_of_small(const ProgramParams& p, float score, int b, int h, int q,
-                                                           int kv, program::Distance distance) {
-@SCORE_OF_SMALL@
-    }
-    static __device__ __forceinline__ float derivative(const ProgramParams& p, float score, int b, int h, int q,
-                                                       int kv, program::Distance distance) {
+    static __device__ __forceinline__ float derivative(const ProgramParams& p, float product, float scale, int b, int h,
+                                                       int q, int kv, program::Distance distance) {
 @DERIVATIVE@
     }
     static __device__ __forceinline__ bool visible(const ProgramParams& p, int b, int h, int q, int kv) {

@@ -162,3 +162,18 @@ def test_scores_in_a_window(score: str, window: tuple[int, int]) -> None:
     for one, other in zip(*found, strict=True):
         one, other = (torch.where(t.isfinite(), t, -1e3).double() for t in (one, other))
         assert (one - other).norm() <= 1e-2 * other.norm() + 1e-6
+
+
+@pytest.mark.parametrize("score", ["linear", "small tanh", "large tanh"])
+@pytest.mark.parametrize("lists", [False, True])
+def test_what_a_query_does_not_see_changes_none_of_its_bits(score: str, lists: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 640, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    seen = 300
+    other = k.clone()
+    other[:, :, seen:] *= 100
+    limit = torch.full((640,), 640, device="cuda", dtype=torch.int32)  # a mask with it is no window
+    shown: Function = (lambda b, h, i, j: (i >= j) & (j < limit[i])) if lists else (lambda b, h, i, j: i >= j)
+    mask = create_flashlane_mask(shown, None, None, 640, 640, "cuda")
+    outputs = [flex_attention(q, keys, v, SCORES[score], mask)[:, :, :seen] for keys in (k, other)]
+    assert torch.equal(*(out.view(torch.int16) for out in outputs))

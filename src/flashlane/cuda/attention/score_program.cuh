@@ -1,12 +1,13 @@
 // Scores and masks as programs: "program.cuh" is generated for a kernel, and defines ProgramParams (what a program reads) and
-// Program. Without a program it is flashlane.kernels.hopper.program.NO_PROGRAM. Scores go in and out in natural units. It may be asked
+// Program. Without a program it is flashlane.kernels.hopper.program.NO_PROGRAM. Products q·k go in, and scores come out. It may be asked
 // about rows and keys past the end.
 #pragma once
 #include "attention/mask.cuh"
 #include "math.cuh"
 #include "program.cuh"
 
-// Scores of an m64nN accumulator whose rows are queries, in natural units. `query` and `key` are the thread's first ones.
+// The products q·k of an m64nN accumulator whose rows are queries become scores, in units of Program::FACTOR. `query` and `key` are
+// the thread's first ones.
 template <int N>
 __device__ __forceinline__ void transform_by_program(const ProgramParams& params, float (&s)[N], float scale, int batch, int head,
                                                      int query, int key) {
@@ -14,23 +15,9 @@ __device__ __forceinline__ void transform_by_program(const ProgramParams& params
     const auto distance = [&](int i) {
         return program::Distance{first, static_cast<float>(accumulator_column(i) - 8 * (i / 2 % 2))};
     };
-    if constexpr (Program::HAS_SMALL) {
-        bool small = true;
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-            small &= Program::is_small(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i),
-                                        distance(i));
-        if (__all_sync(0xffffffffu, small)) {
-#pragma unroll
-            for (int i = 0; i < N; ++i)
-                s[i] = Program::score_of_small(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i),
-                                               distance(i));
-            return;
-        }
-    }
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        s[i] = Program::score(params, s[i] * scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i), distance(i));
+        s[i] = Program::score(params, s[i], scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i), distance(i));
 }
 
 // −∞ where a query does not see a key, or the key does not exist.
@@ -83,8 +70,8 @@ struct PairProgram {
     __device__ __forceinline__ float probability(float product, float minus_lse, int query, int key, program::Distance distance,
                                                  float& derivative) const {
         if constexpr (!Program::HAS_SCORE) return ex2(fmaf(product, scale * LOG2_E, minus_lse));
-        const float score = product * scale;
-        if constexpr (Program::HAS_DERIVATIVE) derivative = Program::derivative(params, score, batch, head, query, key, distance);
-        return ex2(fmaf(Program::score(params, score, batch, head, query, key, distance), LOG2_E, minus_lse));
+        if constexpr (Program::HAS_DERIVATIVE)
+            derivative = Program::derivative(params, product, scale, batch, head, query, key, distance);
+        return ex2(fmaf(Program::score(params, product, scale, batch, head, query, key, distance), Program::FACTOR * LOG2_E, minus_lse));
     }
 };

@@ -144,7 +144,7 @@ enum NamedBarrier { PINGPONG = 1, WARPGROUP_SYNC = 8, PRODUCER_WARPS = 12 };
 // ---- what a tile covers
 
 // What the maximum and the exponent multiply scores by.
-__device__ __forceinline__ float late_scale(const Params& p) { return Program::HAS_SCORE ? LOG2_E : Score::late_scale(p.score); }
+__device__ __forceinline__ float late_scale(const Params& p) { return Program::HAS_SCORE ? Program::FACTOR * LOG2_E : Score::late_scale(p.score); }
 
 __device__ __forceinline__ TileMask mask_of(const Params& p, const Seqlen& sequence) {
     return {sequence.k_length, sequence.shift, p.window_left, p.window_right};
