@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 SIMULATED = 400
 """Last tiles of a launch that are simulated. Before them all workers are busy, and their ends are spread evenly."""
@@ -68,3 +68,20 @@ def least_makespan(costs: Sequence[float], heads: int, workers: int) -> float:
 def sections_of(heads: int, section: int) -> list[int]:
     """Heads of each section: all alike but a smaller last one."""
     return [section] * (heads // section) + [heads % section] * (heads % section > 0)
+
+
+def section_sizes(heads: int, sharing: int, about: Iterable[int]) -> list[int]:
+    """Sizes of sections that are worth comparing: all heads, and about so many groups of heads in equal sections.
+
+    Args:
+        heads: of the launch.
+        sharing: heads that share what they read, which stay in one section.
+        about: groups of a section.
+    """
+    sizes = [heads]
+    for wanted in about:
+        sections = max(1, round(heads / (sharing * wanted)))
+        size = min(heads, -(-(heads // sharing) // sections) * sharing)
+        if size not in sizes:
+            sizes.append(size)
+    return sizes

@@ -14,9 +14,10 @@ from flashlane import jit
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward import launch as backward_launch
+from flashlane.kernels.hopper.backward.head_swizzle import steps_of
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES
-from flashlane.kernels.hopper.backward.one_cta.split_q import MAX_BYTES, MAX_SPLITS, SplitQ, split_of, steps_of
+from flashlane.kernels.hopper.backward.one_cta.split_q import MAX_BYTES, MAX_SPLITS, SplitQ, split_of
 
 SMS = 132
 
@@ -68,10 +69,12 @@ def test_steps_are_those_that_see_the_keys() -> None:
     problem = asked(seqlen=1000, window_right=0, heads=6, kv_heads=2)
     config = one_cta_tiles.pick(problem)
     blocks = math.ceil(1000 / config.block_m)
-    assert steps_of(problem, config) == [3 * (blocks - first // config.block_m) for first in range(0, 1000, 128)]
+    assert steps_of(problem, config.block_m, config.block_n) == [
+        3 * (blocks - first // config.block_m) for first in range(0, 1000, 128)
+    ]
     shifted = replace(problem, seqlen_q=500)  # the last query sees the last key
-    assert steps_of(shifted, config)[0] == 3 * math.ceil(500 / config.block_m)
-    assert set(steps_of(replace(problem, window_right=-1), config)) == {3 * blocks}
+    assert steps_of(shifted, config.block_m, config.block_n)[0] == 3 * math.ceil(500 / config.block_m)
+    assert set(steps_of(replace(problem, window_right=-1), config.block_m, config.block_n)) == {3 * blocks}
 
 
 def test_memory_for_splits_is_bounded_and_has_its_place() -> None:

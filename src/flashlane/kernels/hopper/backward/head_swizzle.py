@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import L2_BYTES, SMS
+from flashlane.kernels.makespan import makespan, section_sizes, sections_of
 
 LONG_CHAIN = 64
 """Tiles of a head beyond which a deterministic launch under a causal mask is bound by their order."""
@@ -13,11 +15,28 @@ SHORT_STEPS, SHORT_CHAIN = 64, 32
 """Head dims whose steps take no longer than an addition, and tiles of a head up to which twice the heads help."""
 TWO_CTA_HEADS = 8
 """Heads of a section with which 66 clusters are fastest, at any length (notebook 0012)."""
+COMPARED = (2, 4, 8, 16, 32, 64)
+"""Heads of a section that are compared, besides all."""
+BETWEEN_TILES = 2
+"""What a tile takes besides its steps, in steps."""
+CROWDING, AT_NO_COST, RESIDENT_MIB = 0.4, 8, 15
+"""Beyond so many heads at once, whose Q, dO and dQ are more than so many MiB, a launch takes longer by this share of
+its time for each head, over the workers: device memory gives each head its Q and dO for fewer tiles (notebook 0016)."""
 
 
 def is_causal(problem: AttentionProblem) -> bool:
     """The right side of the window is bounded and the left is not: tiles are of very unlike length."""
     return problem.window_right >= 0 and problem.window_left < 0
+
+
+def steps_of(problem: AttentionProblem, block_m: int, block_n: int) -> list[int]:
+    """Steps of ``block_m`` queries of a tile of ``block_n`` keys, by its n-block."""
+    m_blocks = -(-problem.seqlen_q // block_m)
+    found = []
+    for first in range(0, problem.seqlen_k, block_n):
+        hidden = 0 if problem.window_right < 0 else max(0, first - problem.shift - problem.window_right)
+        found.append(max(0, m_blocks - hidden // block_m) * problem.group)
+    return found
 
 
 def even(heads: int, most: int) -> int:
@@ -39,14 +58,45 @@ def heads_per_section(problem: AttentionProblem, key_blocks: int, sms: int = SMS
     """
     heads = problem.kv_heads * (1 if problem.varlen else problem.batch)
     causal = is_causal(problem)
-    # Q and dO are read, dQ is summed in f32.
-    size = problem.seqlen_q * ((problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + 4 * problem.head_dim)
-    section = even(heads, max(1, L2_BYTES // max(1, size))) if causal else 1
+    section = even(heads, max(1, L2_BYTES // max(1, _bytes_of_head(problem)))) if causal else 1
     if problem.deterministic and (not causal or key_blocks > LONG_CHAIN):
         section = -(-sms // max(1, key_blocks)) * (4 if causal else 1)
         if not causal and problem.head_dim <= SHORT_STEPS and key_blocks <= SHORT_CHAIN:
             section *= 2
     return min(heads, max(1, section))
+
+
+def by_model(problem: AttentionProblem) -> bool:
+    """Whether :func:`fastest_section` gives the order of tiles: dense, causal, additions in any order."""
+    return is_causal(problem) and not problem.deterministic and not problem.varlen
+
+
+def fastest_section(problem: AttentionProblem, steps: Sequence[int], workers: int) -> int:
+    """Key/value heads of a section with the least predicted time.
+
+    Many heads end evenly, as the longest tiles of all come first; few heads share what they read.
+
+    Args:
+        problem: what is asked, of which :func:`by_model` is true.
+        steps: of a head's tiles, in their order.
+        workers: CTAs, or clusters, that take tiles.
+    """
+    heads = problem.kv_heads * problem.batch
+    costs = [count + BETWEEN_TILES for count in steps]
+    mebibytes = _bytes_of_head(problem) / 2**20
+
+    def time(section: int) -> float:
+        crowd = max(0, min(section, workers) - AT_NO_COST) / workers
+        slower = CROWDING * crowd if section * mebibytes > RESIDENT_MIB else 0.0
+        return makespan(costs, sections_of(heads, section), workers) * (1 + slower)
+
+    return min(section_sizes(heads, 1, COMPARED), key=time)
+
+
+def _bytes_of_head(problem: AttentionProblem) -> int:
+    """Of a query head: Q and dO, which are read, and dQ, which is summed in f32."""
+    width = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + 4 * problem.head_dim
+    return problem.seqlen_q * width
 
 
 def two_cta_heads_per_section(problem: AttentionProblem) -> int:

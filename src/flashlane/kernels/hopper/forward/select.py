@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import shared_limit
+from flashlane.kernels import makespan
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.forward import cost, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
@@ -114,13 +115,7 @@ def section_sizes(problem: AttentionProblem, config: HopperConfig) -> list[int]:
         tile_scheduler.heads_per_section(problem, config.pack_gqa),
         max(1, problem.group // config.pack_gqa),
     )
-    sizes = [heads]
-    for about in SHARED_HEADS:
-        sections = max(1, round(heads / (sharing * about)))
-        size = min(heads, tile_scheduler.ceil_div(heads // sharing, sections) * sharing)
-        if size not in sizes:
-            sizes.append(size)
-    return sizes
+    return makespan.section_sizes(heads, sharing, SHARED_HEADS)
 
 
 def config_of_shape(shape: tiles.TileShape, problem: AttentionProblem) -> HopperConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section
+from flashlane.kernels.hopper.backward.head_swizzle import by_model, fastest_section, heads_per_section, steps_of
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, in_kernel_dq_of
@@ -14,7 +14,7 @@ def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int) -> Sched
     """The launch of a problem on a GPU of so many SMs."""
     split = split_of(problem, config, sms) if config.split_q else WHOLE_TILES
     n_blocks = -(-problem.seqlen_k // config.block_n)
-    section = config.heads_per_section or heads_per_section(problem, n_blocks, sms)
+    section = config.heads_per_section or _section(config, problem, n_blocks, sms)
     in_kernel = in_kernel_dq_of(problem, config.block_n, section, sms) if config.in_kernel_dq else OWN_LAUNCHES
     tiles = n_blocks * problem.kv_heads * problem.batch
     sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": section}
@@ -22,3 +22,10 @@ def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int) -> Sched
     # At most a CTA an SM. Of packed sequences, whose tiles are counted on the GPU, perhaps fewer have work.
     grid = min(sms, tiles + split.partials), 1, 1
     return Schedule((GradientLaunch(grid, (config.block_m, config.block_n), sizes),), split, in_kernel)
+
+
+def _section(config: OneCtaConfig, problem: AttentionProblem, n_blocks: int, sms: int) -> int:
+    """Heads of a section; idle warps need the zeros of whole sections, so that these stay as large as L2 holds."""
+    if config.in_kernel_dq or not by_model(problem):
+        return heads_per_section(problem, n_blocks, sms)
+    return fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.backward.config import CONSUMERS
+from flashlane.kernels.hopper.backward.head_swizzle import steps_of
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 
 MAX_SPLITS = 4
@@ -47,16 +48,6 @@ WHOLE_TILES = SplitQ()
 """No tile is split."""
 
 
-def steps_of(problem: AttentionProblem, config: OneCtaConfig) -> list[int]:
-    """Steps of a tile by its n-block."""
-    m_blocks = -(-problem.seqlen_q // config.block_m)
-    found = []
-    for first in range(0, problem.seqlen_k, config.block_n):
-        hidden = 0 if problem.window_right < 0 else max(0, first - problem.shift - problem.window_right)
-        found.append(max(0, m_blocks - hidden // config.block_m) * problem.group)
-    return found
-
-
 def split_of(problem: AttentionProblem, config: OneCtaConfig, sms: int) -> SplitQ:
     """How a launch's tiles are split: the last ones of equal tiles, or all of few.
 
@@ -71,7 +62,7 @@ def split_of(problem: AttentionProblem, config: OneCtaConfig, sms: int) -> Split
     rest = tiles if tiles < sms else tiles % sms if problem.window_right < 0 else 0
     if rest == 0:
         return WHOLE_TILES
-    steps = steps_of(problem, config)
+    steps = steps_of(problem, config.block_m, config.block_n)
     longest, average = max(steps), sum(steps) / len(steps)
     if not 1 < longest <= MAX_STEPS:
         return WHOLE_TILES

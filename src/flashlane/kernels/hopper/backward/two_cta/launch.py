@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import CHUNK
-from flashlane.kernels.hopper.backward.head_swizzle import two_cta_heads_per_section
+from flashlane.kernels.hopper.backward.head_swizzle import (
+    by_model,
+    fastest_section,
+    steps_of,
+    two_cta_heads_per_section,
+)
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
 from flashlane.kernels.hopper.backward.two_cta.config import CTAS, TwoCtaConfig, refusal
 
@@ -20,7 +25,10 @@ def schedule(config: TwoCtaConfig, problem: AttentionProblem, sms: int) -> Sched
         raise NotImplementedError(f"the 2-CTA backward cannot run {problem.describe()}: {reason}")
     n_blocks = -(-problem.seqlen_k // config.block_n)
     tiles = n_blocks * problem.kv_heads * problem.batch
-    section = config.heads_per_section or two_cta_heads_per_section(problem)
+    section = config.heads_per_section
+    if not section and by_model(problem):
+        section = fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms // CTAS)
+    section = section or two_cta_heads_per_section(problem)
     sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": section}
     grid = CTAS * min(tiles, sms // CTAS), 1, 1
     # Each CTA loads half of the rows of Q and dO.
