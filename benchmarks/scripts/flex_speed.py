@@ -29,7 +29,7 @@ from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.implementations import Implementation
 from flashlane.bench.measure.results import write_atomically
 from flashlane.bench.measure.timing import clock_for, measure
-from flashlane.flex import blocks, masks, windows
+from flashlane.flex import blocks, masks, packed, windows
 from flashlane.flex.bind import bind
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.block_lists import UNIT
@@ -224,9 +224,9 @@ def candidates(cell: Cell, operands: Operands, backward: bool) -> dict[str, Call
     kernels = importlib.import_module("flashlane.kernels.hopper.flex")
     of = importlib.import_module(f"flashlane.kernels.hopper.flex.run_{'backward' if backward else 'forward'}")
     problem_of = importlib.import_module("flashlane.kernels.hopper.flex.problem").problem_of
-    mask = cell.mask(operands.q.device)
+    mask = cell_mask = cell.mask(operands.q.device)
     program, arguments = bind(cell.score, None if mask is None else mask.mask_mod, operands.q.device)
-    window = windows.OPEN if mask is None else windows.of_mask(mask)
+    window = windows.OPEN if mask is None else windows.NOTES.of(mask)
     if window is not None:
         program, mask = program.without_mask(), None
     else:
@@ -240,7 +240,8 @@ def candidates(cell: Cell, operands: Operands, backward: bool) -> dict[str, Call
         """Configurations by name, all of them compiled."""
         problem = problem_of(q, k, v, scale, window, ordered)
         base = of.config_of(problem, program, block, mask is not None and program.mask is not None)
-        found = backward_candidates(base, problem) if backward else forward_candidates(base, cell)
+        found = {} if packed.NOTES.of(cell_mask) is None else {"lists": base}
+        found |= backward_candidates(base, problem) if backward else forward_candidates(base, cell)
         if "program::tanh(" in base.program:
             program_text = base.program.replace("program::tanh(", "program::approximate_tanh(")
             found |= {f"{name}, tanh.approx": replace(c, program=program_text) for name, c in found.items()}

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 import flashlane
 from flashlane.flex import attention as attention_module
-from flashlane.flex import blocks, masks, reference, windows
+from flashlane.flex import blocks, masks, packed, reference, windows
 
 Function = Callable[..., Any] | None
 
@@ -215,16 +215,26 @@ def test_under_torch_compile_the_graph_breaks_and_results_are_the_same() -> None
     torch.testing.assert_close(torch.compile(model, backend="eager")(*tensors), model(*tensors))
 
 
-def windowed(mask: BlockMask | None, window: tuple[int, int], q: torch.Tensor, k: torch.Tensor) -> BlockMask | None:
-    """The mask; a window, which kernels have as an argument, as a mask of blocks of one pair that are all full."""
-    if window == windows.OPEN:
+def as_lists(
+    mask: BlockMask | None,
+    window: tuple[int, int],
+    documents: packed.Documents | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+) -> BlockMask | None:
+    """The mask; a window or documents, which kernels have as an argument, as full blocks of one pair."""
+    if window == windows.OPEN and documents is None:
         return mask
     assert mask is None
-    distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
-    left, right = (side if side >= 0 else 1 << 20 for side in window)
-    table = torch.where((distance <= left) & (-distance <= right), blocks.FULL, blocks.HIDDEN)[None, None].to(
-        torch.int8
-    )
+    rows, columns = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+    if documents is not None:
+        assert window == windows.OPEN and documents.longest == documents.offsets.diff().max()
+        ids = torch.bucketize(torch.arange(documents.tokens), documents.offsets, right=True)
+        shown = (ids[rows] == ids[columns]) & ((rows >= columns) | (not documents.causal))
+    else:
+        left, right = (side if side >= 0 else 1 << 20 for side in window)
+        shown = (rows - columns <= left) & (columns - rows <= right)
+    table = torch.where(shown, blocks.FULL, blocks.HIDDEN)[None, None].to(torch.int8)
     return blocks.from_states(table, torch_flex.noop_mask, tuple(table.shape[2:]), (1, 1))
 
 
@@ -241,16 +251,16 @@ class Kernels:
         self.called.append(("supports", (tuple(q.shape), tuple(k.shape), tuple(v.shape))))
         return self.reason
 
-    def forward(self, q, k, v, program, captured, block_mask, scale, window):
+    def forward(self, q, k, v, program, captured, block_mask, scale, window, documents):
         self.called.append(("forward", block_mask))
-        block_mask = windowed(block_mask, window, q, k)
+        block_mask = as_lists(block_mask, window, documents, q, k)
         operands = (t.transpose(1, 2) for t in (q, k, v))
         out, lse, _ = reference.forward(reference.Problem(*operands, program, captured, block_mask, scale))
         return out.transpose(1, 2), lse
 
-    def backward(self, q, k, v, out, lse, dout, dlse, program, captured, block_mask, scale, window):
+    def backward(self, q, k, v, out, lse, dout, dlse, program, captured, block_mask, scale, window, documents):
         self.called.append(("backward", dlse is not None))
-        block_mask = windowed(block_mask, window, q, k)
+        block_mask = as_lists(block_mask, window, documents, q, k)
         q, k, v, out, dout = (t.transpose(1, 2) for t in (q, k, v, out, dout))
         problem = reference.Problem(q, k, v, program, captured, block_mask, scale)
         found = reference.backward(problem, out, lse, dout, dlse, [False] * len(captured.tensors))
@@ -326,15 +336,47 @@ def test_a_window_needs_no_lists(kernels: Kernels, name: str) -> None:
     function, window = WINDOWS[name]
     tensors = operands(1, 2, 2, 20, 26)
     mask = flashlane.create_block_mask(function, 1, 2, 20, 26, "cpu", 8)
-    assert windows.of_mask(mask) == window
+    assert windows.NOTES.of(mask) == window
     compare(tensors, lambda score, b, h, q, kv: score * 2 - kv, mask)
     assert (kernels.called[1][1] is None) == (window is not None)
 
 
 def test_a_mask_with_another_function_or_other_lists_is_no_window() -> None:
     mask = flashlane.create_block_mask(masks.causal(), 1, 2, 64, 64, "cpu", 8)
-    assert windows.of_mask(mask[:, :1]) is None
+    assert windows.NOTES.of(mask[:, :1]) is None
     by_hand = BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, BLOCK_SIZE=8, mask_mod=mask.mask_mod)
-    assert windows.of_mask(by_hand) is None
+    assert windows.NOTES.of(by_hand) is None
     mask.mask_mod = lambda b, h, q, kv: q > kv + 3
-    assert windows.of_mask(mask) is None
+    assert windows.NOTES.of(mask) is None
+
+
+DOCUMENTS = torch.tensor([0, 9, 9, 30, 40])
+NO_LISTS = {"documents": masks.documents(DOCUMENTS), "causal documents": masks.documents(DOCUMENTS, causal=True)}
+
+
+@pytest.mark.parametrize("name", NO_LISTS)
+def test_packed_documents_need_no_lists(kernels: Kernels, name: str) -> None:
+    tensors = operands(1, 2, 2, 40, 40)
+    mask = flashlane.create_block_mask(NO_LISTS[name], None, None, 40, 40, "cpu", 8)
+    compare(tensors, None, mask)
+    assert kernels.called[1] == ("forward", None)
+    kernels.called.clear()
+    compare(tensors, lambda score, b, h, q, kv: score * 2 - kv, mask)
+    assert kernels.called[1][1] is not None, "with a score there are lists"
+    kernels.called.clear()
+    flashlane.flex_attention(*(t.detach() for t in operands(2, 2, 2, 40, 40)), None, mask)
+    assert kernels.called[1][1] is not None, "of one batch row alone"
+
+
+def test_documents_are_those_of_the_mask_when_it_was_made() -> None:
+    offsets = torch.tensor([0, 10, 40], dtype=torch.int32)
+    mask = flashlane.create_block_mask(masks.documents(offsets, causal=True), None, None, 40, 40, "cpu", 8)
+    offsets[1] = 20
+    found = packed.NOTES.of(mask)
+    assert found is not None and found.offsets.tolist() == [0, 10, 40] and (found.longest, found.tokens) == (30, 40)
+    assert packed.NOTES.of(mask[:, :, :2]) is None
+    shorter = flashlane.create_block_mask(masks.documents(offsets), None, None, 30, 30, "cpu", 8)
+    assert packed.NOTES.of(shorter) is None, "the mask is asked about fewer tokens"
+    for wrong in ([1, 10, 40], [0, 20, 10, 40]):
+        with pytest.raises(ValueError, match="they must begin with 0 and ascend"):
+            masks.documents(torch.tensor(wrong))

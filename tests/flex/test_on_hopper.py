@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from hopper_fakes import Launches, addresses, install
 from torch.nn.attention import flex_attention as torch_flex
 
 import flashlane
-from flashlane.flex import attention
+from flashlane.flex import attention, masks
 from flashlane.flex.bind import bind
 from flashlane.kernels.hopper import flex
 from flashlane.kernels.hopper.arch import ARCH
@@ -92,3 +93,31 @@ def test_a_call_without_a_score_and_lists_runs_the_kernel_without_a_program(laun
         run_backward.config_of(problem, program.without_mask(), None),
     ):
         assert config.program == "" and not config.block_lists and config.has_right
+
+
+@pytest.mark.parametrize("contiguous", [True, False], ids=["by head", "by row"])
+def test_packed_documents_reach_the_kernels_of_packed_sequences(launches: Launches, contiguous: bool) -> None:
+    offsets = torch.tensor([0, 100, 300], dtype=torch.int32)
+    mask = flashlane.create_block_mask(masks.documents(offsets, causal=True), None, None, 300, 300, "cpu")
+    tensors = [torch.zeros(1, h, 300, 64, dtype=torch.bfloat16) for h in (4, 2, 2)]
+    if not contiguous:
+        tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+    tensors = [t.requires_grad_() for t in tensors]
+    out, lse = flashlane.flex_attention(*tensors, None, mask, enable_gqa=True, return_lse=True)
+    assert out.shape == (1, 4, 300, 64) and out.stride() == tensors[0].stride() and lse.shape == (1, 4, 300)
+    *_, params = launches[-1]
+    assert addresses(params) == [t.data_ptr() for t in tensors] and not params.lists.counts
+    assert (params.seqlen.batch, params.seqlen.seqlen_q, params.window_right) == (2, 300, 0)
+    lengths = (ctypes.c_int * 3).from_address(params.seqlen.cu_seqlens_k)
+    assert list(lengths) == [0, 100, 300] and (params.out, params.lse) == (out.data_ptr(), lse.data_ptr())
+    launches.clear()
+    gradients = torch.autograd.grad(out.float().sum() + lse.sum(), tensors)
+    assert launches and [g.shape for g in gradients] == [t.shape for t in tensors]
+
+
+def test_documents_that_do_not_fit_are_told(launches: Launches) -> None:
+    q = torch.zeros(1, 300, 4, 64, dtype=torch.bfloat16)
+    documents = masks.documents(torch.tensor([0, 200])).documents
+    program, arguments = bind(None, None, q.device)
+    with pytest.raises(ValueError, match="documents of 200 tokens are given with q"):
+        flex.forward(q, q, q, program, arguments, None, 0.1, documents=documents)

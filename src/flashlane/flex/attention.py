@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from flashlane.core.arch import arch_of
-from flashlane.flex import reference, windows
+from flashlane.flex import packed, reference, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.blocks import narrowed
 from flashlane.flex.program import Arguments, Program
@@ -115,17 +115,19 @@ def attend(
         program, arguments = bind(score_mod, mask_mod, query.device, score_type)
         if block_mask is not None and block_mask.BLOCK_SIZE[0] >= WHOLE and program.mask is None:
             block_mask = None  # torch's own mask of one block that shows everything
-        window = windows.OPEN if block_mask is None else windows.of_mask(block_mask)
+        window = windows.OPEN if block_mask is None else windows.NOTES.of(block_mask)
+        documents = packed.NOTES.of(block_mask) if program.score is None and query.shape[0] == 1 else None
         kernels = None
         if backend != "REFERENCE" and query.device.type not in OF_THE_REFERENCE:
-            kernels = _kernels(query, key, value, block_mask if window is None else None, otherwise)
+            lists = block_mask if window is None and documents is None else None
+            kernels = _kernels(query, key, value, lists, otherwise)
     except NotImplementedError:
         if otherwise != "torch":
             raise
         return by_torch()
     if block_mask is not None:
         block_mask = narrowed(block_mask)
-    call = _Call(program, arguments.integers, block_mask, window, scale, kernels)
+    call = _Call(program, arguments.integers, block_mask, window, documents, scale, kernels)
     most = return_aux is not None and return_aux.max_scores
     out, lse, largest = _Attention.apply(call, most, query, key, value, *arguments.tensors)
     if return_aux is not None:
@@ -229,15 +231,16 @@ class _Call:
     integers: tuple[int, ...]
     block_mask: Any
     window: windows.Window | None
-    """What the kernels are given in the place of the mask."""
+    """What the kernels are given in the place of the mask, or else:"""
+    documents: packed.Documents | None
     scale: float
     kernels: types.ModuleType | None
 
     def of_kernels(self, arguments: Arguments) -> tuple[Any, ...]:
         """What the kernels are given after the tensors."""
-        if self.window is None:
-            return self.program, arguments, self.block_mask, self.scale, windows.OPEN
-        return self.program.without_mask(), arguments, None, self.scale, self.window
+        if self.window is None and self.documents is None:
+            return self.program, arguments, self.block_mask, self.scale, windows.OPEN, None
+        return self.program.without_mask(), arguments, None, self.scale, self.window or windows.OPEN, self.documents
 
     def problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> reference.Problem:
         arguments = Arguments(tuple(tensors), self.integers)

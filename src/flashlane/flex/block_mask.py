@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from flashlane.flex import blocks, device_blocks, windows
+from flashlane.flex import blocks, device_blocks, packed, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.bounds import Grid, bounds
 from flashlane.flex.evaluate import evaluate
@@ -81,16 +81,19 @@ def create_block_mask(
     intervals = mask_mod.intervals(*lengths, device) if hasattr(mask_mod, "intervals") else None
     if intervals is not None:
         table, window = of_intervals(intervals, lengths, size), getattr(mask_mod, "window", None)
+        documents = getattr(mask_mod, "documents", None)
         mask_mod = interval_mask_mod(intervals)
     else:
         program, arguments = bind(None, mask_mod, device)
-        window = windows.of_expression(program.mask, arguments.integers)
+        window, documents = windows.of_expression(program.mask, arguments.integers), None
         used = inputs_of(program.mask)
         sizes = wanted[0] if "b" in used else 1, wanted[1] if "h" in used else 1
         table = of_program(program, arguments, sizes, lengths, size, device)
     made = device_blocks.block_mask if device.type == "cuda" else blocks.from_states
     found = expanded(made(table, mask_mod, lengths, size, separate_full_blocks), wanted)
-    windows.keep(found, window)
+    windows.NOTES.keep(found, window)
+    if documents is not None and lengths == (documents.tokens, documents.tokens) and documents.tokens:
+        packed.NOTES.keep(found, documents)
     return _with_write_order(found, dq_kv_order) if compute_dq_write_order else found
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flashlane.flex.intervals import Intervals
+from flashlane.flex.packed import Documents
 from flashlane.flex.windows import Window
 
 MOST_INTERVALS = 4
@@ -35,6 +36,8 @@ class Mask:
     """The rows' intervals, ascending; None where rows are not a few intervals."""
     window: Window | None = None
     """Where each row is a window."""
+    documents: Documents | None = None
+    """Where each row is its document, or what of it is before."""
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(b, h, q_idx, kv_idx)
@@ -79,15 +82,16 @@ def sliding_window(left: int, right: int = 0, first: int = 0) -> Mask:
     return Mask("sliding-window", visible_with_first if first else visible, bounds, None if first else (left, right))
 
 
-def _document_ids(offsets: torch.Tensor) -> torch.Tensor:
-    """The document of each token, i32; ``offsets`` are the documents' first tokens and the length."""
+def _documents_of(offsets: torch.Tensor, causal: bool = False) -> tuple[Documents, torch.Tensor]:
+    """Packed documents, and the document of each token, i32."""
     if offsets.ndim != 1 or offsets.numel() < 2 or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"offsets is {offsets.dtype} {tuple(offsets.shape)}; it must be int32 or int64 (documents + 1), from 0 to "
             f"the length"
         )
     ids = torch.arange(offsets.numel() - 1, dtype=torch.int32, device=offsets.device)
-    return torch.repeat_interleave(ids, offsets.diff())
+    found = Documents.of(offsets, causal)
+    return found, torch.repeat_interleave(ids, found.offsets.diff(), output_size=found.tokens)
 
 
 def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
@@ -97,7 +101,8 @@ def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
         offsets: the documents' first tokens and the length, as ``cu_seqlens``; on the device of the call.
         causal: hide later tokens.
     """
-    ids, offsets = _document_ids(offsets), offsets.to(torch.int32)
+    found, ids = _documents_of(offsets, causal)
+    offsets = found.offsets
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return ids[q] == ids[kv]
@@ -109,13 +114,15 @@ def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
         own = ids[q.long()].long()
         return [(offsets[own], q + 1 if causal else offsets[own + 1])]
 
-    return Mask("causal-documents" if causal else "documents", visible_before if causal else visible, bounds)
+    name, function = ("causal-documents", visible_before) if causal else ("documents", visible)
+    return Mask(name, function, bounds, documents=found)
 
 
 def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
     """Packed documents of blocks of tokens: a token sees its own block and all earlier ones of its document."""
     _check(least=1, block=block)
-    ids, offsets = _document_ids(offsets), offsets.to(torch.int32)
+    found, ids = _documents_of(offsets)
+    offsets = found.offsets
     places = torch.arange(len(ids), dtype=torch.int32, device=ids.device) - offsets[ids.long()]
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:

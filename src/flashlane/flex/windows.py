@@ -5,32 +5,16 @@ Kernels have windows as arguments, so a block mask of one needs neither lists no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
-
-from torch.nn.attention.flex_attention import BlockMask
+from collections.abc import Sequence
 
 from flashlane.flex.expression import Expression
+from flashlane.flex.notes import Notes
 
 Window = tuple[int, int]
 """Keys before and after its own position that a query sees; −1 for all."""
 OPEN: Window = (-1, -1)
-_known: WeakKeyDictionary[BlockMask, tuple[Callable[..., Any], Window]] = WeakKeyDictionary()
-
-
-def keep(mask: BlockMask, window: Window | None) -> None:
-    """Note that a mask, all of whose lists are those of its function, is a window."""
-    if window is not None:
-        _known[mask] = mask.mask_mod, window
-
-
-def of_mask(mask: BlockMask | None) -> Window | None:
-    """The window of a block mask that was noted, and has its function still."""
-    if mask is None or mask not in _known:
-        return None
-    function, window = _known[mask]
-    return window if mask.mask_mod is function else None
+NOTES: Notes[Window] = Notes()
+"""Of the masks that are windows."""
 
 
 def of_expression(mask: Expression | None, integers: Sequence[int]) -> Window | None:

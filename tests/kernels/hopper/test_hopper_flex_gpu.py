@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 from flashlane import create_block_mask as create_flashlane_mask
 from flashlane import flex_attention
 from flashlane.core.arch import arch_of
+from flashlane.flex import masks as named
 from flashlane.flex.bind import bind
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.flex import backward, forward, masks
@@ -177,3 +178,21 @@ def test_what_a_query_does_not_see_changes_none_of_its_bits(score: str, lists: b
     mask = create_flashlane_mask(shown, None, None, 640, 640, "cuda")
     outputs = [flex_attention(q, keys, v, SCORES[score], mask)[:, :, :seen] for keys in (k, other)]
     assert torch.equal(*(out.view(torch.int16) for out in outputs))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_documents(causal: bool, head_dim: int) -> None:
+    torch.manual_seed(0)
+    offsets = torch.tensor([0, 1, 200, 200, 555, 700], device="cuda")
+    mask = create_flashlane_mask(named.documents(offsets, causal), None, None, 700, 700, "cuda")
+    sizes = (4, 2, 2)
+    q, k, v = (torch.randn(1, h, 700, head_dim, device="cuda", dtype=torch.bfloat16) for h in sizes)
+    found = []
+    for backend in ("FLASHLANE", "REFERENCE"):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        poison()
+        out, lse = flex_attention(*leaves, None, mask, None, True, True, {"BACKEND": backend})
+        found.append((out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)))
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape and (one.double() - other.double()).norm() <= 1e-2 * other.double().norm()

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from flashlane.core.arch import arch_of
+from flashlane.flex.packed import Documents
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward.config import GradientConfig
-from flashlane.kernels.hopper.flex import run_backward, run_forward
+from flashlane.kernels.hopper.flex import run_backward, run_forward, run_packed
 from flashlane.kernels.hopper.flex.problem import BlockMask, Program, Window, readable, refusal
 from flashlane.kernels.hopper.forward.config import HopperConfig
 
@@ -45,6 +46,7 @@ def forward(
     block_mask: BlockMask | None,
     scale: float,
     window: Window = (-1, -1),
+    documents: Documents | None = None,
     *,
     config: HopperConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,6 +63,7 @@ def forward(
             has no mask.
         scale: of the scores.
         window: keys to the left and right that a query sees, −1 for all, aligned by the first; only without a mask.
+        documents: packed in the one batch row; only without a score, a mask, a window and a configuration.
         config: the configuration to run, or None for the table's.
 
     Returns:
@@ -68,10 +71,12 @@ def forward(
 
     Raises:
         NotImplementedError: :func:`supports` gives a reason.
-        ValueError: a window is given with a block mask.
+        ValueError: a window is given with a block mask, or documents with what they are not given with.
     """
-    _check(q, k, v, block_mask, window)
+    _check(q, k, v, program, block_mask, window, documents, config)
     operands = map(readable, _of_one_batch(q, k, v))
+    if documents is not None:
+        return run_packed.forward(*operands, documents, scale)
     return run_forward.run(*operands, program, captured, block_mask, scale, window, config)
 
 
@@ -88,6 +93,7 @@ def backward(
     block_mask: BlockMask | None,
     scale: float,
     window: Window = (-1, -1),
+    documents: Documents | None = None,
     *,
     deterministic: bool | None = None,
     config: GradientConfig | None = None,
@@ -95,7 +101,7 @@ def backward(
     """Gradients of q, k and v, in their shapes; those of tensors that the program reads are not made here.
 
     Args:
-        q, k, v, program, captured, block_mask, scale, window: as :func:`forward` was given.
+        q, k, v, program, captured, block_mask, scale, window, documents: as :func:`forward` was given.
         out: what it returned.
         lse: what it returned, too.
         dout: gradient of ``out``.
@@ -106,12 +112,14 @@ def backward(
     Raises:
         NotImplementedError: :func:`supports` gives a reason, or no backward takes the head dims.
     """
-    _check(q, k, v, block_mask, window)
+    _check(q, k, v, program, block_mask, window, documents, config)
     if (reason := run_backward.refusal(q, v)) is not None:
         raise NotImplementedError(reason)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     operands = map(readable, _of_one_batch(q, k, v))
+    if documents is not None:
+        return run_packed.backward(*operands, out, lse, dout, dlse, documents, scale, deterministic)
     call = program, captured, block_mask, scale, window, deterministic, config
     dq, dk, dv = run_backward.run(*operands, out, lse, dout, dlse, *call)
     if k.shape[0] != q.shape[0]:
@@ -124,8 +132,19 @@ def _of_one_batch(q: torch.Tensor, *keys: torch.Tensor) -> tuple[torch.Tensor, .
     return (q, *(t.expand(q.shape[0], -1, -1, -1) for t in keys))
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask | None, window: Window) -> None:
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program, block_mask: BlockMask | None, window: Window,
+    documents: Documents | None, config: object,
+) -> None:  # fmt: skip
     if (reason := refusal(q, k, v, block_mask, arch_of(q.device))) is not None:
         raise NotImplementedError(reason)
     if block_mask is not None and tuple(window) != (-1, -1):
         raise ValueError(f"window is {tuple(window)} with a block mask; it may be given only without one")
+    if documents is None:
+        return
+    alone = program.score is None and program.mask is None and block_mask is None and config is None
+    if not alone or tuple(window) != (-1, -1) or q.shape[:2] != (1, documents.tokens) or k.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"documents of {documents.tokens} tokens are given with q {tuple(q.shape)} and k {tuple(k.shape)}; these "
+            f"must be one batch row of as many, without a program, a block mask, a window and a configuration"
+        )
