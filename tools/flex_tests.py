@@ -1,22 +1,25 @@
 """Run FlexAttention's own tests, unmodified, with flashlane under ``torch.nn.attention.flex_attention``.
 
     python tools/flex_tests.py PATH/test/inductor/test_flex_attention.py -k "builtin_score_mods and float16"
-    python tools/flex_tests.py PATH/attention-gym/test/test_natten.py --package PATH/attention-gym [--on-cpu]
+    python tools/flex_tests.py PATH/attention-gym/test/test_natten.py --package PATH/attention-gym --eager [--on-cpu]
 
 A call under torch.compile runs flashlane, one without it torch's own dense formula, so that PyTorch's tests, which
-compare the two, compare flashlane with torch. With ``--eager`` every call runs flashlane: attention-gym's tests compare
-with formulas of their own. In the end it says which kernels ran how many calls, what was refused and why, and every
-skip. The test modules are those of the PyTorch version that is installed.
+compare the two, compare flashlane with torch. With ``--uncompiled`` torch.compile compiles nothing: it says only which
+of the two runs. With ``--eager`` every call runs flashlane: attention-gym's tests compare with formulas of their own.
+In the end it says which kernels ran how many calls, what was refused and why, and every skip.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import sys
+import unittest
 from pathlib import Path
 from typing import Any
 
+import foreign_tests
 import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
@@ -59,16 +62,48 @@ def count() -> None:
     attention._kernels, attention.bind = chosen, bound
 
 
+_inside = 0
+"""How many functions that a test compiled are running, where torch.compile is left out."""
+
+
 def compiled_only() -> None:
     """Leave calls outside torch.compile to torch's dense formula."""
     ours = torch_flex.flex_attention
     torchs = ours.flashlane_original  # type: ignore[attr-defined]
+    compile = torch.compile
 
     def flex_attention(*args: Any, **kwargs: Any) -> Any:
-        return ours(*args, **kwargs) if torch.compiler.is_compiling() else torchs(*args, **kwargs)
+        if _inside or torch.compiler.is_compiling():
+            return ours(*args, **kwargs)
+        left_out, torch.compile = torch.compile, compile  # torch's formula uses it
+        try:
+            return torchs(*args, **kwargs)
+        finally:
+            torch.compile = left_out
 
     flex_attention.flashlane_original = torchs  # type: ignore[attr-defined]
     torch_flex.flex_attention = flex_attention
+
+
+def leave_out_compile() -> None:
+    """Have torch.compile mark what runs in the functions that it is given, and nothing else."""
+
+    def compile(function: Any = None, **_: Any) -> Any:
+        if function is None:
+            return compile
+
+        @functools.wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            global _inside
+            _inside += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _inside -= 1
+
+        return marked
+
+    torch.compile = compile
 
 
 class OnCpu(TorchFunctionMode):
@@ -82,13 +117,27 @@ class OnCpu(TorchFunctionMode):
         return args[0] if function is torch.Tensor.cuda else function(*args, **kwargs)
 
 
+def of_pytorch(path: str) -> bool:
+    """Whether a module makes cases for each device by itself."""
+    path = path.split("::")[0]
+    return Path(path).is_file() and "instantiate_device_type_tests(" in Path(path).read_text()
+
+
+def cases_for_the_cpu() -> None:
+    """Have PyTorch's module make all its cases for the CPU; torch's own kernels lack some things there."""
+    from torch.testing._internal import common_device_type
+
+    foreign_tests.instantiate_for_cpu()
+    common_device_type.skipCPUIf = lambda *_: lambda test: test
+    torch_flex._validate_device = lambda *_: None  # type: ignore[assignment]  # it refuses gradients on a CPU
+
+
 def on_cpu(config: pytest.Config) -> None:
-    """Pretend that there is a GPU; torch.compile is left out."""
+    """Pretend that there is a GPU."""
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
     torch.cuda.manual_seed_all = lambda *_: None
-    torch.compile = lambda function=None, **_: function if function is not None else (lambda f: f)  # type: ignore[assignment]
     create = torch_flex.create_block_mask
 
     def create_on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -104,16 +153,55 @@ def on_cpu(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("flashlane")
     group.addoption("--on-cpu", action="store_true", help="run on the CPU what asks for CUDA; slow")
+    group.addoption("--uncompiled", action="store_true", help="torch.compile compiles nothing, as on a CPU")
     group.addoption("--eager", action="store_true", help="calls outside torch.compile run flashlane too")
+
+
+FOR_TRITON = "Requires Triton + A100"
+"""How the reason begins for which PyTorch's module leaves cases out on Hopper: defects of Triton there."""
+
+
+def run_what_fails_for_triton() -> None:
+    skip_unless = unittest.skipUnless
+
+    def unless(condition: object, reason: str) -> Any:
+        return skip_unless(bool(condition) or reason.startswith(FOR_TRITON), reason)
+
+    unittest.skipUnless = unless  # type: ignore[assignment]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     count()
+    run_what_fails_for_triton()
     integration.enable(otherwise="reference")
-    if config.getoption("--on-cpu"):
-        on_cpu(config)
-    elif not config.getoption("--eager"):
+    if not config.getoption("--eager"):
         compiled_only()
+    if config.getoption("--on-cpu") and any(map(of_pytorch, config.args)):
+        cases_for_the_cpu()
+    elif config.getoption("--on-cpu"):
+        on_cpu(config)
+    if config.getoption("--on-cpu") or config.getoption("--uncompiled"):
+        leave_out_compile()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--on-cpu"):
+        for module in {item.module for item in items}:  # PyTorch's module takes no gradients on a CPU
+            getattr(getattr(module, "DEVICE_SUPPORTS_BACKWARDS", None), "items", set()).add("cpu")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """What a worker counted."""
+    found = getattr(node, "workeroutput", {})
+    RAN.update(found.get("ran", {}))
+    REFUSED.update(found.get("refused", {}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output |= {"ran": dict(RAN), "refused": dict(REFUSED)}
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -124,7 +212,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for reason, number in REFUSED.most_common():
         write(f"{number:6} not by the kernels: {reason}")
     if not RAN:
-        write("no call ran flashlane in this process")
+        write("no call ran flashlane")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -139,8 +227,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("torch sees no CUDA device; --on-cpu runs the tests there")
     sys.path[:0] = [str(Path(__file__).parent), *([str(known.package)] if known.package else [])]
     # Its own root, so that no configuration or conftest of this repository is in force.
-    options = ["-p", "flex_tests", *map(str, known.module), f"--rootdir={known.module[0].parent}", "-c", "/dev/null"]
-    return int(pytest.main([*options, "-p", "no:cacheprovider", "--noconftest", "-rs", *rest]))
+    plugins = ["-p", "flex_tests", "-p", "foreign_tests", "-p", "no:cacheprovider", "--noconftest"]
+    options = [*plugins, *map(str, known.module), f"--rootdir={known.module[0].parent}", "-c", "/dev/null"]
+    return int(pytest.main([*options, "-rs", *rest]))
 
 
 if __name__ == "__main__":

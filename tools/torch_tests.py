@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import collections
-import functools
 import importlib.util
-import inspect
 import logging
-import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import foreign_tests
 import pytest
 import torch
 
@@ -56,16 +54,10 @@ def count() -> None:
 
 def on_cpu() -> registry.Handle:
     """What the module asks of CUDA is asked of the CPU, with flashlane's operators there."""
-    from torch.testing._internal import common_cuda, common_device_type
+    from torch.testing._internal import common_cuda
 
     common_cuda.PLATFORM_SUPPORTS_FLASH_ATTENTION = True
-    instantiate = common_device_type.instantiate_device_type_tests
-
-    @functools.wraps(instantiate)
-    def for_cpu(test_class: type, scope: dict[str, Any], **others: Any) -> Any:
-        return instantiate(test_class, scope, **{**others, "only_for": ("cpu",)})
-
-    common_device_type.instantiate_device_type_tests = for_cpu
+    foreign_tests.instantiate_for_cpu()
     return registry.Handle("CPU")
 
 
@@ -75,8 +67,6 @@ def on_cpu() -> registry.Handle:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("torch")
     group.addoption("--on-cpu", action="store_true", help="run on the CPU what asks for CUDA; slow")
-    group.addoption("--sample", type=int, default=None, metavar="N", help="run N cases of each test function")
-    group.addoption("--seed", type=int, default=0, help="of the sample")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,15 +79,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--sample") is not None:
-        functions: dict[Any, list[pytest.Item]] = {}
-        for item in items:
-            functions.setdefault(inspect.unwrap(item.function).__code__, []).append(item)
-        draw = random.Random(config.getoption("--seed"))
-        count = config.getoption("--sample")
-        kept = {item for cases in functions.values() for item in draw.sample(cases, min(count, len(cases)))}
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
     for item in items:
         if OF_THE_ORDER in item.name and not config.getoption("--on-cpu"):
             item.add_marker(pytest.mark.skip(reason="it asks which backend SDPA takes first, which enable() changes"))
@@ -169,8 +150,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("torch sees no CUDA device; --on-cpu runs the tests there")
     sys.path.insert(0, str(Path(__file__).parent))
     # Its own root, so that no configuration or conftest of this repository is in force.
-    options = ["-p", "torch_tests", str(known.module), f"--rootdir={known.module.parent}", "-c", "/dev/null"]
-    return int(pytest.main([*options, "-p", "no:cacheprovider", "-rs", *rest]))
+    plugins = ["-p", "torch_tests", "-p", "foreign_tests", "-p", "no:cacheprovider"]
+    options = [*plugins, str(known.module), f"--rootdir={known.module.parent}", "-c", "/dev/null"]
+    return int(pytest.main([*options, "-rs", *rest]))
 
 
 if __name__ == "__main__":

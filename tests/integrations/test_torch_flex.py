@@ -36,6 +36,28 @@ def test_refused():
 """
 
 
+PYTORCHS = """
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torch.testing._internal.common_device_type import instantiate_device_type_tests, skipCPUIf
+from torch.testing._internal.common_utils import TestCase
+
+class TestIt(TestCase):
+    @skipCPUIf(True, "Not supported on CPU")
+    def test_gradient(self, device):
+        q = torch.randn(1, 2, 32, 8, device=device, requires_grad=True)
+        bias = torch.randn(32, device=device, requires_grad=True)
+        score = lambda s, b, h, i, j: s + bias[j]
+        found = [flex_attention(q, q, q, score), torch.compile(flex_attention)(q, q, q, score)]
+        of_torch, ours = (torch.autograd.grad(out.square().sum(), (q, bias)) for out in found)
+        self.assertEqual("_Attention" in type(found[0].grad_fn).__name__, False)
+        self.assertEqual("_Attention" in type(found[1].grad_fn).__name__, True)
+        self.assertEqual(of_torch, ours, atol=1e-4, rtol=1e-4)
+
+instantiate_device_type_tests(TestIt, globals(), only_for=("cuda",))
+"""
+
+
 def tensors() -> list[torch.Tensor]:
     return [torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3)]
 
@@ -93,10 +115,18 @@ def run(path: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+def test_the_tool_compares_with_torch_in_pytorchs_own_modules(tmp_path: Path) -> None:
+    pytest.importorskip("expecttest")
+    path = tmp_path / "test_module.py"
+    path.write_text(PYTORCHS)
+    rc, said = run(path, "--on-cpu", "-q")
+    assert rc == 0 and "1 passed" in said and "1 calls ran the tiled reference" in said, said
+
+
 def test_the_tool_tells_calls_refusals_and_skips(tmp_path: Path) -> None:
     path = tmp_path / "test_module.py"
     path.write_text(MODULE)
-    rc, said = run(path, "--on-cpu", "-q")
+    rc, said = run(path, "--on-cpu", "--eager", "-q")
     assert rc == 1 and "1 failed, 1 passed, 1 skipped" in said, said
     assert "1 calls ran the tiled reference" in said and "why it is" in said and "searchsorted" in said, said
     rc, said = run(tmp_path / "none.py")

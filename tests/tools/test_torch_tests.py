@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,20 @@ def test_a_sample_of_each_function_and_workers_counts(tmp_path: Path) -> None:
     assert "2 aten::_scaled_dot_product_flash_attention\n" in said, "what the workers counted is summed up"
     rc, said = run(path, "--on-cpu", "-q", "--sample", "1", "-k", "gradient or skipped")
     assert rc == 0 and "1 passed, 1 skipped, 2 deselected" in said, said
+
+
+def test_a_limit_of_time_and_a_record_of_every_case(tmp_path: Path) -> None:
+    pytest.importorskip("expecttest")
+    path, record = tmp_path / "test_module.py", tmp_path / "cases.jsonl"
+    path.write_text(MODULE)
+    rc, said = run(path, "--on-cpu", "-q", "--record", str(record))
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    outcomes = {line["case"].rsplit("::", 1)[1]: line["outcome"] for line in lines}
+    assert outcomes["test_gradient_causal_True_cpu"] == "passed" and outcomes["test_skipped_cpu"] == "skipped"
+    assert outcomes["test_dropout_cpu"] == "failed", said
+    assert {line["why"] for line in lines if line["outcome"] == "skipped"} == {"Skipped: why it is"}
+    rc, said = run(path, "--on-cpu", "-q", "--seconds", "0")
+    assert rc == 0 and "4 skipped" in said and "the 0 s of --seconds were over" in said, said
 
 
 def test_a_case_that_torch_refuses_by_itself_is_skipped_with_that_reason(tmp_path: Path) -> None:
