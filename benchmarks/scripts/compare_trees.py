@@ -249,14 +249,14 @@ def spaces() -> dict[str, tuple[int, Any]]:
     """What is drawn of each kind, with the part of problems that are of it in percent."""
     from flashlane.bench.measure.drawn import TIMED
 
-    modified = {"softcaps": (0.0,) * 3 + (30.0,), "alibi": ("none",) * 3 + ("heads",), "sinks": (False,) * 3 + (True,)}
-    dense = replace(TIMED["dense"], most_flop=1e12, deterministic=(False,) * 3 + (True,), **modified)
+    modifiers = {"softcap": (0.0,) * 3 + (30.0,), "alibi": ("none",) * 3 + ("heads",), "sinks": (False,) * 3 + (True,)}
+    dense = replace(TIMED["dense"], most_flop=1e12, deterministic=(False,) * 3 + (True,), modifiers=modifiers)
     plain = replace(TIMED["dense"], head_dims=(64, 128), dtypes=("f16",), alike=1.0, most_flop=2e11)
     return {
         "dense": (40, dense),
         "window": (20, replace(TIMED["window"], most_flop=1e12)),
-        "packed": (10, replace(TIMED["packed"], most_flop=1e12, **modified)),
-        "decode": (16, replace(TIMED["decode"], caches=(("used",), ("used", "paged")), page_sizes=(16, 64, 256))),
+        "packed": (10, replace(TIMED["packed"], most_flop=1e12, modifiers=modifiers)),
+        "decode": (16, replace(TIMED["decode"], caches=(("used",), ("used", "paged")), pages=(16, 64, 256))),
         "mma": (8, plain),
         "f32": (6, replace(plain, dtypes=("f32",), most_flop=2e10)),
     }
@@ -290,7 +290,7 @@ def spec_of(number: int, kind: str, case: Any, chance: random.Random) -> dict[st
         spec["lengths"] = [length for length, _ in case.lengths]
     elif kind == "decode":
         used = [max(1, round(keys * chance.uniform(0.5, 1))) for _ in case.lengths]
-        spec |= {"sq": rows, "lengths": used, "page": case.page_size, "options": {}}
+        spec |= {"sq": rows, "lengths": used, "page": case.page, "options": {}}
     else:
         spec |= {"sq": rows, "sk": keys}
     return {"name": f"{number} {kind}{' backward' * backward} {json.dumps(spec['options'])} {_sizes(spec)}", **spec}

@@ -116,7 +116,7 @@ def test_flashinfer_is_given_a_batch_as_packed_sequences(monkeypatch: pytest.Mon
     assert Ragged.planned == {"sizes": ([0, 64, 128], [0, 80, 160], 4, 2, 16, 16), **asked, **types_}
     problem, inputs = packed()
     assert peer.prepare(problem, inputs)().shape == (57, 4, 8)
-    asked = {"causal": False, "sm_scale": 0.25, "window_left": -1, "logits_soft_cap": None}
+    asked = {"causal": False, "sm_scale": 0.25, "window_left": -1}
     assert Ragged.planned == {"sizes": ([0, 5, 5, 38, 55],) * 2 + (4, 2, 16, 8), **asked, **types_}
     assert peer.supports(problem.on(GPU)) is None
     assert peer.supports(replace(problem.on(GPU), needs_grad=True)) == "it has no backward"

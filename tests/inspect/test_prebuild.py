@@ -76,6 +76,8 @@ def test_a_models_configuration_gives_its_problems() -> None:
     forward_only = list(prebuild.problems_of_model(LLAMA, "sm_90a", backward=False, causal=False))
     assert not any(p.needs_grad or p.causal or p.seqlen_q == 1 for p in forward_only)
     assert {p.dtype for p in forward_only} == {torch.bfloat16}
+    assert not any(p.sinks for p in found), "a type of model without them"
+    assert all(p.sinks for p in prebuild.problems_of_model(LLAMA | {"model_type": "gpt_oss"}, "sm_90a", batches=(1,)))
 
 
 def test_split_keys_are_combined_by_a_kernel_that_is_compiled_too() -> None:

@@ -30,8 +30,8 @@ def test_a_space_draws_all_that_it_names(name: str) -> None:
     cases = [draws.draw(random.Random(seed), space) for seed in range(800)]
     head_dims, head_dims_v = zip(*space.head_dim_pairs) if space.head_dim_pairs else (space.head_dims, ())
     for field, values in (
-        ("varlen", space.varlen), ("head_dim", head_dims), ("causal", space.causal), ("softcap", space.softcaps),
-        ("alignment", space.alignments), ("alibi", space.alibi), ("sinks", space.sinks), ("strides", space.strides),
+        ("varlen", space.varlen), ("head_dim", head_dims), ("causal", space.causal),
+        ("alignment", space.alignments), *space.modifiers.items(), ("strides", space.strides),
         ("kv_heads", space.kv_heads), ("dropout", space.dropout), ("scale", space.scales),
     ):  # fmt: skip
         assert {getattr(case, field) for case in cases} == set(values), field
@@ -47,7 +47,7 @@ def test_a_space_draws_all_that_it_names(name: str) -> None:
     assert {pair for case in cases for pair in case.lengths} >= set(space.corner_lengths)
     assert {case.spread for case in cases} == set(space.spreads or (1.0,))
     assert {case.dtype for case in cases} == set(space.dtypes or ("",))
-    held = {(case.used, case.leftpad, case.batch_idx, bool(case.page_size)) for case in cases}
+    held = {(case.used, case.leftpad, case.batch_idx, bool(case.page)) for case in cases}
     words = ("used", "leftpad", "batch_idx", "paged")
     assert held >= {tuple(word in cache for word in words) for cache in space.caches}
     assert all(case.group * case.kv_heads <= max(space.most_heads, case.kv_heads) for case in cases)
@@ -60,7 +60,7 @@ def test_every_product_is_a_legal_problem_that_needs_nothing_else() -> None:
         problem, inputs = case.build(torch.float64)
         out, lse = reference_attention(problem, inputs)
         assert not out.isnan().any() and not lse.isnan().any(), case
-        if case.varlen and not case.page_size:
+        if case.varlen and not case.page:
             assert inputs.k[int(inputs.cu_seqlens_k[-1]) :].isnan().all()
 
 

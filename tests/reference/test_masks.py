@@ -77,10 +77,8 @@ def test_seeds_give_different_masks() -> None:
 
 def test_a_leading_page_or_pad_does_not_move_the_mask() -> None:
     """Keys are counted from the first key of the sequence, wherever the cache holds it."""
-    base = Case(
-        ((9, 40),) * 2, False, 1, 2, 8, 8, True, "bottom-right", (-1, -1), 0.0, "none", None, False, False, "plain", 5
-    )
-    for change in ({"leftpad": True, "used": True}, {"page_size": 7, "used": True, "leftpad": True}):
+    base = Case(((9, 40),) * 2, False, 1, 2, 8, 8, True, "bottom-right", (-1, -1), None, False, "plain", 5)
+    for change in ({"leftpad": True, "used": True}, {"page": 7, "used": True, "leftpad": True}):
         problem, inputs = replace(base, dropout=0.5, **change).build(torch.float64)
         assert inputs.leftpad_k.any()
         for got, want in zip(reference_attention(problem, inputs), oracle(problem, inputs), strict=True):

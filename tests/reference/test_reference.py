@@ -163,9 +163,9 @@ def test_dropout_changes_what_is_weighed_and_not_the_lse() -> None:
     [
         {"causal": True, "softcap": 3.0, "bias": (True, False, True, True), "sinks": True},
         {"dropout": 0.4, "causal": True},
-        {"varlen": True, "dropout": 0.4, "page_size": 16},
+        {"varlen": True, "dropout": 0.4, "page": 16},
         {"used": True, "leftpad": True, "batch_idx": True},
-        {"used": True, "page_size": 7},
+        {"used": True, "page": 7},
     ],
     ids=lambda change: ",".join(change),
 )

@@ -115,7 +115,7 @@ def gradient_launches(
     """What a backward hands to its kernels, with the rows of a box in place of each map, and the call's tensors."""
     plan, found = gradient_plan(config, problem, monkeypatch)
     tensors = gradient_tensors(problem)
-    assert plan.launch(tensors) is None
+    assert plan.launch(tensors) == {}
     return found, tensors
 
 

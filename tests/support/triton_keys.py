@@ -94,7 +94,7 @@ def families() -> Iterator[tuple[str, list[Launch]]]:
         cases += [replace(packed, lengths=((5, 9),) * count) for count in (2, 7, 14)]
         yield f"D{head_dim} packed", [launch for each in cases for launch in attention(each)]
         for page_size in (0, 16, 17):
-            cached = replace(sized, used=True, page_size=page_size)
+            cached = replace(sized, used=True, page=page_size)
             cases = [replace(cached, lengths=(pair,) * 2) for pair in ((1, 33), (1, 48), (1, 5000), (16, 5000))]
             yield f"D{head_dim} cache of pages of {page_size}", [launch for each in cases for launch in attention(each)]
             step = Step(head_dims=(head_dim, head_dim), heads=(3, 1), rotary=16, page_size=page_size)

@@ -24,7 +24,7 @@ def combine(
 
     The same queries attend to each set apart, each with ``return_lse=True``: the splits of a long cache, a shared
     prefix and each sequence's own keys, the shards of context parallelism. A set with LSE −inf has no visible key; its
-    output is not read. Sinks may be given in one of the calls only.
+    output is not read. Logits besides those of keys may be given in one of the calls only.
 
     Args:
         outs: one ``(b, sq, h, dv)`` for each set (packed: ``(total_q, h, dv)``), as a sequence or stacked along a first

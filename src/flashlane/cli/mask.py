@@ -27,7 +27,7 @@ def mask_command(
     window: Annotated[
         str | None, o.option("--window", help="Keys to the left,right; of a neighbourhood, by axis.", panel=THE_MASK)
     ] = None,
-    first: Annotated[int, o.option("--first", help="First keys that all see: attention sinks.", panel=THE_MASK)] = 0,
+    first: Annotated[int, o.option("--first", help="First keys that all see.", panel=THE_MASK)] = 0,
     lengths: Annotated[
         str | None, o.option("--lengths", help="Tokens of each document or segment: 20,12,32.", panel=THE_MASK)
     ] = None,

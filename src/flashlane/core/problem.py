@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import operator
 from collections import namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 import torch
@@ -40,10 +41,13 @@ from flashlane.core.validate import (
 
 __all__ = [
     "ALIGNMENTS", "DTYPES", "DTYPE_NAMES", "FEATURES", "MAX_HEAD_DIM", "MAX_SPLITS", "VECTOR_BYTES",
-    "Alignment", "Asked", "AttentionProblem", "Gradients", "Inputs", "arch_of",
+    "Alignment", "Asked", "AttentionProblem", "Effect", "Gradients", "Inputs", "arch_of",
 ]  # fmt: skip
 
 Alignment = Literal["bottom-right", "top-left"]
+Effect = Literal["factor", "distance", "pairs", "logit"]
+"""What a tensor does to scores: multiplies those of a head, adds a slope times a distance, adds a number to each, or is
+one more logit of each row, which takes probability and gives no value."""
 ALIGNMENTS: tuple[Alignment, ...] = ("bottom-right", "top-left")
 MAX_SPLITS = 128
 """Most splits of the keys that ``num_splits`` may ask for; a larger number counts as this one."""
@@ -60,6 +64,8 @@ class Argument:
     """Of a score modifier: each shape that it may have, by the names of its axes."""
     broadcast: bool = False
     """Whether it need only broadcast to its shape."""
+    effect: Effect | None = None
+    """Of a score modifier: what it does. Code that serves every modifier asks for this and not for a name."""
     dtype: torch.dtype | None = None
     """Of a score modifier: the one that it must have; None for any floating point."""
     indices: bool = False
@@ -108,18 +114,21 @@ class Inputs:
     k: torch.Tensor = operand()
     v: torch.Tensor = operand()
     alibi_slopes: torch.Tensor | None = argument(
-        flag="alibi", shapes=(("heads",), ("batch", "heads")), dtype=torch.float32, batched=2
+        flag="alibi", effect="distance", shapes=(("heads",), ("batch", "heads")), dtype=torch.float32, batched=2
     )
     bias: torch.Tensor | None = argument(
         flag="bias",
+        effect="pairs",
         shapes=(("batch", "heads", "seqlen_q", "seqlen_k"),),
         broadcast=True,
         differentiable=True,
         batched=4,
     )
-    sinks: torch.Tensor | None = argument(flag="sinks", shapes=(("heads",),), differentiable=True, shared=True)
+    sinks: torch.Tensor | None = argument(
+        flag="sinks", effect="logit", shapes=(("heads",),), differentiable=True, shared=True
+    )
     logit_scale: torch.Tensor | None = argument(
-        flag="logit_scale", shapes=(("heads",),), dtype=torch.float32, differentiable=True, shared=True
+        flag="logit_scale", effect="factor", shapes=(("heads",),), dtype=torch.float32, differentiable=True, shared=True
     )
     cu_seqlens_q: torch.Tensor | None = argument(indices=True)
     cu_seqlens_k: torch.Tensor | None = argument(indices=True)
@@ -171,12 +180,16 @@ _alone = eval("lambda inputs: " + " is ".join(f"inputs.{name}" for name in _OTHE
 Group = Literal["score", "bias", "dropout", "varlen", "cache", "paged"]
 
 
-def feature(group: Group, default: Any) -> Any:
+def feature(
+    group: Group, default: Any, forms: tuple[Any, ...] = (), known_as: Mapping[str, str] = MappingProxyType({})
+) -> Any:
     """A field of :class:`AttentionProblem` that a kernel may be unable to honour when it differs from its default.
 
     :mod:`flashlane.kernels.features` reads the groups, so that a new field of a group touches no kernel by name.
+    Of a modifier without a tensor, ``forms`` are numbers that it is tested with, and ``known_as`` is what other
+    libraries call it (:mod:`flashlane.core.modifiers`).
     """
-    return field(default=default, metadata={"feature": group})
+    return field(default=default, metadata={"feature": group, "forms": forms, "known_as": known_as})
 
 
 @dataclass(frozen=True)
@@ -199,7 +212,7 @@ class AttentionProblem:
     window_left: int = -1
     window_right: int = -1
     alignment: Alignment = "bottom-right"
-    softcap: float = feature("score", 0.0)
+    softcap: float = feature("score", 0.0, forms=(1.5, 20.0), known_as={"flashinfer": "logits_soft_cap"})
     dropout_p: float = feature("dropout", 0.0)
     alibi: bool = feature("score", False)
     bias: bool = feature("bias", False)

@@ -6,14 +6,20 @@ therefore depend on where a block lies, and which ones count once for all keys o
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from flashlane.core.modifiers import with_effect
 from flashlane.core.problem import Gradients
 
 Select = Callable[[torch.Tensor], torch.Tensor]
+(_DISTANCE,), (_LOGIT,), (_FACTOR,) = with_effect("distance"), with_effect("logit"), with_effect("factor")
+"""One modifier has each effect. A second one would fail here, as what follows must then be written for both."""
+_OF_HEADS = with_effect("distance", "logit", "factor")
+_Fields = namedtuple("_Fields", _OF_HEADS, defaults=[None] * len(_OF_HEADS))
 
 
 class Flow(NamedTuple):
@@ -30,22 +36,29 @@ class Flow(NamedTuple):
         return Flow(self.out[:, :, heads], self.lse[:, heads], self.do[:, :, heads], dlse)
 
 
-class Modifiers(NamedTuple):
-    """Tensors of a call that belong to its heads: see :class:`flashlane.core.problem.Inputs`."""
+class Modifiers(_Fields):
+    """Tensors of a call that belong to its heads, each None where it has it not, in the order of
+    :class:`flashlane.core.problem.Inputs`."""
 
-    alibi_slopes: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    logit_scale: torch.Tensor | None = None
+    __slots__ = ()
+
+    @property
+    def _slopes(self) -> torch.Tensor | None:
+        return getattr(self, _DISTANCE)
+
+    @property
+    def _logits(self) -> torch.Tensor | None:
+        return getattr(self, _LOGIT)
 
     @property
     def positional(self) -> bool:
         """Whether a score depends on the distance of its query and key."""
-        return self.alibi_slopes is not None
+        return self._slopes is not None
 
     @property
     def factor(self) -> torch.Tensor | None:
         """The modifier that multiplies scores, whose gradient the kernels of the blocks sum."""
-        return self.logit_scale
+        return getattr(self, _FACTOR)
 
     def heads(self, heads: slice) -> Modifiers:
         """Those of some query heads."""
@@ -53,7 +66,7 @@ class Modifiers(NamedTuple):
 
     def of_some_keys(self) -> Modifiers:
         """Those of a row's scores with some of its keys; its extra logit counts once, with the last of them."""
-        return self._replace(sinks=None)
+        return self._replace(**{_LOGIT: None})
 
     def of_block(self, step: int, select: Select) -> Modifiers:
         """Those that a kernel is given.
@@ -62,11 +75,11 @@ class Modifiers(NamedTuple):
             step: how far apart, in the sequence, neighbouring rows of the block are.
             select: from a tensor with one row a document to one with a row for each sequence of the kernel's call.
         """
-        slopes = self.alibi_slopes
+        slopes = self._slopes
         if slopes is None:
             return self
         slopes = slopes if step == 1 else slopes * step
-        return self._replace(alibi_slopes=select(slopes) if slopes.dim() == 2 else slopes)
+        return self._replace(**{_DISTANCE: select(slopes) if slopes.dim() == 2 else slopes})
 
     def moved(self, lse: torch.Tensor, offset: int, per_row: Select) -> torch.Tensor:
         """The LSE of a block whose keys are nearer by ``offset`` than the kernel counted.
@@ -76,40 +89,41 @@ class Modifiers(NamedTuple):
             offset: in positions.
             per_row: makes slopes broadcast to the LSE.
         """
-        if not offset or self.alibi_slopes is None:
+        if not offset or self._slopes is None:
             return lse
-        return lse + per_row(self.alibi_slopes).to(lse.dtype) * offset
+        return lse + per_row(self._slopes).to(lse.dtype) * offset
 
     def finish(self, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The LSE of rows with all their keys, given that of their scores alone, both ``(b, h, rows)``; and the share
         of the probability that the keys keep, or None where they keep all."""
-        if self.sinks is None:
+        if self._logits is None:
             return lse, None
-        whole = torch.logaddexp(lse, self.sinks.to(lse.dtype)[:, None])
+        whole = torch.logaddexp(lse, self._logits.to(lse.dtype)[:, None])
         return whole, torch.exp(lse - whole.masked_fill(whole == -torch.inf, 0.0))
 
     def fill_without_keys(self, lse: torch.Tensor) -> None:
         """Write the LSE of rows that see no key, ``(b, h, rows)``."""
-        if self.sinks is None:
+        if self._logits is None:
             lse.fill_(-torch.inf)
         else:
-            lse.copy_(self.sinks[:, None])
+            lse.copy_(self._logits[:, None])
 
     @staticmethod
     def factor_gradient(gradients: Gradients) -> torch.Tensor | None:
         """That of :attr:`factor` among the gradients that a kernel gave."""
-        return gradients.logit_scale
+        return getattr(gradients, _FACTOR)
 
     def gradients(self, flow: Flow, d_factor: torch.Tensor | None) -> Modifiers:
         """Gradients from this rank's rows, that of :attr:`factor` given by the blocks."""
-        return Modifiers(None, None if self.sinks is None else _sink_gradient(self.sinks, flow), d_factor)
+        of_logits = None if self._logits is None else _logit_gradient(self._logits, flow)
+        return Modifiers(**{_LOGIT: of_logits, _FACTOR: d_factor})
 
 
-def _sink_gradient(sinks: torch.Tensor, flow: Flow) -> torch.Tensor:
+def _logit_gradient(logits: torch.Tensor, flow: Flow) -> torch.Tensor:
     lse = flow.lse
     delta = (flow.out.to(lse.dtype) * flow.do.to(lse.dtype)).sum(-1).transpose(1, 2)
     if flow.dlse is not None:
         delta = delta - flow.dlse
     top = lse.masked_fill(lse == -torch.inf, 0.0)
-    share = torch.exp(sinks.to(lse.dtype)[:, None] - top)
-    return -(share * delta).sum((0, 2)).to(sinks.dtype)
+    share = torch.exp(logits.to(lse.dtype)[:, None] - top)
+    return -(share * delta).sum((0, 2)).to(logits.dtype)

@@ -19,7 +19,7 @@ class Parameters:
     window: tuple[int, ...] | None = None
     """Keys to the left and right, or the positions of a neighbourhood along each axis."""
     first: int = 0
-    """Keys that every later query sees (attention sinks)."""
+    """Keys that every later query sees, as StreamingLLM keeps them."""
     lengths: tuple[int, ...] | None = None
     """Of documents, or of a tree's segments; their sum is the number of tokens."""
     parents: tuple[int, ...] | None = None
@@ -168,7 +168,7 @@ def _grid(tokens: int, axes: int) -> tuple[int, ...]:
 
 NAMED: dict[str, Named] = {
     "causal": Named("a token sees itself and all before it", (), _causal),
-    "sliding-window": Named("the last tokens, and the first ones as sinks", ("window", "first"), _window),
+    "sliding-window": Named("the last tokens, and the first ones", ("window", "first"), _window),
     "documents": Named("packed documents, each sees itself", ("lengths",), _documents(False)),
     "causal-documents": Named("packed documents, causal in each", ("lengths",), _documents(True)),
     "block-causal-documents": Named(

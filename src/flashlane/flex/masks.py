@@ -65,7 +65,7 @@ def causal(offset: int = 0) -> Mask:
 
 
 def sliding_window(left: int, right: int = 0, first: int = 0) -> Mask:
-    """``i - left <= j <= i + right``, and the ``first`` keys (attention sinks) up to ``i + right``."""
+    """``i - left <= j <= i + right``, and the ``first`` keys up to ``i + right``."""
     _check(left=left, right=right, first=first)
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:

@@ -20,6 +20,7 @@ from flashlane import jit
 from flashlane.core import dispatch
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import CompiledKernel, Kernel
+from flashlane.integrations.transformers import modifiers_of
 from flashlane.jit import Compiled, KernelSource
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -136,13 +137,13 @@ def problems_of_model(
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     windows = [(-1, 0 if causal else -1)] + ([(window - 1, 0 if causal else window - 1)] if window else [])
     within = [n for n in lengths if n <= longest] or [min(lengths)]
-    softcap = float(config.get("attn_logit_softcapping") or 0.0)
+    modifiers = modifiers_of(config)
     for batch in batches:
         for n in within:
             for each in windows:
                 whole = AttentionProblem(
-                    batch, heads, kv_heads, n, n, head_dim, head_dim, dtype, head_dim**-0.5, *each, softcap=softcap,
-                    arch=arch,
+                    batch, heads, kv_heads, n, n, head_dim, head_dim, dtype, head_dim**-0.5, *each, arch=arch,
+                    **modifiers,
                 )  # fmt: skip
                 for one in (whole, replace(whole, varlen=True)):
                     yield one

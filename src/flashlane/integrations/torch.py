@@ -204,14 +204,12 @@ def _sequences(
     max_k: Any,
     seqused_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
+    **modifiers: torch.Tensor | None,
 ) -> tuple[Inputs, lengths.Side | None]:
-    """The tensors of a call, and where k and v had to be packed for it, how."""
-    if cum_seq_q is None and seqused_k is None and block_table is None:
-        return Inputs(q, k, v, alibi_slopes=alibi_slopes), None
+    """The tensors of a call, and where k and v had to be packed for it, how. Modifiers have the names of ``Inputs``."""
     if cum_seq_q is None:
-        return Inputs(q, k, v, alibi_slopes=alibi_slopes, seqused_k=seqused_k, block_table=block_table), None
-    packed = {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": whole_number(max_q), "alibi_slopes": alibi_slopes}
+        return Inputs(q, k, v, seqused_k=seqused_k, block_table=block_table, **modifiers), None
+    packed = {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": whole_number(max_q), **modifiers}
     if block_table is not None:
         if seqused_k is None:
             raise ValueError("seqused_k is None and block_table is given; it must be the lengths, int32 (batch,)")
@@ -247,17 +245,17 @@ def _flash_attention_forward(
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
-    seqused_k: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
+    **tensors: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Rows ``(b, s, h, d)``, or with ``cum_seq_q`` packed ``(total, h, d)``; causal is bottom-right aligned."""
+    """Rows ``(b, s, h, d)``, or with ``cum_seq_q`` packed ``(total, h, d)``; causal is bottom-right aligned.
+
+    ``tensors`` are the operator's optional ones, which have the names of ``Inputs`` in torch's schema.
+    """
     _refuse(dropout_p, return_debug_mask)
     asked = _asked(is_causal, scale, window_size_left, window_size_right, num_splits)
-    given = (query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, block_table, alibi_slopes)
-    inputs, _ = _sequences(*given)
+    inputs, _ = _sequences(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, **tensors)
     if out is None and not query.is_contiguous():
         out = torch.empty_like(query)
     found, lse = _attend(inputs, asked, out)

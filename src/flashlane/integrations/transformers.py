@@ -10,7 +10,7 @@ static caches. Where that is padding on one side or the rest of a static cache, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,10 @@ from flashlane.integrations import transformers_padding as padded
 from flashlane.ops import call as ops
 
 NAME = "lane_attention"
+MODIFIERS = ("position_bias", "softcap", "s_aux")
+"""What a layer may pass to attention that modifies scores."""
+WITH_SINKS = ("gpt_oss",)
+"""Types of models whose layers pass ``s_aux``; no entry of their configuration says so."""
 _BIAS = "_flashlane_bias"
 """The attribute of a mask that keeps it in additive form for the layers after the first."""
 
@@ -55,6 +59,12 @@ def register_transformers(name: str = NAME, kernel: str | None = None) -> str:
     AttentionInterface.register(name, functools.partial(attention, kernel=kernel))
     AttentionMaskInterface.register(name, mask)
     return name
+
+
+def modifiers_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The score modifiers of a model's layers, as fields of ``AttentionProblem``, from its ``config.json``."""
+    cap = float(config.get("attn_logit_softcapping") or 0.0)
+    return {"softcap": cap, "sinks": config.get("model_type") in WITH_SINKS}
 
 
 def attention(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashlane.core.modifiers import TENSOR_OF, forms
 from flashlane.kernels.params import LOG2_E
 
 if TYPE_CHECKING:
@@ -84,7 +85,9 @@ class ScoreConfig:
 SCORE_FEATURES = tuple(field.name for field in fields(ScoreConfig))
 """The fields of a problem that a kernel with a :class:`ScoreConfig` honours, for ``unsupported_features``."""
 
-SCORE_EXAMPLES: tuple[dict[str, Any], ...] = ({"softcap": 30.0}, {"alibi": True}, {"sinks": True})
+SCORE_EXAMPLES: tuple[dict[str, Any], ...] = tuple(
+    {name: True if name in TENSOR_OF else forms(name)[-1]} for name in SCORE_FEATURES
+)
 """A value of each of :data:`SCORE_FEATURES`, for problems that lead through them."""
 
 
@@ -141,20 +144,23 @@ def run_time_score_inputs(inputs: Inputs) -> Inputs:
     return replace(inputs, sinks=sinks.float())
 
 
-def sink_gradient_partials(inputs: Inputs, count: int) -> torch.Tensor | None:
-    """Memory for so many partial sums of the sinks' gradient, f32 ``(partial, head)``; None without sinks."""
+def row_gradient_partials(inputs: Inputs, count: int) -> torch.Tensor | None:
+    """Memory for so many partial sums of the gradient of what adds to the rows' sums, f32 ``(partial, head)``.
+
+    None where a call has no such modifier.
+    """
     if inputs.sinks is None:
         return None
     return torch.empty((count, inputs.sinks.numel()), dtype=torch.float32, device=inputs.sinks.device)
 
 
-def sink_gradient(partials: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
-    """The sinks' gradient from what :func:`sink_gradient_partials` gave and a kernel wrote."""
-    return None if partials is None else partials.sum(0).to(inputs.sinks.dtype)
+def row_gradients(partials: torch.Tensor | None, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """That gradient, by the name of its input, from what :func:`row_gradient_partials` gave and a kernel wrote."""
+    return {} if partials is None else {"sinks": partials.sum(0).to(inputs.sinks.dtype)}
 
 
-def sink_gradient_without_keys(inputs: Inputs, lse: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor | None:
-    """The sinks' gradient of a call without keys, where every row's LSE is its head's sink.
+def row_gradients_without_keys(inputs: Inputs, lse: torch.Tensor, dlse: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The same for a call without keys, where every row's LSE is its head's sink.
 
     Args:
         inputs: the tensors of the call.
@@ -162,8 +168,9 @@ def sink_gradient_without_keys(inputs: Inputs, lse: torch.Tensor, dlse: torch.Te
         dlse: its gradient, in its shape, or None.
     """
     if inputs.sinks is None:
-        return None
+        return {}
     if dlse is None or not lse.numel():
-        return torch.zeros_like(inputs.sinks)
+        return {"sinks": torch.zeros_like(inputs.sinks)}
     rows = dlse.masked_fill(lse == -torch.inf, 0.0)
-    return rows.sum([axis for axis in range(rows.dim()) if axis != rows.dim() - 2]).to(inputs.sinks.dtype)
+    total = rows.sum([axis for axis in range(rows.dim()) if axis != rows.dim() - 2])
+    return {"sinks": total.to(inputs.sinks.dtype)}

@@ -12,7 +12,7 @@ from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.reference.masks import Part, parts, tiles
-from flashlane.reference.score import scores_of, sink_of
+from flashlane.reference.score import extra_logit, scores_of
 
 MAX_SCORES_BYTES = 2 << 30
 """A block of rows has no more scores than this; about four matrices of that size live at once."""
@@ -35,7 +35,7 @@ def reference_attention(
     Returns:
         out ``(b, sq, h, dv)`` and LSE ``(b, h, sq)``, natural logarithm, both in ``dtype``; for varlen
         ``(total_q, h, dv)`` and ``(h, total_q)``. A row that sees no key gives output 0, LSE −inf (or its
-        sink) and gradients 0. Rows of a varlen call that belong to no sequence are treated as such rows.
+        extra logit) and gradients 0. Rows of a varlen call that belong to no sequence are treated as such rows.
 
     Memory is O(sq·sk) when a gradient is recorded; else the scores are held for a block of rows at a time.
     """
@@ -79,13 +79,13 @@ def _rows(
     block = q[:, :, :, rows.start : rows.stop].flatten(2, 3)
     scores = (block @ k.transpose(-1, -2)).unflatten(2, shape) * problem.scale
     scores = scores_of(scores, part, problem, inputs, rows, range(k.shape[2]))
-    sink = sink_of(part, inputs, scores)
-    top = sink.detach().expand(scores.shape[:-1])
+    extra = extra_logit(part, inputs, scores)
+    top = extra.detach().expand(scores.shape[:-1])
     if k.shape[2]:
         top = torch.maximum(top, scores.detach().amax(-1))
     top = top.masked_fill(top == -torch.inf, 0.0)
     p = torch.exp(scores - top.unsqueeze(-1))
-    total = p.sum(-1) + torch.exp(sink - top)
+    total = p.sum(-1) + torch.exp(extra - top)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     weights = p

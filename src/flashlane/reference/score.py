@@ -71,11 +71,13 @@ def _add_biases(scores: torch.Tensor, part: Part, inputs: Inputs, rows: range, c
     return scores
 
 
-# --- the sink of a head ---
+# --- the extra logit of a row ---
 
 
-def sink_of(part: Part, inputs: Inputs, like: torch.Tensor) -> torch.Tensor:
-    """The sink's logit of each row, to broadcast against ``(b, hk, g, sq)``; −∞ where there is none."""
+def extra_logit(part: Part, inputs: Inputs, like: torch.Tensor) -> torch.Tensor:
+    """The logit of each row without a key, which is its head's sink; −∞ where there is none.
+
+    It broadcasts against ``(b, hk, g, sq)``."""
     if inputs.sinks is None:
         return like.new_full((1,), -torch.inf)
     return part.heads(inputs.sinks.to(like.dtype))
@@ -106,7 +108,7 @@ def in_dtypes_of(inputs: Inputs, gradients: Gradients) -> Gradients:
 def add_row_gradients(part: Part, inputs: Inputs, lse: torch.Tensor, delta: torch.Tensor, gradients: Gradients) -> None:
     """Add what a part's rows give to the sinks' gradient: a sink is a key whose value is 0, so that dS is −P·delta."""
     if gradients.sinks is not None:
-        weight = torch.exp(sink_of(part, inputs, lse) - lse)
+        weight = torch.exp(extra_logit(part, inputs, lse) - lse)
         gradients.sinks.sub_((weight * delta).sum(dim=(0, 3)).flatten())
 
 

@@ -22,10 +22,10 @@ from flashlane.reference.masks import Part, parts, tiles
 from flashlane.reference.score import (
     add_pair_gradients,
     add_row_gradients,
+    extra_logit,
     in_dtypes_of,
     scores_and_derivative,
     scores_of,
-    sink_of,
     zero_gradients,
 )
 
@@ -176,8 +176,8 @@ def _forward_rows(
 
 
 def _start(part: Part, inputs: Inputs, shape: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maximum and total before any key: nothing, or the sink, which is a logit of its own."""
-    top = sink_of(part, inputs, like).expand(shape)
+    """Maximum and total before any key: nothing, or the row's extra logit."""
+    top = extra_logit(part, inputs, like).expand(shape)
     return top, (top > -torch.inf).to(like.dtype)
 
 

@@ -66,8 +66,8 @@ def test_every_way_of_reading_and_sharing_agrees(shape: Shape) -> None:
     """Whatever the tables choose; waits trap in debug builds, so that none of them hangs."""
     ran = 0
     for drawn in draw(24, seed=1000):
-        pages = drawn.case.seed % 3 * 24 + 16 if drawn.case.page_size else 0
-        item = drawn.changed(head_dim=128, head_dim_v=128, dtype=torch.bfloat16, page_size=pages)
+        pages = drawn.case.seed % 3 * 24 + 16 if drawn.case.page else 0
+        item = drawn.changed(head_dim=128, head_dim_v=128, dtype=torch.bfloat16, page=pages)
         problem, inputs = item.build(CUDA)
         config = config_of(problem, shape)
         if config is None or rows_of(problem) > 64:
@@ -87,7 +87,7 @@ LONG = Drawn(
     ),
     torch.bfloat16,
 )  # fmt: skip
-TOKENS = LONG.changed(seqlen_q=8, page_size=64, seed=30)
+TOKENS = LONG.changed(seqlen_q=8, page=64, seed=30)
 
 
 @pytest.mark.parametrize("item", [LONG, TOKENS, LONG.changed(head_dim=256, head_dim_v=256, dtype=torch.float16)])

@@ -110,17 +110,17 @@ STRUCTURE = replace(
     EVERYTHING,
     head_dims=HEAD_DIMS,
     head_dims_v=(0, 0, *HEAD_DIMS),
-    softcaps=(0.0, 0.0, 20.0),
+    modifiers={**EVERYTHING.modifiers, "softcap": (0.0, 0.0, 20.0)},
     dropout=(0.0, 0.0, 0.17),
     caches=((),) * 6
     + (("used",), ("used", "leftpad"), ("batch_idx",), ("used", "batch_idx"), ("paged",), ("used", "paged")),
-    page_sizes=(16, 100),
+    pages=(16, 100),
 )
 WINDOWS = ((-1, -1), (-1, -1), (70, 0), (5, 9), (-1, 3))
 BIASES = (None, None, (True, True, True, True), (False, True, False, True))
 COMPILED_FOR = (
     "varlen", "head_dim", "head_dim_v", "causal", "alignment", "window", "softcap", "alibi", "bias", "sinks", "dropout",
-    "strides", "page_size", "used", "leftpad", "batch_idx",
+    "strides", "page", "used", "leftpad", "batch_idx",
 )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def test_the_structures_of_a_gpu_hold_every_feature_and_build() -> None:
         problem = replace(problem, arch="sm_90a")
         assert KERNEL.supports(problem) is None
         assert base.cached or supports_backward(problem) is None
-    switches = ("varlen", "causal", "softcap", "bias", "sinks", "dropout", "page_size", "used", "leftpad", "batch_idx")
+    switches = ("varlen", "causal", "softcap", "bias", "sinks", "dropout", "page", "used", "leftpad", "batch_idx")
     for name in switches:
         assert 0 < sum(bool(fields[name]) for fields in drawn) < len(drawn), name
     assert {fields["dtype"] for fields in drawn} == {F16, BF16, F32}

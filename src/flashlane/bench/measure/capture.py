@@ -20,12 +20,11 @@ import torch
 
 from flashlane.bench.measure.qkv_file import Captured
 from flashlane.core.problem import DTYPES
+from flashlane.integrations.transformers import MODIFIERS
 
 IMPLEMENTATION = "qkv_recorder"
 """Our name in transformers' table; a name with "flash" in it would be taken for a FlashAttention package."""
 MODEL_DTYPES = ("f32", "f16", "bf16")
-UNSUPPORTED = ("position_bias", "softcap", "s_aux")
-"""What a layer may pass to attention besides q, k, v and a mask, that a saved file could not say."""
 HUB_SECONDS = 10.0
 LONGEST = 4096
 """Tokens a sequence when neither the caller nor the model sets a lower limit."""
@@ -115,7 +114,8 @@ class Recorder:
         **kwargs: Any,
     ) -> Any:
         if self.layers is None or self.seen in self.layers:
-            extras = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+            # A saved file holds q, k, v and a mask, and could not say these.
+            extras = [name for name in MODIFIERS if kwargs.get(name) is not None]
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             self.calls.append(self._captured(module, (query, key, value), attention_mask, scaling, causal, extras))
         self.seen += 1

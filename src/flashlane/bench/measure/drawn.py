@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
-from flashlane.bench.measure.drawn_case import Case
+from flashlane.bench.measure.drawn_case import DRAWN, Case
+from flashlane.core.modifiers import forms
 
 T = TypeVar("T")
 LENGTHS = (0, 1, 2, 17, 63, 64, 65, 127)
@@ -43,6 +44,20 @@ class LogUniform(Sequence[int]):
 
     def __repr__(self) -> str:
         return f"LogUniform({self.low}, {self.high})"
+
+
+def modifiers(names: Sequence[str] = DRAWN, absent: bool = True) -> dict[str, tuple[Any, ...]]:
+    """From what the form of each modifier is drawn.
+
+    Args:
+        names: the modifiers that there may be; no case has the others.
+        absent: whether a case may lack them, which is then as likely as that it has them.
+    """
+    found = {}
+    for name in DRAWN:
+        without, *given = forms(name)
+        found[name] = ((without,) * len(given) * absent + tuple(given)) if name in names else (without,)
+    return found
 
 
 class Chance(Protocol):
@@ -91,18 +106,17 @@ class Space:
     alignments: tuple[str, ...] = ("bottom-right", "top-left")
     left: tuple[int, ...] = (-1, 0, 5, 70)
     right: tuple[int, ...] = (-1, 0, 9)
-    softcaps: tuple[float, ...] = (0.0, 0.0, 1.5, 20.0)
-    alibi: tuple[str, ...] = ("none", "none", "heads", "batch")
+    modifiers: Mapping[str, tuple[Any, ...]] = field(default_factory=modifiers)
+    """The forms of each modifier (:func:`flashlane.core.modifiers.forms`)."""
     slope: float = 1.0
     bias: tuple[bool, ...] = (False, True)
     hide: tuple[bool, ...] = (False, True)
-    sinks: tuple[bool, ...] = (False, True)
-    sinks_dtypes: tuple[str, ...] = ("same",)
+    modifier_dtypes: tuple[str, ...] = ("same",)
     strides: tuple[str, ...] = ("plain", "transposed", "sliced", "expanded")
     dropout: tuple[float, ...] = (0.0,)
     caches: tuple[tuple[str, ...], ...] = ((),)
     """Sets of ``used``, ``leftpad``, ``batch_idx`` and ``paged``; packed sequences take those that they can have."""
-    page_sizes: tuple[int, ...] = (1, 5, 16, 64)
+    pages: tuple[int, ...] = (1, 5, 16, 64)
     scales: tuple[float | None, ...] = (None,)
     spreads: tuple[float, ...] = ()
     """What q is multiplied by."""
@@ -179,22 +193,20 @@ def _draw(chance: Chance, space: Space) -> Case:
         causal=causal,
         alignment=chance.choice(space.alignments),
         window=(chance.choice(space.left), chance.choice(space.right)),
-        softcap=chance.choice(space.softcaps),
-        alibi=chance.choice(space.alibi),
+        **{name: chance.choice(values) for name, values in space.modifiers.items()},
         bias=tuple(chance.random() < 0.6 for _ in range(4)) if bias else None,
         hide=chance.choice(space.hide),
-        sinks=chance.choice(space.sinks),
         strides=chance.choice(space.strides),
         seed=chance.randint(0, 2**32),
         dropout=chance.choice(space.dropout),
         used="used" in cache,
         leftpad="leftpad" in cache,
         batch_idx="batch_idx" in cache,
-        page_size=chance.choice(space.page_sizes) if "paged" in cache else 0,
+        page=chance.choice(space.pages) if "paged" in cache else 0,
         scale=chance.choice(space.scales),
         deterministic=chance.choice(space.deterministic),
         slope=space.slope,
-        sinks_dtype=chance.choice(space.sinks_dtypes),
+        modifier_dtype=chance.choice(space.modifier_dtypes),
         unowned=chance.choice(space.unowned),
         corners=space.corners,
         spread=chance.choice(space.spreads) if space.spreads else 1.0,
@@ -235,16 +247,14 @@ def timed(kind: str, seed: int, number: int, most_flop: float = math.inf) -> Cas
 
 
 def features(space: Space, names: Sequence[str]) -> Space:
-    """The space in which exactly these are on: softcap, alibi, sinks, bias, dropout, varlen, parts of a cache."""
+    """The space in which exactly these are on: the modifiers, bias, dropout, varlen, parts of a cache."""
     on = set(names).__contains__
     cache = tuple(name for name in ("used", "leftpad", "batch_idx", "paged") if on(name))
     return replace(
         space,
         varlen=(on("varlen"),),
-        softcaps=(1.5, 20.0) if on("softcap") else (0.0,),
-        alibi=("heads", "batch") if on("alibi") else ("none",),
+        modifiers=modifiers(names, absent=False),
         bias=(on("bias"),),
-        sinks=(on("sinks"),),
         dropout=(0.17,) if on("dropout") else (0.0,),
         deterministic=(on("deterministic"),),
         caches=(cache,),
@@ -261,11 +271,9 @@ def alike(space: Space, case: Case) -> Space:
         alignments=(case.alignment,),
         left=(case.window[0],),
         right=(case.window[1],),
-        softcaps=(case.softcap,),
-        alibi=(case.alibi,),
-        sinks=(case.sinks,),
-        caches=((*cache, "paged") if case.page_size else cache,),
-        page_sizes=(case.page_size,) if case.page_size else space.page_sizes,
+        modifiers={name: (getattr(case, name),) for name in DRAWN},
+        caches=((*cache, "paged") if case.page else cache,),
+        pages=(case.page,) if case.page else space.pages,
         dtypes=(case.dtype,) if case.dtype else (),
     )
 
@@ -289,7 +297,7 @@ TRITON_FORWARD = Space(
     kv_heads=(1, 2, 3),
     groups=(1, 1, 2, 3, 8),
     alignments=("bottom-right", "bottom-right", "top-left"),
-    page_sizes=(1, 16, 64, 100),
+    pages=(1, 16, 64, 100),
 )
 TRITON_BACKWARD = Space(
     lengths=(1, 2, 17, 63, 64, 65, 113, 127, 128, 129, 203, 256, 300, 512),
@@ -311,7 +319,6 @@ HOPPER_FORWARD = Space(
     head_dims_v=(0,),
     left=(-1, -1, 50, 200),
     right=(-1, -1, 0, 10),
-    softcaps=(0.0, 0.0, 15.0),
     bias=(False,),
     hide=(False,),
     strides=("plain", "plain", "transposed", "apart"),
@@ -325,11 +332,11 @@ HOPPER_FORWARD_KINDS: dict[str, Space] = {
     "dense": replace(HOPPER_FORWARD, varlen=(False,)),
     "packed": replace(HOPPER_FORWARD, varlen=(True,)),
     "cache": replace(HOPPER_FORWARD_CACHE, caches=(("used", "batch_idx"), ("used", "batch_idx", "leftpad"))),
-    "pages": replace(HOPPER_FORWARD_CACHE, caches=(("used", "paged"),), page_sizes=(16, 64, 256, 8, 48)),
+    "pages": replace(HOPPER_FORWARD_CACHE, caches=(("used", "paged"),), pages=(16, 64, 256, 8, 48)),
     "rows": replace(
         HOPPER_FORWARD_CACHE,
         caches=(("used", "paged"), ("used", "paged", "leftpad")),
-        page_sizes=(1, 3, 7, 12, 20, 100),
+        pages=(1, 3, 7, 12, 20, 100),
     ),
 }
 """By how K and V lie: pages that a TMA box fits, and any pages, whose rows are gathered."""
@@ -359,25 +366,21 @@ DECODE = Space(
     causal=(False, True),
     left=(-1, -1, -1, 0, 5, 33, 70),
     right=(-1, -1, 0, 4, 9),
-    softcaps=(0.0, 0.0, 0.0, 20.0),
-    alibi=("none", "none", "none", "heads", "batch"),
     slope=0.1,
     bias=(False,),
     hide=(False,),
-    sinks_dtypes=("same", "f32", "f64"),
+    modifier_dtypes=("same", "f32", "f64"),
     strides=("plain", "plain", "heads first, apart"),
     caches=tuple(cache for cache in EVERY_CACHE if "used" in cache) + ((), ("paged",)),
-    page_sizes=(1, 7, 16, 24, 64, 256),
+    pages=(1, 7, 16, 24, 64, 256),
     unowned=("nan",),
     corners=True,
 )
 PLAIN_SCORES = Space(
     varlen=(False,),
-    softcaps=(0.0,),
-    alibi=("none",),
+    modifiers=modifiers(()),
     bias=(False,),
     hide=(False,),
-    sinks=(False,),
     strides=("plain",),
     alignments=("bottom-right",),
     left=(-1,),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any
 
 import torch
@@ -11,17 +12,34 @@ import torch
 from flashlane.bench.measure.flops import flops
 from flashlane.bench.measure.grid import make_problem
 from flashlane.bench.measure.inputs import Case as BenchCase
-from flashlane.core.problem import DTYPES, AttentionProblem, Inputs
+from flashlane.core.modifiers import TENSOR_OF, forms, shape_of
+from flashlane.core.problem import ARGUMENTS, DIFFERENTIABLE, DTYPES, AttentionProblem, Effect, Inputs
+from flashlane.kernels.score import SCORE_FEATURES
 
-TENSORS = ("q", "k", "v", "bias", "sinks")
+TENSORS = tuple(name for name in DIFFERENTIABLE if ARGUMENTS[name].dtype is None)
+"""The inputs that a problem is cast with: differentiable, and of no dtype of their own."""
+DRAWN = SCORE_FEATURES
+"""The modifiers that are drawn: those that kernels have besides the reference."""
 NOWHERE = 1 << 28
 """An entry of a block table that points outside every cache."""
 SPARE_KEYS = 40
 """Rows behind the last packed key, where they belong to no sequence and are NaN."""
 
+NUMBERS: dict[Effect, Callable[[tuple[int, ...], float, torch.Generator], torch.Tensor]] = {
+    "distance": lambda shape, slope, draw: slope * torch.rand(shape, generator=draw),
+    "logit": lambda shape, _slope, draw: torch.randn(shape, generator=draw),
+    "factor": lambda shape, _slope, draw: 0.5 + torch.rand(shape, generator=draw),
+}
+"""The numbers of a modifier's tensor, by what it does."""
+
+Modifiers = make_dataclass(
+    "Modifiers", [(name, Any, field(default=forms(name)[0])) for name in DRAWN], frozen=True, kw_only=True
+)
+Modifiers.__doc__ = "Of each modifier of :data:`DRAWN`, its form: see :func:`flashlane.core.modifiers.forms`."
+
 
 @dataclass(frozen=True)
-class Case:
+class Case(Modifiers):
     """A problem in plain numbers, so that a failure prints what is needed to see it again."""
 
     lengths: tuple[tuple[int, int], ...]
@@ -33,24 +51,22 @@ class Case:
     causal: bool
     alignment: str
     window: tuple[int, int]
-    softcap: float
-    alibi: str
     bias: tuple[bool, bool, bool, bool] | None
     hide: bool
-    sinks: bool
     strides: str
     seed: int
     dropout: float = 0.0
     used: bool = False
     leftpad: bool = False
     batch_idx: bool = False
-    page_size: int = 0
+    page: int = 0
+    """Rows of a page."""
     scale: float | None = None
     deterministic: bool = False
     slope: float = 1.0
-    """The largest slope of ALiBi."""
-    sinks_dtype: str = "same"
-    """``same`` as q, or ``f32`` or ``f64``."""
+    """The largest slope of a modifier that counts distances."""
+    modifier_dtype: str = "same"
+    """``same`` as q, or ``f32`` or ``f64``: of modifiers that have no dtype of their own."""
     unowned: str = "numbers"
     """What the rows of k and v hold that belong to no sequence: ``numbers`` or ``nan``."""
     corners: bool = False
@@ -63,7 +79,7 @@ class Case:
     @property
     def cached(self) -> bool:
         """Whether k and v are a cache, which has no gradients."""
-        return bool(self.used or self.leftpad or self.batch_idx or self.page_size)
+        return bool(self.used or self.leftpad or self.batch_idx or self.page)
 
     def elements(self, pair: tuple[int, int]) -> int:
         """Elements of q, k, v and the output of a sequence of these lengths."""
@@ -113,10 +129,10 @@ class Case:
         spare = SPARE_KEYS if self.unowned == "nan" else 0
         outer = [(sum(lengths_q) + 2,), (sum(lengths_k) + spare,)] if self.varlen else [(batch, n) for n in longest]
         cache = self._cache(lengths_k, draw)
-        if self.page_size:
+        if self.page:
             pages = cache["block_table"].numel() + 1
-            outer[1] = (pages, self.page_size)
-            longest = longest[0], longest[1] if self.varlen else cache["block_table"].shape[1] * self.page_size
+            outer[1] = (pages, self.page)
+            longest = longest[0], longest[1] if self.varlen else cache["block_table"].shape[1] * self.page
         elif self.batch_idx:
             outer[1] = (batch + 2, longest[1])
         q, k, v = (
@@ -129,7 +145,6 @@ class Case:
         )
         if self.spread != 1.0 and self.strides == "plain":
             q = q * self.spread
-        slopes = {"none": None, "heads": (heads,), "batch": (batch, heads)}[self.alibi]
         bias = None
         if self.bias is not None:
             full = (batch, heads, *longest)
@@ -140,9 +155,8 @@ class Case:
             q=q,
             k=k,
             v=v,
-            alibi_slopes=None if slopes is None else self.slope * torch.rand(slopes, generator=draw),
             bias=bias,
-            sinks=torch.randn(heads, generator=draw) if self.sinks else None,
+            **(modifiers := self._modifiers({"batch": batch, "heads": heads}, draw)),
             cu_seqlens_q=_cumulative(lengths_q) if self.varlen else None,
             cu_seqlens_k=_cumulative(lengths_k) if self.varlen else None,
             max_seqlen_q=longest[0] if self.varlen else None,
@@ -153,9 +167,10 @@ class Case:
         if self.unowned == "nan":
             self._spoil(made)
         inputs = cast(made, dtype, grad)
-        if self.sinks and self.sinks_dtype != "same":
-            wide = {"f32": torch.float32, "f64": torch.float64}[self.sinks_dtype]
-            inputs = replace(inputs, sinks=made.sinks.detach().to(wide).requires_grad_(grad))
+        if self.modifier_dtype != "same":
+            wide = {"f32": torch.float32, "f64": torch.float64}[self.modifier_dtype]
+            free = {name: t for name, t in modifiers.items() if ARGUMENTS[name].dtype is None}
+            inputs = replace(inputs, **{name: t.to(wide).requires_grad_(grad) for name, t in free.items()})
         if device:
             inputs = moved(inputs, device)
         problem = AttentionProblem.from_inputs(
@@ -163,12 +178,21 @@ class Case:
             causal=self.causal,
             alignment=self.alignment,
             window_size=self.window,
-            softcap=self.softcap,
+            **{name: getattr(self, name) for name in DRAWN if name not in TENSOR_OF},
             dropout_p=self.dropout,
             **({} if self.scale is None else {"scale": self.scale}),
             **({"deterministic": True} if self.deterministic else {}),
         )
         return problem, inputs
+
+    def _modifiers(self, sizes: dict[str, int], draw: torch.Generator) -> dict[str, torch.Tensor]:
+        """The tensors of the modifiers that the case has, f32."""
+        made = {}
+        for modifier, name in TENSOR_OF.items():
+            axes = shape_of(modifier, getattr(self, modifier)) if modifier in DRAWN else None
+            if axes is not None:
+                made[name] = NUMBERS[ARGUMENTS[name].effect](tuple(sizes[axis] for axis in axes), self.slope, draw)
+        return made
 
     def _spoil(self, inputs: Inputs) -> None:
         """Write NaN into every row of k and v that belongs to no sequence."""
@@ -184,8 +208,8 @@ class Case:
     def _cache(self, lengths_k: tuple[int, ...], draw: torch.Generator) -> dict[str, torch.Tensor]:
         """Random lengths and places; entries of the table that no sequence needs are −1."""
         batch, made = len(lengths_k), {}
-        pages = max(1, -(-max(lengths_k) // self.page_size)) if self.page_size else 0
-        stops = torch.tensor(lengths_k) if self.varlen else torch.full((batch,), pages * self.page_size or lengths_k[0])
+        pages = max(1, -(-max(lengths_k) // self.page)) if self.page else 0
+        stops = torch.tensor(lengths_k) if self.varlen else torch.full((batch,), pages * self.page or lengths_k[0])
         if self.used:
             used = (torch.rand(batch, generator=draw) * (stops + 1)).int()
             if self.corners:
@@ -197,17 +221,16 @@ class Case:
             made["leftpad_k"] = (torch.rand(batch, generator=draw) * (stops + 1)).int()
         if self.batch_idx:
             made["batch_idx"] = torch.randperm(batch + 2, generator=draw)[:batch].int()
-        if self.page_size:
+        if self.page:
             table = 1 + torch.randperm(batch * pages, generator=draw).view(batch, pages).int()
-            unread = torch.arange(pages) * self.page_size >= stops[:, None]
+            unread = torch.arange(pages) * self.page >= stops[:, None]
             made["block_table"] = table.masked_fill(unread, NOWHERE if self.unowned == "nan" else -1)
         return made
 
 
 PLAIN = Case(
     lengths=((333, 700),) * 2, varlen=False, kv_heads=2, group=2, head_dim=64, head_dim_v=64, causal=True,
-    alignment="bottom-right", window=(-1, -1), softcap=0.0, alibi="none", bias=None, hide=False, sinks=False,
-    strides="plain", seed=7,
+    alignment="bottom-right", window=(-1, -1), bias=None, hide=False, strides="plain", seed=7,
 )  # fmt: skip
 """Two dense sequences without a feature, to be changed."""
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import runpy
@@ -23,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from flashlane.core import aliases
+from flashlane.core.modifiers import NUMBERS, numbers_for
 from flashlane.core.problem import FEATURES, AttentionProblem, Inputs
 from flashlane.kernels.features import BIAS, VARLEN
 from flashlane.reference.masks import parts
@@ -135,11 +137,20 @@ def _bottom_right_half(problem: AttentionProblem) -> Reason:
     return _other_alignment(problem) or _half_only(problem)
 
 
+@functools.cache
+def _shared_modifiers() -> tuple[str, ...]:
+    """The score modifiers that FlashAttention has, as the signatures that we take over from it say."""
+    from flashlane.integrations.flash_attn.fa3 import flash_attn_func
+
+    names = inspect.signature(flash_attn_func).parameters
+    return tuple(name for name in NUMBERS if name in names)
+
+
 def _flash_attn_supports(problem: AttentionProblem) -> Reason:
-    """FlashAttention-2, -3 and -4 take windows, packed sequences and softcap."""
+    """FlashAttention-2, -3 and -4 take windows, packed sequences and the modifiers of :func:`_shared_modifiers`."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype {problem.dtype_name}; it takes f16 and bf16"
-    return _other_alignment(problem) or _beyond(problem, *VARLEN, "softcap")
+    return _other_alignment(problem) or _beyond(problem, *VARLEN, *_shared_modifiers())
 
 
 # --- torch's scaled_dot_product_attention, one entry a backend ---
@@ -263,8 +274,9 @@ def _flash_attn(module: str, unbounded: int | None = -1) -> Callable[[AttentionP
         if _windowed(problem):
             sides = (problem.window_left, problem.window_right)
             keywords["window_size"] = tuple(unbounded if side < 0 else side for side in sides)
-        keywords |= {name: value for name in ("softcap", "deterministic") if (value := getattr(problem, name))}
         function = library.flash_attn_func
+        keywords |= numbers_for(problem)
+        keywords |= {"deterministic": True} if problem.deterministic else {}
         if problem.varlen:
             function = library.flash_attn_varlen_func
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -386,7 +398,7 @@ def _flashinfer(problem: AttentionProblem, inputs: Inputs) -> Call:
         causal=problem.causal,
         sm_scale=problem.scale,
         window_left=problem.window_left,
-        logits_soft_cap=problem.softcap or None,
+        **numbers_for(problem, "flashinfer"),
         q_data_type=problem.dtype,
         kv_data_type=problem.dtype,
     )

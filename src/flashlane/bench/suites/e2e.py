@@ -58,7 +58,8 @@ WORKLOADS = {
         ),
         Workload(
             "gpt-oss",
-            "forward of some layers of gpt-oss-20b's shape on 4,096 tokens, sinks and windows; the default is eager",
+            "forward of some layers of gpt-oss-20b's shape on 4,096 tokens, windows and learned logits; the default is "
+            "eager",
             "transformers",
             models.reading("GptOss", 4096, **models.GPT_OSS),
         ),

@@ -74,24 +74,24 @@ struct ScoreTransform {
         if (!ALIBI || (AT_RUN_TIME && p.alibi == nullptr)) return 0.f;
         return p.alibi[batch * p.alibi_batch + (AT_RUN_TIME ? head * p.alibi_head : head)] * LOG2_E;
     }
-    // The sink's logit of a head; −∞ without. Multiply it by LOG2_E for base 2.
+    // The extra logit of a head's rows, which is its sink; −∞ without. Multiply it by LOG2_E for base 2.
     template <typename Element>
-    static __device__ __forceinline__ float sink(const ScoreParams& p, int head) {
+    static __device__ __forceinline__ float extra_logit(const ScoreParams& p, int head) {
         if (!SINKS || (AT_RUN_TIME && p.sinks == nullptr)) return -INF;
         if constexpr (!AT_RUN_TIME) return static_cast<const float*>(p.sinks)[head];
         const long long at = head * p.sink_stride;
         return p.sinks_are_float ? static_cast<const float*>(p.sinks)[at]
                                  : Convert<Element>::to_float(static_cast<const Element*>(p.sinks)[at]);
     }
-    // The sum of exponents of a row with that of its sink; `sink` and `max`, what all exponents are relative to, in base 2.
-    static __device__ __forceinline__ float sum_with_sink(float sum, float sink, float max) {
-        return SINKS ? sum + ex2(sink - max) : sum;
+    // The sum of exponents of a row with that of its extra logit; `extra` and `max`, what all exponents are relative to, in base 2.
+    static __device__ __forceinline__ float sum_with_extra_logit(float sum, float extra, float max) {
+        return SINKS ? sum + ex2(extra - max) : sum;
     }
-    // Adds the sink to the LSE of a row, in base 2. `inverse`, which multiplies the row's output, decreases.
+    // Adds the extra logit to the LSE of a row, in base 2. `inverse`, which multiplies the row's output, decreases.
     template <typename Element>
-    static __device__ __forceinline__ void add_sink(const ScoreParams& p, int head, float& lse, float& inverse) {
+    static __device__ __forceinline__ void add_extra_logit(const ScoreParams& p, int head, float& lse, float& inverse) {
         if constexpr (SINKS) {
-            const float logit = sink<Element>(p, head) * LOG2_E, max = fmaxf(lse, logit);
+            const float logit = extra_logit<Element>(p, head) * LOG2_E, max = fmaxf(lse, logit);
             if (max > -INF) {
                 const float all = max + __log2f(ex2(lse - max) + ex2(logit - max));
                 inverse *= ex2(lse - all);
@@ -99,17 +99,17 @@ struct ScoreTransform {
             }
         }
     }
-    // Adds a row's part of its sink's gradient, of the row's LSE (natural logarithm) and delta: a sink is a key whose value is
+    // Adds a row's part of its extra logit's gradient, of the row's LSE (natural logarithm) and delta: a sink is a key whose value is
     // 0, so that dS is −P · delta.
     template <typename Element>
-    static __device__ __forceinline__ void add_sink_gradient(const ScoreParams& p, int head, float lse, float delta,
+    static __device__ __forceinline__ void add_row_gradient(const ScoreParams& p, int head, float lse, float delta,
                                                              float& gradient) {
-        if constexpr (SINKS) gradient -= ex2((sink<Element>(p, head) - lse) * LOG2_E) * delta;
+        if constexpr (SINKS) gradient -= ex2((extra_logit<Element>(p, head) - lse) * LOG2_E) * delta;
     }
-    // Stores the sum of all threads' parts of a sink's gradient where `where()` says, which only the thread that stores
+    // Stores the sum of all threads' parts of that gradient where `where()` says, which only the thread that stores
     // computes. All threads of the CTA call it.
     template <int THREADS, typename Where>
-    static __device__ __forceinline__ void store_sink_gradient(float gradient, const Where& where) {
+    static __device__ __forceinline__ void store_row_gradient(float gradient, const Where& where) {
         if constexpr (SINKS) {
             __shared__ float warps[THREADS / WARP];
 #pragma unroll

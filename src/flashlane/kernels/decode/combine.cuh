@@ -72,7 +72,7 @@ __device__ __forceinline__ PartialOutput combine_cluster(int row, int column) {
 __device__ __forceinline__ void store_output(const Params& p, const WorkTile& tile, int row, int column, const PartialOutput& all) {
     const AttentionParams<Element>& a = p.attention;
     const Row at = tile.at(row, p);
-    const float logit = Score::sink<Element>(p.score, at.head) * LOG2_E, max = fmaxf(all.statistics.max, logit);
+    const float logit = Score::extra_logit<Element>(p.score, at.head) * LOG2_E, max = fmaxf(all.statistics.max, logit);
     const float kept = all.statistics.weight(max);
     const float sum = all.statistics.sum * kept + (logit == -INF ? 0.f : ex2(logit - max)), scale = sum > 0.f ? kept / sum : 0.f;
     const bool packed = p.total_q >= 0;

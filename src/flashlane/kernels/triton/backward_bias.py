@@ -141,7 +141,7 @@ def bias_gradients(
             modifiers = head_modifiers(score, b, head, False)
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-            p, _capped = probabilities(
+            p, _transformed = probabilities(
                 products, log[:, None], i[:, None], j[None, :], (len_q, len_k, shift, left, right), score, modifiers,
                 True, LEFT, RIGHT,
             )  # fmt: skip

@@ -28,9 +28,9 @@ from flashlane.kernels.triton.score import (
     load_bias,
     modify_scores,
     product_gradients,
-    soft_cap,
-    store_sink_gradient,
+    store_row_gradient,
     stored_lse,
+    transform_products,
 )
 from flashlane.kernels.triton.sequences import (
     full_key_range,
@@ -114,14 +114,14 @@ def row_statistics(
     at = (batch * heads + head) * stat_units * STAT_UNIT + row
     tl.store(delta + at, total)
     tl.store(lse + at, tl.where(empty, float("inf"), stored_lse(natural, score)))
-    store_sink_gradient(score, h, heads, (b * tiles + tile).to(tl.int64), natural, total, empty)
+    store_row_gradient(score, h, heads, (b * tiles + tile).to(tl.int64), natural, total, empty)
 
 
 @triton.jit
 def probabilities(
     products, lse, i, j, mask, score, modifiers, masked, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):  # fmt: skip
-    """P of a tile from QKᵀ and the stored LSE, and what :func:`soft_cap` gives.
+    """P of a tile from QKᵀ and the stored LSE, and what :func:`transform_products` gives.
 
     Args:
         products: QKᵀ, f32.
@@ -136,12 +136,12 @@ def probabilities(
         RIGHT: whether it has a right side.
     """
     len_q, len_k, shift, left, right = mask
-    capped = soft_cap(products, score, modifiers)
+    transformed = transform_products(products, score, modifiers)
     added = load_bias(score, modifiers, i, j, len_q, len_k)
-    scores = modify_scores(capped, score, modifiers, i, j, shift, added, lse)
+    scores = modify_scores(transformed, score, modifiers, i, j, shift, added, lse)
     if masked:
         scores = tl.where(visible(i, j, len_q, len_k, shift, left, right, LEFT, RIGHT), scores, NEG_INF)
-    return tl.exp2(scores), capped
+    return tl.exp2(scores), transformed
 
 
 @triton.jit
@@ -368,7 +368,7 @@ def key_gradients(
             products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
             if not LATE_DP:
                 dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-            p, capped = probabilities(
+            p, transformed = probabilities(
                 products, log[None, :], i[None, :], j[:, None], mask, score, modifiers, masked, LEFT, RIGHT
             )
             keep = None
@@ -380,7 +380,7 @@ def key_gradients(
             if LATE_DP:  # fewer registers at once; the other order gives the tensor cores more to overlap
                 dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             ds = score_gradients(p, dp, row_delta[None, :], keep, score)
-            ds = product_gradients(ds, capped, score, modifiers)
+            ds = product_gradients(ds, transformed, score, modifiers)
             dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
 
     if score.seed is not None:
@@ -517,14 +517,14 @@ def query_gradients(
         )  # fmt: skip
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-        p, capped = probabilities(
+        p, transformed = probabilities(
             products, log[:, None], i[:, None], j[None, :], mask, score, modifiers, masked, LEFT, RIGHT
         )
         keep = None
         if score.seed is not None:
             keep = dropout_keep(score, modifiers, b * heads + head, i, j_first, BN)
         ds = score_gradients(p, dp, row_delta[:, None], keep, score)
-        ds = product_gradients(ds, capped, score, modifiers)
+        ds = product_gradients(ds, transformed, score, modifiers)
         dq_acc = tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision=PRECISION)
 
     row = tl.cast(start_q, tl.int64) if VARLEN else tl.cast(b, tl.int64) * seqlen_q

@@ -25,7 +25,7 @@ from flashlane.kernels.triton.score import (
     initial_statistics,
     load_bias,
     modify_scores,
-    soft_cap,
+    transform_products,
 )
 from flashlane.kernels.triton.sequences import (
     cache_row,
@@ -302,10 +302,8 @@ def attention_forward(
                     k1 = load_tile(k_at, k_offsets, inside, k_stride_column, D, D1, D0)
                     scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
                 if not score.scale_in_exp:
-                    scores = modify_scores(
-                        soft_cap(scores, score, modifiers), score, modifiers, i[:, None], j[None, :], shift, added,
-                        None,
-                    )  # fmt: skip
+                    scores = transform_products(scores, score, modifiers)
+                    scores = modify_scores(scores, score, modifiers, i[:, None], j[None, :], shift, added, None)
                 if phase != 1:
                     seen = visible(i[:, None], j[None, :], len_q, len_k, shift, left, right, LEFT, RIGHT)
                     scores = tl.where(seen, scores, NEG_INF)

@@ -52,7 +52,7 @@ class ScoreArguments(NamedTuple):
     """Logits of the sinks, ``(h,)``, natural logarithm."""
     sinks_stride: Any = None
     dsinks: Any = None
-    """The sinks' gradient by tile of rows, f32 ``(tile and batch, h)``; written by :func:`store_sink_gradient`."""
+    """The sinks' gradient by tile of rows, f32 ``(tile and batch, h)``; written by :func:`store_row_gradient`."""
     logit_scale: Any = None
     """Factors of the heads' scores, f32 ``(h,)``."""
     logit_scale_stride: Any = None
@@ -201,8 +201,9 @@ def tanh(x):
 
 
 @triton.jit
-def soft_cap(products, score, head):
-    """``tanh(products * cap_scale)`` with softcap, otherwise the products. :func:`modify_scores` scales either.
+def transform_products(products, score, head):
+    """What the products become before anything is added: times the head's logit scale, and with softcap
+    ``tanh(products * cap_scale)`` of that. :func:`modify_scores` scales either.
 
     ``head`` is what :func:`head_modifiers` gives.
     """
@@ -248,14 +249,14 @@ def load_bias(score, head, i, j, len_q, len_k):
 
 
 @triton.jit
-def modify_scores(capped, score, head, i, j, shift, added, lse):
+def modify_scores(transformed, score, head, i, j, shift, added, lse):
     """Scores in base 2 of a tile: scaled, with ALiBi and the additive bias, less the LSE. Nothing is masked yet.
 
     Where a row sees far keys only, ALiBi's term and the LSE are large and cancel. In natural units their sum is one
     fused multiply-add and loses nothing; in base 2 both are rounded before, which f32 gradients show.
 
     Args:
-        capped: what :func:`soft_cap` gives, f32.
+        transformed: what :func:`transform_products` gives, f32.
         score: the kernel's :class:`ScoreArguments`.
         head: what :func:`head_modifiers` gives.
         i: queries.
@@ -265,7 +266,7 @@ def modify_scores(capped, score, head, i, j, shift, added, lse):
         lse: of each query, as :func:`stored_lse` gives it; None in the forward, where it is not known yet.
     """
     slope, _bias, _seed, _factor = head
-    scores = capped * score.score_scale
+    scores = transformed * score.score_scale
     if score.slopes is not None:
         distance = tl.abs(i + shift - j).to(tl.float32)
         if lse is None:
@@ -289,19 +290,19 @@ def stored_lse(natural, score):
 
 
 @triton.jit
-def product_gradients(ds, capped, score, head):
+def product_gradients(ds, transformed, score, head):
     """From the gradient by the scores to the one by products · scale: softcap's derivative is 1 − tanh², the logit
     scale's is its value."""
     _slope, _bias, _seed, factor = head
     if score.logit_scale is not None:
         ds = ds * factor
     if score.cap_scale is not None:
-        return ds * (1.0 - capped * capped)
+        return ds * (1.0 - transformed * transformed)
     else:
         return ds
 
 
-# --- sinks ---
+# --- the extra logit of a row ---
 
 
 @triton.jit
@@ -319,7 +320,7 @@ def initial_statistics(score, head, split, BM: tl.constexpr, SPLIT: tl.constexpr
 
 
 @triton.jit
-def store_sink_gradient(score, head, heads, tile, lse, delta, empty):
+def store_row_gradient(score, head, heads, tile, lse, delta, empty):
     """Write a tile's part of the sink's gradient. A sink is a key whose value is 0, so its dS is −P·delta.
 
     ``lse`` is the natural logarithm, and ``empty`` says which rows of the tile see no key.

@@ -158,7 +158,7 @@ class GradientConfig(ABC):
         """
         constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **own}
         constants |= _mask_constants(self, True)
-        # A sink is a logit of the forward alone: its gradient is the preprocess kernel's.
+        # What adds to the sum of a row is of the forward alone: its gradient is the preprocess kernel's.
         constants |= self.score.on_scores.constants()
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
         constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits}

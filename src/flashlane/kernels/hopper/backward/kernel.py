@@ -34,7 +34,7 @@ from flashlane.kernels.hopper.backward.launch import PreparedBackward, Tensors, 
 from flashlane.kernels.hopper.backward.select import config_of
 from flashlane.kernels.hopper.backward.split_dkdv_dq.config import MAX_HEAD_DIM
 from flashlane.kernels.params import check_gradient_inputs
-from flashlane.kernels.score import SCORE_FEATURES, sink_gradient_without_keys
+from flashlane.kernels.score import SCORE_FEATURES, row_gradients_without_keys
 
 MAX_LENGTH = 1 << 30
 MAX_GRID_Y = 65535
@@ -96,7 +96,7 @@ def hopper_backward(
     bias_grad: bool = True,
     config: GradientConfig | None = None,
 ) -> Gradients:
-    """Gradients of q, k, v and sink logits; products in the inputs' dtype, sums in f32.
+    """Gradients of q, k, v and the score modifiers; products in the inputs' dtype, sums in f32.
 
     dK and dV have the same bits at every run; so has dQ with ``problem.deterministic``, else it is summed in any order.
 
@@ -129,10 +129,10 @@ def hopper_backward(
         if not (q.shape[:-1].numel() and k.shape[:-1].numel() and problem.seqlen_q and problem.seqlen_k):
             for gradient in (dq, dk, dv):
                 gradient.zero_()
-            return Gradients(dq, dk, dv, None, sink_gradient_without_keys(inputs, lse, dlse))
+            return Gradients(dq, dk, dv, **row_gradients_without_keys(inputs, lse, dlse))
         dlse = None if dlse is None else dlse.contiguous()
         tensors = Tensors(inputs, _readable(out), lse.contiguous(), _readable(do), dlse, dq, dk, dv)
-        return Gradients(dq, dk, dv, None, prepared.launch(tensors))
+        return Gradients(dq, dk, dv, **prepared.launch(tensors))
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from flashlane.kernels.hopper.backward.config import CONSUMERS, ROW_THREADS, Gra
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, InKernelDq
 from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE_TILES, SplitQ
 from flashlane.kernels.hopper.block_lists import BlockListParams
-from flashlane.kernels.score import ScoreParams, plain_score_inputs, sink_gradient, sink_gradient_partials
+from flashlane.kernels.score import ScoreParams, plain_score_inputs, row_gradient_partials, row_gradients
 from flashlane.kernels.seqlen import SeqlenParams, plain_seqlen_inputs
 
 SEMAPHORE_INTS = 8
@@ -91,7 +91,7 @@ class PreprocessParams(ctypes.Structure):
     _fields_ = (
         ("seqlen", SeqlenParams),
         ("score", ScoreParams),
-        *_pointers("out", "dout", "lse_in", "dlse", "lse", "delta", "dq_accum", "dsink_partials", "semaphores"),
+        *_pointers("out", "dout", "lse_in", "dlse", "lse", "delta", "dq_accum", "dlogit_partials", "semaphores"),
         *_pointers("postprocess_queue", "counters", "dq", "zeroed", "added", "written"),
         *_strides("out", "dout", "dq"),
         *((name, ctypes.c_longlong) for name in ("lse_batch", "lse_head", "dlse_batch", "dlse_head")),
@@ -262,8 +262,8 @@ class PreparedBackward:
 
     def launch(
         self, tensors: Tensors, complete: Callable[[int, BackwardParams], None] | None = None
-    ) -> torch.Tensor | None:
-        """Enqueue the kernels on torch's current stream, of the GPU that is current to torch; the sink gradient.
+    ) -> dict[str, torch.Tensor]:
+        """Enqueue the kernels on torch's current stream, of the GPU that is current to torch.
 
         Args:
             tensors: of the call.
@@ -276,7 +276,7 @@ class PreparedBackward:
         key = tuple(tensor.data_ptr() for tensor in tensors.mapped)
         block = launches.take(key)
         workspace = launch.allocator(device)((self.workspace.words,), (1,), torch.float32)
-        partials = sink_gradient_partials(inputs, self.problem.batch * self.rows.m_blocks)
+        partials = row_gradient_partials(inputs, self.problem.batch * self.rows.m_blocks)
         self._set_pointers(block, tensors, workspace.data_ptr(), partials)
         for params in block.params:
             if self.problem.varlen:
@@ -288,7 +288,7 @@ class PreparedBackward:
                 complete(number, block.params[1 + number])
         block.enqueue(launch.stream_getter()(self.device))
         launches.give(key, block)
-        return sink_gradient(partials, tensors.inputs)
+        return row_gradients(partials, tensors.inputs)
 
     def functions(self) -> tuple[jit.Function, ...]:
         """The kernels of the configuration on the device."""
@@ -310,7 +310,7 @@ class PreparedBackward:
         """Set all pointers of the launches."""
         addresses = {name: getattr(tensors, name).data_ptr() for name in ("out", "dq", "dk", "dv")}
         addresses |= {"lse_in": tensors.lse.data_ptr(), "dout": tensors.do.data_ptr()}
-        given = (("dlse", tensors.dlse), ("dsink_partials", partials))
+        given = (("dlse", tensors.dlse), ("dlogit_partials", partials))
         addresses |= {name: tensor.data_ptr() for name, tensor in given if tensor is not None}
         names = (*addresses, *self.workspace.offsets)
         block.set_pointers(names, (*addresses.values(), *map(workspace.__add__, self.offsets)))

@@ -1,6 +1,6 @@
-// The preprocess kernel: the row statistics, the first values of all that dQ is accumulated with, and the gradient of sink logits.
+// The preprocess kernel: the row statistics, the first values of all that dQ is accumulated with, and the gradient of extra logits.
 //
-//     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   an m-block's share of dsink = −Σ exp(sink − LSE) · delta
+//     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   an m-block's share of dlogit = −Σ exp(logit − LSE) · delta
 //
 // A row that sees no key, and one past the end of its sequence, has −∞ and 0: all its probabilities are then 0.
 #include "attention/score.cuh"
@@ -17,7 +17,7 @@ struct Params {
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
     float *lse, *delta, *dq_accum;
-    float* dsink_partials;         // (batch, m-block, head)
+    float* dlogit_partials;        // (batch, m-block, head)
     DqSemaphore* semaphores;       // IN_ORDER
     int *postprocess_queue, *counters;  // to become 0; the queue with LAST_ADDITION
     void* dq;                      // LAST_ADDITION: (batch, row, head, column)
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
     if (cfg::LAST_ADDITION && threadIdx.x < 2 && (!cfg::VARLEN || index < static_cast<long long>(p.heads) * p.row_blocks))
         p.postprocess_queue[2 * index + threadIdx.x] = 0;
     const bool some = first < q_length;
-    float dsink = 0.f;
+    float dlogit = 0.f;
     if (some) {
         const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
         const Element* out = static_cast<const Element*>(p.out) + batch * p.out_batch + head * p.out_head;
@@ -127,11 +127,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
             sum = seen ? sum : 0.f;
             p.lse[row_block * BLOCK_M + row] = seen ? -lse * LOG2_E : -INF;
             p.delta[row_block * BLOCK_M + row] = sum;
-            if (seen) Score::add_sink_gradient<Element>(p.score, head, lse, sum, dsink);
+            if (seen) Score::add_row_gradient<Element>(p.score, head, lse, sum, dlogit);
         }
         if constexpr (cfg::DQ_ACCUM_FLOATS > 0) begin_dq(p, seqlen, sequence, head, row_block);
     }
-    Score::store_sink_gradient<THREADS>(dsink, [&] {
-        return p.dsink_partials + (static_cast<long long>(sequence) * p.m_blocks + blockIdx.x) * p.heads + head;
+    Score::store_row_gradient<THREADS>(dlogit, [&] {
+        return p.dlogit_partials + (static_cast<long long>(sequence) * p.m_blocks + blockIdx.x) * p.heads + head;
     });
 }

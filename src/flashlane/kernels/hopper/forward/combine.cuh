@@ -1,7 +1,7 @@
 // Combines the partial results of a row whose keys were split: at the end of the launch that made them, by the warpgroup that
 // stores the last split (COMBINE_IN_KERNEL), or in a launch of its own (combine.cu).
 //
-//     lse = log Σ exp(lse_s)  (and of the sink),   out = Σ exp(lse_s − lse) · out_s
+//     lse = log Σ exp(lse_s)  (and of the extra logit),   out = Σ exp(lse_s − lse) · out_s
 #pragma once
 #include "attention/score.cuh"
 #include "config.cuh"
@@ -29,9 +29,9 @@ __device__ __forceinline__ void combine_row(const CombineParams& p, const ScoreP
     const auto lse_of = [&](int split) {
         return split < splits ? __ldcg(p.partial_lse + flat + split * p.partial_lse_split) * LOG2_E : -INF;
     };
-    const float sink = Score::sink<cfg::Element>(score, head) * LOG2_E;
+    const float extra = Score::extra_logit<cfg::Element>(score, head) * LOG2_E;
     const float lane_lse = lse_of(lane);  // read once: there are rarely more splits than lanes, and each read is a trip to L2
-    float top = fmaxf(sink, lane_lse);
+    float top = fmaxf(extra, lane_lse);
 #pragma unroll 1
     for (int split = WARP; split < splits; split += WARP) top = fmaxf(top, lse_of(split + lane));
 #pragma unroll
@@ -42,7 +42,7 @@ __device__ __forceinline__ void combine_row(const CombineParams& p, const ScoreP
     for (int split = WARP; split < splits; split += WARP) sum += ex2(lse_of(split + lane) - zero);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    sum = Score::sum_with_sink(sum, sink, zero);
+    sum = Score::sum_with_extra_logit(sum, extra, zero);
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
     if (with_lse && lane == 0 && p.lse != nullptr) p.lse[flat] = sum > 0.f ? (zero + log2f(sum)) * LN_2 : -INF;
 

@@ -72,8 +72,8 @@ struct Epilogue {
             inverse[half] = sum > 0.f ? reciprocal(sum) : 0.f;
             float* lse;
             const bool exists = out_row(tile, sequence, half, lse) != nullptr;
-            // With split keys the sink is added by the combine.
-            if constexpr (OUTPUT == Output::WHOLE) Score::add_sink<Element>(p.score, rows.head(tile, half), total, inverse[half]);
+            // With split keys the extra logit is added by the combine.
+            if constexpr (OUTPUT == Output::WHOLE) Score::add_extra_logit<Element>(p.score, rows.head(tile, half), total, inverse[half]);
             if (exists && writes_lse(tile)) *lse = total * LN_2;
         }
     }
@@ -113,7 +113,7 @@ struct Epilogue {
         }
     }
 
-    // Rows that see no key: zeros, and LSE −∞ (or the sink, but not for the rows after the last packed sequence).
+    // Rows that see no key: zeros, and LSE −∞ (or the extra logit, but not for the rows after the last packed sequence).
     __device__ __forceinline__ void store_zeros(const WorkTile& tile) const {
         const Seqlen sequence(p.seqlen, tile.batch);
 #pragma unroll
@@ -125,8 +125,8 @@ struct Epilogue {
 #pragma unroll
                 for (int i = 0; i < 8; i += 16 / sizeof(Out))
                     *reinterpret_cast<uint4*>(out + column + i) = make_uint4(0, 0, 0, 0);
-            const bool sink = OUTPUT == Output::WHOLE && !(cfg::VARLEN && tile.batch == p.seqlen.batch);
-            if (writes_lse(tile)) *lse = sink ? Score::sink<Element>(p.score, rows.head(tile, half)) : -INF;
+            const bool extra = OUTPUT == Output::WHOLE && !(cfg::VARLEN && tile.batch == p.seqlen.batch);
+            if (writes_lse(tile)) *lse = extra ? Score::extra_logit<Element>(p.score, rows.head(tile, half)) : -INF;
         }
     }
 };
