@@ -15,12 +15,13 @@ from flashlane.kernels.score import ScoreConfig, ScoreParams
 from flashlane.kernels.seqlen import SeqlenParams
 
 HEADERS = sorted(path.name for path in (Path(flashlane.__file__).parent / "cuda" / "attention").glob("*.cuh"))
+CONSTANTS = (*ScoreConfig().constants(), ("Element", "__nv_bfloat16"))
 ENTRY = 'extern "C" __global__ void entry() {}\n'
 
 
 def compiles(text: str, arch: str = "sm_90a") -> None:
     generated = (("program.cuh", NO_PROGRAM),)
-    jit.compile(KernelSource("test.cu", text + ENTRY, "entry", ScoreConfig().constants(), generated), arch)
+    jit.compile(KernelSource("test.cu", text + ENTRY, "entry", CONSTANTS, generated), arch)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

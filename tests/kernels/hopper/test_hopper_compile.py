@@ -62,6 +62,7 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
         # many that 12 steps over D 192 take).
         assert not [op for op in loop if op.startswith(("LDL", "STL"))]
         assert sum(op.startswith("R2UR") for op in loop) <= (what.head_dim == 192)
+        assert sum(op.startswith("MUFU.TANH") for op in loop) == what.score.softcap * what.block_n // 2
         # A consumer waits for no memory but that of its own CTA.
         assert not [op for op in loop if op.startswith(("MEMBAR.ALL.GPU", "CCTL", "ERRBAR"))]
 

@@ -67,7 +67,9 @@ def assert_right(problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, l
     finite = torch.isfinite(ref_lse)
     assert torch.isfinite(out).all() and torch.equal(torch.isfinite(lse), finite)
     assert (lse[~finite] == -math.inf).all()
-    torch.testing.assert_close(lse[finite].double(), ref_lse[finite].double(), rtol=0, atol=1e-4)
+    # The tanh of bf16 operands has a relative error of 2^-11.
+    off = 1e-4 + 2**-11 * problem.softcap * (problem.dtype == torch.bfloat16)
+    torch.testing.assert_close(lse[finite].double(), ref_lse[finite].double(), rtol=0, atol=off)
     assert (out.double() - ref_out).norm() <= RELATIVE[problem.dtype] * ref_out.norm()
 
 

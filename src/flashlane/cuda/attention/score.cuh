@@ -21,7 +21,7 @@ struct ScoreParams {
 
 // A kernel is compiled for the modifiers that a call has. AT_RUN_TIME it is compiled for all, and the parameters tell which
 // ones the call has: no cap where softcap_log2 is 0, no slopes and no sinks where the pointers are null.
-template <bool SOFTCAP_, bool ALIBI_, bool SINKS_, bool AT_RUN_TIME>
+template <bool SOFTCAP_, bool ALIBI_, bool SINKS_, bool AT_RUN_TIME, typename Operand>
 struct ScoreTransform {
     static constexpr bool SOFTCAP = SOFTCAP_, ALIBI = ALIBI_, SINKS = SINKS_;
     // Whether scores change before the row maximum is taken. The scale can otherwise wait for the exponent's FFMA.
@@ -36,18 +36,23 @@ struct ScoreTransform {
         return !LATE_SCALE ? 1.f : SOFTCAP ? p.softcap_log2 : p.scale_log2;
     }
 
+    // tanh(score · scale / softcap). Of bf16 operands with the special-function unit's relative error of 2^-11, a quarter of
+    // bf16's, as FlashAttention-2 (its apply_softcap) to -4 have it; else with f32's, by two special functions and three
+    // instructions more.
+    static __device__ __forceinline__ float tanh_of(const ScoreParams& p, float score) {
+        if constexpr (is_same<Operand, __nv_bfloat16>) return approximate_tanh(score * (p.softcap_in * (0.5f * LN_2)));
+        return fmaf(-2.f, reciprocal(1.f + ex2(score * p.softcap_in)), 1.f);
+    }
     // A score in base 2, capped; also the cap's derivative there, else 1.
     static __device__ __forceinline__ float scaled(const ScoreParams& p, float score, float& derivative) {
         derivative = 1.f;
         if (!SOFTCAP) return score * p.scale_log2;
-        // tanh(x) = 1 − 2r of r = 1 / (e^2x + 1), whose derivative is 4r·(1 − r). tanh.approx has an error of 2^-11, too
-        // much here.
-        const float r = reciprocal(1.f + ex2(score * p.softcap_in));
-        derivative = 4.f * r * (1.f - r);
-        return p.softcap_log2 - 2.f * p.softcap_log2 * r;
+        const float tanh = tanh_of(p, score);
+        derivative = fmaf(-tanh, tanh, 1.f);
+        return p.softcap_log2 * tanh;
     }
-    // The same score alone. AT_RUN_TIME by a division: with the form above, decode's TMA tile of 2x4x32 keys in clusters of 8
-    // (head dim 128, 168 registers) spills 32 bytes, and no tile spills with this one.
+    // The same score alone. AT_RUN_TIME exact to f32, as decode waits for memory anyway, and by a division: with a reciprocal,
+    // its TMA tile of 2x4x32 keys in clusters of 8 (head dim 128, 168 registers) spills 32 bytes, and no tile spills with this.
     static __device__ __forceinline__ float scaled(const ScoreParams& p, float score) {
         if constexpr (AT_RUN_TIME) {
             if (p.softcap_log2 > 0.f) return p.softcap_log2 * (1.f - __fdividef(2.f, 1.f + ex2(score * p.softcap_in)));
@@ -125,14 +130,13 @@ struct ScoreTransform {
     }
 };
 
-using Score = ScoreTransform<cfg::SOFTCAP, cfg::ALIBI, cfg::SINKS, cfg::SCORE_AT_RUN_TIME>;
+using Score = ScoreTransform<cfg::SOFTCAP, cfg::ALIBI, cfg::SINKS, cfg::SCORE_AT_RUN_TIME, cfg::Element>;
 
-// The scores of a block become tanh(score · scale / softcap). Each by itself: a choice by what a warp's scores are would let an
-// output depend on keys that its row does not see.
+// The scores of a block become tanh(score · scale / softcap).
 template <int N>
 __device__ __forceinline__ void cap_scores(const ScoreParams& p, float (&s)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) s[i] = fmaf(-2.f, reciprocal(1.f + ex2(s[i] * p.softcap_in)), 1.f);
+    for (int i = 0; i < N; ++i) s[i] = Score::tanh_of(p, s[i]);
 }
 
 // Scores, capped and biased by distance, in the unit of Score::late_scale. `distance[half]` is that of row `half`'s query and the
