@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from flashlane.core.problem import AttentionProblem, Gradients, Inputs
+    from flashlane.core.ranges import Arriving, RangedRepeat, Ranges
     from flashlane.jit import Compiled, KernelSource
 
 Repeat = Callable[
@@ -118,6 +119,29 @@ class Kernel(ABC):
         from flashlane.core.problem import Inputs
 
         return lambda q, k, v, out, lse, addresses: self.forward(problem, Inputs(q, k, v), out, lse)
+
+    def prepare_ranges(
+        self,
+        problem: AttentionProblem,
+        ranges: Ranges,
+        inputs: Inputs,
+        out: torch.Tensor,
+        arriving: Arriving | None = None,
+    ) -> RangedRepeat | None:
+        """What computes sequences that are ranges of rows and of keys in one launch; None where the kernel cannot.
+
+        Args:
+            problem: packed sequences, as many as the ranges, of at most their longest.
+            ranges: the sequences.
+            inputs: q ``(rows, h, d)``, k ``(keys, hk, d)`` and v ``(keys, hk, dv)`` like those of the calls.
+            out: ``(rows, h, dv)`` like that of the calls.
+            arriving: what arrives in a call like these, where ``ranges`` have chunks.
+
+        Returns:
+            A function of q, k, v, out, the LSE (f32 ``(h, rows)``, contiguous) and, where ``ranges`` have chunks, what
+            arrives. Rows that no range has are not written.
+        """
+        return None
 
     def preference(self, problem: AttentionProblem) -> float:
         """How much ``auto`` wants this kernel for a problem it supports; data of the kernel's heuristic."""

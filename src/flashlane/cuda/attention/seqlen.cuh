@@ -8,7 +8,7 @@
 #include "ptx.cuh"
 
 struct SeqlenParams {
-    const int *cu_seqlens_q, *cu_seqlens_k;        // VARLEN: first rows of the sequences, and the end of the last
+    const int *cu_seqlens_q, *cu_seqlens_k;        // VARLEN: first rows of the sequences, and the end of the last; or RANGES
     const int *seqused_k, *leftpad_k, *batch_idx;  // CACHE: null, or one number a sequence
     const int* block_table;                        // PAGED: (sequence, page)
     long long table_batch, table_page;             // its strides in elements
@@ -29,7 +29,9 @@ struct SeqlenParams {
 // Packed queries: rows after the last sequence.
 //     ONE_MORE_SEQUENCE  they count as one more sequence, without keys, and seqlen_q is the number of all rows
 //     IGNORED            no sequence is longer than seqlen_q, which bounds the blocks that were prepared for it
-enum class Tail { ONE_MORE_SEQUENCE, IGNORED };
+//     RANGES             nobody has them. cu_seqlens_* hold two numbers a sequence, its first row and its end, so that sequences
+//                        come in any order, and ranges of keys may overlap
+enum class Tail { ONE_MORE_SEQUENCE, IGNORED, RANGES };
 
 // The queries alone, for a kernel that needs no keys.
 template <bool VARLEN, Tail TAIL>
@@ -39,7 +41,10 @@ struct QuerySeqlenInfo {
 
     __device__ __forceinline__ QuerySeqlenInfo(const SeqlenParams& p, int batch)
         : q_first(0), q_length(p.seqlen_q), q_batch(batch) {
-        if constexpr (VARLEN) {
+        if constexpr (VARLEN && TAIL == Tail::RANGES) {
+            const int2 rows = reinterpret_cast<const int2*>(p.cu_seqlens_q)[batch];
+            q_first = rows.x, q_length = rows.y - rows.x, q_batch = 0;
+        } else if constexpr (VARLEN) {
             q_first = p.cu_seqlens_q[batch], q_batch = 0;
             if constexpr (TAIL == Tail::IGNORED) q_length = min(q_length, p.cu_seqlens_q[batch + 1] - q_first);
             else q_length = (batch == p.batch ? p.seqlen_q : p.cu_seqlens_q[batch + 1]) - q_first;
@@ -55,7 +60,10 @@ struct SeqlenInfo : QuerySeqlenInfo<VARLEN, TAIL> {
 
     __device__ __forceinline__ SeqlenInfo(const SeqlenParams& p, int batch)
         : QuerySeqlenInfo<VARLEN, TAIL>(p, batch), k_first(0), k_length(p.seqlen_k), k_batch(batch) {
-        if constexpr (VARLEN) {
+        if constexpr (VARLEN && TAIL == Tail::RANGES) {
+            const int2 keys = reinterpret_cast<const int2*>(p.cu_seqlens_k)[batch];
+            k_first = keys.x, k_length = keys.y - keys.x, k_batch = 0;
+        } else if constexpr (VARLEN) {
             const bool after_last = TAIL == Tail::ONE_MORE_SEQUENCE && batch == p.batch;
             k_first = after_last ? 0 : p.cu_seqlens_k[batch], k_batch = 0;
             k_length = after_last ? 0 : p.cu_seqlens_k[batch + 1] - k_first;

@@ -31,7 +31,7 @@ REGISTERS_OF_TWO_CTAS = (56, 200)
 TILE_CONSTANTS = ("head_dim", "head_dim_v", "columns_v", "v_slices", "block_m", "block_n", "pack_gqa", "consumers")
 TILE_CONSTANTS += ("stages", "q_stages", "cluster", "q_in_registers", "one_barrier", "pingpong", "late_wait")
 TILE_CONSTANTS += ("has_left", "has_right", "gather", "split", "combine_in_kernel")
-TILE_CONSTANTS += ("block_lists", "mask_bits", "ctas_per_sm")
+TILE_CONSTANTS += ("block_lists", "mask_bits", "ctas_per_sm", "ranges", "arrivals")
 """Properties of a configuration that are constants of the same name."""
 
 
@@ -85,6 +85,11 @@ class HopperConfig:
     """Partial blocks of the lists are masked by bits, not by the program."""
     program: str = ""
     """Text of ``program.cuh``, which changes scores and masks; empty without."""
+    ranges: bool = False
+    """Packed sequences are ranges of rows and of keys, in any order, and keys may be in several of them."""
+    arrivals: bool = False
+    """Keys arrive in chunks while the kernel runs, and the producer waits for the flag of each
+    (``attention/arrivals.cuh``)."""
     ctas_per_sm: int = 1
     """CTAs that an SM has at once: 2 only with one consumer."""
     heads_per_section: int = 0

@@ -10,12 +10,13 @@ import torch
 from flashlane import jit
 from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.ranges import Arriving, RangedRepeat, Ranges
 from flashlane.core.registry import DeviceKernel, Repeat, Resources, memoised, register
 from flashlane.jit import KernelSource, launch, tensormap
 from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH
-from flashlane.kernels.hopper.forward import select, tile_scheduler, tiles
+from flashlane.kernels.hopper.forward import ranged, select, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
 from flashlane.kernels.hopper.forward.launch import PreparedForward, launched, plain_inputs, sources_of
 from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
@@ -122,6 +123,16 @@ class HopperForward(DeviceKernel):
     def prepare(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
         repeat = _checked(None, problem, inputs, out, lse).launch
         return repeat if out.numel() else lambda *_: None
+
+    def prepare_ranges(
+        self,
+        problem: AttentionProblem,
+        ranges: Ranges,
+        inputs: Inputs,
+        out: torch.Tensor,
+        arriving: Arriving | None = None,
+    ) -> RangedRepeat:
+        return ranged.prepare(_config(problem), problem, ranges, inputs, out, arriving)
 
     def run(
         self, config: HopperConfig, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor

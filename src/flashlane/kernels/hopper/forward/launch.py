@@ -54,7 +54,7 @@ class CombineLaunchParams(ctypes.Structure):
     _fields_ = (("combine", CombineParams), ("score", ScoreParams))
 
 
-_FIELDS: tuple[tuple[str, Any], ...] = (
+FIELDS: tuple[tuple[str, Any], ...] = (
     *((side, ctypes.c_ubyte * tensormap.MAP_BYTES) for side in "qkv"),
     ("seqlen", SeqlenParams),
     ("score", ScoreParams),
@@ -68,15 +68,15 @@ _FIELDS: tuple[tuple[str, Any], ...] = (
 
 
 class HopperParams(ctypes.Structure):
-    """Mirror of ``Params`` in ``params.cuh``, padded to its alignment of 64 bytes."""
+    """Mirror of ``PlainParams`` in ``params.cuh``, padded to its alignment of 64 bytes."""
 
-    _fields_ = (*_FIELDS, ("padding", ctypes.c_ubyte * 64))
+    _fields_ = (*FIELDS, ("padding", ctypes.c_ubyte * 64))
 
 
 @functools.cache
 def params_with(program: type[ctypes.Structure]) -> type[HopperParams]:
     """:class:`HopperParams` with what a program reads, a structure like its ``ProgramParams``."""
-    fields = (*_FIELDS, ("program", program), ("padding", ctypes.c_ubyte * 64))
+    fields = (*FIELDS, ("program", program), ("padding", ctypes.c_ubyte * 64))
     return type("HopperParams", (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -87,7 +87,7 @@ def hopper_params(
     out_stride: tuple[int, ...],
     lse_stride: tuple[int, ...],
     splits: int,
-    kind: type[HopperParams] = HopperParams,
+    kind: type[ctypes.Structure] = HopperParams,
 ) -> HopperParams:
     """All of a launch but addresses. The strides begin with that of the splits when ``config.split``."""
     pack = config.pack_gqa
@@ -168,6 +168,7 @@ class PreparedForward:
         q_shape, k_shape, q_stride, k_stride, v_stride, out_shape, out_stride: of the tensors.
         device: index of the GPU.
         program: the structure of what a program reads, where the configuration has one.
+        kind: the structure of the parameters, where it is another.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class PreparedForward:
         out_stride: tuple[int, ...],
         device: int,
         program: type[ctypes.Structure] | None = None,
+        kind: type[ctypes.Structure] = HopperParams,
     ) -> None:
         config, self.splits = launched(config, problem)
         self.config, self.problem, self.device = config, problem, device
@@ -195,11 +197,12 @@ class PreparedForward:
         # Without keys nothing is loaded, and the map of q serves for all.
         self.maps = maps if k_shape.numel() > 0 else maps[:1] * 3
         self.operands = (0, 1, 2) if k_shape.numel() > 0 else (0, 0, 0)
+        self.map_fields: tuple[str, ...] = ("q", "k", "v")
         partial_shapes = (self.splits, *out_shape), (self.splits, *self.lse_shape)
         self.partial_floats, self.partial_lse_floats = map(math.prod, partial_shapes)
         contiguous = launch.packed(partial_shapes[0]), launch.packed(partial_shapes[1])
         written = contiguous if config.split else (out_stride, launch.packed(self.lse_shape))
-        kind = HopperParams if program is None else params_with(program)
+        kind = kind if program is None else params_with(program)
         self.params = hopper_params(config, problem, q_shape, *written, self.splits, kind)
         self.out_shape, self.out_stride = out_shape, out_stride
         if config.gather:
@@ -225,7 +228,7 @@ class PreparedForward:
         ctas = max(1, min(workers, self.params.tiles)) * config.cluster
         maps = tuple(
             Map(side, operand, partial(_described, element, shape))
-            for side, operand, shape in zip("qkv", self.operands, self.maps, strict=True)
+            for side, operand, shape in zip(self.map_fields, self.operands, self.maps, strict=True)
         )
         yield Launch(function, (ctas, 1, 1), config.threads, self.params, config.shared_memory, maps=maps)
         if self.splits > 1 and not config.combine_in_kernel:
@@ -248,7 +251,7 @@ class PreparedForward:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor | None,
-        addresses: tuple[int, int, int],
+        addresses: tuple[int, ...],
         inputs: Inputs | None = None,
         complete: Callable[[HopperParams], None] | None = None,
     ) -> None:
@@ -260,7 +263,7 @@ class PreparedForward:
             v: as q.
             out: what is written.
             lse: what is written, where it is wanted.
-            addresses: of q, k and v.
+            addresses: of q, k and v, and of what else maps point to.
             inputs: those of :func:`plain_inputs`; needed where the problem has other tensors than these.
             complete: sets what else the parameters have: block lists, and what a program reads.
         """

@@ -6,6 +6,7 @@
 // of a group (short queries then fill a tile and share the loads of K and V). Where v is wider than an accumulator, a tile has
 // one of V_SLICES slices of its columns, and the slices of one head count as neighbouring tile heads.
 #pragma once
+#include "attention/arrivals.cuh"
 #include "attention/block_list.cuh"
 #include "attention/block_range.cuh"
 #include "attention/paged_kv.cuh"
@@ -36,6 +37,8 @@ constexpr int KV_PIPELINES = cfg::ONE_BARRIER ? 1 : 2, K = 0, V = KV_PIPELINES -
 static_assert(BLOCK_M == CTA_ROWS * CLUSTER && CTA_ROWS % PACK_GQA == 0 && BLOCK_N % 16 == 0 && COLUMNS_V % 8 == 0);
 static_assert(CLUSTER == 1 || (CLUSTER == 2 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
 static_assert(!cfg::GATHER || cfg::PAGED);
+static_assert(!cfg::RANGES || (cfg::VARLEN && !cfg::PAGED));
+static_assert(!cfg::ARRIVALS || (!cfg::PAGED && !cfg::BLOCK_LISTS && CLUSTER == 1));
 static_assert(!cfg::BLOCK_LISTS || (CLUSTER == 1 && PACK_GQA == 1 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
 // Scores are in base 2 before their maximum is taken; their last factor can otherwise wait for the exponent's FFMA.
 constexpr bool SCALED = !Score::LATE_SCALE && !Program::HAS_SCORE;
@@ -44,8 +47,8 @@ constexpr bool ANY_MAY_BE_HIDDEN = cfg::BLOCK_LISTS || Program::HAS_SCORE;
 constexpr int MASK_UNITS = (BLOCK_N + UNIT - 1) / UNIT;  // of an n-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Program::HAS_MASK));
 
-// Packed sequences: the rows after the last one are written too, as if they saw no key.
-using Seqlen = SeqlenInfo<cfg::VARLEN, cfg::CACHE, cfg::PAGED, Tail::ONE_MORE_SEQUENCE>;
+// Packed sequences: the rows after the last one are written too, as if they saw no key. RANGES: rows of no sequence are not.
+using Seqlen = SeqlenInfo<cfg::VARLEN, cfg::CACHE, cfg::PAGED, cfg::RANGES ? Tail::RANGES : Tail::ONE_MORE_SEQUENCE>;
 using TileMask = WindowMask<side(cfg::HAS_LEFT), side(cfg::HAS_RIGHT)>;
 // TMA brings whole blocks, so rows after a sequence's last key hold anything; gathered rows are zeros there.
 constexpr bool OUT_OF_BOUNDS_ROWS = (cfg::VARLEN || cfg::CACHE || cfg::PAGED) && !cfg::GATHER;
@@ -58,7 +61,7 @@ constexpr Output OUTPUT = !cfg::SPLIT                ? Output::WHOLE
                                                    : Output::PARTIAL;
 constexpr bool COMBINE_IN_KERNEL = OUTPUT == Output::COMBINED_IN_KERNEL;
 
-struct Params {
+struct PlainParams {
     TensorMap q, k, v;             // q (column, packed head, row, tile head, batch); k, v (column, row, head, batch)
     SeqlenParams seqlen;           // packed sequences: seqlen_q is the number of rows of q
     ScoreParams score;
@@ -79,6 +82,14 @@ struct Params {
     ProgramParams program;
 };
 
+// Parts that a configuration does not need take no space: they are empty bases.
+template <bool WANTED, typename Part>
+struct Optional : Part {};
+template <typename Part>
+struct Optional<false, Part> {};
+
+struct Params : PlainParams, Optional<cfg::ARRIVALS, ArrivalParams> {};
+
 struct alignas(16) WorkTile {
     int batch, head, row, split;   // row: the first, counted within the sequence; batch −1: no tile is left
 
@@ -89,16 +100,12 @@ struct alignas(16) WorkTile {
     __device__ __forceinline__ int v_slice() const { return V_SLICES == 1 ? 0 : head % V_SLICES; }
 };
 
-// ---- shared memory. Barriers and words that a configuration does not need take no space: they are empty bases.
+// ---- shared memory
 
 template <int N>
 struct StageBarriers {
     u64 full[N], empty[N];
 };
-template <bool WANTED, typename Part>
-struct Optional : Part {};
-template <typename Part>
-struct Optional<false, Part> {};
 
 struct Operands {
     alignas(16) unsigned char q[Q_STAGES][Q_BYTES];

@@ -36,6 +36,7 @@ struct Producer {
     PipelineState<STAGES> kv;
     PipelineState<Q_STAGES> queries;
     PipelineState<cfg::GATHER ? 2 : 1> next;  // words with the index of the next tile
+    Arrivals arrivals;             // ARRIVALS
 
     static constexpr int TAKEN_AHEAD = 1;  // n-blocks before a tile's last one at which the next tile is taken
     static constexpr int PREPARED_AHEAD = 3;  // BLOCK_LISTS: last n-blocks of a tile, at each of which a part of the next is prepared
@@ -45,6 +46,7 @@ struct Producer {
         Seqlen sequence;
         int head, n_block;         // key/value head; BLOCK_LISTS: the n-block's entry
         int column;                // of v: the first of the tile's slice
+        int own_row = NOT_OWN;     // ARRIVALS: of its first key in the own tensors
 
         __device__ __forceinline__ int first_key() const {
             return (cfg::BLOCK_LISTS ? ListedBlock{n_block}.block() : n_block) * BLOCK_N;
@@ -56,6 +58,7 @@ struct Producer {
 
     // The producer of a CTA, or of a cluster: tiles of the launch, until none is left.
     __device__ __forceinline__ void run() {
+        begin_arrivals();
         TileScheduler scheduler(p);
         const int workers = gridDim.x / CLUSTER;
         int index = blockIdx.x / CLUSTER;
@@ -75,6 +78,7 @@ struct Producer {
             const int take_at = min(range.low + TAKEN_AHEAD, range.high - 1);
             for (block.n_block = range.high - 1; block.n_block >= range.low; --block.n_block) {
                 if (block.n_block == take_at) take_next();
+                wait_arrival(block);
                 load_stage(true, block, started, before);
                 // V of the block before must not wait for Q: the consumers need it to free Q's stage.
                 if (block.n_block == range.high - 1) load_tile(tile, true, block.sequence);
@@ -169,6 +173,19 @@ struct Producer {
             mbarrier_wait_cluster(mine, kv.phase);
         }
     }
+    // (A template, as Params has no such base without ARRIVALS.)
+    template <typename AllParams = Params>
+    __device__ __forceinline__ void begin_arrivals() {
+        if constexpr (cfg::ARRIVALS) arrivals = Arrivals(static_cast<const AllParams&>(p), lane);
+    }
+    template <typename AllParams = Params>
+    __device__ __forceinline__ void wait_arrival(KvBlock& block) {
+        if constexpr (cfg::ARRIVALS) {
+            const int row = block.sequence.k_first + block.first_key();
+            const int stop = min(row + BLOCK_N, block.sequence.k_first + block.sequence.k_length);
+            block.own_row = arrivals.wait(static_cast<const AllParams&>(p), row, stop);
+        }
+    }
     // The bytes that are to come until the barrier's phase is complete. cp.async counts none: it arrives afterwards.
     __device__ __forceinline__ void expect(u32 barrier, u32 bytes) const {
         if (!cfg::GATHER && lane == 0) mbarrier_arrive_expect_tx(barrier, bytes);
@@ -177,12 +194,23 @@ struct Producer {
 
     __device__ __forceinline__ void load_k(u32 destination, u32 barrier, const KvBlock& block) {
         if constexpr (cfg::GATHER) gather<2 * QK_STEPS>(p.k_rows, destination, block, 0, HEAD_DIM);
-        else load<QK_CHUNKS>(p.k, destination, barrier, block, 0);
+        else load<QK_CHUNKS>(k_of(block), destination, barrier, block, 0);
     }
     __device__ __forceinline__ void load_v(u32 destination, u32 barrier, const KvBlock& block) {
         if constexpr (cfg::GATHER)
             gather<COLUMNS_V / VECTOR>(p.v_rows, destination, block, block.column, cfg::HEAD_DIM_V - block.column);
-        else load<V_CHUNKS>(p.v, destination, barrier, block, block.column);
+        else load<V_CHUNKS>(v_of(block), destination, barrier, block, block.column);
+    }
+    // Where a block lies.
+    template <typename AllParams = Params>
+    __device__ __forceinline__ const TensorMap& k_of(const KvBlock& block) const {
+        if constexpr (cfg::ARRIVALS) return block.own_row == NOT_OWN ? p.k : static_cast<const AllParams&>(p).own_k;
+        return p.k;
+    }
+    template <typename AllParams = Params>
+    __device__ __forceinline__ const TensorMap& v_of(const KvBlock& block) const {
+        if constexpr (cfg::ARRIVALS) return block.own_row == NOT_OWN ? p.v : static_cast<const AllParams&>(p).own_v;
+        return p.v;
     }
     template <int CHUNKS>
     __device__ __forceinline__ void load(const TensorMap& map, u32 destination, u32 barrier, const KvBlock& block, int column) {
@@ -192,7 +220,8 @@ struct Producer {
                                                                  block.head, lane, column);
         } else if (lane == 0) {
             constexpr int SHARE = BLOCK_N / CLUSTER;
-            const int row = sequence.k_first + block.first_key() + rank * SHARE;
+            int row = sequence.k_first + block.first_key() + rank * SHARE;
+            if (cfg::ARRIVALS && block.own_row != NOT_OWN) row = block.own_row;
             destination += rank * SHARE * ROW_BYTES;
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; ++chunk) {

@@ -33,9 +33,9 @@ struct TileScheduler {
                 tile.row = listed.x * BLOCK_M, tile.split = listed.y;
             }
         } else {
-            // The rows after the last sequence are one more.
+            // The rows after the last sequence are one more, but for those of RANGES.
             const auto m_blocks_of = [&](int batch) { return ceil_div(Seqlen(p.seqlen, batch).q_length * PACK_GQA, BLOCK_M); };
-            const auto found = search.find(index, p.seqlen.batch + 1, p.heads * p.splits, m_blocks_of);
+            const auto found = search.find(index, p.seqlen.batch + !cfg::RANGES, p.heads * p.splits, m_blocks_of);
             if (found.batch < 0) {
                 total = search.tiles_before;
                 return tile;

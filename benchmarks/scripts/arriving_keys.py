@@ -1,0 +1,489 @@
+"""One launch over ranges of keys, and keys that arrive while it runs: right and how fast, on one GPU.
+
+    python benchmarks/scripts/arriving_keys.py --out $OUT --seconds 50
+
+What context parallelism does between GPUs happens here on one: keys lie in pinned host memory and are copied, piece by
+piece, into memory that holds NaN until then. The host opens a gate before each copy, when the kernel already runs; a
+flag is set after each. Only copy engines and the stream's own writes are used: a kernel that waits has all SMs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.ranges import EDGE, Arriving
+from flashlane.distributed.plan import Division, gather_calls, gather_plan
+from flashlane.distributed.ranged import blocks_of_all, chunks_of, pieces_of, ranges_of, window_of
+from flashlane.jit import launch
+from flashlane.kernels.hopper.forward.kernel import KERNEL
+from flashlane.reference.naive import reference_attention
+
+HERE = torch.device("cuda")
+RELATIVE = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
+"""Largest ‖out − ref‖ / ‖ref‖ against f64."""
+LIMIT = 5.0
+"""Seconds that a kernel waits for a chunk before it ends with an error."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rank's part of a call."""
+
+    lengths: tuple[int, ...]
+    ranks: int = 2
+    rank: int = 0
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    left: int = -1
+    right: int = 0
+    layout: str = "zigzag"
+
+    @property
+    def division(self) -> Division:
+        return Division(self.layout, self.lengths, self.ranks, self.left, self.right)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        mask = {(-1, 0): "causal", (-1, -1): "full"}.get((self.left, self.right), f"window {self.left},{self.right}")
+        size = f"H{self.heads[0]}/{self.heads[1]} D{self.head_dim} {mask}"
+        return f"{self.layout} {self.lengths} rank {self.rank} of {self.ranks} {size}"
+
+
+ONE_LAUNCH = [
+    *(Case((length,), rank=rank) for length in (4096, 1001) for rank in (0, 1)),
+    Case((777, 0, 1, 2050, 130, 63), 3, 1),
+    Case((3001,), 4, 2, heads=(6, 1), head_dim=64),
+    Case((1500,), 2, 1, heads=(2, 2), head_dim=256, dtype=torch.float16),
+    Case((2000,), 2, 0, left=300),
+    Case((900, 411), 2, 1, right=-1),
+    Case((2400,), 3, 1, layout="contiguous"),
+]
+ARRIVE = [
+    Case((8192,), rank=0),
+    Case((8192,), rank=1),
+    Case((5001,), 3, 2, head_dim=64),
+    Case((3333,), 2, 0, heads=(2, 2), head_dim=256, dtype=torch.float16),
+    Case((6007,), 2, 1, left=2500),
+]
+
+
+class Call:
+    """A case's tensors on the GPU: queries, the keys of all ranks, and those of this one."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.case, self.plan = case, gather_plan(case.division, case.rank)
+        calls = gather_calls(case.division, case.rank, True, False)
+        blocks = blocks_of_all(calls)
+        pieces = pieces_of(case.division, case.rank)
+        if blocks is None or pieces is None:
+            raise ValueError(f"{case} is no call of one launch")
+        self.pieces = pieces
+        heads, kv_heads = case.heads
+        self.q, self.k, self.v = (
+            torch.randn(rows, count, case.head_dim, dtype=case.dtype, device=HERE)
+            for rows, count in ((calls.rows, heads), (self.plan.keys, kv_heads), (self.plan.keys, kv_heads))
+        )
+        self.ranges, self.arriving_ranges = ranges_of(blocks), ranges_of(blocks, chunks_of(self.plan, pieces))
+        left, right = window_of(blocks)
+        rows, keys = self.ranges.longest
+        self.problem = AttentionProblem(
+            batch=len(blocks), heads=heads, kv_heads=kv_heads, seqlen_q=rows, seqlen_k=keys, head_dim=case.head_dim,
+            head_dim_v=case.head_dim, dtype=case.dtype, scale=case.head_dim**-0.5, window_left=left,
+            window_right=right, varlen=True, arch="sm_90a",
+        )  # fmt: skip
+        self.inputs = Inputs(self.q, self.k, self.v)
+
+    def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE, NaN."""
+        out = torch.full_like(self.q, math.nan)
+        return out, torch.full((self.q.shape[1], self.q.shape[0]), math.nan, device=HERE)
+
+    def one_launch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE over keys that are there."""
+        out, lse = self.empty()
+        KERNEL.prepare_ranges(self.problem, self.ranges, self.inputs, out)(self.q, self.k, self.v, out, lse, None)
+        return out, lse
+
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by packed sequences with copies of their keys, and rows of no range as sequences without keys."""
+        keys, ends_q, ends_k, at = [], [0], [0], 0
+        for each in sorted(self.ranges.sequences):
+            if each.q_first > at:
+                ends_q.append(each.q_first), ends_k.append(ends_k[-1])
+            keys.append(torch.arange(each.k_first, each.k_stop, device=HERE))
+            ends_q.append(each.q_stop), ends_k.append(ends_k[-1] + each.k_stop - each.k_first)
+            at = each.q_stop
+        index = torch.cat(keys)
+        lengths = (torch.tensor(ends, dtype=torch.int32, device=HERE) for ends in (ends_q, ends_k))
+        inputs = Inputs(self.q, self.k[index], self.v[index], None, None, None, None, *lengths)
+        out, lse = self.empty()
+        problem = replace(self.problem, batch=len(ends_q) - 1)
+        KERNEL.run(KERNEL.config(self.problem), problem, inputs, out, lse)
+        return out, lse
+
+    def error(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[float, float]:
+        """‖out − ref‖ / ‖ref‖ and the largest difference of the LSE, against f64."""
+        wrong, size, wrong_lse = 0.0, 0.0, 0.0
+        for each in self.ranges.sequences:
+            rows, keys = slice(each.q_first, each.q_stop), slice(each.k_first, each.k_stop)
+            inputs = Inputs(*(t[None] for t in (self.q[rows], self.k[keys], self.v[keys])))
+            found = replace(self.problem, batch=1, varlen=False, seqlen_q=each.q_stop - each.q_first,
+                            seqlen_k=each.k_stop - each.k_first)  # fmt: skip
+            ref, ref_lse = reference_attention(found, inputs, torch.float64)
+            wrong += float((out[rows].double() - ref[0]).square().sum())
+            size += float(ref.square().sum())
+            seen = torch.isfinite(ref_lse[0])
+            wrong_lse = max(wrong_lse, float((lse[:, rows].double() - ref_lse[0])[seen].abs().max()))
+        return math.sqrt(wrong / size), wrong_lse
+
+
+class Transport:
+    """Copies of a call's foreign keys, from pinned memory, each behind a gate that the host opens."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.driver = call, launch.driver()
+        self.at_least = int(self.driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        self.sent = [t.cpu().pin_memory() for t in (call.k, call.v)]
+        self.k, self.v = torch.full_like(call.k, math.nan), torch.full_like(call.v, math.nan)
+        own = call.plan.received[call.case.rank]
+        self.own = tuple(torch.cat([t[each.key : each.key + each.count] for each in own]) for t in (call.k, call.v))
+        self.edges = [
+            slice(first, stop)
+            for each in own
+            for first, stop in (
+                (each.key, each.key + min(EDGE, each.count)),
+                (each.key + max(0, each.count - EDGE), each.key + each.count),
+            )
+        ]
+        self.foreign = [slice(each.segment.key, each.segment.key + each.segment.count) for each in call.pieces]
+        self.flags = torch.zeros(2048, dtype=torch.int32, device=HERE)
+        self.gate, self.lost = (torch.zeros(1, dtype=torch.int32).pin_memory() for _ in range(2))
+        self.stream = torch.cuda.Stream()
+        self.number = self.opened = 0
+        self.out, self.lse = call.empty()
+        arriving = self.arriving()
+        self.run = KERNEL.prepare_ranges(call.problem, call.arriving_ranges, call.inputs, self.out, arriving)
+
+    def arriving(self, limit: float = LIMIT) -> Arriving:
+        return Arriving(self.own, self.flags.data_ptr(), self.number, self.lost.data_ptr(), limit)
+
+    def poison(self) -> None:
+        """NaN where keys are to come, and the own rows at the edges of own chunks."""
+        for t, full in ((self.k, self.call.k), (self.v, self.call.v)):
+            t.fill_(math.nan)
+            for rows in self.edges:
+                t[rows] = full[rows]
+        self.out.fill_(math.nan)
+        self.lse.fill_(math.nan)
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        (code,) = getattr(self.driver, name)(*arguments)
+        if code:
+            raise RuntimeError(f"{name} failed: {code.name}")
+
+    def enqueue_copies(self, order: list[int], gated: bool = True, within: int = 0) -> None:
+        """Copy the pieces in an order on the second stream, which waits for what this stream has enqueued.
+
+        Args:
+            order: numbers of the pieces.
+            gated: whether each waits for its gate.
+            within: 0: from the host; else from this GPU's memory, so many times each, as a slower link would.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream())
+        stream = self.stream.cuda_stream
+        for number, i in enumerate(order):
+            if gated:
+                gate = self.gate.data_ptr()
+                self._do("cuStreamWaitValue32", stream, gate, self.opened + number + 1, self.at_least)
+            rows = self.foreign[i]
+            name, sent = (
+                ("cuMemcpyDtoDAsync", (self.call.k, self.call.v)) if within else ("cuMemcpyHtoDAsync", self.sent)
+            )
+            for t, source in list(zip((self.k, self.v), sent, strict=True)) * max(1, within):
+                size = (rows.stop - rows.start) * t.stride(0) * t.element_size()
+                self._do(name, t[rows].data_ptr(), source[rows].data_ptr(), size, stream)
+            flag = self.flags.data_ptr() + 4 * self.call.pieces[i].flag
+            self._do("cuStreamWriteValue32", stream, flag, self.number, 0)
+
+    def launch(self, limit: float = LIMIT) -> None:
+        self.run(self.call.q, self.k, self.v, self.out, self.lse, self.arriving(limit))
+
+    def open(self) -> None:
+        """Let one more copy go."""
+        self.opened += 1
+        self.gate[0] = self.opened
+
+    def once(self, chance: random.Random, delay: float) -> bool:
+        """One call whose keys come while it runs; whether it still ran when the last gate was opened."""
+        self.number += 1
+        self.poison()
+        order = list(range(len(self.foreign)))
+        if chance.random() < 0.5:
+            chance.shuffle(order)
+        self.enqueue_copies(order)
+        self.launch()
+        ended = torch.cuda.Event()
+        ended.record()
+        for _ in order:
+            time.sleep(chance.random() * delay)
+            waited = not ended.query()
+            self.open()
+        torch.cuda.synchronize()
+        return waited
+
+
+def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    """Whether bits are the same; NaN of rows that nobody writes are."""
+    kinds = {2: torch.int16, 4: torch.int32}
+    return all(
+        torch.equal(a.view(kinds[a.element_size()]), b.view(kinds[b.element_size()]))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def check_one_launch(case: Case) -> dict[str, Any]:
+    """One launch against f64, and against packed sequences with copied keys, whose bits it must have."""
+    call = Call(case)
+    found = call.one_launch()
+    error, lse_error = call.error(*found)
+    written = torch.zeros(len(call.q), dtype=torch.bool, device=HERE)
+    for each in call.ranges.sequences:
+        written[each.q_first : each.q_stop] = True
+    untouched = bool(found[0][~written].isnan().all() and found[1][:, ~written].isnan().all())
+    packed = call.packed()
+    same_bits = same(
+        tuple(t[written] for t in (found[0], found[1].T)), tuple(t[written] for t in (packed[0], packed[1].T))
+    )
+    ok = error <= RELATIVE[case.dtype] and lse_error < 1e-4 and same_bits and untouched
+    return {"case": str(case), "ok": ok, "error": error, "lse_error": lse_error, "same_bits": same_bits,
+            "untouched": untouched, "config": KERNEL.config(call.problem).describe()}  # fmt: skip
+
+
+def check_arrivals(case: Case, repeats: int, until: float, delay: float = 3e-4) -> dict[str, Any]:
+    """Calls whose keys arrive meanwhile, against the launch over keys that are there: same bits at each repeat."""
+    call, chance = Call(case), random.Random(1)
+    expected = call.one_launch()
+    transport = Transport(call)
+    wrong, waited, done = 0, 0, 0
+    for _ in range(repeats):
+        if time.monotonic() > until:
+            break
+        waited += transport.once(chance, delay)
+        wrong += not same((transport.out, transport.lse), expected)
+        done += 1
+    # The check must be able to fail: with flags that are set too early, NaN must be seen.
+    transport.number += 1
+    transport.flags.fill_(transport.number)
+    transport.poison()
+    transport.launch()
+    torch.cuda.synchronize()
+    seen = bool(transport.out.isnan().any())
+    return {"case": str(case), "ok": wrong == 0 and seen and done > 0 and waited > 0, "repeats": done, "wrong": wrong,
+            "waited": waited, "early_flags_are_seen": seen, "pieces": len(call.pieces)}  # fmt: skip
+
+
+def check_lost(case: Case, limit: float) -> dict[str, Any]:
+    """A chunk that never comes ends the kernel with an error, and the host finds which one it was.
+
+    The error ends the process's use of the GPU, so this runs in a process of its own.
+    """
+    call = Call(case)
+    transport = Transport(call)
+    transport.number += 1
+    transport.poison()
+    order = [i for i in range(len(call.pieces)) if i != 1]
+    transport.enqueue_copies(order, gated=False)
+    torch.cuda.synchronize()
+    start, message = time.monotonic(), ""
+    try:
+        transport.launch(limit)
+        torch.cuda.synchronize()
+    except Exception as error:
+        message = str(error).splitlines()[0]
+    seconds = time.monotonic() - start
+    chunk = call.arriving_ranges.chunks.index(
+        next(each for each in call.arriving_ranges.chunks if each.flag == call.pieces[1].flag)
+    )
+    lost = int(transport.lost[0]) - 1
+    return {"ok": bool(message) and lost == chunk and limit <= seconds < limit + 2, "message": message, "lost": lost,
+            "chunk": chunk, "seconds": seconds}  # fmt: skip
+
+
+TIMED = {"8k": 16384, "4k": 8192}
+"""Tokens of one sequence on two ranks, 32/8 heads, D 128, causal."""
+
+
+def microseconds(calls: dict[str, Callable[[], None]], rounds: int = 7, count: int = 20) -> dict[str, float]:
+    """Of each call: medians over rounds in which each is timed in turn."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(2_000_000)  # the host is ahead
+            start.record()
+            for _ in range(count):
+                call()
+            stop.record()
+            torch.cuda.synchronize()
+            found[name].append(start.elapsed_time(stop) * 1e3 / count)
+    return {name: round(statistics.median(times[1:]), 1) for name, times in found.items()}
+
+
+def two_lanes(call: Call) -> Callable[[], None]:
+    """The blocks one by one on two streams, each over its keys where they are: what a rank does now."""
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    out, _ = call.empty()
+    runs = []
+    for each in call.ranges.sequences:
+        rows, keys = slice(each.q_first, each.q_stop), slice(each.k_first, each.k_stop)
+        problem = replace(call.problem, batch=1, varlen=False, seqlen_q=each.q_stop - each.q_first,
+                          seqlen_k=each.k_stop - each.k_first)  # fmt: skip
+        tensors = [t[None] for t in (call.q[rows], call.k[keys], call.v[keys])]
+        own = torch.empty(1, call.q.shape[1], each.q_stop - each.q_first, device=HERE)
+        repeat = KERNEL.prepare(problem, Inputs(*tensors), out[None, rows], own)
+        runs.append((repeat, *tensors, out[None, rows], own, tuple(t.data_ptr() for t in tensors)))
+
+    def run() -> None:
+        streams[1].wait_stream(streams[0])
+        for i, (repeat, *given) in enumerate(runs):
+            with torch.cuda.stream(streams[i % 2]):
+                repeat(*given)
+        streams[0].wait_stream(streams[1])
+
+    return run
+
+
+def whole(tokens: int) -> Callable[[], None]:
+    """One GPU's call of the whole problem."""
+    q, k, v = (torch.randn(1, tokens, heads, 128, dtype=torch.bfloat16, device=HERE) for heads in (32, 8, 8))
+    problem = AttentionProblem.from_inputs(Inputs(q, k, v), causal=True)
+    out, lse = torch.empty_like(q), torch.empty(1, 32, tokens, device=HERE)
+    repeat, addresses = KERNEL.prepare(problem, Inputs(q, k, v), out, lse), (q.data_ptr(), k.data_ptr(), v.data_ptr())
+    return lambda: repeat(q, k, v, out, lse, addresses)
+
+
+def times(name: str, copies: bool) -> dict[str, Any]:
+    """Microseconds of a rank's forward, over keys that are there and over keys whose flags are polled."""
+    found: dict[str, Any] = {"name": name}
+    calls = {"whole problem": whole(TIMED[name])}
+    for rank in (0, 1):
+        call = Call(Case((TIMED[name],), rank=rank, heads=(32, 8)))
+        out, lse = call.empty()
+        ranged = KERNEL.prepare_ranges(call.problem, call.ranges, call.inputs, out)
+        transport = Transport(call)
+        transport.number += 1
+        transport.flags.fill_(transport.number)
+        transport.k.copy_(call.k), transport.v.copy_(call.v)
+        calls[f"rank {rank}: two streams"] = two_lanes(call)
+        calls[f"rank {rank}: one launch"] = lambda r=ranged, c=call, o=out, e=lse: r(c.q, c.k, c.v, o, e, None)
+        calls[f"rank {rank}: one launch, flags polled"] = transport.launch
+        if copies:
+            for slow in (1, 3):
+                calls[f"rank {rank}: flags polled, copied meanwhile {slow} times"] = _arriving(transport, slow)
+    found["microseconds"] = microseconds(calls)
+    ideal = found["microseconds"]["whole problem"] / 2
+    found["share of half"] = {name: round(ideal / us, 4) for name, us in found["microseconds"].items()}
+    return found
+
+
+def _arriving(transport: Transport, slow: int) -> Callable[[], None]:
+    order = list(range(len(transport.foreign)))
+
+    def run() -> None:
+        transport.number += 1
+        transport.enqueue_copies(order, gated=False, within=slow)
+        transport.launch()
+        torch.cuda.current_stream().wait_stream(transport.stream)
+
+    return run
+
+
+def check_within(case: Case, repeats: int) -> dict[str, Any]:
+    """Copies within the GPU's memory, enqueued before the kernel: whether they get on while it has all SMs."""
+    call = Call(case)
+    expected, transport = call.one_launch(), Transport(call)
+    wrong = 0
+    for _ in range(repeats):
+        transport.poison()
+        _arriving(transport, 3)()
+        torch.cuda.synchronize()
+        wrong += not same((transport.out, transport.lse), expected)
+    return {"ok": wrong == 0, "repeats": repeats, "wrong": wrong}
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "lost": lambda: check_lost(ARRIVE[0], 0.5),
+    "within": lambda: check_within(ARRIVE[0], 50),
+}
+"""What may end a process's use of the GPU: each runs in its own."""
+
+
+def apart(part: str) -> dict[str, Any]:
+    """A part in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--part", part], capture_output=True, text=True, timeout=60, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"ok": False, "error": (done.stdout + done.stderr)[-1500:]}
+
+
+def parts(options: argparse.Namespace, until: float) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Correctness first."""
+    for case in ONE_LAUNCH:
+        yield "one launch", lambda case=case: check_one_launch(case)
+    if not options.one_launch:
+        for case in ARRIVE:
+            yield "keys that arrive", lambda case=case: check_arrivals(case, 20, until)
+        yield "repeats", lambda: check_arrivals(ARRIVE[1], options.repeats, until - 10)
+        yield "a lost chunk", lambda: apart("lost")
+        yield "copies within the GPU", lambda: apart("within")
+    for name in TIMED:
+        yield "times", lambda name=name: times(name, options.copies and not options.one_launch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for arriving_keys.json")
+    parser.add_argument("--seconds", type=float, default=50, help="nothing is begun after so many")
+    parser.add_argument("--repeats", type=int, default=500)
+    parser.add_argument("--one-launch", action="store_true", help="only keys that are there")
+    parser.add_argument("--copies", action="store_true", help="also time copies within the GPU's memory")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        print(json.dumps(PARTS[options.part]()), flush=True)
+        return
+    began, found = time.monotonic(), []
+    for name, run in parts(options, began + options.seconds):
+        if time.monotonic() - began > options.seconds:
+            result: Any = {"skipped": "no time left"}
+        else:
+            try:
+                result = run()
+            except Exception as error:
+                result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:600]}
+        found.append({"part": name, **result})
+        print(f"{time.monotonic() - began:5.1f} s", json.dumps(found[-1]), flush=True)
+        (options.out / "arriving_keys.json").write_text(json.dumps(found, indent=1))
+    wrong = [each for each in found if each.get("ok") is False]
+    print(f"{len(found)} parts, {len(wrong)} wrong", flush=True)
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

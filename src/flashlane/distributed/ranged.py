@@ -1,0 +1,105 @@
+"""The blocks of a rank as ranges of one launch, and the chunks in which their keys come."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from flashlane.core.ranges import MOST_CHUNKS, OWN, Chunk, Range, Ranges
+from flashlane.distributed.blocks import Block
+from flashlane.distributed.calls import Calls, Packed
+from flashlane.distributed.layout import PLANS
+from flashlane.distributed.peer_memory import MOST_GROUPS, MOST_RANKS
+from flashlane.distributed.plan import Division, GatherPlan, Segment, gather_plan
+
+FEWEST_ROWS = 1024
+"""Of a piece: a copy between GPUs takes some 10 µs for 1024 rows of 8 heads, K and V."""
+
+
+class Piece(NamedTuple):
+    """Neighbouring rows of a shard on their way to a rank, which that rank waits for at once."""
+
+    sender: int
+    number: int
+    """Among those of the sender, in the order in which they are sent."""
+    segment: Segment
+
+    @property
+    def flag(self) -> int:
+        return flag_of(self.sender, self.number)
+
+
+def flag_of(sender: int, number: int) -> int:
+    """The flag that a sender sets when the piece of a number is there."""
+    return number * MOST_RANKS + sender
+
+
+def blocks_of_all(calls: Calls) -> list[Block] | None:
+    """The blocks of all calls under one window, those with most work first; None where no window serves them all."""
+    found = [block for call in calls.calls for block in (call.blocks if isinstance(call, Packed) else (call,))]
+    if not found or not calls.disjoint:
+        return None
+    like = min(found, key=lambda block: (block.left < 0) + (block.right < 0))
+    if not all(block.allows(like.left, like.right) for block in found):
+        return None
+    return sorted(found, key=_work, reverse=True)
+
+
+def _work(block: Block) -> int:
+    return (block.q_stop - block.q_first) * (block.k_stop - block.k_first)
+
+
+def window_of(blocks: Iterable[Block]) -> tuple[int, int]:
+    """The window of :func:`blocks_of_all`."""
+    like = min(blocks, key=lambda block: (block.left < 0) + (block.right < 0))
+    return like.left, like.right
+
+
+def ranges_of(blocks: Iterable[Block], chunks: tuple[Chunk, ...] = ()) -> Ranges:
+    """Blocks as the sequences of one launch."""
+    return Ranges(tuple(Range(each.q_first, each.q_stop, each.k_first, each.k_stop) for each in blocks), chunks)
+
+
+@functools.lru_cache(PLANS)
+def pieces_of(division: Division, rank: int) -> tuple[Piece, ...] | None:
+    """What the others send to a rank, each sender's pieces in the order of their numbers; None for too many.
+
+    A tile goes through its keys from the last one to the first, so the last ones are sent first.
+    """
+    plan = gather_plan(division, rank)
+    own = len(plan.received[rank])
+    foreign = [(sender, each) for sender, found in enumerate(plan.received) if sender != rank for each in found]
+    rows = FEWEST_ROWS
+    while True:
+        pieces = [(sender, piece) for sender, each in foreign for piece in _cut(each, rows)]
+        senders = [sender for sender, _ in pieces]
+        if len(pieces) + own <= MOST_CHUNKS and all(senders.count(each) <= MOST_GROUPS for each in set(senders)):
+            break
+        if rows > plan.keys:
+            return None
+        rows *= 2
+    pieces.sort(key=lambda each: (each[0], -each[1].key))
+    return tuple(Piece(sender, at - senders_before(pieces, sender), piece) for at, (sender, piece) in enumerate(pieces))
+
+
+def senders_before(pieces: list[tuple[int, Segment]], sender: int) -> int:
+    """How many pieces other senders have before those of one."""
+    return next(at for at, (other, _) in enumerate(pieces) if other == sender)
+
+
+def _cut(segment: Segment, rows: int) -> list[Segment]:
+    """Pieces of at most so many rows, the first of which may be shorter."""
+    found, stop = [], segment.count
+    while stop > 0:
+        first = max(0, stop - rows)
+        found.append(Segment(segment.row + first, segment.key + first, stop - first))
+        stop = first
+    return found
+
+
+def chunks_of(plan: GatherPlan, pieces: Iterable[Piece]) -> tuple[Chunk, ...]:
+    """The chunks of a rank's gathered keys: its own, and what the others send."""
+    own = [Chunk(each.key, each.key + each.count, OWN, each.row) for each in plan.received[plan.rank]]
+    foreign = [Chunk(each.segment.key, each.segment.key + each.segment.count, each.flag) for each in pieces]
+    return (*own, *foreign)

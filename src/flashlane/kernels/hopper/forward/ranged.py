@@ -1,0 +1,116 @@
+"""Hopper forward launches of sequences that are ranges of rows and of keys, and of keys that arrive meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import torch
+
+from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.ranges import Arriving, RangedRepeat, Ranges
+from flashlane.jit import launch, tensormap
+from flashlane.jit.launch_pool import LaunchPlan
+from flashlane.kernels.hopper.forward.config import HopperConfig
+from flashlane.kernels.hopper.forward.launch import FIELDS, HopperParams, PreparedForward, key_map
+
+NANOSECONDS = 1_000_000_000
+_MAP = ctypes.c_ubyte * tensormap.MAP_BYTES
+OWN_MAPS = ("own_k", "own_v")
+
+
+class _Plain(ctypes.Structure):
+    """``PlainParams`` with the byte of an empty ``ProgramParams``, but not its padding."""
+
+    _fields_ = (*FIELDS, ("program", ctypes.c_ubyte))
+
+
+_PLAIN_BYTES = -(-ctypes.sizeof(_Plain) // tensormap.MAP_BYTES) * tensormap.MAP_BYTES
+"""Where ``ArrivalParams`` begins, which lies on a multiple of what a map takes."""
+
+
+class ArrivalParams(ctypes.Structure):
+    """Mirror of ``Params`` where keys arrive: the plain ones, and ``ArrivalParams`` (``attention/arrivals.cuh``)."""
+
+    _fields_ = (
+        *FIELDS,
+        ("before_arrivals", ctypes.c_ubyte * (_PLAIN_BYTES - _Plain.program.offset)),
+        *((name, _MAP) for name in OWN_MAPS),
+        *((name, ctypes.c_void_p) for name in ("chunks", "flags", "lost")),
+        ("limit", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("count", "value")),
+        ("padding", _MAP),
+    )
+
+
+class RangedForward(PreparedForward):
+    """What calls with the same ranges have in common.
+
+    Args:
+        config: the configuration, with ``ranges``, and with ``arrivals`` where the ranges have chunks.
+        problem: packed sequences.
+        ranges: the sequences.
+        inputs: q, k and v.
+        out: the output.
+        arriving: what arrives, where the ranges have chunks.
+    """
+
+    def __init__(
+        self,
+        config: HopperConfig,
+        problem: AttentionProblem,
+        ranges: Ranges,
+        inputs: Inputs,
+        out: torch.Tensor,
+        arriving: Arriving | None,
+    ) -> None:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        kind: type[ctypes.Structure] = ArrivalParams if config.arrivals else HopperParams
+        tensors = q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.shape, out.stride()
+        super().__init__(config, problem, *tensors, out.device.index, None, kind)
+        self.sequences = ranges.on(out.device)
+        if arriving is not None:
+            self.maps += tuple(key_map(config, t.shape, t.stride()) for t in arriving.own)
+            self.operands, self.map_fields = (*self.operands, 3, 4), (*self.map_fields, *OWN_MAPS)
+            self.plan = LaunchPlan(self._launches, ("q", "k", "v", "own k", "own v"))
+            self.params.chunks, self.params.count = self.sequences[2].data_ptr(), len(ranges.chunks)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        arriving: Arriving | None = None,
+    ) -> None:
+        """Enqueue the kernel; the tensors are like those of the first call, and so is ``arriving``."""
+        rows, keys, _ = self.sequences
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if arriving is None:
+            complete = None
+        else:
+            addresses += tuple(t.data_ptr() for t in arriving.own)
+
+            def complete(params: ArrivalParams) -> None:
+                params.flags, params.value, params.lost = arriving.flags, arriving.value, arriving.lost
+                params.limit = int(arriving.seconds * NANOSECONDS)
+
+        inputs = Inputs(q, k, v, cu_seqlens_q=rows, cu_seqlens_k=keys)
+        with launch.on_device(self.device):
+            self.launch(q, k, v, out, lse, addresses, inputs, complete)
+
+
+def prepare(
+    config: HopperConfig,
+    problem: AttentionProblem,
+    ranges: Ranges,
+    inputs: Inputs,
+    out: torch.Tensor,
+    arriving: Arriving | None,
+) -> RangedRepeat:
+    """What :meth:`~flashlane.core.registry.Kernel.prepare_ranges` gives, with a configuration of the problem."""
+    if (arriving is None) != (not ranges.chunks):
+        raise ValueError("arriving must be given where ranges have chunks, and only there")
+    config = replace(config, ranges=True, arrivals=bool(ranges.chunks))
+    return RangedForward(config, problem, ranges, inputs, out, arriving).run
