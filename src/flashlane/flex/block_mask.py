@@ -146,18 +146,23 @@ def _states_by_bounds(
     }
     blocks_of["q"] = blocks_of["q"] + first_row
     first, last = dict(blocks_of), dict(blocks_of)
-    cut = torch.zeros((), dtype=torch.bool, device=device)
+    whole: torch.Tensor | None = None  # FULL wherever it is
     for name, length, n in zip(("q", "kv"), lengths, size, strict=True):
         first[name] = blocks_of[name] * n
-        last[name] = (first[name] + n - 1).clamp_max(length - 1)
-        cut = cut | (first[name] + n > length)
-    whole = torch.where(cut, blocks.PARTIAL, blocks.FULL).to(torch.int8)
+        last[name] = first[name] + (n - 1)
+        if length % n:
+            last[name] = last[name].clamp_max(length - 1)
+            own = torch.where(first[name] + n > length, blocks.PARTIAL, blocks.FULL).to(torch.int8)
+            whole = own if whole is None else whole.minimum(own)
     if program.mask is None:
-        return whole.expand(shape)
+        full = torch.full((), blocks.FULL, dtype=torch.int8, device=device)
+        return (full if whole is None else whole).expand(shape)
     grid = Grid(first, last, {k: blocks_of[k] for k in ("q", "kv")}, dict(zip(("q", "kv"), size, strict=True)))
     found = bounds(program.mask, grid, arguments.tensors, arguments.integers)
-    unsettled = torch.where(found.high > 0, blocks.UNKNOWN, blocks.HIDDEN).to(torch.int8)
-    return torch.where(found.low > 0, whole, unsettled).expand(shape)
+    unsettled = found.high.to(torch.int8) * blocks.UNKNOWN  # a block that may be seen, or HIDDEN, which is 0
+    if whole is None:
+        return (unsettled - found.low.to(torch.int8) * (blocks.UNKNOWN - blocks.FULL)).expand(shape)
+    return torch.where(found.low, whole, unsettled).expand(shape)
 
 
 def _look_at_pairs(

@@ -5,6 +5,7 @@ Where the bounds tell that all pairs of a block are visible, or none, the mask i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,15 @@ import torch
 from flashlane.flex.expression import FLOATING, Expression, inputs_of, nodes
 
 INFINITY = float("inf")
+OF_BOOLS = ("and", "or", "xor", "not", "where")
+"""Operations that take bounds of bools as they are."""
+Pools = dict[tuple[int, tuple[tuple[int, int], ...]], tuple[torch.Tensor, torch.Tensor]]
+"""By captured tensor, axes and sizes: the least and the greatest elements of its blocks, which several loads share."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Least and greatest value over the pairs of each block, f64; bool is 0 and 1."""
+    """Least and greatest value over the pairs of each block, f64; of a bool they are bools."""
 
     low: torch.Tensor
     high: torch.Tensor
@@ -26,6 +31,10 @@ class Bounds:
     @property
     def exact(self) -> torch.Tensor:
         return self.low == self.high
+
+    def numbers(self) -> Bounds:
+        """The same in f64."""
+        return Bounds(self.low.double(), self.high.double()) if self.low.dtype == torch.bool else self
 
 
 @dataclass(frozen=True)
@@ -44,38 +53,51 @@ class Grid:
 def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], integers: Sequence[int]) -> Bounds:
     """The bounds of an expression; infinite where nothing is known."""
     found: dict[Expression, Bounds] = {}
+    pools: Pools = {}
     device = grid.first["q"].device
     for e in nodes(root):
         operands = [found[operand] for operand in e.operands]
+        if e.op not in OF_BOOLS:
+            operands = [operand.numbers() for operand in operands]
         if e.op == "input":
             low, high = grid.first[str(e.value)].double(), grid.last[str(e.value)].double()
         elif e.op in ("constant", "integer"):
             number = e.value if e.op == "constant" else integers[e.value[0]]  # type: ignore[index]
             low = high = torch.full((), float(number), dtype=torch.float64, device=device)  # type: ignore[arg-type]
         elif e.op == "load":
-            low, high = _load(e, tensors[e.value], operands, grid)  # type: ignore[index]
+            low, high = _load(e, tensors[e.value], operands, grid, pools)  # type: ignore[index]
         else:
             low, high = _operation(e, operands, integers)
         of_floats = e.op == "load" and e.dtype in FLOATING
         if of_floats or e.op in ("add", "sub", "mul", "floordiv", "remainder", "cast"):  # infinite ones may make a NaN
             low, high = low.nan_to_num(-INFINITY, INFINITY, -INFINITY), high.nan_to_num(INFINITY, INFINITY, -INFINITY)
+        if e.dtype == "bool" and low.dtype != torch.bool:
+            low, high = low != 0, high != 0
         found[e] = Bounds(low, high)
     return found[root]
 
 
-def _load(e: Expression, tensor: torch.Tensor, indices: list[Bounds], grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+def _load(
+    e: Expression, tensor: torch.Tensor, indices: list[Bounds], grid: Grid, pools: Pools
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a captured tensor: an axis indexed by q or kv itself is reduced block by block, others need exact indices."""
     direct = [str(operand.value) if operand.op == "input" else "" for operand in e.operands]
     pooled = [axis for axis, name in enumerate(direct) if name in grid.size]
     others = [axis for axis in range(tensor.ndim) if axis not in pooled]
     fixed = all(not inputs_of(e.operands[axis]) & {"q", "kv"} for axis in others)
     names = [direct[axis] for axis in pooled]
-    low = high = tensor.double()
     if not fixed or len(set(names)) != len(names):
-        return low.amin(), high.amax()
+        return tensor.amin().double(), tensor.amax().double()
+    sizes = tuple((axis, grid.size[direct[axis]]) for axis in pooled)
+    key = id(tensor), sizes
+    if key not in pools:
+        low = high = tensor
+        for axis, size in sizes:
+            low, high = _reduced(low, axis, size, True), _reduced(high, axis, size, False)
+        pools[key] = low.double(), high.double()
+    low, high = pools[key]
     at: list[torch.Tensor] = [indices[axis].low.long() for axis in range(tensor.ndim)]
     for axis in pooled:
-        low, high = (_reduced(t, axis, grid.size[direct[axis]], least) for t, least in ((low, True), (high, False)))
         at[axis] = grid.blocks[direct[axis]].clamp_max(low.shape[axis] - 1)
     return (low[tuple(at)], high[tuple(at)]) if at else (low, high)
 
@@ -83,9 +105,9 @@ def _load(e: Expression, tensor: torch.Tensor, indices: list[Bounds], grid: Grid
 def _reduced(tensor: torch.Tensor, axis: int, size: int, least: bool) -> torch.Tensor:
     """The least or greatest element of every ``size`` ones along an axis."""
     moved = tensor.movedim(axis, -1)
-    fill = INFINITY if least else -INFINITY
-    padded = torch.nn.functional.pad(moved, (0, -moved.shape[-1] % size), value=fill)
-    blocks = padded.unflatten(-1, (-1, size))
+    if missing := -moved.shape[-1] % size:
+        moved = torch.nn.functional.pad(moved.double(), (0, missing), value=INFINITY if least else -INFINITY)
+    blocks = moved.unflatten(-1, (-1, size))
     return (blocks.amin(-1) if least else blocks.amax(-1)).movedim(-1, axis)
 
 
@@ -94,9 +116,10 @@ def _operation(e: Expression, x: list[Bounds], integers: Sequence[int]) -> tuple
     if op in ("lt", "le", "gt", "ge", "eq", "ne"):
         return _comparison(op, *x)
     if op == "where":
-        condition, a, b = x
-        lows = torch.where(condition.low > 0, a.low, torch.where(condition.high < 1, b.low, a.low.minimum(b.low)))
-        highs = torch.where(condition.low > 0, a.high, torch.where(condition.high < 1, b.high, a.high.maximum(b.high)))
+        condition, *values = x
+        a, b = values if e.dtype == "bool" else (value.numbers() for value in values)
+        lows = torch.where(condition.low, a.low, torch.where(condition.high, a.low.minimum(b.low), b.low))
+        highs = torch.where(condition.low, a.high, torch.where(condition.high, a.high.maximum(b.high), b.high))
         return lows, highs
     if e.dtype == "bool" and op in ("and", "or", "xor", "not"):
         return _logic(op, x)
@@ -120,7 +143,7 @@ def _operation(e: Expression, x: list[Bounds], integers: Sequence[int]) -> tuple
         return _divided(op, x[0], value if e.operands[1].op == "constant" else integers[value[0]])
     if op in ("cast", "detach"):
         if e.dtype == "bool":
-            return ((x[0].low > 0) | (x[0].high < 0)).double(), ((x[0].low != 0) | (x[0].high != 0)).double()
+            return (x[0].low > 0) | (x[0].high < 0), (x[0].low != 0) | (x[0].high != 0)
         source = e.operands[0].dtype
         wide = source == "bool" or e.dtype in ("i32", "i64", "f64") or (e.dtype == "f32" and source != "i64")
         if wide and source not in FLOATING:
@@ -145,21 +168,21 @@ def _comparison(op: str, a: Bounds, b: Bounds) -> tuple[torch.Tensor, torch.Tens
     if op in ("gt", "ge"):
         op, a, b = {"gt": "lt", "ge": "le"}[op], b, a
     if op == "lt":
-        return (a.high < b.low).double(), (a.low < b.high).double()
+        return a.high < b.low, a.low < b.high
     if op == "le":
-        return (a.high <= b.low).double(), (a.low <= b.high).double()
+        return a.high <= b.low, a.low <= b.high
     apart = (a.high < b.low) | (b.high < a.low)
     same = a.exact & b.exact & (a.low == b.low)
-    return (same.double(), (~apart).double()) if op == "eq" else (apart.double(), (~same).double())
+    return (same, ~apart) if op == "eq" else (apart, ~same)
 
 
 def _logic(op: str, x: list[Bounds]) -> tuple[torch.Tensor, torch.Tensor]:
     if op == "not":
-        return 1 - x[0].high, 1 - x[0].low
+        return ~x[0].high, ~x[0].low
     if op == "xor":
-        exact, value = x[0].exact & x[1].exact, (x[0].low - x[1].low).abs()
-        return torch.where(exact, value, 0), torch.where(exact, value, 1)
-    combine = torch.minimum if op == "and" else torch.maximum
+        exact, value = x[0].exact & x[1].exact, x[0].low ^ x[1].low
+        return exact & value, ~exact | value
+    combine = operator.and_ if op == "and" else operator.or_
     return combine(x[0].low, x[1].low), combine(x[0].high, x[1].high)
 
 
