@@ -19,9 +19,14 @@ from flashlane.bench.measure import drawn
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import KernelSource
+from flashlane.kernels.decode.select import config_of, output_tiles, rows_of, splits_for
+from flashlane.kernels.decode.tables import PREFERRED, SHAPES
+from flashlane.kernels.grid_cost import SMS
 from flashlane.kernels.hopper.arch import L2_MIB, SECTOR
+from flashlane.kernels.hopper.backward.head_swizzle import COMPARED, by_model
 from flashlane.kernels.hopper.backward.kernel import KERNEL as HOPPER_BACKWARD
 from flashlane.kernels.hopper.backward.kernel import hopper_backward
+from flashlane.kernels.makespan import section_sizes
 from flashlane.kernels.mma.attention import source_of
 from flashlane.kernels.triton.attention import SMALLEST_SHARED
 from flashlane.kernels.triton.backward_configs import BackwardConfig, Tile
@@ -29,6 +34,7 @@ from flashlane.kernels.triton.forward_configs import TritonConfig, describable
 
 HOPPER = registry.get("hopper(wgmma+tma)")
 TRITON = registry.get("triton")
+DECODE = registry.get("decode(split-kv)")
 HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 """Those that the Hopper models know."""
 OTHERS = 6
@@ -147,7 +153,11 @@ def hopper_configs(problem: AttentionProblem, direction: str) -> list[Any]:
     if direction == "forward":
         return list(dict.fromkeys((HOPPER.config(problem), *HOPPER.candidates(problem))))
     problem = replace(problem, needs_grad=True)
-    return list(dict.fromkeys((HOPPER_BACKWARD.config(problem), *HOPPER_BACKWARD.candidates(problem))))
+    chosen = HOPPER_BACKWARD.config(problem)
+    heads = problem.kv_heads * problem.batch
+    sections = section_sizes(heads, 1, COMPARED) if by_model(problem) and chosen.design != "split_dkdv_dq" else ()
+    orders = (replace(chosen, heads_per_section=section) for section in sections)
+    return list(dict.fromkeys((chosen, *HOPPER_BACKWARD.candidates(problem), *orders)))
 
 
 def hopper_sources(problem: AttentionProblem, direction: str) -> list[KernelSource]:
@@ -270,10 +280,6 @@ def forward_configs(problem: AttentionProblem, dtype: str) -> list[TritonConfig]
     return [c for c in found if c.shared_memory(problem) <= limit and (not c.descriptors or describable(problem))]
 
 
-def triton_words(config: TritonConfig) -> str:
-    return f"{config.bm}x{config.bn} {config.warps} warps {config.stages} stages" + " tma" * config.descriptors
-
-
 def resident_of(launch: Any) -> int:
     """CTAs of a launch of Triton's that an SM holds."""
     compiled = launch.compiled
@@ -293,16 +299,11 @@ def triton_forward_calls(shape: Shape, device: torch.device, checked: bool = Tru
         variant = (shape.dtype, shape.head_dim, shape.causal, one.splits > 1)
         found.append(
             Candidate(
-                triton_words(config), 0, lambda one=one: one(inputs, out, lse),
+                config.describe(), 0, lambda one=one: one(inputs, out, lse),
                 lambda one=one: (resident_of(one.forward),), variant,
             )
         )  # fmt: skip
     return found, lambda: out.float().flatten()
-
-
-def tile_words(tile: Tile) -> str:
-    words = f"{tile.bm}x{tile.bn} {tile.warps} warps {tile.stages} stages" + " late" * tile.late_dp
-    return words + (f" {tile.registers} registers" if tile.registers else "")
 
 
 def backward_configs(base: BackwardConfig, problem: AttentionProblem, dtype: str) -> Iterator[BackwardConfig]:
@@ -333,14 +334,58 @@ def triton_backward_calls(shape: Shape, device: torch.device, checked: bool = Tr
     variant = (shape.dtype, shape.head_dim, shape.causal)
     for config in backward_configs(backward.config_of(problem, inputs, do, precision), problem, shape.dtype):
         one = backward.prepare(problem, inputs, out, lse, do, None, False, precision, config)
-        words = f"{tile_words(config.key)} | {tile_words(config.query)}" + " tma" * config.descriptors
         found.append(
             Candidate(
-                words, 0, lambda one=one: run(one),
+                config.describe(), 0, lambda one=one: run(one),
                 lambda one=one: (resident_of(one.key), resident_of(one.query)), variant,
             )
         )  # fmt: skip
     return found, lambda: torch.cat([t.float().flatten() for t in (made[0].q, made[0].k, made[0].v)])
+
+
+COLD_BYTES = 128 << 20
+"""K and V of all sets that a decode call goes through in turn: no set finds its own in the L2 cache."""
+MOST_SETS = 40
+
+
+def decode_shapes(seed: int, count: int) -> list[Shape]:
+    """The first drawn decode problems of a seed with head dims of 64 and 128."""
+    cases = (drawn.timed("decode", seed, number) for number in itertools.count())
+    wanted = (case for case in cases if case.head_dim in (64, 128) and case.kv_heads * case.group <= 64)
+    return [shape_of(case) for case in itertools.islice(wanted, count)]
+
+
+def decode_configs(problem: AttentionProblem) -> list[tuple[Any, int | None]]:
+    """Configurations and most splits (None: the rule's): the chosen one, every shape of the tables, other splits."""
+    chosen = DECODE.config(problem)
+    by_rows = [by_load for table in (SHAPES, PREFERRED["sm_90a"]) for _, lines in table for _, by_load in lines]
+    shapes = {shape for by_load in by_rows for of_load in by_load.values() for shape in of_load}
+    tiles = {rows for _, lines in SHAPES for rows, _ in lines}
+    tile = min((rows for rows in tiles if rows >= rows_of(problem)), default=max(tiles))
+    shapes = {s for s in shapes if 16 * s.warps_m == tile}
+    found = [config_of(problem, shape) for shape in sorted(shapes, key=repr)]
+    configs = list(dict.fromkeys((chosen, *(c for c in found if c is not None))))
+    # Other splits of the chosen configuration, over and below what the rule gives.
+    splits = splits_for(problem, chosen, output_tiles(problem, chosen.rows), SMS["sm_90a"] * chosen.min_blocks)
+    more = {max(1, splits // 2), max(1, splits * 3 // 4), splits * 3 // 2, splits * 2} - {splits}
+    others = [(chosen, n) for n in sorted(more) if n <= chosen.max_splits] if not chosen.stream_k else []
+    return [(c, None) for c in configs] + others
+
+
+def decode_calls(shape: Shape, device: torch.device, checked: bool = True) -> Calls:
+    problem, inputs = make(shape, device)
+    out, lse = outputs(problem, inputs)
+    size = 2 * inputs.k.numel() * inputs.k.element_size()
+    count = max(1, min(MOST_SETS, -(-COLD_BYTES // size)))
+    sets = itertools.cycle([inputs, *(make(shape, device)[1] for _ in range(count - 1))])
+
+    def call(config: Any, splits: int | None) -> None:
+        DECODE.run(config, problem, next(sets), out, lse, splits)
+
+    return [
+        Candidate(c.describe() + (f", at most {n} splits" if n else ""), 0, lambda c=c, n=n: call(c, n))
+        for c, n in decode_configs(problem)
+    ], lambda: out.float().flatten()  # fmt: skip
 
 
 MMA_KINDS = tuple(("bf16", d, 2.5e11) for d in (64, 128, 256, 64, 128, 96, 64, 128, 320, 64, 128, 256, 160, 512, 32))
@@ -375,6 +420,13 @@ FAMILIES = {
         lambda seed, count: any_shapes("mma", seed, count, MMA_KINDS),
         mma_calls,
         mma_sources,
+        graphs=True,
+    ),
+    "decode": Family(
+        "choices_decode",
+        decode_shapes,
+        decode_calls,
+        lambda problem: [DECODE.kernel_source(config) for config, _ in decode_configs(problem)],
         graphs=True,
     ),
     "triton_forward": Family(

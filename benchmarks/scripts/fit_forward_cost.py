@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from cost_fit import regrets, set_offsets, told
 from hopper_shapes import Shape, problem_of
 from scipy.optimize import least_squares
 
@@ -35,6 +36,7 @@ from flashlane.kernels.hopper.forward import cost
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.tiles import class_of
 from flashlane.kernels.makespan import makespan, sections_of
+from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
 START = cost.Traffic(
     launch=4.0, excess=0.06, enough=2.5, resident=40.0, unaligned=0.001, unaligned_tile=0.3, few_heads=0.25
@@ -64,16 +66,26 @@ class Row:
     problem: AttentionProblem
     config: HopperConfig
     microseconds: float
-    blocks: cost.TileBlocks
+    blocks: TileBlocks
     name: str
     unit: float
     """Microseconds of an n-block's products at the rate of the tensor cores."""
     offset: float = 0.0
 
+    @property
+    def title(self) -> str:
+        """Of the problem."""
+        return self.problem.describe()[:60]
+
+    @property
+    def words(self) -> str:
+        """Of the configuration."""
+        return self.config.describe()
+
     def time(self, values: np.ndarray, traffic: cost.Traffic) -> float:
         """Predicted microseconds, with coefficients in units of :attr:`unit`."""
         tile, block, masked = np.exp(values) * self.unit
-        costs = self.blocks.costs(cost.Coefficients(tile, block, masked))
+        costs = self.blocks.costs(Coefficients(tile, block, masked))
         heads = self.problem.heads // self.config.pack_gqa * self.problem.batch * self.config.v_slices
         section = min(heads, self.config.heads_per_section or 1)
         busy = makespan(costs, sections_of(heads, section), SMS // self.config.cluster)
@@ -141,50 +153,6 @@ def errors_of(rows: list[Row], values: dict[str, np.ndarray], traffic: cost.Traf
 def spread_of(rows: list[Row], values: dict[str, np.ndarray], traffic: cost.Traffic) -> float:
     """Standard deviation of the errors within problems."""
     return float(np.std(errors_of(rows, values, traffic) - np.array([row.offset for row in rows])))
-
-
-def set_offsets(rows: list[Row], errors: np.ndarray) -> None:
-    """What the fastest candidates of a problem have in common."""
-    by_problem = collections.defaultdict(list)
-    for row, error in zip(rows, errors, strict=True):
-        by_problem[row.number].append((row.microseconds, error, row))
-    for found in by_problem.values():
-        found.sort(key=lambda entry: entry[0])
-        offset = float(np.median([error for _, error, _ in found[:6]]))
-        for _, _, row in found:
-            row.offset = offset
-
-
-def regrets(rows: list[Row], errors: np.ndarray) -> list[tuple[float, Row, Row]]:
-    """Of each problem: the chosen time over the best, the chosen row and the best one; the worst first."""
-    by_problem = collections.defaultdict(list)
-    for row, error in zip(rows, errors, strict=True):
-        by_problem[row.number].append((row.microseconds * math.exp(error), row))
-    found = []
-    for entries in by_problem.values():
-        chosen = min(entries, key=lambda entry: entry[0])[1]
-        best = min((row for _, row in entries), key=lambda row: row.microseconds)
-        found.append((chosen.microseconds / best.microseconds, chosen, best))
-    return sorted(found, key=lambda entry: -entry[0])
-
-
-def told(title: str, rows: list[Row], errors: np.ndarray, worst: int = 0) -> dict[str, float]:
-    """Print and return the summary of a set of rows."""
-    found = regrets(rows, errors)
-    ratios = np.array([ratio for ratio, _, _ in found])
-    within = float(np.std(errors - np.array([row.offset for row in rows])))
-    summary = {
-        "problems": len(found),
-        "candidates": len(rows),
-        "error_within_problems": within,
-        "mean_regret": float(ratios.mean() - 1),
-        "p95_regret": float(np.quantile(ratios, 0.95) - 1),
-        "worst_regret": float(ratios.max() - 1),
-    }
-    print(title, {name: round(value, 4) for name, value in summary.items()}, flush=True)
-    for ratio, chosen, best in found[:worst]:
-        print(f"  {ratio:.3f} {chosen.problem.describe()[:60]}: {chosen.config.describe()} | {best.config.describe()}")
-    return summary
 
 
 def fit_unaligned(rows: list[Row], traffic: cost.Traffic) -> cost.Traffic:

@@ -13,7 +13,12 @@ ALIKE = 32
 
 
 def makespan(costs: Sequence[float], sections: Sequence[int], workers: int, simulated: int = SIMULATED) -> float:
-    """Time until the last of all tiles is done, in the unit of the costs.
+    """Time until the last of all tiles is done, in the unit of the costs; for the arguments see :func:`ends_of`."""
+    return max(ends_of(costs, sections, workers, simulated), default=0.0)
+
+
+def ends_of(costs: Sequence[float], sections: Sequence[int], workers: int, simulated: int = SIMULATED) -> list[float]:
+    """When each worker is done with its last tile, in the unit of the costs, in any order; empty without tiles.
 
     Each worker takes the next tile when it is done with one. The tiles come section by section; inside a section the
     tiles of one cost follow each other, one a head.
@@ -26,7 +31,7 @@ def makespan(costs: Sequence[float], sections: Sequence[int], workers: int, simu
     """
     heads, total = sum(sections), sum(costs)
     if not costs or not heads:
-        return 0.0
+        return []
     runs, count, work = [], 0, 0.0
     for section in reversed(sections):
         for cost in reversed(costs):
@@ -54,7 +59,7 @@ def makespan(costs: Sequence[float], sections: Sequence[int], workers: int, simu
             tiles -= last
         for _ in range(tiles):
             take(ends, ends[0] + cost)
-    return max(ends)
+    return ends
 
 
 def least_makespan(costs: Sequence[float], heads: int, workers: int) -> float:

@@ -10,8 +10,9 @@ import torch
 from flashlane import jit
 from flashlane.bench import make_problem
 from flashlane.core import registry
-from flashlane.kernels.mma.attention import ACCUMULATORS, FAMILIES, SWIZZLES, MmaAttention, Variant
+from flashlane.kernels.mma.attention import MmaAttention
 from flashlane.kernels.mma.config import OUTPUTS
+from flashlane.kernels.mma.variants import ACCUMULATORS, FAMILIES, SWIZZLES, Variant
 from flashlane.kernels.tile_layout import TileLayout
 
 KERNELS = [kernel for kernel in registry.kernels() if isinstance(kernel, MmaAttention)]

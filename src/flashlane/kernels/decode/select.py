@@ -13,7 +13,6 @@ from flashlane.kernels.decode.tables import (
     CLUSTERS,
     PREFERRED,
     SHAPES,
-    SMS,
     TALLEST,
     TMA_CLUSTER,
     Load,
@@ -21,6 +20,7 @@ from flashlane.kernels.decode.tables import (
     Shapes,
     Table,
 )
+from flashlane.kernels.grid_cost import SMS
 from flashlane.kernels.score import ScoreConfig
 
 IN_FLIGHT = 96 << 10

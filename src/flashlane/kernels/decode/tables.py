@@ -78,8 +78,6 @@ PREFERRED: dict[str, Table] = {
 }
 TMA_CLUSTER = 4
 """CTAs of a cluster from which TMA loads keys faster than cp.async."""
-SMS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
-"""SMs of the largest GPU of an architecture: what few output tiles are is decided without a device."""
 
 
 @dataclass(frozen=True)

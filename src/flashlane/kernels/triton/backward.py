@@ -427,18 +427,10 @@ def _launch(
         "WHOLE_K": descriptors or (not problem.varlen and problem.seqlen_k % tile.bn == 0),
         "DESCRIPTORS": descriptors,
         "WIDE": reach >= MAX_OFFSET and not descriptors,
-        "HEADS_FIRST": _heads_first(problem),
+        "HEADS_FIRST": configs.heads_first(problem),
     }
     arguments = {name: given[name] for name in function.arg_names}
     return launch.Launch(function, (programs,), arguments, tile.options())
-
-
-def _heads_first(problem: AttentionProblem) -> bool:
-    """Whether the longest tiles of all heads go first, not those of each head: the last ones then end at one time.
-
-    That pays under a causal mask where tiles take long, as those of f32 do; else a head's tiles share the L2 cache.
-    """
-    return problem.dtype == torch.float32 and problem.window_right >= 0 > problem.window_left
 
 
 def _bias_launch(

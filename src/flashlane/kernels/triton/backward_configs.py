@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashlane.core.problem import VECTOR_BYTES, AttentionProblem
+from flashlane.kernels.grid_cost import SMS
 from flashlane.kernels.score import ScoreConfig
-from flashlane.kernels.triton.forward_configs import SMS
 
 MAX_HEAD_DIM = 256
 MIN_TILE = 16
@@ -38,6 +38,11 @@ class Tile:
     registers: int = 0
     """Most registers of a thread, where more blocks at once are worth a spill; 0 lets the compiler choose."""
 
+    def describe(self) -> str:
+        """For tables: ``64x128 8 warps 2 stages late``; late where dP is."""
+        words = f"{self.bm}x{self.bn} {self.warps} warps {self.stages} stages" + " late" * self.late_dp
+        return words + (f" {self.registers} registers" if self.registers else "")
+
     def options(self) -> dict[str, int]:
         """What Triton's launch takes."""
         limit = {"maxnreg": self.registers} if self.registers else {}
@@ -56,6 +61,10 @@ class BackwardConfig:
     """Load q, k, v and do through tensor descriptors (TMA)."""
     splits: int = 0
     """Splits of the queries of a tile of keys, and of the keys of a tile of queries; 0: what fills the GPU."""
+
+    def describe(self) -> str:
+        """For tables: the tile of dK and dV, and that of dQ."""
+        return f"{self.key.describe()} | {self.query.describe()}" + " tma" * self.descriptors
 
     def shared_memory(self, problem: AttentionProblem, precision: str = "ieee") -> int:
         """Bytes of shared memory of the larger kernel: what it owns, and what is in flight."""
@@ -187,6 +196,14 @@ def splits_of(problem: AttentionProblem, config: BackwardConfig) -> tuple[int, i
         splits(-(-problem.seqlen_k // config.key.bn) * problem.kv_heads * problem.batch, seen_q, config.key.bm),
         splits(-(-problem.seqlen_q // config.query.bm) * problem.heads * problem.batch, seen_k, config.query.bn),
     )
+
+
+def heads_first(problem: AttentionProblem) -> bool:
+    """Whether the longest tiles of all heads go first, not those of each head: the last ones then end at one time.
+
+    That pays under a causal mask where tiles take long, as those of f32 do; else a head's tiles share the L2 cache.
+    """
+    return problem.dtype.itemsize == 4 and problem.window_right >= 0 > problem.window_left
 
 
 def bias_tile(problem: AttentionProblem) -> Tile:

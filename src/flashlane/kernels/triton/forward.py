@@ -21,8 +21,6 @@ from flashlane.kernels.triton.launch import Launch, Tensors
 from flashlane.kernels.triton.score import score_arguments, score_facts, score_tensors
 from flashlane.kernels.triton.sequences import key_arguments, key_facts, sequence_tensors
 
-L2_BYTES = 24 << 20
-"""Bytes of the L2 cache that the keys and values of one section of heads may take."""
 MAX_STRIDE = 1 << 31
 COMBINE_ROWS = 4
 
@@ -143,7 +141,7 @@ def _forward_launch(
         "left": left,
         "right": right,
         "row_tiles": row_tiles,
-        "heads_per_section": min(units, _heads_per_section(problem, pack)),
+        "heads_per_section": min(units, configs.heads_per_section(problem, pack)),
         "BM": config.bm,
         "BN": config.bn,
         "D": problem.head_dim,
@@ -205,12 +203,6 @@ def _window(problem: AttentionProblem) -> tuple[int, int]:
     """Both sides of the window; one that reaches past every key is unbounded, and -1."""
     far = problem.seqlen_q + problem.seqlen_k
     return tuple(-1 if side >= far else side for side in (problem.window_left, problem.window_right))
-
-
-def _heads_per_section(problem: AttentionProblem, pack: int) -> int:
-    """Heads, or packed groups of them, whose keys and values fit the L2 cache; whole groups of a shared head."""
-    size = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize)
-    return max(1, L2_BYTES // size) * problem.group // pack
 
 
 PREPARED_KEPT = 1024

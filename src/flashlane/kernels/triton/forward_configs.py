@@ -12,6 +12,7 @@ import torch
 
 from flashlane.core.problem import VECTOR_BYTES, AttentionProblem
 from flashlane.kernels.features import PAGED
+from flashlane.kernels.grid_cost import SMS
 
 MIN_COLUMNS = 16
 """Narrowest column tile of a head dim that ``tl.dot`` takes."""
@@ -22,8 +23,8 @@ PACKED_ROWS = 64
 SPLIT_KEYS = 256
 """Fewest keys of a split: below, the combine costs more than the parallel programs save."""
 MAX_SPLITS = 64
-SMS = {"sm_80": 108, "sm_86": 84, "sm_87": 16, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
-"""SMs of a large GPU of an architecture; a GPU with others only splits a little less well."""
+L2_BYTES = 24 << 20
+"""Bytes of the L2 cache that the keys and values of one section of heads may take."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class TritonConfig:
     """Tiles of keys in flight, the one worked on included."""
     descriptors: bool = False
     """Load K and V through tensor descriptors (TMA)."""
+
+    def describe(self) -> str:
+        """For tables: ``64x128 4 warps 3 stages tma``."""
+        return f"{self.bm}x{self.bn} {self.warps} warps {self.stages} stages" + " tma" * self.descriptors
 
     def shared_memory(self, problem: AttentionProblem) -> int:
         """Bytes of shared memory: K and V of all stages and Q; an upper estimate."""
@@ -234,3 +239,9 @@ def splits_of(problem: AttentionProblem, config: TritonConfig) -> int:
     if tiles * 4 > sms * 3:
         return 1
     return max(1, min(MAX_SPLITS, 2 * sms // tiles, keys // max(SPLIT_KEYS, config.bn)))
+
+
+def heads_per_section(problem: AttentionProblem, pack: int) -> int:
+    """Heads, or packed groups of them, whose keys and values fit the L2 cache; whole groups of a shared head."""
+    size = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize)
+    return max(1, L2_BYTES // size) * problem.group // pack

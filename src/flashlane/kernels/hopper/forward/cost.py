@@ -11,31 +11,18 @@ import functools
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
 
 from flashlane.core.problem import AttentionProblem
+from flashlane.kernels import tile_cost
 from flashlane.kernels.hopper.arch import L2_MIB, SECTOR, SMS
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig
-from flashlane.kernels.hopper.forward.tile_scheduler import ceil_div, in_sections
+from flashlane.kernels.hopper.forward.tile_scheduler import in_sections
 from flashlane.kernels.hopper.forward.tiles import ShapeClass, TileShape, class_of
 from flashlane.kernels.makespan import least_makespan, makespan, sections_of
+from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
 MATRIX_TFLOPS = 620.0
 """What a shape without coefficients is taken to reach."""
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """Of a shape of a class, in microseconds."""
-
-    tile: float
-    """Of a tile, whatever its blocks."""
-    block: float
-    """Of an n-block."""
-    masked: float
-    """Of an n-block that a mask cuts, beyond ``block``."""
 
 
 @dataclass(frozen=True)
@@ -104,41 +91,9 @@ def products_of(rows: int, keys: int, one: ShapeClass) -> float:
     return 2e-6 * rows * keys * (one.head_dim + one.head_dim_v) / (MATRIX_TFLOPS / SMS)
 
 
-class TileBlocks(NamedTuple):
-    """Of a head's tiles, in the order in which they are taken."""
-
-    blocks: np.ndarray
-    """N-blocks of each."""
-    cut: np.ndarray
-    """How many of them a mask cuts."""
-
-    def costs(self, one: Coefficients, splits: int = 1) -> list[float]:
-        """Microseconds of each tile, or of a part of it where the keys are split."""
-        blocks, cut = self
-        if splits > 1:
-            blocks = -(-blocks // splits)
-            cut = np.minimum(cut, blocks)
-        return (one.tile + one.block * blocks + one.masked * cut).tolist()
-
-
 def blocks_of(problem: AttentionProblem, config: HopperConfig) -> TileBlocks:
     """What the tiles of a head have to walk over."""
-    pack, block_m, block_n = config.pack_gqa, config.block_m, config.block_n
-    m_blocks = ceil_div(problem.seqlen_q * pack, block_m)
-    if problem.window_left < 0 and problem.window_right < 0:
-        blocks, cut = ceil_div(problem.seqlen_k, block_n), int(problem.seqlen_k % block_n > 0)
-        return TileBlocks(np.full(m_blocks, blocks), np.full(m_blocks, cut))
-    shift, left, right = problem.shift, problem.window_left, problem.window_right
-    row = np.arange((m_blocks - 1) * block_m, -1, -block_m)
-    first = row // pack + shift  # the first and the last query, as positions among the keys
-    last = np.minimum((row + block_m - 1) // pack, problem.seqlen_q - 1) + shift
-    low = np.maximum(first - left, 0) if left >= 0 else 0
-    end = np.minimum(last + right + 1, problem.seqlen_k) if right >= 0 else problem.seqlen_k
-    start, stop = low // block_n, -(-end // block_n)
-    blocks = np.where(end > low, stop - start, 0)
-    whole_stop = np.minimum(stop, np.maximum(start, (first + right + 1) // block_n)) if right >= 0 else stop
-    whole_start = np.maximum(start, -(-np.maximum(last - left, 0) // block_n)) if left >= 0 else start
-    return TileBlocks(blocks, np.where(end > low, blocks - np.maximum(whole_stop - whole_start, 0), 0))
+    return tile_cost.blocks_of(problem, config.block_m, config.block_n, config.pack_gqa)
 
 
 class Launch:
