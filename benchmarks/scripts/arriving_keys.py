@@ -316,12 +316,10 @@ def check_lost(case: Case, limit: float) -> dict[str, Any]:
     except Exception as error:
         message = str(error).splitlines()[0]
     seconds = time.monotonic() - start
-    chunk = call.arriving_ranges.chunks.index(
-        next(each for each in call.arriving_ranges.chunks if each.flag == call.pieces[1].flag)
-    )
+    flag = call.pieces[1].flag
     lost = int(transport.lost[0]) - 1
-    return {"ok": bool(message) and lost == chunk and limit <= seconds < limit + 2, "message": message, "lost": lost,
-            "chunk": chunk, "seconds": seconds}  # fmt: skip
+    return {"ok": bool(message) and lost == flag and limit <= seconds < limit + 2, "message": message, "lost": lost,
+            "flag": flag, "seconds": seconds}  # fmt: skip
 
 
 TIMED = {"8k": 16384, "4k": 8192}

@@ -106,7 +106,7 @@ class Arriving(NamedTuple):
     value: int
     """What a flag has when its chunk is there, or more: flags only grow, modulo 2³²."""
     lost: int
-    """Address in host memory of an int32, which becomes one more than the number of a chunk that did not come."""
+    """Address in host memory of an int32, which becomes one more than the flag of a chunk that did not come."""
     seconds: float
     """That a chunk may take; then the kernel ends with an error."""
 

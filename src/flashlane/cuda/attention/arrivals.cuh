@@ -3,7 +3,7 @@
 //
 // The rows of k and v are divided into chunks. A chunk of `own` rows lies in tensors of its own, where it always was. Each of
 // the others is read when its flag has the launch's value: by the warp that loads keys, a lane a chunk. Who waits longer than
-// the limit writes the chunk's name where the host finds it, and traps: the sender is gone.
+// the limit writes which flag it was where the host finds it, and traps: the sender is gone.
 #pragma once
 #include "memory_order.cuh"
 #include "tma.cuh"
@@ -19,7 +19,7 @@ struct ArrivalParams {
     alignas(128) TensorMap own_k, own_v;
     const KeyChunk* chunks;        // at most one a lane; rows of none are there
     const int* flags;              // in memory that copy engines write
-    int* lost;                     // in host memory: one more than the number of a chunk that did not come
+    int* lost;                     // in host memory: one more than the flag of a chunk that did not come
     long long limit;               // nanoseconds that a chunk may take
     int count;                     // chunks
     int value;                     // of a flag whose chunk is there, or less (flags only grow, modulo 2^32)
@@ -72,7 +72,7 @@ struct Arrivals {
         while (load_acquire_system(flag) - p.value < 0) {
             limit.spend();
             if (nanoseconds() - start > p.limit) {
-                *static_cast<volatile int*>(p.lost) = threadIdx.x % WARP + 1;
+                *static_cast<volatile int*>(p.lost) = static_cast<int>(flag - p.flags) + 1;
                 __threadfence_system();
                 __trap();
             }
