@@ -10,6 +10,7 @@ import torch
 
 import flashlane
 from flashlane.integrations.flash_attn import bert_padding, fa2, fa3, fa4, rotary
+from flashlane.integrations.flash_attn.qv import joined
 
 F64 = torch.float64
 
@@ -341,7 +342,68 @@ def test_combine_has_heads_last(module: Any) -> None:
     torch.testing.assert_close(module.flash_attn_combine(outs[:, 0], lses[:, 0])[0], want[0])
 
 
-OF_FA3 = ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk")
+def latent(order: str, *rows: int) -> tuple[torch.Tensor, ...]:
+    """k and v of latent attention, one key/value head: apart, or slices of one tensor."""
+    if order == "apart":
+        return torch.randn(*rows, 1, 8, dtype=torch.float64), torch.randn(*rows, 1, 16, dtype=torch.float64)
+    cache = torch.randn(*rows, 1, 24, dtype=torch.float64)
+    return (cache[..., 16:], cache[..., :16]) if order == "v first" else (cache[..., :8], cache[..., 8:])
+
+
+def with_values(q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of ``(s, h, d)`` with the scores q · k + qv · v, aligned with the last key."""
+    scores = (torch.einsum("qhd,ksd->hqk", q, k) + torch.einsum("qhd,ksd->hqk", qv, v)) * 24**-0.5
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
+    return torch.einsum("hqk,ksd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("order", ["apart", "v first", "k first"])
+def test_queries_against_the_values(order: str) -> None:
+    torch.manual_seed(3)
+    q, qv = torch.randn(2, 5, 3, 8, dtype=torch.float64), torch.randn(2, 5, 3, 16, dtype=torch.float64)
+    k, v = latent(order, 2, 7)
+    want = torch.stack([with_values(*of) for of in zip(q, qv, k, v, strict=True)])
+    torch.testing.assert_close(fa3.flash_attn_func(q, k, v, causal=True, qv=qv), want)
+    cu_q, cu_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (5, 7))
+    flat = [t.flatten(0, 1) for t in (q, k, v)]
+    packed = fa3.flash_attn_varlen_func(*flat, cu_q, cu_k, 5, 7, causal=True, qv=qv.flatten(0, 1))
+    torch.testing.assert_close(packed, want.flatten(0, 1))
+    used = torch.tensor([6, 7], dtype=torch.int32)
+    want = torch.stack([with_values(a, b, c[:n], d[:n]) for a, b, c, d, n in zip(q, qv, k, v, used, strict=True)])
+    torch.testing.assert_close(fa3.flash_attn_with_kvcache(q, k, v, qv=qv, cache_seqlens=used, causal=True), want)
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    k_pages, v_pages = latent(order, 4, 4)
+    k, v = (pages[table.long()].flatten(1, 2) for pages in (k_pages, v_pages))
+    want = torch.stack([with_values(a, b, c[:n], d[:n]) for a, b, c, d, n in zip(q, qv, k, v, used, strict=True)])
+    asked = {"cache_seqlens": used, "page_table": table, "causal": True}
+    torch.testing.assert_close(fa3.flash_attn_with_kvcache(q, k_pages, v_pages, qv=qv, **asked), want)
+    asked |= {"qv": qv.flatten(0, 1), "cu_seqlens_q": cu_q, "max_seqlen_q": 5}
+    found = fa3.flash_attn_with_kvcache(flat[0], k_pages, v_pages, **asked)
+    torch.testing.assert_close(found, want.flatten(0, 1))
+
+
+def test_values_beside_their_keys_are_not_copied() -> None:
+    q, qv = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 16)
+    for order in ("v first", "k first"):
+        k, v = latent(order, 1, 7)
+        both = joined(q.double(), qv.double(), k, v)[1]
+        assert both.shape[-1] == 24 and both.data_ptr() == min(k.data_ptr(), v.data_ptr())
+        assert torch.equal(both, torch.cat([v, k] if order == "v first" else [k, v], -1))
+    k, v = (t.requires_grad_() for t in latent("apart", 1, 7))
+    out = fa3.flash_attn_func(q.double(), k, v, qv=qv.double())
+    assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(out.sum(), (k, v)))
+
+
+def test_queries_against_the_values_that_cannot_be() -> None:
+    q, qv, (k, v) = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 16), latent("apart", 1, 7)
+    with pytest.raises(ValueError, match=r"qv has shape \(1, 2, 3, 8\); with this q and v it must be \(1, 2, 3, 16\)"):
+        fa3.flash_attn_func(q, k.float(), v.float(), qv=q)
+    for name, given in (("k", {"k": k, "v": v}), ("rotary_cos", {"rotary_cos": q})):
+        with pytest.raises(NotImplementedError, match=f"{name} is given with qv"):
+            fa3.flash_attn_with_kvcache(q, k.float(), v.float(), qv=qv, **given)
+
+
+OF_FA3 = ("q_descale", "k_descale", "v_descale", "attention_chunk")
 CU = torch.tensor([0, 4], dtype=torch.int32)
 
 
@@ -355,7 +417,7 @@ CU = torch.tensor([0, 4], dtype=torch.int32)
         ],
         *[
             (lambda q, n=name: fa3.flash_attn_qkvpacked_func(torch.cat([q, q], 2), num_heads_q=2, **{n: q}), name)
-            for name in OF_FA3[1:]
+            for name in OF_FA3
         ],
         *[
             (lambda q, n=name: fa3.flash_attn_with_kvcache(q, q, q, **{n: q}), name)

@@ -1,8 +1,8 @@
 """The names of FlashAttention-3's ``flash_attn_interface`` for flashlane's functions.
 
 ``num_splits`` reaches ``flash_attn_with_kvcache``; the other functions, ``pack_gqa``, ``sm_margin`` and
-``scheduler_metadata`` change no result there and none here. ``qv``, the descales, ``attention_chunk`` and
-``rotary_seqlens`` raise NotImplementedError. Source of the signatures: Dao-AILab/flash-attention, ``hopper``.
+``scheduler_metadata`` change no result there and none here. The descales, ``attention_chunk`` and ``rotary_seqlens``
+raise NotImplementedError. Source of the signatures: Dao-AILab/flash-attention, ``hopper``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from flashlane.api import functional
 from flashlane.api.combine import combine
 from flashlane.integrations.flash_attn import lengths
+from flashlane.integrations.flash_attn.qv import joined
 from flashlane.integrations.flash_attn.refusal import refuse
 
 __all__ = [
@@ -47,9 +48,13 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """:func:`flashlane.flash_attn_func`; returns out, or with ``return_attn_probs`` (out, lse)."""
-    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    """:func:`flashlane.flash_attn_func`; returns out, or with ``return_attn_probs`` (out, lse).
+
+    ``qv`` ``(b, sq, h, dv)`` adds ``qv · v`` to the scores; the default scale is then ``(d + dv) ** -0.5``.
+    """
+    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     asked = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+    q, k = joined(q, qv, k, v)
     return functional.flash_attn_func(q, k, v, **asked, deterministic=deterministic, return_lse=return_attn_probs)
 
 
@@ -116,7 +121,8 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """:func:`flashlane.flash_attn_varlen_func`, of the first ``seqused`` rows of each sequence where they are given."""
-    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    q, k = joined(q, qv, k, v)
     out, lse = lengths.attend(
         q,
         k,
@@ -186,10 +192,15 @@ def flash_attn_with_kvcache(
 ) -> Result:
     """:func:`flashlane.flash_attn_with_kvcache`; packed queries (``cu_seqlens_q``) read a cache that holds their keys.
 
-    With ``return_softmax_lse`` it returns (out, lse).
+    ``qv`` is as in :func:`flash_attn_func`, over caches that hold their keys; side by side in one tensor, v first or k
+    first, these are read where they are, and copied otherwise. With ``return_softmax_lse`` it returns (out, lse).
     """
-    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     refuse(rotary_seqlens=rotary_seqlens, cu_seqlens_k_new=cu_seqlens_k_new)
+    for name, value in (("k", k), ("rotary_cos", rotary_cos)):
+        if qv is not None and value is not None:
+            raise NotImplementedError(f"{name} is given with qv; flashlane takes qv over a cache that holds its keys")
+    q, k_cache = joined(q, qv, k_cache, v_cache)
     asked: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal}
     asked |= {"window_size": window_size, "softcap": softcap}
     if cu_seqlens_q is None:

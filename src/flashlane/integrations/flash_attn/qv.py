@@ -1,0 +1,46 @@
+"""FlashAttention-3's ``qv``, queries against the values: scores are ``q · k + qv · v``, as latent attention has them.
+
+That is attention with the head dims of q and qv, and of k and v, side by side. Keys and values that lie side by side in
+one tensor, as in the cache of latent attention, are read where they are; others are copied together.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def joined(
+    q: torch.Tensor, qv: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q with qv and k with v, ``(…, d + dv)``; as they are without qv.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    if qv is None:
+        return q, k
+    if qv.shape != (*q.shape[:-1], v.shape[-1]):
+        raise ValueError(
+            f"qv has shape {tuple(qv.shape)}; with this q and v it must be {(*q.shape[:-1], v.shape[-1])}: "
+            f"q's axes, then the head dim of v"
+        )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"v has shape {tuple(v.shape)}; all but its head dim must be k's {tuple(k.shape)}")
+    side_by_side = _view(v, k)
+    if side_by_side is not None:
+        return torch.cat([qv, q], -1), side_by_side
+    side_by_side = _view(k, v)
+    return torch.cat([q, qv], -1), torch.cat([k, v], -1) if side_by_side is None else side_by_side
+
+
+def _view(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+    """Both as one, if the rows of the second begin where those of the first end and no gradient is wanted."""
+    if first.requires_grad or second.requires_grad or first.dtype != second.dtype or first.device != second.device:
+        return None
+    together = first.stride() == second.stride() and first.stride(-1) == 1
+    if not together or second.data_ptr() != first.data_ptr() + first.shape[-1] * first.element_size():
+        return None
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return None
+    width = first.shape[-1] + second.shape[-1]
+    return first.as_strided((*first.shape[:-1], width), first.stride(), first.storage_offset())
