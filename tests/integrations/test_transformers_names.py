@@ -78,6 +78,65 @@ print(json.dumps(said))
 """
 
 
+BATCH = """
+import json, sys
+from flashlane.integrations import flash_attn, torch_flex
+flash_attn.install()
+torch_flex.enable()
+
+import torch, transformers
+import transformers.utils.import_utils as found
+from transformers.generation.continuous_batching import cache
+from flashlane.core import registry
+from flashlane.flex import attention
+
+found.is_torch_cuda_available = lambda: True
+cache.get_device_and_memory_breakdown = lambda: (torch.device("cpu"), 4 << 30, 0, 0)  # it asks psutil
+ran = []
+reference = registry.get("reference")
+def noted(*args, _forward=reference.forward, **keywords):
+    ran.append("names")
+    return _forward(*args, **keywords)
+reference.forward = noted
+def attended(*args, _attend=attention.attend):
+    ran.append("flex")
+    return _attend(*args)
+attention.attend = attended
+
+torch.manual_seed(0)
+config = transformers.LlamaConfig(
+    hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
+    vocab_size=97, bos_token_id=1, eos_token_id=96, pad_token_id=0,
+)
+model = transformers.LlamaForCausalLM(config).eval()
+type(model)._flash_attn_can_dispatch = lambda self, **asked: True
+ids = torch.randint(2, 96, (2, 12))
+greedy = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": 96, "pad_token_id": 0}
+prompts = [ids[0], ids[1, :7], ids[1]]
+want = [model.generate(prompt[None], **greedy)[0, len(prompt):].tolist() for prompt in prompts]
+plain = model(ids, labels=ids)
+model.set_attn_implementation("flex_attention")
+flex = model(ids, labels=ids)
+flex.loss.backward()
+calls = {"flex": ran.count("flex"), "error": float((flex.logits - plain.logits).abs().max())}
+calls["gradient"] = float(model.model.layers[0].self_attn.q_proj.weight.grad.norm())
+ran.clear()
+model.set_attn_implementation("flash_attention_2")
+config = transformers.GenerationConfig(**greedy)
+found = model.generate_batch([prompt.tolist() for prompt in prompts], generation_config=config, progress_bar=False)
+calls |= {"batch": [each.generated_tokens for each in found.values()], "want": want, "names": ran.count("names")}
+print(json.dumps(calls))
+"""
+
+
+def test_continuous_batching_and_flex_attention() -> None:
+    done = subprocess.run([sys.executable, "-c", BATCH], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["flex"] == 2 and said["error"] < 1e-5 and said["gradient"] > 0, said
+    assert said["batch"] == said["want"] and said["names"] >= 10, said
+
+
 def check() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
