@@ -242,10 +242,8 @@ def candidates(cell: Cell, operands: Operands, backward: bool) -> dict[str, Call
         base = of.config_of(problem, program, block, mask is not None and program.mask is not None)
         found = {} if packed.NOTES.of(cell_mask) is None else {"lists": base}
         found |= backward_candidates(base, problem) if backward else forward_candidates(base, cell)
-        if "program::tanh(" in base.program:
-            program_text = base.program.replace("program::tanh(", "program::approximate_tanh(")
-            found |= {f"{name}, tanh.approx": replace(c, program=program_text) for name, c in found.items()}
-            found["tanh.approx"] = replace(base, program=program_text)
+        if "approximate_tanh(" in base.program:
+            found["exact tanh"] = replace(base, program=base.program.replace("approximate_tanh(", "program::tanh("))
         sources = [one for config in found.values() for one in (config.sources() if backward else (config.source(),))]
         jit.compile_together(list(dict.fromkeys(sources)), ARCH)
         return found

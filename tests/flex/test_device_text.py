@@ -23,7 +23,7 @@ DRAWN = int(os.environ.get("FLASHLANE_DRAWN_PROGRAMS", "60"))
 def drawn_pair(seed: int, device: str = "cpu") -> tuple[Drawn, Drawn, Program, Arguments]:
     """A drawn score and a drawn mask over f32 tensors, and their program."""
     score, mask = (draw(seed, kind, device, torch.float32) for kind in ("score_mod", "mask_mod"))
-    program, arguments = bind(score.function, mask.function, torch.device(device))
+    program, arguments = bind(score.function, mask.function, score.captured["slope"].device)
     return score, mask, program, arguments
 
 

@@ -50,7 +50,9 @@ def factor_of(root: Expression) -> tuple[float, Expression]:
     return 1.0, root
 
 
-def body(root: Expression, captured: tuple[str, ...], result: str, short: bool = False) -> str:
+def body(
+    root: Expression, captured: tuple[str, ...], result: str, short: bool = False, approximate: bool = False
+) -> str:
     """The statements of a function that returns ``root`` as the type ``result``.
 
     It has p, the pair's b, h, q and kv, its distance, and the product and the scale that make its score.
@@ -60,6 +62,7 @@ def body(root: Expression, captured: tuple[str, ...], result: str, short: bool =
         captured: the type of each captured tensor.
         result: a C++ type.
         short: positions are below 2^22, as those that the attention kernels ask about.
+        approximate: an f32 tanh is that of the special-function unit, with a relative error of 2^-11.
     """
     names: dict[Expression, str] = {}
     negative: dict[Expression, bool] = {}
@@ -72,8 +75,12 @@ def body(root: Expression, captured: tuple[str, ...], result: str, short: bool =
         else:
             name = names[e] = f"v{len(lines)}"
             arguments = [names[operand] for operand in e.operands]
-            loads = e.op == "load"
-            text = _load(e, arguments, captured, negative) if loads else _text(e, arguments, negative, short)
+            if e.op == "load":
+                text = _load(e, arguments, captured, negative)
+            elif approximate and e.op == "tanh" and e.dtype == "f32":
+                text = f"approximate_tanh({arguments[0]})"
+            else:
+                text = _text(e, arguments, negative, short)
             lines.append((name, f"const {C_TYPES[e.dtype]} {name} = {text};"))
     return "\n".join([*_used(lines, {names[root]}), f"        return static_cast<{result}>({names[root]});"])
 

@@ -93,17 +93,33 @@ class Program:
         """The names of the inputs (``score``, ``b``, ``h``, ``q``, ``kv``) that the score or the mask depends on."""
         return inputs_of(self.score, self.mask)
 
+    def header(self, approximate: bool = False) -> str:
+        """CUDA C++ of :data:`HEADER`: ``struct ProgramParams`` and ``struct Program``, scalar and inlined.
+
+        ``Program::score`` takes ``q·k`` and its scale, the pair, and its distance kv − q again, in two parts. What it
+        returns is multiplied by ``FACTOR``. ``derivative`` takes the same, and dS is multiplied by its result.
+
+        Args:
+            approximate: the score's tanh has a relative error of 2^-11, a quarter of bf16's, and not f32's.
+        """
+        if approximate not in self._headers:
+            self._headers[approximate] = self._text(approximate)
+        return self._headers[approximate]
+
     @functools.cached_property
-    def _header(self) -> str:
+    def _headers(self) -> dict[bool, str]:
+        return {}
+
+    def _text(self, approximate: bool) -> str:
         factor, score = (1.0, None) if self.score is None else device_text.factor_of(self.score)
         sizes = {"N": max(1, len(self.captured)), "D": max([1, *(t.ndim for t in self.captured)])}
         types = tuple(t.dtype for t in self.captured)
         identity, one, always = (f"        return {value};" for value in ("product * scale", "1.f", "true"))
         bodies = {
-            "SCORE": identity if score is None else device_text.body(score, types, "float", short=True),
+            "SCORE": identity if score is None else device_text.body(score, types, "float", True, approximate),
             "DERIVATIVE": one
             if self.derivative is None
-            else device_text.body(self.derivative, types, "float", short=True),
+            else device_text.body(self.derivative, types, "float", True, approximate),
             "VISIBLE": always if self.mask is None else device_text.body(self.mask, types, "bool"),
         }
         bodies["FACTOR"] = device_text.literal(factor, "f32")
@@ -119,14 +135,6 @@ class Program:
         for name, e in flags.items():
             text = text.replace(f"@{name}@", "false" if e is None else "true")
         return text
-
-    def header(self) -> str:
-        """CUDA C++ of :data:`HEADER`: ``struct ProgramParams`` and ``struct Program``, scalar and inlined.
-
-        ``Program::score`` takes ``q·k`` and its scale, the pair, and its distance kv − q again, in two parts. What it
-        returns is multiplied by ``FACTOR``. ``derivative`` takes the same, and dS is multiplied by its result.
-        """
-        return self._header
 
     def params(self, arguments: Arguments) -> ctypes.Structure:
         """The header's ``ProgramParams``. It holds addresses: the tensors must outlive the launch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,15 @@ def test_a_bias_of_the_distance_takes_few_instructions(head_dim: int, score: str
         lengths.append((len(loop), config.block_n / 2))
     (plain, scores), (longer, _) = lengths
     assert (longer - plain) / scores <= most, lengths
+
+
+def test_tanh_is_approximate_for_bf16_alone() -> None:
+    program = program_of("tanh", False)
+    for run in (run_forward, run_backward):
+        for dtype, approximate in ((torch.bfloat16, True), (torch.float16, False)):
+            config = run.config_of(replace(problem(128), dtype=dtype), program, None)
+            assert ("approximate_tanh(" in config.program) == approximate != ("program::tanh(" in config.program)
+    assert "approximate_tanh(" not in bits_source(program.header()).headers[0][1]
 
 
 def test_the_kernel_of_bits_compiles() -> None:

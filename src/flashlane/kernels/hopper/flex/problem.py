@@ -27,13 +27,17 @@ class Program(Protocol):
     mask: object | None
     """None where every pair is visible."""
 
+    @property
+    def derivative(self) -> object | None:
+        """Of the score; None where it is 1 everywhere."""
+
     def mask_inputs(self) -> set[str]:
         """Which of ``b``, ``h``, ``q`` and ``kv`` the mask depends on."""
 
     def without_mask(self) -> Program:
         """The score alone."""
 
-    def header(self) -> str:
+    def header(self, approximate: bool = False) -> str:
         """The text of ``program.cuh``."""
 
     def params(self, arguments: Any) -> ctypes.Structure:
@@ -114,11 +118,14 @@ class _NoArguments(ctypes.Structure):
     """``ProgramParams`` of a kernel without a program."""
 
 
-def kernel_header(program: Program, mask_bits: bool) -> str:
-    """The ``program.cuh`` of a kernel: where bits are the mask, the score alone, so that masks share kernels."""
+def kernel_header(program: Program, mask_bits: bool, dtype: torch.dtype) -> str:
+    """The ``program.cuh`` of a kernel: where bits are the mask, the score alone, so that masks share kernels.
+
+    Of bf16 operands a tanh may be approximate, as a soft cap's is (``attention/score.cuh``).
+    """
     if program.score is None and (mask_bits or program.mask is None):
         return ""
-    return program.without_mask().header() if mask_bits else program.header()
+    return (program.without_mask() if mask_bits else program).header(dtype == torch.bfloat16)
 
 
 def kernel_arguments(program: Program, captured: Any, mask_bits: bool) -> ctypes.Structure:

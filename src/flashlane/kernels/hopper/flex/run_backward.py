@@ -68,8 +68,8 @@ def config_of(
     """
     found = tile_of(problem)
     found = replace(
-        found, program=kernel_header(program, mask_bits), block_lists=block is not None, mask_bits=mask_bits,
-        heads_per_section=_section(problem),
+        found, program=kernel_header(program, mask_bits, problem.dtype), block_lists=block is not None,
+        mask_bits=mask_bits, heads_per_section=_section(problem),
         has_left=problem.window_left >= 0, has_right=problem.window_right >= 0, deterministic=problem.deterministic,
     )  # fmt: skip
     if found.shared_memory > shared_limit(ARCH):

@@ -62,10 +62,11 @@ def config_of(
     shape, ctas = tile_of(max(problem.head_dim, problem.head_dim_v), blocks)
     found = HopperConfig(
         problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), has_left=problem.window_left >= 0,
-        has_right=problem.window_right >= 0, program=kernel_header(program, mask_bits), block_lists=block is not None,
-        mask_bits=mask_bits, ctas_per_sm=ctas,
-        heads_per_section=_section(problem),
+        has_right=problem.window_right >= 0, program=kernel_header(program, mask_bits, problem.dtype),
+        block_lists=block is not None, mask_bits=mask_bits, ctas_per_sm=ctas, heads_per_section=_section(problem),
     )  # fmt: skip
+    if mask_bits and program.score is not None and program.derivative is not None:
+        found = replace(found, q_in_registers=False)  # the score and the bits take its registers
     if found.shared_memory > shared_limit(ARCH):
         found = replace(found, stages=2)
     return found
