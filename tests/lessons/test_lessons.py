@@ -13,7 +13,7 @@ CUTS = """
 #include "vector.cuh"
 template <typename Element>
 __device__ constexpr bool cuts_are_right() {
-    using C = Cut<Element, true>;
+    using C = VectorSpan<Element, true>;
     constexpr int COUNT = 16 / sizeof(Element);
     for (u64 address = 0; address < 64; address += sizeof(Element))
         for (int size = 0; size < 40; ++size) {
@@ -30,7 +30,7 @@ extern "C" __global__ void checked() {}
 
 
 def test_cut_covers_an_array_and_aligns_its_packs():
-    """The compiler evaluates the device's own ``Cut`` for addresses and sizes."""
+    """The compiler evaluates the device's own ``VectorSpan`` for addresses and sizes."""
     jit.compile(jit.KernelSource("cuts.cu", CUTS, "checked"), "sm_90a")
 
 

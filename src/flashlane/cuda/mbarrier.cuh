@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx.cuh"
 
-// The barrier of a stage, in an array of barriers.
+// The address of a stage's mbarrier in an array of mbarriers.
 template <typename Index>
 __device__ __forceinline__ u32 barrier_of(u32 barriers, Index stage) {
     return barriers + 8 * stage;
@@ -21,7 +21,7 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// One arrival, and so many bytes that asynchronous copies have to write before the phase completes.
+// One arrival; the phase completes only after asynchronous copies have written `bytes` more bytes.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -59,7 +59,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
     return done;
 }
 
-// Waits until the phase of that parity is complete. A debug build traps after two seconds, so that a hang is an error.
+// Waits until the phase of that parity is complete. A debug build traps after about two seconds, so that a hang is an error.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
 #ifdef FLASHLANE_DEBUG
     const long long start = clock64();
@@ -74,7 +74,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
 #endif
 }
 
-// One arrival on the mbarrier at an address of the cluster's shared memory, after all that this thread did or waited for.
+// One arrival on the mbarrier at an address of the cluster's shared memory, after all writes that are visible to this thread.
 // It costs a fence: without .cluster it would order nothing for a thread of another CTA (PTX ISA, "Morally strong").
 __device__ __forceinline__ void mbarrier_arrive_cluster(u32 address) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");

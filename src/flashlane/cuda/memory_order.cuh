@@ -1,16 +1,16 @@
-// Orders what a thread did before what a thread of another CTA does (PTX ISA, memory consistency model).
+// Loads, stores and fences that order memory accesses between threads of different CTAs (PTX ISA, memory consistency model).
 #pragma once
 #include "ptx.cuh"
 
-// Bounds a wait for other CTAs: in a debug build one that takes seconds is a hang, and traps.
+// Bounds a wait for other CTAs: in a debug build a wait of several seconds traps, so that a hang is an error.
 struct SpinLimit {
 #ifdef FLASHLANE_DEBUG
     const long long start = clock64();
-    __device__ __forceinline__ void spend() const {
+    __device__ __forceinline__ void check() const {
         if (clock64() - start > 8000000000ll) __trap();
     }
 #else
-    __device__ __forceinline__ void spend() const {}
+    __device__ __forceinline__ void check() const {}
 #endif
 };
 
@@ -29,5 +29,5 @@ __device__ __forceinline__ void store_release(int* to, int x) {
 }
 // Makes a relaxed load before it an acquire.
 __device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// Orders what TMA did for other threads before what it does for this thread.
+// Orders TMA's accesses to device memory for other threads before its accesses for this thread.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

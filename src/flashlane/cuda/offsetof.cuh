@@ -1,5 +1,5 @@
-// offsetof as a constant: NVRTC has neither <cstddef> nor the compilers' built-in of that name, but the intrinsic of its front
-// end by which <cstddef> would define it.
+// offsetof as a constant expression. NVRTC has no <cstddef> and no __builtin_offsetof; its front end has the intrinsic by which
+// <cstddef> defines offsetof.
 #pragma once
 
 #ifndef offsetof

@@ -1,4 +1,4 @@
-// What the kernels of the mma, decode and fa1 families are given. flashlane.kernels.params mirrors the struct.
+// The parameters of the kernels of the mma, decode and fa1 families. flashlane.kernels.params mirrors the struct.
 #pragma once
 
 // Strides are counted in elements and are 64 bits wide; q is (batch, row, head, column), and so on. The output's
@@ -16,6 +16,6 @@ struct AttentionParams {
     int seqlen_q, seqlen_k, head_dim, head_dim_v;
     int window_left, window_right, shift;
     int q_blocks, heads_per_section;
-    float scale_log2;  // scale · log2(e), or what is left of it after the fold
-    float q_fold;      // power of two multiplied into Q, exactly, before an f16 product can overflow
+    float scale_log2;  // scale · log2(e) / q_fold
+    float q_fold;      // a power of two by which Q is multiplied, exactly, so that f16 products do not overflow
 };

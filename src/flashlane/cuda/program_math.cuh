@@ -1,5 +1,5 @@
-// The operations of score and mask programs that C++ has not, or has otherwise than torch. flashlane.flex.device_text
-// writes calls of them. Python's floor division and remainder are torch's too.
+// Operations of score and mask programs that C++ lacks, or defines differently from torch. flashlane.flex.device_text
+// writes calls of them. Floor division and remainder are those of torch, which are Python's, too.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -14,15 +14,15 @@ template <typename T>
 __device__ __forceinline__ T read(const T* from) { return *from; }
 __device__ __forceinline__ float read(const __half* from) { return __half2float(*from); }
 __device__ __forceinline__ float read(const __nv_bfloat16* from) { return __bfloat162float(*from); }
-// Exact for |x| < 2^22. A conversion runs at the rate of the special functions, of which exponentials need all.
+// Exact for |x| < 2^22. A conversion instruction would compete with the exponentials for the special-function unit.
 __device__ __forceinline__ float float_of_position(int x) { return __int_as_float(0x4b400000 + x) - 12582912.f; }
 
-// kv − q of a pair: that of a thread's first pair in a row, and what is added to it, a number that the compiler knows. Both are
-// positions, so that their sum is exact.
+// kv − q of a pair: that of the thread's first pair in the row, plus a constant that the compiler knows. Both are integers below
+// 2^22, so that their sum is exact.
 struct Distance {
     float first, rest;
     __device__ __forceinline__ float value() const { return first + rest; }
-    // Times a factor of all pairs of a row: the first product is made once, and each pair takes one operation.
+    // Times a factor that all pairs of a row share: the first product is computed once, and each pair takes one FFMA.
     __device__ __forceinline__ float times(float factor) const { return fmaf(factor, rest, factor * first); }
 };
 __device__ __forceinline__ float rounded_to_f16(float x) { return __half2float(__float2half_rn(x)); }

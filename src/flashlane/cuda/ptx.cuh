@@ -1,4 +1,4 @@
-// Instructions that CUDA C++ has no word for, one function each, named as the PTX ISA names them.
+// PTX instructions that CUDA C++ does not expose, one function each, named as in the PTX ISA.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -46,14 +46,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
                  : "memory");
 }
 
-// Returns when a register has what was loaded to it from shared memory. An arrival on a barrier does not wait for a load that
-// was issued before it: the load may stand behind stores to device memory, and whoever waits for the arrival would write the
-// memory that is still to be read.
+// Returns when a load from shared memory to this register is complete. An arrival on a barrier does not wait for a load that was
+// issued before it: the load may be queued behind stores to device memory, and a thread that waits for the arrival could overwrite
+// the memory before it is read.
 __device__ __forceinline__ void wait_for_load(u32 x) {
-    // Only an instruction that reads the register waits. The compiler keeps this sleep, which takes no time.
+    // Only an instruction that reads the register waits for the load. The compiler keeps this one, a sleep of no time.
     asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x80000001; @p nanosleep.u32 0; }" ::"r"(x) : "memory");
 }
-// The same for registers of loads of 16 bytes, of which one in four is looked at.
+// The same for the registers of 16-byte loads; one register of each load is read.
 template <int N>
 __device__ __forceinline__ void wait_for_loads(const u32 (&r)[N]) {
     u32 all = r[0];
@@ -128,9 +128,9 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
-// Programmatic dependent launch (PTX ISA, griddepcontrol). A launch that was told to overlap the one before it (flashlane.jit)
-// may begin once all CTAs of that one have called griddepcontrol_launch_dependents() or ended. It sees what that one wrote after
-// griddepcontrol_wait(), which waits for its end. Both do nothing in any other launch.
+// Programmatic dependent launch (PTX ISA, griddepcontrol). A launch with that attribute (flashlane.jit: `overlapped`) may begin once
+// all CTAs of the previous launch have called griddepcontrol_launch_dependents() or ended. It sees what the previous launch wrote
+// only after griddepcontrol_wait(), which waits for its end. In any other launch both do nothing.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// Copying tiles between device and shared memory.
+// Copies of tiles from device to shared memory, and a transpose among the lanes of a quad.
 #pragma once
 #include "mma.cuh"
 #include "swizzle.cuh"
@@ -13,7 +13,7 @@ struct View {
     int columns;
 };
 
-// Start copying ROWS × COLUMNS elements from a row and a column on; what lies outside the view becomes zeros.
+// Starts to copy ROWS × COLUMNS elements from a row and a column on; elements outside the view become zeros.
 // VECTOR: rows are contiguous and start on 16 bytes, so chunks go by cp.async; otherwise element by element.
 // Every thread stays in one column of chunks, and steps by a constant number of rows.
 template <typename Layout, int ROWS, int COLUMNS, int THREADS, bool VECTOR, typename Element>
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_tile(u32 tile, const View<Element>& view, i
     }
 }
 
-// Transpose 4 words among the 4 lanes of a quad: afterwards lane t holds word t of lanes 0..3, in order.
+// Transposes 4 words among the 4 lanes of a quad: afterwards lane t holds word t of lanes 0 to 3, in order.
 __device__ __forceinline__ void transpose_quad(u32 (&word)[4]) {
     const int lane = threadIdx.x % 4;
 #pragma unroll
@@ -55,9 +55,9 @@ __device__ __forceinline__ void transpose_quad(u32 (&word)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (i & step) continue;
-            const u32 give = upper ? word[i] : word[i | step];
-            const u32 take = __shfl_xor_sync(0xffffffffu, give, step);
-            (upper ? word[i] : word[i | step]) = take;
+            const u32 sent = upper ? word[i] : word[i | step];
+            const u32 received = __shfl_xor_sync(0xffffffffu, sent, step);
+            (upper ? word[i] : word[i | step]) = received;
         }
     }
 }

@@ -11,7 +11,7 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Loads the box at coordinates (innermost first) to shared memory; the mbarrier counts its bytes. Outside the tensor are zeros.
+// Loads the box at coordinates (innermost first) to shared memory; the mbarrier counts its bytes. Elements outside the tensor are 0.
 __device__ __forceinline__ void tma_load(u32 destination, const TensorMap& map, u32 barrier, int c0, int c1, int c2,
                                          int c3) {
     asm volatile(
@@ -40,7 +40,8 @@ __device__ __forceinline__ void tma_load(u32 destination, const TensorMap& map, 
         : "memory");
 }
 
-// Contiguous bytes, a multiple of 16 at addresses of 16 (PTX ISA, cp.async.bulk and cp.reduce.async.bulk).
+// Copies of contiguous bytes: a multiple of 16 bytes, at addresses that are multiples of 16 (PTX ISA, cp.async.bulk and
+// cp.reduce.async.bulk).
 __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      destination),
@@ -56,6 +57,7 @@ __device__ __forceinline__ void bulk_copy(u32 destination, u32 source, u32 bytes
                  : "memory");
 }
 
+// Adds floats of this CTA's shared memory to floats in device memory, as part of this thread's current bulk group.
 __device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
                  "r"(source), "r"(bytes)
@@ -64,6 +66,6 @@ __device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 byt
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Wait for this thread's groups: until shared memory may be written again; until the results are in device memory.
+// Waits for this thread's bulk groups: until their shared memory may be written again; until their results are in device memory.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

@@ -1,4 +1,4 @@
-// 128-bit access to arrays whose start and length are anything: a few single elements, 16-byte vectors, a few more.
+// 128-bit accesses to arrays of any start and length: single elements up to a 16-byte boundary, then vectors, then single elements.
 #pragma once
 #include "mma.cuh"
 
@@ -8,14 +8,14 @@ struct Convert<float> {
     static __device__ __forceinline__ float from_float(float x) { return x; }
 };
 
-// In asm, as the compiler may split the store of an array that lives in registers.
+// In asm, because the compiler may split the store of an array that it keeps in registers.
 __device__ __forceinline__ void store_global(void* destination, uint4 value) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(value.x), "r"(value.y),
                  "r"(value.z), "r"(value.w)
                  : "memory");
 }
 
-// Elements that are read and written at once.
+// SIZE elements that one instruction reads or writes.
 template <typename Element, int SIZE>
 struct alignas(SIZE * sizeof(Element)) Vector {
     static constexpr int COUNT = SIZE;
@@ -39,14 +39,14 @@ constexpr int VECTOR_SIZE = PACKED ? 16 / int(sizeof(Element)) : 1;
 // Parts of an array:       | head: < 1 vector, up to a 16-byte boundary | vectors | tail: < 1 vector |
 // Without packing every element is a vector.
 template <typename Element, bool PACKED>
-struct Cut {
+struct VectorSpan {
     using Full = Vector<Element, VECTOR_SIZE<Element, PACKED>>;
     using Single = Vector<Element, 1>;
     long long vectors, size;
     int head;
 
-    __device__ __forceinline__ Cut(const Element* data, long long size_) : Cut(reinterpret_cast<u64>(data), size_) {}
-    __device__ __forceinline__ constexpr Cut(u64 address, long long size_)
+    __device__ __forceinline__ VectorSpan(const Element* data, long long size_) : VectorSpan(reinterpret_cast<u64>(data), size_) {}
+    __device__ __forceinline__ constexpr VectorSpan(u64 address, long long size_)
         : vectors((size_ - head_of(address, size_)) / Full::COUNT), size(size_), head(head_of(address, size_)) {}
     // Elements before the first 16-byte boundary.
     static __device__ __forceinline__ constexpr int head_of(u64 address, long long size) {
@@ -68,7 +68,7 @@ struct Cut {
             if (end < size) one.load(data + end), body(one, end);
         }
     }
-    // The same for each vector and each single element, dealt out to `threads` threads.
+    // The same for each vector and each single element, divided among `threads` threads.
     template <typename Body>
     __device__ __forceinline__ void for_all(const Element* data, int thread, int threads, const Body& body) const {
         for_edges(data, thread, body);

@@ -3,7 +3,7 @@
 // Wgmma<N>, which flashlane.kernels.hopper.wgmma writes for the sizes that a configuration needs, has
 //     ss(d, a, b, accumulate)      A and B in shared memory, both with k innermost (d += A·Bᵀ of row-major A and B)
 //     ss_mt(d, a, b, accumulate)   A with m innermost (d += Aᵀ·Bᵀ of row-major A and B)
-//     ss_first, ss_mt_first        d = the product: what d held is dead, so its registers are free until then
+//     ss_first, ss_mt_first        d = the product: the old value of d is not read, so its registers are free until then
 //     rs(d, a, b, accumulate)      A in registers
 //     rs_mn(d, a, b, accumulate)   A in registers, B with n innermost (d += A·B of a row-major B)
 //
@@ -14,7 +14,7 @@
 #include "ptx.cuh"
 #include "wgmma_shapes.cuh"
 
-// Registers written before are seen by the products that follow.
+// Makes register writes before it visible to the products after it.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -26,7 +26,7 @@ __device__ __forceinline__ void fence_registers(float (&r)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
 
-// Wait until at most PENDING groups are in flight; `r` are accumulators of one that is then done.
+// Waits until at most PENDING groups are in flight; `r` are accumulators of one that is then complete.
 template <int PENDING, int N>
 __device__ __forceinline__ void wgmma_wait(float (&r)[N]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -44,7 +44,7 @@ __device__ __forceinline__ u64 wgmma_n_inner(u32 address, u32 chunk_bytes) {
     return (u64(1) << 62) | (u64(1024 >> 4) << 32) | (u64(chunk_bytes >> 4) << 16) | u64((address & 0x3FFFF) >> 4);
 }
 
-// Registers of a thread from here on. All four warps of a warpgroup call it with the same count.
+// Decreases or increases the registers of each thread to COUNT. All four warps of a warpgroup call it with the same COUNT.
 template <int COUNT>
 __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));

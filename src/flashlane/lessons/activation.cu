@@ -36,7 +36,7 @@ struct HardSwish {
 #include "config.cuh"  // names one of the operations
 
 using Element = cfg::Element;
-using Slice = Cut<Element, cfg::PACKED>;
+using Slice = VectorSpan<Element, cfg::PACKED>;
 constexpr int UNROLL = cfg::UNROLL, THREADS = cfg::THREADS;
 
 // Mirrored by flashlane.lessons.activation.ActivationParams.

@@ -10,7 +10,7 @@
 #include "vector.cuh"
 
 using Element = cfg::Element;
-using Slice = Cut<Element, cfg::PACKED>;
+using Slice = VectorSpan<Element, cfg::PACKED>;
 constexpr int THREADS = cfg::THREADS, WARPS = cfg::WARPS_PER_ROW, ROWS = THREADS / (WARP * WARPS);
 constexpr int KEEP = cfg::KEEP;  // vectors of a row that a thread holds
 constexpr float LOG2_E = 1.4426950408889634f;

@@ -1,9 +1,9 @@
-// Lists of blocks: what a tile walks over where its mask is no range of blocks. A forward tile has n-blocks, a backward tile of
-// keys the m-blocks that see them. flashlane.kernels.hopper.flex.lists makes them and mirrors BlockLists.
+// Lists of blocks: the blocks that a tile steps through where its mask is not a range of blocks. A forward tile has a list of n-blocks,
+// a backward tile a list of the m-blocks that see its keys. flashlane.kernels.hopper.block_lists builds them and mirrors BlockLists.
 #pragma once
 #include "ptx.cuh"
 
-// What 64 rows of a tile see of a block.
+// How much of a block 64 rows of a tile see: nothing, a part, or all of it.
 enum BlockState { BLOCK_NONE, BLOCK_PARTIAL, BLOCK_FULL };
 
 // The bits of a mask, in units of 64 queries and 64 keys. A unit that is neither hidden nor visible as a whole has a slot; a slot
@@ -28,8 +28,8 @@ struct MaskBits {
     }
 };
 
-// An entry: a block; its state for each 64 rows of up to four of the tile, two bits each; and for each whether it is the last one in
-// which they see anything, in the order in which the forward walks over the list.
+// An entry of a list: a block; its state for each of up to four groups of 64 rows of the tile, two bits each; and for each group
+// whether it is the last block in which they see anything, in the order in which the forward steps through the list.
 struct ListedBlock {
     int word;
 
@@ -45,7 +45,7 @@ struct BlockLists {
     const int2* order;             // (batch, tile head, position): a tile, and the steps that it takes
     int batch, head;               // from one batch row or head to the next, in tiles: 0 where all have the same lists
     int order_batch, order_head;   // of `order`, in positions
-    int pitch;                     // entries that a tile has room for
+    int pitch;                     // entries allocated for each tile
     MaskBits bits;
 
     __device__ __forceinline__ long long row(int of_batch, int of_head, int tile) const {

@@ -23,18 +23,18 @@ struct WindowMask {
         return min(seqlen_k, query + shift + window_right + 1);
     }
 
-    // Whether some pair of `keys` keys and `queries` queries, from these ones on, does not see each other.
-    __device__ __forceinline__ bool cuts(int first_key, int keys, int first_query, int queries) const {
+    // Whether some of `queries` queries from first_query on does not see some of `keys` keys from first_key on.
+    __device__ __forceinline__ bool needs_mask(int first_key, int keys, int first_query, int queries) const {
         static_assert(LEFT != Side::RUN_TIME && RIGHT != Side::RUN_TIME);
         const int aligned = first_query + shift;
-        bool cut = first_key + keys > seqlen_k;
-        if (RIGHT == Side::BOUNDED) cut = cut || first_key + keys - 1 > aligned + window_right;
-        if (LEFT == Side::BOUNDED) cut = cut || first_key < aligned + queries - 1 - window_left;
-        return cut;
+        bool hidden = first_key + keys > seqlen_k;
+        if (RIGHT == Side::BOUNDED) hidden = hidden || first_key + keys - 1 > aligned + window_right;
+        if (LEFT == Side::BOUNDED) hidden = hidden || first_key < aligned + queries - 1 - window_left;
+        return hidden;
     }
 };
 
-// Both sides decided when the kernel runs: the kernels that ship without a build for each mask.
+// Both sides are decided when the kernel runs, for kernels that have no build for each mask.
 using Mask = WindowMask<Side::RUN_TIME, Side::RUN_TIME>;
 
 // ---- scores of m16n8 and m64nN accumulators. Accumulator i of a thread is in column 8·(i / 4) + i % 2 relative to the
@@ -75,14 +75,14 @@ __device__ __forceinline__ void mask_scores_transposed(float (&s)[N], const Wind
     }
 }
 
-// score = −∞ unless distance < visible. In asm, as the compiler would carry the predicates of a skipped mask along.
+// score = −∞ unless distance < visible. In asm, because the compiler would otherwise keep predicates where the mask is skipped.
 __device__ __forceinline__ void mask_outside(float& score, u32 distance, u32 visible) {
     asm volatile("{ .reg .pred p; setp.ge.u32 p, %1, %2; @p mov.f32 %0, 0fFF800000; }"
                  : "+f"(score)
                  : "r"(distance), "r"(visible));
 }
 
-// The scores of one of a thread's two rows, whose query sees the keys first <= key < end; `key` is the thread's first one.
+// Masks the scores of one of a thread's two rows, whose query sees the keys first <= key < end; `key` is the thread's first one.
 template <int N>
 __device__ __forceinline__ void mask_row(float (&s)[N], int half, int first, int end, int key) {
     const u32 visible = max(end - first, 0), distance = key - first;

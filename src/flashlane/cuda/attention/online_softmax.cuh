@@ -1,11 +1,11 @@
 // Row maximum and row sum of the online softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1), in base 2.
 //
-// Lazy rescaling: the old row maximum is kept until a score exceeds it by 2^RESCALE_THRESHOLD, so that O is rarely rescaled
-// (FlashAttention-4). P then stays within 2^8, which f16 holds.
+// Rescale threshold: the old row maximum is kept until a score, in base 2, exceeds it by more than RESCALE_THRESHOLD, so that O is
+// rarely rescaled (FlashAttention-4). P then stays within 2^8, which f16 can represent.
 #pragma once
 #include "math.cuh"
 
-constexpr float RESCALE_THRESHOLD = 8.f;  // in powers of two
+constexpr float RESCALE_THRESHOLD = 8.f;  // of scores in base 2
 
 // Reductions over the four lanes that share the rows of an accumulator tile.
 __device__ __forceinline__ float quad_max(float x) {
@@ -18,15 +18,15 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// LSE in base 2 to the natural logarithm; a row that saw no key has −∞.
+// The LSE as a natural logarithm, from a maximum in base 2; −∞ for a row that saw no key.
 __device__ __forceinline__ float natural_lse(float max_log2, float sum) {
     return sum > 0.f ? (max_log2 + log2f(sum)) * LN_2 : -INF;
 }
 
 // Replaces a row's maximum by `found`, the maximum of its new scores, if that exceeds it by more than the threshold. Returns
-// what O and the sums so far are multiplied by; `grew` becomes true where that is not 1.
+// the factor by which O and the sum so far are multiplied; `grew` becomes true where it is not 1.
 //
-// (−∞ for the old one: any score replaces it. −∞ for both: the difference is not a number, and nothing does.)
+// (If the old maximum is −∞, any score replaces it. If both are −∞, their difference is NaN and the old one stays.)
 __device__ __forceinline__ float update_row_max(float& row_max, float found, float scale_log2, float threshold, bool& grew) {
     const float old = row_max;
     const bool update = (found - old) * scale_log2 > threshold;
@@ -45,7 +45,7 @@ __device__ __forceinline__ float row_max(const float (&s)[N], int half) {
     return found;
 }
 
-// The scores of that row become 2^((S − max) · scale), and are added to the sum.
+// Turns the scores of one of a thread's two rows into 2^((S − max) · scale), and adds them to the sum.
 template <int N>
 __device__ __forceinline__ void exponentiate_row(float (&s)[N], int half, float max, float scale_log2, float& sum) {
     const float offset = max == -INF ? 0.f : max * scale_log2;
@@ -61,15 +61,15 @@ __device__ __forceinline__ void exponentiate_row(float (&s)[N], int half, float 
 
 // Maximum and sum of a thread's two rows, over the thread's own columns, and the softmax of one block of N accumulators.
 //
-// This form has its own update: a block without a masked score needs no test for −∞, and the maxima of even and odd columns
-// run side by side.
+// This form does not use update_row_max: a block without a masked score needs no test for −∞, and two independent chains take
+// the maxima of even and of odd columns.
 struct RowSoftmax {
-    float max[2], sum[2];          // of the scores as they come
+    float max[2], sum[2];          // in the scores' own unit, before the scale
 
     __device__ __forceinline__ void reset() { max[0] = max[1] = -INF, sum[0] = sum[1] = 0.f; }
 
-    // New row maxima. `alpha`: what O and the sums so far are multiplied by; `bias`: what the exponent adds. OFFSET: the scores lack
-    // `offset[half]`.
+    // Updates the row maxima. `alpha`: the factor of O and of the sums so far; `bias`: the term that the exponent adds. OFFSET: the
+    // row's scores are s + offset[half].
     template <bool MASKED, bool OFFSET, int N>
     __device__ __forceinline__ void update_max(const float (&s)[N], float scale, const float (&offset)[2], float (&alpha)[2],
                                                float (&bias)[2]) {
@@ -95,7 +95,7 @@ struct RowSoftmax {
         }
     }
 
-    // S becomes P = 2^(S · scale + bias), not yet divided by its sum. SCALED: the scale is in S already.
+    // Turns S into P = 2^(S · scale + bias), not yet divided by its sum. SCALED: S contains the scale already.
     template <bool SCALED, int N>
     __device__ __forceinline__ void exponentiate(float (&s)[N], float scale_log2, const float (&alpha)[2], const float (&bias)[2]) {
         float block_sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
@@ -110,10 +110,10 @@ struct RowSoftmax {
     }
 };
 
-// Maximum (base 2) and sum of 2^(score − maximum) of the keys that a split of a row has.
+// Maximum (base 2), and sum of 2^(score − maximum), of a row's scores in one split of its keys.
 struct PartialSoftmax {
     float max, sum;
 
-    // What a split counts for in a whole with the largest score `all`; 0 for a split, or a whole, without a score.
+    // The factor of this split's results in a combination whose maximum is `all`; 0 for a split without a score.
     __device__ __forceinline__ float weight(float all) const { return max == -INF ? 0.f : ex2(max - all); }
 };

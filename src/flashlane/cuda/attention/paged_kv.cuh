@@ -73,9 +73,9 @@ struct PagedRows {
     long long page, row, head;
 };
 
-// Copies a warp's share of a block's rows by cp.async, for pages that no TMA box fits: one lane finds where a row lies, then
-// eight lanes copy 128 bytes of it. VECTORS of 16 bytes are written to each row; what is past `columns`, or past the last
-// key, becomes zeros. Rows lie in chunks of 128 bytes, swizzled, CHUNK_BYTES a chunk.
+// Copies one warp's rows of a block by cp.async, for pages that no TMA box fits: one lane finds where a row lies, then eight lanes
+// copy 128 bytes of it. VECTORS vectors of 16 bytes are written to each row; elements past `columns` or past the last key become
+// zeros. Rows lie in swizzled chunks of 128 bytes; chunks are CHUNK_BYTES apart.
 template <typename Element, int BLOCK_N, int WARPS, int VECTORS, int CHUNK_BYTES, typename Seqlen>
 __device__ __forceinline__ void gather_rows(const SeqlenParams& p, const Seqlen& sequence, const PagedRows& from, u32 destination,
                                             int n_block, int head, int warp, int column, int columns) {
@@ -107,8 +107,8 @@ __device__ __forceinline__ void gather_rows(const SeqlenParams& p, const Seqlen&
     }
 }
 
-// Copies a block's rows by TMA, by a warp: a box is BOX_ROWS rows of a page and a chunk of columns. What lies outside the map
-// becomes zeros, and so does what lies past the last key: its page may not exist.
+// Copies a block's rows by TMA; all lanes of a warp call it. A box is BOX_ROWS rows of a page and a chunk of columns. Elements outside
+// the map become zeros. Boxes past the last key, whose page may not exist, are read from outside the map.
 template <int BLOCK_N, int BOX_ROWS, int CHUNKS, int CHUNK_BYTES, typename Seqlen>
 __device__ __forceinline__ void load_pages(const SeqlenParams& p, const Seqlen& sequence, const TensorMap& map, u32 destination,
                                            u32 barrier, int n_block, int head, int lane, int column) {

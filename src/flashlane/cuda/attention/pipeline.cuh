@@ -2,7 +2,7 @@
 #pragma once
 #include "mbarrier.cuh"
 
-// The state is stored: an index and a phase. A consumer waits for `phase`, a producer for `phase ^ 1`.
+// A stored state: an index and a phase. A consumer waits for `phase`, a producer for `phase ^ 1`.
 template <int STAGES>
 struct PipelineState {
     int index = 0;

@@ -1,5 +1,5 @@
-// What is done to scores between Q·Kᵀ and the softmax. flashlane.kernels.score is the Python side: it gives the constants
-// and mirrors ScoreParams.
+// The score modifiers, which are applied between Q·Kᵀ and the softmax. flashlane.kernels.score is the Python side: it gives the
+// constants and mirrors ScoreParams.
 //
 // In base 2: score · scale, or softcap · tanh(score · scale / softcap) under a soft cap; then minus slope · |i + shift − j|
 // of ALiBi, for query i and key j. A sink is one more logit of each row of its head; it has no value.
@@ -19,7 +19,7 @@ struct ScoreParams {
     float softcap_log2;            // softcap · log2(e); 0 without a cap
 };
 
-// A kernel is compiled for the modifiers that a call has. AT_RUN_TIME it is compiled for all, and the parameters tell which
+// A kernel is compiled for the modifiers that a call has. With AT_RUN_TIME it is compiled for all of them, and the parameters say which
 // ones the call has: no cap where softcap_log2 is 0, no slopes and no sinks where the pointers are null.
 template <bool SOFTCAP_, bool ALIBI_, bool SINKS_, bool AT_RUN_TIME, typename Operand>
 struct ScoreTransform {
@@ -29,9 +29,9 @@ struct ScoreTransform {
     // Whether the backward multiplies dS by the derivative of a score; whether a score depends on i + shift − j.
     static constexpr bool HAS_DERIVATIVE = SOFTCAP, HAS_DISTANCE = ALIBI;
 
-    // Whether transformed scores keep a unit of their own, with which the exponent's FFMA multiplies them.
+    // Whether the last factor of the scores (see late_scale) is left to the exponent's FFMA.
     static constexpr bool LATE_SCALE = !TRANSFORMED || !(AT_RUN_TIME || (SOFTCAP && ALIBI));
-    // What the maximum and the exponent multiply scores by.
+    // The factor by which the maximum and the exponent multiply scores.
     static __device__ __forceinline__ float late_scale(const ScoreParams& p) {
         return !LATE_SCALE ? 1.f : SOFTCAP ? p.softcap_log2 : p.scale_log2;
     }
@@ -51,8 +51,8 @@ struct ScoreTransform {
         derivative = fmaf(-tanh, tanh, 1.f);
         return p.softcap_log2 * tanh;
     }
-    // The same score alone. AT_RUN_TIME exact to f32, as decode waits for memory anyway, and by a division: with a reciprocal,
-    // its TMA tile of 2x4x32 keys in clusters of 8 (head dim 128, 168 registers) spills 32 bytes, and no tile spills with this.
+    // The score without its derivative. AT_RUN_TIME is exact to f32, since memory bounds decode, and divides: with a reciprocal its TMA
+    // tile 2x4x32 in clusters of 8 (head dim 128, 168 registers) spills 32 bytes; with a division no tile spills.
     static __device__ __forceinline__ float scaled(const ScoreParams& p, float score) {
         if constexpr (AT_RUN_TIME) {
             if (p.softcap_log2 > 0.f) return p.softcap_log2 * (1.f - __fdividef(2.f, 1.f + ex2(score * p.softcap_in)));
@@ -62,7 +62,7 @@ struct ScoreTransform {
             return scaled(p, score, unused);
         }
     }
-    // The derivative again, of a score that is capped, where registers are too short to keep it; 0 where a mask left −∞.
+    // The derivative, recomputed from a capped score where there are no registers to keep it; 0 where a mask left −∞.
     static __device__ __forceinline__ float inverse_cap(const ScoreParams& p) { return reciprocal(p.softcap_log2); }
     static __device__ __forceinline__ float derivative_of_capped(float score, float inverse) {
         const float tanh = fmaxf(score * inverse, -1.f);
@@ -74,12 +74,12 @@ struct ScoreTransform {
         return score;
     }
 
-    // The slope of a head, in base 2; 0 without.
+    // The ALiBi slope of a head, in base 2; 0 without slopes.
     static __device__ __forceinline__ float slope(const ScoreParams& p, int batch, int head) {
         if (!ALIBI || (AT_RUN_TIME && p.alibi == nullptr)) return 0.f;
         return p.alibi[batch * p.alibi_batch + (AT_RUN_TIME ? head * p.alibi_head : head)] * LOG2_E;
     }
-    // The extra logit of a head's rows, which is its sink; −∞ without. Multiply it by LOG2_E for base 2.
+    // The extra logit of a head's rows, which is its sink; −∞ without sinks. Multiply it by LOG2_E for base 2.
     template <typename Element>
     static __device__ __forceinline__ float extra_logit(const ScoreParams& p, int head) {
         if (!SINKS || (AT_RUN_TIME && p.sinks == nullptr)) return -INF;
@@ -88,11 +88,11 @@ struct ScoreTransform {
         return p.sinks_are_float ? static_cast<const float*>(p.sinks)[at]
                                  : Convert<Element>::to_float(static_cast<const Element*>(p.sinks)[at]);
     }
-    // The sum of exponents of a row with that of its extra logit; `extra` and `max`, what all exponents are relative to, in base 2.
+    // Adds the extra logit to a row's sum of exponentials, which are relative to `max`; `extra` and `max` are in base 2.
     static __device__ __forceinline__ float sum_with_extra_logit(float sum, float extra, float max) {
         return SINKS ? sum + ex2(extra - max) : sum;
     }
-    // Adds the extra logit to the LSE of a row, in base 2. `inverse`, which multiplies the row's output, decreases.
+    // Adds the extra logit to a row's LSE, in base 2, and scales `inverse`, the factor of the row's output, to match.
     template <typename Element>
     static __device__ __forceinline__ void add_extra_logit(const ScoreParams& p, int head, float& lse, float& inverse) {
         if constexpr (SINKS) {
@@ -104,15 +104,15 @@ struct ScoreTransform {
             }
         }
     }
-    // Adds a row's part of its extra logit's gradient, of the row's LSE (natural logarithm) and delta: a sink is a key whose value is
-    // 0, so that dS is −P · delta.
+    // Adds a row's term to the gradient of its extra logit, from the row's LSE (natural logarithm) and delta: a sink is a key whose
+    // value is 0, so its dS is −P · delta.
     template <typename Element>
     static __device__ __forceinline__ void add_row_gradient(const ScoreParams& p, int head, float lse, float delta,
                                                              float& gradient) {
         if constexpr (SINKS) gradient -= ex2((extra_logit<Element>(p, head) - lse) * LOG2_E) * delta;
     }
-    // Stores the sum of all threads' parts of that gradient where `where()` says, which only the thread that stores
-    // computes. All threads of the CTA call it.
+    // Stores the sum of all threads' terms of that gradient at `where()`, which only the thread that stores evaluates. All threads of
+    // the CTA call it.
     template <int THREADS, typename Where>
     static __device__ __forceinline__ void store_row_gradient(float gradient, const Where& where) {
         if constexpr (SINKS) {
@@ -132,17 +132,17 @@ struct ScoreTransform {
 
 using Score = ScoreTransform<cfg::SOFTCAP, cfg::ALIBI, cfg::SINKS, cfg::SCORE_AT_RUN_TIME, cfg::Element>;
 
-// The scores of a block become tanh(score · scale / softcap).
+// Turns the scores of a block into tanh(score · scale / softcap).
 template <int N>
 __device__ __forceinline__ void cap_scores(const ScoreParams& p, float (&s)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) s[i] = Score::tanh_of(p, s[i]);
 }
 
-// Scores, capped and biased by distance, in the unit of Score::late_scale. `distance[half]` is that of row `half`'s query and the
+// Caps scores and biases them by distance, in the unit of Score::late_scale. `distance[half]` is that of row `half`'s query and the
 // thread's first key, `slope[half]` the slope of its head in that unit. Rows are queries. Where all keys are on one side of the rows
-// (`side`: 1 before them, −1 after them, 0 neither), the bias is linear, and `offset[half]`, what a row's scores have in common, is
-// left out of them: it goes into the maximum.
+// (`side`: 1 before them, −1 after them, 0 neither), the bias is linear, and the term `offset[half]` that a row's scores share is not
+// added to them but to the maximum.
 template <int N>
 __device__ __forceinline__ void transform_scores(const ScoreParams& p, float (&s)[N], const float (&distance)[2],
                                                  const float (&slope)[2], int side, float (&offset)[2]) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void transform_scores(const ScoreParams& p, float (&s
 }
 
 // The same for transposed scores, whose rows are keys and whose columns are queries: `distance` is that of the thread's first
-// pair. Also the cap's derivatives, as pairs of halves.
+// pair. It also gives the cap's derivatives, as pairs of f16.
 template <int N, int DERIVATIVES>
 __device__ __forceinline__ void transform_scores_transposed(const ScoreParams& p, float distance, float slope, float (&s)[N],
                                                             u32 (&derivatives)[DERIVATIVES]) {

@@ -1,12 +1,12 @@
 // Scores and masks as programs: "program.cuh" is generated for a kernel, and defines ProgramParams (what a program reads) and
-// Program. Without a program it is flashlane.kernels.hopper.program.NO_PROGRAM. Products q·k go in, and scores come out. It may be asked
-// about rows and keys past the end.
+// Program. Without a program it is flashlane.kernels.hopper.program.NO_PROGRAM. A program takes products q·k and gives scores. It may be
+// evaluated for rows and keys past the end of a sequence.
 #pragma once
 #include "attention/mask.cuh"
 #include "math.cuh"
 #include "program.cuh"
 
-// The products q·k of an m64nN accumulator whose rows are queries become scores, in units of Program::FACTOR. `query` and `key` are
+// Turns the products q·k of an m64nN accumulator whose rows are queries into scores, in units of Program::FACTOR. `query` and `key` are
 // the thread's first ones.
 template <int N>
 __device__ __forceinline__ void transform_by_program(const ProgramParams& params, float (&s)[N], float scale, int batch, int head,
@@ -20,7 +20,7 @@ __device__ __forceinline__ void transform_by_program(const ProgramParams& params
         s[i] = Program::score(params, s[i], scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i), distance(i));
 }
 
-// −∞ where a query does not see a key, or the key does not exist.
+// Sets scores to −∞ where the query does not see the key, or the key does not exist.
 template <int N>
 __device__ __forceinline__ void mask_by_program(const ProgramParams& params, float (&s)[N], int batch, int head,
                                                 int query, int key, int keys) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ bool visible_by_bits(const u32 (&words)[2][WORDS], in
     return words[i / 2 % 2][column / 32] >> column % 32 & 1;
 }
 
-// These words, of bits by row and 64 columns; a thread's first column is `first` of 0, 2, 4 and 6.
+// The words for visible_by_bits, from the bits of the thread's two rows in each unit; `first` is the thread's first column: 0, 2, 4 or 6.
 template <int UNITS>
 __device__ __forceinline__ void words_from_bits(u32 (&words)[2][2 * UNITS], const uint2 (&bits)[2][UNITS], int first) {
 #pragma unroll
@@ -50,7 +50,7 @@ __device__ __forceinline__ void words_from_bits(u32 (&words)[2][2 * UNITS], cons
             words[half][2 * unit] = bits[half][unit].x >> first, words[half][2 * unit + 1] = bits[half][unit].y >> first;
 }
 
-// −∞ where a bit is 0.
+// Sets scores to −∞ where the bit is 0.
 template <int N, int UNITS>
 __device__ __forceinline__ void mask_by_bits(float (&s)[N], int first, const uint2 (&bits)[2][UNITS]) {
     u32 words[2][2 * UNITS];
@@ -60,13 +60,13 @@ __device__ __forceinline__ void mask_by_bits(float (&s)[N], int first, const uin
         if (!visible_by_bits(words, i)) s[i] = -INF;
 }
 
-// What the backward makes of a pair of a query and a key of one head.
+// The probability of a pair of a query and a key of one head, as the backward recomputes it.
 struct PairProgram {
     const ProgramParams& params;
     float scale;
     int batch, head;
 
-    // The probability, of the product q·k and the row's −LSE in base 2; also the derivative of its score.
+    // The probability, from the product q·k and the row's −LSE in base 2, and the derivative of the pair's score.
     __device__ __forceinline__ float probability(float product, float minus_lse, int query, int key, program::Distance distance,
                                                  float& derivative) const {
         if constexpr (!Program::HAS_SCORE) return ex2(fmaf(product, scale * LOG2_E, minus_lse));

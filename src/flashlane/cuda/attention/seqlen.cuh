@@ -1,9 +1,9 @@
 // Where the queries and keys of a sequence lie, and how many there are: dense tensors, packed sequences (VARLEN), rows of a
 // cache (CACHE), or pages (PAGED). flashlane.kernels.seqlen mirrors SeqlenParams.
 //
-// There are two forms, and both read SeqlenParams. SeqlenInfo is compiled for what a call has. CacheSeqlenInfo finds out when
-// the kernel runs, from null pointers, as a decode kernel serves every call with one build; it also numbers keys otherwise: by
-// cache row, of which [first, end) are keys, so that a key's page follows from its number without an addition.
+// There are two forms, and both read SeqlenParams. SeqlenInfo is compiled for what a call has. CacheSeqlenInfo tests pointers for null
+// when the kernel runs, because one build of the decode kernel serves every call; and it numbers keys by cache row, of which
+// [first, end) are keys, so that a key's page follows from its number without an addition.
 #pragma once
 #include "ptx.cuh"
 
@@ -88,8 +88,8 @@ struct CacheSeqlenInfo {
     CacheSeqlenInfo() = default;
     __device__ __forceinline__ CacheSeqlenInfo(const SeqlenParams& p, int batch)
         : seqlen_q(p.seqlen_q), first(0), end(p.seqlen_k), q_start(0), k_start(0), cache_row(batch), table(nullptr) {
-        // All loads before the first use, as each is a trip to device memory. The host does not check what a GPU holds, so
-        // everything is bounded here: nothing is read outside the cache.
+        // All loads come before the first use, since each takes the latency of device memory. The host does not check values that
+        // lie on the GPU, so they are clamped here: nothing is read outside the cache.
         const int q_from = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0, q_to = p.cu_seqlens_q ? p.cu_seqlens_q[batch + 1] : 0;
         const int k_from = p.cu_seqlens_k ? p.cu_seqlens_k[batch] : 0, k_to = p.cu_seqlens_k ? p.cu_seqlens_k[batch + 1] : 0;
         const int used = p.seqused_k ? p.seqused_k[batch] : end, pad = p.leftpad_k ? p.leftpad_k[batch] : 0;

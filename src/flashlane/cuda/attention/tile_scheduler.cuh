@@ -7,10 +7,10 @@
 #include "math.cuh"
 
 struct SwizzledTile {
-    int block, head;               // `head` counts the heads of all sequences of the launch; the caller takes it apart
+    int block, head;               // `head` counts the heads of all sequences of the launch; the caller divides it
 };
 
-// Index is unsigned where it comes from blockIdx: the first division is then cheaper.
+// Index may be unsigned (from blockIdx), which makes the first division cheaper.
 template <bool DESCENDING, typename Index>
 __device__ __forceinline__ constexpr SwizzledTile swizzled_tile(Index index, int heads, int blocks, int heads_per_section) {
     const int tiles_per_section = heads_per_section * blocks, section = index / tiles_per_section;
@@ -19,9 +19,9 @@ __device__ __forceinline__ constexpr SwizzledTile swizzled_tile(Index index, int
     return {DESCENDING ? blocks - 1 - row : row, first_head + inside - row * section_heads};
 }
 
-// Packed sequences: the sequence that holds the tile of an index. Indices only grow from call to call.
+// Packed sequences: finds the sequence that holds the tile with an index. The index must not decrease from call to call.
 //
-// A warp looks at 32 sequences at once, a thread at one: a kernel whose scheduler is one thread has no other lanes to ask.
+// A warp searches 32 sequences at a time, a thread one: in a kernel whose scheduler is one thread the other lanes do not take part.
 struct VarlenSearchByWarp {
     int first_batch = 0, tiles_before = 0;
 

@@ -1,10 +1,10 @@
-// Combines the results of warp groups, of the CTAs of a cluster, and of the splits of an output tile: in shared memory, in each
-// other's shared memory, and in device memory by the CTA that arrives last. The order is always the same.
+// Combines the results of the warp groups of a CTA (in shared memory), of the CTAs of a cluster (in distributed shared memory), and of
+// the splits of an output tile (in device memory, by the CTA that arrives last). The order is always the same.
 #pragma once
 #include "cluster.cuh"
 #include "decode/tile_scheduler.cuh"
 
-// A vector of one row's output, unnormalised, and the row's statistics.
+// Four columns of one row's output, unnormalised, and the row's statistics.
 struct PartialOutput {
     PartialSoftmax statistics;
     float4 out;
@@ -37,7 +37,7 @@ __device__ __forceinline__ PartialOutput combine_warp_groups(const float* sums, 
     return all;
 }
 
-// Store the CTA's sums where its cluster reads them.
+// Stores the CTA's sums where its cluster reads them.
 __device__ __forceinline__ void store_cta_sums(const float* group_sums, int rows, int vectors) {
     PartialSoftmax* statistics = shared_at<PartialSoftmax>(cta_statistics_offset());
     float* sums = shared_at<float>(cta_sums_offset());
@@ -68,7 +68,7 @@ __device__ __forceinline__ PartialOutput combine_cluster(int row, int column) {
     return all;
 }
 
-// Add the row's extra logit, normalise and store.
+// Adds the logit of the head's sink, normalises, and stores four columns of a row, and the row's LSE.
 __device__ __forceinline__ void store_output(const Params& p, const WorkTile& tile, int row, int column, const PartialOutput& all) {
     const AttentionParams<Element>& a = p.attention;
     const Row at = tile.at(row, p);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_output(const Params& p, const WorkTile& ti
                                    Convert<Element>::pack(all.out.z * scale, all.out.w * scale));
     if (reinterpret_cast<u64>(out) % 8 == 0) {
         *reinterpret_cast<uint2*>(out) = words;
-    } else {  // the caller's strides may be anything
+    } else {  // the caller's strides need not be multiples of 8 bytes
         const Element* values = reinterpret_cast<const Element*>(&words);
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[i] = values[i];
@@ -93,7 +93,7 @@ __device__ __forceinline__ void store_output(const Params& p, const WorkTile& ti
     }
 }
 
-// Combine the CTA's vectors of the output over warp groups and cluster; store them as output, or in the work space.
+// Combines the CTA's vectors of the output over warp groups and cluster, and stores them as output or in the workspace.
 __device__ __forceinline__ void store_split(const Params& p, const WorkTile& tile, const float* group_sums, int vectors) {
     const long long first_row = static_cast<long long>(tile.partial(tile.split)) * BLOCK_M;
     for (int i = tile.first_vector + threadIdx.x; i < tile.end_vector; i += THREADS) {
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_split(const Params& p, const WorkTile& til
             store_output(p, tile, row, column, sum);
         } else {
             __stcg(reinterpret_cast<float4*>(p.split.out + (first_row + row) * p.attention.head_dim_v + column), sum.out);
-            // Each CTA of a cluster stores the statistics of its own rows, so that it waits for no other CTA.
+            // Each CTA of a cluster stores the statistics of the rows that it combines, so that it waits for no other CTA.
             if (column == 0 || i == tile.first_vector)
                 __stcg(reinterpret_cast<float2*>(p.split.statistics + first_row * CLUSTER + tile.rank * BLOCK_M + row),
                        make_float2(sum.statistics.max, sum.statistics.sum));
@@ -113,9 +113,9 @@ __device__ __forceinline__ void store_split(const Params& p, const WorkTile& til
     }
 }
 
-// Combine the splits of an output tile: the CTA's vectors of the output.
+// Combines the splits of an output tile, for the CTA's vectors of the output.
 __device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& tile, void* scratch, int vectors) {
-    constexpr int AHEAD = 16;  // loads in flight: each is a trip to the L2 cache
+    constexpr int AHEAD = 16;  // loads in flight, each with the latency of the L2 cache
     PartialSoftmax* statistics = static_cast<PartialSoftmax*>(scratch);  // (split, row)
     float4 x[AHEAD];
     const int columns = p.attention.head_dim_v;
@@ -158,7 +158,7 @@ __device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& 
     }
 }
 
-// Combine the sums that the warp groups stored in shared memory; the CTA that arrives last combines the tile's splits.
+// Combines the sums that the warp groups stored in shared memory; the CTA that arrives last combines the tile's splits, too.
 __device__ __forceinline__ void combine(const Params& p, const WorkTile& tile, unsigned char* scratch) {
     const int vectors = p.attention.head_dim_v / 4;
     const float* group_sums = reinterpret_cast<const float*>(scratch);
@@ -168,7 +168,7 @@ __device__ __forceinline__ void combine(const Params& p, const WorkTile& tile, u
         cluster_wait();
     }
     store_split(p, tile, group_sums, vectors);
-    if constexpr (CLUSTER > 1) cluster_arrive();  // this CTA reads the others' shared memory no more
+    if constexpr (CLUSTER > 1) cluster_arrive();  // this CTA has finished reading the others' shared memory
     if (tile.splits > 1 &&
         semaphore_arrive_last(p.split.arrivals + tile.index * CLUSTER + tile.rank, tile.splits, CONSUMERS_BARRIER, THREADS,
                               shared_address(shared_memory + offsetof(SharedStorage, arrival)), threadIdx.x == 0))
@@ -176,7 +176,7 @@ __device__ __forceinline__ void combine(const Params& p, const WorkTile& tile, u
     if constexpr (CLUSTER > 1) cluster_wait();
 }
 
-// Rows of packed queries after the last sequence: they see no key.
+// Writes output and LSE of the rows of packed queries after the last sequence, which see no key.
 __device__ __forceinline__ void store_tail_rows(const Params& p) {
     const AttentionParams<Element>& a = p.attention;
     const int ctas = gridDim.x * gridDim.y * gridDim.z, cta = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);

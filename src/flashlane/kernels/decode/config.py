@@ -11,23 +11,24 @@ from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.tile_layout import TileLayout
 
 PAGES = ("none", "whole", "any")
-"""No pages; pages whose size is a multiple of a tile's keys, or of a box; pages of any size."""
+"""No pages; pages whose size is a multiple of a tile's keys (cp.async) or of a box (TMA); pages of any size."""
 BLOCK_N = 16
 """Keys of a warp group's tile, where rows are copied by cp.async."""
 MAX_SPLITS = 128
-"""Most splits of one output tile where rows are copied by cp.async: their statistics pass through shared memory."""
+"""The most splits of an output tile where rows are copied by cp.async: shared memory holds their statistics."""
 REGISTER_COLUMNS = 128
 """Columns of the widest Q that is kept in registers; a wider one would spill."""
 PLANE = 64
-"""Columns of a TMA box, as wide as TMA's widest swizzle."""
+"""Columns of a TMA box, as wide as TMA's widest swizzle (128 bytes)."""
 TILE_STAGES = 4
-"""Work tiles that the producer warp publishes ahead with stream-K, each in so many bytes:"""
+"""Work tiles that the producer warp publishes ahead with stream-K."""
 WORK_TILE_BYTES = 144
+"""Bytes of a published work tile."""
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Compile-time constants of ``decode.cu``; its head and that of ``tile_scheduler.cuh`` name the roles."""
+    """Compile-time constants of ``decode.cu``; the heads of it and of ``tile_scheduler.cuh`` explain the roles."""
 
     dtype: str
     head_dim: int
@@ -39,7 +40,7 @@ class DecodeConfig:
     """Warp groups of a CTA, each with keys of its own in a step."""
     stages: int
     min_blocks: int = 1
-    """CTAs an SM that registers and shared memory allow."""
+    """CTAs of an SM for which registers and shared memory must suffice (``__launch_bounds__``)."""
     cluster: int = 1
     """CTAs of a cluster, over which the keys of a split are divided; 1 without clusters."""
     pages: str = "none"
@@ -50,9 +51,9 @@ class DecodeConfig:
     tma: bool = False
     """A producer warp loads K and V by TMA; otherwise warp groups copy rows by cp.async."""
     stream_k: bool = False
-    """The steps of all output tiles are cut into equal ranges, one for each CTA; else a CTA computes one split."""
+    """The steps of all output tiles are divided into equal ranges, one for each CTA; else a CTA computes one split."""
     box_rows: int = 0
-    """Rows of a TMA box: those of a step, or what divides a page too."""
+    """Rows of a TMA box: those of a step, or fewer where a page is not a multiple of a step; 0: those of a step."""
 
     @property
     def rows(self) -> int:
@@ -77,12 +78,12 @@ class DecodeConfig:
 
     @property
     def group_sums(self) -> int:
-        """Bytes of all warp groups' sums, which lie in the pipelines at the end."""
+        """Bytes of all warp groups' sums, which lie in the pipeline's memory after the last step."""
         return self.warp_groups * self._sum_bytes
 
     @property
     def max_splits(self) -> int:
-        """Most splits of an output tile: their statistics lie where the sums were."""
+        """The most splits of an output tile: their statistics lie where the sums were."""
         return self.stage_bytes // (8 * self.rows) if self.tma else MAX_SPLITS
 
     @property

@@ -1,4 +1,4 @@
-// The warp groups' side of the decode kernel: S = Q·Kᵀ, online softmax and O += P·V over the steps of a work tile.
+// The consumer warps of the decode kernel: S = Q·Kᵀ, online softmax and O += P·V over the steps of a work tile.
 #pragma once
 #include "decode/combine.cuh"
 
@@ -13,8 +13,8 @@ struct State {
 struct Lane {
     int lane, warp_group, warp_m, quad_row, quad_column;
 
-    // The thread index is read in asm, as the compiler would otherwise compute all that follows from it before the loop, and
-    // has no registers for it.
+    // The thread index is read in asm. The compiler would otherwise compute everything that depends on it before the loop, and has
+    // no registers to keep that.
     __device__ __forceinline__ Lane() {
         int thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -23,7 +23,7 @@ struct Lane {
         quad_row = lane / 4, quad_column = lane % 4;
     }
     __device__ __forceinline__ int row(int half) const { return warp_m * 16 + half * 8 + quad_row; }
-    // All warps of the warp group. It also makes their shared memory visible to each other.
+    // Synchronises the warps of the warp group, and makes their writes to shared memory visible to each other.
     __device__ __forceinline__ void group_sync() const {
         if constexpr (WARPS_M == 1) __syncwarp();
         else asm volatile("bar.sync %0, %1;" ::"r"(warp_group + 1), "n"(GROUP_THREADS) : "memory");
@@ -43,7 +43,7 @@ struct TileCursor : FragmentCursor<Layout> {
     }
 };
 
-// Starts the copies of the tile's rows of Q.
+// Starts to copy the tile's rows of Q.
 __device__ __forceinline__ void load_queries(u32 destination, const Params& p, const WorkTile& tile) {
     const AttentionParams<Element>& a = p.attention;
     const Element* base = a.q + (p.total_q < 0 ? tile.batch * a.q_batch : 0) + tile.sequence.q_start * a.q_row;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void gemm_qk(Scores& s, const Queries& queries, const
         for (int i = 0; i < 4; ++i) s[n * 4 + i] = acc[n].get(i);
 }
 
-// Scores to probabilities, unnormalised; updates the statistics, rescales O.
+// Turns scores into unnormalised probabilities, updates the statistics and rescales O.
 __device__ __forceinline__ void online_softmax(Scores& s, State& state, float scale_log2) {
     float rescale[2];
     bool grew = false;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void gemm_pv(State& state, const Scores& s, const Til
     }
 }
 
-// Zeros in the out-of-bounds rows of a warp group's tile of V, which may hold anything: a probability of 0 is not enough.
+// Zeroes the out-of-bounds rows of a warp group's tile of V. They may hold NaN or infinity, which a probability of 0 does not cancel.
 __device__ __forceinline__ void clear_out_of_bounds_rows(u32 v_tile, const KeyRange& keys, const Lane& lane, int key) {
     constexpr int CHUNKS = LayoutV::CHUNKS, ALL = V_PLANES * BLOCK_N * CHUNKS;
 #pragma unroll 1
@@ -183,8 +183,7 @@ struct Consumer {
         for (int n = 0; n < O_TILES; ++n) state.o[n].zero();
     }
 
-    // Scores to base 2, capped and biased; `key` is this lane's first one. With Score::scaled(), which does not divide, the
-    // TMA tiles of 32 rows, which use all 168 registers, spill 32 bytes.
+    // Scales scores to base 2, caps and biases them; `key` is this lane's first one.
     __device__ __forceinline__ void transform(Scores& s, int key) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -209,7 +208,7 @@ struct Consumer {
         }
     }
 
-    // The warp group's tile of one step, whose keys begin at `key`.
+    // One step: the warp group's tile of keys, from `key` on.
     __device__ __forceinline__ void attend(int key, u32 stage) {
         const int column = key + lane.quad_column * 2;
         Scores s;
@@ -222,7 +221,7 @@ struct Consumer {
         gemm_pv(state, s, v_cursor, stage);
     }
 
-    // The loop over stages that the producer warp fills. Returns the last stage, which stays acquired.
+    // Loops over the stages that the producer warp fills. Returns the last stage, which is not released.
     __device__ __forceinline__ int attend_all_by_tma(PipelineState<STAGES>& pipeline) {
         int last = 0;
         load_q();
@@ -242,8 +241,8 @@ struct Consumer {
         return last;
     }
 
-    // The loop over stages that the warp group fills by cp.async. The same code fills them before the first step and in the
-    // loop: instructions that run once come from memory a few at a time.
+    // Loops over the stages that the warp group fills by cp.async. The prologue runs in the same loop (i < 0): code that runs once
+    // costs its fetch from memory.
     __device__ __forceinline__ void attend_all_by_cp_async() {
         const AttentionParams<Element>& a = p.attention;
         const CacheSeqlenInfo& sequence = tile.sequence;

@@ -1,21 +1,21 @@
-// Attention of few queries over a long cache. Its time is that of reading K and V, so each is read once for all query heads
-// that share it. Which work tiles a CTA computes is said in tile_scheduler.cuh:
+// Attention of few queries over a long cache. Reading K and V bounds its time, so each is read once for all query heads that
+// share it. tile_scheduler.cuh decides which work tiles a CTA computes:
 //
 //     keys of an output tile   |<------ split 0 ------>|<------ split 1 ------>|<- split 2 ->|
 //     steps of a CTA           |T0 T1 T2 T3|T0 T1 T2 T3|T0 ...       warp group i takes the BLOCK_N keys Ti of each step
 //
-// A warp group is WARPS_M warps of 16 rows each. It has an online softmax of its own, and meets the other warp groups at the
-// end, when their sums are combined (combine.cuh). There are two ways of loading keys:
+// A warp group is WARPS_M warps of 16 rows each. It has an online softmax of its own; at the end the sums of all warp groups are
+// combined (combine.cuh). There are two ways of loading keys:
 //
-//     cp.async  each warp group copies its tiles into a pipeline of its own, whole rows, from anywhere
+//     cp.async  each warp group copies its tiles into a pipeline of its own: whole rows, at any addresses
 //     TMA       a producer warp fills one pipeline with the tiles of all warp groups (producer.cuh)
 //
-// A CTA runs once, and instructions that run once come from memory a few at a time, so the code around the loop is short.
+// A CTA's code outside the loop runs once, and is fetched from memory for it, so that code is kept short.
 #include "decode/consumer.cuh"
 #include "decode/producer.cuh"
 
 __device__ __forceinline__ void init_barriers(u32 shared, const Maps& maps) {
-    if (shared % 1024 != 0) __trap();  // the swizzle counts from there
+    if (shared % 1024 != 0) __trap();  // the 128-byte swizzle needs tiles at multiples of 1024
     for (int i = 0; i < STAGES; ++i) {
         mbarrier_init(stage_full(shared, i), 1);
         mbarrier_init(stage_empty(shared, i), WARP_GROUPS * WARPS_M * WARP_ARRIVALS);
@@ -30,7 +30,7 @@ __device__ __forceinline__ void init_barriers(u32 shared, const Maps& maps) {
     tma_prefetch(maps.k), tma_prefetch(maps.v);
 }
 
-// What a warp group does: work tile after work tile with stream-K, else one.
+// The loop of a consumer warp: work tile after work tile with stream-K, else one.
 __device__ __forceinline__ void consume(const Params& p, u32 shared) {
     PipelineState<STAGES> pipeline;
     TileQueueState queue;

@@ -20,9 +20,9 @@ from flashlane.kernels.score import SCORE_EXAMPLES, ScoreConfig
 
 MAX_HEAD_DIM = 256
 MAX_BATCH = 65535
-"""The grid's z."""
+"""The largest z of a grid."""
 MAX_GROUP = 1 << 15
-"""Largest group of heads by which 32 bits divide rows exactly."""
+"""The largest group of heads by which the kernel divides rows exactly in 32 bits."""
 ABLE = (*(field.name for field in fields(ScoreConfig)), *VARLEN, *CACHE, *PAGED)
 
 
@@ -36,7 +36,7 @@ class Decode(DeviceKernel):
     priority = 4
 
     def preference(self, problem: AttentionProblem) -> float:
-        """Where one reading of K and V serves all rows, above every kernel that reads them once for each query head."""
+        """Above kernels that read K and V once for each query head, where few rows share a KV head."""
         return 30.0 if rows_of(problem) <= FEW_ROWS else float(self.priority)
 
     def supports(self, problem: AttentionProblem) -> str | None:
@@ -99,8 +99,8 @@ class Decode(DeviceKernel):
 
         Args:
             config, problem, inputs, out, lse: as :meth:`forward` has them.
-            splits: most splits of an output tile, or with stream-K CTAs a tile; None for the problem's or the
-                heuristic's.
+            splits: the most splits of an output tile, or with stream-K the CTAs for each tile; None for the problem's
+                or the heuristic's.
             debug: compile with waits that trap after seconds, so that a hang is an error.
 
         Raises:
@@ -111,7 +111,7 @@ class Decode(DeviceKernel):
 
 
 def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
-    """Problems that lead the heuristic through its tables: rows, items, head dims; then dtypes, pages, modifiers."""
+    """Problems that reach every line of the heuristic's tables, and every dtype, kind of pages and modifier."""
     base = AttentionProblem(1, 4, 1, 1, 65536, 128, 128, torch.bfloat16, 128**-0.5)
     shapes = ((64, 64), (128, 128), (192, 128), (256, 256))
     changes = ({"dtype": torch.float16}, SCORE_EXAMPLES[0], {"seqlen_k": 1024}, {"batch": 16, "seqused_k": True})

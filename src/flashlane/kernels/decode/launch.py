@@ -79,7 +79,7 @@ class PreparedDecode:
         problem: what is asked.
         config: the configuration; None is the heuristic's.
         splits, debug: as :meth:`~flashlane.kernels.decode.decode.Decode.run` has them.
-        q_strides, out_strides: of q and the output; of packed ones those of a row and a head count.
+        q_strides, out_strides: strides of q and the output; of packed ones only those of a row and a head matter.
         sides: shape and strides of K and of V, packed ones as batches of one.
         device: index of the GPU.
     """
@@ -158,12 +158,10 @@ class PreparedDecode:
         """Enqueue the kernel on torch's current stream.
 
         Args:
-            q: on torch's current device; of q, k and v only the addresses are read.
-            k: as q.
-            v: as q.
-            out: what is written.
-            lse: what is written, too.
-            addresses: of q, k and v.
+            q, k, v: not read: a caller holds them until the launch; their ``addresses`` are used.
+            out: the output, written.
+            lse: the LSE, written.
+            addresses: ``data_ptr()`` of q, k and v, on torch's current device.
             inputs: those of :func:`~flashlane.kernels.score.run_time_score_inputs`; needed where the problem has other
                 tensors than these.
             total_q: rows of packed queries, or −1.
@@ -256,7 +254,7 @@ def launch_attention(
 
 
 def repeated_attention(problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
-    """What repeats a call that has no tensors but q, k and v: see :meth:`flashlane.core.registry.Kernel.prepare`."""
+    """A function that repeats a call of q, k and v alone: see :meth:`flashlane.core.registry.Kernel.prepare`."""
     check_outputs(problem, out, lse)
     if out.numel() == 0:
         return lambda *_: None

@@ -1,6 +1,5 @@
-// The producer warp: loads each step's K and V by TMA into the pipeline's next stage, in boxes of 64 columns, with the
-// swizzle of 128 bytes that LayoutK and LayoutV have. Pages are looked up a step ahead. With stream-K it also schedules work
-// tiles.
+// The producer warp loads each step's K and V by TMA into the pipeline's next stage, in boxes of 64 columns, with the 128-byte
+// swizzle that LayoutK and LayoutV have. It looks pages up a step ahead. With stream-K it is the scheduler warp, too.
 #pragma once
 #include "attention/pipeline.cuh"
 #include "decode/tile_scheduler.cuh"
@@ -16,7 +15,7 @@ struct Producer {
     const int lane = threadIdx.x % WARP;
     PipelineState<STAGES> state;
 
-    // The page of this lane's box of the step from `key` on; −1 if no row of the box is needed, as its page may not exist.
+    // The page of this lane's box in the step whose keys begin at `key`; −1 if no row of the box is needed: its page may not exist.
     __device__ __forceinline__ int look_up(const WorkTile& tile, int key) const {
         if constexpr (!PAGED) return 0;
         key += lane % BOXES_OF_PLANE * cfg::BOX_ROWS;
@@ -67,7 +66,7 @@ struct Producer {
         }
     }
 
-    // Publish the next work tile for the warp groups; one without steps ends their loop.
+    // Publishes the next work tile for the warp groups; a tile without steps ends their loop.
     __device__ __forceinline__ void publish(TileQueueState& queue, const WorkTile& tile) const {
         mbarrier_wait(queue_empty(base, queue.index), queue.phase ^ 1);
         if (lane == 0) {

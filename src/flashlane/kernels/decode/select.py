@@ -11,14 +11,14 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.decode.config import MAX_SPLITS, DecodeConfig
 from flashlane.kernels.decode.tables import (
     CLUSTERS,
+    MAX_TILE_ROWS,
     PREFERRED,
     SHAPES,
-    TALLEST,
     TMA_CLUSTER,
-    Load,
     Shape,
     Shapes,
     Table,
+    Workload,
 )
 from flashlane.kernels.grid_cost import SMS
 from flashlane.kernels.score import ScoreConfig
@@ -29,8 +29,8 @@ load from device memory takes about 1000 ns under load: 32 KiB would just suffic
 MAX_STAGES = 8
 BOX_UNIT = 8
 """Rows of the pattern of TMA's widest swizzle: the fewest rows of a box."""
-MAX_UNITS = 1 << 30
-"""Steps of all output tiles that stream-K counts."""
+MAX_STEPS = 1 << 30
+"""The most steps of all output tiles that stream-K counts in 32 bits."""
 
 
 def rows_of(problem: AttentionProblem) -> int:
@@ -52,15 +52,15 @@ def lengths_differ(problem: AttentionProblem) -> bool:
     return problem.batch > 1 and (problem.varlen or problem.seqused_k or problem.leftpad_k)
 
 
-def load_of(problem: AttentionProblem, rows: int) -> Load:
-    """Which column of the tables a problem with tiles of so many rows belongs to."""
+def workload_of(problem: AttentionProblem, rows: int) -> Workload:
+    """Which column of the tables a problem with tiles of ``rows`` rows belongs to."""
     if lengths_differ(problem):
         return "uneven"
     return "few" if output_tiles(problem, rows) <= SMS.get(problem.arch, 132) else "many"
 
 
 def output_tiles(problem: AttentionProblem, rows: int) -> int:
-    """Sequences × KV heads × tiles of so many rows."""
+    """Sequences × KV heads × tiles of ``rows`` rows."""
     return problem.batch * problem.kv_heads * max(1, -(-rows_of(problem) // rows))
 
 
@@ -83,12 +83,12 @@ def _shapes(problem: AttentionProblem, table: Table) -> Shapes:
     """A table's shapes for a problem, the preferred one first."""
     largest, rows = max(problem.head_dim, problem.head_dim_v), rows_of(problem)
     by_rows = next((line for limit, line in table if largest <= limit), ())
-    for tile, by_load in by_rows:
-        if rows <= tile or tile == TALLEST:
-            load = load_of(problem, tile)
-            if load == "uneven" and by_load["few"] and cluster_size(problem, by_load["few"][0], tile) >= TMA_CLUSTER:
-                load = "few"  # short sequences, each in a cluster
-            return by_load[load]
+    for tile, shapes in by_rows:
+        if rows <= tile or tile == MAX_TILE_ROWS:
+            workload = workload_of(problem, tile)
+            if workload == "uneven" and shapes["few"] and cluster_size(problem, shapes["few"][0], tile) >= TMA_CLUSTER:
+                workload = "few"  # short sequences, each in a cluster
+            return shapes[workload]
     return ()
 
 
@@ -129,22 +129,22 @@ def config_of(problem: AttentionProblem, shape: Shape) -> DecodeConfig | None:
 
 
 def _takes_stream_k(problem: AttentionProblem, config: DecodeConfig) -> bool:
-    """Whether stream-K has the problem's tiles: one tile of rows a KV head, and few enough steps."""
+    """Whether stream-K can run the problem: it takes one tile of rows for each KV head, and few enough steps."""
     steps = -(-problem.seqlen_k // config.step)
-    return rows_of(problem) <= config.rows and 2 * problem.batch * problem.kv_heads * max(1, steps) <= MAX_UNITS
+    return rows_of(problem) <= config.rows and 2 * problem.batch * problem.kv_heads * max(1, steps) <= MAX_STEPS
 
 
 def box_rows(problem: AttentionProblem, step: int) -> int:
-    """Rows of a TMA box: a step's, or in pages the largest power of two up to that which divides a page."""
+    """Rows of a TMA box: those of a step, halved until a page holds a whole number of boxes."""
     while not problem.pages_hold_whole(step):
         step //= 2
     return step
 
 
 def cluster_size(problem: AttentionProblem, shape: Shape, rows: int) -> int:
-    """CTAs of a cluster that the rules give to a shape with tiles of so many rows."""
+    """CTAs of a cluster that the rules give to a shape with tiles of ``rows`` rows."""
     if problem.num_splits:
-        return 1  # the CTAs of a cluster would be splits as well, more or fewer with the number of tiles
+        return 1  # the CTAs of a cluster split the keys as well, and their number depends on the number of tiles
     steps, tiles = -(-keys_of(problem) // (shape.block_n * shape.warp_groups)), output_tiles(problem, rows)
     for rule in CLUSTERS.get(problem.arch, ()):
         if tiles <= rule.tiles and rule.size <= steps <= rule.size * rule.steps:
@@ -153,24 +153,25 @@ def cluster_size(problem: AttentionProblem, shape: Shape, rows: int) -> int:
 
 
 def stages_wanted(config: DecodeConfig) -> int:
-    """Stages that keep :data:`IN_FLIGHT` bytes an SM in flight: all but the one that is worked on."""
+    """Stages that keep :data:`IN_FLIGHT` bytes of an SM in flight: all but the one that is being read."""
     one = config.min_blocks * config.warp_groups * config.stage_bytes
     return max(2, min(MAX_STAGES, 1 + -(-IN_FLIGHT // one)))
 
 
 BUSY = 0.65
-"""The fraction of its CTAs with which the GPU reads as fast as it can (an H200's SM takes 51 bytes a nanosecond)."""
+"""The fraction of resident CTAs with which the GPU reaches the copy rate: one SM alone reads 51 bytes a nanosecond."""
 TAIL = 0.1
-"""The cost of the idle CTAs of a last wave: the others use the memory bandwidth that these leave."""
+"""The cost of an idle CTA of the last wave, relative to a busy one: the busy ones use the bandwidth that it leaves."""
 START_STEPS = 1.0
 """The cost of a CTA besides its steps (start, first load, end), in steps."""
 COMBINE_STEPS = 2.0
-"""What it costs to combine splits, in steps; and one more split:"""
+"""The cost of combining splits, in steps."""
 SPLIT_STEPS = 0.02
+"""The further cost of each split that is combined, in steps."""
 UNEVEN_WAVES = 2
 """Waves of CTAs where sequences may have different lengths."""
 LEAST_STEPS = 4
-"""Fewest steps of a split there."""
+"""The fewest steps of a split there."""
 
 
 @lru_cache(maxsize=4096)
@@ -203,10 +204,10 @@ def split_count(tiles: int, steps: int, resident: int, uneven: bool = False, mos
 
 
 def splits_for(problem: AttentionProblem, config: DecodeConfig, tiles: int, resident: int) -> int:
-    """Most splits of an output tile.
+    """The most splits of an output tile.
 
-    There are as many as ``num_splits`` says, up to one a step; without it as many as suit a GPU that holds ``resident``
-    CTAs. Clusters are at most as many as it holds at once.
+    ``num_splits`` decides, up to one split for each step. Without it :func:`split_count` chooses for a GPU that holds
+    ``resident`` CTAs, with no more clusters than it holds at once.
     """
     steps, most = -(-keys_of(problem) // (config.step * config.cluster)), config.max_splits
     if problem.num_splits:
@@ -219,6 +220,6 @@ def splits_for(problem: AttentionProblem, config: DecodeConfig, tiles: int, resi
 
 
 def stream_k_ctas(problem: AttentionProblem, config: DecodeConfig, resident: int) -> int:
-    """CTAs of stream-K on a GPU that holds ``resident``: no more than have a step, or than a tile may have splits."""
-    units = problem.batch * problem.kv_heads * max(1, -(-problem.seqlen_k // config.step))
-    return max(1, min(resident, units, config.max_splits))
+    """CTAs of stream-K on a GPU that holds ``resident``: no more than there are steps, or splits of a tile."""
+    steps = problem.batch * problem.kv_heads * max(1, -(-problem.seqlen_k // config.step))
+    return max(1, min(resident, steps, config.max_splits))

@@ -22,54 +22,54 @@ class Shape:
     tma: bool = False
     stream_k: bool = False
     cluster: int = 0
-    """CTAs of a cluster; 0 for what :func:`~flashlane.kernels.decode.select.cluster_size` says."""
+    """CTAs of a cluster; 0: as :func:`~flashlane.kernels.decode.select.cluster_size` gives."""
 
 
-TALLEST = 64
-"""Rows of the tallest output tile; more rows are several tiles, which read K and V once each."""
+MAX_TILE_ROWS = 64
+"""The most rows of an output tile; more rows are several tiles, each of which reads K and V."""
 Shapes = tuple[Shape, ...]
-Load = Literal["few", "many", "uneven"]
-"""Output tiles at most as many as SMs; more; several sequences whose lengths only the device knows."""
-Table = tuple[tuple[int, tuple[tuple[int, dict[Load, Shapes]], ...]], ...]
-"""(largest head dim, ((largest number of rows, shapes by load), …)), the preferred shape first."""
+Workload = Literal["few", "many", "uneven"]
+"""At most as many output tiles as SMs; more of them; several sequences whose lengths only the device knows."""
+Table = tuple[tuple[int, tuple[tuple[int, dict[Workload, Shapes]], ...]], ...]
+"""(largest head dim, ((largest number of rows, shapes by workload), …)), the preferred shape first."""
 
 
-def _by_load(few: Shapes, many: Shapes, uneven: Shapes | None = None) -> dict[Load, Shapes]:
+def _by_workload(few: Shapes, many: Shapes, uneven: Shapes | None = None) -> dict[Workload, Shapes]:
     return {"few": few, "many": many, "uneven": many if uneven is None else uneven}
 
 
-# Few output tiles: one large CTA an SM, so that there are few splits. Many: two CTAs, one of which loads while the
-# other ends; and many small CTAs balance long sequences and short ones.
+# Few output tiles get one large CTA an SM, so that there are few splits. Many get two CTAs an SM, of which one loads
+# while the other ends; many small CTAs also balance long and short sequences.
 SHAPES: Table = (
     (
         128,
         (
-            (16, _by_load((Shape(1, 8), Shape(1, 4), Shape(1, 2)), (Shape(1, 4, 2), Shape(1, 4), Shape(1, 2)))),
-            (32, _by_load((Shape(2, 4), Shape(2, 2)), (Shape(2, 2, 2), Shape(2, 2)))),
-            (64, _by_load((Shape(4, 2), Shape(4, 1)), (Shape(4, 1, 2), Shape(4, 1)))),
+            (16, _by_workload((Shape(1, 8), Shape(1, 4), Shape(1, 2)), (Shape(1, 4, 2), Shape(1, 4), Shape(1, 2)))),
+            (32, _by_workload((Shape(2, 4), Shape(2, 2)), (Shape(2, 2, 2), Shape(2, 2)))),
+            (64, _by_workload((Shape(4, 2), Shape(4, 1)), (Shape(4, 1, 2), Shape(4, 1)))),
         ),
     ),
     (
         256,
         (
-            (16, _by_load((Shape(1, 4), Shape(1, 2)), (Shape(1, 4, 2), Shape(1, 4), Shape(1, 2)))),
-            (32, _by_load((Shape(2, 4), Shape(2, 2)), (Shape(2, 4), Shape(2, 2)))),
-            (64, _by_load((Shape(4, 2), Shape(4, 1)), (Shape(4, 2), Shape(4, 1)))),
+            (16, _by_workload((Shape(1, 4), Shape(1, 2)), (Shape(1, 4, 2), Shape(1, 4), Shape(1, 2)))),
+            (32, _by_workload((Shape(2, 4), Shape(2, 2)), (Shape(2, 4), Shape(2, 2)))),
+            (64, _by_workload((Shape(4, 2), Shape(4, 1)), (Shape(4, 2), Shape(4, 1)))),
         ),
     ),
 )
 
 
-# What is preferred where the architecture has it: TMA loads short sequences, whose keys are divided over a cluster.
-# cp.async loads longer ones faster, and stream-K was ahead nowhere (benchmarks/results/decode_candidates.json). A warp
-# group's tile has as many keys as rows, so that its sums fit where its tiles were; with 64 of both, registers do not
-# suffice.
+# Shapes that are preferred where the architecture has TMA: it loads short sequences, whose keys are divided over a
+# cluster. cp.async loads longer ones faster, and stream-K was nowhere faster
+# (benchmarks/results/decode_candidates.json). A warp group's tile has as many keys as rows, so that its sums fit where
+# its tiles were; tiles of 64 keys and rows would need too many registers.
 PREFERRED: dict[str, Table] = {
     "sm_90a": tuple(
         (
             head_dim,
             tuple(
-                (tile, _by_load((Shape(tile // 16, warp_groups, block_n=tile, tma=True),), ()))
+                (tile, _by_workload((Shape(tile // 16, warp_groups, block_n=tile, tma=True),), ()))
                 for tile, warp_groups in ((16, few), (32, few // 2))
             ),
         )
@@ -77,12 +77,12 @@ PREFERRED: dict[str, Table] = {
     ),
 }
 TMA_CLUSTER = 4
-"""CTAs of a cluster from which TMA loads keys faster than cp.async."""
+"""The smallest cluster in which TMA loads keys faster than cp.async."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """When the CTAs of a grid come in clusters."""
+    """A cluster size, and when it is used."""
 
     size: int
     held: int
@@ -90,7 +90,7 @@ class Cluster:
     tiles: int
     """Output tiles up to which they are used."""
     steps: int
-    """Steps of a CTA up to which they are used: a tile that one cluster computes alone needs no work space."""
+    """Steps of a CTA up to which they are used: a tile that one cluster computes alone needs no workspace."""
 
 
 CLUSTERS: dict[str, tuple[Cluster, ...]] = {

@@ -1,11 +1,11 @@
-// Output tiles, work tiles, and the schedulers that say which work tiles a CTA computes.
+// Output tiles, work tiles, and the tile schedulers, which decide which work tiles a CTA computes.
 //
 // The rows of an output tile are the queries of one KV head, token by token: row r is token r / group, head r % group of the
 // group. An output tile is a sequence, a KV head and BLOCK_M rows. Its keys come in steps of STEP keys, and may be split over
 // CTAs. There are two schedulers:
 //
-//     one tile    each output tile in at most `splits` splits; a CTA, or a cluster of CTAs, computes one split and ends
-//     stream-K    the steps of all output tiles in a row, cut into equal ranges; a CTA stays until its range is done:
+//     one tile    each output tile has at most `splits` splits; a CTA, or a cluster of CTAs, computes one split and ends
+//     stream-K    the steps of all output tiles, laid end to end, are divided into equal ranges; a CTA computes one range:
 //
 //               |<---- tile 0 ---->|<- tile 1 ->|<-------- tile 2 --------->|
 //               |<--- CTA 0 --->|<--- CTA 1 --->|<--- CTA 2 --->|<-- CTA 3 -->|
@@ -43,7 +43,7 @@ struct WorkTile {
     int step, steps;                       // the first step of STEP keys, and how many there are
     int first_vector, end_vector;          // the output that the CTA combines, in vectors of 4 columns, row by row
     long long index;                       // of the output tile
-    int first_partial, later_partials;     // where the tile's splits lie in the work space
+    int first_partial, later_partials;     // where the tile's splits lie in the workspace, see partial()
 
     __device__ __forceinline__ Mask mask(const Params& p) const {
         return {sequence.end, sequence.shift, p.attention.window_left, p.attention.window_right};
@@ -53,8 +53,8 @@ struct WorkTile {
         const int n = first_head + row, tokens = p.group_inverse ? __umulhi(n, p.group_inverse) : n;
         return {first_token + tokens, kv_head * p.attention.group + n - tokens * p.attention.group};
     }
-    // The partial result of a split. With stream-K a CTA has two partials: one of the tile that it ends, and one of the tile
-    // that it begins.
+    // The index of a split's partial result in the workspace. With stream-K a CTA has two partial results: one of the tile in which
+    // its range begins, and one of the tile in which it ends.
     __device__ __forceinline__ int partial(int of_split) const {
         if constexpr (STREAM_K) return of_split == 0 ? first_partial : later_partials + 2 * of_split;
         else return first_partial + of_split;
@@ -89,7 +89,7 @@ __device__ __forceinline__ const WorkTile* work_tile(const TileQueueState& queue
 template <bool PERSISTENT>
 struct TileScheduler;
 
-// One output tile a CTA, or a cluster, and one of at most `splits` splits of its keys.
+// A CTA, or a cluster, computes one of at most `splits` splits of the keys of one output tile.
 template <>
 struct TileScheduler<false> {
     const Params& p;
@@ -117,105 +117,111 @@ struct TileScheduler<false> {
     }
 };
 
-// Ranges where all output tiles have so many steps: a CTA has `each`, and a tile takes `stride`, at least its own.
+// The ranges of stream-K where each of `tiles` output tiles has `steps` steps: the range of a CTA has `each` steps, and the steps of
+// neighbouring tiles begin `stride` >= `steps` apart.
 struct StreamRanges {
     int each, stride;
 
-    __device__ __forceinline__ constexpr StreamRanges(int units, int tiles, int ctas)
-        : each(ceil_div(units * tiles, ctas)), stride(units) {
-        // Ranges that end where tiles end, if they are not much larger: a tile may then have steps that do not exist.
-        const int splits = each < units ? units / each : 1;
-        const int fitting = each < units ? ceil_div(units, splits) : ceil_div(each, units) * units;
-        if (fitting * 16 <= each * 17) each = fitting, stride = each < units ? ceil_div(units, each) * each : units;
+    __device__ __forceinline__ constexpr StreamRanges(int steps, int tiles, int ctas)
+        : each(ceil_div(steps * tiles, ctas)), stride(steps) {
+        // Ranges that end where tiles end are preferred if they are at most 1/16 longer: a stride may then hold steps that no tile has.
+        const int splits = each < steps ? steps / each : 1;
+        const int fitting = each < steps ? ceil_div(steps, splits) : ceil_div(each, steps) * steps;
+        if (fitting * 16 <= each * 17) each = fitting, stride = each < steps ? ceil_div(steps, each) * each : steps;
     }
 };
 
-// Which split of an output tile a CTA computes, and where the tile's splits lie in the work space. The tile begins at `start`
-// and has `units` steps, of which the CTA's range has `from` to `to`.
+// Which split of an output tile a CTA computes, and where the tile's splits lie in the workspace. The tile begins at step `start` of
+// all steps and has `steps` steps, of which the CTA's range has those from `from` to `to`.
 struct StreamSplit {
     int split, splits, first_partial, later_partials;
 
-    __device__ __forceinline__ constexpr StreamSplit(int start, int units, int from, int to, int each, int cta)
+    __device__ __forceinline__ constexpr StreamSplit(int start, int steps, int from, int to, int each, int cta)
         : split(0), splits(0), first_partial(0), later_partials(0) {
-        const int first = from == 0 ? cta : start / each, last = to >= units ? cta : (start + units - 1) / each;
+        const int first = from == 0 ? cta : start / each, last = to >= steps ? cta : (start + steps - 1) / each;
         split = cta - first, splits = last - first + 1;
         first_partial = 2 * first + (start > first * each), later_partials = 2 * first;
     }
 };
 
-// Stream-K: the steps of all output tiles, one after the other, in equal ranges. Each CTA has one range.
+// Stream-K: the steps of all output tiles, laid end to end and counted from 0, are divided into equal ranges, one for each CTA.
 template <>
 struct TileScheduler<true> {
     const Params& p;
-    int each, unit, end;      // steps of a CTA; its next one, and the one after its last
-    int batch, base, stride;  // the sequence whose steps come next: where they begin, and from one head to the next
+    int each, position, end;  // steps of a range; the first step of this CTA's range that is left, and the end of the range
+    int batch, base, stride;  // the sequence at `position`: its first step, and the steps from one head to the next
 
     // Steps of an output tile of a sequence: at least one, so that a CTA writes its rows. A KV head has one m_block.
-    __device__ __forceinline__ int units_of(int sequence) const {
+    __device__ __forceinline__ int steps_of(int sequence) const {
         const CacheSeqlenInfo s(p.seqlen, sequence);
         const Mask mask{s.end, s.shift, p.attention.window_left, p.attention.window_right};
         return max(1, KeyRange(s, mask, 0, s.seqlen_q - 1).steps);
     }
-    // Steps of the output tiles of a sequence, one sequence a lane; 0 after the last.
-    __device__ __forceinline__ int units_of_lane(int sequence) const {
-        return sequence < p.attention.batch ? units_of(sequence) * p.kv_heads : 0;
+    // Steps of all output tiles of a sequence, one sequence a lane; 0 after the last.
+    __device__ __forceinline__ int steps_of_lane(int sequence) const {
+        return sequence < p.attention.batch ? steps_of(sequence) * p.kv_heads : 0;
     }
     __device__ __forceinline__ explicit TileScheduler(const Params& params) : p(params), batch(0), base(0) {
-        const int sequences = p.attention.batch, lane = threadIdx.x % WARP;
         int total = 0;
         if (p.equal_lengths) {
-            const int tiles = sequences * p.kv_heads;
-            const StreamRanges ranges(units_of(0), tiles, gridDim.x);
+            const int tiles = p.attention.batch * p.kv_heads;
+            const StreamRanges ranges(steps_of(0), tiles, gridDim.x);
             each = ranges.each, stride = ranges.stride, total = stride * tiles;
         } else {
-#pragma unroll 1
-            for (int first = 0; first < sequences; first += WARP) {
-                int sum = units_of_lane(first + lane);
-#pragma unroll
-                for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-                total += sum;
-            }
-            each = ceil_div(total, gridDim.x);
+            total = total_steps(), each = ceil_div(total, gridDim.x);
         }
-        unit = min(static_cast<int>(blockIdx.x) * each, total), end = min(unit + each, total);
-        if (p.equal_lengths || unit == end) return;
+        position = min(static_cast<int>(blockIdx.x) * each, total), end = min(position + each, total);
+        if (!p.equal_lengths && position != end) find_sequence();
+    }
+
+    // The steps of all sequences.
+    __device__ __forceinline__ int total_steps() const {
+        const int lane = threadIdx.x % WARP;
+        int total = 0;
 #pragma unroll 1
-        for (int first = 0;; first += WARP) {  // the sequence that holds `unit`
-            int sum = units_of_lane(first + lane);
-            const int mine = sum;
+        for (int first = 0; first < p.attention.batch; first += WARP) {
+            int sum = steps_of_lane(first + lane);
 #pragma unroll
-            for (int step = 1; step < WARP; step *= 2) {
-                const int below = __shfl_up_sync(0xffffffffu, sum, step);
-                if (lane >= step) sum += below;
-            }
-            const u32 after = __ballot_sync(0xffffffffu, base + sum > unit);
+            for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+            total += sum;
+        }
+        return total;
+    }
+
+    // Sets the sequence that holds `position`, which exists.
+    __device__ __forceinline__ void find_sequence() {
+        const int lane = threadIdx.x % WARP;
+#pragma unroll 1
+        for (int first = 0;; first += WARP) {
+            const int own = steps_of_lane(first + lane), sum = warp_inclusive_sum(own);
+            const u32 after = __ballot_sync(0xffffffffu, base + sum > position);
             const int at = after ? __ffs(after) - 1 : WARP - 1;
-            base += __shfl_sync(0xffffffffu, after ? sum - mine : sum, at);
+            base += __shfl_sync(0xffffffffu, after ? sum - own : sum, at);
             batch = first + at;
             if (after) break;
         }
-        stride = units_of(batch);
+        stride = steps_of(batch);
     }
 
-    // The next output tile and the CTA's steps of it; false when there is no more. All lanes of a warp call it.
+    // The next output tile and the CTA's steps of it; false when none is left. All lanes of a warp call it.
     __device__ __forceinline__ bool next(WorkTile& tile) {
-        while (unit < end) {
+        while (position < end) {
             const int heads = p.kv_heads;
             if (p.equal_lengths) {
-                batch = unit / (stride * heads), base = batch * stride * heads;
+                batch = position / (stride * heads), base = batch * stride * heads;
             } else {
-                while (unit >= base + stride * heads) base += stride * heads, stride = units_of(++batch);
+                while (position >= base + stride * heads) base += stride * heads, stride = steps_of(++batch);
             }
-            tile.batch = batch, tile.kv_head = (unit - base) / stride, tile.rank = 0;
+            tile.batch = batch, tile.kv_head = (position - base) / stride, tile.rank = 0;
             tile.index = batch * heads + tile.kv_head;
-            const int start = base + tile.kv_head * stride, from = unit - start, to = min(end - start, stride);
-            unit = start + to;
+            const int start = base + tile.kv_head * stride, from = position - start, to = min(end - start, stride);
+            position = start + to;
             tile.sequence = CacheSeqlenInfo(p.seqlen, batch);
             tile.set_rows(p, 0);
-            const int units = max(1, tile.keys.steps);
-            tile.step = tile.keys.first_step + from, tile.steps = min(to, units) - from;
+            const int steps = max(1, tile.keys.steps);
+            tile.step = tile.keys.first_step + from, tile.steps = min(to, steps) - from;
             if (tile.steps <= 0 || tile.rows <= 0) continue;
-            const StreamSplit found(start, units, from, to, each, blockIdx.x);
+            const StreamSplit found(start, steps, from, to, each, blockIdx.x);
             tile.split = found.split, tile.splits = found.splits;
             tile.first_partial = found.first_partial, tile.later_partials = found.later_partials;
             tile.set_vectors(p);

@@ -1,4 +1,4 @@
-// What the decode kernel is compiled for and given: tile shapes, the parameters, and what lies where in shared memory.
+// The decode kernel's compile-time constants, parameters and shared memory.
 #pragma once
 #include "config.cuh"
 #include "attention/mask.cuh"
@@ -32,15 +32,15 @@ constexpr int K_BYTES = TMA ? K_PLANES * PLANE_BYTES : LayoutK::bytes(BLOCK_N);
 constexpr int STAGE_BYTES = K_BYTES + (TMA ? V_PLANES * PLANE_BYTES : LayoutV::bytes(BLOCK_N));
 constexpr int PIPELINE_BYTES = STAGES * STAGE_BYTES, PIPELINES_BYTES = (TMA ? 1 : WARP_GROUPS) * PIPELINE_BYTES;
 
-// Sums of P·V of one warp group, CTA or split: rows of floats. Columns are permuted by XOR, so that a quarter of a warp writes
+// Sums of P·V of one warp group, CTA or split are rows of floats. Columns are permuted by XOR, so that a quarter of a warp writes
 // rows without bank conflicts.
 constexpr int SUM_STRIDE = (HEAD_DIM_V + 31) / 32 * 32, SUM_BYTES = BLOCK_M * SUM_STRIDE * 4;
 __device__ __forceinline__ int sum_at(int row, int column) { return row * SUM_STRIDE + (column ^ row % 4 * 8); }
 
 // ---- parameters
 
-// Work space of a split softmax. The CTA that arrives last combines the splits in their order, so that the result does not
-// depend on which one that is.
+// The workspace of splits. The CTA that arrives last combines the splits in their order, so that the result does not depend on which
+// CTA that is.
 struct SplitParams {
     float* out;                  // (partial, row, column), sums of P·V
     PartialSoftmax* statistics;  // (partial, CTA of the cluster, row)
@@ -67,10 +67,10 @@ struct Maps {
 
 // ---- shared memory
 
-// The pipeline, and at the end the warp groups' sums, or the statistics of a tile's splits: with TMA in the stage of the last
-// step, else at the start.
+// After the last step, memory of the pipeline holds the warp groups' sums, and then the statistics of a tile's splits: with TMA the
+// stage of the last step, else the start of the pipelines.
 constexpr int SCRATCH_BYTES = larger(WARP_GROUPS * SUM_BYTES, cfg::MAX_SPLITS * BLOCK_M * 8);
-constexpr int TILE_STAGES = 4;  // with stream-K: work tiles that are published ahead, as they may be short
+constexpr int TILE_STAGES = 4;  // with stream-K: work tiles that are published ahead, since they may be short
 constexpr int WORK_TILE_BYTES = 144;
 
 struct PipelineStorage {  // from shared_memory on; TMA's swizzle needs it at a multiple of 1024

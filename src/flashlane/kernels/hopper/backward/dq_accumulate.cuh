@@ -1,12 +1,12 @@
-// dq_accum, in which dQ is summed in f32 in device memory, and how dQ gets out of there.
+// The layout of dq_accum, the f32 array in device memory in which dQ is summed, and the code that converts it to dQ.
 //
 // Its elements lie in the order of an accumulator's registers. The sums of an m-block are divided into slices, one for each
-// consumer warpgroup, and a slice into fragments of 16 columns, one for each warp's accumulator of dQᵀ. In a fragment, of every
-// 8 queries, lane l has 16 bytes with the columns l / 4 (x, y) and l / 4 + 8 (z, w) of queries 2 (l % 4) (x, z) and
+// consumer warpgroup, and a slice into fragments of 16 columns, one for each warp's accumulator of dQᵀ. For every 8 queries of a
+// fragment, lane l owns 16 bytes: the columns l / 4 (x, y) and l / 4 + 8 (z, w) of the queries 2 (l % 4) (x, z) and
 // 2 (l % 4) + 1 (y, w).
 //
-// Where the accumulator is of dQ and not of dQᵀ (cfg::DQ_TRANSPOSED is false) the sums lie in groups of 8 columns: of 64
-// queries, warp w and lane l have 16 bytes with the columns 2 (l % 4) (x, z) and 2 (l % 4) + 1 (y, w) of queries
+// Where the accumulators hold dQ and not dQᵀ (cfg::DQ_TRANSPOSED is false) the sums lie in groups of 8 columns. For every 64
+// queries of a group, lane l of warp w owns 16 bytes: the columns 2 (l % 4) (x, z) and 2 (l % 4) + 1 (y, w) of the queries
 // 16 w + l / 4 (x, y) and 16 w + l / 4 + 8 (z, w).
 #pragma once
 #include "hopper/backward/row_blocks.cuh"
@@ -25,17 +25,17 @@ __device__ __forceinline__ int fragments_of(int slice) {
     return FRAGMENTS % SLICE_FRAGMENTS == 0 || slice < SLICES - 1 ? SLICE_FRAGMENTS : FRAGMENTS % SLICE_FRAGMENTS;
 }
 
-// Adds 16 bytes to sums, in any order (PTX ISA, red.vec_32_bit; sm_90 and up).
+// Adds four floats to sums in device memory; additions of several threads come in any order (PTX ISA, red.vec_32_bit; sm_90 and up).
 __device__ __forceinline__ void global_add(float* to, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w)
                  : "memory");
 }
 
-// Eight queries of a slice: a lane has its elements of the sums, and of dQ a row and every fourth 8 columns.
+// Eight queries of a slice, as one lane converts them: it reads its own sums, and writes 8 of every 32 columns of one row of dQ.
 struct SliceRows {
     const float4* from;
     Element* to;
-    int rows;                      // of the sequence, from this lane's on
+    int rows;                      // rows of the sequence from this lane's row on
 
     // The `group`-th eight queries of the slice; `sums` and `dq` are the m-block's, which has `rows_here` rows to the sequence's end.
     __device__ __forceinline__ SliceRows(int lane, const float* sums, Element* dq, long long stride, int rows_here, int slice,
@@ -47,7 +47,7 @@ struct SliceRows {
     }
     __device__ __forceinline__ void next(long long stride) { from += WARP, to += 8 * stride, rows -= 8; }
 
-    // Writes dQ, by a warp. The sums may be newer than what the L1 cache holds.
+    // Writes dQ; all lanes of a warp call it. It reads past the L1 cache, which may hold older sums.
     __device__ __forceinline__ void write_dq(int slice, float factor) const {
         float4 x[SLICE_FRAGMENTS];
 #pragma unroll
@@ -70,8 +70,8 @@ struct SliceRows {
     }
 };
 
-// Of sums of dQ, not transposed: writes 16 queries and 32 columns, by a warp; `dq` is the m-block's, which has `rows` rows to the
-// sequence's end.
+// Converts 16 queries and 32 columns of sums that are not transposed; all lanes of a warp call it. `dq` is the m-block's, which has
+// `rows` rows to the sequence's end.
 __device__ __forceinline__ void write_dq_block(const float* sums, Element* dq, long long stride, int rows, int first_row,
                                                int columns, float factor) {
     const int lane = threadIdx.x % WARP;

@@ -1,4 +1,5 @@
-// Which m-blocks of dQ the idle warps zero and write for which tile, in the launch that accumulates dQ (dense tensors only).
+// Assigns m-blocks of dQ to tiles (dense tensors only). In the launch that accumulates dQ, idle warps zero dq_accum and write dQ for
+// the m-blocks of one tile at a time.
 //
 // The m-blocks of all query heads of a key/value head are divided evenly among the head's tiles: a tile is assigned
 // low <= m-block < high of them.
@@ -17,7 +18,7 @@ struct TileOrder {
     __device__ __forceinline__ constexpr int index(int n_block, int head) const {
         return first_head(head) * n_blocks + n_block * section_heads(head) + head - first_head(head);
     }
-    // Tiles of a head among the first so many tiles of the launch.
+    // How many of the first `tiles` tiles of the launch belong to `head`.
     __device__ __forceinline__ constexpr int tiles_before(int head, int tiles) const {
         const int own = index(0, head);
         return tiles <= own ? 0 : constant_min(n_blocks, (tiles - own - 1) / section_heads(head) + 1);

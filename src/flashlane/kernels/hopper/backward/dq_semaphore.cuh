@@ -1,5 +1,5 @@
-// What is kept of an m-block while n-blocks add to its dQ in order, and the counters of a launch. The preprocess kernel sets
-// both to their first values.
+// The semaphore of an m-block, by which n-blocks add to its dQ in order, and the counters of a launch. The preprocess kernel
+// initialises both.
 #pragma once
 #include "attention/block_range.cuh"
 #include "hopper/backward/row_blocks.cuh"
@@ -12,19 +12,19 @@ __device__ __forceinline__ TileMask tile_mask(const Params& p, const Seqlen& seq
 }
 
 struct alignas(32) DqSemaphore {
-    int next_n_block[2];           // of each slice of dq_accum: the n-block whose addition is next
-    int n_block_end;               // one more than the last n-block that adds
+    int next_n_block[2];           // for each slice of dq_accum, the n-block whose addition is next
+    int n_block_end;               // the last n-block that adds, plus one
     int unused;
     int batch, head, row, rows;    // where the m-block's dQ is: its first row, and the rows from there to the sequence's end
 };
 
 // Counters of a launch.
 enum Counters {
-    TILES_TAKEN,                   // work tiles
+    TILES_TAKEN,                   // work tiles that a CTA or a cluster has taken
     SLICES_COMPLETE,               // slices of dq_accum to which the last n-block has added; the postprocess queue's length
-    SLICES_TAKEN,                  // of these the ones that a postprocess warp has taken
-    SLICES_ALL,                    // how many slices there are
-    ZEROING_TAKEN,                 // in-kernel dQ: tiles whose m-blocks some warp has taken to zero
-    POSTPROCESS_TAKEN,             // in-kernel dQ: tiles whose m-blocks some warp has taken to write dQ of
+    SLICES_TAKEN,                  // entries of that queue that a postprocess warp has taken
+    SLICES_ALL,                    // slices to which any n-block adds
+    ZEROING_TAKEN,                 // in-kernel dQ: tiles whose m-blocks a warp has taken for zeroing
+    POSTPROCESS_TAKEN,             // in-kernel dQ: tiles whose m-blocks a warp has taken for writing dQ
     COUNTERS
 };

@@ -1,6 +1,6 @@
-// The two forms of product of a warpgroup, and the store of an accumulator.
+// The two forms of a warpgroup's product (A in shared memory, A in registers), and the store of an accumulator.
 //
-// Tiles lie in chunks of 64 columns, a chunk's rows one after another; each product is one group of wgmma.
+// Tiles lie in chunks of 64 columns, a chunk's rows one after another; each product is one wgmma group.
 #pragma once
 #include "hopper/backward/params.cuh"
 #include "tile.cuh"
@@ -8,13 +8,14 @@
 
 constexpr int QK_STEPS = (HEAD_DIM + 15) / 16, V_STEPS = (HEAD_DIM_V + 15) / 16;
 
-// The same value. What is added to it is added in one instruction; ptxas would otherwise know enough of its bits to take two.
+// Returns x and hides its bits from ptxas, which then adds an offset to it in one instruction. ptxas takes two where it knows some
+// of the bits.
 __device__ __forceinline__ u64 opaque(u64 x) {
     asm("" : "+l"(x));
     return x;
 }
 
-// d = A·Bᵀ of 64 rows at `a` and N rows at `b`, over STEPS · 16 columns. Chunks are so many bytes apart.
+// d = A·Bᵀ of 64 rows at `a` and N rows at `b`, over STEPS · 16 columns. A_CHUNK and B_CHUNK are the bytes from one chunk to the next.
 template <int N, int STEPS, u32 A_CHUNK, u32 B_CHUNK>
 __device__ __forceinline__ void gemm_ss(float (&d)[N / 2], u32 a, u32 b) {
     const u64 a_first = opaque(wgmma_k_inner(a)), b_first = opaque(wgmma_k_inner(b));
@@ -31,7 +32,7 @@ __device__ __forceinline__ void gemm_ss(float (&d)[N / 2], u32 a, u32 b) {
     wgmma_commit();
 }
 
-// d += A·B of A in registers and ROWS rows of DIM columns at `b`, ROWS · 128 bytes a chunk.
+// d += A·B, with A in registers and B as ROWS rows of DIM columns at `b`, whose chunks have ROWS · 128 bytes.
 template <int DIM, int ROWS>
 __device__ __forceinline__ void gemm_rs(float (&d)[DIM / 2], const u32 (&a)[ROWS / 4], u32 b) {
     const u64 b_first = wgmma_n_inner(b, ROWS * ROW_BYTES);
@@ -41,14 +42,14 @@ __device__ __forceinline__ void gemm_rs(float (&d)[DIM / 2], const u32 (&a)[ROWS
     wgmma_commit();
 }
 
-// This thread's number in its warpgroup, from %tid: computed again, it needs no register until then.
-__device__ __forceinline__ int thread_again() {
+// This thread's index in its warpgroup, read from %tid at each call, so that no register holds it between calls.
+__device__ __forceinline__ int warpgroup_thread() {
     u32 thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return static_cast<int>(thread % WARPGROUP);
 }
 
-// A warpgroup's accumulator, scaled, to global memory: its first `rows` rows, `stride` elements apart.
+// Stores the first `rows` rows of a warpgroup's accumulator, times `factor`, in device memory; rows are `stride` elements apart.
 template <int DIM>
 __device__ __forceinline__ void store_accumulator(const float (&d)[DIM / 2], Element* to, long long stride, int rows, float factor) {
     const int lane = threadIdx.x % WARP;

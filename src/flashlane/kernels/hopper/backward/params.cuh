@@ -1,4 +1,4 @@
-// What the kernels of the gradients are given, and their tiles. flashlane.kernels.hopper.backward.launch mirrors Params.
+// The parameters of the gradient kernels and the sizes of their tiles. flashlane.kernels.hopper.backward.launch mirrors Params.
 #pragma once
 #include "attention/block_list.cuh"
 #include "attention/score.cuh"
@@ -21,33 +21,33 @@ struct Params {
     const float *lse, *delta;      // row statistics, see first_row_block
     float* dq_accum;               // sums of dQ, see dq_accumulate.cuh
     void *dk, *dv, *dq;            // (batch, row, head, column)
-    DqSemaphore* semaphores;       // of m-blocks, where additions to dQ have an order
-    int* postprocess_queue;        // slices of dq_accum that are complete, in that order; 0 before a launch
+    DqSemaphore* semaphores;       // one for each m-block, where additions to dQ have an order
+    int* postprocess_queue;        // slices of dq_accum in the order in which they became complete; 0 before a launch
     int* counters;                 // see Counters, then the arrivals of the splits of each tile that is split; 0 before a launch
-    float* partials;               // split-Q: dK and dV of the splits of tiles but the last
-    int *zeroed, *added;           // in-kernel dQ: of each key/value head, tiles whose m-blocks are zeroed, and tiles that have added
-    int* written;                  // in-kernel dQ: of each tile, 1 when dQ of its m-blocks is written
+    float* partials;               // split-Q: dK and dV of all splits of a tile but the last
+    int *zeroed, *added;           // in-kernel dQ: for each key/value head, tiles whose m-blocks are zeroed, and tiles that have added
+    int* written;                  // in-kernel dQ: for each tile, 1 when dQ of its m-blocks is written
     long long dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, dq_batch, dq_row, dq_head;  // in elements
     int heads, kv_heads;
     int window_left, window_right; // with HAS_LEFT and HAS_RIGHT
     int row_blocks;                // m-blocks of a head (and, of dense tensors, of a sequence)
-    int blocks;                    // n-blocks (or m-blocks, where tiles are of those) of the longest sequence
+    int blocks;                    // n-blocks of the longest sequence (dq.cu, whose tiles are m-blocks: its m-blocks)
     int heads_per_section;         // heads whose operands fit the L2 cache at once
-    int tiles;                     // of the launch (not VARLEN, but in a 2-CTA cluster: of sequences of the greatest length)
-    int whole_tiles, splits;       // split-Q: tiles that are not split, which come first; splits that each of the others has
+    int tiles;                     // of the launch; VARLEN: only two_cta reads it, and counts each sequence as the longest
+    int whole_tiles, splits;       // split-Q: tiles that are not split, which come first; splits of each other tile
     int zeroed_before;             // in-kernel dQ: tiles whose m-blocks the preprocess kernel zeroes
-    int write_until;               // in-kernel dQ: how many tiles are taken when no warp begins to write dQ any more
+    int write_until;               // in-kernel dQ: when this many tiles are taken, no warp starts to write dQ any more
     float scale;
     BlockLists lists;              // BLOCK_LISTS: the m-blocks of each n-block (of dq.cu: the n-blocks of each m-block)
     ProgramParams program;
 };
 
-// Probabilities are made as a program and lists say, and not by the modifiers of scores and by windows alone.
 constexpr int MASK_UNITS = (BLOCK_M + UNIT - 1) / UNIT;  // of an m-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_M % UNIT == 0 && !Program::HAS_MASK));
+// Whether a program or block lists take part in the probabilities, and not only score modifiers and a window.
 constexpr bool BY_PROGRAM = cfg::BLOCK_LISTS || Program::HAS_SCORE;
 
-// Zeros for rows of a tile from `row` on: what lies after the end of a packed sequence is another's, or anything.
+// Zeroes the rows of a tile from `row` on: past the end of a packed sequence lie rows of another sequence, or arbitrary bytes.
 template <int CHUNKS, int ROWS>
 __device__ __forceinline__ void zero_rows(u32 tile, int row, int thread, int threads) {
     const int vectors = (ROWS - row) * (ROW_BYTES / 16);

@@ -1,4 +1,4 @@
-// The postprocess kernel: dQ from dq_accum, scaled; with IN_KERNEL_DQ, of the m-blocks that the idle warps have left.
+// The postprocess kernel writes dQ, scaled, from dq_accum. With IN_KERNEL_DQ it writes the m-blocks that the idle warps did not.
 #include "hopper/backward/dq_accumulate.cuh"
 #include "hopper/backward/dq_assignment.cuh"
 
@@ -8,7 +8,7 @@ struct Params {
     SeqlenParams seqlen;           // queries
     const float* dq_accum;
     void* dq;                      // (batch, row, head, column)
-    const int* written;            // IN_KERNEL_DQ, of each tile
+    const int* written;            // IN_KERNEL_DQ: for each tile, 1 when dQ of its m-blocks is written
     long long dq_batch, dq_row, dq_head;  // in elements
     int heads, row_blocks;
     int kv_heads, n_blocks, heads_per_section;  // IN_KERNEL_DQ

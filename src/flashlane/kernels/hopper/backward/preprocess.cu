@@ -1,6 +1,7 @@
-// The preprocess kernel: the row statistics, the first values of all that dQ is accumulated with, and the gradient of extra logits.
+// The preprocess kernel computes the row statistics and the gradient of extra logits, and initialises dq_accum, its semaphores and the
+// counters of the launch.
 //
-//     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   an m-block's share of dlogit = −Σ exp(logit − LSE) · delta
+//     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   dlogit of an m-block = −Σ exp(logit − LSE) · delta
 //
 // A row that sees no key, and one past the end of its sequence, has −∞ and 0: all its probabilities are then 0.
 #include "attention/score.cuh"
@@ -12,26 +13,26 @@ constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V, THREADS = 256;
 constexpr int LANES = HEAD_DIM_V <= 64 ? 8 : HEAD_DIM_V <= 128 ? 16 : 32;  // of a row, 8 columns each
 
 struct Params {
-    SeqlenParams seqlen;           // keys with additions to dQ in order
+    SeqlenParams seqlen;           // keys are read with IN_ORDER only
     ScoreParams score;
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
     float *lse, *delta, *dq_accum;
     float* dlogit_partials;        // (batch, m-block, head)
     DqSemaphore* semaphores;       // IN_ORDER
-    int *postprocess_queue, *counters;  // to become 0; the queue with LAST_ADDITION
+    int *postprocess_queue, *counters;  // zeroed here; the queue with LAST_ADDITION only
     void* dq;                      // LAST_ADDITION: (batch, row, head, column)
     int *zeroed, *added, *written; // IN_KERNEL_DQ, see Params of the gradients' kernels (params.cuh)
     long long out_batch, out_row, out_head, dout_batch, dout_row, dout_head;  // in elements
     long long dq_batch, dq_row, dq_head;
     long long lse_batch, lse_head, dlse_batch, dlse_head;
     int heads, row_blocks, m_blocks;  // m_blocks: of the longest sequence
-    int window_left, window_right; // IN_ORDER: what the kernel of the gradients knows of the mask
-    int split_arrivals;            // further counters
+    int window_left, window_right; // IN_ORDER: the mask of the gradient kernels
+    int split_arrivals;            // counters of splits, which follow Counters
     int kv_heads, n_blocks, heads_per_section, zeroed_before;  // IN_KERNEL_DQ
 };
 
-// Products of two packed elements, summed in f32.
+// The sum, in f32, of the products of two pairs of packed elements.
 __device__ __forceinline__ float dot(u32 a, u32 b) {
     const Element *x = reinterpret_cast<Element*>(&a), *y = reinterpret_cast<Element*>(&b);
     return Convert<Element>::to_float(x[0]) * Convert<Element>::to_float(y[0]) +
@@ -42,8 +43,8 @@ __device__ __forceinline__ void clear(void* from, int bytes) {
     for (int i = threadIdx.x; i < bytes / 16; i += THREADS) static_cast<uint4*>(from)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// The first values of what in-kernel dQ counts. Whether this m-block of dq_accum is zeroed here, and not by an idle warp.
-__device__ __forceinline__ bool begin_in_kernel_dq(const Params& p, int batch, int head) {
+// Initialises the counters of in-kernel dQ. Returns whether this kernel, and no idle warp, zeroes dq_accum of the CTA's m-block.
+__device__ __forceinline__ bool init_in_kernel_dq(const Params& p, int batch, int head) {
     const int group = p.heads / p.kv_heads, kv_head = batch * p.kv_heads + head / group;
     const TileOrder order{p.kv_heads * static_cast<int>(gridDim.z), p.n_blocks, p.heads_per_section};
     if (blockIdx.x == 0 && head % group == 0) {
@@ -54,8 +55,8 @@ __device__ __forceinline__ bool begin_in_kernel_dq(const Params& p, int batch, i
     return order.index(n_block, kv_head) < p.zeroed_before;
 }
 
-// The semaphores of an m-block, the zeros of its dq_accum, and those of its dQ where no n-block adds to it.
-__device__ __forceinline__ void begin_dq(const Params& p, const QuerySeqlen& seqlen, int batch, int head, long long row_block) {
+// Initialises the semaphores of the CTA's m-block, zeroes its dq_accum, and zeroes its dQ where no n-block adds to it.
+__device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seqlen, int batch, int head, long long row_block) {
     if constexpr (cfg::IN_ORDER) {
         const int first = blockIdx.x * BLOCK_M;
         const BlockRange n_blocks = n_block_range_of<BLOCK_M>(tile_mask(p, Seqlen(p.seqlen, batch)), blockIdx.x, cfg::BLOCK_N);
@@ -69,18 +70,17 @@ __device__ __forceinline__ void begin_dq(const Params& p, const QuerySeqlen& seq
                 clear(dq + (static_cast<long long>(seqlen.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(Element));
         }
     }
-    if (!cfg::IN_KERNEL_DQ || begin_in_kernel_dq(p, batch, head))
+    if (!cfg::IN_KERNEL_DQ || init_in_kernel_dq(p, batch, head))
         clear(p.dq_accum + row_block * cfg::DQ_ACCUM_FLOATS, cfg::DQ_ACCUM_FLOATS * sizeof(float));
 }
 
-// By one warp of the launch.
-__device__ __forceinline__ void begin_counters(const Params& p) {
+// Initialises the counters of the launch; one warp of the launch calls it.
+__device__ __forceinline__ void init_counters(const Params& p) {
     for (int i = threadIdx.x; i < COUNTERS + p.split_arrivals; i += WARP)
         if (i != SLICES_ALL) p.counters[i] = 0;
     if constexpr (cfg::LAST_ADDITION) {
         int m_blocks = 0;                                 // to which any n-block adds
-        for (int i = threadIdx.x; i < gridDim.z; i += WARP)
-        {
+        for (int i = threadIdx.x; i < gridDim.z; i += WARP) {
             const Seqlen seqlen(p.seqlen, i);
             m_blocks += m_block_range_of_all<BLOCK_M>(tile_mask(p, seqlen), seqlen.q_length, cfg::BLOCK_N).count();
         }
@@ -96,13 +96,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
     const int q_first = seqlen.q_first, q_length = seqlen.q_length, batch = seqlen.q_batch;
     const long long row_block = first_row_block(p, seqlen, sequence, head) + blockIdx.x;
     const long long index = (static_cast<long long>(sequence) * gridDim.y + head) * gridDim.x + blockIdx.x;
-    if (p.counters != nullptr && index == 0 && threadIdx.x < WARP) begin_counters(p);
-    // There are no more slices than CTAs, two each, and of packed sequences than entries of the queue.
+    if (p.counters != nullptr && index == 0 && threadIdx.x < WARP) init_counters(p);
+    // A launch has at most two slices for each CTA, which zeroes their entries; with packed sequences the queue may be shorter.
     if (cfg::LAST_ADDITION && threadIdx.x < 2 && (!cfg::VARLEN || index < static_cast<long long>(p.heads) * p.row_blocks))
         p.postprocess_queue[2 * index + threadIdx.x] = 0;
-    const bool some = first < q_length;
     float dlogit = 0.f;
-    if (some) {
+    if (first < q_length) {
         const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
         const Element* out = static_cast<const Element*>(p.out) + batch * p.out_batch + head * p.out_head;
         const Element* dout = static_cast<const Element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
@@ -129,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
             p.delta[row_block * BLOCK_M + row] = sum;
             if (seen) Score::add_row_gradient<Element>(p.score, head, lse, sum, dlogit);
         }
-        if constexpr (cfg::DQ_ACCUM_FLOATS > 0) begin_dq(p, seqlen, sequence, head, row_block);
+        if constexpr (cfg::DQ_ACCUM_FLOATS > 0) init_dq(p, seqlen, sequence, head, row_block);
     }
     Score::store_row_gradient<THREADS>(dlogit, [&] {
         return p.dlogit_partials + (static_cast<long long>(sequence) * p.m_blocks + blockIdx.x) * p.heads + head;

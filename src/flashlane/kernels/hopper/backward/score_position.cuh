@@ -2,16 +2,16 @@
 #pragma once
 #include "hopper/backward/gemm.cuh"
 
-// The thread's first key and first query, and the mask of its sequence. It is made from %tid each time that it is needed:
-// kept in registers it would spill.
+// The thread's first key and first query, and the mask of its sequence. It is computed from %tid wherever it is needed: registers
+// that held it would spill.
 struct ScorePosition {
     TileMask mask;
     int key, query;
 
     __device__ __forceinline__ ScorePosition(const TileMask& of, int first_key, int first_query) : mask(of) {
-        const int thread = thread_again();
+        const int thread = warpgroup_thread();
         key = first_key + thread / WARP * 16 + thread % WARP / 4, query = first_query + 2 * (thread % 4);
     }
-    // Of the first pair; negative: the key is after the query.
+    // i + shift − j of the first pair; it is negative where the key is after the query.
     __device__ __forceinline__ float distance() const { return query + mask.shift - key; }
 };

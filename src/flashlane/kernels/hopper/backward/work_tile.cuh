@@ -6,13 +6,13 @@ constexpr int NO_TILE = -1;
 
 struct TileCoordinates {
     int n_block, head, batch;      // key/value head; batch NO_TILE: no tile is left
-    int split;                     // split-Q: one more than the split's number among the splits of all tiles; 0: the whole tile
+    int split;                     // split-Q: the split's index among the splits of all tiles, plus one; 0: the whole tile
 
-    // BLOCK_LISTS, whose tiles are not split: the steps of the tile's lists.
+    // BLOCK_LISTS, whose tiles are not split: the number of steps in the tile's lists.
     __device__ __forceinline__ int listed() const { return split; }
 };
 
-// The tile of an index, of dense tensors.
+// The tile at an index of the launch's order, for dense tensors.
 __device__ __forceinline__ TileCoordinates dense_tile(const Params& p, int index) {
     const SwizzledTile tile = swizzled_tile<false>(index, p.kv_heads * p.seqlen.batch, p.blocks, p.heads_per_section);
     const int batch = tile.head / p.kv_heads;
@@ -36,7 +36,7 @@ struct WorkTile {
           seqlen(p.seqlen, at.batch),
           m_blocks(m_block_range<BLOCK_M>(mask(p), seqlen.q_length, at.n_block * keys, keys)) {}
     __device__ __forceinline__ int steps() const { return m_blocks.count() * group; }
-    // Made where it is used: as a member it keeps the window in registers, and the producer spills.
+    // Computed at each use: as a member it would keep the window in registers, and the producer would spill.
     __device__ __forceinline__ TileMask mask(const Params& p) const { return tile_mask(p, seqlen); }
 };
 

@@ -236,7 +236,7 @@ struct Consumer {
     __device__ __forceinline__ KeyBits mask_bits(int batch, int head) const {
         const MaskBits& bits = p.lists.bits;
         const int key_unit = tile_keys(base, tiles % TILE_STAGES).first / UNIT + number;
-        const int query_unit = step_queries(base, q_stage()).first / UNIT, row = thread_again() / WARP * 16 + lane / 4;
+        const int query_unit = step_queries(base, q_stage()).first / UNIT, row = warpgroup_thread() / WARP * 16 + lane / 4;
         KeyBits found;
 #pragma unroll
         for (int unit = 0; unit < MASK_UNITS; ++unit) {
@@ -308,7 +308,7 @@ struct Consumer {
 
     __device__ __forceinline__ void store_dq() {
         arrive(SMEM(ds_empty), dq_slices() % DS_STAGES);
-        const int thread = thread_again();
+        const int thread = warpgroup_thread();
         if constexpr (Dq::TMA) {
             const u32 stage = dq_stage(dq_slices(), number);
             mbarrier_wait(barrier_of(SMEM(dq_empty), stage), dq_slices() / DQ_STAGES % 2 ^ 1);

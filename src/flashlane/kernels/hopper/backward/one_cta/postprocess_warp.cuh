@@ -6,7 +6,7 @@
 
 // dQ of a slice of an m-block, by a warp; `row` is the m-block's first row, and `rows` those from there to the sequence's end.
 __device__ __forceinline__ void write_dq_slice(const Params& p, long long m_block, int slice, int batch, int head, long long row, int rows) {
-    SliceRows from(thread_again() % WARP, p.dq_accum + m_block * DQ_ACCUM_FLOATS,
+    SliceRows from(warpgroup_thread() % WARP, p.dq_accum + m_block * DQ_ACCUM_FLOATS,
                    static_cast<Element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + row * p.dq_row, p.dq_row, rows, slice, 0);
 #pragma unroll 1
     for (; __any_sync(0xffffffffu, from.rows > 0); from.next(p.dq_row)) from.write_dq(slice, p.scale);
@@ -36,7 +36,7 @@ struct PostprocessWarp {
         int entry;
         while ((entry = load_relaxed(p.postprocess_queue + number)) == 0) {
             __nanosleep(200);
-            limit.spend();
+            limit.check();
         }
         fence_acq_rel_gpu();
         return entry;

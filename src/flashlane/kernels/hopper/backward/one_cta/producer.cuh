@@ -120,7 +120,7 @@ struct Producer {
         const u32 stage = steps % Q_STAGES, full = barrier_of(SMEM(q_full), stage);
         mbarrier_wait(barrier_of(SMEM(q_empty), stage), steps / Q_STAGES % 2 ^ 1);
         set_dq_target(row_block + m_block, cfg::BLOCK_LISTS ? rank : tile.first_key / BLOCK_N);
-        const int masked = cfg::BLOCK_LISTS ? listed.word : tile.mask(p).cuts(tile.first_key, BLOCK_N, query, BLOCK_M);
+        const int masked = cfg::BLOCK_LISTS ? listed.word : tile.mask(p).needs_mask(tile.first_key, BLOCK_N, query, BLOCK_M);
         store_shared(SMEM(step) + 16 * stage, make_uint4(query, tile.seqlen.q_length - query, head, masked));
         mbarrier_expect_tx_before_copies(full, Q_BYTES + STAT_BYTES);
         load<QK_CHUNKS>(p.q, SMEM_TILE(q) + stage * Q_BYTES, ROWS_CHUNK, full, tile.seqlen.q_first + query, head, tile.seqlen.q_batch);

@@ -1,4 +1,4 @@
-"""Configurations of the Hopper backward of two kernels, of which one makes dK and dV and the other dQ."""
+"""Configurations of the Hopper backward of two kernels: one computes dK and dV, the other dQ."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ DQ = "split_dkdv_dq/dq"
 ROWS = 64
 """Rows of a warpgroup's tile."""
 REGISTERS = (40, 232)
-"""Of a producer and of a consumer thread."""
+"""Registers of a producer thread and of a consumer thread."""
 MAX_LIVE = {"dkdv": 208, "dq": 216}
-"""Accumulators and operands of a consumer thread for which the registers are enough."""
+"""The most registers of accumulators and operands that a consumer thread holds without spills."""
 TILES = (112, 96, 80, 64)
 """Rows of a step, of either kernel: the most that fit are taken."""
 P_STAGES = 2
@@ -94,7 +94,7 @@ class SplitConfig(GradientConfig):
 
     @property
     def dkdv_live(self) -> int:
-        """Accumulators and operands of a thread of the dK and dV kernel, of the consumer that has more."""
+        """Registers of accumulators and operands in the dK and dV kernel, for the consumer that needs more."""
         scores = self.block_m // 2 + self.block_m // 4
         return max(
             self.head_dim // 2 + scores, self.head_dim_v // 2 + scores + self.score.has_derivative * self.block_m // 4
@@ -102,7 +102,7 @@ class SplitConfig(GradientConfig):
 
     @property
     def dq_live(self) -> int:
-        """Accumulators and operands of a consumer thread of the dQ kernel."""
+        """Registers of accumulators and operands of a consumer thread of the dQ kernel."""
         return self.head_dim // 2 + self.block_n + self.block_n // 4
 
     @property

@@ -1,19 +1,19 @@
-// dK and dV, at head dims that leave no registers for all three gradients in one kernel; dq.cu makes dQ from the same row
-// statistics. Nothing is summed in device memory, so that all gradients have the same bits at every run.
+// Computes dK and dV, at head dims that leave no registers for all three gradients in one kernel; dq.cu computes dQ from the same row
+// statistics. Nothing is summed in device memory, so all gradients have the same bits at every run.
 //
 // A CTA has 64 keys of a key/value head. K and V stay in shared memory; Q, dO and their row statistics stream through it, for each
-// query head of the group and each m-block that sees the keys. An accumulator of a gradient takes a warpgroup's registers, so each
-// consumer warpgroup makes one. i is the m-block:
+// query head of the group and each m-block that sees the keys. The accumulator of one gradient takes a warpgroup's registers, so each
+// consumer warpgroup computes one. A step, with m-block i:
 //
 //     dV:  issue S(i) = K·Qᵀ   │ wait │ P, publish it             │ issue dV += P·dO │ wait      dkdv_mainloop.cuh
 //     dK:  issue dP(i) = V·dOᵀ │ load P │ wait │ dS = P·(dP − δ)  │ issue dK += dS·Q │ wait
 //
-// Both hold the scores transposed and alike, so that P and dS are in registers what the next product takes as its A operand, and a
-// thread passes P to the thread with the same number in the other warpgroup. The exponentials of one run under the products of the
-// other, which it is ahead of by the stages of P.
+// Both consumers hold the transposed scores in the same layout. P and dS therefore lie in registers as the A operand of the next
+// product, and a thread passes P to the thread with the same index in the other warpgroup. The dV consumer runs up to P_STAGES steps
+// ahead, so that its exponentials run under the products of the dK consumer.
 //
-// CLUSTER: two CTAs have neighbouring keys. Each loads half of the rows of Q and dO into both, and both make the same steps, so that
-// L2 is read half as much.
+// CLUSTER: two CTAs have neighbouring keys. Each loads half of the rows of Q and dO into both, and both take the same steps, which
+// halves the reads from L2.
 #include "hopper/backward/split_dkdv_dq/dkdv_mainloop.cuh"
 #include "hopper/backward/split_dkdv_dq/dkdv_producer.cuh"
 
@@ -38,10 +38,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) hopper_backwa
     const WorkTile tile(p, at, CLUSTER_KEYS, rank * BLOCK_N);
     if (at.n_block * CLUSTER_KEYS >= tile.seqlen.k_length) return;
     if (threadIdx.x == 0) {
-        if (base % 1024 != 0) __trap();  // the swizzle counts from there
+        if (base % 1024 != 0) __trap();  // the 128-byte swizzle needs tiles at multiples of 1024
         init_barriers(base);
         griddepcontrol_wait();                            // this thread loads the row statistics
-        griddepcontrol_launch_dependents();               // dq.cu needs those, too, and nothing that is made here
+        griddepcontrol_launch_dependents();               // dq.cu needs those, too, and nothing that this kernel writes
         tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
     }
     if constexpr (CLUSTER > 1) cluster_arrive(), cluster_wait();

@@ -1,4 +1,4 @@
-// The consumer warpgroups of the kernel of dK and dV: the first makes P and dV, the second dS and dK.
+// The consumer warpgroups of the dK and dV kernel: the first computes P and dV, the second dS and dK.
 #pragma once
 #include "hopper/backward/score_position.cuh"
 #include "hopper/backward/split_dkdv_dq/dkdv_storage.cuh"
@@ -27,7 +27,7 @@ struct Consumer {
     __device__ __forceinline__ void wait_do() const { mbarrier_wait(barrier_of(SMEM(do_full), dout.index), dout.phase); }
     __device__ __forceinline__ void next() { q.advance(), dout.advance(), p_stage.advance(), step.next(); }
 
-    // Out-of-bounds rows of packed sequences become zeros. Both consumers write the same zeros, each before its own products.
+    // Zeroes out-of-bounds rows of packed sequences. Both consumers write the same zeros, each before its own products.
     template <int CHUNKS>
     __device__ __forceinline__ void zero_out_of_bounds_queries(u32 rows_tile) const {
         if constexpr (cfg::VARLEN) {
@@ -63,7 +63,7 @@ struct Consumer {
 struct DvConsumer : Consumer {
     float s[BLOCK_M / 2], dv[HEAD_DIM_V / 2];
     u32 probabilities[BLOCK_M / 4];
-    u32 derivatives[Score::HAS_DERIVATIVE ? BLOCK_M / 4 : 1];  // of the scores' transform
+    u32 derivatives[Score::HAS_DERIVATIVE ? BLOCK_M / 4 : 1];  // of the score transform
 
     using Consumer::Consumer;
 
@@ -105,7 +105,7 @@ struct DvConsumer : Consumer {
         const u32 lse = SMEM(lse) + q.index * STAT_BYTES + lane % 4 * 8;
         if constexpr (Score::TRANSFORMED)
             transform_scores_transposed(p.score, position().distance(), Score::slope(p.score, tile.batch, step.head), s, derivatives);
-        if (tile.mask(p).cuts(tile.first_key, BLOCK_N, step.m_block * BLOCK_M, BLOCK_M)) {
+        if (tile.mask(p).needs_mask(tile.first_key, BLOCK_N, step.m_block * BLOCK_M, BLOCK_M)) {
             const ScorePosition at = position();
             mask_scores_transposed(s, at.mask, at.key, at.query);
         }
@@ -123,7 +123,7 @@ struct DvConsumer : Consumer {
         }
     }
 
-    // P, times the derivative of the scores' transform, to the thread of the other consumer with the same keys and queries.
+    // Passes P, times the derivative of the score transform, to the thread of the other consumer with the same keys and queries.
     __device__ __forceinline__ void publish_probabilities() {
         const u32 to = p_vectors();
         mbarrier_wait(barrier_of(SMEM(p_empty), p_stage.index), p_stage.phase ^ 1);

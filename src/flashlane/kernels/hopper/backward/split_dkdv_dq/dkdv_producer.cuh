@@ -1,4 +1,4 @@
-// The producer warp of the kernel of dK and dV, one thread.
+// The producer warp of the dK and dV kernel, of which one thread runs.
 #pragma once
 #include "hopper/backward/split_dkdv_dq/dkdv_storage.cuh"
 
@@ -36,8 +36,8 @@ struct Producer {
                      tile.kv_head, tile.seqlen.k_batch);
     }
 
-    // An m-block and its row statistics, into a stage that all consumers have released. Those of the peer CTA release it to their
-    // own producer, which then arrives at this CTA's peer barrier.
+    // Loads an m-block and its row statistics into a stage that all consumers have released. The peer CTA's consumers release it to
+    // their own producer, which then arrives at this CTA's peer barrier.
     template <int STAGES>
     __device__ __forceinline__ void load_rows(const TensorMap& map, const float* statistics, int chunks, u32 to, u32 stats_to,
                                               u32 full, u32 empty, u32 peer, const PipelineState<STAGES>& state, const Step& step,

@@ -1,4 +1,4 @@
-// What lies in the shared memory of the kernel of dK and dV.
+// The shared memory of the dK and dV kernel.
 #pragma once
 #include "attention/pipeline.cuh"
 #include "cluster.cuh"
@@ -40,5 +40,5 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 #define SMEM(member) (base + static_cast<u32>(offsetof(CtaStorage, member)))
 #define SMEM_PEER(member) (base + static_cast<u32>(offsetof(Storage<2>, member)))
 
-// P on its way to the other warpgroup is P · 2^15: halves then have their full precision down to 2^-29.
+// The other warpgroup receives P · 2^15 in f16, which then has its full precision down to P = 2^-29.
 constexpr float P_EXPONENT = 15.f, P_INVERSE = 1.f / 32768.f;

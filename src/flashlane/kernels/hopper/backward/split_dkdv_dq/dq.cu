@@ -1,13 +1,13 @@
-// dQ, at head dims that leave no registers for all three gradients in one kernel; dkdv.cu makes dK and dV from the same row
-// statistics. Nothing is summed in device memory. It begins next to dkdv.cu, whose CTAs have waited for the statistics by then, and
-// reads nothing that dkdv.cu writes.
+// Computes dQ, at head dims that leave no registers for all three gradients in one kernel; dkdv.cu computes dK and dV from the same row
+// statistics. Nothing is summed in device memory. The launch may begin while dkdv.cu runs, whose CTAs have waited for the statistics by
+// then, and it reads nothing that dkdv.cu writes.
 //
 // A CTA has 128 queries of a head, a consumer warpgroup 64 of them. Q and dO stay in shared memory; K and V stream through it, for
-// each n-block that the queries see. A step of a consumer, i the n-block:
+// each n-block that the queries see. A consumer's step, with n-block i:
 //
 //     issue S(i) = Q·Kᵀ, dP(i) = dO·Vᵀ │ wait S │ P │ wait dP │ dS = P·(dP − δ) │ issue dQ += dS·K │ wait      dq_mainloop.cuh
 //
-// dS is in registers what the last product takes as its A operand.
+// dS lies in registers as the A operand of the last product.
 #include "hopper/backward/split_dkdv_dq/dq_mainloop.cuh"
 
 __device__ __forceinline__ void init_barriers(u32 base) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void init_barriers(u32 base) {
 __device__ __forceinline__ void run_tile(const Params& p, const QueryTile& tile) {
     const u32 base = shared_address(shared_memory);
     if (threadIdx.x == 0) {
-        if (base % 1024 != 0) __trap();  // the swizzle counts from there
+        if (base % 1024 != 0) __trap();  // the 128-byte swizzle needs tiles at multiples of 1024
         init_barriers(base);
         tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
     }
@@ -41,5 +41,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward_dq(cons
     // Under a causal mask the last m-blocks see most keys, so they come first.
     const QueryTile tile(p, swizzled_tile<true>(static_cast<int>(blockIdx.x), p.heads * p.seqlen.batch, p.blocks, p.heads_per_section));
     if (tile.first_query < tile.seqlen.q_length) run_tile(p, tile);
-    if (blockIdx.x == 0) griddepcontrol_wait();            // this launch must not end before the one before it
+    if (blockIdx.x == 0) griddepcontrol_wait();            // so that this launch does not end before the previous one
 }

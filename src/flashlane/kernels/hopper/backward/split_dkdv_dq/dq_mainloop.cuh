@@ -1,4 +1,4 @@
-// The roles of the kernel of dQ: a producer warp of one thread, and consumer warpgroups of 64 queries each.
+// The roles of the dQ kernel: a producer warp, of which one thread runs, and consumer warpgroups of 64 queries each.
 #pragma once
 #include "attention/pipeline.cuh"
 #include "hopper/backward/gemm.cuh"
@@ -88,16 +88,16 @@ struct Consumer {
     __device__ __forceinline__ void run() {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; ++i) dq[i] = 0.f;
-        BlockRange mine = tile.n_blocks_of(p, first_query, 64);
-        if (mine.high <= mine.low) mine = {tile.n_blocks.low, tile.n_blocks.low};
+        BlockRange seen = tile.n_blocks_of(p, first_query, 64);  // by this warpgroup's queries
+        if (seen.high <= seen.low) seen = {tile.n_blocks.low, tile.n_blocks.low};
         int n_block = tile.n_blocks.low;
 #pragma unroll 1
-        for (; n_block < mine.low; ++n_block) skip_step();
-        if (n_block < mine.high) {
+        for (; n_block < seen.low; ++n_block) skip_step();
+        if (n_block < seen.high) {
             load_row_statistics();
             mbarrier_wait(SMEM(q_full), 0), mbarrier_wait(SMEM(do_full), 0);
 #pragma unroll 1
-            for (; n_block < mine.high; ++n_block) step(n_block);
+            for (; n_block < seen.high; ++n_block) step(n_block);
         }
 #pragma unroll 1
         for (; n_block < tile.n_blocks.high; ++n_block) skip_step();
@@ -122,7 +122,7 @@ struct Consumer {
         wgmma_wait<0>(dq);
         release_k();
     }
-    // An n-block that none of this warpgroup's queries sees.
+    // Releases an n-block that none of this warpgroup's queries sees.
     __device__ __forceinline__ void skip_step() {
         wait_k(), wait_v();
         release_v(), release_k();
@@ -146,7 +146,7 @@ struct Consumer {
         }
     }
 
-    // Out-of-bounds keys of a packed sequence become zeros. Both consumers write the same zeros, each before its own products.
+    // Zeroes out-of-bounds keys of a packed sequence. Both consumers write the same zeros, each before its own products.
     template <int CHUNKS>
     __device__ __forceinline__ void zero_out_of_bounds_keys(u32 keys, int n_block) const {
         if constexpr (cfg::VARLEN) {
@@ -158,8 +158,8 @@ struct Consumer {
         }
     }
 
-    // This thread's first query, relative to the warpgroup's, and its first key in an n-block. From %tid each time: kept in
-    // registers they would spill.
+    // This thread's first query, relative to the warpgroup's, and its first key in an n-block. They are computed from %tid at each use:
+    // registers that held them would spill.
     struct Position {
         int query, key;
     };
@@ -169,7 +169,7 @@ struct Consumer {
         return {thread % WARPGROUP / WARP * 16 + thread % WARP / 4, 2 * (thread % 4)};
     }
 
-    // S to P, times the derivative of the scores' transform.
+    // Turns S into P, times the derivative of the score transform.
     __device__ __forceinline__ void make_probabilities(int n_block) {
         float slope = 0.f, distance = 0.f;
         if constexpr (Score::HAS_DISTANCE) {
@@ -192,10 +192,10 @@ struct Consumer {
         mask_probabilities(n_block);
     }
 
-    // Zeros for pairs that do not see each other: their probabilities, which no row's sum covers, may be infinite.
+    // Zeroes the probabilities of masked pairs. They may be infinite, since the row's LSE does not include their scores.
     __device__ __forceinline__ void mask_probabilities(int n_block) {
         const int first_key = n_block * BLOCK_N, row = first_query + tile.seqlen.shift;
-        if (!tile_mask(p, tile.seqlen).cuts(first_key, BLOCK_N, first_query, 64)) return;
+        if (!tile_mask(p, tile.seqlen).needs_mask(first_key, BLOCK_N, first_query, 64)) return;
         const Position at = position();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from flashlane.jit import KernelSource
 
 CTAS = 2
-"""Of a cluster."""
+"""CTAs of a cluster."""
 DS_STAGES = 2
 TILE_STAGES = 2
 """Tiles that the scheduler warp may publish ahead."""
 TILE_BYTES, STEP_BYTES = 48, 16
-"""Records in shared memory: of a tile, and of a step besides its Q and besides its dO."""
+"""Bytes of the record of a tile, and of the two records of a step, one for its Q and one for its dO."""
 REGISTERS = (24, 240)
-"""Of a producer and of a consumer thread."""
+"""Registers of a producer thread and of a consumer thread."""
 MAX_HEAD_DIM = 256
 
 
@@ -52,13 +52,13 @@ class TwoCtaConfig(GradientConfig):
             "dS": DS_STAGES * CTAS * m * row,
             "statistics": stages * m * 4,
             "records": TILE_STAGES * TILE_BYTES + STEP_BYTES * stages,
-            # Of the next tile's number, with its word; of tiles; of K and V; of steps; of P and dS.
+            # The next tile's index and its barriers, then the barriers of tiles, of K and V, of steps, of P and dS.
             "barriers": 8 * (4 + 2 * TILE_STAGES + 3 + 2 * stages + 3 * DS_STAGES),
         }
 
     @property
     def half_steps(self) -> int:
-        """Steps of 16 columns of half of Q and K."""
+        """Products of 16 columns in half of the columns of Q and K."""
         return -(-self.head_dim // (2 * FRAGMENT_COLUMNS))
 
     @property

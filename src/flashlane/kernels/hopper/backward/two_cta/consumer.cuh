@@ -9,8 +9,8 @@ struct Consumer {
     const Params& p;
     const u32 base;
     const int rank, warp, lane;
-    u32 steps_done = 0, tiles = 0, full_tiles = 0;        // so far; full: with steps
-    int row_block_before = -1;                            // the m-block of dq_accum that dS in the stage ds_read() belongs to
+    u32 steps_done = 0, tiles = 0, full_tiles = 0;        // counts so far; a full tile has steps
+    int row_block_before = -1;                            // the m-block of dq_accum whose dS is in the stage ds_read(); −1: none
     static constexpr int COLUMNS = 16 * (NUMBER ? KQuarters::SECOND : KQuarters::FIRST);  // of dQ
     float dq[COLUMNS / 2];
 
@@ -21,13 +21,13 @@ struct Consumer {
 
     __device__ __forceinline__ PipelineStateAt<Q_STAGES> q_state() const { return PipelineStateAt<Q_STAGES>(steps_done); }
     __device__ __forceinline__ PipelineStateAt<DO_STAGES> do_state() const { return PipelineStateAt<DO_STAGES>(steps_done); }
-    // Stages of dS, the first of a tile being that of no m-block: where P and dS of this step are written, and where dS is read
-    // for dQ.
+    // The stages of dS. A step writes P and dS to ds_written(), and computes dQ from ds_read(), which the step before wrote. The first
+    // step of a tile reads a stage of zeros, which belongs to no m-block.
     __device__ __forceinline__ PipelineStateAt<DS_STAGES> ds_written() const {
         return PipelineStateAt<DS_STAGES>(steps_done + full_tiles + 1);
     }
     __device__ __forceinline__ PipelineStateAt<DS_STAGES> ds_read() const { return PipelineStateAt<DS_STAGES>(steps_done + full_tiles); }
-    // Until a stage of dS is free in both CTAs. Two of its uses in a tile are those of K and V on their way to registers.
+    // Waits until a stage of dS is free in both CTAs. Each stage has one more use in a tile: K and V pass through them to registers.
     __device__ __forceinline__ void wait_free(const PipelineStateAt<DS_STAGES>& state) const {
         mbarrier_wait(barrier_of(SMEM(ds_empty), state.index), (state.phase + full_tiles) % 2);
     }
@@ -36,7 +36,7 @@ struct Consumer {
     __device__ __forceinline__ void wait_q() const { mbarrier_wait(barrier_of(SMEM(q_full), q_state().index), q_state().phase); }
     __device__ __forceinline__ void wait_do() const { mbarrier_wait(barrier_of(SMEM(do_full), do_state().index), do_state().phase); }
 
-    // One arrival of this warp, after its products: in this CTA, or in both.
+    // This warp arrives once, after its products: in this CTA, or in both.
     __device__ __forceinline__ void arrive(u32 barriers, u32 stage) const { mbarrier_arrive_warp(barrier_of(barriers, stage), lane); }
     __device__ __forceinline__ void arrive_both(u32 barriers, u32 stage) const {
         if constexpr (WARP_ARRIVALS > 1) {
@@ -47,7 +47,8 @@ struct Consumer {
     }
 
     __device__ __forceinline__ u32 own_ds_tile() const { return SMEM(ds) + ds_written().index * DS_BYTES + rank * ROWS_CHUNK; }
-    // Where this lane's part of an 8×8 matrix of P or dS lies: a row is a query, in which the keys of the warps follow each other.
+    // The address of the row that this lane passes to stmatrix and ldmatrix for P or dS. A row is a query; in it the keys of the four
+    // warps follow each other.
     __device__ __forceinline__ u32 own_ds_rows() const {
         const int row = lane / 16 * 8 + lane % 8, vector = (2 * warp + lane / 8 % 2) ^ (lane % 8);
         return own_ds_tile() + row * ROW_BYTES + vector * 16;
@@ -55,7 +56,7 @@ struct Consumer {
 
     // ---- dQ
 
-    // dQ = dS·K of the m-block before: m are queries, n a quarter of its columns, k all keys of the cluster.
+    // dQ = dS·K of the previous m-block. The product's m are queries, its n a quarter of dQ's columns, its k all keys of the cluster.
     __device__ __forceinline__ void gemm_dq() {
         mbarrier_wait(barrier_of(SMEM(ds_full), ds_read().index), ds_read().phase);
         const u64 a = opaque(wgmma_k_inner(SMEM(ds) + ds_read().index * DS_BYTES));
@@ -72,7 +73,7 @@ struct Consumer {
         }
         wgmma_commit();
     }
-    // Adds dQ to dq_accum from registers. The first of a tile is of no m-block.
+    // Adds dQ to dq_accum from registers, and releases its stage of dS. The first dQ of a tile belongs to no m-block and is dropped.
     __device__ __forceinline__ void add_dq() {
         arrive_both(SMEM(ds_empty), ds_read().index);
         if (row_block_before < 0) return;
@@ -88,7 +89,7 @@ struct Consumer {
 
     // Steps of the next tile, or NO_TILE.
     __device__ __forceinline__ int next_tile() const { return uniform(wait_tile(base, tiles)); }
-    // Waits for K and V. The halves that go to registers are loaded there, and their memory becomes the stages of dS.
+    // Waits for K and V, loads the halves that go to registers, and releases their memory, which becomes the stages of dS.
     template <typename QUARTERS>
     __device__ __forceinline__ void begin_steps(KeyOperand<QUARTERS>& keys) {
         mbarrier_wait(SMEM(k_full), full_tiles % 2);
@@ -98,7 +99,7 @@ struct Consumer {
         for (int i = 0; i < DS_STAGES; ++i) arrive_both(SMEM(ds_empty), i);
         row_block_before = -1;
     }
-    // dQ of the last step, after which K and V are released.
+    // Computes dQ of the last step, and releases K and V.
     __device__ __forceinline__ void end_steps() {
         gemm_dq();
         wgmma_wait<0>(dq);

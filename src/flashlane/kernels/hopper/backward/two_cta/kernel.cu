@@ -1,8 +1,8 @@
 // Attention backward for Hopper at head dims above 128: all three gradients in one pass, by clusters of two CTAs.
 //
 // A cluster has 128 keys of a key/value head, each CTA 64 of them. Both CTAs step through the same m-blocks; each loads half of the
-// rows of Q and dO into both. In a CTA the two consumer warpgroups divide the products, for the accumulators of dV and dK take half
-// of the registers each:
+// rows of Q and dO into both. In a CTA the two consumer warpgroups divide the products, because the accumulator of dV or dK takes
+// half of a warpgroup's registers:
 //
 //     warpgroup 0   warp 0, 1   producers of Q and of dO, with their row statistics                          producer.cuh
 //                   warp 2      producer of K and V
@@ -10,13 +10,13 @@
 //     warpgroup 1:  Sᵀ = K·Qᵀ, P          dV += Pᵀ·dO     dQ = dS·K, a quarter of the columns, all 128 keys  mainloop.cuh
 //     warpgroup 2:  dPᵀ = V·dOᵀ, dS       dK += dSᵀ·Q     the next quarter
 //
-// A stage of dS has two tiles of 64 keys, a row a query. The first consumer leaves P in its CTA's tile, the second takes it from
-// there, and writes dS in its place: the threads of both hold the same elements. A bulk copy then brings the tile to the peer CTA.
-// CTA r makes columns half r of dQ, so it needs that half of the columns of all 128 keys of K in shared memory. The other half of
-// its own keys, and half of V, it needs for S and dP only: they stay in registers as A operands, which saves a quarter of those
-// products' reads. They come through the stages of dS, before the first dS, which counts as two more uses of the stages.
+// A stage of dS has two tiles of 64 keys, a row a query. The first consumer writes P to its CTA's tile; the second reads it there and
+// writes dS in its place, since the threads of both hold the same elements. A bulk copy then sends the tile to the peer CTA. CTA r
+// computes half r of dQ's columns, so it needs that half of the columns of all 128 keys of K in shared memory. It needs the other half
+// of its own keys, and half of V, for S and dP only: they stay in registers as A operands, which saves a quarter of those products'
+// reads. They pass through the stages of dS before the first dS, which is one more use of each stage.
 //
-// A step, i the m-block; dQ is one m-block late, so that no warp waits for a copy that the peer CTA has just issued:
+// A step, with m-block i. dQ is one m-block late, so that no warp waits for a copy that the peer CTA has just issued:
 //
 //     1:  issue S(i) │ wait │ P(i), publish it │ issue dQ(i−1), dV(i) │ wait dQ, add it to dq_accum │ wait dV
 //     2:  issue dP(i) │ wait for it and for P(i) │ dS(i), send it │ issue dQ(i−1), dK(i) │ wait dQ, add it │ wait dK
@@ -32,7 +32,8 @@ __device__ __forceinline__ void init_barriers(u32 base) {
         mbarrier_init(barrier_of(SMEM(tile_full), i), 1), mbarrier_init(barrier_of(SMEM(tile_empty), i), 8 * WARP_ARRIVALS + PRODUCERS);
     mbarrier_init(SMEM(k_full), 1), mbarrier_init(SMEM(v_full), 1);
     mbarrier_init(SMEM(kv_empty), 8 * WARP_ARRIVALS);
-    // Arrivals are of warps: of the second consumer, or of both, in both CTAs where the stage is filled from both.
+    // Each warp arrives once: the warps of DkConsumer on q_empty and of DvConsumer on p_full, those of both on the others; and those of
+    // both CTAs where both CTAs fill the stage.
     for (int i = 0; i < Q_STAGES; ++i)
         mbarrier_init(barrier_of(SMEM(q_full), i), 1), mbarrier_init(barrier_of(SMEM(q_empty), i), 4 * CTAS * WARP_ARRIVALS);
     for (int i = 0; i < DO_STAGES; ++i)
@@ -66,9 +67,9 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     const u32 base = shared_address(shared_memory);
     const int rank = blockIdx.x % CTAS;
     if (threadIdx.x == 0) {
-        if (base % 1024 != 0) __trap();  // the swizzle counts from there
+        if (base % 1024 != 0) __trap();  // the 128-byte swizzle needs tiles at multiples of 1024
         init_barriers(base);
-        griddepcontrol_launch_dependents();               // which wait for the end all the same
+        griddepcontrol_launch_dependents();               // the next launch still waits for the end of this one
         tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
     }
     __syncthreads();

@@ -15,7 +15,7 @@ from flashlane.kernels.hopper.backward.two_cta.config import CTAS, TwoCtaConfig,
 
 
 def schedule(config: TwoCtaConfig, problem: AttentionProblem, sms: int) -> Schedule:
-    """The launch of a problem on a GPU of so many SMs.
+    """The launch of a problem on a GPU of ``sms`` SMs.
 
     Raises:
         NotImplementedError: :func:`~flashlane.kernels.hopper.backward.two_cta.config.refusal` gives a reason.

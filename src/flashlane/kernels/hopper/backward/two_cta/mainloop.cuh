@@ -1,4 +1,4 @@
-// The two consumer warpgroups of the 2-CTA backward: one makes P and dV, the other dS and dK; each a quarter of dQ.
+// The two consumer warpgroups of the 2-CTA backward: one computes P and dV, the other dS and dK, and each a quarter of dQ.
 #pragma once
 #include "hopper/backward/two_cta/consumer.cuh"
 
@@ -22,7 +22,7 @@ struct DvConsumer : Consumer<0> {
         if (count > 0) {
             KeyOperand<KQuarters> k;
             begin_steps(k);
-            arrive(SMEM(p_full), ds_read().index);         // P of no m-block
+            arrive(SMEM(p_full), ds_read().index);         // for the stage of zeros, so that the barrier's phase counts stages of dS
 #pragma unroll 1
             do {
                 float s[BLOCK_M / 2];
@@ -33,7 +33,7 @@ struct DvConsumer : Consumer<0> {
                 zero_out_of_bounds_queries<QK_CHUNKS>(q, step);
                 k.gemm(s, SMEM(k) + rank * KEYS_CHUNK, CTAS * KEYS_CHUNK, q, rank);         // gemm_qk
                 wgmma_wait<0>(s);
-                make_probabilities(s, probabilities, step);  // after it warpgroup 1 may release the queries
+                make_probabilities(s, probabilities, step);  // its arrival lets the other consumer release Q and LSE
                 wait_do();
                 zero_out_of_bounds_queries<V_CHUNKS>(dout, step);
                 gemm_dq();
@@ -49,13 +49,14 @@ struct DvConsumer : Consumer<0> {
         store_keys_gradient<HEAD_DIM_V>(dv, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
     }
 
-    // This thread's first key and first query of a step. Looked up, and from %tid, each time: kept in registers they would spill.
+    // This thread's first key and first query of a step. They are looked up at each use: registers that held them would spill.
     __device__ __forceinline__ ScorePosition position(const StepRecord& step) const {
         const KeysRecord keys = keys_record(base, tiles);
         return ScorePosition(keys_mask(p, keys), keys.first, step.first);
     }
 
-    // P of the scores, for dV. What dS takes of it, P times the derivative of the scores' transform, goes to warpgroup 1.
+    // Turns the scores into P, for dV, and publishes P times the derivative of the score transform, from which the other consumer
+    // makes dS.
     __device__ __forceinline__ void make_probabilities(float (&s)[BLOCK_M / 2], u32 (&probabilities)[BLOCK_M / 4],
                                                        const StepRecord& step) {
         const u32 lse = SMEM(lse) + q_state().index * STAT_BYTES + lane % 4 * 8;
@@ -143,7 +144,7 @@ struct DkConsumer : Consumer<1> {
         store_keys_gradient<HEAD_DIM>(dk, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
     }
 
-    // dS before the first step is that of no m-block: zeros, so that the loop has no special first step.
+    // The dS that the first step reads is zeros and belongs to no m-block, so that the loop has no special first step.
     __device__ __forceinline__ void first_ds() {
         wait_free(ds_read());
         const u32 zeros = SMEM(ds) + ds_read().index * DS_BYTES;
@@ -160,7 +161,7 @@ struct DkConsumer : Consumer<1> {
         for (int i = 0; i < BLOCK_M / 16; ++i)
             ldmatrix_x4_trans(reinterpret_cast<u32(&)[4]>(words[4 * i]), from + i * 16 * ROW_BYTES);
     }
-    // dS = P·(dP − delta), where P was, from where it is copied to the peer CTA.
+    // dS = P·(dP − delta) replaces P in shared memory, from where it is copied to the peer CTA.
     __device__ __forceinline__ void make_ds(const float (&dp)[BLOCK_M / 2], u32 (&ds)[BLOCK_M / 4]) {
         const u32 delta = SMEM(delta) + do_state().index * STAT_BYTES + lane % 4 * 8, tile = own_ds_rows();
 #pragma unroll
@@ -176,7 +177,7 @@ struct DkConsumer : Consumer<1> {
         }
         send_ds();
     }
-    // The stage is full when the peer CTA's tile has come as well.
+    // Copies this CTA's tile of dS to the peer CTA. The stage is full when the peer CTA's tile has arrived here, too.
     __device__ __forceinline__ void send_ds() {
         fence_proxy_async();
         named_barrier_sync(WARPGROUP_BARRIER + 1, WARPGROUP);

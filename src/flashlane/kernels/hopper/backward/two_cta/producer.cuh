@@ -1,9 +1,8 @@
-// The warps of the 2-CTA backward that feed the consumers, one thread each: the scheduler warp, the producers of Q and of dO, and
-// the producer of K and V.
+// The scheduler warp and the producer warps of the 2-CTA backward, one thread each: one warp loads Q, one dO, and one K and V.
 #pragma once
 #include "hopper/backward/two_cta/storage.cuh"
 
-// Takes tiles for the cluster, each when the loads of the one before are under way, and publishes them to the other warps.
+// Takes tiles for the cluster, each when the loads of the previous one are under way, and publishes them to the other warps.
 struct SchedulerWarp {
     const Params& p;
     const u32 base;
@@ -29,7 +28,7 @@ struct SchedulerWarp {
             mbarrier_arrive(barrier_of(SMEM(tile_full), stage));
         }
     }
-    // The next tile's number, which CTA 0 takes and sends to CTA 1.
+    // The next tile's index, which CTA 0 takes and sends to CTA 1.
     __device__ __forceinline__ int next() const {
         const u32 parity = tiles % 2;
         if (rank == 0) {
@@ -48,14 +47,14 @@ struct SchedulerWarp {
     }
 };
 
-// Loads m-blocks of Q or dO, half of the rows into both CTAs of the cluster, and their row statistics.
+// Loads half of the rows of each m-block of Q or dO into both CTAs of the cluster, and the m-block's row statistics into its own.
 template <int STAGES, int CHUNKS>
 struct RowsProducer {
     const Params& p;
     const u32 base;
     const int rank;
 
-    // `tiles_to`, `stats_to`, `record_to`, `full`, `empty`: where the stages are. `takes_next`: it asks for the next tile.
+    // `tiles_to`, `stats_to`, `record_to`, `full`, `empty`: addresses of the stages. `takes_next`: this warp asks for the next tile.
     __device__ __forceinline__ void run(const TensorMap& map, const float* statistics, u32 tiles_to, u32 stats_to, u32 record_to, u32 full,
                                         u32 empty, bool takes_next) const {
         constexpr u32 BYTES = CHUNKS * ROWS_CHUNK;
@@ -75,7 +74,7 @@ struct RowsProducer {
                 mbarrier_wait(barrier_of(empty, state.index), state.phase ^ 1);
                 const int first = m_block * BLOCK_M;
                 const KeysRecord keys = keys_record(base, tiles);
-                const bool masked = keys_mask(p, keys).cuts(keys.first, KEYS, first, BLOCK_M);
+                const bool masked = keys_mask(p, keys).needs_mask(keys.first, KEYS, first, BLOCK_M);
                 store_shared(record_to + 16 * state.index, make_uint4(first, head, row_block, masked));
                 mbarrier_expect_tx_before_copies(barrier, BYTES + STAT_BYTES);
                 const u32 to = tiles_to + state.index * BYTES + rank * (HALF_ROWS * ROW_BYTES);
@@ -101,8 +100,8 @@ struct RowsProducer {
     }
 };
 
-// Loads K and V: the half of the columns that stays in shared memory, and through the next two stages of dS the half that goes to
-// registers.
+// Loads K and V: the half of the columns that stays in shared memory, and, into the next two stages of dS, the half that goes to
+// registers from there.
 struct KeysProducer {
     const Params& p;
     const u32 base;
@@ -142,7 +141,7 @@ struct KeysProducer {
             tma_load(to + i * stride, map, barrier, QUARTERS::column(half, i), row, head, batch);
     }
     __device__ __forceinline__ u32 ds_stage(u32 count) const { return SMEM(ds) + count % DS_STAGES * DS_BYTES; }
-    // Until a stage of dS is free for a use that the next tile makes of it before its own.
+    // Waits until a stage of dS is free for K or V of a tile, which use it before the tile's dS does.
     __device__ __forceinline__ void wait_stage(u32 count) const {
         const u32 use = (count + 2 * full_tiles) / DS_STAGES;
         mbarrier_wait_cluster(barrier_of(SMEM(ds_empty), count % DS_STAGES), use % 2 ^ 1);

@@ -1,4 +1,4 @@
-// What lies in the shared memory of a CTA of the 2-CTA backward: operand tiles, records of tiles and steps, and barriers.
+// The shared memory of a CTA of the 2-CTA backward: operand tiles, records of tiles and steps, and barriers.
 #pragma once
 #include "attention/pipeline.cuh"
 #include "cluster.cuh"
@@ -7,7 +7,7 @@
 
 constexpr int CTAS = 2, KEYS = 64, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);  // KEYS: of a CTA
 constexpr int Q_STAGES = cfg::Q_STAGES, DO_STAGES = cfg::DO_STAGES, DS_STAGES = 2, TILE_STAGES = 2;
-constexpr int PRODUCERS = 3;                              // warps that load, and look tiles up
+constexpr int PRODUCERS = 3;                              // warps that load; each reads the records of tiles
 
 // Columns of K and V in quarters of 16 · FIRST and 16 · SECOND columns of either half, each padded to a chunk. The two quarters
 // of one half are in shared memory, those of the other half in registers.
@@ -29,13 +29,13 @@ static_assert(cfg::BLOCK_N == CTAS * KEYS && BLOCK_M == 64);
 static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DO_STAGES & (DO_STAGES - 1)) == 0);
 static_assert(HEAD_DIM <= 256 && HEAD_DIM_V <= 256 && IN_REGISTERS_BYTES <= DS_BYTES);
 
-// What the threads look up of a tile, and the consumers of a step with its Q or dO, 16 bytes at a time: they have no registers to
-// carry it.
+// The record of a tile, which all warps read, and that of a step, which the consumers read with its Q or dO. Threads read 16 bytes of
+// a record where they need them: they have no registers to keep them.
 struct KeysRecord {
     int first, length, shift, queries;                    // this CTA's first key; the sequence's keys and queries
 };
 struct OwnerRecord {
-    int kv_head, tensor_batch, k_first, batch;            // row of the tensors' batch axis, and first row of the sequence there
+    int kv_head, tensor_batch, k_first, batch;            // tensor_batch, k_first: the sequence's index and first key in the tensors
 };
 struct StepsRecord {
     int count, low, high;                                 // steps (NO_TILE: no tile is left); m-blocks of each head
@@ -43,7 +43,7 @@ struct StepsRecord {
 };
 struct StepRecord {
     int first, head, row_block;                           // first query of the m-block; where its statistics are
-    int masked;                                           // some pair of the step's is hidden
+    int masked;                                           // the mask hides some pair of the step
 };
 
 struct SharedStorage {
