@@ -70,7 +70,7 @@ struct Arrivals {
         const SpinLimit limit;
         const long long start = nanoseconds();
         while (load_acquire_system(flag) - p.value < 0) {
-            limit.spend();
+            limit.check();
             if (nanoseconds() - start > p.limit) {
                 *static_cast<volatile int*>(p.lost) = static_cast<int>(flag - p.flags) + 1;
                 __threadfence_system();
