@@ -19,7 +19,7 @@ from flashlane.bench.measure.presets import PRESETS, select_presets
 from flashlane.bench.measure.results import load_results
 from flashlane.bench.measure.runner import TITLES, Selection
 from flashlane.bench.measure.timing import Settings, host_cost
-from flashlane.cli import options
+from flashlane.cli.sizes import Sizes
 from flashlane.core import registry
 
 FAST = Settings(rounds=3, round_ms=0.1, warmup_ms=0.1, warmup=1)
@@ -155,8 +155,7 @@ def test_presets_are_the_guide_s():
     assert (gpt3.batch, gpt3.seqlen, gpt3.heads, gpt3.head_dim, gpt3.causal) == (2, 2048, 96, 128, True)
     assert (llama.heads, llama.kv_heads, llama.head_dim, llama.causal) == (64, 8, 128, True)
     assert len(select_presets("all")) == 9
-    sizes = (None, None, "64", None, None, None, "bf16", None, "bottom-right")
-    (problem,) = options.problems_of("llama3-8b", *sizes, device=torch.device("cpu"))
+    (problem,) = Sizes(seqlen="64", dtype="bf16", preset="llama3-8b").problems(torch.device("cpu"))
     assert problem.describe() == "B1 H32/8 N64 D128 bf16 causal", "an option overrides the preset"
     with pytest.raises(ValueError, match=r"--preset has 'gtp2'.*'gpt2'"):
         select_presets("gtp2")

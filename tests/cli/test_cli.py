@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashlane
-from flashlane.cli import options as o
+from flashlane.cli import sizes as s
 from flashlane.cli.main import app
 from flashlane.core import registry
 
@@ -344,9 +344,9 @@ def test_examples_have_options_that_are_there(command):
 
 
 def test_the_same_option_means_the_same_everywhere():
-    """One grammar: the same parameter of two commands is the same object of flashlane.cli.options."""
-    kinds = {"batch": o.Batch, "heads": o.Heads, "seqlen": o.Seqlen, "head_dim": o.HeadDim, "kv_heads": o.KvHeads}
-    kinds |= {"seqlen_k": o.SeqlenK, "dtype": o.Dtype, "preset": o.PresetName, "alignment": o.AlignmentName}
+    """One grammar: the same parameter of two commands is the same object of flashlane.cli.sizes."""
+    kinds = {"batch": s.Batch, "heads": s.Heads, "seqlen": s.Seqlen, "head_dim": s.HeadDim, "kv_heads": s.KvHeads}
+    kinds |= {"seqlen_k": s.SeqlenK, "dtype": s.Dtype, "preset": s.PresetName, "alignment": s.AlignmentName}
     names = ("bench", "compare", "sweep", "tune", "explain", "compile", "prebuild", "roofline", "profile")
     shared = [command for command in app.registered_commands if command.name in names]
     assert len(shared) == len(names)

@@ -127,3 +127,20 @@ def test_what_does_not_compile_is_a_line(monkeypatch: pytest.MonkeyPatch) -> Non
     steps: list[int] = []
     built = prebuild.compile_all([(source, "sm_80"), (source, "sm_80")], lambda: steps.append(1))
     assert built.wrong == [f"{source.entry} for sm_80: no such thing here"] and not built.compiled and len(steps) == 1
+
+
+def test_a_model_is_prebuilt_in_the_types_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--dtype`` was read by a name that was not there."""
+    from typer.testing import CliRunner
+
+    from flashlane.cli.main import app
+
+    path, seen = tmp_path / "config.json", []
+    path.write_text(json.dumps(LLAMA))
+    monkeypatch.setattr(prebuild, "sources_of", lambda problem: seen.append(problem) or ())
+    monkeypatch.setenv("FLASHLANE_CACHE", str(tmp_path))
+    done = CliRunner().invoke(
+        app, ["prebuild", "--model", str(path), "--dtype", "f16,bf16", "--arch", "sm_90a", "--no-backward"]
+    )
+    assert done.exit_code == 0, done.output
+    assert {problem.dtype for problem in seen} == {torch.float16, torch.bfloat16}

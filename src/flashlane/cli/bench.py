@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,8 @@ import typer
 
 from flashlane.cli import complete
 from flashlane.cli import options as o
+from flashlane.cli import sizes as s
+from flashlane.cli.groups import spread
 
 if TYPE_CHECKING:
     import torch
@@ -24,21 +27,9 @@ REPORT_SECONDS = 42.0
 """Limit of the compile report that nobody asked for, so that a first run on a CPU ends within a minute."""
 
 
+@spread
 def command(
-    batch: o.Batch = None,
-    heads: o.Heads = None,
-    seqlen: o.Seqlen = None,
-    head_dim: o.HeadDim = None,
-    kv_heads: o.KvHeads = None,
-    seqlen_k: o.SeqlenK = None,
-    head_dim_v: o.HeadDimV = None,
-    layout: o.Layouts = "dense",
-    page: o.Page = None,
-    window: o.Window = None,
-    causal: o.Causal = None,
-    alignment: o.AlignmentName = "bottom-right",
-    dtype: o.Dtype = None,
-    preset: o.PresetName = None,
+    sizes: s.ALL_SIZES = s.NO_SIZES,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
     peers: o.Peers = "all",
@@ -118,12 +109,9 @@ def command(
     device: o.Device = None,
     arch: Annotated[
         str | None,
-        o.option(
-            "--arch",
-            autocompletion=complete.one_of("architectures"),
-            help="Also compile each GPU kernel for this architecture and report it; none: do not. "
-            f"Default: {REPORT_ARCH} on the CPU (for {REPORT_SECONDS:.0f} s at most), none on a GPU.",
-            panel=o.OUTPUT,
+        o.one_arch(
+            "Also compile each GPU kernel for this architecture and report it; none: do not. "
+            f"Default: {REPORT_ARCH} on the CPU (for {REPORT_SECONDS:.0f} s at most), none on a GPU."
         ),
     ] = None,
     flops: Annotated[
@@ -190,16 +178,12 @@ def command(
     exact = (*exact, *by_hand)
     chosen_peers = (*_peers(peers, torch_, sdpa), *peers_of_files(peers_from or ()))
     selection = Selection(words, exact, chosen_peers, acc_f32, show_all)
-    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k)
     if qkv is not None:
-        given = dict(zip(("--B", "--H", "--N", "--D", "--kv-heads", "--seqlen-k"), sizes, strict=True))
-        given |= {"--Dv": head_dim_v, "--layout": None if layout == "dense" else layout, "--page": page}
-        _check_alone(given | {"--window": window, "--causal": causal, "--preset": preset})
-        dtypes = parse_dtypes(dtype) if dtype else None
+        _check_alone(sizes)
+        dtypes = parse_dtypes(sizes.dtype) if sizes.dtype else None
         cases = load_cases(o.check_file(qkv, "--qkv"), arch_of(where), dtypes)
     else:
-        laid_out = {"head_dim_v": head_dim_v, "layout": layout, "page": page, "window": window}
-        found = o.problems_of(preset, *sizes, dtype, causal, alignment, device=where, quick=quick, **laid_out)
+        found = sizes.problems(where, quick)
         o.check_layouts(found, directions, cycles=cycles, range_k=range_k)
         cases = [Case(problem) for problem in found]
     o.check_configured(by_hand, (case.problem for case in cases), REPORT_ARCH)
@@ -271,11 +255,14 @@ def _peers(peers: str, torch_: bool, sdpa: bool) -> tuple[Peer, ...]:
     return tuple(peer for peer in PEERS if peer.tag in chosen)
 
 
-def _check_alone(given: dict[str, object]) -> None:
-    for name, value in given.items():
-        if value is not None:
+def _check_alone(sizes: s.Sizes) -> None:
+    """Refuse what a file of tensors says itself; it does not say the alignment, and has a dtype that may be changed."""
+    for each in fields(sizes):
+        value = getattr(sizes, each.name)
+        if value != each.default and each.name not in ("alignment", "dtype"):
+            option = s.option_of(each.name)
             raise ValueError(
-                f"{name} is {value!r} with --qkv, whose file says the sizes and the mask; give one of them"
+                f"{option} is {value!r} with --qkv, whose file says the sizes and the mask; give one of them"
             )
 
 

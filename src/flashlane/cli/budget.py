@@ -9,10 +9,13 @@ import typer
 
 from flashlane.cli import complete
 from flashlane.cli import options as o
+from flashlane.cli import sizes as s
+from flashlane.cli.groups import spread
 
 ARCH = "sm_90a"
 
 
+@spread
 def budget_command(
     tags: Annotated[
         list[str],
@@ -22,22 +25,8 @@ def budget_command(
             autocompletion=complete.one_of("tags"),
         ),
     ],
-    batch: o.Batch = None,
-    heads: o.Heads = None,
-    seqlen: o.Seqlen = None,
-    head_dim: o.HeadDim = None,
-    kv_heads: o.KvHeads = None,
-    seqlen_k: o.SeqlenK = None,
-    dtype: o.Dtype = None,
-    arch: Annotated[
-        str,
-        o.option(
-            "--arch",
-            help="Architectures, in a list; all: each that the kernel ships for.",
-            panel=o.OUTPUT,
-            autocompletion=complete.list_of("architectures"),
-        ),
-    ] = ARCH,
+    sizes: s.KERNEL_SIZES = s.NO_SIZES,
+    arch: Annotated[str, o.archs("Architectures, in a list; all: each that the kernel ships for.")] = ARCH,
     direction: o.KernelDirection = "forward",
     json_: Annotated[bool, o.option("--json", help="Print the budgets as JSON.", panel=o.OUTPUT)] = False,
 ) -> None:
@@ -65,8 +54,7 @@ def budget_command(
     with o.named("TAG"):
         chosen = [find(tag) for tag in dict.fromkeys(tags)]
     named = [] if arch == "all" else [check_arch(name) for name in o.words_of(arch)]
-    grid = o.grid_of(batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, None, "bottom-right")
-    problems = list(grid.problems(None, o.shapes_of(on_gpu=True, quick=False)[:1]))
+    problems = list(sizes.grid().problems(None, s.shapes_of(on_gpu=True, quick=False)[:1]))
     budgets = [
         budget
         for kernel in chosen

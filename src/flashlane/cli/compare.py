@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from flashlane.cli import complete
 from flashlane.cli import options as o
+from flashlane.cli import sizes as s
+from flashlane.cli.groups import spread
+from flashlane.cli.isolated import COMPARED, DEFAULT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,21 +18,9 @@ if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
 
 
+@spread
 def compare_command(
-    batch: o.Batch = None,
-    heads: o.Heads = None,
-    seqlen: o.Seqlen = None,
-    head_dim: o.HeadDim = None,
-    kv_heads: o.KvHeads = None,
-    seqlen_k: o.SeqlenK = None,
-    head_dim_v: o.HeadDimV = None,
-    layout: o.Layouts = "dense",
-    page: o.Page = None,
-    window: o.Window = None,
-    causal: o.Causal = None,
-    alignment: o.AlignmentName = "bottom-right",
-    dtype: o.Dtype = None,
-    preset: o.PresetName = None,
+    sizes: s.ALL_SIZES = s.NO_SIZES,
     tags: Annotated[
         str,
         o.option(
@@ -39,22 +30,7 @@ def compare_command(
             autocompletion=complete.list_of("words"),
         ),
     ] = "",
-    kernels: o.Kernels = "",
-    peers: o.Peers = "all",
-    peers_from: o.PeersFrom = None,
-    no_grad: o.NoGrad = False,
-    backward: o.Backward = False,
-    both: o.Both = False,
-    check: Annotated[
-        bool, o.option("--check/--no-check", help="Compare outputs (and gradients) with the formula.", panel=o.MEASURE)
-    ] = True,
-    warmup: o.Warmup = None,
-    iters: o.Rounds = None,
-    quick: o.Quick = False,
-    timeout: o.Timeout = o.TIMEOUT,
-    seed: o.Seed = 0,
-    device: o.Device = None,
-    out: o.Out = o.RESULTS,
+    measured: COMPARED = DEFAULT,
 ) -> None:
     """Compare plain PyTorch, torch's SDPA backends, our kernels and every installed peer: time, memory, error.
 
@@ -73,40 +49,19 @@ def compare_command(
 
       flashlane compare --preset bert-base --peers-from my_attention.py --timeout 30
     """
-    from flashlane.bench.measure.isolated import Spec, run_isolated
-    from flashlane.bench.measure.peers import peers_of_files, select_peers
+    from flashlane.bench.measure.isolated import run_isolated
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.results import check_writable
-    from flashlane.bench.measure.runner import Selection, resolve_device
-    from flashlane.cli.measuring import settings_for
+    from flashlane.bench.measure.runner import resolve_device
 
-    where = resolve_device(device)
-    directions = o.directions_of(no_grad, backward, both)
-    o.check_timeout(timeout)
-    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
-    laid_out = {"head_dim_v": head_dim_v, "layout": layout, "page": page, "window": window}
-    problems = o.problems_of(preset, *sizes, device=where, quick=quick, first=True, **laid_out)
-    o.check_layouts(problems, directions)
-    files = tuple(peers_from or ())
-    peers_of_files(files)  # refused here, before anything runs
-    words, exact = o.words_of(tags), o.words_of(kernels)
-    if not words and not exact:
-        exact = _representatives(problems)
-    Selection(words, exact)
-    check_writable(out)
-    spec = Spec(
-        str(where),
-        words,
-        exact,
-        tuple(peer.tag for peer in select_peers(peers)),
-        tuple(map(str, files)),
-        directions=directions,
-        settings=settings_for(where, quick, warmup, iters, graph=False),
-        check=check,
-    )
+    where = resolve_device(measured.device)
+    directions = measured.directions()
+    problems = sizes.problems(where, measured.quick, first=True)
+    spec = measured.spec(where, tags, problems, otherwise=_representatives)
+    check_writable(measured.out)
     with Bar(len(problems) * len(directions)) as reporter:
-        results = run_isolated(problems, spec, seconds=timeout, seed=seed, reporter=reporter)
-    _finish(results, out)
+        results = run_isolated(problems, spec, seconds=measured.timeout, seed=measured.seed, reporter=reporter)
+    _finish(results, measured.out)
 
 
 def _representatives(problems: list[AttentionProblem]) -> tuple[str, ...]:
@@ -144,10 +99,11 @@ def print_comparison(results: Results, console: Console) -> None:
                 found, columns(), heading, console.width, lambda s, best=fastest: "bold" if s in best else None
             )
             console.print(table)
-        for s in found:
-            if s.row.message:
-                label = Text(f"{s.row.status} {s.tag}: ", STYLES.get(s.row.status, ""))
-                say(console, label.append(s.row.message, "default"))
+        for standing in found:
+            row = standing.row
+            if row.message:
+                label = Text(f"{row.status} {standing.tag}: ", STYLES.get(row.status, ""))
+                say(console, label.append(row.message, "default"))
         print_reasons([(s.tag, s.reason) for s in results.skipped if s.problem == title], "not run", console)
         say(console, verdict(found), "bold")
         console.print()

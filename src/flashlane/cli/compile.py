@@ -8,34 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from flashlane.cli import complete
 from flashlane.cli import options as o
+from flashlane.cli import sizes as s
+from flashlane.cli.groups import spread
 
 
+@spread
 def compile_command(
-    batch: o.Batch = None,
-    heads: o.Heads = None,
-    seqlen: o.Seqlen = None,
-    head_dim: o.HeadDim = None,
-    kv_heads: o.KvHeads = None,
-    seqlen_k: o.SeqlenK = None,
-    causal: o.Causal = None,
-    alignment: o.AlignmentName = "bottom-right",
-    dtype: o.Dtype = None,
-    preset: o.PresetName = None,
+    sizes: s.DENSE_SIZES = s.NO_SIZES,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
     configs: o.Configs = None,
     show_all: o.ShowAll = False,
-    arch: Annotated[
-        str,
-        o.option(
-            "--arch",
-            help="Architectures to compile for, in a list.",
-            panel=o.OUTPUT,
-            autocompletion=complete.list_of("architectures"),
-        ),
-    ] = "",
+    arch: Annotated[str, o.archs("Architectures to compile for, in a list.")] = "",
     everything: Annotated[
         bool,
         o.option(
@@ -76,12 +61,11 @@ def compile_command(
     if everything:
         usages = compile_report.report_shipped(archs or None, chosen)
     else:
-        sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
         usages = [
             usage
             for name in archs or [REPORT_ARCH]
-            for grid in o.grids_of(preset, *sizes)
-            for problem in grid.problems(name, o.shapes_of(on_gpu=True, quick=False)[:1])
+            for grid in sizes.grids()
+            for problem in grid.problems(name, s.shapes_of(on_gpu=True, quick=False)[:1])
             for usage in compile_report.report_problem(problem, name, chosen)
         ]
     _print_usages(usages, json_, selection.unlisted)

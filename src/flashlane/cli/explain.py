@@ -10,19 +10,13 @@ import typer
 
 from flashlane.cli import complete
 from flashlane.cli import options as o
+from flashlane.cli import sizes as s
+from flashlane.cli.groups import spread
 
 
+@spread
 def explain_command(
-    batch: o.Batch = None,
-    heads: o.Heads = None,
-    seqlen: o.Seqlen = None,
-    head_dim: o.HeadDim = None,
-    kv_heads: o.KvHeads = None,
-    seqlen_k: o.SeqlenK = None,
-    causal: o.Causal = None,
-    alignment: o.AlignmentName = "bottom-right",
-    dtype: o.Dtype = None,
-    preset: o.PresetName = None,
+    sizes: s.DENSE_SIZES = s.NO_SIZES,
     kernel: Annotated[
         str | None,
         o.option(
@@ -33,15 +27,7 @@ def explain_command(
         ),
     ] = None,
     show_all: o.ShowAll = False,
-    arch: Annotated[
-        str | None,
-        o.option(
-            "--arch",
-            help="An architecture (sm_90a) or cpu. Default: this machine's.",
-            panel=o.OUTPUT,
-            autocompletion=complete.list_of("architectures"),
-        ),
-    ] = None,
+    arch: Annotated[str | None, o.one_arch("An architecture (sm_90a) or cpu. Default: this machine's.")] = None,
     backward: Annotated[
         bool, o.option("--backward", help="Also which backward kernel would follow.", panel=o.WHICH)
     ] = False,
@@ -70,10 +56,8 @@ def explain_command(
     target = arch_of(resolve_device(None))
     if arch is not None:
         target = None if arch == "cpu" else check_arch(arch)
-    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
-    shapes = o.shapes_of(on_gpu=True, quick=False)[:1]
-    grids = o.grids_of(preset, *sizes, on_cpu=target is None)
-    problems = [problem for grid in grids for problem in grid.problems(target, shapes)]
+    shapes = s.shapes_of(on_gpu=True, quick=False)[:1]
+    problems = [problem for grid in sizes.grids(on_cpu=target is None) for problem in grid.problems(target, shapes)]
     with o.named("--kernel"):
         found = [explain_problem(dataclasses.replace(each, needs_grad=backward), kernel, show_all) for each in problems]
     if json_:

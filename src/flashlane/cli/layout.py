@@ -10,6 +10,8 @@ import typer
 
 from flashlane.cli import complete
 from flashlane.cli import options as o
+from flashlane.cli import sizes as s
+from flashlane.cli.groups import spread
 
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
@@ -19,6 +21,7 @@ TILE, KERNEL = "A tile of any size", "The tiles of a kernel"
 COLUMNS, THREADS, ARCH = 64, 128, "sm_90a"
 
 
+@spread
 def layout_command(
     columns: Annotated[
         int | None, o.option("--columns", help=f"16-bit elements of a row. Default: {COLUMNS}.", panel=TILE)
@@ -43,20 +46,8 @@ def layout_command(
             autocompletion=complete.one_of("tags"),
         ),
     ] = None,
-    batch: o.Batch = None,
-    heads: o.Heads = None,
-    seqlen: o.Seqlen = None,
-    head_dim: o.HeadDim = None,
-    dtype: o.Dtype = None,
-    arch: Annotated[
-        str | None,
-        o.option(
-            "--arch",
-            help=f"Architecture to compile for. Default: {ARCH}.",
-            panel=KERNEL,
-            autocompletion=complete.one_of("architectures"),
-        ),
-    ] = None,
+    sizes: s.TILE_SIZES = s.NO_SIZES,
+    arch: Annotated[str | None, o.one_arch(f"Architecture to compile for. Default: {ARCH}.", panel=KERNEL)] = None,
     compare: Annotated[
         bool, o.option("--compare", help="Show every scheme, one after another.", panel=o.OUTPUT)
     ] = False,
@@ -90,7 +81,7 @@ def layout_command(
     flags = {"plain": plain, "padded": pad, "swizzled": swizzle, "xor-row4": xor_row4}
     asked = [name for name, on in flags.items() if on]
     of_tile = {"--columns": columns, "--threads": threads, "--plain": plain, "--pad": pad, "--swizzle": swizzle}
-    of_kernel = {"--B": batch, "--H": heads, "--N": seqlen, "--D": head_dim, "--dtype": dtype, "--arch": arch}
+    of_kernel = {s.option_of(name): getattr(sizes, name) for name in (*s.SHAPE[:4], "dtype")} | {"--arch": arch}
     heading = ""
     if tag is None:
         o.refuse(of_kernel, "goes with --tag; the width of a tile is --columns")
@@ -102,7 +93,7 @@ def layout_command(
         )
     else:
         o.refuse({**of_tile, "--xor-row4": xor_row4}, "goes without --tag; the kernel says how its tiles lie")
-        problem = _problem(batch, heads, seqlen, head_dim, dtype, arch or ARCH)
+        problem = _problem(sizes, arch or ARCH)
         with o.named("--tag"):
             tiles = kernel_tiles(get(tag), problem)
         tiles = tuple(other for tile in tiles for other in alternatives(tile)) if compare else tiles
@@ -118,13 +109,10 @@ def free_tiles(columns: int, rows: int, threads: int, schemes: list[str]) -> tup
     return tuple(layout.Tile(each, rows, threads) for each in layout.schemes(columns) if each.scheme in wanted)
 
 
-def _problem(
-    batch: str | None, heads: str | None, seqlen: str | None, head_dim: str | None, dtype: str | None, arch: str
-) -> AttentionProblem:
+def _problem(sizes: s.Sizes, arch: str) -> AttentionProblem:
     from flashlane.inspect.compile_report import check_arch
 
-    grid = o.grid_of(batch, heads, seqlen, head_dim, None, None, dtype, None, "bottom-right")
-    problems = list(grid.problems(check_arch(arch), o.shapes_of(on_gpu=True, quick=False)[:1]))
+    problems = list(sizes.grid().problems(check_arch(arch), s.shapes_of(on_gpu=True, quick=False)[:1]))
     if len(problems) != 1:
         raise ValueError(f"the sizes name {len(problems)} problems; --tag shows the layouts of one")
     return problems[0]

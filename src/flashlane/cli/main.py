@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import re
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Annotated, Any, get_type_hints
@@ -16,8 +15,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flashlane import __version__
-from flashlane.bench.measure.defaults import INTERRUPTED, NOT_WRITTEN
+from flashlane.bench.measure.defaults import INTERRUPTED
 from flashlane.cli import entry
+from flashlane.cli.failure import escaped, said, say
 
 SUITE, BASELINE, RANKS = "bench suite", "bench founding", "bench ranks"
 """Commands of two words: ``bench`` is a command itself, with options of its own."""
@@ -72,7 +72,7 @@ class _Command(TyperCommand):
     def _refuse_empty_paths(self, ctx: Any, args: list[str]) -> None:
         if "" not in args and not any(word.endswith("=") for word in args):
             return
-        hints = get_type_hints(inspect.unwrap(self.callback))
+        hints = get_type_hints(self.callback)
         for parameter in self.params:
             if "Path" not in str(hints.get(parameter.name)):
                 continue
@@ -145,39 +145,13 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **keywords)
         except KeyboardInterrupt:
-            _say("interrupted", "bold yellow")
+            say("interrupted", "bold yellow")
             raise typer.Exit(INTERRUPTED) from None
         except BAD_INPUT as error:
-            _say(f"[bold red]error:[/] {_escaped(_message(error))}")
-            raise typer.Exit(NOT_WRITTEN if _is_not_written(error) else 2) from error
+            raise said(error) from error
 
-    run.__doc__ = _escaped(reflowed(command.__doc__ or ""))
+    run.__doc__ = escaped(reflowed(command.__doc__ or ""))
     return run
-
-
-def _say(text: str, style: str = "") -> None:
-    from rich.console import Console
-
-    Console(file=sys.stderr).print(text, style=style, soft_wrap=True, highlight=False)
-
-
-def _message(error: Exception) -> str:
-    """One line; of an error of the operating system with the file that it concerns."""
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        verb = " cannot be written" if _is_not_written(error) else ""
-        return f"{error.filename}{verb}: {error.strerror}"
-    return " ".join(str(error).split("\n"))
-
-
-def _is_not_written(error: Exception) -> bool:
-    from flashlane.core.files import NO_ROOM, NotWritten
-
-    return isinstance(error, NotWritten) or (isinstance(error, OSError) and error.errno in NO_ROOM)
-
-
-def _escaped(text: str) -> str:
-    """``rich.markup.escape``, without loading rich at the start of every command."""
-    return re.sub(r"(\\*)(\[[a-z#/@][^[]*?])", r"\1\1\\\2", text)
 
 
 def _print_version(asked: bool) -> None:

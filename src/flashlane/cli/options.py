@@ -1,4 +1,7 @@
-"""The command line's options that say which problems and which implementations, shared by bench, compile, explain."""
+"""The command line's options that say which implementations and how they are measured, and what becomes of them.
+
+:mod:`flashlane.cli.sizes` has those that say which problems.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,11 @@ import typer
 
 from flashlane.bench.measure.defaults import INTERRUPTED as INTERRUPTED
 from flashlane.bench.measure.defaults import NOT_WRITTEN as NOT_WRITTEN
-from flashlane.bench.measure.defaults import PAGE
 from flashlane.bench.measure.defaults import TIMEOUT as TIMEOUT
-from flashlane.bench.measure.presets import PRESETS, select_presets
-from flashlane.bench.measure.sizes import parse_sizes
 from flashlane.cli import complete
 
 if TYPE_CHECKING:
-    import torch
-
     from flashlane.bench.measure.flops import Direction
-    from flashlane.bench.measure.grid import Grid
     from flashlane.bench.measure.kept import Kept
     from flashlane.bench.measure.results import Results
     from flashlane.core.problem import AttentionProblem
@@ -34,76 +31,16 @@ def option(*names: str, help: str, panel: str, **extra: object) -> typer.models.
     return typer.Option(*names, help=help, rich_help_panel=panel, **extra)
 
 
-def sizes(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
-    """An option of sizes. What has not their form is refused before torch is loaded, which takes seconds."""
-
-    def check(text: str | None) -> str | None:
-        try:
-            _ = text is None or parse_sizes(text, names[0], low=0)
-        except ValueError as error:
-            typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-            typer.echo(str(error), err=True)
-            raise typer.Exit(2) from error
-        return text
-
-    return option(*names, help=help, panel=panel, callback=check)
+def archs(help: str) -> typer.models.OptionInfo:
+    """``--arch``, a list."""
+    return option("--arch", help=help, panel=OUTPUT, autocompletion=complete.list_of("architectures"))
 
 
-Batch = Annotated[str | None, sizes("--B", "--batch", help="Batch size. A value, list or sweep.", panel=SIZES)]
-Heads = Annotated[str | None, sizes("--H", "--nheads", help="Query heads. A value, list or sweep.", panel=SIZES)]
-Seqlen = Annotated[
-    str | None,
-    sizes("--N", "--seqlen", help="Queries a sequence (and keys, without --seqlen-k). The same forms.", panel=SIZES),
-]
-HeadDim = Annotated[str | None, sizes("--D", "--headdim", help="Head dimension. The same forms.", panel=SIZES)]
-KvHeads = Annotated[
-    str | None,
-    sizes("--kv-heads", help="Key/value heads (GQA, MQA); must divide --H. Default: as many as --H.", panel=SIZES),
-]
-SeqlenK = Annotated[
-    str | None, sizes("--seqlen-k", help="Keys a sequence (cross attention). Default: as many as --N.", panel=SIZES)
-]
-HeadDimV = Annotated[
-    str | None, sizes("--Dv", "--headdim-v", help="Head dimension of V. Default: that of Q and K.", panel=SIZES)
-]
-Layouts = Annotated[
-    str,
-    option(
-        "--layout",
-        autocompletion=complete.list_of(("dense", "packed", "cache", "paged")),
-        help="How sequences lie, one or a list: dense, packed (varlen), cache (rows in use), paged (a cache in pages).",
-        panel=SIZES,
-    ),
-]
-Page = Annotated[
-    str | None,
-    sizes("--page", help=f"Rows of a page, with --layout paged. The same forms. Default: {PAGE}.", panel=SIZES),
-]
-Window = Annotated[
-    str | None,
-    option("--window", help="LEFT,RIGHT: keys visible on either side of the query's position; -1: all.", panel=SIZES),
-]
-Causal = Annotated[
-    bool | None, option("--causal/--no-causal", help="Hide keys after the query's position.", panel=SIZES)
-]
-AlignmentName = Annotated[
-    str,
-    option(
-        "--alignment",
-        autocompletion=complete.one_of(("bottom-right", "top-left")),
-        help="Where the causal diagonal ends: bottom-right (FlashAttention) or top-left (torch).",
-        panel=SIZES,
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    option(
-        "--dtype",
-        help="f16, bf16, f32, f64, or a list. Default: f16; bf16 on a CPU.",
-        panel=SIZES,
-        autocompletion=complete.list_of("dtypes"),
-    ),
-]
+def one_arch(help: str, panel: str = OUTPUT) -> typer.models.OptionInfo:
+    """``--arch``, one."""
+    return option("--arch", help=help, panel=panel, autocompletion=complete.one_of("architectures"))
+
+
 Tags = Annotated[
     str,
     option(
@@ -136,15 +73,6 @@ ShowAll = Annotated[
     option("--show-all", help="Every kernel of the grid; without it and without --tags the listed ones.", panel=WHICH),
 ]
 
-PresetName = Annotated[
-    str | None,
-    option(
-        "--preset",
-        help=f"Sizes of a model's layer, or of several: {', '.join(PRESETS)}; all. Other sizes given override it.",
-        panel=SIZES,
-        autocompletion=complete.list_of((*PRESETS, "all")),
-    ),
-]
 NoGrad = Annotated[bool, option("--no-grad", help="The forward pass alone (the default).", panel=MEASURE)]
 KernelDirection = Annotated[
     str,
@@ -219,8 +147,6 @@ Timeout = Annotated[
 Out = Annotated[Path, option("--out", help="Folder for the results.", panel=OUTPUT)]
 RESULTS = Path("results")
 FORMATS = complete.list_of(("png", "svg"))
-DEFAULT_DTYPES = {False: "f16", True: "bf16"}
-"""Where none is given: on a GPU, and on a CPU, whose matrix products in f16 are slow."""
 
 
 def end(results: Results, kept: Kept) -> None:
@@ -322,124 +248,6 @@ def directions_of(no_grad: bool, backward: bool, both: bool) -> tuple[Direction,
     return ("forward", "backward") if backward else ("forward",)
 
 
-def problems_of(
-    preset: str | None,
-    batch: str | None,
-    heads: str | None,
-    seqlen: str | None,
-    head_dim: str | None,
-    kv_heads: str | None,
-    seqlen_k: str | None,
-    dtype: str | None,
-    causal: bool | None,
-    alignment: str,
-    *,
-    device: torch.device,
-    quick: bool = False,
-    first: bool = False,
-    **layout: str | None,
-) -> list[AttentionProblem]:
-    """The problems that the options ask for on a device, each once; without a size the usual ones, or the ``first``.
-
-    ``layout`` holds the further keywords of :func:`grid_of`.
-
-    Raises:
-        ValueError: an option cannot be read; the message names it.
-    """
-    from flashlane.core.problem import arch_of
-
-    arch, shapes = arch_of(device), shapes_of(device.type == "cuda", quick)[: 1 if first else None]
-    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
-    grids = grids_of(preset, *sizes, on_cpu=device.type == "cpu", **layout)
-    return list(dict.fromkeys(p for grid in grids for p in grid.problems(arch, shapes)))
-
-
-def grids_of(
-    preset: str | None,
-    batch: str | None,
-    heads: str | None,
-    seqlen: str | None,
-    head_dim: str | None,
-    kv_heads: str | None,
-    seqlen_k: str | None,
-    dtype: str | None,
-    causal: bool | None,
-    alignment: str,
-    *,
-    on_cpu: bool = False,
-    **layout: str | None,
-) -> list[Grid]:
-    """One grid for each preset, whose sizes the others given override; without a preset one.
-
-    ``on_cpu`` says where they run, which decides the dtype where none is given.
-
-    Raises:
-        ValueError: an option cannot be read; the message names it.
-    """
-    given = {"batch": batch, "heads": heads, "seqlen": seqlen, "head_dim": head_dim, "kv_heads": kv_heads}
-    given = {name: text for name, text in given.items() if text is not None}
-    found, dtype = [], dtype or DEFAULT_DTYPES[on_cpu]
-    for chosen in (None,) if preset is None else select_presets(preset):
-        sizes = dict.fromkeys(("batch", "heads", "seqlen", "head_dim", "kv_heads"))
-        sizes |= (chosen.sizes() if chosen else {}) | given
-        masked = chosen.causal if chosen is not None and causal is None else causal
-        found.append(grid_of(**sizes, seqlen_k=seqlen_k, dtype=dtype, causal=masked, alignment=alignment, **layout))
-    return found
-
-
-def grid_of(
-    batch: str | None,
-    heads: str | None,
-    seqlen: str | None,
-    head_dim: str | None,
-    kv_heads: str | None,
-    seqlen_k: str | None,
-    dtype: str | None,
-    causal: bool | None,
-    alignment: str,
-    *,
-    head_dim_v: str | None = None,
-    layout: str = "dense",
-    page: str | None = None,
-    window: str | None = None,
-) -> Grid:
-    """The grid that the options ask for.
-
-    Raises:
-        ValueError: one of them cannot be read; the message names it.
-    """
-    from flashlane.bench.measure.grid import LAYOUTS, Grid, parse_dtypes, parse_names, parse_window
-    from flashlane.core.problem import ALIGNMENTS, MAX_HEAD_DIM
-
-    if alignment not in ALIGNMENTS:
-        raise ValueError(f"--alignment is {alignment!r}; it may be one of {', '.join(ALIGNMENTS)}")
-
-    layouts = parse_names(layout, "--layout", LAYOUTS)
-    if not layouts:
-        raise ValueError(f"--layout is {layout!r}; it may be a list of {', '.join(LAYOUTS)}")
-    if page is not None and "paged" not in layouts:
-        raise ValueError(f"--page is {page!r} and --layout {layout!r}; only --layout paged has pages")
-
-    def several(text: str | None, name: str, low: int = 1, high: int | None = None) -> tuple[int, ...] | None:
-        return None if text is None else parse_sizes(text, name, low=low, high=high)
-
-    return Grid(
-        batch=several(batch, "--B"),
-        heads=several(heads, "--H"),
-        seqlen=several(seqlen, "--N", 0),
-        head_dim=several(head_dim, "--D", 1, MAX_HEAD_DIM),
-        kv_heads=several(kv_heads, "--kv-heads"),
-        seqlen_k=several(seqlen_k, "--seqlen-k", 0),
-        dtypes=parse_dtypes(dtype or DEFAULT_DTYPES[False]),
-        causal=(bool(causal),),
-        alignment=alignment,
-        head_dim_v=several(head_dim_v, "--Dv", 1, MAX_HEAD_DIM),
-        layouts=layouts,
-        pages=several(page, "--page") or (PAGE,),
-        window=(-1, -1) if window is None else parse_window(window),
-    )
-
-
 def words_of(text: str) -> tuple[str, ...]:
     """The words of a comma list."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
@@ -454,15 +262,6 @@ def convention_of(text: str) -> str:
     if len(names) != 1:
         raise ValueError(f"--flops is {text!r}; it may be one of {', '.join(CONVENTIONS)}")
     return names[0]
-
-
-def shapes_of(on_gpu: bool, quick: bool) -> tuple[tuple[int, int, int, int], ...]:
-    """(batch, heads, seqlen, head_dim) when no size is given."""
-    from flashlane.bench.measure.grid import BASELINE_SHAPES, CPU_SHAPES
-
-    if quick:
-        return ((1, 8, 1024, 64),) if on_gpu else ((1, 2, 128, 64),)
-    return BASELINE_SHAPES if on_gpu else CPU_SHAPES
 
 
 def refuse(options: Mapping[str, object], why: str) -> None:

@@ -8,24 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashlane.cli import complete
 from flashlane.cli import options as o
+from flashlane.cli import sizes as s
+from flashlane.cli.groups import spread
 
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
 
 
+@spread
 def prebuild_command(
-    batch: o.Batch = None,
-    heads: o.Heads = None,
-    seqlen: o.Seqlen = None,
-    head_dim: o.HeadDim = None,
-    kv_heads: o.KvHeads = None,
-    seqlen_k: o.SeqlenK = None,
-    causal: o.Causal = None,
-    alignment: o.AlignmentName = "bottom-right",
-    dtype: o.Dtype = None,
-    preset: o.PresetName = None,
+    sizes: s.DENSE_SIZES = s.NO_SIZES,
     model: Annotated[
         Path | None,
         o.option("--model", help="A model's config.json, or its folder, instead of sizes.", panel=o.SIZES),
@@ -33,15 +26,7 @@ def prebuild_command(
     backward: Annotated[
         bool, o.option("--backward/--no-backward", help="Also the kernels of the backward pass.", panel=o.WHICH)
     ] = True,
-    arch: Annotated[
-        str,
-        o.option(
-            "--arch",
-            help="Architectures, in a list. Default: that of the GPU that is here.",
-            panel=o.OUTPUT,
-            autocompletion=complete.list_of("architectures"),
-        ),
-    ] = "",
+    arch: Annotated[str, o.archs("Architectures, in a list. Default: that of the GPU that is here.")] = "",
     out: Annotated[
         Path | None,
         o.option("--out", help="The cache's folder. Default: the one that calls read.", panel=o.OUTPUT),
@@ -66,14 +51,14 @@ def prebuild_command(
 
     from rich.progress import Progress
 
+    from flashlane.bench.measure.grid import parse_dtypes
     from flashlane.bench.present.table import make_console
     from flashlane.inspect import prebuild
     from flashlane.inspect.compile_report import check_arch
     from flashlane.jit import cache
 
     archs = [check_arch(name) for name in o.words_of(arch)] or [_present_arch()]
-    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k)
-    if model is not None and (preset or any(sizes)):
+    if model is not None and (sizes.preset or sizes.given()):
         raise ValueError("--model is given together with sizes or --preset; its configuration has the sizes")
     if out is not None:
         os.environ[cache.DIRECTORY_VARIABLE] = str(out)
@@ -81,14 +66,14 @@ def prebuild_command(
     for name in archs:
         if model is not None:
             config = prebuild.read_config(model)
-            kinds = o.parse_dtypes(dtype, "--dtype") if dtype else (None,)
+            kinds = parse_dtypes(sizes.dtype) if sizes.dtype else (None,)
             for kind in kinds:
                 problems += prebuild.problems_of_model(
-                    config, name, dtype=kind, causal=causal is not False, backward=backward
+                    config, name, dtype=kind, causal=sizes.causal is not False, backward=backward
                 )
             continue
-        for grid in o.grids_of(preset, *sizes, dtype, causal, alignment):
-            found = grid.problems(name, o.shapes_of(on_gpu=True, quick=False)[:1])
+        for grid in sizes.grids():
+            found = grid.problems(name, s.shapes_of(on_gpu=True, quick=False)[:1])
             problems += found + [replace(problem, needs_grad=True) for problem in found if backward]
     jobs, without = [], 0
     for problem in dict.fromkeys(problems):

@@ -15,6 +15,8 @@ import typer
 
 from flashlane.cli import complete
 from flashlane.cli import options as o
+from flashlane.cli import sizes as s
+from flashlane.cli.groups import spread
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +49,7 @@ class Found:
     """Why tools that were asked for by name failed."""
 
 
+@spread
 def profile_command(
     tag: Annotated[
         list[str] | None,
@@ -57,16 +60,7 @@ def profile_command(
             autocompletion=complete.one_of("tags"),
         ),
     ] = None,
-    batch: o.Batch = None,
-    heads: o.Heads = None,
-    seqlen: o.Seqlen = None,
-    head_dim: o.HeadDim = None,
-    kv_heads: o.KvHeads = None,
-    seqlen_k: o.SeqlenK = None,
-    causal: o.Causal = None,
-    alignment: o.AlignmentName = "bottom-right",
-    dtype: o.Dtype = None,
-    preset: o.PresetName = None,
+    sizes: s.DENSE_SIZES = s.NO_SIZES,
     tool: Annotated[
         str,
         o.option(
@@ -131,8 +125,7 @@ def profile_command(
     where = resolve_device(device)
     if calls < 1:
         raise ValueError(f"--calls is {calls}; it must be at least 1")
-    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
-    problems = o.problems_of(preset, *sizes, device=where, first=True)
+    problems = sizes.problems(where, first=True)
     if len(problems) != 1:
         raise ValueError(f"the sizes name {len(problems)} problems; a profile is of one")
     tags = tuple(dict.fromkeys(tag or (_auto(problems[0]),)))

@@ -12,23 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashlane.cli import options as o
+from flashlane.cli import sizes as s
+from flashlane.cli.groups import spread
 
 if TYPE_CHECKING:
     from flashlane.bench.measure.device_rates import DeviceRates, Placed
     from flashlane.bench.measure.results import Results
 
 
+@spread
 def roofline_command(
-    batch: o.Batch = None,
-    heads: o.Heads = None,
-    seqlen: o.Seqlen = None,
-    head_dim: o.HeadDim = None,
-    kv_heads: o.KvHeads = None,
-    seqlen_k: o.SeqlenK = None,
-    causal: o.Causal = None,
-    alignment: o.AlignmentName = "bottom-right",
-    dtype: o.Dtype = None,
-    preset: o.PresetName = None,
+    sizes: s.DENSE_SIZES = s.NO_SIZES,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
     peers: o.Peers = "all",
@@ -84,8 +78,7 @@ def roofline_command(
             raise ValueError(f"--results: {results} was measured on {found.environment.get('device')}, this is {here}")
         check_writable(out)
     else:
-        sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
-        problems = o.problems_of(preset, *sizes, device=where, quick=quick)
+        problems = sizes.problems(where, quick)
         found = _bench(problems, where, tags, kernels, peers, backward, iters, quick, seed, out)
     dtypes = tuple(dict.fromkeys(str(row.sizes.get("dtype")) for row in found.rows)) or ("f16",)
     with console.status("measuring the rates of the device …"):

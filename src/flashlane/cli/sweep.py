@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,9 @@ import typer
 
 from flashlane.cli import complete
 from flashlane.cli import options as o
+from flashlane.cli import sizes as s
+from flashlane.cli.groups import spread
+from flashlane.cli.isolated import DEFAULT, SWEPT, Isolated
 
 if TYPE_CHECKING:
     from flashlane.bench.measure.results import Results
@@ -29,6 +33,7 @@ KEYS = {
 SWITCHES, NUMBERS = ("backward", "both", "ceilings", "roofs", "check", "quick"), ("warmup", "rounds", "seed", "timeout")
 
 
+@spread
 def sweep_command(
     context: typer.Context,
     file: Annotated[
@@ -38,16 +43,7 @@ def sweep_command(
             help="A TOML file whose table \\[sweep] has these options as keys; options override it.",
         ),
     ] = None,
-    batch: o.Batch = None,
-    heads: o.Heads = None,
-    seqlen: o.Seqlen = None,
-    head_dim: o.HeadDim = None,
-    kv_heads: o.KvHeads = None,
-    seqlen_k: o.SeqlenK = None,
-    head_dim_v: o.HeadDimV = None,
-    layout: o.Layouts = "dense",
-    page: o.Page = None,
-    window: o.Window = None,
+    sizes: s.SWEPT_SIZES = s.NO_SIZES,
     masks: Annotated[
         str,
         o.option(
@@ -57,26 +53,8 @@ def sweep_command(
             autocompletion=complete.list_of(("full", "causal")),
         ),
     ] = "full",
-    alignment: o.AlignmentName = "bottom-right",
-    dtype: o.Dtype = None,
-    preset: o.PresetName = None,
     tags: o.Tags = "",
-    kernels: o.Kernels = "",
-    peers: o.Peers = "all",
-    peers_from: o.PeersFrom = None,
-    backward: o.Backward = False,
-    both: o.Both = False,
-    ceilings: o.MeasureRates = False,
-    check: Annotated[
-        bool, o.option("--check/--no-check", help="Compare outputs (and gradients) with the formula.", panel=o.MEASURE)
-    ] = True,
-    warmup: o.Warmup = None,
-    iters: o.Rounds = None,
-    quick: o.Quick = False,
-    timeout: o.Timeout = o.TIMEOUT,
-    seed: o.Seed = 0,
-    device: o.Device = None,
-    out: o.Out = o.RESULTS,
+    measured: SWEPT = DEFAULT,
     name: Annotated[str, o.option("--name", help="What the files are called.", panel=o.OUTPUT)] = "sweep",
     fresh: Annotated[
         bool, o.option("--fresh", help="Start again; an old journal is kept as NAME.jsonl.old.", panel=o.OUTPUT)
@@ -108,7 +86,11 @@ def sweep_command(
     """
     options: dict[str, Any] = {key: value for key, value in locals().items() if key not in ("context", "file")}
     if file is not None:
-        options |= _from_file(file, context)
+        found = _from_file(file, context)
+        for name, group in (("sizes", sizes), ("measured", measured)):
+            own = {key: found.pop(key) for key in asdict(group) if key in found}
+            options[name] = replace(group, **own)
+        options |= found
     _run(**options)
 
 
@@ -166,77 +148,34 @@ def _converted(path: Path, key: str, value: Any) -> Any:
 
 def _run(
     *,
-    preset: str | None,
+    sizes: s.Sizes,
     tags: str,
-    kernels: str,
     masks: str,
-    peers: str,
-    peers_from: list[Path] | None,
-    backward: bool,
-    both: bool,
-    check: bool,
-    ceilings: bool,
-    warmup: int | None,
-    iters: int | None,
-    quick: bool,
-    timeout: float,
-    seed: int,
-    device: str | None,
-    out: Path,
+    measured: Isolated,
     name: str,
     fresh: bool,
     retry: bool,
     export: bool,
-    alignment: str,
-    dtype: str | None,
-    head_dim_v: str | None,
-    layout: str,
-    page: str | None,
-    window: str | None,
-    **sizes: str | None,
 ) -> None:
     from flashlane.bench.measure.environment import environment
-    from flashlane.bench.measure.isolated import Spec
     from flashlane.bench.measure.journal import Full, Journal
-    from flashlane.bench.measure.peers import peers_of_files, select_peers
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.results import check_writable
-    from flashlane.bench.measure.runner import Selection, resolve_device
+    from flashlane.bench.measure.runner import resolve_device
     from flashlane.bench.measure.sweep import cells_of, common_of, sweep
     from flashlane.bench.present.table import make_console
-    from flashlane.cli.measuring import settings_for
 
-    where = resolve_device(device)
-    o.check_timeout(timeout)
+    where, out, seed = resolve_device(measured.device), measured.out, measured.seed
+    directions = measured.directions()
     if not name or "/" in name or name.startswith("."):
         raise ValueError(f"--name is {name!r}; it names files in --out, without a folder")
-    directions = o.directions_of(False, backward, both)
-    order = ("batch", "heads", "seqlen", "head_dim", "kv_heads", "seqlen_k")
-    laid_out = {"head_dim_v": head_dim_v, "layout": layout, "page": page, "window": window}
     problems = [
         problem
-        for causal in _masks(masks, preset)
-        for problem in o.problems_of(
-            preset, *(sizes[key] for key in order), dtype, causal, alignment, device=where, quick=quick, **laid_out
-        )
+        for causal in _masks(masks, sizes.preset)
+        for problem in replace(sizes, causal=causal).problems(where, measured.quick)
     ]
-    o.check_layouts(problems, directions)
+    spec = measured.spec(where, tags, problems)
     cells = cells_of(problems, directions)
-    files = tuple(peers_from or ())
-    peers_of_files(files)
-    words, exact = o.words_of(tags), o.words_of(kernels)
-    Selection(words, exact)
-    spec = Spec(
-        str(where),
-        words,
-        exact,
-        tuple(peer.tag for peer in select_peers(peers)),
-        tuple(map(str, files)),
-        directions=directions,
-        settings=settings_for(where, quick, warmup, iters, graph=False),
-        check=check,
-        ceilings=ceilings,
-    )
     if not export or out.is_dir():  # a folder that is not there has nothing to export
         check_writable(out)
     notes = make_console(stderr=True)
@@ -251,7 +190,7 @@ def _run(
             if not export:
                 with Bar(len(cells) - done) as reporter:
                     sweep(
-                        cells, spec, journal, seconds=timeout, seed=seed, reporter=reporter, retry=retry,
+                        cells, spec, journal, seconds=measured.timeout, seed=seed, reporter=reporter, retry=retry,
                         told=lambda text: notes.print(text, style="yellow", soft_wrap=True),
                     )  # fmt: skip
         except KeyboardInterrupt:

@@ -12,6 +12,8 @@ import typer
 
 from flashlane.cli import complete
 from flashlane.cli import options as o
+from flashlane.cli import sizes as s
+from flashlane.cli.groups import spread
 
 if TYPE_CHECKING:
     import torch
@@ -21,17 +23,9 @@ if TYPE_CHECKING:
     from flashlane.tuning.search import Trial, TuneRun
 
 
+@spread
 def tune_command(
-    batch: o.Batch = None,
-    heads: o.Heads = None,
-    seqlen: o.Seqlen = None,
-    head_dim: o.HeadDim = None,
-    kv_heads: o.KvHeads = None,
-    seqlen_k: o.SeqlenK = None,
-    causal: o.Causal = None,
-    alignment: o.AlignmentName = "bottom-right",
-    dtype: o.Dtype = None,
-    preset: o.PresetName = None,
+    sizes: s.DENSE_SIZES = s.NO_SIZES,
     tags: o.Tags = "",
     kernels: o.Kernels = "",
     show_all: o.ShowAll = False,
@@ -105,9 +99,8 @@ def tune_command(
         chosen, unlisted = [k for k in selection.kernels() if isinstance(k, TunableKernel)], selection.unlisted
     if not chosen:
         raise ValueError(f"--tags is {tags!r}, which names no {direction} kernel that has configurations")
-    sizes = (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, dtype, causal, alignment)
-    shapes = o.shapes_of(on_gpu=True, quick=False)
-    problems = [p for grid in o.grids_of(preset, *sizes) for p in grid.problems(arch_of(where), shapes)]
+    shapes = s.shapes_of(on_gpu=True, quick=False)
+    problems = [p for grid in sizes.grids() for p in grid.problems(arch_of(where), shapes)]
     check_writable(out)
     check_writable(folder(), "the cache folder")
     settings = SETTINGS if iters is None else replace(SETTINGS, rounds=iters)
