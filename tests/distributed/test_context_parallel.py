@@ -132,6 +132,27 @@ def test_copies_into_the_other_ranks_memory(pool: RankPool, layout: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_that_come_in_pieces_while_a_kernel_polls_their_flags(pool: RankPool, layout: str) -> None:
+    """The protocol of the GPU's forward with a kernel of the reference that reads block by block, in a second step."""
+    wrong = {}
+    for number, variant in enumerate((*VARIANTS, {"kv_heads": 4, "lengths": (61,)}, {"lengths": (200,)})):
+        ranks = 2 + number % 3
+        case = Case(
+            **variant, layout=layout, transport="copies", polled=True, again=number % 2 == 0, reads_lse=number % 3 > 0
+        )
+        if found := differences(pool, case, ranks):
+            wrong[f"{ranks} ranks, {case}"] = found
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_such_a_kernel_computes_all_blocks_in_one_launch(pool: RankPool) -> None:
+    case = Case(lengths=(200,), transport="copies", polled=True)
+    assert pool.run(cases.launches_on_rank, case, 4) == [[2], [2], [2], [1]]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, forward, both",
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -11,7 +13,7 @@ import torch
 from stream_order import RecordedMemory, Recorder, recording
 
 from flashlane.core.problem import Asked
-from flashlane.distributed import allgather
+from flashlane.distributed import allgather, ranged
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.functional import head_bounds, stride_by_copies
@@ -19,6 +21,7 @@ from flashlane.distributed.gather import Task
 from flashlane.distributed.layout import rows_of
 from flashlane.distributed.peer_memory import Exchange
 from flashlane.distributed.plan import Division
+from flashlane.distributed.polled import PieceGathering
 
 HEADS, KV_HEADS, HEAD_DIM, HALF = 4, 4, 8, 1 << 18
 ONE_SIDED = ("contiguous", (40,), 6, 4)
@@ -32,7 +35,9 @@ CASES = [
 ]
 
 
-def trained(size: int, layout: Any, lengths: tuple[int, ...], left: int, heads: tuple[Any, Any]) -> Recorder:
+def trained(
+    size: int, layout: Any, lengths: tuple[int, ...], left: int, heads: tuple[Any, Any], pieces: bool = False
+) -> Recorder:
     """All ranks' operations of two layers' forwards, and their backwards."""
     recorder = Recorder(size, HALF)
     division = Division(layout, lengths, size, left, 0)
@@ -41,7 +46,8 @@ def trained(size: int, layout: Any, lengths: tuple[int, ...], left: int, heads: 
         for rank in range(size):
             recorder.rank, recorder.lane = rank, 0
             settings = Settings(Asked(scale=0.3), needs_grad=True)
-            task = Task(recorder.memories[rank].ranks, division, settings, *bounds, copies=True, wants_lse=False)
+            ranks = recorder.memories[rank].ranks
+            task = Task(ranks, division, settings, *bounds, copies=True, wants_lse=False, pieces=pieces)
             rows = rows_of(division.shard(rank))
             x = torch.randn(1, rows, HEADS, HEAD_DIM, requires_grad=True)
             for _ in range(2):
@@ -60,6 +66,59 @@ def test_every_conflict_is_ordered(case: tuple[Any, ...], heads: tuple[Any, Any]
     kinds = {(node.what.startswith("a copy"), access.writes) for node in recorder.nodes for access in node.accesses}
     assert {(True, True), (False, False), (False, True)} <= kinds, "copies, reads and own writes must be seen"
     assert recorder.unordered() == []
+
+
+@pytest.fixture
+def small_pieces() -> Iterator[None]:
+    """Keys in pieces of a few rows, and edges of fewer."""
+    ranged.pieces_of.cache_clear()
+    with mock.patch.object(ranged, "FEWEST_ROWS", 5), mock.patch.object(ranged, "EDGE", 2):
+        yield
+    ranged.pieces_of.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+@pytest.mark.parametrize("polls", [False, True], ids=["stream waits", "kernel polls"])
+@pytest.mark.usefixtures("small_pieces")
+def test_pieces_are_ordered(case: tuple[Any, ...], polls: bool) -> None:
+    layout, lengths, left, size = case
+    with _polling() if polls else contextlib.nullcontext():
+        recorder = trained(size, layout, lengths, left, (None, stride_by_copies(KV_HEADS)[1]), pieces=True)
+    assert any("reads a piece" in node.what for node in recorder.nodes) == polls
+    assert recorder.unordered() == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_pieces")
+def test_a_kernel_that_reads_a_piece_without_its_flag_is_found() -> None:
+    with _polling(flags=False):
+        recorder = trained(2, "zigzag", (61,), -1, (None, None), pieces=True)
+    assert any("reads a piece" in found for found in recorder.unordered())
+
+
+@contextlib.contextmanager
+def _polling(flags: bool = True) -> Iterator[None]:
+    """Kernels that read each piece after its flag, or without."""
+
+    def launch(task: Task, calls: Any, q: Any, gathering: PieceGathering, out: Any) -> Any:
+        memory, number = gathering.exchange.memory, gathering.exchange.number
+        recorder = memory.recorder  # type: ignore[attr-defined]
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> None:
+            for each in gathering.pieces:
+                if flags:
+                    memory.wait(each.flag, number, each.sender)
+                rows = slice(each.segment.key, each.segment.key + each.segment.count)
+                recorder.touch("a kernel that reads a piece", [(k[rows], False), (v[rows], False)])
+            for row, key, count in ranged.edges_of(gathering.plan):
+                del row
+                recorder.touch("a kernel that reads an edge", [(t[key : key + count], False) for t in (k, v)])
+
+        return run
+
+    with mock.patch.object(allgather, "polled_launch", launch):
+        yield
 
 
 def _nothing(*_: Any) -> None:

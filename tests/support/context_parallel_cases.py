@@ -12,8 +12,10 @@ from typing import Any
 from unittest import mock
 
 import numpy
+import polled_reference
 import torch
 import torch.distributed as dist
+from polled_reference import polling
 from rank_pool import first_ranks
 
 import flashlane
@@ -48,6 +50,8 @@ class Case:
     transport: str = "messages"
     reads_lse: bool = True
     """Whether the LSE is asked for, and the loss depends on it."""
+    polled: bool = False
+    """Whether keys come piece by piece by copies: to a GPU while its kernel runs."""
     again: bool = False
     """Whether the same call is made before with other values, as in a second step of a training."""
 
@@ -143,10 +147,11 @@ def on_rank(case: Case, size: int) -> dict[str, numpy.ndarray]:
     if case.heads_k_stride:
         where["heads_k_stride"] = case.heads_k_stride
     where["transport"] = case.transport
-    if case.again:
-        others = {name: t.flip(case.axis) * 0.5 if name in sharded else t for name, t in tensors.items()}
-        _on_rank(case, others, where)
-    return _on_rank(case, tensors, where)
+    with polling() if case.polled else contextlib.nullcontext():
+        if case.again:
+            others = {name: t.flip(case.axis) * 0.5 if name in sharded else t for name, t in tensors.items()}
+            _on_rank(case, others, where)
+        return _on_rank(case, tensors, where)
 
 
 def _on_rank(case: Case, tensors: dict[str, torch.Tensor], where: dict[str, Any]) -> dict[str, numpy.ndarray]:
@@ -158,6 +163,13 @@ def _on_rank(case: Case, tensors: dict[str, torch.Tensor], where: dict[str, Any]
         where = {**where, "seqlen": sum(case.lengths)}
         found = context_parallel_attn_func(q, k, v, **_asked(case, tensors), **where)
     return _results(*(found if case.reads_lse else (found, None)), tensors)
+
+
+def launches_on_rank(case: Case, size: int) -> list[int]:
+    """Blocks of each launch that polled flags."""
+    polled_reference.used.clear()
+    on_rank(case, size)
+    return list(polled_reference.used)
 
 
 def on_slow_rank(case: Case, size: int, calls: int) -> list[dict[str, numpy.ndarray]]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashlane.core.arch import compute_dtype
+from flashlane.core.ranges import RangedRepeat
 from flashlane.distributed.attend import (
     Partial,
     Results,
@@ -26,13 +27,14 @@ from flashlane.distributed.attend import (
     merge,
     summed,
 )
-from flashlane.distributed.calls import Call, Calls
+from flashlane.distributed.calls import Call, Calls, Packed
 from flashlane.distributed.copies import CopiedGathering, Route, peer_memory
 from flashlane.distributed.gather import Gathering, Returning, Task
 from flashlane.distributed.lanes import COMPUTE, MOVE, Lanes
 from flashlane.distributed.launches import Launch, Pair, launches_of
 from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.peer_memory import Exchange
+from flashlane.distributed.polled import PieceGathering, polled_launch, run_polled
 from flashlane.ops import torch_rules
 
 
@@ -63,17 +65,23 @@ def _gather(
     v: torch.Tensor,
     lanes: Lanes,
     exchanges: list[Exchange],
+    pieces: PieceGathering | None = None,
 ) -> list[_HeadGroup]:
-    """Enqueue the fetching of all groups of heads, in their order, on the lane that moves data."""
+    """Enqueue the fetching of all groups of heads, in their order, on the lane that moves data.
+
+    ``pieces`` are all of them, on their way already.
+    """
     share = q.shape[2] // k.shape[2]
     found = []
     with lanes.on(MOVE):
-        for each in exchanges[:1]:
+        for each in exchanges[:1] if pieces is None else ():
             each.begin()
         for group, (first, stop) in enumerate(itertools.pairwise(bounds)):
             own = (k, v) if len(bounds) == 2 else (k[:, :, first:stop], v[:, :, first:stop])
-            if exchanges:
-                gathering: Gathering = CopiedGathering(task, *own, group, exchanges, Route.of(task, bounds, k, v))
+            if pieces is not None:
+                gathering: Gathering = pieces
+            elif exchanges:
+                gathering = CopiedGathering(task, *own, group, exchanges, Route.of(task, bounds, k, v))
             else:
                 gathering = Gathering(task, *own)
             found.append((slice(first * share, stop * share), own, gathering))
@@ -84,6 +92,24 @@ def _gather(
             lanes.keep(gathering)
             groups.append(_HeadGroup(heads, own, gathering, lanes.mark(MOVE)))
     return groups
+
+
+def _polled(
+    task: Task,
+    calls: Calls,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lanes: Lanes,
+    exchanges: list[Exchange],
+) -> tuple[PieceGathering, RangedRepeat | None]:
+    """Enqueue the sending of all pieces; they, and what computes while they come, where a kernel does."""
+    with lanes.on(MOVE):
+        exchanges[0].begin()
+        pieces = PieceGathering(task, k, v, exchanges, Route.of(task, (0, k.shape[2]), k, v))
+    lanes.keep(pieces)
+    return pieces, polled_launch(task, calls, q, pieces, out)
 
 
 def _exchanges(task: Task, k: torch.Tensor, v: torch.Tensor, count: int) -> list[Exchange]:
@@ -134,12 +160,19 @@ class GatherAttention(torch.autograd.Function):
         out = empty_out(q, v.shape[-1], calls)
         bounds = task.kv_heads or (0, k.shape[2])
         exchanges = _exchanges(task, k, v, 1)
+        if task.pieces:
+            k, v = k.contiguous(), v.contiguous()  # before the lanes part: a kernel on that of data might find no SM
         lanes = Lanes(q.device)
-        groups = _gather(task, bounds, q, k, v, lanes, exchanges)
-        launches = _launches(task, calls, groups, q, out, given)
+        pieces, polled = _polled(task, calls, q, k, v, out, lanes, exchanges) if task.pieces else (None, None)
+        groups = [] if polled else _gather(task, bounds, q, k, v, lanes, exchanges, pieces)
+        launches = None if polled else _launches(task, calls, groups, q, out, given)
         lses: list[torch.Tensor] = []
         lse: torch.Tensor | None = None
-        if launches is None:
+        if pieces is not None and polled is not None:
+            lse = run_polled(polled, calls, q, pieces, out)
+            if not any(isinstance(call, Packed) for call in calls.calls):
+                lses = [lse[:, :, call.q_first : call.q_stop] for call in calls.calls]
+        elif launches is None:
             lse = empty_lse(q, calls, given)
             _attend_all(task, calls, groups, q, Results(out, lse), given, lanes)
         else:

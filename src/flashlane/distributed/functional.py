@@ -28,6 +28,7 @@ from flashlane.distributed.layout import Layout, check_layout, rows_of, runs_of
 from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import MOST_GROUPS
 from flashlane.distributed.plan import Division
+from flashlane.distributed.polled import in_pieces
 from flashlane.distributed.ring import RingAttention
 from flashlane.distributed.ulysses import Exchange, Heads, ToHeads, ToTokens
 from flashlane.jit import launch
@@ -37,6 +38,9 @@ Method = Literal["auto", "allgather", "ring", "ulysses", "usp"]
 METHODS: tuple[Method, ...] = get_args(Method)
 Transport = Literal["messages", "copies"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+POLLED = False
+"""Whether the forward by transport "copies" computes while keys come (:mod:`~flashlane.distributed.polled`), where it
+can. It has not been tried on two GPUs."""
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -258,7 +262,7 @@ def _key(
         tensors = (inputs.q, inputs.k, inputs.v, *modifiers)
         key = (
             group, where["method"], where["layout"], seqlen, type(seqlen), None if lengths is None else tuple(lengths),
-            *asked.values(), tuple(map(type, asked.values())), torch.is_grad_enabled(),
+            *asked.values(), tuple(map(type, asked.values())), torch.is_grad_enabled(), POLLED,
             *(None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in tensors),
         )  # fmt: skip
         hash(key)
@@ -286,13 +290,14 @@ def _checked(
         lengths = _checked_lengths(inputs, modifiers, cu_seqlens, seqlen, grid)
         call = _checked_call(inputs, modifiers, lengths, where, asked, grid)
         _check_rows(inputs.q, call[0], grid)
-        fields = _fields(inputs, modifiers, call, f"{asked['transport']}, {asked['heads_k_stride']}")
+        how = f"{asked['transport']}{' (polled)' if POLLED else ''}, {asked['heads_k_stride']}"
+        fields = _fields(inputs, modifiers, call, how)
     except (TypeError, ValueError, NotImplementedError) as found:
         error = found
     device = inputs.q.device if isinstance(inputs.q, torch.Tensor) else torch.device("cpu")
     for ranks in grid.groups:
         agree(ranks, fields, device, error)
-    return _Call(grid, *call, inputs, asked)
+    return _Call(grid, *call, inputs, asked, any(t is not None for t in modifiers))
 
 
 def _refuse(given: dict[str, Any]) -> None:
@@ -446,16 +451,28 @@ class _Call:
     """A call that was checked, for all calls like it."""
 
     def __init__(
-        self, grid: Grid, division: Division, settings: Settings, method: Method, inputs: Inputs, asked: dict[str, Any]
+        self,
+        grid: Grid,
+        division: Division,
+        settings: Settings,
+        method: Method,
+        inputs: Inputs,
+        asked: dict[str, Any],
+        modified: bool,
     ) -> None:
         heads, kv_heads = inputs.q.shape[-2], inputs.k.shape[-2]
         copies, wants_lse = asked["transport"] == "copies", asked["return_lse"]
         self.exchange: Exchange | None = None
+        pieces = False
         keys: Ranks | None = grid.keys
         bounds: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         if method in ("allgather", "ring"):
             stride = asked["heads_k_stride"]
             strides = stride_by_copies(kv_heads) if stride is None and copies else (stride, stride)
+            one = inputs.q.dim() == 3 or inputs.q.shape[0] == 1
+            pieces = POLLED and copies and stride is None and one and not modified and in_pieces(division)
+            if pieces:
+                strides = None, strides[1]
             bounds = head_bounds(strides[0], kv_heads), head_bounds(strides[1], kv_heads)
         else:
             by_heads = grid.heads or grid.keys
@@ -464,7 +481,7 @@ class _Call:
             self.exchange = Exchange(by_heads, division, division_of, keys.rank if keys else 0)
         self.function = RingAttention if keys is not None and method != "allgather" else GatherAttention
         wants_lse = wants_lse or self.exchange is not None
-        self.task = Task(keys, division, settings, *bounds, copies, wants_lse)
+        self.task = Task(keys, division, settings, *bounds, copies, wants_lse, pieces)
         self.parts = self.exchange.heads.parts(self.exchange.ranks.rank) if self.exchange else []
 
     def run(

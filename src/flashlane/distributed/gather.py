@@ -37,6 +37,8 @@ class Task:
     """Whether ranks write to each other's memory, and send no messages."""
     wants_lse: bool = True
     """Whether the caller reads the LSE."""
+    pieces: bool = False
+    """Whether a forward's keys come piece by piece, by copies (:mod:`polled`)."""
     launches: Launches = field(default_factory=dict)
     memo: dict[object, Any] = field(default_factory=dict)
     """What else is made once for calls like this one."""

@@ -40,6 +40,11 @@ ALIGNMENT = 256
 BLOCKS_KEPT = 4096
 
 
+def flag_of(group: int, sender: int) -> int:
+    """The flag that a sender sets when what it sends of a group of heads, or a piece of keys, is there."""
+    return group * MOST_RANKS + sender
+
+
 def aligned(size: int) -> int:
     """The next multiple of the alignment of blocks."""
     return -(-size // ALIGNMENT) * ALIGNMENT
@@ -63,6 +68,9 @@ class PeerMemory(ABC):
 
     own: torch.Tensor
     """All of this rank's memory, as bytes."""
+    polled: tuple[int, int] | None = None
+    """For a kernel that waits for flags: the address of this rank's flags, and that of an int32 in host memory that
+    becomes one more than the flag which did not come within the timeout. None where no kernel can."""
 
     @abstractmethod
     def copy(self, peer: int, place: int, t: torch.Tensor) -> None:
@@ -119,11 +127,11 @@ class Exchange:
 
     def arrive(self, peer: int, group: int) -> None:
         """Tell a rank that what was sent to it of a group of heads is there."""
-        self.memory.write(peer, group * MOST_RANKS + self.memory.ranks.rank, self.number)
+        self.memory.write(peer, flag_of(group, self.memory.ranks.rank), self.number)
 
     def expect(self, peer: int, group: int) -> None:
         """Wait, on the current stream, for what a rank sends of a group of heads."""
-        self.memory.wait(group * MOST_RANKS + peer, self.number, peer)
+        self.memory.wait(flag_of(group, peer), self.number, peer)
 
 
 class GpuMemory(PeerMemory):
@@ -141,7 +149,9 @@ class GpuMemory(PeerMemory):
         self._handle, self._addresses = handle, [int(address) for address in handle.buffer_ptrs]
         self._driver, self._stream_of = launch.driver(), launch.stream_getter()
         self._at_least = int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-        self._watch = _Watch(self.timeout)
+        self._lost = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.polled = self._addresses[ranks.rank], self._lost.data_ptr()
+        self._watch = _Watch(self.timeout, self._lost)
 
     def exchange(self) -> Exchange:
         if torch.cuda.is_current_stream_capturing():
@@ -175,8 +185,8 @@ class GpuMemory(PeerMemory):
 class _Watch:
     """A thread that ends the process when an exchange is not over within the timeout."""
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, timeout: float, lost: torch.Tensor) -> None:
+        self.timeout, self.lost = timeout, lost
         self.open: collections.deque[tuple[float, torch.cuda.Event]] = collections.deque()
         self.last = 0.0
         threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name="flashlane-peers").start()
@@ -193,17 +203,25 @@ class _Watch:
 
 def _watch(reference: weakref.ref[_Watch]) -> None:
     while (watch := reference()) is not None:
-        while watch.open and watch.open[0][1].query():
+        who = lost_sender(int(watch.lost))
+        while who is None and watch.open and watch.open[0][1].query():
             watch.open.popleft()
-        if watch.open and time.monotonic() - watch.open[0][0] > watch.timeout:
+        if who is None and watch.open and time.monotonic() - watch.open[0][0] > watch.timeout:
+            who = "a rank"
+        if who is not None:
             print(
-                f"flashlane: a rank did not answer within {watch.timeout:g} s, the group's timeout; this ends",
+                f"flashlane: {who} did not answer within {watch.timeout:g} s, the group's timeout; this ends",
                 file=sys.stderr,
                 flush=True,
             )
             os.kill(os.getpid(), signal.SIGABRT)
         del watch
         time.sleep(0.5)
+
+
+def lost_sender(word: int) -> str | None:
+    """Who did not send, by what a kernel has left in the word of :attr:`PeerMemory.polled`."""
+    return f"rank {(word - 1) % MOST_RANKS}" if word else None
 
 
 class FileMemory(PeerMemory):

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from flashlane.core.ranges import MOST_CHUNKS, OWN, Chunk, Range, Ranges
+from flashlane.core.ranges import EDGE, MOST_CHUNKS, OWN, Chunk, Range, Ranges
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.calls import Calls, Packed
 from flashlane.distributed.layout import PLANS
-from flashlane.distributed.peer_memory import MOST_GROUPS, MOST_RANKS
+from flashlane.distributed.peer_memory import MOST_GROUPS, flag_of
 from flashlane.distributed.plan import Division, GatherPlan, Segment, gather_plan
 
 FEWEST_ROWS = 1024
@@ -27,12 +27,7 @@ class Piece(NamedTuple):
 
     @property
     def flag(self) -> int:
-        return flag_of(self.sender, self.number)
-
-
-def flag_of(sender: int, number: int) -> int:
-    """The flag that a sender sets when the piece of a number is there."""
-    return number * MOST_RANKS + sender
+        return flag_of(self.number, self.sender)
 
 
 def blocks_of_all(calls: Calls) -> list[Block] | None:
@@ -103,3 +98,14 @@ def chunks_of(plan: GatherPlan, pieces: Iterable[Piece]) -> tuple[Chunk, ...]:
     own = [Chunk(each.key, each.key + each.count, OWN, each.row) for each in plan.received[plan.rank]]
     foreign = [Chunk(each.segment.key, each.segment.key + each.segment.count, each.flag) for each in pieces]
     return (*own, *foreign)
+
+
+def edges_of(plan: GatherPlan) -> tuple[Segment, ...]:
+    """A rank's own rows that a block of keys may bring together with those of others, as :class:`Ranges` says."""
+    found = []
+    for row, key, count in plan.received[plan.rank]:
+        if count <= 2 * EDGE:
+            found.append(Segment(row, key, count))
+        else:
+            found += [Segment(row + first, key + first, EDGE) for first in (0, count - EDGE)]
+    return tuple(found)

@@ -1,0 +1,133 @@
+"""A forward whose keys come while its one kernel runs.
+
+The other ranks copy their keys here piece by piece and set a flag after each (:mod:`copies`). The kernel begins at
+once: its tiles go from the last key to the first, so that a rank's own keys, which it reads where they are, come early;
+a tile waits for the flag of a piece before it reads it (``cuda/attention/arrivals.cuh``).
+
+The kernel has all SMs while it waits. So nothing that a rank sends may need one: copies are made by the GPU's DMA, and
+they are enqueued before the kernel. What comes from another rank's kernel, such as a message of NCCL, is no part of
+what a rank sends either, as the call begins when the stream that it is called on has come to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from flashlane.core.problem import VECTOR_BYTES, Inputs
+from flashlane.core.ranges import Arriving, RangedRepeat
+from flashlane.distributed.attend import empty_lse, prepare
+from flashlane.distributed.calls import Calls
+from flashlane.distributed.comm import Pending
+from flashlane.distributed.copies import CopiedGathering, Route
+from flashlane.distributed.gather import Task
+from flashlane.distributed.modifiers import Modifiers
+from flashlane.distributed.peer_memory import Exchange
+from flashlane.distributed.plan import Division
+from flashlane.distributed.ranged import Piece, blocks_of_all, chunks_of, edges_of, pieces_of, ranges_of, window_of
+
+
+class PieceGathering(CopiedGathering):
+    """Keys and values of all heads, which the other ranks copy here piece by piece."""
+
+    def __init__(self, task: Task, k: torch.Tensor, v: torch.Tensor, exchanges: list[Exchange], route: Route) -> None:
+        self.pieces = _pieces(task, task.rank)
+        super().__init__(task, k, v, 0, exchanges, route)
+
+    def _start(self) -> Pending:
+        task = self.task
+        for peer in task.others:
+            offsets = self.route.gathered[peer].offsets
+            for each in _pieces(task, peer):
+                if each.sender != task.rank:
+                    continue
+                row, key, count = each.segment
+                for i, t in enumerate(self.own):
+                    place = offsets[0, i] + key * t.shape[2] * t.shape[3] * t.element_size()
+                    self.exchange.send(peer, place, t[:, row : row + count])
+                self.exchange.arrive(peer, each.number)
+        return Pending(())
+
+    def _take_own(self) -> None:
+        """Nothing: own keys are read where they are, or taken when a kernel needs them with the others."""
+
+    def take_edges(self) -> None:
+        """Put own keys where a block of keys may bring them together with others."""
+        pairs = list(zip(self.own, self.gathered, strict=True))
+        edges = edges_of(self.plan)
+        places = [t[:, key : key + count] for _, t in pairs for _, key, count in edges]
+        torch._foreach_copy_(places, [t[:, row : row + count] for t, _ in pairs for row, _, count in edges])
+
+    def finish(self) -> None:
+        for each in self.pieces:
+            self.exchange.expect(each.sender, each.number)
+        super()._take_own()
+
+
+def _pieces(task: Task, rank: int) -> tuple[Piece, ...]:
+    found = pieces_of(task.division, rank)
+    if found is None:
+        raise AssertionError(f"keys of rank {rank} come in too many pieces")
+    return found
+
+
+def in_pieces(division: Division) -> bool:
+    """Whether there are others, and the keys of every rank come in few enough pieces for all ranks to send them so."""
+    return division.ranks > 1 and all(pieces_of(division, rank) is not None for rank in range(division.ranks))
+
+
+def polled_launch(
+    task: Task, calls: Calls, q: torch.Tensor, gathering: PieceGathering, out: torch.Tensor
+) -> RangedRepeat | None:
+    """What computes all calls in one launch while keys come; None where no kernel does.
+
+    Args:
+        task: the call.
+        calls: its blocks on this rank.
+        q: ``(1, rows, h, d)``.
+        gathering: of all heads.
+        out: ``(1, rows, h, dv)``.
+    """
+    k, v = gathering.gathered
+    if gathering.exchange.memory.polled is None or any(t.data_ptr() % VECTOR_BYTES for t in (q, k, v, out)):
+        return None
+    tensors = (q, k, v, *gathering.own, out)
+    key = (polled_launch, *((t.shape, t.stride()) for t in tensors), q.dtype, q.device)
+    if key not in task.memo:
+        task.memo[key] = _prepared(task, calls, q, gathering, out)
+    return task.memo[key]
+
+
+def _prepared(
+    task: Task, calls: Calls, q: torch.Tensor, gathering: PieceGathering, out: torch.Tensor
+) -> RangedRepeat | None:
+    blocks, (k, v) = blocks_of_all(calls), gathering.gathered
+    if blocks is None:
+        return None
+    like = prepare(blocks[0], q, k, v, Modifiers(), task.settings)
+    ranges = ranges_of(blocks, chunks_of(task.plan, gathering.pieces))
+    (rows, keys), (left, right) = ranges.longest, window_of(blocks)
+    problem = replace(
+        like.problem, batch=len(blocks), varlen=True, seqlen_q=rows, seqlen_k=keys, window_left=left, window_right=right
+    )
+    if like.kernel.supports(problem) is not None:
+        return None
+    return like.kernel.prepare_ranges(problem, ranges, Inputs(q[0], k[0], v[0]), out[0], arriving(gathering))
+
+
+def arriving(gathering: PieceGathering) -> Arriving:
+    """What comes in this call."""
+    exchange, (k, v) = gathering.exchange, gathering.own
+    flags, lost = exchange.memory.polled or (0, 0)
+    return Arriving((k[0], v[0]), flags, exchange.number, lost, exchange.memory.timeout)
+
+
+def run_polled(
+    repeat: RangedRepeat, calls: Calls, q: torch.Tensor, gathering: PieceGathering, out: torch.Tensor
+) -> torch.Tensor:
+    """Write the output of :func:`polled_launch`, on the current stream; the LSE ``(1, h, rows)``."""
+    gathering.take_edges()
+    (k, v), lse = gathering.gathered, empty_lse(q, calls, Modifiers())
+    repeat(q[0], k[0], v[0], out[0], lse[0], arriving(gathering))
+    return lse
