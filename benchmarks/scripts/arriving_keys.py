@@ -4,12 +4,14 @@
 
 What context parallelism does between GPUs happens here on one: keys lie in pinned host memory and are copied, piece by
 piece, into memory that holds NaN until then. The host opens a gate before each copy, when the kernel already runs; a
-flag is set after each. Only copy engines and the stream's own writes are used: a kernel that waits has all SMs.
+flag is set after each. Only DMA and the stream's own writes are used: a kernel that waits has all SMs. Each kernel runs
+once before, over keys that are there: to load one may wait for all streams, of which one waits for a gate then.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import math
 import random
@@ -24,8 +26,10 @@ from typing import Any
 
 import torch
 
+from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.ranges import EDGE, Arriving
+from flashlane.distributed.blocks import Block
 from flashlane.distributed.plan import Division, gather_calls, gather_plan
 from flashlane.distributed.ranged import blocks_of_all, chunks_of, pieces_of, ranges_of, window_of
 from flashlane.jit import launch
@@ -81,6 +85,16 @@ ARRIVE = [
 ]
 
 
+def problem_of(case: Case, blocks: list[Block]) -> AttentionProblem:
+    """The blocks of a case as packed sequences."""
+    (left, right), (rows, keys) = window_of(blocks), ranges_of(blocks).longest
+    return AttentionProblem(
+        batch=len(blocks), heads=case.heads[0], kv_heads=case.heads[1], seqlen_q=rows, seqlen_k=keys,
+        head_dim=case.head_dim, head_dim_v=case.head_dim, dtype=case.dtype, scale=case.head_dim**-0.5,
+        window_left=left, window_right=right, varlen=True, arch="sm_90a",
+    )  # fmt: skip
+
+
 class Call:
     """A case's tensors on the GPU: queries, the keys of all ranks, and those of this one."""
 
@@ -99,13 +113,7 @@ class Call:
             for rows, count in ((calls.rows, heads), (self.plan.keys, kv_heads), (self.plan.keys, kv_heads))
         )
         self.ranges, self.arriving_ranges = ranges_of(blocks), ranges_of(blocks, chunks_of(self.plan, pieces))
-        left, right = window_of(blocks)
-        rows, keys = self.ranges.longest
-        self.problem = AttentionProblem(
-            batch=len(blocks), heads=heads, kv_heads=kv_heads, seqlen_q=rows, seqlen_k=keys, head_dim=case.head_dim,
-            head_dim_v=case.head_dim, dtype=case.dtype, scale=case.head_dim**-0.5, window_left=left,
-            window_right=right, varlen=True, arch="sm_90a",
-        )  # fmt: skip
+        self.problem = problem_of(case, blocks)
         self.inputs = Inputs(self.q, self.k, self.v)
 
     def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,6 +186,9 @@ class Transport:
         self.out, self.lse = call.empty()
         arriving = self.arriving()
         self.run = KERNEL.prepare_ranges(call.problem, call.arriving_ranges, call.inputs, self.out, arriving)
+        self.launch()  # all flags have the number 0
+        self.poison()
+        torch.cuda.synchronize()
 
     def arriving(self, limit: float = LIMIT) -> Arriving:
         return Arriving(self.own, self.flags.data_ptr(), self.number, self.lost.data_ptr(), limit)
@@ -424,6 +435,22 @@ def check_within(case: Case, repeats: int) -> dict[str, Any]:
     return {"ok": wrong == 0, "repeats": repeats, "wrong": wrong}
 
 
+def compile_ahead(options: argparse.Namespace) -> dict[str, Any]:
+    """All kernels at once."""
+    sources = []
+    for case in ONE_LAUNCH if options.one_launch else ARRIVE:
+        division = case.division
+        blocks = blocks_of_all(gather_calls(division, case.rank, True, False))
+        if blocks is None:
+            continue
+        problem = problem_of(case, blocks)
+        config = replace(KERNEL.config(problem), ranges=True)
+        others = [KERNEL.config(problem)] if options.one_launch else [replace(config, arrivals=True)]
+        sources += [each.source() for each in (config, *others)]
+    jit.compile_together(list(dict.fromkeys(sources)), "sm_90a")
+    return {"kernels": len(set(sources))}
+
+
 PARTS: dict[str, Callable[[], Any]] = {
     "lost": lambda: check_lost(ARRIVE[0], 0.5),
     "within": lambda: check_within(ARRIVE[0], 50),
@@ -434,7 +461,7 @@ PARTS: dict[str, Callable[[], Any]] = {
 def apart(part: str) -> dict[str, Any]:
     """A part in a process of its own."""
     done = subprocess.run(
-        [sys.executable, __file__, "--part", part], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, __file__, "--part", part], capture_output=True, text=True, timeout=25, check=False
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines else {"ok": False, "error": (done.stdout + done.stderr)[-1500:]}
@@ -442,12 +469,13 @@ def apart(part: str) -> dict[str, Any]:
 
 def parts(options: argparse.Namespace, until: float) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Correctness first."""
-    for case in ONE_LAUNCH:
-        yield "one launch", lambda case=case: check_one_launch(case)
+    yield "kernels", lambda: compile_ahead(options)
+    for case in ONE_LAUNCH if options.one_launch else ():
+        yield f"one launch: {case}", lambda case=case: check_one_launch(case)
     if not options.one_launch:
         for case in ARRIVE:
-            yield "keys that arrive", lambda case=case: check_arrivals(case, 20, until)
-        yield "repeats", lambda: check_arrivals(ARRIVE[1], options.repeats, until - 10)
+            yield f"keys that arrive: {case}", lambda case=case: check_arrivals(case, 20, until)
+        yield "repeats", lambda: check_arrivals(ARRIVE[1], options.repeats, until - 15)
         yield "a lost chunk", lambda: apart("lost")
         yield "copies within the GPU", lambda: apart("within")
     for name in TIMED:
@@ -459,7 +487,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for arriving_keys.json")
     parser.add_argument("--seconds", type=float, default=50, help="nothing is begun after so many")
     parser.add_argument("--repeats", type=int, default=500)
-    parser.add_argument("--one-launch", action="store_true", help="only keys that are there")
+    parser.add_argument("--one-launch", action="store_true", help="only keys that are there, also against f64")
     parser.add_argument("--copies", action="store_true", help="also time copies within the GPU's memory")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -467,10 +495,12 @@ def main() -> None:
         print(json.dumps(PARTS[options.part]()), flush=True)
         return
     began, found = time.monotonic(), []
+    faulthandler.dump_traceback_later(options.seconds + 15, exit=True)
     for name, run in parts(options, began + options.seconds):
         if time.monotonic() - began > options.seconds:
             result: Any = {"skipped": "no time left"}
         else:
+            print(f"{time.monotonic() - began:5.1f} s", name, flush=True)
             try:
                 result = run()
             except Exception as error:

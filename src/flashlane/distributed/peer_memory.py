@@ -139,19 +139,23 @@ class GpuMemory(PeerMemory):
 
     def __init__(self, ranks: Ranks, device: torch.device, half: int) -> None:
         super().__init__(ranks, device, half)
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        self.own = symmetric_memory.empty(FLAG_BYTES + 2 * half, dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(self.own, ranks.group)
-        self.own[:FLAG_BYTES].zero_()
-        torch.cuda.synchronize(device)
-        dist.barrier(ranks.group)
-        self._handle, self._addresses = handle, [int(address) for address in handle.buffer_ptrs]
+        self.own, self._addresses = self._allocate(FLAG_BYTES + 2 * half)
         self._driver, self._stream_of = launch.driver(), launch.stream_getter()
         self._at_least = int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         self._lost = torch.zeros(1, dtype=torch.int32).pin_memory()
         self.polled = self._addresses[ranks.rank], self._lost.data_ptr()
         self._watch = _Watch(self.timeout, self._lost)
+
+    def _allocate(self, size: int) -> tuple[torch.Tensor, list[int]]:
+        """So many bytes, of which the flags are 0 on all ranks when this returns, and the address of each rank's."""
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        own = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
+        self._handle = symmetric_memory.rendezvous(own, self.ranks.group)
+        own[:FLAG_BYTES].zero_()
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.ranks.group)
+        return own, [int(address) for address in self._handle.buffer_ptrs]
 
     def exchange(self) -> Exchange:
         if torch.cuda.is_current_stream_capturing():
