@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import itertools
 import json
 import random
 import shutil
@@ -20,6 +21,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +34,8 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 import flashlane
-from flashlane.core.problem import Asked
+from flashlane import jit
+from flashlane.core.problem import Asked, AttentionProblem
 from flashlane.distributed import copies, functional, lanes, peer_memory
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
@@ -40,9 +44,12 @@ from flashlane.distributed.functional import head_bounds, stride_by_copies
 from flashlane.distributed.gather import Task
 from flashlane.distributed.layout import token_indices
 from flashlane.distributed.peer_memory import FLAG_BYTES, GpuMemory
-from flashlane.distributed.plan import Division
+from flashlane.distributed.plan import Division, gather_calls
 from flashlane.distributed.polled import PieceGathering, in_pieces, polled_launch
-from flashlane.jit import launch
+from flashlane.distributed.ranged import blocks_of_all, ranges_of, window_of
+from flashlane.inspect.prebuild import sources_of
+from flashlane.jit import KernelSource, launch
+from flashlane.kernels.hopper.forward.kernel import KERNEL
 
 HERE = torch.device("cuda", 0)
 SECONDS = 10.0
@@ -239,6 +246,38 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 }
 
 
+def kernels_of(problem: Problem) -> Iterator[KernelSource]:
+    """All that a problem runs, on one GPU and on its ranks."""
+    (heads, kv_heads), (_, length, _, dim) = problem.heads, problem.whole[0].shape
+
+    def asked(rows: int, keys: int, left: int, right: int, kv: int = kv_heads) -> AttentionProblem:
+        return AttentionProblem(
+            batch=1, heads=kv * (heads // kv_heads), kv_heads=kv, seqlen_q=rows, seqlen_k=keys, head_dim=dim,
+            head_dim_v=dim, dtype=torch.bfloat16, scale=dim**-0.5, window_left=left, window_right=right,
+            needs_grad=True, arch="sm_90a",
+        )  # fmt: skip
+
+    yield from sources_of(asked(length, length, problem.left, 0))
+    groups = set(peer_memory.head_counts(head_bounds(stride_by_copies(kv_heads)[1], kv_heads)))
+    for rank in range(problem.ranks):
+        blocks = blocks_of_all(gather_calls(problem.division, rank, True, False)) or []
+        for each, kv in itertools.product(blocks, groups):
+            rows, keys = each.q_stop - each.q_first, each.k_stop - each.k_first
+            yield from sources_of(asked(rows, keys, each.left, each.right, kv))
+        ranges = ranges_of(blocks)
+        polled = replace(asked(*ranges.longest, *window_of(blocks)), batch=len(blocks), varlen=True)
+        yield replace(KERNEL.config(polled), ranges=True, arrivals=True).source()
+
+
+def compile_ahead() -> dict[str, Any]:
+    """The kernels of all problems at once."""
+    problems = [make() for make in PROBLEMS.values()] + [Problem(2, SHARED_TOKENS)]
+    sources = list(dict.fromkeys(source for problem in problems for source in kernels_of(problem)))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda source: jit.compile(source, "sm_90a"), sources))
+    return {"kernels": len(sources)}
+
+
 def in_one_process(name: str, steps: int = 6) -> dict[str, Any]:
     """Output and gradients against one GPU; each step's output has the same bits."""
     problem = PROBLEMS[name]()
@@ -281,19 +320,21 @@ def early() -> dict[str, Any]:
 
 # ---- two processes
 
+SHARED_TOKENS = 4096
+
 
 def _process(rank: int, size: int, folder: str, count: int) -> None:
     torch.cuda.set_device(HERE)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
     )
-    problem, chance = Problem(size, 4096), random.Random(rank)
+    problem, chance = Problem(size, SHARED_TOKENS), random.Random(rank)
     with mock.patch.object(peer_memory, "GpuMemory", MemoryByIpc), mock.patch.object(functional, "POLLED", True):
         found, first, other = None, None, 0
         for _ in range(count):
             q, k, v, do = problem.of_rank(rank)
             time.sleep(chance.random() * 2e-3)
-            out = functional.context_parallel_attn_func(q, k, v, causal=True, seqlen=4096, transport="copies")
+            out = functional.context_parallel_attn_func(q, k, v, causal=True, seqlen=SHARED_TOKENS, transport="copies")
             if first is None:
                 out.backward(do)
                 first, found = out.detach(), {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
@@ -373,6 +414,7 @@ def main() -> None:
         return json.loads(lines[-1]) if lines else {"ok": False, "error": (done.stdout + done.stderr)[-1500:]}
 
     runs: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+        ("kernels", compile_ahead),
         *((name, lambda name=name: in_one_process(name)) for name in PROBLEMS),
         ("early", early),
         ("repeats", lambda: repeats(options.repeats, began + options.seconds - 15)),

@@ -1,0 +1,28 @@
+"""Forwards that poll flags while keys come, with all ranks on one GPU: right, and the same bits at every run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashlane.core.arch import arch_of
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scripts" / "ranks_on_one_gpu.py"
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm_90 GPU")
+def test_ranks_of_one_gpu(tmp_path: Path) -> None:
+    """In a process of its own, as a kernel that waits too long ends its use of the GPU."""
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--seconds", "120"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    found = json.loads((tmp_path / "ranks_on_one_gpu.json").read_text())
+    shown = done.stdout[-3000:] + done.stderr[-2000:]
+    assert not [each for each in found if each.get("ok") is False or "skipped" in each], shown
+    assert done.returncode == 0, shown
