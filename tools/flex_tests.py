@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import os
 import sys
 import unittest
 from pathlib import Path
@@ -225,6 +226,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"module is {path}, which is not a file")
     if "--on-cpu" not in rest and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --on-cpu runs the tests there")
+    # Inductor would start as many processes as there are cores, for every worker.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     sys.path[:0] = [str(Path(__file__).parent), *([str(known.package)] if known.package else [])]
     # Its own root, so that no configuration or conftest of this repository is in force.
     plugins = ["-p", "flex_tests", "-p", "foreign_tests", "-p", "no:cacheprovider", "--noconftest"]

@@ -1,4 +1,4 @@
-"""transformers' own FlashAttention implementations over flashlane's module names, against its SDPA.
+"""transformers' own FlashAttention implementations over flashlane's module names, against its eager attention in f32.
 
 They are asked for in another process, since transformers looks for FlashAttention once, and on a CPU what asks for a
 GPU is told that there is one: the functions that it then calls are the same.
@@ -14,28 +14,35 @@ import pytest
 
 pytest.importorskip("transformers")
 SCRIPT = """
-import json
+import copy, functools, importlib, json
 from flashlane.integrations import flash_attn
 flash_attn.install()
 
 import torch, transformers
 import transformers.utils.import_utils as found
-from flashlane.core import registry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     found.is_torch_cuda_available = lambda: True
-ran = []
-for family in {type(kernel) for kernel in registry.kernels()}:  # once each: thousands share a class
-    def noted(self, *args, _forward=family.forward, **keywords):
-        ran.append(self.tag)
-        return _forward(self, *args, **keywords)
-    family.forward = noted
+calls = []
+def counted(function, module):
+    @functools.wraps(function)
+    def call(*args, **keywords):
+        calls.append(module)
+        return function(*args, **keywords)
+    return call
+MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface",
+           "flash_attention_4": "flash_attn.cute"}
+for asked, path in MODULES.items():
+    module = importlib.import_module(path)
+    for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
+        if hasattr(module, name):
+            setattr(module, name, counted(getattr(module, name), asked))
 
 torch.manual_seed(0)
 config = transformers.MistralConfig(
     hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
-    vocab_size=97, sliding_window=6,
+    vocab_size=97, sliding_window=6, initializer_range=0.15,
 )
 model = transformers.MistralForCausalLM(config).to(DEVICE, torch.bfloat16)
 if DEVICE == "cpu":
@@ -43,41 +50,53 @@ if DEVICE == "cpu":
 ids = torch.randint(1, 97, (2, 12), device=DEVICE)
 padding = torch.ones_like(ids)
 padding[0, :5] = 0
+labels = ids.clone()
+labels[0, :6] = -100  # what is said of and by padding
 positions = torch.tensor([[*range(4), *range(8)]], device=DEVICE)
 
-def results(name):
-    model.set_attn_implementation(name)
+def of(model):
     model.zero_grad()
-    model(ids, attention_mask=padding, labels=ids).loss.backward()
+    model(ids, attention_mask=padding, labels=labels).loss.backward()
     gradient = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
     with torch.no_grad():
         plain = model(ids).logits
         padded = model(ids, attention_mask=padding).logits[padding.bool()]
         packed = model(ids[:1], position_ids=positions, use_cache=False).logits
-        tokens = model.generate(ids, attention_mask=padding, max_new_tokens=5, do_sample=False, pad_token_id=0)
-    return {"gradient": gradient, "plain": plain, "padded": padded, "packed": packed}, tokens
+    return {"gradient": gradient, "plain": plain, "padded": padded, "packed": packed}
+
+def errors(got):
+    return {key: float((got[key].float() - want[key]).norm() / want[key].norm()) for key in want}
 
 def regret(tokens):
-    '''How far a token is at most below the best logit that SDPA finds for it, in standard deviations of the logits.'''
+    '''How far a token is at most below the best logit that the oracle finds, in standard deviations of the logits.'''
     seen = torch.cat([padding, torch.ones_like(tokens[:, ids.shape[1]:])], 1)
     with torch.no_grad():
-        logits = model(tokens, attention_mask=seen).logits.float()[:, ids.shape[1] - 1 : -1]
+        logits = oracle(tokens, attention_mask=seen).logits[:, ids.shape[1] - 1 : -1]
     below = logits.amax(-1) - logits.gather(-1, tokens[:, ids.shape[1]:, None]).squeeze(-1)
     return float((below / logits.std()).max())
 
-want, _ = results("sdpa")
-said = {}
-for name in ("flash_attention_2", "flash_attention_3", "flash_attention_4"):
-    ran.clear()
-    got, given = results(name)
-    errors = {key: float((got[key] - want[key]).float().norm() / want[key].float().norm()) for key in want}
-    counted = len(ran)
-    model.set_attn_implementation("sdpa")
-    said[name] = {"ran": counted, "errors": errors, "regret": regret(given), "worst": regret(given.roll(1, -1))}
+oracle = copy.deepcopy(model).float()
+oracle.set_attn_implementation("eager")
+want = of(oracle)
+model.set_attn_implementation("sdpa")
+said = {"sdpa": errors(of(model))}
+oracle.config.sliding_window = 5
+for layer in oracle.model.layers:
+    layer.self_attn.sliding_window = 5
+said["another window"] = errors(of(oracle))
+oracle.config.sliding_window = 6
+for layer in oracle.model.layers:
+    layer.self_attn.sliding_window = 6
+for name in MODULES:
+    calls.clear()
+    model.set_attn_implementation(name)
+    found = errors(of(model))
+    with torch.no_grad():
+        tokens = model.generate(ids, attention_mask=padding, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    said[name] = {"calls": {module: calls.count(module) for module in set(calls)}, "errors": found}
+    said[name] |= {"regret": regret(tokens), "worst": regret(tokens.roll(1, -1))}
 print(json.dumps(said))
 """
-
-
 BATCH = """
 import json, sys
 from flashlane.integrations import flash_attn, torch_flex
@@ -141,14 +160,17 @@ def check() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
+    by_sdpa, another = said.pop("sdpa"), said.pop("another window")
     assert set(said) == {"flash_attention_2", "flash_attention_3", "flash_attention_4"}
+    for what, error in by_sdpa.items():  # the comparison sees a window that is wrong by one
+        assert another[what] > 4 * error, (what, another, by_sdpa)
     for name, found in said.items():
-        # Two layers of: a training step, two forwards, a prefill and the four steps after it (the first may be one).
-        # A forward of q, k and v alone that was made before does not come to the kernel's method on a GPU.
-        assert found["ran"] >= 14, (name, found)
-        assert all(error < 0.02 for error in found["errors"].values()), (name, found)
+        # Two layers of: a training step, three forwards, a prefill and four steps after it.
+        assert found["calls"] == {name: 18}, (name, found)
+        for what, error in found["errors"].items():
+            assert error < 1.5 * by_sdpa[what] + 1e-3, (name, what, found, by_sdpa)
         # Two bf16 models may take another of two tokens that are nearly as good; other tokens are far from the best.
-        assert found["regret"] < 0.1 < 1 < found["worst"], (name, found)
+        assert found["regret"] < 0.2 < 1 < found["worst"], (name, found)
 
 
 def test_every_name_gives_what_sdpa_gives() -> None:
