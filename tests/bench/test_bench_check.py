@@ -1,11 +1,14 @@
 """The check can fail: one wrong element, a NaN, an unwritten row, a wrong LSE; and honest kernels pass it."""
 
 import math
+import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from flashlane.bench.measure.check import Oracle, max_error, reordered
+from flashlane.bench.measure.check import Emulated, Oracle, max_error, reordered
+from flashlane.bench.measure.drawn import MMA, draw
 from flashlane.bench.measure.grid import make_problem
 from flashlane.bench.measure.inputs import Pattern, random_inputs
 from flashlane.core.problem import Inputs
@@ -143,3 +146,20 @@ def test_patterns_change_one_tensor_only():
     assert torch.equal(ramp[0, :, 1, 5], (torch.arange(1, 7) / 6).half())
     assert not torch.equal(plain.q, random_inputs(problem, CPU, 4).q)
     assert isinstance(plain, Inputs) and plain.q.is_contiguous()
+
+
+def test_another_order_of_f16_sums_is_right_with_a_single_row() -> None:
+    """One order of the sums may round luckily; an output that another order gives is as right."""
+    chance = random.Random("mma(split-q+stage1)")
+    cases = (draw(chance, MMA).build(torch.float16, device="cpu") for _ in range(24))
+    problem, inputs = next((p, i) for p, i in cases if (p.seqlen_q, p.seqlen_k) == (1, 203))
+    emulation = "scores=f16,out=f16,store=f32,block_k=128"
+    oracle, errors = Oracle(problem, inputs), []
+    for seed in range(60):
+        order = torch.randperm(problem.head_dim, generator=torch.Generator().manual_seed(seed))
+        out, lse = Emulated(emulation)(problem, replace(inputs, q=inputs.q[..., order], k=inputs.k[..., order]))
+        assert oracle.judge(out, lse, emulation).ok
+        errors.append((out - oracle.reference[0]).abs().max())
+    alone = (Emulated(emulation)(problem, inputs)[0] - oracle.reference[0]).abs().max()
+    assert max(errors) > 3 * alone, "the order that is given was lucky"
+    assert not oracle.judge(out + 0.2, lse, emulation).ok
