@@ -63,8 +63,8 @@ class Cell:
     """Of ``(b, s, h, d)`` q, k and v: flashlane's function without a program."""
     ordered: bool = False
     """Whether the deterministic backward is timed, too."""
-    rows_apart: int = 0
-    """Rows of blocks whose lists follow no function, so that a tile should have no more."""
+    blocks_apart: int = 0
+    """Rows and keys of blocks whose lists follow no function, so that a tile should have no more."""
     bars: dict[str, float] = field(default_factory=dict)
     """What is asked of ``forward`` and ``backward``, in TFLOP/s or, below 2, of the native figure."""
 
@@ -77,19 +77,20 @@ def capped(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor
     return 30 * torch.tanh(score / 30)
 
 
-def _documents(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+@functools.cache
+def _documents(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).int()
 
 
-def _packed(lengths: Sequence[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    ends = _documents(lengths, q.device)
+def _packed(lengths: tuple[int, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    ends = _documents(lengths, q.device)  # kept, or each call would wait for a copy
     operands = (t.flatten(0, 1) for t in (q, k, v))
     return flashlane.flash_attn_varlen_func(*operands, ends, ends, max(lengths), max(lengths), causal=True)[None]
 
 
 def cells(shrink: int = 1) -> Iterator[Cell]:
     """The cells of the issue; their lengths divided by ``shrink``."""
-    lengths = [length // shrink for length in LENGTHS]
+    lengths = tuple(length // shrink for length in LENGTHS)
     tokens = sum(lengths)
     made = functools.partial(flashlane.create_block_mask, B=None, H=None)
 
@@ -124,7 +125,7 @@ def cells(shrink: int = 1) -> Iterator[Cell]:
         table = torch.rand(1, HEADS, rows, rows, generator=torch.Generator().manual_seed(DRAW)) < density
         yield Cell(
             f"random {size}-blocks {density:.0%}", (1, tokens_of_lists, 128), int(table.sum()) * size * size,
-            functools.partial(_by_hand, table, size), ordered=True, rows_apart=size,
+            functools.partial(_by_hand, table, size), ordered=True, blocks_apart=size,
             bars=dict(zip(("forward", "backward"), asked)),
         )  # fmt: skip
 
@@ -186,6 +187,11 @@ def functions(cell: Cell, device: torch.device, peers: Sequence[str]) -> dict[st
     return found | {name: functools.partial(flex, PEERS[name]) for name in peers}
 
 
+def gradient_of(operands: Operands) -> torch.Tensor:
+    """The gradient of an output, always the same."""
+    return torch.empty_like(operands.q).normal_(generator=torch.Generator(operands.q.device).manual_seed(DRAW))
+
+
 def forward_calls(cell: Cell, operands: Operands, run: dict[str, Callable[..., Any]]) -> dict[str, Call]:
     def call(function: Callable[..., Any]) -> Any:
         with torch.no_grad():
@@ -196,7 +202,7 @@ def forward_calls(cell: Cell, operands: Operands, run: dict[str, Callable[..., A
 
 def backward_calls(cell: Cell, operands: Operands, run: dict[str, Callable[..., Any]]) -> dict[str, Call]:
     """Gradients of kept outputs. An output that cannot be made raises when it is called."""
-    dout = torch.randn_like(operands.q)
+    dout = gradient_of(operands)
 
     def made(function: Callable[..., Any], ordered: bool) -> Call:
         kept: list[Any] = []
@@ -220,7 +226,7 @@ def backward_calls(cell: Cell, operands: Operands, run: dict[str, Callable[..., 
 
 
 def candidates(cell: Cell, operands: Operands, backward: bool) -> dict[str, Call]:
-    """Other configurations of our kernels, called without the public function."""
+    """Other configurations of our kernels, called without the public function; a backward with the calls' gradient."""
     kernels = importlib.import_module("flashlane.kernels.hopper.flex")
     of = importlib.import_module(f"flashlane.kernels.hopper.flex.run_{'backward' if backward else 'forward'}")
     problem_of = importlib.import_module("flashlane.kernels.hopper.flex.problem").problem_of
@@ -254,7 +260,7 @@ def candidates(cell: Cell, operands: Operands, backward: bool) -> dict[str, Call
             for name, config in others(False).items()
         }
     out, lse = kernels.forward(q, k, v, *call)
-    dout = torch.randn_like(out)
+    dout = gradient_of(operands).transpose(1, 2)
     return {
         f"candidate {name}{', ordered' if ordered else ''}": lambda c=config, o=ordered: kernels.backward(
             q, k, v, out, lse, dout, None, *call, deterministic=o, config=c
@@ -271,7 +277,8 @@ def forward_candidates(base: Any, cell: Cell) -> dict[str, Any]:
         found = {f"{n} heads a section": replace(base, heads_per_section=n) for n in (1, 2, 1 << 20)}
     for shape in tiles.class_of(base.head_dim, base.head_dim_v).shapes:
         alike = shape.cluster == 1 and not (base.block_lists and shape.block_n % UNIT)
-        if not alike or (cell.rows_apart and 64 * shape.consumers > cell.rows_apart):
+        apart = cell.blocks_apart and max(64 * shape.consumers, shape.block_n) > cell.blocks_apart
+        if not alike or apart:
             continue
         config = replace(base, **asdict(shape), ctas_per_sm=1)
         if config != base and config.shared_memory <= jit.shared_limit(ARCH):
@@ -281,11 +288,12 @@ def forward_candidates(base: Any, cell: Cell) -> dict[str, Any]:
 
 def backward_candidates(base: Any, problem: Any) -> dict[str, Any]:
     most = problem.batch * problem.kv_heads
-    sections = sorted({min(most, base.heads_per_section * factor) for factor in (2, 4)} | {most})
+    sections = sorted({min(most, base.heads_per_section * factor) for factor in (2, 4)} | {1, most})
     found = {
         f"{n} heads a section": replace(base, heads_per_section=n) for n in sections if n != base.heads_per_section
     }
-    for name, changes in (("two places for K", {"k_stages": 2}), ("no ping-pong", {"ping_pong": "off"})):
+    turns = {f"turns {until}": {"ping_pong": until} for until in ("until_issued", "until_complete")}
+    for name, changes in ({"two places for K": {"k_stages": 2}} | turns).items():
         other = replace(base, **changes)
         if other != base and other.shared_memory <= jit.shared_limit(ARCH):
             found[name] = other

@@ -44,13 +44,13 @@ def tile_of(problem: AttentionProblem) -> OneCtaConfig:
     """The tile of a problem: 64 queries a step, as masks come in units of 64, and programs take registers."""
     largest = max(problem.head_dim, problem.head_dim_v)
     dims = problem.dtype_name, problem.head_dim, problem.head_dim_v
-    tile = OneCtaConfig(*dims, UNIT, dq="tma_reduce_add", ping_pong="until_issued")
+    tile = OneCtaConfig(*dims, UNIT, dq="tma_reduce_add")
     if problem.deterministic:
-        return replace(tile, dq="ordered_tma_reduce_add", ping_pong="off" if largest <= NARROW else "until_complete")
+        return replace(tile, dq="ordered_tma_reduce_add")
     if largest <= NARROW:
-        return replace(tile, dq="register_atomics", k_stages=2, v_stages=2, ping_pong="until_complete")
+        return replace(tile, dq="register_atomics", k_stages=2, v_stages=2)
     if largest <= ATOMICS:
-        return replace(tile, dq="register_atomics", ping_pong="off")
+        return replace(tile, dq="register_atomics")
     return tile
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import launch, shared_limit
-from flashlane.kernels.hopper.arch import ARCH, L2_BYTES
+from flashlane.kernels.hopper.arch import ARCH, L2_BYTES, SMS
 from flashlane.kernels.hopper.flex.masks import forward_lists, unit_mask
 from flashlane.kernels.hopper.flex.problem import (
     BlockMask,
@@ -22,7 +23,8 @@ from flashlane.kernels.hopper.flex.problem import (
 )
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import PreparedForward
-from flashlane.kernels.hopper.forward.tiles import TileShape
+from flashlane.kernels.hopper.forward.tile_scheduler import FULL_ENOUGH, ceil_div
+from flashlane.kernels.hopper.forward.tiles import M192N80S3, M256N64S4, TileShape
 
 PLANS_KEPT = 1024
 NARROW, MEDIUM, WIDE = 64, 128, 192
@@ -34,6 +36,8 @@ def tile_of(head_dim: int, block: tuple[int, int] | None) -> tuple[TileShape, in
 
     Tiles of 64 rows are for lists whose blocks have 64: two CTAs then hide each other's softmax, as two consumers do.
     """
+    if block is None and head_dim <= MEDIUM:  # more consumers hide what a program adds to the softmax
+        return (M256N64S4 if head_dim <= NARROW else M192N80S3), 1
     rows, keys = (128, 128) if block is None else (128 if size % 128 == 0 else 64 for size in block)
     if head_dim <= NARROW:
         one = TileShape(keys, 1, 3 if keys == 128 else 5), 2
@@ -63,13 +67,15 @@ def config_of(
     found = HopperConfig(
         problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0, program=kernel_header(program, mask_bits, problem.dtype),
-        block_lists=block is not None, mask_bits=mask_bits, ctas_per_sm=ctas, heads_per_section=_section(problem),
+        block_lists=block is not None, mask_bits=mask_bits, ctas_per_sm=ctas,
+        heads_per_section=_section(problem),
     )  # fmt: skip
     if mask_bits and program.score is not None and program.derivative is not None:
         found = replace(found, q_in_registers=False)  # the score and the bits take its registers
     if found.shared_memory > shared_limit(ARCH):
         found = replace(found, stages=2)
-    return found
+    by_hand = block is not None and program.mask is None
+    return replace(found, heads_per_section=_section_of_lists(problem, found)) if by_hand else found
 
 
 def _section(problem: AttentionProblem) -> int:
@@ -77,6 +83,13 @@ def _section(problem: AttentionProblem) -> int:
     size = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     kv_heads = max(1, L2_BYTES // max(1, size))
     return max(1, min(problem.batch * problem.heads, kv_heads * problem.group))
+
+
+def _section_of_lists(problem: AttentionProblem, config: HopperConfig) -> int:
+    """The fewest heads whose tiles fill the GPU: tiles of lists by hand read anything of a head's keys and values."""
+    tiles = ceil_div(problem.seqlen_q, config.block_m)
+    fewest = math.ceil(FULL_ENOUGH * SMS * config.ctas_per_sm / max(1, tiles))
+    return min(problem.batch * problem.heads, ceil_div(fewest, problem.group) * problem.group)
 
 
 @functools.lru_cache(maxsize=PLANS_KEPT)
@@ -98,6 +111,10 @@ def run(
     made = None if block_mask is None else unit_mask(block_mask, program, captured, problem)
     bits = made is not None and made.slots is not None
     config = config or config_of(problem, program, block, bits)
+    if block is not None and program.mask is None and block[1] % config.block_n:
+        raise ValueError(
+            f"config has n-blocks of {config.block_n} keys; they must divide the mask's blocks of {block[1]}"
+        )
     arguments = kernel_arguments(program, captured, bits)
     plan = _plan(
         config, problem, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.shape, out.stride(), q.device.index,
