@@ -68,7 +68,7 @@ __device__ __forceinline__ PartialOutput combine_cluster(int row, int column) {
     return all;
 }
 
-// Adds the logit of the head's sink, normalises, and stores four columns of a row, and the row's LSE.
+// Adds the head's extra logit, normalises, and stores four columns of a row, and the row's LSE.
 __device__ __forceinline__ void store_output(const Params& p, const WorkTile& tile, int row, int column, const PartialOutput& all) {
     const AttentionParams<Element>& a = p.attention;
     const Row at = tile.at(row, p);
