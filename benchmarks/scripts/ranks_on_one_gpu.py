@@ -36,12 +36,13 @@ import torch.multiprocessing as processes
 import flashlane
 from flashlane import jit
 from flashlane.core.problem import Asked, AttentionProblem
-from flashlane.distributed import copies, functional, lanes, peer_memory
+from flashlane.distributed import copies, functional, lanes, launches, peer_memory
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Ranks
 from flashlane.distributed.functional import head_bounds, stride_by_copies
 from flashlane.distributed.gather import Task
+from flashlane.distributed.launches import RangedLaunch
 from flashlane.distributed.layout import token_indices
 from flashlane.distributed.peer_memory import FLAG_BYTES, GpuMemory
 from flashlane.distributed.plan import Division, gather_calls
@@ -104,19 +105,22 @@ class Problem:
     """One call that ranks share, in bf16, causal unless a window says otherwise, and what one GPU gives for it."""
 
     def __init__(
-        self, ranks: int, tokens: int = 3001, heads: tuple[int, int] = (8, 4), head_dim: int = 128,
+        self, ranks: int, tokens: int | tuple[int, ...] = 3001, heads: tuple[int, int] = (8, 4), head_dim: int = 128,
         layout: Any = "zigzag", left: int = -1,
     ) -> None:  # fmt: skip
         torch.manual_seed(3)
+        self.lengths = (tokens,) if isinstance(tokens, int) else tokens
         self.ranks, self.layout, self.left, self.heads = ranks, layout, left, heads
-        self.division = Division(layout, (tokens,), ranks, left, 0)
-        shapes = [(1, tokens, count, head_dim) for count in (heads[0], heads[1], heads[1], heads[0])]
+        self.division = Division(layout, self.lengths, ranks, left, 0)
+        shapes = [(1, sum(self.lengths), count, head_dim) for count in (heads[0], heads[1], heads[1], heads[0])]
         self.whole = [torch.randn(shape, dtype=torch.bfloat16, device=HERE) for shape in shapes]
-        self.rows = [token_indices(layout, (tokens,), ranks, rank).to(HERE) for rank in range(ranks)]
+        self.rows = [token_indices(layout, self.lengths, ranks, rank).to(HERE) for rank in range(ranks)]
 
     def __str__(self) -> str:
         _, length, _, dim = self.whole[0].shape
-        return f"{self.layout} {length} tokens, {self.ranks} ranks, heads {self.heads}, D {dim}, left {self.left}"
+        what = f"{len(self.lengths)} documents" if len(self.lengths) > 1 else "one sequence"
+        size = f"{length} tokens, {self.ranks} ranks, heads {self.heads}, D {dim}, left {self.left}"
+        return f"{what}, {self.layout}, {size}"
 
     def of_rank(self, rank: int) -> list[torch.Tensor]:
         """Leaves q, k and v, and the output's gradient, of a rank."""
@@ -126,7 +130,12 @@ class Problem:
     def expected(self) -> dict[str, torch.Tensor]:
         """Output and gradients of one GPU."""
         q, k, v = (t.clone().requires_grad_() for t in self.whole[:3])
-        out = flashlane.flash_attn_func(q, k, v, causal=True, window_size=(self.left, 0))
+        if len(self.lengths) == 1:
+            out = flashlane.flash_attn_func(q, k, v, causal=True, window_size=(self.left, 0))
+        else:
+            ends = torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device=HERE)
+            given = q[0], k[0], v[0], ends, ends, max(self.lengths), max(self.lengths)
+            out = flashlane.flash_attn_varlen_func(*given, causal=True, window_size=(self.left, 0))[None]
         out.backward(self.whole[3])
         return {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
 
@@ -159,10 +168,9 @@ class InOneProcess:
         scale = problem.whole[0].shape[3] ** -0.5
         settings = Settings(Asked(scale=scale), needs_grad=True)
         bounds = head_bounds(None, kv_heads), head_bounds(stride_by_copies(kv_heads)[1], kv_heads)
-        if not in_pieces(problem.division):
-            raise ValueError(f"{problem} does not come in pieces")
+        self.pieces = in_pieces(problem.division)
         self.tasks = [
-            Task(each.ranks, problem.division, settings, *bounds, copies=True, wants_lse=False, pieces=True)
+            Task(each.ranks, problem.division, settings, *bounds, copies=True, wants_lse=False, pieces=self.pieces)
             for each in self.memories
         ]
 
@@ -231,17 +239,24 @@ class InOneProcess:
 
 
 def polled_only(task: Task) -> bool:
-    """Whether the forwards of a task were all made by one launch that polls."""
-    made = [value for key, value in task.memo.items() if isinstance(key, tuple) and key[0] is polled_launch]
-    return bool(made) and all(value is not None for value in made)
+    """Whether the forwards of a task were all made by one launch, that polls where keys come in pieces."""
+    if task.pieces:
+        made = [value for key, value in task.memo.items() if isinstance(key, tuple) and key[0] is polled_launch]
+        return bool(made) and all(value is not None for value in made)
+    forwards = [value for value in task.launches.values() if value is not None]
+    return bool(forwards) and all(isinstance(each, RangedLaunch) for value in forwards for each in value)
 
 
+DOCUMENTS = (700, 130, 2, 1900, 64, 511, 333, 1200, 90, 257, 1023, 48, 610, 77, 1, 405, 39, 88, 512, 700, 3, 260)
+"""More than come in pieces."""
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "two ranks": lambda: Problem(2),
     "three ranks, odd": lambda: Problem(3, 4097, (6, 2), 64),
     "four ranks": lambda: Problem(4, 8192, (4, 4)),
     "window": lambda: Problem(2, 3000, left=700),
     "contiguous": lambda: Problem(3, 2500, (4, 1), 256, "contiguous"),
+    "documents": lambda: Problem(2, DOCUMENTS),
+    "fewer documents": lambda: Problem(2, DOCUMENTS[:12]),
     "many pieces": lambda: Problem(2, 16384, (8, 2)),
 }
 
@@ -257,10 +272,21 @@ def kernels_of(problem: Problem) -> Iterator[KernelSource]:
             needs_grad=True, arch="sm_90a",
         )  # fmt: skip
 
-    yield from sources_of(asked(length, length, problem.left, 0))
+    if len(problem.lengths) > 1:
+        longest, count = max(problem.lengths), len(problem.lengths)
+        yield from sources_of(replace(asked(longest, longest, problem.left, 0), batch=count, varlen=True))
+    else:
+        yield from sources_of(asked(length, length, problem.left, 0))
     groups = set(peer_memory.head_counts(head_bounds(stride_by_copies(kv_heads)[1], kv_heads)))
     for rank in range(problem.ranks):
         blocks = blocks_of_all(gather_calls(problem.division, rank, True, False)) or []
+        if len(problem.lengths) > 1:
+            for kv in groups:
+                packed = asked(*ranges_of(blocks).longest, *window_of(blocks), kv)
+                packed = replace(packed, batch=len(blocks), varlen=True)
+                yield from sources_of(packed)
+                yield replace(KERNEL.config(packed), ranges=True).source()
+            continue
         for each, kv in itertools.product(blocks, groups):
             rows, keys = each.q_stop - each.q_first, each.k_stop - each.k_first
             yield from sources_of(asked(rows, keys, each.left, each.right, kv))
@@ -281,6 +307,7 @@ def compile_ahead() -> dict[str, Any]:
 def in_one_process(name: str, steps: int = 6) -> dict[str, Any]:
     """Output and gradients against one GPU; each step's output has the same bits."""
     problem = PROBLEMS[name]()
+    launches.DOCUMENTS_AS_RANGES = True
     ranks = InOneProcess(problem)
     ranks.warm_up(True)
     first = ranks.step(2e-3, True)

@@ -153,6 +153,18 @@ def test_such_a_kernel_computes_all_blocks_in_one_launch(pool: RankPool) -> None
 
 
 @pytest.mark.slow
+def test_packed_blocks_read_each_key_where_it_lies(pool: RankPool) -> None:
+    """One launch over ranges of the gathered keys, in groups of heads too; the backward has packed copies of them."""
+    for stride, reads_lse in ((None, True), (1, False)):
+        case = Case(
+            lengths=(9, 4, 17, 30, 5, 3, 21), polled=True, heads_k_stride=stride, reads_lse=reads_lse, again=True
+        )
+        assert not differences(pool, case, 3), str(case)
+        launches = pool.run(cases.launches_on_rank, dataclasses.replace(case, again=False), 3, ranks=[0, 1, 2])
+        assert all(each == [each[0]] * (2 if stride else 1) and each[0] > 4 for each in launches), launches
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, forward, both",
     [

@@ -31,7 +31,7 @@ from flashlane.distributed.calls import Call, Calls, Packed
 from flashlane.distributed.copies import CopiedGathering, Route, peer_memory
 from flashlane.distributed.gather import Gathering, Returning, Task
 from flashlane.distributed.lanes import COMPUTE, MOVE, Lanes
-from flashlane.distributed.launches import Launch, Pair, launches_of
+from flashlane.distributed.launches import Launch, Pair, RangedLaunch, launches_of
 from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.peer_memory import Exchange
 from flashlane.distributed.polled import PieceGathering, polled_launch, run_polled
@@ -122,7 +122,7 @@ def _exchanges(task: Task, k: torch.Tensor, v: torch.Tensor, count: int) -> list
 
 def _launches(
     task: Task, calls: Calls, groups: list[_HeadGroup], q: torch.Tensor, out: torch.Tensor, given: Modifiers
-) -> list[tuple[Launch, ...]] | None:
+) -> list[tuple[Launch | RangedLaunch, ...]] | None:
     """The launches of each group of heads; None where calls are not all launched as they were before."""
     if not calls.disjoint or any(each is not None for each in given):
         return None
@@ -177,6 +177,10 @@ class GatherAttention(torch.autograd.Function):
             _attend_all(task, calls, groups, q, Results(out, lse), given, lanes)
         else:
             lses = _launch_all(calls, groups, launches, q, out, lanes)
+            if any(
+                isinstance(call, Packed) for call in calls.calls
+            ):  # one call of all rows, whose backward looks its problem up
+                lse, lses = lses[0], []
         lanes.join()
         for each in exchanges[-1:]:
             each.end()
@@ -230,14 +234,14 @@ class GatherAttention(torch.autograd.Function):
 def _launch_all(
     calls: Calls,
     groups: list[_HeadGroup],
-    launches: list[tuple[Launch, ...]],
+    launches: list[tuple[Launch | RangedLaunch, ...]],
     q: torch.Tensor,
     out: torch.Tensor,
     lanes: Lanes,
 ) -> list[torch.Tensor]:
     """Write the output, and give the LSE ``(b, h, rows)`` of each call, contiguous."""
     batch, _, heads, _ = q.shape
-    counts = (call.q_stop - call.q_first for call in calls.calls)
+    counts = (call.rows if isinstance(call, Packed) else call.q_stop - call.q_first for call in calls.calls)
     lses = [q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype)) for count in counts]
     with torch_rules.no_autocast(q):
         for at, (group, number) in enumerate(calls.order(len(groups))):
@@ -256,7 +260,7 @@ def _launch_all(
 def _launch_backward(
     calls: Calls,
     group: _HeadGroup,
-    launches: tuple[Launch, ...],
+    launches: tuple[Launch | RangedLaunch, ...],
     tensors: tuple[torch.Tensor, ...],
     lses: list[torch.Tensor],
     lanes: Lanes,
@@ -271,8 +275,11 @@ def _launch_backward(
             with lanes.on(lane):
                 lse = lses[number][:, group.heads]
                 lse = lse if lse.is_contiguous() else lse.contiguous()
-                dq_rows, dk, dv = launches[number].backward(q, kv, out, lse, do)
-                dq[:, launches[number].rows] = dq_rows
+                one = launches[number]
+                if isinstance(one, RangedLaunch):
+                    raise AssertionError("packed blocks have no prepared backward")
+                dq_rows, dk, dv = one.backward(q, kv, out, lse, do)
+                dq[:, one.rows] = dq_rows
             lanes.keep(lse, dq_rows, dk, dv)
             partials.append(Partial(slice(call.k_first, call.k_stop), dk, dv))
     return partials

@@ -12,14 +12,18 @@ import torch
 from flashlane.core import dispatch
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import VECTOR_BYTES, Gradients, Inputs
+from flashlane.core.ranges import RangedRepeat
 from flashlane.core.registry import RepeatBackward
 from flashlane.distributed.attend import Settings, prepare
 from flashlane.distributed.blocks import Block
-from flashlane.distributed.calls import Calls
+from flashlane.distributed.calls import Calls, Packed
 from flashlane.distributed.modifiers import Modifiers
+from flashlane.distributed.ranged import blocks_of_all, prepare_ranged
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Launches = dict[tuple[object, ...], "tuple[Launch, ...] | None"]
+DOCUMENTS_AS_RANGES = False
+"""Whether packed blocks are ranges of one launch over the keys as they lie, and not packed sequences with copies."""
+Launches = dict[tuple[object, ...], "tuple[Launch | RangedLaunch, ...] | None"]
 """By the kind of the tensors; None where they have none."""
 
 
@@ -68,9 +72,31 @@ class Launch:
         return found.q, found.k, found.v
 
 
+class RangedLaunch:
+    """Packed blocks as ranges of one launch, which reads each key where it lies; it has no backward."""
+
+    __slots__ = ("_forward", "rows")
+
+    def __init__(self, forward: RangedRepeat, rows: int) -> None:
+        self._forward, self.rows = forward, slice(0, rows)
+
+    @classmethod
+    def of(cls, calls: Calls, q: torch.Tensor, kv: Pair, out: torch.Tensor, settings: Settings) -> RangedLaunch | None:
+        """That of calls which are one packed call and have all rows; None where no kernel computes it."""
+        if not (DOCUMENTS_AS_RANGES and len(calls.calls) == 1 and calls.full):
+            return None
+        blocks = blocks_of_all(calls)
+        found = None if blocks is None else prepare_ranged(blocks, (), q, kv, out, settings)
+        return None if found is None else cls(found, calls.rows)
+
+    def forward(self, q: torch.Tensor, kv: Pair, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Write ``out`` and the LSE ``(1, h, rows)``, which is contiguous."""
+        self._forward(q[0], kv[0][0], kv[1][0], out[0], lse[0], None)
+
+
 def launches_of(
     known: Launches, calls: Calls, q: torch.Tensor, own: Pair, gathered: Pair, out: torch.Tensor, settings: Settings
-) -> tuple[Launch, ...] | None:
+) -> tuple[Launch | RangedLaunch, ...] | None:
     """The launches of calls over such tensors, or None where some block is looked up at each call.
 
     Args:
@@ -88,7 +114,11 @@ def launches_of(
     key = (shapes, q.stride(), *(t.stride() for t in own), out.stride(), q.dtype, q.device)
     if key in known:
         return known[key]
-    found: list[Launch] | None = []
+    if any(isinstance(call, Packed) for call in calls.calls):
+        ranged = RangedLaunch.of(calls, q, gathered, out, settings)
+        known[key] = None if ranged is None else (ranged,)
+        return known[key]
+    found: list[Launch | RangedLaunch] | None = []
     for block, local in zip(calls.calls, calls.own, strict=True):
         kv = gathered if local is None else own
         if not isinstance(block, Block) or not _aligned_rows(local or block, q, kv, out):

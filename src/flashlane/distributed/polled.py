@@ -11,13 +11,11 @@ what a rank sends either, as the call begins when the stream that it is called o
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from flashlane.core.problem import VECTOR_BYTES, Inputs
+from flashlane.core.problem import VECTOR_BYTES
 from flashlane.core.ranges import Arriving, RangedRepeat
-from flashlane.distributed.attend import empty_lse, prepare
+from flashlane.distributed.attend import empty_lse
 from flashlane.distributed.calls import Calls
 from flashlane.distributed.comm import Pending
 from flashlane.distributed.copies import CopiedGathering, Route
@@ -25,7 +23,7 @@ from flashlane.distributed.gather import Task
 from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import Exchange
 from flashlane.distributed.plan import Division
-from flashlane.distributed.ranged import Piece, blocks_of_all, chunks_of, edges_of, pieces_of, ranges_of, window_of
+from flashlane.distributed.ranged import Piece, blocks_of_all, chunks_of, edges_of, pieces_of, prepare_ranged
 
 
 class PieceGathering(CopiedGathering):
@@ -102,18 +100,11 @@ def polled_launch(
 def _prepared(
     task: Task, calls: Calls, q: torch.Tensor, gathering: PieceGathering, out: torch.Tensor
 ) -> RangedRepeat | None:
-    blocks, (k, v) = blocks_of_all(calls), gathering.gathered
+    blocks = blocks_of_all(calls)
     if blocks is None:
         return None
-    like = prepare(blocks[0], q, k, v, Modifiers(), task.settings)
-    ranges = ranges_of(blocks, chunks_of(task.plan, gathering.pieces))
-    (rows, keys), (left, right) = ranges.longest, window_of(blocks)
-    problem = replace(
-        like.problem, batch=len(blocks), varlen=True, seqlen_q=rows, seqlen_k=keys, window_left=left, window_right=right
-    )
-    if like.kernel.supports(problem) is not None:
-        return None
-    return like.kernel.prepare_ranges(problem, ranges, Inputs(q[0], k[0], v[0]), out[0], arriving(gathering))
+    chunks = chunks_of(task.plan, gathering.pieces)
+    return prepare_ranged(blocks, chunks, q, gathering.gathered, out, task.settings, arriving(gathering))
 
 
 def arriving(gathering: PieceGathering) -> Arriving:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from flashlane.core.ranges import EDGE, MOST_CHUNKS, OWN, Chunk, Range, Ranges
+import torch
+
+from flashlane.core.problem import Inputs
+from flashlane.core.ranges import EDGE, MOST_CHUNKS, OWN, Arriving, Chunk, Range, RangedRepeat, Ranges
+from flashlane.distributed.attend import Settings, prepare
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.calls import Calls, Packed
 from flashlane.distributed.layout import PLANS
+from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import MOST_GROUPS, flag_of
 from flashlane.distributed.plan import Division, GatherPlan, Segment, gather_plan
 
@@ -54,6 +60,37 @@ def window_of(blocks: Iterable[Block]) -> tuple[int, int]:
 def ranges_of(blocks: Iterable[Block], chunks: tuple[Chunk, ...] = ()) -> Ranges:
     """Blocks as the sequences of one launch."""
     return Ranges(tuple(Range(each.q_first, each.q_stop, each.k_first, each.k_stop) for each in blocks), chunks)
+
+
+def prepare_ranged(
+    blocks: Sequence[Block],
+    chunks: tuple[Chunk, ...],
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    settings: Settings,
+    arriving: Arriving | None = None,
+) -> RangedRepeat | None:
+    """What computes blocks in one launch; None where their kernel does not.
+
+    Args:
+        blocks: those of :func:`blocks_of_all`; they count the rows of q and the keys of k.
+        chunks: of keys that arrive.
+        q: ``(1, rows, h, d)``.
+        kv: ``(1, keys, hk, d)`` and ``(1, keys, hk, dv)``.
+        out: ``(1, rows, h, dv)``.
+        settings: everything else that is asked.
+        arriving: what arrives in this call.
+    """
+    like = prepare(blocks[0], q, *kv, Modifiers(), settings)
+    ranges, (left, right) = ranges_of(blocks, chunks), window_of(blocks)
+    rows, keys = ranges.longest
+    problem = replace(
+        like.problem, batch=len(blocks), varlen=True, seqlen_q=rows, seqlen_k=keys, window_left=left, window_right=right
+    )
+    if like.kernel.supports(problem) is not None:
+        return None
+    return like.kernel.prepare_ranges(problem, ranges, Inputs(q[0], *(t[0] for t in kv)), out[0], arriving)
 
 
 @functools.lru_cache(PLANS)
