@@ -259,6 +259,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "fewer documents": lambda: Problem(2, DOCUMENTS[:12]),
     "many pieces": lambda: Problem(2, 16384, (8, 2)),
 }
+FIRST = ("two ranks", "documents", "fewer documents")
 
 
 def kernels_of(problem: Problem) -> Iterator[KernelSource]:
@@ -442,10 +443,11 @@ def main() -> None:
 
     runs: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ("kernels", compile_ahead),
-        *((name, lambda name=name: in_one_process(name)) for name in PROBLEMS),
+        *((name, lambda name=name: in_one_process(name)) for name in FIRST),
         ("early", early),
-        ("repeats", lambda: repeats(options.repeats, began + options.seconds - 15)),
+        ("repeats", lambda: repeats(options.repeats, time.monotonic() + 6)),
         ("two processes", apart),
+        *((name, lambda name=name: in_one_process(name)) for name in PROBLEMS if name not in FIRST),
         ("symmetric memory", lambda: asked_of_torch(str(folder))),
     ]
     for name, run in runs:
