@@ -1,7 +1,7 @@
 """Score and mask programs on a GPU: correctness first, then block lists and attention next to torch's.
 
     python benchmarks/scripts/flex_masks.py --out masks.json [--parts programs,attention,masks,speed]
-        [--programs 300] [--seconds 20] [--tokens 65536]
+        [--programs 300] [--seconds 20] [--processes 8] [--tokens 65536]
 
 programs: drawn functions in f32 against f64, up to a number or for so many seconds. attention: flex_attention and its
 gradients against torch operations. masks: each named mask, by intervals and as a program: microseconds on the device (a
@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import multiprocessing
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import flashlane
-from flashlane import bench, jit
+from flashlane import bench
 from flashlane.bench.measure.environment import environment
-from flashlane.core.arch import arch_of
 from flashlane.flex import blocks, masks
 from flashlane.flex.bind import bind
 
@@ -38,46 +37,55 @@ from support import flex_oracle, program_kernel
 from support.programs import SIZES, draw
 
 PARTS = ("programs", "attention", "masks", "speed")
+TOGETHER = 8
+"""Drawn programs of one kernel."""
 LARGEST_ERROR = 2e-2
 """Of an output, an LSE or a gradient in bf16, by its largest value."""
 
 
-def check_programs(count: int, seconds: float) -> dict[str, Any]:
+def check_programs(count: int, seconds: float, processes: int) -> dict[str, Any]:
     """Drawn programs on every pair, in f32 on the GPU, against the same functions in f64."""
-    start, jobs = time.time(), []
-    arch = arch_of(torch.device("cuda"))
+    context = multiprocessing.get_context("spawn")
+    parts = [(range(first, count, processes), time.time() + seconds) for first in range(processes)]
+    if processes == 1:
+        found = [_check_some(*parts[0])]
+    else:
+        with context.Pool(processes) as pool:
+            found = pool.starmap(_check_some, parts)
+    return {
+        "programs": sum(part["programs"] for part in found),
+        "failures": [failure for part in found for failure in part["failures"]],
+        "worst_error": max(part["worst_error"] for part in found),
+    }
 
-    def compiled(program: Any) -> float:
-        began = time.time()
-        jit.compile(program_kernel.source(program), arch)  # type: ignore[arg-type]
-        return time.time() - began
 
-    worst, failures, compile_seconds, done = 0.0, [], [], 0
-    with ThreadPoolExecutor(12) as pool:
-        for seed in range(count):
-            if time.time() - start > seconds:
-                break
+def _check_some(seeds: Sequence[int], until: float) -> dict[str, Any]:
+    """:func:`check_programs` of some seeds, in one process."""
+    torch.set_num_threads(1)
+    worst, failures, done = 0.0, [], 0
+    for first in range(0, len(seeds), TOGETHER):
+        if time.time() > until:
+            break
+        drawn = []
+        for seed in seeds[first : first + TOGETHER]:
             score, mask = (draw(seed, kind, "cuda", torch.float32) for kind in ("score_mod", "mask_mod"))
             program, arguments = bind(score.function, mask.function, torch.device("cuda", 0))
-            jobs.append((seed, score, mask, program, arguments, pool.submit(compiled, program)))
-        for seed, score, mask, program, arguments, job in jobs:
-            compile_seconds.append(job.result())
-            error = _error_of(seed, score, mask, program, arguments)
+            scores = torch.randn(SIZES, generator=torch.Generator().manual_seed(seed)).cuda()
+            drawn.append((seed, score, mask, (program, arguments, scores)))
+        results = program_kernel.on_gpu(*(one[-1] for one in drawn))
+        for (seed, score, mask, (_, _, scores)), found in zip(drawn, results, strict=True):
+            error = _error_of(seed, score, mask, scores, found)
             done += 1
             if error is None or error > 1e-3:
                 failures.append({"seed": seed, "error": error, "score": score.text, "mask": mask.text})
             else:
                 worst = max(worst, error)
-    compile_seconds.sort()
-    median = compile_seconds[len(compile_seconds) // 2] if compile_seconds else None
-    return {"programs": done, "failures": failures, "worst_error": worst, "median_compile_seconds": median}
+    return {"programs": done, "failures": failures, "worst_error": worst}
 
 
-def _error_of(seed: int, score: Any, mask: Any, program: Any, arguments: Any) -> float | None:
+def _error_of(seed: int, score: Any, mask: Any, scores: torch.Tensor, found: program_kernel.Found) -> float | None:
     """The largest error of score and derivative, by their size, without the 1/500 of pairs that are worst: comparisons
     and kinks lie elsewhere in f32. None where the visible pairs differ."""
-    scores = torch.randn(SIZES, generator=torch.Generator().manual_seed(seed)).cuda()
-    found = program_kernel.on_gpu(program, arguments, scores)
     functions = []
     for drawn, kind in ((score, "score_mod"), (mask, "mask_mod")):
         again = draw(seed, kind)
@@ -278,6 +286,7 @@ def main() -> int:
     parser.add_argument("--parts", default="programs,attention,masks", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--programs", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=20.0, help="of drawn programs")
+    parser.add_argument("--processes", type=int, default=8, help="that draw, compile and check programs")
     parser.add_argument("--speed-seconds", type=float, default=300.0)
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--compiled", action="store_true", help="also time torch's compiled create_block_mask")
@@ -296,7 +305,7 @@ def main() -> int:
 
     bad = False
     if "programs" in parts:
-        keep("programs", check_programs(given.programs, given.seconds))
+        keep("programs", check_programs(given.programs, given.seconds, given.processes))
         print({key: value for key, value in results["programs"].items() if key != "failures"})
         failures = results["programs"]["failures"]
         print("failures:", len(failures), failures[:3], flush=True)

@@ -18,6 +18,8 @@ from flashlane.flex.program import Arguments, Program, captured
 
 DRAWN = int(os.environ.get("FLASHLANE_DRAWN_PROGRAMS", "60"))
 """Drawn programs of a test on a GPU."""
+TOGETHER = 8
+"""Of one kernel."""
 
 
 def drawn_pair(seed: int, device: str = "cpu") -> tuple[Drawn, Drawn, Program, Arguments]:
@@ -159,9 +161,13 @@ def test_wrong_arguments_are_named() -> None:
 
 
 @pytest.mark.gpu
-def test_drawn_programs_on_a_gpu() -> None:
-    for seed in range(DRAWN):
+@pytest.mark.parametrize("first", range(0, DRAWN, TOGETHER))
+def test_drawn_programs_on_a_gpu(first: int) -> None:
+    drawn, programs = [], []
+    for seed in range(first, min(first + TOGETHER, DRAWN)):
         score, mask, program, arguments = drawn_pair(seed, "cuda")
         scores = torch.randn(SIZES, generator=torch.Generator().manual_seed(seed)).cuda()
-        found = program_kernel.on_gpu(program, arguments, scores)
+        drawn.append((seed, score, mask, scores))
+        programs.append((program, arguments, scores))
+    for (seed, score, mask, scores), found in zip(drawn, program_kernel.on_gpu(*programs), strict=True):
         same(found, expected(score, mask, seed, scores), score, mask, 1e-4)

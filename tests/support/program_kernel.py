@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 
 from flashlane import jit
-from flashlane.flex.program import HEADER, Arguments, Program
+from flashlane.flex.program import Arguments, Program
 from flashlane.jit import KernelSource
 
 Sizes = tuple[int, int, int, int]
+_FOUR = ctypes.c_int * 4
 
-KERNEL = """
-#include "program.cuh"
+_PAIRS = """
 struct Params { ProgramParams program; const float* score; float *out, *derivative; unsigned char* visible; int n[4]; };
-extern "C" __global__ void pairs(const __grid_constant__ Params p) {
+__device__ void pairs(const Params& p) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= p.n[0] * p.n[1] * p.n[2] * p.n[3]) return;
     const int kv = i % p.n[3], q = i / p.n[3] % p.n[2], line = i / p.n[3] / p.n[2];
@@ -29,6 +29,12 @@ extern "C" __global__ void pairs(const __grid_constant__ Params p) {
     p.derivative[i] = Program::derivative(p.program, p.score[i], 1.f, b, h, q, kv, distance);
     p.visible[i] = Program::visible(p.program, b, h, q, kv);
 }
+"""
+_KERNEL = """
+struct Params {{ {members} }};
+extern "C" __global__ void pairs(const __grid_constant__ Params p) {{
+    switch (blockIdx.y) {{ {cases} }}
+}}
 """
 
 # What CUDA has and C++ has not. Half types are declared only.
@@ -71,8 +77,19 @@ Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Scores, derivatives and visible pairs."""
 
 
-def source(program: Program) -> KernelSource:
-    return KernelSource("tests/pairs.cu", KERNEL, "pairs", headers=((HEADER, program.header()),))
+def source(*programs: Program) -> KernelSource:
+    """A kernel of all programs: ``blockIdx.y`` is which."""
+    text = '#include "program_math.cuh"\n'
+    for i, program in enumerate(programs):
+        text += f"namespace n{i} {{\n{_body(program)}{_PAIRS}}}\n"
+    members = " ".join(f"n{i}::Params p{i};" for i in range(len(programs)))
+    cases = " ".join(f"case {i}: n{i}::pairs(p.p{i}); break;" for i in range(len(programs)))
+    return KernelSource("tests/pairs.cu", text + _KERNEL.format(members=members, cases=cases), "pairs")
+
+
+def _body(program: Program) -> str:
+    """The program's header, for a namespace."""
+    return program.header().replace("#pragma once", "").replace('#include "program_math.cuh"', "")
 
 
 def _outputs(score: torch.Tensor) -> Found:
@@ -92,9 +109,8 @@ def on_host(programs: Mapping[str, tuple[Program, Arguments, torch.Tensor]], fol
     folder.joinpath("program_math.cuh").write_text("#pragma once\n" + _HOST + "\n".join(lines))
     text = '#include "program_math.cuh"\n'
     for i, (program, _, _) in enumerate(programs.values()):
-        body = program.header().replace("#pragma once", "").replace('#include "program_math.cuh"', "")
         call = _HOST_CALL.replace("void pairs(", f"void pairs{i}(")
-        text += f"namespace n{i} {{\n{body}\n{call}\n}}\n"
+        text += f"namespace n{i} {{\n{_body(program)}\n{call}\n}}\n"
     folder.joinpath("pairs.cc").write_text(text)
     command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "pairs.cc", "-o", "pairs.so"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)  # type: ignore[arg-type]
@@ -105,23 +121,26 @@ def on_host(programs: Mapping[str, tuple[Program, Arguments, torch.Tensor]], fol
         results = _outputs(score)
         params = program.params(arguments)
         addresses = [ctypes.c_void_p(t.data_ptr()) for t in (score, *results)]
-        getattr(library, f"pairs{i}")(ctypes.byref(params), *addresses, (ctypes.c_int * 4)(*score.shape))
+        getattr(library, f"pairs{i}")(ctypes.byref(params), *addresses, _FOUR(*score.shape))
         found[name] = results
     return found
 
 
-def on_gpu(program: Program, arguments: Arguments, score: torch.Tensor) -> Found:
-    """The program on the scores (f32, on a GPU) of every pair."""
+def on_gpu(*programs: tuple[Program, Arguments, torch.Tensor]) -> list[Found]:
+    """Each program on the scores (f32, on one GPU) of every pair, by one launch."""
     from flashlane.core.arch import arch_of
 
-    given, results = program.params(arguments), _outputs(score)
-    fields = [
-        ("program", type(given)),
-        *((name, ctypes.c_void_p) for name in ("score", "out", "derivative", "visible")),
-    ]
-    params = type("Params", (ctypes.Structure,), {"_fields_": [*fields, ("n", ctypes.c_int * 4)]})(
-        given, *(t.data_ptr() for t in (score, *results)), (ctypes.c_int * 4)(*score.shape)
-    )
-    function = jit.load(jit.compile(source(program), arch_of(score.device)), score.device.index)
-    function.launch((-(-score.numel() // 128), 1, 1), (128, 1, 1), 0, params)
+    fields, values, results, blocks = [], [], [], 1
+    for i, (program, arguments, score) in enumerate(programs):
+        given, found = program.params(arguments), _outputs(score)
+        names = [(name, ctypes.c_void_p) for name in ("score", "out", "derivative", "visible")]
+        kind = type("Params", (ctypes.Structure,), {"_fields_": [("program", type(given)), *names, ("n", _FOUR)]})
+        fields.append((f"p{i}", kind))
+        values.append(kind(given, *(t.data_ptr() for t in (score, *found)), _FOUR(*score.shape)))
+        results.append(found)
+        blocks = max(blocks, -(-score.numel() // 128))
+    params = type("Params", (ctypes.Structure,), {"_fields_": fields})(*values)
+    device = programs[0][2].device
+    compiled = jit.compile(source(*(program for program, *_ in programs)), arch_of(device))
+    jit.load(compiled, device.index).launch((blocks, len(programs), 1), (128, 1, 1), 0, params)
     return results
