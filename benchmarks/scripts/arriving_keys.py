@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ import torch
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.core.ranges import EDGE, Arriving
+from flashlane.core.ranges import Arriving
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.plan import Division, gather_calls, gather_plan
-from flashlane.distributed.ranged import blocks_of_all, chunks_of, pieces_of, ranges_of, window_of
+from flashlane.distributed.ranged import blocks_of_all, chunks_of, edges_of, pieces_of, ranges_of, window_of
 from flashlane.jit import launch
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 from flashlane.reference.naive import reference_attention
@@ -170,14 +171,7 @@ class Transport:
         self.k, self.v = torch.full_like(call.k, math.nan), torch.full_like(call.v, math.nan)
         own = call.plan.received[call.case.rank]
         self.own = tuple(torch.cat([t[each.key : each.key + each.count] for each in own]) for t in (call.k, call.v))
-        self.edges = [
-            slice(first, stop)
-            for each in own
-            for first, stop in (
-                (each.key, each.key + min(EDGE, each.count)),
-                (each.key + max(0, each.count - EDGE), each.key + each.count),
-            )
-        ]
+        self.edges = [slice(key, key + count) for _, key, count in edges_of(call.plan)]
         self.foreign = [slice(each.segment.key, each.segment.key + each.segment.count) for each in call.pieces]
         self.flags = torch.zeros(2048, dtype=torch.int32, device=HERE)
         self.gate, self.lost = (torch.zeros(1, dtype=torch.int32).pin_memory() for _ in range(2))
@@ -329,7 +323,7 @@ def check_lost(case: Case, limit: float) -> dict[str, Any]:
     seconds = time.monotonic() - start
     flag = call.pieces[1].flag
     lost = int(transport.lost[0]) - 1
-    return {"ok": bool(message) and lost == flag and limit <= seconds < limit + 2, "message": message, "lost": lost,
+    return {"ok": bool(message) and lost == flag and limit <= seconds < limit + 5, "message": message, "lost": lost,
             "flag": flag, "seconds": seconds}  # fmt: skip
 
 
@@ -435,20 +429,28 @@ def check_within(case: Case, repeats: int) -> dict[str, Any]:
     return {"ok": wrong == 0, "repeats": repeats, "wrong": wrong}
 
 
-def compile_ahead(options: argparse.Namespace) -> dict[str, Any]:
+def compile_ahead() -> dict[str, Any]:
     """All kernels at once."""
     sources = []
-    for case in ONE_LAUNCH if options.one_launch else ARRIVE:
-        division = case.division
-        blocks = blocks_of_all(gather_calls(division, case.rank, True, False))
+    timed = [Case((tokens,), rank=rank, heads=(32, 8)) for tokens in TIMED.values() for rank in (0, 1)]
+    for case in (*ONE_LAUNCH, *ARRIVE, *timed):
+        blocks = blocks_of_all(gather_calls(case.division, case.rank, True, False))
         if blocks is None:
             continue
         problem = problem_of(case, blocks)
         config = replace(KERNEL.config(problem), ranges=True)
-        others = [KERNEL.config(problem)] if options.one_launch else [replace(config, arrivals=True)]
-        sources += [each.source() for each in (config, *others)]
-    jit.compile_together(list(dict.fromkeys(sources)), "sm_90a")
-    return {"kernels": len(set(sources))}
+        sources.append(config.source())
+        sources += [replace(config, arrivals=True).source()] if case not in ONE_LAUNCH else []
+        sources += [KERNEL.config(problem).source()] if case in ONE_LAUNCH else []
+        if case in timed:
+            lengths = [(each.q_stop - each.q_first, each.k_stop - each.k_first) for each in blocks]
+            for rows, keys in (*lengths, (sum(case.lengths),) * 2):
+                dense = replace(problem, batch=1, varlen=False, seqlen_q=rows, seqlen_k=keys)
+                sources.append(KERNEL.config(dense).source())
+    sources = list(dict.fromkeys(sources))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda source: jit.compile(source, "sm_90a"), sources))
+    return {"kernels": len(sources)}
 
 
 PARTS: dict[str, Callable[[], Any]] = {
@@ -458,37 +460,61 @@ PARTS: dict[str, Callable[[], Any]] = {
 """What may end a process's use of the GPU: each runs in its own."""
 
 
-def apart(part: str) -> dict[str, Any]:
+def begin(part: str) -> subprocess.Popen[str]:
     """A part in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--part", part], capture_output=True, text=True, timeout=25, check=False
+    return subprocess.Popen(
+        [sys.executable, __file__, "--part", part], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else {"ok": False, "error": (done.stdout + done.stderr)[-1500:]}
+
+
+def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a part found."""
+    try:
+        shown, _ = process.communicate(timeout=25)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return {"ok": False, "error": f"no end within 25 s: {process.communicate()[0][-1000:]}"}
+    lines = [line for line in shown.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"ok": False, "error": shown[-1500:]}
+
+
+def apart(part: str) -> dict[str, Any]:
+    """A part from its beginning to its end."""
+    return result_of(begin(part))
 
 
 def parts(options: argparse.Namespace, until: float) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Correctness first."""
-    yield "kernels", lambda: compile_ahead(options)
-    for case in ONE_LAUNCH if options.one_launch else ():
+    yield "kernels", compile_ahead
+    for case in ONE_LAUNCH if "one-launch" in options.do else ():
         yield f"one launch: {case}", lambda case=case: check_one_launch(case)
-    if not options.one_launch:
+    if "arrive" in options.do:
+        begun = {part: begin(part) for part in PARTS}
         for case in ARRIVE:
             yield f"keys that arrive: {case}", lambda case=case: check_arrivals(case, 20, until)
-        yield "repeats", lambda: check_arrivals(ARRIVE[1], options.repeats, until - 15)
-        yield "a lost chunk", lambda: apart("lost")
-        yield "copies within the GPU", lambda: apart("within")
-    for name in TIMED:
-        yield "times", lambda name=name: times(name, options.copies and not options.one_launch)
+        yield "repeats", lambda: check_arrivals(ARRIVE[1], options.repeats, until)
+        for part, process in begun.items():
+            yield part, lambda process=process: result_of(process)
+    for name in TIMED if "times" in options.do else ():
+        yield "times", lambda name=name: times(name, within_is_dma(options.out / NAMES["arrive"]))
+
+
+NAMES = {"arrive": "arriving_keys.json", "one-launch": "ranges_in_one_launch.json", "times": "arriving_keys_times.json"}
+"""What is done, and the file of each; of several, that of the first."""
+
+
+def within_is_dma(other: Path) -> bool:
+    """Whether copies within the GPU's memory got on while a kernel had all SMs, by an earlier run."""
+    found = json.loads(other.read_text()) if other.exists() else []
+    return any(each["part"] == "within" and each.get("ok") for each in found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for arriving_keys.json")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the result")
     parser.add_argument("--seconds", type=float, default=50, help="nothing is begun after so many")
     parser.add_argument("--repeats", type=int, default=500)
-    parser.add_argument("--one-launch", action="store_true", help="only keys that are there, also against f64")
-    parser.add_argument("--copies", action="store_true", help="also time copies within the GPU's memory")
+    parser.add_argument("--do", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
@@ -507,7 +533,7 @@ def main() -> None:
                 result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:600]}
         found.append({"part": name, **result})
         print(f"{time.monotonic() - began:5.1f} s", json.dumps(found[-1]), flush=True)
-        (options.out / "arriving_keys.json").write_text(json.dumps(found, indent=1))
+        (options.out / NAMES[options.do[0]]).write_text(json.dumps(found, indent=1))
     wrong = [each for each in found if each.get("ok") is False]
     print(f"{len(found)} parts, {len(wrong)} wrong", flush=True)
     sys.exit(bool(wrong))

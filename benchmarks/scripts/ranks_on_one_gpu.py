@@ -409,7 +409,7 @@ def sms_for(other: Path) -> int:
     """How many SMs a kernel may take while copies within the GPU's memory get on, by what arriving_keys.py found."""
     every = torch.cuda.get_device_properties(HERE).multi_processor_count
     found = json.loads(other.read_text()) if other.exists() else []
-    return every if any(each["part"] == "copies within the GPU" and each.get("ok") for each in found) else every - 32
+    return every if any(each["part"] == "within" and each.get("ok") for each in found) else every - 32
 
 
 def main() -> None:

@@ -54,8 +54,9 @@ class PieceGathering(CopiedGathering):
         """Put own keys where a block of keys may bring them together with others."""
         pairs = list(zip(self.own, self.gathered, strict=True))
         edges = edges_of(self.plan)
-        places = [t[:, key : key + count] for _, t in pairs for _, key, count in edges]
-        torch._foreach_copy_(places, [t[:, row : row + count] for t, _ in pairs for row, _, count in edges])
+        if edges:
+            places = [t[:, key : key + count] for _, t in pairs for _, key, count in edges]
+            torch._foreach_copy_(places, [t[:, row : row + count] for t, _ in pairs for row, _, count in edges])
 
     def finish(self) -> None:
         for each in self.pieces:

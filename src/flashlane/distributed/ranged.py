@@ -141,8 +141,9 @@ def edges_of(plan: GatherPlan) -> tuple[Segment, ...]:
     """A rank's own rows that a block of keys may bring together with those of others, as :class:`Ranges` says."""
     found = []
     for row, key, count in plan.received[plan.rank]:
-        if count <= 2 * EDGE:
-            found.append(Segment(row, key, count))
-        else:
-            found += [Segment(row + first, key + first, EDGE) for first in (0, count - EDGE)]
+        size = min(EDGE, count)
+        if key > 0:
+            found.append(Segment(row, key, size))
+        if key + count < plan.keys and (size < count or key == 0):
+            found.append(Segment(row + count - size, key + count - size, size))
     return tuple(found)
