@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import flex_speed
 from gpu_run import device_or_exit
 from support import flex_oracle, program_kernel
-from support.programs import SIZES, draw
+from support.programs import SIZES, by_torch, draw
 
 PARTS = ("programs", "attention", "masks", "speed")
 TOGETHER = 8
@@ -86,12 +86,7 @@ def _check_some(seeds: Sequence[int], until: float) -> dict[str, Any]:
 def _error_of(seed: int, score: Any, mask: Any, scores: torch.Tensor, found: program_kernel.Found) -> float | None:
     """The largest error of score and derivative, by their size, without the 1/500 of pairs that are worst: comparisons
     and kinks lie elsewhere in f32. None where the visible pairs differ."""
-    functions = []
-    for drawn, kind in ((score, "score_mod"), (mask, "mask_mod")):
-        again = draw(seed, kind)
-        for name, t in again.captured.items():
-            t.copy_(drawn.captured[name])
-        functions.append(again.function)
+    functions = by_torch(seed, score, mask)
     wide = scores.double().cpu().requires_grad_()
     values = flex_oracle.mapped(functions[0], wide, SIZES)
     slope = torch.zeros_like(wide)

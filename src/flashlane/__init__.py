@@ -5,8 +5,9 @@ The names below are loaded when they are first used, so that importing the packa
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from flashlane.lazy import loader
 
 if TYPE_CHECKING:
     from flashlane.api.combine import combine
@@ -56,12 +57,7 @@ _ELSEWHERE = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _ELSEWHERE.get(name, "flashlane.api.functional")
-    value = globals()[name] = getattr(importlib.import_module(module), name)
-    return value
+__getattr__ = loader(__name__, dict.fromkeys(__all__[1:], "flashlane.api.functional") | _ELSEWHERE)
 
 
 def __dir__() -> list[str]:

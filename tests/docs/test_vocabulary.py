@@ -61,15 +61,20 @@ def texts() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in tracked() if path.exists()}
 
 
-@pytest.mark.parametrize("words", FORBIDDEN)
-def test_a_word_that_was_renamed_does_not_occur(words, texts):
-    pattern = re.compile(rf"(?<![A-Za-z0-9])(?:{words})(?![A-Za-z0-9])")
-    found = [
+def lines_with(pattern: re.Pattern[str], texts: dict[str, str]) -> list[str]:
+    """Place and beginning of each line that the pattern is found in."""
+    return [
         f"{path}:{number}: {line.strip()[:100]}"
         for path, text in texts.items()
         for number, line in enumerate(text.splitlines(), 1)
         if pattern.search(line)
     ]
+
+
+@pytest.mark.parametrize("words", FORBIDDEN)
+def test_a_word_that_was_renamed_does_not_occur(words, texts):
+    pattern = re.compile(rf"(?<![A-Za-z0-9])(?:{words})(?![A-Za-z0-9])")
+    found = lines_with(pattern, texts)
     found += [path for path in texts if pattern.search(path)]
     assert not found, f"write {FORBIDDEN[words]}:\n" + "\n".join(found[:40])
 
@@ -93,12 +98,7 @@ SPOKEN = {
 @pytest.mark.parametrize("words", SPOKEN)
 def test_a_wording_that_sounds_foreign_is_in_no_line(words, texts):
     pattern = re.compile(rf"(?<![\w./-])(?:{words})(?![\w-])")
-    found = [
-        f"{path}:{number}: {line.strip()[:100]}"
-        for path, text in texts.items()
-        for number, line in enumerate(text.splitlines(), 1)
-        if pattern.search(line)
-    ]
+    found = lines_with(pattern, texts)
     assert not found, f"write {SPOKEN[words]}:\n" + "\n".join(found[:40])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import program_kernel
 from support.flex_oracle import mapped
-from support.programs import SIZES, Drawn, draw
+from support.programs import SIZES, Drawn, by_torch, draw
 
 from flashlane import jit
 from flashlane.flex.bind import bind
@@ -32,12 +32,7 @@ def drawn_pair(seed: int, device: str = "cpu") -> tuple[Drawn, Drawn, Program, A
 def expected(score: Drawn, mask: Drawn, seed: int, scores: torch.Tensor) -> program_kernel.Found:
     """The same by torch, in f64 on the CPU, of tensors with the same f32 values."""
     wide = scores.detach().double().cpu().requires_grad_()
-    functions = []
-    for drawn, kind in ((score, "score_mod"), (mask, "mask_mod")):
-        again = draw(seed, kind)
-        for name, t in again.captured.items():
-            t.copy_(drawn.captured[name])
-        functions.append(again.function)
+    functions = by_torch(seed, score, mask)
     values = mapped(functions[0], wide, SIZES)
     slope = torch.zeros_like(wide)
     if values.requires_grad:

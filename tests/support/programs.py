@@ -25,6 +25,17 @@ class Drawn:
         return self.text
 
 
+def by_torch(seed: int, score: Drawn, mask: Drawn) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A drawn score and mask of f32 tensors once more, over f64 tensors with the same values on the CPU."""
+    functions = []
+    for drawn, kind in ((score, "score_mod"), (mask, "mask_mod")):
+        again = draw(seed, kind)
+        for name, t in again.captured.items():
+            t.copy_(drawn.captured[name])
+        functions.append(again.function)
+    return functions[0], functions[1]
+
+
 class _Draw:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

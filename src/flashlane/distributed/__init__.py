@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from flashlane.lazy import loader
 
 if TYPE_CHECKING:
     from flashlane.distributed.functional import context_parallel_attn_func, context_parallel_attn_varlen_func
@@ -33,7 +34,7 @@ _MODULES = {
     "sharding": ("position_ids", "shard_sequence", "token_indices", "unshard_sequence"),
     "torch_hook": ("context_parallel_sdpa",),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "context_parallel_attn_func",
@@ -53,11 +54,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+__getattr__ = loader(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -19,11 +19,10 @@ from pathlib import Path
 
 import torch
 
-from flashlane.bench.measure.environment import child_environment
 from flashlane.bench.measure.flops import Direction
 from flashlane.core.problem import AttentionProblem
 from flashlane.profile.target import MARKER, Request
-from flashlane.profile.tools import NCU
+from flashlane.profile.tools import NCU, run_tool
 
 CYCLES = "sm__cycles_elapsed.max"
 SECONDS, REPORT_SECONDS = 240.0, 600.0
@@ -267,14 +266,7 @@ def run_ncu(
 
 def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
     """What ncu printed on stdout; and all that it printed, with its status where that is not 0."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, check=False, env=child_environment()
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"ncu did not end within {seconds:g} s") from None
-    except OSError as error:
-        raise RuntimeError(f"ncu cannot be run: {error.strerror or error}") from None
+    done = run_tool("ncu", command, seconds)
     status = f"\nstatus {done.returncode}" if done.returncode else ""
     return done.stdout, done.stdout + done.stderr + status
 

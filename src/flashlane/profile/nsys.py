@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashlane.bench.measure.environment import child_environment
 from flashlane.profile.target import Request
+from flashlane.profile.tools import run_tool
 
 SECONDS = 240.0
 
@@ -48,14 +47,7 @@ def record(nsys: str, request: Request, report: Path, seconds: float = SECONDS) 
 
 
 def _run(words: list[str], seconds: float) -> str:
-    try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=seconds, check=False, env=child_environment()
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"nsys did not end within {seconds:g} s") from None
-    except OSError as error:
-        raise RuntimeError(f"nsys cannot be run: {error.strerror or error}") from None
+    done = run_tool("nsys", words, seconds)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()[-3:]
         raise RuntimeError(f"nsys ended with status {done.returncode}: {' '.join(said)}")

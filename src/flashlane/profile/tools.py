@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from flashlane.bench.measure.environment import child_environment
+
+
+def run_tool(name: str, words: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a profiler's command line to its end, whatever its status.
+
+    Raises:
+        RuntimeError: it did not start, or did not end in that time.
+    """
+    try:
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=seconds, check=False, env=child_environment()
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{name} did not end within {seconds:g} s") from None
+    except OSError as error:
+        raise RuntimeError(f"{name} cannot be run: {error.strerror or error}") from None
 
 
 @dataclass(frozen=True)

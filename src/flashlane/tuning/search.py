@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -51,16 +51,25 @@ SHORT_MS = 1.0
 VERSIONS = ("flashlane", "commit", "torch", "cuda", "driver", "nvidia-cuda-nvrtc")
 
 
+K = TypeVar("K")
+
+
 @dataclass(frozen=True)
-class Contender:
+class Configured(Generic[K]):
     """A kernel with one configuration (None for a kernel that has none)."""
 
-    kernel: Kernel
+    kernel: K
     config: Any
     heuristic: bool = False
     """Whether an untuned GPU would run the kernel so."""
     auto: bool = False
-    """Whether ``auto`` runs the problem so, now."""
+    """Whether ``auto`` runs the problem, or its backward, so, now."""
+
+
+@dataclass(frozen=True)
+class Contender(Configured[Kernel]):
+    """A forward kernel that is timed."""
+
     candidate: bool = True
     """Whether it may become its tag's choice; False for what only runs to be beaten."""
 

@@ -23,19 +23,9 @@ from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, Kernel
 from flashlane.core.tuned import heuristics_only
 from flashlane.tuning import stored as tune
-from flashlane.tuning.search import Trial, Way, tune_all, tuned_entry
+from flashlane.tuning.search import Configured, Trial, Way, tune_all, tuned_entry
 
-
-@dataclass(frozen=True)
-class BackwardContender:
-    """A backward kernel with one configuration (None for a kernel that has none)."""
-
-    kernel: BackwardKernel
-    config: Any
-    heuristic: bool = False
-    """Whether an untuned GPU would run the kernel so."""
-    auto: bool = False
-    """Whether the problem's backward runs so, now."""
+BackwardContender = Configured[BackwardKernel]
 
 
 @dataclass(frozen=True)
