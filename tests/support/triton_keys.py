@@ -74,7 +74,7 @@ def attention(case: Case) -> Iterator[Launch]:
     plan = PreparedForward(problem, kernel.config(problem), inputs, out, lse, kernel.precision_of(problem))
     yield from filter(None, (plan.forward, plan.combine))
     if not case.cached:
-        made = backward._prepare(problem, inputs, out, lse, out, lse, True, "ieee", None)
+        made = backward.prepare(problem, inputs, out, lse, out, lse, True, "ieee", None)
         yield from filter(None, (made.statistics, made.key, made.query, made.bias))
 
 

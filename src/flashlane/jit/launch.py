@@ -51,7 +51,15 @@ def driver() -> ModuleType:
 
 
 class Function:
-    """A kernel loaded on one device. :func:`load` makes it."""
+    """A kernel loaded on one device. :func:`load` makes it of what this package compiled.
+
+    Args:
+        name: of the kernel, for messages.
+        arch: what it was compiled for.
+        device_index: of the device.
+        handle: gives the driver's handle of the kernel. It is called with :meth:`_call` while the device's context is
+            the thread's current one.
+    """
 
     registers: int
     """Registers of a thread."""
@@ -62,18 +70,13 @@ class Function:
     max_threads: int
     """Most threads of a block, by registers and launch bounds."""
 
-    def __init__(self, compiled: Compiled, device_index: int) -> None:
-        self.name = compiled.source.name
-        self.arch = compiled.arch
-        self.device_index = device_index
+    def __init__(self, name: str, arch: str, device_index: int, handle: Callable[[Callable[..., Any]], Any]) -> None:
+        self.name, self.arch, self.device_index = name, arch, device_index
         self._driver = driver()
         self._stream_of, self._current_device = stream_getter(), device_getter()
         self._context = _primary_context(device_index)
         with self._current():
-            library = _library(compiled)
-            kernel = self._call("cuLibraryGetKernel", library, compiled.source.entry.encode())
-            self._function = self._call("cuKernelGetFunction", kernel)
-            self._call("cuFuncLoad", self._function)  # loading at the first launch would break a graph capture
+            self._function = handle(self._call)
         attributes = self._driver.CUfunction_attribute
         self.registers = self._attribute(attributes.CU_FUNC_ATTRIBUTE_NUM_REGS)
         self.local_bytes = self._attribute(attributes.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
@@ -168,20 +171,29 @@ class Function:
         launch, function = self._driver.cuLaunchKernel, self._function
         if overlapped:
             enqueue_once = self._overlapping_launch(grid, block, shared, address)
+
+            def enqueue(stream: int) -> None:
+                code = enqueue_once(stream)
+                if code:
+                    refused(code, stream)
         else:
-            # The bindings take None for stream 0 in less time than 0.
+            # The bindings take None for stream 0 in less time than 0. This is written out twice, as a call of a
+            # function takes a tenth of what a launch does.
             def enqueue_once(stream: int) -> int:
                 return launch(function, gx, gy, gz, bx, by, bz, shared, stream or None, address, 0)[0]
 
-        def enqueue(stream: int) -> None:
-            code = enqueue_once(stream)
-            if code:
-                if code in NOT_CURRENT:  # as in a thread that has not used CUDA yet
-                    with self._current():
-                        code = enqueue_once(stream)
+            def enqueue(stream: int) -> None:
+                code = launch(function, gx, gy, gz, bx, by, bz, shared, stream or None, address, 0)[0]
                 if code:
-                    what = self._describe(grid, block, shared)
-                    raise LaunchError(f"{what} failed: {_explain(self._driver, code)}")
+                    refused(code, stream)
+
+        def refused(code: Any, stream: int) -> None:
+            if code in NOT_CURRENT:  # as in a thread that has not used CUDA yet
+                with self._current():
+                    code = enqueue_once(stream)
+            if code:
+                what = self._describe(grid, block, shared)
+                raise LaunchError(f"{what} failed: {_explain(self._driver, code)}")
 
         enqueue.keeps = params, pointers  # type: ignore[attr-defined]  # the driver reads them at each launch
         return enqueue
@@ -274,7 +286,16 @@ def load(compiled: Compiled, device_index: int) -> Function:
         with _lock:
             function = _functions.get(wanted)
             if function is None:
-                function = _functions[wanted] = Function(compiled, device_index)
+                handle = functools.partial(_handle_of, compiled)
+                function = Function(compiled.source.name, compiled.arch, device_index, handle)
+                _functions[wanted] = function
+    return function
+
+
+def _handle_of(compiled: Compiled, call: Callable[..., Any]) -> Any:
+    kernel = call("cuLibraryGetKernel", _library(compiled), compiled.source.entry.encode())
+    function = call("cuKernelGetFunction", kernel)
+    call("cuFuncLoad", function)  # loading at the first launch would break a graph capture
     return function
 
 

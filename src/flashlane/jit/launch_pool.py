@@ -19,9 +19,7 @@ way.
 - A block that ``take`` finds under its key has maps that point to these addresses. Else the maps of another idle block
   are moved, or a block is made. At most :data:`BLOCKS_KEPT` keys have a block; the one unused longest goes first.
 - A launch that needs counters at 0 takes them from :func:`counters_of`, which says how.
-- A kernel that is not launched by :class:`~flashlane.jit.launch.Function` uses :class:`Pool` with blocks of its own, as
-  Triton's do (``kernels/triton/launch.py``): their first call compiles the kernel, and some calls go through Triton's
-  launcher.
+- Kernels that another compiler made and loaded have such a plan, too: Triton's (``kernels/triton/driver_launch.py``).
 - Other device memory of a call comes from :func:`~flashlane.jit.launch.allocator`, which is torch's: it lives until the
   launches are enqueued, and torch gives it out again on the same stream only.
 
@@ -117,7 +115,9 @@ class ParamsBlock:
                 movers.setdefault(one.operand, []).append(tensormap.mover(ctypes.addressof(own) + offset))
             cta = each.threads, 1, 1
             params.append(own)
-            given = tuple(getattr(own, name) for name in each.parameters) or own
+            given: Any = own
+            if each.parameters:
+                given = [_byte_at(own, name) for name in each.parameters]
             enqueues.append(each.function.prepare(each.grid, cta, each.shared, given, overlapped=each.overlapped))
         self.params: tuple[Any, ...] = tuple(params)
         """One structure for each launch, at an address that does not change."""
@@ -128,6 +128,9 @@ class ParamsBlock:
         """The stream whose counters the parameters hold; None: those of no stream."""
         self._movers, self._at, self._operands, self._point = tuple(movers.items()), at, operands, point
         self._pointers: dict[tuple[str, ...], Callable[[Sequence[int]], None]] = {}
+        self._names: tuple[str, ...] = ()
+        """Those that were set last, and what sets them: most blocks are given the same ones at every call."""
+        self._set = _set_none
 
     def _enqueue_all(self, stream: int) -> None:
         for enqueue in self.enqueues:
@@ -154,10 +157,21 @@ class ParamsBlock:
 
         A name is that of a field; those in nested structures stay.
         """
-        found = self._pointers.get(names)
-        if found is None:
-            found = self._pointers[names] = _pointers_of(self.params, names)
-        found(addresses)
+        if names is not self._names:
+            found = self._pointers.get(names)
+            if found is None:
+                found = self._pointers[names] = _pointers_of(self.params, names)
+            self._names, self._set = names, found
+        self._set(addresses)
+
+
+def _set_none(addresses: Sequence[int]) -> None:
+    """Set the pointers of no names."""
+
+
+def _byte_at(params: ctypes.Structure, name: str) -> ctypes.c_char:
+    """The first byte of a field, whose address is the field's."""
+    return ctypes.c_char.from_buffer(params, getattr(type(params), name).offset)
 
 
 def _check_address(name: str, address: int) -> None:
@@ -177,6 +191,8 @@ def _pointers_of(structures: Sequence[ctypes.Structure], names: tuple[str, ...])
             listed = ", ".join(fields)
             raise TypeError(f"the pointers of {type(params).__name__} do not lie one after another: {listed}")
         pack = functools.partial(struct.Struct(f"{len(fields)}P").pack_into, params, first)
+        if tuple(fields) == names and len(structures) == 1:
+            return lambda addresses: pack(*addresses)
         unknown -= set(fields)
         at = {name: number for number, name in enumerate(names)}
         # One number more than there are names stands for what has none.

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import flashlane
+from flashlane.jit import launch as jit_launch
 from flashlane.jit.launch import NOT_CURRENT, LaunchError
 from flashlane.kernels.triton import backward, driver_launch, forward, launch
-from flashlane.kernels.triton.driver_launch import DriverLaunch
+from flashlane.kernels.triton.driver_launch import DriverLaunch, plan_of
 
 SIGNATURE = {"q": "*bf16", "bias": "constexpr", "rows": "i32", "stride": "i64", "scale": "fp32", "out": "*fp32"}
 SIGNATURE |= {"BM": "constexpr"}
@@ -25,8 +26,27 @@ KINDS = (ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, *(ctyp
 class Driver:
     """Stands for ``cuda.bindings.driver``; reads the parameters where the driver would."""
 
+    class CUfunction_attribute:
+        CU_FUNC_ATTRIBUTE_NUM_REGS, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES = "registers", "local"
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK = "shared", "threads"
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = "dynamic"
+
     def __init__(self, sizes: list[int]) -> None:
-        self.sizes, self.code, self.launched = sizes, 0, []
+        self.sizes, self.codes, self.launched, self.pushed = sizes, [], [], 0
+
+    def cuCtxPushCurrent(self, context: Any) -> tuple[int]:
+        self.pushed += 1
+        return (0,)
+
+    def cuCtxPopCurrent(self) -> tuple[int, None]:
+        self.pushed -= 1
+        return 0, None
+
+    def cuFuncGetAttribute(self, attribute: str, function: int) -> tuple[int, int]:
+        return 0, {"threads": 1024, "registers": 64}.get(attribute, 0)
+
+    def cuGetErrorString(self, code: int) -> tuple[int, bytes]:
+        return 0, b"what it says"
 
     def CUfunction(self, handle: int) -> int:
         return handle
@@ -40,12 +60,13 @@ class Driver:
         values = [kind.from_address(address).value for kind, address in zip(KINDS, addresses, strict=True)]
         self.launched.append((function, tuple(sizes), stream, values))
         assert extra == 0
-        return (self.code,)
+        return (self.codes.pop(0) if self.codes else 0,)
 
 
 def compiled(signature: dict[str, str] = SIGNATURE, **metadata: Any) -> Any:
     plain = {"num_warps": 4, "num_ctas": 1, "shared": 4096, "launch_cooperative_grid": False, "launch_pdl": False}
-    plain |= {"global_scratch_size": 0, "profile_scratch_size": 0}
+    plain |= {"global_scratch_size": 0, "profile_scratch_size": 0, "name": "softmax"}
+    plain |= {"target": types.SimpleNamespace(arch=90)}
     source = types.SimpleNamespace(signature=signature)
     return types.SimpleNamespace(
         metadata=types.SimpleNamespace(**plain | metadata), src=source, function=1234, run=types.SimpleNamespace()
@@ -55,18 +76,32 @@ def compiled(signature: dict[str, str] = SIGNATURE, **metadata: Any) -> Any:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver(list(SIZES))
-    monkeypatch.setattr(driver_launch, "driver", lambda: made)
+    for module in (driver_launch, jit_launch):
+        monkeypatch.setattr(module, "driver", lambda: made)
+    monkeypatch.setattr(jit_launch, "_primary_context", lambda device: f"context of {device}")
     return made
 
 
 def test_hands_the_driver_every_parameter_in_its_order(driver: Driver) -> None:
-    made = DriverLaunch.of(compiled(), (7, 2, 1), ARGUMENTS)
-    assert made is not None
+    made = plan_of(compiled(), (7, 2, 1), ARGUMENTS, 0)
+    assert made is not None and made.pointers == ("q", "out") and not driver.pushed
+    enqueue = made.enqueuer()
     for stream in (0, 99):
         q, out = torch.zeros(3), torch.zeros(5)
-        assert made({"q": q, "out": out, "bias": None, "BM": None}, stream)
+        enqueue({"q": q, "out": out, "bias": None, "BM": None}, stream)
         wanted = [q.data_ptr(), 77, 1 << 40, 0.375, out.data_ptr(), 0, 0]
         assert driver.launched.pop() == (1234, (7, 2, 1, 128, 1, 1, 4096), stream or None, wanted)
+
+
+def test_two_threads_have_parameters_of_their_own(driver: Driver) -> None:
+    made = plan_of(compiled(), (1, 1, 1), ARGUMENTS, 0)
+    assert made is not None
+    one, other = made.plan.take_any(), made.plan.take_any()
+    one.set_pointers(made.pointers, [16, 32])
+    other.set_pointers(made.pointers, [48, 64])
+    one.enqueue(0)
+    other.enqueue(0)
+    assert [values[0::4] for *_, values in driver.launched] == [[16, 32], [48, 64]]
 
 
 @pytest.mark.parametrize(
@@ -75,48 +110,70 @@ def test_hands_the_driver_every_parameter_in_its_order(driver: Driver) -> None:
     ids=str,
 )
 def test_leaves_special_launches_to_triton(driver: Driver, change: dict[str, Any]) -> None:
-    assert DriverLaunch.of(compiled(**change), (1, 1, 1), ARGUMENTS) is None
+    assert plan_of(compiled(**change), (1, 1, 1), ARGUMENTS, 0) is None
 
 
 @pytest.mark.parametrize("sizes", [SIZES[:-1], [*SIZES, 8], [*SIZES[:1], 8, *SIZES[2:]], []], ids=str)
 def test_leaves_kernels_to_triton_that_the_driver_sees_otherwise(driver: Driver, sizes: list[int]) -> None:
     driver.sizes = sizes
-    assert DriverLaunch.of(compiled(), (1, 1, 1), ARGUMENTS) is None
+    assert plan_of(compiled(), (1, 1, 1), ARGUMENTS, 0) is None
 
 
 def test_leaves_descriptors_empty_grids_and_old_drivers_to_triton(driver: Driver) -> None:
-    assert DriverLaunch.of(compiled(SIGNATURE | {"q": "tensordesc<bf16[64, 64]>"}), (1, 1, 1), ARGUMENTS) is None
-    assert DriverLaunch.of(compiled(), (0, 1, 1), ARGUMENTS) is None
+    assert plan_of(compiled(SIGNATURE | {"q": "tensordesc<bf16[64, 64]>"}), (1, 1, 1), ARGUMENTS, 0) is None
+    assert plan_of(compiled(), (0, 1, 1), ARGUMENTS, 0) is None
     driver.cuFuncGetParamInfo = None  # type: ignore[method-assign]
-    assert DriverLaunch.of(compiled(), (1, 1, 1), ARGUMENTS) is None
+    assert plan_of(compiled(), (1, 1, 1), ARGUMENTS, 0) is None
 
 
-def test_an_error_is_raised_but_for_a_thread_without_a_context(driver: Driver) -> None:
-    made = DriverLaunch.of(compiled(), (1, 1, 1), ARGUMENTS)
+def test_a_thread_without_a_context_gets_one_and_other_errors_are_raised(driver: Driver) -> None:
+    made = plan_of(compiled(), (1, 1, 1), ARGUMENTS, 0)
     assert made is not None
     tensors = {"q": torch.zeros(1), "out": torch.zeros(1)}
-    driver.code = NOT_CURRENT[0]
-    assert not made(tensors, 0)
-    driver.code = 700
-    with pytest.raises(LaunchError, match=r"grid, block and shared memory \(1, 1, 1, 128, 1, 1, 4096\): 700"):
-        made(tensors, 0)
+    driver.codes = [NOT_CURRENT[0]]
+    enqueue = made.enqueuer()
+    enqueue(tensors, 0)
+    assert len(driver.launched) == 2 and not driver.pushed, "refused once, and launched with the context"
+    driver.codes = [700]
+    with pytest.raises(
+        LaunchError, match=r"Triton's softmax \(sm_90, 64 registers\) .*block \(128, 1, 1\).*what it says"
+    ):
+        enqueue(tensors, 0)
+
+
+def launched_by(
+    monkeypatch: pytest.MonkeyPatch, found: DriverLaunch | None
+) -> tuple[launch.Launch, list[Any], list[Any]]:
+    """A launch whose kernel is there, with what asks for its plan, and what goes through Triton's launcher."""
+    asked, through_triton = [], []
+    monkeypatch.setattr(launch, "plan_of", lambda *given: asked.append(given) or found)
+    made = compiled()
+    made.run, made.packed_metadata = lambda *given: through_triton.append(given), ()
+    active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
+    monkeypatch.setattr(launch, "driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "_hooked", lambda: False)
+    compiles = types.SimpleNamespace(interpret=False)
+    monkeypatch.setattr(launch, "knobs", types.SimpleNamespace(runtime=compiles))
+    kernel = launch.Launch(None, (2, 3), ARGUMENTS, {})
+    monkeypatch.setattr(kernel, "_compile", lambda *given: made)
+    return kernel, asked, through_triton
 
 
 def test_a_kernel_that_is_tritons_to_launch_is_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[None] = []
-    monkeypatch.setattr(launch.DriverLaunch, "of", lambda *given: asked.append(None))
-    kernel = launch.Launch(None, (1,), ARGUMENTS, {})
-    kernel.compiled = compiled()
-    assert not kernel._enqueued({}, 0) and not kernel._enqueued({}, 0)
-    assert len(asked) == 1
+    kernel, asked, through_triton = launched_by(monkeypatch, None)
+    for _ in range(2):
+        kernel({"q": torch.zeros(1), "out": torch.zeros(1)})
+    assert len(asked) == 1 and len(through_triton) == 2
 
 
-def test_a_launch_is_made_once_and_used_again(driver: Driver) -> None:
-    kernel = launch.Launch(None, (2, 3), ARGUMENTS, {})
-    kernel.compiled = compiled()
+def test_a_launch_is_made_once_and_used_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(compiled(), (2, 3, 1), ARGUMENTS, 0)
+    kernel, asked, through_triton = launched_by(monkeypatch, plan)
     for _ in range(3):
-        assert kernel._enqueued({"q": torch.zeros(1), "out": torch.zeros(1)}, 7)
-    assert len(kernel.pool.spare) == 1 and [sizes[:3] for _, sizes, *_ in driver.launched] == [(2, 3, 1)] * 3
+        kernel({"q": torch.zeros(1), "out": torch.zeros(1)})
+    assert [sizes[:3] for _, sizes, *_ in driver.launched] == [(2, 3, 1)] * 3
+    assert {stream for *_, stream, _ in driver.launched} == {7}
+    assert len(asked) == 1 and not through_triton and plan is not None and len(plan.plan.pool.spare) == 1
 
 
 @pytest.mark.gpu
@@ -125,8 +182,7 @@ def test_on_a_gpu_later_calls_go_past_triton_and_give_the_bits_of_the_first(
     monkeypatch: pytest.MonkeyPatch, seqlen: int
 ) -> None:
     made: list[DriverLaunch | None] = []
-    of = DriverLaunch.of
-    monkeypatch.setattr(DriverLaunch, "of", lambda *given: made.append(of(*given)) or made[-1])
+    monkeypatch.setattr(launch, "plan_of", lambda *given: made.append(plan_of(*given)) or made[-1])
     monkeypatch.setattr(forward, "_prepared", {})
     monkeypatch.setattr(backward, "_prepared", {})
     q, k, v, grad = (torch.randn(1, seqlen, 3, 64, device="cuda") for _ in range(4))

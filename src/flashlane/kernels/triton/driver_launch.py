@@ -1,109 +1,100 @@
-"""A compiled Triton kernel, enqueued by the driver past Triton's launcher, which parses some sixty arguments a call.
+"""A compiled Triton kernel as a launch plan, past Triton's launcher, which parses some sixty arguments a call.
 
-The kernel's parameters lie in memory of this package, in the order and of the sizes that the driver reports. A call
-writes the addresses of its tensors and nothing else. Where the driver's report is not what Triton's signature says, or
-where a launch needs more than a grid and a stream, :meth:`DriverLaunch.of` gives None and Triton's launcher is used.
+The kernel's parameters lie in a structure of this package, pointers first, and are handed to the driver in the order
+and of the sizes that it reports. A call writes the addresses of its tensors and nothing else. Where the driver's report
+is not what Triton's signature says, or where a launch needs more than a grid and a stream, :func:`plan_of` gives None
+and Triton's launcher is used.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from flashlane.jit.launch import NOT_CURRENT, LaunchError, driver
+import torch
+
+from flashlane.jit.launch import Dim3, Function, driver
+from flashlane.jit.launch_pool import Launch, LaunchPlan
 from flashlane.jit.toolchain import ToolchainError
 
 TYPES: dict[str, Any] = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64}
 TYPES |= {"fp32": ctypes.c_float}
 """Of a kernel's parameters that are no pointers, by their names in Triton's signatures."""
-SCRATCH = 2
-"""Pointers behind the parameters that Triton adds to each: scratch memory, and that of its profiler."""
+SCRATCH = ("scratch memory", "memory of the profiler")
+"""Pointers behind the parameters that Triton adds to each; 0 for the kernels that are launched here."""
 WARP = 32
 
 
+@dataclass(frozen=True, slots=True)
 class DriverLaunch:
-    """Parameters of one kernel with one grid, for one call at a time.
+    """The launch of one kernel with one grid."""
+
+    plan: LaunchPlan
+    pointers: tuple[str, ...]
+    """The tensors whose addresses a call sets."""
+
+    def enqueuer(self) -> Callable[[Mapping[str, Any], int], None]:
+        """What enqueues the kernel with the tensors of a call, by name, on a stream; it raises LaunchError."""
+        take, give, names = self.plan.take_any, self.plan.give_any, self.pointers
+        tensors_of = operator.itemgetter(*names, names[-1])  # of one name alone it would give no tuple
+        address_of = torch.Tensor.data_ptr
+
+        def enqueue(tensors: Mapping[str, Any], stream: int) -> None:
+            block = take()
+            block.set_pointers(names, tuple(map(address_of, tensors_of(tensors)[:-1])))
+            block.enqueue(stream)
+            give(block)
+
+        return enqueue
+
+
+def plan_of(compiled: Any, grid: Dim3, arguments: Mapping[str, Any], device: int) -> DriverLaunch | None:
+    """The launch of a kernel that Triton has compiled and loaded, or None where only Triton's launcher will do.
 
     Args:
-        launch: ``cuLaunchKernel``.
-        function: the kernel's handle.
-        sizes: grid, block and dynamic shared memory, as the driver takes them.
-        values: of all parameters in their order, 0 for a pointer.
-        types: of all parameters.
-        pointers: names of tensors, and the index of each one's parameter.
+        compiled: what ``JITFunction.run`` returned.
+        grid: programs in x, y and z.
+        arguments: all of the kernel by name, None for tensors; named tuples hold some by their fields.
+        device: where it is loaded.
     """
-
-    def __init__(
-        self,
-        launch: Any,
-        function: Any,
-        sizes: tuple[int, ...],
-        values: Sequence[Any],
-        types: Sequence[Any],
-        pointers: Mapping[str, int],
-    ) -> None:
-        self.launch, self.function, self.sizes = launch, function, sizes
-        self.parameters = [kind(value) for kind, value in zip(types, values, strict=True)]
-        self.addresses = (ctypes.c_void_p * len(self.parameters))(*map(ctypes.addressof, self.parameters))
-        self.address = ctypes.addressof(self.addresses)
-        self.pointers = [(name, self.parameters[index]) for name, index in pointers.items()]
-
-    @classmethod
-    def of(cls, compiled: Any, grid: tuple[int, int, int], arguments: Mapping[str, Any]) -> DriverLaunch | None:
-        """The launch of a kernel that Triton has compiled and loaded, or None where only Triton's launcher will do.
-
-        Args:
-            compiled: what ``JITFunction.run`` returned.
-            grid: programs in x, y and z.
-            arguments: all of the kernel by name, None for tensors; named tuples hold some by their fields.
-        """
-        metadata = compiled.metadata
-        special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
-        if getattr(metadata, "num_ctas", 1) != 1 or any(getattr(metadata, name, 0) for name in special):
+    metadata = compiled.metadata
+    special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    if getattr(metadata, "num_ctas", 1) != 1 or any(getattr(metadata, name, 0) for name in special):
+        return None
+    if 0 in grid or getattr(compiled.run, "gsan_enabled", False):  # Triton's sanitizer has parameters of its own
+        return None
+    pointers, numbers = [], []
+    values: dict[str, Any] = {}
+    order: list[str] = []
+    for name, kind, value in _flat(compiled.src.signature, arguments):
+        if kind == "constexpr":
+            continue
+        if kind.startswith("*"):
+            pointers.append(name)
+            order.append(name)
+        elif kind in TYPES:
+            field = f"{name} {len(order)}"  # a number may be called as a tensor, or as one in another tuple
+            numbers.append((field, TYPES[kind]))
+            values[field] = value
+            order.append(field)
+        else:
             return None
-        if 0 in grid or getattr(compiled.run, "gsan_enabled", False):  # Triton's sanitizer has parameters of its own
-            return None
-        types, values, pointers = [], [], {}
-        for name, kind, value in _flat(compiled.src.signature, arguments):
-            if kind == "constexpr":
-                continue
-            if kind.startswith("*"):
-                pointers[name] = len(types)
-                types.append(ctypes.c_uint64)
-                values.append(0)
-            elif kind in TYPES:
-                types.append(TYPES[kind])
-                values.append(value)
-            else:
-                return None
-        types += [ctypes.c_uint64] * SCRATCH
-        values += [0] * SCRATCH
-        try:
-            api = driver()
-        except ToolchainError:
-            return None
-        function = api.CUfunction(compiled.function)
-        if _sizes(api, function, len(types)) != [ctypes.sizeof(kind) for kind in types]:
-            return None
-        sizes = (*grid, WARP * metadata.num_warps, 1, 1, metadata.shared)
-        return cls(api.cuLaunchKernel, function, sizes, values, types, pointers)
-
-    def __call__(self, tensors: Mapping[str, Any], stream: int) -> bool:
-        """Enqueue the kernel; False when nothing was, because the thread has no context yet.
-
-        Raises:
-            LaunchError: the driver refuses it, or an earlier kernel had failed.
-        """
-        for name, parameter in self.pointers:
-            parameter.value = tensors[name].data_ptr()
-        code = self.launch(self.function, *self.sizes, stream or None, self.address, 0)[0]
-        if code in NOT_CURRENT:
-            return False
-        if code:
-            name = getattr(code, "name", code)
-            raise LaunchError(f"Triton kernel with grid, block and shared memory {self.sizes}: {name}")
-        return True
+    order += SCRATCH
+    fields = [*((name, ctypes.c_void_p) for name in pointers), *((name, ctypes.c_uint64) for name in SCRATCH), *numbers]
+    kind = type("TritonParams", (ctypes.Structure,), {"_fields_": fields})
+    try:
+        api = driver()
+    except ToolchainError:
+        return None
+    handle = api.CUfunction(compiled.function)
+    if _sizes(api, handle, len(order)) != [getattr(kind, name).size for name in order]:
+        return None
+    function = Function(f"Triton's {metadata.name}", f"sm_{metadata.target.arch}", device, lambda _: handle)
+    launch = Launch(function, grid, WARP * metadata.num_warps, kind(**values), metadata.shared, parameters=tuple(order))
+    return DriverLaunch(LaunchPlan(lambda: [launch]), tuple(pointers))
 
 
 def _flat(signature: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

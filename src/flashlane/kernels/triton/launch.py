@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashlane.jit.launch_pool import Pool
-from flashlane.kernels.triton.driver_launch import DriverLaunch
+from flashlane.kernels.triton.driver_launch import plan_of
 
 Tensors = dict[str, Any]
 SMALL_INTEGER, LARGE_INTEGER = 3, (1 << 40) + 1
@@ -110,10 +109,8 @@ class Launch:
         self.arguments = arguments
         """By name, in the function's order; tensors are None, also in named tuples."""
         self.compiled: Any = None
-        self.pool: Pool[DriverLaunch | None] = Pool(self._past_triton)
-        """Launches past Triton. Their parameters have no tensor maps, so that any of them serves any call."""
-        self.past_triton = True
-        """Whether the kernel can be launched past Triton, as far as is known."""
+        self.past_triton: Callable[[Tensors, int], None] | None = None
+        """The launch past Triton on a stream, where there is one."""
 
     def __call__(self, tensors: Tensors, descriptors: Tensors | None = None) -> None:
         """Launch on torch's current stream.
@@ -129,11 +126,15 @@ class Launch:
                 made = {name: TensorDescriptor(tensors[name], *parts) for name, parts in described.items()}
                 self.function[self.grid](**self._filled(tensors) | made, **self.options)
                 return
-            compiled = self.compiled = self._compile(tensors, described)
+            compiled = self._compile(tensors, described)
+            plan = plan_of(compiled, self.grid, self.arguments, driver.active.get_current_device())
+            self.past_triton = None if plan is None else plan.enqueuer()
+            self.compiled = compiled
         device = driver.active.get_current_device()
         stream = driver.active.get_current_stream(device)
         hooked = _hooked()
-        if not hooked and self._enqueued(tensors, stream):
+        if self.past_triton is not None and not hooked:
+            self.past_triton(tensors, stream)
             return
         given = self._filled({name: None if t is None else t.data_ptr() for name, t in tensors.items()})
         for name, (shape, strides, block) in (descriptors or {}).items():
@@ -167,21 +168,6 @@ class Launch:
         given = self._filled(tensors)
         tuples = {name: value for name, value in given.items() if isinstance(value, tuple)}
         return given | {name: value._make(map(_neutral, value)) for name, value in tuples.items()}
-
-    def _enqueued(self, tensors: Tensors, stream: int) -> bool:
-        """Enqueue the kernel past Triton; False when that cannot be."""
-        if not self.past_triton:
-            return False
-        launch = self.pool.take_any()
-        if launch is None:
-            self.past_triton = False
-            return False
-        done = launch(tensors, stream)
-        self.pool.give_any(launch)
-        return done
-
-    def _past_triton(self, _: tuple[()]) -> DriverLaunch | None:
-        return DriverLaunch.of(self.compiled, self.grid, self.arguments)
 
 
 def _neutral(value: Any) -> Any:
