@@ -15,6 +15,8 @@ from support import flex_oracle
 from support.programs import SIZES, draw
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import flashlane
 from flashlane.flex import attention as attention_module
@@ -380,3 +382,29 @@ def test_documents_are_those_of_the_mask_when_it_was_made() -> None:
     for wrong in ([1, 10, 40], [0, 20, 10, 40]):
         with pytest.raises(ValueError, match="they must begin with 0 and ascend"):
             masks.documents(torch.tensor(wrong))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor subclass as libraries make them: it holds another, and wraps what torch's operators give for that."""
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, strides=held.stride(), dtype=held.dtype)
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        bare = pytree.tree_map_only(cls, lambda t: t.held, (args, kwargs or {}))
+        found = pytree.tree_map_only(torch.Tensor, cls, function(*bare[0], **bare[1]))
+        return return_and_correct_aliasing(function, args, kwargs or {}, found)
+
+
+def test_a_tensor_subclass_stays_one() -> None:
+    q, k, v = (torch.randn(1, 2, 12, 8) for _ in range(3))
+    want = flashlane.flex_attention(q, k, v, return_lse=True)
+    found = flashlane.flex_attention(Wrapped(q), Wrapped(k), Wrapped(v), return_lse=True)
+    for got, expected in zip(found, want, strict=True):
+        assert isinstance(got, Wrapped)
+        assert torch.equal(got.held, expected)

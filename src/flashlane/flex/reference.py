@@ -120,7 +120,7 @@ def forward(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     output 0 and −inf."""
     q, v = problem.q, problem.v
     out = q.new_zeros(*q.shape[:3], v.shape[3])
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=problem.work, device=q.device)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=problem.work)
     largest = lse.clone()
     for tile in problem.tiles():
         if not tile.columns.numel():
