@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from flashlane import bench
 from flashlane.bench.present.e2e_figure import e2e_figure, figure_of
 from flashlane.bench.suites import e2e
-from flashlane.bench.suites.flash import run_suite
+from flashlane.bench.suites.suite import run_suite
 from flashlane.bench.suites.whole_models import DEFAULT, OURS, Built, Served, Setup, Workload
 from flashlane.cli.main import app
 from flashlane.core import registry

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from flashlane.bench.measure.timing import Settings
 from flashlane.bench.suites import attention as suite_attention
-from flashlane.bench.suites import flash as suites
 from flashlane.bench.suites import model as suite_model
+from flashlane.bench.suites import suite as suites
 from flashlane.bench.suites.attention import AttentionSuite, Case, powers
-from flashlane.bench.suites.flash import FAIL, NA, OOM, SavedBytes, SuiteResults, guarded, run_suite
 from flashlane.bench.suites.model import ModelSuite
+from flashlane.bench.suites.suite import FAIL, NA, OOM, SavedBytes, SuiteResults, guarded, run_suite
 from flashlane.cli.main import app
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from flashlane.bench.suites.e2e import E2ESuite
-    from flashlane.bench.suites.flash import SuiteResults
+    from flashlane.bench.suites.suite import SuiteResults
 
 
 def e2e_command(
@@ -92,7 +92,7 @@ def e2e_command(
     from flashlane.bench.measure.runner import resolve_device
     from flashlane.bench.present.table import make_console
     from flashlane.bench.suites.e2e import CPU_SETTINGS, GPU_SETTINGS, E2ESuite
-    from flashlane.bench.suites.flash import run_suite, stem_of
+    from flashlane.bench.suites.suite import run_suite, stem_of
     from flashlane.inspect.fitted_table import say
 
     suffixes = o.words_of(formats)

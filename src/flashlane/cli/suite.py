@@ -14,7 +14,7 @@ from flashlane.cli import options as o
 if TYPE_CHECKING:
     import torch
 
-    from flashlane.bench.suites.flash import Suite, SuiteResults
+    from flashlane.bench.suites.suite import Suite, SuiteResults
 
 SUITES = ("attention", "flash", "model")
 DTYPES = ("f16", "bf16", "f32")
@@ -135,7 +135,7 @@ def suite_command(
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.measure.runner import resolve_device
     from flashlane.bench.present.table import make_console
-    from flashlane.bench.suites.flash import run_suite, stem_of
+    from flashlane.bench.suites.suite import run_suite, stem_of
     from flashlane.inspect.fitted_table import say
 
     if suite not in SUITES:

@@ -1,4 +1,4 @@
-"""What a kernel takes of an SM: registers, spills, shared memory region by region, occupancy and what limits it."""
+"""A kernel's share of an SM: registers, spills, each region of shared memory, occupancy and what limits it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flashlane.jit.budget import MAX_REGISTERS
 
 WIDE = 200
 KIB = 1024
-NOTE = f"""regs: of {MAX_REGISTERS} a thread; spill: bytes, stores and loads
-Q, KV (its stages), P, stats, tiles: KiB of shared memory; shared: of what a block may take
-blocks: that an SM holds; regs·shared·threads: as many as each alone would allow"""
+NOTE = f"""regs: of {MAX_REGISTERS} a thread; spill: bytes of stores and loads
+Q, KV (its stages), P, stats, tiles: KiB of shared memory; shared: their sum, of what a CTA may have
+blocks: CTAs that an SM holds; regs·shared·threads: CTAs that each of these alone would allow"""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Budget:
     """One kernel's configuration for one problem, compiled for one architecture."""
 
     usage: Usage
-    """What the compiler and the occupancy arithmetic say; its ``reason`` or ``error`` where there is no budget."""
+    """The compiler's figures and the occupancy; its ``reason`` or ``error`` says why there is no budget."""
     regions: dict[str, int]
-    """Bytes of shared memory by what lies there; they sum to ``usage.shared_bytes``."""
+    """Bytes of each region of shared memory; they sum to ``usage.shared_bytes``."""
     shared_limit: int
-    """Bytes of shared memory that one block may take."""
+    """Bytes of shared memory that one CTA may have."""
     fits: dict[str, int]
-    """Blocks an SM would hold if only registers, shared memory or threads counted."""
+    """CTAs that an SM would hold if only registers, shared memory or threads counted."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -48,12 +48,12 @@ def regions(config: Any, dynamic: int, static: int = 0) -> dict[str, int]:
     """The shared memory of a configuration, region by region, in the order in which the regions lie.
 
     Args:
-        config: what may say its regions (a configuration, or one of its device files); else there is one, ``tiles``.
-        dynamic: bytes of dynamic shared memory, which the regions share out.
-        static: bytes of static shared memory, a region of its own.
+        config: a configuration or one of its device files. Without an attribute ``regions`` it has one, ``tiles``.
+        dynamic: bytes of dynamic shared memory, to which the regions sum.
+        static: bytes of static shared memory, which is a region of its own.
 
     Raises:
-        ValueError: the parts of a configuration do not sum to ``dynamic``: a formula here is out of date.
+        ValueError: the regions of a configuration do not sum to ``dynamic``, so its formula is out of date.
     """
     parts = getattr(config, "regions", None) or ({"tiles": dynamic} if dynamic else {})
     if sum(parts.values()) != dynamic:
@@ -62,13 +62,13 @@ def regions(config: Any, dynamic: int, static: int = 0) -> dict[str, int]:
 
 
 def budget_of(kernel: Kernel | BackwardKernel, problem: AttentionProblem, arch: str) -> list[Budget]:
-    """Compile what a kernel would run for a problem on an architecture, and say what it takes; needs no GPU.
+    """The budgets of a kernel for a problem on an architecture, one for each device file; it needs no GPU.
 
-    A kernel has a budget for each of its device files. A problem that the kernel does not support, or a compile that
-    fails, gives a budget whose usage says why.
+    The device files are compiled. If the kernel does not support the problem, or does not compile, the budget's usage
+    says why.
 
     Raises:
-        ValueError: the kernel is not compiled by us, or the architecture is unknown.
+        ValueError: the kernel has no device file of ours, or the architecture is unknown.
     """
     if not isinstance(kernel, CompiledKernel):
         made = "compiled by Triton" if kernel.tag.startswith("triton") else "made of torch operations"
@@ -139,7 +139,7 @@ def _print_configurations(budgets: Iterable[Budget], console: Console) -> None:
 
 
 def budget_table(budgets: Sequence[Budget], width: int = WIDE) -> Group:
-    """One line a budget; a column for every region that one of them has, as far as the width goes."""
+    """A table with one line for each budget, and a column for every region that any of them has."""
     names = list(dict.fromkeys(name for budget in budgets for name in budget.regions))
 
     def region(name: str) -> Column:

@@ -23,7 +23,7 @@ LATE = "time is up (a second run goes on from the cache; --arch or flashlane com
 
 @dataclass(frozen=True)
 class Usage:
-    """One compiled configuration of one kernel; ``reason`` says why there is none, ``error`` how it failed."""
+    """The figures of one compiled configuration; ``reason`` says why there are none, ``error`` why it failed."""
 
     tag: str
     arch: str
@@ -31,7 +31,7 @@ class Usage:
     config: str = ""
     registers: int | None = None
     spill_stores: int | None = None
-    """Bytes, as the compiler reports them; so are the loads."""
+    """Bytes, as the compiler reports them; so is ``spill_loads``."""
     spill_loads: int | None = None
     shared_bytes: int | None = None
     """Shared memory of a CTA, static and dynamic."""
@@ -48,7 +48,7 @@ class Usage:
     reason: str = ""
     error: str = ""
     spills_allowed: int = 0
-    """Bytes that the kernel declares for this configuration, stores and loads."""
+    """The spills that the kernel declares for this configuration: bytes of stores and loads."""
     direction: str = "forward"
     entry: str = ""
     """The name of the device function, where a kernel is compiled from several device files."""
@@ -71,7 +71,7 @@ class Usage:
 
     @property
     def unexpected_warnings(self) -> tuple[str, ...]:
-        """The compiler's warnings, but for those of spills that the kernel declares."""
+        """The compiler's warnings, except those about spills that the kernel declares."""
         return tuple(line for line in self.warnings if self.spilled or "spill" not in line.lower())
 
 
@@ -81,7 +81,7 @@ def device_kernels() -> list[CompiledKernel]:
 
 
 def backward_device_kernels(words: Sequence[str] = ()) -> list[CompiledKernel]:
-    """The backward kernels that are compiled, and whose tag has one of the words, if there are any."""
+    """The compiled backward kernels whose tag contains one of the words; without words, all of them."""
     kernels = [k for k in registry.backward_kernels() if isinstance(k, CompiledKernel)]
     return [k for k in kernels if not words or any(word in k.tag for word in words)]
 
@@ -153,7 +153,7 @@ def _usage(
 
 
 def _instructions(compiled: jit.Compiled) -> dict[str, int] | None:
-    """Instruction counts, kept next to the cubin: disassembling takes longer than compiling."""
+    """Instruction counts, which are cached with the cubin, since disassembling takes longer than compiling."""
     disk, key = cache.default(), f"{compiled.key}-instructions"
     kept = disk.get(key)
     if kept is not None:
@@ -214,7 +214,7 @@ def report_shipped(
 
 
 def is_wrong(usage: Usage, strict: bool = True) -> bool:
-    """Whether a line should fail a check: it did not compile or, strictly, spilled undeclared or drew a warning."""
+    """Whether a line fails a check: it did not compile or, if strict, has undeclared spills or a warning."""
     return bool(usage.error) or (strict and bool(usage.spilled or usage.unexpected_warnings))
 
 
@@ -251,7 +251,7 @@ def _plain(value: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception on one line: its first line, and the second too where the first ends with a colon."""
+    """An exception on one line: its first line, and also the second if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -1,7 +1,7 @@
-"""``flashlane doctor``: what this machine has of what flashlane uses, and what does not work without the rest.
+"""``flashlane doctor``: which components flashlane finds on this machine, and what does not work without the others.
 
-:func:`examine` looks, and runs one small attention to see that its result is right. Apart from what that needs it
-imports nothing (packages are found by their metadata), and nothing that is absent or broken makes it raise.
+:func:`examine` looks for them, and runs one small attention to check its result. It finds packages by their metadata
+and imports only what that run needs. A component that is missing or broken never makes it raise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flashlane.inspect.gpu_state import GpuState
 
 Status = Literal["ok", "degraded", "missing", "optional"]
-"""``optional``: it is not here, and nothing is lost; of the run of a kernel ``missing`` is a wrong result."""
+"""``optional``: it is missing, and nothing is lost. For the run of a kernel, ``missing`` means a wrong result."""
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_CAPABILITY = (8, 0)
@@ -40,23 +40,23 @@ _STYLES: dict[Status, str] = {"ok": "green", "degraded": "yellow", "missing": "r
 _COMMAND_SECONDS = 10
 RUN, WRONG = "attention", "a wrong result"
 TOLERANCE = {"f16": 4e-3, "f32": 2e-5}
-"""Largest error of the run's output that counts as right, by its dtype; inputs are of a normal distribution."""
+"""The largest absolute error of the run's output that counts as right, by dtype; inputs are normal random numbers."""
 FEW_PROCESSES = 3
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for."""
+    """One component that was looked for."""
 
     group: str
     name: str
     status: Status
     found: str = ""
-    """Version, path or size; empty when missing."""
+    """Version, path or size; empty if it is missing."""
     cost: str = ""
-    """What does not work, or works worse, without it; empty when it is there."""
+    """What does not work, or works worse, without it; empty if it is here."""
     remedy: str = ""
-    """How to get it; empty when it is there."""
+    """How to get it; empty if it is here."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def can_launch(self) -> bool:
-        """Whether it can also be run here."""
+        """Whether kernels can also run here."""
         return self.can_compile and self["GPU"].status == "ok"
 
     @property
@@ -174,7 +174,7 @@ _TOOLS = (
 
 
 def examine() -> Report:
-    """Look at this machine. Nothing that is missing or broken makes it raise."""
+    """Look for all components on this machine. A missing or broken one never makes it raise."""
     torch = _torch()
     parts: tuple[tuple[str, Callable[[], Finding | Iterable[Finding]]], ...] = (
         ("Python", _python),
@@ -382,7 +382,7 @@ def _states(torch: Any) -> list[Finding]:
     try:
         found = states(with_processes=True)
     except NoState as error:
-        cost = "nobody sees a lowered clock, a power cap or other processes"
+        cost = "a lowered clock, a power cap or other processes go unnoticed"
         remedy = f"pip install nvidia-ml-py, or nvidia-smi of the driver ({error})"
         return [Finding("state", "GPU state", "missing", cost=cost, remedy=remedy)]
     return [finding for number, state in enumerate(found) for finding in _state(state, number)]
@@ -453,7 +453,7 @@ def _attention(torch: Any) -> Finding:
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.float16 if on_gpu else torch.float32
     q, k, v = (torch.randn(1, 192, 2, 64, generator=generator, device=device).to(dtype) for _ in range(3))
-    # On a CPU auto may take the formula itself, which would be compared with itself.
+    # On a CPU, auto may choose the formula itself, which must not be compared with itself.
     chosen = flashlane.explain(q, k, v, causal=True).chosen if on_gpu else "tiled"
     start = time.perf_counter()
     out = flashlane.flash_attn_func(q, k, v, causal=True, kernel=chosen)
@@ -478,7 +478,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _importable(module: str) -> bool:
-    """Whether a module can be found; of a dotted name only the parents' folders are looked at, nothing is imported."""
+    """Whether a module can be found, without importing it: for a dotted name, in the folders of its parent."""
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -491,7 +491,7 @@ def _importable(module: str) -> bool:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing when it is not there or fails."""
+    """The standard output of a command; empty if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):

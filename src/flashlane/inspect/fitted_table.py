@@ -1,4 +1,4 @@
-"""A table that fits its terminal: names fold, then columns go, the least needed first, and the table says which."""
+"""A table that fits its terminal: names are folded, then the least needed columns are hidden, and a line names them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 PIPED_WIDTH = 200
-"""Columns when the output is not a terminal and COLUMNS does not say."""
+"""The width when the output is not a terminal and COLUMNS is not set."""
 NONE = "–"
 FOLD = 24
-"""Longest line of a name in a narrow table."""
+"""The longest line of a folded name."""
 LEAST = 8
-"""A name is folded no narrower."""
+"""The smallest width to which a name is folded."""
 GAP = 2
 IN_THE_FILE = "see the JSON file"
 
@@ -30,12 +30,12 @@ class Column:
     title: str
     cell: Callable[[Any], str | Text]
     drop: int = 0
-    """Columns with the highest number go first where the terminal is narrow; 0 always stays."""
+    """In a narrow terminal, columns with the highest number are hidden first; a column with 0 never is."""
     justify: Literal["left", "right"] = "right"
     replaces: str = ""
     """Title of the column that this one is shown in place of, when both would fit."""
     fold: bool = False
-    """Whether its cells are names, which break over lines where they are long."""
+    """Whether its cells are names, which are folded into several lines if they are long."""
 
 
 def make_console(width: int | None = None, stderr: bool = False) -> Console:
@@ -65,14 +65,14 @@ def make_table(
     """Rows under their names, with as many columns as fit.
 
     Args:
-        rows: what the cells are made of.
-        columns: what is shown, from left to right.
-        title: above the table; empty for none.
-        width: of the terminal.
-        style: of a row.
-        head: of the first column.
-        name: what the first column says of a row.
-        elsewhere: where a reader finds the columns that are left out.
+        rows: the objects of which the table shows one each line.
+        columns: the columns after the first, from left to right.
+        title: the text above the table; empty for none.
+        width: the terminal's width.
+        style: gives the style of a row.
+        head: the title of the first column.
+        name: gives the text of a row's first column.
+        elsewhere: where a reader finds the hidden columns.
     """
     widest = max((len(name(row)) for row in rows), default=0)
     wide = {c.title: _width(c, rows) for c in columns}
@@ -103,7 +103,7 @@ def _cell(column: Column, row: Any, folding: bool) -> Text:
 
 
 def _fitting(columns: Sequence[Column], widths: dict[str, int], room: int) -> tuple[list[Column], list[str]]:
-    """The columns that fit, taken in the order of their need, and the titles of those that do not."""
+    """The columns that fit, the most needed first, and the titles of those that do not."""
 
     def visible(kept: Container[Column]) -> list[Column]:
         taken = {c.replaces for c in columns if c in kept} - {""}
@@ -127,7 +127,7 @@ def _width(column: Column, rows: Sequence[Any]) -> int:
 
 
 def fold_name(text: str, width: int) -> str:
-    """A name in lines of at most ``width``, broken at ``+``, brackets, commas, blanks, or where it must be."""
+    """A name in lines of at most ``width`` characters, broken at ``+``, brackets, commas or blanks if possible."""
     if len(text) <= width:
         return text
     lines, line = [], ""
@@ -143,7 +143,7 @@ def fold_name(text: str, width: int) -> str:
 
 
 def significant(number: float | None) -> str:
-    """Four significant digits without an exponent, as far as that goes; below 0.0001 two with one."""
+    """A number with about four significant digits and no exponent; below 0.0001 with two and an exponent."""
     if number is None:
         return NONE
     if 0 < number < 1e-4:

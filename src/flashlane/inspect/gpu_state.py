@@ -1,6 +1,6 @@
-"""What the GPUs of this machine do now: clocks, power, temperature, memory, utilisation and the processes on them.
+"""The current state of this machine's GPUs: clocks, power, temperature, memory, utilisation and their processes.
 
-It is read through NVML where the package nvidia-ml-py is installed, else from the program nvidia-smi of the driver.
+It is read through NVML if the package nvidia-ml-py is installed, else from the driver's program nvidia-smi.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SECONDS = 20
 """Limit of one call of nvidia-smi."""
 MIB = 2**20
 IDLE = 0x1
-"""The bit of the clock reasons that says that nothing runs."""
+"""The bit of the clock reasons that is set while nothing runs."""
 REASONS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -68,7 +68,7 @@ class GpuState:
 
     @property
     def slowed_by(self) -> tuple[str, ...]:
-        """Why its clocks are lower than they could be while something runs."""
+        """The reasons why its clocks are lower than they could be."""
         return tuple(text for bit, text in REASONS.items() if self.reasons & bit)
 
 

@@ -1,4 +1,4 @@
-"""Drawings of shared-memory layouts: a coloured grid in the terminal and as PNG, and the conflicts as a table.
+"""Drawings of shared-memory layouts: a coloured grid in the terminal and as PNG, and a table of bank conflicts.
 
 A cell is one chunk of 8 elements, at its row and *logical* column; its colour is the group of four banks that holds
 it. Eight rows of one column are read at once, so a column whose eight rows show eight colours has no conflict.
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#77AADD", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00", "#EEDD88", "#EE8866", "#FFAABB")
-"""Of the eight bank groups: Paul Tol's "light" scheme, told apart by colour-blind eyes, with black text on it."""
+"""The colours of the eight bank groups: Paul Tol's "light" scheme, which colour-blind readers can tell apart."""
 BANKS_OF_SLOT = CHUNK_BYTES // BANK_BYTES
 ROWS_SHOWN = 16
 PANEL_CHUNKS = 16
-"""Most chunks of a row in one panel of a PNG."""
+"""The most chunks of a row in one panel of a PNG."""
 
 
 AT_ONCE = {"fill": False, "edgecolor": "#111111", "linewidth": 2.0}
@@ -55,12 +55,12 @@ def distinct(tiles: Sequence[Tile]) -> list[tuple[Layout, str]]:
 
 
 def verdict(access: Access) -> str:
-    """``none``, or how bad the conflict of the worst group of lanes is: ``8-way``."""
+    """``none``, or the worst conflict of a group of lanes: ``8-way``."""
     return "none" if access.extra == 0 else f"{access.ways}-way"
 
 
 def warning(layout: Layout, rows: int) -> str:
-    """What is wrong with a layout besides conflicts; "" when nothing is."""
+    """A defect of a layout other than bank conflicts; empty if there is none."""
     lost = layout.collisions(rows)
     return f"not a permutation: {lost} of {rows * layout.chunks} chunks lie on another one" if lost else ""
 
@@ -69,7 +69,8 @@ def print_layouts(tiles: Sequence[Tile], console: Console, rows: int = ROWS_SHOW
     """The grid of every different layout, the legend, and what each access costs.
 
     Args:
-        tiles: what to show.
+        tiles: the tiles whose layouts are shown.
+        console: where they are printed.
         rows: rows of a grid.
         full: list every chunk on a line of its own instead of the grid.
     """
@@ -156,7 +157,7 @@ def _columns(chunk: int) -> str:
 
 
 def access_table(tiles: Sequence[Tile]) -> Table:
-    """Shared-memory passes of reading and writing each whole tile once, simulated, next to the least possible."""
+    """The simulated shared-memory passes that read and write each whole tile once, and how many are extra."""
     table = Table(title="Bank conflicts, simulated", title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("tile", no_wrap=True)
     table.add_column("access", no_wrap=True)
@@ -180,7 +181,7 @@ def _tile_name(tile: Tile) -> str:
 
 
 def as_dict(tiles: Sequence[Tile], rows: int = ROWS_SHOWN) -> dict[str, Any]:
-    """What the tables show, for JSON: ``layouts`` with a list of chunks for each row, and ``tiles`` with accesses."""
+    """The tables for JSON: ``layouts`` with a list of chunks for each row, and ``tiles`` with their accesses."""
 
     def chunk_of(layout: Layout, row: int, chunk: int) -> dict[str, int]:
         return {
@@ -231,7 +232,7 @@ def save_png(tiles: Sequence[Tile], path: Path, rows: int = ROWS_SHOWN, heading:
         raise ImportError('a PNG needs matplotlib: pip install "flashlane[plots]"') from error
     picture, small = io.BytesIO(), io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
-    # Few colours, so a palette: a quarter of the bytes.
+    # With a palette the file has a quarter of the bytes; there are few colours.
     Image.open(picture).convert("RGB").quantize(64).save(small, format="PNG", optimize=True)
     write_named(path, small.getvalue(), "--png")
 

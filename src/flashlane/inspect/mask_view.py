@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from flashlane.flex.masks import Mask
 
 MOST_CELLS = 72
-"""Cells of a line: with a margin they fit 80 columns."""
+"""The most cells of a line, which with a margin fits 80 columns."""
 SHADES = " ░▒▓█"
 MOST_DENSE = 4096
-"""Tokens of a mask of which every pair is looked at."""
+"""The most tokens of a mask whose pairs are all evaluated."""
 
 
 def dense(mask: Mask, tokens: int) -> torch.Tensor:
-    """The pairs that a mask shows, bool ``(queries, keys)``.
+    """Which pairs a mask makes visible, bool ``(queries, keys)``.
 
     Raises:
-        ValueError: there are too many.
+        ValueError: ``tokens`` is below 1 or above :data:`MOST_DENSE`.
     """
     import torch
 
@@ -45,9 +45,10 @@ def dense(mask: Mask, tokens: int) -> torch.Tensor:
 
 
 def lines_of(pairs: torch.Tensor) -> list[str]:
-    """A picture in characters, a row for every query (two in a line) or for as many as a cell has.
+    """A mask as lines of characters.
 
-    Up to :data:`MOST_CELLS` tokens every pair is drawn; of more, a cell's shade is the part that is visible.
+    Up to :data:`MOST_CELLS` tokens every pair is drawn, two queries in a line. With more tokens a cell stands for
+    several pairs, and its shade is the share of them that is visible.
     """
     tokens = pairs.shape[0]
     if tokens <= MOST_CELLS:
@@ -66,7 +67,7 @@ def lines_of(pairs: torch.Tensor) -> list[str]:
 
 
 def _shares(pairs: torch.Tensor, axis: int, cells: int) -> torch.Tensor:
-    """Means of a number of equal parts of an axis."""
+    """The means over ``cells`` nearly equal parts of an axis."""
     import torch
 
     n = pairs.shape[axis]
@@ -76,7 +77,7 @@ def _shares(pairs: torch.Tensor, axis: int, cells: int) -> torch.Tensor:
 
 
 def facts(mask: Mask, tokens: int, block: int) -> dict[str, Any]:
-    """What the lists of a mask hold: blocks of each state, visible pairs of them, intervals of a row."""
+    """Figures of a mask's block lists: the blocks of each state, and the intervals of a row (None without)."""
     import torch
 
     from flashlane.flex import blocks

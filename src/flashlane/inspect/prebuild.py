@@ -1,7 +1,7 @@
-"""Compile kernels ahead of their first call, without a GPU: which kernels problems run with, many compiled at a time.
+"""Compile kernels before their first call, in parallel and without a GPU.
 
-The kernels are those that ``auto`` chooses. Triton compiles its own at their first call, so that problems which its
-kernels run have nothing to compile here.
+The kernels are those that ``auto`` chooses for a list of problems. Triton compiles its kernels at their first call, so
+nothing is compiled here for problems that these run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32":
 
 
 def sources_of(problem: AttentionProblem, kernel: Kernel | None = None) -> tuple[KernelSource, ...]:
-    """What is compiled when a kernel (None: the one that ``auto`` chooses) runs a problem that it supports.
+    """The sources that are compiled when a kernel (None: the one that ``auto`` chooses) runs a problem.
 
     With ``needs_grad``, the kernels of the backward that follows are among them.
 
@@ -45,7 +45,7 @@ def sources_of(problem: AttentionProblem, kernel: Kernel | None = None) -> tuple
 
 @dataclass
 class Built:
-    """What :func:`compile_all` made."""
+    """The result of :func:`compile_all`."""
 
     compiled: list[Compiled] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -53,24 +53,24 @@ class Built:
 
     @property
     def fresh(self) -> int:
-        """How many were compiled, and not found in the cache."""
+        """How many kernels were compiled rather than found in the cache."""
         return sum(1 for one in self.compiled if not one.cached)
 
     @property
     def bytes(self) -> int:
-        """Of all cubins."""
+        """The total size of the cubins, in bytes."""
         return sum(len(one.cubin) for one in self.compiled)
 
 
 def compile_all(
     jobs: Iterable[tuple[KernelSource, str]], done: Callable[[], None] = lambda: None, workers: int | None = None
 ) -> Built:
-    """Compile kernels into the disk cache, as many at a time as there are cores.
+    """Compile kernels into the disk cache, in parallel threads.
 
     Args:
         jobs: kernels with their architectures.
-        done: called after each.
-        workers: how many at a time.
+        done: called after each kernel.
+        workers: the number of threads; by default that of the cores.
     """
     built = Built()
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
@@ -87,11 +87,11 @@ def compile_all(
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The ``config.json`` of a model of transformers, or that in a folder; of several models, that of the text.
+    """The ``config.json`` of a transformers model, from the file or its folder; its ``text_config`` if it has one.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no JSON, or has no sizes of attention.
+        FileNotFoundError: there is no such file.
+        ValueError: it is not JSON, or lacks the sizes of attention.
     """
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -117,16 +117,16 @@ def problems_of_model(
     causal: bool = True,
     backward: bool = True,
 ) -> Iterator[AttentionProblem]:
-    """The attention of a model's layers: whole sequences, packed ones, and one query token over keys or a cache.
+    """The problems of a model's layers: dense sequences, packed ones, and one query token over keys or a cache.
 
     Args:
         config: see :func:`read_config`.
         arch: the GPU's architecture.
         lengths: of sequences and caches; those beyond ``max_position_embeddings`` are left out.
         batches: sequences in a call.
-        dtype: None is the configuration's; f32 counts as bf16, in which such models are run.
-        causal: whether a token sees those before it only.
-        backward: also with gradients.
+        dtype: None takes the configuration's dtype, or bf16 where that is f32, since such models are run in bf16.
+        causal: whether a token sees only itself and the tokens before it.
+        backward: whether problems with gradients are included.
     """
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads

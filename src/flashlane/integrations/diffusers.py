@@ -1,7 +1,7 @@
 """An attention backend for Hugging Face ``diffusers``: ``flashlane.register_diffusers()``.
 
-A model then takes it by name, ``model.set_attention_backend("flashlane")``, as does a block of code,
-``with attention_backend("flashlane")``. The library's registry is keyed by an enumeration, which gets one more member.
+Then ``model.set_attention_backend("flashlane")`` selects it for a model, and ``with attention_backend("flashlane")``
+for a block of code. The keys of the library's registry are an enumeration, to which this module adds a member.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def register_diffusers(name: str = NAME) -> str:
     """Make flashlane's attention known to ``diffusers``, for ``model.set_attention_backend(name)``.
 
     Args:
-        name: what it is called there; a new name of lower case.
+        name: its name there: a new identifier in lower case.
 
     Returns:
         The name.
@@ -47,7 +47,7 @@ def register_diffusers(name: str = NAME) -> str:
 
 
 def _member(names: Any, value: str) -> Any:
-    """One more member of an enumeration of strings, which has no way to say so."""
+    """Add a member to an enumeration of strings, for which the language has no public way."""
     member = str.__new__(names, value)
     member._name_, member._value_ = value.upper(), value
     names._member_map_[member._name_] = names._value2member_map_[value] = member
@@ -67,7 +67,7 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What diffusers calls; differentiable in query, key, value and a float attn_mask.
+    """Attention as diffusers calls it; differentiable in query, key, value and a float attn_mask.
 
     It takes no ``_parallel_config``, so that diffusers itself refuses context parallelism with this backend.
 
@@ -77,15 +77,18 @@ def attention(
         value: ``(b, sk, hk, dv)``.
         attn_mask: broadcastable to ``(b, h, sq, sk)``, or of keys alone, ``(b, sk)``: bool, True where a key takes
             part, or added to the scores.
-        dropout_p: share of the probabilities that is dropped.
+        dropout_p: the probability with which each attention weight is dropped.
         is_causal: key j is visible to query i iff ``j <= i``, as in torch.
         scale: ``d ** -0.5`` by default.
         enable_gqa: allow fewer heads in key and value.
         window_size: (left, right), −1 for unbounded.
-        return_lse: also return the LSE ``(b, sq, h)``, as the library's FlashAttention backends have it.
+        return_lse: also return the LSE ``(b, sq, h)``, as the library's FlashAttention backends do.
 
     Returns:
-        ``(b, sq, h, dv)``, and where asked the LSE.
+        The output ``(b, sq, h, dv)``; with ``return_lse`` (output, LSE).
+
+    Raises:
+        ValueError: ``is_causal`` and ``attn_mask`` are both given, or the heads differ without ``enable_gqa``.
     """
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; only one of them may be")

@@ -1,13 +1,14 @@
 """flashlane under torch's own attention: ``flashlane.integrations.torch.enable()``.
 
-torch keeps a registry of flash attention implementations (``torch.nn.attention.register_flash_attention_impl``), which
-put their kernels under its operators. flashlane is :data:`NAME` there. With it ``F.scaled_dot_product_attention`` where
-it takes its flash backend, ``torch.nn.attention.varlen.varlen_attn``, ``nn.MultiheadAttention``,
-``nn.TransformerEncoder``, nested tensors and torch's context parallel run flashlane's kernels, compiled or not.
+torch has a registry of flash attention implementations (``torch.nn.attention.register_flash_attention_impl``), whose
+kernels run torch's flash operators. flashlane is :data:`NAME` there. These then run flashlane's kernels, compiled or
+not: ``F.scaled_dot_product_attention`` where it takes its flash backend, ``torch.nn.attention.varlen.varlen_attn``,
+``nn.MultiheadAttention``, ``nn.TransformerEncoder``, nested tensors and torch's context parallel.
 
-FlexAttention is not in that registry: :mod:`flashlane.integrations.torch_flex` puts flashlane under it.
+FlexAttention is not in that registry: :mod:`flashlane.integrations.torch_flex` replaces its functions.
 
-What flashlane does not take (dropout, debug masks) runs as before, and this module's logger says so at debug level.
+Calls that flashlane does not support (dropout, debug masks) run torch's own kernel; this module's logger reports each
+at debug level.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from flashlane.ops.watched import is_watched
 __all__ = ["NAME", "disable", "enable", "enabled", "is_enabled"]
 
 NAME = "flashlane"
-"""Of the implementation in torch's registry."""
+"""The name of the implementation in torch's registry."""
 _log = logging.getLogger(__name__)
 
 
 def enable(*, prefer: bool = True) -> None:
     """Run flashlane's kernels under torch's flash attention operators on CUDA, until :func:`disable`.
 
-    Another implementation that is active in torch's registry (FlashAttention-3 or -4) ends with this.
+    It deactivates another implementation of torch's registry (FlashAttention-3 or -4).
 
     Args:
-        prefer: also have SDPA try its flash backend before the others: on Hopper recent versions of torch take cuDNN
-            first. A backend that is disabled (``sdpa_kernel``, ``torch.backends.cuda``) stays so.
+        prefer: also make SDPA try its flash backend first: on Hopper, recent versions of torch try cuDNN first. A
+            backend that is disabled (``sdpa_kernel``, ``torch.backends.cuda``) stays disabled.
 
     Raises:
-        RuntimeError: torch sees no CUDA device: its registry has no operators elsewhere.
+        RuntimeError: torch finds no CUDA device; its registry has operators for CUDA only.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("torch sees no CUDA device; its flash attention implementations exist for CUDA only")
@@ -99,7 +100,7 @@ _order_before: list[list[int]] = []
 
 def _prefer_flash() -> None:
     t = torch.empty(1, 1, 8, 8, device="cuda", dtype=torch.float16)
-    torch._fused_sdp_choice(t, t, t)  # torch settles its order at the first choice, and would replace ours then
+    torch._fused_sdp_choice(t, t, t)  # torch sets its own order at the first choice, which would replace this one
     before = [int(backend) for backend in torch._C._get_sdp_priority_order()]
     first = int(SDPBackend.FLASH_ATTENTION)
     if not _order_before:
@@ -123,7 +124,7 @@ class Handle:
             with contextlib.suppress(AttributeError, RuntimeError):  # a torch without that function, or that kernel
                 self.before[name] = torch.library.get_kernel(f"aten::{name}", key)
             function = self._falling_back(name, implementation)
-            with warnings.catch_warnings():  # that a kernel is overridden, which is meant
+            with warnings.catch_warnings():  # torch warns that a kernel is overridden, which is intended
                 warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
                 self.library.impl(name, function, key, with_keyset=True, allow_override=True)
 
@@ -152,14 +153,14 @@ def _register() -> Handle:
 
 
 _without_registry: Handle | None = None
-"""What :func:`enable` made in a torch that has no registry."""
+"""The operators of :func:`enable` in a torch without the registry."""
 
 Forward = tuple[torch.Tensor, torch.Tensor]
 
 
 def _refuse(dropout_p: float, return_debug_mask: bool = False) -> None:
     if dropout_p:
-        # Its backward has the state of torch's generator, and cannot know whose kernel drew the mask.
+        # The backward gets the state of torch's generator, which does not say whose kernel drew the mask.
         raise NotImplementedError(f"dropout_p is {dropout_p:g}; torch's kernels draw their own mask")
     if return_debug_mask:
         raise NotImplementedError("return_debug_mask is True; only torch's kernels have that mask")
@@ -184,7 +185,7 @@ def _asked(
 
 
 def _attend(inputs: Inputs, asked: Asked, out: torch.Tensor | None) -> Forward:
-    """Output and LSE, into a given output of any strides."""
+    """The output, written into ``out`` if that is given (with any strides), and the LSE."""
     if out is None or is_watched(inputs):
         found, lse = ops.attend(inputs, **asked._asdict())
         return found if out is None else out.copy_(found), lse
@@ -206,7 +207,7 @@ def _sequences(
     block_table: torch.Tensor | None = None,
     **modifiers: torch.Tensor | None,
 ) -> tuple[Inputs, lengths.Side | None]:
-    """The tensors of a call, and where k and v had to be packed for it, how. Modifiers have the names of ``Inputs``."""
+    """The tensors of a call, and, if k and v must be packed first, how. Modifiers have the names of ``Inputs``."""
     if cum_seq_q is None:
         return Inputs(q, k, v, seqused_k=seqused_k, block_table=block_table, **modifiers), None
     packed = {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": whole_number(max_q), **modifiers}
@@ -225,7 +226,7 @@ def _sequences(
 
 
 def _unused(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """State of the generator and debug mask, which nothing reads without dropout."""
+    """Placeholders for the generator's state and the debug mask, which nothing reads without dropout."""
     state = q.new_empty((2,), dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
     return *state, q.new_empty(0)
 
@@ -301,7 +302,7 @@ def _gradients(
 
 
 def _laid_out(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A gradient with the strides that torch gives it: a compiled graph relies on them."""
+    """A gradient with the strides that torch gives it, on which compiled graphs rely."""
     wanted = torch.empty_like(like)
     same = all(a == b for a, b, n in zip(t.stride(), wanted.stride(), t.shape, strict=True) if n > 1)
     return t if same else wanted.copy_(t)
@@ -317,7 +318,7 @@ def _scaled_dot_product_flash_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Heads before rows: ``(b, h, s, d)``."""
+    """Attention of tensors ``(b, h, s, d)``, whose heads come before their rows."""
     _refuse(dropout_p, return_debug_mask)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     rows_outside = query.stride(0) >= query.stride(2) >= query.stride(1)  # the order that flashlane's outputs have
@@ -360,4 +361,4 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         _scaled_dot_product_flash_attention_backward,
     )
 }
-"""By their names in ``torch.ops.aten``; an older torch may lack one."""
+"""The implementations by the names of their operators in ``torch.ops.aten``, which an older torch may lack."""

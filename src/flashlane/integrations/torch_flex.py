@@ -1,7 +1,7 @@
 """flashlane under torch's FlexAttention: ``torch.nn.attention.flex_attention`` runs flashlane's functions.
 
-``enable()`` replaces ``flex_attention`` and ``create_block_mask`` in that module. Code that imported the names from it
-before holds torch's own functions and goes on to run them, so enable first, or replace them there too.
+``enable()`` replaces ``flex_attention`` and ``create_block_mask`` in that module. Code that imported these names
+earlier still calls torch's own functions: enable it before such imports, or replace the names there, too.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["disable", "enable", "enabled", "is_enabled"]
 
 NAMES = ("flex_attention", "create_block_mask")
 _before: dict[str, Callable[..., Any]] = {}
-"""torch's own functions, while flashlane's are in their place."""
+"""torch's own functions by name, while flashlane's replace them."""
 
 
 def enable(*, otherwise: str = "raise") -> None:
     """Run flashlane's functions under torch's names, until :func:`disable`.
 
     Args:
-        otherwise: what happens to a call that flashlane does not run, because its function cannot be translated or no
-            kernel runs on its device: ``raise``, ``torch`` (torch's own function runs it) or ``reference`` (torch
-            operations in tiles, where the function can be translated).
+        otherwise: what a call does whose function cannot be translated, or whose device has no kernel: ``raise`` an
+            error, run ``torch``'s own function, or run the ``reference`` (torch operations in tiles, for functions that
+            can be translated).
 
     Raises:
         ValueError: ``otherwise`` is none of these.
@@ -56,7 +56,7 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def enabled(*, otherwise: str = "raise") -> Iterator[None]:
-    """:func:`enable` for a block of code; what was enabled before is so again after it."""
+    """:func:`enable` for a block of code; afterwards the names are what they were before it."""
     before = {name: getattr(torch_flex, name) for name in NAMES}
     outer = dict(_before)
     enable(otherwise=otherwise)

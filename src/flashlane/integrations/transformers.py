@@ -1,10 +1,11 @@
 """An attention implementation for Hugging Face ``transformers``: ``flashlane.register_transformers()``.
 
-It goes into the library's two tables: AttentionInterface, whose function a model's layers call, and
-AttentionMaskInterface, whose function makes the mask once for all layers. Ours makes none where the kernel's own causal
-mask or sliding window says the same, and transformers' boolean mask for all else: padding, packed sequences, chunks,
-static caches. Where that is padding on one side or the rest of a static cache, the lengths are kept with it
-(:mod:`flashlane.integrations.transformers_padding`), and layers that need no gradient read these and no mask.
+It is registered in two tables of the library: AttentionInterface, whose function a model's layers call, and
+AttentionMaskInterface, whose function makes one mask for all layers. Ours makes no mask where the kernel's own causal
+mask or sliding window is equivalent, and transformers' boolean mask otherwise: for padding, packed sequences, chunks
+and static caches. If that mask hides padding on one side or the unused rows of a static cache, the lengths are stored
+with it (:mod:`flashlane.integrations.transformers_padding`); layers that need no gradient use them in place of the
+mask.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flashlane.ops import call as ops
 
 NAME = "lane_attention"
 MODIFIERS = ("position_bias", "softcap", "s_aux")
-"""What a layer may pass to attention that modifies scores."""
+"""Arguments of a layer's attention that modify scores."""
 WITH_SINKS = ("gpt_oss",)
 """Types of models whose layers pass ``s_aux``; no entry of their configuration says so."""
 _BIAS = "_flashlane_bias"
@@ -34,9 +35,9 @@ def register_transformers(name: str = NAME, kernel: str | None = None) -> str:
     """Make flashlane's attention known to ``transformers``, for ``model.set_attn_implementation(name)``.
 
     Args:
-        name: what it is called there. It must not contain "flash": transformers takes such a name for a
-            FlashAttention package and looks for that; nor "eager" or "sdpa", which are its own.
-        kernel: the tag of the kernel that every layer runs; it runs or raises. None lets the dispatcher choose.
+        name: its name there. It must not contain "flash", because transformers looks for a FlashAttention package of
+            such a name; and it must not be "eager" or "sdpa", which are transformers' own.
+        kernel: the tag of the kernel that every layer runs; the kernel runs or raises. None lets the dispatcher choose.
 
     Returns:
         The name.
@@ -84,7 +85,9 @@ def attention(
     kernel: str | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What a layer of a transformers model calls; differentiable in query, key, value, s_aux and position_bias.
+    """Attention as a layer of a transformers model calls it.
+
+    It is differentiable in query, key, value, s_aux and position_bias.
 
     Args:
         module: the layer, of which only ``is_causal`` is read.
@@ -92,17 +95,17 @@ def attention(
         key: ``(b, hk, sk, d)``, its heads not expanded.
         value: ``(b, hk, sk, dv)``.
         attention_mask: None, or broadcastable to ``(b, h, sq, sk)``: bool, True where visible, or added to the scores.
-            It says all about visibility: without it the layer is causal, if it is, within ``sliding_window`` keys.
-        dropout: share of the probabilities that is dropped.
+            It alone decides what is visible; without it ``is_causal`` and ``sliding_window`` do.
+        dropout: the probability with which each attention weight is dropped.
         scaling: softmax scale; ``d ** -0.5`` by default.
         is_causal: overrides that of the module.
-        sliding_window: a query sees itself and so many keys less one before it (if not causal, also after it).
+        sliding_window: a query sees itself and ``sliding_window - 1`` keys before it (if not causal, also after it).
         softcap: scores become ``softcap * tanh(score / softcap)``.
         s_aux: ``(h,)``, learnable sinks.
         position_bias: added to the scores, ``(1 or b, h, sq, sk)``.
         kernel: see :func:`register_transformers`.
-        others: what transformers passes to every implementation and none needs here; packed sequences
-            (``cu_seq_lens_q``, …) are followed where there is no mask.
+        others: further arguments that transformers passes to every implementation, which are ignored; except
+            ``cu_seq_lens_q``, … of packed sequences, which are used where there is no mask.
 
     Returns:
         The output ``(b, sq, h, dv)``, contiguous, and None in place of the probabilities.
@@ -171,10 +174,10 @@ def _packed(
 def _bias(
     mask: torch.Tensor | None, position_bias: torch.Tensor | None, query: torch.Tensor, seqlen_k: int
 ) -> torch.Tensor | None:
-    """A mask and a position bias as what is added to the scores."""
+    """The tensor that is added to the scores for a mask and a position bias; None for neither."""
     if mask is None:
         return position_bias
-    if mask.shape[-1] > seqlen_k:  # some models give a mask of more keys than there are yet
+    if mask.shape[-1] > seqlen_k:  # some models pass a mask for more keys than exist so far
         mask = mask[..., :seqlen_k]
     if mask.dtype == torch.bool:
         if position_bias is not None:
@@ -184,7 +187,7 @@ def _bias(
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a boolean mask is True, else −inf; axes that it was expanded along stay 1. Made once for all layers."""
+    """A boolean mask as 0 (True) and −inf, made once for all layers; axes along which it is expanded stay of size 1."""
     keeps = not torch.compiler.is_compiling()
     kept = getattr(mask, _BIAS, None) if keeps else None
     version = None if mask.is_inference() else mask._version
@@ -204,14 +207,14 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def mask(**asked: Any) -> torch.Tensor | None:
-    """The mask of a model's layers: None where the kernel's own causal mask and window say the same, else as ``sdpa``.
+    """The mask of a model's layers: None where the kernel's own causal mask and window are equivalent, else ``sdpa``'s.
 
-    Called by transformers with keywords (``q_length``, ``kv_length``, ``mask_function``, …). Of an encoder's padding
-    one row is made for all queries.
+    transformers calls it with keywords (``q_length``, ``kv_length``, ``mask_function``, …). For an encoder's padding it
+    makes one row for all queries.
     """
     ranges = _ranges(asked)
     if ranges is not None and ranges.whole:
-        asked["attention_mask"] = None  # nobody needs to look at it again
+        asked["attention_mask"] = None  # no other function needs to test it again
     elif ranges is not None:
         if ranges.prefill and asked.get("allow_is_causal_skip"):
             return None
@@ -225,7 +228,7 @@ def mask(**asked: Any) -> torch.Tensor | None:
 
 
 def _made(asked: dict[str, Any]) -> torch.Tensor | None:
-    """The mask as ``sdpa`` has it; of what depends on keys alone, one row for all queries."""
+    """The mask that ``sdpa`` gets; where it depends on keys alone, one row expanded to all queries."""
     from transformers import AttentionMaskInterface, masking_utils
 
     make, queries = AttentionMaskInterface()["sdpa"], asked.get("q_length")
@@ -237,7 +240,7 @@ def _made(asked: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _ranges(asked: dict[str, Any]) -> padded.KeyRanges | None:
-    """The stretches of keys that a mask is asked to say, where it is causal, a causal window, or of keys alone."""
+    """The keys of each sequence as ranges; None unless the mask is causal, a causal window, or of keys alone."""
     from transformers import masking_utils
 
     queries, keys, first = asked.get("q_length"), asked.get("kv_length"), asked.get("kv_offset", 0)
@@ -261,7 +264,7 @@ def _ranges(asked: dict[str, Any]) -> padded.KeyRanges | None:
 
 
 def _observed(padding: torch.Tensor | None, device: torch.device) -> bool:
-    """Whether something traces this code or captures it in a graph, so that nothing may wait for the device."""
+    """Whether the code is traced or captured in a graph, so that it must not wait for the device."""
     from transformers import masking_utils
 
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -271,7 +274,7 @@ def _observed(padding: torch.Tensor | None, device: torch.device) -> bool:
 
 
 def _window_says_all(asked: dict[str, Any]) -> bool:
-    """Whether what is visible is just a causal sliding window, which the layers hand to :func:`attention`."""
+    """Whether the mask is exactly the causal sliding window that the layers pass to :func:`attention`."""
     queries, keys = asked.get("q_length"), asked.get("kv_length")
     first, last = asked.get("kv_offset", 0), asked.get("q_offset", 0)
     padding = asked.get("attention_mask")
@@ -295,11 +298,11 @@ def _window_of(function: Any) -> int | None:
             return None
         return _captured(overlay, masking_utils.sliding_window_overlay(1))["sliding_window"]
     except (AttributeError, KeyError, TypeError, ValueError):
-        return None  # not that function, or a transformers that makes it otherwise: the mask is then made in full
+        return None  # another function, or a transformers that builds it differently: the whole mask is then made
 
 
 def _captured(function: Callable[..., Any], like: Callable[..., Any]) -> dict[str, Any]:
-    """What a function closes over, by name, if it has the code of another."""
+    """The variables in a function's closure, by name, if it has the code of another function; else nothing."""
     if function.__code__ is not like.__code__:
         return {}
     cells = function.__closure__ or ()
@@ -310,7 +313,7 @@ def _captured(function: Callable[..., Any], like: Callable[..., Any]) -> dict[st
 def _hands_over_windows(config: type) -> bool:
     """Whether the layers of a model of that configuration pass ``sliding_window`` to attention.
 
-    Those that support FlashAttention must: it has no other way to learn of a window.
+    Models that support FlashAttention do, since it learns of a window in no other way.
     """
     from transformers import MODEL_MAPPING
 

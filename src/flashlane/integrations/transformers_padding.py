@@ -1,7 +1,7 @@
-"""A padded batch of transformers as lengths: where each sequence's keys begin and end, in place of a mask of all pairs.
+"""A padded batch of transformers as lengths: where each sequence's keys begin and end, instead of a mask of all pairs.
 
-A mask is a tensor that is added to the scores, which only the Triton kernel takes; lengths are what every kernel of
-caches takes, and keys that are padding are then not read at all.
+A mask becomes a bias, which only the Triton kernel supports. Every kernel that supports caches supports lengths, and it
+does not read keys that are padding.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import torch
 from flashlane.core.problem import Alignment
 
 DEVICES = ("cuda",)
-"""Where lengths are taken: on a CPU torch's own attention, which has none, is the fastest there is."""
+"""Devices on which lengths are used. On a CPU torch's own attention, which has no lengths, is the fastest."""
 _ATTRIBUTE = "_flashlane_key_ranges"
 
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """What a mask says whose sequences each see one stretch of keys, causally, within a window or all of it."""
+    """A mask in which each sequence sees one range of keys: all of it, causally, or within a causal window."""
 
     first: torch.Tensor | None
     """int32 ``(b,)``, the first key of each sequence; None: 0 for all."""
     stop: torch.Tensor
-    """int32 ``(b,)``, the first key after the stretch."""
+    """int32 ``(b,)``, the first key after the range."""
     causal: bool
     window: int | None
     alignment: Alignment
     whole: bool = False
     """Nothing is padded: every sequence has all keys."""
     prefill: bool = False
-    """Several queries are the first and nothing is padded: a causal mask aligned top-left, no window, says all."""
+    """There are several queries, the first of their sequences, and no padding: a causal mask, top-left, is enough."""
 
 
 def key_ranges(
@@ -44,19 +44,19 @@ def key_ranges(
     window: int | None,
     device: torch.device | str,
 ) -> KeyRanges | None:
-    """The stretches of keys that a batch sees; None where they are no stretches that lengths can say.
+    """The range of keys that each sequence of a batch sees; None where lengths cannot express it.
 
-    It waits for the device once where there is padding, as transformers does to see whether there is any.
+    If there is padding it waits for the device once, as transformers does to test whether there is any.
 
     Args:
         padding: ``(b, keys)``, nonzero where a key is a token; None: everywhere.
-        batch: sequences.
-        queries: the last of which is key ``end - 1``, if causal.
-        keys: rows of the keys, of which those from ``end`` on are not there yet.
-        end: also as a tensor, which a static cache counts in.
+        batch: the number of sequences.
+        queries: the number of queries; if causal, the last one is at key ``end - 1``.
+        keys: the number of rows of K; those from ``end`` on are not used yet.
+        end: an int, or the tensor in which a static cache counts its rows.
         causal: whether a query sees no later keys.
         window: how many keys a query sees, itself included; None: all.
-        device: of the result.
+        device: the device of the result.
     """
     if padding is None:
         if isinstance(end, torch.Tensor):
@@ -73,7 +73,7 @@ def key_ranges(
     start = torch.as_tensor(end == queries, device=device).reshape(())
     facts = torch.stack([stretches, unpadded_left, to_end, (stop == keys).all(), start]).tolist()
     stretches, unpadded_left, to_end, to_keys, start = facts
-    # Aligned bottom-right the last query is the last key of its stretch; aligned top-left the first is the first.
+    # Aligned bottom-right, the last query is at the last key of its range; top-left, the first at the first.
     if not stretches or (causal and not to_end and not (unpadded_left and start)):
         return None
     first, stop = (t.squeeze(-1).int() for t in (first, stop))
@@ -89,12 +89,12 @@ def key_ranges(
 
 
 def attach(mask: torch.Tensor, ranges: KeyRanges) -> None:
-    """Keep with a mask what it says."""
+    """Store the ranges of a mask with it."""
     setattr(mask, _ATTRIBUTE, (_version(mask), ranges))
 
 
 def attached(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> KeyRanges | None:
-    """What was kept with a mask, if it was not changed since and is one of these queries and keys."""
+    """The ranges that were stored with a mask, if it has not been changed since and fits these queries and keys."""
     if mask is None or torch.compiler.is_compiling():
         return None
     version, ranges = getattr(mask, _ATTRIBUTE, (None, None))

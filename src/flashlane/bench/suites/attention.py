@@ -2,7 +2,7 @@
 
 ``attention``: batch 8, one head, f32, no mask; forward, backward and memory before the backward pass. ``flash``: batch
 1, one head, causal; forward, backward and both, against eager PyTorch and PyTorch under ``torch.compile``. Passes are
-timed apart: the forward records what a gradient needs, the backward runs on a graph that was made before.
+timed separately: the forward records its graph, and the backward runs on a graph that was recorded before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from flashlane import flash_attn_func
 from flashlane.bench.measure.timing import Clock, Settings, Timing, clock_for, measure
-from flashlane.bench.suites.flash import (
+from flashlane.bench.suites.suite import (
     ERROR,
     FAIL,
     OOM,
@@ -43,9 +43,9 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 Compiling = Literal["static", "dynamic", "none"]
 COMPILING: tuple[Compiling, ...] = ("static", "dynamic", "none")
 SCORE_COPIES = {"forward": 3, "backward": 5, "both": 5}
-"""Matrices of scores that plain attention holds at once, for refusing what a CPU's memory does not hold."""
+"""Score matrices that plain attention holds at once, by which cases that exceed a CPU's memory are refused."""
 TOLERANCE = {"f16": 1e-2, "bf16": 2e-2, "f32": 2e-3, "f64": 1e-6}
-"""Largest relative L2 error of an output or gradient against torch's own attention in f32 (f64 for f64)."""
+"""The largest relative L2 error of an output or gradient against torch's own attention in f32 (f64 for f64)."""
 GPU_SETTINGS = Settings(rounds=5, round_ms=5.0, warmup_ms=20.0, warmup=2, max_iterations=100, budget_ms=2000.0)
 CPU_SETTINGS = Settings(rounds=3, round_ms=2.0, warmup_ms=4.0, warmup=1, max_iterations=50, budget_ms=600.0)
 
@@ -70,7 +70,7 @@ class Case:
 
 @dataclass
 class Pass:
-    """One implementation in one direction, for the interleaved clock; its graph lives only inside its context."""
+    """One implementation in one direction, for the timer; its graph exists only inside its context."""
 
     tag: str
     attend: Attend
@@ -78,7 +78,7 @@ class Pass:
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     do: torch.Tensor
     score_bytes: int = 0
-    """Bytes of one matrix of scores, for an implementation that holds them."""
+    """Bytes of one score matrix; 0 for an implementation that holds none."""
     out: torch.Tensor | None = field(default=None, repr=False)
 
     @contextlib.contextmanager
@@ -105,7 +105,7 @@ class Pass:
 
 @dataclass
 class Implementation:
-    """What a suite compares: its key in the columns, and attention of a shape."""
+    """One implementation of a suite: its key in the columns, and a function that gives its attention for a case."""
 
     key: str
     label: str
@@ -114,7 +114,7 @@ class Implementation:
 
 
 def compiled(attend: Attend, how: Compiling) -> Callable[[Case], Attend]:
-    """``torch.compile`` of plain attention: again for each shape (static), or once for all lengths (dynamic)."""
+    """``torch.compile`` of plain attention, for each shape (static) or once for all lengths (dynamic)."""
     import torch._functorch.config as functorch
 
     functorch.donated_buffer = False  # a backward pass that is timed runs many times on one graph
@@ -123,7 +123,7 @@ def compiled(attend: Attend, how: Compiling) -> Callable[[Case], Attend]:
         return lambda case: once
 
     def prepare(case: Case) -> Attend:
-        torch._dynamo.reset()  # after eight shapes dynamo would run the eager version in its name
+        torch._dynamo.reset()  # after eight shapes dynamo would silently run the eager version
         return torch.compile(attend, dynamic=False)
 
     return prepare
@@ -131,20 +131,20 @@ def compiled(attend: Attend, how: Compiling) -> Callable[[Case], Attend]:
 
 @dataclass
 class AttentionSuite:
-    """Either table; see the module's docstring.
+    """One of the two tables that the module's docstring describes.
 
     Args:
         name: ``attention`` or ``flash``.
-        device: where it runs.
-        seqlens: lengths.
+        device: the device on which it runs.
+        seqlens: sequence lengths.
         head_dims: head dims.
         dtypes: names of dtypes.
-        batch: sequences.
-        heads: heads of each.
+        batch: the number of sequences.
+        heads: heads of each sequence.
         compiling: whether torch.compile is compared, and how (``flash`` only).
-        kernel: tag of our kernel, or None for what the dispatcher takes.
+        kernel: tag of our kernel, or None for the one that the dispatcher takes.
         timing: how long to measure.
-        seed: of the inputs.
+        seed: seed of the inputs.
     """
 
     name: Literal["attention", "flash"]
@@ -205,7 +205,7 @@ class AttentionSuite:
             yield Column(f"speedup_{other}_{direction}", title, 2, "x", drop=self._drop(direction))
 
     def _drop(self, what: str, key: str = "") -> int:
-        """A narrow terminal keeps the forward longest: our time, what it gains, then the others' times."""
+        """A narrow terminal hides the forward last; within a direction, our time last, then the speed-up."""
         ours = self.implementations[-1].key
         return 1 + 3 * (*DIRECTIONS, "memory").index(what) + {ours: 0, "": 1}.get(key, 2)
 
@@ -213,12 +213,12 @@ class AttentionSuite:
     def notes(self) -> list[str]:
         labels = ", ".join(f"{i.key}: {i.label}" for i in self.implementations)
         found = [
-            f"{labels}. Milliseconds: median of interleaved rounds. The forward records what a gradient needs; the "
-            "backward is timed apart, on a graph that was made before.",
+            f"{labels}. Milliseconds: median of interleaved rounds. The forward records its graph; the backward is "
+            "timed separately, on a graph that was recorded before.",
             "OOM: out of memory. N/A: one of the two times is missing. FAIL: our result is off; it is not timed.",
         ]
         if self.causal:
-            found.append("ft, bt, fbt: forward, backward, both in one.")
+            found.append("ft, bt, fbt: forward, backward, both as one step.")
         else:
             how = "torch's allocator" if self.device.type == "cuda" else "inputs, output and what autograd saved"
             found.append(f"mem: bytes alive before the backward pass ({how}), a million bytes.")
@@ -287,14 +287,14 @@ class AttentionSuite:
     def _check(
         self, case: Case, attend: Attend, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], do: torch.Tensor
     ) -> str:
-        """What is wrong with our output or gradients against torch's attention in a wider type; empty when nothing."""
+        """The error of our output or gradients against torch's attention in a wider type, as text; empty if right."""
         wide = torch.float64 if case.dtype == "f64" else torch.float32
         try:
             found = guarded(lambda: _results(attend, tensors, do), self.device)
             exact = tuple(t.detach().to(wide).requires_grad_() for t in tensors)
             right = guarded(lambda: _results(self._torch_attention, exact, do.to(wide)), self.device)
         except OutOfMemory:
-            return ""  # what runs out of memory here says so in its own cell
+            return ""  # the cells of the measurement say that memory is exhausted
         except Exception as error:
             return f"flashlane: {type(error).__name__}: {error}"
         for name, mine, theirs in zip(("out", "dq", "dk", "dv"), found, right, strict=True):
@@ -313,9 +313,9 @@ class AttentionSuite:
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         score_bytes: int,
     ) -> Value:
-        """Megabytes alive between the forward and the backward pass: q, k, v and what the forward pass leaves."""
+        """Megabytes alive between the forward and the backward: q, k, v, the output and what autograd saved."""
         on_gpu = self.device.type == "cuda"
-        release(self.device)  # what the implementation before it left
+        release(self.device)  # memory of the previous implementation
         before = torch.cuda.memory_allocated(self.device) if on_gpu else 0  # a library's workspace is no part of it
         try:
             refuse_beyond_memory(SCORE_COPIES["forward"] * score_bytes, self.device)
@@ -341,7 +341,7 @@ def _results(
 
 
 def _without_traceback(result: Timing | Exception) -> Timing | Exception:
-    """An exception's traceback holds the frames of what raised it, and those its tensors."""
+    """A result whose exception holds no traceback, which would keep the tensors of its frames alive."""
     return result.with_traceback(None) if isinstance(result, Exception) else result
 
 

@@ -1,4 +1,4 @@
-"""The baseline logs: the problems of the project that this one grew out of, and what its logs report for them."""
+"""The baseline logs: the problems of the benchmark logs from which this project started, and the times in them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ REPORTED = Path(__file__).with_name("baseline_reported.json")
 
 @dataclass(frozen=True)
 class Line:
-    """One problem of a log, and what the log timed on it."""
+    """One problem of a log, and the implementations that the log timed on it."""
 
     log: str
     problem: AttentionProblem
     kernels: tuple[str, ...]
     peers: tuple[str, ...]
     reported: dict[str, float] = field(default_factory=dict, hash=False)
-    """Milliseconds of the log by tag, from the card that the log was made on."""
+    """The log's milliseconds by tag, on the GPU of the log."""
 
 
 def lines(arch: str | None, path: Path = REPORTED) -> Iterator[Line]:

@@ -1,7 +1,7 @@
 """Whole models with the attention swapped by name and everything else equal: ``flashlane e2e``.
 
-Each attention's result is held against that of the library's default before it is timed; calls are interleaved round by
-round in drawn order by the bench's own timer.
+Before an attention is timed, its result is compared with that of the library's default. The bench's own timer
+interleaves the calls round by round, in random order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend
 
 from flashlane.bench.measure.timing import Settings, Timing, clock_for, drawn_order, measure, summarise
 from flashlane.bench.suites import whole_models as models
-from flashlane.bench.suites.flash import (
+from flashlane.bench.suites.generation import generate, ours_in_transformers
+from flashlane.bench.suites.suite import (
     FAIL,
     NA,
     Column,
@@ -26,7 +27,6 @@ from flashlane.bench.suites.flash import (
     release,
     speedup,
 )
-from flashlane.bench.suites.generation import generate, ours_in_transformers
 from flashlane.bench.suites.whole_models import DEFAULT, OURS, Attention, Built, Served, Setup, Workload
 
 GPU_SETTINGS = Settings(rounds=5, round_ms=8.0, warmup_ms=30.0, warmup=1, budget_ms=2e4, protocols=("steady",))
@@ -91,14 +91,14 @@ class E2ESuite:
     """The table of whole models.
 
     Args:
-        device: where they run.
+        device: the device on which they run.
         workloads: names of :data:`WORKLOADS`.
         attentions: names of :data:`flashlane.bench.suites.whole_models.ATTENTIONS`; the default always runs.
-        layers: of the models whose blocks are alike.
-        small: tiny models.
-        model: where the weights of minilm are.
+        layers: layers of the models that are built with some of their layers.
+        small: build tiny models.
+        model: folder or package with the weights of minilm.
         timing: how long to measure.
-        seed: of weights and tokens.
+        seed: seed of weights and tokens.
     """
 
     device: torch.device
@@ -144,7 +144,7 @@ class E2ESuite:
         ]
 
     def _order(self) -> list[str]:
-        """Which backend of SDPA this torch takes first: what the default is compared with depends on it."""
+        """A note that says which backend SDPA tries first here, since the default depends on it."""
         if self.device.type != "cuda":
             return []
         t = torch.empty(1, 1, 8, 8, device=self.device, dtype=torch.bfloat16)
@@ -221,7 +221,7 @@ class E2ESuite:
         return self.compared(rows)
 
     def _refused(self, name: str, tag: str, error: Exception, messages: list[str]) -> Value:
-        """The cell of an attention that raised: an error of ours, else N/A, with what it said."""
+        """The cell of an attention that raised: an error for ours and the default, N/A for a peer."""
         cell = milliseconds(error.with_traceback(None), f"{name} {tag}", messages)
         return cell if tag in (DEFAULT, OURS) or isinstance(error, OutOfMemory) else NA
 
@@ -230,7 +230,7 @@ class E2ESuite:
     def _served(
         self, name: str, built: Served, say: Callable[[str], None], messages: list[str]
     ) -> list[dict[str, Value]]:
-        """Each part of each attention; a first run of each, which compiles, is held against the model's own logits."""
+        """Rows of each part and attention. A first run, which compiles, is compared with the model's own logits."""
         attentions = self._chosen(built.attentions)
         if OURS not in attentions and OURS in self.attentions:
             messages.append(f"{name} {OURS}: transformers takes FlashAttention's functions on a GPU only")
@@ -270,7 +270,7 @@ class E2ESuite:
 
     @staticmethod
     def compared(rows: list[dict[str, Value]]) -> list[dict[str, Value]]:
-        """Rows of one workload with how many times as fast as the default and as two of SDPA's backends each is."""
+        """The rows of one workload with their speed-ups over the default and over two backends of SDPA."""
         times = {row["attention"]: row["ms"] for row in rows}
         for row in rows:
             row["speedup"] = speedup(times.get(DEFAULT), row["ms"])

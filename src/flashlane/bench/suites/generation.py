@@ -1,7 +1,7 @@
-"""The workload ``generate``: transformers' continuous batching over its paged cache, prefill and decoding apart.
+"""The workload ``generate``: transformers' continuous batching over its paged cache; prefill and decoding are separate.
 
-transformers reads its paged cache with SDPA and a mask, or with FlashAttention's functions, under whose module names
-flashlane is installed here.
+transformers reads its paged cache with SDPA and a mask, or with FlashAttention's functions. flashlane is installed here
+under the module names of the latter.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from flashlane.bench.suites.whole_models import (
 
 PREFILL, DECODE = "prefill", "decode"
 WORST = 0.2
-"""How far below the best logit, by the standard deviation of logits, a token may be that two bf16 models both take."""
+"""How far a token may be below the best logit, in standard deviations of the logits: two bf16 models differ as much."""
 
 
 def ours_in_transformers() -> str | None:
-    """The implementation of transformers that runs flashlane over FlashAttention's names, or None where it has none.
+    """Install flashlane under FlashAttention's names; the name of transformers' implementation of it, or None.
 
-    transformers looks for these packages once, so that this comes before it is asked for the first time.
+    transformers looks for these packages once, so this must be called before it does.
     """
     from flashlane.integrations import flash_attn
 
@@ -48,7 +48,7 @@ def ours_in_transformers() -> str | None:
 
 @dataclass
 class _Serving:
-    """Requests to a model, and what it gave last."""
+    """Requests to a model, and its latest answers."""
 
     model: Any
     prompts: list[list[int]]

@@ -1,8 +1,8 @@
-"""The course's profile table: a transformer's forward, backward and optimizer step, apart, with each attention.
+"""The course's profile table: the times of a transformer's forward, backward and optimizer step with each attention.
 
-One model of each size is trained on random tokens; its attention is changed between steps, so that every
-implementation meets the same weights, the same optimizer state and the same clock. Steps go round by round, the order
-reversed every other round.
+One model of each size is trained on random tokens. Its attention is changed between steps, so that all implementations
+have the same weights, optimizer state and clock rate. In each round every attention takes one step; the order of the
+attentions is random.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 
 from flashlane.bench.measure.grid import make_problem
 from flashlane.bench.measure.timing import drawn_order
-from flashlane.bench.suites.flash import FAIL, Column, OutOfMemory, Value, guarded, milliseconds, release, speedup
+from flashlane.bench.suites.suite import FAIL, Column, OutOfMemory, Value, guarded, milliseconds, release, speedup
 from flashlane.core import registry
 from flashlane.core.dispatch import explain_problem
 from flashlane.core.problem import DTYPES, AttentionProblem, arch_of
 from flashlane.models import SIZES, Config, Transformer, select_attention
 
 SMALLEST = {"xs": Config(256, 1024, 4, 4)}
-"""A size of ours for a CPU, besides the course's."""
+"""A further size, for a CPU."""
 ALL_SIZES = SMALLEST | SIZES
 PHASES = ("forward", "backward", "optimizer")
 COMPILED = "+compile"
-"""Behind the name of an attention: with ``torch.compile`` of each layer, whose shapes are fixed."""
+"""The suffix of an attention's name that asks for ``torch.compile`` of each layer, with fixed shapes."""
 LOSS_TOLERANCE = 2e-2
-"""How far (relative) an attention's first loss may be from that of the first attention in the list."""
+"""The largest relative difference of an attention's first loss from that of the first attention in the list."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass
 class Steps:
-    """What one attention took: seconds of each phase of each step, and the memory at its peak."""
+    """The measurements of one attention: seconds of each phase of each step, and the peak of memory in bytes."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -63,16 +63,16 @@ class ModelSuite:
     """The profile table.
 
     Args:
-        device: where it runs.
+        device: the device on which it runs.
         sizes: names of :data:`ALL_SIZES`.
         seqlens: context lengths.
-        attentions: names for :func:`flashlane.models.select_attention`, which may end in :data:`COMPILED`; the first
-            is what speed-ups refer to.
-        batch: sequences a step.
-        dtype: bf16 and f16 run under autocast with f32 weights, f32 without.
+        attentions: names for :func:`flashlane.models.select_attention`, which may end in :data:`COMPILED`; speed-ups
+            refer to the first.
+        batch: sequences in a step.
+        dtype: bf16 and f16 run under autocast with f32 weights, f32 without autocast.
         steps: measured steps of each attention.
-        warmup: steps before.
-        seed: of weights and tokens.
+        warmup: steps before these.
+        seed: seed of weights and tokens.
     """
 
     device: torch.device
@@ -134,7 +134,7 @@ class ModelSuite:
         ]
 
     def _kernels(self) -> list[str]:
-        """Which kernels each attention of ours runs with, forward and backward."""
+        """Notes that name the forward and the backward kernel of each attention of ours."""
         found: dict[str, list[str]] = {}
         ours = {"auto", *(kernel.tag for kernel in registry.kernels())}
         for name, case in itertools.product(self.attentions, self.cases()):
@@ -149,7 +149,7 @@ class ModelSuite:
         return [f"{what}: {', '.join(cases)}." for what, cases in found.items()]
 
     def _problem(self, case: Case) -> AttentionProblem:
-        """The problem that a model's attention poses."""
+        """The problem of a model's attention."""
         config = ALL_SIZES[case.size]
         sizes = (self.batch, config.heads, case.seqlen, config.head_dim, DTYPES[self.dtype])
         problem = make_problem(*sizes, kv_heads=config.kv_heads, causal=True, arch=arch_of(self.device))
@@ -208,7 +208,7 @@ class ModelSuite:
     def _compare_losses(
         self, case: Case, found: dict[str, Steps], rows: list[dict[str, Value]], messages: list[str]
     ) -> None:
-        """A first loss that is not that of the first attention makes its row FAIL."""
+        """Mark the rows FAIL whose first loss differs from that of the first attention."""
         right = next((steps.loss for steps in found.values() if steps.loss is not None), None)
         for (name, steps), row in zip(found.items(), rows, strict=True):
             if steps.loss is None or abs(steps.loss - right) <= LOSS_TOLERANCE * abs(right):
@@ -236,7 +236,7 @@ class _Training:
         )
 
     def step(self, name: str, steps: Steps, keep: bool = True, first: bool = False) -> None:
-        """One step with an attention; its times are kept, or only its loss when it is the first of all."""
+        """One step with an attention; ``keep`` keeps its times, ``first`` its loss, without an optimizer step."""
         if steps.error is not None:
             return
         self._take(name)
@@ -255,19 +255,21 @@ class _Training:
                 steps.peak = max(steps.peak or 0, torch.cuda.max_memory_allocated(self.device))
 
     def _take(self, name: str) -> None:
-        """Change the attention of every layer, and whether the layers are compiled; their weights stay."""
+        """Set the attention of every layer, and whether the layers are compiled; their weights do not change."""
         for block in self.layers[False]:
             block.attention.attend = self.attends[name]
         compiled = name.endswith(COMPILED)
         if compiled not in self.layers:
-            torch.compiler.reset()  # what was compiled for another length would count as a kind of these layers
+            torch.compiler.reset()  # dynamo would count the compilations for other lengths as those of these layers
             made = (torch.compile(block, dynamic=False) for block in self.layers[False])
             self.layers[compiled] = torch.nn.ModuleList(made)
         self.model.blocks = self.layers[compiled]
 
     def _timed(self, update: bool) -> tuple[list[float], float]:
-        """Seconds of forward, backward and optimizer step, the device waited for between; without ``update`` the
-        weights stay, so that the next attention's first loss is of the same model."""
+        """Seconds of forward, backward and optimizer step, each up to a synchronisation, and the loss.
+
+        Without ``update`` the weights do not change, so that the next attention's first loss is of the same model.
+        """
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         marks = [self._now()]

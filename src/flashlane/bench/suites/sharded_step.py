@@ -1,8 +1,8 @@
 """A training step of a small Llama whose weights are sharded by FSDP2 and whose tokens by context parallelism.
 
-All ranks share one sequence; the same ranks shard the weights. The step is that of one process on the whole sequence:
-the loss of a rank is its tokens' share of the mean, FSDP2 averages gradients over the ranks, and so each rank's loss
-counts as many times as there are ranks.
+The ranks divide one sequence, and the same ranks shard the weights. The step computes what one process computes on the
+whole sequence: the loss of a rank is its tokens' part of the mean. FSDP2 averages gradients over the ranks, so each
+rank's loss is multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StepProblem:
     """Sizes of the model and its sequence; those of Llama 3 8B with fewer layers by default."""
 
     tokens: int = 8192
-    """A rank."""
+    """Tokens of each rank."""
     layers: int = 2
     hidden: int = 4096
     inner: int = 14336
@@ -178,7 +178,7 @@ class WholeStep:
 def time_steps(
     device: torch.device, sizes: StepProblem, methods: tuple[str, ...], layout: str, rounds: int
 ) -> list[dict[str, Any]]:
-    """Milliseconds of a step by each method, and the share of one process's time over the ranks."""
+    """Milliseconds of a step by each method, and one process's time divided by the ranks and by that time."""
     size = dist.get_world_size()
     total = sizes.tokens * size
     whole = WholeStep(sizes, device, total)

@@ -1,7 +1,7 @@
 """The models of ``flashlane e2e``: code of diffusers and transformers, weights random from a configuration.
 
-A workload builds a model once and gives what is timed, and the attentions that it can run with. An attention is a
-context: inside it the model attends so, and everything else stays.
+A workload builds a model once, and gives the call that is timed and the attentions with which it can run. An attention
+is a context manager, inside which the model uses it; nothing else changes.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DEFAULT, OURS = "default", "flashlane"
 ATTENTIONS = (DEFAULT, "flash", "cudnn", "flash-attn-2", "flash-attn-4", OURS)
-"""What a library takes by itself; torch's FlashAttention and cuDNN; the two packages where they are installed; ours."""
+"""The library's own choice; SDPA's FlashAttention and cuDNN; the two packages where they are installed; ours."""
 PACKAGES = {"flash-attn-2": "flash-attn", "flash-attn-4": "flash-attn-4"}
 Attention = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Where a model runs, and of what size it is."""
+    """The device on which a model runs, and its size."""
 
     device: torch.device
     layers: int = 2
-    """Of the models whose blocks are alike."""
+    """Layers of the models that are built with some of their layers."""
     small: bool = False
-    """A tiny model, to see that everything runs."""
+    """Build a tiny model, to test that everything runs."""
     model: str | None = None
-    """Of minilm: a folder or an installed package with the weights."""
+    """A folder or an installed package with the weights of minilm."""
     seed: int = 0
 
     @property
@@ -43,33 +43,33 @@ class Setup:
 
 @dataclass(frozen=True)
 class Built:
-    """What is timed of a model."""
+    """A model, and the call of it that is timed."""
 
     call: Callable[[], torch.Tensor]
-    """One call; its result is held against that of the first attention."""
+    """One call; its result is compared with that of the first attention."""
     attentions: Mapping[str, Attention]
-    """By name; the first is what the library takes by default."""
+    """The attentions by name; the first is the library's default."""
     tokens: int
-    """That one call reads."""
+    """Tokens that one call reads."""
     tolerance: float = 0.05
-    """Largest norm of the difference of two results by the norm of the first."""
+    """The largest norm of the difference of two results, divided by the norm of the first."""
     blocks: int | None = None
-    """How many blocks the whole model has, where ``call`` is one of them."""
+    """The number of blocks of the whole model, if ``call`` runs one of them."""
     rest: Callable[[], torch.Tensor] | None = None
-    """What the whole model does besides its blocks."""
+    """The part of the whole model outside its blocks."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model that generates, whose parts are timed apart by the host's clock."""
+    """A model that generates; the host's clock times its parts."""
 
     run: Callable[[], Mapping[str, float]]
     """Serve all requests; seconds of each part."""
     attentions: Mapping[str, Attention]
     tokens: Mapping[str, int]
-    """Of each part."""
+    """Tokens of each part."""
     check: Callable[[], float]
-    """How far the tokens of the last run are from those that the model's own logits say."""
+    """The largest distance of a token of the last run from the best of the model's own logits."""
     tolerance: float
 
 
@@ -79,13 +79,13 @@ class Workload:
 
     name: str
     what: str
-    """What one call is, for the table's notes."""
+    """A description of one call, for the table's notes."""
     package: str
-    """What has its code."""
+    """The package with the model's code."""
     build: Callable[[Setup], Built | Served] = field(repr=False)
 
     needs_on_cpu: str = ""
-    """What its package imports on a CPU, too."""
+    """A further package that is needed on a CPU."""
 
     def missing(self, device: torch.device) -> str:
         """Why it cannot be built here, or an empty text."""
@@ -175,7 +175,7 @@ GEMMA |= {"head_dim": 256, "max_position_embeddings": 8192}
 GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
 GPT_OSS |= {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
 VOCABULARY = 1024
-"""Words of the built models: with all of them the loss of two layers would take longer than the layers."""
+"""Tokens in the vocabulary of the built models: with the full one, the loss would take longer than two layers."""
 
 
 def training(kind: str, tokens: int, **config: Any) -> Callable[[Setup], Built]:
@@ -188,7 +188,7 @@ def training(kind: str, tokens: int, **config: Any) -> Callable[[Setup], Built]:
             model.zero_grad(set_to_none=True)
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
-            # The gradient of the first layer's queries has been through every attention.
+            # The gradient of the first layer's queries depends on every attention.
             return model.model.layers[0].self_attn.q_proj.weight.grad
 
         return Built(call, implementations(model, setup.device), ids.numel())
@@ -265,7 +265,7 @@ read. A kernel that keeps a running maximum and a running sum therefore needs no
 
 
 def sentences(count: int) -> list[str]:
-    """Beginnings of a text, of many lengths, so that a batch of them is padded."""
+    """Beginnings of a text of different lengths, so that a batch of them is padded."""
     words = TEXT.split()
     return [" ".join(words[: 2 + (17 * number) % (len(words) - 2)]) for number in range(count)]
 

@@ -36,17 +36,17 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "flash_attn.cute": {"flash_attn.cute": "fa4", "flash_attn.cute.interface": "fa4"},
 }
-"""By what :func:`install` is asked for (FlashAttention-2, -3 and -4): the modules that it provides, and the module of
-this package that has the names of each; None for a package that holds modules only."""
+"""For each name that :func:`install` takes (FlashAttention-2, -3 and -4), the modules that it provides, each with the
+module of this package that has its names; None for a package that only contains modules."""
 _PROOF = {"flash_attn": "flash_attn.flash_attn_interface"}
-"""The module whose presence shows that a library is installed: ``flash_attn`` alone may be the folder of the fourth."""
+"""The module whose presence shows that a library is installed. FlashAttention-4 has a folder ``flash_attn``, too."""
 _DISTRIBUTIONS = {
     "flash_attn": ("flash-attn", "2.8.4", ("flash_attn",)),
     "flash_attn_interface": ("flash-attn-3", "3.0.0", ("flash_attn_interface", "flash_attn_3")),
     "flash_attn.cute": ("flash-attn-4", "4.0.0", ("flash_attn",)),
 }
-"""The package that each library comes in, the version whose names and signatures these are, and its top-level modules:
-transformers and diffusers ask the metadata of installed packages for them."""
+"""For each library its distribution, the version whose names and signatures these are, and its top-level modules.
+transformers and diffusers read them from the metadata of installed packages."""
 
 
 def install(*names: str, replace: bool = False) -> tuple[str, ...]:
@@ -54,12 +54,12 @@ def install(*names: str, replace: bool = False) -> tuple[str, ...]:
 
     Args:
         names: which of :data:`NAMES`: ``"flash_attn"`` (FlashAttention-2), ``"flash_attn_interface"`` (-3),
-            ``"flash_attn.cute"`` (-4). None given: all that are not installed.
-        replace: also those that are installed; what was imported of them before stays with whoever has it, and comes
-            back with :func:`uninstall`.
+            ``"flash_attn.cute"`` (-4). Without names: all that are not installed.
+        replace: also replace libraries that are installed. Code that imported them earlier keeps their functions, and
+            :func:`uninstall` restores them.
 
     Returns:
-        Those that are flashlane's now.
+        The names that are flashlane's now.
 
     Raises:
         ValueError: a name is none of these.
@@ -86,7 +86,7 @@ def install(*names: str, replace: bool = False) -> tuple[str, ...]:
 
 
 def uninstall(*names: str) -> None:
-    """Undo :func:`install`, of all names or of these; a library that was replaced is found again."""
+    """Undo :func:`install` for these names, or for all; ``import`` finds a library that was replaced again."""
     for name in names or tuple(_finder.provided):
         _finder.withdraw(name)
     if not _finder.provided and _finder in sys.meta_path:
@@ -107,11 +107,11 @@ def _present(name: str) -> bool:
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and makes the modules of the names provided; a module's loader tells whose it is."""
+    """Finds and makes the modules of the names that are provided; it is the loader of the modules that it made."""
 
     def __init__(self) -> None:
         self.provided: dict[str, dict[str, ModuleType]] = {}
-        """By name, the modules of the library that were imported before, which come back."""
+        """For each name, the library's modules that were imported before, which :meth:`withdraw` restores."""
 
     def provide(self, name: str) -> None:
         self._forget()
@@ -126,7 +126,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 setattr(sys.modules[parent], leaf, before)
 
     def _forget(self) -> None:
-        """Have every module that this finder made imported again."""
+        """Remove every module that this finder made, so that it is imported again."""
         for name, module in list(sys.modules.items()):
             if getattr(getattr(module, "__spec__", None), "loader", None) is self:
                 del sys.modules[name]
@@ -149,9 +149,9 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         found = _elsewhere(fullname, path, self) if package else None
         if found is not None and not self._names_in(fullname):
-            return None  # an installed package, which is to hold a module that is provided
+            return None  # an installed package, in which only a submodule is provided
         spec = importlib.machinery.ModuleSpec(fullname, self, origin="flashlane", is_package=package)
-        if package:  # what else lies under the name is still found there
+        if package:  # other submodules are still found in the installed package
             spec.submodule_search_locations = list((found and found.submodule_search_locations) or [])
         return spec
 
@@ -177,7 +177,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 importlib.import_module(other)
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """Metadata, for libraries that ask which version is installed."""
+        """The metadata, for libraries that query which version is installed."""
         wanted = getattr(context, "name", None)
         for name in self.provided:
             distribution, _, modules = _DISTRIBUTIONS[name]
@@ -186,7 +186,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _version(name: str) -> str:
-    """The version that a module under one of :data:`NAMES` gives: that of the contract, marked as flashlane's."""
+    """The ``__version__`` of a module: the version whose signatures it has, marked as flashlane's."""
     return f"{_DISTRIBUTIONS[name][1]}+flashlane"
 
 

@@ -1,8 +1,8 @@
 """The names of FlashAttention-2's ``flash_attn.flash_attn_interface`` for flashlane's functions.
 
-The seven functions are flashlane's own. The private ones are those that libraries call for a forward and a backward of
-their own (ring attention, context parallelism); their state of the random generator is flashlane's dropout seed.
-Source of the signatures: Dao-AILab/flash-attention 2.8, ``flash_attn_interface.py``.
+The seven functions are flashlane's own. Libraries that implement their own forward and backward (ring attention,
+context parallelism) call the private ones; their ``rng_state`` is flashlane's dropout seed. Source of the signatures:
+Dao-AILab/flash-attention 2.8, ``flash_attn_interface.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 PACKAGE = [name for name in __all__ if name.startswith("flash_attn_")]
-"""What the package ``flash_attn`` itself has."""
+"""The names of the package ``flash_attn`` itself."""
 
 USE_TRITON_ROCM = False
 _NAMES = {"scale": "softmax_scale"}
@@ -73,7 +73,7 @@ def _flash_attn_forward(
     alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
 ) -> Forward:
-    """Output, LSE, S_dmask (empty unless asked for with dropout) and the seed; without gradients."""
+    """Output, LSE, S_dmask (empty unless ``return_softmax`` is True with dropout) and the seed; without gradients."""
     asked = _asked(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
     return _forward(Inputs(q, k, v, alibi_slopes=alibi_slopes), asked, return_softmax)
 

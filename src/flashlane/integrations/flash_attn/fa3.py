@@ -271,5 +271,5 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> None:
-    """What ``scheduler_metadata`` may be given: None, as flashlane's kernels need none."""
+    """The value for ``scheduler_metadata``: None, since flashlane's kernels need no metadata."""
     refuse(attention_chunk=attention_chunk)

@@ -169,7 +169,7 @@ def get_scheduler_metadata(
     leftpad_k: torch.Tensor | None = None,
     seqlen_k_per_split: int | None = None,
 ) -> None:
-    """What ``scheduler_metadata`` may be given: None, as flashlane's kernels need none."""
+    """The value for ``scheduler_metadata``: None, since flashlane's kernels need no metadata."""
 
 
 def _result(
@@ -180,7 +180,7 @@ def _result(
 
 
 def _sides(window_size: Sides) -> tuple[int, int]:
-    """A window as flashlane has it: None is unbounded there, and −1 here."""
+    """A window in flashlane's form: an unbounded side is None in FlashAttention-4 and −1 here."""
     left, right = window_size
     if left is not None and right is not None and left + right < 0:
         return -1, -1  # such a window counts as none there

@@ -1,7 +1,8 @@
 """Sequences as FlashAttention-3 and -4 give their lengths: packed by ``cu_seqlens``, padded with ``seqused``, or pages.
 
-What flashlane has no kernel argument for is packed first: rows are gathered and the output's scattered, by indices that
-are computed where the lengths lie, so that nothing waits for a GPU. Both are differentiable.
+Where flashlane's kernels have no argument for such lengths, the rows are packed first: they are gathered, and the rows
+of the output scattered, by indices that are computed on the device of the lengths. Nothing waits for a GPU, and both
+steps are differentiable.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class Side:
     cu_seqlens: torch.Tensor
     longest: Any
     source: torch.Tensor | None = None
-    """Where each packed row lies in the given rows; None: where it is."""
+    """int32, for each packed row its index among the given rows; None: the same index."""
     target: torch.Tensor | None = None
-    """Where the result of each given row lies in the packed result."""
+    """int32, for each given row its index in the packed result."""
     used: torch.Tensor | None = None
-    """Which of the given rows are in a sequence."""
+    """bool, which of the given rows belong to a sequence."""
 
     def packed(self, t: torch.Tensor) -> torch.Tensor:
         rows = t.flatten(0, 1) if t.dim() == 4 else t
@@ -96,7 +97,7 @@ def attend(
     num_splits: int = 0,
     **asked: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output in the layout of q, and LSE ``(b, h, sq)`` or ``(h, total_q)``; ``asked`` goes to flashlane."""
+    """Output in the layout of q, and LSE ``(b, h, sq)`` or ``(h, total_q)``; ``asked`` is passed on."""
     if page_table is not None and seqused_k is None:
         raise ValueError("seqused_k is None and page_table is given; it must be the lengths, int32 (batch,)")
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))

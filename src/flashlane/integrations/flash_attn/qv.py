@@ -1,7 +1,8 @@
-"""FlashAttention-3's ``qv``, queries against the values: scores are ``q · k + qv · v``, as latent attention has them.
+"""FlashAttention-3's ``qv``, queries against the values: scores are ``q · k + qv · v``, as in latent attention.
 
-That is attention with the head dims of q and qv, and of k and v, side by side. Keys and values that lie side by side in
-one tensor, as in the cache of latent attention, are read where they are; others are copied together.
+That is attention whose queries are q and qv concatenated along the head dim, and whose keys are k and v concatenated.
+Keys and values that are neighbours in one tensor, as in the cache of latent attention, are read in place; others are
+copied.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 def joined(
     q: torch.Tensor, qv: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q with qv and k with v, ``(…, d + dv)``; as they are without qv.
+    """q concatenated with qv, and k with v, both ``(…, d + dv)``; q and k themselves without qv.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -34,7 +35,7 @@ def joined(
 
 
 def _view(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
-    """Both as one, if the rows of the second begin where those of the first end and no gradient is wanted."""
+    """Both as one view, if the rows of the second begin where those of the first end and neither needs a gradient."""
     if first.requires_grad or second.requires_grad or first.dtype != second.dtype or first.device != second.device:
         return None
     together = first.stride() == second.stride() and first.stride(-1) == 1

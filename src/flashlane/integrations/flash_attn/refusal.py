@@ -1,4 +1,4 @@
-"""What FlashAttention-3's and -4's signatures have and flashlane does not: named, never left out in silence."""
+"""Arguments of FlashAttention-3 and -4 that flashlane does not support: they raise an error, and are never ignored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def refuse(**given: Any) -> None:
     """Raise NotImplementedError for an argument that is given.
 
     Args:
-        given: arguments by name; None, 0 and False are not given.
+        given: arguments by name; None, 0 and False count as not given.
     """
     for name, value in given.items():
         if value is not None and value is not False and not (type(value) is int and value == 0):

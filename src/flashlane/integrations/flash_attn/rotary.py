@@ -38,7 +38,7 @@ def apply_rotary_emb(
         inplace: write the result into x and return it.
         seqlen_offsets: of all sequences, or integers ``(b,)``.
         cu_seqlens: int32 ``(b + 1,)``.
-        max_seqlen: of a packed sequence; nothing needs it here.
+        max_seqlen: the longest packed sequence; not read.
     """
     if cu_seqlens is None:
         rows = torch.arange(x.shape[1], device=x.device)
@@ -140,7 +140,7 @@ class RotaryEmbedding(torch.nn.Module):
         return 1.0 / self.base ** (steps / self.dim)
 
     def tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """cos and sin of q and of k for so many positions at least."""
+        """cos and sin of q, then of k, each ``(positions, dim / 2)`` for at least ``seqlen`` positions."""
         kept = self._tables
         if kept is not None and kept[0].device == device and kept[0].dtype == dtype and len(kept[0]) >= seqlen:
             if not (self.training and kept[0].is_inference()):

@@ -1,11 +1,11 @@
 """flashlane as vLLM's custom attention backend: ``vllm serve MODEL --attention-backend CUSTOM``.
 
-vLLM starts processes of its own and asks every installed package for plug-ins in each, so that nothing has to be
-called: flashlane's entry point in the group ``vllm.general_plugins`` is :func:`plugin`. Where vLLM runs in one process,
+vLLM starts processes of its own, each of which loads the plug-ins of every installed package. flashlane's entry point
+in the group ``vllm.general_plugins`` is :func:`plugin`, so users call nothing. Where vLLM runs in one process,
 :func:`register_vllm` does the same.
 
-What was run: the backend's classes under the abstract classes and the registry of vLLM 0.33.0 as published, on a CPU
-(``tools/vllm_interface.py``). What was not: a vLLM server, whose own kernels need a GPU machine with vLLM installed.
+The backend's classes were tested on a CPU under the abstract classes and the registry of the published vLLM 0.33.0
+(``tools/vllm_interface.py``). A vLLM server was not run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 __all__ = ["CLASS", "plugin", "register_vllm"]
 
 CLASS = "flashlane.integrations.vllm.backend.FlashlaneBackend"
-"""What vLLM imports when the backend is chosen."""
+"""The class that vLLM imports when the backend is selected."""
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +41,7 @@ def register_vllm() -> str:
 
 
 def plugin() -> None:
-    """:func:`register_vllm` as vLLM calls it in each of its processes; what keeps it from it is logged."""
+    """:func:`register_vllm` as vLLM calls it in each of its processes; a failure is logged at debug level."""
     try:
         register_vllm()
     except (ImportError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""The classes that vLLM's backend ``CUSTOM`` is made of; importing this imports vLLM.
+"""The classes of vLLM's backend ``CUSTOM``; importing this module imports vLLM.
 
-vLLM gives packed queries of many requests, a paged cache ``(blocks, kv_heads, block_size, 2 * head_size)`` of any
-strides whose last axis holds K and then V, and where the rows of each token go. Batches of one query a request run
-flashlane's decoding kernel, which CUDA graphs capture; all others run its packed attention over pages.
+vLLM passes the packed queries of many requests, a paged cache ``(blocks, kv_heads, block_size, 2 * head_size)`` of any
+strides whose last axis has K and then V, and the slot of each token's row in it. Batches with one query for each
+request run flashlane's decoding kernel, which CUDA graphs can capture; all others run its packed attention over pages.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from flashlane.api.functional import flash_attn_varlen_func, flash_attn_with_kvc
 
 NAME = "CUSTOM"
 PAGE = 16
-"""Rows of a block are a multiple of this."""
+"""The rows of a block are a multiple of this."""
 OLDEST = (8, 0)
-"""Compute capability of the oldest GPU that a kernel other than Triton's runs on."""
+"""Compute capability of the oldest GPU on which a CUDA kernel runs."""
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 @dataclass
 class FlashlaneMetadata(AttentionMetadata):
-    """What all layers of a batch share."""
+    """The lengths and tables of a batch, which all layers share."""
 
     tokens: int
-    """Rows of the batch, those that only fill a captured graph included."""
+    """Rows of the batch, including those that only pad it to the size of a captured graph."""
     longest_query: int
     longest: int
     """An upper bound of the keys of a request."""
@@ -50,7 +50,7 @@ class FlashlaneMetadata(AttentionMetadata):
 
 
 class FlashlaneMetadataBuilder(AttentionMetadataBuilder[FlashlaneMetadata]):
-    """Makes it from vLLM's own, without waiting for the GPU."""
+    """Makes the metadata from vLLM's own, without waiting for the GPU."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -77,7 +77,7 @@ class FlashlaneMetadataBuilder(AttentionMetadataBuilder[FlashlaneMetadata]):
 
 
 class FlashlaneBackend(AttentionBackend):
-    """What vLLM asks before it chooses a backend."""
+    """The properties by which vLLM selects a backend."""
 
     forward_includes_kv_cache_update = True
 
@@ -126,20 +126,20 @@ class FlashlaneImpl(AttentionImpl[FlashlaneMetadata]):
     """One layer's attention.
 
     Args:
-        num_heads: of the queries.
-        head_size: of q, k and v.
+        num_heads: heads of the queries.
+        head_size: head dim of q, k and v.
         scale: softmax scale.
-        num_kv_heads: of the cache; as many by default.
+        num_kv_heads: heads of the cache; ``num_heads`` by default.
         alibi_slopes: one for each head.
         sliding_window: keys that a query sees, itself included; all by default.
-        kv_cache_dtype: must be that of the model.
+        kv_cache_dtype: must be the dtype of the model.
         logits_soft_cap: scores become ``cap * tanh(score / cap)``.
         attn_type: a decoder's, or an encoder's without a cache.
-        kv_sharing_target_layer_name: the layer whose cache is read; then nothing is written to it.
+        kv_sharing_target_layer_name: the layer whose cache is read; if given, nothing is written to it.
         sinks: ``(num_heads,)``, learnable sinks.
 
     Raises:
-        NotImplementedError: something is asked for that flashlane has no kernel for.
+        NotImplementedError: an argument has a value for which flashlane has no kernel.
     """
 
     def __init__(
@@ -181,18 +181,21 @@ class FlashlaneImpl(AttentionImpl[FlashlaneMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the new rows to the cache, and attention into ``output`` ``(tokens, heads, head_size)``.
+        """Write the new rows to the cache, compute attention into ``output``, and return it.
 
         Args:
-            layer: of the model; nothing of it is read.
-            query: ``(tokens, num_heads, head_size)``; rows past the batch's are not read.
+            layer: the layer of the model; not read.
+            query: ``(tokens, num_heads, head_size)``; rows past those of the batch are not read.
             key: ``(tokens, num_kv_heads, head_size)``, or None where another layer wrote the cache.
-            value: the same.
+            value: as key.
             kv_cache: ``(blocks, num_kv_heads, block_size, 2 * head_size)``.
-            attn_metadata: of the batch; None while vLLM measures memory: the output is 0 then.
-            output: where the result goes.
+            attn_metadata: that of the batch; None while vLLM measures memory, when the output is 0.
+            output: ``(tokens, num_heads, head_size)``, or with the last two axes flattened.
             output_scale: must be None.
             output_block_scale: must be None.
+
+        Raises:
+            NotImplementedError: a scale of the output is given.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale is given; flashlane has no kernel for it")
@@ -218,7 +221,7 @@ class FlashlaneImpl(AttentionImpl[FlashlaneMetadata]):
     def _decode(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: FlashlaneMetadata
     ) -> torch.Tensor:
-        """One query a request."""
+        """Attention of one query for each request."""
         found = flash_attn_with_kvcache(
             q.unsqueeze(1),
             k_cache,
@@ -238,7 +241,7 @@ class FlashlaneImpl(AttentionImpl[FlashlaneMetadata]):
         cu_seqlens_k: torch.Tensor,
         block_table: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Any number of queries of each request, the last of its keys."""
+        """Attention of any number of queries for each request, which are the last tokens of its keys."""
         longest = batch.longest_query if block_table is None else batch.longest
         if block_table is not None:
             longest = min(longest, block_table.shape[1] * k.shape[1])
@@ -269,7 +272,7 @@ class FlashlaneImpl(AttentionImpl[FlashlaneMetadata]):
 
 
 def _store(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-    """Rows into the pages ``(blocks, block_size, h, d)`` at their slots; those without one go to vLLM's null block."""
+    """Write rows to their slots in pages ``(blocks, block_size, h, d)``; rows without one go to the null block."""
     size = k_cache.shape[1]
     slots = slots.clamp(min=0)
     where = (slots // size, slots % size)

@@ -1,8 +1,8 @@
-"""What the course tables share: rows that grow one at a time, what a cell may hold, files after every row.
+"""The common part of the suites: their results and files, the loop over their cases, and the values of a cell.
 
-A suite is a list of cases and a function that measures one. Its table goes out as a terminal table, Markdown, CSV and
-JSON; the files are rewritten after each row, so that a stop loses one row. A cell that runs out of memory says OOM and
-the run goes on.
+A suite is a list of cases and a function that measures one. Its table is written as a terminal table, Markdown, CSV and
+JSON. The files are rewritten after each row, so that an interruption loses one row. The cell of a case that runs out of
+memory says OOM, and the run continues.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Column:
     key: str
     title: str
     digits: int | None = None
-    """Digits after the point of a number, or None for what is printed as it is."""
+    """Digits after the point of a number; None prints a value as it is."""
     unit: str = ""
-    """Put after a number: ``×``."""
+    """The unit after a number: ``×``."""
     drop: int = 0
-    """In a narrow terminal columns with the highest number go first; 0 always stays."""
+    """In a narrow terminal, columns with the highest number are hidden first; a column with 0 never is."""
 
     def cell(self, value: Value) -> str:
         if value is None:
@@ -62,7 +62,7 @@ class Column:
 
 @dataclass
 class SuiteResults:
-    """The rows of a suite so far, and on what they were measured."""
+    """The rows of a suite so far, and the environment in which they were measured."""
 
     suite: str
     title: str
@@ -70,10 +70,10 @@ class SuiteResults:
     environment: dict[str, Any]
     settings: dict[str, Any]
     notes: list[str] = field(default_factory=list)
-    """How to read the table, a sentence each."""
+    """Sentences that explain the table."""
     rows: list[dict[str, Value]] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
-    """What went wrong, a line each."""
+    """One line for each failure."""
     complete: bool = False
     """Whether every case was measured."""
     interrupted: bool = False
@@ -111,7 +111,7 @@ class SuiteResults:
         return f"# {self.title}\n\n" + "\n".join(lines) + "\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
 
     def table(self, width: int) -> Group:
-        """The table for a terminal of a width; what does not fit is named below it."""
+        """The table for a terminal of a width; a line below it names the hidden columns."""
         from rich.text import Text
 
         from flashlane.inspect import fitted_table
@@ -171,16 +171,16 @@ class Suite(Protocol):
     notes: list[str]
 
     def cases(self) -> Sequence[Any]:
-        """What a row (or a few) is measured of, in order."""
+        """The cases, in order; each gives one row or a few."""
 
     def describe(self, case: Any) -> str:
         """One line for the progress bar."""
 
     def measure(self, case: Any, say: Callable[[str], None], messages: list[str]) -> list[dict[str, Value]]:
-        """The rows of a case; ``say`` tells what runs, ``messages`` takes what went wrong."""
+        """The rows of a case; ``say`` gets what is running, and failures are appended to ``messages``."""
 
     def settings(self) -> dict[str, Any]:
-        """What the JSON file says besides the rows."""
+        """The settings of the suite, for the JSON file."""
 
 
 def run_suite(
@@ -191,17 +191,17 @@ def run_suite(
     reporter: Reporter | None = None,
     keep: Callable[[SuiteResults], None] = lambda results: None,
 ) -> SuiteResults:
-    """Measure every case of a suite; after each, ``keep`` gets what there is.
+    """Measure every case of a suite.
 
     Args:
-        suite: what to measure.
+        suite: the suite to measure.
         device: the device that the environment describes.
-        seconds: no case begins after so many.
+        seconds: no case begins after this time.
         reporter: gets the progress of the run.
-        keep: called with the results after each case.
+        keep: called with the results so far after each case, and at the end.
 
     Returns:
-        The results; after Ctrl-C, or when the time was over, those of the cases before, with ``complete`` False.
+        The results; after Ctrl-C or after ``seconds`` those of the finished cases, with ``complete`` False.
     """
     reporter = reporter or Silent()
     found = SuiteResults(
@@ -234,7 +234,7 @@ def stem_of(suite: Suite, device: str) -> str:
 
 
 def guarded(call: Callable[[], T], device: torch.device) -> T:
-    """Call; running out of memory becomes :class:`OutOfMemory`, which holds no tensor, and the cache is emptied."""
+    """The result of a call; an error about memory becomes :class:`OutOfMemory`, which holds no tensor."""
     try:
         return call()
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -246,7 +246,7 @@ def guarded(call: Callable[[], T], device: torch.device) -> T:
 
 
 def release(device: torch.device) -> None:
-    """Give a GPU's memory that nobody holds back to it."""
+    """Return a GPU's memory that no tensor uses from torch's cache to the driver."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -258,7 +258,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def refuse_beyond_memory(needed: int, device: torch.device) -> None:
-    """Raise :class:`OutOfMemory` on a CPU that lacks so many bytes: there a process is killed, it gets no error."""
+    """Raise :class:`OutOfMemory` on a CPU without so much free memory, where the process would be killed."""
     if device.type != "cpu":
         return
     try:
@@ -286,10 +286,10 @@ class SavedBytes:
     def _seen(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         self.storages[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # an operation that saves its own output would keep itself alive for ever
+        return tensor.detach()  # an operation that saves its own output would otherwise never be freed
 
     def total(self, *others: torch.Tensor) -> int:
-        """Bytes of all that was saved, and of other tensors that are alive."""
+        """Bytes of all saved tensors and of ``others``, each storage once."""
         for tensor in others:
             self._seen(tensor)
         return sum(self.storages.values())
