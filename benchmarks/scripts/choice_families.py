@@ -28,6 +28,7 @@ from flashlane.kernels.hopper.backward.kernel import KERNEL as HOPPER_BACKWARD
 from flashlane.kernels.hopper.backward.kernel import hopper_backward
 from flashlane.kernels.makespan import section_sizes
 from flashlane.kernels.mma.attention import source_of
+from flashlane.kernels.mma.cost import COMPARED as MMA_TAGS
 from flashlane.kernels.triton.attention import SMALLEST_SHARED
 from flashlane.kernels.triton.backward_configs import BackwardConfig, Tile
 from flashlane.kernels.triton.forward_configs import TritonConfig, describable
@@ -192,15 +193,6 @@ def hopper_backward_calls(shape: Shape, device: torch.device, checked: bool = Tr
     ], lambda: torch.cat([t.float().flatten() for t in (made[0].q, made[0].k, made[0].v)])  # fmt: skip
 
 
-MMA_TAGS = (
-    "mma(split-q+acc-f32+swizzle-qkv+stage1)",
-    "mma(split-q+acc-f32+swizzle-qkv+stage2)",
-    "mma(split-kv+acc-f32+swizzle-qkv+stage1)",
-    "mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+stage2)",
-)
-"""Variants that keep f32 throughout and were ahead somewhere (benchmarks/results/mma_targets.json, baseline.json)."""
-
-
 def mma_configs(problem: AttentionProblem) -> list[tuple[Any, Any]]:
     """Kernel and configuration of each candidate, what ``auto`` takes first."""
     largest = max(problem.head_dim, problem.head_dim_v)
@@ -239,7 +231,7 @@ MORE_FORWARD = {
     ("bf16", 64): ((128, 128, 8, 2, True), (128, 64, 4, 3, True)),
     ("bf16", 128): ((128, 128, 8, 2, True), (128, 64, 8, 3, True)),
     ("bf16", 256): ((64, 64, 4, 2, True),),
-    ("f32", 64): ((64, 64, 4, 2, False), (128, 32, 8, 2, False)),
+    ("f32", 64): ((128, 32, 8, 2, False),),
     ("f32", 128): ((64, 64, 8, 2, False), (128, 32, 8, 2, False)),
 }
 """Timed besides what the tables have."""

@@ -1,13 +1,13 @@
 """Time the candidates of kernel families against each other on drawn problems: what their cost models are fitted to.
 
-    PYTHONPATH=src python3 benchmarks/scripts/time_choices.py --family hopper_forward [--seed 1000] [--count 120]
-        [--seconds 100] [--out benchmarks/results]
+    PYTHONPATH=src python3 benchmarks/scripts/time_choices.py --family hopper_forward,mma:2002 [--seed 1000]
+        [--count 120] [--seconds 100] [--out benchmarks/results]
 
 The families, their problems and candidates are those of ``choice_families.py``; several are given with commas between
-them. All candidates are compiled ahead, checked against the chosen one's output, and timed interleaved in drawn order,
-back to back; short calls of the families that ask for it as replays of CUDA graphs. Each family has a file, whose rows
-have the milliseconds of every candidate that was not far behind at its first call. Exit status 1 when candidates
-disagree.
+them, and a family may have a seed of its own. All candidates are compiled ahead, checked against the chosen one's
+output, and timed interleaved in drawn order, back to back; short calls of the families that ask for it as replays of
+CUDA graphs. Each family has a file, which is named by its seed where that is a judging one. The rows have the
+milliseconds of every candidate that was not far behind at its first call. Exit status 1 when candidates disagree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,12 @@ TOLERANCE = {"bf16": 1.2e-2, "f32": 1e-4}
 """Largest ‖a − b‖ / ‖b‖ of two results of a type."""
 FAR_BEHIND = 1.35
 """Candidates that take so many times the fastest one's time at their first call are not timed."""
-GRAPH_MS = 0.15
+GRAPH_MS = 1.0
 """Calls shorter than this are replayed, where the family asks for it."""
 HOST_MS = 0.02
 """What the host may add to a call's first time that a replay has not."""
+FIRST_JUDGING = 2000
+"""The least judging seed (``benchmarks/seeds.json``)."""
 COMPILERS = 14
 """Processes in which Triton compiles."""
 
@@ -139,71 +141,93 @@ def compile_part(shapes: list[tuple[Family, Shape]], device: torch.device, part:
         torch.cuda.synchronize()
 
 
-def compile_ahead(families: list[Family], shapes: list[tuple[Family, Shape]], arguments: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Job:
+    """The problems of a family at a seed."""
+
+    name: str
+    family: Family
+    seed: int
+    shapes: list[Shape]
+
+    @property
+    def file(self) -> str:
+        """The name of its results."""
+        return self.family.file + (f"_{self.seed}" if self.seed >= FIRST_JUDGING else "") + ".json"
+
+
+def jobs_of(words: str, seed: int, count: int) -> list[Job]:
+    """The jobs that ``--family`` names."""
+    found = []
+    for word in words.split(","):
+        name, _, own = word.partition(":")
+        family, at = FAMILIES[name], int(own or seed)
+        found.append(Job(name, family, at, family.shapes(at, count)))
+    return found
+
+
+def compile_ahead(jobs: list[Job], arguments: argparse.Namespace) -> None:
     """All kernels of the problems: NVRTC's in threads, Triton's in processes of their own."""
     words = [sys.executable, __file__, "--family", arguments.family, "--seed", str(arguments.seed)]
     words += ["--count", str(arguments.count)]
-    parts = min(COMPILERS, os.cpu_count() or 1) if any(family.triton for family in families) else 0
+    parts = min(COMPILERS, os.cpu_count() or 1) if any(job.family.triton for job in jobs) else 0
     others = [subprocess.Popen([*words, "--compile", f"{part}/{parts}"]) for part in range(parts)]
-    wanted = dict.fromkeys(source for family, shape in shapes for source in family.sources(problem_of(shape)))
+    wanted = dict.fromkeys(s for job in jobs for shape in job.shapes for s in job.family.sources(problem_of(shape)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda source: jit.compile(source, "sm_90a"), wanted))
     for other in others:
         other.wait()
 
 
-def time_family(
-    family: Family, shapes: list[Shape], device: torch.device, arguments: argparse.Namespace
-) -> tuple[int, bool]:
-    """Time a family's problems, and write its file; how many there was time for, and whether any were wrong."""
+def time_job(job: Job, device: torch.device, arguments: argparse.Namespace) -> bool:
+    """Time a family's problems, and write its file; whether any result was wrong."""
     stop = time.monotonic() + arguments.seconds
     body: dict[str, Any] = {"format": FORMAT, "script": "benchmarks/scripts/time_choices.py"}
-    body |= {"environment": environment(device), "family": arguments.family, "seed": arguments.seed, "rows": []}
-    path, wrong = arguments.out / f"{family.file}{arguments.suffix}.json", False
-    for number, shape in enumerate(shapes):
+    body |= {"environment": environment(device), "family": job.name, "seed": job.seed, "rows": []}
+    path, wrong = arguments.out / job.file, False
+    for number, shape in enumerate(job.shapes):
         if time.monotonic() > stop:
-            print(f"time is up after {number} problems of {family.file}")
+            print(f"time is up after {number} problems of {job.name}")
             break
-        row = measure(shape, family, device, arguments.rounds, arguments.round_ms, number)
+        row = measure(shape, job.family, device, arguments.rounds, arguments.round_ms, number)
         wrong |= bool(row["wrong"])
         body["rows"].append(row)
         print(report(row), flush=True)
         if number % 10 == 9:
             write_atomically(path, json.dumps(body) + "\n")
     write_atomically(path, json.dumps(body) + "\n")
-    return len(body["rows"]), wrong
+    return wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", default="hopper_forward", help=f"of {', '.join(FAMILIES)}")
+    parser.add_argument("--family", default="hopper_forward", help=f"NAME or NAME:SEED, of {', '.join(FAMILIES)}")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--count", type=int, default=120, help="problems of each family")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=4.0)
     parser.add_argument("--seconds", type=float, default=100.0, help="of a family: begin no problem after so long")
-    parser.add_argument("--suffix", default="", help="of the files' names")
     parser.add_argument("--compile", default="", help="I/N: only compile Triton's kernels, part I of N")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    families = [FAMILIES[name] for name in arguments.family.split(",")]
-    shapes = [(family, shape) for family in families for shape in family.shapes(arguments.seed, arguments.count)]
+    jobs = jobs_of(arguments.family, arguments.seed, arguments.count)
     device = device_or_exit()
     with torch.no_grad():
         if arguments.compile:
             part, parts = map(int, arguments.compile.split("/"))
-            compile_part([(family, shape) for family, shape in shapes if family.triton], device, part, parts)
+            compile_part(
+                [(j.family, shape) for j in jobs if j.family.triton for shape in j.shapes], device, part, parts
+            )
             return 0
         check_writable(arguments.out)
         start = time.monotonic()
-        compile_ahead(families, shapes, arguments)
+        compile_ahead(jobs, arguments)
         print(f"compiled in {time.monotonic() - start:.1f} s", flush=True)
         heat(device)
         wrong = False
-        for family in families:
-            mine = [shape for other, shape in shapes if other is family]
-            wrong |= time_family(family, mine, device, arguments)[1]
-            print(f"{family.file}: {time.monotonic() - start:.1f} s", flush=True)
+        for job in jobs:
+            wrong |= time_job(job, device, arguments)
+            print(f"{job.file}: {time.monotonic() - start:.1f} s", flush=True)
     return int(wrong)
 
 

@@ -47,7 +47,7 @@ def test_what_a_row_has(
     families: ModuleType, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     script = importlib.import_module("time_choices")
-    made, ms = [None], {"chosen": 1.0, "faster": 0.8, "slow": 3.0, "wrong": 0.1, "refused": 0.1}
+    made, ms = [None], {"chosen": 2.0, "faster": 1.6, "slow": 6.0, "wrong": 0.1, "refused": 0.1}
 
     def call(words: str) -> str:
         if words == "refused":
@@ -72,7 +72,7 @@ def test_what_a_row_has(
     body = json.loads((tmp_path / "choices_fake.json").read_text())
     assert (body["seed"], len(body["rows"])) == (1000, 2)
     row = body["rows"][0]
-    assert row["ms"] == [["chosen", 0, 1.0, 1.0, [2]], ["faster", 0, 0.8, 0.8, [2]]]
+    assert row["ms"] == [["chosen", 0, 2.0, 2.0, [2]], ["faster", 0, 1.6, 1.6, [2]]]
     assert [words for words, _ in row["wrong"]] == ["wrong"] and row["refused"][0][0] == "refused"
     assert "1.250 of the best: faster" in capsys.readouterr().out
     monkeypatch.setattr(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,7 @@ from flashlane.jit import KernelSource
 from flashlane.jit.launch import Dim3
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.features import unsupported_features
+from flashlane.kernels.mma import cost
 from flashlane.kernels.mma import tiles as shapes
 from flashlane.kernels.mma.config import MmaConfig
 from flashlane.kernels.mma.variants import FAMILIES, Variant, grid, heads_per_section
@@ -50,7 +52,7 @@ class MmaAttention(DeviceKernel):
         self.listed = variant.listed or variant.tag in shapes.FASTEST
 
     def preference(self, problem: AttentionProblem) -> float:
-        return self.priority + shapes.preference(self.tag, problem)
+        return self.priority + float(self.tag == _fastest_tag(problem))
 
     def low_precision_reference(self, problem: AttentionProblem) -> str:
         return self.low_precision_reference_of(self.config(problem), problem)
@@ -80,7 +82,23 @@ class MmaAttention(DeviceKernel):
         return _config(self, problem)
 
     def candidates(self, problem: AttentionProblem) -> Iterator[MmaConfig]:
-        yield from dict.fromkeys((*self.variant.configs(problem, False), *self.variant.configs(problem, True)))
+        """What the cost model compares, the fastest first, then what it does not know."""
+        known = (each.config for each in _known(self, problem))
+        table = (self.variant.configs(problem, few) for few in (None, False, True))
+        yield from dict.fromkeys((*known, *itertools.chain.from_iterable(table)))
+
+    def predicted_configs(self, problem: AttentionProblem) -> list[tuple[str, float]]:
+        """The configurations that are compared and their predicted milliseconds, the fastest first.
+
+        Empty on architectures that were not timed, where the model compares and does not foretell.
+        """
+        known = _known(self, problem) if problem.arch == cost.TIMED_ARCH else []
+        return [(each.config.describe(), each.microseconds / 1e3) for each in known]
+
+    def predicted_ms(self, problem: AttentionProblem) -> float | None:
+        """Milliseconds that the cost model gives the chosen configuration, where it gives any."""
+        found = self.predicted_configs(problem)
+        return found[0][1] if found else None
 
     def spills_allowed(self, config: MmaConfig, arch: str) -> int:
         few = config.block_m == 16  # one of the shapes for few CTAs
@@ -96,10 +114,11 @@ class MmaAttention(DeviceKernel):
     def shipped(self) -> Iterator[tuple[MmaConfig, tuple[str, ...]]]:
         found: dict[MmaConfig, list[str]] = {}
         for problem in shipped_problems(self):
-            config = next(self.variant.configs(problem))
-            archs = found.setdefault(config, [])
-            if problem.arch not in archs:
-                archs.append(problem.arch)
+            compared = (each.config for each in cost.ranked(self.variant, problem))
+            for config in (next(self.variant.configs(problem)), *compared):
+                archs = found.setdefault(config, [])
+                if problem.arch not in archs:
+                    archs.append(problem.arch)
         for config, archs in found.items():
             yield config, tuple(archs)
 
@@ -164,7 +183,28 @@ def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
 @memoised
 def _config(kernel: MmaAttention, problem: AttentionProblem) -> MmaConfig:
     tuned = tune.lookup(kernel, problem)
-    return MmaConfig(**tuned) if tuned else next(kernel.variant.configs(problem))
+    if tuned:
+        return MmaConfig(**tuned)
+    known = _known(kernel, problem)
+    return known[0].config if known else next(kernel.variant.configs(problem))
+
+
+def _known(kernel: MmaAttention, problem: AttentionProblem) -> list[cost.Predicted]:
+    """What the cost model compares, the fastest first.
+
+    Empty where it does not know the table's choice, unless the kernel is the fastest without it: what is slower than
+    another variant was not timed on every problem.
+    """
+    ranked = cost.ranked(kernel.variant, problem)
+    table = next(kernel.variant.configs(problem), None)
+    if kernel.tag == _fastest_tag(problem) or any(each.config == table for each in ranked):
+        return ranked
+    return []
+
+
+@memoised
+def _fastest_tag(problem: AttentionProblem) -> str | None:
+    return cost.fastest_tag(problem)
 
 
 for _variant in grid():

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashlane.core.problem import AttentionProblem
-from flashlane.core.tuned import few_blocks
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -207,8 +204,3 @@ def candidates(family: str, marks: tuple[str, ...], head_dim: int, few: bool) ->
 def best_tag(head_dim: int, few: bool) -> str | None:
     """The tag that was fastest at a head dim (the larger of the two), for problems with few or with many CTAs."""
     return next((tag for limit, tag in (BEST_LATENCY if few else BEST_THROUGHPUT) if head_dim <= limit), None)
-
-
-def preference(tag: str, problem: AttentionProblem) -> float:
-    """1 for the tag that was fastest for problems of this kind, 0 for the others."""
-    return float(tag == best_tag(max(problem.head_dim, problem.head_dim_v), few_blocks(problem)))

@@ -16,6 +16,7 @@ from flashlane.core import tuned as stored
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import TunableKernel, memoised, register
 from flashlane.kernels.params import LOG2_E
+from flashlane.kernels.triton import cost
 from flashlane.kernels.triton import forward_configs as configs
 from flashlane.kernels.triton.forward_configs import TritonConfig
 
@@ -94,11 +95,26 @@ class TritonAttention(TunableKernel):
         return _config(self, problem)
 
     def candidates(self, problem: AttentionProblem) -> Iterator[TritonConfig]:
-        """The configurations that ``flashlane tune`` times, the heuristic's first."""
-        limit = SMALLEST_SHARED
-        if problem.arch in jit.LIMITS:
-            limit = jit.shared_limit(problem.arch)
-        yield from configs.candidates(problem, limit, self.precision_of(problem))
+        """The configurations that ``flashlane tune`` times: those that the model knows, the fastest first, then all."""
+        yield from dict.fromkeys((*(config for _, config in self._ranked(problem)), *self._listed(problem)))
+
+    def predicted_configs(self, problem: AttentionProblem) -> list[tuple[str, float]]:
+        """The configurations that are compared and their predicted milliseconds, the fastest first."""
+        return [(config.describe(), us / 1e3) for us, config in self._ranked(problem.chosen_for)]
+
+    def predicted_ms(self, problem: AttentionProblem) -> float | None:
+        """Milliseconds that the cost model gives the chosen configuration, where it gives any."""
+        found = self.predicted_configs(problem)
+        return found[0][1] if found else None
+
+    def _ranked(self, problem: AttentionProblem) -> list[tuple[float, TritonConfig]]:
+        """Predicted microseconds of those of the table's configurations that are worth their cost on the host."""
+        useful = (c for c in self._listed(problem) if configs.repays(problem) or not c.descriptors)
+        return cost.forward_ranked(problem, useful, self.precision_of(problem))
+
+    def _listed(self, problem: AttentionProblem) -> Iterator[TritonConfig]:
+        limit = jit.shared_limit(problem.arch) if problem.arch in jit.LIMITS else SMALLEST_SHARED
+        return configs.candidates(problem, limit, self.precision_of(problem))
 
     def precision_of(self, problem: AttentionProblem) -> str:
         """How ``tl.dot`` multiplies; the interpreter, which has no tensor cores, always as IEEE says."""

@@ -97,7 +97,7 @@ HALF_HOPPER = (
     *_rows(128, (64, 64, 4, 3), (128, 64, 4, 2), descriptors=True),
     *_rows(128, (64, 64, 4, 3), (128, 64, 8, 4), (64, 64, 4, 2)),
     *_rows(192, (64, 32, 4, 3), (128, 32, 8, 3), (128, 64, 8, 2)),
-    *_rows(256, (128, 64, 8, 2), descriptors=True),
+    *_rows(256, (128, 64, 8, 2), (64, 64, 4, 2), descriptors=True),
     *_rows(256, (128, 32, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2)),
     *_rows(512, (64, 64, 8, 1), (64, 32, 8, 2), (32, 32, 4, 2)),
 )
@@ -110,7 +110,7 @@ HALF = (
 )
 """The same with mma.sync; not measured."""
 SPLIT = (
-    *_rows(64, (128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+    *_rows(64, (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
     *_rows(128, (128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1)),
     *_rows(256, (64, 32, 8, 2), (64, 16, 4, 2), (32, 16, 4, 1)),
     *_rows(512, (32, 16, 8, 1), (16, 16, 8, 1)),
@@ -201,11 +201,20 @@ def unit_of(*sides: tuple[torch.Tensor, tuple[int, ...]]) -> int:
     return size
 
 
+def line_of(problem: AttentionProblem, precision: str) -> int:
+    """The largest head dim of the table's line that a problem belongs to."""
+    largest = max(sum(column_tiles(problem.head_dim)), sum(column_tiles(problem.head_dim_v)))
+    return next(row.largest for row in table_of(problem, precision) if row.largest >= largest)
+
+
+def repays(problem: AttentionProblem) -> bool:
+    """Whether a problem is so large that descriptors repay what they cost the host."""
+    return problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k >= DESCRIPTORS_FROM
+
+
 def candidates(problem: AttentionProblem, limit: int, precision: str = "ieee") -> Iterator[TritonConfig]:
     """Configurations worth timing that need at most ``limit`` bytes of shared memory, the preferred one first."""
-    table = table_of(problem, precision)
-    largest = max(sum(column_tiles(problem.head_dim)), sum(column_tiles(problem.head_dim_v)))
-    known = next(row.largest for row in table if row.largest >= largest)
+    table, known = table_of(problem, precision), line_of(problem, precision)
     rows = [row for row in table if row.largest == known]
     if table in (FEW_ROWS, FEW_ROWS_F32):
         height = rows_of(problem) if packed(problem) else problem.seqlen_q
@@ -214,8 +223,7 @@ def candidates(problem: AttentionProblem, limit: int, precision: str = "ieee") -
     if not describable(problem):
         rows = [row for row in rows if not row.config.descriptors]
     fitting = [row for row in rows if row.config.shared_memory(problem) <= limit] or rows[-1:]
-    large = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k >= DESCRIPTORS_FROM
-    first = [row for row in fitting if row.prefers(problem) and (large or not row.config.descriptors)]
+    first = [row for row in fitting if row.prefers(problem) and (repays(problem) or not row.config.descriptors)]
     yield from dict.fromkeys(row.config for row in (*first, *fitting))
 
 

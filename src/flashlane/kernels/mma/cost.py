@@ -1,0 +1,145 @@
+"""The time that the variants of the mma.sync family take for a problem, predicted, and the fastest of them.
+
+A tile costs a constant and a time for each n-block (:mod:`flashlane.kernels.tile_cost`); a launch takes what
+:mod:`flashlane.kernels.grid_cost` says of its CTAs. Coefficients are data: ``cost.json``, which
+``benchmarks/scripts/fit_grid_cost.py`` writes from timings on a Hopper GPU. The code of the family is the same on every
+architecture: elsewhere the CTAs of an SM and the SMs are counted, and all else is taken to be in proportion.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+from flashlane import jit
+from flashlane.core.problem import AttentionProblem
+from flashlane.core.tuned import few_blocks
+from flashlane.kernels.grid_cost import SMS, Grid, share_of
+from flashlane.kernels.makespan import sections_of
+from flashlane.kernels.mma import tiles
+from flashlane.kernels.mma.config import MmaConfig
+from flashlane.kernels.mma.variants import Variant, grid, heads_per_section
+from flashlane.kernels.tile_cost import Coefficients, blocks_of
+
+TIMED_ARCH = "sm_90a"
+CLASSES = (32, 64, 96, 128, 160, 256, 320, 512)
+"""Head dims that were timed; others count as the next larger one, in proportion to their products."""
+COMPARED = {variant.tag: variant for variant in grid() if variant.tag in tiles.FASTEST}
+"""The variants that ``auto`` chooses from, by tag."""
+SOFTMAX = 0.4
+"""Part of an n-block's time that does not grow with the head dim."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What is known of a tile shape of a variant."""
+
+    one: Coefficients
+    """At :attr:`resident` CTAs on an SM."""
+    resident: int
+    """CTAs of an SM of the GPU that was timed."""
+    registers: int
+    """Of a thread."""
+
+
+class Predicted(NamedTuple):
+    """A configuration with predicted microseconds."""
+
+    microseconds: float
+    config: MmaConfig
+
+
+@functools.cache
+def coefficients() -> tuple[dict[str, Timed], dict[str, float]]:
+    """Those of each shape by its name; of all: microseconds of a launch, and ``alone`` by split."""
+    body = json.loads(Path(__file__).with_name("cost.json").read_text(encoding="utf-8"))
+    known = {name: Timed(Coefficients(*values[:3]), *map(int, values[3:])) for name, values in body["shapes"].items()}
+    return known, body["shared"]
+
+
+def class_of(problem: AttentionProblem) -> int | None:
+    """The head dim of :data:`CLASSES` that a problem counts as, or None where it is larger than all."""
+    largest = max(problem.head_dim, problem.head_dim_v)
+    return next((head_dim for head_dim in CLASSES if largest <= head_dim), None)
+
+
+def name_of(head_dim: int, variant: Variant, shape: tiles.Shape) -> str:
+    """A shape of a variant at a head dim of :data:`CLASSES`, as a key of the data."""
+    words = [f"{shape.block_m}x{shape.block_n}", f"{shape.warps_q}x{shape.warps_kv}"]
+    for field in fields(shape):
+        value = getattr(shape, field.name)
+        if field.name not in ("block_m", "block_n", "warps_q", "warps_kv") and value != field.default:
+            words.append(f"{field.name}={int(value)}")
+    return f"{head_dim} {variant.tag} {' '.join(words)}"
+
+
+def shapes_of(variant: Variant, problem: AttentionProblem) -> dict[MmaConfig, tiles.Shape]:
+    """The shapes of a variant for problems with few and with many CTAs, by the configurations that fit."""
+    found: dict[MmaConfig, tiles.Shape] = {}
+    for shape in variant.shapes(problem, True):
+        config = variant.at(problem, shape)
+        if config.shared_memory <= jit.shared_limit(problem.arch):
+            found.setdefault(config, shape)
+    return found
+
+
+def fastest_tag(problem: AttentionProblem) -> str | None:
+    """The tag with the least predicted time; where nothing is known, that of the table."""
+    able = [v for v in COMPARED.values() if max(problem.head_dim, problem.head_dim_v) <= v.max_head_dim]
+    times = {v.tag: found[0].microseconds for v in able if (found := ranked(v, problem))}
+    if times:
+        return min(times, key=times.__getitem__)
+    return tiles.best_tag(max(problem.head_dim, problem.head_dim_v), few_blocks(problem))
+
+
+def ranked(variant: Variant, problem: AttentionProblem) -> list[Predicted]:
+    """The configurations of a variant whose coefficients are known, the fastest first; empty where none is.
+
+    Args:
+        variant: one of :data:`COMPARED`; of others nothing is known.
+        problem: what is asked.
+    """
+    if variant.tag not in COMPARED or problem.arch not in jit.LIMITS:
+        return []
+    problem = problem.chosen_for
+    head_dim, (known, shared) = class_of(problem), coefficients()
+    found = []
+    for config, shape in shapes_of(variant, problem).items() if head_dim else ():
+        timed = known.get(name_of(head_dim, variant, shape))
+        time = timed and predicted(problem, config, timed, head_dim, shared["launch"], shared[variant.split])
+        if time:
+            found.append(Predicted(time, config))
+    return sorted(found, key=lambda each: each.microseconds)
+
+
+def predicted(
+    problem: AttentionProblem, config: MmaConfig, timed: Timed, head_dim: int, launch: float, alone: float
+) -> float | None:
+    """Microseconds of a configuration, or None where no CTA of it fits an SM.
+
+    Args:
+        problem: what is asked.
+        config: the configuration.
+        timed: what is known of its shape.
+        head_dim: that :attr:`Timed.one` is of.
+        launch: microseconds of a launch without tiles.
+        alone: see :func:`~flashlane.kernels.grid_cost.launch_time`.
+    """
+    resident = timed.resident
+    if problem.arch != TIMED_ARCH:
+        resident = jit.occupancy(problem.arch, config.threads, timed.registers, config.shared_memory).blocks
+        if not resident:
+            return None
+    work = SOFTMAX + (1 - SOFTMAX) * (problem.head_dim + problem.head_dim_v) / (2 * head_dim)
+    shared = share_of(resident, timed.resident, alone)
+    one = Coefficients(timed.one.tile * shared, timed.one.block * work * shared, timed.one.masked * shared)
+    return launch + grid_of(problem, config).time(one, SMS.get(problem.arch, SMS[TIMED_ARCH]), resident, alone / shared)
+
+
+def grid_of(problem: AttentionProblem, config: MmaConfig) -> Grid:
+    """The launch of a configuration."""
+    sections = sections_of(problem.batch * problem.heads, heads_per_section(problem))
+    return Grid(blocks_of(problem, config.block_m, config.block_n), sections)
