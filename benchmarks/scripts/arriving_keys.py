@@ -492,7 +492,7 @@ def parts(options: argparse.Namespace, until: float) -> Iterator[tuple[str, Call
         begun = {part: begin(part) for part in PARTS}
         for case in ARRIVE:
             yield f"keys that arrive: {case}", lambda case=case: check_arrivals(case, 20, until)
-        yield "repeats", lambda: check_arrivals(ARRIVE[1], options.repeats, until)
+        yield "repeats", lambda: check_arrivals(ARRIVE[1], options.repeats, until - 4)
         for part, process in begun.items():
             yield part, lambda process=process: result_of(process)
     for name in TIMED if "times" in options.do else ():
