@@ -408,3 +408,44 @@ def test_a_tensor_subclass_stays_one() -> None:
     for got, expected in zip(found, want, strict=True):
         assert isinstance(got, Wrapped)
         assert torch.equal(got.held, expected)
+
+
+IDS = torch.tensor([3] * 9 + [1] * 21 + [7] * 10)
+FUNCTIONS = {
+    "documents": (lambda b, h, q, kv: IDS[q] == IDS[kv], False),
+    "causal documents": (lambda b, h, q, kv: (q >= kv) & (IDS[kv] == IDS[q]), True),
+    "twice causal": (lambda b, h, q, kv: (q >= kv) & ((IDS[q] == IDS[kv]) & (kv <= q)), True),
+    "in a window": (lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (q - kv <= 4), None),
+    "strictly before": (lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (q > kv), None),
+    "other documents": (lambda b, h, q, kv: IDS[q] != IDS[kv], None),
+    "another tensor": (lambda b, h, q, kv: IDS[q] == (IDS + 0)[kv], None),
+    "by position": (lambda b, h, q, kv: IDS[q] == IDS[q], None),
+    "in pieces": (lambda b, h, q, kv: PIECES[q] == PIECES[kv], None),
+    "of two dimensions": (lambda b, h, q, kv: IDS[None][b, q] == IDS[None][b, kv], None),
+}
+PIECES = IDS.roll(5)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_are_packed_documents_need_no_lists(kernels: Kernels, name: str) -> None:
+    function, causal = FUNCTIONS[name]
+    mask = flashlane.create_block_mask(function, None, None, 40, 40, "cpu", 8)
+    found = packed.NOTES.of(mask)
+    assert (found is None) == (causal is None)
+    if found is not None:
+        assert found.causal == causal and found.offsets.tolist() == [0, 9, 30, 40] and found.longest == 21
+    compare(operands(1, 2, 2, 40, 40), None, mask)
+    assert (kernels.called[1][1] is None) == (causal is not None)
+
+
+def test_documents_whose_tensor_changes_are_lists_again(kernels: Kernels) -> None:
+    ids = IDS.clone()
+    mask = flashlane.create_block_mask(lambda b, h, q, kv: ids[q] == ids[kv], None, None, 40, 40, "cpu", 8)
+    tensors = [t.detach() for t in operands(1, 2, 2, 40, 40)]
+    flashlane.flex_attention(*tensors, None, mask)
+    ids[0] = 4
+    flashlane.flex_attention(*tensors, None, mask)
+    ids = ids.clone()
+    flashlane.flex_attention(*tensors, None, mask)
+    lists = [given for name, given in kernels.called if name == "forward"]
+    assert [given is None for given in lists] == [True, False, False]

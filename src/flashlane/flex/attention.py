@@ -117,6 +117,8 @@ def attend(
             block_mask = None  # torch's own mask of one block that shows everything
         window = windows.OPEN if block_mask is None else windows.NOTES.of(block_mask)
         documents = packed.NOTES.of(block_mask) if program.score is None and query.shape[0] == 1 else None
+        if documents is not None and not documents.hold_for(arguments.tensors):
+            documents = None
         kernels = None
         if backend != "REFERENCE" and query.device.type not in OF_THE_REFERENCE:
             lists = block_mask if window is None and documents is None else None

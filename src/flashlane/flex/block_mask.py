@@ -85,7 +85,8 @@ def create_block_mask(
         mask_mod = interval_mask_mod(intervals)
     else:
         program, arguments = bind(None, mask_mod, device)
-        window, documents = windows.of_expression(program.mask, arguments.integers), None
+        window = windows.of_expression(program.mask, arguments.integers)
+        documents = packed.of_mask(program.mask, arguments, lengths)
         used = inputs_of(program.mask)
         sizes = wanted[0] if "b" in used else 1, wanted[1] if "h" in used else 1
         table = of_program(program, arguments, sizes, lengths, size, device)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
+from flashlane.flex import windows
+from flashlane.flex.expression import Expression
 from flashlane.flex.notes import Notes
+
+if TYPE_CHECKING:
+    from flashlane.flex.program import Arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +26,15 @@ class Documents:
     """Tokens of the longest document."""
     tokens: int
     causal: bool
+    source: tuple[torch.Tensor, int] | None = None
+    """The tensor with the document of each token that a mask function reads, and its version; None of a named mask."""
+
+    def hold_for(self, read: Sequence[torch.Tensor]) -> bool:
+        """Whether these are still the documents of a mask function that reads such tensors."""
+        if self.source is None:
+            return True
+        tensor, version = self.source
+        return tensor._version == version and any(t is tensor for t in read)
 
     @classmethod
     def of(cls, offsets: torch.Tensor, causal: bool) -> Documents:
@@ -36,6 +52,58 @@ class Documents:
                 f"and ascend"
             )
         return cls(offsets.to(torch.int32, copy=True), longest, tokens, causal)
+
+
+def of_mask(mask: Expression | None, arguments: Arguments, lengths: tuple[int, int]) -> Documents | None:
+    """The documents of a mask ``ids[q] == ids[kv]``, or that and ``q >= kv``; None for any other.
+
+    It waits for the device where the mask is such a one. Tokens of a document must follow each other.
+
+    Args:
+        mask: the expression.
+        arguments: what it reads.
+        lengths: queries and keys.
+    """
+    read, causal = [], False
+    for part in _conjunction(mask):
+        vector = _compared(part)
+        if vector is not None:
+            read.append(vector)
+        elif windows.of_expression(part, arguments.integers) == (-1, 0):
+            causal = True
+        else:
+            return None
+    if len(read) != 1:
+        return None
+    ids = arguments.tensors[read[0]]
+    if tuple(ids.shape) != lengths[:1] or lengths[0] != lengths[1] or not lengths[0] or ids.is_inference():
+        return None
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    ends = torch.tensor([0, len(ids)], device=ids.device).split(1)
+    starts = torch.cat((ends[0], (ids[1:] != ids[:-1]).nonzero().flatten() + 1))
+    if len(ids[starts].unique()) != len(starts):
+        return None
+    return replace(Documents.of(torch.cat((starts, ends[1])), causal), source=(ids, ids._version))
+
+
+def _conjunction(e: Expression | None) -> Iterator[Expression]:
+    if e is None:
+        return
+    if e.op != "and":
+        yield e
+        return
+    for operand in e.operands:
+        yield from _conjunction(operand)
+
+
+def _compared(e: Expression) -> int | None:
+    """The number of a captured vector, of integers, whose elements at q and at kv are compared."""
+    if e.op != "eq" or any(load.op != "load" or len(load.operands) != 1 for load in e.operands):
+        return None
+    positions = {load.operands[0].value for load in e.operands if load.operands[0].op == "input"}
+    vectors = {load.value for load in e.operands if load.dtype in ("i32", "i64")}
+    return vectors.pop() if positions == {"q", "kv"} and len(vectors) == 1 else None  # type: ignore[return-value]
 
 
 NOTES: Notes[Documents] = Notes()
