@@ -15,6 +15,7 @@ import argparse
 import collections
 import functools
 import os
+import re
 import sys
 import unittest
 from pathlib import Path
@@ -162,6 +163,54 @@ FOR_TRITON = "Requires Triton + A100"
 """How the reason begins for which PyTorch's module leaves cases out on Hopper: defects of Triton there."""
 
 
+OF_TORCH = {
+    "it counts graphs or compilations of torch.compile; a call of flashlane is a break of the graph": (
+        "test_builtin_score_mods_dynamic",
+        "test_builtin_score_mods_automatic_dynamic",
+        "test_compiling_create_block_mask_no_recompile",
+        "test_dynamic_shapes_bug_dynamic_batch",
+        "test_free_symbol_dynamic",
+        "test_fw_bw_graph_correctness",
+        "test_symbol_closure_in_score_mod",
+    ),
+    "it reads the code that Inductor generates": (
+        "test_dynamic_divisibility_guards",
+        "test_epilogue_fused",
+        "test_kernel_options_argument_is_respected",
+        "test_logsumexp_only_return",
+    ),
+    "it asks that torch's kernels refuse what flashlane computes": (
+        "test_backward_error_with_none_q_indices",
+        "test_cpu_error_message_return_lse",
+        "test_invalid_block_size",
+        "test_symmetric_bias.*mode_default",
+        "test_validate_small_embedding_size_error_message",
+        "test_zero_length_sequence_error",
+    ),
+    "flashlane refuses its function as torch does, in other words": (
+        "test_cant_lower_error_message",
+        "test_captured_wrong_device_error_message",
+    ),
+    "it needs a reduction over a row of a captured tensor, which programs do not have": ("test_reduction_unrolled",),
+    "it takes a gradient of many elements for a truth value": ("test_learnable_bias_global_compiled",),
+}
+"""Tests of torch's own machinery, by how their names begin (regular expressions), and why they mean nothing here."""
+WITHOUT_COMPILE = {
+    "checkpoint calls its function again where the tool cannot see that it was compiled": ("test_selective_ac",),
+}
+ON_A_CPU = {
+    "torch's own function, which it compares with, has no largest scores on a CPU": ("test_return_max",),
+    "it needs a CUDA device": ("test_mixed_device_error_message", "test_create_is_cuda_graphable"),
+}
+
+
+def skip(items: list[pytest.Item], reasons: dict[str, tuple[str, ...]]) -> None:
+    for reason, names in reasons.items():
+        for item in items:
+            if any(re.match(name, item.name) for name in names):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
 def run_what_fails_for_triton() -> None:
     skip_unless = unittest.skipUnless
 
@@ -186,7 +235,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    of_pytorchs = [item for item in items if of_pytorch(str(item.path))]
+    skip(of_pytorchs, OF_TORCH)
+    if config.getoption("--on-cpu") or config.getoption("--uncompiled"):
+        skip(of_pytorchs, WITHOUT_COMPILE)
     if config.getoption("--on-cpu"):
+        skip(of_pytorchs, ON_A_CPU)
         for module in {item.module for item in items}:  # PyTorch's module takes no gradients on a CPU
             getattr(getattr(module, "DEVICE_SUPPORTS_BACKWARDS", None), "items", set()).add("cpu")
 
