@@ -109,8 +109,9 @@ def test_the_gradients_compile_as_the_schedule_needs(piece: tuple[Any, KernelSou
     steady = [inside for loop in steady_loops(text) if (inside := families(loop))["HGMMA"] > 128 // 16]
     assert steady
     for inside in steady:  # nothing in them goes to local memory; from there comes at most the number of steps
-        # With a cap and slopes one value goes there and back.
-        assert inside["STL"] <= (constants["SOFTCAP"] and constants["ALIBI"]) and inside["LDL"] <= 1
+        # With a cap and slopes one value of the narrow heads' tile goes there and back.
+        stores = constants["SOFTCAP"] and constants["ALIBI"] and config.head_dim == 64
+        assert inside["STL"] <= stores and inside["LDL"] <= 1
     if source.entry == ONE_CTA:
         atomics = config.dq == "register_atomics"
         assert ("UBLKRED" in counts) != atomics, "dQ is added by TMA"
