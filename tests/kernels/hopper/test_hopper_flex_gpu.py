@@ -15,6 +15,7 @@ from flashlane import create_block_mask as create_flashlane_mask
 from flashlane import flex_attention
 from flashlane.core.arch import arch_of
 from flashlane.flex import masks as named
+from flashlane.flex import packed
 from flashlane.flex.bind import bind
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.flex import backward, forward, masks
@@ -180,12 +181,16 @@ def test_what_a_query_does_not_see_changes_none_of_its_bits(score: str, lists: b
     assert torch.equal(*(out.view(torch.int16) for out in outputs))
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["full", "causal", "a function"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_packed_documents(causal: bool, head_dim: int) -> None:
+def test_packed_documents(kind: str, head_dim: int) -> None:
     torch.manual_seed(0)
     offsets = torch.tensor([0, 1, 200, 200, 555, 700], device="cuda")
-    mask = create_flashlane_mask(named.documents(offsets, causal), None, None, 700, 700, "cuda")
+    ids = torch.repeat_interleave(torch.arange(5, 0, -1, device="cuda"), offsets.diff())
+    shown: Function = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)  # noqa: E731
+    mask_mod = shown if kind == "a function" else named.documents(offsets, kind == "causal")
+    mask = create_flashlane_mask(mask_mod, None, None, 700, 700, "cuda")
+    assert packed.NOTES.of(mask) is not None
     sizes = (4, 2, 2)
     q, k, v = (torch.randn(1, h, 700, head_dim, device="cuda", dtype=torch.bfloat16) for h in sizes)
     found = []
