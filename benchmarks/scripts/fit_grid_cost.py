@@ -3,12 +3,12 @@
     PYTHONPATH=src python3 benchmarks/scripts/fit_grid_cost.py --family mma [--held-out 5] [--judge FILE]
         [--timings benchmarks/results/choices_mma.json] [--out src/flashlane/kernels/mma/cost.json]
 
-The timings are those of ``time_choices.py`` at fitting seeds; the families are ``mma``, ``triton_forward`` and
-``triton_backward``. Each tile shape of a head dim has three coefficients (a tile, an n-block, a masked n-block); all
-share the time of a launch, and the shapes of a group what a CTA gains that has an SM for itself. Printed are the errors
-within problems and the regret: the chosen candidate's time over the fastest one's. With ``--held-out K`` each K-th
-problem is left out in turn, and their regret is printed; with ``--judge`` the problems of another file are judged by
-the coefficients that were fitted.
+The timings are those of ``time_choices.py`` at fitting seeds; families are ``mma`` and ``triton_forward``. Each tile
+shape of a head dim has three coefficients (a tile, an n-block, a masked n-block); all share the time of a launch, and
+the shapes of a group what a CTA gains that has an SM for itself. Printed are the errors within problems and the regret:
+the chosen candidate's time over the fastest one's. With ``--held-out K`` each K-th part of the problems is left out in
+turn, and their regret is printed; with ``--judge`` the problems of another file are judged by the coefficients that
+were fitted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from choice_families import TRITON, backward_configs, forward_configs, mma_configs, triton_limit
+from choice_families import TRITON, forward_configs, mma_configs
 from cost_fit import set_offsets, told
 from hopper_shapes import Shape, problem_of
 from scipy.optimize import least_squares
@@ -38,7 +38,6 @@ from flashlane.kernels.grid_cost import SMS, Grid
 from flashlane.kernels.mma import cost as mma_cost
 from flashlane.kernels.tile_cost import Coefficients
 from flashlane.kernels.triton import cost as triton_cost
-from flashlane.kernels.triton.backward_configs import pick
 
 ROOT = Path(__file__).parents[2]
 RATE = 300.0
@@ -108,9 +107,9 @@ class Model:
         return np.array([self.error(row) for row in rows])
 
 
-def unit_of(shape: Shape, tile: tuple[int, int], resident: int, products: float = 2.0) -> float:
-    """Microseconds of so many products of a tile of rows and keys; those of f32 are six of half precision."""
-    flop = products * tile[0] * tile[1] * (shape.head_dim + shape.head_dim_v) * (6 if shape.dtype == "f32" else 1)
+def unit_of(shape: Shape, tile: tuple[int, int], resident: int) -> float:
+    """Microseconds of the products of a tile of rows and keys; one of f32 is six of half precision."""
+    flop = 2 * tile[0] * tile[1] * (shape.head_dim + shape.head_dim_v) * (6 if shape.dtype == "f32" else 1)
     return flop / 1e6 / (RATE / SMS["sm_90a"]) * resident
 
 
@@ -135,29 +134,14 @@ def forward_parts(problem: AttentionProblem, shape: Shape) -> dict[str, Launches
     """The same of Triton's forward."""
     precision, found = TRITON.precision_of(problem), {}
     for config in forward_configs(problem, shape.dtype):
-        name, size = triton_cost.forward_name(problem, precision, config), (config.bm, config.bn)
+        name, size = triton_cost.name_of(problem, precision, config), (config.bm, config.bn)
         found[config.describe()] = lambda r, name=name, config=config, size=size: (
             Part(name, "forward", triton_cost.forward_grid(problem, config), r[0], unit_of(shape, size, r[0])),
         )
     return found
 
 
-def backward_parts(problem: AttentionProblem, shape: Shape) -> dict[str, Launches]:
-    """The same of Triton's backward: dK and dV, and dQ."""
-    precision, found = TRITON.precision_of(problem), {}
-    base = pick(problem, precision, problem.dtype.itemsize == 2, triton_limit(problem))
-    for config in backward_configs(base, problem, shape.dtype):
-        keys, rows = triton_cost.backward_names(problem, precision, config)
-        found[config.describe()] = lambda r, keys=keys, rows=rows, c=config: (
-            Part(keys, "dkdv", triton_cost.key_grid(problem, c), r[0], unit_of(shape, (c.key.bm, c.key.bn), r[0], 4.0)),
-            Part(
-                rows, "dq", triton_cost.query_grid(problem, c), r[1], unit_of(shape, (c.query.bm, c.query.bn), r[1], 3)
-            ),
-        )
-    return found
-
-
-PARTS = {"mma": mma_parts, "triton_forward": forward_parts, "triton_backward": backward_parts}
+PARTS = {"mma": mma_parts, "triton_forward": forward_parts}
 
 
 def rows_of(family: str, path: Path) -> list[Timed]:

@@ -87,9 +87,7 @@ def predicted_times(problem: AttentionProblem, tags: Sequence[str]) -> dict[str,
     return found
 
 
-def predicted_configurations(
-    problem: AttentionProblem, kernel: Kernel | BackwardKernel
-) -> tuple[tuple[str, float], ...]:
+def predicted_configurations(problem: AttentionProblem, kernel: Kernel) -> tuple[tuple[str, float], ...]:
     """Configurations of a kernel and the milliseconds that its cost model predicts, the fastest first."""
     found = getattr(kernel, "predicted_configs", None)
     return tuple(found(problem)) if found is not None and kernel.supports(problem) is None else ()
@@ -114,9 +112,6 @@ def backward_choices(problem: AttentionProblem, forward: Kernel) -> tuple[Backwa
 
     def choice(kernel: BackwardKernel) -> BackwardChoice:
         reason = kernel.supports(problem, forward)
-        if reason:
-            return BackwardChoice(kernel.tag, reason, kernel.summary)
-        compared = predicted_configurations(problem, kernel)
-        return BackwardChoice(kernel.tag, None, kernel.summary, kernel.describe(problem), compared)
+        return BackwardChoice(kernel.tag, reason, kernel.summary, "" if reason else kernel.describe(problem))
 
     return tuple(map(choice, registry.backward_kernels()))

@@ -33,8 +33,6 @@ class BackwardChoice:
     summary: str
     config: str = ""
     """The configuration that it would run with, in a few words."""
-    configurations: tuple[tuple[str, float], ...] = ()
-    """Configurations with predicted milliseconds, the one that runs first, where a model predicts them."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,10 @@ class Explanation:
 
     def _configurations(self) -> Iterable[str]:
         """What the chosen kernel's cost model compared."""
-        yield from _compared(self.configurations, 2)
+        for number, (words, ms) in enumerate(self.configurations[:SHOWN_CONFIGURATIONS]):
+            slower = 100 * (ms / self.configurations[0][1] - 1)
+            told = f"predicted {slower:.1f} % slower" if number else f"runs, predicted {ms:.3g} ms"
+            yield textwrap.fill(f"{words}: {told}", ROOM, initial_indent="  ", subsequent_indent="    ")
 
     def _grouped(self) -> Iterable[str]:
         """What cannot run by its reason, what can by its place; of a named kernel nothing: no other was considered."""
@@ -135,19 +136,8 @@ class Explanation:
         for after in self.backwards:
             why = "runs" if after.tag == self.backward else after.reason or "can run; ranked lower"
             yield f"  backward {after.tag}: {why}" + (f" ({after.config})" if after.config else "")
-            if after.tag == self.backward:
-                yield from _compared(after.configurations, 4)
         if self.unlisted and not self.named:
             yield f"  {self.unlisted} further variants run only when named: flashlane explain --show-all"
-
-
-def _compared(configurations: tuple[tuple[str, float], ...], indent: int) -> Iterable[str]:
-    """The first configurations, the one that runs before the others, and how much slower those are predicted."""
-    for number, (words, ms) in enumerate(configurations[:SHOWN_CONFIGURATIONS]):
-        slower = 100 * (ms / configurations[0][1] - 1)
-        told = f"predicted {slower:.1f} % slower" if number else f"runs, predicted {ms:.3g} ms"
-        first, then = " " * indent, " " * (indent + 2)
-        yield textwrap.fill(f"{words}: {told}", ROOM, initial_indent=first, subsequent_indent=then)
 
 
 def _line(why: str, tags: list[str]) -> str:

@@ -75,7 +75,7 @@ def test_where_nothing_is_known_the_table_decides(changes: dict[str, object]) ->
 
 
 def test_coefficients_are_sound_and_explain_shows_times() -> None:
-    known, shared = cost.coefficients("forward_cost.json")
+    known, shared = cost.coefficients()
     assert len(known) > 20 and all(
         min(t.one.tile, t.one.block, t.one.masked) > 0 and t.resident for t in known.values()
     )

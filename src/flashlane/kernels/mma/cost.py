@@ -86,6 +86,29 @@ def shapes_of(variant: Variant, problem: AttentionProblem) -> dict[MmaConfig, ti
     return found
 
 
+@functools.lru_cache(maxsize=1024)
+def _compared(variant: Variant, kind: AttentionProblem) -> tuple[tuple[MmaConfig, Timed, int], ...]:
+    """Configurations of a variant that are known, and CTAs of an SM of each on the architecture.
+
+    Args:
+        variant: one of :data:`COMPARED`.
+        kind: a problem of one key, whose head dims, type, alignment and architecture are the problem's.
+    """
+    head_dim, (known, _) = class_of(kind), coefficients()
+    found = []
+    for config, shape in shapes_of(variant, kind).items() if head_dim else ():
+        timed = known.get(name_of(head_dim, variant, shape))
+        if timed is None:
+            continue
+        resident = timed.resident
+        if kind.arch != TIMED_ARCH:
+            shared = config.shared_memory
+            resident = jit.occupancy(str(kind.arch), config.threads, timed.registers, shared).blocks
+        if resident:
+            found.append((config, timed, resident))
+    return tuple(found)
+
+
 def fastest_tag(problem: AttentionProblem) -> str | None:
     """The tag with the least predicted time; where nothing is known, that of the table."""
     able = [v for v in COMPARED.values() if max(problem.head_dim, problem.head_dim_v) <= v.max_head_dim]
@@ -105,38 +128,31 @@ def ranked(variant: Variant, problem: AttentionProblem) -> list[Predicted]:
     if variant.tag not in COMPARED or problem.arch not in jit.LIMITS:
         return []
     problem = problem.chosen_for
-    head_dim, (known, shared) = class_of(problem), coefficients()
-    found = []
-    for config, shape in shapes_of(variant, problem).items() if head_dim else ():
-        timed = known.get(name_of(head_dim, variant, shape))
-        time = timed and predicted(problem, config, timed, head_dim, shared["launch"], shared[variant.split])
-        if time:
-            found.append(Predicted(time, config))
+    kind = AttentionProblem(
+        batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_k=1, head_dim=problem.head_dim, head_dim_v=problem.head_dim_v,
+        dtype=problem.dtype, scale=1.0, arch=problem.arch, aligned=problem.aligned,
+    )  # fmt: skip
+    found = [Predicted(_predicted(problem, variant, *known), known[0]) for known in _compared(variant, kind)]
     return sorted(found, key=lambda each: each.microseconds)
 
 
-def predicted(
-    problem: AttentionProblem, config: MmaConfig, timed: Timed, head_dim: int, launch: float, alone: float
-) -> float | None:
-    """Microseconds of a configuration, or None where no CTA of it fits an SM.
+def _predicted(problem: AttentionProblem, variant: Variant, config: MmaConfig, timed: Timed, resident: int) -> float:
+    """Microseconds of a configuration.
 
     Args:
         problem: what is asked.
+        variant: of the configuration.
         config: the configuration.
         timed: what is known of its shape.
-        head_dim: that :attr:`Timed.one` is of.
-        launch: microseconds of a launch without tiles.
-        alone: see :func:`~flashlane.kernels.grid_cost.launch_time`.
+        resident: CTAs of an SM on the problem's architecture.
     """
-    resident = timed.resident
-    if problem.arch != TIMED_ARCH:
-        resident = jit.occupancy(problem.arch, config.threads, timed.registers, config.shared_memory).blocks
-        if not resident:
-            return None
-    work = SOFTMAX + (1 - SOFTMAX) * (problem.head_dim + problem.head_dim_v) / (2 * head_dim)
-    shared = share_of(resident, timed.resident, alone)
-    one = Coefficients(timed.one.tile * shared, timed.one.block * work * shared, timed.one.masked * shared)
-    return launch + grid_of(problem, config).time(one, SMS.get(problem.arch, SMS[TIMED_ARCH]), resident, alone / shared)
+    _, shared = coefficients()
+    alone, width = shared[variant.split], 2 * (class_of(problem) or 1)
+    share = share_of(resident, timed.resident, alone)
+    work = SOFTMAX + (1 - SOFTMAX) * (problem.head_dim + problem.head_dim_v) / width
+    one = Coefficients(timed.one.tile * share, timed.one.block * work * share, timed.one.masked * share)
+    time = grid_of(problem, config).time(one, SMS.get(str(problem.arch), SMS[TIMED_ARCH]), resident, alone / share)
+    return shared["launch"] + time
 
 
 def grid_of(problem: AttentionProblem, config: MmaConfig) -> Grid:

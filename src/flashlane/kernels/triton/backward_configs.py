@@ -151,12 +151,6 @@ BIAS_TILES_SINGLE = ((64, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))
 STATISTICS_ROWS = 32
 
 
-def line_of(problem: AttentionProblem) -> int:
-    """The largest head dim of the tables' line that a problem belongs to."""
-    largest = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    return next(head_dim for head_dim in (64, 128, MAX_HEAD_DIM) if largest <= head_dim)
-
-
 def pick(problem: AttentionProblem, precision: str, describable: bool, limit: int) -> BackwardConfig:
     """The configuration for a problem.
 
