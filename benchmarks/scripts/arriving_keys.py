@@ -201,13 +201,13 @@ class Transport:
         if code:
             raise RuntimeError(f"{name} failed: {code.name}")
 
-    def enqueue_copies(self, order: list[int], gated: bool = True, within: int = 0) -> None:
+    def enqueue_copies(self, order: list[int], gated: bool = True, within: bool = False) -> None:
         """Copy the pieces in an order on the second stream, which waits for what this stream has enqueued.
 
         Args:
             order: numbers of the pieces.
             gated: whether each waits for its gate.
-            within: 0: from the host; else from this GPU's memory, so many times each, as a slower link would.
+            within: from this GPU's memory, not from the host.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         stream = self.stream.cuda_stream
@@ -219,7 +219,7 @@ class Transport:
             name, sent = (
                 ("cuMemcpyDtoDAsync", (self.call.k, self.call.v)) if within else ("cuMemcpyHtoDAsync", self.sent)
             )
-            for t, source in list(zip((self.k, self.v), sent, strict=True)) * max(1, within):
+            for t, source in list(zip((self.k, self.v), sent, strict=True)):
                 size = (rows.stop - rows.start) * t.stride(0) * t.element_size()
                 self._do(name, t[rows].data_ptr(), source[rows].data_ptr(), size, stream)
             flag = self.flags.data_ptr() + 4 * self.call.pieces[i].flag
@@ -380,7 +380,7 @@ def whole(tokens: int) -> Callable[[], None]:
     return lambda: repeat(q, k, v, out, lse, addresses)
 
 
-def times(name: str, copies: bool) -> dict[str, Any]:
+def times(name: str) -> dict[str, Any]:
     """Microseconds of a rank's forward, over keys that are there and over keys whose flags are polled."""
     found: dict[str, Any] = {"name": name}
     calls = {"whole problem": whole(TIMED[name])}
@@ -395,38 +395,32 @@ def times(name: str, copies: bool) -> dict[str, Any]:
         calls[f"rank {rank}: two streams"] = two_lanes(call)
         calls[f"rank {rank}: one launch"] = lambda r=ranged, c=call, o=out, e=lse: r(c.q, c.k, c.v, o, e, None)
         calls[f"rank {rank}: one launch, flags polled"] = transport.launch
-        if copies:
-            for slow in (1, 3):
-                calls[f"rank {rank}: flags polled, copied meanwhile {slow} times"] = _arriving(transport, slow)
     found["microseconds"] = microseconds(calls)
     ideal = found["microseconds"]["whole problem"] / 2
     found["share of half"] = {name: round(ideal / us, 4) for name, us in found["microseconds"].items()}
     return found
 
 
-def _arriving(transport: Transport, slow: int) -> Callable[[], None]:
-    order = list(range(len(transport.foreign)))
+def copies_within(limit: float = 3.0) -> dict[str, Any]:
+    """Whether copies within the GPU's memory, enqueued before the kernel, get on while it has all SMs.
 
-    def run() -> None:
-        transport.number += 1
-        transport.enqueue_copies(order, gated=False, within=slow)
-        transport.launch()
-        torch.cuda.current_stream().wait_stream(transport.stream)
-
-    return run
-
-
-def check_within(case: Case, repeats: int) -> dict[str, Any]:
-    """Copies within the GPU's memory, enqueued before the kernel: whether they get on while it has all SMs."""
-    call = Call(case)
-    expected, transport = call.one_launch(), Transport(call)
-    wrong = 0
-    for _ in range(repeats):
-        transport.poison()
-        _arriving(transport, 3)()
-        torch.cuda.synchronize()
-        wrong += not same((transport.out, transport.lse), expected)
-    return {"ok": wrong == 0, "repeats": repeats, "wrong": wrong}
+    Copies from the host and from other GPUs are made by DMA. Those within a GPU's memory may be kernels, for which no
+    SM is left then. The kernel that waits for them ends with an error, and with it the process's use of the GPU.
+    """
+    call = Call(Case((TIMED["8k"],), heads=(32, 8)))
+    transport = Transport(call)
+    get_on = True
+    try:
+        for _ in range(3):
+            transport.number += 1
+            transport.poison()
+            torch.cuda.synchronize()
+            transport.enqueue_copies(list(range(len(transport.foreign))), gated=False, within=True)
+            transport.launch(limit)
+            torch.cuda.synchronize()
+    except Exception:
+        get_on = False
+    return {"get_on": get_on}
 
 
 def compile_ahead() -> dict[str, Any]:
@@ -455,7 +449,7 @@ def compile_ahead() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[], Any]] = {
     "lost": lambda: check_lost(ARRIVE[0], 0.5),
-    "within": lambda: check_within(ARRIVE[0], 50),
+    "within": copies_within,
 }
 """What may end a process's use of the GPU: each runs in its own."""
 
@@ -496,17 +490,11 @@ def parts(options: argparse.Namespace, until: float) -> Iterator[tuple[str, Call
         for part, process in begun.items():
             yield part, lambda process=process: result_of(process)
     for name in TIMED if "times" in options.do else ():
-        yield "times", lambda name=name: times(name, within_is_dma(options.out / NAMES["arrive"]))
+        yield "times", lambda name=name: times(name)
 
 
 NAMES = {"arrive": "arriving_keys.json", "one-launch": "ranges_in_one_launch.json", "times": "arriving_keys_times.json"}
 """What is done, and the file of each; of several, that of the first."""
-
-
-def within_is_dma(other: Path) -> bool:
-    """Whether copies within the GPU's memory got on while a kernel had all SMs, by an earlier run."""
-    found = json.loads(other.read_text()) if other.exists() else []
-    return any(each["part"] == "within" and each.get("ok") for each in found)
 
 
 def main() -> None:

@@ -353,6 +353,7 @@ SHARED_TOKENS = 4096
 
 def _process(rank: int, size: int, folder: str, count: int) -> None:
     torch.cuda.set_device(HERE)
+    leave_sms()
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
     )
@@ -405,11 +406,16 @@ def asked_of_torch(folder: str) -> dict[str, Any]:
     return {"refused": False}
 
 
-def sms_for(other: Path) -> int:
-    """How many SMs a kernel may take while copies within the GPU's memory get on, by what arriving_keys.py found."""
-    every = torch.cuda.get_device_properties(HERE).multi_processor_count
-    found = json.loads(other.read_text()) if other.exists() else []
-    return every if any(each["part"] == "within" and each.get("ok") for each in found) else every - 32
+SMS_FOR_COPIES = 32
+"""Copies within a GPU's memory may be kernels, and a kernel that polls would have all SMs."""
+
+
+def leave_sms() -> None:
+    """Let kernels of this process leave some SMs to copies."""
+    real = torch.cuda.get_device_properties(HERE)
+    properties = SimpleNamespace(**{name: getattr(real, name) for name in dir(real) if not name.startswith("__")})
+    properties.multi_processor_count -= SMS_FOR_COPIES
+    mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties).start()
 
 
 def main() -> None:
@@ -417,19 +423,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for ranks_on_one_gpu.json")
     parser.add_argument("--seconds", type=float, default=50, help="nothing is begun after so many")
     parser.add_argument("--repeats", type=int, default=500)
-    parser.add_argument("--sms", type=int, help="that a kernel which polls takes; all where copies need none")
     parser.add_argument("--processes", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.processes:
         print(json.dumps(two_processes(options.processes)), flush=True)
         return
     began, found = time.monotonic(), []
-    sms = options.sms or sms_for(options.out / "arriving_keys.json")
-    real = torch.cuda.get_device_properties(HERE)
-    properties = SimpleNamespace(**{name: getattr(real, name) for name in dir(real) if not name.startswith("__")})
-    properties.multi_processor_count = sms
-    print(f"kernels take {sms} SMs", flush=True)
-    mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties).start()
+    leave_sms()
     faulthandler.dump_traceback_later(options.seconds + 20, exit=True)
     folder = options.out / "processes"
     shutil.rmtree(folder, ignore_errors=True)
