@@ -1,9 +1,10 @@
-"""Whether all ranks of a group make the same call, found out before the first byte of a new problem is sent.
+"""The test that all ranks of a group make the same call, before any data of a new problem is sent.
 
-Each rank writes what it asks into the key/value store of the process group and reads what the others wrote. A rank that
-asks something else, or that cannot make the call at all, gives every rank an error that names the argument. A rank that
-does not come gives one that names the rank, after the group's timeout. A call like an earlier one is not looked at
-again; if only some ranks think so, those wait for data that is never sent, and the group's timeout ends that too.
+Each rank writes its arguments into the key/value store of the process group and reads those of the others. If a rank
+has other arguments, or cannot make the call, every rank raises an error that names the argument. If a rank makes no
+call, the others raise an error that names it, after the group's timeout. A call that was compared before is not
+compared again. If only some ranks repeat it, they wait for data that is never sent, until the group's timeout ends the
+wait.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from torch.distributed import distributed_c10d
 from flashlane.distributed.comm import Ranks
 
 Fields = tuple[tuple[str, object], ...]
-"""Names of arguments and what they are, in values that JSON holds."""
+"""Names and values of arguments, in types that JSON can express."""
 _ERROR = "error"
 
 
 @dataclass
 class _Known:
-    """What the ranks of a group agreed on so far."""
+    """The calls on which the ranks of a group have agreed."""
 
     calls: set[Fields] = field(default_factory=set)
     asked: int = 0
-    """Of how many problems the ranks told each other: the same number on all ranks."""
+    """The number of comparisons so far, which is the same on all ranks."""
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Known] = weakref.WeakKeyDictionary()
 
 
 def agree(ranks: Ranks, fields: Fields, device: torch.device, error: Exception | None = None) -> None:
-    """Return when all ranks make the same call; they compare it the first time that this rank makes it.
+    """Return when all ranks make the same call; they compare their arguments when this rank makes it first.
 
     Args:
         ranks: the group.
-        fields: what must be equal on all ranks.
-        device: of the tensors, whose backend's timeout holds.
-        error: why this rank cannot make the call. It is raised here, and the other ranks are told.
+        fields: the arguments that must be equal on all ranks.
+        device: the device of the tensors; the timeout is that of its backend.
+        error: why this rank cannot make the call. It is raised here, and the other ranks raise an error with its text.
 
     Raises:
         ValueError: the ranks do not agree, or one of them has an error; the message names rank and argument.
@@ -74,7 +75,7 @@ def agree(ranks: Ranks, fields: Fields, device: torch.device, error: Exception |
             store.delete_key(key)
     _compare(ranks, json.loads(json.dumps(dict(fields))), others)
     if not known.calls and device.type == "cuda":
-        # The first batch of messages of a group would make its communicator, for which all ranks must be there.
+        # The first batch of messages of a group creates its communicator, in which all ranks must take part.
         dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
     known.calls.add(fields)
 

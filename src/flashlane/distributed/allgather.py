@@ -1,10 +1,10 @@
 """Attention over gathered keys: each rank fetches the keys and values that its queries may see, then computes.
 
-The output is that of one GPU, but for the order of its tiles: no row is merged from partial outputs, save in the
-striped layout. A window fetches its halo and no more. Gradients of keys and values go back to the ranks that hold
-them, in f32, and are added in the order of the ranks, so that they are the same at every run.
+The output is that of one GPU up to the order of tiles: no row is merged from partial outputs, except in the striped
+layout. With a window only the keys within it are fetched. Gradients of keys and values return in f32 to the ranks that
+hold these, and are added in the order of the ranks, so that they are the same at every run.
 
-Heads are fetched in groups: the next group is under way while one is computed. Gradients return in the same groups.
+Heads are fetched in groups: the next group is fetched while one is computed. Gradients return in the same groups.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class _HeadGroup(NamedTuple):
 
     heads: slice
     own: Pair
-    """Those of this rank, which can be read at once."""
+    """Keys and values of this rank, which can be read without waiting."""
     gathering: Gathering
     arrived: Any
-    """The mark of the lane that moves data where those of all ranks are there."""
+    """The mark on the lane that moves data after which the keys and values of all ranks have arrived."""
 
     def read_by(self, calls: Calls, number: int, lanes: Lanes, lane: int) -> tuple[Call, Pair]:
-        """A call and the keys and values that it counts, for which what is enqueued next on a lane waits."""
+        """A call, and its keys and values, for which the next work on a lane waits."""
         local = calls.own[number]
         if local is not None:
             return local, self.own
@@ -67,9 +67,9 @@ def _gather(
     exchanges: list[Exchange],
     pieces: PieceGathering | None = None,
 ) -> list[_HeadGroup]:
-    """Enqueue the fetching of all groups of heads, in their order, on the lane that moves data.
+    """Start to fetch all groups of heads, in their order, on the lane that moves data.
 
-    ``pieces`` are all of them, on their way already.
+    With ``pieces`` the keys of all heads are being fetched already.
     """
     share = q.shape[2] // k.shape[2]
     found = []
@@ -85,7 +85,7 @@ def _gather(
             else:
                 gathering = Gathering(task, *own)
             found.append((slice(first * share, stop * share), own, gathering))
-        # All waits come before gradients are sent on this lane, as those follow computation.
+        # All waits come before gradients are sent on this lane, since gradients depend on the computation.
         groups = []
         for heads, own, gathering in found:
             gathering.finish()
@@ -113,7 +113,7 @@ def _polled(
 
 
 def _exchanges(task: Task, k: torch.Tensor, v: torch.Tensor, count: int) -> list[Exchange]:
-    """So many exchanges through the ranks' memory; none where they send messages."""
+    """``count`` exchanges through the ranks' memory; none if they send messages."""
     if not (task.copies and task.ranks and task.ranks.size > 1):
         return []
     memory = peer_memory(task, k, v)
@@ -123,7 +123,7 @@ def _exchanges(task: Task, k: torch.Tensor, v: torch.Tensor, count: int) -> list
 def _launches(
     task: Task, calls: Calls, groups: list[_HeadGroup], q: torch.Tensor, out: torch.Tensor, given: Modifiers
 ) -> list[tuple[Launch | RangedLaunch, ...]] | None:
-    """The launches of each group of heads; None where calls are not all launched as they were before."""
+    """The prepared launches of each group of heads; None unless all calls have one."""
     if not calls.disjoint or any(each is not None for each in given):
         return None
     found = []
@@ -142,7 +142,7 @@ def _heads_of(t: torch.Tensor, heads: slice) -> torch.Tensor:
 
 
 def _readable(t: torch.Tensor) -> torch.Tensor:
-    """With neighbouring columns."""
+    """The tensor, or a copy if its columns are not contiguous."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
@@ -239,7 +239,7 @@ def _launch_all(
     out: torch.Tensor,
     lanes: Lanes,
 ) -> list[torch.Tensor]:
-    """Write the output, and give the LSE ``(b, h, rows)`` of each call, contiguous."""
+    """Write the output, and return the LSE ``(b, h, rows)`` of each call, contiguous."""
     batch, _, heads, _ = q.shape
     counts = (call.rows if isinstance(call, Packed) else call.q_stop - call.q_first for call in calls.calls)
     lses = [q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype)) for count in counts]
@@ -265,7 +265,7 @@ def _launch_backward(
     lses: list[torch.Tensor],
     lanes: Lanes,
 ) -> list[Partial]:
-    """Write a group's part of dq, and give the gradients of its keys and values."""
+    """Write a group's part of dq, and return the gradients of its keys and values."""
     q, out, do, dq = (_heads_of(t, group.heads) for t in tensors)
     partials = []
     with torch_rules.no_autocast(q):
@@ -319,7 +319,7 @@ def _attend_backward(
     given: Modifiers,
     lanes: Lanes,
 ) -> tuple[list[Partial], torch.Tensor | None]:
-    """Write a group's part of dq, and give the gradients of its keys and values and of its factors."""
+    """Write a group's part of dq, and return the gradients of its keys and values and of its factors."""
     partials: list[Partial] = []
     d_scale: torch.Tensor | None = None
     heads = group.heads

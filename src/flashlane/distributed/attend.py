@@ -1,6 +1,6 @@
-"""Blocks computed by the library's kernels: a shard's output, LSE and gradients over the keys that are at hand.
+"""The computation of blocks by the library's kernels: output, LSE and gradients of a shard's queries over some keys.
 
-Where every row is in one block, its output is what the kernel wrote. Where a row is in several, outputs and LSEs are
+If every row is in one block, the kernel writes its output. If a row is in several blocks, their outputs and LSEs are
 merged in f32 (f64 for f64).
 """
 
@@ -25,10 +25,10 @@ from flashlane.ops import torch_rules
 
 @dataclass(frozen=True)
 class Settings:
-    """What a call asks besides its masks and tensors."""
+    """The arguments of a call besides its mask and tensors."""
 
     asked: Asked
-    """Without a window: each block has its own."""
+    """Its window is not read: each block has its own."""
     kernel: str | None = None
     needs_grad: bool = False
 
@@ -101,7 +101,7 @@ class State:
         self.dtype = q.dtype
 
     def merge(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Take in some rows' output and LSE over more keys."""
+        """Merge the output and LSE of some rows over further keys."""
         old = self.lse[:, :, rows]
         new = torch.logaddexp(old, lse)
         top = new.masked_fill(new == -torch.inf, 0.0)
@@ -129,13 +129,13 @@ class Results:
 
 
 def empty_out(q: torch.Tensor, head_dim_v: int, calls: Calls) -> torch.Tensor:
-    """Room for the output; rows that no call computes are 0."""
+    """A tensor for the output; rows that no call computes are 0."""
     shape = (*q.shape[:3], head_dim_v)
     return q.new_zeros(shape) if calls.disjoint and not calls.full else q.new_empty(shape)
 
 
 def empty_lse(q: torch.Tensor, calls: Calls, modifiers: Modifiers) -> torch.Tensor:
-    """Room for the LSE; rows that no call computes have that of a row without visible keys."""
+    """A tensor for the LSE; rows that no call computes have the LSE of a row without visible keys."""
     batch, rows, heads, _ = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=compute_dtype(q.dtype))
     if calls.disjoint and not calls.full:
@@ -152,7 +152,7 @@ def merge(
     modifiers: Modifiers,
     settings: Settings,
 ) -> None:
-    """Write a shard's output and LSE over all their keys, where calls share rows: merged, on the current stream.
+    """Write a shard's output and LSE where several calls share rows: merged, on the current stream.
 
     Args:
         results: of the queries q.
@@ -285,14 +285,14 @@ def attend_backward(
 
 
 def summed(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum of what is there."""
+    """The sum of two tensors, either of which may be None."""
     if one is None or other is None:
         return other if one is None else one
     return one + other
 
 
 def empty_dq(q: torch.Tensor, calls: Calls) -> torch.Tensor:
-    """Room for the gradient of q: in its dtype where each call writes rows of its own, else wide, to be added to."""
+    """A tensor for the gradient of q: in its dtype if each row is written once, else zeros in f32 or f64 for sums."""
     if calls.disjoint and q.dtype != compute_dtype(q.dtype):
         return torch.empty_like(q, memory_format=torch.contiguous_format) if calls.full else torch.zeros_like(q)
     return q.new_zeros(q.shape, dtype=compute_dtype(q.dtype))

@@ -1,10 +1,10 @@
 """Attention of a shard's queries over some keys, as blocks that a kernel can compute.
 
-A block is a range of rows, a range of keys and a window that is aligned with the last of each.
+A block is a range of rows, a range of keys, and a window that is aligned with the last row and the last key.
 
-Between two runs of one document key j is visible to query i iff ``i + low <= j <= i + high``. A kernel aligns a window
-with the last query and the last key. Once queries that see no key, and keys that no query sees, are left out, this
-band always is such a window.
+Between two runs of one document, key j is visible to query i iff ``i + low <= j <= i + high``. A kernel aligns a window
+with the last query and the last key. Without the queries that see no key and the keys that no query sees, this band is
+always such a window.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class Block:
     k_first: int
     k_stop: int
     left: int
-    """Of the window that a kernel is given; −1: unbounded."""
+    """The left side of the kernel's window; −1: unbounded."""
     right: int
+    """The right side of the kernel's window; −1: unbounded."""
     step: int = 1
-    """Between the positions of neighbouring rows, and of neighbouring keys."""
+    """The difference of the positions of neighbouring rows, and of neighbouring keys."""
     offset: int = 0
     """Position of a query minus that of the key that the kernel aligns it with."""
 
@@ -38,7 +39,7 @@ class Block:
         return self.left < 0 and self.right < 0
 
     def allows(self, left: int, right: int) -> bool:
-        """Whether a kernel that is given this window sees the same keys."""
+        """Whether the block's queries see the same keys under this window."""
         rows, count = self.q_stop - self.q_first, self.k_stop - self.k_first
         same_left = left == self.left or (self.left < 0 and rows - 1 + count - rows - left <= 0)
         same_right = right == self.right or (self.right < 0 and count - rows + right >= count - 1)
@@ -77,7 +78,7 @@ def block_of(queries: Run, keys: Run, left: int, right: int) -> Block | None:
         return None
     rows, count = q_stop - q_first, k_stop - k_first
     shift, moved = count - rows, q_first - k_first
-    # A side that hides nothing is left open, so that blocks of one kind have one window.
+    # A side that hides nothing becomes unbounded, so that more blocks have the same window.
     open_left = low is None or rows - 1 + low + moved <= 0
     open_right = high is None or high + moved >= count - 1
     return Block(
@@ -101,9 +102,9 @@ def blocks_of(
     Args:
         queries: runs of the queries' rows.
         keys: runs of the keys' rows.
-        left: of the window, in positions; −1: unbounded.
-        right: of the same kind; 0 is causal.
-        join: whether neighbouring blocks may become one, which moves the alignment that distances are counted from.
+        left: the window's left side, in positions; −1: unbounded.
+        right: the window's right side; 0 is causal.
+        join: whether neighbouring blocks may become one, which changes the alignment from which distances count.
     """
     by_document: dict[int, list[Run]] = {}
     for run in keys:
@@ -146,7 +147,7 @@ def _join_queries(one: Block, other: Block) -> Block | None:
 
 
 def phases_of(blocks: Iterable[Block]) -> tuple[tuple[Block, ...], ...]:
-    """The blocks in as few groups as may be in which no row is in two blocks, each by its rows."""
+    """The blocks in groups in each of which no row is in two blocks, sorted by rows; there are as few as possible."""
     phases: list[list[Block]] = []
     for block in sorted(blocks, key=lambda block: (block.q_first, block.k_first)):
         for phase in phases:
@@ -161,7 +162,7 @@ def phases_of(blocks: Iterable[Block]) -> tuple[tuple[Block, ...], ...]:
 def needed_ranges(queries: Iterable[Run], lengths: Sequence[int], left: int, right: int) -> tuple[Run, ...]:
     """The keys that some query may see, as runs of neighbours whose rows follow each other.
 
-    A window needs no more than its halo: the keys within it besides the chunks of a rank.
+    With a window these are the keys within the window of some query.
     """
     ranges: dict[int, list[tuple[int, int]]] = {}
     for run in queries:

@@ -1,4 +1,4 @@
-"""The kernel calls that compute a rank's blocks: some by themselves, many as the packed sequences of one call."""
+"""The kernel calls that compute a rank's blocks: one for each of few blocks, or one for many packed as sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from flashlane.distributed.blocks import Block, phases_of
 
 FEW_BLOCKS = 4
-"""So many blocks are computed one by one; more of them are packed sequences of one call."""
+"""Up to so many blocks each have a call; more of them are the packed sequences of one call."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Packed:
         return found
 
     def on(self, device: torch.device) -> _Index:
-        """The call's tensors of lengths and rows on a device, which are kept."""
+        """The call's tensors of lengths and rows on a device, which are cached."""
         if device not in self.made:
             self.made[device] = _Index.of(self, device)
         return self.made[device]
@@ -50,11 +50,11 @@ class _Index:
     max_seqlen_q: int
     max_seqlen_k: int
     keys: slice | torch.Tensor
-    """The keys of all sequences one after another, of which some may be in several."""
+    """The keys of all sequences, one sequence after another; a key may be in several."""
     layers: tuple[tuple[slice | torch.Tensor, slice | torch.Tensor], ...]
-    """Where gradients of packed keys are added to those of the keys: in none of them is a key twice."""
+    """Pairs (keys, packed keys) whose gradients are added to each other; within a pair no key occurs twice."""
     documents: torch.Tensor
-    """Of each sequence; 0 for one without keys."""
+    """The document of each sequence; 0 for one without keys."""
 
     @classmethod
     def of(cls, packed: Packed, device: torch.device) -> _Index:
@@ -88,7 +88,7 @@ class _Index:
 
 
 def rows_index(ranges: Iterable[range], device: torch.device) -> slice | torch.Tensor:
-    """Rows as a slice where they follow each other, else as a tensor of indices."""
+    """Rows as a slice if they are consecutive, else as a tensor of indices."""
     ranges = [each for each in ranges if len(each)]
     if all(one.stop == other.start for one, other in itertools.pairwise(ranges)):
         return slice(ranges[0].start, ranges[-1].stop) if ranges else slice(0, 0)
@@ -101,7 +101,7 @@ def take_rows(t: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
 
 
 def add_rows(t: torch.Tensor, rows: slice | torch.Tensor, addend: torch.Tensor) -> None:
-    """Add to some rows, none of which is there twice."""
+    """Add ``addend`` to some rows, among which none occurs twice."""
     if isinstance(rows, slice):
         t[:, rows] += addend
     else:
@@ -122,21 +122,21 @@ class Calls:
     full: bool
     """Whether every row is in some block."""
     own: tuple[Block | None, ...] = ()
-    """For each call, the same block over this rank's own rows; None where some keys are others', or it is packed."""
+    """For each call the same block over this rank's own keys; None if it needs keys of other ranks, or is packed."""
 
     @classmethod
     def of(cls, blocks: Iterable[Block], rows: int, *, packable: bool, positional: bool) -> Calls:
-        """Blocks of queries that have so many rows.
+        """The calls that compute some blocks.
 
         Args:
-            blocks: in any order.
-            rows: of the queries.
+            blocks: the blocks, in any order.
+            rows: the number of rows of the queries.
             packable: whether the tensors have one batch element, so that blocks can be packed sequences.
-            positional: whether distances matter; blocks that a kernel aligns otherwise are then apart.
+            positional: whether distances matter; blocks with different alignments are then in different calls.
         """
         phases = phases_of(blocks)
         calls: list[Call] = [block for phase in phases for block in phase]
-        if len(phases) == 1:  # the most work first, so that what is left at the end is little
+        if len(phases) == 1:  # the call with the most work comes first, so that little work is left at the end
             calls.sort(key=lambda block: (block.q_first - block.q_stop) * (block.k_stop - block.k_first))
         packed = packable and len(calls) > FEW_BLOCKS
         if packed:
@@ -147,7 +147,7 @@ class Calls:
         return cls(tuple(calls), rows, disjoint, covered == rows, (None,) * len(calls))
 
     def knowing(self, shard: Iterable[tuple[int, int, int]]) -> Calls:
-        """The same calls, which know whose keys are this rank's own.
+        """The same calls with :attr:`own` set.
 
         Args:
             shard: the rank's own keys as (row of the shard, key, count).
@@ -156,10 +156,10 @@ class Calls:
         return replace(self, own=tuple(_own_block(call, shard) for call in self.calls))
 
     def order(self, groups: int) -> list[tuple[int, int]]:
-        """Pairs of a group of heads and a call in the order in which a forward enqueues them.
+        """Pairs (group of heads, call) in the order in which a forward enqueues them.
 
-        A call over this rank's own keys is the first of all, as others must wait for keys. Then the one with the
-        most work comes first: the small tiles of the last ones fill the SMs that would be idle at the end.
+        The first is a call over this rank's own keys, since the others must wait for keys. The others are in the order
+        of their work, the most first: the small tiles of the last ones run on SMs that would be idle at the end.
         """
         first = [(0, number) for number, own in enumerate(self.own) if own is not None][:1]
         pairs = ((group, number) for number in range(len(self.calls)) for group in range(groups))
@@ -176,7 +176,7 @@ def _own_block(call: Call, shard: tuple[tuple[int, int, int], ...]) -> Block | N
 
 
 def _packed(phase: Sequence[Block], rows: int, positional: bool) -> list[Packed]:
-    """Blocks of different rows by their window, those that hide most first: others may share theirs."""
+    """Calls of packed blocks with one window each. Blocks that hide most come first: others may use their window."""
     kinds: list[tuple[Block, list[Block]]] = []
     for block in sorted(phase, key=lambda block: (block.left < 0) + (block.right < 0)):
         for like, kind in kinds:

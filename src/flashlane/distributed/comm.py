@@ -1,4 +1,4 @@
-"""Messages between the ranks of a group: one batch of sends and receives at a time, on torch.distributed."""
+"""Messages between the ranks of a group: batches of sends and receives, on torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 Group = dist.ProcessGroup | DeviceMesh | None
 """A process group, a mesh, or None for all ranks of the job."""
 Message = tuple[int, torch.Tensor]
-"""The other rank, and a contiguous tensor that is sent or written."""
+"""The other rank, and a contiguous tensor that is sent or received into."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that share a sequence, and which one this is."""
+    """The processes that share a sequence, and the rank of this one."""
 
     group: dist.ProcessGroup
     rank: int
@@ -32,8 +32,8 @@ class Ranks:
 class Grid:
     """The ranks of a call: one group, or a mesh of two dimensions.
 
-    On a mesh, the ranks of its last dimension exchange heads (Ulysses), and those of its first one exchange keys. The
-    shard of a rank is that of its place in the mesh, counted row by row.
+    On a mesh, the ranks along its last dimension exchange heads (Ulysses), and those along its first one exchange keys.
+    The shard of a rank is given by its position in the mesh, counted row by row.
     """
 
     keys: Ranks
@@ -53,11 +53,11 @@ class Grid:
 
     @classmethod
     def of(cls, group: Group) -> Grid:
-        """The ranks that a caller's ``group`` means.
+        """The ranks of the ``group`` that a caller passes.
 
         Raises:
             RuntimeError: ``torch.distributed`` has no process group yet.
-            TypeError, ValueError: ``group`` is no group or mesh, or a mesh of other than one or two dimensions.
+            TypeError, ValueError: ``group`` is neither a group nor a mesh of one or two dimensions.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("group has no processes: call torch.distributed.init_process_group first")
@@ -78,13 +78,13 @@ class Grid:
 
 
 class Pending:
-    """Messages under way."""
+    """Messages that have been started."""
 
     def __init__(self, works: Iterable[dist.Work], kept: Iterable[torch.Tensor] = ()) -> None:
         self._works, self._kept = list(works), list(kept)
 
     def wait(self) -> None:
-        """Return when what was received may be read: on a GPU, by what is enqueued next on the current stream.
+        """Return when the received tensors may be read: on a GPU, by work enqueued later on the current stream.
 
         Raises:
             RuntimeError: a rank did not answer within the group's timeout, or its connection is gone.
@@ -95,9 +95,9 @@ class Pending:
 
 
 def start(ranks: Ranks, sends: Iterable[Message], receives: Iterable[Message]) -> Pending:
-    """Enqueue one batch of messages. Between two ranks they arrive in the order in which they were sent.
+    """Start one batch of messages. Between two ranks they arrive in the order in which they were sent.
 
-    Empty tensors are not sent. All ranks that have messages for each other call this in the same order.
+    Empty tensors are not sent. All ranks that send messages to each other must call this in the same order.
     """
     sends, receives = ([each for each in messages if each[1].numel()] for messages in (sends, receives))
     operations = [

@@ -1,4 +1,4 @@
-"""Gathering keys and returning gradients by copies into the other ranks' memory (:mod:`peer_memory`)."""
+"""Gathering of keys and return of gradients by copies into the other ranks' memory (:mod:`peer_memory`)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from flashlane.distributed.plan import Division, gather_plan
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of a call's keys and values, which all ranks have in common."""
+    """Sizes of a call's keys and values, which are the same on all ranks."""
 
     batch: int
     bounds: tuple[int, ...]
-    """Of the groups of KV heads."""
+    """The first KV head of each group, and the end of the last group."""
     head_dims: tuple[int, int]
     dtype: torch.dtype
 
 
 def gather_places(division: Division, rank: int, shapes: Shapes) -> Places:
-    """Where a rank's gathered keys lie, by (group, k or v), and what must be put in order first, by (…, sender)."""
+    """Offsets of a rank's gathered keys by (group, k or v), and of rows that must be reordered by (…, sender)."""
     plan, places = gather_plan(division, rank), Places()
     for group, heads in enumerate(head_counts(shapes.bounds)):
         for i, dim in enumerate(shapes.head_dims):
@@ -40,7 +40,7 @@ def gather_places(division: Division, rank: int, shapes: Shapes) -> Places:
 
 
 def return_places(division: Division, rank: int, shapes: Shapes) -> Places:
-    """Where the gradients lie that come to a rank, by (group, dk or dv, sender)."""
+    """Offsets of the gradients that a rank receives, by (group, dk or dv, sender)."""
     plan, places = gather_plan(division, rank), Places()
     for group, heads in enumerate(head_counts(shapes.bounds)):
         for i, dim in enumerate(shapes.head_dims):
@@ -53,19 +53,19 @@ def return_places(division: Division, rank: int, shapes: Shapes) -> Places:
 
 @dataclass(frozen=True)
 class Route:
-    """Where everything lies that an exchange of a call moves, in this rank's memory and in that of the others."""
+    """The offsets, in the memory of every rank, of all data that an exchange of a call moves."""
 
     shapes: Shapes
     half: int
-    """Bytes that the largest exchange brings to any rank."""
+    """The most bytes that a rank receives in one exchange."""
     gathered: tuple[Places, ...]
-    """By rank: see :func:`gather_places`."""
+    """For each rank the result of :func:`gather_places`."""
     returned: tuple[Places, ...]
-    """By rank: see :func:`return_places`."""
+    """For each rank the result of :func:`return_places`."""
 
     @classmethod
     def of(cls, task: Task, bounds: tuple[int, ...], k: torch.Tensor, v: torch.Tensor) -> Route:
-        """That of keys and values whose heads have such groups; the task of the call keeps it."""
+        """The route for keys and values with these groups of heads, which the task of the call caches."""
         if (Route, bounds) not in task.memo:
             division, shapes = task.division, Shapes(k.shape[0], bounds, (k.shape[3], v.shape[3]), k.dtype)
             gathered, returned = (
@@ -78,7 +78,7 @@ class Route:
 
 
 def peer_memory(task: Task, k: torch.Tensor, v: torch.Tensor) -> PeerMemory:
-    """The memory that a call's exchanges go through: of one size for its forward and its backward."""
+    """The memory for a call's exchanges, which has the same size for its forward and its backward."""
     half = max(Route.of(task, bounds, k, v).half for bounds in (task.kv_heads, task.kv_heads_backward))
     return memory_of(task.ranks, k.device, half)
 

@@ -1,7 +1,7 @@
 """Attention of one sequence, or of packed documents, whose tokens are divided among the ranks of a process group.
 
-Each rank gives the queries, keys and values of its own tokens and gets their output. The result is exact: that of one
-process that has all tokens. ``docs/context-parallel.md`` shows who holds what and when it is sent.
+Each rank passes the queries, keys and values of its own tokens and gets their output. The result is exactly that of one
+process with all tokens. ``docs/context-parallel.md`` shows which tokens a rank holds and when they are sent.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ METHODS: tuple[Method, ...] = get_args(Method)
 Transport = Literal["messages", "copies"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 POLLED = False
-"""Whether the forward by transport "copies" computes while keys come (:mod:`~flashlane.distributed.polled`), where it
-can. It has not been tried on two GPUs."""
+"""Whether the forward with transport "copies" computes while keys arrive (:mod:`~flashlane.distributed.polled`), for
+the calls that can. It has not been tried on two GPUs."""
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -71,47 +71,48 @@ def context_parallel_attn_func(
 ) -> Result:
     """:func:`flashlane.flash_attn_func` of one sequence over several ranks: exact self-attention, differentiable.
 
-    All ranks of the group call it, in the same order. Row i of a rank's tensors is the token that
-    :func:`flashlane.distributed.token_indices` gives; :func:`flashlane.distributed.shard_sequence` divides a tensor so.
+    All ranks of the group must call it, in the same order. Row i of a rank's tensors is the token that
+    :func:`flashlane.distributed.token_indices` gives; :func:`flashlane.distributed.shard_sequence` divides a tensor in
+    this way.
 
     Args:
-        q: ``(b, rows, h, d)``: the queries of this rank's tokens.
-        k: ``(b, rows, hk, d)``: their keys.
+        q: ``(b, rows, h, d)``: the queries of this rank's tokens, f16, bf16, f32 or f64.
+        k: ``(b, rows, hk, d)``: their keys; h is a multiple of hk.
         v: ``(b, rows, hk, dv)``: their values.
         dropout_p: must be 0.
         softmax_scale: ``d ** -0.5`` by default.
-        causal: a token sees none after its own position in the sequence.
+        causal: a token sees no token after its own position in the sequence.
         window_size: (left, right) in positions of the sequence, −1 for unbounded.
         softcap: when positive, scores become ``softcap * tanh(score / softcap)`` before the mask.
         alibi_slopes: f32 ``(h,)`` or ``(b, h)``, the same on all ranks.
-        deterministic: ask for a backward pass that gives the same bits every time. Sums over ranks always do.
+        deterministic: whether the kernels' backward gives the same bits at every run. Sums over ranks always do.
         return_attn_probs: must be False.
         group: a process group; a DeviceMesh of one dimension; a DeviceMesh of two, whose ranks exchange keys along the
             first and heads along the second, for method "usp"; or None for all ranks.
-        method: "allgather" fetches the keys and values that are needed, then computes; "ring" passes them round, for
-            less memory; "ulysses" exchanges heads for tokens; "usp" does both on a mesh; "auto" chooses, see
-            :func:`choose_method`.
+        method: "allgather" fetches the keys and values that its queries see, then computes; "ring" passes them from
+            rank to rank, which needs less memory; "ulysses" exchanges heads for tokens; "usp" combines "ring" and
+            "ulysses" on a mesh; "auto" chooses as :func:`choose_method` does.
         layout: which tokens a rank has: "zigzag", "contiguous" or "striped", see :mod:`flashlane.distributed.layout`.
         seqlen: tokens of the whole sequence; needed where the ranks have different numbers of rows.
-        heads_k_stride: for "allgather": so many KV heads are fetched at once, and the next ones while those are
-            computed. Several numbers are those of one group after another, the last for all that follow. By default
-            all with "messages"; with "copies" see :func:`stride_by_copies`.
-        transport: how "allgather" moves data: "messages" of the process group; or "copies" into the memory of the
-            other ranks, all of one host, which on GPUs takes no SM. A rank that is lost then ends the others.
+        heads_k_stride: for "allgather", the number of KV heads that are fetched at once; the next ones are fetched
+            while these are computed. A tuple gives the number for each group, the last one for all further groups. By
+            default "messages" fetch all heads at once, and "copies" use :func:`stride_by_copies`.
+        transport: how "allgather" moves data: "messages" of the process group; or "copies" into the memory of the other
+            ranks, which must be on one host; on GPUs copies use no SM. The loss of a rank then ends the others.
         kernel: the tag of the kernel that computes each block, or None to let the dispatcher choose.
         return_lse: also return the LSE.
-        sinks: ``(h,)``: one more logit for every row of a head, which takes probability and gives no value.
+        sinks: ``(h,)``: a further logit in the softmax of every row of a head, which has no value.
         attn_bias: must be None.
         logit_scale: f32 ``(h,)``, positive: a factor of every score of a head.
 
     Returns:
-        out ``(b, rows, h, dv)`` of this rank's tokens; with ``return_lse`` (out, lse), the LSE ``(b, h, rows)`` in f32.
-        The gradients of ``sinks`` and ``logit_scale`` are those of this rank's share of the computation: their sum over
-        the ranks is the whole one, as with every weight that all ranks have.
+        out ``(b, rows, h, dv)`` of this rank's tokens; with ``return_lse`` (out, lse), the LSE ``(b, h, rows)`` in f32
+        (f64 for f64). The gradients of ``sinks`` and ``logit_scale`` are those of this rank's part of the computation:
+        their sum over the ranks is the whole gradient, as for every weight that all ranks have.
 
     Raises:
-        TypeError, ValueError: an argument cannot be, or is not the same on all ranks; the message names it.
-        NotImplementedError: a combination that is not computed; the message names the argument.
+        TypeError, ValueError: an argument is not valid, or not the same on all ranks; the message names it.
+        NotImplementedError: no method computes this combination; the message names the argument.
         RuntimeError: a rank did not answer within the group's timeout.
     """
     given = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
@@ -156,12 +157,12 @@ def context_parallel_attn_varlen_func(
             :func:`flashlane.distributed.token_indices`.
         k: ``(rows, hk, d)``.
         v: ``(rows, hk, dv)``.
-        cu_seqlens: whole numbers ``(documents + 1,)``: document i is tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``
-            of the whole call, and the last one is the number of its tokens. The same on all ranks. They are read on the
-            host: give a sequence or a tensor on the CPU, as one on a GPU is waited for.
+        cu_seqlens: integers ``(documents + 1,)``, the same on all ranks: document i has the tokens ``cu_seqlens[i]`` to
+            ``cu_seqlens[i + 1]`` of the whole call. The host reads them: pass a sequence or a tensor on the CPU, since
+            a call waits for the GPU before it reads a tensor there.
         alibi_slopes: f32 ``(h,)`` or ``(documents, h)``.
 
-    The other arguments are those of :func:`context_parallel_attn_func`.
+    The other arguments and the errors are those of :func:`context_parallel_attn_func`.
 
     Returns:
         out ``(rows, h, dv)``; with ``return_lse`` (out, lse), the LSE ``(h, rows)``.
@@ -177,10 +178,11 @@ def context_parallel_attn_varlen_func(
 
 
 def choose_method(grid: Grid, causal: bool, positional: bool) -> Method:
-    """What "auto" stands for.
+    """The method that "auto" takes.
 
-    "allgather" has no partial outputs to merge and one exchange a pass. A positional modifier (ALiBi) without a causal
-    mask needs the whole sequence of a head on one rank, as "ulysses" has it. A mesh of two dimensions is for "usp".
+    It is "allgather", which merges no partial outputs and has one exchange in each pass. A positional modifier (ALiBi)
+    without a causal mask needs all tokens of a head on one rank, which "ulysses" gives. A mesh of two dimensions takes
+    "usp".
     """
     if grid.heads is not None:
         return "usp"
@@ -188,10 +190,10 @@ def choose_method(grid: Grid, causal: bool, positional: bool) -> Method:
 
 
 def lengths_of(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
-    """Tokens of each document.
+    """The number of tokens of each document.
 
     Raises:
-        TypeError, ValueError: ``cu_seqlens`` does not hold at least two whole numbers that start at 0 and never fall.
+        TypeError, ValueError: ``cu_seqlens`` is not at least two integers that start at 0 and never decrease.
     """
     if isinstance(cu_seqlens, torch.Tensor):
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
@@ -210,7 +212,7 @@ def lengths_of(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
 
 
 _agreed: dict[tuple[Any, ...], _Call] = {}
-"""Calls that were checked and that all ranks agreed on, by all that the checks read: a call like one is not checked."""
+"""Checked calls on which all ranks agreed, by everything that the checks read; they are not checked again."""
 AGREED_SIZE = 4096
 registry.on_change(_agreed.clear)
 
@@ -253,7 +255,7 @@ def _key(
     asked: dict[str, Any],
     refused: dict[str, Any],
 ) -> tuple[Any, ...] | None:
-    """All that the checks of a call read; None where that cannot be a key, or where the call is refused."""
+    """Everything that the checks of a call read; None if that is not hashable, or if the call is refused."""
     try:
         if any(value is not None and value is not False and value != 0.0 for value in refused.values()):
             return None
@@ -280,7 +282,7 @@ def _checked(
     asked: dict[str, Any],
     refused: dict[str, Any],
 ) -> _Call:
-    """The call, when it can be made and all ranks make it."""
+    """The call, after its arguments were checked here and compared with those of the other ranks."""
     grid = Grid.of(where["group"])
     error: Exception | None = None
     call: tuple[Division, Settings, Method] | None = None
@@ -392,7 +394,7 @@ def _checked_call(
 def _fields(
     inputs: Inputs, modifiers: Modifiers, call: tuple[Division, Settings, Method], how: str
 ) -> tuple[tuple[str, object], ...]:
-    """What must be the same on all ranks, by the names that the caller gave."""
+    """The values that must be the same on all ranks, under the names of the arguments."""
     division, settings, method = call
     q, k, v = inputs.q, inputs.k, inputs.v
     varlen = q.dim() == 3
@@ -415,7 +417,7 @@ def _fields(
 
 
 def _digest(lengths: tuple[int, ...]) -> str:
-    """Documents and tokens, and a checksum of the lengths."""
+    """The numbers of documents and tokens, with a checksum of the lengths."""
     return f"{len(lengths)} documents of {sum(lengths)} tokens ({zlib.crc32(repr(lengths).encode()):08x})"
 
 
@@ -430,7 +432,7 @@ def _check_rows(q: torch.Tensor, division: Division, grid: Grid) -> None:
 
 
 def head_bounds(stride: int | tuple[int, ...] | None, heads: int) -> tuple[int, ...]:
-    """Where each group of KV heads begins, and the end of the last."""
+    """The first KV head of each group, and the end of the last group."""
     sizes = stride if isinstance(stride, tuple) else (stride or heads,)
     bounds = [0]
     while bounds[-1] < heads:
@@ -439,16 +441,16 @@ def head_bounds(stride: int | tuple[int, ...] | None, heads: int) -> tuple[int, 
 
 
 def stride_by_copies(heads: int) -> tuple[int | tuple[int, ...] | None, int | tuple[int, ...] | None]:
-    """Groups of KV heads of a forward and of a backward that are given none and move data by copies.
+    """The default ``heads_k_stride`` of transport "copies", for a forward and for a backward.
 
-    What nothing hides is small: the first keys that come, and the last gradients that return.
+    The first keys that arrive and the last gradients that return overlap no computation, so those groups are small.
     """
     few = max(1, heads // 8)
     return ((few, heads), (few, heads - 2 * few, few)) if heads >= 4 else (None, None)
 
 
 class _Call:
-    """A call that was checked, for all calls like it."""
+    """A checked call, which serves all calls with equal arguments."""
 
     def __init__(
         self,
@@ -487,7 +489,7 @@ class _Call:
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output and LSE; None for the LSE where nobody asks for it and it is not at hand."""
+        """Output and LSE; the LSE may be None if it is not requested."""
         exchange = self.exchange
         if exchange is None:
             return self.function.apply(self.task, q, k, v, *modifiers)

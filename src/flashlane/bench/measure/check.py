@@ -1,17 +1,18 @@
-"""Is an output right? The relative rule that FlashAttention's own tests use, against the formula in f32 (or f64).
+"""The check of an output: the relative rule of FlashAttention's own tests, against the formula in f32 (or f64).
 
 ``ref`` is :func:`flashlane.reference.naive.reference_attention` in a wider type: f32 for f16 and bf16, f64 for f32 and
-f64. ``pt`` is an honest low-precision computation of the same thing: plain torch in the problem's dtype with the
-operations reordered (the scale multiplies k, not the scores). An output is right when
+f64. ``pt`` is the same attention in plain torch operations in the problem's dtype, with the operations reordered (the
+scale multiplies k, not the scores). An output is right when
 
     max|out − ref| ≤ 2·max|pt − ref|          (+ 1e-5 when causal)                       rule "fa2"
     max|out − ref| ≤ 2·max|pt − ref| + 2·max|(ref + 0.3 − 0.3) − ref|                    rule "fa3"
 
-For f32 and f64, where pt may be lucky, 8·eps·max|ref| is added. A kernel that accumulates in less than f32 says so
-(``Kernel.low_precision_reference`` as ``scores=f16,out=f16,store=f16``): its pt is the tiled algorithm rounding where
-such a kernel rounds, and the largest error of several orders of the sums over the head dim counts: with few rows a
-single order may round luckily. The factor is then 3, which FlashAttention-2's tests use for gradients and the KV cache:
-two orders of f16 additions differ by more than two orders of f32 additions do.
+For f32 and f64, where the error of pt may be very small by chance, 8·eps·max|ref| is added. A kernel that accumulates
+in less than f32 declares it (``Kernel.low_precision_reference`` as ``scores=f16,out=f16,store=f16``). Its pt is the
+tiled algorithm, rounded where such a kernel rounds, and the largest error over several orders of the sums over the head
+dim counts: with few rows the error of a single order may be small by chance. The factor is then 3, which
+FlashAttention-2's tests use for gradients and the KV cache, since two orders of f16 additions differ by more than two
+orders of f32 additions.
 
 NaN never passes, and a row without a visible key must have LSE −inf.
 """
@@ -39,9 +40,9 @@ RULES: tuple[Rule, ...] = ("fa2", "fa3")
 STANDARD = "standard"
 FACTOR, EMULATED_FACTOR = 2, 3
 EMULATED_ORDERS = 4
-"""Orders of the sums over the head dim whose largest error counts."""
+"""The number of orders of the sums over the head dim, of which the largest error counts."""
 EMULATED_TILE = 64
-"""Keys between two roundings of the running output, unless the kernel says ``block_k=…``."""
+"""Keys between two roundings of the running output, unless the kernel declares ``block_k=…``."""
 MAX_SCORES_BYTES = 1 << 30
 LSE_EPS = 2.0
 """Absolute tolerance of the LSE, in units of the dtype's eps times max(1, max|LSE|), besides 2·max|pt − ref|."""
@@ -49,7 +50,7 @@ LSE_EPS = 2.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the check of one output found."""
+    """The result of the check of one output."""
 
     ok: bool
     max_error: float
@@ -58,14 +59,14 @@ class Verdict:
     relative_l2: float
     """‖out − ref‖ / ‖ref‖."""
     lse_error: float | None = None
-    """max|lse − ref|, where an LSE was given."""
+    """max|lse − ref|, if an LSE was given."""
     lse_allowed: float | None = None
     message: str = ""
-    """What is wrong, when it is."""
+    """What is wrong; empty if nothing is."""
 
     @property
     def ratio(self) -> float:
-        """Error over what is allowed: at most 1 when right."""
+        """The error divided by the allowed one: at most 1 if the output is right."""
         if self.allowed > 0:
             return self.max_error / self.allowed
         return 0.0 if self.max_error == 0 else math.inf
@@ -144,7 +145,7 @@ class Oracle:
 
 
 def max_error(value: torch.Tensor, ref: torch.Tensor) -> float:
-    """max|value − ref|; equal infinities agree, NaN is an infinite error, nothing to compare is 0."""
+    """max|value − ref|; equal infinities agree, a NaN gives infinity, and empty tensors give 0."""
     if value.numel() == 0:
         return 0.0
     difference = (value.to(ref.dtype) - ref).abs_()
@@ -199,7 +200,7 @@ def _reordered(part: Part, problem: AttentionProblem, inputs: Inputs) -> tuple[t
 
 
 class Emulated:
-    """The tiled algorithm rounding where a kernel says it rounds: ``scores=f16,out=f16,store=f16,block_k=64``.
+    """The tiled algorithm, rounded where a kernel declares to round: ``scores=f16,out=f16,store=f16,block_k=64``.
 
     Raises:
         ValueError: the description has an unknown key or type.
@@ -250,7 +251,7 @@ def _orders(inputs: Inputs) -> Iterator[Inputs]:
 
 @contextlib.contextmanager
 def exact_matmul() -> Iterator[None]:
-    """f32 products without TF32, whatever the process has set."""
+    """A context in which f32 products do not use TF32, whatever the process has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -1,4 +1,4 @@
-"""How much work a problem is, in the two conventions in use, and what a time makes of it."""
+"""The floating-point operations of a problem, in two conventions, and its rate for a given time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CONVENTIONS: tuple[Convention, ...] = ("gemm", "all")
 Direction = Literal["forward", "backward", "both"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 WORK: dict[Direction, float] = {"forward": 1.0, "backward": 2.5, "both": 3.5}
-"""Times the work of a forward pass: the backward has five matrix products of its size, the forward two."""
+"""The work of each direction, relative to the forward: the backward has five matrix products, the forward two."""
 
 
 def sequences_of(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, ...]:
-    """The dense problems that a call consists of: itself, or each packed or cached sequence; they are what is counted.
+    """The dense problems whose work is counted: the problem itself, or one for each packed or cached sequence.
 
     Of a cache only the rows in use count.
     """
@@ -34,13 +34,13 @@ def sequences_of(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionPr
 def flops(problem: AttentionProblem, convention: Convention = "gemm", direction: Direction = "forward") -> int:
     """Floating-point operations of one pass of a dense problem; only visible (query, key) pairs count.
 
-    ``gemm``: the two matrix products, 2·B·H·pairs·(D + Dv), which is 4·B·H·N·M·D when nothing is masked.
-    ``all``: every operation, as the baseline logs count: B·H·(QKᵀ pairs·(2D−1) + scale pairs + softmax Σ(2(m−1) + 3m) +
-    PV Dv·Σ(2m−1)), where m is the number of keys that a row sees: 2.532172 ms at B1 H8 N8192 D64 is 55.34 TFLOP/s.
-    A backward counts 2.5 times as much, forward and backward together 3.5 times, in both.
+    ``gemm`` counts the two matrix products: 2·B·H·pairs·(D + Dv), which is 4·B·H·N·M·D without a mask. ``all`` counts
+    every operation, as the baseline logs do: B·H·(QKᵀ pairs·(2D−1) + scale pairs + softmax Σ(2(m−1) + 3m) + PV
+    Dv·Σ(2m−1)), where m is the number of keys that a row sees: 2.532172 ms at B1 H8 N8192 D64 is 55.34 TFLOP/s. In both
+    conventions a backward counts 2.5 times as much, and forward and backward 3.5 times.
 
     Raises:
-        ValueError: ``convention`` or ``direction`` is none of these.
+        ValueError: ``convention`` or ``direction`` has another value.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; it may be one of {', '.join(map(repr, DIRECTIONS))}")
@@ -67,15 +67,15 @@ def tflops(
     convention: Convention = "gemm",
     direction: Direction = "forward",
 ) -> float:
-    """10¹² floating-point operations a second."""
+    """The rate in 10¹² floating-point operations a second."""
     return flops(problem, convention, direction) / milliseconds * 1e-9
 
 
 def least_bytes(problem: AttentionProblem, direction: Direction = "forward") -> int:
-    """Bytes of device memory when each input is read once and each output written once.
+    """The bytes of device memory that a pass must read and write if it reads each input and writes each output once.
 
-    Forward: q, k, v in, out and the LSE (f32) out. Backward: q, k, v, out, its gradient and the LSE in, dq, dk, dv
-    out. Both: the two after one another.
+    The forward reads q, k and v, and writes out and the LSE (f32). The backward reads q, k, v, out, its gradient and
+    the LSE, and writes dq, dk and dv. ``both`` is their sum.
     """
     size = problem.dtype.itemsize
     rows = problem.batch * problem.seqlen_q * problem.heads

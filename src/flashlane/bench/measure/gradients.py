@@ -1,4 +1,4 @@
-"""Are gradients right? FlashAttention's relative rule, against autograd through the formula in f32 (or f64).
+"""The check of gradients: FlashAttention's relative rule, against autograd through the formula in f32 (or f64).
 
 ``ref`` differentiates :func:`flashlane.reference.naive.reference_attention` in a wider type, ``pt`` plain torch
 operations in the problem's dtype. Each of dq, dk, dv is right when
@@ -55,7 +55,7 @@ class GradientOracle:
         return self._known
 
     def judge(self, gradients: Sequence[torch.Tensor]) -> Verdict:
-        """Whether dq, dk and dv are right; the verdict has the figures of the worst of them."""
+        """Whether dq, dk and dv are right; the verdict has the figures of the one with the largest relative error."""
         reference, allowed = self.reference
         wrong, worst = [], (-1.0, 0.0, 0.0, 0.0)
         for name, found, right, bound in zip(NAMES, gradients, reference, allowed, strict=True):
@@ -92,7 +92,7 @@ class GradientOracle:
         return right, tuple(allowed)
 
     def _groups(self) -> Iterator[tuple[AttentionProblem, Inputs, torch.Tensor, tuple[tuple[slice, ...], ...]]]:
-        """One sequence and one key/value head at a time, so that only one group's scores are in memory."""
+        """The problem by sequences and key/value heads, so that the scores of only one group are in memory."""
         problem, group = self.problem, self.problem.group
         q, k, v = _qkv(self.inputs)
         for (where_q, where_k), lengths in self._sequences():
@@ -105,7 +105,7 @@ class GradientOracle:
                 yield small, Inputs(q_alone, k_alone, v_alone), do_alone, (rows, keys, keys)
 
     def _sequences(self) -> Iterator[tuple[tuple[tuple[slice, ...], ...], dict[str, int]]]:
-        """Where each sequence lies in q and in k, up to the axis of heads, and its lengths."""
+        """The indices of each sequence in q and in k, up to the axis of heads, and its lengths."""
         problem = self.problem
         if problem.varlen:
             for part in parts(problem, self.inputs):

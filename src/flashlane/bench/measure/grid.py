@@ -17,12 +17,11 @@ from flashlane.core.registry import suggest
 from flashlane.kernels.features import PAGED
 
 BASELINE_SHAPES = ((1, 8, 8192, 64), (2, 2, 4096, 64), (2, 2, 4096, 128), (4, 8, 2048, 128), (1, 1, 1024, 64))
-"""(batch, heads, seqlen, head_dim) of the baseline grid: what the logs of the project that this one grew out of report.
-The default on a GPU."""
+"""(batch, heads, seqlen, head_dim) of the baseline grid, which is the default on a GPU."""
 Layout = Literal["dense", "packed", "cache", "paged"]
 LAYOUTS: tuple[Layout, ...] = ("dense", "packed", "cache", "paged")
 CPU_SHAPES = ((1, 4, 512, 64),)
-"""The default without a GPU: small enough that every implementation ends in a few seconds."""
+"""The default without a GPU, so small that every implementation takes a few seconds at most."""
 DTYPE_ALIASES = {
     **DTYPES,
     "fp16": torch.float16,
@@ -86,7 +85,7 @@ def make_problem(
     deterministic: bool = False,
     arch: str | None = None,
 ) -> AttentionProblem:
-    """A problem from its sizes, as contiguous tensors of those sizes would give.
+    """The problem of contiguous tensors of these sizes.
 
     ``layout`` says how sequences lie: ``dense`` (all of one length), ``packed`` (one after another; the sizes are those
     of the longest), ``cache`` (a key/value cache with rows in use) or ``paged`` (such a cache in pages of ``page``
@@ -154,9 +153,10 @@ def problems(
     dtype: str | torch.dtype | Sequence[str | torch.dtype] = "f16",
     causal: bool | Sequence[bool] = False,
 ) -> list[AttentionProblem]:
-    """Every combination of sizes, each one number or several: what a notebook gives to :func:`flashlane.bench.run`.
+    """The problems of every combination of sizes, for :func:`flashlane.bench.run`; each size is one number or several.
 
-    ``dtype`` is f16, bf16, f32, f64 or torch's own; ``kv_heads`` and ``seqlen_k`` default to those of the queries.
+    ``dtype`` is f16, bf16, f32, f64 or one of torch's dtypes; ``kv_heads`` and ``seqlen_k`` default to those of the
+    queries.
 
     Raises:
         ValueError: a size is not possible, or a dtype is unknown; the message names it.
@@ -176,7 +176,7 @@ def problems(
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes asked for; None means "as the shapes say" (:data:`BASELINE_SHAPES`) or "as the queries have"."""
+    """The axes of a grid of problems; None takes the value of the shapes, or (of keys and values) of the queries."""
 
     batch: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
@@ -194,9 +194,9 @@ class Grid:
     window: tuple[int, int] = (-1, -1)
 
     def problems(self, arch: str | None, shapes: Sequence[tuple[int, int, int, int]]) -> list[AttentionProblem]:
-        """Every combination, on an architecture.
+        """The problems of every combination, for an architecture.
 
-        With no size given: ``shapes``. With some given, each other one is that of the first of ``shapes``.
+        If no size is given, the sizes are ``shapes``. If some are given, the others are those of the first shape.
         """
         given = (self.batch, self.heads, self.seqlen, self.head_dim)
         if any(given):

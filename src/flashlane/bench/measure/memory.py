@@ -1,4 +1,4 @@
-"""What one call allocates: torch's allocator on a GPU, its allocation events on a CPU."""
+"""The memory that one call allocates: from torch's allocator on a GPU, from its allocation events on a CPU."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ CPU_METHOD = "CPU allocator events (torch profiler); peak: resident set of the w
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. On a CPU there is no caching allocator, so ``allocated`` and ``reserved`` are None there."""
+    """Bytes of memory. On a CPU there is no caching allocator, so ``allocated`` and ``reserved`` are None there."""
 
     extra: int | None
-    """At the peak of one call, beyond what was there before it; output and LSE included."""
+    """The peak of one call beyond what was allocated before it; output and LSE are included."""
     allocated: int | None
-    """In tensors of the process after the call, those of the bench included."""
+    """Bytes of the process's tensors after the call, including those of the bench."""
     reserved: int | None
-    """Held from the device by the allocator after the call."""
+    """Bytes of the device that the allocator holds after the call."""
     peak: int | None
-    """In tensors at the peak of the call; on a CPU the process' peak resident set, which only grows."""
+    """Bytes of tensors at the peak of the call; on a CPU the process's peak resident set, which only grows."""
     method: str
 
 
@@ -32,9 +32,9 @@ def measure_memory(call: Callable[[], object], device: torch.device, written: in
     """Run a call once and measure what it allocates.
 
     Args:
-        call: has run before, so that nothing is compiled or loaded in it.
-        device: where it runs.
-        written: bytes of results that the call writes into tensors that are there already.
+        call: the call; it must have run before, so that it compiles and loads nothing.
+        device: the device on which it runs.
+        written: bytes of results that the call writes into existing tensors.
     """
     if device.type == "cuda":
         return _on_cuda(call, device, written)
@@ -55,7 +55,7 @@ def _on_cuda(call: Callable[[], object], device: torch.device, written: int) -> 
 
 
 def _cpu_peak(call: Callable[[], object]) -> int | None:
-    """The highest sum of the allocations and frees of a call; None where this torch records none."""
+    """The highest sum of a call's allocations and frees; None if this build of torch records none."""
     from torch.profiler import ProfilerActivity, profile
 
     with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -73,7 +73,7 @@ def _cpu_peak(call: Callable[[], object]) -> int | None:
 
 
 class quiet_profiler:
-    """Some builds of torch print a line on stderr at every start and stop of the profiler; not inside this."""
+    """A context that hides the lines that some builds of torch print on stderr when the profiler starts and stops."""
 
     def __enter__(self) -> None:
         sys.stderr.flush()

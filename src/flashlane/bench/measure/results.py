@@ -1,6 +1,6 @@
-"""What a run of the bench found, and its files: JSON with everything, CSV with one line a row.
+"""The results of a run of the bench, and their files: JSON with everything, CSV with one line for each row.
 
-A file is written next to its place and moved over it, so that a reader sees the old one or the new one, never half.
+A file is written under a temporary name and renamed, so that a reader sees the old or the new one, never a part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FORMAT = "flashlane-bench/1"
 STOPPED = "interrupted"
-"""What :attr:`Results.stopped` says after Ctrl-C."""
+"""The value of :attr:`Results.stopped` after Ctrl-C."""
 OK, FAIL, ERROR, UNCHECKED = "ok", "FAIL", "error", "unchecked"
 
 
@@ -49,28 +49,31 @@ class Row:
     values: tuple[float, ...] = ()
     """First, second and last element of the output."""
     timing: Timing | None = None
-    """By the protocol that the settings name first."""
+    """The times under the first protocol of the settings."""
     tflops: float | None = None
+    """TFLOP/s at the median, of the matrix products."""
     tflops_all: float | None = None
+    """TFLOP/s at the median, of all operations (:func:`~flashlane.bench.measure.flops.flops`)."""
     speedup: float | None = None
-    """Time of the best checked peer on the same problem over this row's time."""
+    """The time of the best checked peer on the same problem, divided by this row's time."""
     usage: Usage | None = None
-    """Registers and shared memory of the compiled kernel, where there is one."""
+    """Registers and shared memory of the compiled kernel, if there is one."""
     verdict: Verdict | None = None
     direction: Direction = "forward"
     """What was run and timed: ``forward``, ``backward`` (alone) or ``both``."""
     tflops_peak: float | None = None
-    """Of the fastest round; ``tflops_mean``: of the mean of all rounds."""
+    """TFLOP/s of the fastest round."""
     tflops_mean: float | None = None
+    """TFLOP/s at the mean of all rounds."""
     mma_ceiling: float | None = None
-    """Of a kernel built on ``mma.sync``: its rate over what the instruction gave on this card in this run."""
+    """For a kernel that uses ``mma.sync``: its rate divided by that of the instruction alone, measured in this run."""
     memory: Memory | None = None
     host_us: float | None = None
-    """Microseconds that the host spends in one call; measured next to the replay of graphs."""
+    """Microseconds that the host spends in one call; measured when graphs are replayed."""
     cycles: float | None = None
-    """SM cycles of one call, all its launches added up (Nsight Compute)."""
+    """SM cycles of one call, summed over its launches (Nsight Compute)."""
     timings: dict[str, Timing] = field(default_factory=dict)
-    """By every protocol that was asked for; empty in files of before there were several."""
+    """The times under every protocol; empty in older files, which have one protocol."""
 
 
 @dataclass(frozen=True)
@@ -84,20 +87,20 @@ class Skipped:
 
 @dataclass
 class Results:
-    """Rows in the order of the table, what was skipped, and on what it was measured. Iterates over its rows."""
+    """The rows in the order of the table, what was skipped, and the environment; iterating gives the rows."""
 
     environment: dict[str, Any]
     settings: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     compiled: list[Usage] = field(default_factory=list)
-    """The compile report, when one was asked for."""
+    """The compile report, if one was requested."""
     unlisted: int = 0
-    """Further kernels of the table, which nobody asked for; the files say how to ask."""
+    """The number of further kernels in the registry, which did not run because they were not named."""
     notes: list[str] = field(default_factory=list)
-    """What else a reader must know: something asked for that could not be measured."""
+    """Notes about figures that were requested and could not be measured."""
     stopped: str = ""
-    """Why the run ended before its last problem; empty when it did not."""
+    """Why the run ended before its last problem; empty if it did not."""
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -107,16 +110,16 @@ class Results:
 
     @property
     def failed(self) -> list[Row]:
-        """Rows of kernels whose check failed or that raised; a peer's faults are its own, and only shown."""
+        """The rows of our kernels whose check failed or that raised an error; failures of peers do not count."""
         return [r for r in self.rows if r.kind == "kernel" and r.status in (FAIL, ERROR)]
 
     def to_json(self) -> str:
-        """Everything, as JSON (numbers that JSON has not are null)."""
+        """Everything, as JSON; NaN and infinities are null."""
         body = {"format": FORMAT, **asdict(self), "unlisted_note": unlisted_note(self.unlisted)}
         return json.dumps(finite(body), indent=1, allow_nan=False) + "\n"
 
     def to_csv(self, skipped: bool = True) -> str:
-        """One line a row, and one for each implementation that was skipped, if these are wanted."""
+        """CSV with one line for each row, and with ``skipped`` one for each implementation that was skipped."""
         text = io.StringIO()
         writer = csv.DictWriter(text, fieldnames=list(_flat_names()), lineterminator="\n", extrasaction="raise")
         writer.writeheader()
@@ -129,10 +132,10 @@ class Results:
         return text.getvalue()
 
     def frame(self) -> pandas.DataFrame:
-        """A tidy table, a line for each row and a column for each figure, named as in the CSV file.
+        """A tidy table with a line for each row and a column for each figure, named as in the CSV file.
 
         Raises:
-            ImportError: there is no pandas.
+            ImportError: pandas is not installed.
         """
         try:
             import pandas
@@ -141,7 +144,7 @@ class Results:
         return pandas.DataFrame(flat_rows(self), columns=list(_flat_names()))
 
     def _repr_html_(self) -> str | None:
-        """In a notebook: the frame's most read columns."""
+        """The most important columns of the frame, for a notebook."""
         try:
             frame = self.frame()
         except ImportError:
@@ -149,7 +152,7 @@ class Results:
         return frame[["problem", "tag", "status", "ms", "tflops", "speedup", "max_error"]].to_html(index=False)
 
     def write(self, directory: Path, stem: str | None = None) -> tuple[Path, Path]:
-        """Write ``<stem>.json`` and ``<stem>.csv``, each replaced at once; the two paths."""
+        """Write ``<stem>.json`` and ``<stem>.csv``, each replaced as a whole; returns the two paths."""
         stem = stem or file_stem(str(self.environment.get("device", "device")))
         json_path, csv_path = directory / f"{stem}.json", directory / f"{stem}.csv"
         write_atomically(json_path, self.to_json())
@@ -158,7 +161,7 @@ class Results:
 
 
 def unlisted_note(unlisted: int, verb: str = "runs") -> str:
-    """How many kernels of the table nobody asked for, and how to ask; empty when there is none."""
+    """A note with the number of kernels that were not named, and how to name them; empty if there are none."""
     how = f"--show-all {verb} them all, --tags WORD some"
     return f"{unlisted} further variants of the kernel grid: {how}" if unlisted else ""
 
@@ -170,10 +173,10 @@ def file_stem(device: str, kind: str = "bench") -> str:
 
 
 def check_writable(directory: Path, name: str = "--out") -> None:
-    """Make the directory and try to write there, before anything is measured.
+    """Make the directory and test, before anything is measured, that files can be written there.
 
     Raises:
-        ValueError: it cannot be written; the message has ``name`` and the reason.
+        ValueError: they cannot; the message has ``name`` and the reason.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -186,19 +189,19 @@ def check_writable(directory: Path, name: str = "--out") -> None:
 
 
 def load_results(path: Path) -> Results:
-    """A results file as the bench wrote it.
+    """The results in a file that the bench wrote.
 
     Raises:
-        ValueError: it cannot be read, or is damaged or something else; the message names it.
+        ValueError: the file cannot be read, is damaged, or is not a results file; the message names it.
     """
     return results_of(read_json(path), str(path))
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """The contents of a JSON file.
 
     Raises:
-        ValueError: it cannot be read, or is something else; the message names it.
+        ValueError: the file cannot be read, or is not JSON; the message names it.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -240,7 +243,7 @@ def results_of(body: Any, path: str) -> Results:
 
 
 OLD_NAMES = {"tflops_founding": "tflops_all"}
-"""Fields that files of earlier versions call otherwise; they call a peer's kind ``baseline``."""
+"""Earlier names of fields in files of earlier versions, in which a peer's kind is ``baseline``."""
 _PARTS = {"timing": Timing, "usage": Usage, "verdict": Verdict, "memory": Memory}
 
 
@@ -257,7 +260,7 @@ def _row_of(row: dict[str, Any]) -> Row:
 
 
 def _known(kind: type, fields: dict[str, Any] | None) -> Any:
-    """A dataclass from a mapping; lists become tuples, and what a later version added is passed over."""
+    """A dataclass from a mapping; lists become tuples, and fields of later versions are ignored."""
     if fields is None:
         return None
     names = kind.__dataclass_fields__
@@ -265,7 +268,7 @@ def _known(kind: type, fields: dict[str, Any] | None) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """The value with every number that JSON has not (NaN, infinities) as None."""
+    """The value with every NaN and infinity, which JSON cannot express, replaced by None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -287,7 +290,7 @@ def _flat_names() -> tuple[str, ...]:
 
 
 def flat_rows(results: Results) -> list[dict[str, Any]]:
-    """Every row as one flat mapping with the same keys, absent figures None: what the CSV and the frame hold."""
+    """Every row of the CSV file and the frame, as mappings with the same keys; absent figures are None."""
     names = _flat_names()
     return [dict.fromkeys(names) | _flat(row, results.environment) for row in results.rows]
 

@@ -1,4 +1,4 @@
-"""The main job: every kernel and every peer on every problem, checked, then timed against each other."""
+"""The main loop of the bench: it checks every kernel and every peer on every problem, then times them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from flashlane.kernels.features import BIAS, CACHE, DROPOUT, PAGED, VARLEN
 __all__ = ["Implementation", "Selection", "resolve_device", "run", "shared_outputs"]
 
 TITLES: dict[Direction, str] = {"forward": "", "backward": ", backward", "both": ", forward+backward"}
-"""What a direction adds to a problem's title."""
+"""The suffix of a problem's title for each direction."""
 PLAIN = "(unfused)"
-"""Attention as plain PyTorch operations: what speed-up and memory are compared with."""
+"""The tag of attention as plain PyTorch operations."""
 CHECKING, TIMING = "checking ", "timing "
-"""How a step's text begins; a tag follows."""
+"""Beginnings of the text of a step; a tag follows."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Selection:
     accumulate_f32: bool = False
     """Only kernels whose matrix products accumulate in f32."""
     show_all: bool = False
-    """Without words and tags: every kernel of the table instead of the listed ones."""
+    """Without words and tags: every kernel of the registry instead of the listed ones."""
     excluded: tuple[tuple[str, str], ...] = ()
-    """(tag, reason) of what is left out all the same, such as a peer that hung before."""
+    """(tag, reason) of implementations that are left out although selected, such as a peer that hung before."""
 
     def __post_init__(self) -> None:
-        for field in ("words", "tags"):  # names of the baseline logs are those of tags here
+        for field in ("words", "tags"):  # names of the baseline logs are aliases of tags
             object.__setattr__(self, field, tuple(aliases.KERNELS.get(name, name) for name in getattr(self, field)))
         known = tuple(k.tag for k in registry.kernels())
         for tag in self.tags:
@@ -85,12 +85,12 @@ class Selection:
 
     @property
     def unlisted(self) -> int:
-        """How many kernels of the table are left out because nobody asked for them by name."""
+        """The number of kernels in the registry that are left out because they were not named."""
         asked = self.words or self.tags
         return 0 if asked else len(registry.kernels()) - len(self.kernels())
 
     def declines(self, kernel: Kernel, problem: AttentionProblem) -> str | None:
-        """Why a kernel that was asked for by name is left out all the same."""
+        """Why a selected kernel is left out, or None."""
         if self.accumulate_f32:
             narrow = kernel.low_precision_reference(problem).split(",")
             if any(item.strip() in ("scores=f16", "out=f16") for item in narrow):
@@ -142,26 +142,26 @@ def run(
     Args:
         problems: problems, or each a :class:`~flashlane.bench.measure.inputs.Case` with lengths of packed or cached
             sequences, or with tensors of its own.
-        device: default: the current GPU, or the CPU without one.
-        selection: which kernels and peers; default: all that are listed.
+        device: where it runs; by default the current GPU, or the CPU without one.
+        selection: the kernels and peers; by default all that are listed.
         check: compare each output and LSE with the reference; what fails is not timed.
-        rule: how close it must be, see :mod:`flashlane.bench.measure.check`.
+        rule: the allowed error, see :mod:`flashlane.bench.measure.check`.
         settings: how long to measure.
-        pattern: what fills the tensors.
-        seed: of the first problem; each next one adds 1, so that no two see the same numbers.
-        directions: what is timed of each problem: ``forward``, ``backward`` (alone, of a forward that is done),
-            ``both`` (a forward and its backward in one).
-        memory: also run each once to see what it allocates.
-        cycles: also count each one's cycles with Nsight Compute.
+        pattern: the values in the tensors.
+        seed: the seed of the first problem; each next problem adds 1, so that no two have the same values.
+        directions: what is timed of each problem: ``forward``, ``backward`` (alone, after an untimed forward),
+            ``both`` (a forward and its backward as one step).
+        memory: also run each implementation once to measure what it allocates.
+        cycles: also count the cycles of each implementation with Nsight Compute.
         ceilings: also measure the copy and matrix rates of the device, into ``environment["ceilings"]``.
         arch: also compile every GPU kernel for this architecture and report it (``sm_90a``).
         arch_seconds: how long that may take; kernels left out then have a line that says so.
-        keep_partial: after Ctrl-C, or when a kernel breaks the CUDA context, return the problems that are done, with
-            ``stopped`` saying why, instead of raising.
+        keep_partial: after Ctrl-C, or when a kernel breaks the CUDA context, return the finished problems, with the
+            reason in ``stopped``, instead of raising.
         reporter: gets the progress of the run.
 
     Raises:
-        ValueError: a problem has a feature that the bench draws no tensors for, the device is not there, or cycles
+        ValueError: a problem has a feature for which the bench draws no tensors, there is no such device, or cycles
             cannot be counted on it.
         BrokenContext: a kernel left the device unusable.
     """
@@ -216,7 +216,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is the same for every problem of a run."""
+    """The arguments that all problems of a run share."""
 
     device: torch.device
     selection: Selection
@@ -230,10 +230,10 @@ class _Plan:
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """A device that is there.
+    """A device of this machine, with its index; None gives the current GPU, or the CPU without one.
 
     Raises:
-        ValueError: there is no such device; the message says what there is.
+        ValueError: there is no such device; the message names those that exist.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
@@ -265,7 +265,7 @@ def _check_directions(directions: Sequence[Direction], settings: Settings) -> No
 
 
 TAKEN = (*VARLEN, *CACHE, *PAGED, *BIAS)
-"""The features of a problem that the bench draws tensors for, or takes with tensors of a case."""
+"""The features of a problem for which the bench draws tensors, or takes them from a case."""
 
 
 def _check_case(case: Case, directions: Sequence[Direction], cycles: bool) -> None:
@@ -273,7 +273,7 @@ def _check_case(case: Case, directions: Sequence[Direction], cycles: bool) -> No
     title = f"problem {problem.describe()}"
     for name in (*FEATURES, "needs_grad"):
         value = getattr(problem, name)
-        # A number (a soft cap) needs no tensor, so the bench can pose it.
+        # A feature that is a number (a soft cap) needs no tensor.
         if value and name not in TAKEN and (type(value) is bool or name in DROPOUT):
             raise ValueError(f"{title} has {name}; the bench takes forward problems without")
     undrawn = [name for name in CACHE if name != "seqused_k" and getattr(problem, name)]
@@ -325,11 +325,11 @@ def _run_case(case: Case, direction: Direction, results: Results, plan: _Plan, s
 
 MOST_ROTATIONS = 64
 L2_SHARE = 4
-"""The sets of inputs that calls alternate between are so many times as large as L2 in all; there are at least two."""
+"""The sets of inputs between which calls alternate have this many times the size of L2 together; at least two."""
 
 
 def _rotations(case: Case, work: Work, plan: _Plan, seed: int) -> list[Work]:
-    """The problem on further tensors of its own: what calls alternate between with :attr:`Settings.rotate`."""
+    """The problem with further sets of inputs, between which calls alternate with :attr:`Settings.rotate`."""
     if plan.device.type != "cuda" or case.inputs is not None:
         return []
     l2 = torch.cuda.get_device_properties(plan.device).L2_cache_size
@@ -343,7 +343,7 @@ def _rotations(case: Case, work: Work, plan: _Plan, seed: int) -> list[Work]:
 
 
 def _time(running: list[_Checked], work: Work, plan: _Plan, results: Results, rotations: Sequence[Work] = ()) -> None:
-    """Time what passed its check, interleaved, and fill in the rows."""
+    """Time the implementations that passed their check, interleaved, and complete their rows."""
     items, device = [c.item.as_called for c in running], plan.device
     if rotations:
         alike = [{item.tag: item.as_called.call for item in other.items} for other in rotations]
@@ -358,7 +358,7 @@ def _time(running: list[_Checked], work: Work, plan: _Plan, results: Results, ro
 
 
 def _share(entry: _Checked, work: Work, device: torch.device, results: Results) -> float | None:
-    """The row's share of the mma.sync ceiling; where that cannot be measured a note says why, and the times stand."""
+    """The row's share of the mma.sync ceiling; None, and a note, where that cannot be measured."""
     if work.direction != "forward":
         return None
     try:
@@ -413,11 +413,11 @@ def _check(
             if plan.memory and row.status in (OK, UNCHECKED):
                 with item.context():
                     row = replace(row, memory=measure_memory(item.as_called.call, device))
-        except Exception as error:  # whatever it raises, the run goes on and the row says it
+        except Exception as error:  # after any error the row reports it, and the run continues
             row = replace(row, status=ERROR, message=explained(error, heard))
             stop_if_broken(device, item.tag, problem, error)
             free_memory(device)
-    # The rule is made of plain PyTorch's own error, beyond which it goes now and then: its time is wanted all the same.
+    # The allowed error is computed from plain PyTorch's own, which sometimes exceeds it: it is timed in any case.
     plain = item.tag == PLAIN and row.status == FAIL
     return _Checked(item, row, runs=plain or row.status in (OK, UNCHECKED))
 
@@ -430,7 +430,7 @@ def _judged(
     lse: torch.Tensor,
 ) -> Row:
     try:
-        oracle.reference  # noqa: B018  computed here, so that its lack of memory is not taken for the kernel's
+        oracle.reference  # noqa: B018  computed here, so that its out-of-memory error is not taken for the kernel's
     except Exception as error:
         if not out_of_memory(error):
             raise
@@ -452,11 +452,11 @@ def _verdict(
 
 
 class BrokenContext(RuntimeError):
-    """A kernel left the device unusable for this process; the message says which, and on what."""
+    """A kernel left the device unusable for this process; the message names the kernel and the problem."""
 
 
 def stop_if_broken(device: torch.device, tag: str, problem: AttentionProblem, error: Exception) -> None:
-    """After an illegal access nothing more runs in this process, and every later row would blame the wrong kernel."""
+    """Raise :class:`BrokenContext` if the device is unusable: later rows would otherwise blame the wrong kernel."""
     try:
         synchronize(device)
     except RuntimeError as broken:
@@ -473,7 +473,7 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def explained(error: Exception, heard: Sequence[warnings.WarningMessage]) -> str:
-    """An error on one line; torch says why it refuses a backend in warnings, so those follow."""
+    """An error on one line; for a backend that torch refuses, the reasons, which torch gives as warnings."""
     if out_of_memory(error):
         return "out of memory"
     text = first_line(error)
@@ -535,7 +535,7 @@ def _usage(item: Implementation, problem: AttentionProblem) -> Usage | None:
 
 
 def sizes_of(problem: AttentionProblem) -> dict[str, object]:
-    """What a results file says of a problem's sizes; beyond those of every problem only what is asked for."""
+    """The sizes of a problem for a results file; those that not every problem has only if they are set."""
     page = getattr(problem, *PAGED)
     used = any(getattr(problem, name) for name in CACHE)
     layout = "packed" if problem.varlen else "paged" if page else "cache" if used else ""

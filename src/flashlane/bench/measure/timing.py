@@ -1,23 +1,23 @@
 """The one timer: implementations interleaved round by round, device events on a GPU, a clock on the CPU.
 
 One round times every implementation once, in an order that is drawn again for each round, so that drift of the clock or
-of the temperature falls on all alike. On a power-limited card what ran before decides the clock: a kernel that is timed
-right after a slow one gains up to 9 %. On a GPU each implementation therefore runs by itself for ``preheat_ms`` right
+of the temperature affects all alike. On a power-limited GPU the clock rate depends on what ran before: a kernel that is
+timed right after a slow one gains up to 9 %. Each implementation therefore runs by itself for ``preheat_ms`` right
 before its part of a round, in which it is timed under every protocol. A round's figure is the median of that round's
-iterations; an implementation's time is the median of its rounds, its spread the distance between their quartiles.
+iterations. An implementation's time is the median of its rounds, and its spread the difference of their quartiles.
 
-Protocols on a GPU (a claim to be faster holds in *steady* and in *flushed*):
+Protocols on a GPU (we claim to be faster only where it holds in *steady* and in *flushed*):
 
-``flushed``: every iteration has its own pair of events, and before each the L2 cache is flushed by writing a buffer of
-``FLUSHED_BYTES``, outside the events, so that every iteration finds its inputs in device memory. One iteration runs
-ahead of them: the device is idle before it, so that a first one would be charged with the time that the host takes.
+``flushed``: every iteration has its own pair of events. Before each, outside the events, the L2 cache is flushed by
+writing a buffer of at least ``FLUSHED_BYTES``, so that the inputs are in device memory only. A first iteration is not
+counted: the device is idle before it, so its time would include the host's.
 
-``steady``: calls back to back between one pair of events; inputs stay in L2 where they fit.
+``steady``: calls run back to back between one pair of events; inputs stay in L2 if they fit.
 
-``replay``: an implementation is captured, several calls back to back, in a CUDA graph, and a replay is timed: the cost
-of the host is gone, and the inputs stay in L2 where they fit.
+``replay``: several calls, back to back, are captured in a CUDA graph, and replays are timed, without the host's time;
+inputs stay in L2 if they fit.
 
-On the CPU each call is timed by the host's clock, whatever the protocol.
+On the CPU the host's clock times each call under every protocol.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Way = Literal["flushed", "steady", "replay"]
 PROTOCOLS: tuple[Way, ...] = ("flushed", "steady", "replay")
 
 FLUSHED_BYTES = 256 << 20
-"""What ``triton.testing.do_bench`` writes before a call (twice the L2 cache where that is more)."""
+"""Bytes that ``triton.testing.do_bench`` writes before a call (here twice the L2 cache where that is more)."""
 GRAPH_CALLS = 20
-"""Calls captured in one graph at most; fewer when they are long."""
+"""The most calls in one graph; long calls are fewer."""
 
 
 class Timeable(Protocol):
-    """What is timed: a name, a call without arguments, and a context that must be active around the calls."""
+    """An item to time: a name, a call without arguments, and a context that must be active around the calls."""
 
     tag: str
 
@@ -58,23 +58,23 @@ class Settings:
 
     rounds: int = 7
     round_ms: float = 8.0
-    """A round repeats an implementation for at least about this long."""
+    """The least time for which a round repeats an implementation, in milliseconds."""
     warmup_ms: float = 60.0
-    """Each implementation runs for at least about this long before the first round."""
+    """The least time for which each implementation runs before the first round, in milliseconds."""
     warmup: int = 2
-    """And at least this often."""
+    """The least number of calls before the first round."""
     max_iterations: int = 200
+    """The most calls of an implementation in a round."""
     budget_ms: float = 8000.0
-    """An implementation whose rounds would take longer than this in all gets fewer of them (two at least)."""
+    """An implementation whose rounds would take longer than this in all gets fewer rounds, but at least two."""
     preheat_ms: float = 25.0
-    """On a GPU each implementation runs by itself for this long right before it is timed, in every round; once for all
-    protocols."""
+    """How long each implementation runs by itself on a GPU before it is timed in a round, once for all protocols."""
     protocols: tuple[Way, ...] = ("flushed",)
-    """How calls are timed on a GPU; the first one's figures are those of the tables."""
+    """How calls are timed on a GPU; the tables show the figures of the first protocol."""
     rotate: bool = False
-    """Calls alternate between several sets of inputs: none finds its own in L2; for ``steady`` and ``replay``."""
+    """Calls alternate between several sets of inputs, so that none is in L2; for ``steady`` and ``replay``."""
     order_seed: int = 0
-    """Of the order of each round."""
+    """The seed of the order of each round."""
 
     def __post_init__(self) -> None:
         if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
@@ -82,13 +82,13 @@ class Settings:
 
     @property
     def graph(self) -> bool:
-        """Whether CUDA graphs are replayed, which goes with forward passes only."""
+        """Whether CUDA graphs are replayed, which is possible for forward passes only."""
         return "replay" in self.protocols
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call."""
+    """The times of a call, in milliseconds."""
 
     median: float
     quartile_low: float
@@ -97,9 +97,9 @@ class Timing:
     slowest: float
     rounds: int
     iterations: int
-    """Calls a round."""
+    """Calls in a round."""
     method: str
-    """How: the ``method`` of the clock."""
+    """The ``method`` of the clock that measured them."""
     samples: tuple[float, ...] = field(repr=False, default=())
     """The median of each round, in the order they ran."""
 
@@ -110,12 +110,12 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Distance of the quartiles as a fraction of the median."""
+        """The difference of the quartiles as a fraction of the median."""
         return (self.quartile_high - self.quartile_low) / self.median if self.median else 0.0
 
 
 def drawn_order(count: int, rounds: int, seed: int = 0) -> Iterator[tuple[int, int]]:
-    """(round, index) in the order in which they run: that of each round is drawn again."""
+    """(round, index) in the order in which they run; the order is drawn again for each round."""
     chance = random.Random(seed)
     for number in range(rounds):
         yield from ((number, index) for index in chance.sample(range(count), count))
@@ -135,14 +135,14 @@ class Clock(Protocol):
     """Whether an implementation must run by itself right before it is timed."""
 
     def prepare(self, item: Timeable) -> Callable[[], object]:
-        """What a round calls; ready when this returns."""
+        """The function that a round calls, ready to be timed."""
 
     def time(self, call: Callable[[], object], iterations: int) -> list[float]:
         """Milliseconds of each of ``iterations`` calls."""
 
 
 class HostClock:
-    """``time.perf_counter`` around each call: the CPU runs what it is given before it returns."""
+    """``time.perf_counter`` around each call: on a CPU a call returns after it has computed."""
 
     method = "host clock"
     preheats = False
@@ -185,7 +185,7 @@ class FlushedClock:
 
 
 class SteadyClock:
-    """One pair of events around calls back to back on torch's current stream, after one call ahead of them."""
+    """One pair of events around calls back to back on torch's current stream, after one call that is not timed."""
 
     method = "device events, back to back"
     preheats = True
@@ -206,7 +206,7 @@ class SteadyClock:
 
 @dataclass(frozen=True)
 class _Replay:
-    """A captured graph and how many calls it holds."""
+    """A captured graph and the number of its calls."""
 
     graph: torch.cuda.CUDAGraph
     calls: int
@@ -230,7 +230,7 @@ class GraphClock:
         side.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with item.context():
-            with torch.cuda.stream(side):  # the calls before a capture run on a stream of their own
+            with torch.cuda.stream(side):  # calls before a capture must run on another stream
                 item.call()
                 took = _elapsed(item.call)
             stream.wait_stream(side)
@@ -256,10 +256,10 @@ def _elapsed(call: Callable[[], object]) -> float:
 
 
 def host_cost(items: Sequence[Timeable], device: torch.device, calls: int = 20) -> dict[str, float]:
-    """Microseconds that the host spends in one call, by tag: from the call until it returns, the device not waited for.
+    """Microseconds until a call returns, by tag, without waiting for the device.
 
-    The median of several calls, each begun with an idle device, so that a full queue is never waited for. Items that
-    raise are left out.
+    Each figure is the median of several calls. The device is idle before each, so that none waits for a full queue.
+    Items that raise an error are left out.
     """
     found = {}
     for item in items:
@@ -272,7 +272,7 @@ def host_cost(items: Sequence[Timeable], device: torch.device, calls: int = 20) 
                     start = time.perf_counter()
                     item.call()
                     samples.append((time.perf_counter() - start) * 1e6)
-        except Exception:  # the timing of the same call says what it raises
+        except Exception:  # the timing of the same call reports the error
             continue
         found[item.tag] = statistics.median(samples)
     return found
@@ -318,7 +318,7 @@ def measure(
 
 @dataclass
 class _Run:
-    """One implementation under one clock: what a round calls, how often, and what was measured."""
+    """One implementation under one clock: the call, its repetitions, and the samples so far."""
 
     call: Callable[[], object]
     estimate: float
@@ -336,7 +336,8 @@ def measure_by(
 ) -> list[dict[str, Timing] | Exception]:
     """Time all items against each other, each under every clock.
 
-    An item that raises gives its exception and the others go on.
+    Returns:
+        For each item its timings by the names of the clocks, or the exception that it raised; the others are timed.
     """
     results: list[Exception | None] = [None] * len(items)
     runs: list[dict[str, _Run]] = [{} for _ in items]
@@ -348,7 +349,7 @@ def measure_by(
                 with item.context():
                     estimate = _warm(call, clock, settings)
                 runs[index][name] = _Run(call, estimate, *_plan(estimate, settings))
-        except Exception as error:  # a peer may raise anything; it becomes a row that says so
+        except Exception as error:  # a peer may raise anything; its row reports it
             results[index], runs[index] = error, {}
     rounds = max((run.rounds for by_clock in runs for run in by_clock.values()), default=0)
     for number, index in drawn_order(len(items), rounds, settings.order_seed):
@@ -364,7 +365,7 @@ def measure_by(
                         _preheat(run, settings.preheat_ms)
                         heated = True
                     run.samples.append(statistics.median(clocks[name].time(run.call, run.iterations)))
-                    run.estimate = min(run.estimate, run.samples[-1])  # the first one may have waited for the host
+                    run.estimate = min(run.estimate, run.samples[-1])  # the first estimate may include the host's time
         except Exception as error:
             results[index] = error
     return [
@@ -374,18 +375,18 @@ def measure_by(
 
 
 MOST_PREHEATS = 2000
-"""Calls of one preheating at most: a call that costs the host more than the device takes longer than it seems."""
+"""The most calls of one preheating: a call that is bound by the host takes longer than its estimate."""
 
 
 def _preheat(run: _Run, milliseconds: float) -> None:
-    """Run an implementation by itself for so long."""
+    """Run an implementation by itself for about so many milliseconds."""
     calls = run.call.calls if isinstance(run.call, _Replay) else 1
     for _ in range(min(MOST_PREHEATS, math.ceil(milliseconds / max(run.estimate * calls, 1e-3)))):
         run.call()
 
 
 def _warm(call: Callable[[], object], clock: Clock, settings: Settings) -> float:
-    """Run until it is warm; what one call takes, in milliseconds."""
+    """Run a call until it is warm; returns the milliseconds of one call."""
     clock.time(call, 1)  # the first call compiles, loads and allocates
     estimate, spent, count = math.inf, 0.0, 1
     while count < settings.warmup or (spent < settings.warmup_ms and count < 10 * settings.max_iterations):
@@ -398,7 +399,7 @@ def _warm(call: Callable[[], object], clock: Clock, settings: Settings) -> float
 
 
 def _plan(estimate_ms: float, settings: Settings) -> tuple[int, int]:
-    """(rounds, iterations a round) for a call of that length."""
+    """The rounds, and the iterations of a round, for a call of that length."""
     estimate_ms = max(estimate_ms, 1e-4)
     iterations = max(1, min(settings.max_iterations, math.ceil(settings.round_ms / estimate_ms)))
     affordable = int(settings.budget_ms / (iterations * estimate_ms))
