@@ -18,30 +18,30 @@ from flashlane.distributed.launches import Launches
 from flashlane.distributed.plan import FEW_SEGMENTS, Division, GatherPlan, Segment, gather_calls, gather_plan
 
 FEW_SUMS = 8
-"""So many pieces of a shard's gradients are added one by one; of more, the rows of each rank are added at once."""
+"""Up to this number, the pieces of a shard's gradients are added one by one; beyond it, rank by rank."""
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What a call computes on this rank, besides its tensors; kept for calls like it, with what is made of it."""
+    """Everything about a call on this rank except its tensors. Later calls with equal arguments use it again."""
 
     ranks: Ranks | None
-    """That exchange keys; None: this rank has all of them."""
+    """The ranks that exchange keys, or None if this rank has all keys."""
     division: Division
     settings: Settings
     kv_heads: tuple[int, ...] = ()
-    """Bounds of the groups of KV heads that a forward fetches one after another; none: all at once."""
+    """The bounds of the groups of KV heads that a forward fetches one after another; empty to fetch all at once."""
     kv_heads_backward: tuple[int, ...] = ()
-    """Those of the backward, which returns their gradients one after another."""
+    """The bounds of the groups whose gradients a backward returns one after another."""
     copies: bool = False
-    """Whether ranks write to each other's memory, and send no messages."""
+    """Whether ranks write to each other's memory instead of sending messages."""
     wants_lse: bool = True
     """Whether the caller reads the LSE."""
     pieces: bool = False
-    """Whether a forward's keys come piece by piece, by copies (:mod:`polled`)."""
+    """Whether copies bring a forward's keys in pieces, for which its kernel polls (:mod:`polled`)."""
     launches: Launches = field(default_factory=dict)
     memo: dict[object, Any] = field(default_factory=dict)
-    """What else is made once for calls like this one."""
+    """Other results that depend on nothing but this task."""
 
     @functools.cached_property
     def rank(self) -> int:
@@ -57,7 +57,7 @@ class Task:
         return gather_plan(self.division, self.rank)
 
     def calls(self, batch: int, positional: bool) -> Calls:
-        """The kernel calls of this rank over the keys that it gathers, for tensors of so many batch elements."""
+        """The kernel calls of this rank over the keys that it gathers, for tensors of ``batch`` elements."""
         key = batch == 1, positional
         if key not in self.memo:
             self.memo[key] = gather_calls(self.division, self.rank, *key)
@@ -81,7 +81,7 @@ class Gathering:
             self.gathered = self.own
 
     def _take_own(self) -> None:
-        """Put this rank's own keys and values where they belong."""
+        """Copy this rank's own keys and values to their rows among the gathered ones."""
         segments, rank, device = self.plan.received[self.task.rank], self.task.rank, self.own[0].device
         pairs = list(zip(self.own, self.gathered, strict=True))
         if len(segments) <= FEW_SEGMENTS:
@@ -95,7 +95,7 @@ class Gathering:
                 _put_rows(gathered, keys, take_rows(own, self.plan.index("received", "row", rank, device)))
 
     def _room(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the keys and values will lie."""
+        """Allocate the gathered keys and values."""
         k, v = (t.new_empty((t.shape[0], self.plan.keys, *t.shape[2:])) for t in self.own)
         return k, v
 
@@ -123,7 +123,7 @@ class Gathering:
         return Returning(self.task, self, partials)
 
     def finish(self) -> None:
-        """Wait, on the current lane, and put what came where it belongs."""
+        """Wait, on the current lane, and copy the received rows to their places among the gathered ones."""
         self.pending.wait()
         for peer, found in self.arrived:
             keys = self.plan.index("received", "key", peer, self.own[0].device)
@@ -168,12 +168,12 @@ class Returning:
         return total
 
     def _rows(self, peer: int) -> list[torch.Tensor]:
-        """This rank's gradients of the keys that it got from a rank."""
+        """This rank's gradients of the keys that it received from a peer."""
         keys = self.plan.index("received", "key", peer, self.like[0].device)
         return [take_rows(t, keys).contiguous() for t in self.totals]
 
     def finish(self) -> list[torch.Tensor]:
-        """The sums over all ranks, in their order, in the dtype of the keys."""
+        """The gradients of this rank's k and v, summed over the ranks in their order, in the dtype of k and v."""
         self.pending.wait()
         self.parts[self.task.rank] = self.totals
         return [self._sum(like, i) for i, like in enumerate(self.like)]
@@ -212,5 +212,5 @@ def count_of(segments: Iterable[Segment]) -> int:
 
 
 def apart(segments: tuple[Segment, ...], batch: int) -> bool:
-    """Whether segments are messages of their own: their rows are then contiguous in memory."""
+    """Whether each segment is sent as a message of its own, for which its rows must be contiguous in memory."""
     return batch == 1 and len(segments) <= FEW_SEGMENTS

@@ -1,7 +1,7 @@
 """Streams of a call on a GPU: while one kernel's last tiles run, the next one's first tiles fill the idle SMs.
 
-Lanes 0 and 1 compute alternately; lane 2 moves data. Lane 0 is torch's current stream. A call begins when that stream
-comes to it, and what follows on that stream waits for all lanes. On the CPU lanes do nothing.
+Lanes 0 and 1 compute alternately; lane 2 moves data. Lane 0 is torch's current stream. All lanes of a call wait for
+the work that is already on that stream, and later work on it waits for all lanes. On the CPU lanes do nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 COMPUTE, MOVE = 2, 2
-"""How many lanes compute, and which one moves data."""
+"""The number of lanes that compute, and the index of the one that moves data."""
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
@@ -35,7 +35,7 @@ class Lanes:
 
     @contextlib.contextmanager
     def on(self, lane: int) -> Iterator[None]:
-        """What is enqueued inside runs on a lane."""
+        """A context in which work is enqueued on a lane."""
         if not self.gpu:
             yield
             return
@@ -43,21 +43,21 @@ class Lanes:
             yield
 
     def after(self, lane: int, other: int) -> None:
-        """Let what is enqueued next on a lane wait for what was enqueued on another."""
+        """Let later work of a lane wait for all work that is already on another."""
         if self.gpu:
             self.streams[lane].wait_stream(self.streams[other])
 
     def mark(self, lane: int) -> torch.cuda.Event | None:
-        """Where a lane is now, for :meth:`wait`."""
+        """Record an event after the work that is already on a lane, for :meth:`wait`."""
         return self.streams[lane].record_event() if self.gpu else None
 
     def wait(self, lane: int, mark: torch.cuda.Event | None) -> None:
-        """Let what is enqueued next on a lane wait until another one comes to a mark."""
+        """Let later work of a lane wait for an event of :meth:`mark`."""
         if mark is not None:
             self.streams[lane].wait_event(mark)
 
     def keep(self, *tensors: Any) -> None:
-        """Free these when the call ends, and not before."""
+        """Hold references to tensors until the call ends."""
         if self.gpu:
             self.kept += tensors
 

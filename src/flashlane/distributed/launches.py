@@ -1,6 +1,6 @@
-"""Blocks that are launched again: tensors like those of an earlier call have their problem and kernels prepared.
+"""Prepared launches of blocks, which calls with tensors of the same shapes, strides and dtypes use again.
 
-A launch is for calls without modifiers whose blocks share no rows. What else a call asks is in :mod:`attend`.
+They are for calls without modifiers whose blocks share no rows. :mod:`attend` computes all other calls.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 DOCUMENTS_AS_RANGES = False
 """Whether packed blocks are ranges of one launch over the keys as they lie, and not packed sequences with copies."""
 Launches = dict[tuple[object, ...], "tuple[Launch | RangedLaunch, ...] | None"]
-"""By the kind of the tensors; None where they have none."""
+"""The launches by shapes, strides, dtype and device of the tensors; None for tensors without prepared launches."""
 
 
 class Launch:
-    """One block over q, k, v and out that differ from those it was made with in their addresses only."""
+    """One block over q, k, v and out that differ only in their addresses from those it was prepared with."""
 
     __slots__ = ("_asked", "_backward", "_forward", "_kernel", "_keys", "_problem", "rows")
 
@@ -52,7 +52,7 @@ class Launch:
     def backward(
         self, q: torch.Tensor, kv: Pair, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of the block's queries, keys and values; ``lse`` is what :meth:`forward` gave."""
+        """Gradients of the block's queries, keys and values; ``lse`` is that which :meth:`forward` wrote."""
         q, k, v = self._inputs(q, kv)
         out, do = out[:, self.rows], do[:, self.rows]
         if not self._asked:
@@ -82,7 +82,7 @@ class RangedLaunch:
 
     @classmethod
     def of(cls, calls: Calls, q: torch.Tensor, kv: Pair, out: torch.Tensor, settings: Settings) -> RangedLaunch | None:
-        """That of calls which are one packed call and have all rows; None where no kernel computes it."""
+        """The launch of ``calls``; None unless they are one packed call with all rows that some kernel computes."""
         if not (DOCUMENTS_AS_RANGES and len(calls.calls) == 1 and calls.full):
             return None
         blocks = blocks_of_all(calls)
@@ -97,16 +97,16 @@ class RangedLaunch:
 def launches_of(
     known: Launches, calls: Calls, q: torch.Tensor, own: Pair, gathered: Pair, out: torch.Tensor, settings: Settings
 ) -> tuple[Launch | RangedLaunch, ...] | None:
-    """The launches of calls over such tensors, or None where some block is looked up at each call.
+    """The prepared launches of calls, or None if the dispatcher must choose the kernel of some block at each call.
 
     Args:
-        known: those of earlier calls with these ``calls`` and ``settings``; this one's are added.
+        known: the launches of earlier calls with these ``calls`` and ``settings``; those of this call are added.
         calls: blocks of this rank, which share no rows.
         q: ``(b, rows, h, d)``.
-        own: this rank's keys and values.
-        gathered: those of all ranks that ``calls`` count, contiguous.
+        own: this rank's keys ``(b, rows, hk, d)`` and values ``(b, rows, hk, dv)``.
+        gathered: the keys ``(b, keys, hk, d)`` and values ``(b, keys, hk, dv)`` that ``calls`` index, contiguous.
         out: ``(b, rows, h, dv)``.
-        settings: everything else.
+        settings: the other arguments of the call.
     """
     if not _aligned((q, *own, *gathered, out)):
         return None

@@ -1,10 +1,11 @@
 """Which rank holds which tokens: the one source of the order for sharding, position ids and attention.
 
-A sequence of any length is divided among any number of ranks; nothing need divide anything. There are three layouts:
+A sequence of any length is divided among any number of ranks: neither needs to be a multiple of the other. There are
+three layouts:
 
-    contiguous  the tokens of the call are cut into one chunk a rank, whatever documents they belong to
-    zigzag      each document is cut into two chunks a rank, and rank r of n holds chunks r and 2n - 1 - r, so that all
-                ranks have the same work under a causal mask
+    contiguous  the tokens of the call are cut into one chunk for each rank, whatever documents they belong to
+    zigzag      each document is cut into two chunks for each rank, and rank r of n holds chunks r and 2n - 1 - r, so
+                that all ranks have the same work under a causal mask
     striped     token i of the call belongs to rank i mod n
 
 Chunks differ by at most one token: the first ones are longer, as ``torch.tensor_split`` cuts them.
@@ -22,7 +23,7 @@ import torch
 Layout = Literal["zigzag", "contiguous", "striped"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 PLANS = 512
-"""So many results are kept of each function that plans for a set of lengths."""
+"""The number of results that each function which plans for a set of lengths caches."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,16 @@ class Run:
 
     document: int
     start: int
-    """Position of the first one in its document."""
+    """The position of the first token in its document."""
     count: int
     step: int
-    """Between the positions of neighbours."""
+    """The distance between the positions of neighbouring tokens."""
     row: int
-    """Of the tensor, where the first one lies."""
+    """The row of the tensor at which the first token lies."""
 
     @property
     def stop(self) -> int:
-        """Past the position of the last one."""
+        """The position after that of the last token."""
         return self.start + (self.count - 1) * self.step + 1
 
     @property
@@ -53,7 +54,7 @@ class Run:
 
 
 def chunk_bounds(length: int, chunks: int) -> tuple[int, ...]:
-    """Where each chunk of a length begins, and the end of the last."""
+    """The start of each chunk of a length, and the end of the last chunk: ``chunks + 1`` values."""
     size, longer = divmod(length, chunks)
     return tuple(i * size + min(i, longer) for i in range(chunks + 1))
 
@@ -65,8 +66,11 @@ def runs_of(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: int) -> 
     Args:
         layout: one of :data:`LAYOUTS`.
         lengths: tokens of each document, in the order of the call.
-        ranks: how many ranks there are.
-        rank: which of them.
+        ranks: the number of ranks.
+        rank: the rank whose shard this is.
+
+    Raises:
+        ValueError: ``layout`` is none of :data:`LAYOUTS`.
     """
     check_layout(layout)
     first = 0
@@ -90,7 +94,7 @@ def runs_of(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: int) -> 
 
 
 def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The same runs, with those that continue each other joined."""
+    """The runs, in which each run that continues the one before it was joined to it."""
     joined: list[Run] = []
     for run in runs:
         last = joined[-1] if joined else None
@@ -106,19 +110,19 @@ def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 def rows_of(runs: Iterable[Run]) -> int:
-    """How many tokens there are."""
+    """The number of tokens of some runs."""
     return sum(run.count for run in runs)
 
 
 def check_layout(layout: str) -> None:
-    """Raise ValueError for what is no layout."""
+    """Raise ValueError if ``layout`` is none of :data:`LAYOUTS`."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it may be one of {', '.join(map(repr, LAYOUTS))}")
 
 
 @functools.lru_cache(PLANS)
 def token_indices(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
-    """Which tokens of the whole call a rank's shard holds: int64, one for each of its rows."""
+    """The index in the whole call of the token in each row of a rank's shard: int64 ``(rows,)``."""
     firsts = [0]
     for length in lengths:
         firsts.append(firsts[-1] + length)
@@ -128,14 +132,14 @@ def token_indices(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: in
 
 @functools.lru_cache(PLANS)
 def token_positions(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
-    """The position of each row of a rank's shard in its document, int64."""
+    """The position in its document of the token in each row of a rank's shard: int64 ``(rows,)``."""
     runs = runs_of(layout, lengths, ranks, rank)
     return _joined(torch.arange(run.count) * run.step + run.start for run in runs)
 
 
 @functools.lru_cache(PLANS)
 def order_of_shards(layout: Layout, lengths: tuple[int, ...], ranks: int) -> torch.Tensor:
-    """Where each token of the call lies in the shards of all ranks, one after another: int64."""
+    """The row of each token of the call in the concatenation of all ranks' shards: int64 ``(tokens,)``."""
     return torch.argsort(_joined(token_indices(layout, lengths, ranks, rank) for rank in range(ranks)))
 
 

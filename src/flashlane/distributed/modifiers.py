@@ -1,7 +1,7 @@
 """Score modifiers of a call over several ranks.
 
-A kernel applies them within one block. What follows from them beyond a block is here: which ones count distances, and
-therefore depend on where a block lies, and which ones count once for all keys of a row.
+A kernel applies them within one block. This module has their effects beyond a block: some depend on the distance of
+query and key, and therefore on where a block lies; some apply once to all keys of a row.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from flashlane.core.problem import Gradients
 
 Select = Callable[[torch.Tensor], torch.Tensor]
 (_DISTANCE,), (_LOGIT,), (_FACTOR,) = with_effect("distance"), with_effect("logit"), with_effect("factor")
-"""One modifier has each effect. A second one would fail here, as what follows must then be written for both."""
+"""Each effect has one modifier. A second one would fail here, because this module would have to handle both."""
 _OF_HEADS = with_effect("distance", "logit", "factor")
 _Fields = namedtuple("_Fields", _OF_HEADS, defaults=[None] * len(_OF_HEADS))
 
 
 class Flow(NamedTuple):
-    """What a backward starts from: output, LSE and their gradients."""
+    """The inputs of a backward: output, LSE and their gradients."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -31,13 +31,13 @@ class Flow(NamedTuple):
     dlse: torch.Tensor | None
 
     def heads(self, heads: slice) -> Flow:
-        """That of some query heads."""
+        """The same for a slice of the query heads."""
         dlse = None if self.dlse is None else self.dlse[:, heads]
         return Flow(self.out[:, :, heads], self.lse[:, heads], self.do[:, :, heads], dlse)
 
 
 class Modifiers(_Fields):
-    """Tensors of a call that belong to its heads, each None where it has it not, in the order of
+    """The tensors of a call that have values for each head, or None, in the order of
     :class:`flashlane.core.problem.Inputs`."""
 
     __slots__ = ()
@@ -61,19 +61,19 @@ class Modifiers(_Fields):
         return getattr(self, _FACTOR)
 
     def heads(self, heads: slice) -> Modifiers:
-        """Those of some query heads."""
+        """The modifiers of a slice of the query heads."""
         return Modifiers(*(None if t is None else t[..., heads] for t in self))
 
     def of_some_keys(self) -> Modifiers:
-        """Those of a row's scores with some of its keys; its extra logit counts once, with the last of them."""
+        """The modifiers for a part of a row's keys: without the extra logit, which :meth:`finish` adds once."""
         return self._replace(**{_LOGIT: None})
 
     def of_block(self, step: int, select: Select) -> Modifiers:
-        """Those that a kernel is given.
+        """The modifiers that a kernel gets for a block.
 
         Args:
-            step: how far apart, in the sequence, neighbouring rows of the block are.
-            select: from a tensor with one row a document to one with a row for each sequence of the kernel's call.
+            step: the distance in positions between neighbouring rows of the block.
+            select: maps a tensor ``(documents, h)`` to one with a row for each sequence of the kernel's call.
         """
         slopes = self._slopes
         if slopes is None:
@@ -86,16 +86,16 @@ class Modifiers(_Fields):
 
         Args:
             lse: ``(b, h, rows)``.
-            offset: in positions.
-            per_row: makes slopes broadcast to the LSE.
+            offset: a number of positions.
+            per_row: gives slopes a shape that broadcasts to the LSE.
         """
         if not offset or self._slopes is None:
             return lse
         return lse + per_row(self._slopes).to(lse.dtype) * offset
 
     def finish(self, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The LSE of rows with all their keys, given that of their scores alone, both ``(b, h, rows)``; and the share
-        of the probability that the keys keep, or None where they keep all."""
+        """The LSE of rows with their extra logit, from the LSE of their scores, both ``(b, h, rows)``; and the part of
+        the probability that the keys have, or None without an extra logit, where they have all of it."""
         if self._logits is None:
             return lse, None
         whole = torch.logaddexp(lse, self._logits.to(lse.dtype)[:, None])
@@ -110,11 +110,16 @@ class Modifiers(_Fields):
 
     @staticmethod
     def factor_gradient(gradients: Gradients) -> torch.Tensor | None:
-        """That of :attr:`factor` among the gradients that a kernel gave."""
+        """The gradient of :attr:`factor` among those that a kernel computed."""
         return getattr(gradients, _FACTOR)
 
     def gradients(self, flow: Flow, d_factor: torch.Tensor | None) -> Modifiers:
-        """Gradients from this rank's rows, that of :attr:`factor` given by the blocks."""
+        """The gradients from this rank's rows.
+
+        Args:
+            flow: the inputs of the backward.
+            d_factor: the gradient of :attr:`factor`, summed over the blocks.
+        """
         of_logits = None if self._logits is None else _logit_gradient(self._logits, flow)
         return Modifiers(**{_LOGIT: of_logits, _FACTOR: d_factor})
 

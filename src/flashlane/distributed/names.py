@@ -1,6 +1,7 @@
 """Functions under the names of ring-flash-attention, over :func:`context_parallel_attn_func`.
 
-Names, argument order and results are those of zhuzilin/ring-flash-attention; nothing need divide anything here.
+Names, argument order and results are those of zhuzilin/ring-flash-attention. Here the number of tokens needs not be a
+multiple of the number of ranks.
 ``return_attn_probs`` returns (out, lse, None), as it does there.
 """
 
@@ -24,7 +25,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 
 
 def _function(name: str, method: str, layout: Layout, what: str) -> Any:
-    """A function of one method and layout, with the signature that its users know."""
+    """A function of one method and layout, with the signature that it has in ring-flash-attention."""
 
     def function(
         q: torch.Tensor,
@@ -58,7 +59,7 @@ zigzag_ring_flash_attn_func = _function(
     "zigzag_ring_flash_attn_func", "ring", "zigzag", "Ring attention in which all ranks have the same causal work"
 )
 stripe_flash_attn_func = _function(
-    "stripe_flash_attn_func", "ring", "striped", "Ring attention over tokens dealt out one by one"
+    "stripe_flash_attn_func", "ring", "striped", "Ring attention in which token i belongs to rank i mod n"
 )
 ulysses_attn_func = _function(
     "ulysses_attn_func", "ulysses", "contiguous", "Attention by exchanging heads for tokens, over chunks in order"
@@ -67,9 +68,9 @@ ulysses_attn_func = _function(
 
 @dataclass(frozen=True)
 class LocalKeys:
-    """Which tokens of the call a rank's queries may see, and the documents of the whole call.
+    """The range of tokens of the call that a rank's queries may see, and the documents of the whole call.
 
-    It stands where ring-flash-attention has a slice of the gathered keys.
+    ring-flash-attention has a slice of the gathered keys in its place.
     """
 
     start: int
@@ -80,17 +81,20 @@ class LocalKeys:
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, LocalKeys]:
-    """What :func:`llama3_flash_attn_varlen_func` needs of packed documents in the contiguous layout.
+    """Prepare the arguments of :func:`llama3_flash_attn_varlen_func` for packed documents in the contiguous layout.
 
     Args:
-        cu_seqlens: whole numbers ``(documents + 1,)`` of the whole call; they are read on the host.
-        causal: whether the mask will be.
+        cu_seqlens: integers ``(documents + 1,)`` of the whole call; the host reads them.
+        causal: whether the attention is causal.
         rank: this rank.
-        world_size: how many there are.
+        world_size: the number of ranks.
 
     Returns:
-        cu_seqlens_q and cu_seqlens_k, int32 on the device of ``cu_seqlens``, of this rank's part of each document and
-        of the keys that it sees; the longest of each; and which tokens those keys are.
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice). The first two are int32 on the device
+        of ``cu_seqlens``, of this rank's part of each document and of the keys that it sees.
+
+    Raises:
+        TypeError, ValueError: ``cu_seqlens`` is not at least two integers that start at 0 and never decrease.
     """
     lengths = lengths_of(cu_seqlens)
     firsts = [0]
@@ -125,7 +129,7 @@ def llama3_flash_attn_varlen_func(
     return_attn_probs: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Result:
-    """Attention of packed documents over gathered keys, as Llama 3 was trained with it.
+    """Attention of packed documents over gathered keys, as in the training of Llama 3.
 
     It is :func:`context_parallel_attn_varlen_func` with method "allgather" and layout "contiguous".
 
@@ -133,11 +137,11 @@ def llama3_flash_attn_varlen_func(
         q: ``(rows, h, d)`` of this rank's tokens.
         k: ``(rows, hk, d)``.
         v: ``(rows, hk, dv)``.
-        cu_seqlens_q: not read: ``local_k_slice`` has the documents of the whole call; so with the next three.
-        cu_seqlens_k: see above.
-        max_seqlen_q: see above.
-        max_seqlen_k: see above.
-        heads_k_stride: KV heads that are fetched at once.
+        cu_seqlens_q: not read, since ``local_k_slice`` has the documents of the whole call.
+        cu_seqlens_k: not read.
+        max_seqlen_q: not read.
+        max_seqlen_k: not read.
+        heads_k_stride: the number of KV heads that are fetched at once.
         local_k_slice: what :func:`llama3_flash_attn_prepare_cu_seqlens` returned last.
 
     Raises:
@@ -178,8 +182,8 @@ def zigzag_ring_flash_attn_varlen_func(
         q: ``(rows, h, d)`` of this rank's tokens.
         k: ``(rows, hk, d)``.
         v: ``(rows, hk, dv)``.
-        cu_seqlens: of this rank's rows: a document has that many times the number of ranks. For documents of any
-            length, call :func:`context_parallel_attn_varlen_func`.
+        cu_seqlens: integers ``(documents + 1,)`` that count this rank's rows; the number of ranks times as many tokens
+            are in each document. For documents of any length, call :func:`context_parallel_attn_varlen_func`.
         max_seqlen: not read.
     """
     size = Grid.of(group).size

@@ -1,12 +1,12 @@
-"""Memory of each rank of one host that the others write to, and flags that say what has arrived.
+"""Memory of each rank of one host to which the other ranks write, with flags that say what has arrived.
 
-On GPUs it is torch's symmetric memory: copy engines carry the data over NVLink without an SM, and flags are written and
-waited for by the streams themselves, so that an exchange costs the kernels that run meanwhile nothing but bandwidth.
-Among processes on a CPU it is a shared file.
+On GPUs it is torch's symmetric memory: copy engines move the data over NVLink without an SM, and streams write flags
+and wait for them, so that an exchange takes nothing but bandwidth from the kernels that run meanwhile. Between
+processes on a CPU it is a shared file.
 
-The memory has two halves, which exchanges use alternately. A rank writes to a half again when all ranks have said that
-they are done with what it held two exchanges before. A rank that is lost ends the others after the group's timeout, as
-NCCL does: on a GPU by ending the process, because a stream that waits for a flag cannot be called back.
+The memory has two halves, which exchanges use alternately. A rank writes to a half again after all ranks have signalled
+that they no longer read what it held two exchanges before. If a rank is lost, the others end after the group's timeout,
+as with NCCL: on a GPU the process ends, because the wait of a stream for a flag cannot be cancelled.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from flashlane.jit import launch
 MOST_RANKS, MOST_GROUPS = 64, 16
 FLAG_BYTES = 8192
 DONE = MOST_RANKS * MOST_GROUPS
-"""Flags from here on say which exchange a rank is done with; those before, by group and rank, what has arrived."""
+"""The first flag that says with which exchange a rank is done. The flags before it, for each group and rank, say what
+has arrived."""
 ALIGNMENT = 256
 BLOCKS_KEPT = 4096
 
 
 def flag_of(group: int, sender: int) -> int:
-    """The flag that a sender sets when what it sends of a group of heads, or a piece of keys, is there."""
+    """The flag that a sender sets when its data of a group of heads, or of a piece of keys, has arrived."""
     return group * MOST_RANKS + sender
 
 
@@ -51,13 +52,16 @@ def aligned(size: int) -> int:
 
 
 class PeerMemory(ABC):
-    """This rank's memory, and that of the others."""
+    """The memory of this rank and of its peers.
+
+    ``half`` is the size of each half in bytes, ``timeout`` that of the process group in seconds.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device, half: int) -> None:
         self.ranks, self.device, self.half = ranks, device, half
         self.exchanges = 0
         self.blocks: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
-        """Tensors in this rank's memory that were made before, by address, shape and dtype."""
+        """Views of this rank's memory, by offset, shape and dtype."""
         self.others = [peer for peer in range(ranks.size) if peer != ranks.rank]
         self.timeout: float = ranks.group._get_backend(device).options._timeout.total_seconds()
 
@@ -67,48 +71,48 @@ class PeerMemory(ABC):
         return Exchange(self, self.exchanges)
 
     own: torch.Tensor
-    """All of this rank's memory, as bytes."""
+    """All of this rank's memory, as uint8."""
     polled: tuple[int, int] | None = None
-    """For a kernel that waits for flags: the address of this rank's flags, and that of an int32 in host memory that
-    becomes one more than the flag which did not come within the timeout. None where no kernel can."""
+    """For a kernel that polls flags: the address of this rank's flags, and the address of an int32 in host memory to
+    which the kernel writes 1 + the index of a flag that was not set within the timeout. None if no kernel can poll."""
 
     @abstractmethod
     def copy(self, peer: int, place: int, t: torch.Tensor) -> None:
-        """Copy a contiguous tensor to a place in another rank's memory."""
+        """Copy a contiguous tensor to another rank's memory, at an offset of ``place`` bytes."""
 
     @abstractmethod
     def write(self, peer: int, flag: int, value: int) -> None:
-        """Set a flag of another rank when what was enqueued before is done."""
+        """Set a flag of another rank after all work that is already enqueued."""
 
     @abstractmethod
     def wait(self, flag: int, value: int, peer: int) -> None:
-        """Let what is enqueued next wait until a flag of this rank, which a peer sets, has at least a value."""
+        """Let later work wait until a flag of this rank, which a peer sets, is at least ``value``."""
 
     def watch(self) -> None:  # noqa: B027
-        """An exchange is over when the current stream comes here."""
+        """Start the timeout of an exchange, which ends with the work that is already on the current stream."""
 
 
 class Exchange:
-    """One use of a half of the memory: all ranks write to it, then read what came."""
+    """One use of a half of the memory: all ranks write to it, then read what has arrived."""
 
     def __init__(self, memory: PeerMemory, number: int) -> None:
         self.memory, self.number = memory, number
         self._start = FLAG_BYTES + number % 2 * memory.half
 
     def begin(self) -> None:
-        """What is enqueued next may write to all ranks' memory."""
+        """Let later work wait until it may write to this half in the memory of all ranks."""
         if self.number > 2:
             for peer in self.memory.others:
                 self.memory.wait(DONE + peer, self.number - 2, peer)
 
     def end(self) -> None:
-        """What was enqueued before is done with what this and earlier exchanges brought."""
+        """Signal, after all work that is already enqueued, that this rank no longer reads what has arrived so far."""
         for peer in self.memory.others:
             self.memory.write(peer, DONE + self.memory.ranks.rank, self.number)
         self.memory.watch()
 
     def block(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in this rank's memory, at an offset of the half."""
+        """A tensor in this rank's memory, at an offset in bytes from the start of the half."""
         first = self._start + offset
         key = first, tuple(shape), dtype
         blocks = self.memory.blocks
@@ -121,16 +125,16 @@ class Exchange:
         return found
 
     def send(self, peer: int, offset: int, t: torch.Tensor) -> None:
-        """Copy a contiguous tensor to an offset of the half of another rank's memory."""
+        """Copy a contiguous tensor to another rank's memory, at an offset in bytes from the start of the half."""
         if t.numel():
             self.memory.copy(peer, self._start + offset, t)
 
     def arrive(self, peer: int, group: int) -> None:
-        """Tell a rank that what was sent to it of a group of heads is there."""
+        """Signal a rank, after all copies that are already enqueued, that a group of heads has arrived."""
         self.memory.write(peer, flag_of(group, self.memory.ranks.rank), self.number)
 
     def expect(self, peer: int, group: int) -> None:
-        """Wait, on the current stream, for what a rank sends of a group of heads."""
+        """Let the current stream wait for a peer's data of a group of heads."""
         self.memory.wait(flag_of(group, peer), self.number, peer)
 
 
@@ -147,7 +151,7 @@ class GpuMemory(PeerMemory):
         self._watch = _Watch(self.timeout, self._lost)
 
     def _allocate(self, size: int) -> tuple[torch.Tensor, list[int]]:
-        """So many bytes, of which the flags are 0 on all ranks when this returns, and the address of each rank's."""
+        """Allocate ``size`` bytes on each rank and set the flags to 0; returns this rank's memory and all addresses."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
         own = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
@@ -187,7 +191,7 @@ class GpuMemory(PeerMemory):
 
 
 class _Watch:
-    """A thread that ends the process when an exchange is not over within the timeout."""
+    """A thread that ends the process if an exchange takes longer than the timeout."""
 
     def __init__(self, timeout: float, lost: torch.Tensor) -> None:
         self.timeout, self.lost = timeout, lost
@@ -196,7 +200,7 @@ class _Watch:
         threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name="flashlane-peers").start()
 
     def see(self, device: torch.device) -> None:
-        """An exchange is over when the current stream comes here; about one a second is watched."""
+        """Watch the work that is already on the current stream; about one call in a second is watched."""
         now = time.monotonic()
         if now - self.last > 1:
             self.last = now
@@ -224,7 +228,7 @@ def _watch(reference: weakref.ref[_Watch]) -> None:
 
 
 def lost_sender(word: int) -> str | None:
-    """Who did not send, by what a kernel has left in the word of :attr:`PeerMemory.polled`."""
+    """The rank that did not send, from the int32 of :attr:`PeerMemory.polled`; None if it is 0."""
     return f"rank {(word - 1) % MOST_RANKS}" if word else None
 
 
@@ -271,10 +275,10 @@ _memories: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, PeerM
 
 
 def memory_of(ranks: Ranks, device: torch.device, size: int) -> PeerMemory:
-    """Memory with halves of at least so many bytes; all ranks ask for the same sizes in the same order.
+    """Memory with halves of at least ``size`` bytes. All ranks call this with the same sizes in the same order.
 
     Raises:
-        NotImplementedError: the ranks are on several hosts, or are too many.
+        NotImplementedError: the ranks are on several hosts, or there are more than :data:`MOST_RANKS`.
     """
     found = _memories.setdefault(ranks.group, {})
     known = found.get(device)
@@ -287,7 +291,7 @@ def memory_of(ranks: Ranks, device: torch.device, size: int) -> PeerMemory:
     if len(set(hosts)) > 1:
         raise NotImplementedError("transport 'copies' is for ranks of one host; take 'messages'")
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # what was enqueued is done with the memory that is let go
+        torch.cuda.synchronize(device)  # enqueued work may still read the memory that is freed here
     dist.barrier(ranks.group)
     kind = GpuMemory if device.type == "cuda" else FileMemory
     found[device] = kind(ranks, device, aligned(max(size, 2 * known.half if known else 0)))
@@ -295,7 +299,7 @@ def memory_of(ranks: Ranks, device: torch.device, size: int) -> PeerMemory:
 
 
 def _boot() -> str:
-    """Which start of which machine this is."""
+    """An identifier of the last boot of this host, since two hosts may have the same name."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -304,18 +308,18 @@ def _boot() -> str:
 
 
 class Places:
-    """Offsets of blocks in a half, given one after another."""
+    """Assigns consecutive offsets in a half to blocks; ``size`` is their sum in bytes."""
 
     def __init__(self) -> None:
         self.size = 0
         self.offsets: dict[tuple[int, ...], int] = {}
 
     def add(self, name: tuple[int, ...], size: int) -> None:
-        """A block of so many bytes."""
+        """Add a block of ``size`` bytes."""
         self.offsets[name] = self.size
         self.size += aligned(size)
 
 
 def head_counts(bounds: tuple[int, ...]) -> list[int]:
-    """Heads of each group."""
+    """The number of heads in each group."""
     return [stop - first for first, stop in itertools.pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""What a rank sends, receives and computes in a call: made once of the lengths, the layout and the window."""
+"""What a rank sends, receives and computes in a call, planned once for each set of lengths, layout and window."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from flashlane.distributed.calls import Calls, rows_index
 from flashlane.distributed.layout import PLANS, Layout, Run, join_runs, rows_of, runs_of
 
 FEW_SEGMENTS = 4
-"""So many neighbouring rows are messages of their own, which need no copy; more of them are put together."""
+"""Up to this number, segments are sent as messages of their own, without a copy; more are first gathered into one."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """How the tokens of a call are divided among the ranks that exchange keys, and the window in positions."""
+    """How the tokens of a call are divided among the ranks that exchange keys, and the window ``(left, right)``."""
 
     layout: Layout
     lengths: tuple[int, ...]
-    """Tokens of each document."""
+    """The number of tokens of each document."""
     ranks: int
-    """That exchange keys."""
+    """The number of ranks that exchange keys."""
     left: int
+    """The number of positions before its own that a query sees; −1 for all."""
     right: int
+    """The number of positions after its own that a query sees; −1 for all."""
     heads_ranks: int = 1
-    """That exchange heads: each rank has the tokens of so many shards."""
+    """The number of ranks that exchange heads: each has the tokens of that many shards."""
 
     def shard(self, rank: int) -> tuple[Run, ...]:
-        """The tokens that one of the ranks that exchange keys computes, in the order of its rows."""
+        """The tokens of one of the ranks that exchange keys, in the order of its rows."""
         if self.heads_ranks == 1:
             return runs_of(self.layout, self.lengths, self.ranks, rank)
         return _joined_shard(self, rank)
 
 
 def _members(division: Division, rank: int) -> tuple[list[Run], list[range]]:
-    """The runs of the ranks that exchange heads, sorted by position, and where they lie in all their shards."""
+    """The runs of the ranks that exchange heads, sorted by position, and their rows in the concatenated shards."""
     total = division.ranks * division.heads_ranks
     first, found = 0, []
     for member in range(rank * division.heads_ranks, (rank + 1) * division.heads_ranks):
@@ -68,7 +70,7 @@ def _joined_shard(division: Division, rank: int) -> tuple[Run, ...]:
 
 @functools.lru_cache(PLANS)
 def shard_order(division: Division, rank: int) -> torch.Tensor:
-    """For each row of :meth:`Division.shard`, its row in the shards of the members, one after another: int64."""
+    """For each row of :meth:`Division.shard`, its row in the concatenated shards of the ranks that exchange heads."""
     runs, places = _members(division, rank)
     if not runs:
         return torch.zeros(0, dtype=torch.int64)
@@ -81,7 +83,7 @@ def shard_order(division: Division, rank: int) -> torch.Tensor:
 
 
 class Segment(NamedTuple):
-    """Neighbouring rows of a shard and where they lie among the keys of a rank."""
+    """``count`` neighbouring rows of a shard, from ``row`` on, that are the gathered keys of a rank from ``key`` on."""
 
     row: int
     key: int
@@ -89,36 +91,36 @@ class Segment(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Rows of a shard and where the parts of their gradients lie, in the order of the ranks that computed them."""
+    """Rows of a shard and the rows of the parts of their gradients, in the order of the ranks that computed them."""
 
     rows: slice
     parts: tuple[tuple[int, slice], ...]
-    """Rank and rows: of what that rank sent, or for this rank of the keys that it gathered."""
+    """Pairs of a rank and rows: rows of the message from that rank, or for this rank of the keys that it gathered."""
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Which rows of all shards a rank's queries may see, and which of its own rows others need."""
+    """The rows of all shards that a rank's queries may see, and the rows of its own shard that the others need."""
 
     rank: int
     keys: int
-    """Rows that are gathered."""
+    """The number of gathered rows."""
     runs: tuple[Run, ...]
-    """Of the gathered keys."""
+    """The runs of the gathered keys."""
     received: tuple[tuple[Segment, ...], ...]
-    """By rank: its rows that this rank needs."""
+    """For each rank, the rows of its shard that this rank needs."""
     sent: tuple[tuple[Segment, ...], ...]
-    """By rank: this rank's rows that it needs."""
+    """For each rank, the rows of this rank's shard that it needs."""
     indices: dict[object, slice | torch.Tensor] = field(default_factory=dict, compare=False, hash=False)
 
     def index(self, side: str, kind: str, peer: int, device: torch.device) -> slice | torch.Tensor:
-        """Rows of the segments of a peer.
+        """The indices of the rows of a peer's segments, as a slice where they are consecutive, else int64.
 
         Args:
             side: "received" or "sent".
-            kind: "row", of the shard, or "key", of the gathered keys.
+            kind: "row" for rows of the shard, "key" for rows of the gathered keys.
             peer: the other rank.
-            device: where the indices are wanted.
+            device: the device of the indices.
         """
         name = side, kind, peer, device
         if name not in self.indices:
@@ -129,7 +131,7 @@ class GatherPlan:
 
     @functools.cached_property
     def sums(self) -> tuple[Sum, ...]:
-        """The gradients of this rank's keys, piece by piece: within one all rows have the same parts."""
+        """The pieces of this rank's shard in which all rows have gradients from the same ranks."""
         parts: list[tuple[int, int, int, int]] = []
         for rank, segments in enumerate(self.sent):
             first = 0
@@ -146,7 +148,7 @@ class GatherPlan:
 
 @functools.lru_cache(PLANS)
 def gather_plan(division: Division, rank: int) -> GatherPlan:
-    """What a rank gathers before it computes."""
+    """The rows that a rank gathers before it computes, and those that it sends."""
     runs, received = _needed(division, rank)
     sent = tuple(_needed(division, other)[1][rank] for other in range(division.ranks))
     return GatherPlan(rank, rows_of(runs), runs, received, sent)
@@ -154,11 +156,12 @@ def gather_plan(division: Division, rank: int) -> GatherPlan:
 
 @functools.lru_cache(PLANS)
 def _needed(division: Division, rank: int) -> tuple[tuple[Run, ...], tuple[tuple[Segment, ...], ...]]:
-    """The keys of a rank, and the segments of each shard that they come from."""
+    """The runs of the keys that a rank gathers, and their segments in each shard."""
     needed = needed_ranges(division.shard(rank), division.lengths, division.left, division.right)
     if division.layout != "striped" or division.ranks == 1:
         return needed, tuple(tuple(_overlaps(division.shard(other), needed)) for other in range(division.ranks))
-    # Shards stay apart: the keys of one are evenly spaced, those of all in the order of positions are not.
+    # A block needs queries and keys of the same step. The keys of each shard have it; those of all shards, sorted by
+    # position, would have step 1.
     wanted: dict[int, list[range]] = {}
     for run in needed:
         wanted.setdefault(run.document, []).append(range(run.start, run.stop))
@@ -214,7 +217,7 @@ def ring_calls(division: Division, rank: int, other: int, packable: bool, positi
 
 @functools.lru_cache(PLANS)
 def ring_hops(division: Division) -> tuple[int, ...]:
-    """For each shard, how many ranks on it must travel until no rank after them needs it."""
+    """For each shard, the number of steps around the ring after which no further rank needs it."""
     hops = []
     for shard in range(division.ranks):
         needs = [step for step in range(1, division.ranks) if _sees(division, (shard + step) % division.ranks, shard)]

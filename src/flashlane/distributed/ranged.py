@@ -1,4 +1,4 @@
-"""The blocks of a rank as ranges of one launch, and the chunks in which their keys come."""
+"""The blocks of a rank as ranges of one launch, and the chunks in which their keys arrive."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from flashlane.distributed.peer_memory import MOST_GROUPS, flag_of
 from flashlane.distributed.plan import Division, GatherPlan, Segment, gather_plan
 
 FEWEST_ROWS = 1024
-"""Of a piece: a copy between GPUs takes some 10 µs for 1024 rows of 8 heads, K and V."""
+"""The number of rows of a piece, before it is doubled to get few enough pieces. A copy of the keys and values of 1024
+rows with 8 heads between GPUs takes about 10 µs."""
 
 
 class Piece(NamedTuple):
-    """Neighbouring rows of a shard on their way to a rank, which that rank waits for at once."""
+    """Neighbouring rows of a shard that are sent to a rank and have one flag, for which that rank waits."""
 
     sender: int
     number: int
-    """Among those of the sender, in the order in which they are sent."""
+    """The index of the piece among those of its sender, in the order in which they are sent."""
     segment: Segment
 
     @property
@@ -37,7 +38,7 @@ class Piece(NamedTuple):
 
 
 def blocks_of_all(calls: Calls) -> list[Block] | None:
-    """The blocks of all calls under one window, those with most work first; None where no window serves them all."""
+    """The blocks of all calls, those with most work first; None if no single window is right for all of them."""
     found = [block for call in calls.calls for block in (call.blocks if isinstance(call, Packed) else (call,))]
     if not found or not calls.disjoint:
         return None
@@ -71,16 +72,16 @@ def prepare_ranged(
     settings: Settings,
     arriving: Arriving | None = None,
 ) -> RangedRepeat | None:
-    """What computes blocks in one launch; None where their kernel does not.
+    """Prepare one launch that computes all blocks; None if their kernel does not support it.
 
     Args:
-        blocks: those of :func:`blocks_of_all`; they count the rows of q and the keys of k.
-        chunks: of keys that arrive.
+        blocks: the blocks of :func:`blocks_of_all`, whose ranges are rows of q and k.
+        chunks: the chunks of keys that arrive during the launch.
         q: ``(1, rows, h, d)``.
         kv: ``(1, keys, hk, d)`` and ``(1, keys, hk, dv)``.
         out: ``(1, rows, h, dv)``.
-        settings: everything else that is asked.
-        arriving: what arrives in this call.
+        settings: the other arguments of the call.
+        arriving: the sources and flags of the chunks that arrive in this call.
     """
     like = prepare(blocks[0], q, *kv, Modifiers(), settings)
     ranges, (left, right) = ranges_of(blocks, chunks), window_of(blocks)
@@ -95,7 +96,7 @@ def prepare_ranged(
 
 @functools.lru_cache(PLANS)
 def pieces_of(division: Division, rank: int) -> tuple[Piece, ...] | None:
-    """What the others send to a rank, each sender's pieces in the order of their numbers; None for too many.
+    """The pieces that the other ranks send to a rank, sorted by sender and number; None if there are too many.
 
     A tile goes through its keys from the last one to the first, so the last ones are sent first.
     """
@@ -116,12 +117,12 @@ def pieces_of(division: Division, rank: int) -> tuple[Piece, ...] | None:
 
 
 def senders_before(pieces: list[tuple[int, Segment]], sender: int) -> int:
-    """How many pieces other senders have before those of one."""
+    """The number of pieces that come before the first one of a sender."""
     return next(at for at, (other, _) in enumerate(pieces) if other == sender)
 
 
 def _cut(segment: Segment, rows: int) -> list[Segment]:
-    """Pieces of at most so many rows, the first of which may be shorter."""
+    """The pieces of a segment, from its end on, with ``rows`` rows each; the last piece may have fewer."""
     found, stop = [], segment.count
     while stop > 0:
         first = max(0, stop - rows)
@@ -131,14 +132,14 @@ def _cut(segment: Segment, rows: int) -> list[Segment]:
 
 
 def chunks_of(plan: GatherPlan, pieces: Iterable[Piece]) -> tuple[Chunk, ...]:
-    """The chunks of a rank's gathered keys: its own, and what the others send."""
+    """The chunks of a rank's gathered keys: its own keys, and the pieces from the others."""
     own = [Chunk(each.key, each.key + each.count, OWN, each.row) for each in plan.received[plan.rank]]
     foreign = [Chunk(each.segment.key, each.segment.key + each.segment.count, each.flag) for each in pieces]
     return (*own, *foreign)
 
 
 def edges_of(plan: GatherPlan) -> tuple[Segment, ...]:
-    """A rank's own rows that a block of keys may bring together with those of others, as :class:`Ranges` says."""
+    """The rows of a rank's own shard that may share a block of keys with rows of others; see :class:`Ranges`."""
     found = []
     for row, key, count in plan.received[plan.rank]:
         size = min(EDGE, count)

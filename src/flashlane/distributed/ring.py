@@ -1,8 +1,9 @@
-"""Ring attention: keys and values go round the ranks, and each rank merges its queries' attention over one shard at a
-time into a state in f32. A rank never holds more than two shards of keys.
+"""Ring attention: each rank sends keys and values on to the next one, and merges its queries' attention over one shard
+at a time into a state in f32. A rank never holds more than two shards of keys.
 
-Shards stop where no later rank needs them, so that a window takes as many steps as it reaches. In the backward the
-gradients of a shard travel with it in f32, and each rank adds its own: the order of the sum is that of the ring.
+A shard is not sent on where no later rank needs it, so that a window takes only as many steps as there are shards in
+its reach. In the backward the gradients of a shard are sent on with it in f32, and each rank adds its own: they are
+summed in the order of the ring.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Ring:
-    """The steps of a call: at step t a rank has the shard of the rank t places before it."""
+    """The steps of a call: at step t, rank r has the shard of rank r − t (modulo the number of ranks)."""
 
     def __init__(self, task: Task, k: torch.Tensor, v: torch.Tensor) -> None:
         self.task, self.ranks = task, task.ranks
@@ -43,15 +44,15 @@ class _Ring:
         self.next, self.before = (self.ranks.rank + 1) % self.ranks.size, (self.ranks.rank - 1) % self.ranks.size
 
     def shard_at(self, step: int) -> int:
-        """Whose shard this rank has."""
+        """The rank whose shard this rank has at a step."""
         return (self.ranks.rank - step) % self.ranks.size
 
     def has(self, step: int) -> bool:
-        """Whether a shard is here at a step."""
+        """Whether this rank has a shard at a step."""
         return self.hops[self.shard_at(step)] >= step
 
     def empty(self, shard: int, dtype: torch.dtype | None = None) -> Pair:
-        """Room for keys and values of a shard, or their gradients."""
+        """Allocate keys and values of a shard, or their gradients."""
         rows = rows_of(self.task.division.shard(shard))
         k, v = (t.new_empty((t.shape[0], rows, *t.shape[2:]), dtype=dtype) for t in self.like)
         return k, v
@@ -69,10 +70,11 @@ class _Ring:
         return comm.start(self.ranks, sends, receives), received
 
     def return_grads(self, step: int, grads: Pair | None) -> tuple[Pending, Pair | None, Pair | None]:
-        """Send the gradients of this step's shard on with it, or home when no later rank adds to them.
+        """Send the gradients of this step's shard to the next rank, or to its owner when no later rank adds to them.
 
         Returns:
-            The messages; what comes for the next step; and the sums of this rank's own shard, if they come home now.
+            The messages; the gradients that arrive for the next step; and the sums of this rank's own shard, if they
+            arrive at this step.
         """
         sends: list[Message] = []
         receives: list[Message] = []
@@ -98,7 +100,7 @@ class _Ring:
 
 
 class RingAttention(torch.autograd.Function):
-    """Output and LSE of a rank's queries over the keys of all ranks, a shard at a time."""
+    """Output ``(b, rows, h, dv)`` and LSE ``(b, h, rows)`` of a rank's queries over all keys, one shard at a time."""
 
     @staticmethod
     def forward(
@@ -138,7 +140,7 @@ class RingAttention(torch.autograd.Function):
             if held is not None:
                 calls = ring.calls(step, q, given)
                 partials: list[Partial] = []
-                lanes = Lanes(q.device)  # of this step: all lanes wait for the keys that came
+                lanes = Lanes(q.device)  # new at each step, so that all lanes wait for the keys that arrived
                 for number, call in enumerate(calls.calls):
                     with lanes.on(number % COMPUTE if calls.disjoint else 0):
                         some, part, used = attend_backward(dq, q, *held, flow, call, given, task.settings)

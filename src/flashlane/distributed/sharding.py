@@ -27,25 +27,25 @@ def token_indices(
     world_size: int | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Which tokens of the whole call a rank has, in the order of its rows.
+    """The indices in the whole call of a rank's tokens, in the order of its rows.
 
-    This is the order that attention reads: whatever else is divided among the ranks, such as labels, is
+    Attention expects this order. To divide other tensors in the same way, such as labels, take
     ``tensor.index_select(dim, token_indices(...))``.
 
     Args:
         seqlen: tokens of the sequence, or None with ``cu_seqlens``.
         cu_seqlens: of packed documents; see :func:`flashlane.distributed.context_parallel_attn_varlen_func`.
         layout: "zigzag", "contiguous" or "striped".
-        group: whose rank and size hold where ``rank`` and ``world_size`` are not given.
-        rank: which rank is asked for; with ``world_size``, no process group is needed.
-        world_size: how many ranks share the tokens.
-        device: where the result is wanted; the CPU by default.
+        group: the process group that gives ``rank`` and ``world_size`` if they are None.
+        rank: the rank whose tokens are returned; with ``world_size``, no process group is needed.
+        world_size: the number of ranks.
+        device: the device of the result; the CPU by default.
 
     Returns:
         int64 ``(rows,)``.
 
     Raises:
-        TypeError, ValueError: an argument cannot be; the message names it.
+        TypeError, ValueError: an argument is not valid; the message names it.
     """
     where = _where(seqlen, cu_seqlens, layout, group, rank, world_size)
     return layouts.token_indices(*where).to(device or "cpu", copy=True)
@@ -63,7 +63,7 @@ def position_ids(
 ) -> torch.Tensor:
     """The position of each of a rank's tokens in its document, as rotary embeddings need it: int64 ``(rows,)``.
 
-    The arguments are those of :func:`token_indices`.
+    The arguments and errors are those of :func:`token_indices`.
     """
     where = _where(seqlen, cu_seqlens, layout, group, rank, world_size)
     return layouts.token_positions(*where).to(device or "cpu", copy=True)
@@ -72,17 +72,17 @@ def position_ids(
 def shard_sequence(
     x: torch.Tensor, dim: int = 1, *, cu_seqlens: Lengths = None, layout: Layout = "zigzag", group: Group = None
 ) -> torch.Tensor:
-    """This rank's tokens of a tensor that holds all of them along ``dim``; any length, differentiable.
+    """This rank's tokens of a tensor that has all tokens along ``dim``; differentiable.
 
     Args:
-        x: the same on all ranks. Nothing is sent.
+        x: a tensor with any number of tokens, the same on all ranks. Nothing is sent.
         dim: the axis of the tokens.
         cu_seqlens: of packed documents, which end with the axis; None for one sequence.
         layout: "zigzag", "contiguous" or "striped".
         group: the ranks, as :func:`flashlane.distributed.context_parallel_attn_func` takes them.
 
     Raises:
-        TypeError, ValueError: an argument cannot be; the message names it.
+        TypeError, ValueError: an argument is not valid; the message names it.
     """
     lengths = _lengths_along(x, dim, cu_seqlens)
     grid = Grid.of(group)
@@ -104,19 +104,19 @@ def unshard_sequence(
 ) -> torch.Tensor:
     """All tokens of a tensor of which each rank has its own along ``dim``; the inverse of :func:`shard_sequence`.
 
-    All ranks of the group call it. It is differentiable: a rank gets, for its tokens, the sum over the ranks of what
-    their losses give. Where all ranks compute one and the same loss of the result, that is as many times its gradient.
+    All ranks of the group must call it. It is differentiable: the gradient of a rank's tokens is the sum over the ranks
+    of the gradients of their losses. If all n ranks compute the same loss, that is n times the gradient of the loss.
 
     Args:
         x: this rank's tokens.
         dim: the axis of the tokens.
-        seqlen: tokens of the sequence; needed where the ranks have different numbers of them.
+        seqlen: the number of tokens of the sequence; needed if the ranks have different numbers of tokens.
         cu_seqlens: of packed documents, in place of ``seqlen``.
-        layout: that of :func:`shard_sequence`.
-        group: that of :func:`shard_sequence`.
+        layout: as for :func:`shard_sequence`.
+        group: as for :func:`shard_sequence`.
 
     Raises:
-        TypeError, ValueError: an argument cannot be; the message names it.
+        TypeError, ValueError: an argument is not valid; the message names it.
         RuntimeError: a rank did not answer within the group's timeout.
     """
     grid = Grid.of(group)
@@ -140,7 +140,7 @@ def unshard_sequence(
 
 
 class _Join(torch.autograd.Function):
-    """The rows of all ranks, one rank after another."""
+    """Concatenates the rows of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, sizes: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:

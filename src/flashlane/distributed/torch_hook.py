@@ -18,7 +18,7 @@ from flashlane.distributed.layout import Layout
 def context_parallel_sdpa(
     group: Group = None, *, method: Method = "auto", layout: Layout | None = None
 ) -> Iterator[None]:
-    """Inside, ``torch.nn.functional.scaled_dot_product_attention`` is exact attention over the tokens of all ranks.
+    """A context in which ``F.scaled_dot_product_attention`` of torch is exact attention over the tokens of all ranks.
 
     Enter it inside torch's ``context_parallel``, which divides the buffers and whose attention it replaces::
 
@@ -29,13 +29,14 @@ def context_parallel_sdpa(
 
     Args:
         group: the ranks, as :func:`flashlane.distributed.context_parallel_attn_func` takes them.
-        method: see there.
-        layout: which tokens a rank has. None: as torch's ``context_parallel`` divides them by default: "zigzag" where a
-            rank has an even number of tokens, else "contiguous".
+        method: "allgather", "ring", "ulysses", "usp" or "auto", as for
+            :func:`flashlane.distributed.context_parallel_attn_func`.
+        layout: which tokens a rank has. None means the default of torch's ``context_parallel``: "zigzag" where a rank
+            has an even number of tokens, else "contiguous".
 
-    Inside, a call raises NotImplementedError for ``attn_mask`` and ``dropout_p``, and ValueError where query and key
-    have different lengths: all of them are this rank's tokens. A module that took the function by name before
-    (``from torch.nn.functional import …``) still calls torch's.
+    In the context, a call raises NotImplementedError for ``attn_mask`` and ``dropout_p``, and ValueError if query and
+    key have different lengths, because all of them are this rank's tokens. A module that imported the function by name
+    before (``from torch.nn.functional import …``) still calls that of torch.
     """
 
     def attention(

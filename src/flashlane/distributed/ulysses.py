@@ -1,8 +1,8 @@
-"""Ulysses: ranks exchange heads for tokens, so that each rank has all tokens of some heads, and back afterwards.
+"""Ulysses: ranks exchange heads for tokens, so that each rank has all tokens of some heads, and exchange them back.
 
-One exchange carries queries, keys and values, one carries output and LSE. Heads need not divide by the ranks: each
-rank has a share of the query heads and the KV heads that they read, so that with fewer KV heads than ranks several
-ranks have the same one. The gradients of such a head are added in f32, in the order of the ranks.
+One exchange moves queries, keys and values, another one output and LSE. The number of heads need not be a multiple of
+the number of ranks: each rank has some of the query heads and the KV heads that these read, so that with fewer KV heads
+than ranks several ranks have the same KV head. Its gradients are added in f32, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Heads:
     ranks: int
 
     def queries(self, rank: int) -> range:
-        """The query heads of a rank: whole groups of a KV head where there are enough of those."""
+        """The query heads of a rank: all those of a KV head, if there are at least as many KV heads as ranks."""
         share = self.heads // self.kv_heads
         if self.kv_heads >= self.ranks:
             bounds = chunk_bounds(self.kv_heads, self.ranks)
@@ -39,14 +39,15 @@ class Heads:
         return range(bounds[rank], bounds[rank + 1])
 
     def keys(self, rank: int) -> range:
-        """The KV heads that those read."""
+        """The KV heads that the query heads of a rank read."""
         share, queries = self.heads // self.kv_heads, self.queries(rank)
         return range(queries.start // share, -(-queries.stop // share)) if queries else range(0)
 
     def parts(self, rank: int) -> list[tuple[range, range]]:
-        """The heads of a rank in parts in which every KV head has as many query heads: a kernel takes those.
+        """The heads of a rank, divided into kernel calls.
 
-        They are given as ranges of the rank's own heads.
+        A kernel needs the same number of query heads for every KV head. Each part is a pair of ranges, of query heads
+        and of KV heads, that count from the first ones of the rank.
         """
         share, queries, keys = self.heads // self.kv_heads, self.queries(rank), self.keys(rank)
         whole = range(-(-queries.start // share) * share, queries.stop // share * share)
@@ -66,26 +67,29 @@ class Heads:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Which tokens and heads each rank has, before and after an exchange."""
+    """The tokens and heads of each rank, before and after an exchange."""
 
     ranks: Ranks
     division: Division
     heads: Heads
     group: int
-    """Which rank this is of those that exchange keys: its members are the ranks here."""
+    """The index of this group of ranks among the ranks that exchange keys."""
 
     def rows(self, member: int) -> int:
-        """Tokens of a member's shard."""
+        """The number of tokens in the shard of one rank of the group."""
         total = self.division.ranks * self.division.heads_ranks
         member += self.group * self.ranks.size
         return rows_of(runs_of(self.division.layout, self.division.lengths, total, member))
 
     def to_heads(self, tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> list[torch.Tensor]:
-        """From all heads of this rank's tokens to some heads of all tokens; tensors are ``(b, rows, heads, …)``.
+        """Exchange all heads of this rank's tokens for this rank's heads of all tokens.
 
         Args:
-            tensors: of one dtype.
-            kinds: of each, whose heads it has: "queries" or "keys".
+            tensors: ``(b, rows, heads, …)``, all of one dtype.
+            kinds: for each tensor, "queries" if it has query heads, "keys" if it has KV heads.
+
+        Returns:
+            For each tensor ``(b, all rows, this rank's heads, …)``, sorted by position.
         """
         batch, rank = tensors[0].shape[0], self.ranks.rank
         messages = [_flat(self._heads_of(peer, tensors, kinds)) for peer in range(self.ranks.size)]
@@ -101,7 +105,7 @@ class Exchange:
         return [torch.cat(parts, dim=1).index_select(1, order) for parts in zip(*found, strict=True)]
 
     def to_tokens(self, tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> list[list[torch.Tensor]]:
-        """The way back: for each rank, in order, its heads of this rank's tokens."""
+        """The inverse of :meth:`to_heads`: for each rank, in order, its heads of this rank's tokens."""
         batch, rank = tensors[0].shape[0], self.ranks.rank
         order = shard_order(self.division, self.group).to(tensors[0].device)
         back = torch.argsort(order)
@@ -124,7 +128,7 @@ class Exchange:
         return [t[:, :, each.start : each.stop] for t, each in zip(tensors, ranges, strict=True)]
 
     def _swap(self, messages: list[torch.Tensor], shapes: list[list[tuple[int, ...]]]) -> list[list[torch.Tensor]]:
-        """Send each rank its message, and take apart what comes."""
+        """Send each rank its message, and divide each received message into tensors of the given shapes."""
         rank = self.ranks.rank
         sizes = [[_count(shape) for shape in each] for each in shapes]
         received = [
@@ -153,7 +157,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class ToHeads(torch.autograd.Function):
-    """q, k and v of this rank's tokens to those of its heads, in one exchange."""
+    """Exchanges q, k and v of this rank's tokens for those of its heads, in one exchange."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -170,7 +174,7 @@ class ToHeads(torch.autograd.Function):
 
 
 def _summed(heads: Heads, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Gradients of all KV heads from those of each rank, added in the order of the ranks."""
+    """The gradients of all KV heads, summed over the ranks in their order."""
     ranges = [heads.keys(rank) for rank in range(heads.ranks)]
     if all(one.stop <= other.start or not one or not other for one, other in itertools.pairwise(ranges)):
         return torch.cat(parts, dim=2)
@@ -183,7 +187,7 @@ def _summed(heads: Heads, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class ToTokens(torch.autograd.Function):
-    """Output and LSE of this rank's heads to those of its tokens, in one exchange."""
+    """Exchanges output and LSE of this rank's heads for those of its tokens, in one exchange."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -199,7 +203,8 @@ class ToTokens(torch.autograd.Function):
 
 
 def _together(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An LSE ``(b, h, rows)`` as ``(b, rows, h, n)`` in the dtype of the output, bit by bit."""
+    """The output, and the bits of the LSE ``(b, h, rows)`` as ``(b, rows, h, n)`` in the dtype of the output, so that
+    both fit in one message."""
     return out, lse.transpose(1, 2).contiguous().unsqueeze(-1).view(out.dtype)
 
 
