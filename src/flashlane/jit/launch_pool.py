@@ -117,7 +117,7 @@ class ParamsBlock:
             params.append(own)
             given: Any = own
             if each.parameters:
-                given = [_byte_at(own, name) for name in each.parameters]
+                given = [_parameter(own, name) for name in each.parameters]
             enqueues.append(each.function.prepare(each.grid, cta, each.shared, given, overlapped=each.overlapped))
         self.params: tuple[Any, ...] = tuple(params)
         """One structure for each launch, at an address that does not change."""
@@ -169,8 +169,11 @@ def _set_none(addresses: Sequence[int]) -> None:
     """Set the pointers of no names."""
 
 
-def _byte_at(params: ctypes.Structure, name: str) -> ctypes.c_char:
-    """The first byte of a field, whose address is the field's."""
+def _parameter(params: ctypes.Structure, name: str) -> Any:
+    """What lies where a field does: the nested structure, or the first byte of a number or pointer."""
+    found = getattr(params, name)
+    if isinstance(found, ctypes.Structure):
+        return found
     return ctypes.c_char.from_buffer(params, getattr(type(params), name).offset)
 
 
