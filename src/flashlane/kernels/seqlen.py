@@ -67,9 +67,9 @@ class SeqlenParams(ctypes.Structure):
     """Mirror of ``SeqlenParams``."""
 
     _fields_ = (
+        *((name, ctypes.c_int) for name in ("batch", "seqlen_q", "seqlen_k", "bottom_right", "page_size")),
         *((name, ctypes.c_void_p) for name in POINTERS),
         *((name, ctypes.c_longlong) for name in ("table_batch", "table_page")),
-        *((name, ctypes.c_int) for name in ("page_size", "batch", "seqlen_q", "seqlen_k", "bottom_right")),
     )
 
     @classmethod

@@ -8,14 +8,15 @@
 #include "ptx.cuh"
 
 struct SeqlenParams {
+    // What every call has comes first: parameters that a kernel reads lie in few lines of the constant cache.
+    int batch;                                     // sequences
+    int seqlen_q, seqlen_k;                        // of a sequence, or the longest; see TAIL for packed queries
+    int bottom_right;                              // masks align by the last query and key, else by the first
+    int page_size;                                 // PAGED
     const int *cu_seqlens_q, *cu_seqlens_k;        // VARLEN: first rows of the sequences, and the end of the last; or RANGES
     const int *seqused_k, *leftpad_k, *batch_idx;  // CACHE: null, or one number a sequence
     const int* block_table;                        // PAGED: (sequence, page)
     long long table_batch, table_page;             // its strides in elements
-    int page_size;
-    int batch;                                     // sequences
-    int seqlen_q, seqlen_k;                        // of a sequence, or the longest; see TAIL for packed queries
-    int bottom_right;                              // masks align by the last query and key, else by the first
 
     // PAGED: which entry of a sequence's row of the block table has the page of a row of its cache, and the row within it.
     __device__ __forceinline__ int page_entry(int row) const { return row / page_size; }

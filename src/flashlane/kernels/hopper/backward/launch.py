@@ -89,14 +89,15 @@ class PreprocessParams(ctypes.Structure):
     """Mirror of ``Params`` in ``preprocess.cu``."""
 
     _fields_ = (
+        *_pointers("dlogit_partials", "semaphores", "postprocess_queue", "dq", "zeroed", "added", "written"),
+        *_pointers("out", "dout", "lse_in", "dlse", "lse", "delta", "dq_accum", "counters"),
+        *_strides("out", "dout"),
+        *((name, ctypes.c_longlong) for name in ("lse_batch", "lse_head", "dlse_batch", "dlse_head")),
+        *_integers("heads", "row_blocks", "m_blocks", "split_arrivals"),
         ("seqlen", SeqlenParams),
         ("score", ScoreParams),
-        *_pointers("out", "dout", "lse_in", "dlse", "lse", "delta", "dq_accum", "dlogit_partials", "semaphores"),
-        *_pointers("postprocess_queue", "counters", "dq", "zeroed", "added", "written"),
-        *_strides("out", "dout", "dq"),
-        *((name, ctypes.c_longlong) for name in ("lse_batch", "lse_head", "dlse_batch", "dlse_head")),
-        *_integers("heads", "row_blocks", "m_blocks", "window_left", "window_right", "split_arrivals"),
-        *_integers(*_TILE_ORDER, "zeroed_before"),
+        *_strides("dq"),
+        *_integers("window_left", "window_right", *_TILE_ORDER, "zeroed_before"),
     )
 
 
@@ -104,11 +105,12 @@ class PostprocessParams(ctypes.Structure):
     """Mirror of ``Params`` in ``postprocess.cu``."""
 
     _fields_ = (
-        ("seqlen", SeqlenParams),
-        *_pointers("dq_accum", "dq", "written"),
+        *_pointers("written", "dq_accum", "dq"),
         *_strides("dq"),
-        *_integers("heads", "row_blocks", *_TILE_ORDER),
+        *_integers("heads", "row_blocks"),
         ("scale", ctypes.c_float),
+        ("seqlen", SeqlenParams),
+        *_integers(*_TILE_ORDER),
     )
 
 

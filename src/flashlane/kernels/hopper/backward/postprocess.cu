@@ -5,14 +5,14 @@
 constexpr int THREADS = 256;
 
 struct Params {
-    SeqlenParams seqlen;           // queries
+    const int* written;            // IN_KERNEL_DQ: for each tile, 1 when dQ of its m-blocks is written
     const float* dq_accum;
     void* dq;                      // (batch, row, head, column)
-    const int* written;            // IN_KERNEL_DQ: for each tile, 1 when dQ of its m-blocks is written
     long long dq_batch, dq_row, dq_head;  // in elements
     int heads, row_blocks;
-    int kv_heads, n_blocks, heads_per_section;  // IN_KERNEL_DQ
     float scale;
+    SeqlenParams seqlen;           // queries
+    int kv_heads, n_blocks, heads_per_section;  // IN_KERNEL_DQ
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_postprocess(const __grid_constant__ Params p) {

@@ -12,23 +12,25 @@
 constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V, THREADS = 256;
 constexpr int LANES = HEAD_DIM_V <= 64 ? 8 : HEAD_DIM_V <= 128 ? 16 : 32;  // of a row, 8 columns each
 
+// What every launch reads lies together: a kernel waits for each line of the constant cache that it begins to read.
 struct Params {
-    SeqlenParams seqlen;           // keys are read with IN_ORDER only
-    ScoreParams score;
+    float* dlogit_partials;        // (batch, m-block, head)
+    DqSemaphore* semaphores;       // IN_ORDER
+    int* postprocess_queue;        // LAST_ADDITION: zeroed here
+    void* dq;                      // LAST_ADDITION: (batch, row, head, column)
+    int *zeroed, *added, *written; // IN_KERNEL_DQ, see Params of the gradients' kernels (params.cuh)
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
     float *lse, *delta, *dq_accum;
-    float* dlogit_partials;        // (batch, m-block, head)
-    DqSemaphore* semaphores;       // IN_ORDER
-    int *postprocess_queue, *counters;  // zeroed here; the queue with LAST_ADDITION only
-    void* dq;                      // LAST_ADDITION: (batch, row, head, column)
-    int *zeroed, *added, *written; // IN_KERNEL_DQ, see Params of the gradients' kernels (params.cuh)
+    int* counters;                 // zeroed here
     long long out_batch, out_row, out_head, dout_batch, dout_row, dout_head;  // in elements
-    long long dq_batch, dq_row, dq_head;
     long long lse_batch, lse_head, dlse_batch, dlse_head;
     int heads, row_blocks, m_blocks;  // m_blocks: of the longest sequence
-    int window_left, window_right; // IN_ORDER: the mask of the gradient kernels
-    int split_arrivals;            // counters of splits, which follow Counters
+    int split_arrivals;            // further counters
+    SeqlenParams seqlen;           // keys are read with IN_ORDER only
+    ScoreParams score;
+    long long dq_batch, dq_row, dq_head;
+    int window_left, window_right; // IN_ORDER: what the kernel of the gradients knows of the mask
     int kv_heads, n_blocks, heads_per_section, zeroed_before;  // IN_KERNEL_DQ
 };
 

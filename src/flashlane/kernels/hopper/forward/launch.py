@@ -56,13 +56,13 @@ class CombineLaunchParams(ctypes.Structure):
 
 FIELDS: tuple[tuple[str, Any], ...] = (
     *((side, ctypes.c_ubyte * tensormap.MAP_BYTES) for side in "qkv"),
-    ("seqlen", SeqlenParams),
     ("score", ScoreParams),
     *((name, ctypes.c_void_p) for name in ("out", "lse", "tiles_taken")),
     *((name, ctypes.c_longlong) for name in _STRIDES),
+    *((name, ctypes.c_int) for name in _INTEGERS),
+    ("seqlen", SeqlenParams),
     *((name, PagedRowsParams) for name in ("k_rows", "v_rows")),
     ("combine", CombineParams),
-    *((name, ctypes.c_int) for name in _INTEGERS),
     ("lists", BlockListParams),
 )
 

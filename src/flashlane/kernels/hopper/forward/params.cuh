@@ -61,23 +61,24 @@ constexpr Output OUTPUT = !cfg::SPLIT                ? Output::WHOLE
                                                    : Output::PARTIAL;
 constexpr bool COMBINE_IN_KERNEL = OUTPUT == Output::COMBINED_IN_KERNEL;
 
+// What every launch reads lies together: a kernel waits for each line of the constant cache that it begins to read.
 struct PlainParams {
     TensorMap q, k, v;             // q (column, packed head, row, tile head, batch); k, v (column, row, head, batch)
-    SeqlenParams seqlen;           // packed sequences: seqlen_q is the number of rows of q
     ScoreParams score;
     void* out;                     // (split, batch, row, head, column); f32 where it is partial, else the operands' type
     float* lse;                    // (split, batch, head, row); null where it is not wanted, unless the output is partial
     int* tiles_taken;              // beyond the first of each CTA; 0 before and after a launch
     long long out_split, out_batch, out_row, out_head;  // strides, in elements
     long long lse_split, lse_batch, lse_head;
-    PagedRows k_rows, v_rows;      // GATHER
-    CombineParams combine;         // COMBINE_IN_KERNEL
     int heads, group;              // tile heads (and slices); tile heads (without) that share a key/value head
     int window_left, window_right; // with HAS_LEFT and HAS_RIGHT
     int m_blocks;                  // of a sequence (not VARLEN)
     int heads_per_section;         // of the L2 head swizzle
     int splits;                    // of a tile's keys
     int tiles;                     // of the launch (not VARLEN)
+    SeqlenParams seqlen;           // packed sequences: seqlen_q is the number of rows of q
+    PagedRows k_rows, v_rows;      // GATHER
+    CombineParams combine;         // COMBINE_IN_KERNEL
     BlockLists lists;              // BLOCK_LISTS: the n-blocks of each m-block
     ProgramParams program;
 };
