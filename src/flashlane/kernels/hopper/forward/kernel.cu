@@ -16,10 +16,10 @@
 #include "hopper/forward/producer.cuh"
 
 // Whether a consumer has all rows of a tile, so that no stage is without scores for it.
-constexpr bool ALL_ROWS = CONSUMERS == 1 && CLUSTER == 1;
+constexpr bool ALL_ROWS = CONSUMERS == 1 && CLUSTER == 1 && !cfg::SPLIT;
 // Whether all rows of a tile see its first keys. With more consumers the code without the loop that this saves is up to 3 %
 // slower (D 64 256x64, D 128 192x64): ptxas schedules what is left otherwise.
-constexpr bool ALL_SEE_FIRST_KEYS = ALL_ROWS || (CONSUMERS <= 2 && !cfg::HAS_LEFT && !cfg::BLOCK_LISTS);
+constexpr bool ALL_SEE_FIRST_KEYS = ALL_ROWS || (CONSUMERS <= 2 && !cfg::HAS_LEFT && !cfg::SPLIT && !cfg::BLOCK_LISTS);
 
 // A consumer's steps: one for each stage that the producer fills, in the same order.
 struct Consumer : Mainloop {
