@@ -1,9 +1,10 @@
 """Record q, k, v of every attention layer of a Hugging Face model on a given text.
 
-The model runs once, unchanged, with an attention function of ours registered in transformers' AttentionInterface:
-it copies what a layer passes to attention (after rotary embedding, before KV heads are repeated) and calls
-transformers' own ``sdpa``. So any model that uses the interface can be recorded, and what is saved is what an
-attention kernel in its place would be given: activations with heavy tails and outlier channels, not Gaussians.
+The model runs once, unchanged, with an attention function of this package registered in transformers'
+AttentionInterface. The function copies the tensors that a layer passes to attention (after rotary embedding, before KV
+heads are repeated) and calls transformers' own ``sdpa``. So any model that uses the interface can be recorded, and the
+saved tensors are those that an attention kernel would get: activations with heavy tails and outlier channels, not
+Gaussians.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from flashlane.core.problem import DTYPES
 from flashlane.integrations.transformers import MODIFIERS
 
 IMPLEMENTATION = "qkv_recorder"
-"""Our name in transformers' table; a name with "flash" in it would be taken for a FlashAttention package."""
+"""The name of the function in transformers' table, which takes any name with "flash" in it for a FlashAttention
+package."""
 MODEL_DTYPES = ("f32", "f16", "bf16")
 HUB_SECONDS = 10.0
 LONGEST = 4096
-"""Tokens a sequence when neither the caller nor the model sets a lower limit."""
+"""The most tokens in a sequence, unless the caller or the model sets a lower limit."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Where a model's weights are: a folder, or a hub's name for it; ``label`` goes into the file."""
+    """The location of a model's weights: a folder or a hub name. ``label`` is written to the file."""
 
     location: str
     label: str
@@ -93,7 +95,7 @@ def visible_window(mask: torch.Tensor) -> tuple[int, int] | None:
 
 
 class Recorder:
-    """An attention function for transformers' interface: keeps what it is given, then computes as ``sdpa`` does."""
+    """An attention function for transformers' interface, which stores its inputs and then calls ``sdpa``."""
 
     def __init__(self, model: torch.nn.Module, sdpa: Callable[..., Any], layers: Sequence[int] | None) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -114,7 +116,7 @@ class Recorder:
         **kwargs: Any,
     ) -> Any:
         if self.layers is None or self.seen in self.layers:
-            # A saved file holds q, k, v and a mask, and could not say these.
+            # A saved file holds q, k, v and a mask, and has no place for these.
             extras = [name for name in MODIFIERS if kwargs.get(name) is not None]
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             self.calls.append(self._captured(module, (query, key, value), attention_mask, scaling, causal, extras))
@@ -153,11 +155,11 @@ def record(model: torch.nn.Module, input_ids: torch.Tensor, layers: Sequence[int
     """Run a transformers model once on token ids (b, s), without padding, and return its layers' q, k, v.
 
     ``layers`` are indices in the order in which the model calls attention, None for all. The model's attention
-    implementation is put back afterwards.
+    implementation is restored afterwards.
 
     Raises:
-        NotImplementedError: the model does not use transformers' AttentionInterface, or a layer's attention has what
-            q, k, v, a window and a scale do not describe.
+        NotImplementedError: the model does not use transformers' AttentionInterface, or q, k, v, a window and a scale
+            do not describe the attention of a layer.
         ValueError: ``layers`` names a layer that the model lacks, or the tensors are not finite.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -188,7 +190,8 @@ def record(model: torch.nn.Module, input_ids: torch.Tensor, layers: Sequence[int
 def tokenize(tokenizer: Any, text: str, max_tokens: int, batch: int) -> torch.Tensor:
     """Token ids (b, s): the text as up to ``batch`` sequences of one length, at most ``max_tokens``, never padded.
 
-    A text longer than one sequence continues in the next; a shorter rest is dropped. Special tokens are in each.
+    A text longer than one sequence continues in the next one; a last, shorter part is dropped. Each sequence has the
+    special tokens.
     """
     special = tokenizer.num_special_tokens_to_add()
     if max_tokens <= special:
@@ -207,7 +210,7 @@ def kurtosis(tensor: torch.Tensor) -> float:
 
 
 def hub_problem() -> str | None:
-    """Why the hub cannot be reached, or None: one request, where the library itself would try for half a minute."""
+    """Why the hub cannot be reached, or None. It sends one request; the library would try for half a minute."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -258,8 +261,19 @@ def capture(
 ) -> tuple[list[Captured], dict[str, str]]:
     """Load a model, run it on a text and return its layers' q, k, v with the metadata to save next to them.
 
-    ``max_tokens`` is a sequence's length (default: what the model takes, at most 4096) and ``batch`` the most
-    sequences made of the text. ``dtype`` is what the model computes in: None (the checkpoint's own), f32, f16, bf16.
+    Args:
+        model: a name for :func:`find_model`.
+        text: the text.
+        max_tokens: the length of a sequence; by default the limit of the model, at most 4096.
+        batch: the largest number of sequences into which the text is divided.
+        layers: indices of the layers, in the order in which the model calls attention; None for all.
+        dtype: the dtype in which the model computes: f32, f16, bf16, or None for that of the checkpoint.
+        device: the device on which the model runs.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: an argument is not valid, or the model cannot be loaded; the message names it.
+        NotImplementedError: the model or its attention cannot be recorded; see :func:`record`.
     """
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it may be {', '.join(MODEL_DTYPES)}")

@@ -1,9 +1,9 @@
 """The two ceilings of a device, measured: how fast it copies, and how fast it multiplies matrices.
 
 Source: Williams, Waterman and Patterson, Roofline (2009). The copy rate counts a byte read and a byte written. The
-matrix rate is that of torch's own product (cuBLAS on a GPU) of large square matrices; ``mma.sync``'s own ceiling is
-measured apart, from registers alone (``lessons/ceiling.py``), as a Hopper GPU has faster instructions; a kernel of
-``mma.sync`` has a share of that ceiling.
+matrix rate is that of torch's own product (cuBLAS on a GPU) of large square matrices. A Hopper GPU has faster
+instructions than ``mma.sync``, so that the ceiling of ``mma.sync`` is measured separately, with operands in registers
+(``lessons/ceiling.py``); kernels of ``mma.sync`` are compared with that ceiling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashlane.core.registry import Kernel
 
 FORMAT = "flashlane-ceilings/1"
 OLD_FORMAT, OLD_KEY = "flashlane-roofs/1", "roofs"
-"""What files of earlier versions have."""
+"""The format and the key of files that earlier versions wrote."""
 GPU_COPY_BYTES, CPU_COPY_BYTES = 1 << 30, 1 << 26
 GPU_MATRIX, CPU_MATRICES = 8192, (256, 512, 1024)
 REPEATS = 7
@@ -35,23 +35,23 @@ class DeviceRates:
     """Rates of one device."""
 
     copy: float
-    """GB/s, read and written bytes added up."""
+    """GB/s, the sum of bytes read and bytes written."""
     matrix: dict[str, float] = field(default_factory=dict)
     """TFLOP/s of torch's matrix product by dtype."""
     mma: dict[str, float] = field(default_factory=dict)
-    """TFLOP/s of ``mma.sync`` with f32 accumulators by dtype; empty where there is no such instruction."""
+    """TFLOP/s of ``mma.sync`` with f32 accumulators by dtype; empty for a device without that instruction."""
 
     def rate(self, dtype: str, tag: str = "") -> float | None:
-        """The matrix rate that holds for a kernel: that of ``mma.sync`` for kernels made of it."""
+        """The matrix rate that limits a kernel, in TFLOP/s: that of ``mma.sync`` for kernels that multiply with it."""
         return (self.mma.get(dtype) if tag.startswith("mma(") else None) or self.matrix.get(dtype)
 
     def attainable(self, intensity: float, dtype: str, tag: str = "") -> float | None:
-        """TFLOP/s that the ceilings leave to so many operations a byte; None for a dtype that was not measured."""
+        """The TFLOP/s that both ceilings allow at an intensity in FLOP/byte; None for a dtype that was not measured."""
         rate = self.rate(dtype, tag)
         return None if rate is None else min(rate, intensity * self.copy * 1e-3)
 
     def ridge(self, dtype: str, tag: str = "") -> float | None:
-        """Operations a byte from which on the matrix rate binds."""
+        """The intensity in FLOP/byte above which the matrix rate is the lower ceiling."""
         rate = self.rate(dtype, tag)
         return None if rate is None else rate / (self.copy * 1e-3)
 
@@ -61,7 +61,7 @@ class DeviceRates:
 
 @functools.cache
 def measure_rates(device: torch.device, dtypes: tuple[str, ...]) -> DeviceRates:
-    """Measure a device, once a process for the same dtypes."""
+    """Measure a device; a process does it once for the same dtypes."""
     with torch.no_grad():
         if device.type != "cuda":
             # A CPU's attention computes 16-bit types in f32, whose product is mostly the faster one.
@@ -97,19 +97,19 @@ def _product(size: int, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """The fastest of a few calls: a ceiling is what can be reached."""
+    """The time of the fastest of :data:`REPEATS` calls, because a ceiling is a rate that can be reached."""
     clock = clock_for(device, Settings())
     clock.time(call, 2)
     return min(clock.time(call, REPEATS))
 
 
 def is_rates_file(body: Any) -> bool:
-    """Whether ``flashlane roofline`` wrote the file that holds this."""
+    """Whether a parsed JSON file is one that ``flashlane roofline`` wrote."""
     return isinstance(body, dict) and body.get("format") in (FORMAT, OLD_FORMAT)
 
 
 def stored_ceilings(body: Mapping[str, Any]) -> Any:
-    """The ceilings in a file or in the environment of a run, also of an earlier version; None where there are none."""
+    """The ceilings in a file or in the environment of a run, also one of an earlier version; None if absent."""
     return body.get("ceilings") or body.get(OLD_KEY)
 
 
@@ -117,7 +117,7 @@ def rates_of(body: Any, path: str) -> DeviceRates:
     """The ceilings in a JSON object.
 
     Raises:
-        ValueError: it is damaged; the message has ``path``.
+        ValueError: the object is damaged; the message has ``path``.
     """
     try:
         tables = {name: {str(k): _rate(v) for k, v in dict(body.get(name) or {}).items()} for name in ("matrix", "mma")}
@@ -134,22 +134,22 @@ def _rate(value: Any) -> float:
 
 @dataclass(frozen=True)
 class Placed:
-    """One timed row under the ceilings."""
+    """One timed row and the ceilings at its intensity."""
 
     problem: str
     tag: str
     kind: str
     dtype: str
     intensity: float
-    """Operations a byte, each input read once and each output written once."""
+    """FLOP/byte, where each input is read once and each output is written once."""
     tflops: float
     attainable: float
-    """TFLOP/s that the ceilings leave."""
+    """The TFLOP/s that both ceilings allow."""
     ridge: float
 
     @property
     def share(self) -> float:
-        """Of what is attainable."""
+        """``tflops / attainable``."""
         return self.tflops / self.attainable
 
     @property
@@ -159,11 +159,11 @@ class Placed:
 
 
 LATENCY_SHARE = 0.15
-"""Below this share of the ceiling neither ceiling binds: launches, latency or the host do."""
+"""Below this share of the lower ceiling, launches, latency or the host limit the rate, and neither ceiling does."""
 
 
 def place(rows: Iterable[Row], ceilings: DeviceRates) -> list[Placed]:
-    """Every timed row of a dtype that was measured, in order."""
+    """The timed rows of all dtypes that have a ceiling, in their order."""
     found = []
     for row in rows:
         dtype = str(row.sizes.get("dtype"))
@@ -189,7 +189,7 @@ def bytes_of(row: Row) -> int:
 
 
 def sentence(points: list[Placed]) -> str:
-    """What bounds one problem, and how near the fastest kernel and the fastest peer come."""
+    """A sentence on what bounds one problem, and what share of it the fastest kernel and the fastest peer reach."""
     best = {kind: max((p for p in points if p.kind == kind), key=lambda p: p.tflops, default=None)
             for kind in ("kernel", "peer")}  # fmt: skip
     shown = [p for p in best.values() if p is not None]
@@ -209,7 +209,7 @@ def read_rates_file(path: Path, device: str) -> DeviceRates:
     """The ceilings of a file that ``flashlane roofline`` wrote on a device.
 
     Raises:
-        ValueError: it is something else, or was measured on another device; the message names it.
+        ValueError: the file cannot be read, is not such a file, or was measured on another device.
     """
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -232,7 +232,7 @@ FAMILY = "mma"
 
 
 def accumulators(kernel: Kernel, problem: AttentionProblem) -> tuple[str, str]:
-    """What QKᵀ and PV accumulate in: ``f32`` or ``f16``."""
+    """The accumulator dtypes of QKᵀ and PV, each ``f32`` or ``f16``."""
     said = dict(
         item.strip().split("=", 1) for item in kernel.low_precision_reference(problem).split(",") if "=" in item
     )
@@ -242,9 +242,9 @@ def accumulators(kernel: Kernel, problem: AttentionProblem) -> tuple[str, str]:
 def share_of_ceiling(
     kernel: Kernel | None, problem: AttentionProblem, tflops: float | None, device: torch.device
 ) -> float | None:
-    """TFLOP/s over the card's ``mma.sync`` rate; None for other kernels, dtypes and devices.
+    """TFLOP/s divided by the ``mma.sync`` rate of the device; None for other kernels, dtypes and devices.
 
-    Where the two products accumulate in different types, the ceiling is that of their operations one after the other.
+    If the two products accumulate in different dtypes, the ceiling is the rate of doing one product after the other.
     """
     if kernel is None or kernel.family != FAMILY or device.type != "cuda" or not tflops:
         return None
@@ -257,7 +257,7 @@ def share_of_ceiling(
 
 @functools.cache
 def ceiling(device: int, dtype: str, accumulate: str) -> float:
-    """TFLOP/s of register-only loops on a device; takes about a third of a second, once."""
+    """TFLOP/s of ``mma.sync`` loops on registers; the first call takes about a third of a second."""
     from flashlane.lessons.ceiling import mma_ceiling
 
     return mma_ceiling(dtype, accumulate, device=device)

@@ -1,8 +1,9 @@
 """The one generator of random problems: for the tests of every family, the checks on a GPU and the timings.
 
-:class:`Space` says from what each part of a :class:`~flashlane.bench.measure.drawn_case.Case` is drawn, and
-:func:`draw` draws one: from a seed (``random.Random``), or in the tests by hypothesis, which shrinks what fails. Every
-family has its space below; :data:`TIMED` has those whose problems are timed, and :func:`timed` draws them by number.
+:class:`Space` has the values from which each part of a :class:`~flashlane.bench.measure.drawn_case.Case` is drawn, and
+:func:`draw` draws one: from a seed (``random.Random``), or in the tests by hypothesis, which shrinks failing cases.
+Each family has its space below; :data:`TIMED` has the spaces whose problems are timed, and :func:`timed` draws the
+problem of a number.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ T = TypeVar("T")
 LENGTHS = (0, 1, 2, 17, 63, 64, 65, 127)
 HEAD_DIMS = (8, 40, 59, 64, 111, 128)
 TILE_ROWS = 128
-"""Of the tiles that :attr:`Space.full_gpu` counts."""
+"""The number of rows of the tiles that :attr:`Space.full_gpu` counts."""
 
 
 class LogUniform(Sequence[int]):
-    """All whole numbers from ``low`` to ``high``, of which each factor of size is drawn alike often."""
+    """All integers from ``low`` to ``high``, whose logarithm is drawn uniformly."""
 
     STEPS = 1 << 20
 
@@ -47,11 +48,11 @@ class LogUniform(Sequence[int]):
 
 
 def modifiers(names: Sequence[str] = DRAWN, absent: bool = True) -> dict[str, tuple[Any, ...]]:
-    """From what the form of each modifier is drawn.
+    """The values from which the form of each modifier is drawn.
 
     Args:
-        names: the modifiers that there may be; no case has the others.
-        absent: whether a case may lack them, which is then as likely as that it has them.
+        names: the modifiers that a case may have; no case has the others.
+        absent: whether a case may lack each of them, with probability 1/2.
     """
     found = {}
     for name in DRAWN:
@@ -61,7 +62,7 @@ def modifiers(names: Sequence[str] = DRAWN, absent: bool = True) -> dict[str, tu
 
 
 class Chance(Protocol):
-    """Where choices come from: ``random.Random`` has these methods, and :func:`cases` makes them of hypothesis."""
+    """The source of choices: ``random.Random`` has these methods, and :func:`cases` implements them with hypothesis."""
 
     def choice(self, values: Sequence[T], /) -> T: ...
     def randint(self, low: int, high: int, /) -> int: ...
@@ -70,17 +71,17 @@ class Chance(Protocol):
 
 @dataclass(frozen=True)
 class Space:
-    """From what each part of a case is drawn. A value that stands twice is drawn twice as often."""
+    """The values from which each part of a case is drawn. A value that occurs twice is drawn twice as often."""
 
     lengths: Sequence[int] = LENGTHS
-    """Of queries, and of keys where ``keys`` is empty."""
+    """Numbers of queries, and of keys if ``keys`` is empty."""
     keys: Sequence[int] = ()
-    """Lengths of keys, or capacities of a cache."""
+    """Numbers of keys, or capacities of a cache."""
     few: float = 0.0
-    """How often there are one to three queries, and ``long_keys`` among the lengths of keys."""
+    """The probability that a case has one to three queries, and ``long_keys`` among the numbers of keys."""
     long_keys: tuple[int, ...] = ()
     alike: float = 0.0
-    """How often there are as many keys as queries."""
+    """The probability that a case has as many keys as queries."""
     corner_lengths: tuple[tuple[int, int], ...] = ()
     """Pairs of lengths that every eighth dense batch has."""
     blind_rows: bool = True
@@ -89,19 +90,19 @@ class Space:
     """Pairs of lengths, one of which replaces a sequence of every second packed batch."""
     varlen: tuple[bool, ...] = (False, True)
     sequences: tuple[int, int] = (1, 3)
-    """Least and most packed sequences."""
+    """The least and the largest number of packed sequences."""
     batch: tuple[int, int] = (1, 2)
     full_gpu: float = 0.0
-    """How often a dense batch is so large that there are 110 to 130 tiles of 128 rows."""
+    """The probability that a dense batch is so large that it has 110 to 130 tiles of 128 rows."""
     kv_heads: tuple[int, ...] = (1, 2)
     groups: tuple[int, ...] = (1, 2, 3)
     least_heads: int = 1
     most_heads: int = 64
     head_dims: tuple[int, ...] = HEAD_DIMS
     head_dims_v: tuple[int, ...] = ()
-    """None: as q, or any of ``head_dims``; 0 is as q."""
+    """Head dims of v, where 0 means that of q. If empty, it is that of q or any of ``head_dims``."""
     head_dim_pairs: tuple[tuple[int, int], ...] = ()
-    """Those of q and v; where there are some, the two fields above are not read."""
+    """Pairs of head dims of q and v; if there are any, the two fields above are not read."""
     causal: tuple[bool, ...] = (False, True)
     alignments: tuple[str, ...] = ("bottom-right", "top-left")
     left: tuple[int, ...] = (-1, 0, 5, 70)
@@ -119,7 +120,7 @@ class Space:
     pages: tuple[int, ...] = (1, 5, 16, 64)
     scales: tuple[float | None, ...] = (None,)
     spreads: tuple[float, ...] = ()
-    """What q is multiplied by."""
+    """Factors of q."""
     dtypes: tuple[str, ...] = ()
     """None: whoever builds the tensors says it."""
     most_flop: float = math.inf
