@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch.nn.attention.flex_attention import BlockMask
 
 import flashlane
@@ -379,6 +380,9 @@ def run(
     for cell in cells(shrink):
         if words and not any(word in cell.name for word in words):
             continue
+        if peers:  # which are compiled for the shapes of a cell, and whose backward is repeated
+            torch._dynamo.reset()
+            torch._functorch.config.donated_buffer = False
         for direction, calls_of in (("forward", forward_calls), ("backward", backward_calls)):
             spent = time.monotonic() - began
             if spent > seconds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -120,11 +121,12 @@ def test_a_bias_of_the_distance_takes_few_instructions(head_dim: int, score: str
     assert longer - plain <= most * scores + STEP, lengths
 
 
-def test_tanh_is_approximate_for_bf16_alone() -> None:
+def test_tanh_is_approximate_for_bf16_without_lists() -> None:
     program = program_of("tanh", False)
     for run in (run_forward, run_backward):
-        for dtype, approximate in ((torch.bfloat16, True), (torch.float16, False)):
-            config = run.config_of(replace(problem(128), dtype=dtype), program, None)
+        for dtype, block in itertools.product((torch.bfloat16, torch.float16), (None, (128, 128))):
+            config = run.config_of(replace(problem(128), dtype=dtype), program, block, block is not None)
+            approximate = dtype == torch.bfloat16 and block is None
             assert ("approximate_tanh(" in config.program) == approximate != ("program::tanh(" in config.program)
     assert "approximate_tanh(" not in bits_source(program.header()).headers[0][1]
 

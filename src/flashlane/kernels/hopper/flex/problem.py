@@ -27,10 +27,6 @@ class Program(Protocol):
     mask: object | None
     """None where every pair is visible."""
 
-    @property
-    def derivative(self) -> object | None:
-        """Of the score; None where it is 1 everywhere."""
-
     def mask_inputs(self) -> set[str]:
         """Which of ``b``, ``h``, ``q`` and ``kv`` the mask depends on."""
 
@@ -118,14 +114,19 @@ class _NoArguments(ctypes.Structure):
     """``ProgramParams`` of a kernel without a program."""
 
 
-def kernel_header(program: Program, mask_bits: bool, dtype: torch.dtype) -> str:
-    """The ``program.cuh`` of a kernel: where bits are the mask, the score alone, so that masks share kernels.
+def takes_approximate_tanh(problem: AttentionProblem, block: tuple[int, int] | None) -> bool:
+    """Whether the tanh of a score is approximate: of bf16 operands, as a soft cap's is (``attention/score.cuh``).
 
-    Of bf16 operands a tanh may be approximate, as a soft cap's is (``attention/score.cuh``).
+    With lists it is exact: with the bits of a mask, the approximate one spills in the loop.
     """
+    return problem.dtype == torch.bfloat16 and block is None
+
+
+def kernel_header(program: Program, mask_bits: bool, approximate: bool) -> str:
+    """The ``program.cuh`` of a kernel: where bits are the mask, the score alone, so that masks share kernels."""
     if program.score is None and (mask_bits or program.mask is None):
         return ""
-    return (program.without_mask() if mask_bits else program).header(dtype == torch.bfloat16)
+    return (program.without_mask() if mask_bits else program).header(approximate)
 
 
 def kernel_arguments(program: Program, captured: Any, mask_bits: bool) -> ctypes.Structure:

@@ -25,6 +25,7 @@ from flashlane.kernels.hopper.flex.problem import (
     kernel_header,
     problem_of,
     readable,
+    takes_approximate_tanh,
 )
 
 PLANS_KEPT = 1024
@@ -66,9 +67,9 @@ def config_of(
         block: queries and keys of the mask's blocks; None without lists.
         mask_bits: whether the mask has bits, so that the kernel does not ask the program.
     """
-    found = tile_of(problem)
+    found, approximate = tile_of(problem), takes_approximate_tanh(problem, block)
     found = replace(
-        found, program=kernel_header(program, mask_bits, problem.dtype), block_lists=block is not None,
+        found, program=kernel_header(program, mask_bits, approximate), block_lists=block is not None,
         mask_bits=mask_bits, heads_per_section=_section(problem),
         has_left=problem.window_left >= 0, has_right=problem.window_right >= 0, deterministic=problem.deterministic,
     )  # fmt: skip

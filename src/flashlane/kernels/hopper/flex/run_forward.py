@@ -20,6 +20,7 @@ from flashlane.kernels.hopper.flex.problem import (
     kernel_arguments,
     kernel_header,
     problem_of,
+    takes_approximate_tanh,
 )
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import PreparedForward
@@ -64,14 +65,13 @@ def config_of(
     # A function's visible pairs lie together: neighbouring rows of units see nearly the same.
     blocks = block if program.mask is None or block is None else (128, block[1])
     shape, ctas = tile_of(max(problem.head_dim, problem.head_dim_v), blocks)
+    approximate = takes_approximate_tanh(problem, block)
     found = HopperConfig(
         problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), has_left=problem.window_left >= 0,
-        has_right=problem.window_right >= 0, program=kernel_header(program, mask_bits, problem.dtype),
+        has_right=problem.window_right >= 0, program=kernel_header(program, mask_bits, approximate),
         block_lists=block is not None, mask_bits=mask_bits, ctas_per_sm=ctas,
         heads_per_section=_section(problem),
     )  # fmt: skip
-    if mask_bits and program.score is not None and program.derivative is not None:
-        found = replace(found, q_in_registers=False)  # the score and the bits take its registers
     if found.shared_memory > shared_limit(ARCH):
         found = replace(found, stages=2)
     by_hand = block is not None and program.mask is None
