@@ -1,5 +1,5 @@
 // Keys and values that arrive while a kernel runs: copy engines of other GPUs, or of this one, write chunks of rows and set a
-// flag after each. flashlane.kernels.hopper.forward.arrivals mirrors ArrivalParams.
+// flag after each. flashlane.kernels.hopper.forward.ranged mirrors ArrivalParams.
 //
 // The rows of k and v are divided into chunks. A chunk of `own` rows lies in tensors of its own, where it always was. Each of
 // the others is read when its flag has the launch's value: by the warp that loads keys, a lane a chunk. Who waits longer than
