@@ -1,1 +1,1 @@
-"""Score and mask programs: Python functions of a score or of a pair as expressions, kernels' code and block lists."""
+"""Translates Python functions of a score or of a pair to expressions, and these to device code and block lists."""

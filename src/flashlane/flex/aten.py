@@ -1,4 +1,4 @@
-"""torch's operations on scalars as expressions."""
+"""Translates torch's operations on scalars to expressions."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ _RENAMED |= {f"{kind}_{op}": op for kind in ("bitwise", "logical") for op in ("a
 _RENAMED |= {"greater": "gt", "less": "lt", "arctan": "atan", "arcsin": "asin", "arccos": "acos"}
 _SAME = ("clone", "alias", "view", "expand", "squeeze", "unsqueeze", "reshape", "lift_fresh", "lift_fresh_copy")
 _MADE = {"full": 1, "full_like": 1, "scalar_tensor": 0, "new_full": 2}
-"""Operations that make a tensor of one number, and where the number is."""
+"""Operations that fill a tensor with one number, and the position of that number among their arguments."""
 
 
 def number(value: float | int | bool, dtype: str) -> Expression:
-    """A constant of a type that :func:`arithmetic` names, converted to ``dtype``."""
+    """A constant in the type in which ``dtype`` is computed, converted to ``dtype``."""
     return cast(constant(value, _ARITHMETIC.get(dtype, dtype)), dtype)
 
 
 def translate(
     library: str, name: str, overload: str, args: list[Any], kwargs: dict[str, Any], dtype: str, lift: Lift
 ) -> Expression | None:
-    """An operation's expression.
+    """Translate one operation to an expression.
 
     Args:
         library: ``aten``, ``prims`` or a library of custom operators.
-        name: the operation there; one that ends in ``_`` is done in place.
-        overload: ``Tensor``, ``Scalar`` …
-        args: expressions and numbers.
-        kwargs: the same.
-        dtype: of the result.
-        lift: makes a launch parameter of a whole number.
+        name: the operation there; a trailing ``_``, which marks an operation in place, is ignored.
+        overload: ``Tensor`` or ``Scalar``, say; the result does not depend on it.
+        args: the positional arguments, as expressions and numbers.
+        kwargs: the keyword arguments, in the same form.
+        dtype: the short name of the result's type.
+        lift: makes a launch parameter of an integer.
 
     Returns:
-        None where programs have no such operation.
+        The expression, of type ``dtype``; None where programs have no such operation.
     """
-    if (library, name) == ("approx", "tanh"):  # attention-gym's
+    if (library, name) == ("approx", "tanh"):  # attention-gym's operator
         library, args = "aten", args[:1]
     if library not in ("aten", "prims"):
         return None
@@ -114,7 +114,10 @@ def _is(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lif
 
 
 def common(*values: Any) -> str:
-    """The type in which torch compares values: a number of Python's joins the tensors' kind."""
+    """The short name of the type in which torch compares values.
+
+    A Python number takes the tensors' type, unless it is a float and they are integers, or an int and they are bool.
+    """
     tensors = [v.dtype for v in values if isinstance(v, Expression)]
     kind = functools.reduce(_joined, tensors)
     for v in values:
@@ -201,7 +204,7 @@ def _pow(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Li
 
 
 def _clamp(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
-    """At a bound the whole gradient is the clamped value's, as in torch: so this is no minimum of two."""
+    """At a bound the clamped value gets the whole gradient, as in torch; a minimum or maximum would give it half."""
     values = dict(zip(("min", "max"), args[1:], strict=False))
     if name == "clamp_max":
         values = {"max": args[1]}
@@ -247,7 +250,7 @@ RULES: dict[str, Rule] = {
 
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """torch's decompositions of what is not translated itself, such as ``softplus``."""
+    """torch's decompositions of the operations that have no rule here, such as ``softplus``."""
     from torch._decomp import core_aten_decompositions
 
     def translated(operator: Any) -> bool:

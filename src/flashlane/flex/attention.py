@@ -1,4 +1,4 @@
-"""``flex_attention``: torch's function of that name, by flashlane's kernels."""
+"""``flex_attention``: flashlane's kernels compute what torch's function of that name computes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from flashlane.flex.blocks import narrowed
 from flashlane.flex.program import Arguments, Program
 
 KERNELS = "flashlane.kernels.hopper.flex"
-"""The module that has ``supports``, ``forward`` and ``backward`` for Hopper; imported when it is first wanted.
+"""The module that has ``supports``, ``forward`` and ``backward`` for Hopper. The first call on a GPU imports it.
 
-Its tensors are ``(b, s, h, d)``: torch's ``(b, h, s, d)`` transposed."""
+Its functions take ``(b, s, h, d)``, which are transposed views of torch's ``(b, h, s, d)``."""
 OF_THE_REFERENCE = ("cpu",)
-"""Types of devices whose calls the reference runs."""
+"""The device types on which the reference runs every call."""
 OURS = ("AUTO", "FLASHLANE", "REFERENCE")
 TORCHS = ("TORCH", "TRITON", "TRITON_DECODE", "FLASH")
-"""Values of ``kernel_options["BACKEND"]``: what runs here, and what goes to torch's own flex_attention."""
+"""Values of ``kernel_options["BACKEND"]``: those of ``OURS`` run here, those of ``TORCHS`` run torch's function."""
 WHOLE = 1 << 30
-"""The block size of a mask that torch makes where none was given."""
+"""The block size of the mask that torch passes where its caller gave none."""
 OTHERWISE = ("raise", "torch", "reference")
+"""What :func:`attend` may do with a call that flashlane does not run."""
 
 
 def flex_attention(
@@ -45,10 +46,10 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """Attention whose scores a function changes and whose pairs a mask shows; torch's signature and meaning.
+    """Compute attention with a function of the scores and a mask of the pairs; signature and meaning are torch's.
 
     ``softmax(score_mod(q·k · scale, b, h, q_idx, kv_idx)) · v`` over the pairs that the block mask shows. Captured
-    tensors that require gradients get them. A row that sees nothing has output 0 and LSE −inf.
+    tensors that require gradients get them. A query that sees no key has output 0 and LSE −inf.
 
     Args:
         query: ``(B, Hq, L, E)``.
@@ -56,7 +57,7 @@ def flex_attention(
         value: ``(B or 1, Hkv, S, Ev)``.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` on scalars, or None. It sees f32 scores and i32 indices.
         block_mask: torch's ``BlockMask``, as :func:`create_block_mask` or torch's own function makes it, or None.
-        scale: 1/sqrt(E) by default.
+        scale: the factor of q·k; 1/sqrt(E) by default.
         enable_gqa: allow fewer key/value heads than query heads.
         return_lse: also return the LSE, ``(B, Hq, L)`` in f32, natural logarithm, differentiable.
         kernel_options: ``{"BACKEND": name}`` chooses: ``FLASHLANE`` (the same as ``AUTO``), ``REFERENCE`` (torch
@@ -65,12 +66,15 @@ def flex_attention(
         return_aux: torch's ``AuxRequest``: the result is then ``(output, AuxOutput)``.
 
     Returns:
-        The output, ``(B, Hq, L, Ev)`` in the query's type; with more as asked.
+        The output, ``(B, Hq, L, Ev)`` in the query's type; ``(output, lse)`` with ``return_lse``, and
+        ``(output, AuxOutput)`` with ``return_aux``.
 
     Raises:
-        NotImplementedError: a function does what programs do not, or no kernel here runs on this device; the message
-            names it and the choices.
+        NotImplementedError: a function does what programs do not, no kernel here runs the call, or a tensor is nested;
+            the message names it and the choices.
         ValueError: shapes, lengths or options do not fit together.
+        TypeError: ``block_mask`` is no BlockMask, or a function does not return a scalar tensor.
+        RuntimeError: ``block_mask`` was sliced and has no mask function since.
     """
     return attend(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux, "raise"
@@ -91,8 +95,11 @@ def attend(
     return_aux: Any,
     otherwise: str,
 ) -> Any:
-    """:func:`flex_attention`, with what happens to calls that flashlane does not run: ``raise``, ``torch`` (its own
-    function) or ``reference``."""
+    """:func:`flex_attention`, with a choice (:data:`OTHERWISE`) of what happens to calls that flashlane does not run.
+
+    ``torch`` calls torch's own function. ``reference`` runs calls that no kernel takes, but raises where a function
+    cannot be translated.
+    """
     backend = (kernel_options or {}).get("BACKEND", "AUTO")
     if backend not in (*OURS, *TORCHS):
         raise ValueError(f"kernel_options: BACKEND is {backend!r}; it may be {', '.join((*OURS, *TORCHS))}")
@@ -114,7 +121,7 @@ def attend(
     try:
         program, arguments = bind(score_mod, mask_mod, query.device, score_type)
         if block_mask is not None and block_mask.BLOCK_SIZE[0] >= WHOLE and program.mask is None:
-            block_mask = None  # torch's own mask of one block that shows everything
+            block_mask = None  # torch made this mask of one block, in which every pair is visible
         window = windows.OPEN if block_mask is None else windows.NOTES.of(block_mask)
         documents = packed.NOTES.of(block_mask) if program.score is None and query.shape[0] == 1 else None
         if documents is not None and not documents.hold_for(arguments.tensors):
@@ -138,7 +145,7 @@ def attend(
 
 
 def torch_function(device: torch.device) -> Callable[..., Any]:
-    """torch's own flex_attention, compiled where it has kernels."""
+    """torch's own flex_attention; it is compiled for every device but the CPU."""
     original = getattr(torch_flex.flex_attention, "flashlane_original", torch_flex.flex_attention)
     return original if device.type == "cpu" else _compiled(original)
 
@@ -159,7 +166,14 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any, enable_gqa: bool) -> None:
-    """Raise a ValueError unless the shapes fit together, as torch's function asks."""
+    """Check that the tensors and the block mask fit together, as torch's function asks.
+
+    Raises:
+        ValueError: shapes, types, devices or lengths do not fit together.
+        NotImplementedError: a tensor is nested.
+        TypeError: ``block_mask`` is neither a BlockMask nor None.
+        RuntimeError: ``block_mask`` was sliced and has no mask function since.
+    """
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.is_nested:
             raise NotImplementedError(f"{name} is a nested tensor; it may be a dense one")
@@ -206,7 +220,7 @@ def _kernels(
     """The module whose kernels run a call, None for the reference.
 
     Raises:
-        NotImplementedError: there is none, and the caller did not choose the reference.
+        NotImplementedError: no kernel runs the call, and ``otherwise`` is not ``reference``.
     """
     module = importlib.import_module(KERNELS)
     reason = module.supports(*_turned(query, key, value), block_mask, arch_of(query.device))
@@ -221,25 +235,26 @@ def _kernels(
 
 
 def _turned(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors of torch's order of axes in the kernels', or the other way round."""
+    """Views with axes 1 and 2 exchanged: torch's ``(b, h, s, d)`` become the kernels' ``(b, s, h, d)``, and back."""
     return tuple(t.transpose(1, 2) for t in tensors)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call is besides its tensors."""
+    """All of a call but its tensors."""
 
     program: Program
     integers: tuple[int, ...]
     block_mask: Any
     window: windows.Window | None
-    """What the kernels are given in the place of the mask, or else:"""
+    """The window, where the mask is one: the kernels take it in the place of the lists."""
     documents: packed.Documents | None
+    """The packed documents, where the mask is these alone: the kernels take them in the place of the lists."""
     scale: float
     kernels: types.ModuleType | None
 
     def of_kernels(self, arguments: Arguments) -> tuple[Any, ...]:
-        """What the kernels are given after the tensors."""
+        """The arguments that follow the tensors in the kernels' ``forward`` and ``backward``."""
         if self.window is None and self.documents is None:
             return self.program, arguments, self.block_mask, self.scale, windows.OPEN, None
         return self.program.without_mask(), arguments, None, self.scale, self.window or windows.OPEN, self.documents

@@ -1,4 +1,4 @@
-"""A call's functions as a program and its arguments; functions are traced once."""
+"""Makes a program and its arguments of a call's functions. A function that has a fingerprint is traced once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flashlane.flex.program import Arguments, Program, captured
 from flashlane.flex.trace import Traced, trace
 
 MOST_TRACED = 1024
-"""Functions that are kept; the table is emptied when it is full."""
+"""The number of traced functions that are kept; the table is cleared when it is full."""
 _traced: dict[Hashable, tuple[Traced, tuple[int, ...]]] = {}
-"""By fingerprint: the translation, without its tensors, and where these are among the fingerprint's."""
+"""By fingerprint: the translation without its tensors, and their positions among the fingerprint's tensors."""
 
 
 def traced(
@@ -55,18 +55,20 @@ def bind(
     device: torch.device,
     score_type: str = "f32",
 ) -> tuple[Program, Arguments]:
-    """The program of a score and a mask function, and what this call gives it.
+    """Make the program of a score and a mask function, and the arguments of this call.
 
-    The argument tensors are differentiable with respect to those that the functions capture.
+    The argument tensors are differentiable with respect to the tensors that the functions capture.
 
     Args:
         score_mod: as torch's flex_attention takes it, or None.
-        mask_mod: the same.
-        device: of the call's tensors.
-        score_type: ``f32`` or ``f64``.
+        mask_mod: as torch's create_block_mask takes it, or None.
+        device: the device of the call's tensors.
+        score_type: ``f32`` or ``f64``, the type of the scores.
 
     Raises:
         NotImplementedError: programs do not have what a function does; the message names the node.
+        TypeError: a function does not return a scalar tensor.
+        ValueError: a captured tensor of one or more dimensions is on another device.
     """
     roots: list[Expression | None] = []
     tensors: list[torch.Tensor] = []
@@ -94,14 +96,14 @@ def bind(
 
 
 def _moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if tensor.ndim == 0:  # as torch's operations take a scalar from the CPU
+    if tensor.ndim == 0:  # torch's operations take a scalar from the CPU too
         return tensor.to(device)
     raise ValueError(f"a captured tensor of shape {tuple(tensor.shape)} is on {tensor.device}; it may be on {device}")
 
 
 @functools.lru_cache(maxsize=MOST_TRACED)
 def _moved(root: Expression, tensors: tuple[int, ...], integers: int) -> Expression:
-    """The expression with other numbers for its captured tensors, and its integers counted from another one."""
+    """The expression with its captured tensors renumbered by ``tensors`` and its integers counted from ``integers``."""
     if not integers and tensors == tuple(range(len(tensors))):
         return root
 

@@ -20,9 +20,9 @@ from flashlane.flex.intervals import Intervals, interval_mask_mod
 from flashlane.flex.program import Arguments, Program
 
 MOST_BLOCKS = 1 << 20
-"""Blocks whose bounds are computed at one time."""
+"""The largest number of blocks whose bounds are computed at one time."""
 MOST_PAIRS = 1 << 21
-"""Pairs of which the mask is evaluated at one time."""
+"""The number of pairs of which the mask is evaluated at one time; one block is always evaluated whole."""
 
 
 def create_block_mask(
@@ -38,29 +38,31 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> BlockMask:
-    """The lists of visible blocks of a mask function, as torch's ``BlockMask``; torch's signature and meaning.
+    """Make the lists of visible blocks of a mask function, a ``BlockMask``; signature and meaning are torch's.
 
-    A named mask (``flashlane.flex.masks``) whose rows are column intervals is not evaluated at all. On a GPU any other
-    mask is a generated kernel; on the CPU interval arithmetic settles most blocks, and the pairs of the others are
-    evaluated. Memory is that of the lists. They are the same for all batches, or heads, that the mask does not depend
-    on, and are expanded views then.
+    A named mask (``flashlane.flex.masks``) whose rows are column intervals is not evaluated at all. For any other mask
+    interval arithmetic settles most blocks. The pairs of the others are evaluated, on a GPU by a generated kernel.
+    Memory is that of the lists, which are int32, and a byte for each block. Where the mask does not depend on the
+    batch, or on the head, the lists are made once and expanded as views.
 
     Args:
         mask_mod: ``(b, h, q_idx, kv_idx) -> bool`` on scalars, or a named mask.
-        B: batch size; None is 1, for every batch size.
-        H: query heads; None is 1, for every number.
-        Q_LEN: queries.
-        KV_LEN: keys.
-        device: where the lists are; the accelerator by default, where there is one.
+        B: batch size; None is 1, and the mask then fits every batch size.
+        H: number of query heads; None is 1, and the mask then fits every number.
+        Q_LEN: number of queries.
+        KV_LEN: number of keys.
+        device: the device of the lists; by default the accelerator, or the CPU where there is none.
         BLOCK_SIZE: queries and keys of a block; one number is both.
-        _compile: torch's old switch; it changes nothing here.
-        separate_full_blocks: list blocks apart in which every pair is visible.
-        compute_dq_write_order: add what torch's FLASH backend wants for a deterministic backward.
-        dq_kv_order: the order of that.
+        _compile: torch's old switch; here it only causes a warning.
+        separate_full_blocks: list the blocks in which every pair is visible apart from the partial ones.
+        compute_dq_write_order: add the order of writes that torch's FLASH backend needs for a deterministic backward.
+        dq_kv_order: which order that is, as torch's function takes it.
 
     Raises:
-        NotImplementedError: the mask function does what programs do not; the message names the node.
-        ValueError: a length or a block size is not positive.
+        NotImplementedError: the mask function does what programs do not (the message names the node), or this torch
+            has no order of dQ writes.
+        ValueError: a size or a length is negative, or a block size is not positive.
+        TypeError: the mask function does not return a scalar tensor.
     """
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
@@ -115,7 +117,7 @@ def of_program(
 ) -> torch.Tensor:
     """The states of all blocks of a program's mask, int8 ``(batch, heads, rows, columns)``.
 
-    Interval arithmetic settles most blocks; the pairs of the others are looked at.
+    Interval arithmetic settles most blocks; the pairs of the others are evaluated.
     """
     rows, columns = (-(-n // s) for n, s in zip(lengths, size, strict=True))
     table = torch.empty(*sizes, rows, columns, dtype=torch.int8, device=device)
@@ -147,7 +149,7 @@ def _states_by_bounds(
     }
     blocks_of["q"] = blocks_of["q"] + first_row
     first, last = dict(blocks_of), dict(blocks_of)
-    whole: torch.Tensor | None = None  # FULL wherever it is
+    whole: torch.Tensor | None = None  # the state of a block whose pairs are all visible; None is FULL everywhere
     for name, length, n in zip(("q", "kv"), lengths, size, strict=True):
         first[name] = blocks_of[name] * n
         last[name] = first[name] + (n - 1)
@@ -160,7 +162,7 @@ def _states_by_bounds(
         return (full if whole is None else whole).expand(shape)
     grid = Grid(first, last, {k: blocks_of[k] for k in ("q", "kv")}, dict(zip(("q", "kv"), size, strict=True)))
     found = bounds(program.mask, grid, arguments.tensors, arguments.integers)
-    unsettled = found.high.to(torch.int8) * blocks.UNKNOWN  # a block that may be seen, or HIDDEN, which is 0
+    unsettled = found.high.to(torch.int8) * blocks.UNKNOWN  # UNKNOWN where a pair may be visible, else HIDDEN
     if whole is None:
         return (unsettled - found.low.to(torch.int8) * (blocks.UNKNOWN - blocks.FULL)).expand(shape)
     return torch.where(found.low, whole, unsettled).expand(shape)
@@ -174,7 +176,7 @@ def _look_at_pairs(
     lengths: tuple[int, int],
     size: tuple[int, int],
 ) -> None:
-    """Settles the unknown blocks of a table."""
+    """Settle the unknown blocks of a table by evaluating all their pairs."""
     unknown = (table == blocks.UNKNOWN).nonzero()
     pairs = math.prod(min(n, length) for n, length in zip(size, lengths, strict=True))
     step = max(1, MOST_PAIRS // max(1, pairs))
@@ -186,7 +188,7 @@ def _look_at_pairs(
 def _evaluated(
     program: Program, arguments: Arguments, at: torch.Tensor, first_row: int, lengths: tuple[int, int], size: tuple
 ) -> torch.Tensor:
-    """The states of blocks (n, 4), by all their pairs."""
+    """The states ``(n,)`` of the blocks at the places ``at``, i64 ``(n, 4)``, by all their pairs."""
     b, h = (at[:, i].view(-1, 1, 1) for i in (0, 1))
     inside = [torch.arange(min(n, length)) for n, length in zip(size, lengths, strict=True)]
     q = ((at[:, 2] + first_row) * size[0]).view(-1, 1, 1) + inside[0].view(-1, 1)
@@ -195,13 +197,13 @@ def _evaluated(
     places = {"b": b, "h": h, "q": q.clamp_max(lengths[0] - 1), "kv": kv.clamp_max(lengths[1] - 1)}
     found = evaluate([program.mask], places, arguments.tensors, arguments.integers)[0]  # type: ignore[list-item]
     visible = (found.expand(exists.shape) & exists).flatten(1)
-    # Also where the tiles are cut to the lengths, a block that ends past them is partial.
+    # The pairs are cut to the lengths, but a block that ends past a length counts as partial.
     whole = visible.sum(1) == size[0] * size[1]
     return torch.where(whole, blocks.FULL, torch.where(visible.any(1), blocks.PARTIAL, blocks.HIDDEN))
 
 
 def expanded(mask: BlockMask, sizes: tuple[int, int]) -> BlockMask:
-    """A block mask of one batch or head as one of more, without copies."""
+    """The block mask with its lists expanded, as views, to the batch size and the number of heads in ``sizes``."""
     lists = [getattr(mask, name) for name in blocks.LISTS]
     lists = [None if t is None else t.expand(*sizes, *t.shape[2:]) for t in lists]
     return BlockMask(mask.seq_lengths, *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)

@@ -1,4 +1,4 @@
-"""Lists of blocks: torch's ``BlockMask`` as a table of states, and a table as lists."""
+"""Converts torch's ``BlockMask`` to a table of the blocks' states, and a table to a ``BlockMask``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 HIDDEN, PARTIAL, FULL, UNKNOWN = 0, 1, 2, 3
-"""States of a block: no pair is visible; the mask function says which ones are; all are; not looked at yet."""
+"""States of a block: no pair is visible; the mask function tells which pairs are; all are; none is evaluated yet."""
 
 
 def states(block_mask: Any) -> torch.Tensor:
@@ -30,16 +30,16 @@ def _listed(block_mask: Any, counts: torch.Tensor, indices: torch.Tensor) -> tor
 
 
 def lists(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts and indices of the blocks that a table of bool marks, row by row, as ``BlockMask`` has them."""
+    """Counts ``(…, rows)`` and indices ``(…, rows, columns)``, int32, of the blocks that a table of bool marks."""
     counts = table.sum(-1, dtype=torch.int32)
-    # What is marked comes first, in its order; the rest follows.
+    # The sort is stable, so that the marked columns come first and ascend.
     order = torch.argsort(table.to(torch.int8), dim=-1, descending=True, stable=True)
     return counts, order.to(torch.int32).contiguous()
 
 
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 LISTS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
-"""The tensors of a ``BlockMask``, in the order in which it is made of them."""
+"""The tensors of a ``BlockMask``, in the order of its constructor's arguments."""
 _narrowed: WeakKeyDictionary[BlockMask, BlockMask] = WeakKeyDictionary()
 
 
@@ -62,14 +62,14 @@ def narrowed(mask: BlockMask) -> BlockMask:
 def from_states(
     table: torch.Tensor, mask_mod: Any, seq_lengths: tuple[int, int], block_size: tuple[int, int], separate: bool = True
 ) -> BlockMask:
-    """A ``BlockMask`` of a table of states.
+    """Make a ``BlockMask`` of a table of states.
 
     Args:
         table: int8 ``(B or 1, H or 1, rows, columns)`` of :data:`HIDDEN`, :data:`PARTIAL` and :data:`FULL`.
-        mask_mod: what is visible in partial blocks.
-        seq_lengths: of queries and keys.
-        block_size: the same of a block.
-        separate: list full blocks apart; else every visible block is partial.
+        mask_mod: the function that tells which pairs of partial blocks are visible.
+        seq_lengths: the numbers of queries and of keys.
+        block_size: the numbers of queries and of keys of a block.
+        separate: list full blocks apart; otherwise they are listed as partial ones.
     """
     partial = table == PARTIAL if separate else table != HIDDEN
     full = table == FULL if separate else None

@@ -1,6 +1,6 @@
-"""What a mask is in whole blocks, by interval arithmetic on its expression: bounds of every part over a block's pairs.
+"""Interval arithmetic on a mask's expression: it bounds every part of the expression over the pairs of each block.
 
-Where the bounds tell that all pairs of a block are visible, or none, the mask is not evaluated there.
+A mask is not evaluated in the blocks whose bounds tell that all pairs are visible, or that none is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INFINITY = float("inf")
 OF_BOOLS = ("and", "or", "xor", "not", "where")
 """Operations that take bounds of bools as they are."""
 Pools = dict[tuple[int, tuple[tuple[int, int], ...]], tuple[torch.Tensor, torch.Tensor]]
-"""By captured tensor, axes and sizes: the least and the greatest elements of its blocks, which several loads share."""
+"""The least and the greatest elements of a tensor's blocks, by its id, axes and sizes; several loads share them."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks whose bounds are computed: b, h and blocks of q and kv, which broadcast to four dimensions."""
+    """The blocks whose bounds are computed, as tensors that broadcast to ``(b, h, blocks of q, blocks of kv)``."""
 
     first: dict[str, torch.Tensor]
     last: dict[str, torch.Tensor]
@@ -47,11 +47,11 @@ class Grid:
     blocks: dict[str, torch.Tensor]
     """The indices of the blocks of ``q`` and ``kv``."""
     size: dict[str, int]
-    """Pairs of a block along ``q`` and ``kv``."""
+    """The number of positions of a block along ``q`` and ``kv``."""
 
 
 def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], integers: Sequence[int]) -> Bounds:
-    """The bounds of an expression; infinite where nothing is known."""
+    """The bounds of an expression in each block; where nothing is known they are infinite, or False and True."""
     found: dict[Expression, Bounds] = {}
     pools: Pools = {}
     device = grid.first["q"].device
@@ -69,7 +69,7 @@ def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], intege
         else:
             low, high = _operation(e, operands, integers)
         of_floats = e.op == "load" and e.dtype in FLOATING
-        if of_floats or e.op in ("add", "sub", "mul", "floordiv", "remainder", "cast"):  # infinite ones may make a NaN
+        if of_floats or e.op in ("add", "sub", "mul", "floordiv", "remainder", "cast"):  # infinite bounds may give NaN
             low, high = low.nan_to_num(-INFINITY, INFINITY, -INFINITY), high.nan_to_num(INFINITY, INFINITY, -INFINITY)
         if e.dtype == "bool" and low.dtype != torch.bool:
             low, high = low != 0, high != 0
@@ -80,7 +80,11 @@ def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], intege
 def _load(
     e: Expression, tensor: torch.Tensor, indices: list[Bounds], grid: Grid, pools: Pools
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a captured tensor: an axis indexed by q or kv itself is reduced block by block, others need exact indices."""
+    """The bounds of a load from a captured tensor.
+
+    An axis that q or kv itself indexes is reduced block by block. Where the index of another axis depends on q or kv,
+    the bounds are those of the whole tensor.
+    """
     direct = [str(operand.value) if operand.op == "input" else "" for operand in e.operands]
     pooled = [axis for axis, name in enumerate(direct) if name in grid.size]
     others = [axis for axis in range(tensor.ndim) if axis not in pooled]
@@ -103,7 +107,7 @@ def _load(
 
 
 def _reduced(tensor: torch.Tensor, axis: int, size: int, least: bool) -> torch.Tensor:
-    """The least or greatest element of every ``size`` ones along an axis."""
+    """The least or greatest of every ``size`` elements along an axis."""
     moved = tensor.movedim(axis, -1)
     if missing := -moved.shape[-1] % size:
         moved = torch.nn.functional.pad(moved.double(), (0, missing), value=INFINITY if least else -INFINITY)

@@ -1,4 +1,4 @@
-"""The named masks by their names, with the parameters that a command line gives."""
+"""Makes the named masks from their names and the parameters that a command line gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a named mask may be given; None is the mask's own choice for the length."""
+    """The parameters of a named mask. Where one is None, the mask chooses it by the number of tokens."""
 
     tokens: int
     window: tuple[int, ...] | None = None
@@ -21,27 +21,29 @@ class Parameters:
     first: int = 0
     """Keys that every later query sees, as StreamingLLM keeps them."""
     lengths: tuple[int, ...] | None = None
-    """Of documents, or of a tree's segments; their sum is the number of tokens."""
+    """Tokens of each document, or of each segment of a tree; their sum is ``tokens``."""
     parents: tuple[int, ...] | None = None
     """The parent of each segment of a tree, -1 for a root."""
     block: int | None = None
+    """Tokens of a block or of a chunk."""
     prefix: int | None = None
+    """Keys that every query sees."""
     grid: tuple[int, ...] | None = None
     """The shape of the grid of tokens of a neighbourhood."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """One of the masks."""
+    """The entry of one mask."""
 
     summary: str
     takes: tuple[str, ...]
-    """Fields of :class:`Parameters`."""
+    """The fields of :class:`Parameters` that it takes besides ``tokens``."""
     make: Callable[[Parameters], Mask]
 
 
 def mask_of(name: str, given: Parameters) -> Mask:
-    """A named mask.
+    """Make the mask of a name.
 
     Raises:
         ValueError: there is no mask of that name, it does not take what is given, or the numbers do not fit.
@@ -64,7 +66,7 @@ def _offsets(given: Parameters) -> list[int]:
 
 
 def _shares(total: int, parts: tuple[int, ...]) -> tuple[int, ...]:
-    """A number in parts of about these proportions."""
+    """``total`` split in about these proportions; a part that would be 0 is left out."""
     ends = [round(total * end / sum(parts)) for end in itertools.accumulate(parts)]
     return tuple(b - a for a, b in itertools.pairwise([0, *ends]) if b > a)
 
@@ -157,7 +159,7 @@ def _neighbourhood(axes: int) -> Callable[[Parameters], Mask]:
 
 
 def _grid(tokens: int, axes: int) -> tuple[int, ...]:
-    """Factors of about equal size."""
+    """As many factors of ``tokens`` as there are axes, of about equal size."""
     found: list[int] = []
     for left in range(axes, 1, -1):
         side = max(n for n in range(1, int(tokens ** (1 / left) + 1e-9) + 1) if tokens % n == 0)

@@ -1,4 +1,4 @@
-"""Derivatives of expressions by reverse mode: with respect to the score, and to each element of captured tensors."""
+"""Differentiates expressions in reverse mode, with respect to the score and to elements of captured tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from flashlane.flex.expression import FLOATING, Expression, binary, cast, constant, nodes, unary, where
 
 Rule = Callable[[Expression, Expression], list["Expression | None"]]
-"""An operation and the gradient of its result -> the gradient of each operand; None where it is 0 everywhere."""
+"""From an operation and the gradient of its result to the gradient of each operand; None where that is always 0."""
 
 
 def gradients(root: Expression, seed: Expression | None = None) -> dict[Expression, Expression]:
@@ -141,16 +141,16 @@ RULES: dict[str, Rule] = {
     "where": _of_where,
     "cast": lambda e, g: [cast(g, e.operands[0].dtype)],
 }
-"""What has no rule (rounding, comparisons, integers) has derivative 0 everywhere."""
+"""An operation without a rule (rounding, comparisons, ``detach``, integers) has derivative 0 everywhere."""
 
 
 def of_score(root: Expression) -> Expression:
-    """The derivative with respect to the score, 0 where it does not depend on it."""
+    """The derivative with respect to the score; the constant 0 where ``root`` does not depend on it."""
     found = gradients(root)
     parts = [gradient for e, gradient in found.items() if e.op == "input" and e.value == "score"]
     return parts[0] if parts else constant(0.0, root.dtype)
 
 
 def of_loads(root: Expression, seed: Expression) -> list[tuple[Expression, Expression]]:
-    """Each element that is read of a captured floating tensor, and its derivative times ``seed``."""
+    """Each load from a captured floating tensor, and the derivative with respect to it, times ``seed``."""
     return [(e, gradient) for e, gradient in gradients(root, seed).items() if e.op == "load"]

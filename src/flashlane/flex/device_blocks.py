@@ -1,4 +1,4 @@
-"""Block lists on a GPU: states from column intervals, or of unknown blocks from a mask program; lists from states."""
+"""Makes block lists on a GPU: the states of blocks from column intervals or a mask program, and lists from states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEGMENT = 1024
 
 
 class IntervalParams(ctypes.Structure):
-    """Of ``interval_states.cu``."""
+    """The launch parameters of ``interval_states.cu``."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("starts", "ends", "states")),
@@ -36,7 +36,7 @@ class _Lists(ctypes.Structure):
 
 
 class ListParams(ctypes.Structure):
-    """Of ``block_lists.cu``."""
+    """The launch parameters of ``block_lists.cu``."""
 
     _fields_ = [
         ("states", ctypes.c_void_p),
@@ -85,7 +85,7 @@ def _blocks(lengths: tuple[int, int], block_size: tuple[int, int]) -> tuple[int,
 def interval_states(
     starts: torch.Tensor, ends: torch.Tensor, lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> torch.Tensor:
-    """The states of all blocks, int8 ``(B or 1, H or 1, rows, columns)``; intervals as in ``masks.Intervals``."""
+    """The states of all blocks, int8 ``(B or 1, H or 1, rows, columns)``, from the tensors of ``Intervals``."""
     batch, heads, intervals, queries = starts.shape
     rows, columns = _blocks(lengths, block_size)
     states = torch.empty(batch, heads, rows, columns, dtype=torch.int8, device=starts.device)
@@ -119,10 +119,10 @@ def look_at_pairs(
 
     Args:
         states: int8 ``(batch, heads, rows, columns)`` on a GPU.
-        program: its mask is evaluated.
-        arguments: what the program reads.
-        lengths: queries and keys.
-        block_size: queries and keys of a block.
+        program: the program whose mask is evaluated.
+        arguments: the tensors and integers that the program reads.
+        lengths: the numbers of queries and of keys.
+        block_size: the numbers of queries and of keys of a block.
     """
     if not states.numel():
         return
@@ -138,7 +138,7 @@ def look_at_pairs(
 def block_mask(
     states: torch.Tensor, mask_mod: Any, lengths: tuple[int, int], block_size: tuple[int, int], separate: bool
 ) -> BlockMask:
-    """What ``blocks.from_states`` gives, in one launch."""
+    """The ``BlockMask`` that ``blocks.from_states`` makes of the same arguments, in one launch."""
     batch, heads, rows, columns = states.shape
 
     def empty(*shape: int) -> torch.Tensor:

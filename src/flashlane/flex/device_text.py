@@ -1,4 +1,4 @@
-"""Expressions as CUDA C++: one statement an operation, with the functions of ``cuda/program_math.cuh``."""
+"""Writes expressions as CUDA C++, a statement for each operation, with the functions of ``cuda/program_math.cuh``."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from flashlane.flex.expression import Expression, inputs_of, is_constant, may_be
 
 C_TYPES = {"bool": "bool", "i32": "int", "i64": "long long", "f32": "float", "f64": "double"}
 C_TYPES |= dict.fromkeys(("u8", "i8", "i16"), "int") | dict.fromkeys(("f16", "bf16"), "float")
-"""Types of variables. A value of a short type is kept, rounded or wrapped, in a longer one."""
+"""C++ types of variables. A value of a short type is rounded or wrapped to it, and held in a longer one."""
 IN_MEMORY = {"u8": "unsigned char", "i8": "signed char", "i16": "short", "f16": "__half", "bf16": "__nv_bfloat16"}
 IN_MEMORY = {**C_TYPES, **IN_MEMORY}
+"""C++ types of the elements of captured tensors."""
 
 _OPERATORS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"}
 _OPERATORS |= {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "truncdiv": "/"}
 _LIBRARY = "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh erf floor ceil trunc"
 _FUNCTIONS = {name: name for name in _LIBRARY.split()} | {"round": "rint", "pow": "pow", "atan2": "atan2"}
-"""Functions of CUDA's math library; those of f32 end in f."""
+"""Functions of CUDA's math library; the names of the f32 functions end in f."""
 _OWN = {"tanh", "sigmoid", "sign", "minimum", "maximum", "remainder", "fmod", "floordiv"}
-"""Functions of program_math.cuh, which are overloaded."""
+"""Functions of program_math.cuh, which overloads them by type."""
 
 LEAST_FACTOR = 2.0**-20
-"""Of a score whose factor is multiplied with the scale of the exponent."""
+"""The least constant factor of a score that is folded into the scale of the exponent; its reciprocal is the largest."""
 
 
 def literal(number: float | int | bool, dtype: str) -> str:
-    """A number of a type, exact."""
+    """The C++ text of a number of a type; it gives the number exactly, or wrapped and rounded as the type does."""
     if dtype == "bool":
         return "true" if number else "false"
     if dtype in ("f32", "f16", "bf16", "f64"):
@@ -42,7 +43,7 @@ def literal(number: float | int | bool, dtype: str) -> str:
 
 
 def factor_of(root: Expression) -> tuple[float, Expression]:
-    """A score as a positive constant and what it is multiplied by."""
+    """Split a score into a positive constant and what it is multiplied by; the constant is 1 where none is in range."""
     if root.op == "mul" and root.dtype == "f32":
         for one, other in (root.operands, root.operands[::-1]):
             if one.op == "constant" and LEAST_FACTOR <= one.value <= 1 / LEAST_FACTOR:  # type: ignore[operator]
@@ -55,14 +56,15 @@ def body(
 ) -> str:
     """The statements of a function that returns ``root`` as the type ``result``.
 
-    It has p, the pair's b, h, q and kv, its distance, and the product and the scale that make its score.
+    They read ``p``, the pair's ``b``, ``h``, ``q`` and ``kv``, and in a score or its derivative also ``distance``,
+    ``product`` (q·k) and ``scale``.
 
     Args:
         root: the expression.
         captured: the type of each captured tensor.
-        result: a C++ type.
-        short: positions are below 2^22, as those that the attention kernels ask about.
-        approximate: an f32 tanh is that of the special-function unit, with a relative error of 2^-11.
+        result: the C++ type that the function returns.
+        short: whether positions are below 2^22, as those of the attention kernels are.
+        approximate: whether the special-function unit computes an f32 tanh, with a relative error of 2^-11.
     """
     names: dict[Expression, str] = {}
     negative: dict[Expression, bool] = {}
@@ -86,7 +88,7 @@ def body(
 
 
 def _used(lines: list[tuple[str, str]], wanted: set[str]) -> list[str]:
-    """The statements that the wanted names depend on; a distance needs none of its parts."""
+    """The statements that the wanted names depend on: the text of a distance names none of its operands."""
     kept = []
     for name, line in reversed(lines):
         if name in wanted:
@@ -158,7 +160,7 @@ def _divided(e: Expression, a: list[str]) -> str:
     if e.dtype == "f64":
         return f"{a[0]} / {a[1]}"
     if divisor.op == "constant" and divisor.value and math.isfinite(divisor.value):  # type: ignore[arg-type]
-        return f"{a[0]} * (1.f / {a[1]})"  # as torch divides by a number on a GPU
+        return f"{a[0]} * (1.f / {a[1]})"  # torch divides by a number so on a GPU
     return f"program::divided({a[0]}, {a[1]})"
 
 
@@ -169,7 +171,7 @@ def _power(e: Expression, a: str) -> str | None:
 
 
 def _is_position(e: Expression) -> bool:
-    """Whether an integer is one of the function's, or their difference."""
+    """Whether an i32 expression is an input or a difference of two, or the negative or absolute value of such a one."""
     if e.op in ("neg", "abs"):
         return _is_position(e.operands[0])
     return e.dtype == "i32" and (e.op == "input" or (e.op == "sub" and all(o.op == "input" for o in e.operands)))
@@ -184,7 +186,7 @@ def _sign(e: Expression) -> str | None:
 
 
 def _distance(e: Expression) -> str | None:
-    """A distance, or its size, in f32."""
+    """The text of a distance, or of its absolute value, in f32; None for any other expression."""
     if e.op == "abs":
         inner = _distance(e.operands[0])
         return inner and f"fabsf({inner})"
@@ -193,7 +195,7 @@ def _distance(e: Expression) -> str | None:
 
 
 def _scaled_distance(e: Expression, a: list[str]) -> str | None:
-    """A distance times a factor that the pairs of a row share."""
+    """The text of a distance times a factor that the pairs of a row share; None for any other product."""
     for (one, other), name in zip((e.operands, e.operands[::-1]), a[::-1], strict=True):
         sign = _sign(one.operands[0]) if one.op == "cast" and one.dtype == "f32" else None
         if sign is not None and not inputs_of(other) & {"score", "q", "kv"}:
@@ -202,7 +204,10 @@ def _scaled_distance(e: Expression, a: list[str]) -> str | None:
 
 
 def _scaled_score(e: Expression, a: list[str]) -> str | None:
-    """The score times a constant: one operation of the product, as its scale times the constant is the same for all."""
+    """The text of the score times, or over, a constant; None for any other expression.
+
+    The scale times the constant is the same for all pairs, so that each pair takes one multiplication.
+    """
     for (one, other), name in zip((e.operands, e.operands[::-1]), a[::-1], strict=True):
         if one.op == "input" and one.value == "score" and one.dtype == "f32" and other.op == "constant":
             if e.op == "mul":

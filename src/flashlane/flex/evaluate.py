@@ -1,4 +1,4 @@
-"""Expressions on torch tensors: what the reference computes, and what tests compare generated code with."""
+"""Evaluates expressions on torch tensors, for the reference, for block masks on a CPU and for tests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def evaluate(
     tensors: Sequence[torch.Tensor],
     integers: Sequence[int],
 ) -> list[torch.Tensor]:
-    """The values of expressions, broadcast over the inputs; each part is computed once.
+    """The values of expressions, each in its own type, broadcast over the inputs; each part is computed once.
 
     Args:
-        roots: expressions.
+        roots: the expressions.
         inputs: by name, tensors that broadcast together; ``score`` in its expression's type, the others i32.
         tensors: the captured tensors.
         integers: the values of the ``integer`` leaves.

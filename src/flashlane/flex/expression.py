@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 TYPES = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
-"""The field's short names. Arithmetic is done in i32, i64, f32, f64 and bool; the others are read, or converted to."""
+"""Short names of types. Arithmetic is done in i32, i64, f32, f64 and bool; the others are only loaded or cast to."""
 FLOATING = ("f16", "bf16", "f32", "f64")
 INPUTS = {"score": "f32", "b": "i32", "h": "i32", "q": "i32", "kv": "i32"}
-"""What a function is given, by name. The score is f64 where the query is."""
+"""The inputs of a function and their types. The score is f64 where the query is."""
 
 _EXPONENTIAL = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "erf")
 _CIRCULAR = ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh")
@@ -57,7 +57,7 @@ _known: weakref.WeakValueDictionary[tuple, Expression] = weakref.WeakValueDictio
 
 
 def make(op: str, dtype: str, operands: Sequence[Expression] = (), value: object = None) -> Expression:
-    """The one expression of these parts."""
+    """The expression of these parts; equal parts give the same object."""
     # -0.0 == 0.0 and nan != nan, so a number's own text is part of the key.
     key = (op, dtype, tuple(map(id, operands)), repr(value))
     found = _known.get(key)
@@ -72,7 +72,7 @@ def input(name: str, dtype: str | None = None) -> Expression:
 
 
 def constant(number: float | int | bool, dtype: str) -> Expression:
-    """A number of a type; integers wrap, and f32 numbers are rounded, when they are written down."""
+    """A constant of a type. Its value stays as given: the device text wraps integers and rounds f32 numbers."""
     if dtype == "bool":
         return make("constant", dtype, value=bool(number))
     return make("constant", dtype, value=float(number) if dtype in FLOATING else int(number))
@@ -83,7 +83,7 @@ def is_constant(e: Expression, number: float | None = None) -> bool:
 
 
 def cast(e: Expression, dtype: str) -> Expression:
-    """A conversion, as ``Tensor.to`` does it; none where the type is right, and constants are converted here."""
+    """Convert an expression as ``Tensor.to`` does. One of that type is returned; most constants are converted here."""
     if e.dtype == dtype:
         return e
     if e.op == "constant" and dtype in ("bool", "i32", "i64", "f32", "f64"):
@@ -95,7 +95,7 @@ def cast(e: Expression, dtype: str) -> Expression:
 
 
 def binary(op: str, a: Expression, b: Expression) -> Expression:
-    """An operation on two expressions of one type; what adds nothing to a derivative is left out."""
+    """An operation on two expressions of one type; a term 0 and a factor 1, which derivatives have, are left out."""
     if op == "add" and is_constant(a, 0):
         return b
     if op in ("add", "sub") and is_constant(b, 0):
@@ -140,7 +140,7 @@ def inputs_of(*roots: Expression | None) -> set[str]:
 
 
 def rewrite(root: Expression, value_of: Callable[[Expression], object]) -> Expression:
-    """The expression with other values in its parts: those that ``value_of`` gives."""
+    """The same graph, in which each part has the value that ``value_of`` gives for it."""
     new: dict[Expression, Expression] = {}
     for e in nodes(root):
         new[e] = make(e.op, e.dtype, [new[operand] for operand in e.operands], value_of(e))
@@ -148,7 +148,7 @@ def rewrite(root: Expression, value_of: Callable[[Expression], object]) -> Expre
 
 
 def linear(*roots: Expression) -> Iterator[str]:
-    """One line for each part of the roots, by which equal graphs have equal lines in every process."""
+    """One line for each part of the roots; equal graphs give equal lines in every process."""
     order = nodes(*roots)
     index = {e: i for i, e in enumerate(order)}
     for e in order:
@@ -175,7 +175,7 @@ def render(e: Expression, depth: int = 6) -> str:
 
 
 def may_be_negative(e: Expression, known: dict[Expression, bool] | None = None) -> bool:
-    """Whether an integer expression can be below 0, as far as its form tells."""
+    """Whether an integer expression may be below 0; False only where its form excludes that."""
     known = {} if known is None else known
     if e not in known:
         known[e] = _may_be_negative(e, known)

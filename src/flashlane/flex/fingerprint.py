@@ -1,4 +1,4 @@
-"""Whether two functions are the same to a program: their code and all values that it refers to, tensors aside.
+"""Fingerprints of functions: equal ones have the same code and refer to the same values, tensors aside.
 
 A function is traced once for all calls with equal fingerprints; the tensors are taken from each call's own.
 """
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 MOST_ITEMS = 256
-"""A container with more is not looked through."""
+"""A function that refers to a container of more items has no fingerprint."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device)
 _MODULES = ("torch", "math", "operator", "functools", "builtins", "numpy")
-"""Modules whose attributes do not change."""
+"""Modules whose attributes are assumed not to change."""
 
 
 _SHAPES = {"shape", "size", "numel", "stride", "len", "ndim", "dim", "nelement", "is_contiguous"}
@@ -26,24 +26,24 @@ _SHAPES = {"shape", "size", "numel", "stride", "len", "ndim", "dim", "nelement",
 
 
 class Unknown(Exception):
-    """A value that has no fingerprint: the function is traced at each call."""
+    """A value has no fingerprint, so that its function is traced at each call."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What decides a function's graph."""
+    """All that decides a function's graph."""
 
     key: Hashable
     shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors."""
+    """The shapes of :attr:`tensors`."""
     reads_shapes: bool
     """Whether the function's own code may read a shape."""
     tensors: list[torch.Tensor]
-    """Those that the function refers to."""
+    """The tensors that the function refers to, each once."""
 
 
 def fingerprint(function: Callable[..., Any]) -> Fingerprint | None:
-    """A function's fingerprint; None where it refers to what has none."""
+    """A function's fingerprint; None where it refers to a value that has none."""
     walk = _Walk()
     try:
         key = walk.value(function), torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""Masks as data: the keys that a row sees, as at most a few intervals of columns."""
+"""Column intervals: a mask as the few ranges of keys that each query sees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Intervals:
     starts: torch.Tensor
     """i32 ``(B or 1, H or 1, intervals, queries)``, contiguous; a row's intervals ascend by their starts."""
     ends: torch.Tensor
-    """The same; an interval that ends where it starts, or before, is empty."""
+    """i32, of the same shape; an interval that ends where it starts, or before, is empty."""
 
     def __post_init__(self) -> None:
         for name, t in (("starts", self.starts), ("ends", self.ends)):
@@ -29,7 +29,7 @@ class Intervals:
                 )
 
     def merged(self, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Starts and ends, i64, with intervals that touch made one; those that went into a later one are empty."""
+        """Starts and ends, i64; intervals that touch or overlap are merged into the later one, the other is empty."""
         starts, ends = self.starts.long().clamp_min(0), self.ends.long().clamp_max(keys)
         for r in range(1, starts.shape[2]):
             (start, next_start), (end, next_end) = (
@@ -58,7 +58,7 @@ class Intervals:
 def _counts(
     start: torch.Tensor, stop: torch.Tensor, filled: torch.Tensor, rows: int, columns: int, block: int
 ) -> torch.Tensor:
-    """How many rows of each row of blocks have each column of blocks in [start, stop)."""
+    """For each block, the number of its queries that have its column in [start, stop) of an interval; int32."""
     batch, heads, _, queries = start.shape
     total = torch.zeros(batch, heads, rows * (columns + 1), dtype=torch.int32, device=start.device)
     row = (torch.arange(queries, device=start.device) // block) * (columns + 1)
@@ -70,7 +70,7 @@ def _counts(
 
 
 def interval_mask_mod(intervals: Intervals) -> Callable[..., Any]:
-    """The mask function of intervals. Its program is the same for all that have as many."""
+    """The mask function of intervals. Its program depends on their number and on whether batches or heads differ."""
     starts, ends = intervals.starts, intervals.ends
     batch, heads, count, _ = starts.shape
 

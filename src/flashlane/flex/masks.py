@@ -1,4 +1,4 @@
-"""Named masks. Each is a mask function for flex_attention, and where its rows are a few column intervals, these too.
+"""Named masks for flex_attention. A mask whose rows are a few column intervals also gives these intervals.
 
 Indices are those of one sequence: query i and key i are the same token. A mask is called as torch calls a ``mask_mod``,
 so torch's own FlexAttention takes it as well.
@@ -19,11 +19,12 @@ from flashlane.flex.packed import Documents
 from flashlane.flex.windows import Window
 
 MOST_INTERVALS = 4
-"""Intervals of a row; a mask that needs more is evaluated pair by pair."""
+"""The largest number of intervals of a row; a mask that needs more is treated as any other function."""
 
 Sides = list[tuple[torch.Tensor, torch.Tensor]]
 Bounds = Callable[[torch.Tensor, int], Sides]
-"""Query indices ``(queries)``, number of keys -> starts and ends of each interval, ``(queries)`` or with batches."""
+"""From query indices ``(queries,)`` and the number of keys to the starts and ends of each interval, of that shape or
+``(batch, queries)``."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Mask:
     bounds: Bounds | None = None
     """The rows' intervals, ascending; None where rows are not a few intervals."""
     window: Window | None = None
-    """Where each row is a window."""
+    """The window, where the mask is nothing else."""
     documents: Documents | None = None
-    """Where each row is its document, or what of it is before."""
+    """The packed documents, where a token sees its own document, or that up to itself, and nothing else."""
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(b, h, q_idx, kv_idx)
@@ -65,7 +66,11 @@ def causal(offset: int = 0) -> Mask:
 
 
 def sliding_window(left: int, right: int = 0, first: int = 0) -> Mask:
-    """``i - left <= j <= i + right``, and the ``first`` keys up to ``i + right``."""
+    """Key j is visible to query i where ``i - left <= j <= i + right``, or where ``j < first`` and ``j <= i + right``.
+
+    Raises:
+        ValueError: a number is negative or not an integer.
+    """
     _check(left=left, right=right, first=first)
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -98,8 +103,12 @@ def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
     """Packed documents: a token sees its own document, with ``causal`` up to itself.
 
     Args:
-        offsets: the documents' first tokens and the length, as ``cu_seqlens``; on the device of the call.
+        offsets: the documents' first tokens and the length, as ``cu_seqlens``: int32 or int64 ``(documents + 1,)``, on
+            the device of the call.
         causal: hide later tokens.
+
+    Raises:
+        ValueError: ``offsets`` has another shape or type, does not begin with 0, or descends.
     """
     found, ids = _documents_of(offsets, causal)
     offsets = found.offsets
@@ -137,7 +146,7 @@ def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
 
 
 def prefix_lm(prefix: int | torch.Tensor) -> Mask:
-    """Every token sees the first ``prefix`` keys, a number or i32 ``(B)``, and what is before itself."""
+    """Every token sees the first ``prefix`` keys (a number, or integers ``(B,)``) and all tokens up to itself."""
     if isinstance(prefix, torch.Tensor):
 
         def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -178,12 +187,15 @@ def chunks(size: int, causal: bool = False) -> Mask:
 def prefix_tree(parents: Sequence[int], lengths: Sequence[int], device: Any = "cpu") -> Mask:
     """Sequences that share prefixes, packed as the segments of a tree in depth-first order.
 
-    A token sees the earlier tokens of its own segment and all tokens of the segments above it.
+    A token sees the tokens of its own segment up to itself, and all tokens of the segments above it.
 
     Args:
         parents: the parent of each segment, -1 for a root; a parent comes before its children.
         lengths: tokens of each segment.
-        device: of the call.
+        device: the device of the call.
+
+    Raises:
+        ValueError: the segments are not a tree in depth-first order, or there are not as many lengths as parents.
     """
     n = len(parents)
     if len(lengths) != n or any(not -1 <= p < i for i, p in enumerate(parents)):
@@ -220,7 +232,7 @@ def prefix_tree(parents: Sequence[int], lengths: Sequence[int], device: Any = "c
 
 
 def _path(parents: Sequence[int], offsets: list[int], segment: int) -> tuple[tuple[int, int], ...]:
-    """The tokens of a segment and of those above it; neighbours are one interval."""
+    """The intervals of the tokens of a segment and of those above it; adjacent ones are merged."""
     found: list[tuple[int, int]] = []
     while segment >= 0:
         start, end = offsets[segment], offsets[segment + 1]
@@ -235,7 +247,8 @@ def _path(parents: Sequence[int], offsets: list[int], segment: int) -> tuple[tup
 def block_diffusion(length: int, block: int) -> Mask:
     """Training of block diffusion models: ``length`` noised tokens, then the same tokens clean.
 
-    A noised token sees its own noised block and the clean blocks before it; a clean one its own and earlier clean ones.
+    A noised token sees its own noised block and the clean blocks before it; a clean token sees its own
+    clean block and those before it.
     """
     _check(least=1, length=length, block=block)
 
@@ -263,8 +276,11 @@ def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
     Along each axis a token sees ``window`` positions around its own, moved inside where they would leave the grid.
 
     Args:
-        shape: of the grid of tokens.
+        shape: tokens of the grid along each axis.
         window: positions that are seen along each axis, at most the axis's length.
+
+    Raises:
+        ValueError: there are not 1 to 3 axes, or a window is not from 1 to its axis's length.
     """
     shape, window = tuple(shape), tuple(window)
     if not 1 <= len(shape) <= 3 or len(shape) != len(window) or any(not 1 <= w <= n for n, w in zip(shape, window)):

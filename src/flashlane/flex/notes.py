@@ -1,4 +1,4 @@
-"""What is known of a block mask besides its lists, for as long as it has the function that it was made with."""
+"""Keeps what is known of a block mask besides its lists, as long as it has the function that it was made with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Notes(Generic[Known]):
             self._known[mask] = mask.mask_mod, known
 
     def of(self, mask: BlockMask | None) -> Known | None:
-        """What was noted of a mask that has its function still."""
+        """The fact that was noted of a mask; None without one, and where its function has been replaced since."""
         if mask is None or mask not in self._known:
             return None
         function, known = self._known[mask]

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Packed documents, of which each token sees its own, or what of it is before."""
+    """Packed documents: a token sees its own document, with ``causal`` up to itself."""
 
     offsets: torch.Tensor
-    """int32 ``(documents + 1,)``, of nobody else: the documents' first tokens and the length."""
+    """int32 ``(documents + 1,)``, a copy that nothing else writes: the documents' first tokens and the length."""
     longest: int
     """Tokens of the longest document."""
     tokens: int
     causal: bool
     source: tuple[torch.Tensor, int] | None = None
-    """The tensor with the document of each token that a mask function reads, and its version; None of a named mask."""
+    """The tensor with each token's document that a mask function reads, and its version; None for a named mask."""
 
     def hold_for(self, read: Sequence[torch.Tensor]) -> bool:
-        """Whether these are still the documents of a mask function that reads such tensors."""
+        """Whether a mask function that reads these tensors still has these documents: its source is unchanged."""
         if self.source is None:
             return True
         tensor, version = self.source
@@ -38,7 +38,7 @@ class Documents:
 
     @classmethod
     def of(cls, offsets: torch.Tensor, causal: bool) -> Documents:
-        """The documents of ``cu_seqlens``. It waits for the device once.
+        """The documents of ``cu_seqlens``. The call waits for the device once.
 
         Raises:
             ValueError: the first offset is not 0, or they descend.
@@ -57,12 +57,13 @@ class Documents:
 def of_mask(mask: Expression | None, arguments: Arguments, lengths: tuple[int, int]) -> Documents | None:
     """The documents of a mask ``ids[q] == ids[kv]``, or that and ``q >= kv``; None for any other.
 
-    It waits for the device where the mask is such a one. Tokens of a document must follow each other.
+    The call waits for the device where the mask has that form. The tokens of a document must follow each other;
+    otherwise, and while a CUDA graph is captured, the result is None.
 
     Args:
         mask: the expression.
-        arguments: what it reads.
-        lengths: queries and keys.
+        arguments: the tensors and integers that it reads.
+        lengths: the numbers of queries and of keys.
     """
     read, causal = [], False
     for part in _conjunction(mask):
@@ -98,7 +99,7 @@ def _conjunction(e: Expression | None) -> Iterator[Expression]:
 
 
 def _compared(e: Expression) -> int | None:
-    """The number of a captured vector, of integers, whose elements at q and at kv are compared."""
+    """The number of a captured integer vector whose elements at q and at kv must be equal; None for other masks."""
     if e.op != "eq" or any(load.op != "load" or len(load.operands) != 1 for load in e.operands):
         return None
     positions = {load.operands[0].value for load in e.operands if load.operands[0].op == "input"}
@@ -107,4 +108,4 @@ def _compared(e: Expression) -> int | None:
 
 
 NOTES: Notes[Documents] = Notes()
-"""Of the masks that are documents."""
+"""The documents of block masks that are nothing else."""

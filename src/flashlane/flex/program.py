@@ -1,4 +1,4 @@
-"""What a kernel is compiled for: a score and a mask as expressions, and the tensors that they read."""
+"""Programs, for which kernels are compiled: a score and a mask as expressions, and the tensors that they read."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class CapturedTensor:
 
     name: str
     dtype: str
-    """The field's short name: ``bf16``, ``i32``, ``bool`` …"""
+    """The short name of its type: ``bf16``, ``i32`` or ``bool``, say."""
     ndim: int
     differentiable: bool
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What one call gives a program."""
+    """The tensors and integers of one call of a program."""
 
     tensors: tuple[torch.Tensor, ...] = ()
-    """Those that ``Program.captured`` declares, in its order."""
+    """The tensors that ``Program.captured`` declares, in its order."""
     integers: tuple[int, ...] = ()
-    """The values of the ``integer`` expressions: a window or a length, so that another one compiles nothing."""
+    """The values of the ``integer`` expressions, such as a window or a length; another value compiles nothing."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Program:
     """A score and a mask function. Programs that compute the same in the same order are equal."""
 
     score: Expression | None = None
-    """Of the scaled score in natural units; None leaves it as it is."""
+    """The new score, computed from the scaled score in natural units; None leaves the score as it is."""
     mask: Expression | None = None
-    """bool; None shows every pair."""
+    """Whether a pair is visible, a bool; with None every pair is."""
     captured: tuple[CapturedTensor, ...] = ()
     integers: int = 0
-    """How many numbers :attr:`Arguments.integers` has."""
+    """The length of :attr:`Arguments.integers`."""
 
     @functools.cached_property
     def key(self) -> str:
@@ -78,7 +78,7 @@ class Program:
 
     @property
     def has_captured_gradients(self) -> bool:
-        """Whether the score depends differentiably on a captured tensor that asks for a gradient."""
+        """Whether there is a score function and a captured tensor, of the score or the mask, requires a gradient."""
         return self.score is not None and any(t.differentiable for t in self.captured)
 
     def mask_inputs(self) -> set[str]:
@@ -100,7 +100,8 @@ class Program:
         returns is multiplied by ``FACTOR``. ``derivative`` takes the same, and dS is multiplied by its result.
 
         Args:
-            approximate: the score's tanh has a relative error of 2^-11, a quarter of bf16's, and not f32's.
+            approximate: whether tanh in the score and its derivative has a relative error of 2^-11, a quarter of
+                bf16's, instead of f32's.
         """
         if approximate not in self._headers:
             self._headers[approximate] = self._text(approximate)
@@ -207,7 +208,7 @@ def torch_type(name: str) -> torch.dtype:
 
 
 def captured(tensors: Sequence[torch.Tensor]) -> tuple[CapturedTensor, ...]:
-    """How tensors are declared."""
+    """The declarations of tensors."""
     return tuple(
         CapturedTensor(f"captured{i}", short_name(t.dtype), t.ndim, t.requires_grad) for i, t in enumerate(tensors)
     )

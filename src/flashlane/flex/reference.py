@@ -1,7 +1,7 @@
-"""Attention with a program in torch operations, tile by tile: every device, every type, forward and backward.
+"""Computes attention with a program by torch operations, tile by tile, on every device and in every floating type.
 
-Rows are cut into tiles of at most :data:`TILE` scores. A tile reads only the columns of blocks that one of its rows
-lists. f64 is computed in f64, every other type in f32.
+Rows are cut into tiles of at most :data:`TILE` scores, or of one row where a row has more. A tile reads only the
+columns of blocks that one of its rows lists. f64 is computed in f64, every other type in f32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashlane.flex.expression import Expression, input
 from flashlane.flex.program import Arguments, Program
 
 TILE = 1 << 21
-"""Scores of a tile."""
+"""The largest number of scores of a tile that has more than one row."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class _Tile:
     places: dict[str, torch.Tensor]
     """``b``, ``h``, ``q`` and ``kv`` as i32 tensors that broadcast to the tile."""
     state: torch.Tensor | None
-    """Of each pair's block: 0 hidden, 1 partial, 2 full."""
+    """The state of each pair's block: 0 hidden, 1 partial, 2 full; None without a block mask."""
 
 
 @dataclass
 class Problem:
-    """The inputs of one call: q ``(b, h, sq, d)``, k and v ``(b or 1, hk, sk, d)``."""
+    """The inputs of one call: q ``(b, h, sq, d)``, k ``(b or 1, hk, sk, d)`` and v ``(b or 1, hk, sk, dv)``."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -76,7 +76,7 @@ class Problem:
                     kv, state = every, None
                     if listed is not None:
                         lb, lh = (cut[i] if listed.shape[i] > 1 else slice(None) for i in (0, 1))
-                        # Rows past the lists have no blocks.
+                        # A row past the lists has the blocks of the last row of blocks.
                         of_rows = listed[lb, lh][:, :, (q // size[0]).long().clamp_max(listed.shape[2] - 1)]
                         used = of_rows.flatten(0, 2).amax(0) > 0 if of_rows.numel() else every[:0].bool()
                         kv = every[used[(every // size[1]).long()]]
@@ -91,7 +91,7 @@ class Problem:
         return of_batch[:, heads][:, :, tile.columns].to(self.work)
 
     def scores(self, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scaled scores, and the same after the program with −inf in hidden pairs."""
+        """Scaled scores, and what the program makes of them, with −inf in hidden pairs."""
         scaled = self.q[tile.b, tile.h, tile.q].to(self.work) @ self.operand(self.k, tile).mT * self.scale
         inputs = {"score": scaled, **tile.places}
         program, given = self.program, (self.arguments.tensors, self.arguments.integers)
@@ -109,15 +109,17 @@ class Problem:
         return scaled, score
 
     def probabilities(self, tile: _Tile, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scaled scores, and P."""
+        """Scaled scores, and the probabilities P = exp(score − LSE)."""
         scaled, score = self.scores(tile)
         finite = torch.where(lse == -torch.inf, 0, lse)
         return scaled, torch.exp(score - finite.unsqueeze(-1))
 
 
 def forward(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output in q's type, LSE and the rows' largest scores ``(b, h, sq)`` in f32 (f64). A row that sees nothing has
-    output 0 and −inf."""
+    """Compute the output ``(b, h, sq, dv)`` in q's type, and the LSE and the largest score of each row ``(b, h, sq)``.
+
+    The latter two are f32, or f64 where q is. A row that sees no key has output 0, and −inf as LSE and largest score.
+    """
     q, v = problem.q, problem.v
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=problem.work)
@@ -136,7 +138,7 @@ def forward(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass
 class Gradients:
-    """dQ, dK, dV and those of the captured tensors, None where nothing asked."""
+    """dQ, dK, dV and the gradients of the captured tensors; None where a gradient was not asked for."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
@@ -154,15 +156,15 @@ def backward(
     *,
     operands: bool = True,
 ) -> Gradients:
-    """Gradients, all sums in a fixed order.
+    """Compute the gradients; all sums have a fixed order.
 
     Args:
-        problem: the call.
-        out, lse: what its forward gave.
-        do: the output's gradient.
-        dlse: the LSE's, or None.
+        problem: the inputs of the call.
+        out, lse: the results of its forward.
+        do: the gradient of the output.
+        dlse: the gradient of the LSE, or None.
         wanted: for each captured tensor, whether its gradient is computed.
-        operands: whether those of q, k and v are.
+        operands: whether the gradients of q, k and v are computed.
     """
     q, k, v, work = problem.q, problem.k, problem.v, problem.work
     sums = (
@@ -202,7 +204,7 @@ def backward(
 
 
 def _add_rows(total: torch.Tensor, tile: _Tile, problem: Problem, part: torch.Tensor) -> None:
-    """Adds (b, h, columns, d) of query heads to the rows of their key/value heads."""
+    """Add ``(b, h, columns, d)`` of query heads to the rows of their key/value heads."""
     if total.shape[0] == 1:
         part = part.sum(0, keepdim=True)
     heads = tile.places["h"].flatten().long() // problem.group
@@ -237,7 +239,7 @@ def _add_captured(
             continue
         roots = [gradient, *load.operands]
         part, *indices = evaluate(roots, inputs, arguments.tensors, arguments.integers)
-        # What is hidden has no gradient, even where its derivative is infinite.
+        # A hidden pair has no gradient, even where the derivative is infinite.
         part = torch.where(inputs["grad"] != 0, part, 0).to(total.dtype).expand(shape)
         flat = torch.zeros((), dtype=torch.long, device=part.device)
         for index, size in zip(indices, total.shape, strict=True):
@@ -248,6 +250,6 @@ def _add_captured(
         part = part.sum(summed, keepdim=True) if summed else part
         flat = flat.expand(part.shape).flatten()
         if total.device.type == "cpu":
-            total.view(-1).index_add_(0, flat, part.flatten())  # one after the other
+            total.view(-1).index_add_(0, flat, part.flatten())  # adds one element after the other
         else:
-            total.view(-1).index_put_((flat,), part.flatten(), accumulate=True)  # sorted first
+            total.view(-1).index_put_((flat,), part.flatten(), accumulate=True)  # sorts them first

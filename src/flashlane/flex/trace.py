@@ -1,4 +1,4 @@
-"""From a Python function of a score or of a pair to an expression, through a torch.fx graph.
+"""Translates a Python function of a score or of a pair to an expression, through a torch.fx graph.
 
 torch's ``make_fx`` records what the function does with scalars. A part of the graph that depends on captured tensors
 alone (``slopes.exp()``) is not translated: it runs as torch operations at each call, with their gradients, and its
@@ -20,7 +20,7 @@ from flashlane.flex.expression import Expression, cast, input, make
 from flashlane.flex.program import short_name
 
 MOST_INTEGERS = 32
-"""Numbers that become launch parameters; a function's others are constants of its code."""
+"""The largest number of a function's integers that become launch parameters; further ones are constants of its code."""
 _OWN_GRADIENTS_ALLOWED = ("ModIndex", "_TanhApprox")
 """autograd.Functions whose backward is the derivative of their forward: torch's indexing, attention-gym's tanh."""
 
@@ -34,25 +34,26 @@ class Traced:
     leaves: tuple[torch.Tensor, ...]
     """The tensors that the function captures and that the program, or ``prelude``, reads."""
     prelude: torch.fx.GraphModule | None
-    """The tensors that the program reads, computed from ``leaves``; None where they are the leaves."""
+    """It computes the tensors that the program reads from ``leaves``; None where the program reads the leaves."""
     integers: tuple[int, ...]
+    """The values of the ``integer`` leaves."""
 
     def tensors(self, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What the program reads, for these leaves; differentiable with respect to them."""
+        """The tensors that the program reads, for these leaves; they are differentiable with respect to the leaves."""
         return tuple(leaves) if self.prelude is None else tuple(self.prelude(*leaves))
 
 
 def trace(function: Callable[..., Any], kind: str, device: torch.device, score_type: str = "f32") -> Traced:
-    """Translate a function.
+    """Translate a function to an expression.
 
     Args:
         function: ``score_mod(score, b, h, q_idx, kv_idx)`` or ``mask_mod(b, h, q_idx, kv_idx)``.
         kind: ``score_mod`` or ``mask_mod``.
-        device: where its captured tensors are.
-        score_type: ``f32`` or ``f64``.
+        device: the device of its captured tensors.
+        score_type: ``f32`` or ``f64``, the type of the scores.
 
     Raises:
-        NotImplementedError: it does what no program does; the message names the node of the graph.
+        NotImplementedError: the function does what no program does; the message names the node of the graph.
         TypeError: its result is not a scalar tensor.
     """
     scored = kind == "score_mod"
@@ -111,14 +112,14 @@ def _refuse_own_gradients(result: torch.Tensor, kind: str) -> None:
 
 @dataclass
 class _View:
-    """A tensor that the function captures, some of its dimensions indexed by scalars."""
+    """A tensor that the function captures, and the scalar that indexes each dimension; None where none does yet."""
 
     source: torch.fx.Node
     indices: list[Expression | None]
 
 
 class _Translation:
-    """One graph on its way to an expression."""
+    """The translation of one graph to an expression."""
 
     def __init__(self, module: torch.fx.GraphModule, names: list[str], kind: str, score_type: str) -> None:
         self.module, self.kind = module, kind
@@ -163,14 +164,14 @@ class _Translation:
                     self.values[node.args[0]] = found  # type: ignore[index]
             elif self.varies[node]:
                 self.refuse(node)
-            # What depends on captured tensors alone is computed before the kernel: see _prelude.
+            # What depends on captured tensors alone is computed before the kernel: see captured().
             elif isinstance(node.meta.get("val"), torch.Tensor):
                 self.values[node] = _View(node, [None] * node.meta["val"].ndim)
         else:
             self.refuse(node)
 
     def operation(self, node: torch.fx.Node) -> Expression | _View | None:
-        """What an operation gives; None where programs have none like it."""
+        """The result of an operation; None where programs have no such operation."""
         name = str(node.target).split(".")
         if name[0] == "aten" and name[1] == "lift_fresh_copy":
             tensor = _attribute(self.module, node.args[0])  # a number that the function's code holds
@@ -191,7 +192,7 @@ class _Translation:
         )
 
     def argument(self, given: Any) -> Any:
-        """A node's expression, None where it has none; what is no node as it is."""
+        """A node's expression, or None where it has none; anything but a node stays as it is."""
         if not isinstance(given, torch.fx.Node):
             return given
         value = self.values.get(given)
@@ -227,7 +228,7 @@ class _Translation:
         return make("load", short_name(value.dtype), view.indices, number)  # type: ignore[arg-type]
 
     def integer(self, number: int) -> Expression:
-        """A number of the function as a launch parameter, where there is room for one more."""
+        """An integer as a launch parameter; a constant for −1, 0, 1, what i32 does not hold, and beyond the limit."""
         if abs(number) < 2 or not -(2**31) <= number < 2**31 or len(self.integers) == MOST_INTEGERS:
             return aten.number(number, "i32" if -(2**31) <= number < 2**31 else "i64")
         self.integers.append(number)
@@ -245,7 +246,7 @@ class _Translation:
     # --- captured tensors ---
 
     def captured(self) -> tuple[tuple[torch.Tensor, ...], torch.fx.GraphModule | None]:
-        """The leaves, and the graph that makes from them what the program reads."""
+        """The leaves, and the graph that computes from them what the program reads; None where that is the leaves."""
         if all(node.op == "get_attr" for node in self.read):
             return tuple(_attribute(self.module, node) for node in self.read), None
         graph, new, leaves = torch.fx.Graph(), {}, []
@@ -261,7 +262,7 @@ class _Translation:
                     new[node] = graph.node_copy(node, lambda n: new[n])
             return new[node]
 
-        for node in self.read:  # placeholders must come first
+        for node in self.read:  # a graph's placeholders must come first
             for leaf in _leaves_of(node):
                 copied(leaf)
         graph.output(tuple(copied(node) for node in self.read))

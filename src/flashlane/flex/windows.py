@@ -1,6 +1,6 @@
-"""Masks that are windows: every query sees the keys from so many before it to so many after it.
+"""Windows: masks in which every query sees the keys from a given number before it to a given number after it.
 
-Kernels have windows as arguments, so a block mask of one needs neither lists nor bits there.
+Kernels take a window as an argument, so that they need neither lists nor bits of such a mask.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from flashlane.flex.expression import Expression
 from flashlane.flex.notes import Notes
 
 Window = tuple[int, int]
-"""Keys before and after its own position that a query sees; −1 for all."""
+"""The numbers of keys before and after its own position that a query sees; −1 is all of them."""
 OPEN: Window = (-1, -1)
 NOTES: Notes[Window] = Notes()
-"""Of the masks that are windows."""
+"""The windows of block masks that are nothing else."""
 
 
 def of_expression(mask: Expression | None, integers: Sequence[int]) -> Window | None:
-    """The window of a mask that is a conjunction of bounds of q − kv; None for any other.
+    """The window of a mask that is a conjunction of bounds of q − kv; None for any other mask, or a negative bound.
 
     Args:
         mask: the expression.
