@@ -1,11 +1,11 @@
-"""Defaults of the bench's options, and exit statuses. Importing them loads neither torch nor a kernel."""
+"""Defaults of the bench's options, and exit statuses. Importing this module loads neither torch nor a kernel."""
 
 from __future__ import annotations
 
 PAGE = 64
 """Rows of a page where none are asked for."""
 TIMEOUT = 120.0
-"""Seconds without a step after which a process is ended."""
+"""Seconds without a report after which the bench ends a worker process."""
 FLOOR_PERCENT, ALPHA = 2.0, 0.01
 """Of ``flashlane regress``: the change that counts as none, and the chance of any false alarm among all cells."""
 NOT_WRITTEN, INTERRUPTED = 3, 130

@@ -122,11 +122,11 @@ class Space:
     spreads: tuple[float, ...] = ()
     """Factors of q."""
     dtypes: tuple[str, ...] = ()
-    """None: whoever builds the tensors says it."""
+    """Empty where the caller of :meth:`Case.build` chooses the dtype."""
     most_flop: float = math.inf
-    """Larger problems get fewer sequences, or are drawn again; of the forward pass, visible pairs only."""
+    """The most operations of the forward pass, visible pairs only; larger problems lose sequences or are redrawn."""
     most_bytes: float = math.inf
-    """The same for the bytes of q, k, v and the output, at two bytes an element."""
+    """The most bytes of q, k, v and the output, at two bytes for each element."""
     deterministic: tuple[bool, ...] = (False,)
     unowned: tuple[str, ...] = ("numbers",)
     corners: bool = False
@@ -216,7 +216,7 @@ def _draw(chance: Chance, space: Space) -> Case:
 
 
 def _fitted(chance: Chance, case: Case, space: Space) -> Case | None:
-    """The case, with fewer sequences where it is larger than its space allows; None where that does not do."""
+    """The case, with fewer sequences where it is larger than its space allows; None where too few would remain."""
     if math.isinf(space.most_flop) and math.isinf(space.most_bytes):
         return case
     flop, size, fits = 0, 0, 0
@@ -238,8 +238,8 @@ def timed(kind: str, seed: int, number: int, most_flop: float = math.inf) -> Cas
 
     Args:
         kind: a name in :data:`TIMED`.
-        seed: of the list of problems.
-        number: of the problem in that list, from 0.
+        seed: the seed of the list of problems.
+        number: the index of the problem in that list, from 0.
         most_flop: a lower bound than the kind's on the work of the forward pass, for a direction that has more.
     """
     space = TIMED[kind]
@@ -340,7 +340,7 @@ HOPPER_FORWARD_KINDS: dict[str, Space] = {
         pages=(1, 3, 7, 12, 20, 100),
     ),
 }
-"""By how K and V lie: pages that a TMA box fits, and any pages, whose rows are gathered."""
+"""By how K and V lie: ``pages`` have sizes that a TMA box fits; ``rows`` have any size, and their rows are gathered."""
 HOPPER_BACKWARD = Space(
     lengths=(1, 2, 17, 63, 64, 65, 127, 128, 129, 200, 300, 513, 1023),
     alike=0.4,
@@ -387,7 +387,7 @@ PLAIN_SCORES = Space(
     left=(-1,),
     right=(-1,),
 )
-"""Dense problems without a modifier of the scores, to be changed."""
+"""Dense problems without a modifier of the scores, from which other spaces are derived."""
 ALIGNED = ("plain", "plain", "transposed", "apart")
 """Strides whose rows start on 16 bytes."""
 MMA = replace(
@@ -409,7 +409,7 @@ MMA = replace(
     scales=(None, None, None, 0.3, 0.01, 0.7),
     spreads=(1.0, 1.0, 4.0),
 )
-"""What every kernel of the mma.sync families takes; few head dims, so that few variants are compiled."""
+"""Problems that every kernel of the mma.sync families takes; few head dims, so that few variants are compiled."""
 DENSE_TIMED = replace(
     PLAIN_SCORES,
     lengths=LogUniform(512, 20000),

@@ -1,4 +1,4 @@
-"""One attention problem in plain numbers and random tensors of it: what :mod:`flashlane.bench.measure.drawn` draws."""
+"""A case that :mod:`flashlane.bench.measure.drawn` draws: a problem in plain numbers, and random tensors of it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from flashlane.kernels.score import SCORE_FEATURES
 TENSORS = tuple(name for name in DIFFERENTIABLE if ARGUMENTS[name].dtype is None)
 """The inputs that a problem is cast with: differentiable, and of no dtype of their own."""
 DRAWN = SCORE_FEATURES
-"""The modifiers that are drawn: those that kernels have besides the reference."""
+"""The modifiers that are drawn: those that kernels compute, and not the reference alone."""
 NOWHERE = 1 << 28
 """An entry of a block table that points outside every cache."""
 SPARE_KEYS = 40
-"""Rows behind the last packed key, where they belong to no sequence and are NaN."""
+"""The number of rows behind the last packed key that belong to no sequence and are NaN."""
 
 NUMBERS: dict[Effect, Callable[[tuple[int, ...], float, torch.Generator], torch.Tensor]] = {
     "distance": lambda shape, slope, draw: slope * torch.rand(shape, generator=draw),
     "logit": lambda shape, _slope, draw: torch.randn(shape, generator=draw),
     "factor": lambda shape, _slope, draw: 0.5 + torch.rand(shape, generator=draw),
 }
-"""The numbers of a modifier's tensor, by what it does."""
+"""From shape, largest slope and generator to the numbers of a modifier's tensor, by the modifier's effect."""
 
 Modifiers = make_dataclass(
     "Modifiers", [(name, Any, field(default=forms(name)[0])) for name in DRAWN], frozen=True, kw_only=True
@@ -40,7 +40,7 @@ Modifiers.__doc__ = "Of each modifier of :data:`DRAWN`, its form: see :func:`fla
 
 @dataclass(frozen=True)
 class Case(Modifiers):
-    """A problem in plain numbers, so that a failure prints what is needed to see it again."""
+    """A problem in plain numbers, so that a failure prints what is needed to reproduce it."""
 
     lengths: tuple[tuple[int, int], ...]
     varlen: bool
@@ -60,21 +60,21 @@ class Case(Modifiers):
     leftpad: bool = False
     batch_idx: bool = False
     page: int = 0
-    """Rows of a page."""
+    """Rows of a page of the cache; 0 without pages."""
     scale: float | None = None
     deterministic: bool = False
     slope: float = 1.0
     """The largest slope of a modifier that counts distances."""
     modifier_dtype: str = "same"
-    """``same`` as q, or ``f32`` or ``f64``: of modifiers that have no dtype of their own."""
+    """The dtype of modifiers that have none of their own: ``same`` as q, ``f32`` or ``f64``."""
     unowned: str = "numbers"
     """What the rows of k and v hold that belong to no sequence: ``numbers`` or ``nan``."""
     corners: bool = False
     """Whether lengths in a cache are often 0, 1 or its capacity."""
     spread: float = 1.0
-    """What q is multiplied by, where its strides are plain."""
+    """A factor of q, where the strides are plain."""
     dtype: str = ""
-    """Where the problem is drawn with one: f16, bf16."""
+    """``f16`` or ``bf16`` where the dtype is drawn too; else empty."""
 
     @property
     def cached(self) -> bool:
@@ -82,7 +82,7 @@ class Case(Modifiers):
         return bool(self.used or self.leftpad or self.batch_idx or self.page)
 
     def elements(self, pair: tuple[int, int]) -> int:
-        """Elements of q, k, v and the output of a sequence of these lengths."""
+        """The number of elements of q, k, v and the output of a sequence of these lengths."""
         dims = self.head_dim + self.head_dim_v
         return dims * (pair[0] * self.kv_heads * self.group + pair[1] * self.kv_heads)
 
@@ -115,13 +115,13 @@ class Case(Modifiers):
         )
 
     def posed(self, arch: str | None = None) -> BenchCase:
-        """What the bench draws tensors for, on the device itself; as :meth:`problem`."""
+        """The :meth:`problem` as the bench takes it, which draws the tensors on the device itself."""
         return BenchCase(self.problem(arch), lengths=tuple(q for q, _ in self.lengths) if self.varlen else ())
 
     def build(
         self, dtype: torch.dtype, grad: bool = False, device: str | None = None
     ) -> tuple[AttentionProblem, Inputs]:
-        """The problem and fresh random tensors of it, with a ``device`` as :func:`moved` brings them there."""
+        """The problem and new random tensors of it; :func:`moved` brings them to ``device``, where one is given."""
         draw = torch.Generator().manual_seed(self.seed)
         batch, heads = len(self.lengths), self.kv_heads * self.group
         lengths_q, lengths_k = zip(*self.lengths, strict=True)
@@ -206,7 +206,7 @@ class Case(Modifiers):
             once.masked_fill_(~owned[..., None, None], torch.nan)
 
     def _cache(self, lengths_k: tuple[int, ...], draw: torch.Generator) -> dict[str, torch.Tensor]:
-        """Random lengths and places; entries of the table that no sequence needs are −1."""
+        """Random lengths and places. Entries of the table that no sequence needs are −1, or :data:`NOWHERE`."""
         batch, made = len(lengths_k), {}
         pages = max(1, -(-max(lengths_k) // self.page)) if self.page else 0
         stops = torch.tensor(lengths_k) if self.varlen else torch.full((batch,), pages * self.page or lengths_k[0])
@@ -232,7 +232,7 @@ PLAIN = Case(
     lengths=((333, 700),) * 2, varlen=False, kv_heads=2, group=2, head_dim=64, head_dim_v=64, causal=True,
     alignment="bottom-right", window=(-1, -1), bias=None, hide=False, strides="plain", seed=7,
 )  # fmt: skip
-"""Two dense sequences without a feature, to be changed."""
+"""Two dense causal sequences without another feature, from which tests derive cases."""
 
 
 def relaid(
@@ -240,7 +240,7 @@ def relaid(
 ) -> torch.Tensor:
     """The same numbers at the same strides, ``start`` elements into memory of their own.
 
-    What lies between them is NaN, or of whole numbers the lowest, so that a read next to them shows.
+    The memory between them holds NaN, or the lowest integer of the type, so that a read outside them shows.
     """
     dtype = dtype or t.dtype
     if not t.numel():
@@ -255,7 +255,7 @@ def relaid(
 
 
 def cast(inputs: Inputs, dtype: torch.dtype, grad: bool = False) -> Inputs:
-    """The same numbers in another type, as leaves; strides are kept."""
+    """The same inputs with differentiable tensors in another dtype, as leaves; strides are kept."""
     values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
     for name in TENSORS:
         if values[name] is not None:
@@ -266,7 +266,7 @@ def cast(inputs: Inputs, dtype: torch.dtype, grad: bool = False) -> Inputs:
 def moved(inputs: Inputs, device: str) -> Inputs:
     """The same call on another device; strides are kept.
 
-    Rows that are no whole number of 16 bytes do not start on 16 bytes either, where the tensor has gaps.
+    A tensor with gaps whose rows are not a multiple of 16 bytes does not start on 16 bytes either.
     """
     return Inputs(**{f.name: _moved(getattr(inputs, f.name), device) for f in fields(inputs)})
 
@@ -284,9 +284,9 @@ def _strided(shape: tuple[int, ...], kind: str, draw: torch.Generator) -> torch.
         return torch.randn((*outer, h, n, d), generator=draw).transpose(-3, -2)
     if kind == "sliced":
         return torch.randn((*outer, 2 * n, h + 1, d + 3), generator=draw)[..., ::2, 1:, 2:-1]
-    if kind == "heads first, apart":  # room between the rows, which still start on 16 bytes
+    if kind == "heads first, apart":  # there is room between the rows, which still start on 16 bytes
         return torch.randn((*outer, h, n, d + 8), generator=draw)[..., :d].transpose(-3, -2)
-    if kind == "apart":  # as "sliced", where rows still start on 16 bytes
+    if kind == "apart":  # it is as "sliced", but rows still start on 16 bytes
         return torch.randn((*outer, 2 * n, h + 1, d + 16), generator=draw)[..., ::2, 1:, 8:-8]
     if kind == "expanded":
         return torch.randn((*outer, n, 1, d), generator=draw).expand(shape)

@@ -1,4 +1,4 @@
-"""On what a figure was measured: device, driver, versions, commit, date and command."""
+"""Describes what a figure was measured on: device, driver, versions, commit, date and command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKAGES = (
 
 
 def environment(device: torch.device) -> dict[str, object]:
-    """What a results file says about the machine; every value is plain JSON."""
+    """The facts of a results file about machine, software and command; every value is plain JSON, W and MHz as text."""
     return {
         **({"script": script} if (script := script_path()) else {}),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -55,7 +55,7 @@ def environment(device: torch.device) -> dict[str, object]:
 
 
 def _load() -> dict[str, object]:
-    """How busy a CPU is before anything is measured: processes that want to run, averaged over a minute, and cores."""
+    """The load of a CPU before anything is measured: runnable processes, averaged over a minute, and cores."""
     try:
         return {"load": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
     except (AttributeError, OSError):
@@ -63,7 +63,7 @@ def _load() -> dict[str, object]:
 
 
 def device_name(device: torch.device) -> str:
-    """The name a person knows the device by."""
+    """The product name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -96,14 +96,14 @@ def commit() -> str | None:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a Python that this one starts, in which it finds this same package."""
+    """The environment for a Python process that this one starts, in which it imports this same package."""
     source = str(Path(__file__).resolve().parents[3])
     paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), COMMAND: _command()}
 
 
 def _command() -> str:
-    """What the user typed, in a process that the bench started too."""
+    """The command that the user typed; a process that the bench started gets it from the environment."""
     if COMMAND in os.environ:
         return os.environ[COMMAND]
     program = Path(sys.argv[0])

@@ -1,4 +1,4 @@
-"""How long a problem takes at least, said before it runs: on a CPU a size meant for a GPU takes minutes or hours."""
+"""Warns how long a problem takes at least: on a CPU, a size that was meant for a GPU takes minutes or hours."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from flashlane.bench.measure.flops import Direction, flops
 from flashlane.core.problem import AttentionProblem
 
 WORTH_SAYING = 60.0
-"""Seconds from which on the least time is said."""
+"""The least time, in seconds, that is worth a warning."""
 SIDE = 512
+"""Rows and columns of the matrices that :func:`cpu_rate` multiplies."""
 CALLS = 4
-"""Calls of an implementation at the least: one checked, one warming up, two timed."""
+"""The least number of calls of an implementation: one is checked, one warms up, two are timed."""
 
 
 @functools.cache
 def cpu_rate() -> float:
-    """Operations a second of torch's f32 matrix product here, the best of three; no attention is faster."""
+    """FLOP/s of torch's f32 matrix product on this CPU, the best of three; attention is taken to be no faster."""
     a = torch.ones(SIDE, SIDE)
     torch.mm(a, a)
     seconds = []

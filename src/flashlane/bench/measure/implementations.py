@@ -1,4 +1,4 @@
-"""What the bench runs on one problem: kernels writing into shared buffers, peers, and the gradients of either."""
+"""Prepares what the bench runs on a problem: kernels that write into shared buffers, peers, and gradients of both."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Outcome = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 @dataclass
 class Implementation:
-    """One thing to run on one problem: a kernel writing into shared buffers, or a peer returning its output.
+    """A kernel that writes into shared buffers, or a peer that returns its output, on one problem.
 
-    Of a backward the call gives dq, dk and dv, whatever it is.
+    In a direction with a backward, the call of either returns dq, dk and dv.
     """
 
     tag: str
@@ -38,17 +38,17 @@ class Implementation:
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     kernel: Kernel | None = None
     public: Callable[[], Outcome] | None = None
-    """What a user calls for the same result, its own allocation included; None where ``call`` is that."""
+    """The public function for the same result, which also allocates it; None where ``call`` is what a user calls."""
 
     @property
     def as_called(self) -> Implementation:
-        """What is timed: the public function."""
+        """The implementation that is timed: the same, with the public function as its call."""
         return self if self.public is None else replace(self, call=self.public, public=None)
 
 
 @dataclass
 class Work:
-    """One problem in one direction, with its tensors and what runs on it."""
+    """One problem in one direction, with its tensors and the implementations that run on it."""
 
     problem: AttentionProblem
     direction: Direction
@@ -58,17 +58,17 @@ class Work:
     sequences: tuple[AttentionProblem, ...] = ()
     """The dense problems whose operations are counted."""
     do: torch.Tensor | None = None
-    """Gradient of the output, where there is a backward."""
+    """The gradient of the output; None in the forward direction."""
     items: list[Implementation] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     def poison(self) -> None:
-        """Fill what is to be written with NaN, so that what is not written shows."""
+        """Fill the memory of the results with NaN, so that what an implementation does not write shows."""
         if self.direction == "forward":
             self.out.fill_(math.nan)
             self.lse.fill_(math.nan)
             return
-        # Gradients are allocated again, and would find the right ones of an earlier implementation in that memory.
+        # Gradients are allocated at each call, in memory that may hold the right ones of an earlier implementation.
         stale = [torch.full_like(t, math.nan) for t in (self.inputs.q, self.inputs.k, self.inputs.v)]
         del stale
 
@@ -81,7 +81,7 @@ def prepare(
     device: torch.device,
     seed: int,
 ) -> Work:
-    """Everything that can run a problem in a direction, and why the others cannot."""
+    """Find the implementations that can run a problem in a direction, and the reasons that the others cannot."""
     out, lse = shared_outputs(problem, inputs)
     work = Work(problem, direction, inputs, out, lse, sequences_of(problem, inputs))
     if direction != "forward":
@@ -121,8 +121,8 @@ def _of_kernel(work: Work, kernel: Kernel) -> Implementation:
 def public_call(problem: AttentionProblem, inputs: Inputs, tag: str) -> Callable[[], torch.Tensor]:
     """The call of the public function that poses this problem, with the kernel named.
 
-    Problems that no public function poses in these words (modifiers of the scores, masks aligned otherwise) go through
-    the function below them all.
+    Problems with modifiers of the scores, or with masks that are not bottom-right aligned, go through
+    ``flashlane.ops.call.attention``, which takes the problem itself.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     other = [name for name in FEATURES if name not in (*VARLEN, *CACHE, *PAGED) and getattr(problem, name)]
@@ -146,7 +146,7 @@ def public_call(problem: AttentionProblem, inputs: Inputs, tag: str) -> Callable
 
 
 def rotating(item: Implementation, others: Sequence[Callable[[], Outcome]]) -> Implementation:
-    """The same thing to run, which goes to the next set of inputs at each call."""
+    """The same implementation, which at each call goes on to the next of several sets of inputs."""
     calls = itertools.cycle((item.call, *others))
     return replace(item, call=lambda: next(calls)())
 
@@ -165,7 +165,7 @@ def _writer(
 
 @dataclass
 class Prepared:
-    """A peer's call, prepared at its first use, so that a peer that cannot even be prepared is a row that says so."""
+    """A peer's call, which its first use prepares, so that a peer that cannot be prepared gets a row that says so."""
 
     peer: Peer
     problem: AttentionProblem
@@ -198,14 +198,14 @@ class _Differentiated:
 
 
 def shared_outputs(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """One output and one LSE that all kernels write, poisoned before each check."""
+    """The output ``(…, sq, h, dv)`` in q's dtype and the LSE ``(…, h, sq)`` that all kernels write, filled with NaN."""
     *batch, rows, heads, _ = inputs.q.shape
     out = inputs.q.new_full((*batch, rows, heads, problem.head_dim_v), math.nan)
     return out, inputs.q.new_full((*batch, heads, rows), math.nan, dtype=compute_dtype(problem.dtype))
 
 
 def first_second_last(out: torch.Tensor | Sequence[torch.Tensor]) -> tuple[float, ...]:
-    """Three elements (of dq, of gradients), in the order of memory of a contiguous tensor."""
+    """The first, second and last element in row-major order, of dq where there are gradients; none of an empty one."""
     out = out if isinstance(out, torch.Tensor) else out[0]
     if out.numel() == 0:
         return ()

@@ -1,6 +1,6 @@
-"""The tensors that the bench runs on: drawn from a seed, in a pattern, or saved from a real model.
+"""Makes the tensors that the bench runs on: drawn from a seed in a pattern, or saved from a model.
 
-A problem says how its sequences lie (dense, packed, in a key/value cache), a :class:`Case` how long each of them is.
+A problem says how its sequences lie (dense, packed, in a key/value cache), and a :class:`Case` how long each is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashlane.kernels.features import PAGED
 
 @dataclass(frozen=True)
 class Pattern:
-    """What fills q, k and v. Random is the rule (zeros and ones draw less power and hide errors)."""
+    """What fills q, k and v. Random numbers are the default: constants draw less power and hide errors."""
 
     random_q: bool = True
     random_k: bool = True
@@ -26,7 +26,7 @@ class Pattern:
     """K's row j is (j + 1) / seqlen_k in every element, as ``--range-k`` asks for it."""
 
     def describe(self) -> str:
-        """One phrase for titles and results files."""
+        """The pattern in a phrase, for titles and results files."""
         ones = [name for name in "qkv" if not getattr(self, f"random_{name}")]
         words = ["normal(0, 1)"] + ([f"{', '.join(ones)} all ones"] if ones else [])
         return "; ".join(words + (["k ramped"] if self.range_k else []))
@@ -44,15 +44,16 @@ class Case:
     """Where the tensors come from (``layers.0 of model.safetensors``); empty for drawn ones."""
     inputs: Inputs | None = None
     lengths: tuple[int, ...] = ()
-    """Of packed sequences: queries and keys of each. Of a cache: the rows in use of each sequence. Where it is empty,
-    each sequence is as long as the problem says."""
+    """The length of each sequence: queries and keys where they are packed, or rows in use of a cache.
+
+    Where it is empty, each sequence is as long as the problem says."""
 
     @property
     def title(self) -> str:
         return f"{self.name}: {self.problem.describe()}" if self.name else self.problem.describe()
 
     def materialise(self, device: torch.device, seed: int, pattern: Pattern = RANDOM) -> Inputs:
-        """The tensors on a device."""
+        """The tensors on a device, drawn from ``seed`` unless they are given."""
         if self.inputs is None:
             return random_inputs(self.problem, device, seed, pattern, self.lengths)
         return Inputs(
@@ -72,13 +73,13 @@ def random_inputs(
 ) -> Inputs:
     """Tensors of a problem from a seed: q ``(b, sq, h, d)``, k ``(b, sk, hk, d)``, v ``(b, sk, hk, dv)``.
 
-    Drawn in f32 and rounded, so that every dtype of one shape and seed sees the same numbers. Packed sequences are
-    ``(total, h, d)``; a cache in pages is ``(pages, rows, hk, d)`` with the pages in an order of their own.
+    They are drawn in f32 and rounded, so that all dtypes of one shape and seed have the same numbers. Packed sequences
+    are ``(total, h, d)``; a cache in pages is ``(pages, rows, hk, d)``, with the pages in random order.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def draw(rows: tuple[int, ...], heads: int, dim: int, random: bool) -> torch.Tensor:
-        # Drawn even when it is not used, so that a pattern changes one tensor and leaves the others as they were.
+        # It is drawn even where it is not used, so that a pattern for one tensor does not change the others.
         drawn = torch.randn((*rows, heads, dim), generator=generator, device=device)
         return (drawn if random else torch.ones_like(drawn)).to(problem.dtype)
 
@@ -125,9 +126,9 @@ def _lengths_of(problem: AttentionProblem, lengths: Sequence[int], generator: to
 
 
 def load_cases(path: Path, arch: str | None, dtypes: tuple[torch.dtype, ...] | None = None) -> list[Case]:
-    """One case for every attention layer that ``flashlane capture`` saved.
+    """Read a case for every attention call of a file that ``flashlane capture`` saved.
 
-    ``dtypes`` asks for the saved tensors rounded to each of them; None keeps the saved dtype.
+    With ``dtypes`` there is a case for each of them, with the tensors rounded to it; None keeps the saved dtype.
 
     Raises:
         ValueError, TypeError, FileNotFoundError, ImportError: as :func:`~flashlane.bench.measure.qkv_file.load_qkv`.

@@ -1,4 +1,4 @@
-"""The bench in a process of its own, so that an implementation that hangs or crashes costs its row and not the run.
+"""Runs the bench in a process of its own, so that an implementation that hangs or crashes loses its row, not the run.
 
 The worker (:mod:`flashlane.bench.measure.worker`, started by ``multiprocessing`` as a fresh interpreter) benches one
 problem after another, as :func:`flashlane.bench.run` does, and reports every step through a pipe. When nothing arrives
@@ -27,14 +27,14 @@ from flashlane.bench.measure.timing import Settings
 from flashlane.core.problem import AttentionProblem
 
 UNRESPONSIVE = "unresponsive"
-"""The first word of the message of an implementation that was ended."""
+"""The first word of the message of an implementation whose worker was ended because it did not respond."""
 START_SECONDS = 180.0
-"""For importing torch and everything else."""
+"""The time in which a worker must have imported torch and everything else."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What is the same for every problem of a run; plain values, as it travels to the worker."""
+    """The options that all problems of a run share, as plain values, since the worker gets them through pickle."""
 
     device: str
     words: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Spec:
     pattern: Pattern = RANDOM
 
     def selection(self, excluded: Iterable[tuple[str, str]] = ()) -> Selection:
-        """The implementations, without some."""
+        """The implementations that the options choose, without the excluded ones."""
         peers = tuple(peer for peer in PEERS if peer.tag in self.peers) + peers_of_files(map(Path, self.peer_files))
         flags = (self.accumulate_f32, self.show_all, tuple(excluded))
         return Selection(self.words, self.tags, peers, *flags)
@@ -90,17 +90,17 @@ def run_isolated(
 
     Args:
         problems: dense, packed or cached; each sequence is as long as its problem says.
-        spec: what runs, and how long.
-        seconds: an implementation that reports nothing for so long is ended.
-        seed: of the first problem; each next one adds 1.
+        spec: the implementations and options of the run.
+        seconds: the time after which an implementation that reports nothing is ended.
+        seed: the seed of the first problem; each next problem adds 1.
         reporter: gets the progress of the run.
         each: called with the results of each problem and direction as soon as they are there.
 
     Returns:
-        Everything, in one; None when there was no problem.
+        The results of all problems, merged; None when there was no problem.
 
     Raises:
-        ValueError: the worker refused a problem or an option, or could not be started.
+        ValueError: the worker refused a problem or an option, could not be started, or died before there was a result.
     """
     whole: Results | None = None
     with Workers(spec, seconds, reporter or Silent()) as workers:
@@ -136,13 +136,13 @@ def join_rates(environment: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 class Workers:
-    """A worker, and its replacements."""
+    """The worker of a run, which is replaced when it hangs or dies."""
 
     def __init__(self, spec: Spec, seconds: float, reporter: Reporter) -> None:
         self.spec, self.seconds, self.reporter = spec, seconds, reporter
         self.worker: Worker | None = None
         self.hung: dict[str, int] = {}
-        """How often each tag had to be ended; twice is enough for the rest of the run."""
+        """How often each implementation hung or crashed; after the second time the rest of the run leaves it out."""
 
     def __enter__(self) -> Workers:
         return self
@@ -157,11 +157,11 @@ class Workers:
             self.worker = None
 
     def run(self, problem: AttentionProblem, direction: Direction, seed: int) -> Results:
-        """One problem in one direction, again without what hung or crashed until it comes through.
+        """The results of one problem in one direction; the worker repeats it without what hung or crashed.
 
         Raises:
-            ValueError: the worker refused it.
-            Died: it died although nothing was running, or could not even be started.
+            ValueError: the worker refused the problem.
+            Died: the worker died although nothing was running, or could not be started.
         """
         excluded = {tag: "it hung or crashed twice before" for tag, count in self.hung.items() if count > 1}
         dead: dict[str, str] = {}
@@ -198,7 +198,7 @@ class _Again:
 
 
 def _with_dead(results: Results, problem: AttentionProblem, direction: Direction, dead: dict[str, str]) -> Results:
-    """An implementation that had to be ended gets a row that says so, instead of a line among the skipped ones."""
+    """The results in which each implementation of ``dead`` has a row with its reason, and is not among the skipped."""
     if not dead:
         return results
     rows = [
@@ -223,7 +223,7 @@ class Worker:
     def __init__(self, spec: Spec, seconds: float) -> None:
         from flashlane.bench.measure.worker import serve
 
-        fresh = multiprocessing.get_context("spawn")  # a fork of a process that has used CUDA cannot use it
+        fresh = multiprocessing.get_context("spawn")  # a fork of a process that has used CUDA cannot use CUDA
         self.pipe, theirs = fresh.Pipe()
         self.process = fresh.Process(target=serve, args=(theirs, spec))
         self.process.start()
@@ -265,7 +265,7 @@ class Worker:
             raise Died(self.active, f"{UNRESPONSIVE} for {seconds:g} s, ended (--timeout)")
         try:
             message = self.pipe.recv()
-        except (EOFError, OSError):  # it ended, perhaps in the middle of a message
+        except (EOFError, OSError):  # the worker ended, perhaps in the middle of a message
             raise Died(self.active, self._how_it_ended()) from None
         if message[0] == "refused":
             raise ValueError(message[1])

@@ -1,7 +1,7 @@
 """A file of JSON lines that survives its writer: each record is on the disk before the next is begun.
 
 The first line says what all records have in common; a file whose first line says otherwise is not continued. A writer
-that is killed in the middle of a line leaves a torn one at the end, which the next writer cuts off. Two writers at once
+that is killed in the middle of a line leaves it incomplete, and the next writer cuts it off. Two writers at once
 are refused by a lock that ends with the process that holds it.
 """
 
@@ -16,26 +16,27 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # not on this system: two writers at once are then not noticed
+except ImportError:  # without it two writers at once are not noticed
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = "flashlane-journal/1"
 
 
 class Full(ValueError):
-    """The journal cannot be written any further; everything before is kept."""
+    """The journal cannot be written any further; all earlier records are kept."""
 
 
 class Journal:
     """Records by their keys, appended one at a time; a context manager.
 
     Args:
-        path: the file; made when it is not there.
-        common: what all records have in common, as JSON has it; None takes the file as it is, to read from it.
+        path: the file; it is made when it does not exist and ``common`` is given.
+        common: what all records have in common, as JSON has it; None takes an existing file as it is, to read it.
         fresh: start again; an old file is kept next to it, its name ending in ``.old``.
 
     Raises:
-        ValueError: the file belongs to something else, is damaged, cannot be written, or another process writes it.
+        ValueError: the file does not exist and ``common`` is None, it is no journal of these ``common`` values, is
+            damaged, cannot be written, or another process writes it.
     """
 
     def __init__(self, path: Path, common: Mapping[str, Any] | None, *, fresh: bool = False) -> None:
@@ -88,7 +89,7 @@ class Journal:
         whole = text[: text.rfind(b"\n") + 1]
         if text and not whole and not text.startswith(b'{"format"'):
             raise ValueError(f"{self.path} is not a journal of flashlane; move it away, or name another with --name")
-        if whole != text:  # torn off in the middle of a line: that record was never said to be there
+        if whole != text:  # the last line is incomplete: add() never returned for that record
             os.ftruncate(self.handle, len(whole))
         lines = whole.decode("utf-8", errors="replace").splitlines()
         if not lines:
@@ -136,7 +137,7 @@ class Journal:
         except OSError as error:
             try:
                 os.ftruncate(self.handle, size)
-            except OSError:  # the next writer cuts the torn line off
+            except OSError:  # the next writer cuts the incomplete line off
                 raise self._unwritable(error) from None
             raise self._unwritable(error) from None
 
@@ -149,7 +150,7 @@ class Journal:
 
 
 def _difference(name: str, was: Any, now: Any) -> str:
-    """What changed in a setting; of one that has fields the first that differs."""
+    """The old and the new value of a setting, or of the first field that differs where it has fields."""
     if isinstance(was, dict) and isinstance(now, dict):
         field = next(key for key in {**was, **now} if was.get(key) != now.get(key))
         return f"{name}.{field} {was.get(field)!r}, now it is {now.get(field)!r}"

@@ -1,4 +1,4 @@
-"""What a command measured, on the disk: where it should be, or in the folder for temporary files when that fails.
+"""Writes what a command measured to the folder asked for, or to that for temporary files where the first fails.
 
 A command writes before it prints, so that nothing that happens to its output (a closed pipe, Ctrl-C) loses a result.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kept:
-    """Where results were written, and what went wrong first."""
+    """The files that were written, and what went wrong before."""
 
     paths: tuple[Path, ...]
     problem: str = ""
@@ -64,10 +64,10 @@ def keep(results: Results, directory: Path, extra: Mapping[str, str] | None = No
     """:func:`keep_texts` of a run's JSON and CSV.
 
     Args:
-        results: the run.
-        directory: where they should be.
-        extra: further files by their suffix.
-        kind: what the names begin with.
+        results: the results of the run.
+        directory: the folder for the files.
+        extra: the texts of further files by their suffixes.
+        kind: the first word of the files' names.
     """
     from flashlane.bench.measure.results import file_stem
 

@@ -39,16 +39,16 @@ def _always(_: object) -> Reason:
 
 @dataclass(frozen=True)
 class Peer:
-    """One peer."""
+    """An implementation of others that the bench compares with."""
 
     tag: str
     summary: str
     prepare: Callable[[AttentionProblem, Inputs], Call]
     """A call without arguments that gives the output, ``(b, sq, h, dv)``."""
     available: Callable[[torch.device], Reason] = _always
-    """Why the machine cannot run it (not installed, no such device), or None."""
+    """Gives the reason that the machine cannot run it (not installed, no such device), or None."""
     supports: Callable[[AttentionProblem], Reason] = _always
-    """Why it cannot run a problem, as far as it is known before trying, or None."""
+    """Gives the reason that it cannot run a problem, as far as that is known before trying, or None."""
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """Entered once around a round of calls, outside the timed region."""
 
@@ -102,7 +102,7 @@ def _unfused(problem: AttentionProblem, inputs: Inputs) -> Call:
 
 
 def _beyond(problem: AttentionProblem, *able: str) -> Reason:
-    """That the bench does not give a peer a feature of a problem; None when it has only those of ``able``."""
+    """The reason that the bench does not give a peer a feature of a problem; None when all features are in ``able``."""
     found = next((name for name in FEATURES if name not in able and getattr(problem, name)), None)
     return None if found is None else f"the bench does not give it {found}"
 
@@ -113,7 +113,7 @@ def _windowed(problem: AttentionProblem) -> bool:
 
 
 def _plain_only(problem: AttentionProblem) -> Reason:
-    """For peers that are given a causal mask at most."""
+    """The reason of a peer that is given no mask but a causal one, or None."""
     if _windowed(problem):
         return "the bench does not give it windows"
     return _beyond(problem)
@@ -126,7 +126,7 @@ def _half_only(problem: AttentionProblem) -> Reason:
 
 
 def _other_alignment(problem: AttentionProblem) -> Reason:
-    """For peers whose causal masks and windows are bottom-right aligned."""
+    """The reason of a peer whose causal masks and windows are bottom-right aligned, or None."""
     masked = problem.window_left >= 0 or problem.window_right >= 0
     if masked and problem.alignment != "bottom-right" and (problem.varlen or problem.seqlen_q != problem.seqlen_k):
         return "its masks are bottom-right aligned"
@@ -139,7 +139,7 @@ def _bottom_right_half(problem: AttentionProblem) -> Reason:
 
 @functools.cache
 def _shared_modifiers() -> tuple[str, ...]:
-    """The score modifiers that FlashAttention has, as the signatures that we take over from it say."""
+    """The score modifiers that FlashAttention has: those in the signature that flashlane takes over from it."""
     from flashlane.integrations.flash_attn.fa3 import flash_attn_func
 
     names = inspect.signature(flash_attn_func).parameters
@@ -158,7 +158,7 @@ def _flash_attn_supports(problem: AttentionProblem) -> Reason:
 
 def _sdpa(problem: AttentionProblem, inputs: Inputs) -> Call:
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
-    # torch's own causal mask is top-left aligned: the same thing when the lengths agree.
+    # torch's own causal mask is top-left aligned, which makes no difference when the lengths agree.
     own_causal = problem.causal and problem.window_left < 0 and not problem.bias and _aligned_with_torch(problem)
     keywords = {"scale": problem.scale, "is_causal": own_causal}
     if not own_causal:
@@ -223,8 +223,10 @@ def _flash(problem: AttentionProblem, inputs: Inputs) -> Call:
 
 
 def _flash_operator(problem: AttentionProblem, inputs: Inputs) -> Call:
-    """The operator under SDPA's flash backend, which takes what SDPA has no arguments for (torch.nn.attention.varlen
-    calls it so): windows and packed sequences."""
+    """A call of the operator under SDPA's flash backend.
+
+    It takes windows and packed sequences, for which SDPA has no arguments; torch.nn.attention.varlen calls it too.
+    """
     sides = {
         f"window_size_{side}": width
         for side, width in (("left", problem.window_left), ("right", problem.window_right))
@@ -266,7 +268,7 @@ def _first(result: object) -> torch.Tensor:
 
 
 def _flash_attn(module: str, unbounded: int | None = -1) -> Callable[[AttentionProblem, Inputs], Call]:
-    """FlashAttention-2, -3 and -4 share their names; a side of the window without a bound is −1, in -4 None."""
+    """FlashAttention-2, -3 and -4 name their functions alike; ``unbounded`` is a window's side that has no bound."""
 
     def prepare(problem: AttentionProblem, inputs: Inputs) -> Call:
         library = importlib.import_module(module)
@@ -289,7 +291,7 @@ def _flash_attn(module: str, unbounded: int | None = -1) -> Callable[[AttentionP
 def _flex(problem: AttentionProblem, inputs: Inputs) -> Call:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # after eight shapes dynamo would run the eager version in its name
+    torch._dynamo.reset()  # after eight shapes dynamo would run the eager version, and it would be timed
     if problem.needs_grad:  # a backward that is timed alone keeps its graph, which donated buffers would not outlive
         import torch._functorch.config as functorch
 
@@ -311,7 +313,7 @@ def _flex(problem: AttentionProblem, inputs: Inputs) -> Call:
 
 
 def _flex_mask(problem: AttentionProblem, inputs: Inputs) -> Callable[..., torch.Tensor]:
-    """Which key a query sees; packed sequences are one batch entry, and each sees its own keys alone."""
+    """The mask function of a problem; packed sequences are one batch entry, and each sees its own keys alone."""
     left, right, shift = problem.window_left, problem.window_right, problem.shift
     sequences: list[torch.Tensor] = []
     if problem.varlen:
@@ -364,7 +366,7 @@ def _xformers(problem: AttentionProblem, inputs: Inputs) -> Call:
 
 
 def _ffpa(problem: AttentionProblem, inputs: Inputs) -> Call:
-    # Without this ffpa-attn runs SDPA in its own name for the sizes that it does not like.
+    # Without this ffpa-attn runs SDPA for sizes that its kernels do not take, and SDPA would be timed.
     os.environ["FFPA_FORCE_NO_SDPA_FALLBACK"] = "1"
     function = importlib.import_module("ffpa_attn").ffpa_attn_func
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
@@ -379,11 +381,11 @@ def _ffpa_supports(problem: AttentionProblem) -> Reason:
 
 
 WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer's documentation gives its wrappers."""
+"""The size of the workspace in the examples of FlashInfer's documentation."""
 
 
 def _flashinfer(problem: AttentionProblem, inputs: Inputs) -> Call:
-    """A batch is packed sequences of one length there; its schedule is made by ``plan``, which is not timed."""
+    """FlashInfer takes a batch as packed sequences of one length; ``plan``, which makes its schedule, is not timed."""
     wrapper_type = importlib.import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper
     device = inputs.q.device
     wrapper = wrapper_type(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device), "NHD")

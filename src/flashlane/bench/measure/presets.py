@@ -1,4 +1,4 @@
-"""Problems by the name of the model that has them: the shapes of one attention layer."""
+"""Names problems after models: a preset has the shape of one attention layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Preset:
-    """Sizes of one attention layer, and where they come from."""
+    """The sizes of one attention layer, and their source."""
 
     batch: int
     heads: int

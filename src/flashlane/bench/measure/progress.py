@@ -1,4 +1,4 @@
-"""Progress on stderr: a live bar on a terminal, one plain line a problem when piped."""
+"""Shows progress on stderr: a live bar on a terminal, and one plain line for each problem elsewhere."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 
 class Reporter(Protocol):
-    """What a run reports its progress to."""
+    """The interface to which a run reports its progress."""
 
     def begin(self, title: str, steps: int) -> None:
-        """A problem (or a phase) of so many steps starts."""
+        """Report that a problem, or a phase, of ``steps`` steps starts."""
 
     def step(self, what: str, advance: bool = True) -> None:
-        """The next step; ``advance`` False only changes what is shown."""
+        """Report the next step; with ``advance`` False only the text changes, not the count."""
 
 
 class Silent:
-    """Shows nothing: for use from Python."""
+    """A reporter that shows nothing, for use from Python."""
 
     def begin(self, title: str, steps: int) -> None:
         pass
@@ -32,7 +32,7 @@ class Silent:
 
 
 class Bar:
-    """A context manager that shows where a run is."""
+    """A reporter and context manager that shows which problem and step of ``total`` problems a run is at."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
         self.console = console or Console(file=sys.stderr)

@@ -5,12 +5,12 @@ A file holds one attention call or many. One call is three tensors ``q``, ``k``,
 head_dim) when the file's metadata says ``layout="bhsd"``. What tensors cannot say is in the metadata, all of it
 optional, so that ``safetensors.torch.save_file({"q": q, "k": k, "v": v}, path)`` is a valid file:
 
-========== ==================================================================================================
+========== ====================================================================================================
 ``layout`` ``"bshd"`` (default) or ``"bhsd"``
-``causal`` ``"true"`` or ``"false"`` (default), for every call that ``calls`` does not describe
-``scale``  softmax scale as a number, for the same calls; default head_dim^-0.5
+``causal`` ``"true"`` or ``"false"`` (default), for every call whose entry in ``calls`` has no ``causal``
+``scale``  softmax scale as a number, for every call whose entry has no ``scale``; default head_dim^-0.5
 ``calls``  JSON object: name -> {"causal": bool, "scale": number, "window": [left, right]}, each optional
-========== ==================================================================================================
+========== ====================================================================================================
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Captured:
     """The file's own metadata: model, text digest, versions."""
 
     def problem(self) -> AttentionProblem:
-        """What this call asks; raises as :meth:`AttentionProblem.from_inputs` does when the tensors do not fit."""
+        """The problem of this call; raises as :meth:`AttentionProblem.from_inputs` when the tensors do not fit."""
         return AttentionProblem.from_inputs(
             Inputs(self.q, self.k, self.v), scale=self.scale, causal=self.causal, window_size=self.window
         )
@@ -65,8 +65,8 @@ def save_qkv(path: str | Path, calls: Sequence[Captured], metadata: Mapping[str,
     """Write calls to a safetensors file, replacing it atomically: a reader sees the old file or the whole new one.
 
     Raises:
-        NotWritten: the disk is full, say.
-        ValueError: no calls, two of one name, or tensors that do not fit each other.
+        NotWritten: the file cannot be written.
+        ValueError: there are no calls, two have one name, or the tensors of one do not fit each other.
         ImportError: safetensors is not installed.
     """
     save = _safetensors("safetensors.torch").save_file
@@ -84,16 +84,16 @@ def save_qkv(path: str | Path, calls: Sequence[Captured], metadata: Mapping[str,
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         save(tensors, temporary, metadata={**(metadata or {}), "layout": "bshd", "calls": json.dumps(described)})
-        os.chmod(temporary, 0o644)  # as every other result: for others to read
+        os.chmod(temporary, 0o644)  # others may read it, as every other result
         os.replace(temporary, path)
-    except Exception as error:  # the library has an error of its own
+    except Exception as error:  # safetensors raises an error class of its own
         raise NotWritten(f"{path} cannot be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def load_qkv(path: str | Path) -> list[Captured]:
-    """Read every attention call of a file, checked, in canonical layout, on the CPU.
+    """Read and check every attention call of a file; its tensors are copied to the CPU as (b, s, h, d).
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -199,7 +199,7 @@ def _described(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, A
 
 
 def _facts(path: Path, facts: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """causal, scale and window of one call: its own description, then the file's, then the defaults."""
+    """causal, scale and window of one call: from its own description, else from the file's, else the defaults."""
     causal = facts.get("causal", {"true": True, "false": False}.get(metadata.get("causal", "false").lower()))
     if not isinstance(causal, bool):
         raise ValueError(f"{path}: metadata causal is {metadata.get('causal', causal)!r}; it may be 'true' or 'false'")

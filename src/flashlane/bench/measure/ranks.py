@@ -1,4 +1,4 @@
-"""Context parallelism measured: the processes of a group, their problems, and what is timed on them."""
+"""Measures context parallelism: it starts the processes of a group and times the problems that they share."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from flashlane.distributed.comm import Ranks, start
 from flashlane.distributed.functional import head_bounds
 
 GROUP_SECONDS = 60
+"""The timeout of the group's operations."""
 ROUNDS = 3
 ROUND_MS = 60.0
+"""The time for which a call is repeated in each round, within 2 to 50 repetitions."""
 Call = Callable[[], object]
 
 
@@ -35,12 +37,12 @@ class SharedProblem:
     """Self-attention under a causal mask over a sequence, or packed documents, that all ranks share."""
 
     tokens: int
-    """A rank."""
+    """Tokens of each rank, where ``documents`` is empty."""
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
     documents: tuple[int, ...] = ()
-    """Tokens of each; none: one sequence."""
+    """Tokens of each document; empty for one sequence."""
     dtype: str = "bfloat16"
 
     def total(self, ranks: int) -> int:
@@ -54,7 +56,7 @@ class SharedProblem:
         return f"{what} of {self.total(ranks)} tokens, {heads} D{self.head_dim} {dtype} causal"
 
     def tensors(self, ranks: int, device: torch.device) -> list[torch.Tensor]:
-        """q, k, v and the output's gradient of all tokens; the same on every rank."""
+        """q, k, v and do of all tokens, ``(1, s, h, d)`` or packed ``(total, h, d)``; every rank gets the same."""
         random = torch.Generator(device).manual_seed(1)
         outer = (self.total(ranks),) if self.documents else (1, self.total(ranks))
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
@@ -66,7 +68,7 @@ class SharedProblem:
         return [0, *itertools.accumulate(self.documents)]
 
     def on_one(self, ranks: int, device: torch.device, **asked: Any) -> Measured:
-        """The whole problem in one process."""
+        """The whole problem as one process computes it."""
         q, k, v, do = self.tensors(ranks, device)
 
         def forward(*qkv: torch.Tensor) -> torch.Tensor:
@@ -79,7 +81,7 @@ class SharedProblem:
         return Measured((q, k, v), do, forward)
 
     def shared(self, device: torch.device, group: Any = None, layout: str = "zigzag", **asked: Any) -> Measured:
-        """This rank's part of it."""
+        """This rank's shard of the problem."""
         size = group.size() if group is not None else dist.get_world_size()
         cu = self.cu_seqlens if self.documents else None
         dim = 0 if self.documents else 1
@@ -105,19 +107,19 @@ class Measured:
     forward_of: Callable[..., torch.Tensor]
 
     def forward(self) -> torch.Tensor:
-        """Without gradients."""
+        """The output, without gradients."""
         with torch.no_grad():
             return self.forward_of(*self.qkv)
 
     def both(self) -> tuple[torch.Tensor, ...]:
-        """Output and gradients."""
+        """The output, dq, dk and dv."""
         qkv = [t.detach().requires_grad_() for t in self.qkv]
         out = self.forward_of(*qkv)
         return out.detach(), *torch.autograd.grad(out, qkv, self.do)
 
 
 def milliseconds(calls: dict[str, Call], device: torch.device, rounds: int = ROUNDS) -> dict[str, float]:
-    """Milliseconds of each call, the slowest rank's: medians over rounds in which each is timed in turn."""
+    """Milliseconds of each call on the slowest rank: the median over rounds, in each of which every call is timed."""
     counts = {}
     for name, call in calls.items():
         call()
@@ -155,7 +157,7 @@ ONE = "one process"
 
 
 def default_methods(problem: SharedProblem) -> dict[str, dict[str, Any]]:
-    """What is timed when nothing is named: every method, and the heads of "allgather" in groups."""
+    """The methods that are timed when none is named: all of them, "allgather" with several groupings of its heads."""
     heads = problem.kv_heads
     groups = (None, max(1, heads // 4), (max(1, heads // 8), heads))
     found: dict[str, dict[str, Any]] = {
@@ -182,19 +184,19 @@ def time_methods(
     rounds: int = ROUNDS,
     more: dict[str, Measured] | None = None,
 ) -> list[dict[str, Any]]:
-    """Milliseconds of methods of a problem, and the share of the ideal that each reaches.
+    """Measure the milliseconds of methods of a problem, and the share of the ideal that each reaches.
 
     Args:
-        device: of this rank.
-        problem: what is computed; first by one process alone, on every rank at once, which is the first row.
+        device: the device of this rank.
+        problem: what is computed. In the first row every rank computes the whole problem alone, all at the same time.
         methods: by the names of their rows, arguments of the context-parallel functions.
         layout: which tokens a rank has.
-        rounds: of each.
+        rounds: how often each method is timed.
         more: other implementations, by the names of their rows.
 
     Returns:
-        A row each: method, milliseconds of the slowest rank, and the ideal (one process's time over the ranks) over
-        that, for the forward and for forward and backward.
+        A row for each method: its name, milliseconds of the slowest rank, and the ideal (one process's time over the
+        number of ranks) over that, for the forward and for forward and backward.
     """
     size = dist.get_world_size()
     variants = {ONE: problem.on_one(size, device)}
@@ -216,7 +218,7 @@ def time_methods(
 
 
 def link_rates(device: torch.device, megabytes: int = 32) -> dict[str, float]:
-    """GB/s that each rank sends and receives at once, and microseconds of a small message, around the ranks."""
+    """GB/s that each rank sends to the next one while it receives as much, and microseconds of a message of 4 KiB."""
     ranks = Ranks.of(dist.group.WORLD)
     after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
     sent = torch.zeros(megabytes << 20, dtype=torch.uint8, device=device)
@@ -230,9 +232,9 @@ def link_rates(device: torch.device, megabytes: int = 32) -> dict[str, float]:
 
 
 def join_ranks(rank: int, size: int, folder: str, backend: str, job: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function in this process as one of so many ranks, which meet in a folder; what it returns here.
+    """Run a function in this process as one of ``size`` ranks, and return its result.
 
-    The other arguments are those of :func:`on_ranks`.
+    The ranks meet through a file in ``folder``. The other arguments are those of :func:`on_ranks`.
     """
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
@@ -259,10 +261,10 @@ def _work(rank: int, size: int, folder: str, backend: str, job: Callable[..., An
 
 
 def on_ranks(size: int, backend: str, job: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function of a module in so many processes of one group; what it returns on rank 0, as JSON holds it.
+    """Run a module's function in ``size`` processes of one group, and return rank 0's result as JSON holds it.
 
     Args:
-        size: processes, each with a GPU of its own where the backend is "nccl".
+        size: the number of processes, each with a GPU of its own where the backend is "nccl".
         backend: "nccl" or "gloo".
         job: called with the rank's device and the arguments.
 
@@ -275,7 +277,7 @@ def on_ranks(size: int, backend: str, job: Callable[..., Any], *arguments: Any) 
 
 
 def problem_fields(problem: SharedProblem, ranks: int) -> dict[str, Any]:
-    """A problem as results name it."""
+    """The fields by which results name a problem."""
     return {"problem": problem.describe(ranks), "ranks": ranks, **asdict(problem)}
 
 
@@ -289,7 +291,7 @@ def measure_all(
     counts: tuple[int, ...],
     across_gbs: float,
 ) -> dict[str, Any]:
-    """What ``flashlane bench ranks`` shows, measured on every rank; the arguments are its options."""
+    """Measure on every rank what ``flashlane bench ranks`` shows; the arguments are its options."""
     from flashlane.bench.measure.scaling import Links, Workload, checked, modelled_rows
     from flashlane.bench.suites.sharded_step import StepProblem, time_steps
 
@@ -342,6 +344,6 @@ def measure_all(
 
 
 def group_sizes(stride: int | tuple[int, ...] | None, kv_heads: int) -> tuple[int, ...]:
-    """KV heads of each group that is fetched."""
+    """The number of KV heads of each group that is fetched."""
     bounds = head_bounds(stride, kv_heads)
     return tuple(stop - first for first, stop in itertools.pairwise(bounds))

@@ -24,24 +24,24 @@ from flashlane.reference.masks import Part, parts
 OF_FORMULA, OF_OTHER = 2.0, 4.0
 BLOCK_ROWS = 128
 SAMPLES = 2
-"""Key/value heads, each of a sequence of its own where there are as many."""
+"""The number of key/value heads that are compared; of a dense batch each in another sequence where it has as many."""
 EDGE_ROWS, DRAWN_ROWS = 64, 128
-"""Rows of a sample of the forward pass: the first ones, the last ones and so many others."""
+"""Rows of a sample of the forward pass: as many first ones, as many last ones, and as many drawn between them."""
 CHUNK_SCORES = 1 << 28
-"""Scores in memory at a time."""
+"""The number of scores that are in memory at one time."""
 FORWARD, BACKWARD = ("out",), ("dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One key/value head of one sequence, and what is right there."""
+    """One key/value head of one sequence, and the right results there."""
 
     part: Part
     entry: int
-    """Which entry of the part's batch axis."""
+    """The index on the part's batch axis."""
     head: int
     rows: torch.Tensor
-    """Of the queries, those that are compared."""
+    """The indices of the queries that are compared."""
     right: tuple[torch.Tensor, ...]
     """out ``(g, rows, dv)``; or dq ``(g, rows, d)``, dk ``(sk, d)`` and dv ``(sk, dv)``, f32."""
 
@@ -53,13 +53,13 @@ class Sample:
 
 
 class SampledOracle:
-    """What is right for one problem on its tensors, and the judgements against it.
+    """The right results of one problem on its tensors; it judges other results by them.
 
     Args:
         problem: dense or packed sequences without a modifier of the scores.
-        inputs: its tensors.
+        inputs: the tensors of the problem.
         do: the gradient of the output, in its shape, where gradients are judged; None where outputs are.
-        seed: of the choice of heads and rows.
+        seed: the seed of the choice of heads and rows.
     """
 
     def __init__(

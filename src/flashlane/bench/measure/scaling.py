@@ -1,10 +1,10 @@
-"""A model of context parallelism by gathered keys: from measured times and link rates to more GPUs than were there.
+"""A model of context parallelism by gathered keys: it predicts times on more GPUs than were measured.
 
-The compute of a rank is its share of one GPU's time, with the excess that was measured for its kernels. What it waits
-for is what cannot be hidden: the first group of heads that it fetches, and the last group of gradients that it returns.
-A group is hidden where the ones before it take longer to compute than all bytes so far take to arrive.
+The compute of a rank is its share of one GPU's time, increased by :attr:`Workload.excess`. It always waits for the
+first group of heads that it fetches, and for the last group of gradients that it returns. A group between them costs no
+time where the groups before it take longer to compute than all bytes so far take to arrive.
 
-Every figure that comes from it is modelled, not measured; :func:`checked` says how far it is from what was measured.
+Every figure of the model is predicted, not measured; :func:`checked` gives its distance from what was measured.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ F32_BYTES = 4
 
 @dataclass(frozen=True)
 class Links:
-    """What moves data between GPUs."""
+    """The rates of the links between GPUs."""
 
     inside_gbs: float
     """GB/s that a GPU sends and receives at once inside a host."""
     latency_us: float
-    """Of one batch of messages, from enqueueing to arrival."""
+    """Microseconds of one batch of messages, from enqueueing to arrival."""
     host_gpus: int = 8
     """GPUs of a host."""
     across_gbs: float = 45.0
-    """GB/s of a GPU to other hosts; 45 is a link of 400 Gbit/s at 90 %."""
+    """GB/s that a GPU sends and receives at once to and from other hosts; 45 is 90 % of a link of 400 Gbit/s."""
 
     def milliseconds(self, bytes_a_peer: float, ranks: int) -> float:
-        """Until as many bytes have come from every other rank."""
+        """Milliseconds until ``bytes_a_peer`` bytes have arrived from every other rank."""
         inside = min(ranks, self.host_gpus) - 1
         outside = ranks - 1 - inside
         slowest = max(inside * bytes_a_peer / self.inside_gbs, outside * bytes_a_peer / self.across_gbs)
@@ -37,27 +37,27 @@ class Links:
 
 @dataclass(frozen=True)
 class Workload:
-    """Self-attention under a causal mask, in zigzag layout, and what one GPU takes for as much work as a rank has."""
+    """Self-attention under a causal mask, in zigzag layout, and the times of one GPU for a whole problem."""
 
     tokens: int
-    """A rank."""
+    """Tokens of each rank."""
     heads: int
     kv_heads: int
     head_dim: int
     ranks_measured: int
-    """Of the run that the times are from; a rank of it has as many tokens."""
+    """The number of ranks of the run that the times are from; each of them has ``tokens`` tokens."""
     forward_ms: float
-    """Of one GPU, for the whole problem of that run."""
+    """Milliseconds of the forward on one GPU, for the whole problem of that run."""
     both_ms: float
-    """Forward and backward."""
+    """The same for forward and backward."""
     groups: tuple[int, ...] = ()
-    """KV heads of each group that is fetched; all at once by default."""
+    """KV heads of each group that is fetched; empty where all are fetched at once."""
     element_bytes: int = 2
     excess: float = field(default=0.0)
     """Share by which a rank's kernels take longer than their share of one GPU's time."""
 
     def share_ms(self, ranks: int, both: bool) -> float:
-        """A rank's part of one GPU's time for the whole problem, which grows with the square of all tokens."""
+        """A rank's part of one GPU's time in milliseconds, which grows with the square of all tokens."""
         whole = self.both_ms if both else self.forward_ms
         return whole / self.ranks_measured * ranks / self.ranks_measured
 
@@ -70,7 +70,7 @@ class Workload:
         return forward + self._pass(backward, ranks, links, returns=True)
 
     def efficiency(self, ranks: int, links: Links, both: bool) -> float:
-        """The share of one GPU's time over the predicted time."""
+        """A rank's part of one GPU's time, over the predicted time."""
         return self.share_ms(ranks, both) / self.predicted_ms(ranks, links, both)
 
     def _pass(self, share: float, ranks: int, links: Links, returns: bool) -> float:
@@ -90,7 +90,7 @@ class Workload:
         return max(now, sent)
 
     def _bytes(self, kv_heads: int, element_bytes: int) -> float:
-        """Of K and V of a rank's tokens."""
+        """Bytes of these heads of K and V of a rank's tokens."""
         return 2.0 * self.tokens * kv_heads * self.head_dim * element_bytes
 
 

@@ -1,4 +1,4 @@
-"""Sizes as they are written on the command line: values, lists and sweeps. It imports no torch."""
+"""Reads sizes as they are written on the command line: values, lists and sweeps. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 
 MAX_SWEEP = 4096
+"""The largest number of sizes of a sweep."""
 _SWEEP = re.compile(r"^(\d+):(\d+):([x+])(\d+)$")
 
 
 def parse_sizes(text: str, name: str, *, low: int = 1, high: int | None = None) -> tuple[int, ...]:
-    """Sizes from a value (``64``), a comma list (``64,128``) or a sweep, both ends included.
+    """Read sizes from a value (``64``), a comma list (``64,128``) or a sweep, both ends included.
 
     ``1024:8192:x2`` multiplies (1024, 2048, 4096, 8192); ``64:256:+64`` adds (64, 128, 192, 256). A list may hold
     sweeps. Order is kept, repeats are dropped.
@@ -51,5 +52,5 @@ def _item_sizes(item: str, text: str, name: str) -> Iterator[int]:
 
 
 def given(word: str, text: str) -> str:
-    """The whole text of an option, where it says more than the word that is wrong."""
+    """The whole text of an option for a message, or nothing where the text is the wrong word alone."""
     return "" if word == text.strip() else f" (given {text!r})"

@@ -1,7 +1,7 @@
-"""A grid of problems, benched cell by cell into a journal, so that an interrupted sweep goes on where it stopped.
+"""Benches a grid of problems cell by cell into a journal, so that an interrupted sweep goes on where it stopped.
 
-A cell is one problem in one direction. It is done when its record is on the disk; a sweep that is killed loses the cell
-it was in, and nothing else. An implementation that runs out of memory, hangs or crashes is recorded, and the sweep
+A cell is one problem in one direction. It is done when its record is on the disk; a sweep that is killed loses only
+the cell that it was measuring. An implementation that runs out of memory, hangs or crashes is recorded, and the sweep
 goes on.
 """
 
@@ -34,11 +34,11 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Its title: unique in a grid, the same in every run."""
+        """The title, which is unique in a grid and the same in every run."""
         return self.problem.describe() + TITLES[self.direction]
 
     def seed(self, base: int) -> int:
-        """Of its inputs; it does not depend on the other cells of the grid."""
+        """The seed of the cell's inputs; it does not depend on the other cells of the grid."""
         return base + zlib.crc32(self.key.encode()) % (1 << 31)
 
 
@@ -49,10 +49,10 @@ def cells_of(problems: Iterable[AttentionProblem], directions: Sequence[Directio
 
 
 def common_of(spec: Spec, seed: int, environment: dict[str, Any]) -> dict[str, Any]:
-    """What all cells of one table have in common: the device, the versions, the code and how long is measured."""
+    """What all cells of a journal have in common: the device, the versions, the commit, the seed and the options."""
     machine = {name: environment.get(name) for name in ("device", "driver", "torch", "flashlane", "commit")}
     chosen = asdict(spec)
-    chosen.pop("directions")  # a cell says its own
+    chosen.pop("directions")  # each cell has its own
     return {**machine, "seed": seed, **chosen}
 
 
@@ -67,7 +67,7 @@ def sweep(
     retry: bool = False,
     told: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Bench the cells that the journal does not have; ``retry`` takes those again that did not come through.
+    """Bench the cells that the journal does not have; ``retry`` also benches those whose status is not ``done``.
 
     Raises:
         journal.Full: the journal cannot be written; what is in it is kept.
@@ -90,7 +90,7 @@ def _is_open(record: dict[str, Any] | None, retry: bool) -> bool:
 
 
 def status_of(results: Results) -> str:
-    """``done`` when anything was timed; ``out of memory`` when nothing was, for want of memory."""
+    """``out of memory`` when nothing was timed and an implementation ran out of memory; ``done`` otherwise."""
     if any(row.timing for row in results.rows) or not lacking_memory(results):
         return DONE
     return OOM
@@ -103,12 +103,12 @@ def lacking_memory(results: Results) -> list[str]:
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """Results as JSON has them."""
+    """Results as the values that JSON holds."""
     return json.loads(results.to_json())
 
 
 def collected(journal: Journal, cells: Sequence[Cell]) -> Results | None:
-    """Everything that the journal has of these cells, as one run's results; None when it has nothing."""
+    """What the journal has of these cells, as one run's results; None when no cell has results."""
     whole: Results | None = None
     lost: list[Skipped] = []
     for cell in cells:
@@ -135,7 +135,7 @@ def collected(journal: Journal, cells: Sequence[Cell]) -> Results | None:
 
 
 def summary_rows(results: Results) -> list[tuple[str, ...]]:
-    """(problem, fastest of ours, ms, TFLOP/s, best peer, ×, out of memory) of every cell."""
+    """The row of every cell, with the columns of :data:`HEAD`."""
     from flashlane.bench.present.table import NONE, significant
     from flashlane.bench.present.verdict import duels, times
 
@@ -164,7 +164,7 @@ def markdown(results: Results) -> str:
 
 
 def write(results: Results, folder: Path, name: str) -> list[Path]:
-    """``NAME.json``, ``.csv`` and ``.md``, each replaced at once."""
+    """Write ``NAME.json``, ``.csv`` and ``.md``, each atomically, and return their paths."""
     texts = {".json": results.to_json(), ".csv": results.to_csv(skipped=False), ".md": markdown(results)}
     for suffix, text in texts.items():
         write_atomically(folder / f"{name}{suffix}", text)

@@ -1,6 +1,6 @@
 """The process in which :mod:`flashlane.bench.measure.isolated` benches.
 
-Tasks and what it reports travel through one pipe; what a library prints goes to stderr. When the pipe ends, the process
+Tasks and reports go through one pipe, and what a library prints goes to stderr. When the pipe ends, the process
 that started the worker is gone, and the worker ends at once.
 """
 
@@ -17,7 +17,7 @@ from flashlane.bench.measure.runner import run
 
 
 class PipeReporter:
-    """A reporter that sends every step on."""
+    """A reporter that sends every step through the pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
@@ -30,7 +30,7 @@ class PipeReporter:
 
 
 def serve(pipe: Connection, spec: Spec) -> None:
-    """Do tasks until there are no more."""
+    """Run tasks from the pipe and send back their results; the process ends when the pipe does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the one that started this one ends it
     os.dup2(2, 1)
     tasks: queue.Queue[Task] = queue.Queue()
