@@ -1,8 +1,9 @@
 """Sequences of one launch as ranges of rows and of keys, and keys that arrive while it runs.
 
-Packed sequences (``cu_seqlens``) follow each other, and no key is in two of them. Context parallelism has chunks of one
-sequence, in whose ranges of keys the same keys are; and its keys come from other GPUs. A kernel that computes such a
-call has :meth:`~flashlane.core.registry.Kernel.prepare_ranges`; no function of the public API makes one.
+Packed sequences (``cu_seqlens``) follow each other, and no key is in two of them. Under context parallelism the
+sequences of a launch are chunks of one sequence: their ranges of keys overlap, and keys come from other GPUs. No
+function of the public API makes such a call; a kernel that computes it has
+:meth:`~flashlane.core.registry.Kernel.prepare_ranges`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 MOST_CHUNKS = 32
-"""Of keys that a launch waits for one by one: a lane of a warp has one each."""
+"""The largest number of chunks of keys of a launch: each lane of one warp has one chunk."""
 OWN = -1
-"""The flag of a chunk that is nobody's to send."""
+"""The flag of a chunk that no GPU sends."""
 
 
 class Range(NamedTuple):
@@ -36,28 +37,30 @@ class Chunk(NamedTuple):
     first: int
     stop: int
     flag: int
-    """Which flag says that they are there; :data:`OWN` for rows that are read in tensors of their own."""
+    """The index of the flag that says that the rows have arrived; :data:`OWN` for rows of tensors of their own."""
     own_row: int = 0
-    """Where an own chunk begins there."""
+    """The row of those tensors at which an own chunk begins."""
 
 
 @dataclass(frozen=True)
 class Ranges:
     """The sequences of a launch, in the order in which they are begun: those with most work belong first.
 
-    No row is in two of them, and what lies in none is not written. Ranges of keys may overlap, and none is empty. A
-    mask is aligned by the last row and the last key of each, as bottom-right alignment is.
+    No row is in two of them, and rows of the output that lie in none are not written. Ranges of keys may
+    overlap, and none is empty. A mask is bottom-right aligned in each: by its last row and its last key.
 
     Raises:
-        ValueError: a range is empty, or rows overlap.
+        ValueError: a range is empty, rows or chunks overlap, or there are more than :data:`MOST_CHUNKS` chunks.
     """
 
     sequences: tuple[Range, ...]
     chunks: tuple[Chunk, ...] = ()
-    """Keys that arrive, and those that lie elsewhere; other keys are there when the launch begins. Where a block of
-    keys reaches from an own chunk into another one, k and v have the own rows too: those within
+    """Chunks of keys that arrive during the launch, and own chunks; k and v have all other keys when it begins.
+
+    A block of keys may reach from an own chunk into another one. So k and v must also have the own rows that lie within
     :data:`EDGE` rows of the ends of an own chunk."""
     made: dict[torch.device, tuple[torch.Tensor, ...]] = field(default_factory=dict, compare=False, hash=False)
+    """The tensors of :meth:`on`, by device."""
 
     def __post_init__(self) -> None:
         for each in self.sequences:
@@ -73,14 +76,14 @@ class Ranges:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Most rows and most keys of a sequence."""
+        """The most rows of a sequence, and the most keys of a sequence."""
         return (
             max(each.q_stop - each.q_first for each in self.sequences),
             max(each.k_stop - each.k_first for each in self.sequences),
         )
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """First and last rows, first and last keys, int32 ``(sequences, 2)`` each, and the chunks ``(chunks, 4)``.
+        """First and stop rows, first and stop keys, int32 ``(sequences, 2)`` each, and the chunks, ``(chunks, 4)``.
 
         They are made once for each device.
         """
@@ -93,25 +96,25 @@ class Ranges:
 
 
 EDGE = 256
-"""Rows of k and v at each end of an own chunk that a block of keys may bring together with its neighbours."""
+"""Rows at each end of an own chunk that a block of keys may load together with rows of the neighbouring chunk."""
 
 
 class Arriving(NamedTuple):
-    """Where the keys of one call are."""
+    """The addresses at which one call finds its keys and the flags of their arrival."""
 
     own: tuple[torch.Tensor, torch.Tensor]
     """Keys and values of the own chunks."""
     flags: int
     """Address of the flags, int32."""
     value: int
-    """What a flag has when its chunk is there, or more: flags only grow, modulo 2³²."""
+    """The value from which on a flag says that its chunk has arrived: flags only grow, modulo 2³²."""
     lost: int
-    """Address in host memory of an int32, which becomes one more than the flag of a chunk that did not come."""
+    """Address in host memory of an int32; it becomes one more than the flag of a chunk that did not arrive."""
     seconds: float
-    """That a chunk may take; then the kernel ends with an error."""
+    """The time in seconds that a chunk may take; after it the kernel ends with an error."""
 
 
 RangedRepeat = Callable[
     ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "Arriving | None"], None
 ]
-"""See :meth:`~flashlane.core.registry.Kernel.prepare_ranges`: of q, k, v, out, lse and what arrives."""
+"""A launch of q, k, v, out, lse and what arrives; see :meth:`~flashlane.core.registry.Kernel.prepare_ranges`."""

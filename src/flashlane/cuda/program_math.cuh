@@ -1,5 +1,5 @@
 // Operations of score and mask programs that C++ lacks, or defines differently from torch. flashlane.flex.device_text
-// writes calls of them. Floor division and remainder are those of torch, which are Python's, too.
+// writes calls of them. Floor division and remainder are those of torch and of Python.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -17,8 +17,8 @@ __device__ __forceinline__ float read(const __nv_bfloat16* from) { return __bflo
 // Exact for |x| < 2^22. A conversion instruction would compete with the exponentials for the special-function unit.
 __device__ __forceinline__ float float_of_position(int x) { return __int_as_float(0x4b400000 + x) - 12582912.f; }
 
-// kv − q of a pair: that of the thread's first pair in the row, plus a constant that the compiler knows. Both are integers below
-// 2^22, so that their sum is exact.
+// kv − q of a pair: that of the thread's first pair in the row, plus a constant that the compiler knows. Both are
+// integers below 2^22, so that their sum is exact.
 struct Distance {
     float first, rest;
     __device__ __forceinline__ float value() const { return first + rest; }
@@ -28,11 +28,11 @@ struct Distance {
 __device__ __forceinline__ float rounded_to_f16(float x) { return __half2float(__float2half_rn(x)); }
 __device__ __forceinline__ float rounded_to_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
-// Where an index lies. One past the end gives the last element: a tile has pairs that no sequence has, and whatever they
-// compute is dropped, but they must read inside the tensor.
+// The place that an index reads. An index past the end reads the last element: a tile has pairs outside the sequence,
+// whose results are dropped, but whose loads must stay inside the tensor.
 template <typename Index>
 __device__ __forceinline__ long long place(Index i, int size) { return i < size ? i : size - 1; }
-// The same for an index that may be negative: it counts from the end.
+// The same for an index that may be negative, which counts from the end.
 template <typename Index>
 __device__ __forceinline__ long long place_of_any(Index i, int size) {
     if (i < 0) i += size;
@@ -45,7 +45,7 @@ template <typename T>
 __device__ __forceinline__ bool isinf(T x) { return x == infinity() || x == -infinity(); }
 template <typename T>
 __device__ __forceinline__ T sign(T x) { return static_cast<T>((x > 0) - (x < 0)); }
-// A NaN stays one.
+// The result is NaN where either operand is.
 template <typename T>
 __device__ __forceinline__ T minimum(T a, T b) { return a < b || a != a ? a : b; }
 template <typename T>
@@ -53,7 +53,8 @@ __device__ __forceinline__ T maximum(T a, T b) { return a > b || a != a ? a : b;
 
 __device__ __forceinline__ float divided(float a, float b) { return __fdividef(a, b); }
 
-// tanh(x) = 1 − 2 / (e^2x + 1): its absolute error is that of f32.
+// tanh(x) = 1 − 2 / (e^2x + 1) has an absolute error of the size of f32's eps, so that small results are relatively
+// less exact.
 __device__ __forceinline__ float tanh(float x) { return fmaf(-2.f, reciprocal(1.f + ex2(x * 2.8853900817779268f)), 1.f); }
 __device__ __forceinline__ double tanh(double x) { return ::tanh(x); }
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.f + ex2(x * -1.4426950408889634f)); }
