@@ -29,6 +29,7 @@ PROGRAM = """
 #include <cstdio>
 #include <vector>
 using std::max; using std::min;
+struct int2 {{ int x, y; }};
 inline constexpr int ceil_div(int a, int b) {{ return (a + b - 1) / b; }}
 inline constexpr int constant_min(int a, int b) {{ return a < b ? a : b; }}
 {shared}

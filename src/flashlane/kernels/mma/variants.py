@@ -147,7 +147,7 @@ def heads_per_section(problem: AttentionProblem) -> int:
     """Query heads whose keys and values fit the L2 cache at once; whole groups of a shared key/value head."""
     size = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize)
     allowed = L2_BYTES if problem.window_right < 0 else CAUSAL_L2_BYTES
-    return min(problem.batch * problem.heads, max(1, allowed // size) * problem.group)
+    return max(1, min(problem.batch * problem.heads, max(1, allowed // size) * problem.group))
 
 
 def grid() -> Iterator[Variant]:
