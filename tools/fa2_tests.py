@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Any:
-    """A case that asks for what flashlane has not (``qv``, descales, chunks) is skipped, and says so."""
+    """A case that asks for what flashlane has not (descales, chunks) is skipped, and says so."""
     try:
         return (yield)
     except NotImplementedError as error:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_run import run_parts
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
@@ -508,23 +509,9 @@ def main() -> None:
     if options.part:
         print(json.dumps(PARTS[options.part]()), flush=True)
         return
-    began, found = time.monotonic(), []
+    until = time.monotonic() + options.seconds
     faulthandler.dump_traceback_later(options.seconds + 15, exit=True)
-    for name, run in parts(options, began + options.seconds):
-        if time.monotonic() - began > options.seconds:
-            result: Any = {"skipped": "no time left"}
-        else:
-            print(f"{time.monotonic() - began:5.1f} s", name, flush=True)
-            try:
-                result = run()
-            except Exception as error:
-                result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:600]}
-        found.append({"part": name, **result})
-        print(f"{time.monotonic() - began:5.1f} s", json.dumps(found[-1]), flush=True)
-        (options.out / NAMES[options.do[0]]).write_text(json.dumps(found, indent=1))
-    wrong = [each for each in found if each.get("ok") is False]
-    print(f"{len(found)} parts, {len(wrong)} wrong", flush=True)
-    sys.exit(bool(wrong))
+    sys.exit(not run_parts(parts(options, until), options.seconds, options.out / NAMES[options.do[0]]))
 
 
 if __name__ == "__main__":

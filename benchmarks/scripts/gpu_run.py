@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import statistics
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +40,32 @@ def options(description: str | None, name: str, seconds: float) -> argparse.Argu
     parser.add_argument("--seconds", type=float, default=seconds, help="GPU time to aim at")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, at least {ROUNDS}")
     return parser
+
+
+def run_parts(parts: Iterable[tuple[str, Callable[[], dict[str, Any]]]], seconds: float, file: Path) -> bool:
+    """Run named parts of a proof in their order and print each; whether none was wrong.
+
+    Args:
+        parts: names and functions; what a function returns is a part's result, wrong where its ``ok`` is False.
+        seconds: no part is begun later than this.
+        file: the results, written again after each part.
+    """
+    began, found = time.monotonic(), []
+    for name, run in parts:
+        if time.monotonic() - began > seconds:
+            result: dict[str, Any] = {"skipped": "no time left"}
+        else:
+            print(f"{time.monotonic() - began:5.1f} s", name, flush=True)
+            try:
+                result = run()
+            except Exception as error:
+                result = {"ok": False, "error": f"{type(error).__name__}: {error}"[-800:]}
+        found.append({"part": name, **result})
+        print(f"{time.monotonic() - began:5.1f} s", json.dumps(found[-1]), flush=True)
+        file.write_text(json.dumps(found, indent=1))
+    wrong = sum(each.get("ok") is False for each in found)
+    print(f"{len(found)} parts, {wrong} wrong", flush=True)
+    return not wrong
 
 
 def device_or_exit() -> torch.device:

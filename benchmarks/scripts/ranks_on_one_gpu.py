@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from gpu_run import run_parts
 
 import flashlane
 from flashlane import jit
@@ -428,7 +429,6 @@ def main() -> None:
     if options.processes:
         print(json.dumps(two_processes(options.processes)), flush=True)
         return
-    began, found = time.monotonic(), []
     leave_sms()
     faulthandler.dump_traceback_later(options.seconds + 20, exit=True)
     folder = options.out / "processes"
@@ -450,21 +450,7 @@ def main() -> None:
         *((name, lambda name=name: in_one_process(name)) for name in PROBLEMS if name not in FIRST),
         ("symmetric memory", lambda: asked_of_torch(str(folder))),
     ]
-    for name, run in runs:
-        if time.monotonic() - began > options.seconds:
-            result: Any = {"skipped": "no time left"}
-        else:
-            print(f"{time.monotonic() - began:5.1f} s", name, flush=True)
-            try:
-                result = run()
-            except Exception as error:
-                result = {"ok": False, "error": f"{type(error).__name__}: {error}"[-800:]}
-        found.append({"part": name, **result})
-        print(f"{time.monotonic() - began:5.1f} s", json.dumps(found[-1]), flush=True)
-        (options.out / "ranks_on_one_gpu.json").write_text(json.dumps(found, indent=1))
-    wrong = [each for each in found if each.get("ok") is False]
-    print(f"{len(found)} parts, {len(wrong)} wrong", flush=True)
-    sys.exit(bool(wrong))
+    sys.exit(not run_parts(runs, options.seconds, options.out / "ranks_on_one_gpu.json"))
 
 
 if __name__ == "__main__":

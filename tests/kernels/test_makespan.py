@@ -149,3 +149,14 @@ def test_explain_shows_the_configuration_that_runs_and_how_much_slower_the_next_
     assert f"{words}: runs, predicted {ms:.3g} ms" in text
     assert f"predicted {100 * (found.configurations[1][1] / ms - 1):.1f} % slower" in text
     assert all(len(line) <= 80 for line in str(found).splitlines())
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("empty", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}])
+def test_what_is_empty_has_a_configuration(arch, empty) -> None:
+    """The cost models count tiles and SMs; a launch of no tiles must not divide by their number."""
+    base = AttentionProblem(2, 8, 8, 1024, 1024, 128, 128, torch.float16, 0.1, arch=arch)
+    for asked in (replace(base, **empty), replace(base, dtype=torch.float32, **empty)):
+        able = (kernel for kernel in registry.kernels(listed_only=True) if kernel.supports(asked) is None)
+        assert [kernel.config(asked) for kernel in able if hasattr(kernel, "config")]
+        assert dispatch.select(asked).tag

@@ -48,7 +48,12 @@ def test_no_kernel_is_preferred_more_than_its_module_says() -> None:
     """Else a choice would stop before the module that wins it."""
     most = {each.module: each for each in registry.MODULES}
     base = AttentionProblem(2, 8, 8, 1024, 1024, 128, 128, torch.bfloat16, 0.1, arch="sm_90a")
-    changes: list[dict[str, Any]] = [{}, {"seqlen_q": 1}, {"batch": 1, "heads": 1}, {"seqlen_q": 8, "seqlen_k": 8}]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"seqlen_q": 1},
+        {"batch": 1, "heads": 1, "kv_heads": 1},
+        {"seqlen_q": 8, "seqlen_k": 8},
+    ]
     problems = [replace(base, arch=arch, **change) for arch in ("sm_80", "sm_90a", None) for change in changes]
     found: dict[str, float] = {}
     for kernel in registry.kernels(listed_only=True):

@@ -71,7 +71,9 @@ def least_makespan(costs: Sequence[float], heads: int, workers: int) -> float:
 
 
 def sections_of(heads: int, section: int) -> list[int]:
-    """Heads of each section: all alike but a smaller last one."""
+    """Heads of each section: all alike but a smaller last one; none of no heads, as an empty batch has."""
+    if not heads:
+        return []
     return [section] * (heads // section) + [heads % section] * (heads % section > 0)
 
 

@@ -19,7 +19,7 @@ from flashlane.kernels.features import unsupported_features
 from flashlane.kernels.mma import cost
 from flashlane.kernels.mma import tiles as shapes
 from flashlane.kernels.mma.config import MmaConfig
-from flashlane.kernels.mma.variants import FAMILIES, Variant, grid, heads_per_section
+from flashlane.kernels.mma.variants import FAMILIES, VARIANTS, Variant, heads_per_section
 from flashlane.kernels.params import (
     AttentionParams,
     attention_params,
@@ -207,5 +207,5 @@ def _fastest_tag(problem: AttentionProblem) -> str | None:
     return cost.fastest_tag(problem)
 
 
-for _variant in grid():
+for _variant in VARIANTS.values():
     register(MmaAttention(_variant))

@@ -147,10 +147,10 @@ def heads_per_section(problem: AttentionProblem) -> int:
     """Query heads whose keys and values fit the L2 cache at once; whole groups of a shared key/value head."""
     size = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize)
     allowed = L2_BYTES if problem.window_right < 0 else CAUSAL_L2_BYTES
-    return max(1, min(problem.batch * problem.heads, max(1, allowed // size) * problem.group))
+    return min(problem.batch * problem.heads, max(1, allowed // size) * problem.group)
 
 
-def grid() -> Iterator[Variant]:
+def _grid() -> Iterator[Variant]:
     """Every point; stages 3 and 4, and the choice of keeping Q or streaming it, are those of the tiling families."""
     for split in FAMILIES:
         tiling = "tiling" in split
@@ -159,3 +159,7 @@ def grid() -> Iterator[Variant]:
         ):
             if tiling or (stage <= 2 and not persistent):
                 yield Variant(split, stage, scores, out, store, persistent, swizzle, output)
+
+
+VARIANTS = {variant.tag: variant for variant in _grid()}
+"""Every point of the grid by its tag."""

@@ -242,7 +242,7 @@ def splits_of(problem: AttentionProblem, config: TritonConfig) -> int:
         return 1
     heads = problem.kv_heads if packed(problem) else problem.heads
     rows = rows_of(problem) if packed(problem) else problem.seqlen_q
-    tiles = problem.batch * heads * max(1, -(-rows // config.bm))
+    tiles = max(1, problem.batch * heads * -(-rows // config.bm))
     sms = SMS.get(problem.arch, 100)
     if tiles * 4 > sms * 3:
         return 1
