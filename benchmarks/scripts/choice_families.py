@@ -6,23 +6,32 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from choice_shapes import (
+    BACKWARD_EVEN,
+    BACKWARD_KINDS,
+    FORWARD_EVEN,
+    FORWARD_KINDS,
+    MMA_EVEN,
+    MMA_KINDS,
+    any_shapes,
+    decode_shapes,
+    even_shapes,
+    hopper_shapes,
+)
 from hopper_shapes import Shape, make
 
 from flashlane import jit
-from flashlane.bench.measure import drawn
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import KernelSource
-from flashlane.kernels.decode.select import config_of, output_tiles, rows_of, splits_for
+from flashlane.kernels.decode.select import config_of, keys_of, output_tiles, rows_of, splits_for
 from flashlane.kernels.decode.tables import PREFERRED, SHAPES
 from flashlane.kernels.grid_cost import SMS
-from flashlane.kernels.hopper.arch import L2_MIB, SECTOR
 from flashlane.kernels.hopper.backward.head_swizzle import COMPARED, by_model
 from flashlane.kernels.hopper.backward.kernel import KERNEL as HOPPER_BACKWARD
 from flashlane.kernels.hopper.backward.kernel import hopper_backward
@@ -36,18 +45,6 @@ from flashlane.kernels.triton.forward_configs import TritonConfig, describable
 HOPPER = registry.get("hopper(wgmma+tma)")
 TRITON = registry.get("triton")
 DECODE = registry.get("decode(split-kv)")
-HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
-"""Those that the Hopper models know."""
-OTHERS = 6
-"""One problem in so many with another head dim is timed."""
-ANY_SIZE = replace(
-    drawn.TIMED["dense"],
-    lengths=drawn.LogUniform(128, 12000),
-    kv_heads=(1, 1, 2, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32),
-    least_heads=1,
-    most_bytes=1e9,
-)
-"""Dense problems from one head with 128 keys on: what fills a part of the GPU too."""
 
 
 @dataclass(frozen=True)
@@ -85,61 +82,8 @@ class Family:
     """Whether calls have Triton compile, which processes do ahead."""
     graphs: bool = False
     """Whether short calls are timed as replays of a CUDA graph, so that the host is not timed."""
-
-
-def hopper_shapes(
-    seed: int, count: int, direction: str, most_flop: float, head_dims: tuple[int, ...] = HEAD_DIMS,
-    unaligned: bool = False,
-) -> list[Shape]:  # fmt: skip
-    """The first problems of a seed that the Hopper kernels are timed on.
-
-    Args:
-        seed: of the problems.
-        count: how many.
-        direction: forward or backward.
-        most_flop: of the forward pass of a problem.
-        head_dims: those that are taken; of other ones, one problem in :data:`OTHERS`.
-        unaligned: only problems whose rows do not start on a sector and whose K and V exceed the L2 cache.
-    """
-    found, number, others = [], 0, 0
-    while len(found) < count:
-        case = drawn.timed("dense", seed, number, most_flop)
-        number += 1
-        if unaligned:
-            keys = sum(key_length for _, key_length in case.lengths) * case.kv_heads
-            if 2 * case.head_dim % SECTOR == 0 or 4 * case.head_dim * keys < L2_MIB << 20:
-                continue
-        elif case.head_dim not in head_dims or case.head_dim_v != case.head_dim:
-            others += 1
-            if others % OTHERS:
-                continue
-        found.append(shape_of(case))
-    return found
-
-
-def shape_of(case: drawn.Case, dtype: str = "bf16") -> Shape:
-    """A drawn dense problem."""
-    rows, keys = case.lengths[0]
-    heads = case.kv_heads * case.group
-    return Shape(
-        len(case.lengths), heads, case.kv_heads, rows, keys, case.head_dim, case.head_dim_v, case.causal, dtype=dtype
-    )
-
-
-def any_shapes(name: str, seed: int, count: int, kinds: tuple[tuple[str, int, float], ...]) -> list[Shape]:
-    """The first problems of a seed of every size.
-
-    Args:
-        name: of the list: each family has its own.
-        seed: of the problems.
-        count: how many.
-        kinds: dtype, head dim and most FLOP of the forward pass, one problem of each in turn.
-    """
-    found = []
-    for number, (dtype, head_dim, most_flop) in zip(range(count), itertools.cycle(kinds)):
-        space = replace(ANY_SIZE, head_dims=(head_dim,), most_flop=most_flop)
-        found.append(shape_of(drawn.draw(random.Random(f"{name} {seed} {number}"), space), dtype))
-    return found
+    host: bool = False
+    """Whether the host's time is measured too, as candidates differ in it."""
 
 
 def outputs(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,13 +152,16 @@ def mma_sources(problem: AttentionProblem) -> list[KernelSource]:
     return [source_of(config) for _, config in mma_configs(problem)]
 
 
+def loaded(source: KernelSource, problem: AttentionProblem, device: torch.device) -> jit.Function:
+    return jit.load(jit.compile(source, problem.arch), device.index)
+
+
 def mma_calls(shape: Shape, device: torch.device, checked: bool = True) -> Calls:
     problem, inputs = make(shape, device)
     out, lse = outputs(problem, inputs)
 
     def resident(config: Any) -> int:
-        function = jit.load(jit.compile(source_of(config), problem.arch), device.index)
-        return function.occupancy(config.threads, config.shared_memory)
+        return loaded(source_of(config), problem, device).occupancy(config.threads, config.shared_memory)
 
     return [
         Candidate(
@@ -280,6 +227,11 @@ def resident_of(launch: Any) -> int:
     ).blocks  # fmt: skip
 
 
+def constants_of(*launches: Any) -> tuple[object, ...]:
+    """Compile-time arguments of launches."""
+    return tuple(value for one in launches if one for name, value in one.arguments.items() if name.isupper())
+
+
 def triton_forward_calls(shape: Shape, device: torch.device, checked: bool = True) -> Calls:
     from flashlane.kernels.triton.forward import PreparedForward
 
@@ -288,7 +240,7 @@ def triton_forward_calls(shape: Shape, device: torch.device, checked: bool = Tru
     found = []
     for config in forward_configs(problem, shape.dtype):
         one = PreparedForward(problem, config, inputs, out, lse, TRITON.precision_of(problem))
-        variant = (shape.dtype, shape.head_dim, shape.causal, one.splits > 1)
+        variant = (shape.dtype, one.splits > 1, *constants_of(one.forward))
         found.append(
             Candidate(
                 config.describe(), 0, lambda one=one: one(inputs, out, lse),
@@ -323,9 +275,9 @@ def triton_backward_calls(shape: Shape, device: torch.device, checked: bool = Tr
     def run(one: Any) -> None:
         made[:] = [one(inputs, out, lse, do, None)]
 
-    variant = (shape.dtype, shape.head_dim, shape.causal)
     for config in backward_configs(backward.config_of(problem, inputs, do, precision), problem, shape.dtype):
         one = backward.prepare(problem, inputs, out, lse, do, None, False, precision, config)
+        variant = (shape.dtype, *(n > 1 for n in one.splits), *constants_of(one.statistics, one.key, one.query))
         found.append(
             Candidate(
                 config.describe(), 0, lambda one=one: run(one),
@@ -340,13 +292,6 @@ COLD_BYTES = 128 << 20
 MOST_SETS = 40
 
 
-def decode_shapes(seed: int, count: int) -> list[Shape]:
-    """The first drawn decode problems of a seed with head dims of 64 and 128."""
-    cases = (drawn.timed("decode", seed, number) for number in itertools.count())
-    wanted = (case for case in cases if case.head_dim in (64, 128) and case.kv_heads * case.group <= 64)
-    return [shape_of(case) for case in itertools.islice(wanted, count)]
-
-
 def decode_configs(problem: AttentionProblem) -> list[tuple[Any, int | None]]:
     """Configurations and most splits (None: the rule's): the chosen one, every shape of the tables, other splits."""
     chosen = DECODE.config(problem)
@@ -357,11 +302,16 @@ def decode_configs(problem: AttentionProblem) -> list[tuple[Any, int | None]]:
     shapes = {s for s in shapes if 16 * s.warps_m == tile}
     found = [config_of(problem, shape) for shape in sorted(shapes, key=repr)]
     configs = list(dict.fromkeys((chosen, *(c for c in found if c is not None))))
-    # Other splits of the chosen configuration, over and below what the rule gives.
-    splits = splits_for(problem, chosen, output_tiles(problem, chosen.rows), SMS["sm_90a"] * chosen.min_blocks)
-    more = {max(1, splits // 2), max(1, splits * 3 // 4), splits * 3 // 2, splits * 2} - {splits}
-    others = [(chosen, n) for n in sorted(more) if n <= chosen.max_splits] if not chosen.stream_k else []
+    others = [(c, n) for c in configs if not c.stream_k for n in other_splits(problem, c)]
     return [(c, None) for c in configs] + others
+
+
+def other_splits(problem: AttentionProblem, config: Any) -> list[int]:
+    """Splits over and below what the rule gives, which a configuration can have."""
+    splits = splits_for(problem, config, output_tiles(problem, config.rows), SMS["sm_90a"] * config.min_blocks)
+    found = {max(1, splits // 2), max(1, splits * 3 // 4), splits * 3 // 2, splits * 2} - {splits}
+    most = min(config.max_splits, -(-keys_of(problem) // (config.step * config.cluster)))
+    return [n for n in sorted(found) if n <= most]
 
 
 def decode_calls(shape: Shape, device: torch.device, checked: bool = True) -> Calls:
@@ -375,19 +325,14 @@ def decode_calls(shape: Shape, device: torch.device, checked: bool = True) -> Ca
         DECODE.run(config, problem, next(sets), out, lse, splits)
 
     return [
-        Candidate(c.describe() + (f", at most {n} splits" if n else ""), 0, lambda c=c, n=n: call(c, n))
+        Candidate(
+            c.describe() + (f", at most {n} splits" if n else ""), 0, lambda c=c, n=n: call(c, n),
+            lambda c=c: (loaded(DECODE.kernel_source(c), problem, device).occupancy(c.threads, c.shared_memory),),
+        )
         for c, n in decode_configs(problem)
     ], lambda: out.float().flatten()  # fmt: skip
 
 
-MMA_KINDS = tuple(("bf16", d, 2.5e11) for d in (64, 128, 256, 64, 128, 96, 64, 128, 320, 64, 128, 256, 160, 512, 32))
-FORWARD_KINDS = (
-    ("bf16", 128, 2.5e11), ("f32", 64, 4e10), ("bf16", 64, 2.5e11), ("f32", 128, 4e10), ("bf16", 256, 2.5e11),
-    ("f32", 64, 4e10), ("bf16", 128, 2.5e11), ("bf16", 64, 2.5e11),
-)  # fmt: skip
-BACKWARD_KINDS = (
-    ("bf16", 128, 1e11), ("f32", 64, 1.5e10), ("bf16", 64, 1e11), ("f32", 128, 1.5e10), ("bf16", 256, 1e11),
-)  # fmt: skip
 FAMILIES = {
     "hopper_forward": Family(
         "choices_forward",
@@ -427,6 +372,7 @@ FAMILIES = {
         triton_forward_calls,
         triton=True,
         graphs=True,
+        host=True,
     ),
     "triton_backward": Family(
         "choices_triton_backward",
@@ -436,5 +382,13 @@ FAMILIES = {
         triton=True,
         graphs=True,
     ),
+}
+FAMILIES |= {
+    f"{name}_even": replace(
+        FAMILIES[name],
+        file=f"choices_{name}_even",
+        shapes=lambda seed, count, name=name, kinds=kinds: even_shapes(name, seed, count, kinds),
+    )
+    for name, kinds in {"mma": MMA_EVEN, "triton_forward": FORWARD_EVEN, "triton_backward": BACKWARD_EVEN}.items()
 }
 """By name."""

@@ -1,13 +1,15 @@
 """Time the candidates of kernel families against each other on drawn problems: what their cost models are fitted to.
 
     PYTHONPATH=src python3 benchmarks/scripts/time_choices.py --family hopper_forward,mma:2002 [--seed 1000]
-        [--count 120] [--seconds 100] [--out benchmarks/results]
+        [--count 120] [--seconds 100] [--out benchmarks/results] [--resume]
 
 The families, their problems and candidates are those of ``choice_families.py``; several are given with commas between
 them, and a family may have a seed of its own. All candidates are compiled ahead, checked against the chosen one's
 output, and timed interleaved in drawn order, back to back; short calls of the families that ask for it as replays of
-CUDA graphs. Each family has a file, which is named by its seed where that is a judging one. The rows have the
-milliseconds of every candidate that was not far behind at its first call. Exit status 1 when candidates disagree.
+CUDA graphs. The fastest candidates of a problem are timed in more rounds where these differ from themselves. Each
+family has a file, which is named by its seed where that is not the first fitting one. The rows have the milliseconds of
+every candidate that was not far behind at its first call. With ``--resume`` the problems that a file has are not timed
+again. Exit status 1 when candidates disagree.
 """
 
 from __future__ import annotations
@@ -47,8 +49,16 @@ GRAPH_MS = 1.0
 """Calls shorter than this are replayed, where the family asks for it."""
 HOST_MS = 0.02
 """What the host may add to a call's first time that a replay has not."""
-FIRST_JUDGING = 2000
-"""The least judging seed (``benchmarks/seeds.json``)."""
+FIRST_FITTING = 1000
+"""The seed whose files have no number in their names (``benchmarks/seeds.json``)."""
+CONTESTED = 1.05
+"""Candidates that take no more than so many times the fastest one's time decide what is best."""
+NOISY = 0.01
+"""Where their times differ from themselves by this part, between the quarters, they are timed again."""
+MOST_TIMES = 3
+"""So many times the rounds that were asked for, at most."""
+HOST_CALLS = 7
+"""Calls, of an idle device, of which the host's time is the median."""
 COMPILERS = 14
 """Processes in which Triton compiles."""
 
@@ -98,18 +108,48 @@ def measure(
     graphs = GraphClock(device, Settings(round_ms=round_ms))
     replayed = family.graphs and fastest < GRAPH_MS
     calls: dict[int, Any] = {n: graphs.prepare(_Item(candidates[n].call)) for n in near} if replayed else {}
-    for _, index in drawn_order(len(near), rounds, seed):
-        number = near[index]
-        if replayed:
-            graphs.time(calls[number], 1)
-            times[number] += graphs.time(calls[number], 1)
-            continue
-        count = max(1, min(60, math.ceil(round_ms / first[number])))
-        elapsed(candidates[number].call, max(1, count // 2))
-        times[number].append(elapsed(candidates[number].call, count))
+    wanted = near
+    for again in range(MOST_TIMES):
+        for _, index in drawn_order(len(wanted), rounds, MOST_TIMES * seed + again):
+            number = wanted[index]
+            if replayed:
+                graphs.time(calls[number], 1)
+                times[number] += graphs.time(calls[number], 1)
+                continue
+            count = max(1, min(60, math.ceil(round_ms / first[number])))
+            elapsed(candidates[number].call, max(1, count // 2))
+            times[number].append(elapsed(candidates[number].call, count))
+        wanted = contested(times)
+        if not wanted:
+            break
     ms = [told(candidates[n], found) for n, found in times.items()]
     row = {"problem": asdict(shape), "title": shape.title, "wrong": wrong, "ms": ms}
+    if family.host:
+        row["host_us"] = [host_microseconds(candidates[number].call, device) for number in near]
     return row | ({"refused": refused} if refused else {}) | ({"replayed": True} if replayed else {})
+
+
+def contested(times: dict[int, list[float]]) -> list[int]:
+    """The candidates that may be the fastest, where that is not clear: their times differ from themselves."""
+    middle = {number: statistics.median(found) for number, found in times.items()}
+    near = [number for number, ms in middle.items() if ms <= CONTESTED * min(middle.values())]
+    if len(near) < 2:
+        return []
+    quarters = {number: statistics.quantiles(times[number], n=4, method="inclusive") for number in near if len(times[number]) > 1}
+    noisy = any(high - low > NOISY * middle[number] for number, (low, _, high) in quarters.items())
+    return near if noisy else []
+
+
+def host_microseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Microseconds until a call returns, the device being idle before it."""
+    found = []
+    for _ in range(HOST_CALLS):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        found.append(1e6 * (time.perf_counter() - start))
+    torch.cuda.synchronize(device)
+    return round(statistics.median(found), 2)
 
 
 def told(one: Candidate, times: list[float]) -> list[Any]:
@@ -153,7 +193,7 @@ class Job:
     @property
     def file(self) -> str:
         """The name of its results."""
-        return self.family.file + (f"_{self.seed}" if self.seed >= FIRST_JUDGING else "") + ".json"
+        return self.family.file + (f"_{self.seed}" if self.seed != FIRST_FITTING else "") + ".json"
 
 
 def jobs_of(words: str, seed: int, count: int) -> list[Job]:
@@ -185,7 +225,13 @@ def time_job(job: Job, device: torch.device, arguments: argparse.Namespace) -> b
     body: dict[str, Any] = {"format": FORMAT, "script": "benchmarks/scripts/time_choices.py"}
     body |= {"environment": environment(device), "family": job.name, "seed": job.seed, "rows": []}
     path, wrong = arguments.out / job.file, False
+    if arguments.resume and path.exists():
+        body = json.loads(path.read_text())
+        if (body["family"], body["seed"]) != (job.name, job.seed):
+            raise SystemExit(f"{path} is of {body['family']} at seed {body['seed']}; remove it, or leave out --resume")
     for number, shape in enumerate(job.shapes):
+        if number < len(body["rows"]):
+            continue
         if time.monotonic() > stop:
             print(f"time is up after {number} problems of {job.name}")
             break
@@ -204,9 +250,10 @@ def main() -> int:
     parser.add_argument("--family", default="hopper_forward", help=f"NAME or NAME:SEED, of {', '.join(FAMILIES)}")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--count", type=int, default=120, help="problems of each family")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=4.0)
     parser.add_argument("--seconds", type=float, default=100.0, help="of a family: begin no problem after so long")
+    parser.add_argument("--resume", action="store_true", help="keep the problems that a file of this seed has")
     parser.add_argument("--compile", default="", help="I/N: only compile Triton's kernels, part I of N")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()

@@ -32,6 +32,53 @@ def test_the_problems_of_a_family_are_those_of_its_seed(families: ModuleType) ->
     assert min(tiles) < 30 and max(tiles) > 1000, "problems that fill a part of a GPU, and many that fill it"
 
 
+@pytest.mark.parametrize("name", ["mma_even", "triton_forward_even", "triton_backward_even"])
+def test_even_problems_have_every_form_at_every_head_dim_and_launches_of_every_size(
+    families: ModuleType, name: str
+) -> None:
+    shapes = importlib.import_module("choice_shapes")
+    kinds = {"mma_even": shapes.MMA_EVEN, "triton_forward_even": shapes.FORWARD_EVEN}.get(name, shapes.BACKWARD_EVEN)
+    found = families.FAMILIES[name].shapes(1000, 12 * len(kinds))
+
+    def form(shape) -> str:
+        if shape.seqlen_q == shape.seqlen_k:
+            return "square"
+        return "few queries" if shape.seqlen_q < shape.seqlen_k else "few keys"
+
+    for dtype, head_dim, most_flop in kinds:
+        mine = [shape for shape in found if (shape.dtype, shape.head_dim) == (dtype, head_dim)]
+        assert [sum(form(shape) == word for shape in mine) for word in ("square", "few queries", "few keys")] == [
+            6,
+            3,
+            3,
+        ]
+        for shape in mine:
+            pairs = shape.seqlen_q * shape.seqlen_k - shape.causal * shape.seqlen_q**2 // 2
+            heads = shape.batch * shape.heads
+            assert heads == 1 or 4 * head_dim * pairs * heads <= 1.6 * most_flop, shape.title
+            assert not shape.causal or shape.seqlen_k >= shape.seqlen_q
+    tiles = sorted(shape.batch * shape.heads * -(-shape.seqlen_q // 128) for shape in found)
+    assert tiles[len(tiles) // 5] < 60 and tiles[-len(tiles) // 5] > 400, tiles
+
+
+def test_the_splits_of_decode_that_are_timed_can_be_launched(families: ModuleType) -> None:
+    select = importlib.import_module("flashlane.kernels.decode.select")
+    for shape in families.FAMILIES["decode"].shapes(1000, 24):
+        problem = importlib.import_module("hopper_shapes").problem_of(shape)
+        found = families.decode_configs(problem)
+        assert found[0] == (families.DECODE.config(problem), None) and len(set(found)) == len(found)
+        for config, splits in found:
+            steps = -(-select.keys_of(problem) // (config.step * config.cluster))
+            assert splits is None or 1 <= splits <= min(steps, config.max_splits)
+
+
+def test_candidates_are_timed_again_where_the_fastest_ones_differ_from_themselves(families: ModuleType) -> None:
+    contested = importlib.import_module("time_choices").contested
+    assert contested({0: [1.0, 1.0, 1.0], 1: [1.02, 1.02, 1.02]}) == []
+    assert contested({0: [1.0, 1.0, 1.0], 1: [1.0, 1.02, 1.06], 2: [1.3, 1.5, 1.7]}) == [0, 1]
+    assert contested({0: [1.0, 1.1, 1.2], 1: [1.5, 1.5, 1.5]}) == [], "nothing else can be the fastest"
+
+
 def test_the_candidates_of_mma_are_different_and_the_chosen_one_comes_first(families: ModuleType) -> None:
     for shape in families.FAMILIES["mma"].shapes(1000, 20):
         problem = importlib.import_module("hopper_shapes").problem_of(shape)
@@ -79,3 +126,10 @@ def test_what_a_row_has(
         script, "FAMILIES", {"fake": replace(family, candidates=lambda *a: (candidates(*a)[0][:3], candidates(*a)[1]))}
     )
     assert script.main() == 0
+    argv += ["--resume"]
+    kept = (tmp_path / "choices_fake.json").read_text()
+    monkeypatch.setattr(script, "elapsed", lambda call, iterations: 1 / 0)
+    assert script.main() == 0 and (tmp_path / "choices_fake.json").read_text() == kept, "no problem is timed twice"
+    (tmp_path / "choices_fake.json").write_text(kept.replace('"fake"', '"other"'))
+    with pytest.raises(SystemExit, match="is of other at seed 1000"):
+        script.main()
