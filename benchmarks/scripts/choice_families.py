@@ -300,16 +300,18 @@ def decode_configs(problem: AttentionProblem) -> list[tuple[Any, int | None]]:
     tiles = {rows for _, lines in SHAPES for rows, _ in lines}
     tile = min((rows for rows in tiles if rows >= rows_of(problem)), default=max(tiles))
     shapes = {s for s in shapes if 16 * s.warps_m == tile}
+    shapes |= {replace(s, cluster=1) for s in shapes if s.ctas == 1}  # where the rule has clusters, none of them too
     found = [config_of(problem, shape) for shape in sorted(shapes, key=repr)]
     configs = list(dict.fromkeys((chosen, *(c for c in found if c is not None))))
-    others = [(c, n) for c in configs if not c.stream_k for n in other_splits(problem, c)]
+    parts = dict.fromkeys(configs, (0.5, 2.0)) | {chosen: (0.5, 0.75, 1.5, 2.0)}
+    others = [(c, n) for c in configs if not c.stream_k for n in other_splits(problem, c, parts[c])]
     return [(c, None) for c in configs] + others
 
 
-def other_splits(problem: AttentionProblem, config: Any) -> list[int]:
-    """Splits over and below what the rule gives, which a configuration can have."""
+def other_splits(problem: AttentionProblem, config: Any, parts: tuple[float, ...]) -> list[int]:
+    """Splits over and below what the rule gives, as parts of that, which a configuration can have."""
     splits = splits_for(problem, config, output_tiles(problem, config.rows), SMS["sm_90a"] * config.min_blocks)
-    found = {max(1, splits // 2), max(1, splits * 3 // 4), splits * 3 // 2, splits * 2} - {splits}
+    found = {max(1, int(splits * part)) for part in parts} - {splits}
     most = min(config.max_splits, -(-keys_of(problem) // (config.step * config.cluster)))
     return [n for n in sorted(found) if n <= most]
 

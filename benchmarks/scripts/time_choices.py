@@ -135,9 +135,12 @@ def contested(times: dict[int, list[float]]) -> list[int]:
     near = [number for number, ms in middle.items() if ms <= CONTESTED * min(middle.values())]
     if len(near) < 2:
         return []
-    quarters = {number: statistics.quantiles(times[number], n=4, method="inclusive") for number in near if len(times[number]) > 1}
-    noisy = any(high - low > NOISY * middle[number] for number, (low, _, high) in quarters.items())
-    return near if noisy else []
+    for number in near:
+        samples = times[number]
+        low, _, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else (0.0,) * 3
+        if high - low > NOISY * middle[number]:
+            return near
+    return []
 
 
 def host_microseconds(call: Callable[[], object], device: torch.device) -> float:
