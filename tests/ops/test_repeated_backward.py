@@ -13,7 +13,7 @@ from hopper_fakes import Launches, install
 import flashlane
 from flashlane.core import problem, registry
 from flashlane.kernels.hopper.backward import kernel as backward
-from flashlane.ops import execute
+from flashlane.ops import autograd, execute
 
 HOPPER = registry.get("hopper(wgmma+tma)")
 STAGES = ("preprocess", "gradients", "postprocess")
@@ -68,7 +68,11 @@ def test_a_repeated_backward_launches_what_a_checked_one_does(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     sets = [(qkv(), laid_out(layout)) for _ in range(3)]
-    call(*sets[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(autograd, "_prepare_backward", lambda *given: lambda *tensors: None)
+        seen = counted(patch)
+        call(*sets[0])
+    assert seen
     checked = [params for *_, params in launches[-3:]]
     monkeypatch.setattr(execute, "backward", refuse)
     kept = []
@@ -103,6 +107,22 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     run = execute.backward
     monkeypatch.setattr(execute, "backward", lambda *given: seen.append(1) or run(*given))
     return seen
+
+
+@pytest.mark.parametrize("through", ["function", "operator"])
+def test_the_backward_of_a_first_call_is_not_checked_again(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, through: str
+) -> None:
+    """One graph may be differentiated often: what its first call recorded counts each time."""
+    monkeypatch.setattr(execute, "backward", refuse)
+    tensors, do = qkv(), laid_out("contiguous")
+    if through == "function":
+        out = flashlane.flash_attn_func(*tensors, causal=True)
+    else:
+        out, _ = torch.ops.flashlane.forward(*tensors, causal=True, needs_grad=True)
+    torch.autograd.grad(out, tensors, do, retain_graph=True)
+    torch.autograd.grad(out, tensors, do)
+    assert len(launches) == 1 + 2 * len(STAGES)
 
 
 def test_what_cannot_be_read_as_it_lies_is_copied(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

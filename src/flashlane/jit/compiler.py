@@ -140,7 +140,10 @@ def alongside(sources: Callable[[], Sequence[KernelSource]], arch: str) -> Itera
         with contextlib.suppress(Exception):
             compile_together(sources(), arch)
 
-    _alongside.start = threading.Thread(target=compile_others, name="compile what will follow").start
+    def start() -> None:
+        threading.Thread(target=compile_others, name="compile what will follow").start()
+
+    _alongside.start = start
     try:
         yield
     finally:

@@ -24,8 +24,11 @@ _BIAS = DIFFERENTIABLE.index("bias")
 _modes_active = torch._C._len_torch_dispatch_stack
 
 
-class Attention(torch.autograd.Function):
-    """A call that nothing observes: forward and backward go straight to their kernels."""
+class Attention(torch.autograd.function._SingleLevelFunction):
+    """A call that nothing observes: forward and backward go straight to their kernels.
+
+    ``torch.autograd.Function`` would look for transforms of ``torch.func`` first, of which there are none here.
+    """
 
     @staticmethod
     def forward(
@@ -47,10 +50,7 @@ class Attention(torch.autograd.Function):
 
 
 class _Repeated(torch.autograd.function._SingleLevelFunction):
-    """A call like that of a cache entry: of q, k and v alone, and nothing observes it.
-
-    ``torch.autograd.Function`` would look for transforms of ``torch.func`` first, which the entry has ruled out.
-    """
+    """A call like that of a cache entry: of q, k and v alone, and nothing observes it."""
 
     @staticmethod
     def forward(ctx: Any, entry: call_cache.Entry, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
@@ -105,10 +105,16 @@ def recorded(entry: call_cache.Entry, q: torch.Tensor, k: torch.Tensor, v: torch
     return _Repeated.apply(entry, q, k, v)
 
 
-def differentiable(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Results:
-    """A validated call, recorded by autograd."""
+def differentiable(
+    problem: AttentionProblem, inputs: Inputs, kernel: Kernel, entry: call_cache.Entry | None = None
+) -> Results:
+    """A validated call, recorded by autograd: as a call like that of its cache entry, where it has one.
+
+    So the backward of a first call costs no more than that of the calls that follow.
+    """
     with execute.compiling_backward_too(problem, kernel):
-        return Attention.apply(problem, inputs, kernel, *schema.differentiable_of(inputs))
+        found = None if entry is None else recorded(entry, inputs.q, inputs.k, inputs.v)
+        return found or Attention.apply(problem, inputs, kernel, *schema.differentiable_of(inputs))
 
 
 class _Watched(torch.autograd.function._SingleLevelFunction):
@@ -189,8 +195,8 @@ def forward_kernel(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     if not _plain(keyset):
         return _watched(keyset, args) if wanted else _below_autograd(keyset, args)
     problem, inputs, kernel = execute.rebuild(args)
-    call_cache.remember(key, problem, inputs, kernel)
-    return differentiable(problem, inputs, kernel) if wanted else execute.forward(kernel, problem, inputs)
+    entry = call_cache.remember(key, problem, inputs, kernel)
+    return differentiable(problem, inputs, kernel, entry) if wanted else execute.forward(kernel, problem, inputs)
 
 
 class _Once(torch.autograd.function._SingleLevelFunction):

@@ -101,12 +101,13 @@ def check_and_run(inputs: Inputs, kernel: str | None, names: Mapping[str, str] |
     chosen = dispatch.select(problem, kernel)
     if facts is None or facts[-1]:  # it has no key, or more tensors than q, k and v: the call cache has no entry for it
         return _straight(problem, inputs, chosen)
+    entry = None
     if not casts:
-        call_cache.remember((kernel, *asked), problem, inputs, chosen)
+        entry = call_cache.remember((kernel, *asked), problem, inputs, chosen)
     elif isinstance(chosen, DeviceKernel) and _same(given, inputs):  # which launches, and no more
         dtype = torch.get_autocast_dtype(inputs.q.device.type)
-        call_cache.remember((kernel, *asked), problem, inputs, chosen, dtype)
-    return _straight(problem, inputs, chosen)
+        entry = call_cache.remember((kernel, *asked), problem, inputs, chosen, dtype)
+    return _straight(problem, inputs, chosen, entry)
 
 
 def _same(some: Inputs, others: Inputs) -> bool:
@@ -129,9 +130,11 @@ def attention(problem: AttentionProblem, inputs: Inputs, kernel: str | None = No
     return _straight(problem, inputs, dispatch.select(problem, kernel))
 
 
-def _straight(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Results:
+def _straight(
+    problem: AttentionProblem, inputs: Inputs, kernel: Kernel, entry: call_cache.Entry | None = None
+) -> Results:
     if problem.needs_grad:
-        return autograd.differentiable(problem, inputs, kernel)
+        return autograd.differentiable(problem, inputs, kernel, entry)
     return execute.forward(kernel, problem, inputs)
 
 

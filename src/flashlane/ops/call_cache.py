@@ -103,8 +103,8 @@ def find_or_none(asked: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
 
 def remember(
     asked: Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel, autocast: torch.dtype | None = None
-) -> None:
-    """Keep an entry for calls like this one, if it has no tensors but q, k and v.
+) -> Entry | None:
+    """Keep an entry for calls like this one, if it has no tensors but q, k and v; return it, if there is one.
 
     Args:
         asked: plain values, a key: what the call asks, and the kernel named.
@@ -115,10 +115,10 @@ def remember(
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     if not (inputs.alone and distinct(q, k, v)):
-        return
+        return None
     like = _guard(q, k, v)
     if like is None:
-        return
+        return None
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     entry = Entry(like, records, problem, kernel, _runner(problem, inputs, kernel), autocast)
     if len(_entries) >= SIZE:
@@ -126,6 +126,7 @@ def remember(
     key = asked, q.shape, k.shape
     _entries[key] = (entry, *_entries.get(key, ()))[:ENTRIES_A_KEY]
     _latest[asked] = entry
+    return entry
 
 
 def distinct(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from hopper_gradients import (
 
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.hopper.backward.kernel import hopper_backward, supports
+from flashlane.kernels.hopper.backward.launch import PreparedBackward
 
 
 @pytest.mark.gpu
@@ -187,3 +189,37 @@ def test_tensors_of_more_than_2_to_the_31_elements() -> None:
     expected = run(single, alone, replace(what, **logs, out=what.out[last], do=what.do[last]))
     for name in "qkv":
         assert torch.equal(getattr(found, name)[last], getattr(expected, name)), f"d{name}"
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("longest", ["as it is", "too short"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 192, 256])
+def test_rows_of_no_sequence_have_no_gradient(
+    head_dim: int, deterministic: bool, longest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory that held NaN: after the last sequence, past the longest, and where there are no keys or queries."""
+    lengths = {"q": (300, 0, 17, 129, 1), "k": (200, 70, 0, 333, 5)}
+    tail, heads, group = {"q": 75, "k": 500}, 6, 3
+    cus = {side: [0, *itertools.accumulate(found)] for side, found in lengths.items()}
+    size = {side: (cus[side][-1] + tail[side], heads // (1 if side == "q" else group), head_dim) for side in "qk"}
+    q, k, v = (torch.randn(size[side], device=HERE, dtype=BF16) for side in "qkk")
+    inputs = Inputs(
+        q, k, v, max_seqlen_q=300, max_seqlen_k=333,
+        **{f"cu_seqlens_{side}": torch.tensor(cus[side], dtype=torch.int32, device=HERE) for side in "qk"},
+    )  # fmt: skip
+    problem = AttentionProblem.from_inputs(inputs, causal=True, deterministic=deterministic)
+    what = forwarded(problem, inputs)
+    if longest == "too short":
+        inputs = replace(inputs, max_seqlen_q=256, max_seqlen_k=256)
+        problem = AttentionProblem.from_inputs(inputs, causal=True, deterministic=deterministic)
+    allocate = PreparedBackward.allocate
+    monkeypatch.setattr(PreparedBackward, "allocate", lambda *given: tuple(t.fill_(math.nan) for t in allocate(*given)))
+    found = hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse)
+    assert not any(torch.isnan(t).any() for t in found[:3])
+    for side, names in (("q", "q"), ("k", "kv")):
+        for name in names:
+            assert not getattr(found, name)[cus[side][-1] :].any(), f"d{name} after the last sequence"
+    assert not found.q[cus["q"][2] : cus["q"][3]].any() and not found.k[cus["k"][1] : cus["k"][2]].any()
+    assert all(t[:200].any() for t in found[:3])

@@ -89,7 +89,8 @@ class PreprocessParams(ctypes.Structure):
     """Mirror of ``Params`` in ``preprocess.cu``."""
 
     _fields_ = (
-        *_pointers("dlogit_partials", "semaphores", "postprocess_queue", "dq", "zeroed", "added", "written"),
+        *_pointers("dlogit_partials", "semaphores", "postprocess_queue", "dq", "dk", "dv"),
+        *_pointers("zeroed", "added", "written"),
         *_pointers("out", "dout", "lse_in", "dlse", "lse", "delta", "dq_accum", "counters"),
         *_strides("out", "dout"),
         *((name, ctypes.c_longlong) for name in ("lse_batch", "lse_head", "dlse_batch", "dlse_head")),
@@ -98,6 +99,7 @@ class PreprocessParams(ctypes.Structure):
         ("score", ScoreParams),
         *_strides("dq"),
         *_integers("window_left", "window_right", *_TILE_ORDER, "zeroed_before"),
+        *_integers("total_q", "total_k"),
     )
 
 
@@ -246,6 +248,7 @@ class PreparedBackward:
     ) -> None:
         self.params_type = BackwardParams if program is None else params_with(program)
         self.config, self.schedule, self.problem, self.device = config, schedule, problem, device
+        self.reads_score_tensors = bool(config.score.words())
         self.rows = RowBlocks(problem, q_shape, config.block_m)
         self.workspace = workspace_of(self.rows, config, schedule.split_q, schedule.in_kernel_dq)
         self.kinds: dict[Kind, launch_pool.LaunchPlan] = {}
@@ -257,10 +260,9 @@ class PreparedBackward:
         """Bytes from the start of a call's workspace to its parts."""
 
     def allocate(self, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """dq, dk and dv of a call with q: zeros for packed sequences, as no kernel writes rows after the last one."""
+        """dq, dk and dv of a call with q, uninitialised."""
         make = launch.allocator(q.device)
-        made = tuple(make(shape, stride, q.dtype) for shape, stride in self.gradients)
-        return tuple(map(torch.Tensor.zero_, made)) if self.problem.varlen else made
+        return tuple(make(shape, stride, q.dtype) for shape, stride in self.gradients)
 
     def launch(
         self, tensors: Tensors, complete: Callable[[int, BackwardParams], None] | None = None
@@ -283,7 +285,7 @@ class PreparedBackward:
         for params in block.params:
             if self.problem.varlen:
                 params.seqlen.point_to(inputs)
-            if self.config.score.words() and hasattr(params, "score"):
+            if self.reads_score_tensors and hasattr(params, "score"):
                 params.score.point_to(inputs)
         if complete is not None:
             for number in range(len(self.schedule.gradients)):
@@ -377,6 +379,8 @@ class PreparedBackward:
             zeroed_before=in_kernel.zeroed_before,
         )  # fmt: skip
         self._set_tile_order(params)
+        if problem.varlen:
+            (params.total_q, *_), (params.total_k, *_) = (shape for shape, _ in self.gradients[:2])
         _set_window(params, problem)
         for name, tensor in (("out", tensors.out), ("dout", tensors.do), ("dq", tensors.dq)):
             _set_strides(params, name, tensor, problem)

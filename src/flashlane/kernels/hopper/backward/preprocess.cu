@@ -1,5 +1,5 @@
-// The preprocess kernel computes the row statistics and the gradient of extra logits, and initialises dq_accum, its semaphores and the
-// counters of the launch.
+// The preprocess kernel computes the row statistics and the gradient of extra logits, and initialises dq_accum, its semaphores, the
+// counters of the launch and the gradients' rows that belong to no sequence.
 //
 //     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   dlogit of an m-block = −Σ exp(logit − LSE) · delta
 //
@@ -17,7 +17,8 @@ struct Params {
     float* dlogit_partials;        // (batch, m-block, head)
     DqSemaphore* semaphores;       // IN_ORDER
     int* postprocess_queue;        // LAST_ADDITION: zeroed here
-    void* dq;                      // LAST_ADDITION: (batch, row, head, column)
+    void* dq;                      // LAST_ADDITION, VARLEN: (batch, row, head, column)
+    void *dk, *dv;                 // VARLEN: (row, head, column)
     int *zeroed, *added, *written; // IN_KERNEL_DQ, see Params of the gradients' kernels (params.cuh)
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
@@ -31,7 +32,8 @@ struct Params {
     ScoreParams score;
     long long dq_batch, dq_row, dq_head;
     int window_left, window_right; // IN_ORDER: what the kernel of the gradients knows of the mask
-    int kv_heads, n_blocks, heads_per_section, zeroed_before;  // IN_KERNEL_DQ
+    int kv_heads, n_blocks, heads_per_section, zeroed_before;  // IN_KERNEL_DQ, but kv_heads
+    int total_q, total_k;          // VARLEN: rows of dq, and of dk and dv
 };
 
 // The sum, in f32, of the products of two pairs of packed elements.
@@ -43,6 +45,23 @@ __device__ __forceinline__ float dot(u32 a, u32 b) {
 
 __device__ __forceinline__ void clear(void* from, int bytes) {
     for (int i = threadIdx.x; i < bytes / 16; i += THREADS) static_cast<uint4*>(from)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// Zeroes the rows [from, to) of a packed tensor; `workers` CTAs, of which the CTA is number `worker`, share them.
+__device__ __forceinline__ void clear_rows(void* tensor, int row_bytes, long long from, long long to, long long worker, long long workers) {
+    uint4* const end = reinterpret_cast<uint4*>(static_cast<char*>(tensor) + to * row_bytes);
+    uint4* at = reinterpret_cast<uint4*>(static_cast<char*>(tensor) + from * row_bytes) + worker * THREADS + threadIdx.x;
+    for (; at < end; at += workers * THREADS) *at = make_uint4(0, 0, 0, 0);
+}
+
+// Zeroes the rows of a packed gradient that no other kernel writes: those before the first sequence and after the last one, and what
+// the CTA's sequence has beyond the length that the caller gave for the longest.
+__device__ __forceinline__ void clear_rows_of_no_sequence(void* gradient, int columns, const int* cu_seqlens, int longest, int total, long long index) {
+    const int bytes = columns * sizeof(Element), first = cu_seqlens[blockIdx.z], end = cu_seqlens[blockIdx.z + 1];
+    const long long ctas = static_cast<long long>(gridDim.x) * gridDim.y;
+    if (end - first > longest) clear_rows(gradient, bytes, first + longest, end, index % ctas, ctas);
+    clear_rows(gradient, bytes, 0, cu_seqlens[0], index, ctas * gridDim.z);
+    clear_rows(gradient, bytes, cu_seqlens[gridDim.z], total, index, ctas * gridDim.z);
 }
 
 // Initialises the counters of in-kernel dQ. Returns whether this kernel, and no idle warp, zeroes dq_accum of the CTA's m-block.
@@ -102,6 +121,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
     // A launch has at most two slices for each CTA, which zeroes their entries; with packed sequences the queue may be shorter.
     if (cfg::LAST_ADDITION && threadIdx.x < 2 && (!cfg::VARLEN || index < static_cast<long long>(p.heads) * p.row_blocks))
         p.postprocess_queue[2 * index + threadIdx.x] = 0;
+    if constexpr (cfg::VARLEN) {
+        clear_rows_of_no_sequence(p.dq, p.heads * HEAD_DIM, p.seqlen.cu_seqlens_q, p.seqlen.seqlen_q, p.total_q, index);
+        clear_rows_of_no_sequence(p.dk, p.kv_heads * HEAD_DIM, p.seqlen.cu_seqlens_k, p.seqlen.seqlen_k, p.total_k, index);
+        clear_rows_of_no_sequence(p.dv, p.kv_heads * HEAD_DIM_V, p.seqlen.cu_seqlens_k, p.seqlen.seqlen_k, p.total_k, index);
+    }
     float dlogit = 0.f;
     if (first < q_length) {
         const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
