@@ -121,11 +121,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
     // A launch has at most two slices for each CTA, which zeroes their entries; with packed sequences the queue may be shorter.
     if (cfg::LAST_ADDITION && threadIdx.x < 2 && (!cfg::VARLEN || index < static_cast<long long>(p.heads) * p.row_blocks))
         p.postprocess_queue[2 * index + threadIdx.x] = 0;
-    if constexpr (cfg::VARLEN) {
-        clear_rows_of_no_sequence(p.dq, p.heads * HEAD_DIM, p.seqlen.cu_seqlens_q, p.seqlen.seqlen_q, p.total_q, index);
-        clear_rows_of_no_sequence(p.dk, p.kv_heads * HEAD_DIM, p.seqlen.cu_seqlens_k, p.seqlen.seqlen_k, p.total_k, index);
-        clear_rows_of_no_sequence(p.dv, p.kv_heads * HEAD_DIM_V, p.seqlen.cu_seqlens_k, p.seqlen.seqlen_k, p.total_k, index);
-    }
     float dlogit = 0.f;
     if (first < q_length) {
         const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
@@ -159,4 +154,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
     Score::store_row_gradient<THREADS>(dlogit, [&] {
         return p.dlogit_partials + (static_cast<long long>(sequence) * p.m_blocks + blockIdx.x) * p.heads + head;
     });
+    if constexpr (cfg::VARLEN) {
+        clear_rows_of_no_sequence(p.dq, p.heads * HEAD_DIM, p.seqlen.cu_seqlens_q, p.seqlen.seqlen_q, p.total_q, index);
+        clear_rows_of_no_sequence(p.dk, p.kv_heads * HEAD_DIM, p.seqlen.cu_seqlens_k, p.seqlen.seqlen_k, p.total_k, index);
+        clear_rows_of_no_sequence(p.dv, p.kv_heads * HEAD_DIM_V, p.seqlen.cu_seqlens_k, p.seqlen.seqlen_k, p.total_k, index);
+    }
 }
