@@ -282,6 +282,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("torch sees no CUDA device; --on-cpu runs the tests there")
     # Inductor would start as many processes as there are cores, for every worker.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # Their import asks Inductor for a C++ compiler, which compiles a file for each instruction set of the CPU (AMX and
+    # three more), and loads it in a new process with torch while all others wait: minutes, and of use on a CPU alone.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     sys.path[:0] = [str(Path(__file__).parent), *([str(known.package)] if known.package else [])]
     # Its own root, so that no configuration or conftest of this repository is in force.
     plugins = ["-p", "flex_tests", "-p", "foreign_tests", "-p", "no:cacheprovider", "--noconftest"]

@@ -45,6 +45,10 @@ PEERS = {"triton": "TRITON", "flash": "FLASH"}
 TOLERANCE = 3e-2
 """Largest difference of two outputs in bf16, by the largest output."""
 DRAW = 0
+EIGHTHS = (0, 2, 3, 4)
+"""Of the exponentials, those by a polynomial, that candidates try next to the tanh of the special-function unit."""
+ROWS = (64, 80, 96, 112)
+"""Queries of a step of the backward that candidates without lists try."""
 Call = Callable[[], Any]
 Score = Callable[..., torch.Tensor] | None
 
@@ -250,6 +254,11 @@ def candidates(cell: Cell, operands: Operands, backward: bool) -> dict[str, Call
         found = {} if packed.NOTES.of(cell_mask) is None else {"lists": base}
         found |= backward_candidates(base, problem) if backward else forward_candidates(base, cell)
         if "approximate_tanh(" in base.program:
+            found = {
+                f"{name}{eighths} eighths": replace(config, polynomial_eighths=eighths)
+                for name, config in {"": base, **{f"{name}, ": config for name, config in found.items()}}.items()
+                for eighths in EIGHTHS
+            }
             found["exact tanh"] = replace(base, program=base.program.replace("approximate_tanh(", "program::tanh("))
         sources = [one for config in found.values() for one in (config.sources() if backward else (config.source(),))]
         jit.compile_together(list(dict.fromkeys(sources)), ARCH)
@@ -293,8 +302,12 @@ def backward_candidates(base: Any, problem: Any) -> dict[str, Any]:
     found = {
         f"{n} heads a section": replace(base, heads_per_section=n) for n in sections if n != base.heads_per_section
     }
+    if not base.block_lists:
+        found = {}
     turns = {f"turns {until}": {"ping_pong": until} for until in ("until_issued", "until_complete")}
-    for name, changes in ({"two places for K": {"k_stages": 2}} | turns).items():
+    rows = {} if base.block_lists else {f"{rows} rows": {"block_m": rows} for rows in ROWS}
+    rows |= {f"{name}, turns": changes | turns["turns until_complete"] for name, changes in rows.items()}
+    for name, changes in ({"two places for K": {"k_stages": 2}} | turns | rows).items():
         other = replace(base, **changes)
         if other != base and other.shared_memory <= jit.shared_limit(ARCH):
             found[name] = other

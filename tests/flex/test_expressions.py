@@ -103,3 +103,15 @@ def test_equal_expressions_are_one_object() -> None:
     assert make("sub", "i32", (q, kv)) is make("sub", "i32", (input("q"), input("kv")))
     assert make("sub", "i32", (q, kv)) is not make("sub", "i32", (kv, q))
     assert not may_be_negative(q) and may_be_negative(make("sub", "i32", (q, kv)))
+
+
+@pytest.mark.parametrize(("outside", "inside", "factor"), [(30, 30, None), (20, 10, 2.0), (-3, 3, -1.0)])
+def test_constant_factors_of_a_derivative_are_one(outside: int, inside: int, factor: float | None) -> None:
+    program, _ = bind(lambda score, b, h, q, kv: outside * torch.tanh(score / inside), None, CPU)
+    slope = program.derivative
+    if factor is not None:
+        assert slope.op == "mul"
+        (number,) = (operand for operand in slope.operands if operand.op == "constant")
+        assert number.value == factor
+        (slope,) = (operand for operand in slope.operands if operand.op != "constant")
+    assert slope.op == "sub"  # 1 - tanh(...)^2

@@ -148,7 +148,26 @@ def of_score(root: Expression) -> Expression:
     """The derivative with respect to the score; the constant 0 where ``root`` does not depend on it."""
     found = gradients(root)
     parts = [gradient for e, gradient in found.items() if e.op == "input" and e.value == "score"]
-    return parts[0] if parts else constant(0.0, root.dtype)
+    return _with_one_factor(parts[0]) if parts else constant(0.0, root.dtype)
+
+
+def _with_one_factor(e: Expression) -> Expression:
+    """Constant factors and divisors outside of all else as one factor: the cap's of ``30 * tanh(s / 30)`` are 1."""
+    factor, rest = 1.0, e
+    while rest.op in ("mul", "div") and any(operand.op == "constant" for operand in rest.operands):
+        a, b = rest.operands
+        if b.op == "constant":
+            number, other = b.value, a
+        elif rest.op == "mul":
+            number, other = a.value, b
+        else:  # a constant over an expression
+            break
+        if not number or not math.isfinite(number):  # type: ignore[arg-type]
+            return e
+        factor, rest = factor * number if rest.op == "mul" else factor / number, other  # type: ignore[operator]
+    if rest is e or not factor or not math.isfinite(factor):
+        return e
+    return rest if factor == 1 else _mul(_c(factor, rest), rest)
 
 
 def of_loads(root: Expression, seed: Expression) -> list[tuple[Expression, Expression]]:
