@@ -48,11 +48,13 @@ __device__ __forceinline__ void init_barriers(u32 base) {
 __device__ __forceinline__ void run_producer_warpgroup(const Params& p, u32 base, int rank, int warp) {
     if (threadIdx.x % WARP == 0) {
         if (warp == 0) {
-            RowsProducer<Q_STAGES, QK_CHUNKS>{p, base, rank}.run(p.q, p.lse, SMEM(q), SMEM(lse), SMEM(q_step), SMEM(q_full), SMEM(q_empty),
-                                                                 rank == 0);
+            const RowsProducer<Q_STAGES, QK_CHUNKS> producer{p, base, rank, p.q, p.lse, SMEM(q), SMEM(lse), SMEM(q_step),
+                                                             SMEM(q_full), SMEM(q_empty)};
+            producer.run(rank == 0);
         } else if (warp == 1) {
-            RowsProducer<DO_STAGES, V_CHUNKS>{p, base, rank}.run(p.dout, p.delta, SMEM(dout), SMEM(delta), SMEM(do_step), SMEM(do_full),
-                                                                 SMEM(do_empty), false);
+            const RowsProducer<DO_STAGES, V_CHUNKS> producer{p, base, rank, p.dout, p.delta, SMEM(dout), SMEM(delta), SMEM(do_step),
+                                                             SMEM(do_full), SMEM(do_empty)};
+            producer.run(false);
         } else if (warp == 2) {
             KeysProducer{p, base, rank}.run();
         } else {

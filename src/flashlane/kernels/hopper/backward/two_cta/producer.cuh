@@ -53,50 +53,55 @@ struct RowsProducer {
     const Params& p;
     const u32 base;
     const int rank;
+    const TensorMap& map;
+    const float* const statistics;
+    const u32 tiles_to, stats_to, record_to, full, empty; // addresses of the stages
 
-    // `tiles_to`, `stats_to`, `record_to`, `full`, `empty`: addresses of the stages. `takes_next`: this warp asks for the next tile.
-    __device__ __forceinline__ void run(const TensorMap& map, const float* statistics, u32 tiles_to, u32 stats_to, u32 record_to, u32 full,
-                                        u32 empty, bool takes_next) const {
-        constexpr u32 BYTES = CHUNKS * ROWS_CHUNK;
+    // `takes_next`: this warp asks for the next tile.
+    __device__ __forceinline__ void run(bool takes_next) const {
         u32 steps_done = 0;
         griddepcontrol_wait();
-        for (u32 tiles = 0;; ++tiles) {
-            int left = wait_tile(base, tiles);
-            if (left == NO_TILE) return;
-            const OwnerRecord owner = owner_record(base, tiles);
-            int head = owner.kv_head * (p.heads / p.kv_heads), m_block = steps_record(base, tiles).low;
-            int row_block = (cfg::VARLEN ? head : owner.batch * p.heads + head) * p.row_blocks + m_block;
-            if (cfg::VARLEN) row_block += steps_record(base, tiles).q_first / BLOCK_M + owner.batch;  // first_row_block
-#pragma unroll 1
-            for (; left > 0; --left, ++steps_done) {
-                const PipelineStateAt<STAGES> state(steps_done);
-                const u32 barrier = barrier_of(full, state.index);
-                mbarrier_wait(barrier_of(empty, state.index), state.phase ^ 1);
-                const int first = m_block * BLOCK_M;
-                const KeysRecord keys = keys_record(base, tiles);
-                const bool masked = keys_mask(p, keys).needs_mask(keys.first, KEYS, first, BLOCK_M);
-                store_shared(record_to + 16 * state.index, make_uint4(first, head, row_block, masked));
-                mbarrier_expect_tx_before_copies(barrier, BYTES + STAT_BYTES);
-                const u32 to = tiles_to + state.index * BYTES + rank * (HALF_ROWS * ROW_BYTES);
-                const int row = steps_record(base, tiles).q_first + first + rank * HALF_ROWS;
-                const int batch = owner_record(base, tiles).tensor_batch;
-#pragma unroll 1
-                for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                    tma_load_multicast(to + chunk * ROWS_CHUNK, map, barrier, chunk * CHUNK_COLUMNS, row, head, batch,
-                                       (1 << CTAS) - 1);
-                bulk_load(stats_to + state.index * STAT_BYTES, statistics + static_cast<long long>(row_block) * BLOCK_M,
-                          STAT_BYTES, barrier);
-                mbarrier_arrive_after_copies(barrier);
-                const StepsRecord steps = steps_record(base, tiles);
-                ++row_block;
-                if (++m_block == steps.high) {
-                    row_block += p.row_blocks - (steps.high - steps.low);
-                    m_block = steps.low, ++head;
-                }
-            }
+        for (u32 tile = 0;; ++tile) {
+            const int steps = wait_tile(base, tile);
+            if (steps == NO_TILE) return;
+            steps_done = load_tile(tile, steps, steps_done);
             if (takes_next) mbarrier_arrive(SMEM(next_wanted));
-            mbarrier_arrive(barrier_of(SMEM(tile_empty), tiles % TILE_STAGES));
+            mbarrier_arrive(barrier_of(SMEM(tile_empty), tile % TILE_STAGES));
         }
+    }
+    // Loads the m-blocks of each head that shares the tile's keys, one after the other, and returns the steps so far.
+    __device__ __forceinline__ u32 load_tile(u32 tile, int left, u32 steps_done) const {
+        const OwnerRecord owner = owner_record(base, tile);
+        int head = owner.kv_head * (p.heads / p.kv_heads), m_block = steps_record(base, tile).low;
+        int row_block = (cfg::VARLEN ? head : owner.batch * p.heads + head) * p.row_blocks + m_block;
+        if (cfg::VARLEN) row_block += steps_record(base, tile).q_first / BLOCK_M + owner.batch;  // first_row_block
+#pragma unroll 1
+        for (; left > 0; --left, ++steps_done) {
+            load_m_block(tile, PipelineStateAt<STAGES>(steps_done), head, m_block * BLOCK_M, row_block);
+            const StepsRecord steps = steps_record(base, tile);
+            ++row_block;
+            if (++m_block == steps.high) {
+                row_block += p.row_blocks - (steps.high - steps.low);
+                m_block = steps.low, ++head;
+            }
+        }
+        return steps_done;
+    }
+    __device__ __forceinline__ void load_m_block(u32 tile, const PipelineStateAt<STAGES>& state, int head, int first, int row_block) const {
+        constexpr u32 BYTES = CHUNKS * ROWS_CHUNK;
+        const u32 barrier = barrier_of(full, state.index);
+        mbarrier_wait(barrier_of(empty, state.index), state.phase ^ 1);
+        const KeysRecord keys = keys_record(base, tile);
+        const bool masked = keys_mask(p, keys).needs_mask(keys.first, KEYS, first, BLOCK_M);
+        store_shared(record_to + 16 * state.index, make_uint4(first, head, row_block, masked));
+        mbarrier_expect_tx_before_copies(barrier, BYTES + STAT_BYTES);
+        const u32 to = tiles_to + state.index * BYTES + rank * (HALF_ROWS * ROW_BYTES);
+        const int row = steps_record(base, tile).q_first + first + rank * HALF_ROWS, batch = owner_record(base, tile).tensor_batch;
+#pragma unroll 1
+        for (int chunk = 0; chunk < CHUNKS; ++chunk)
+            tma_load_multicast(to + chunk * ROWS_CHUNK, map, barrier, chunk * CHUNK_COLUMNS, row, head, batch, (1 << CTAS) - 1);
+        bulk_load(stats_to + state.index * STAT_BYTES, statistics + static_cast<long long>(row_block) * BLOCK_M, STAT_BYTES, barrier);
+        mbarrier_arrive_after_copies(barrier);
     }
 };
 
@@ -118,7 +123,7 @@ struct KeysProducer {
     }
     __device__ __forceinline__ void load(u32 tile) const {
         const OwnerRecord owner = owner_record(base, tile);
-        const int own = owner.k_first + keys_record(base, tile).first, row = own - rank * KEYS;
+        const int own_row = owner.k_first + keys_record(base, tile).first, row = own_row - rank * KEYS;
         const int head = owner.kv_head, batch = owner.tensor_batch;
         u32 full = SMEM(k_full);
         mbarrier_wait(SMEM(kv_empty), full_tiles % 2 ^ 1);
@@ -126,12 +131,12 @@ struct KeysProducer {
         mbarrier_arrive_expect_tx(full, K_BYTES + IN_REGISTERS_BYTES);
         for (int i = 0; i < CTAS; ++i)
             load_half<KQuarters>(SMEM(k) + i * KEYS_CHUNK, CTAS * KEYS_CHUNK, p.k, full, rank, row + i * KEYS, head, batch);
-        load_half<KQuarters>(ds_stage(ds_count), KEYS_CHUNK, p.k, full, 1 - rank, own, head, batch);
+        load_half<KQuarters>(ds_stage(ds_count), KEYS_CHUNK, p.k, full, 1 - rank, own_row, head, batch);
         full += 8;                                        // v_full
         wait_stage(ds_count + 1);
         mbarrier_arrive_expect_tx(full, V_BYTES + IN_REGISTERS_BYTES);
-        load_half<VQuarters>(SMEM(v), KEYS_CHUNK, p.v, full, rank, own, head, batch);
-        load_half<VQuarters>(ds_stage(ds_count + 1), KEYS_CHUNK, p.v, full, 1 - rank, own, head, batch);
+        load_half<VQuarters>(SMEM(v), KEYS_CHUNK, p.v, full, rank, own_row, head, batch);
+        load_half<VQuarters>(ds_stage(ds_count + 1), KEYS_CHUNK, p.v, full, 1 - rank, own_row, head, batch);
     }
     // Half of the columns of 64 keys: its two quarters, as chunks `stride` bytes apart.
     template <typename QUARTERS>
