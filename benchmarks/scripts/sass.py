@@ -55,10 +55,10 @@ NAMED = ("Element", "Out", "HEAD_DIM", "HEAD_DIM_V")
 
 
 class Job(NamedTuple):
-    """A source to compile: ``kernel`` names it in the record, ``described`` its configuration for a reader."""
+    """A source to compile: ``kernel`` names it in the record, ``label`` its configuration for a reader."""
 
     kernel: str
-    described: str
+    label: str
     source: KernelSource
     arch: str
 
@@ -122,13 +122,13 @@ def jobs() -> Iterator[Job]:
                     if kernel.family == "mma" and arch != FULL_ARCH and number % SAMPLED:
                         continue
                     source = kernel.kernel_source(config)
-                    yield Job(kernel.family, _described(describe_config(config), source), source, arch)
+                    yield Job(kernel.family, _label(describe_config(config), source), source, arch)
     yield from backward_jobs()
     yield from combine_jobs()
     yield from block_jobs()
 
 
-def _described(config: str, source: KernelSource) -> str:
+def _label(config: str, source: KernelSource) -> str:
     """A configuration, with the head dimension and the types that its description leaves out."""
     constants = dict(source.constants)
     return " ".join(str(constants[name]) for name in NAMED if name in constants) + f" {config}"
@@ -148,7 +148,7 @@ def record(only: str = "", keep: Path | None = None) -> dict[str, Any]:
             print(f"\r{number + 1} of {len(found)}", end="", file=sys.stderr, flush=True)
         report = compiled.report
         return f"{job.kernel} {job.arch}", {
-            "code": code, "instructions": digest_without_offsets(compiled.cubin), "config": job.described,
+            "code": code, "instructions": digest_without_offsets(compiled.cubin), "config": job.label,
             "registers": report.registers, "spills": report.spills,
         }  # fmt: skip
 
@@ -234,7 +234,7 @@ def _pairs(old: list[dict[str, Any]], new: list[Job]) -> list[tuple[dict[str, An
     """The rows of a record with today's jobs of the same description, in order where several have the same one."""
     left: dict[str, list[Job]] = defaultdict(list)
     for job in reversed(new):
-        left[job.described].append(job)
+        left[job.label].append(job)
     return [(row, left[row["config"]].pop()) for row in old if left[row["config"]]]
 
 
@@ -262,7 +262,7 @@ class Comparison:
         compiled = jit.compile(job.source, job.arch)
         report, code = compiled.report, digest(compiled.cubin)
         row = {
-            "kernel": f"{job.kernel} {job.arch}", "config": job.described,
+            "kernel": f"{job.kernel} {job.arch}", "config": job.label,
             "registers": [was["registers"], report.registers], "spills": [was["spills"], report.spills],
         }  # fmt: skip
         if code == was["code"]:
@@ -367,8 +367,8 @@ def backward_jobs() -> Iterator[Job]:
         for part in kernel.device_sources(config, arch):
             if part.source not in seen:
                 seen.add(part.source)
-                described = _described(f"{part.source.entry} {config.describe()}", part.source)
-                yield Job("hopper-backward", described, part.source, arch)
+                label = _label(f"{part.source.entry} {config.describe()}", part.source)
+                yield Job("hopper-backward", label, part.source, arch)
 
 
 def combine_jobs() -> Iterator[Job]:

@@ -59,7 +59,7 @@ class Ranges:
 
     A block of keys may reach from an own chunk into another one. So k and v must also have the own rows that lie within
     :data:`EDGE` rows of the ends of an own chunk."""
-    made: dict[torch.device, tuple[torch.Tensor, ...]] = field(default_factory=dict, compare=False, hash=False)
+    tensors: dict[torch.device, tuple[torch.Tensor, ...]] = field(default_factory=dict, compare=False, hash=False)
     """The tensors of :meth:`on`, by device."""
 
     def __post_init__(self) -> None:
@@ -89,10 +89,10 @@ class Ranges:
         """
         import torch
 
-        if device not in self.made:
+        if device not in self.tensors:
             kinds = ([each[:2] for each in self.sequences], [each[2:] for each in self.sequences], self.chunks)
-            self.made[device] = tuple(torch.tensor(each, dtype=torch.int32, device=device) for each in kinds)
-        return self.made[device]
+            self.tensors[device] = tuple(torch.tensor(each, dtype=torch.int32, device=device) for each in kinds)
+        return self.tensors[device]
 
 
 EDGE = 256

@@ -20,7 +20,7 @@ class Packed:
 
     blocks: tuple[Block, ...]
     rows: int
-    made: dict[torch.device, _Index] = field(default_factory=dict, compare=False, hash=False)
+    indices: dict[torch.device, _Index] = field(default_factory=dict, compare=False, hash=False)
 
     @property
     def sequences(self) -> list[tuple[int, int, Block | None]]:
@@ -38,9 +38,9 @@ class Packed:
 
     def on(self, device: torch.device) -> _Index:
         """The call's tensors of lengths and rows on a device, which are cached."""
-        if device not in self.made:
-            self.made[device] = _Index.of(self, device)
-        return self.made[device]
+        if device not in self.indices:
+            self.indices[device] = _Index.of(self, device)
+        return self.indices[device]
 
 
 @dataclass(frozen=True)

@@ -197,10 +197,10 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     for axis in range(mask.dim()):
         if small.stride(axis) == 0 and small.shape[axis] > 1:
             small = small.narrow(axis, 0, 1)
-    made = torch.zeros(small.shape, dtype=dtype, device=mask.device).masked_fill_(~small, -torch.inf)
+    additive = torch.zeros(small.shape, dtype=dtype, device=mask.device).masked_fill_(~small, -torch.inf)
     if keeps:
-        setattr(mask, _BIAS, ((dtype, version), made))
-    return made
+        setattr(mask, _BIAS, ((dtype, version), additive))
+    return additive
 
 
 # --- masks ---
@@ -221,13 +221,13 @@ def mask(**asked: Any) -> torch.Tensor | None:
         asked |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in asked}
     if asked.get("allow_is_causal_skip", True) and asked.get("local_size") is not None and _window_says_all(asked):
         return None
-    made = _made(asked)
-    if ranges is not None and made is not None:
-        padded.attach(made, ranges)
-    return made
+    found = _sdpa_mask(asked)
+    if ranges is not None and found is not None:
+        padded.attach(found, ranges)
+    return found
 
 
-def _made(asked: dict[str, Any]) -> torch.Tensor | None:
+def _sdpa_mask(asked: dict[str, Any]) -> torch.Tensor | None:
     """The mask that ``sdpa`` gets; where it depends on keys alone, one row expanded to all queries."""
     from transformers import AttentionMaskInterface, masking_utils
 

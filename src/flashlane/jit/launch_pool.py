@@ -109,15 +109,15 @@ class ParamsBlock:
         movers: dict[int, list[Callable[[int], None]]] = {}
         params, enqueues = [], []
         for each, template in zip(launches, templates, strict=True):
-            own = tensormap.movable(template) if each.maps else type(template).from_buffer_copy(template)
+            structure = tensormap.movable(template) if each.maps else type(template).from_buffer_copy(template)
             for one in each.maps:
-                offset = getattr(type(own), one.field).offset
-                movers.setdefault(one.operand, []).append(tensormap.mover(ctypes.addressof(own) + offset))
+                offset = getattr(type(structure), one.field).offset
+                movers.setdefault(one.operand, []).append(tensormap.mover(ctypes.addressof(structure) + offset))
             cta = each.threads, 1, 1
-            params.append(own)
-            given: Any = own
+            params.append(structure)
+            given: Any = structure
             if each.parameters:
-                given = [_parameter(own, name) for name in each.parameters]
+                given = [_parameter(structure, name) for name in each.parameters]
             enqueues.append(each.function.prepare(each.grid, cta, each.shared, given, overlapped=each.overlapped))
         self.params: tuple[Any, ...] = tuple(params)
         """One structure for each launch, at an address that does not change."""
@@ -254,12 +254,12 @@ class LaunchPlan:
 
 def _with_maps(each: Launch, key: Key, operands: Sequence[str]) -> ctypes.Structure:
     """A launch's parameters, with maps of tensors at the addresses of a key."""
-    own = type(each.params).from_buffer_copy(each.params)
+    structure = type(each.params).from_buffer_copy(each.params)
     for one in each.maps:
         _check_address(operands[one.operand], key[one.operand])
         encoded = tensormap.encode(one.describe(key[one.operand]))
-        ctypes.memmove(getattr(own, one.field), encoded, tensormap.MAP_BYTES)
-    return own
+        ctypes.memmove(getattr(structure, one.field), encoded, tensormap.MAP_BYTES)
+    return structure
 
 
 # --- the pool ---

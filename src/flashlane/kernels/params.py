@@ -106,9 +106,9 @@ def repeated(function: Function, grid: Dim3, threads: int, shared: int, params: 
         addresses: tuple[int, int, int],
     ) -> None:
         block = take()
-        (own,) = block.params
-        own.q, own.k, own.v = addresses
-        own.out, own.lse = out.data_ptr(), lse.data_ptr()
+        (params,) = block.params
+        params.q, params.k, params.v = addresses
+        params.out, params.lse = out.data_ptr(), lse.data_ptr()
         block.enqueue(stream_of(device))
         give(block)
 

@@ -56,14 +56,14 @@ _asked_at = operator.itemgetter(*(POSITION[name] for name in Asked._fields))
 def declaration() -> str:
     """The arguments of ``flashlane::forward`` in the language of operator schemas."""
 
-    def one(name: str) -> str:
+    def argument(name: str) -> str:
         words = f"{TYPES[_HINTS[name]]} {name}"
         default = _ALL_DEFAULTS.get(name, ...)
         if default is ...:
             return words
         return f"{words} = {list(default) if isinstance(default, tuple) else default!r}"
 
-    return ", ".join(map(one, NAMES))
+    return ", ".join(map(argument, NAMES))
 
 
 def required() -> str:

@@ -150,11 +150,11 @@ def _fold_input(name: str, t: Any, dim: int | None, size: int, q: torch.Tensor, 
     if t is None or not rank:
         return t
     batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
-    own = t.dim() - (dim is not None)
-    if dim is None and (own < rank or t.shape[0] == 1):
+    rank_of_call = t.dim() - (dim is not None)
+    if dim is None and (rank_of_call < rank or t.shape[0] == 1):
         return t  # the same for every batch element
     t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-    t = t[(slice(None),) + (None,) * (rank - own)]
+    t = t[(slice(None),) + (None,) * (rank - rank_of_call)]
     return t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
 
 

@@ -294,6 +294,6 @@ def test_a_descriptor_takes_any_stride_of_an_axis_of_size_1() -> None:
     ):
         t = torch.as_strided(space, shape, strides)
         assert configs.describable(t.shape, t.stride(), 2, 0)
-        made = configs.described_strides(t.shape, t.stride(), 2)
-        TensorDescriptor(t, list(shape), made, [1, 1, 16, 16])  # checks them
-        assert all(a == b for a, b, n in zip(made, strides, shape, strict=True) if n > 1)
+        aligned = configs.descriptor_strides(t.shape, t.stride(), 2)
+        TensorDescriptor(t, list(shape), aligned, [1, 1, 16, 16])  # checks them
+        assert all(a == b for a, b, n in zip(aligned, strides, shape, strict=True) if n > 1)

@@ -110,7 +110,7 @@ def load_qkv(path: str | Path) -> list[Captured]:
     layout = metadata.get("layout", LAYOUTS[0])
     if layout not in LAYOUTS:
         raise ValueError(f"{path}: metadata layout is {layout!r}; it may be {' or '.join(map(repr, LAYOUTS))}")
-    described = _described(path, metadata)
+    described = _described_calls(path, metadata)
     calls = []
     for name, sides in _triples(path, tensors).items():
         facts = described.get(name, {})
@@ -183,7 +183,7 @@ def _canonical(path: Path, name: str, sides: Mapping[str, torch.Tensor], layout:
     return out
 
 
-def _described(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def _described_calls(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     text = metadata.get("calls", "{}")
     try:
         described = json.loads(text)

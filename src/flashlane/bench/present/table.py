@@ -132,22 +132,22 @@ def print_families(usages: Sequence[Usage], console: Console) -> None:
         name = family.get(usage.tag, usage.tag) + (" backward" if usage.direction == "backward" else "")
         groups.setdefault((usage.arch, usage.problem), {}).setdefault(name, []).append(usage)
 
-    def made(item: tuple[str, list[Usage]]) -> list[Usage]:
+    def compiled(item: tuple[str, list[Usage]]) -> list[Usage]:
         return [usage for usage in item[1] if usage.registers is not None]
 
     def span(field: str) -> Any:
         def cell(item: tuple[str, list[Usage]]) -> str:
-            found = [value for usage in made(item) if (value := getattr(usage, field)) is not None]
+            found = [value for usage in compiled(item) if (value := getattr(usage, field)) is not None]
             return _range(found).replace(" to ", "–") if found else NONE
 
         return cell
 
     columns = [
-        Column("compiled", lambda item: str(len(made(item)))),
+        Column("compiled", lambda item: str(len(compiled(item)))),
         Column("failed", lambda item: str(sum(bool(usage.error) for usage in item[1]))),
-        Column("spilling", lambda item: str(sum(usage.spilled for usage in made(item)))),
+        Column("spilling", lambda item: str(sum(usage.spilled for usage in compiled(item)))),
         Column("regs", span("registers")),
-        Column("KiB", lambda item: _kib_span(made(item)), drop=1),
+        Column("KiB", lambda item: _kib_span(compiled(item)), drop=1),
         Column("blk/SM", span("blocks"), drop=2),
         Column("left out", lambda item: str(sum(bool(usage.reason) for usage in item[1])), drop=3),
     ]

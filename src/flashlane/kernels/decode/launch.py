@@ -56,11 +56,11 @@ class ParamsWithMaps(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_ubyte * tensormap.MAP_BYTES) for name in ("k_map", "v_map")),
-        ("own", DecodeParams),
+        ("params", DecodeParams),
     ]
 
 
-PARAMETERS = ("own", "k_map")
+PARAMETERS = ("params", "k_map")
 """Fields of :class:`ParamsWithMaps` at which the two begin."""
 
 
@@ -134,13 +134,13 @@ class PreparedDecode:
         config, maps = self.config, ()
         if config.tma:
             maps = tuple(
-                Map(name, operand, partial(self._described, side))
+                Map(name, operand, partial(self._tensor_map, side))
                 for operand, (name, side) in enumerate(zip(("k_map", "v_map"), self.sides, strict=True))
             )
-        params, shared = ParamsWithMaps(own=self.params), config.shared_memory
+        params, shared = ParamsWithMaps(params=self.params), config.shared_memory
         yield Launch(self.function, self.grid, config.threads, params, shared, maps=maps, parameters=PARAMETERS)
 
-    def _described(self, side: Side, address: int) -> tensormap.TensorMap:
+    def _tensor_map(self, side: Side, address: int) -> tensormap.TensorMap:
         box = PLANE, self.config.box_rows, 1, 1
         return tensormap.describe(self.problem.dtype_name, address, *_axes(*side), box)
 
@@ -168,7 +168,7 @@ class PreparedDecode:
         """
         key = addresses[1:] if self.config.tma else ()
         block = self.plan.take(key)
-        params, stream = block.params[0].own, self.stream_of(self.device)
+        params, stream = block.params[0].params, self.stream_of(self.device)
         attention = params.attention
         attention.q, attention.k, attention.v = addresses
         attention.out, attention.lse = out.data_ptr(), lse.data_ptr()

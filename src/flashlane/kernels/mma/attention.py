@@ -83,17 +83,17 @@ class MmaAttention(DeviceKernel):
 
     def candidates(self, problem: AttentionProblem) -> Iterator[MmaConfig]:
         """What the cost model compares, the fastest first, then what it does not know."""
-        known = (each.config for each in _known(self, problem))
+        ranked = (each.config for each in _ranked(self, problem))
         table = (self.variant.configs(problem, few) for few in (None, False, True))
-        yield from dict.fromkeys((*known, *itertools.chain.from_iterable(table)))
+        yield from dict.fromkeys((*ranked, *itertools.chain.from_iterable(table)))
 
     def predicted_configs(self, problem: AttentionProblem) -> list[tuple[str, float]]:
         """The configurations that are compared and their predicted milliseconds, the fastest first.
 
         Empty on architectures that were not timed, where the model compares and does not foretell.
         """
-        known = _known(self, problem) if problem.arch == cost.TIMED_ARCH else []
-        return [(each.config.describe(), each.microseconds / 1e3) for each in known]
+        ranked = _ranked(self, problem) if problem.arch == cost.TIMED_ARCH else []
+        return [(each.config.describe(), each.microseconds / 1e3) for each in ranked]
 
     def predicted_ms(self, problem: AttentionProblem) -> float | None:
         """Milliseconds that the cost model gives the chosen configuration, where it gives any."""
@@ -185,11 +185,11 @@ def _config(kernel: MmaAttention, problem: AttentionProblem) -> MmaConfig:
     tuned = tune.lookup(kernel, problem)
     if tuned:
         return MmaConfig(**tuned)
-    known = _known(kernel, problem)
-    return known[0].config if known else next(kernel.variant.configs(problem))
+    ranked = _ranked(kernel, problem)
+    return ranked[0].config if ranked else next(kernel.variant.configs(problem))
 
 
-def _known(kernel: MmaAttention, problem: AttentionProblem) -> list[cost.Predicted]:
+def _ranked(kernel: MmaAttention, problem: AttentionProblem) -> list[cost.Predicted]:
     """What the cost model compares, the fastest first.
 
     Empty where it does not know the table's choice, unless the kernel is the fastest without it: what is slower than

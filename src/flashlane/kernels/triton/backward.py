@@ -193,10 +193,11 @@ class PreparedBackward:
         score, problem = _score(), self.problem
         q, k, v = inputs.q, inputs.k, inputs.v
         if self.stacked:
-            made = self._made(q, self.splits[0], 3)
-            dq, dk, dv = made.unbind(1)
+            of_all = self._memory(q, self.splits[0], 3)
+            dq, dk, dv = of_all.unbind(1)
         else:
-            dq, dk, dv = self._made(q, self.splits[1]), self._made(k, self.splits[0]), self._made(v, self.splits[0])
+            dq = self._memory(q, self.splits[1])
+            dk, dv = (self._memory(side, self.splits[0]) for side in (k, v))
         delta, lse2 = torch.empty((2, *self.stat_shape), dtype=torch.float32, device=q.device).unbind()
         partial = score.partial_gradients(inputs, self.statistics_tiles, problem.heads)
         if self.statistics is not None:
@@ -209,12 +210,12 @@ class PreparedBackward:
         if self.query is not None:
             self.query({**tensors, "dq": dq}, self.query_descriptors)
         if self.stacked:
-            dq, dk, dv = made.sum(0).to(q.dtype).unbind()
+            dq, dk, dv = of_all.sum(0).to(q.dtype).unbind()
         else:
-            dq, dk, dv = _added(dq, q), _added(dk, k), _added(dv, v)
+            dq, dk, dv = _sum_of_splits(dq, q), _sum_of_splits(dk, k), _sum_of_splits(dv, v)
         return Gradients(dq, dk, dv, self._bias(tensors, inputs), **score.modifier_gradients(partial, inputs, dq))
 
-    def _made(self, like: torch.Tensor, splits: int, *gradients: int) -> torch.Tensor:
+    def _memory(self, like: torch.Tensor, splits: int, *gradients: int) -> torch.Tensor:
         """A gradient to be written, or the splits of one or of several."""
         # No kernel writes the rows of a packed tensor after its last sequence.
         make = torch.zeros if self.problem.varlen else torch.empty
@@ -235,7 +236,7 @@ class PreparedBackward:
         return found.sum_to_size((1,) * (4 - wanted.dim()) + wanted.shape).to(wanted.dtype).view(wanted.shape)
 
 
-def _added(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _sum_of_splits(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A gradient from its splits."""
     return found if found.shape == like.shape else found.sum(0).to(like.dtype)
 
@@ -289,9 +290,9 @@ def prepare(
     if problem.bias and bias_grad:
         bias, bias_shape = _bias_launch(problem, inputs, common)
     stat_rows = stat_units * unit
-    described: list[dict[str, Any] | None] = [None, None]
+    descriptors: list[dict[str, Any] | None] = [None, None]
     if config.descriptors:
-        described = [_descriptors(problem, inputs, do, tile, stat_rows) for tile in (config.key, config.query)]
+        descriptors = [_descriptors(problem, inputs, do, tile, stat_rows) for tile in (config.key, config.query)]
     return PreparedBackward(
         problem=problem,
         statistics=statistics,
@@ -302,8 +303,8 @@ def prepare(
         stat_shape=(batch, problem.heads, stat_rows),
         statistics_tiles=batch * tiles,
         optional=(*score.score_tensors(problem), *sequences.sequence_tensors(inputs)),
-        key_descriptors=described[0],
-        query_descriptors=described[1],
+        key_descriptors=descriptors[0],
+        query_descriptors=descriptors[1],
         splits=splits,
         stacked=stacked,
     )
@@ -406,9 +407,9 @@ def _launch(
     tile: Tile,
     descriptors: bool,
     programs: int,
-    **own: Any,
+    **of_kernel: Any,
 ) -> Launch:
-    """A launch of a kernel whose arguments are the common ones, its tile's and its own, in the function's order."""
+    """A launch of a kernel whose arguments are ``common``, its tile's and ``of_kernel``, in the function's order."""
     from flashlane.kernels.triton import launch
 
     tensors = ("q", "k", "v", "do", "lse", "delta", *written, "cu_seqlens_q")
@@ -420,7 +421,7 @@ def _launch(
     given = {
         **dict.fromkeys(tensors),
         **common,
-        **own,
+        **of_kernel,
         "BM": tile.bm,
         "BN": tile.bn,
         "WHOLE_Q": descriptors or (not problem.varlen and problem.seqlen_q % tile.bm == 0),
@@ -459,15 +460,15 @@ def _bias_launch(
 
 def _descriptors(problem: AttentionProblem, inputs: Inputs, do: torch.Tensor, tile: Tile, rows: int) -> dict[str, Any]:
     """Shape, strides and block of what is read through descriptors: tensors (b, h, s, d), statistics (b·h, rows)."""
-    made = {}
+    descriptors = {}
     sides = (("q", inputs.q, tile.bm), ("do", do, tile.bm), ("k", inputs.k, tile.bn), ("v", inputs.v, tile.bn))
     for name, tensor, block in sides:
         view = tensor.transpose(1, 2)
-        strides = configs.described_strides(view.shape, view.stride(), view.element_size())
-        made[name] = (list(view.shape), strides, [1, 1, block, padded(view.shape[-1])])
+        strides = configs.descriptor_strides(view.shape, view.stride(), view.element_size())
+        descriptors[name] = (list(view.shape), strides, [1, 1, block, padded(view.shape[-1])])
     for name in ("lse", "delta"):
-        made[name] = ([problem.batch * problem.heads, rows], [rows, 1], [1, tile.bm])
-    return made
+        descriptors[name] = ([problem.batch * problem.heads, rows], [rows, 1], [1, tile.bm])
+    return descriptors
 
 
 PRECISION_OF_FAMILY = {"triton-tf32": "tf32"}

@@ -224,7 +224,7 @@ def describable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int,
     return all(stride > 0 and stride * itemsize % VECTOR_BYTES == 0 for size, stride in outer if size > 1)
 
 
-def described_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[int]:
+def descriptor_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[int]:
     """The strides of a descriptor: those of axes of size 1, which may be anything, made multiples of 16 bytes."""
     any_stride = VECTOR_BYTES // itemsize
     outer = zip(shape[:-1], strides[:-1], strict=True)

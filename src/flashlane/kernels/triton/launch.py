@@ -121,12 +121,11 @@ class Launch:
         """
         compiled = self.compiled
         if compiled is None:
-            described = descriptors or {}
             if knobs.runtime.interpret:
-                made = {name: TensorDescriptor(tensors[name], *parts) for name, parts in described.items()}
-                self.function[self.grid](**self._filled(tensors) | made, **self.options)
+                given = self._filled(tensors) | _checked_descriptors(tensors, descriptors or {})
+                self.function[self.grid](**given, **self.options)
                 return
-            compiled = self._compile(tensors, described)
+            compiled = self._compile(tensors, descriptors or {})
             plan = plan_of(compiled, self.grid, self.arguments, driver.active.get_current_device())
             self.past_triton = None if plan is None else plan.enqueuer()
             self.compiled = compiled
@@ -145,11 +144,9 @@ class Launch:
             hooks = metadata, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, *hooks, *given.values())
 
-    def _compile(self, tensors: Tensors, described: Tensors) -> Any:
+    def _compile(self, tensors: Tensors, descriptors: Tensors) -> Any:
         """The kernel, compiled or loaded by Triton."""
-        given = self.neutral(tensors)
-        for name, parts in described.items():
-            given[name] = TensorDescriptor(tensors[name], *parts)
+        given = self.neutral(tensors) | _checked_descriptors(tensors, descriptors)
         with sound_assembler():
             return self.function.run(grid=self.grid, warmup=True, **given, **self.options)
 
@@ -183,9 +180,15 @@ def _hooked() -> bool:
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
+def _checked_descriptors(tensors: Tensors, descriptors: Tensors) -> dict[str, TensorDescriptor]:
+    """The descriptors of tensors, from their (shape, strides, block); they are checked."""
+    return {name: TensorDescriptor(tensors[name], *parts) for name, parts in descriptors.items()}
+
+
 def _descriptor(tensor: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
     """A descriptor that was checked before, without checking it again."""
-    made = object.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides, made.block_shape = _Address(tensor.data_ptr()), shape, strides, block
-    made.padding, made.round_f32_to_tf32 = "zero", False
-    return made
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape = _Address(tensor.data_ptr()), shape
+    descriptor.strides, descriptor.block_shape = strides, block
+    descriptor.padding, descriptor.round_f32_to_tf32 = "zero", False
+    return descriptor

@@ -144,9 +144,9 @@ class GradientConfig(ABC):
         registers: tuple[int, int],
         headers: tuple[tuple[str, str], ...] = (),
         n_inner: tuple[int, ...] = (),
-        **own: int,
+        **extra: int,
     ) -> KernelSource:
-        """``<name>.cu`` with these constants and its own.
+        """``<name>.cu`` with these constants and those of the design.
 
         Args:
             name: of the file, and of its entry (see :data:`ENTRIES`).
@@ -154,9 +154,9 @@ class GradientConfig(ABC):
             registers: of a producer and of a consumer thread.
             headers: names and texts of further headers.
             n_inner: columns of products whose second operand has them innermost in shared memory.
-            own: constants that other designs have not.
+            extra: constants that only the kernel's design has.
         """
-        constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **own}
+        constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **extra}
         constants |= _mask_constants(self, True)
         # What adds to the sum of a row is of the forward alone: its gradient is the preprocess kernel's.
         constants |= self.score.on_scores.constants()
@@ -169,9 +169,10 @@ class GradientConfig(ABC):
     def describe(self) -> str:
         """The tile and what it is compiled for, for tables: ``80x128, has_right``."""
         words = [self.tile]
-        own = (field for field in fields(self) if field.name not in PROBLEM_FIELDS and field.name not in self.in_tile)
+        in_words = {*PROBLEM_FIELDS, *self.in_tile}
+        of_design = (field for field in fields(self) if field.name not in in_words)
         flags = (field for field in fields(self) if field.name in PROBLEM_FIELDS[3:] and field.name != "score")
-        for field in (*own, *flags):
+        for field in (*of_design, *flags):
             value = getattr(self, field.name)
             if field.name == "program":
                 words += ["program"] * bool(value)

@@ -304,8 +304,9 @@ class PreparedBackward:
         if found is None:
             if len(self.kinds) >= KINDS_KEPT:
                 self.kinds.clear()
-            made = tuple(self.launches(tensors))  # here: a plan that built them later would keep the tensors' memory
-            found = self.kinds[kind] = launch_pool.LaunchPlan(lambda: made, MAPPED_ARGUMENTS)
+            # Built here, since a plan that built them later would keep the tensors' memory.
+            launches = tuple(self.launches(tensors))
+            found = self.kinds[kind] = launch_pool.LaunchPlan(lambda: launches, MAPPED_ARGUMENTS)
         return found
 
     def _set_pointers(
@@ -437,17 +438,17 @@ def _maps(problem: AttentionProblem, tensors: Tensors, boxes: tuple[int, int]) -
     """The tensor maps of a launch, with boxes of so many queries and keys."""
     rows, keys = boxes
 
-    def one(number: int, name: str, tensor: torch.Tensor) -> launch_pool.Map:
+    def map_of(number: int, name: str, tensor: torch.Tensor) -> launch_pool.Map:
         box = rows if name in ("q", "dout") else keys
         shape, strides = tuple(tensor.shape), tensor.stride()
-        return launch_pool.Map(name, number, lambda at: described(problem.dtype_name, at, shape, strides, box))
+        return launch_pool.Map(name, number, lambda at: tensor_map(problem.dtype_name, at, shape, strides, box))
 
     return tuple(
-        one(number, name, each) for number, (name, each) in enumerate(zip(MAPPED, tensors.mapped, strict=True))
+        map_of(number, name, each) for number, (name, each) in enumerate(zip(MAPPED, tensors.mapped, strict=True))
     )
 
 
-def described(
+def tensor_map(
     dtype: str, address: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int
 ) -> tensormap.TensorMap:
     """The map of a tensor as (column, row, head, batch); a box is so many rows of a chunk of columns."""

@@ -89,7 +89,7 @@ class UnitMask:
         return found
 
 
-_made: WeakKeyDictionary[BlockMask, dict[tuple[Any, ...], UnitMask]] = WeakKeyDictionary()
+_unit_masks: WeakKeyDictionary[BlockMask, dict[tuple[Any, ...], UnitMask]] = WeakKeyDictionary()
 
 
 def unit_mask(mask: BlockMask, program: Program, captured: Any, problem: AttentionProblem) -> UnitMask:
@@ -107,12 +107,12 @@ def unit_mask(mask: BlockMask, program: Program, captured: Any, problem: Attenti
     read = tuple((t.data_ptr(), t._version, t.shape, t.stride()) for t in tensors)
     key = program, read, tuple(getattr(captured, "integers", ())), problem.batch, problem.heads
     key += problem.seqlen_q, problem.seqlen_k
-    made = _made.setdefault(mask, {})
-    if key not in made:
-        while len(made) >= MASKS_KEPT:
-            del made[next(iter(made))]
-        made[key] = _unit_mask(mask, program, captured, problem, tensors)
-    return made[key]
+    of_mask = _unit_masks.setdefault(mask, {})
+    if key not in of_mask:
+        while len(of_mask) >= MASKS_KEPT:
+            del of_mask[next(iter(of_mask))]
+        of_mask[key] = _unit_mask(mask, program, captured, problem, tensors)
+    return of_mask[key]
 
 
 def _unit_mask(
@@ -126,8 +126,8 @@ def _unit_mask(
         return UnitMask(_ending_inside(states, lengths[1]))
     asked = program.mask_inputs()
     batch, heads = (
-        size if name in asked else own
-        for name, size, own in zip("bh", (problem.batch, problem.heads), states.shape[:2], strict=True)
+        size if name in asked else size_of_states
+        for name, size, size_of_states in zip("bh", (problem.batch, problem.heads), states.shape[:2], strict=True)
     )
     states = states.expand(batch, heads, -1, -1).contiguous()
     looked_at = states == PARTIAL
@@ -162,47 +162,47 @@ def _bits_params(program: type[ctypes.Structure]) -> type[ctypes.Structure]:
 
 
 def _with_bits(
-    made: UnitMask, units: torch.Tensor, program: Program, captured: Any, lengths: tuple[int, int]
+    mask: UnitMask, units: torch.Tensor, program: Program, captured: Any, lengths: tuple[int, int]
 ) -> UnitMask:
     """The mask with the bits of these units, and with the states that they turn out to have."""
-    states = made.states
+    states = mask.states
     _, heads, rows, columns = states.shape
     slots = torch.where(states == FULL, WHOLE_SLOT, NO_SLOT).to(torch.int32)
-    made.slots = torch.nn.functional.pad(slots, (0, columns % 2), value=NO_SLOT).contiguous()
+    mask.slots = torch.nn.functional.pad(slots, (0, columns % 2), value=NO_SLOT).contiguous()
     words = torch.empty((2, max(1, len(units)), UNIT, 2), dtype=torch.int32, device=states.device)
-    made.by_query, made.by_key = words.unbind(0)
+    mask.by_query, mask.by_key = words.unbind(0)
     if not len(units):
-        return made
+        return mask
     arguments = program.params(captured)
-    tables = (units, states, made.slots, made.by_query, made.by_key)
+    tables = (units, states, mask.slots, mask.by_query, mask.by_key)
     params = _bits_params(type(arguments))(
-        *(t.data_ptr() for t in tables), heads, rows, columns, made.slots.shape[-1], *lengths, arguments
+        *(t.data_ptr() for t in tables), heads, rows, columns, mask.slots.shape[-1], *lengths, arguments
     )
     index = states.device.index
     with launch.on_device(index):
         function = jit.load(jit.compile(bits_source(program.header()), ARCH), index)
         function.launch((len(units), 1, 1), (THREADS, 1, 1), 0, params)
-    return made
+    return mask
 
 
 # ---- lists
 
 
-def forward_lists(made: UnitMask, config: HopperConfig) -> BlockLists:
+def forward_lists(mask: UnitMask, config: HopperConfig) -> BlockLists:
     """The n-blocks of each m-block, for a configuration's tile."""
 
     def make() -> BlockLists:
-        return tile_lists(made.states, config.block_m, config.block_n, bits=made.bits(made.by_query))
+        return tile_lists(mask.states, config.block_m, config.block_n, bits=mask.bits(mask.by_query))
 
-    return made.kept(("forward", config.block_m, config.block_n), make)
+    return mask.kept(("forward", config.block_m, config.block_n), make)
 
 
-def backward_lists(made: UnitMask, config: GradientConfig, problem: AttentionProblem) -> tuple[BlockLists, ...]:
+def backward_lists(mask: UnitMask, config: GradientConfig, problem: AttentionProblem) -> tuple[BlockLists, ...]:
     """The m-blocks of each n-block, for the kernel of the gradients."""
     block_m, keys = config.block_m, config.block_n
 
     def make() -> BlockLists:
-        states = made.states.transpose(2, 3)
-        return tile_lists(states, keys, block_m, problem.group, config.in_order, made.bits(made.by_key))
+        states = mask.states.transpose(2, 3)
+        return tile_lists(states, keys, block_m, problem.group, config.in_order, mask.bits(mask.by_key))
 
-    return (made.kept(("backward", block_m, keys, problem.group, config.in_order), make),)
+    return (mask.kept(("backward", block_m, keys, problem.group, config.in_order), make),)

@@ -107,12 +107,12 @@ def run(
     """:func:`~flashlane.kernels.hopper.flex.backward` of ``(b, s, h, d)`` tensors; the gradients are contiguous."""
     problem = problem_of(q, k, v, scale, window, deterministic)
     block = None if block_mask is None else tuple(block_mask.BLOCK_SIZE)
-    made = None if block_mask is None else unit_mask(block_mask, program, captured, problem)
-    bits = made is not None and made.slots is not None
+    in_units = None if block_mask is None else unit_mask(block_mask, program, captured, problem)
+    bits = in_units is not None and in_units.slots is not None
     config = config or config_of(problem, program, block, bits)
     arguments = kernel_arguments(program, captured, bits)
     plan = _plan(config, problem, q.shape, k.shape, q.device.index, type(arguments))
-    lists = None if made is None else backward_lists(made, config, problem)
+    lists = None if in_units is None else backward_lists(in_units, config, problem)
 
     def complete(number: int, params: Any) -> None:
         params.program = arguments

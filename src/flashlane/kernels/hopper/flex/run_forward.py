@@ -108,8 +108,8 @@ def run(
     if not q.numel() or not k.numel():
         return out.zero_(), lse.fill_(-torch.inf)
     block = None if block_mask is None else tuple(block_mask.BLOCK_SIZE)
-    made = None if block_mask is None else unit_mask(block_mask, program, captured, problem)
-    bits = made is not None and made.slots is not None
+    in_units = None if block_mask is None else unit_mask(block_mask, program, captured, problem)
+    bits = in_units is not None and in_units.slots is not None
     config = config or config_of(problem, program, block, bits)
     if block is not None and program.mask is None and block[1] % config.block_n:
         raise ValueError(
@@ -120,7 +120,7 @@ def run(
         config, problem, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.shape, out.stride(), q.device.index,
         type(arguments),
     )  # fmt: skip
-    lists = None if made is None else forward_lists(made, config)
+    lists = None if in_units is None else forward_lists(in_units, config)
 
     def complete(params: Any) -> None:
         params.program = arguments
@@ -135,5 +135,5 @@ def run(
 def empty_like(q: torch.Tensor, columns: int) -> torch.Tensor:
     """Memory for ``(b, sq, h, columns)``, with the axes of batch, row and head in the order in which q has them."""
     order = sorted(range(3), key=lambda axis: (q.stride(axis), q.shape[axis] == 1), reverse=True)
-    made = torch.empty([*(q.shape[axis] for axis in order), columns], dtype=q.dtype, device=q.device)
-    return made.permute(*(order.index(axis) for axis in range(3)), 3)
+    memory = torch.empty([*(q.shape[axis] for axis in order), columns], dtype=q.dtype, device=q.device)
+    return memory.permute(*(order.index(axis) for axis in range(3)), 3)

@@ -227,7 +227,7 @@ class PreparedForward:
         workers = sms * config.ctas_per_sm // config.cluster
         ctas = max(1, min(workers, self.params.tiles)) * config.cluster
         maps = tuple(
-            Map(side, operand, partial(_described, element, shape))
+            Map(side, operand, partial(_tensor_map, element, shape))
             for side, operand, shape in zip(self.map_fields, self.operands, self.maps, strict=True)
         )
         yield Launch(function, (ctas, 1, 1), config.threads, self.params, config.shared_memory, maps=maps)
@@ -304,7 +304,7 @@ class PreparedForward:
         block.enqueue(stream)
 
 
-def _described(element: str, shape: MapShape, address: int) -> tensormap.TensorMap:
+def _tensor_map(element: str, shape: MapShape, address: int) -> tensormap.TensorMap:
     return tensormap.describe(element, address, *shape)
 
 

@@ -120,7 +120,7 @@ def section_sizes(problem: AttentionProblem, config: HopperConfig) -> list[int]:
 
 def config_of_shape(shape: tiles.TileShape, problem: AttentionProblem) -> HopperConfig:
     """A tile with what a problem needs."""
-    config = specialise(_asked(shape, problem.dtype_name, problem.head_dim, problem.head_dim_v), problem)
+    config = specialise(_config_of(shape, problem.dtype_name, problem.head_dim, problem.head_dim_v), problem)
     if config.combine_in_kernel:
         rows = min(problem.seqlen_q * config.pack_gqa, config.block_m)
         if not tile_scheduler.combines_in_kernel(rows):
@@ -129,7 +129,7 @@ def config_of_shape(shape: tiles.TileShape, problem: AttentionProblem) -> Hopper
 
 
 @functools.lru_cache(maxsize=1024)
-def _asked(shape: tiles.TileShape, dtype: str, head_dim: int, head_dim_v: int) -> HopperConfig:
+def _config_of(shape: tiles.TileShape, dtype: str, head_dim: int, head_dim_v: int) -> HopperConfig:
     return HopperConfig(dtype, head_dim, head_dim_v, **asdict(shape), combine_in_kernel=True)
 
 

@@ -126,15 +126,15 @@ class OneCtaConfig(GradientConfig):
         """``one_cta/kernel.cu`` with these constants and policies."""
         stages = {f"{name}_STAGES": getattr(self, f"{name.lower()}_stages") for name in ("Q", "DO", "K", "V", "DQ")}
         columns = (self.block_m, self.slice_rows, self.head_dim, self.head_dim_v)
-        own = {**stages, "BLOCK_N": self.block_n, "SHARED_BYTES": self.shared_memory}
-        own["POLYNOMIAL_EIGHTHS"] = self.polynomial_eighths
+        constants = {**stages, "BLOCK_N": self.block_n, "SHARED_BYTES": self.shared_memory}
+        constants["POLYNOMIAL_EIGHTHS"] = self.polynomial_eighths
         policies = (
             f"using Dq = {DQ_POLICIES[self.dq, self.postprocess]};\n"
             f"using Partition = {'SplitQ' if self.split_q else 'WholeTiles'}<Dq>;\n"
             f"constexpr PingPong PING_PONG = PingPong::{self.ping_pong.upper()};\n"
         )
         headers = (("one_cta_policies.cuh", policies),)
-        return (self.gradient_source("one_cta/kernel", columns, self.registers, headers, **own),)
+        return (self.gradient_source("one_cta/kernel", columns, self.registers, headers, **constants),)
 
     def specialised(self, problem: AttentionProblem) -> OneCtaConfig:
         """The tile for a problem; a deterministic one adds to dQ in order, and no other one does."""

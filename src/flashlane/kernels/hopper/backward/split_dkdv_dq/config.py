@@ -124,16 +124,16 @@ class SplitConfig(GradientConfig):
         """``dkdv.cu`` with these constants."""
         # An attribute cannot depend on a constant, and a cluster of one CTA is not the same as none.
         clustered = f"#define CLUSTERED {f'__cluster_dims__(1, {self.cluster}, 1)' if self.cluster > 1 else ''}\n"
-        own = {"Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages, "CLUSTER": self.cluster}
-        own["SHARED_BYTES"] = self.dkdv_shared
-        headers = (("hopper_clustered.cuh", clustered),)
-        return self.gradient_source(DKDV, (self.block_m, self.head_dim, self.head_dim_v), REGISTERS, headers, **own)
+        constants = {"Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages, "CLUSTER": self.cluster}
+        constants["SHARED_BYTES"] = self.dkdv_shared
+        columns, headers = (self.block_m, self.head_dim, self.head_dim_v), (("hopper_clustered.cuh", clustered),)
+        return self.gradient_source(DKDV, columns, REGISTERS, headers, **constants)
 
     def dq_source(self) -> KernelSource:
         """``dq.cu`` with these constants."""
-        own = {"BLOCK_N": self.block_n, "K_STAGES": self.k_stages, "V_STAGES": self.v_stages}
-        own["SHARED_BYTES"] = self.dq_shared
-        return self.gradient_source(DQ, (self.block_n, self.head_dim), REGISTERS, **own)
+        constants = {"BLOCK_N": self.block_n, "K_STAGES": self.k_stages, "V_STAGES": self.v_stages}
+        constants["SHARED_BYTES"] = self.dq_shared
+        return self.gradient_source(DQ, (self.block_n, self.head_dim), REGISTERS, **constants)
 
     def gradient_sources(self) -> tuple[KernelSource, ...]:
         """Both kernels."""

@@ -71,9 +71,9 @@ class TwoCtaConfig(GradientConfig):
         columns = (self.block_m, self.head_dim, self.head_dim_v)
         first = (self.half_steps + 1) // 2
         quarters = tuple(FRAGMENT_COLUMNS * steps for steps in (first, self.half_steps - first))
-        own = {"BLOCK_N": self.block_n, "Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages}
-        own["SHARED_BYTES"] = self.shared_memory
-        return (self.gradient_source("two_cta/kernel", columns, REGISTERS, n_inner=quarters, **own),)
+        constants = {"BLOCK_N": self.block_n, "Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages}
+        constants["SHARED_BYTES"] = self.shared_memory
+        return (self.gradient_source("two_cta/kernel", columns, REGISTERS, n_inner=quarters, **constants),)
 
 
 def refusal(problem: AttentionProblem) -> str | None:
