@@ -224,7 +224,7 @@ def resident_of(launch: Any) -> int:
     compiled = launch.compiled
     return jit.occupancy(
         "sm_90a", 32 * launch.options["num_warps"], compiled.n_regs, compiled.metadata.shared
-    ).blocks  # fmt: skip
+    ).ctas  # fmt: skip
 
 
 def constants_of(*launches: Any) -> tuple[object, ...]:

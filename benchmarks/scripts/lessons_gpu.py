@@ -30,7 +30,7 @@ def main() -> int:
     if arguments.child:
         return run_block(arguments.block[0], arguments.size, arguments.first, arguments.path)
     rows, machine, failures = [], {}, []
-    for block in arguments.block or comparison.BLOCKS:
+    for block in arguments.block or comparison.LESSONS:
         found, problems = in_processes(block, arguments)
         machine = machine or found["environment"]
         rows += [comparison.Row(**row) for row in found["rows"]]
@@ -50,7 +50,7 @@ def parsed() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, help="the JSON file to write")
-    parser.add_argument("--block", action="append", choices=list(comparison.BLOCKS), help="all of them when absent")
+    parser.add_argument("--block", action="append", choices=list(comparison.LESSONS), help="all of them when absent")
     parser.add_argument("--size", type=int, default=8192, help="M = N = K of hgemm")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of one process")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -92,7 +92,7 @@ def run_block(block: str, size: int, first: int, path: Path) -> int:
     from flashlane.lessons import comparison
 
     device = torch.device("cuda", torch.cuda.current_device())
-    groups = comparison.hgemm_groups(device, size) if block == "hgemm" else comparison.BLOCKS[block](device)
+    groups = comparison.hgemm_groups(device, size) if block == "hgemm" else comparison.LESSONS[block](device)
     result = {"environment": environment(device), "groups": [], "rows": []}
     for group in islice(groups, first, None):
         result["groups"].append(group.name)

@@ -240,7 +240,7 @@ def hole_table() -> str:
             for head_dims, tiles in found.items():
                 what = "all" if len(tiles) == 4 else ", ".join(tiles)
                 rows.append((f"{limit // 1024} KiB: {', '.join(names)}", f"{design}{persist}", stage, what, head_dims))
-    return table(("a block's shared memory", "design", "stage:", "tiles", "no tile for head dims"), rows)
+    return table(("a CTA's shared memory", "design", "stage:", "tiles", "no tile for head dims"), rows)
 
 
 def first_hole(kernel: Any, arch: str) -> int | None:

@@ -445,7 +445,7 @@ def logs(result: Result) -> str:
 
 def lessons(result: Result) -> str:
     """A line a group: the fastest of ours, torch, and the best loop of mma.sync from registers in the same rounds."""
-    head = ("block", "problem", "fastest of ours", "ms:", "TFLOP/s or TB/s:", "torch, ms:", "× torch:", "% of ceiling:")
+    head = ("lesson", "problem", "fastest one", "ms:", "TFLOP/s or TB/s:", "torch, ms:", "× torch:", "% of ceiling:")
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in result["rows"]:
         groups.setdefault((row["block"], row["group"]), []).append(row)

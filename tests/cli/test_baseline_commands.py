@@ -85,7 +85,7 @@ def test_every_problem_is_on_the_disk_before_the_next_and_shown_beside_the_log(t
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("rope",), "BLOCK is 'rope'; it may be softmax, activation, hgemm"),
+        (("rope",), "LESSON is 'rope'; it may be softmax, activation, hgemm"),
         (("hgemm", "--size", "0"), "--size is 0"),
         (("softmax", "--iters", "0"), "--iters is 0"),
     ],
@@ -99,7 +99,7 @@ def test_variants_of_the_lessons_are_listed(invoke):
     done = invoke("lessons", "--list")
     assert done.exit_code == 0
     for block, words in {"softmax": "online", "activation": "scalar, packed", "hgemm": ""}.items():
-        assert block in lessons.BLOCKS and f"{block}: " in done.stdout and words in done.stdout
+        assert block in lessons.LESSONS and f"{block}: " in done.stdout and words in done.stdout
 
 
 def test_lessons_are_written_after_every_group_and_a_wrong_variant_is_a_status(tmp_path, monkeypatch, invoke):
@@ -118,7 +118,7 @@ def test_lessons_are_written_after_every_group_and_a_wrong_variant_is_a_status(t
         assert len(written) == 1 and len(json.loads(written[0].read_text())["rows"]) == 2
         yield group("bad", "element 3 is 1.0, not 2.0")
 
-    monkeypatch.setitem(comparison.BLOCKS, "softmax", groups)
+    monkeypatch.setitem(comparison.LESSONS, "softmax", groups)
     monkeypatch.setattr(comparison, "SETTINGS", Settings(3, 0.1, 0.1, 1, 1))
     console = make_console(width=140)
     with console.capture() as captured, pytest.raises(typer.Exit) as ended:

@@ -16,6 +16,7 @@ LANDING: tuple[str, ...] = ()
 """Folders whose renaming is under way; empty when it is done."""
 
 FORBIDDEN = {
+    r"blk/SM|blocks? (?:an|per|each) SM|blocks? of threads|thread blocks?": "CTA; block is a block of rows or keys",
     r"chores?": "in-kernel zeroing of dq_accum, in-kernel postprocess",
     r"tellers?|takers?": "scheduler warp",
     r"finishers?|finish_inside": "postprocess warp, in-kernel postprocess",

@@ -46,7 +46,7 @@ class FakeDeviceKernel(DeviceKernel):
 def test_report_reads_the_compiler():
     usage = usage_of(FakeDeviceKernel(), 32, "sm_90a")
     assert usage.registers > 0 and usage.spills == 0 and usage.shared_bytes == 32 * 1024 and usage.threads == 128
-    assert usage.blocks == jit.occupancy("sm_90a", 128, usage.registers, usage.shared_bytes).blocks > 0
+    assert usage.blocks == jit.occupancy("sm_90a", 128, usage.registers, usage.shared_bytes).ctas > 0
     assert usage.seconds >= 0 and not usage.error and not is_wrong(usage)
 
 

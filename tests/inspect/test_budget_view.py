@@ -89,7 +89,7 @@ def test_budget_is_the_compilers_and_the_sms():
     assert (usage.registers, usage.spills) == (compiled.report.registers, compiled.report.spills)
     assert usage.shared_bytes == sum(budget.regions.values()) == shared + compiled.report.static_shared
     fit = jit.occupancy("sm_90a", kernel.resources(config).threads, compiled.report.registers, usage.shared_bytes)
-    assert (usage.blocks, usage.limit, usage.occupancy) == (fit.blocks, fit.limit, fit.fraction)
+    assert (usage.blocks, usage.limit, usage.occupancy) == (fit.ctas, fit.limit, fit.fraction)
     assert usage.blocks == min(budget.fits.values()) == budget.fits[usage.limit]
     assert budget.shared_limit == 227 * 1024
 

@@ -16,14 +16,14 @@ KIB = 1024
 
 
 @pytest.mark.parametrize(
-    "arch, threads, registers, shared, blocks, limit",
+    "arch, threads, registers, shared, ctas, limit",
     [
         ("sm_80", 256, 64, 0, 4, "registers"),  # 65536 / (256 · 64)
         ("sm_80", 128, 255, 0, 2, "registers"),  # 8192 registers a warp, two warps a sub-partition
         ("sm_80", 128, 40, 0, 12, "registers"),  # 12 warps a sub-partition, and not 51 warps an SM
         ("sm_86", 128, 32, 0, 12, "threads"),  # 1536 threads
-        ("sm_86", 64, 16, 0, 16, "blocks"),
-        ("sm_89", 32, 16, 0, 24, "blocks"),
+        ("sm_86", 64, 16, 0, 16, "CTAs"),
+        ("sm_89", 32, 16, 0, 24, "CTAs"),
         ("sm_86", 128, 64, 48 * KIB, 2, "shared memory"),  # 49 KiB each of 100
         ("sm_80", 128, 64, 81 * KIB, 2, "shared memory"),  # 82 KiB each of 164
         ("sm_80", 128, 64, 81 * KIB + 1, 1, "shared memory"),
@@ -34,10 +34,10 @@ KIB = 1024
         ("sm_120", 128, 128, 99 * KIB, 1, "shared memory"),
     ],
 )
-def test_known_occupancies(arch, threads, registers, shared, blocks, limit):
+def test_known_occupancies(arch, threads, registers, shared, ctas, limit):
     found = jit.occupancy(arch, threads, registers, shared)
-    warps = blocks * -(-threads // 32)
-    assert (found.blocks, found.limit, found.warps) == (blocks, limit, warps)
+    warps = ctas * -(-threads // 32)
+    assert (found.ctas, found.limit, found.warps) == (ctas, limit, warps)
     assert found.fraction == pytest.approx(warps / jit.LIMITS[arch].warps)
 
 
@@ -109,6 +109,6 @@ def test_agrees_with_nvidias_calculator(oracle, arch):
     for _ in range(1000):
         threads = random.choice([random.randint(1, 1024), 32 * random.randint(1, 32)])
         registers = random.randint(1, 255)
-        shared = random.choice([0, random.randint(0, limits.shared), limits.shared_block])
+        shared = random.choice([0, random.randint(0, limits.shared), limits.shared_of_cta])
         expected = oracle(number // 10, number % 10, limits.threads, limits.shared, threads, registers, shared)
-        assert jit.occupancy(arch, threads, registers, shared).blocks == expected, (threads, registers, shared)
+        assert jit.occupancy(arch, threads, registers, shared).ctas == expected, (threads, registers, shared)

@@ -390,7 +390,7 @@ def test_gpu_occupancy_agrees_with_the_driver():
         for threads in (32, 96, 128, 384, 1024):
             for shared in (0, 1000, 20_000, 60_000, most // 2, most):
                 ours = jit.occupancy(function.arch, threads, function.registers, shared + function.static_shared)
-                assert ours.blocks == function.occupancy(threads, shared), (threads, shared)
+                assert ours.ctas == function.occupancy(threads, shared), (threads, shared)
 
 
 @gpu

@@ -48,7 +48,7 @@ def check(kernel: DeviceKernel, problem: AttentionProblem) -> None:
     assert report.spills <= kernel.spills_allowed(config, problem.arch), f"{report.spills} bytes of spills"
     assert not [w for w in report.warnings if "spill" not in w]
     occupancy = jit.occupancy(problem.arch, needs.threads, report.registers, needs.shared_memory)
-    assert occupancy.blocks >= getattr(config, "min_blocks", 1) or occupancy.limit == "shared memory"
+    assert occupancy.ctas >= getattr(config, "min_blocks", 1) or occupancy.limit == "shared memory"
     if kernel.family != "mma" or problem.arch != "sm_90a":
         return  # disassembling takes as long as compiling; the instructions are the same on every architecture
     counts = jit.instruction_counts(compiled.cubin)

@@ -23,7 +23,7 @@ def test_the_ceiling_loop_is_products_and_a_counter(config, operands):
     for arch in ARCHITECTURES:
         compiled = jit.compile(ceiling.ceiling_source(config, *operands), arch)
         assert (compiled.report.spills, compiled.report.stack) == (0, 0)
-        assert jit.occupancy(arch, config.warps * 32, compiled.report.registers, 0).blocks >= 1
+        assert jit.occupancy(arch, config.warps * 32, compiled.report.registers, 0).ctas >= 1
     loop = loop_of(jit.compile(ceiling.ceiling_source(config, *operands), "sm_90a").cubin)
     products = 2 * config.m_tiles * config.n_tiles
     assert opcode_count(loop, "HMMA") == products

@@ -167,7 +167,7 @@ def test_there_is_a_default_configuration(arch, accumulate):
     for size in (1, 128, 1024, 8192):
         config = gemm.default_config(size, size, accumulate, arch, 132)
         assert config.shared_memory() <= jit.shared_limit(arch)
-        assert config == gemm.CONFIGS[gemm.SMALL] or gemm.blocks_of(config, size, size) >= 132
+        assert config == gemm.CONFIGS[gemm.SMALL] or gemm.ctas_of(config, size, size) >= 132
     assert gemm.default_config(8192, 8192, accumulate, "sm_90a", 132).name == gemm.PREFERENCE[accumulate][0]
 
 
@@ -218,7 +218,7 @@ def test_hgemm_compiles_without_spills_to_the_products_it_should(config, operand
     found = compiled.report
     assert (found.spills, found.stack, found.static_shared, found.warnings) == (0, 0, 0, ())
     occupied = jit.occupancy(arch, config.threads, found.registers, config.shared_memory(layout))
-    assert occupied.blocks >= config.min_blocks
+    assert occupied.ctas >= config.min_blocks
     assert config.shared_memory(layout) <= jit.shared_limit(arch)
     loop = loop_of(compiled.cubin)
     m_tiles, n_tiles = config.block_m // config.warps_m // 16, config.block_n // config.warps_n // 8

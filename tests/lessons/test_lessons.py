@@ -34,7 +34,7 @@ def test_cut_covers_an_array_and_aligns_its_packs():
     jit.compile(jit.KernelSource("cuts.cu", CUTS, "checked"), "sm_90a")
 
 
-def test_the_blocks_say_that_they_need_a_gpu():
+def test_the_lessons_say_that_they_need_a_gpu():
     x = torch.randn(8, 8)
     for call in (lessons.softmax, lessons.elu, lessons.hard_shrink, lessons.hard_swish):
         with pytest.raises(ValueError, match="x is on cpu; the lessons run on CUDA"):
@@ -64,7 +64,7 @@ def test_errors_name_the_argument():
 
 
 @pytest.mark.gpu
-def test_the_blocks_run_on_the_current_stream():
+def test_the_lessons_run_on_the_current_stream():
     x = randn(512, 512, dtype="f16")
     lessons.softmax(lessons.hgemm(lessons.hard_swish(x), x))  # compiles
     torch.cuda.synchronize()
@@ -75,6 +75,6 @@ def test_the_blocks_run_on_the_current_stream():
         z = lessons.hgemm(y, y)
         w = lessons.softmax(z)
         done = stream.query()
-    assert not done, "the blocks did not queue behind the work on the current stream"
+    assert not done, "the lessons did not queue behind the work on the current stream"
     stream.synchronize()
     assert comparison.wrong(w, torch.softmax(z.double(), -1)) is None

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from flashlane.bench.measure.timing import Settings
     from flashlane.lessons.comparison import Row
 
-BLOCKS = ("softmax", "activation", "hgemm")
+LESSONS = ("softmax", "activation", "hgemm")
 FORMAT = "flashlane-lessons/1"
 SIZE = 8192
 
 
 def lessons_command(
-    blocks: Annotated[
+    lessons: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[BLOCK...]",
-            help=f"Which: {', '.join(BLOCKS)}. Default: all.",
-            autocompletion=complete.one_of(BLOCKS),
+            metavar="[LESSON...]",
+            help=f"Which: {', '.join(LESSONS)}. Default: all.",
+            autocompletion=complete.one_of(LESSONS),
         ),
     ] = None,
     size: Annotated[int, o.option("--size", help="M = N = K of hgemm.", panel=o.SIZES)] = SIZE,
@@ -42,7 +42,7 @@ def lessons_command(
     """Check and time the building blocks against torch: softmax, activations (ELU, hard shrink, hard swish), HGEMM.
 
     Each variant is compared with float64 first, then timed against torch on the same input, interleaved. Memory-bound
-    blocks are given in GB/s, HGEMM in TFLOP/s and as a share of what mma.sync gives. The file is rewritten after every
+    lessons are given in GB/s, HGEMM in TFLOP/s and as a share of what mma.sync gives. The file is rewritten after every
     group. It needs a GPU; docs/lessons.md walks through the variants.
 
     Exit status: 0 all is right, 1 a variant failed its check or raised, 2 bad input or no GPU, 3 the file could not be
@@ -59,18 +59,18 @@ def lessons_command(
     from flashlane.bench.measure.results import check_writable
     from flashlane.inspect.fitted_table import make_console
 
-    chosen = tuple(dict.fromkeys(blocks or BLOCKS))
-    for block in chosen:
-        if block not in BLOCKS:
-            raise ValueError(f"BLOCK is {block!r}; it may be {', '.join(BLOCKS)}")
+    chosen = tuple(dict.fromkeys(lessons or LESSONS))
+    for lesson in chosen:
+        if lesson not in LESSONS:
+            raise ValueError(f"LESSON is {lesson!r}; it may be {', '.join(LESSONS)}")
     if size < 1:
         raise ValueError(f"--size is {size}; it must be at least 1")
     if iters is not None and iters < 1:
         raise ValueError(f"--iters is {iters}; it must be at least 1")
     console = make_console()
     if list_:
-        for block in chosen:
-            console.print(f"{block}: {', '.join(variants(block))}", markup=False)
+        for lesson in chosen:
+            console.print(f"{lesson}: {', '.join(variants(lesson))}", markup=False)
         return
     if not torch.cuda.is_available():
         raise ValueError("lessons need a GPU, and torch sees none (see flashlane doctor); --list shows the variants")
@@ -79,18 +79,18 @@ def lessons_command(
     run_lessons(chosen, device, size, iters, out, console)
 
 
-def variants(block: str) -> list[str]:
-    """The variants of a block."""
+def variants(lesson: str) -> list[str]:
+    """The variants of a lesson."""
     from flashlane.lessons import activation, gemm, row_softmax
 
     names = {"softmax": row_softmax.VARIANTS, "activation": activation.ACCESSES, "hgemm": gemm.CONFIGS}
-    return [str(name) for name in names[block]]
+    return [str(name) for name in names[lesson]]
 
 
 def run_lessons(
     chosen: tuple[str, ...], device: Any, size: int, iters: int | None, out: Path, console: Console
 ) -> None:
-    """Every group of the blocks, on the disk after each, then the tables."""
+    """Every group of the lessons, on the disk after each, then the tables."""
     from dataclasses import replace
 
     from flashlane.bench.measure.environment import environment
@@ -105,12 +105,12 @@ def run_lessons(
     rows: list[Row] = []
     kept, stopped, notes = Kept(()), False, make_console(stderr=True)
     try:
-        for block in chosen:
-            groups = comparison.hgemm_groups(device, size) if block == "hgemm" else comparison.BLOCKS[block](device)
+        for lesson in chosen:
+            groups = comparison.hgemm_groups(device, size) if lesson == "hgemm" else comparison.LESSONS[lesson](device)
             for group in groups:
                 if not notes.is_terminal:
-                    notes.print(f"{block} {group.name}", markup=False, highlight=False, soft_wrap=True)
-                with notes.status(f"{block} {group.name} …"):
+                    notes.print(f"{lesson} {group.name}", markup=False, highlight=False, soft_wrap=True)
+                with notes.status(f"{lesson} {group.name} …"):
                     rows += comparison.run_group(group, settings, device)
                 body = {"format": FORMAT, "environment": machine, "rows": [row.to_dict() for row in rows]}
                 kept = keep_texts(out, {name: json.dumps(finite(body), indent=1) + "\n"})
@@ -148,11 +148,11 @@ def print_rows(rows: list[Row], console: Console) -> None:
         Column("× torch", lambda row: ratio(row.versus_torch)),
         Column("of ceiling", lambda row: ratio(row.of_ceiling), drop=1),
     ]
-    for block, group in dict.fromkeys((row.block, row.group) for row in rows):
-        members = [row for row in rows if (row.block, row.group) == (block, group)]
+    for lesson, group in dict.fromkeys((row.block, row.group) for row in rows):
+        members = [row for row in rows if (row.block, row.group) == (lesson, group)]
         members.sort(key=lambda row: row.milliseconds or float("inf"))
         used = [c for c in columns if any(c.cell(row) != NONE for row in members)]
-        console.print(make_table(members, used, f"{block} · {group}", console.width, head="variant"))
+        console.print(make_table(members, used, f"{lesson} · {group}", console.width, head="variant"))
         for row in members:
             if not row.ok:
                 say(console, f"FAIL {row.tag}: {row.message}", "bold red")

@@ -20,7 +20,7 @@ WIDE = 200
 KIB = 1024
 NOTE = f"""regs: of {MAX_REGISTERS} a thread; spill: bytes of stores and loads
 Q, KV (its stages), P, stats, tiles: KiB of shared memory; shared: their sum, of what a CTA may have
-blocks: CTAs that an SM holds; regs·shared·threads: CTAs that each of these alone would allow"""
+CTA/SM: CTAs that an SM holds; regs·shared·threads: CTAs that each of these alone would allow"""
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ def _regions_of(part: DeviceSource, usage: Usage) -> dict[str, int]:
 
 
 def _fits(usage: Usage) -> dict[str, int]:
-    def blocks(registers: int, shared: int) -> int:
-        return jit.occupancy(usage.arch, usage.threads, registers, shared).blocks
+    def ctas(registers: int, shared: int) -> int:
+        return jit.occupancy(usage.arch, usage.threads, registers, shared).ctas
 
     return {
-        "registers": blocks(usage.registers, 0),
-        "shared memory": blocks(0, usage.shared_bytes),
-        "threads": blocks(0, 0),
+        "registers": ctas(usage.registers, 0),
+        "shared memory": ctas(0, usage.shared_bytes),
+        "threads": ctas(0, 0),
     }
 
 
@@ -151,7 +151,7 @@ def budget_table(budgets: Sequence[Budget], width: int = WIDE) -> Group:
         Column("threads", lambda b: str(b.usage.threads), drop=1),
         *map(region, names),
         Column("shared", lambda b: f"{_kib(b.usage.shared_bytes or 0)}/{b.shared_limit // KIB}"),
-        Column("blocks", lambda b: Text(str(b.usage.blocks), "bold" if b.usage.blocks else "bold red")),
+        Column("CTA/SM", lambda b: Text(str(b.usage.blocks), "bold" if b.usage.blocks else "bold red")),
         Column("occ", lambda b: f"{100 * (b.usage.occupancy or 0):.0f}%"),
         Column("limited by", lambda b: b.usage.limit, justify="left"),
         Column("regs·shared·threads", lambda b: "·".join(map(str, b.fits.values())), drop=3, justify="left"),

@@ -142,7 +142,7 @@ def _usage(
         spills_allowed=part.spills_allowed,
         shared_bytes=shared,
         threads=resources.threads,
-        blocks=fit.blocks,
+        blocks=fit.ctas,
         occupancy=fit.fraction,
         limit=fit.limit,
         instructions=_instructions(compiled) if instructions else None,

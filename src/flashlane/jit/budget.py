@@ -1,7 +1,7 @@
-"""What an SM has and how many blocks fit on it: pure arithmetic, on any machine.
+"""What an SM has and how many CTAs fit on it: pure arithmetic, on any machine.
 
 Sources: CUDA C++ Programming Guide 13, "Technical Specifications per Compute Capability", and the rules of
-``cuda_occupancy.h`` in the CUDA 13.0 runtime headers (allocation granularities, blocks an SM, sub-partitions).
+``cuda_occupancy.h`` in the CUDA 13.0 runtime headers (allocation granularities, CTAs an SM, sub-partitions).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ MAX_REGISTERS = 255
 """Registers that a thread can address."""
 SHARED_GRANULARITY = 128
 RESERVED_SHARED = 1024
-"""Bytes of shared memory that the system takes of every block."""
-MAX_BLOCK_THREADS = 1024
+"""Bytes of shared memory that the system takes of every CTA."""
+MAX_CTA_THREADS = 1024
 
-Limit = Literal["registers", "shared memory", "threads", "blocks"]
+Limit = Literal["registers", "shared memory", "threads", "CTAs"]
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class ArchLimits:
 
     threads: int
     """Resident threads of an SM."""
-    blocks: int
-    """Resident blocks of an SM."""
+    ctas: int
+    """Resident CTAs of an SM."""
     shared: int
     """Bytes of shared memory of an SM."""
     registers: int = 65536
-    """32-bit registers of an SM, and the most that one block may take."""
+    """32-bit registers of an SM, and the most that one CTA may take."""
 
     @property
     def warps(self) -> int:
@@ -42,36 +42,36 @@ class ArchLimits:
         return self.threads // WARP
 
     @property
-    def shared_block(self) -> int:
-        """Bytes of shared memory that one block may opt in to."""
+    def shared_of_cta(self) -> int:
+        """Bytes of shared memory that one CTA may opt in to."""
         return self.shared - RESERVED_SHARED
 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How many blocks of a launch are resident on an SM, and what keeps it from more."""
+    """How many CTAs of a launch are resident on an SM, and what keeps it from more."""
 
-    blocks: int
+    ctas: int
     warps: int
     limit: Limit
-    """The resource that runs out first; with 0 blocks, the one that does not suffice for a single block."""
+    """The resource that runs out first; with 0 CTAs, the one that does not suffice for a single CTA."""
     fraction: float
     """Resident warps over the most the SM can hold."""
 
 
 _KIB = 1024
 _SMS = {
-    "sm_80": ArchLimits(threads=2048, blocks=32, shared=164 * _KIB),
-    "sm_86": ArchLimits(threads=1536, blocks=16, shared=100 * _KIB),
-    "sm_87": ArchLimits(threads=1536, blocks=16, shared=164 * _KIB),
-    "sm_88": ArchLimits(threads=1536, blocks=16, shared=100 * _KIB),
-    "sm_89": ArchLimits(threads=1536, blocks=24, shared=100 * _KIB),
-    "sm_90": ArchLimits(threads=2048, blocks=32, shared=228 * _KIB),
-    "sm_100": ArchLimits(threads=2048, blocks=32, shared=228 * _KIB),
-    "sm_103": ArchLimits(threads=2048, blocks=32, shared=228 * _KIB),
-    "sm_110": ArchLimits(threads=1536, blocks=24, shared=228 * _KIB),
-    "sm_120": ArchLimits(threads=1536, blocks=24, shared=100 * _KIB),
-    "sm_121": ArchLimits(threads=1536, blocks=24, shared=100 * _KIB),
+    "sm_80": ArchLimits(threads=2048, ctas=32, shared=164 * _KIB),
+    "sm_86": ArchLimits(threads=1536, ctas=16, shared=100 * _KIB),
+    "sm_87": ArchLimits(threads=1536, ctas=16, shared=164 * _KIB),
+    "sm_88": ArchLimits(threads=1536, ctas=16, shared=100 * _KIB),
+    "sm_89": ArchLimits(threads=1536, ctas=24, shared=100 * _KIB),
+    "sm_90": ArchLimits(threads=2048, ctas=32, shared=228 * _KIB),
+    "sm_100": ArchLimits(threads=2048, ctas=32, shared=228 * _KIB),
+    "sm_103": ArchLimits(threads=2048, ctas=32, shared=228 * _KIB),
+    "sm_110": ArchLimits(threads=1536, ctas=24, shared=228 * _KIB),
+    "sm_120": ArchLimits(threads=1536, ctas=24, shared=100 * _KIB),
+    "sm_121": ArchLimits(threads=1536, ctas=24, shared=100 * _KIB),
 }
 
 LIMITS: dict[str, ArchLimits] = {
@@ -95,54 +95,54 @@ def limits(arch: str) -> ArchLimits:
 
 
 def shared_limit(arch: str) -> int:
-    """Bytes of shared memory, static and dynamic, that one block may opt in to."""
-    return limits(arch).shared_block
+    """Bytes of shared memory, static and dynamic, that one CTA may opt in to."""
+    return limits(arch).shared_of_cta
 
 
 def occupancy(arch: str, threads: int, registers: int, shared: int) -> Occupancy:
-    """Blocks resident on an SM, as the driver computes it with the largest shared-memory carve-out.
+    """CTAs resident on an SM, as the driver computes it with the largest shared-memory carve-out.
 
     Args:
         arch: the architecture.
-        threads: threads of a block.
+        threads: threads of a CTA.
         registers: registers of a thread.
-        shared: bytes of shared memory of a block, static and dynamic.
+        shared: bytes of shared memory of a CTA, static and dynamic.
 
     Raises:
         ValueError: an unknown architecture, or a number out of range.
     """
     sm = limits(arch)
-    if not 1 <= threads <= MAX_BLOCK_THREADS:
-        raise ValueError(f"threads is {threads}; a block has 1 to {MAX_BLOCK_THREADS}")
+    if not 1 <= threads <= MAX_CTA_THREADS:
+        raise ValueError(f"threads is {threads}; a CTA has 1 to {MAX_CTA_THREADS}")
     if not 0 <= registers <= MAX_REGISTERS:
         raise ValueError(f"registers is {registers}; a thread has 0 to {MAX_REGISTERS}")
     if shared < 0:
         raise ValueError(f"shared is {shared}; it is a number of bytes, 0 or more")
     warps = -(-threads // WARP)
     fits: dict[Limit, int] = {
-        "registers": _blocks_by_registers(sm, warps, registers),
-        "shared memory": _blocks_by_shared(sm, shared),
+        "registers": _ctas_by_registers(sm, warps, registers),
+        "shared memory": _ctas_by_shared(sm, shared),
         "threads": sm.warps // warps,
-        "blocks": sm.blocks,
+        "CTAs": sm.ctas,
     }
     limit = min(fits, key=fits.__getitem__)
-    blocks = fits[limit]
-    return Occupancy(blocks, blocks * warps, limit, blocks * warps / sm.warps)
+    ctas = fits[limit]
+    return Occupancy(ctas, ctas * warps, limit, ctas * warps / sm.warps)
 
 
-def _blocks_by_registers(sm: ArchLimits, warps: int, registers: int) -> int:
+def _ctas_by_registers(sm: ArchLimits, warps: int, registers: int) -> int:
     if registers == 0:
-        return sm.blocks
+        return sm.ctas
     of_warp = _round_up(registers * WARP, REGISTER_GRANULARITY)
-    # The launch check counts a block's warps rounded up to the sub-partitions.
+    # The launch check counts a CTA's warps rounded up to the sub-partitions.
     if of_warp * _round_up(warps, SUB_PARTITIONS) > sm.registers:
         return 0
     resident = sm.registers // SUB_PARTITIONS // of_warp * SUB_PARTITIONS
     return resident // warps
 
 
-def _blocks_by_shared(sm: ArchLimits, shared: int) -> int:
-    if shared > sm.shared_block:
+def _ctas_by_shared(sm: ArchLimits, shared: int) -> int:
+    if shared > sm.shared_of_cta:
         return 0
     return sm.shared // _round_up(shared + RESERVED_SHARED, SHARED_GRANULARITY)
 

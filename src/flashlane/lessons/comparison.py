@@ -52,6 +52,7 @@ class Group:
     """What is compared: one operation on one input."""
 
     block: str
+    """The lesson; files of results call it so."""
     name: str
     items: tuple[Item, ...]
     flops: float = 0.0
@@ -178,7 +179,7 @@ def verify(
     return wrong(found, expected) if allowed is None else beyond(found, expected, allowed)
 
 
-BLOCKS: dict[str, Callable[[torch.device], Iterator[Group]]] = {
+LESSONS: dict[str, Callable[[torch.device], Iterator[Group]]] = {
     "hgemm": hgemm_groups,
     "softmax": softmax_groups,
     "activation": activation_groups,
@@ -269,7 +270,7 @@ def _compare(rows: list[Row]) -> None:
 
 def table(rows: list[Row]) -> str:
     """The rows as text: groups in order, fastest first, failures last."""
-    head = f"{'block':<11}{'group':<30}{'variant':<26}"
+    head = f"{'lesson':<11}{'group':<30}{'variant':<26}"
     head += f"{'ms':>9}{'±%':>6}{'TFLOP/s':>9}{'GB/s':>7}{'×torch':>8}{'of ceiling':>11}"
     lines = [head, "-" * len(head)]
     for name in dict.fromkeys((row.block, row.group) for row in rows):

@@ -135,12 +135,12 @@ def default_config(m: int, n: int, accumulate: str, arch: str, multiprocessors: 
     """The configuration that :func:`hgemm` takes when it is given none."""
     for name in PREFERENCE[accumulate]:
         config = CONFIGS[name]
-        if fits(config, accumulate, arch) and blocks_of(config, m, n) >= multiprocessors:
+        if fits(config, accumulate, arch) and ctas_of(config, m, n) >= multiprocessors:
             return config
     return CONFIGS[SMALL]
 
 
-def blocks_of(config: HgemmConfig, m: int, n: int) -> int:
+def ctas_of(config: HgemmConfig, m: int, n: int) -> int:
     """CTAs of a launch."""
     return -(-m // config.block_m) * -(-n // config.block_n)
 

@@ -65,7 +65,7 @@ def test_compiles_without_spills(change: dict[str, Any], arch: str) -> None:
     needs = KERNEL.resources(config)
     assert needs.shared_memory + report.static_shared <= jit.shared_limit(arch)
     held = jit.occupancy(arch, needs.threads, report.registers, needs.shared_memory + report.static_shared)
-    assert held.blocks >= config.min_blocks
+    assert held.ctas >= config.min_blocks
     counts = jit.instruction_counts(compiled.cubin) if arch == "sm_90a" else None
     if counts is not None:
         assert counts["HMMA"] > 0 and counts["LDSM"] > 0 and counts["LDGSTS"] > 0 and counts["MUFU.EX2"] > 0
@@ -230,7 +230,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
             return lambda stream: found.append((grid, block, shared, type(own).from_buffer_copy(own)))
 
         def occupancy(self, threads: int, shared: int) -> int:
-            return jit.occupancy("sm_90a", threads, 0, shared).blocks
+            return jit.occupancy("sm_90a", threads, 0, shared).ctas
 
     class Device:
         multi_processor_count = 132

@@ -105,7 +105,7 @@ def test_the_gradients_compile_as_the_schedule_needs(piece: tuple[Any, KernelSou
         pytest.skip("no disassembler")
     counts = jit.sass.count_instructions(text)
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
-    # More products than the last dQ of a block of threads: between a branch back and its target that may lie by chance.
+    # More products than the last dQ of a CTA: between a branch back and its target that may lie by chance.
     steady = [inside for loop in steady_loops(text) if (inside := families(loop))["HGMMA"] > 128 // 16]
     assert steady
     for inside in steady:  # nothing in them goes to local memory; from there comes at most the number of steps

@@ -148,7 +148,7 @@ def print_families(usages: Sequence[Usage], console: Console) -> None:
         Column("spilling", lambda item: str(sum(usage.spilled for usage in compiled(item)))),
         Column("regs", span("registers")),
         Column("KiB", lambda item: _kib_span(compiled(item)), drop=1),
-        Column("blk/SM", span("blocks"), drop=2),
+        Column("CTA/SM", span("blocks"), drop=2),
         Column("left out", lambda item: str(sum(bool(usage.reason) for usage in item[1])), drop=3),
     ]
     for (arch, problem), found in groups.items():
@@ -219,7 +219,7 @@ def _columns(rows: Sequence[Row], convention: Convention) -> list[Column]:
             Column("regs", lambda r: _usage(r, "registers"), drop=4),
             Column("spill", lambda r: spill_cell(r.usage), drop=5),
             Column("KiB", lambda r: kib_cell(r.usage), drop=6),
-            Column("blk/SM", lambda r: _usage(r, "blocks"), drop=7),
+            Column("CTA/SM", lambda r: _usage(r, "blocks"), drop=7),
             Column("occ", lambda r: _percent(r.usage), drop=9),
         ]
     if any(r.verdict for r in rows):
@@ -260,7 +260,7 @@ def _compiled_table(usages: Sequence[Usage], title: str, console: Console, elsew
         Column("spill", lambda u: spill_cell(u)),
         Column("KiB", lambda u: kib_cell(u)),
         Column("threads", lambda u: _plain(u.threads), drop=10),
-        Column("blk/SM", lambda u: _plain(u.blocks)),
+        Column("CTA/SM", lambda u: _plain(u.blocks)),
         Column("occ", lambda u: _percent(u), drop=3),
         Column("limit", lambda u: u.limit or NONE, drop=11, justify="left"),
         *(_opcode(name) for name in INSTRUCTIONS if any((u.instructions or {}).get(name) for u in usages)),

@@ -123,7 +123,7 @@ def config_of(problem: AttentionProblem, shape: Shape) -> DecodeConfig | None:
     most = MAX_STAGES if shape.tma else stages_wanted(config)
     for stages in range(most, 1, -1):
         fitting = replace(config, stages=stages)
-        if jit.occupancy(problem.arch, config.threads, 0, fitting.shared_memory).blocks >= shape.ctas:
+        if jit.occupancy(problem.arch, config.threads, 0, fitting.shared_memory).ctas >= shape.ctas:
             return fitting
     return None
 

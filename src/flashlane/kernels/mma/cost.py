@@ -103,7 +103,7 @@ def _compared(variant: Variant, kind: AttentionProblem) -> tuple[tuple[MmaConfig
         resident = timed.resident
         if kind.arch != TIMED_ARCH:
             shared = config.shared_memory
-            resident = jit.occupancy(str(kind.arch), config.threads, timed.registers, shared).blocks
+            resident = jit.occupancy(str(kind.arch), config.threads, timed.registers, shared).ctas
         if resident:
             found.append((config, timed, resident))
     return tuple(found)
