@@ -1,6 +1,6 @@
 """Context parallelism by copies whose kernels poll flags, with all ranks on one GPU: what one GPU can prove.
 
-    python benchmarks/scripts/ranks_on_one_gpu.py --out $OUT --seconds 50
+    python benchmarks/scripts/ranks_on_one_gpu.py --out $OUT --seconds 60
 
 In one process: the ranks' calls are enqueued one after another, each rank on streams of its own, in memory of its own.
 The kernel of the first rank runs, and waits for keys, before those of the second are enqueued; the host waits at random
@@ -353,6 +353,7 @@ SHARED_TOKENS = 4096
 
 
 def _process(rank: int, size: int, folder: str, count: int) -> None:
+    faulthandler.dump_traceback_later(APART_SECONDS - 6, exit=True)
     torch.cuda.set_device(HERE)
     leave_sms()
     dist.init_process_group(
@@ -399,12 +400,32 @@ def symmetric_memory(rank: int, size: int, folder: str) -> None:
 
 
 def asked_of_torch(folder: str) -> dict[str, Any]:
+    """Whether torch's symmetric memory refuses."""
     try:
         processes.spawn(symmetric_memory, (2, folder), nprocs=2)
     except Exception as error:
         lines = [line for line in str(error).splitlines() if "Error" in line]
         return {"refused": True, "message": (lines or [str(error)])[-1][:300]}
     return {"refused": False}
+
+
+APART: dict[str, Callable[[str], dict[str, Any]]] = {
+    "two processes": two_processes,
+    "symmetric memory": asked_of_torch,
+}
+"""Parts that start processes; each runs in a process of its own, for so many seconds at most."""
+APART_SECONDS = 30
+
+
+def apart(part: str, folder: Path) -> dict[str, Any]:
+    """What such a part found. Processes that it leaves behind end with the timeout of what they wait for."""
+    command = [sys.executable, __file__, "--apart", part, "--out", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=APART_SECONDS, check=False)
+    except subprocess.TimeoutExpired as late:
+        return {"ok": False, "error": f"no end within {APART_SECONDS} s: {late.stdout!r} {late.stderr!r}"[-1500:]}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"ok": False, "error": (done.stdout + done.stderr)[-1500:]}
 
 
 SMS_FOR_COPIES = 32
@@ -422,33 +443,28 @@ def leave_sms() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for ranks_on_one_gpu.json")
-    parser.add_argument("--seconds", type=float, default=50, help="nothing is begun after so many")
+    parser.add_argument("--seconds", type=float, default=60, help="nothing is begun after so many")
     parser.add_argument("--repeats", type=int, default=500)
-    parser.add_argument("--processes", help=argparse.SUPPRESS)
+    parser.add_argument("--apart", choices=APART, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.processes:
-        print(json.dumps(two_processes(options.processes)), flush=True)
+    if options.apart:
+        faulthandler.dump_traceback_later(APART_SECONDS - 2, exit=True)
+        print(json.dumps(APART[options.apart](str(options.out))), flush=True)
         return
     leave_sms()
     faulthandler.dump_traceback_later(options.seconds + 20, exit=True)
     folder = options.out / "processes"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-
-    def apart() -> dict[str, Any]:
-        command = [sys.executable, __file__, "--processes", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        return json.loads(lines[-1]) if lines else {"ok": False, "error": (done.stdout + done.stderr)[-1500:]}
+    folder.mkdir(parents=True)
 
     runs: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ("kernels", compile_ahead),
         *((name, lambda name=name: in_one_process(name)) for name in FIRST),
         ("early", early),
         ("repeats", lambda: repeats(options.repeats, time.monotonic() + 6)),
-        ("two processes", apart),
         *((name, lambda name=name: in_one_process(name)) for name in PROBLEMS if name not in FIRST),
-        ("symmetric memory", lambda: asked_of_torch(str(folder))),
+        ("two processes", lambda: apart("two processes", folder)),
+        ("symmetric memory", lambda: apart("symmetric memory", folder)),
     ]
     sys.exit(not run_parts(runs, options.seconds, options.out / "ranks_on_one_gpu.json"))
 

@@ -20,12 +20,12 @@ HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm_90 GPU")
 def test_ranks_of_one_gpu(tmp_path: Path) -> None:
     """In a process of its own, as a kernel that waits too long ends its use of the GPU."""
-    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--seconds", "120"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    found = json.loads((tmp_path / "ranks_on_one_gpu.json").read_text())
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--seconds", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    file = tmp_path / "ranks_on_one_gpu.json"
     shown = done.stdout[-3000:] + done.stderr[-2000:]
-    # A machine may refuse CUDA IPC, and with it two processes.
-    wrong = [
-        each for each in found if each["part"] != "two processes" and (each.get("ok") is False or "skipped" in each)
-    ]
-    assert found and not wrong, shown
+    assert file.exists(), shown
+    # A machine may refuse CUDA IPC, and with it two processes; torch may refuse two ranks on one GPU.
+    found = [each for each in json.loads(file.read_text()) if each["part"] not in ("two processes", "symmetric memory")]
+    wrong = [each for each in found if each.get("ok") is False or "skipped" in each]
+    assert len(found) > 5 and not wrong, shown
