@@ -77,7 +77,7 @@ class RankCalls:
             self.groups.append((q, kv, out, self.do[:, :, heads], self.dq[:, :, heads], runs))
         torch.cuda.synchronize()
 
-    def backward(self, copy_dq: bool = True) -> list[list[Partial]]:
+    def backward(self) -> list[list[Partial]]:
         """The gradients of each group, its blocks on two streams, as :mod:`flashlane.distributed.allgather` does it."""
         self.streams[1].wait_stream(self.streams[0])
         found = []
@@ -85,9 +85,7 @@ class RankCalls:
             partials = []
             for at, (block, one, lse) in enumerate(runs):
                 with torch.cuda.stream(self.streams[at % 2]):
-                    dq_rows, dk, dv = one.backward(q, kv, out, lse, do)
-                    if copy_dq:
-                        dq[:, one.rows] = dq_rows
+                    dk, dv = one.backward(q, kv, out, lse, do, dq)
                 partials.append(Partial(slice(block.k_first, block.k_stop), dk, dv))
             found.append(partials)
         self.streams[0].wait_stream(self.streams[1])
@@ -128,16 +126,15 @@ def measured(name: str, device: torch.device) -> dict[str, Any]:
     ranks = PROBLEMS[name][1]
     (one, *others) = divisions(name)
     whole = RankCalls(*one, device)
-    timed: dict[str, Callable[[], object]] = {"whole problem": lambda: whole.backward(copy_dq=False)}
+    timed: dict[str, Callable[[], object]] = {"whole problem": whole.backward}
     launches = {}
     for division, rank, bounds in others:
         calls, what = RankCalls(division, rank, bounds, device), f"rank {rank}"
         launches[what] = len(calls.blocks)
         if bounds == GROUPS:
-            timed[f"{what}: kernels in groups of heads"] = lambda c=calls: c.backward(copy_dq=False)
+            timed[f"{what}: kernels in groups of heads"] = calls.backward
             continue
-        timed[f"{what}: kernels"] = lambda c=calls: c.backward(copy_dq=False)
-        timed[f"{what}: kernels, dQ copied"] = calls.backward
+        timed[f"{what}: kernels"] = calls.backward
         found = calls.backward()
         timed[f"{what}: sums of dK and dV"] = lambda c=calls, f=found: c.sums(f)
     ms = {key: statistics.median(each) for key, each in time_interleaved(timed, 7, 25.0).items()}

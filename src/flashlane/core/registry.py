@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from flashlane.core import aliases
 
@@ -33,11 +33,21 @@ Repeat = Callable[
     ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", tuple[int, int, int]], None
 ]
 """See :meth:`Kernel.prepare`."""
-RepeatBackward = Callable[
-    ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"],
-    "tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None",
-]
-"""See :meth:`BackwardKernel.prepare`."""
+
+
+class RepeatBackward(Protocol):
+    """See :meth:`BackwardKernel.prepare`."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        do: torch.Tensor,
+        dq: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: ...
 
 
 @dataclass(frozen=True)
@@ -324,9 +334,10 @@ class BackwardKernel(ABC):
         is not checked again.
 
         Returns:
-            A function of q, k, v, out, lse and do that gives their gradients; the LSE has none. The tensors have the
-            shapes and dtypes of this call. It gives None, and has done nothing, where :meth:`run` is to be called
-            instead, as for strides that need a copy. None: there is no such function.
+            A function of q, k, v, out, lse and do that gives the gradients of q, k and v; the LSE has none. The tensors
+            have the shapes and dtypes of this call. Where the caller gives dq, a tensor of q's shape and dtype whose
+            rows are contiguous, the gradient of q is written there. The function gives None, and has done nothing,
+            where :meth:`run` is to be called instead, as for strides that need a copy. None: there is no such function.
         """
         return None
 

@@ -278,9 +278,8 @@ def _launch_backward(
                 one = launches[number]
                 if isinstance(one, RangedLaunch):
                     raise AssertionError("packed blocks have no prepared backward")
-                dq_rows, dk, dv = one.backward(q, kv, out, lse, do)
-                dq[:, one.rows] = dq_rows
-            lanes.keep(lse, dq_rows, dk, dv)
+                dk, dv = one.backward(q, kv, out, lse, do, dq)
+            lanes.keep(lse, dk, dv)
             partials.append(Partial(slice(call.k_first, call.k_stop), dk, dv))
     return partials
 

@@ -50,15 +50,21 @@ class Launch:
         self._forward(q, k, v, out[:, self.rows], lse, (q.data_ptr(), k.data_ptr(), v.data_ptr()))
 
     def backward(
-        self, q: torch.Tensor, kv: Pair, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of the block's queries, keys and values; ``lse`` is that which :meth:`forward` wrote."""
+        self, q: torch.Tensor, kv: Pair, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dq: torch.Tensor
+    ) -> Pair:
+        """Write the block's rows of ``dq``, and return the gradients of its keys and values.
+
+        ``lse`` is that which :meth:`forward` wrote.
+        """
         q, k, v = self._inputs(q, kv)
-        out, do = out[:, self.rows], do[:, self.rows]
+        out, do, dq = (t[:, self.rows] for t in (out, do, dq))
         if not self._asked:
             self._asked, self._backward = True, self._prepare_backward(q, k, v)
-        found = None if self._backward is None else self._backward(q, k, v, out, lse, do)
-        return found or self._run_backward(Inputs(q, k, v), out, lse, do)
+        found = None if self._backward is None else self._backward(q, k, v, out, lse, do, dq)
+        if found is None:
+            found = self._run_backward(Inputs(q, k, v), out, lse, do)
+            dq.copy_(found[0])
+        return found[1], found[2]
 
     def _prepare_backward(self, *qkv: torch.Tensor) -> RepeatBackward | None:
         chosen = dispatch.select_backward(self._problem, self._kernel)

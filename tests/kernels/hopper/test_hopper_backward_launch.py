@@ -150,6 +150,35 @@ def test_other_strides_are_another_kind_and_threads_do_not_share(monkeypatch: py
     assert launches.take(key) is not taken
 
 
+def test_a_given_dq_is_written_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of()
+    plan, found = gradient_plan(backward.config_of(problem), problem, monkeypatch)
+    monkeypatch.setattr(jit_launch, "device_getter", lambda: lambda: 0)
+    monkeypatch.setattr(
+        jit_launch, "allocator",
+        lambda device: lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype),
+    )  # fmt: skip
+    repeat = plan.repeated(torch.device("cpu"), torch.bfloat16)
+    tensors = gradient_tensors(problem)
+    call = (*tensors.mapped[:3], tensors.out, tensors.lse, tensors.do)
+    wide = torch.zeros(2, 1000, 24, 128, dtype=torch.bfloat16)
+
+    def written() -> set[tuple[int, int, int, int]]:
+        told = {(one.params.dq, one.params.dq_batch, one.params.dq_row, one.params.dq_head) for one in found}
+        found.clear()
+        return told
+
+    own, *_ = repeat(*call)
+    assert written() == {(own.data_ptr(), 1000 * 8 * 128, 8 * 128, 128)}
+    for first in (0, 8):
+        given = wide[:, :, first : first + 8]
+        dq, dk, dv = repeat(*call, given)
+        assert dq is given and dk.shape == dv.shape == (2, 700, 4, 128)
+        assert written() == {(given.data_ptr(), 1000 * 24 * 128, 24 * 128, 128)}
+    unaligned = torch.zeros(2 * 1000 * 8 * 128 + 1, dtype=torch.bfloat16)[1:].view(2, 1000, 8, 128)
+    assert repeat(*call, unaligned) is None and not found
+
+
 def test_an_operand_that_starts_anywhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of()
     plan, _ = gradient_plan(backward.config_of(problem), problem, monkeypatch)

@@ -25,7 +25,7 @@ from hopper_gradients import (
 )
 
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.kernels.hopper.backward.kernel import hopper_backward, supports
+from flashlane.kernels.hopper.backward.kernel import KERNEL, hopper_backward, supports
 from flashlane.kernels.hopper.backward.launch import PreparedBackward
 
 
@@ -223,3 +223,23 @@ def test_rows_of_no_sequence_have_no_gradient(
             assert not getattr(found, name)[cus[side][-1] :].any(), f"d{name} after the last sequence"
     assert not found.q[cus["q"][2] : cus["q"][3]].any() and not found.k[cus["k"][1] : cus["k"][2]].any()
     assert all(t[:200].any() for t in found[:3])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dq_is_written_to_a_given_place(head_dim: int, deterministic: bool) -> None:
+    problem, inputs = dense(777, head_dim, causal=True, deterministic=deterministic)
+    what = replace(forwarded(problem, inputs), dlse=None)
+    expected = run(problem, inputs, what)
+    repeat = KERNEL.prepare(problem, inputs)
+    wide = torch.full((2, 900, 12, head_dim), math.nan, dtype=BF16, device=HERE)
+    given = wide[:, 50:827, 4:8]
+    dq, dk, dv = repeat(inputs.q, inputs.k, inputs.v, what.out, what.lse, what.do, given)
+    torch.cuda.synchronize()
+    assert dq is given and torch.equal(dk, expected.k) and torch.equal(dv, expected.v)
+    torch.testing.assert_close(
+        dq, expected.q, **({"rtol": 0, "atol": 0} if deterministic else {"rtol": 0.02, "atol": 0.02})
+    )
+    assert int(wide.isnan().sum()) == wide.numel() - given.numel(), "rows or heads around it were written"

@@ -331,16 +331,26 @@ class PreparedBackward:
         """By the strides of what is read."""
 
         def repeat(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            out: torch.Tensor,
+            lse: torch.Tensor,
+            do: torch.Tensor,
+            dq: torch.Tensor | None = None,
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
             key = at_q, at_k, at_v, at_do = q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr()
             at_out = out.data_ptr()
             if (at_q | at_k | at_v | at_do | at_out) % tensormap.ALIGNMENT or current_device() != index:
                 return None
-            dq, dk, dv = (
-                make(dq_shape, dq_stride, dtype), make(dk_shape, dk_stride, dtype), make(dv_shape, dv_stride, dtype),
-            )  # fmt: skip
-            kind = q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), do.stride()
+            if dq is None:
+                dq, dq_strides = make(dq_shape, dq_stride, dtype), dq_stride
+            elif readable(dq):
+                dq_strides = dq.stride()
+            else:
+                return None
+            dk, dv = make(dk_shape, dk_stride, dtype), make(dv_shape, dv_stride, dtype)
+            kind = q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), do.stride(), dq_strides
             plan = plans.get(kind)
             if plan is None:
                 if not (lse.is_contiguous() and readable(out) and readable(do)) or len(plans) >= KINDS_KEPT:
