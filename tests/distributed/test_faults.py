@@ -69,6 +69,10 @@ def test_other_arguments_on_one_rank(pool: RankPool, change: dict[str, Any], mes
         ({"group": "all"}, TypeError, "group is a str"),
         ({"cu_seqlens": [0, 4, 2]}, ValueError, "cu_seqlens is"),
         ({"cu_seqlens": [0.0, 4.0]}, TypeError, "cu_seqlens is"),
+        ({"cu_seqlens": None}, TypeError, "cu_seqlens is None"),
+        ({"causal": "yes"}, TypeError, "causal is 'yes'; it must be True or False"),
+        ({"deterministic": "no"}, TypeError, "deterministic is 'no'; it must be True or False"),
+        ({"return_lse": "yes"}, TypeError, "return_lse is 'yes'; it must be True or False"),
     ],
 )
 def test_what_is_not_computed_is_named(

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashlane.core.validate import kind_of
+
 Group = dist.ProcessGroup | DeviceMesh | None
 """A process group, a mesh, or None for all ranks of the job."""
 Message = tuple[int, torch.Tensor]
@@ -26,6 +28,12 @@ class Ranks:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Ranks:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise ValueError if ``rank`` is none of ``world_size``."""
+    if type(world_size) is not int or type(rank) is not int or not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank!r} of world_size {world_size!r}; it must be 0 to below it")
 
 
 @dataclass(frozen=True)
@@ -70,8 +78,9 @@ class Grid:
         if group is None:
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
-            what = type(group).__name__
-            raise TypeError(f"group is a {what}; it must be a torch.distributed.ProcessGroup, a DeviceMesh or None")
+            raise TypeError(
+                f"group is {kind_of(group)}; it must be a torch.distributed.ProcessGroup, a DeviceMesh or None"
+            )
         if dist.get_rank(group) < 0:
             raise ValueError("group does not have this rank; every rank of the call must belong to it")
         return cls(Ranks.of(group))

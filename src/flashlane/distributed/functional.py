@@ -18,7 +18,15 @@ import torch.distributed as dist
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import ARGUMENTS, Asked, Inputs
-from flashlane.core.validate import check_modifier, check_number, check_sizes, check_tensors, window_sides
+from flashlane.core.validate import (
+    check_flag,
+    check_modifier,
+    check_number,
+    check_sizes,
+    check_tensors,
+    whole_number,
+    window_sides,
+)
 from flashlane.distributed.agree import agree
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
@@ -168,6 +176,7 @@ def context_parallel_attn_varlen_func(
         out ``(rows, h, dv)``; with ``return_lse`` (out, lse), the LSE ``(h, rows)``.
     """
     given = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
+    given["no cu_seqlens"] = cu_seqlens is None
     asked = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
     how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride, "transport": transport}
     how["return_lse"] = return_lse
@@ -175,6 +184,12 @@ def context_parallel_attn_varlen_func(
     modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
     out, lse = _attend((q, k, v), modifiers, cu_seqlens, None, where, {**asked, **how}, given)
     return (out, lse) if return_lse else out
+
+
+def check_method(method: str) -> None:
+    """Raise ValueError if ``method`` is none of :data:`METHODS`."""
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; it may be one of {', '.join(map(repr, METHODS))}")
 
 
 def choose_method(grid: Grid, causal: bool, positional: bool) -> Method:
@@ -195,7 +210,8 @@ def lengths_of(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
     Raises:
         TypeError, ValueError: ``cu_seqlens`` is not at least two integers that start at 0 and never decrease.
     """
-    if isinstance(cu_seqlens, torch.Tensor):
+    if hasattr(cu_seqlens, "__array__"):
+        cu_seqlens = torch.as_tensor(cu_seqlens)
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
             raise TypeError(
                 f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; it must hold whole numbers, "
@@ -203,8 +219,9 @@ def lengths_of(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
             )
         ends = cu_seqlens.tolist()
     else:
-        ends = list(cu_seqlens) if isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, str) else None
-        if ends is None or not all(isinstance(end, int) for end in ends):
+        some = isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, str)
+        ends = list(map(whole_number, cu_seqlens)) if some else None
+        if ends is None or not all(type(end) is int for end in ends):
             raise TypeError(f"cu_seqlens is {cu_seqlens!r}; it must be whole numbers, (documents + 1,)")
     if len(ends) < 2 or ends[0] != 0 or any(one > other for one, other in itertools.pairwise(ends)):
         raise ValueError(f"cu_seqlens is {ends}; it must have two numbers or more, start at 0 and never fall")
@@ -303,6 +320,8 @@ def _checked(
 
 
 def _refuse(given: dict[str, Any]) -> None:
+    if given.get("no cu_seqlens"):
+        raise TypeError("cu_seqlens is None; it must be whole numbers, (documents + 1,)")
     if given["dropout_p"]:
         raise NotImplementedError(
             f"dropout_p is {given['dropout_p']}; context parallelism has no dropout: it must be 0"
@@ -324,6 +343,7 @@ def _checked_lengths(inputs: Inputs, modifiers: Modifiers, cu_seqlens: Any, seql
     if varlen:
         lengths = lengths_of(cu_seqlens)
     else:
+        seqlen = whole_number(seqlen)
         if seqlen is not None and (type(seqlen) is not int or seqlen < 0):
             raise ValueError(f"seqlen is {seqlen!r}; it must be a whole number of at least 0, or None")
         lengths = (q.shape[1] * grid.size if seqlen is None else seqlen,)
@@ -344,17 +364,18 @@ def _checked_call(
     asked: dict[str, Any],
     grid: Grid,
 ) -> tuple[Division, Settings, Method]:
-    left, right = window_sides(asked["window_size"], asked["causal"])
+    causal, deterministic, _ = (check_flag(name, asked[name]) for name in ("causal", "deterministic", "return_lse"))
+    left, right = window_sides(asked["window_size"], causal)
     layout, method, positional = where["layout"], where["method"], modifiers.positional
     check_layout(layout)
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}; it may be one of {', '.join(map(repr, METHODS))}")
+    check_method(method)
     if method == "auto":
         method = choose_method(grid, right == 0, positional)
     if (method == "usp") != (grid.heads is not None):
-        dimensions = "two dimensions" if grid.heads is not None else "one"
+        dimensions = "two dimensions" if grid.heads is not None else "one dimension"
         raise ValueError(
-            f"method is {method!r} and group has {dimensions}; 'usp' needs a DeviceMesh of two, and only it takes one"
+            f"method is {method!r} and group has {dimensions}; 'usp' needs a DeviceMesh of two dimensions, and no "
+            f"other method takes one"
         )
     stride = asked["heads_k_stride"]
     sizes = stride if isinstance(stride, tuple) else (stride,)
@@ -383,7 +404,7 @@ def _checked_call(
         Asked(
             scale=check_number("softmax_scale", scale),
             softcap=check_number("softcap", asked["softcap"], low=0.0),
-            deterministic=bool(asked["deterministic"]),
+            deterministic=deterministic,
         ),
         asked["kernel"],
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),

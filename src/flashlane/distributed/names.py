@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashlane.distributed.comm import Grid
+from flashlane.distributed.comm import Grid, check_rank
 from flashlane.distributed.functional import (
     context_parallel_attn_func,
     context_parallel_attn_varlen_func,
@@ -94,9 +94,11 @@ def llama3_flash_attn_prepare_cu_seqlens(
         of ``cu_seqlens``, of this rank's part of each document and of the keys that it sees.
 
     Raises:
-        TypeError, ValueError: ``cu_seqlens`` is not at least two integers that start at 0 and never decrease.
+        TypeError, ValueError: ``cu_seqlens`` is not at least two integers that start at 0 and never decrease, or
+            ``rank`` is none of ``world_size``.
     """
     lengths = lengths_of(cu_seqlens)
+    check_rank(rank, world_size)
     firsts = [0]
     for length in lengths:
         firsts.append(firsts[-1] + length)

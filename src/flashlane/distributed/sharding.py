@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from flashlane.core.arch import compute_dtype
+from flashlane.core.validate import kind_of, whole_number
 from flashlane.distributed import comm
 from flashlane.distributed import layout as layouts
-from flashlane.distributed.comm import Grid, Group, Message, Ranks
+from flashlane.distributed.comm import Grid, Group, Message, Ranks, check_rank
 from flashlane.distributed.functional import lengths_of
 from flashlane.distributed.layout import Layout, order_of_shards, rows_of, runs_of
 
@@ -119,6 +120,7 @@ def unshard_sequence(
         TypeError, ValueError: an argument is not valid; the message names it.
         RuntimeError: a rank did not answer within the group's timeout.
     """
+    _check_axis(x, dim)
     grid = Grid.of(group)
     if cu_seqlens is None and seqlen is None:
         seqlen = x.shape[dim] * grid.size
@@ -175,11 +177,15 @@ def _part(x: torch.Tensor, dim: int, run: layouts.Run) -> torch.Tensor:
     return x[tuple(index)]
 
 
-def _lengths_along(x: torch.Tensor, dim: int, cu_seqlens: Lengths) -> tuple[int, ...]:
+def _check_axis(x: torch.Tensor, dim: int) -> None:
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
+        raise TypeError(f"x is {kind_of(x)}; it must be a torch.Tensor")
     if type(dim) is not int or not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim!r}; x has {x.dim()} axes")
+
+
+def _lengths_along(x: torch.Tensor, dim: int, cu_seqlens: Lengths) -> tuple[int, ...]:
+    _check_axis(x, dim)
     if cu_seqlens is None:
         return (x.shape[dim],)
     lengths = lengths_of(cu_seqlens)
@@ -192,6 +198,7 @@ def _where(
     seqlen: int | None, cu_seqlens: Lengths, layout: Layout, group: Group, rank: int | None, world_size: int | None
 ) -> tuple[Layout, tuple[int, ...], int, int]:
     layouts.check_layout(layout)
+    seqlen, rank, world_size = map(whole_number, (seqlen, rank, world_size))
     if (seqlen is None) == (cu_seqlens is None):
         raise ValueError(f"seqlen is {seqlen!r} and cu_seqlens {cu_seqlens!r}; give one of them")
     if cu_seqlens is None and (type(seqlen) is not int or seqlen < 0):
@@ -202,6 +209,5 @@ def _where(
     if rank is None:
         grid = Grid.of(group)
         rank, world_size = grid.rank, grid.size
-    if type(world_size) is not int or type(rank) is not int or not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank!r} of world_size {world_size!r}; it must be 0 to below it")
+    check_rank(rank, world_size)
     return layout, lengths, world_size, rank

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flashlane.distributed.comm import Group
-from flashlane.distributed.functional import Method, context_parallel_attn_func
-from flashlane.distributed.layout import Layout
+from flashlane.distributed.comm import Grid, Group
+from flashlane.distributed.functional import Method, check_method, context_parallel_attn_func
+from flashlane.distributed.layout import Layout, check_layout
 
 
 @contextlib.contextmanager
@@ -34,10 +34,19 @@ def context_parallel_sdpa(
         layout: which tokens a rank has. None means the default of torch's ``context_parallel``: "zigzag" where a rank
             has an even number of tokens, else "contiguous".
 
+    Raises:
+        TypeError, ValueError: ``group``, ``method`` or ``layout`` is not valid; the message names it.
+        RuntimeError: ``torch.distributed`` has no process group yet.
+
     In the context, a call raises NotImplementedError for ``attn_mask`` and ``dropout_p``, and ValueError if query and
     key have different lengths, because all of them are this rank's tokens. A module that imported the function by name
     before (``from torch.nn.functional import …``) still calls that of torch.
     """
+
+    Grid.of(group)
+    check_method(method)
+    if layout is not None:
+        check_layout(layout)
 
     def attention(
         query: torch.Tensor,
