@@ -1,16 +1,19 @@
 """Speed of flex_attention next to torch's (Triton, and FLASH: FlashAttention-4) and functions without programs.
 
     python benchmarks/scripts/flex_speed.py --out flex_speed.json [--peers triton,flash] [--candidates] [--seconds 400]
+        [--together 100]
 
 A cell is a mask and a score. All that run it take turns in drawn order, by the bench's timer, calls back to back; the
 figures are TFLOP/s of visible pairs. What a peer refuses, or compiles for too long, is a line that says so. In front of
 the timings each output is compared with that of the first that ran. ``--candidates`` adds other configurations of our
-kernels. The file is written again after each row.
+kernels. ``--together`` compiles all cells at once (``flex_turns.py``): FLASH takes some ten seconds a kernel. The file
+is written again after each row.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import importlib
 import json
@@ -182,14 +185,28 @@ def functions(cell: Cell, device: torch.device, peers: Sequence[str]) -> dict[st
     """What runs a cell, by name, of ``(b, h, s, d)`` tensors."""
     mask = cell.mask(device)
 
+    of_flash = with_function(mask) if cell.blocks_apart and mask is not None else mask
+
     def flex(backend: str, *operands: torch.Tensor) -> torch.Tensor:
-        return flashlane.flex_attention(*operands, cell.score, mask, kernel_options={"BACKEND": backend})
+        given = of_flash if backend == "FLASH" else mask
+        return flashlane.flex_attention(*operands, cell.score, given, kernel_options={"BACKEND": backend})
 
     found: dict[str, Callable[..., torch.Tensor]] = {"flashlane": functools.partial(flex, "AUTO")}
     if cell.native is not None:
         function = cell.native
         found["native"] = lambda *t: function(*(x.transpose(1, 2) for x in t)).transpose(1, 2)
     return found | {name: functools.partial(flex, PEERS[name]) for name in peers}
+
+
+def with_function(mask: BlockMask) -> BlockMask:
+    """The same lists with a mask function, without which torch 2.11's FLASH computes every block."""
+    made = copy.copy(mask)
+    made.mask_mod = every_pair
+    return made
+
+
+def every_pair(b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+    return q >= 0
 
 
 def gradient_of(operands: Operands) -> torch.Tensor:
@@ -323,7 +340,7 @@ def compare(calls: dict[str, Call]) -> dict[str, str | float]:
             results = call()
             results = list(results) if isinstance(results, (tuple, list)) else [results]
         except Exception as error:  # a peer may raise anything
-            found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
             continue
         if name.startswith("candidate"):
             results = [t.transpose(1, 2) for t in results if t.ndim == 4]
@@ -336,10 +353,15 @@ def compare(calls: dict[str, Call]) -> dict[str, str | float]:
 
 
 def measured(
-    cell: Cell, direction: str, calls: dict[str, Call], settings: bench.Settings, device: Any
+    cell: Cell,
+    direction: str,
+    calls: dict[str, Call],
+    settings: bench.Settings,
+    device: Any,
+    differences: dict[str, str | float] | None = None,
 ) -> dict[str, Any]:
     """One row: differences, milliseconds, TFLOP/s, ratios to ours and whether the bars are met."""
-    differences = compare(calls)
+    differences = compare(calls) if differences is None else differences
     able = {name: call for name, call in calls.items() if not isinstance(differences[name], str)}
     items = [Implementation(name, "kernel", call) for name, call in able.items()]
     timings = dict(zip(able, measure(items, clock_for(device, settings), settings), strict=True))
@@ -429,6 +451,7 @@ def main() -> None:
     parser.add_argument("--cells", default="", help="words of cells' names, separated by commas")
     parser.add_argument("--seconds", type=float, default=400.0, help="time to stay below, compiling included")
     parser.add_argument("--candidates", action="store_true", help="also time other configurations of our kernels")
+    parser.add_argument("--together", type=float, help="seconds for which all cells compile at once, each in a process")
     given = parser.parse_args()
     peers = [name for name in given.peers.split(",") if name and name != "none"]
     for name in peers:
@@ -447,7 +470,11 @@ def main() -> None:
 
     settings = bench.Settings(rounds=5, round_ms=6.0, warmup_ms=20.0, protocols=("steady",))
     words = [word for word in given.cells.split(",") if word]
-    keep(run(device, peers, settings, given.seconds, with_candidates=given.candidates, words=words, keep=keep))
+    if given.together is None:
+        keep(run(device, peers, settings, given.seconds, with_candidates=given.candidates, words=words, keep=keep))
+    else:
+        flex_turns = importlib.import_module("flex_turns")
+        flex_turns.run(device, peers, settings, given.together, given.seconds, words=words, keep=keep)
 
 
 if __name__ == "__main__":

@@ -126,3 +126,27 @@ def test_pairs_are_those_of_the_masks(speed: ModuleType) -> None:
         state = states.expand(1, 2, -1, -1).repeat_interleave(n, 2).repeat_interleave(n, 3)[:, :, :tokens, :tokens]
         seen = (state == blocks.FULL) | ((state == blocks.PARTIAL) & mask.mask_mod(b, h, q, k))
         assert batch * int(seen.sum()) == cell.pairs, cell.name
+
+
+def test_cells_in_processes_give_the_same_rows(speed: ModuleType) -> None:
+    turns = importlib.import_module("flex_turns")
+    settings = bench.Settings(rounds=1, round_ms=0.01, warmup_ms=0.01, warmup=1, max_iterations=1)
+    kept: list[int] = []
+    given = CPU, ["triton"], settings, 120, 120
+    rows = turns.run(*given, shrink=128, words=["D64, tanh"], keep=lambda rows: kept.append(len(rows)))
+    assert [(row["cell"], row["direction"]) for row in rows] == [
+        ("causal 4096 D64, tanh", "forward"), ("causal 4096 D64, tanh", "backward")
+    ]  # fmt: skip
+    assert all(row["wrong"] == [] and "flashlane" in row["tflops"] for row in rows) and kept[-1] == 2
+    late = turns.run(CPU, [], settings, 0.0, 120, shrink=128, words=["D64, tanh"])
+    assert late == [
+        {"cell": "causal 4096 D64, tanh", "direction": "both", "failed": {"all": "still compiling after 0 s"}}
+    ]
+
+
+def test_lists_by_hand_have_a_function_for_flash(speed: ModuleType) -> None:
+    cell = next(cell for cell in speed.cells(64) if cell.blocks_apart)
+    mask = cell.mask(CPU)
+    made = speed.with_function(mask)
+    assert made.mask_mod is speed.every_pair and mask.mask_mod is not speed.every_pair
+    assert made.full_kv_indices is mask.full_kv_indices and bool(made.mask_mod(0, 0, torch.tensor(3), 0))
