@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from flashlane.core.problem import AttentionProblem
 
 ROOM = 80
-"""Columns of a line; of a group as many tags are named as fit."""
+"""The columns of a line. A group names as many of its tags as fit."""
 SHOWN_CONFIGURATIONS = 3
-"""Of the chosen kernel: the one that runs and the next ones."""
+"""How many configurations of the chosen kernel are shown: the one that runs and the next ones."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Explanation:
     tuned: bool = False
     """Whether the chosen one is what ``flashlane tune`` found fastest on this GPU."""
     unlisted: int = 0
-    """How many further kernels of the table are not among the choices."""
+    """The number of kernels of the table that are not among the choices."""
     backward: str | None = None
     """The tag of the backward kernel that would follow, or None where no gradient is asked for."""
     backwards: tuple[BackwardChoice, ...] = ()
@@ -109,7 +109,10 @@ class Explanation:
             yield textwrap.fill(f"{words}: {told}", ROOM, initial_indent="  ", subsequent_indent="    ")
 
     def _grouped(self) -> Iterable[str]:
-        """What cannot run by its reason, what can by its place; of a named kernel nothing: no other was considered."""
+        """The other kernels: those that cannot run, grouped by their reasons, and those that can, by their places.
+
+        There are none when a kernel was named, since no other one was considered then.
+        """
         if self.named:
             return
         places = self.places()

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 1024
 VECTOR_BYTES = 16
-"""Bytes of the widest load, and what its address is a multiple of."""
-
-
+"""The bytes of the widest load; its address is a multiple of them."""
 FARTHEST = 2**31 - 1
 """A side of a window that no sequence is longer than; a larger one counts as this."""
 
@@ -54,6 +52,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def rows_aligned(t: torch.Tensor) -> bool:
+    """Whether every row of a tensor is contiguous, starts on :data:`VECTOR_BYTES` and has a multiple of them."""
     size = t.element_size()
     if t.numel() == 0:
         return True
@@ -71,6 +70,12 @@ def _named(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[
 
 
 def check_tensors(q: Any, k: Any, v: Any, varlen: bool, paged: bool) -> None:
+    """Check that q, k and v are tensors of the right rank, of one dtype and on one device.
+
+    Raises:
+        TypeError: one is no tensor, or has a dtype that is unknown or not that of q.
+        ValueError: one has another rank, or is on another device than q.
+    """
     for name, t in _named(q, k, v):
         axes = axes_of(name, varlen, paged)
         rank = len(axes)
@@ -91,13 +96,18 @@ def check_tensors(q: Any, k: Any, v: Any, varlen: bool, paged: bool) -> None:
 
 
 def axes_of(name: str, varlen: bool, paged: bool) -> tuple[str, ...]:
-    """What the axes of q, k or v are called."""
+    """The names of the axes of q, k or v, for messages."""
     if paged and name != "q":
         return ("pages", "page_size", "heads", "head_dim")
     return ("total", "heads", "head_dim") if varlen else ("batch", "seqlen", "heads", "head_dim")
 
 
 def check_sizes(inputs: Inputs, varlen: bool, paged: bool) -> None:
+    """Check that the shapes of q, k and v agree: head dims, numbers of heads, batch sizes, lengths of k and v.
+
+    Raises:
+        ValueError: two sizes do not agree, one is 0 that may not be, or a head dim exceeds :data:`MAX_HEAD_DIM`.
+    """
     q, k, v = inputs.q, inputs.k, inputs.v
     for name, t in _named(q, k, v):
         for axis, size in zip(axes_of(name, varlen, paged), t.shape, strict=True):
@@ -137,6 +147,15 @@ def _check_indices(name: str, t: Any, shape: str, fits: Callable[[torch.Size], b
 
 
 def check_varlen(inputs: Inputs) -> tuple[int, int, int]:
+    """Check the lengths of packed sequences; their contents where they are on the CPU.
+
+    Returns:
+        The number of sequences, the largest number of queries of one, and the largest number of keys of one.
+
+    Raises:
+        TypeError: ``cu_seqlens_q`` or ``cu_seqlens_k`` is no int32 tensor.
+        ValueError: one is missing, has another shape or device, or describes sequences that cannot be.
+    """
     sizes = []
     for side in ("q", "k"):
         cu: torch.Tensor | None = getattr(inputs, f"cu_seqlens_{side}")
@@ -163,10 +182,18 @@ def check_varlen(inputs: Inputs) -> tuple[int, int, int]:
 
 
 def check_cache(inputs: Inputs, batch: int, varlen: bool) -> int:
-    """Check the fields of a key/value cache; returns how many rows a sequence may have (not for plain varlen)."""
+    """Check the fields of a key/value cache; their contents where they are on the CPU.
+
+    Returns:
+        The number of rows that a sequence may have; it means nothing for packed keys without pages.
+
+    Raises:
+        TypeError: ``seqused_k``, ``leftpad_k``, ``batch_idx`` or ``block_table`` is no int32 tensor.
+        ValueError: one has another shape or device, cannot be together with another, or points outside the cache.
+    """
     q, k, table = inputs.q, inputs.k, inputs.block_table
-    each = {name: t for name in ("seqused_k", "leftpad_k", "batch_idx") if (t := getattr(inputs, name)) is not None}
-    for name, t in each.items():
+    indices = {name: t for name in ("seqused_k", "leftpad_k", "batch_idx") if (t := getattr(inputs, name)) is not None}
+    for name, t in indices.items():
         if varlen:
             raise ValueError(f"{name} is given with cu_seqlens_k, which gives the lengths; only one of them may be")
         _check_indices(name, t, f"(batch,), ({batch},)", lambda shape: tuple(shape) == (batch,), q)
@@ -176,20 +203,20 @@ def check_cache(inputs: Inputs, batch: int, varlen: bool) -> int:
         shape = f"(batch, pages) with batch {batch} and at least one page"
         _check_indices("block_table", table, shape, lambda found: len(found) == 2 and found[0] == batch and found[1], q)
     capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
-    if (each or table is not None) and q.is_cpu:
-        _check_cache_contents(inputs, each, capacity, varlen)
+    if (indices or table is not None) and q.is_cpu:
+        _check_cache_contents(inputs, indices, capacity, varlen)
     return capacity
 
 
-def _check_cache_contents(inputs: Inputs, each: dict[str, torch.Tensor], capacity: int, varlen: bool) -> None:
-    used, table = each.get("seqused_k"), inputs.block_table
+def _check_cache_contents(inputs: Inputs, indices: dict[str, torch.Tensor], capacity: int, varlen: bool) -> None:
+    used, table = indices.get("seqused_k"), inputs.block_table
     if used is not None and not _within(used, 0, capacity):
         raise ValueError(f"seqused_k is {used.tolist()}; it may be 0 to {capacity}, the rows of k")
-    leftpad, most = each.get("leftpad_k"), capacity if used is None else used
+    leftpad, most = indices.get("leftpad_k"), capacity if used is None else used
     if leftpad is not None and not _within(leftpad, 0, most):
         bound = f"{capacity}, the rows of k" if used is None else f"seqused_k {used.tolist()}"
         raise ValueError(f"leftpad_k is {leftpad.tolist()}; it may be 0 to {bound}")
-    where, rows = each.get("batch_idx"), inputs.k.shape[0]
+    where, rows = indices.get("batch_idx"), inputs.k.shape[0]
     if where is not None and not _within(where, 0, rows - 1):
         raise ValueError(f"batch_idx is {where.tolist()}; it may be 0 to {rows - 1}, the batch axis of k")
     if table is None:
@@ -211,6 +238,7 @@ def _within(t: torch.Tensor, low: int, high: int | torch.Tensor) -> bool:
 
 
 def check_seed(inputs: Inputs, dropout_p: float) -> None:
+    """Raise TypeError or ValueError for a dropout seed that is missing, or no int64 tensor (1,) on the device of q."""
     seed, shape = inputs.dropout_seed, "an int64 torch.Tensor of shape (1,)"
     if seed is None:
         if dropout_p:
@@ -294,6 +322,12 @@ def whole_number(value: Any) -> Any:
 
 
 def check_number(name: str, value: float, low: float = -math.inf, below: float = math.inf) -> float:
+    """A finite number of at least ``low`` and less than ``below``, as a float.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not finite or out of range.
+    """
     try:
         if isinstance(value, str | bytes):  # float() would read one
             raise TypeError

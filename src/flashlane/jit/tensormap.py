@@ -1,4 +1,4 @@
-"""Tensor maps: what TMA knows of a tensor, and of the boxes that it copies to shared memory.
+"""Tensor maps, which describe to TMA a tensor and the boxes that it copies to shared memory.
 
 :func:`describe` computes a map from sizes and strides and runs anywhere; :func:`encode` has the driver pack it into the
 128 bytes that a kernel takes, and :func:`mover` points such bytes at another tensor of the same sizes and strides.
@@ -41,7 +41,7 @@ class TensorMap:
 
     @property
     def box_bytes(self) -> int:
-        """What one copy transfers, and an mbarrier counts, whether or not the box reaches outside."""
+        """The bytes that one copy transfers, and an mbarrier counts, whether or not the box reaches outside."""
         count = ITEM_BYTES[self.element]
         for size in self.box:
             count *= size
@@ -148,11 +148,14 @@ def encode(tensor_map: TensorMap) -> bytes:
 
 
 def mover(place: int) -> Callable[[int], None]:
-    """What points the map in the 128 bytes at an address of host memory, a multiple of 128, at another tensor.
+    """A function that points an encoded map at another tensor of the same sizes and strides.
+
+    Args:
+        place: the address in host memory of the map's 128 bytes, a multiple of 128.
 
     Returns:
-        A function of that tensor's address, of which all else is as the map has it; to be called only while the bytes
-        are there. It raises :class:`LaunchError` where the driver refuses the address.
+        A function of the other tensor's address. It may be called as long as the bytes are there, and raises
+        :class:`LaunchError` where the driver refuses the address.
 
     Raises:
         ValueError: the place is no multiple of 128.

@@ -53,10 +53,10 @@ class BlockLists:
     ranks: torch.Tensor | None = None
     """Like ``entries``: how many tiles before this one, in ``order``, have the entry's block."""
     bits: MaskBitsParams = field(default_factory=MaskBitsParams)
-    """Where the bits of partial units are. It holds addresses: whoever keeps the lists keeps the bits."""
+    """Where the bits of partial units are. It holds addresses, so the bits must live as long as the lists."""
 
     def params(self) -> BlockListParams:
-        """What the kernel is given. It holds addresses: the lists must outlive the launch."""
+        """The kernel's parameter. It holds addresses, so the lists must outlive the launch."""
         _, _, tiles = self.counts.shape
         batch, head = _steps(self.counts)
         order_batch, order_head = _steps(self.order[..., 0])
@@ -163,7 +163,7 @@ def _order_of_additions(steps: torch.Tensor) -> torch.Tensor:
 
 
 def _additions(listed: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each tile and block: how many tiles before this one have the block, and its position in the tile's list.
+    """For each tile and block: how many tiles before this one have the block, and its position in the tile's list.
 
     An addition waits for that of the tile before. All lists ascend or all descend, whichever lets tiles wait less: if
     some came to a block early and others late, each tile would wait until the one before is done.

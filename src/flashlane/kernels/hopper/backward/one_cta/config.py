@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Dq = Literal["register_atomics", "tma_reduce_add", "ordered_tma_reduce_add"]
 """How dQ is added to dq_accum; in order, it has the same bits at every run."""
 Postprocess = Literal["own_launch", "idle_warps", "last_addition"]
-"""Where dQ is made from dq_accum."""
+"""Where dQ is computed from dq_accum."""
 PingPong = Literal["off", "until_issued", "until_complete"]
 """How long a consumer warpgroup has the tensor cores alone for the first two products of a step."""
 DQ_POLICIES: dict[tuple[Dq, Postprocess], str] = {
@@ -25,9 +25,9 @@ DQ_POLICIES: dict[tuple[Dq, Postprocess], str] = {
     ("ordered_tma_reduce_add", "own_launch"): "OrderedTmaReduceAdd",
     ("ordered_tma_reduce_add", "last_addition"): "OrderedTmaReduceAddInKernelDq",
 }
-"""The type of each combination that works."""
+"""The device type of each combination that works."""
 REGISTERS = ((200, (56, 224)), (216, (40, 232)), (1 << 30, (24, 240)))
-"""Of a producer and of a consumer thread, by the accumulators and operands that a consumer thread holds at once."""
+"""Registers of a producer and of a consumer thread, for up to so many accumulators and operands of a consumer."""
 TILE_BYTES, STEP_BYTES, DQ_TARGETS_BYTES = 32, 16, 4 * 8
 """Records in shared memory: of a tile, of a step, and of the slices of dQ that belong to a stage of Q."""
 
@@ -117,7 +117,7 @@ class OneCtaConfig(GradientConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a producer and of a consumer thread."""
+        """The registers of a producer and of a consumer thread."""
         derivatives = self.block_m // 4 * self.score.has_derivative
         live = (self.head_dim + self.head_dim_v) // 2 + self.block_m // 2 * 2 + self.block_m // 4 + derivatives
         return next(registers for most, registers in REGISTERS if live <= most)
