@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Of an ``OSError``: the disk is full, not the input wrong."""
+"""Numbers of an ``OSError`` which say that the disk is full, and not that the input is wrong."""
 
 
 class NotWritten(ValueError):

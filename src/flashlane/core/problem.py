@@ -61,13 +61,13 @@ class Argument:
     flag: str | None = None
     """The field of :class:`AttentionProblem` that says whether it is given."""
     shapes: tuple[tuple[str, ...], ...] = ()
-    """Of a score modifier: each shape that it may have, by the names of its axes."""
+    """The shapes that a score modifier may have, by the names of their axes."""
     broadcast: bool = False
     """Whether it need only broadcast to its shape."""
     effect: Effect | None = None
-    """Of a score modifier: what it does. Code that serves every modifier asks for this and not for a name."""
+    """What a score modifier does. Code that serves every modifier asks for this and not for a name."""
     dtype: torch.dtype | None = None
-    """Of a score modifier: the one that it must have; None for any floating point."""
+    """The dtype that a score modifier must have; None for any floating point."""
     indices: bool = False
     """Whether it holds lengths or indices, whose contents are checked where that does not wait for a GPU."""
     cache: bool = False
@@ -164,7 +164,7 @@ class Asked(NamedTuple):
 ARGUMENTS: dict[str, Argument] = {each.name: each.metadata["argument"] for each in fields(Inputs)}
 """The fields of :class:`Inputs`."""
 TENSORS = tuple(name for name, hint in get_type_hints(Inputs).items() if hint in (torch.Tensor, torch.Tensor | None))
-"""Those that are tensors, q, k and v first."""
+"""The fields of :class:`Inputs` that are tensors, q, k and v first."""
 MODIFIERS = tuple(name for name, each in ARGUMENTS.items() if each.shapes)
 """Tensors that modify scores."""
 DIFFERENTIABLE = tuple(name for name, each in ARGUMENTS.items() if each.differentiable)

@@ -283,7 +283,7 @@ class Pool(Generic[B]):
     def __init__(self, make: Callable[[Any], B], kept: int = BLOCKS_KEPT) -> None:
         self._make, self._kept = make, kept
         self.idle: dict[Any, B] = {}
-        """By key, the longest unused first."""
+        """The idle block of each key, the longest unused first."""
         self.spare: list[B] = []
         """Blocks without a key; of a pool with keys, those whose key has another block, as two threads were launching
         with one key."""
@@ -324,7 +324,7 @@ COUNTERS_OF_GRAPHS = 1 << 18
 """Counters of a device that are kept for launches captured in graphs."""
 _of_streams: dict[tuple[int, int], torch.Tensor] = {}
 _of_graphs: dict[int, tuple[torch.Tensor, int]] = {}
-"""By device: counters, and how many of them were given away."""
+"""The counters of each device, and how many of them were given away."""
 _outgrown: list[torch.Tensor] = []
 """Counters of streams that were too few; blocks of other plans still point to them."""
 

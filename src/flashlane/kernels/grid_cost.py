@@ -20,7 +20,7 @@ class Grid(NamedTuple):
     """The tiles of a launch."""
 
     blocks: TileBlocks
-    """Of a head's tiles, in their order."""
+    """The blocks of a head's tiles, in their order."""
     sections: Sequence[int]
     """Heads of each section, each counted once for each of its splits."""
     splits: int = 1

@@ -12,21 +12,21 @@ from flashlane.core.problem import AttentionProblem
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Of a tile shape, in microseconds."""
+    """The cost coefficients of a tile shape, in microseconds."""
 
     tile: float
-    """Of a tile, whatever its blocks."""
+    """The cost of a tile, whatever its blocks."""
     block: float
-    """Of an n-block."""
+    """The cost of an n-block."""
     masked: float
-    """Of an n-block that a mask cuts, beyond ``block``."""
+    """The additional cost of an n-block that a mask cuts."""
 
 
 class TileBlocks(NamedTuple):
-    """Of a head's tiles, in the order in which they are taken."""
+    """The n-blocks of a head's tiles, in the order in which the tiles are taken."""
 
     blocks: np.ndarray
-    """N-blocks of each."""
+    """The n-blocks of each tile."""
     cut: np.ndarray
     """How many of them a mask cuts."""
 

@@ -53,7 +53,7 @@ class Entry:
 Key = tuple[Any, ...]
 _entries: dict[tuple[Key, torch.Size, torch.Size], tuple[Entry, ...]] = {}
 _latest: dict[Key, Entry] = {}
-"""For what is asked, the entry that held last: it is tried before the shapes are looked at."""
+"""The entry that held last for what is asked; it is tried before the shapes are looked at."""
 SIZE = 4096
 """Keys that are kept."""
 ENTRIES_A_KEY = 8
@@ -155,7 +155,7 @@ def _guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
 
 
 def shapes(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Of output and LSE: (b, sq, h, dv) and (b, h, sq), or without b for varlen."""
+    """The shapes of the output and the LSE: (b, sq, h, dv) and (b, h, sq), or without b for varlen."""
     *batch, seqlen, heads, _ = q.shape
     return (*batch, seqlen, heads, v.shape[-1]), (*batch, heads, seqlen)
 

@@ -27,7 +27,7 @@ TYPES: dict[Any, str] = {
     bool: "bool",
     int: "int",
 }
-"""Of a Python type, the one of an operator's schema."""
+"""The type in an operator's schema for each Python type."""
 _HINTS = {**get_type_hints(Inputs), **get_type_hints(Asked), "needs_grad": bool, "tag": str | None}
 _NO_TENSOR = dict.fromkeys(tuple(ARGUMENTS)[3:])
 _ALL_DEFAULTS = {**_NO_TENSOR, **Asked._field_defaults, "needs_grad": False, "tag": None}
@@ -37,7 +37,7 @@ NAMES = (*TENSORS[:3], *_USUAL, "needs_grad", "tag", *_NO_TENSOR, *RARE)
 """The arguments of ``flashlane::forward`` in their order; ``tag`` is that of the kernel named."""
 POSITION = {name: index for index, name in enumerate(NAMES)}
 DEFAULTS = tuple(_ALL_DEFAULTS[name] for name in NAMES[3:])
-"""Of the arguments after q, k and v."""
+"""The defaults of the arguments after q, k and v."""
 BACKWARD_EXTRAS = ("Tensor out", "Tensor lse", "Tensor do", "Tensor? dlse", "bool bias_grad")
 """The arguments of ``flashlane::backward`` before those of ``flashlane::forward``."""
 DIFFERENTIABLE_AT = tuple(POSITION[name] for name in DIFFERENTIABLE)
@@ -77,12 +77,12 @@ def whole(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def inputs_of(args: tuple[Any, ...]) -> Inputs:
-    """Of all arguments, the tensors."""
+    """The tensors among all arguments, and what belongs to them."""
     return Inputs(*_inputs_at(args))
 
 
 def asked_of(args: tuple[Any, ...]) -> Asked:
-    """Of all arguments, what is asked."""
+    """The other options among all arguments."""
     asked = Asked(*_asked_at(args))
     return asked._replace(window_size=tuple(asked.window_size))
 

@@ -96,4 +96,4 @@ class Cluster:
 CLUSTERS: dict[str, tuple[Cluster, ...]] = {
     "sm_90a": (Cluster(8, 15, 15, 8), Cluster(4, 30, 30, 5), Cluster(2, 66, 66, 1 << 30))
 }
-"""By architecture, the preferred one first."""
+"""The clusters of each architecture, the preferred one first."""

@@ -38,11 +38,11 @@ class Timed:
     """What is known of a tile shape of a variant."""
 
     one: Coefficients
-    """At :attr:`resident` CTAs on an SM."""
+    """The coefficients with :attr:`resident` CTAs on an SM."""
     resident: int
     """CTAs of an SM of the GPU that was timed."""
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
 
 
 class Predicted(NamedTuple):
@@ -54,7 +54,7 @@ class Predicted(NamedTuple):
 
 @functools.cache
 def coefficients() -> tuple[dict[str, Timed], dict[str, float]]:
-    """Those of each shape by its name; of all: microseconds of a launch, and ``alone`` by split."""
+    """The coefficients of each shape by its name; and what all share: microseconds of a launch, ``alone`` by split."""
     body = json.loads(Path(__file__).with_name("cost.json").read_text(encoding="utf-8"))
     known = {name: Timed(Coefficients(*values[:3]), *map(int, values[3:])) for name, values in body["shapes"].items()}
     return known, body["shared"]

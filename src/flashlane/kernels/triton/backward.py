@@ -169,7 +169,7 @@ class PreparedBackward:
     query: Launch | None
     bias: Launch | None
     bias_shape: tuple[int, ...]
-    """Of what the bias launch writes: the bias' gradient, or one for each head and sequence."""
+    """The shape that the bias launch writes: the bias' gradient, or one for each head and sequence."""
     stat_shape: tuple[int, ...]
     statistics_tiles: int
     """Tiles of rows, of all sequences, that the preprocess kernel has for each head."""

@@ -140,9 +140,9 @@ BF16X6: tuple[Row, ...] = (
     (128, Tile(16, 32, 4, 1, True), Tile(32, 16, 4, 1)),
     (256, Tile(16, 32, 4, 1, True), Tile(16, 32, 4, 1)),
 )
-"""To 128 measured on an H200 (docs/triton.md)."""
+"""Those up to head dim 128 were measured on an H200 (docs/triton.md)."""
 SINGLE = {"ieee": IEEE, "tf32": TF32, "tf32x3": TF32X3, "bf16x6": BF16X6}
-"""By the precision of f32 products."""
+"""The tiles of f32, by the precision of its products."""
 PRECISIONS = tuple(SINGLE)
 SMALLEST = (Tile(16, 16, 4, 1, True), Tile(16, 16, 4, 1))
 """What fits everywhere."""

@@ -33,14 +33,14 @@ class Timed:
     """What is known of a tile."""
 
     one: Coefficients
-    """At :attr:`resident` programs on an SM."""
+    """The coefficients with :attr:`resident` programs on an SM."""
     resident: int
     """Programs of an SM."""
 
 
 @functools.cache
 def coefficients() -> tuple[dict[str, Timed], dict[str, float]]:
-    """Those of each tile by its name; of all: microseconds of a launch, and ``alone``."""
+    """The coefficients of each tile by its name; and those that all share: microseconds of a launch, and ``alone``."""
     body = json.loads(Path(__file__).with_name("forward_cost.json").read_text(encoding="utf-8"))
     known = {name: Timed(Coefficients(*values[:3]), int(values[3])) for name, values in body["shapes"].items()}
     return known, body["shared"]

@@ -22,7 +22,7 @@ from flashlane.jit.toolchain import ToolchainError
 
 TYPES: dict[str, Any] = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64}
 TYPES |= {"fp32": ctypes.c_float}
-"""Of a kernel's parameters that are no pointers, by their names in Triton's signatures."""
+"""Types of a kernel's parameters that are no pointers, by their names in Triton's signatures."""
 SCRATCH = ("scratch memory", "memory of the profiler")
 """Pointers behind the parameters that Triton adds to each; 0 for the kernels that are launched here."""
 WARP = 32

@@ -158,7 +158,7 @@ def modifier_gradients(
     return found
 
 
-# --- what a head brings ---
+# --- the modifiers of a head ---
 
 
 @triton.jit

@@ -78,7 +78,7 @@ class GradientConfig(ABC):
     dq_transposed: ClassVar[bool] = True
     """dq_accum has the sums of dQ's transpose, else of dQ itself (``dq_accumulate.cuh``)."""
     threads: ClassVar[int] = WARPGROUP * (CONSUMERS + 1)
-    """Of a CTA."""
+    """Threads of a CTA."""
     in_order: ClassVar[bool] = False
     """The n-blocks add to dQ in their order, which semaphores keep."""
     in_kernel_dq: ClassVar[bool] = False

@@ -94,7 +94,7 @@ def fastest_section(problem: AttentionProblem, steps: Sequence[int], workers: in
 
 
 def _bytes_of_head(problem: AttentionProblem) -> int:
-    """Of a query head: Q and dO, which are read, and dQ, which is summed in f32."""
+    """Bytes of a query head: Q and dO, which are read, and dQ, which is summed in f32."""
     width = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + 4 * problem.head_dim
     return problem.seqlen_q * width
 

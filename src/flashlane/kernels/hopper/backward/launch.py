@@ -28,11 +28,11 @@ from flashlane.kernels.score import ScoreParams, plain_score_inputs, row_gradien
 from flashlane.kernels.seqlen import SeqlenParams, plain_seqlen_inputs
 
 SEMAPHORE_INTS = 8
-"""Of ``DqSemaphore`` in ``dq_semaphore.cuh``."""
+"""Integers of ``DqSemaphore`` in ``dq_semaphore.cuh``."""
 COUNTERS = 6
-"""Of ``Counters`` there."""
+"""Integers of ``Counters`` in the same file."""
 PART_WORDS = 32
-"""What parts of a call's device memory are multiples of."""
+"""Words of 4 bytes; the size of each part of a call's device memory is a multiple of them."""
 KINDS_KEPT = 16
 """Kinds of calls whose launches a plan keeps."""
 
@@ -168,7 +168,7 @@ class Tensors:
 
     @property
     def mapped(self) -> tuple[torch.Tensor, ...]:
-        """Those of :data:`MAPPED`."""
+        """The tensors that have tensor maps, in the order of :data:`MAPPED`."""
         return self.inputs.q, self.inputs.k, self.inputs.v, self.do
 
 
@@ -184,13 +184,13 @@ class RowBlocks:
     def __init__(self, problem: AttentionProblem, q_shape: torch.Size, block_m: int) -> None:
         self.block_m = block_m
         self.m_blocks = -(-problem.seqlen_q // block_m)
-        """Of the longest sequence."""
+        """M-blocks of the longest sequence."""
         self.row_blocks = q_shape[0] // block_m + problem.batch + 1 if problem.varlen else self.m_blocks
-        """Of a head; of dense tensors, of a sequence of a head."""
+        """M-blocks of a head over all packed sequences; with dense tensors, of one sequence of a head."""
         self.all = problem.heads * self.row_blocks * (1 if problem.varlen else problem.batch)
-        """Of all heads and sequences."""
+        """M-blocks of all heads and sequences."""
         self.grid: Dim3 = self.m_blocks, problem.heads, problem.batch
-        """Of the preprocess and the postprocess kernel."""
+        """The grid of the preprocess and of the postprocess kernel."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ class PreparedBackward:
         names = ("out", "lse_in", "dout", "dq", "dk", "dv", *self.workspace.offsets)
         offsets = self.offsets
         plans: dict[Kind, launch_pool.LaunchPlan] = {}
-        """By the strides of what is read."""
+        """The plans, by the strides of what is read."""
 
         def repeat(
             q: torch.Tensor,

@@ -36,13 +36,13 @@ from flashlane.kernels.hopper.program import PROGRAM_HEADER
 SOURCE = "kernels/hopper/flex/mask_bits.cu"
 THREADS = 128
 SLOT_BYTES = 2 * UNIT * UNIT // 8
-"""Of a unit's bits, by queries and by keys."""
+"""Bytes of a unit's bits, once by queries and once by keys."""
 MOST_BYTES = 256 << 20
-"""Bits of a mask; the kernels ask the program of one that has more."""
+"""The most bytes of a mask's bits; where there are more, the kernels evaluate the program instead."""
 NO_SLOT, WHOLE_SLOT = -1, -2
 """Units without bits: hidden, and visible as a whole."""
 MASKS_KEPT = 8
-"""Of one ``BlockMask``, whose function may read other tensors at each call."""
+"""Masks in units that are kept for one ``BlockMask``, whose function may read other tensors at each call."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class UnitMask:
     """The tensors that the mask was made from; kept, so that no other one gets their addresses."""
     lists: dict[tuple[Any, ...], BlockLists] = field(default_factory=dict)
     stream: torch.cuda.Stream = field(init=False)
-    """On which it was made."""
+    """The stream on which it was made."""
 
     def __post_init__(self) -> None:
         self.stream = torch.cuda.current_stream(self.states.device)

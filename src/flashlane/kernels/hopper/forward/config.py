@@ -21,7 +21,7 @@ CONSUMER_ROWS = 64
 """Rows of the tile that one consumer warpgroup has."""
 TILE_BYTES = 16
 WORDS_BYTES = 16
-"""Words in shared memory that threads of a CTA or cluster pass on, for each of two purposes."""
+"""Bytes of the words in shared memory by which threads of a CTA or cluster communicate, for each of two purposes."""
 MAX_COLUMNS_V = 256
 """Columns of v of an accumulator: 128 registers a thread."""
 REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
@@ -141,7 +141,7 @@ class HopperConfig:
 
     @property
     def box_rows(self) -> int:
-        """Rows of keys that one TMA load brings."""
+        """Rows of keys of one TMA load."""
         return self.page_rows or self.block_n // self.cluster
 
     @property

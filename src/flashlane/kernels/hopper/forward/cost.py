@@ -49,7 +49,7 @@ class Traffic:
 
 @functools.cache
 def coefficients() -> tuple[dict[str, Coefficients], Traffic]:
-    """Those of each shape by its name, and of what all share."""
+    """The coefficients of each shape by its name, and those of the traffic that all share."""
     body = json.loads(Path(__file__).with_name("cost.json").read_text(encoding="utf-8"))
     return {name: Coefficients(*values) for name, values in body["shapes"].items()}, Traffic(**body["traffic"])
 

@@ -72,12 +72,12 @@ class ShapeClass:
     head_dim: int
     head_dim_v: int
     few_rows: TileShape
-    """For at most 64 packed rows of queries a head."""
+    """The shape for at most 64 packed rows of queries a head."""
     shapes: tuple[TileShape, ...]
     loaded: tuple[TileShape, ...]
-    """With caches or pages: these leave registers for them. The last one leaves most."""
+    """The shapes with caches or pages, for which they leave registers. The last one leaves most."""
     capped: tuple[TileShape, ...] = ()
-    """With scores that are capped, where :attr:`shapes` spill in their loops."""
+    """The shapes with a soft cap, where :attr:`shapes` spill in their loops."""
 
     @property
     def shapes_with_derivative(self) -> tuple[TileShape, ...]:

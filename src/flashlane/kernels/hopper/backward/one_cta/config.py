@@ -49,7 +49,7 @@ class OneCtaConfig(GradientConfig):
     """The last tiles may be split along their queries (``split_q.py``)."""
     ping_pong: PingPong = "off"
     polynomial_eighths: int = 0
-    """As of ``HopperConfig``; of probabilities by a program."""
+    """Eighths of the exponentials that a polynomial computes, as in ``HopperConfig``; read with a program only."""
 
     design: ClassVar[str] = "one_cta"
     block_n: ClassVar[int] = CHUNK * CONSUMERS

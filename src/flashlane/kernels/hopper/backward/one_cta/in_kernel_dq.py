@@ -1,4 +1,4 @@
-"""In-kernel zeroing and postprocess of dQ: what idle warps of the one-CTA backward do of the launches around it.
+"""In-kernel zeroing and postprocess of dQ: idle warps of the one-CTA backward do part of what other launches do else.
 
 dq_accum is f32, twice the bytes of dQ itself. When the preprocess kernel writes all its zeros, and the postprocess
 kernel reads all its sums, it goes through device memory four times, which takes as long as a fifth of the products at
@@ -17,19 +17,19 @@ ZEROED_AHEAD = 2
 LAST_ROUNDS = 2
 """Rounds of tiles at the end in which no warp begins to write dQ: it would be done last."""
 MAX_TILES = 1 << 29
-"""Whose numbers, and those of what is taken beyond them, fit the kernel's integers."""
+"""The most tiles whose numbers fit the kernel's integers, with those of what is taken after them."""
 
 
 @dataclass(frozen=True)
 class InKernelDq:
-    """For which tiles the idle warps zero the assigned m-blocks of dq_accum, and write their dQ."""
+    """The tiles for which idle warps zero the assigned m-blocks of dq_accum and write their dQ."""
 
     heads: int = 0
     """Key/value heads of all sequences."""
     n_blocks: int = 0
-    """Of a head."""
+    """N-blocks of a head."""
     heads_per_section: int = 1
-    """Of the L2 head swizzle."""
+    """Heads of a section of the L2 head swizzle."""
     zeroed_before: int = 0
     """Tiles whose m-blocks the preprocess kernel zeroes."""
     write_until: int = 0
@@ -41,7 +41,7 @@ class InKernelDq:
 
 
 OWN_LAUNCHES = InKernelDq()
-"""The preprocess and the postprocess kernel do all."""
+"""The preprocess kernel zeroes all of dq_accum, and the postprocess kernel writes all of dQ."""
 
 
 def in_kernel_dq_of(problem: AttentionProblem, block_n: int, heads_per_section: int, sms: int) -> InKernelDq:

@@ -21,9 +21,9 @@ START, WAIT, ADD = 2.0, 1.5, 1.0
 LEAST_SAVING = 0.01
 """Least part of a launch's time that splitting must save."""
 MAX_BYTES = 40 << 20
-"""Of device memory for the splits' dK and dV."""
+"""The most bytes of device memory for the splits' dK and dV."""
 MAX_STEPS = 1 << 24
-"""Of a tile, so that their products with splits fit the kernel's integers."""
+"""The most steps of a tile: their products with the number of splits fit the kernel's integers."""
 
 
 @dataclass(frozen=True)

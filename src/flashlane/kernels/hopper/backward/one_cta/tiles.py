@@ -21,9 +21,9 @@ PACKED = 4096
 """Length of the longest of packed sequences up to which most are short."""
 NARROW_ROWS = ((128, 112, 96), (96,), (96,))
 """Queries of a step of head dims up to 64, by the registers that score modifiers take."""
-NARROW_TURNS: dict[int, PingPong] = {128: "until_complete", 112: "off", 96: "until_issued"}
-"""Ping-pong of these steps under a causal mask. Of 13 problems all were slower with steps of 112 and turns
-until products are complete than with none, by 4 % in the mean; with steps of 128 all were faster (notebook 0016)."""
+NARROW_PING_PONG: dict[int, PingPong] = {128: "until_complete", 112: "off", 96: "until_issued"}
+"""Ping-pong of these steps under a causal mask. Of 13 problems all were slower with steps of 112 and ping-pong
+until products are complete than without, by 4 % in the mean; with steps of 128 all were faster (notebook 0016)."""
 NARROW_STEP, WIDE_STEP = 20, 20
 """What a step takes besides its queries, in queries, of head dims up to 64 and above 96 (notebook 0016)."""
 MAX_REGISTER_ATOMICS = 96
@@ -52,8 +52,8 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     elif not wide:  # or for the next tile's keys
         block_m = least_work(problem, tile, NARROW_ROWS[extras], NARROW_STEP)
         causal = is_causal(problem) and not extras
-        turns: PingPong = NARROW_TURNS[block_m] if causal else "until_complete" if masked else "off"
-        tile = replace(tile, block_m=block_m, k_stages=2, v_stages=2, ping_pong=turns)
+        ping_pong: PingPong = NARROW_PING_PONG[block_m] if causal else "until_complete" if masked else "off"
+        tile = replace(tile, block_m=block_m, k_stages=2, v_stages=2, ping_pong=ping_pong)
     elif largest > MAX_REGISTER_ATOMICS and not extras:
         if problem.deterministic:
             tile = replace(tile, ping_pong="until_complete")
