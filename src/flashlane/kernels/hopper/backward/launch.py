@@ -93,13 +93,14 @@ class PreprocessParams(ctypes.Structure):
         *_pointers("zeroed", "added", "written"),
         *_pointers("out", "dout", "lse_in", "dlse", "lse", "delta", "dq_accum", "counters"),
         *_strides("out", "dout"),
-        *((name, ctypes.c_longlong) for name in ("lse_batch", "lse_head", "dlse_batch", "dlse_head")),
+        *((name, ctypes.c_longlong) for name in ("lse_batch", "lse_head")),
         *_integers("heads", "row_blocks", "m_blocks", "split_arrivals"),
         ("seqlen", SeqlenParams),
         ("score", ScoreParams),
         *_strides("dq"),
         *_integers("window_left", "window_right", *_TILE_ORDER, "zeroed_before"),
         *_integers("total_q", "total_k"),
+        *((name, ctypes.c_longlong) for name in ("dlse_batch", "dlse_head")),
     )
 
 

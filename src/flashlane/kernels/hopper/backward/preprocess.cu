@@ -25,7 +25,7 @@ struct Params {
     float *lse, *delta, *dq_accum;
     int* counters;                 // zeroed here
     long long out_batch, out_row, out_head, dout_batch, dout_row, dout_head;  // in elements
-    long long lse_batch, lse_head, dlse_batch, dlse_head;
+    long long lse_batch, lse_head;
     int heads, row_blocks, m_blocks;  // m_blocks: of the longest sequence
     int split_arrivals;            // further counters
     SeqlenParams seqlen;           // keys are read with IN_ORDER only
@@ -34,6 +34,7 @@ struct Params {
     int window_left, window_right; // IN_ORDER: what the kernel of the gradients knows of the mask
     int kv_heads, n_blocks, heads_per_section, zeroed_before;  // IN_KERNEL_DQ, but kv_heads
     int total_q, total_k;          // VARLEN: rows of dq, and of dk and dv
+    long long dlse_batch, dlse_head;
 };
 
 // The sum, in f32, of the products of two pairs of packed elements.
