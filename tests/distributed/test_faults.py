@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -93,3 +94,51 @@ def attend_wrongly(arguments: dict[str, Any]) -> None:
     else:
         q = torch.randn(1, 4, 4, 8)
         context_parallel_attn_func(q, q, q, **arguments)
+
+
+KNOWN = {
+    "rows": {"rows": 6},
+    "mask": {"causal": True},
+    "scale": {"softmax_scale": 0.3},
+    "the backward pass": {},
+}
+"""How a rank's call differs from that of the other, after both have made both calls together."""
+
+
+def make_another_known_call(change: str, asked: dict[str, Any]) -> str:
+    """Rank 1 makes the second of two calls where rank 0 makes the first; the error, or what went wrong."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    rank = dist.get_rank()
+    if rank > 1:
+        return ""
+
+    def call(rows: int = 4, **more: Any) -> torch.Tensor:
+        q = torch.randn(1, rows, 2, 8, requires_grad=True)
+        return context_parallel_attn_func(q, q, q, group=group, **asked, **more)
+
+    for more in ({}, KNOWN[change]):
+        call(**more).sum().backward()
+    out = call()
+    try:
+        if change == "the backward pass" and rank == 1:
+            out.sum().backward()
+        else:
+            call(**(KNOWN[change] if rank == 1 else {}))
+    except RuntimeError as error:
+        try:
+            call()
+        except RuntimeError as again:
+            return str(error) if str(again) == str(error) else f"then {again}"
+    return "a result"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", KNOWN)
+@pytest.mark.parametrize(
+    "asked", [{"method": "allgather"}, {"method": "ring"}, {"method": "ulysses"}, {"transport": "copies"}]
+)
+def test_another_call_that_both_ranks_know(pool: RankPool, asked: dict[str, Any], change: str) -> None:
+    """Nothing is computed from data of another call, even where its messages have the same sizes."""
+    found = pool.run(make_another_known_call, change, asked)
+    for rank in (0, 1):
+        assert found[rank].startswith(f"rank {1 - rank} makes another call than rank {rank}, or is in"), found

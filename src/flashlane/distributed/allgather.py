@@ -28,6 +28,7 @@ from flashlane.distributed.attend import (
     summed,
 )
 from flashlane.distributed.calls import Call, Calls, Packed
+from flashlane.distributed.comm import label_of
 from flashlane.distributed.copies import CopiedGathering, Route, peer_memory
 from flashlane.distributed.gather import Gathering, Returning, Task
 from flashlane.distributed.lanes import COMPUTE, MOVE, Lanes
@@ -66,8 +67,9 @@ def _gather(
     lanes: Lanes,
     exchanges: list[Exchange],
     pieces: PieceGathering | None = None,
+    backward: bool = False,
 ) -> list[_HeadGroup]:
-    """Start to fetch all groups of heads, in their order, on the lane that moves data.
+    """Start to fetch all groups of heads, in their order, on the lane that moves data, for a forward or a backward.
 
     With ``pieces`` the keys of all heads are being fetched already.
     """
@@ -83,7 +85,7 @@ def _gather(
             elif exchanges:
                 gathering = CopiedGathering(task, *own, group, exchanges, Route.of(task, bounds, k, v))
             else:
-                gathering = Gathering(task, *own)
+                gathering = Gathering(task, *own, backward)
             found.append((slice(first * share, stop * share), own, gathering))
         # All waits come before gradients are sent on this lane, since gradients depend on the computation.
         groups = []
@@ -117,7 +119,7 @@ def _exchanges(task: Task, k: torch.Tensor, v: torch.Tensor, count: int) -> list
     if not (task.copies and task.ranks and task.ranks.size > 1):
         return []
     memory = peer_memory(task, k, v)
-    return [memory.exchange() for _ in range(count)]
+    return [memory.exchange(label_of(task.call, count, number)) for number in range(count)]
 
 
 def _launches(
@@ -203,7 +205,7 @@ class GatherAttention(torch.autograd.Function):
         exchanges = _exchanges(task, k, v, 2)
         lanes = Lanes(q.device)
         returning: list[Returning] = []
-        groups = _gather(task, bounds, q, k, v, lanes, exchanges)
+        groups = _gather(task, bounds, q, k, v, lanes, exchanges, backward=True)
         again = lses and dlse is None and dq.dtype == q.dtype
         launches = _launches(task, calls, groups, q, out, given) if again else None
         for group, each in enumerate(groups):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,15 +106,70 @@ class Pending:
         self._works, self._kept = [], []
 
 
-def start(ranks: Ranks, sends: Iterable[Message], receives: Iterable[Message]) -> Pending:
+def label_of(*parts: object) -> int:
+    """A number that tells one exchange of a call from others, of a representation that is the same on all ranks."""
+    return zlib.crc32(repr(parts).encode()) & 0x7FFFFFFF
+
+
+def start(ranks: Ranks, sends: Iterable[Message], receives: Iterable[Message], label: int = 0) -> Pending:
     """Start one batch of messages. Between two ranks they arrive in the order in which they were sent.
 
-    Empty tensors are not sent. All ranks that send messages to each other must call this in the same order.
+    Empty tensors are not sent. All ranks that send messages to each other must call this in the same order. On a CPU
+    the ranks compare the ``label`` of the batch before they send data, which costs a message each way; on a GPU, where
+    the host would wait for it, they do so with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` only.
+
+    Raises:
+        RuntimeError: another rank sends a batch with another label.
     """
     sends, receives = ([each for each in messages if each[1].numel()] for messages in (sends, receives))
-    operations = [
-        dist.P2POp(dist.irecv, t, dist.get_global_rank(ranks.group, peer), ranks.group) for peer, t in receives
-    ]
-    operations += [dist.P2POp(dist.isend, t, dist.get_global_rank(ranks.group, peer), ranks.group) for peer, t in sends]
+    devices = {t.device for _, t in (*sends, *receives)}
+    if any(device.type == "cpu" for device in devices) or (devices and _in_debug()):
+        _compare_labels(ranks, sends, receives, label, devices.pop())
+    operations = [_operation(dist.irecv, ranks, *each) for each in receives]
+    operations += [_operation(dist.isend, ranks, *each) for each in sends]
     works = dist.batch_isend_irecv(operations) if operations else []
     return Pending(works, [t for _, t in sends])
+
+
+LABEL_TAG = 1
+"""The tag of messages with labels, where the backend has tags."""
+_out_of_step: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+"""Why the messages of a group can no longer be told apart."""
+
+
+def check_in_step(ranks: Ranks) -> None:
+    """Raise RuntimeError if a rank of the group has made another call than this one before."""
+    if ranks.group in _out_of_step:
+        raise RuntimeError(_out_of_step[ranks.group])
+
+
+def check_label(ranks: Ranks, peer: int, label: int, expected: int) -> None:
+    """Raise RuntimeError if a peer's label is not that of the exchange that this rank makes."""
+    if label != expected:
+        _out_of_step[ranks.group] = (
+            f"rank {peer} makes another call than rank {ranks.rank}, or is in another part of it; all ranks must make "
+            f"the same calls and backward passes in one order. This group cannot be used again: its messages no longer "
+            f"match"
+        )
+        check_in_step(ranks)
+
+
+def _in_debug() -> bool:
+    return dist.get_debug_level() == dist.DebugLevel.DETAIL
+
+
+def _operation(what: Any, ranks: Ranks, peer: int, t: torch.Tensor, tag: int = 0) -> dist.P2POp:
+    return dist.P2POp(what, t, dist.get_global_rank(ranks.group, peer), ranks.group, tag)
+
+
+def _compare_labels(
+    ranks: Ranks, sends: list[Message], receives: list[Message], label: int, device: torch.device
+) -> None:
+    check_in_step(ranks)
+    mine = torch.tensor([label], dtype=torch.int32, device=device)
+    found = {peer: torch.empty_like(mine) for peer, _ in receives}
+    operations = [_operation(dist.irecv, ranks, peer, t, LABEL_TAG) for peer, t in found.items()]
+    operations += [_operation(dist.isend, ranks, peer, mine, LABEL_TAG) for peer in dict(sends)]
+    Pending(dist.batch_isend_irecv(operations)).wait()
+    for peer, t in found.items():
+        check_label(ranks, peer, int(t), label)

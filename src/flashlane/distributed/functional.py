@@ -30,7 +30,7 @@ from flashlane.core.validate import (
 from flashlane.distributed.agree import agree
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
-from flashlane.distributed.comm import Grid, Group, Ranks
+from flashlane.distributed.comm import Grid, Group, Ranks, label_of
 from flashlane.distributed.gather import Task
 from flashlane.distributed.layout import Layout, check_layout, rows_of, runs_of
 from flashlane.distributed.modifiers import Modifiers
@@ -316,7 +316,7 @@ def _checked(
     device = inputs.q.device if isinstance(inputs.q, torch.Tensor) else torch.device("cpu")
     for ranks in grid.groups:
         agree(ranks, fields, device, error)
-    return _Call(grid, *call, inputs, asked, any(t is not None for t in modifiers))
+    return _Call(grid, *call, inputs, asked, any(t is not None for t in modifiers), label_of(fields))
 
 
 def _refuse(given: dict[str, Any]) -> None:
@@ -482,6 +482,7 @@ class _Call:
         inputs: Inputs,
         asked: dict[str, Any],
         modified: bool,
+        number: int,
     ) -> None:
         heads, kv_heads = inputs.q.shape[-2], inputs.k.shape[-2]
         copies, wants_lse = asked["transport"] == "copies", asked["return_lse"]
@@ -501,10 +502,10 @@ class _Call:
             by_heads = grid.heads or grid.keys
             keys = grid.keys if grid.heads and grid.keys.size > 1 else None
             division_of = Heads(heads, kv_heads, by_heads.size)
-            self.exchange = Exchange(by_heads, division, division_of, keys.rank if keys else 0)
+            self.exchange = Exchange(by_heads, division, division_of, keys.rank if keys else 0, number)
         self.function = RingAttention if keys is not None and method != "allgather" else GatherAttention
         wants_lse = wants_lse or self.exchange is not None
-        self.task = Task(keys, division, settings, *bounds, copies, wants_lse, pieces)
+        self.task = Task(keys, division, settings, *bounds, copies, wants_lse, pieces, number)
         self.parts = self.exchange.heads.parts(self.exchange.ranks.rank) if self.exchange else []
 
     def run(

@@ -39,6 +39,8 @@ class Task:
     """Whether the caller reads the LSE."""
     pieces: bool = False
     """Whether copies bring a forward's keys in pieces, for which its kernel polls (:mod:`polled`)."""
+    call: int = 0
+    """A number that calls with other arguments do not have; it is the same on all ranks."""
     launches: Launches = field(default_factory=dict)
     memo: dict[object, Any] = field(default_factory=dict)
     """Other results that depend on nothing but this task."""
@@ -65,10 +67,10 @@ class Task:
 
 
 class Gathering:
-    """Keys and values of some heads on their way to this rank."""
+    """Keys and values of some heads on their way to this rank, for a forward or for a backward."""
 
-    def __init__(self, task: Task, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.plan, self.task = task.plan, task
+    def __init__(self, task: Task, k: torch.Tensor, v: torch.Tensor, backward: bool = False) -> None:
+        self.plan, self.task, self.backward = task.plan, task, backward
         self.own = k.contiguous(), v.contiguous()
         self.arrived: list[tuple[int, list[torch.Tensor]]] = []
         self.kept: list[torch.Tensor] = []
@@ -116,7 +118,7 @@ class Gathering:
                 found = [t.new_empty((batch, count_of(received), *t.shape[2:])) for t in self.own]
                 receives += [(peer, t) for t in found]
                 self.arrived.append((peer, found))
-        return comm.start(self.task.ranks, sends, receives)
+        return comm.start(self.task.ranks, sends, receives, comm.label_of(self.task.call, "keys", self.backward))
 
     def returning(self, partials: list[Partial]) -> Returning:
         """Send the gradients of these keys and values to the ranks that hold them."""
@@ -149,7 +151,7 @@ class Returning:
             sends += [(peer, t) for t in self._rows(peer)]
             self.parts[peer] = self._empty(count_of(self.plan.sent[peer]))
         receives = [(peer, t) for peer in self.task.others for t in self.parts[peer]]
-        return comm.start(self.task.ranks, sends, receives)
+        return comm.start(self.task.ranks, sends, receives, comm.label_of(self.task.call, "gradients"))
 
     def _empty(self, count: int) -> list[torch.Tensor]:
         return [t.new_empty((t.shape[0], count, *t.shape[2:]), dtype=compute_dtype(t.dtype)) for t in self.like]

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashlane.distributed.comm import Ranks
+from flashlane.distributed.comm import Ranks, check_in_step, check_label
 from flashlane.jit import launch
 
 MOST_RANKS, MOST_GROUPS = 64, 16
@@ -44,6 +44,11 @@ BLOCKS_KEPT = 4096
 def flag_of(group: int, sender: int) -> int:
     """The flag that a sender sets when its data of a group of heads, or of a piece of keys, has arrived."""
     return group * MOST_RANKS + sender
+
+
+def label_place(number: int, sender: int) -> int:
+    """Where among the flags a sender puts the label of an exchange; a rank is at most one exchange ahead."""
+    return DONE + MOST_RANKS * (1 + number % 2) + sender
 
 
 def aligned(size: int) -> int:
@@ -65,10 +70,10 @@ class PeerMemory(ABC):
         self.others = [peer for peer in range(ranks.size) if peer != ranks.rank]
         self.timeout: float = ranks.group._get_backend(device).options._timeout.total_seconds()
 
-    def exchange(self) -> Exchange:
-        """The next exchange, with the same number on all ranks."""
+    def exchange(self, label: int = 0) -> Exchange:
+        """The next exchange, with the same number on all ranks; ``label`` tells it from exchanges of other calls."""
         self.exchanges += 1
-        return Exchange(self, self.exchanges)
+        return Exchange(self, self.exchanges, label)
 
     own: torch.Tensor
     """All of this rank's memory, as uint8."""
@@ -88,6 +93,12 @@ class PeerMemory(ABC):
     def wait(self, flag: int, value: int, peer: int) -> None:
         """Let later work wait until a flag of this rank, which a peer sets, is at least ``value``."""
 
+    def sign(self, peer: int, number: int, label: int) -> None:  # noqa: B027
+        """Tell a rank the label of an exchange, before the flags of its data, where the host can compare it."""
+
+    def compare(self, peer: int, number: int, label: int) -> None:  # noqa: B027
+        """Raise RuntimeError if the data that has arrived from a peer is of an exchange with another label."""
+
     def watch(self) -> None:  # noqa: B027
         """Start the timeout of an exchange, which ends with the work that is already on the current stream."""
 
@@ -95,8 +106,8 @@ class PeerMemory(ABC):
 class Exchange:
     """One use of a half of the memory: all ranks write to it, then read what has arrived."""
 
-    def __init__(self, memory: PeerMemory, number: int) -> None:
-        self.memory, self.number = memory, number
+    def __init__(self, memory: PeerMemory, number: int, label: int = 0) -> None:
+        self.memory, self.number, self.label = memory, number, label
         self._start = FLAG_BYTES + number % 2 * memory.half
 
     def begin(self) -> None:
@@ -131,11 +142,13 @@ class Exchange:
 
     def arrive(self, peer: int, group: int) -> None:
         """Signal a rank, after all copies that are already enqueued, that a group of heads has arrived."""
+        self.memory.sign(peer, self.number, self.label)
         self.memory.write(peer, flag_of(group, self.memory.ranks.rank), self.number)
 
     def expect(self, peer: int, group: int) -> None:
         """Let the current stream wait for a peer's data of a group of heads."""
         self.memory.wait(flag_of(group, peer), self.number, peer)
+        self.memory.compare(peer, self.number, self.label)
 
 
 class GpuMemory(PeerMemory):
@@ -161,11 +174,11 @@ class GpuMemory(PeerMemory):
         dist.barrier(self.ranks.group)
         return own, [int(address) for address in self._handle.buffer_ptrs]
 
-    def exchange(self) -> Exchange:
+    def exchange(self, label: int = 0) -> Exchange:
         if torch.cuda.is_current_stream_capturing():
             raise NotImplementedError("transport 'copies' cannot be captured in a CUDA graph; take 'messages'")
         launch.make_current()
-        return super().exchange()
+        return super().exchange(label)
 
     def watch(self) -> None:
         self._watch.see(self.device)
@@ -252,6 +265,10 @@ class FileMemory(PeerMemory):
         self._all = torch.frombuffer(self._map, dtype=torch.uint8)
         self.own = self._of(ranks.rank)
 
+    def exchange(self, label: int = 0) -> Exchange:
+        check_in_step(self.ranks)
+        return super().exchange(label)
+
     def _of(self, rank: int) -> torch.Tensor:
         return self._all[rank * self._bytes : (rank + 1) * self._bytes]
 
@@ -261,6 +278,13 @@ class FileMemory(PeerMemory):
 
     def write(self, peer: int, flag: int, value: int) -> None:
         self._of(peer)[4 * flag : 4 * flag + 4].view(torch.int32)[0] = value
+
+    def sign(self, peer: int, number: int, label: int) -> None:
+        self.write(peer, label_place(number, self.ranks.rank), label)
+
+    def compare(self, peer: int, number: int, label: int) -> None:
+        place = 4 * label_place(number, peer)
+        check_label(self.ranks, peer, int(self.own[place : place + 4].view(torch.int32)), label)
 
     def wait(self, flag: int, value: int, peer: int) -> None:
         place = self.own[4 * flag : 4 * flag + 4].view(torch.int32)

@@ -36,8 +36,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class _Ring:
     """The steps of a call: at step t, rank r has the shard of rank r − t (modulo the number of ranks)."""
 
-    def __init__(self, task: Task, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.task, self.ranks = task, task.ranks
+    def __init__(self, task: Task, k: torch.Tensor, v: torch.Tensor, backward: bool = False) -> None:
+        self.task, self.ranks, self.backward = task, task.ranks, backward
         self.hops = ring_hops(task.division)
         self.steps = max(self.hops) + 1
         self.like = k, v
@@ -67,7 +67,9 @@ class _Ring:
         if self.has(step + 1):
             received = self.empty(self.shard_at(step + 1))
             receives = [(self.before, t) for t in received]
-        return comm.start(self.ranks, sends, receives), received
+        return comm.start(
+            self.ranks, sends, receives, comm.label_of(self.task.call, "keys", self.backward, step)
+        ), received
 
     def return_grads(self, step: int, grads: Pair | None) -> tuple[Pending, Pair | None, Pair | None]:
         """Send the gradients of this step's shard to the next rank, or to its owner when no later rank adds to them.
@@ -92,7 +94,8 @@ class _Ring:
         if step and self.hops[self.ranks.rank] == step:
             home = self.empty(self.ranks.rank, wide)
             receives += [((self.ranks.rank + step) % self.ranks.size, t) for t in home]
-        return comm.start(self.ranks, sends, receives), following, home
+        label = comm.label_of(self.task.call, "gradients", step)
+        return comm.start(self.ranks, sends, receives, label), following, home
 
     def calls(self, step: int, q: torch.Tensor, modifiers: Modifiers) -> Calls:
         packable, positional = q.shape[0] == 1, modifiers.positional
@@ -128,7 +131,7 @@ class RingAttention(torch.autograd.Function):
         task, given = ctx.task, Modifiers(*modifiers)
         flow = Flow(out, lse, torch.zeros_like(out) if do is None else do, dlse)
         wide = compute_dtype(q.dtype)
-        ring, dq = _Ring(task, k, v), torch.zeros_like(q, dtype=wide)
+        ring, dq = _Ring(task, k, v, backward=True), torch.zeros_like(q, dtype=wide)
         d_scale = None if given.factor is None else torch.zeros_like(given.factor)
         held: Pair | None = (k.contiguous(), v.contiguous())
         coming: tuple[Pending, Pair | None] = Pending(()), None

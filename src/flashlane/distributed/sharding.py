@@ -153,7 +153,7 @@ class _Join(torch.autograd.Function):
         parts[ranks.rank].copy_(x)
         others = [peer for peer in range(ranks.size) if peer != ranks.rank]
         sends: list[Message] = [(peer, x) for peer in others]
-        comm.start(ranks, sends, [(peer, parts[peer]) for peer in others]).wait()
+        comm.start(ranks, sends, [(peer, parts[peer]) for peer in others], comm.label_of("tokens", sizes)).wait()
         return found
 
     @staticmethod
@@ -164,7 +164,8 @@ class _Join(torch.autograd.Function):
         own = parts[ranks.rank]
         found = [own if peer == ranks.rank else torch.empty_like(own) for peer in range(ranks.size)]
         others = [peer for peer in range(ranks.size) if peer != ranks.rank]
-        comm.start(ranks, [(peer, parts[peer]) for peer in others], [(peer, found[peer]) for peer in others]).wait()
+        sends, receives = ([(peer, each[peer]) for peer in others] for each in (parts, found))
+        comm.start(ranks, sends, receives, comm.label_of("gradients of tokens", sizes)).wait()
         total = torch.zeros_like(own, dtype=compute_dtype(own.dtype)) if own.is_floating_point() else None
         for part in found:
             total = total + part

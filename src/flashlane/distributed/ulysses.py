@@ -74,6 +74,8 @@ class Exchange:
     heads: Heads
     group: int
     """The index of this group of ranks among the ranks that exchange keys."""
+    call: int = 0
+    """As :attr:`flashlane.distributed.gather.Task.call`."""
 
     def rows(self, member: int) -> int:
         """The number of tokens in the shard of one rank of the group."""
@@ -100,7 +102,7 @@ class Exchange:
             ]
             for peer in range(self.ranks.size)
         ]
-        found = self._swap(messages, shapes)
+        found = self._swap(messages, shapes, "to heads", kinds)
         order = shard_order(self.division, self.group).to(tensors[0].device)
         return [torch.cat(parts, dim=1).index_select(1, order) for parts in zip(*found, strict=True)]
 
@@ -121,14 +123,19 @@ class Exchange:
             ]
             for peer in range(self.ranks.size)
         ]
-        return self._swap(messages, shapes)
+        return self._swap(messages, shapes, "to tokens", kinds)
 
     def _heads_of(self, peer: int, tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> list[torch.Tensor]:
         ranges = [getattr(self.heads, kind)(peer) for kind in kinds]
         return [t[:, :, each.start : each.stop] for t, each in zip(tensors, ranges, strict=True)]
 
-    def _swap(self, messages: list[torch.Tensor], shapes: list[list[tuple[int, ...]]]) -> list[list[torch.Tensor]]:
-        """Send each rank its message, and divide each received message into tensors of the given shapes."""
+    def _swap(
+        self, messages: list[torch.Tensor], shapes: list[list[tuple[int, ...]]], *part: object
+    ) -> list[list[torch.Tensor]]:
+        """Send each rank its message, and divide each received message into tensors of the given shapes.
+
+        ``part`` says which exchange of the call this is.
+        """
         rank = self.ranks.rank
         sizes = [[_count(shape) for shape in each] for each in shapes]
         received = [
@@ -138,7 +145,7 @@ class Exchange:
         others: list[int] = [peer for peer in range(self.ranks.size) if peer != rank]
         sends: list[Message] = [(peer, messages[peer]) for peer in others]
         receives: list[Message] = [(peer, received[peer]) for peer in others]
-        comm.start(self.ranks, sends, receives).wait()
+        comm.start(self.ranks, sends, receives, comm.label_of(self.call, part)).wait()
         return [
             [part.view(shape) for part, shape in zip(t.split(size), shape_list, strict=True)]
             for t, size, shape_list in zip(received, sizes, shapes, strict=True)
