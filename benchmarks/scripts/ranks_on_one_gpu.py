@@ -15,6 +15,7 @@ import contextlib
 import faulthandler
 import itertools
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -53,6 +54,9 @@ from flashlane.inspect.prebuild import sources_of
 from flashlane.jit import KernelSource, launch
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 
+# Ranks wait for each other on streams, three a rank. Streams that share a queue wait for each other, too, and by default
+# a process has eight queues.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 HERE = torch.device("cuda", 0)
 SECONDS = 10.0
 """That a kernel waits for a piece, and that a process waits for another."""

@@ -204,31 +204,46 @@ class GpuMemory(PeerMemory):
 
 
 class _Watch:
-    """A thread that ends the process if an exchange takes longer than the timeout."""
+    """A thread that ends the process if an exchange takes longer than the timeout.
+
+    In each second the first exchange gets an event of its own. The further ones share one, which the last of them
+    records, so that the last exchange is watched even if the host makes no more calls.
+    """
 
     def __init__(self, timeout: float, lost: torch.Tensor) -> None:
         self.timeout, self.lost = timeout, lost
         self.open: collections.deque[tuple[float, torch.cuda.Event]] = collections.deque()
+        self.latest: tuple[float, torch.cuda.Event] | None = None
         self.last = 0.0
         threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name="flashlane-peers").start()
 
     def see(self, device: torch.device) -> None:
-        """Watch the work that is already on the current stream; about one call in a second is watched."""
+        """Watch the work that is already on the current stream."""
         now = time.monotonic()
+        event = self.latest[1] if self.latest else torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
         if now - self.last > 1:
-            self.last = now
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
+            self.last, self.latest = now, None
             self.open.append((now, event))
+        else:
+            self.latest = now, event
+
+    def who_is_late(self) -> str | None:
+        """The rank that did not answer within the timeout, as far as it is known; None while all do."""
+        now, latest = time.monotonic(), self.latest
+        if latest is not None and now - latest[0] > 1:  # the host has made no call since
+            self.latest = None
+            self.open.append(latest)
+        who = lost_sender(int(self.lost))
+        while who is None and self.open and self.open[0][1].query():
+            self.open.popleft()
+        late = self.open and now - self.open[0][0] > self.timeout
+        return who or ("a rank" if late else None)
 
 
 def _watch(reference: weakref.ref[_Watch]) -> None:
     while (watch := reference()) is not None:
-        who = lost_sender(int(watch.lost))
-        while who is None and watch.open and watch.open[0][1].query():
-            watch.open.popleft()
-        if who is None and watch.open and time.monotonic() - watch.open[0][0] > watch.timeout:
-            who = "a rank"
+        who = watch.who_is_late()
         if who is not None:
             print(
                 f"flashlane: {who} did not answer within {watch.timeout:g} s, the group's timeout; this ends",

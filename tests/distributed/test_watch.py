@@ -1,0 +1,74 @@
+"""A rank is lost while a GPU waits for its flag: the thread that watches knows, whichever call it was."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashlane.distributed import peer_memory
+from flashlane.distributed.peer_memory import MOST_RANKS
+
+HERE = torch.device("cuda", 0)
+
+
+class Stream:
+    """So many pieces of work have been enqueued, and so many are done."""
+
+    enqueued = done = 0
+
+
+class Event:
+    def record(self, stream: type[Stream]) -> None:
+        self.after = stream.enqueued
+
+    def query(self) -> bool:
+        return Stream.done >= self.after
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    found = SimpleNamespace(now=100.0)
+    Stream.enqueued = Stream.done = 0
+    monkeypatch.setattr(peer_memory.time, "monotonic", lambda: found.now)
+    monkeypatch.setattr(peer_memory.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    return found
+
+
+def test_the_last_call_of_a_second_is_watched_though_the_host_makes_no_more(clock: SimpleNamespace) -> None:
+    watch = peer_memory._Watch(10.0, torch.zeros(1, dtype=torch.int32))
+    for _ in range(3):  # within a second; the third never ends
+        Stream.enqueued += 1
+        watch.see(HERE)
+        clock.now += 0.1
+    Stream.done = 2
+    known = []
+    for _ in range(24):
+        clock.now += 0.5
+        known.append(watch.who_is_late())
+    assert known[17] is None and known[-1] == "a rank"
+
+
+def test_calls_that_go_on_are_not_late(clock: SimpleNamespace) -> None:
+    """The host is ahead of the GPU all the time, for longer than the timeout."""
+    watch = peer_memory._Watch(10.0, torch.zeros(1, dtype=torch.int32))
+    for step in range(400):
+        Stream.enqueued += 1
+        watch.see(HERE)
+        Stream.done = max(0, step - 50)
+        clock.now += 0.1
+        assert watch.who_is_late() is None
+    Stream.done = Stream.enqueued
+    clock.now += 100
+    assert watch.who_is_late() is None and not watch.open and watch.latest is None
+
+
+def test_the_kernel_that_gave_up_names_the_rank(clock: SimpleNamespace) -> None:
+    lost = torch.zeros(1, dtype=torch.int32)
+    watch = peer_memory._Watch(10.0, lost)
+    assert watch.who_is_late() is None
+    lost[0] = 5 * MOST_RANKS + 3 + 1
+    assert watch.who_is_late() == "rank 3"
