@@ -54,8 +54,8 @@ from flashlane.inspect.prebuild import sources_of
 from flashlane.jit import KernelSource, launch
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 
-# Ranks wait for each other on streams, three a rank. Streams that share a queue wait for each other, too, and by default
-# a process has eight queues.
+# Ranks wait for each other on streams, three a rank. Streams that share a queue wait for each other, too, and a process
+# has eight queues by default.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 HERE = torch.device("cuda", 0)
 SECONDS = 10.0

@@ -164,8 +164,8 @@ def _end_on_another_stream(self: Exchange) -> None:
     recorder.lane = outer
 
 
-def _in_one_half(self: Exchange, memory: RecordedMemory, number: int) -> None:
-    self.memory, self.number, self._start = memory, number, 8192
+def _in_one_half(self: Exchange, memory: RecordedMemory, number: int, label: int) -> None:
+    self.memory, self.number, self.label, self._start = memory, number, label, 8192
 
 
 def test_streams_that_wait_for_each_other_are_found() -> None:

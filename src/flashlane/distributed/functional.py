@@ -104,7 +104,7 @@ def context_parallel_attn_func(
         seqlen: tokens of the whole sequence; needed where the ranks have different numbers of rows.
         heads_k_stride: for "allgather", the number of KV heads that are fetched at once; the next ones are fetched
             while these are computed. A tuple gives the number for each group, the last one for all further groups. By
-            default "messages" fetch all heads at once, and "copies" use :func:`stride_by_copies`.
+            default "messages" fetch all heads at once, and "copies" use :func:`default_strides`.
         transport: how "allgather" moves data: "messages" of the process group; or "copies" into the memory of the other
             ranks, which must be on one host; on GPUs copies use no SM. The loss of a rank then ends the others.
         kernel: the tag of the kernel that computes each block, or None to let the dispatcher choose.
@@ -462,12 +462,27 @@ def head_bounds(stride: int | tuple[int, ...] | None, heads: int) -> tuple[int, 
 
 
 def stride_by_copies(heads: int) -> tuple[int | tuple[int, ...] | None, int | tuple[int, ...] | None]:
-    """The default ``heads_k_stride`` of transport "copies", for a forward and for a backward.
+    """``heads_k_stride`` of transport "copies" for a forward and for a backward, of calls with much to compute.
 
     The first keys that arrive and the last gradients that return overlap no computation, so those groups are small.
     """
     few = max(1, heads // 8)
     return ((few, heads), (few, heads - 2 * few, few)) if heads >= 4 else (None, None)
+
+
+SMALLEST_GROUP = 48 * 1024
+"""The fewest heads times tokens of the smallest group of a backward by default. With two thirds of them, small launches
+cost more than it saves that gradients return meanwhile: see notebook 0019."""
+
+
+def default_strides(
+    heads: int, kv_heads: int, tokens: int
+) -> tuple[int | tuple[int, ...] | None, int | tuple[int, ...] | None]:
+    """:func:`stride_by_copies`, but with all heads at once in a backward whose smallest group would have too little to
+    compute. ``tokens`` are those of the whole call."""
+    forward, backward = stride_by_copies(kv_heads)
+    smallest = backward[0] * (heads // kv_heads) * tokens if isinstance(backward, tuple) else 0
+    return forward, backward if smallest >= SMALLEST_GROUP else None
 
 
 class _Call:
@@ -492,7 +507,8 @@ class _Call:
         bounds: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         if method in ("allgather", "ring"):
             stride = asked["heads_k_stride"]
-            strides = stride_by_copies(kv_heads) if stride is None and copies else (stride, stride)
+            chosen = stride is None and copies
+            strides = default_strides(heads, kv_heads, sum(division.lengths)) if chosen else (stride, stride)
             one = inputs.q.dim() == 3 or inputs.q.shape[0] == 1
             pieces = POLLED and copies and stride is None and one and not modified and in_pieces(division)
             if pieces:
