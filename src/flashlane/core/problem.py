@@ -443,7 +443,7 @@ _KINDS: dict[Any, tuple[type, ...]] = {
     Alignment: (str,),
     tuple[int, int] | torch.Tensor: (tuple,),
 }
-"""By the type of a field of :class:`Asked`: the exact types of values that can be part of a key."""
+"""The exact types of values that can be part of a key, by the type of a field of :class:`Asked`."""
 _PLAIN = set(product(*(_KINDS[hint] for hint in get_type_hints(Asked).values())))
 _WINDOW = Asked._fields.index("window_size")
 _LENGTHS = tuple(name for name in ARGUMENTS if name not in TENSORS)

@@ -16,7 +16,7 @@ from flashlane.flex.trace import Traced, trace
 MOST_TRACED = 1024
 """The number of traced functions that are kept; the table is cleared when it is full."""
 _traced: dict[Hashable, tuple[Traced, tuple[int, ...]]] = {}
-"""By fingerprint: the translation without its tensors, and their positions among the fingerprint's tensors."""
+"""The translation of each fingerprint, without its tensors, and their positions among the fingerprint's tensors."""
 
 
 def traced(

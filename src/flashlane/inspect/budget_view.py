@@ -37,7 +37,7 @@ class Budget:
     """CTAs that an SM would hold if only registers, shared memory or threads counted."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields as JSON has them."""
         usage = asdict(self.usage)
         for name in ("instructions", "seconds", "cached"):
             del usage[name]

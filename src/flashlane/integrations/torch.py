@@ -117,7 +117,7 @@ class Handle:
     def __init__(self, key: str = "CUDA") -> None:
         self.library = torch.library.Library("aten", "IMPL", key)
         self.before: dict[str, Any] = {}
-        """By operator, the kernel that it had."""
+        """The kernel that each operator had."""
         for name, implementation in OPERATORS.items():
             if not hasattr(torch.ops.aten, name):
                 continue

@@ -129,7 +129,7 @@ class ParamsBlock:
         self._movers, self._at, self._operands, self._point = tuple(movers.items()), at, operands, point
         self._pointers: dict[tuple[str, ...], Callable[[Sequence[int]], None]] = {}
         self._names: tuple[str, ...] = ()
-        """Those that were set last, and what sets them: most blocks are given the same ones at every call."""
+        """The names of the pointers that were set last; most calls of a block set the same ones."""
         self._set = _set_none
 
     def _enqueue_all(self, stream: int) -> None:

@@ -21,7 +21,7 @@ from flashlane.lessons.gemm import OPERANDS, PRECISIONS
 from flashlane.lessons.launch import ELEMENTS, check_choice, run, source_of
 
 FLOPS = 2 * 16 * 8 * 16
-"""Of one product."""
+"""Operations of one product."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ CONFIGS = {
     config.warps: config
     for config in (CeilingConfig(4, 4, 8), CeilingConfig(8, 4, 8), CeilingConfig(12, 2, 8), CeilingConfig(16, 2, 8))
 }
-"""By warps of an SM. Four and eight multiply the 64×64 tiles of HGEMM; more leave fewer registers to each."""
+"""The configurations by warps of an SM. Four and eight multiply HGEMM's 64×64 tiles; more have fewer registers each."""
 
 
 class CeilingParams(ctypes.Structure):

@@ -41,7 +41,7 @@ class Item:
     verify: Callable[[], str | None]
     """None, or what is wrong with the result."""
     flops: float | None = None
-    """Of one call, where it differs from the group's."""
+    """Operations of one call, where they differ from the group's."""
 
     def context(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -56,7 +56,7 @@ class Group:
     name: str
     items: tuple[Item, ...]
     flops: float = 0.0
-    """Of one call; 0 where memory is the ceiling."""
+    """Operations of one call; 0 where memory is the ceiling."""
     bytes: float = 0.0
     """Input read once and output written once."""
 

@@ -106,7 +106,7 @@ CONFIGS: dict[str, HgemmConfig] = {
         HgemmConfig(128, 128, 64, 2, 2, stages=3, min_blocks=2),
     )
 }
-"""By name; all are compiled, checked and timed, and :data:`PREFERENCE` picks among them."""
+"""The configurations by name. All are compiled, checked and timed; :data:`PREFERENCE` picks among them."""
 
 PREFERENCE: dict[str, tuple[str, ...]] = {
     "f32": ("256x128x64 4x2 s4", "128x256x32 2x4 s4"),

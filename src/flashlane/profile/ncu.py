@@ -87,7 +87,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("registers a thread", "launch__registers_per_thread", ""),
 )
 SCALE = {"µs": 1e-3, "MB": 1e-6}
-"""From ncu's base units (ns, bytes)."""
+"""Factors of units from ncu's base units (ns, bytes)."""
 UNITS: dict[str, str] = {
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "device memory",
     "lts__throughput.avg.pct_of_peak_sustained_elapsed": "the L2 cache",

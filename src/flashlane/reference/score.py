@@ -24,7 +24,7 @@ class Scores(NamedTuple):
     factor: torch.Tensor | None = None
     """The head's logit scale, by which the scaled products were multiplied."""
     derivative: torch.Tensor | None = None
-    """Of the scores by these; None: 1."""
+    """The derivative of the scores by the scaled products; None: 1."""
 
 
 def scores_of(

@@ -31,9 +31,9 @@ class Candidate:
     """One configuration of the kernel that runs a problem."""
 
     name: str
-    """Of the configuration, on one line."""
+    """The configuration on one line."""
     chosen: bool
-    """Whether the problem runs so, now."""
+    """Whether the problem runs with it now."""
     contender: Any
 
 

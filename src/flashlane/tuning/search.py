@@ -94,7 +94,7 @@ class Trial:
     problem: str
     tag: str
     config: str
-    """On one line."""
+    """The configuration on one line."""
     status: str = OK
     message: str = ""
     timing: Timing | None = None

@@ -75,7 +75,7 @@ class Tuned:
     source: str
     """The device file."""
     digest: str
-    """Of the device file and the headers, when it was timed."""
+    """The digest of the device file and the headers when it was timed."""
     date: str
     versions: dict[str, Any]
 

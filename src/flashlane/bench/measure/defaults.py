@@ -7,6 +7,6 @@ PAGE = 64
 TIMEOUT = 120.0
 """Seconds without a report after which the bench ends a worker process."""
 FLOOR_PERCENT, ALPHA = 2.0, 0.01
-"""Of ``flashlane regress``: the change that counts as none, and the chance of any false alarm among all cells."""
+"""The change that ``flashlane regress`` counts as none, and the chance of any false alarm among all cells."""
 NOT_WRITTEN, INTERRUPTED = 3, 130
 """Exit statuses: something could not be written where it should be; the user stopped it."""

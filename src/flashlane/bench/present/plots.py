@@ -115,7 +115,7 @@ class Lines:
     value: Callable[[Point], float]
     finish: Callable[[Axes, list[Point], Theme], object]
     tags: tuple[str, ...]
-    """Those drawn, kernels first."""
+    """The tags that are drawn, kernels first."""
     kernels: tuple[int, int]
     """How many kernels are drawn, of how many."""
     panels: dict[str, list[Point]]

@@ -47,7 +47,7 @@ class Verdict:
     """What the duels of some problems come to."""
 
     problems: int
-    """Those with a kernel and a peer."""
+    """The number of problems that a kernel and a peer ran."""
     ahead: int
     mean: float
     """Geometric mean of the ratios."""

@@ -29,7 +29,7 @@ MAX_TILE_ROWS = 64
 """The most rows of an output tile; more rows are several tiles, each of which reads K and V."""
 Shapes = tuple[Shape, ...]
 Workload = Literal["few", "many", "uneven"]
-"""At most as many output tiles as SMs; more of them; several sequences whose lengths only the device knows."""
+"""There are at most as many output tiles as SMs; there are more; or only the device knows the sequences' lengths."""
 Table = tuple[tuple[int, tuple[tuple[int, dict[Workload, Shapes]], ...]], ...]
 """(largest head dim, ((largest number of rows, shapes by workload), …)), the preferred shape first."""
 

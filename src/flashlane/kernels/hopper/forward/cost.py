@@ -70,7 +70,7 @@ def shape_of(config: HopperConfig) -> TileShape:
 
 
 def coefficients_of(config: HopperConfig) -> Coefficients:
-    """Those of the configuration's shape in the class of its head dims, in proportion to its products."""
+    """The coefficients of the configuration's shape in the class of its head dims, in proportion to its products."""
     return _coefficients_of(config.head_dim, config.columns_v, shape_of(config))
 
 
