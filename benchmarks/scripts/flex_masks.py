@@ -37,6 +37,8 @@ from support import flex_oracle, program_kernel
 from support.programs import SIZES, by_torch, draw
 
 PARTS = ("programs", "attention", "masks", "speed")
+MOST_OF_F32 = 1e-3
+"""Largest error of a drawn function in f32 against f64, by its largest value, unless torch's is half of it."""
 TOGETHER = 8
 """Drawn programs of one kernel."""
 LARGEST_ERROR = 2e-2
@@ -55,6 +57,7 @@ def check_programs(count: int, seconds: float, processes: int) -> dict[str, Any]
     return {
         "programs": sum(part["programs"] for part in found),
         "failures": [failure for part in found for failure in part["failures"]],
+        "ill_conditioned": [seed for part in found for seed in part["ill_conditioned"]],
         "worst_error": max(part["worst_error"] for part in found),
     }
 
@@ -62,7 +65,7 @@ def check_programs(count: int, seconds: float, processes: int) -> dict[str, Any]
 def _check_some(seeds: Sequence[int], until: float) -> dict[str, Any]:
     """:func:`check_programs` of some seeds, in one process."""
     torch.set_num_threads(1)
-    worst, failures, done = 0.0, [], 0
+    worst, failures, ill_conditioned, done = 0.0, [], [], 0
     for first in range(0, len(seeds), TOGETHER):
         if time.time() > until:
             break
@@ -76,11 +79,26 @@ def _check_some(seeds: Sequence[int], until: float) -> dict[str, Any]:
         for (seed, score, mask, (_, _, scores)), found in zip(drawn, results, strict=True):
             error = _error_of(seed, score, mask, scores, found)
             done += 1
-            if error is None or error > 1e-3:
+            if error is not None and error > MOST_OF_F32:
+                own = _error_of(seed, score, mask, scores, _in_f32(seed, score, mask, scores))
+                if own is not None and error <= 2 * own:
+                    ill_conditioned.append(seed)
+                    continue
+            if error is None or error > MOST_OF_F32:
                 failures.append({"seed": seed, "error": error, "score": score.text, "mask": mask.text})
             else:
                 worst = max(worst, error)
-    return {"programs": done, "failures": failures, "worst_error": worst}
+    return {"programs": done, "failures": failures, "ill_conditioned": ill_conditioned, "worst_error": worst}
+
+
+def _in_f32(seed: int, score: Any, mask: Any, scores: torch.Tensor) -> program_kernel.Found:
+    """The drawn functions by torch in f32 on the CPU: what f32 makes of them is no defect of a kernel."""
+    functions = by_torch(seed, score, mask, torch.float32)
+    leaf = scores.cpu().requires_grad_()
+    values = flex_oracle.mapped(functions[0], leaf, SIZES)
+    slope = torch.autograd.grad(values.sum(), leaf, allow_unused=True)[0] if values.requires_grad else None
+    visible = flex_oracle.mapped(functions[1], None, SIZES)
+    return values.detach(), torch.zeros_like(leaf) if slope is None else slope, visible
 
 
 def _error_of(seed: int, score: Any, mask: Any, scores: torch.Tensor, found: program_kernel.Found) -> float | None:

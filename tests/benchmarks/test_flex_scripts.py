@@ -150,3 +150,26 @@ def test_lists_by_hand_have_a_function_for_flash(speed: ModuleType) -> None:
     made = speed.with_function(mask)
     assert made.mask_mod is speed.every_pair and mask.mask_mod is not speed.every_pair
     assert made.full_kv_indices is mask.full_kv_indices and bool(made.mask_mod(0, 0, torch.tensor(3), 0))
+
+
+def test_what_f32_makes_of_a_drawn_function_is_no_failure(
+    masks_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seed 2418 divides by a difference that is nearly 0, and takes a sine of it: torch in f32 is as wrong."""
+    found = []
+
+    def kernels(*given):
+        scores = given[0][-1]
+        score, mask = (masks_script.draw(2418, kind, "cpu", torch.float32) for kind in ("score_mod", "mask_mod"))
+        values, slope, visible = masks_script._in_f32(2418, score, mask, scores)
+        return [(values + found[-1], slope, visible)]
+
+    drawn = masks_script.draw
+    monkeypatch.setattr(masks_script, "draw", lambda seed, kind, device, dtype: drawn(seed, kind, "cpu", dtype))
+    monkeypatch.setattr(masks_script, "bind", lambda *_: (None, None))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda t: t)
+    monkeypatch.setattr(masks_script.program_kernel, "on_gpu", kernels)
+    for wrong, failures in ((0.0, 0), (0.1, 1)):
+        found.append(wrong)
+        result = masks_script._check_some([2418], float("inf"))
+        assert (len(result["failures"]), result["ill_conditioned"]) == (failures, [] if failures else [2418])

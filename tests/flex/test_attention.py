@@ -449,3 +449,16 @@ def test_documents_whose_tensor_changes_are_lists_again(kernels: Kernels) -> Non
     flashlane.flex_attention(*tensors, None, mask)
     lists = [given for name, given in kernels.called if name == "forward"]
     assert [given is None for given in lists] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "order", [(0, 1, 2, 3), (2, 0, 1, 3), (1, 2, 3, 0)], ids=["by head", "rows first", "columns first"]
+)
+def test_the_output_lies_as_the_query_does(order: tuple[int, ...]) -> None:
+    """As with torch's compiled function; rows are contiguous in any case."""
+    shape = 2, 3, 12, 16
+    q = torch.randn([shape[axis] for axis in order]).permute(*(order.index(axis) for axis in range(4)))
+    out = flashlane.flex_attention(q, q, q)
+    assert out.stride(3) == 1
+    assert sorted(range(3), key=out.stride) == sorted(range(3), key=q.stride)
+    torch.testing.assert_close(out, flashlane.flex_attention(*(q.contiguous() for _ in range(3))))

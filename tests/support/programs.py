@@ -25,11 +25,13 @@ class Drawn:
         return self.text
 
 
-def by_torch(seed: int, score: Drawn, mask: Drawn) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A drawn score and mask of f32 tensors once more, over f64 tensors with the same values on the CPU."""
+def by_torch(
+    seed: int, score: Drawn, mask: Drawn, dtype: torch.dtype = torch.float64
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A drawn score and mask of f32 tensors once more, over tensors of ``dtype`` with the same values on the CPU."""
     functions = []
     for drawn, kind in ((score, "score_mod"), (mask, "mask_mod")):
-        again = draw(seed, kind)
+        again = draw(seed, kind, "cpu", dtype)
         for name, t in again.captured.items():
             t.copy_(drawn.captured[name])
         functions.append(again.function)

@@ -17,6 +17,7 @@ from flashlane.flex import derivative
 from flashlane.flex.blocks import states
 from flashlane.flex.evaluate import evaluate
 from flashlane.flex.expression import Expression, input
+from flashlane.flex.layout import empty_in_order
 from flashlane.flex.program import Arguments, Program
 
 TILE = 1 << 21
@@ -121,7 +122,7 @@ def forward(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     The latter two are f32, or f64 where q is. A row that sees no key has output 0, and −inf as LSE and largest score.
     """
     q, v = problem.q, problem.v
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    out = empty_in_order(q, v.shape[3]).zero_()
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=problem.work)
     largest = lse.clone()
     for tile in problem.tiles():

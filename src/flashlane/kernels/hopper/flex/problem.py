@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from flashlane.core.problem import DTYPE_NAMES, AttentionProblem
+from flashlane.flex.layout import empty_in_order
 from flashlane.jit import tensormap
 from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.hopper.arch import ARCH
@@ -76,7 +77,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.stride(-1) == 1 and not any(step % unit or step <= 0 for step in steps)
     if plain and not tensor.data_ptr() % tensormap.ALIGNMENT:
         return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return empty_in_order(tensor, tensor.shape[-1]).copy_(tensor)
 
 
 def _mask_refusal(mask: BlockMask, q_shape: torch.Size, k_shape: torch.Size) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flashlane.core.problem import AttentionProblem
+from flashlane.flex.layout import empty_in_order
 from flashlane.jit import launch, shared_limit
 from flashlane.kernels.hopper.arch import ARCH, L2_BYTES, SMS
 from flashlane.kernels.hopper.flex.masks import forward_lists, unit_mask
@@ -103,7 +104,7 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """:func:`~flashlane.kernels.hopper.flex.forward` of ``(b, s, h, d)`` tensors that TMA can read."""
     problem = problem_of(q, k, v, scale, window)
-    out = empty_like(q, v.shape[-1])
+    out = empty_in_order(q, v.shape[-1])
     lse = torch.empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32, device=q.device)
     if not q.numel() or not k.numel():
         return out.zero_(), lse.fill_(-torch.inf)
@@ -130,10 +131,3 @@ def run(
     with launch.on_device(plan.device):
         plan.launch(q, k, v, out, lse, (q.data_ptr(), k.data_ptr(), v.data_ptr()), complete=complete)
     return out, lse
-
-
-def empty_like(q: torch.Tensor, columns: int) -> torch.Tensor:
-    """Memory for ``(b, sq, h, columns)``, with the axes of batch, row and head in the order in which q has them."""
-    order = sorted(range(3), key=lambda axis: (q.stride(axis), q.shape[axis] == 1), reverse=True)
-    memory = torch.empty([*(q.shape[axis] for axis in order), columns], dtype=q.dtype, device=q.device)
-    return memory.permute(*(order.index(axis) for axis in range(3)), 3)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.flex.layout import empty_in_order
 from flashlane.flex.packed import Documents
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward.kernel import hopper_backward
-from flashlane.kernels.hopper.flex.run_forward import empty_like
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 
 
@@ -16,7 +16,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`~flashlane.kernels.hopper.flex.forward` of one batch row ``(1, s, h, d)`` of packed documents."""
-    out = empty_like(q, v.shape[-1])
+    out = empty_in_order(q, v.shape[-1])
     lse = torch.empty((1, q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     KERNEL.forward(_problem(q, k, v, documents, scale), _inputs(q, k, v, documents), out[0], lse[0])
     return out, lse
