@@ -193,13 +193,12 @@ def test_tensors_of_more_than_2_to_the_31_elements() -> None:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("longest", ["as it is", "too short"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 192, 256])
 def test_rows_of_no_sequence_have_no_gradient(
-    head_dim: int, deterministic: bool, longest: str, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In memory that held NaN: after the last sequence, past the longest, and where there are no keys or queries."""
+    """In memory that held NaN: rows after the last sequence, and those of sequences without keys or queries."""
     lengths = {"q": (300, 0, 17, 129, 1), "k": (200, 70, 0, 333, 5)}
     tail, heads, group = {"q": 75, "k": 500}, 6, 3
     cus = {side: [0, *itertools.accumulate(found)] for side, found in lengths.items()}
@@ -211,9 +210,6 @@ def test_rows_of_no_sequence_have_no_gradient(
     )  # fmt: skip
     problem = AttentionProblem.from_inputs(inputs, causal=True, deterministic=deterministic)
     what = forwarded(problem, inputs)
-    if longest == "too short":
-        inputs = replace(inputs, max_seqlen_q=256, max_seqlen_k=256)
-        problem = AttentionProblem.from_inputs(inputs, causal=True, deterministic=deterministic)
     allocate = PreparedBackward.allocate
     monkeypatch.setattr(PreparedBackward, "allocate", lambda *given: tuple(t.fill_(math.nan) for t in allocate(*given)))
     found = hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse)
