@@ -11,6 +11,7 @@ SOURCE = ROOT / "src" / "flashlane"
 PACKAGES = ("api", "core", "ops", "jit", "kernels", "reference", "flex", "distributed", "integrations", "tuning")
 NO_CACHES = {
     "core/explanation.py": "times that a caller gives",
+    "distributed/comm.py": "groups whose ranks made different calls",
     "core/registry.py": "the list of the caches that a change empties",
     "integrations/torch.py": "what was registered before, to be put back",
     "integrations/flash_attn/__init__.py": "module names that were taken, to be put back",
