@@ -128,6 +128,9 @@ def test_the_command_on_a_cpu(tmp_path, monkeypatch) -> None:
         (["--model", "one"], "--model"),
         (["--documents", "3,a"], "--documents is '3,a'"),
         (["--dtype", "bf16,f32"], "--dtype is 'bf16,f32'"),
+        (["--documents", "30,4", "--tokens", "8"], "--tokens is 8 and --documents 30,4; give one of them"),
+        (["--across", "0"], "--across is 0"),
+        (["--H", "0"], "--H is 0"),
     ],
 )
 def test_wrong_options_are_named(options: list[str], message: str, tmp_path) -> None:

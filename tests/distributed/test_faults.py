@@ -33,7 +33,10 @@ def attend_otherwise(changes: dict[int, dict[str, Any]], size: int) -> None:
         ({"causal": True}, "causal and window_size is"),
         ({"method": "ring"}, "method is"),
         ({"layout": "striped"}, "layout is"),
-        ({"rows": 5}, "seqlen is"),
+        (
+            {"rows": 5},
+            "seqlen is 12 on rank 0, 15 on rank 1, 12 on rank 2; it must be the same on all 3 ranks. It was not",
+        ),
         ({"softmax_scale": 0.5}, "softmax_scale is"),
         ({"kv_heads": 3}, "rank 1: ValueError: k has 3 heads and q has 4"),
         ({"dropout_p": 0.1}, "rank 1: NotImplementedError: dropout_p is 0.1"),

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from context_parallel_cases import square_mesh
 from rank_pool import RankPool, first_ranks
 
-from flashlane.distributed import shard_sequence, token_indices, unshard_sequence
+from flashlane.distributed import (
+    llama3_flash_attn_prepare_cu_seqlens,
+    shard_sequence,
+    token_indices,
+    unshard_sequence,
+)
 
 DOCUMENTS = [0, 5, 5, 22, 23, 41]
 
@@ -51,3 +60,48 @@ def test_a_wrong_length_drops_no_token(pool: RankPool) -> None:
     assert pool.run(wrong_shard, ranks=[0])[0].startswith(
         "x has 5 tokens along axis 1 on rank 0; layout 'zigzag' gives it 13"
     )
+
+
+@pytest.mark.parametrize(
+    "call, kind, message",
+    [
+        (lambda: unshard_sequence([1, 2]), TypeError, "x is a list; it must be a torch.Tensor"),
+        (lambda: unshard_sequence(torch.zeros(2, 3), 2), ValueError, "dim is 2; x has 2 axes"),
+        (lambda: shard_sequence(torch.zeros(2, 3), "1"), ValueError, "dim is '1'; x has 2 axes"),
+        (lambda: token_indices(4, rank=2, world_size=2), ValueError, "rank is 2 of world_size 2"),
+        (
+            lambda: llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 4]), True, 5, 2),
+            ValueError,
+            "rank is 5 of world_size 2",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call: Callable[[], object], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def test_whole_numbers_of_numpy_are_read() -> None:
+    where = {"rank": numpy.int64(1), "world_size": numpy.int32(2)}
+    expected = token_indices(9, rank=1, world_size=2)
+    assert torch.equal(token_indices(numpy.int64(9), **where), expected)
+    assert torch.equal(token_indices(cu_seqlens=numpy.array([0, 9]), **where), expected)
+    assert torch.equal(token_indices(cu_seqlens=[numpy.int64(0), numpy.int64(9)], **where), expected)
+
+
+def outside() -> str:
+    """The error on a rank that is not in the group."""
+    group = dist.new_group([1])
+    if dist.get_rank() == 1:
+        return ""
+    try:
+        unshard_sequence(torch.zeros(1, 5, 2), group=group)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+def test_a_rank_outside_of_the_group_is_told(pool: RankPool) -> None:
+    found = pool.run(outside)
+    assert found[1] == "" and all(each.startswith("group does not have this rank") for each in found[:1] + found[2:])

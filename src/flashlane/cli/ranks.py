@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -110,9 +111,13 @@ def ranks_command(
         raise ValueError(f"--ranks is {ranks} and this host has {torch.cuda.device_count()} GPUs: one a rank")
     given = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes = {name: defaults[name] if value is None else value for name, value in given.items()}
-    for name, value in sizes.items():
+    for name, value in zip(("--tokens", "--H", "--kv-heads", "--D"), sizes.values(), strict=True):
         if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if documents is not None and tokens is not None:
+        raise ValueError(f"--tokens is {tokens} and --documents {documents}; give one of them")
+    if not 0 < across < math.inf:
+        raise ValueError(f"--across is {across:g}; it must be a rate above 0 in GB/s")
     if sizes["heads"] % sizes["kv_heads"]:
         raise ValueError(f"--kv-heads is {sizes['kv_heads']} and --H {sizes['heads']}; it must divide it")
     if rounds < 1:

@@ -80,6 +80,8 @@ class Grid:
             raise ValueError(f"group is a DeviceMesh of {group.ndim} dimensions; it may have one or two")
         if group is None:
             group = dist.group.WORLD
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("group does not have this rank; every rank of the call must belong to it")
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 f"group is {kind_of(group)}; it must be a torch.distributed.ProcessGroup, a DeviceMesh or None"

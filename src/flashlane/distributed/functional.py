@@ -314,8 +314,13 @@ def _checked(
     except (TypeError, ValueError, NotImplementedError) as found:
         error = found
     device = inputs.q.device if isinstance(inputs.q, torch.Tensor) else torch.device("cpu")
-    for ranks in grid.groups:
-        agree(ranks, fields, device, error)
+    try:
+        for ranks in grid.groups:
+            agree(ranks, fields, device, error)
+    except ValueError as found:
+        if seqlen is None and str(found).startswith("seqlen is "):
+            raise ValueError(f"{found}. It was not given, and is then the rows of q times the ranks") from None
+        raise
     return _Call(grid, *call, inputs, asked, any(t is not None for t in modifiers), label_of(fields))
 
 
