@@ -38,6 +38,7 @@ from flashlane.kernels.hopper.backward.kernel import hopper_backward
 from flashlane.kernels.makespan import section_sizes
 from flashlane.kernels.mma.attention import source_of
 from flashlane.kernels.mma.cost import COMPARED as MMA_TAGS
+from flashlane.kernels.triton import backward_configs as backward_tables
 from flashlane.kernels.triton.attention import SMALLEST_SHARED
 from flashlane.kernels.triton.backward_configs import BackwardConfig, Tile
 from flashlane.kernels.triton.forward_configs import TritonConfig, describable
@@ -259,6 +260,12 @@ def backward_configs(base: BackwardConfig, problem: AttentionProblem, dtype: str
     for config in dict.fromkeys(found):
         if config != base and config.shared_memory(problem, precision) <= triton_limit(problem):
             yield config
+
+
+def timed_backward_configs(problem: AttentionProblem, dtype: str) -> Iterator[BackwardConfig]:
+    """The same of a problem with dense tensors, without any."""
+    limit, precision = triton_limit(problem), TRITON.precision_of(problem)
+    return backward_configs(backward_tables.pick(problem, precision, problem.aligned, limit), problem, dtype)
 
 
 def triton_backward_calls(shape: Shape, device: torch.device, checked: bool = True) -> Calls:

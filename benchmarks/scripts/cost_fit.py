@@ -28,7 +28,10 @@ R = TypeVar("R", bound=Row)
 
 
 def by_problem(rows: Sequence[R], errors: np.ndarray) -> list[list[tuple[float, R]]]:
-    """Of each problem its candidates, each with the logarithm of predicted over measured time."""
+    """Of each problem its candidates, each with the logarithm of predicted over measured time.
+
+    That is infinite for a candidate that the model does not compare; it may still have been the fastest.
+    """
     found: dict[int, list[tuple[float, R]]] = collections.defaultdict(list)
     for row, error in zip(rows, errors, strict=True):
         found[row.number].append((float(error), row))
@@ -39,13 +42,17 @@ def set_offsets(rows: Sequence[Row], errors: np.ndarray) -> None:
     """What the fastest candidates of a problem have in common."""
     for entries in by_problem(rows, errors):
         entries.sort(key=lambda entry: entry[1].microseconds)
-        offset = float(np.median([error for error, _ in entries[:6]]))
+        compared = [error for error, _ in entries if math.isfinite(error)]
+        offset = float(np.median(compared[:6])) if compared else 0.0
         for _, row in entries:
             row.offset = offset
 
 
 def regrets(rows: Sequence[R], errors: np.ndarray) -> list[tuple[float, R, R]]:
-    """Of each problem: the chosen time over the best, the chosen row and the best one; the worst first."""
+    """Of each problem: the chosen time over the best, the chosen row and the best one; the worst first.
+
+    Where nothing is compared, the first candidate is chosen, which is the table's.
+    """
     found = []
     for entries in by_problem(rows, errors):
         chosen = min(entries, key=lambda entry: entry[1].microseconds * math.exp(entry[0]))[1]
@@ -58,7 +65,8 @@ def told(title: str, rows: Sequence[R], errors: np.ndarray, worst: int = 0) -> d
     """Print and return the summary of a set of rows, and print the worst choices."""
     found = regrets(rows, errors)
     ratios = np.array([ratio for ratio, _, _ in found])
-    within = float(np.std(errors - np.array([row.offset for row in rows])))
+    finite = np.isfinite(errors)
+    within = float(np.std(errors[finite] - np.array([row.offset for row in rows])[finite]))
     summary = {
         "problems": len(found),
         "candidates": len(rows),

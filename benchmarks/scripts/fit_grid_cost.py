@@ -3,12 +3,12 @@
     PYTHONPATH=src python3 benchmarks/scripts/fit_grid_cost.py --family mma [--held-out 5] [--judge FILE]
         [--timings benchmarks/results/choices_mma.json] [--out src/flashlane/kernels/mma/cost.json]
 
-The timings are those of ``time_choices.py`` at fitting seeds; families are ``mma`` and ``triton_forward``. Each tile
-shape of a head dim has three coefficients (a tile, an n-block, a masked n-block); all share the time of a launch, and
-the shapes of a group what a CTA gains that has an SM for itself. Printed are the errors within problems and the regret:
-the chosen candidate's time over the fastest one's. With ``--held-out K`` each K-th part of the problems is left out in
-turn, and their regret is printed; with ``--judge`` the problems of another file are judged by the coefficients that
-were fitted.
+The timings are those of ``time_choices.py`` at fitting seeds; the families are those of :data:`PARTS`. Each tile shape
+of a head dim has four coefficients: a tile, an n-block, a masked n-block, and which part of a CTA's time the others on
+its SM do not lengthen. All share the time of a launch and that of combining splits. Printed are the errors within
+problems and the regret: the chosen candidate's time over the fastest one's. With ``--held-out K`` each K-th part of the
+problems is left out in turn, and their regret is printed; with ``--judge`` the problems of other files are judged by
+the coefficients that were fitted, and beside that what was chosen when they were timed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import json
 import math
 import random
 import re
+import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from choice_families import TRITON, forward_configs, mma_configs
+from choice_families import TRITON, forward_configs, mma_configs, timed_backward_configs
 from cost_fit import set_offsets, told
 from hopper_shapes import Shape, problem_of
-from scipy.optimize import least_squares
 
 from flashlane import jit
 from flashlane.bench.measure.results import write_atomically
@@ -37,22 +37,31 @@ from flashlane.jit import KernelSource
 from flashlane.kernels.grid_cost import SMS, Grid
 from flashlane.kernels.mma import cost as mma_cost
 from flashlane.kernels.tile_cost import Coefficients
+from flashlane.kernels.triton import backward_cost
 from flashlane.kernels.triton import cost as triton_cost
+from flashlane.kernels.triton.backward_configs import BackwardConfig
 
 ROOT = Path(__file__).parents[2]
 RATE = 300.0
 """TFLOP/s of products of half precision from which the fit begins."""
-FIRST = np.log([2.0, 1.0, 0.3])
-"""Of a tile, an n-block and a masked one over what the products alone take: where the fit begins."""
-STAY = np.array([0.08, 0.15, 0.1])
+FIRST = np.log([2.0, 1.0, 0.3, 0.4])
+"""Of a tile, an n-block and a masked one over what the products alone take, and what is fixed: where the fit begins."""
+STAY = np.array([0.08, 0.15, 0.1, 0.4])
 """How strongly each stays at what the same shape has at other head dims."""
-ALONE = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-LAUNCH = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+STEP = 0.02
+"""Of a coefficient's logarithm, with which it is found how a launch depends on it."""
+STEPS = 8
+"""Of Gauss and Newton in a round."""
+SOFT = 0.03
+"""Errors above this count less than by their squares."""
+FARTHEST = 0.7
+"""So far each logarithm may go in one round, as what it does to a launch was found where it was."""
+TRIED = {"launch": (1.0, 2.0, 3.0, 4.0), "combine": (2.0, 3.0, 4.0, 5.0, 6.0, 8.0)}
 """Values that are tried of what shapes share, with ``--search``."""
 NEAR = 1.05
 """A shape that nowhere took less than so many times the time of its kernel's fastest is not compared."""
-ALONE_START, LAUNCH_START = 0.6, 2.0
-"""Those that were best for mma and for Triton's forward."""
+START = {"launch": 2.0, "combine": 5.0}
+"""Microseconds of a launch, and of combining splits."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +70,16 @@ class Part:
 
     name: str
     """Of its tile shape, as a key of the data."""
-    group: str
-    """Whose ``alone`` it has."""
     grid: Grid
     resident: int
     unit: float
     """Microseconds of an n-block's products at :data:`RATE`, on an SM that holds ``resident`` CTAs."""
 
-    def time(self, values: np.ndarray, alone: float) -> float:
+    def time(self, values: np.ndarray) -> float:
         """Predicted microseconds, with coefficients in units of :attr:`unit`."""
-        return self.grid.time(Coefficients(*np.exp(values) * self.unit), SMS["sm_90a"], self.resident, alone)
+        tile, block, masked, fixed = np.exp(values).tolist()
+        one = Coefficients(tile * self.unit, block * self.unit, masked * self.unit)
+        return self.grid.time(one, SMS["sm_90a"], self.resident, min(1.0, fixed))
 
 
 @dataclass
@@ -86,6 +95,10 @@ class Timed:
     """Its tag, where several kernels were timed."""
     source: KernelSource | None = None
     """Of a kernel that NVRTC compiles."""
+    added: float = 0.0
+    """Microseconds of what follows the launches."""
+    descriptors: bool = False
+    """Whether the host makes descriptors, which may take it longer than the kernel runs."""
     offset: float = 0.0
 
 
@@ -97,8 +110,9 @@ class Model:
     shared: dict[str, float] = field(default_factory=dict)
 
     def time(self, row: Timed) -> float:
-        found = self.shared["launch"] * sum(1 + (part.grid.splits > 1) for part in row.parts)
-        return found + sum(p.time(self.values[p.name], self.shared[p.group]) for p in row.parts)
+        combined = self.shared["combine"] * sum(part.grid.splits > 1 for part in row.parts)
+        found = row.added + self.shared["launch"] * len(row.parts) + combined
+        return found + sum(part.time(self.values[part.name]) for part in row.parts)
 
     def error(self, row: Timed) -> float:
         return math.log(self.time(row) / row.microseconds)
@@ -124,8 +138,8 @@ def mma_parts(problem: AttentionProblem, shape: Shape) -> dict[str, Launches]:
         for config, tile in mma_cost.shapes_of(variant, problem).items():
             name = mma_cost.name_of(mma_cost.class_of(problem), variant, tile)
             size = config.block_m, config.block_n
-            found[f"{tag} {config.describe()}"] = lambda r, name=name, config=config, size=size, split=variant.split: (
-                Part(name, split, mma_cost.grid_of(problem, config), r[0], unit_of(shape, size, r[0])),
+            found[f"{tag} {config.describe()}"] = lambda r, name=name, config=config, size=size: (
+                Part(name, mma_cost.grid_of(problem, config), r[0], unit_of(shape, size, r[0])),
             )
     return found
 
@@ -136,38 +150,64 @@ def forward_parts(problem: AttentionProblem, shape: Shape) -> dict[str, Launches
     for config in forward_configs(problem, shape.dtype):
         name, size = triton_cost.name_of(problem, precision, config), (config.bm, config.bn)
         found[config.describe()] = lambda r, name=name, config=config, size=size: (
-            Part(name, "forward", triton_cost.forward_grid(problem, config), r[0], unit_of(shape, size, r[0])),
+            Part(name, triton_cost.forward_grid(problem, config), r[0], unit_of(shape, size, r[0])),
         )
     return found
 
 
-PARTS = {"mma": mma_parts, "triton_forward": forward_parts}
+def backward_parts(problem: AttentionProblem, shape: Shape) -> dict[str, Launches]:
+    """The same of Triton's backward, with two launches."""
+    precision, found = TRITON.precision_of(problem), {}
+    for config in timed_backward_configs(problem, shape.dtype):
+        grids = backward_cost.grids_of(problem, config)
+
+        def launches(
+            r: list[int], config: BackwardConfig = config, grids: tuple[Grid, Grid] = grids
+        ) -> tuple[Part, ...]:
+            parts = []
+            for side, tile, grid, resident in zip(("key", "query"), (config.key, config.query), grids, r, strict=True):
+                name = backward_cost.name_of(problem, precision, side, tile, config.descriptors)
+                unit = unit_of(shape, (tile.bm, tile.bn), resident) * (2 if side == "key" else 1.5)
+                parts.append(Part(name, grid, resident, unit))
+            return tuple(parts)
+
+        found[config.describe()] = launches
+    return found
 
 
-def rows_of(family: str, path: Path) -> list[Timed]:
-    """All candidates of a file that the kernels still have."""
+PARTS = {"mma": mma_parts, "triton_forward": forward_parts, "triton_backward": backward_parts}
+FITTED = {family: tuple(f"choices_{family}{which}.json" for which in ("", "_1001", "_even")) for family in PARTS}
+"""The files of timings that a family's coefficients are fitted to."""
+
+
+def rows_of(family: str, paths: Sequence[Path]) -> list[Timed]:
+    """All candidates of some files that the kernels still have."""
     found = []
-    for number, entry in enumerate(json.loads(path.read_text())["rows"]):
+    for number, entry in enumerate(entry for path in paths for entry in json.loads(path.read_text())["rows"]):
         shape = Shape(**(entry["problem"] | {"lengths": ()}))
         problem = problem_of(shape)
-        parts, sources = PARTS[family](problem, shape), {}
+        parts, sources, added = PARTS[family](problem, shape), {}, 0.0
         if family == "mma":
             sources = {f"{k.tag} {c.describe()}": k.kernel_source(c) for k, c in mma_configs(problem)}
         for words, _, ms, _, resident in entry["ms"]:
             if words in parts:
                 kernel = words.split()[0] if family == "mma" else ""
                 launches = parts[words](resident)
-                found.append(Timed(number, shape.title, words, 1e3 * ms, launches, kernel, sources.get(words)))
+                if family == "triton_backward":
+                    added = backward_cost.added_microseconds(problem, [part.grid for part in launches])
+                described = family == "triton_forward" and "tma" in words
+                source = sources.get(words)
+                found.append(Timed(number, shape.title, words, 1e3 * ms, launches, kernel, source, added, described))
     return found
 
 
 def kin_of(name: str) -> str:
-    """The name of a shape without its head dim."""
-    return re.sub(r"^\d+ | \d+:", "", name)
+    """The name of a shape without its head dim and mask."""
+    return re.sub(r"^\d+ | \d+( causal)?:", "", name)
 
 
 def fit_values(rows: list[Timed], model: Model) -> None:
-    """Coefficients of each shape, by least squares on the logarithms, the others as they are."""
+    """Coefficients of each shape, by weighted least squares on the logarithms, the others as they are."""
     groups: dict[str, list[tuple[Timed, Part]]] = collections.defaultdict(list)
     for row in rows:
         for part in row.parts:
@@ -177,31 +217,34 @@ def fit_values(rows: list[Timed], model: Model) -> None:
         if name in model.values:
             kin[kin_of(name)].append(model.values[name])
     centers = {name: np.mean(kin[kin_of(name)] or [FIRST], axis=0) for name in groups}
-    for name, mine in groups.items():
+    for name in groups:
         model.values.setdefault(name, centers[name])
-        rest = [model.time(row) - part.time(model.values[name], model.shared[part.group]) for row, part in mine]
+    for name, mine in groups.items():
+        center, start = centers[name], model.values[name]
+        slopes = np.array([slopes_of(part, start) for _, part in mine])
+        whole = np.array([model.time(row) for row, _ in mine])
+        wanted = np.array([math.log(row.microseconds) + row.offset for row, _ in mine])
+        values = start
+        for _ in range(STEPS):
+            times = np.maximum(whole + slopes @ (np.exp(values - start) - 1), 0.1 * whole)
+            errors = np.log(times) - wanted
+            by_value = slopes * np.exp(values - start) / times[:, None]
+            weighted = by_value.T / np.sqrt(1 + (errors / SOFT) ** 2)
+            side = weighted @ errors + STAY**2 * (values - center)
+            values = values - np.linalg.solve(weighted @ by_value + np.diag(STAY**2), side)
+            values = np.clip(values, start - FARTHEST, start + FARTHEST)
+        model.values[name] = values
 
-        def residuals(
-            values: np.ndarray, mine: list = mine, rest: list = rest, center: np.ndarray = centers[name]
-        ) -> np.ndarray:
-            errors = [
-                math.log((part.time(values, model.shared[part.group]) + other) / row.microseconds) - row.offset
-                for (row, part), other in zip(mine, rest, strict=True)
-            ]
-            return np.concatenate([errors, STAY * (values - center)])
 
-        start = model.values[name]
-        model.values[name] = least_squares(residuals, start, loss="soft_l1", f_scale=0.03, max_nfev=8, diff_step=1e-2).x
+def slopes_of(part: Part, values: np.ndarray) -> np.ndarray:
+    """By how much a launch takes longer where each coefficient is e times what it is, as far as that is linear."""
+    base = part.time(values)
+    return np.array([(part.time(values + STEP * one) - base) / STEP for one in np.eye(len(values))])
 
 
 def spread(rows: list[Timed], model: Model) -> float:
     """Standard deviation of the errors within problems."""
     return float(np.std(model.errors(rows) - np.array([row.offset for row in rows])))
-
-
-def start_of(rows: list[Timed]) -> dict[str, float]:
-    """What shapes share, unless other values are tried."""
-    return {"launch": LAUNCH_START} | {part.group: ALONE_START for row in rows for part in row.parts}
 
 
 def fit(rows: list[Timed], rounds: int, shared: dict[str, float] | None = None) -> Model:
@@ -212,7 +255,7 @@ def fit(rows: list[Timed], rounds: int, shared: dict[str, float] | None = None) 
         rounds: of fits of all shapes.
         shared: what shapes share, or None to try values of it.
     """
-    model = Model(shared=dict(shared or start_of(rows)))
+    model = Model(shared=dict(shared or START))
     for row in rows:
         row.offset = 0.0
     for _ in range(rounds):
@@ -220,7 +263,7 @@ def fit(rows: list[Timed], rounds: int, shared: dict[str, float] | None = None) 
         set_offsets(rows, 0.5 * model.errors(rows))
     for name in () if shared else model.shared:
         found = {}
-        for value in LAUNCH if name == "launch" else ALONE:
+        for value in TRIED[name]:
             tried = fit(rows, 2, model.shared | {name: value})
             found[value] = spread(rows, tried)
         model.shared[name] = min(found, key=found.__getitem__)
@@ -228,30 +271,56 @@ def fit(rows: list[Timed], rounds: int, shared: dict[str, float] | None = None) 
     return model if shared else fit(rows, rounds, model.shared)
 
 
+def errors_of(rows: list[Timed], model: Model) -> np.ndarray:
+    """Of each candidate the logarithm of predicted over measured time; infinite where its shapes are not known."""
+    known = [all(part.name in model.values for part in row.parts) for row in rows]
+    return np.array([model.error(row) if able else math.inf for row, able in zip(rows, known, strict=True)])
+
+
 def judged(title: str, rows: list[Timed], model: Model, worst: int) -> dict[str, float]:
-    """The summary of candidates whose shapes are known."""
-    known = [row for row in rows if all(part.name in model.values for part in row.parts)]
-    set_offsets(known, model.errors(known))
-    return told(title, known, model.errors(known), worst)
+    """The summary of candidates."""
+    rows, errors = calls_of(rows, errors_of(rows, model), model.shared)
+    set_offsets(rows, errors)
+    return told(title, rows, errors, worst)
 
 
-def held_out(rows: list[Timed], folds: int, rounds: int) -> None:
+def calls_of(rows: list[Timed], errors: np.ndarray, shared: dict[str, float]) -> tuple[list[Timed], np.ndarray]:
+    """Candidates with the times of calls: where descriptors take the host longer than the kernel runs, that counts."""
+    found, least = [], shared.get("descriptors", 0.0)
+    for row, error in zip(rows, errors, strict=True):
+        took = max(row.microseconds, least) if row.descriptors else row.microseconds
+        predicted = row.microseconds * math.exp(error)
+        predicted = max(predicted, least) if row.descriptors else predicted
+        found.append((replace(row, microseconds=took), math.log(predicted / took)))
+    return [row for row, _ in found], np.array([error for _, error in found])
+
+
+def host_of_descriptors(paths: Sequence[Path]) -> dict[str, float]:
+    """Microseconds of the host for a call with descriptors, the median of those that were measured."""
+    found = []
+    for entry in (entry for path in paths for entry in json.loads(path.read_text())["rows"]):
+        found += [us for (words, *_), us in zip(entry["ms"], entry.get("host_us", ())) if "tma" in words]
+    return {"descriptors": round(statistics.median(found), 1)} if found else {}
+
+
+def held_out(rows: list[Timed], folds: int, rounds: int, shared: dict[str, float]) -> None:
     """Leave each part of the problems out in turn, and judge all by the fits that did not see them."""
     numbers = sorted({row.number for row in rows})
     random.Random(0).shuffle(numbers)
     fold_of = {number: place % folds for place, number in enumerate(numbers)}
-    shared, left, errors = start_of(rows), [], []
+    left, errors = [], []
     for fold in range(folds):
-        model = fit([row for row in rows if fold_of[row.number] != fold], rounds, shared)
-        mine = [r for r in rows if fold_of[r.number] == fold and all(p.name in model.values for p in r.parts)]
+        model = fit([row for row in rows if fold_of[row.number] != fold], rounds, START)
+        mine = [row for row in rows if fold_of[row.number] == fold]
         left += mine
-        errors += list(model.errors(mine))
-    set_offsets(left, np.array(errors))
-    told("held out", left, np.array(errors), worst=10)
+        errors += list(errors_of(mine, model))
+    left, found = calls_of(left, np.array(errors), START | shared)
+    set_offsets(left, found)
+    told("held out", left, found, worst=10)
 
 
 def shapes_of(rows: list[Timed], model: Model) -> dict[str, list[float]]:
-    """Of shapes that were near once: microseconds, CTAs of an SM, and for mma the registers of a thread."""
+    """Of shapes that were near once: microseconds, the fixed part, CTAs of an SM, and for mma registers of a thread."""
     best: dict[tuple[int, str], float] = collections.defaultdict(lambda: math.inf)
     for row in rows:
         best[row.number, row.kernel] = min(best[row.number, row.kernel], row.microseconds)
@@ -259,7 +328,8 @@ def shapes_of(rows: list[Timed], model: Model) -> dict[str, list[float]]:
     parts = {part.name: (part, row) for row in near for part in row.parts}
     found = {}
     for name, (part, row) in sorted(parts.items()):
-        found[name] = [*(round(float(x), 4) for x in np.exp(model.values[name]) * part.unit), part.resident]
+        *costs, fixed = np.exp(model.values[name]).tolist()
+        found[name] = [*(round(x * part.unit, 4) for x in costs), round(min(1.0, fixed), 4), part.resident]
         if row.source is not None:
             found[name].append(jit.compile(row.source, "sm_90a").report.registers)
     return found
@@ -268,30 +338,38 @@ def shapes_of(rows: list[Timed], model: Model) -> dict[str, list[float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=tuple(PARTS), required=True)
-    parser.add_argument("--timings", type=Path)
+    parser.add_argument("--timings", type=Path, nargs="+")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--held-out", type=int, default=0)
     parser.add_argument("--search", action="store_true", help="try values of what shapes share")
-    parser.add_argument("--judge", type=Path)
+    parser.add_argument("--judge", type=Path, nargs="+")
     given = parser.parse_args()
-    timings = given.timings or ROOT / "benchmarks" / "results" / f"choices_{given.family}.json"
+    results = ROOT / "benchmarks" / "results"
+    timings = given.timings or [path for path in map(results.joinpath, FITTED[given.family]) if path.exists()]
     rows = rows_of(given.family, timings)
+    shared = host_of_descriptors(timings) if given.family == "triton_forward" else {}
     if given.held_out:
-        held_out(rows, given.held_out, given.rounds)
+        held_out(rows, given.held_out, given.rounds, shared)
         return 0
-    model = fit(rows, given.rounds, None if given.search else start_of(rows))
+    model = fit(rows, given.rounds, None if given.search else START)
+    model.shared = model.shared | shared
     summary = judged("fitted", rows, model, worst=10)
     print({name: round(value, 3) for name, value in model.shared.items()})
     if given.judge:
-        judged(f"judged by {given.judge.name}", rows_of(given.family, given.judge), model, worst=10)
+        rows = rows_of(given.family, given.judge)
+        judged("judged", rows, model, worst=10)
+        rows, _ = calls_of(rows, np.zeros(len(rows)), model.shared)
+        told("chosen when they were timed", rows, np.full(len(rows), math.inf), worst=10)
     if given.out:
-        source = json.loads(timings.read_text())
+        sources = [json.loads(path.read_text()) for path in timings]
         body = {
             "script": "benchmarks/scripts/fit_grid_cost.py",
-            "timings": timings.name,
-            "seed": source["seed"],
-            "environment": {name: source["environment"].get(name) for name in ("device", "commit", "date")},
+            "timings": {
+                path.name: {"seed": source["seed"]}
+                | {name: source["environment"].get(name) for name in ("device", "commit", "date")}
+                for path, source in zip(timings, sources, strict=True)
+            },
             "fit": summary,
             "shared": model.shared,
             "shapes": shapes_of(rows, model),

@@ -1,11 +1,12 @@
 """How long a launch takes that has a CTA for each tile, of which an SM holds several.
 
 The GPU begins CTAs in their order, each where one has ended: the makespan of list scheduling. The CTAs of an SM share
-it, so that one which has an SM for itself is faster. That decides launches of few tiles, and the end of any.
+it, so that one beside few others is faster. That decides launches of few tiles, and the end of any.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,12 +27,12 @@ class Grid(NamedTuple):
     splits: int = 1
     """CTAs of a tile, each with a part of its blocks."""
 
-    def time(self, one: Coefficients, sms: int, resident: int, alone: float) -> float:
+    def time(self, one: Coefficients, sms: int, resident: int, fixed: float) -> float:
         """Microseconds of the launch without its start; the arguments are those of :func:`launch_time`."""
-        return launch_time(self.blocks.costs(one, self.splits), self.sections, sms, resident, alone)
+        return launch_time(self.blocks.costs(one, self.splits), self.sections, sms, resident, fixed)
 
 
-def launch_time(costs: Sequence[float], sections: Sequence[int], sms: int, resident: int, alone: float = 1.0) -> float:
+def launch_time(costs: Sequence[float], sections: Sequence[int], sms: int, resident: int, fixed: float = 1.0) -> float:
     """Time of a launch without its start, in the unit of the costs.
 
     Args:
@@ -39,26 +40,31 @@ def launch_time(costs: Sequence[float], sections: Sequence[int], sms: int, resid
         sections: heads of each section.
         sms: streaming multiprocessors.
         resident: CTAs that an SM holds.
-        alone: time of a CTA that has an SM for itself, over that of one which shares it.
+        fixed: part of a CTA's time that the others on its SM do not lengthen.
     """
-    ends = ends_of(costs, sections, sms * resident)
-    if not ends:
+    heads, places = sum(sections), sms * resident
+    if not costs or not heads:
         return 0.0
-    first, last = min(ends), max(ends)
-    if resident == 1 or last == first:
-        return last
-    busy = (sum(ends) / len(ends) - first) / (last - first)  # of the places for CTAs, after the first has no more
-    return first + (last - first) * share_of(busy * resident, resident, alone)
+    if costs[0] == costs[-1] and min(costs) == max(costs):
+        waves, rest = divmod(heads * len(costs), places)
+        return costs[0] * (waves + (share_of(-(-rest // sms), resident, fixed) if rest else 0.0))
+    ends = ends_of(costs, sections, places)
+    if resident == 1:
+        return max(ends)
+    # When no tile is left, SMs end what they hold. The one that is last has the longest rest of all, and of the CTAs
+    # beside it what the GPU gave out a round of SMs later: one of each `sms` when they are sorted.
+    ends.sort(reverse=True)
+    rests = [end - ends[-1] for end in ends[::sms]] + [0.0]
+    shares = (share_of(held, resident, fixed) for held in range(1, resident + 1))
+    return ends[-1] + sum((a - b) * share for (a, b), share in zip(itertools.pairwise(rests), shares, strict=True))
 
 
-def share_of(held: float, resident: int, alone: float) -> float:
+def share_of(held: int, resident: int, fixed: float) -> float:
     """Time of a CTA on an SM that holds so many, over its time on one that holds as many as were timed.
 
     Args:
-        held: CTAs of the SM; less than one counts as one.
+        held: CTAs of the SM.
         resident: CTAs of an SM when the costs were timed.
-        alone: as in :func:`launch_time`.
+        fixed: as in :func:`launch_time`.
     """
-    if resident == 1:
-        return max(1.0, held)
-    return alone + (1 - alone) * max(0.0, held - 1) / (resident - 1)
+    return fixed + (1 - fixed) * held / resident

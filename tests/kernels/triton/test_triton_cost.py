@@ -53,6 +53,14 @@ def test_small_problems_in_f32_get_small_tiles_and_large_ones_large_tiles() -> N
     assert small.bm < large.bm == 128
 
 
+def test_descriptors_are_for_calls_that_take_longer_than_the_host_needs_for_them() -> None:
+    _, shared = cost.coefficients()
+    short, long = problem(seqlen_q=300), problem(batch=16, seqlen_q=8192)
+    assert not KERNEL.config(short).descriptors and KERNEL.config(long).descriptors
+    for words, ms in KERNEL.predicted_configs(short):
+        assert "tma" not in words or ms >= shared["descriptors"] / 1e3
+
+
 def test_more_work_never_takes_less() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         base = problem(dtype=dtype, batch=4)
@@ -79,6 +87,7 @@ def test_coefficients_are_sound_and_explain_shows_times() -> None:
     assert len(known) > 20 and all(
         min(t.one.tile, t.one.block, t.one.masked) > 0 and t.resident for t in known.values()
     )
-    assert shared.keys() == {"launch", "forward"}
+    assert all(0 < t.fixed <= 1 for t in known.values())
+    assert shared.keys() == {"launch", "combine", "descriptors"}
     words = " ".join(str(dispatch.explain_problem(problem(dtype=torch.float32))).split())
     assert "runs, predicted" in words and "% slower" in words

@@ -39,6 +39,8 @@ class Timed:
 
     one: Coefficients
     """The coefficients with :attr:`resident` CTAs on an SM."""
+    fixed: float
+    """Part of a CTA's time that the others on its SM do not lengthen."""
     resident: int
     """CTAs of an SM of the GPU that was timed."""
     registers: int
@@ -54,9 +56,12 @@ class Predicted(NamedTuple):
 
 @functools.cache
 def coefficients() -> tuple[dict[str, Timed], dict[str, float]]:
-    """The coefficients of each shape by its name; and what all share: microseconds of a launch, ``alone`` by split."""
+    """The coefficients of each shape by its name; and what all share: microseconds of a launch."""
     body = json.loads(Path(__file__).with_name("cost.json").read_text(encoding="utf-8"))
-    known = {name: Timed(Coefficients(*values[:3]), *map(int, values[3:])) for name, values in body["shapes"].items()}
+    known = {
+        name: Timed(Coefficients(*values[:3]), values[3], *map(int, values[4:]))
+        for name, values in body["shapes"].items()
+    }
     return known, body["shared"]
 
 
@@ -132,26 +137,27 @@ def ranked(variant: Variant, problem: AttentionProblem) -> list[Predicted]:
         batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_k=1, head_dim=problem.head_dim, head_dim_v=problem.head_dim_v,
         dtype=problem.dtype, scale=1.0, arch=problem.arch, aligned=problem.aligned,
     )  # fmt: skip
-    found = [Predicted(_predicted(problem, variant, *known), known[0]) for known in _compared(variant, kind)]
+    found = [Predicted(_predicted(problem, *known), known[0]) for known in _compared(variant, kind)]
     return sorted(found, key=lambda each: each.microseconds)
 
 
-def _predicted(problem: AttentionProblem, variant: Variant, config: MmaConfig, timed: Timed, resident: int) -> float:
+def _predicted(problem: AttentionProblem, config: MmaConfig, timed: Timed, resident: int) -> float:
     """Microseconds of a configuration.
 
     Args:
         problem: what is asked.
-        variant: of the configuration.
         config: the configuration.
         timed: what is known of its shape.
         resident: CTAs of an SM on the problem's architecture.
     """
     _, shared = coefficients()
-    alone, width = shared[variant.split], 2 * (class_of(problem) or 1)
-    share = share_of(resident, timed.resident, alone)
+    width = 2 * (class_of(problem) or 1)
+    share = share_of(resident, timed.resident, timed.fixed)
     work = SOFTMAX + (1 - SOFTMAX) * (problem.head_dim + problem.head_dim_v) / width
     one = Coefficients(timed.one.tile * share, timed.one.block * work * share, timed.one.masked * share)
-    time = grid_of(problem, config).time(one, SMS.get(str(problem.arch), SMS[TIMED_ARCH]), resident, alone / share)
+    time = grid_of(problem, config).time(
+        one, SMS.get(str(problem.arch), SMS[TIMED_ARCH]), resident, timed.fixed / share
+    )
     return shared["launch"] + time
 
 

@@ -34,22 +34,31 @@ class Timed:
 
     one: Coefficients
     """The coefficients with :attr:`resident` programs on an SM."""
+    fixed: float
+    """Part of a program's time that the others on its SM do not lengthen."""
     resident: int
     """Programs of an SM."""
 
 
 @functools.cache
 def coefficients() -> tuple[dict[str, Timed], dict[str, float]]:
-    """The coefficients of each tile by its name; and those that all share: microseconds of a launch, and ``alone``."""
+    """The coefficients of each tile by its name; and microseconds that all share: of a launch, of combining splits, and
+    of the host for a call with descriptors."""
     body = json.loads(Path(__file__).with_name("forward_cost.json").read_text(encoding="utf-8"))
-    known = {name: Timed(Coefficients(*values[:3]), int(values[3])) for name, values in body["shapes"].items()}
+    known = {
+        name: Timed(Coefficients(*values[:3]), values[3], int(values[4])) for name, values in body["shapes"].items()
+    }
     return known, body["shared"]
 
 
 def name_of(problem: AttentionProblem, precision: str, config: TritonConfig) -> str:
-    """A configuration for a problem as a key of the data: ``forward half 64: 64x128 4 warps 3 stages``."""
+    """A configuration for a problem as a key of the data: ``forward half 64 causal: 64x128 4 warps 3 stages``.
+
+    Triton makes other code for a mask with a right edge.
+    """
     kind = "half" if problem.dtype.itemsize == 2 else precision
-    return f"forward {kind} {forward_configs.line_of(problem, precision)}: {config.describe()}"
+    mask = " causal" if problem.window_right >= 0 else ""
+    return f"forward {kind} {forward_configs.line_of(problem, precision)}{mask}: {config.describe()}"
 
 
 def forward_grid(problem: AttentionProblem, config: TritonConfig) -> Grid:
@@ -72,13 +81,17 @@ def modelled(problem: AttentionProblem) -> bool:
 def forward_ranked(
     problem: AttentionProblem, configs: Iterable[TritonConfig], precision: str
 ) -> list[tuple[float, TritonConfig]]:
-    """Predicted microseconds of the configurations of the forward that are known, the fastest first."""
+    """Predicted microseconds of the configurations of the forward that are known, the fastest first.
+
+    A call with descriptors takes no less than the host needs for them.
+    """
     found = []
     known, shared = coefficients() if modelled(problem) else ({}, {})
     for config in configs:
         timed = known.get(name_of(problem, precision, config))
         if timed is not None:
             grid = forward_grid(problem, config)
-            time = grid.time(timed.one, SMS[ARCH], timed.resident, shared["forward"])
-            found.append((shared["launch"] * (1 + (grid.splits > 1)) + time, config))
+            time = grid.time(timed.one, SMS[ARCH], timed.resident, timed.fixed)
+            time += shared["launch"] + shared["combine"] * (grid.splits > 1)
+            found.append((max(time, shared["descriptors"]) if config.descriptors else time, config))
     return sorted(found, key=lambda each: each[0])

@@ -1,0 +1,67 @@
+"""What tiles have to walk over, against the mask itself."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+
+from flashlane.bench import make_problem
+from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.tile_cost import blocks_of, query_blocks_of
+
+
+def visible(problem: AttentionProblem) -> np.ndarray:
+    """Whether a query, in rows, sees a key."""
+    row, key = np.arange(problem.seqlen_q)[:, None] + problem.shift, np.arange(problem.seqlen_k)[None]
+    seen = np.ones((problem.seqlen_q, problem.seqlen_k), dtype=bool)
+    if problem.window_left >= 0:
+        seen &= key >= row - problem.window_left
+    if problem.window_right >= 0:
+        seen &= key <= row + problem.window_right
+    return seen
+
+
+def drawn(chance: random.Random) -> AttentionProblem:
+    asked = make_problem(
+        1, 4, chance.randint(1, 90), 64, kv_heads=chance.choice((1, 2, 4)), seqlen_k=chance.randint(1, 90),
+        alignment=chance.choice(("bottom-right", "top-left")),
+    )  # fmt: skip
+    return replace(asked, window_left=chance.choice((-1, 0, 5, 30)), window_right=chance.choice((-1, 0, 0, 7, 200)))
+
+
+def walked(seen: np.ndarray, block: int) -> tuple[int, int]:
+    """Blocks of columns from the first that is seen to the last one, and how many of them are not seen as a whole."""
+    columns = np.flatnonzero(seen.any(0))
+    if not len(columns):
+        return 0, 0
+    blocks = range(columns[0] // block, columns[-1] // block + 1)
+    whole = [seen[:, b * block : (b + 1) * block].all() for b in blocks]
+    return len(whole), len(whole) - sum(whole)
+
+
+def test_tiles_of_keys_walk_over_the_queries_that_see_them() -> None:
+    chance = random.Random(0)
+    for _ in range(300):
+        asked, bm, bn = drawn(chance), chance.choice((4, 16)), chance.choice((8, 16))
+        seen, found = visible(asked), query_blocks_of(asked, bm, bn)
+        assert len(found.blocks) == -(-asked.seqlen_k // bn)
+        for tile, (blocks, cut) in enumerate(zip(*found, strict=True)):
+            count, hidden = walked(seen[:, tile * bn : (tile + 1) * bn].T, bm)
+            assert blocks == count * asked.group, (asked, tile)
+            # Blocks of the last tile are all compared with the number of keys.
+            least = count if (tile + 1) * bn > asked.seqlen_k else hidden
+            assert least * asked.group == cut, (asked, bm, bn, tile)
+
+
+def test_tiles_of_queries_walk_over_the_keys_that_they_see() -> None:
+    chance = random.Random(1)
+    for _ in range(300):
+        asked, bm, bn = drawn(chance), chance.choice((4, 16)), chance.choice((8, 16))
+        seen, found = visible(asked), blocks_of(asked, bm, bn)
+        tiles = range(-(-asked.seqlen_q // bm))
+        counts = [walked(seen[tile * bm : (tile + 1) * bm], bn)[0] for tile in tiles]
+        # With a mask the last rows come first; their tile may have rows that do not exist.
+        masked = asked.window_left >= 0 or asked.window_right >= 0
+        assert list(found.blocks) == (counts[::-1] if masked else counts), (asked, bm, bn)
