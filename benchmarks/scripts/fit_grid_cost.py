@@ -8,7 +8,7 @@ of a head dim has four coefficients: a tile, an n-block, a masked n-block, and w
 its SM do not lengthen. All share the time of a launch and that of combining splits. Printed are the errors within
 problems and the regret: the chosen candidate's time over the fastest one's. With ``--held-out K`` each K-th part of the
 problems is left out in turn, and their regret is printed; with ``--judge`` the problems of other files are judged by
-the coefficients that were fitted, and beside that what was chosen when they were timed.
+the coefficients that were fitted, and then by what was chosen when they were timed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How long a launch takes that has a CTA for each tile, of which an SM holds several.
 
 The GPU begins CTAs in their order, each where one has ended: the makespan of list scheduling. The CTAs of an SM share
-it, so that one beside few others is faster. That decides launches of few tiles, and the end of any.
+it, so that one next to few others is faster. That decides launches of few tiles, and the end of any.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def launch_time(costs: Sequence[float], sections: Sequence[int], sms: int, resid
     if resident == 1:
         return max(ends)
     # When no tile is left, SMs end what they hold. The one that is last has the longest rest of all, and of the CTAs
-    # beside it what the GPU gave out a round of SMs later: one of each `sms` when they are sorted.
+    # next to it what the GPU gave out a round of SMs later: one of each `sms` when they are sorted.
     ends.sort(reverse=True)
     rests = [end - ends[-1] for end in ends[::sms]] + [0.0]
     shares = (share_of(held, resident, fixed) for held in range(1, resident + 1))
