@@ -20,10 +20,10 @@ struct SchedulerWarp {
                 const WorkTile tile(p, dense_tile(p, index), cfg::BLOCK_N, rank * KEYS);
                 const Seqlen& seqlen = tile.seqlen;
                 store_shared(record, make_uint4(tile.first_key, seqlen.k_length, seqlen.shift, seqlen.q_length));
-                store_shared(record + 16, make_uint4(tile.kv_head, seqlen.k_batch, seqlen.k_first, tile.batch));
-                store_shared(record + 32, make_uint4(tile.steps(), tile.m_blocks.low, tile.m_blocks.high, seqlen.q_first));
+                store_shared(record + OWNER_RECORD, make_uint4(tile.kv_head, seqlen.k_batch, seqlen.k_first, tile.batch));
+                store_shared(record + STEPS_RECORD, make_uint4(tile.steps(), tile.m_blocks.low, tile.m_blocks.high, seqlen.q_first));
             } else {
-                store_shared(record + 32, make_uint4(static_cast<u32>(NO_TILE), 0, 0, 0));
+                store_shared(record + STEPS_RECORD, make_uint4(static_cast<u32>(NO_TILE), 0, 0, 0));
             }
             mbarrier_arrive(barrier_of(SMEM(tile_full), stage));
         }
@@ -125,18 +125,17 @@ struct KeysProducer {
         const OwnerRecord owner = owner_record(base, tile);
         const int own_row = owner.k_first + keys_record(base, tile).first, row = own_row - rank * KEYS;
         const int head = owner.kv_head, batch = owner.tensor_batch;
-        u32 full = SMEM(k_full);
+        const u32 k_full = SMEM(k_full), v_full = SMEM(v_full);
         mbarrier_wait(SMEM(kv_empty), full_tiles % 2 ^ 1);
         wait_stage(ds_count);
-        mbarrier_arrive_expect_tx(full, K_BYTES + IN_REGISTERS_BYTES);
+        mbarrier_arrive_expect_tx(k_full, K_BYTES + IN_REGISTERS_BYTES);
         for (int i = 0; i < CTAS; ++i)
-            load_half<KQuarters>(SMEM(k) + i * KEYS_CHUNK, CTAS * KEYS_CHUNK, p.k, full, rank, row + i * KEYS, head, batch);
-        load_half<KQuarters>(ds_stage(ds_count), KEYS_CHUNK, p.k, full, 1 - rank, own_row, head, batch);
-        full += 8;                                        // v_full
+            load_half<KQuarters>(SMEM(k) + i * KEYS_CHUNK, CTAS * KEYS_CHUNK, p.k, k_full, rank, row + i * KEYS, head, batch);
+        load_half<KQuarters>(ds_stage(ds_count), KEYS_CHUNK, p.k, k_full, 1 - rank, own_row, head, batch);
         wait_stage(ds_count + 1);
-        mbarrier_arrive_expect_tx(full, V_BYTES + IN_REGISTERS_BYTES);
-        load_half<VQuarters>(SMEM(v), KEYS_CHUNK, p.v, full, rank, own_row, head, batch);
-        load_half<VQuarters>(ds_stage(ds_count + 1), KEYS_CHUNK, p.v, full, 1 - rank, own_row, head, batch);
+        mbarrier_arrive_expect_tx(v_full, V_BYTES + IN_REGISTERS_BYTES);
+        load_half<VQuarters>(SMEM(v), KEYS_CHUNK, p.v, v_full, rank, own_row, head, batch);
+        load_half<VQuarters>(ds_stage(ds_count + 1), KEYS_CHUNK, p.v, v_full, 1 - rank, own_row, head, batch);
     }
     // Half of the columns of 64 keys: its two quarters, as chunks `stride` bytes apart.
     template <typename QUARTERS>

@@ -41,6 +41,11 @@ struct StepsRecord {
     int count, low, high;                                 // steps (NO_TILE: no tile is left); m-blocks of each head
     int q_first;                                          // row of the sequence in the tensors
 };
+struct TileRecord {
+    KeysRecord keys;
+    OwnerRecord owner;
+    StepsRecord steps;
+};
 struct StepRecord {
     int first, head, row_block;                           // first query of the m-block; where its statistics are
     int masked;                                           // the mask hides some pair of the step
@@ -49,11 +54,7 @@ struct StepRecord {
 struct SharedStorage {
     unsigned char k[K_BYTES], v[V_BYTES], q[Q_STAGES][Q_BYTES], dout[DO_STAGES][DO_BYTES], ds[DS_STAGES][DS_BYTES];
     float lse[Q_STAGES][BLOCK_M], delta[DO_STAGES][BLOCK_M];
-    struct {
-        KeysRecord keys;
-        OwnerRecord owner;
-        StepsRecord steps;
-    } tile[TILE_STAGES];
+    TileRecord tile[TILE_STAGES];
     StepRecord q_step[Q_STAGES], do_step[DO_STAGES];
     u64 next_tile;                                        // the number of the next tile, from CTA 0
     u64 next_full, next_empty, next_wanted;
@@ -75,14 +76,15 @@ __device__ __forceinline__ Record record_at(u32 address) {
     const int4 x = load_shared_int4(address);
     return {x.x, x.y, x.z, x.w};
 }
-constexpr u32 TILE_RECORD_BYTES = sizeof(KeysRecord) + sizeof(OwnerRecord) + sizeof(StepsRecord);
+constexpr u32 TILE_RECORD_BYTES = sizeof(TileRecord);
+enum : u32 { OWNER_RECORD = offsetof(TileRecord, owner), STEPS_RECORD = offsetof(TileRecord, steps) };  // offsets in it
 __device__ __forceinline__ u32 tile_record(u32 base, u32 tile) { return SMEM(tile) + tile % TILE_STAGES * TILE_RECORD_BYTES; }
 __device__ __forceinline__ KeysRecord keys_record(u32 base, u32 tile) { return record_at<KeysRecord>(tile_record(base, tile)); }
 __device__ __forceinline__ OwnerRecord owner_record(u32 base, u32 tile) {
-    return record_at<OwnerRecord>(tile_record(base, tile) + 16);
+    return record_at<OwnerRecord>(tile_record(base, tile) + OWNER_RECORD);
 }
 __device__ __forceinline__ StepsRecord steps_record(u32 base, u32 tile) {
-    return record_at<StepsRecord>(tile_record(base, tile) + 32);
+    return record_at<StepsRecord>(tile_record(base, tile) + STEPS_RECORD);
 }
 __device__ __forceinline__ TileMask keys_mask(const Params& p, const KeysRecord& keys) {
     return {keys.length, keys.shift, p.window_left, p.window_right};
