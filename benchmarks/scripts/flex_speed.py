@@ -48,8 +48,6 @@ PEERS = {"triton": "TRITON", "flash": "FLASH"}
 TOLERANCE = 3e-2
 """Largest difference of two outputs in bf16, by the largest output."""
 DRAW = 0
-EIGHTHS = (0, 3)
-"""Of the exponentials, those by a polynomial, that candidates try next to the tanh of the special-function unit."""
 ROWS = (64, 80, 96, 112)
 """Queries of a step of the backward that candidates without lists try."""
 Call = Callable[[], Any]
@@ -271,11 +269,6 @@ def candidates(cell: Cell, operands: Operands, backward: bool) -> dict[str, Call
         found = {} if packed.NOTES.of(cell_mask) is None else {"lists": base}
         found |= backward_candidates(base, problem) if backward else forward_candidates(base, cell)
         if "approximate_tanh(" in base.program:
-            found = {
-                f"{name}{eighths} eighths": replace(config, polynomial_eighths=eighths)
-                for name, config in {"": base, **{f"{name}, ": config for name, config in found.items()}}.items()
-                for eighths in EIGHTHS
-            }
             found["exact tanh"] = replace(base, program=base.program.replace("approximate_tanh(", "program::tanh("))
         sources = [one for config in found.values() for one in (config.sources() if backward else (config.source(),))]
         jit.compile_together(list(dict.fromkeys(sources)), ARCH)

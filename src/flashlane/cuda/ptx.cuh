@@ -114,13 +114,6 @@ __device__ __forceinline__ void store_shared(u32 address, uint4 value) {
                  : "memory");
 }
 
-// The larger one; NaN where either is.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-    float y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
-}
-
 // tanh on the special-function unit: relative error 2^-11 (PTX ISA, tanh).
 __device__ __forceinline__ float approximate_tanh(float x) {
     float y;

@@ -95,15 +95,14 @@ struct RowSoftmax {
         }
     }
 
-    // Turns S into P = 2^(S · scale + bias), not yet divided by its sum. SCALED: S contains the scale already. EIGHTHS: of
-    // ex2_of_column.
-    template <bool SCALED, int EIGHTHS, int N>
+    // Turns S into P = 2^(S · scale + bias), not yet divided by its sum. SCALED: S contains the scale already.
+    template <bool SCALED, int N>
     __device__ __forceinline__ void exponentiate(float (&s)[N], float scale_log2, const float (&alpha)[2], const float (&bias)[2]) {
         float block_sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             const int half = i / 2 % 2;
-            s[i] = ex2_of_column<EIGHTHS>(SCALED ? s[i] + bias[half] : fmaf(s[i], scale_log2, bias[half]), i);
+            s[i] = ex2(SCALED ? s[i] + bias[half] : fmaf(s[i], scale_log2, bias[half]));
             block_sum[half][i % 2] += s[i];
         }
 #pragma unroll

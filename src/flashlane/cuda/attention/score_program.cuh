@@ -60,20 +60,18 @@ __device__ __forceinline__ void mask_by_bits(float (&s)[N], int first, const uin
         if (!visible_by_bits(words, i)) s[i] = -INF;
 }
 
-// The probability of a pair of a query and a key of one head, as the backward recomputes it. EIGHTHS: of ex2_of_column.
-template <int EIGHTHS>
+// The probability of a pair of a query and a key of one head, as the backward recomputes it.
 struct PairProgram {
     const ProgramParams& params;
     float scale;
     int batch, head;
 
-    // The probability, from accumulator i with the product q·k and the row's −LSE in base 2, and the derivative of the pair's score.
-    __device__ __forceinline__ float probability(int i, float product, float minus_lse, int query, int key,
-                                                 program::Distance distance, float& derivative) const {
-        if constexpr (!Program::HAS_SCORE) return ex2_of_column<EIGHTHS>(fmaf(product, scale * LOG2_E, minus_lse), i);
+    // The probability, from the product q·k and the row's −LSE in base 2, and the derivative of the pair's score.
+    __device__ __forceinline__ float probability(float product, float minus_lse, int query, int key, program::Distance distance,
+                                                 float& derivative) const {
+        if constexpr (!Program::HAS_SCORE) return ex2(fmaf(product, scale * LOG2_E, minus_lse));
         if constexpr (Program::HAS_DERIVATIVE)
             derivative = Program::derivative(params, product, scale, batch, head, query, key, distance);
-        const float score = Program::score(params, product, scale, batch, head, query, key, distance);
-        return ex2_of_column<EIGHTHS>(fmaf(score, Program::FACTOR * LOG2_E, minus_lse), i);
+        return ex2(fmaf(Program::score(params, product, scale, batch, head, query, key, distance), Program::FACTOR * LOG2_E, minus_lse));
     }
 };

@@ -172,7 +172,7 @@ struct Mainloop {
         if constexpr (cfg::BLOCK_LISTS) mask_listed(n_block);
         else if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
         softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, Score::HAS_DISTANCE>(s, late_scale(p), offset, alpha, bias);
-        softmax.exponentiate<SCALED, cfg::POLYNOMIAL_EIGHTHS>(s, late_scale(p), alpha, bias);
+        softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
     }
     // 1 where each visible key of an n-block is at the position of each row or before it, −1 where each is there or after it, else 0.
     __device__ __forceinline__ int side_of_keys(int n_block) const {

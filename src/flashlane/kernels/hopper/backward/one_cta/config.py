@@ -48,8 +48,6 @@ class OneCtaConfig(GradientConfig):
     split_q: bool = False
     """The last tiles may be split along their queries (``split_q.py``)."""
     ping_pong: PingPong = "off"
-    polynomial_eighths: int = 0
-    """Eighths of the exponentials that a polynomial computes, as in ``HopperConfig``; read with a program only."""
 
     design: ClassVar[str] = "one_cta"
     block_n: ClassVar[int] = CHUNK * CONSUMERS
@@ -127,7 +125,6 @@ class OneCtaConfig(GradientConfig):
         stages = {f"{name}_STAGES": getattr(self, f"{name.lower()}_stages") for name in ("Q", "DO", "K", "V", "DQ")}
         columns = (self.block_m, self.slice_rows, self.head_dim, self.head_dim_v)
         constants = {**stages, "BLOCK_N": self.block_n, "SHARED_BYTES": self.shared_memory}
-        constants["POLYNOMIAL_EIGHTHS"] = self.polynomial_eighths
         policies = (
             f"using Dq = {DQ_POLICIES[self.dq, self.postprocess]};\n"
             f"using Partition = {'SplitQ' if self.split_q else 'WholeTiles'}<Dq>;\n"

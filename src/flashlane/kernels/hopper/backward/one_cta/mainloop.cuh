@@ -194,7 +194,7 @@ struct Consumer {
         const u32 lse = SMEM(lse) + q_stage() * STAT_BYTES + lane % 4 * 8;
         const int batch = tile_coordinates(base, tiles % TILE_STAGES).batch, head = step_queries(base, q_stage()).head;
         const ScorePosition at = position();
-        const PairProgram<cfg::POLYNOMIAL_EIGHTHS> pairs{p.program, p.score.scale_log2 * LN_2, batch, head};
+        const PairProgram pairs{p.program, p.score.scale_log2 * LN_2, batch, head};
         const float first = program::float_of_position(at.key - at.query);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i += 4) {
@@ -204,9 +204,8 @@ struct Consumer {
                 float derivative[2];
                 const int query = at.query + accumulator_column(j), key = at.key + 8 * (j / 2 % 2);
                 const program::Distance distance{first, static_cast<float>(8 * (j / 2 % 2) - accumulator_column(j))};
-                s[j] = pairs.probability(j, s[j], row.x, query, key, distance, derivative[0]);
-                s[j + 1] = pairs.probability(j + 1, s[j + 1], row.y, query + 1, key, {distance.first, distance.rest - 1.f},
-                                             derivative[1]);
+                s[j] = pairs.probability(s[j], row.x, query, key, distance, derivative[0]);
+                s[j + 1] = pairs.probability(s[j + 1], row.y, query + 1, key, {distance.first, distance.rest - 1.f}, derivative[1]);
                 probabilities[j / 2] = Convert<Element>::pack(s[j], s[j + 1]);
                 if constexpr (Program::HAS_DERIVATIVE) s[j] *= derivative[0], s[j + 1] *= derivative[1];
             }
