@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 import zlib
 from collections.abc import Iterable
@@ -118,14 +119,14 @@ def start(ranks: Ranks, sends: Iterable[Message], receives: Iterable[Message], l
 
     Empty tensors are not sent. All ranks that send messages to each other must call this in the same order. On a CPU
     the ranks compare the ``label`` of the batch before they send data, which costs a message each way; on a GPU, where
-    the host would wait for it, they do so with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` only.
+    the host would wait for it, they do so with ``FLASHLANE_COMPARE_CALLS=1`` only.
 
     Raises:
         RuntimeError: another rank sends a batch with another label.
     """
     sends, receives = ([each for each in messages if each[1].numel()] for messages in (sends, receives))
     devices = {t.device for _, t in (*sends, *receives)}
-    if any(device.type == "cpu" for device in devices) or (devices and _in_debug()):
+    if any(device.type == "cpu" for device in devices) or (devices and os.environ.get(COMPARE) == "1"):
         _compare_labels(ranks, sends, receives, label, devices.pop())
     operations = [_operation(dist.irecv, ranks, *each) for each in receives]
     operations += [_operation(dist.isend, ranks, *each) for each in sends]
@@ -133,6 +134,8 @@ def start(ranks: Ranks, sends: Iterable[Message], receives: Iterable[Message], l
     return Pending(works, [t for _, t in sends])
 
 
+COMPARE = "FLASHLANE_COMPARE_CALLS"
+"""The environment variable that makes ranks compare labels on GPUs, too."""
 LABEL_TAG = 1
 """The tag of messages with labels, where the backend has tags."""
 _out_of_step: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
@@ -154,10 +157,6 @@ def check_label(ranks: Ranks, peer: int, label: int, expected: int) -> None:
             f"match"
         )
         check_in_step(ranks)
-
-
-def _in_debug() -> bool:
-    return dist.get_debug_level() == dist.DebugLevel.DETAIL
 
 
 def _operation(what: Any, ranks: Ranks, peer: int, t: torch.Tensor, tag: int = 0) -> dist.P2POp:
