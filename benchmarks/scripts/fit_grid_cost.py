@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import backward_launches
 import numpy as np
 from choice_families import TRITON, forward_configs, mma_configs, timed_backward_configs
 from cost_fit import set_offsets, told
@@ -37,7 +38,6 @@ from flashlane.jit import KernelSource
 from flashlane.kernels.grid_cost import SMS, Grid
 from flashlane.kernels.mma import cost as mma_cost
 from flashlane.kernels.tile_cost import Coefficients
-from flashlane.kernels.triton import backward_cost
 from flashlane.kernels.triton import cost as triton_cost
 from flashlane.kernels.triton.backward_configs import BackwardConfig
 
@@ -159,14 +159,14 @@ def backward_parts(problem: AttentionProblem, shape: Shape) -> dict[str, Launche
     """The same of Triton's backward, with two launches."""
     precision, found = TRITON.precision_of(problem), {}
     for config in timed_backward_configs(problem, shape.dtype):
-        grids = backward_cost.grids_of(problem, config)
+        grids = backward_launches.grids_of(problem, config)
 
         def launches(
             r: list[int], config: BackwardConfig = config, grids: tuple[Grid, Grid] = grids
         ) -> tuple[Part, ...]:
             parts = []
             for side, tile, grid, resident in zip(("key", "query"), (config.key, config.query), grids, r, strict=True):
-                name = backward_cost.name_of(problem, precision, side, tile, config.descriptors)
+                name = backward_launches.name_of(problem, precision, side, tile, config.descriptors)
                 unit = unit_of(shape, (tile.bm, tile.bn), resident) * (2 if side == "key" else 1.5)
                 parts.append(Part(name, grid, resident, unit))
             return tuple(parts)
@@ -194,7 +194,7 @@ def rows_of(family: str, paths: Sequence[Path]) -> list[Timed]:
                 kernel = words.split()[0] if family == "mma" else ""
                 launches = parts[words](resident)
                 if family == "triton_backward":
-                    added = backward_cost.added_microseconds(problem, [part.grid for part in launches])
+                    added = backward_launches.added_microseconds(problem, [part.grid for part in launches])
                 described = family == "triton_forward" and "tma" in words
                 source = sources.get(words)
                 found.append(Timed(number, shape.title, words, 1e3 * ms, launches, kernel, source, added, described))

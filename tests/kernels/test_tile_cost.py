@@ -9,7 +9,7 @@ import numpy as np
 
 from flashlane.bench import make_problem
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.tile_cost import blocks_of, query_blocks_of
+from flashlane.kernels.tile_cost import blocks_of
 
 
 def visible(problem: AttentionProblem) -> np.ndarray:
@@ -39,20 +39,6 @@ def walked(seen: np.ndarray, block: int) -> tuple[int, int]:
     blocks = range(columns[0] // block, columns[-1] // block + 1)
     whole = [seen[:, b * block : (b + 1) * block].all() for b in blocks]
     return len(whole), len(whole) - sum(whole)
-
-
-def test_tiles_of_keys_walk_over_the_queries_that_see_them() -> None:
-    chance = random.Random(0)
-    for _ in range(300):
-        asked, bm, bn = drawn(chance), chance.choice((4, 16)), chance.choice((8, 16))
-        seen, found = visible(asked), query_blocks_of(asked, bm, bn)
-        assert len(found.blocks) == -(-asked.seqlen_k // bn)
-        for tile, (blocks, cut) in enumerate(zip(*found, strict=True)):
-            count, hidden = walked(seen[:, tile * bn : (tile + 1) * bn].T, bm)
-            assert blocks == count * asked.group, (asked, tile)
-            # Blocks of the last tile are all compared with the number of keys.
-            least = count if (tile + 1) * bn > asked.seqlen_k else hidden
-            assert least * asked.group == cut, (asked, bm, bn, tile)
 
 
 def test_tiles_of_queries_walk_over_the_keys_that_they_see() -> None:

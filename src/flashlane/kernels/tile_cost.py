@@ -1,4 +1,4 @@
-"""What a tile costs: a constant, and a time for each n-block; blocks that a mask cuts cost more."""
+"""What a tile of a forward kernel costs: a constant, and a time for each n-block; blocks that a mask cuts cost more."""
 
 from __future__ import annotations
 
@@ -63,29 +63,3 @@ def blocks_of(problem: AttentionProblem, block_m: int, block_n: int, pack: int =
     whole_stop = np.minimum(stop, np.maximum(start, (first + right + 1) // block_n)) if right >= 0 else stop
     whole_start = np.maximum(start, -(-np.maximum(last - left, 0) // block_n)) if left >= 0 else start
     return TileBlocks(blocks, np.where(end > low, blocks - np.maximum(whole_stop - whole_start, 0), 0))
-
-
-def query_blocks_of(problem: AttentionProblem, block_m: int, block_n: int) -> TileBlocks:
-    """What the tiles of keys of a key/value head have to walk over: blocks of the queries of its query heads.
-
-    Args:
-        problem: what is asked.
-        block_m: queries of a block.
-        block_n: keys of a tile.
-    """
-    shift, left, right = problem.shift, problem.window_left, problem.window_right
-    first = np.arange(0, problem.seqlen_k, block_n)
-    last = np.minimum(first + block_n, problem.seqlen_k) - 1
-    rows = np.full_like(first, problem.seqlen_q)
-    low = np.clip(first - right - shift, 0, None) if right >= 0 else 0 * rows
-    end = np.minimum(last + left - shift + 1, rows) if left >= 0 else rows
-    start, stop = low // block_m, -(-end // block_m)
-    blocks = np.where(end > low, stop - start, 0)
-    whole_start = np.maximum(start, -(-np.maximum(last - right - shift, 0) // block_m)) if right >= 0 else start
-    whole_stop = stop
-    if left >= 0:  # the last block is whole where its last query sees the tile, too
-        high = np.maximum(first + left - shift + 1, 0)
-        whole_stop = np.minimum(stop, np.where(high >= problem.seqlen_q, stop, high // block_m))
-    whole = np.where(last - first + 1 < block_n, 0, np.maximum(whole_stop - whole_start, 0))
-    cut = np.where(end > low, blocks - np.minimum(whole, blocks), 0)
-    return TileBlocks(blocks * problem.group, cut * problem.group)

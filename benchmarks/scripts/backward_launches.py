@@ -1,19 +1,19 @@
-"""The time that configurations of the Triton backward take for a problem, predicted.
+"""The launches of the Triton backward, for the fit of a cost model: the package takes its tiles from tables.
 
 The two kernels, of dK and dV and of dQ, take their times one after the other, so that the tile of each is chosen by
 itself. Each owns tiles, which cost a constant and a time for each block that they walk over
 (:mod:`flashlane.kernels.tile_cost`), and a launch takes what :mod:`flashlane.kernels.grid_cost` says of its programs.
-
-Nothing here imports Triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.grid_cost import Grid
-from flashlane.kernels.tile_cost import blocks_of, query_blocks_of
+from flashlane.kernels.tile_cost import TileBlocks, blocks_of
 from flashlane.kernels.triton import backward_configs
 from flashlane.kernels.triton.backward_configs import BackwardConfig, Tile, padded
 
@@ -56,3 +56,29 @@ def added_microseconds(problem: AttentionProblem, grids: Sequence[Grid]) -> floa
     keys = problem.batch * problem.seqlen_k * problem.kv_heads * (problem.head_dim + problem.head_dim_v)
     sizes = zip(grids, (keys, queries), strict=True)
     return sum(4 * size * grid.splits / ADDED_BYTES for grid, size in sizes if grid.splits > 1)
+
+
+def query_blocks_of(problem: AttentionProblem, block_m: int, block_n: int) -> TileBlocks:
+    """What the tiles of keys of a key/value head have to walk over: blocks of the queries of its query heads.
+
+    Args:
+        problem: what is asked.
+        block_m: queries of a block.
+        block_n: keys of a tile.
+    """
+    shift, left, right = problem.shift, problem.window_left, problem.window_right
+    first = np.arange(0, problem.seqlen_k, block_n)
+    last = np.minimum(first + block_n, problem.seqlen_k) - 1
+    rows = np.full_like(first, problem.seqlen_q)
+    low = np.clip(first - right - shift, 0, None) if right >= 0 else 0 * rows
+    end = np.minimum(last + left - shift + 1, rows) if left >= 0 else rows
+    start, stop = low // block_m, -(-end // block_m)
+    blocks = np.where(end > low, stop - start, 0)
+    whole_start = np.maximum(start, -(-np.maximum(last - right - shift, 0) // block_m)) if right >= 0 else start
+    whole_stop = stop
+    if left >= 0:  # the last block is whole where its last query sees the tile, too
+        high = np.maximum(first + left - shift + 1, 0)
+        whole_stop = np.minimum(stop, np.where(high >= problem.seqlen_q, stop, high // block_m))
+    whole = np.where(last - first + 1 < block_n, 0, np.maximum(whole_stop - whole_start, 0))
+    cut = np.where(end > low, blocks - np.minimum(whole, blocks), 0)
+    return TileBlocks(blocks * problem.group, cut * problem.group)

@@ -1,0 +1,98 @@
+"""The fit of the cost models: what it is made of, and that it finds what made the times."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from flashlane.bench import make_problem
+from flashlane.core.problem import AttentionProblem
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def fit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "scripts"))
+    return importlib.import_module("fit_grid_cost")
+
+
+def test_tiles_of_keys_walk_over_the_queries_that_see_them(fit: ModuleType) -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        asked = make_problem(
+            1, 4, chance.randint(1, 90), 64, kv_heads=chance.choice((1, 2, 4)), seqlen_k=chance.randint(1, 90),
+            alignment=chance.choice(("bottom-right", "top-left")),
+        )  # fmt: skip
+        asked = replace(
+            asked, window_left=chance.choice((-1, 0, 5, 30)), window_right=chance.choice((-1, 0, 0, 7, 200))
+        )
+        bm, bn, seen = chance.choice((4, 16)), chance.choice((8, 16)), visible(asked)
+        found = fit.backward_launches.query_blocks_of(asked, bm, bn)
+        assert len(found.blocks) == -(-asked.seqlen_k // bn)
+        for tile, (blocks, cut) in enumerate(zip(*found, strict=True)):
+            mine = seen[:, tile * bn : (tile + 1) * bn]
+            rows = np.flatnonzero(mine.any(1))
+            walked = range(rows[0] // bm, rows[-1] // bm + 1) if len(rows) else range(0)
+            hidden = sum(not mine[b * bm : (b + 1) * bm].all() for b in walked)
+            # Blocks of the last tile are all compared with the number of keys.
+            masked = len(walked) if (tile + 1) * bn > asked.seqlen_k else hidden
+            assert (blocks, cut) == (len(walked) * asked.group, masked * asked.group), (asked, bm, bn, tile)
+
+
+def visible(problem: AttentionProblem) -> np.ndarray:
+    """Whether a query, in rows, sees a key."""
+    row, key = np.arange(problem.seqlen_q)[:, None] + problem.shift, np.arange(problem.seqlen_k)[None]
+    seen = np.ones((problem.seqlen_q, problem.seqlen_k), dtype=bool)
+    if problem.window_left >= 0:
+        seen &= key >= row - problem.window_left
+    if problem.window_right >= 0:
+        seen &= key <= row + problem.window_right
+    return seen
+
+
+def test_the_fit_finds_the_coefficients_that_made_the_times(fit: ModuleType) -> None:
+    """Times of candidates are made by the package's model; the fit knows nothing of it, and chooses as it does."""
+    timings = ROOT / "benchmarks" / "results" / "choices_triton_forward.json"
+    rows = fit.rows_of("triton_forward", [timings])
+    known, shared = fit.triton_cost.coefficients()
+    made = [row for row in rows if all(part.name in known for part in row.parts)]
+    for row in made:
+        times = []
+        for part in row.parts:
+            one = known[part.name]
+            times.append(part.grid.time(one.one, 132, part.resident, one.fixed) + shared["launch"])
+        row.microseconds = sum(times) + shared["combine"] * sum(part.grid.splits > 1 for part in row.parts)
+    model = fit.fit(made, 5, {name: shared[name] for name in ("launch", "combine")})
+    summary = fit.judged("made", made, model, 0)
+    assert summary["problems"] > 30 and summary["error_within_problems"] < 0.06, summary
+    assert summary["mean_regret"] < 0.005, summary
+
+
+def test_what_descriptors_cost_the_host_counts_where_a_kernel_is_shorter(fit: ModuleType) -> None:
+    def row(us: float, descriptors: bool) -> object:
+        return fit.Timed(0, "a problem", "words", us, (), descriptors=descriptors)
+
+    rows, errors = fit.calls_of(
+        [row(10.0, True), row(20.0, False), row(90.0, True)], np.log([2.0, 1.5, 0.1]), {"descriptors": 30.0}
+    )
+    assert [each.microseconds for each in rows] == [30.0, 20.0, 90.0]
+    assert errors == pytest.approx([0.0, math.log(1.5), math.log(30 / 90)])
+    known = fit.calls_of([row(10.0, True)], np.array([math.inf]), {"descriptors": 30.0})[1]
+    assert known[0] == math.inf, "what the model does not compare stays that"
+
+
+def test_the_coefficients_of_the_package_name_the_timings_that_made_them() -> None:
+    for name in ("mma/cost.json", "triton/forward_cost.json"):
+        body = json.loads((ROOT / "src" / "flashlane" / "kernels" / name).read_text())
+        for file, told in body["timings"].items():
+            timed = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+            assert told["seed"] == timed["seed"] < 2000 and told["commit"] == timed["environment"]["commit"]
