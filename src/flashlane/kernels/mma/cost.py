@@ -132,13 +132,18 @@ def ranked(variant: Variant, problem: AttentionProblem) -> list[Predicted]:
     """
     if variant.tag not in COMPARED or problem.arch not in jit.LIMITS:
         return []
-    problem = problem.chosen_for
+    return list(_ranked(variant, problem.chosen_for))
+
+
+@functools.lru_cache(maxsize=1024)
+def _ranked(variant: Variant, problem: AttentionProblem) -> tuple[Predicted, ...]:
+    """The list of :func:`ranked`, which a choice asks for twice: for the variant, and for its configuration."""
     kind = AttentionProblem(
         batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_k=1, head_dim=problem.head_dim, head_dim_v=problem.head_dim_v,
         dtype=problem.dtype, scale=1.0, arch=problem.arch, aligned=problem.aligned,
     )  # fmt: skip
     found = [Predicted(_predicted(problem, *known), known[0]) for known in _compared(variant, kind)]
-    return sorted(found, key=lambda each: each.microseconds)
+    return tuple(sorted(found, key=lambda each: each.microseconds))
 
 
 def _predicted(problem: AttentionProblem, config: MmaConfig, timed: Timed, resident: int) -> float:
