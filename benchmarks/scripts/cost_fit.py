@@ -66,7 +66,7 @@ def told(title: str, rows: Sequence[R], errors: np.ndarray, worst: int = 0) -> d
     found = regrets(rows, errors)
     ratios = np.array([ratio for ratio, _, _ in found])
     finite = np.isfinite(errors)
-    within = float(np.std(errors[finite] - np.array([row.offset for row in rows])[finite]))
+    within = float(np.std(errors[finite] - np.array([row.offset for row in rows])[finite])) if finite.any() else 0.0
     summary = {
         "problems": len(found),
         "candidates": len(rows),
