@@ -104,6 +104,10 @@ def first_call(path: Path) -> str:
 # --- from the registry
 
 
+PROTOCOLS = ("steady", "flushed")
+"""Of drawn.py, in the order of the table's figures."""
+
+
 def judged(results: Path) -> list[Result]:
     """The files of drawn.py at judging seeds."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("drawn_*.json"))]
@@ -113,18 +117,19 @@ def judged(results: Path) -> list[Result]:
 
 
 def drawn(results: Path) -> str:
-    """How drawn problems of judging seeds compare with the fastest peer, a line for each file and protocol."""
+    """How drawn problems of judging seeds compare with the fastest peer, a line for each file."""
     import drawn_summary
 
     rows = []
     for body in judged(results):
-        for protocol in body["protocols"]:
-            if found := drawn_summary.figures(body["rows"], protocol):
-                what = f"{body['direction']}, {body['kind']}, {protocol}"
-                ahead = f"{100 * found['ahead']:.0f} %"
-                rows.append((what, int(found["problems"]), ahead, f"{found['least']:.2f}", f"{found['mean']:.2f}"))
-    head = ("drawn problems", "count", "at the fastest peer's speed or above", "least", "geometric mean")
-    return table(head, rows) if rows else NOT_MEASURED
+        found = [drawn_summary.figures(body["rows"], protocol) for protocol in PROTOCOLS]
+        if all(found):
+            ahead = " / ".join(f"{100 * each['ahead']:.0f}" for each in found)
+            numbers = (" / ".join(f"{each[name]:.2f}" for each in found) for name in ("least", "mean"))
+            what = f"{body['direction']}, {body['kind']}"
+            rows.append((what, int(found[0]["problems"]), f"{ahead} %", *numbers))
+    head = ("drawn problems, steady / flushed", "count", "at the fastest peer's speed or above", "least")
+    return table((*head, "geometric mean"), rows) if rows else NOT_MEASURED
 
 
 def drawn_worst(results: Path) -> str:
@@ -132,12 +137,12 @@ def drawn_worst(results: Path) -> str:
     import drawn_summary
 
     rows = [
-        (body["direction"], row["problem"], protocol, f"{ratio:.3f}", row["best_peer"][protocol])
+        (f"{body['direction']}, {body['kind']}", row["problem"], protocol, f"{ratio:.3f}", row["best_peer"][protocol])
         for body in judged(results)
         for ratio, protocol, row in drawn_summary.worst(body["rows"])
         if ratio < 1
     ]
-    return table(("direction", "problem", "protocol", "ratio", "fastest peer"), rows) if rows else NOT_MEASURED
+    return table(("drawn", "problem", "protocol", "ratio", "fastest peer"), rows) if rows else NOT_MEASURED
 
 
 def kernel_list() -> str:
