@@ -6,15 +6,12 @@ import importlib
 import json
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
-
-from flashlane.bench import make_problem
-from flashlane.core.problem import AttentionProblem
+from masked_problems import drawn, visible
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,14 +25,8 @@ def fit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_tiles_of_keys_walk_over_the_queries_that_see_them(fit: ModuleType) -> None:
     chance = random.Random(0)
     for _ in range(200):
-        asked = make_problem(
-            1, 4, chance.randint(1, 90), 64, kv_heads=chance.choice((1, 2, 4)), seqlen_k=chance.randint(1, 90),
-            alignment=chance.choice(("bottom-right", "top-left")),
-        )  # fmt: skip
-        asked = replace(
-            asked, window_left=chance.choice((-1, 0, 5, 30)), window_right=chance.choice((-1, 0, 0, 7, 200))
-        )
-        bm, bn, seen = chance.choice((4, 16)), chance.choice((8, 16)), visible(asked)
+        asked, bm, bn = drawn(chance), chance.choice((4, 16)), chance.choice((8, 16))
+        seen = visible(asked)
         found = fit.backward_launches.query_blocks_of(asked, bm, bn)
         assert len(found.blocks) == -(-asked.seqlen_k // bn)
         for tile, (blocks, cut) in enumerate(zip(*found, strict=True)):
@@ -46,17 +37,6 @@ def test_tiles_of_keys_walk_over_the_queries_that_see_them(fit: ModuleType) -> N
             # Blocks of the last tile are all compared with the number of keys.
             masked = len(walked) if (tile + 1) * bn > asked.seqlen_k else hidden
             assert (blocks, cut) == (len(walked) * asked.group, masked * asked.group), (asked, bm, bn, tile)
-
-
-def visible(problem: AttentionProblem) -> np.ndarray:
-    """Whether a query, in rows, sees a key."""
-    row, key = np.arange(problem.seqlen_q)[:, None] + problem.shift, np.arange(problem.seqlen_k)[None]
-    seen = np.ones((problem.seqlen_q, problem.seqlen_k), dtype=bool)
-    if problem.window_left >= 0:
-        seen &= key >= row - problem.window_left
-    if problem.window_right >= 0:
-        seen &= key <= row + problem.window_right
-    return seen
 
 
 def test_the_fit_finds_the_coefficients_that_made_the_times(fit: ModuleType) -> None:

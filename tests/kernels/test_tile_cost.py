@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import numpy as np
+from masked_problems import drawn, visible
 
-from flashlane.bench import make_problem
-from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.tile_cost import blocks_of
-
-
-def visible(problem: AttentionProblem) -> np.ndarray:
-    """Whether a query, in rows, sees a key."""
-    row, key = np.arange(problem.seqlen_q)[:, None] + problem.shift, np.arange(problem.seqlen_k)[None]
-    seen = np.ones((problem.seqlen_q, problem.seqlen_k), dtype=bool)
-    if problem.window_left >= 0:
-        seen &= key >= row - problem.window_left
-    if problem.window_right >= 0:
-        seen &= key <= row + problem.window_right
-    return seen
-
-
-def drawn(chance: random.Random) -> AttentionProblem:
-    asked = make_problem(
-        1, 4, chance.randint(1, 90), 64, kv_heads=chance.choice((1, 2, 4)), seqlen_k=chance.randint(1, 90),
-        alignment=chance.choice(("bottom-right", "top-left")),
-    )  # fmt: skip
-    return replace(asked, window_left=chance.choice((-1, 0, 5, 30)), window_right=chance.choice((-1, 0, 0, 7, 200)))
 
 
 def walked(seen: np.ndarray, block: int) -> tuple[int, int]:
