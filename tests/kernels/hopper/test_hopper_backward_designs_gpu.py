@@ -78,7 +78,7 @@ def always_split(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles are split wherever they may be, as if that cost nothing."""
     registry.changed()
     with monkeypatch.context() as patch:
-        for cost in ("START", "WAIT", "ADD", "LEAST_SAVING"):
+        for cost in ("START", "WAIT", "ADD", "LEAST_SAVING", "LEAST_OF_LONG_TILES"):
             patch.setattr(split_q, cost, 0.0)
         yield
     registry.changed()
@@ -169,9 +169,11 @@ def test_splits_of_tiles_make_what_whole_tiles_make(variant: Variant, always_spl
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_last_of_many_tiles_are_split(head_dim: int, always_split: None) -> None:
-    problem, inputs = dense(1023, head_dim, batch=1, heads=17, kv_heads=17)  # 136 tiles, four more than SMs
+def test_tiles_are_split_that_are_more_than_sms(head_dim: int, causal: bool, always_split: None) -> None:
+    """Of 136 tiles the last four, four more than SMs; under a causal mask all, as the longest take longest."""
+    problem, inputs = dense(1023, head_dim, batch=1, heads=17, kv_heads=17, causal=causal)
     assert config_of(problem).split_q
     what = given(problem, inputs, torch.randn_like(inputs.q), torch.randn(logs_of(problem, inputs), device=HERE))
     found = run(problem, inputs, what)

@@ -15,6 +15,7 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward.head_swizzle import steps_of
+from flashlane.kernels.hopper.backward.one_cta import split_q
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES
 from flashlane.kernels.hopper.backward.one_cta.split_q import MAX_BYTES, MAX_SPLITS, SplitQ, split_of
@@ -45,6 +46,21 @@ def test_all_of_few_tiles_are_split() -> None:
         found = split(asked(batch=1, heads=1, **mask))
         assert found.tiles == 32 and found.splits >= 3, mask
     assert split(asked(batch=1, heads=1, kv_heads=1, seqlen=100)) == SplitQ(), "two steps"
+
+
+def test_all_tiles_are_split_where_one_of_them_is_longer_than_an_even_division() -> None:
+    """42 n-blocks of 5 heads are 210 tiles: the longest takes 530 steps, and an even division among the SMs 430."""
+    grouped = asked(batch=1, heads=40, kv_heads=5, seqlen=5270, window_right=0)
+    assert split(grouped) == SplitQ(210, 2)
+    assert split(grouped, sms=66) == SplitQ(), "the longest are done when the others are"
+    assert split(replace(grouped, window_right=-1)).tiles == 210 - SMS
+    assert split(asked(batch=1, heads=8, seqlen=4096, window_right=0)) == SplitQ(), "256 tiles"
+
+
+def test_splitting_long_tiles_is_worth_what_the_prediction_may_be_wrong_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped = asked(batch=1, heads=40, kv_heads=5, seqlen=5270, window_right=0)
+    monkeypatch.setattr(split_q, "LEAST_OF_LONG_TILES", 0.2)
+    assert split(grouped) == SplitQ(), "it saves 16 %"
 
 
 @pytest.mark.parametrize(

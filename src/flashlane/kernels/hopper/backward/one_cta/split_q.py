@@ -7,12 +7,14 @@ all of them are split. A split begins and ends like a tile, and the last split o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.backward.config import CONSUMERS
-from flashlane.kernels.hopper.backward.head_swizzle import steps_of
+from flashlane.kernels.hopper.backward.head_swizzle import fastest_section, steps_of
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
+from flashlane.kernels.makespan import makespan, sections_of
 
 MAX_SPLITS = 4
 """Parts of a tile; with more, each begins and ends for too few steps (notebook 0011)."""
@@ -20,6 +22,8 @@ START, WAIT, ADD = 2.0, 1.5, 1.0
 """Steps that it takes to begin and end a split, to wait for the other splits, and to add what one of them made."""
 LEAST_SAVING = 0.01
 """Least part of a launch's time that splitting must save."""
+LEAST_OF_LONG_TILES = 0.05
+"""The same where tiles are no fewer than SMs, under a causal mask: there the prediction was compared with no timing."""
 MAX_BYTES = 40 << 20
 """The most bytes of device memory for the splits' dK and dV."""
 MAX_STEPS = 1 << 24
@@ -59,29 +63,42 @@ def split_of(problem: AttentionProblem, config: OneCtaConfig, sms: int) -> Split
     if problem.deterministic or problem.varlen or problem.window_left >= 0:
         return WHOLE_TILES
     tiles = -(-problem.seqlen_k // config.block_n) * problem.kv_heads * problem.batch
-    rest = tiles if tiles < sms else tiles % sms if problem.window_right < 0 else 0
+    causal, few = problem.window_right >= 0, tiles < sms
+    rest = tiles if few or causal else tiles % sms
     if rest == 0:
         return WHOLE_TILES
     steps = steps_of(problem, config.block_m, config.block_n)
     longest, average = max(steps), sum(steps) / len(steps)
-    if not 1 < longest <= MAX_STEPS:
+    if not 1 < longest <= MAX_STEPS or (causal and not few and longest + START <= tiles * (average + START) / sms):
         return WHOLE_TILES
+    section = fastest_section(problem, steps, sms) if causal and not few else 0
 
     def rest_takes(splits: int) -> float:
         """Steps until the last of the tiles that may be split is done."""
+        if section:
+            return makespan(_costs(steps, splits), sections_of(problem.kv_heads * problem.batch, section), sms)
         each = -(-longest // splits) + START
         if splits == 1:
             return each
-        if problem.window_right < 0:
-            each *= -(-rest * splits // sms)
-        else:  # the short ones fill what the long ones leave
+        if causal:  # the short ones fill what the long ones leave
             each = max(each, rest * (average + splits * START) / sms)
+        else:
+            each *= -(-rest * splits // sms)
         return each + WAIT + ADD * (splits - 1)
 
     split_bytes = 4 * config.block_n * (config.head_dim + config.head_dim_v)
     most = min(MAX_SPLITS, longest, 1 + MAX_BYTES // (split_bytes * rest))
     best = min(range(1, most + 1), key=rest_takes)
-    rounds = tiles // sms * (longest + START)
-    if rest_takes(1) - rest_takes(best) <= LEAST_SAVING * (rounds + rest_takes(1)):
+    before = 0.0 if section else tiles // sms * (longest + START)
+    least = LEAST_OF_LONG_TILES if section else LEAST_SAVING
+    if rest_takes(1) - rest_takes(best) <= least * (before + rest_takes(1)):
         return WHOLE_TILES
     return SplitQ(rest, best)
+
+
+def _costs(steps: Sequence[int], splits: int) -> list[float]:
+    """What the splits of a head's tiles take, in their order; the last one of a tile also adds what the others made."""
+    if splits == 1:
+        return [count + START for count in steps]
+    ends = [START] * (splits - 1) + [START + WAIT + ADD * (splits - 1)]
+    return [-(-count // splits) + end for count in steps for end in ends]
