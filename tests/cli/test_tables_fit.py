@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from flashlane import bench
 from flashlane.cli.main import BASELINE, app
 from flashlane.core import registry
+from flashlane.inspect.compile_report import describe_config
 from flashlane.inspect.fitted_table import Column, fold_name, make_table, significant
 
 LONG = "mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+store-direct+stage2)"
@@ -78,23 +79,49 @@ def test_names_fold_before_a_plus_and_never_pass_their_width():
         assert max(map(len, lines)) <= width and "".join(line.strip() for line in lines) == LONG
 
 
-@pytest.fixture
-def files(tmp_path, monkeypatch):
-    """Results of long tags on two problems, and of the same a little slower."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def results():
+    """Of long tags on two problems."""
     with registry.table_of(fakes.FakeKernel(LONG), fakes.FakeKernel("wrong(" + LONG, fakes.one_element)):
         problems = [bench.make_problem(1, 1, n, 16, torch.float32, causal=True, kv_heads=1) for n in (16, 32)]
         selection = bench.Selection(peers=bench.select_peers("unfused,sdpa-math"))
         settings = bench.Settings(3, 0.1, 0.1, 1, 1)
-        results = bench.run(problems, device="cpu", selection=selection, settings=settings)
-    (tmp_path / "a.json").write_text(results.to_json())
+        return bench.run(problems, device="cpu", selection=selection, settings=settings)
+
+
+@pytest.fixture
+def files(results, tmp_path, monkeypatch):
+    """A working folder with the results, and with the same a little slower."""
+    monkeypatch.chdir(tmp_path)
+    text = results.to_json()
     slower = re.sub(
         r'("samples": \[)([^]]*)',
         lambda m: m[1] + ",".join(str(3 * float(x)) for x in m[2].split(",")),
-        results.to_json(),
+        text,
     )
+    (tmp_path / "a.json").write_text(text)
     (tmp_path / "b.json").write_text(slower)
-    yield results
+
+
+FAMILY = "tiling-qkv+acc-f32"
+# Of the family's 192 kernels, those with the widest cells: names, configurations, spills, KiB, limits and counts.
+WIDEST = tuple(
+    f"mma(split-q+{FAMILY}+{rest})"
+    for rest in (
+        "o-f16+persist-q+swizzle-qkv+store-direct+stage1",
+        "o-f16+swizzle-qkv+store-shared+stage1",
+        "o-f16+swizzle-qkv+store-direct+stage4",
+    )
+)
+
+
+def test_the_compiled_rows_are_the_widest_of_their_family():
+    problem = bench.make_problem(1, 8, 8192, 64, arch="sm_90a")
+    family = [kernel for kernel in registry.kernels() if FAMILY in kernel.tag]
+    widths = [(len(k.tag), len(describe_config(k.config(problem)))) for k in family]
+    chosen = [width for kernel, width in zip(family, widths) if kernel.tag in WIDEST]
+    assert len(family) > len(chosen) == len(WIDEST)
+    assert list(map(max, zip(*chosen))) == list(map(max, zip(*widths)))
 
 
 COMMANDS = [
@@ -104,7 +131,7 @@ COMMANDS = [
     ["bench", "suite", "attention", "--device", "cpu", "--max-seqlen", "256", "--D", "16", "--B", "1", "--iters", "1"],
     ["bench", "suite", "model", "--device", "cpu", "--max-seqlen", "16", "--iters", "1"],
     ["budget", "hopper(wgmma+tma)", LONG.replace("+store-direct", ""), "--arch", "sm_80,sm_90a"],
-    ["compile", "--tags", "tiling-qkv+acc-f32", "--arch", "sm_90a"],
+    ["compile", "--kernels", ",".join(WIDEST), "--arch", "sm_90a"],
     ["regress", "a.json", "b.json", "--floor", "0"],
     ["roofline", "--device", "cpu", "--results", "a.json"],
     ["profile", "--device", "cpu", *SIZES, "--tag", "tiled", "--tag", "(unfused)", "--calls", "1"],
@@ -139,17 +166,17 @@ def test_what_commands_print_fits_the_terminal(files, monkeypatch, words, width)
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_results_of_other_commands_fit_too(files, width):
+def test_results_of_other_commands_fit_too(results, width):
     from flashlane.bench.measure.sweep import summary_rows
     from flashlane.bench.present.table import print_results
     from flashlane.cli.compare import print_comparison
     from flashlane.cli.sweep import _print
 
-    assert len(summary_rows(files)) == 2
+    assert len(summary_rows(results)) == 2
     for show in (print_results, print_comparison, _print):
         console = Console(width=width, force_terminal=False, color_system=None)
         with console.capture() as captured:
-            show(files, console)
+            show(results, console)
         lines = captured.get().splitlines()
         assert not [line for line in lines if len(line.rstrip()) > width and "FAIL" not in line], show
         assert not [line for line in lines if re.search(r"\w…", line)], show

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +106,15 @@ def test_split_keys_are_combined_by_a_kernel_that_is_compiled_too() -> None:
         ((), "--arch is not given, and there is no GPU"),
     ],
 )
-def test_bad_input_is_told(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+def test_bad_input_is_told(invoke: Callable[..., Any], tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     if not words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     bad, empty = tmp_path / "bad.json", tmp_path / "config.json"
     bad.write_text("{")
     empty.write_text("{}")
     given = [word.format(bad=bad, empty=empty) for word in words]
-    done = flashlane(*given, *(("--arch", "sm_90a") if words else ()))
-    assert done.returncode == 2 and message in done.stderr, done.stderr
+    done = invoke("prebuild", *given, *(("--arch", "sm_90a") if words else ()))
+    assert done.exit_code == 2 and message in done.stderr, done.stderr
 
 
 def test_what_does_not_compile_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
