@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch_forks
 from torch.nn.attention import flex_attention as torch_flex
 
 import flashlane
@@ -112,10 +111,8 @@ def test_under_torch_compile() -> None:
         torch.testing.assert_close(ours(q, k, v, lambda s, b, h, i, j: s * 2), flashlane.flex_attention(q * 2, k, v))
 
 
-def run(path: Path, *options: str) -> tuple[int, str]:
-    command = [sys.executable, ROOT / "tools" / "flex_tests.py", path, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+def run(path: Path, *options: str, fresh: bool = False) -> tuple[int, str]:
+    return torch_forks.run(ROOT / "tools" / "flex_tests.py", path, *options, fresh=fresh)
 
 
 def test_the_tool_compares_with_torch_in_pytorchs_own_modules(tmp_path: Path) -> None:
@@ -130,7 +127,7 @@ def test_the_tool_compares_with_torch_in_pytorchs_own_modules(tmp_path: Path) ->
 def test_the_tool_tells_calls_refusals_and_skips(tmp_path: Path) -> None:
     path = tmp_path / "test_module.py"
     path.write_text(MODULE)
-    rc, said = run(path, "--on-cpu", "--eager", "-q")
+    rc, said = run(path, "--on-cpu", "--eager", "-q", fresh=True)
     assert rc == 1 and "1 failed, 1 passed, 1 skipped" in said, said
     assert "1 calls ran the tiled reference" in said and "why it is" in said and "searchsorted" in said, said
     rc, said = run(tmp_path / "none.py")

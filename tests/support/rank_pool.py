@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import torch_forks
 
 START_SECONDS = 120
 JOB_SECONDS = 60
@@ -56,7 +57,7 @@ class RankPool:
 
     def __init__(self, size: int, folder: Path) -> None:
         self.size = size
-        context = multiprocessing.get_context("spawn")
+        context = torch_forks.context()
         self.processes, self.connections = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch_forks
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,10 +56,8 @@ def shim() -> ModuleType:
     return module
 
 
-def run(path: Path, *options: str) -> tuple[int, str]:
-    command = [sys.executable, ROOT / "tools" / "fa2_tests.py", path, "--on-cpu", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+def run(path: Path, *options: str, fresh: bool = False) -> tuple[int, str]:
+    return torch_forks.run(ROOT / "tools" / "fa2_tests.py", path, "--on-cpu", *options, fresh=fresh)
 
 
 @pytest.fixture
@@ -72,7 +69,7 @@ def module(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "workers"])
 def test_a_sample_of_a_module_runs(module: Path, options: tuple[str, ...]) -> None:
-    rc, said = run(module, "--sample", "6", "-v", *options)
+    rc, said = run(module, "--sample", "6", "-v", *options, fresh=not options)
     cases = [
         re.search(r"test_func\[\S+\]", line)[0]
         for line in said.splitlines()

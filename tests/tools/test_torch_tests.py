@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch_forks
 
 ROOT = Path(__file__).parents[2]
 MODULE = """
@@ -38,17 +37,15 @@ instantiate_device_type_tests(TestIt, globals(), only_for=("cuda",))
 """
 
 
-def run(path: Path, *options: str) -> tuple[int, str]:
-    command = [sys.executable, ROOT / "tools" / "torch_tests.py", path, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+def run(path: Path, *options: str, fresh: bool = False) -> tuple[int, str]:
+    return torch_forks.run(ROOT / "tools" / "torch_tests.py", path, *options, fresh=fresh)
 
 
 def test_calls_and_skips_are_told(tmp_path: Path) -> None:
     pytest.importorskip("expecttest")
     path = tmp_path / "test_module.py"
     path.write_text(MODULE)
-    rc, said = run(path, "--on-cpu", "-q")
+    rc, said = run(path, "--on-cpu", "-q", fresh=True)
     assert rc == 1 and "1 failed, 2 passed, 1 skipped" in said, said
     assert "2 aten::_scaled_dot_product_flash_attention\n" in said, said
     assert "2 aten::_scaled_dot_product_flash_attention_backward\n" in said, said

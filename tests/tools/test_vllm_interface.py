@@ -5,11 +5,10 @@ tools/vllm_interface.py runs the same on vLLM's published files (docs/vllm.md sa
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch_forks
 
 ROOT = Path(__file__).parents[2]
 BACKEND = """
@@ -136,17 +135,15 @@ def package(folder: Path, backend: str = BACKEND, registry: str = REGISTRY) -> P
     return folder
 
 
-def run(folder: Path, *code: str) -> tuple[int, str]:
-    command = [sys.executable, ROOT / "tools" / "vllm_interface.py", folder]
-    if code:
-        lines = ["import sys, pathlib", f"sys.path.insert(0, {str(ROOT / 'tools')!r})", "import vllm_interface as tool"]
-        command = [sys.executable, "-c", "\n".join([*lines, f"folder = pathlib.Path({str(folder)!r})", *code])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+def run(folder: Path, *code: str, fresh: bool = False) -> tuple[int, str]:
+    if not code:
+        return torch_forks.run(ROOT / "tools" / "vllm_interface.py", folder, fresh=fresh)
+    lines = ["import sys, pathlib", f"sys.path.insert(0, {str(ROOT / 'tools')!r})", "import vllm_interface as tool"]
+    return torch_forks.run("\n".join([*lines, f"folder = pathlib.Path({str(folder)!r})", *code]), fresh=fresh)
 
 
 def test_every_kind_of_batch_agrees_with_plain_attention(tmp_path: Path) -> None:
-    rc, said = run(package(tmp_path))
+    rc, said = run(package(tmp_path), fresh=True)
     assert rc == 0, said
     for title in ("causal", "sliding window", "softcap", "ALiBi", "sinks", "not causal", "an encoder's"):
         assert f"{title}: largest error" in said, said
