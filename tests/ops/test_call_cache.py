@@ -294,11 +294,17 @@ def test_subclasses_and_parameters_are_checked_anew(recorder: Recorder) -> None:
     assert torch.equal(out, flashlane.flash_attn_func(-tensors[0], *tensors[1:], kernel="reference"))
 
 
-def test_one_tensor_in_two_places_runs_without_a_plan(recorder: Recorder) -> None:
-    q, k, _ = qkv()
-    for _ in range(2):
-        flashlane.flash_attn_func(q, k, k)
-    assert len(recorder.problems) == 2 and recorder.prepared == 0
+def test_one_tensor_in_two_places_has_a_plan_of_its_own(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which arguments are one tensor is part of the key, as the guard takes no tensor twice."""
+    q, k, v = qkv()
+    kinds = [(q, k, k), (q, q, k), (q, k, q), (q, q, q), (q, k, v)]
+    for tensors in kinds:
+        flashlane.flash_attn_func(*tensors)
+    assert recorder.prepared == len(kinds)
+    quick(monkeypatch)
+    for tensors in kinds[::-1]:
+        flashlane.flash_attn_func(*tensors)
+    assert recorder.prepared == len(kinds) and len(recorder.problems) == 2 * len(kinds)
 
 
 @pytest.mark.parametrize(

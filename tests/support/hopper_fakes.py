@@ -12,6 +12,7 @@ import torch
 
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import launch, launch_pool, tensormap
+from flashlane.kernels.decode.launch import ParamsWithMaps
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward.config import GradientConfig
 from flashlane.kernels.hopper.backward.select import DESIGNS
@@ -48,12 +49,19 @@ class Launches(list):
         def enqueue(stream: int) -> None:
             self.before()
             self.streams.append(stream)
-            self.append((grid, block, shared, type(params).from_buffer_copy(bytes(params))))
+            if isinstance(params, list):  # the decode kernel's, whose maps are a parameter of their own
+                kind, at = ParamsWithMaps, ctypes.addressof(params[1])
+            else:
+                kind, at = type(params), ctypes.addressof(params)
+            self.append((grid, block, shared, kind.from_buffer_copy(ctypes.string_at(at, ctypes.sizeof(kind)))))
 
         return enqueue
 
     def launch(self, grid: Any, block: Any, shared: int, params: ctypes.Structure) -> None:
         self.prepare(grid, block, shared, params)(self.stream_of(0))
+
+    def occupancy(self, threads: int, shared: int) -> int:
+        return 1
 
     def encode(self, described: tensormap.TensorMap) -> bytes:
         self.maps.append(described)
@@ -79,7 +87,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Put it in the place of the driver, with nothing remembered before and after."""
     found = Launches()
     monkeypatch.setattr(forward_launch.jit, "load", lambda compiled, device: found)
-    monkeypatch.setattr(forward_launch.jit, "compile", lambda source, arch: source)
+    monkeypatch.setattr(forward_launch.jit, "compile", lambda source, arch, **options: source)
     monkeypatch.setattr(forward_launch.jit, "compile_together", lambda sources, arch: sources)
     monkeypatch.setattr(launch_pool, "counters_of", lambda *_: SimpleNamespace(data_ptr=lambda: 77))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)

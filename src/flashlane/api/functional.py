@@ -77,25 +77,14 @@ def flash_attn_func(
         TypeError, ValueError: an argument cannot be; the message names it.
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
+    # The tag and the fields of Asked, built here because a function call more would show in the cost of each call.
+    asked = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, 0
     if alibi_slopes is attn_bias is sinks is logit_scale is None and not return_attn_probs:
-        # The tag and the fields of Asked, built here because a function call more would show in the cost of each call.
-        key = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, 0
-        found = ops.again(q, k, v, key, return_lse)
+        found = ops.again(q, k, v, asked, return_lse)
         if found is not None:
             return found if return_lse else found[0]
     inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks, logit_scale=logit_scale)
-    return _attend(
-        inputs,
-        kernel,
-        return_lse,
-        return_attn_probs,
-        scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-    )
+    return _attend(inputs, asked, return_lse, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -211,18 +200,8 @@ def flash_attn_varlen_func(
         max_seqlen_q=whole_number(max_seqlen_q),
         max_seqlen_k=whole_number(max_seqlen_k),
     )
-    return _attend(
-        inputs,
-        kernel,
-        return_lse,
-        return_attn_probs,
-        scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-    )
+    asked = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, 0
+    return _attend(inputs, asked, return_lse, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -357,9 +336,26 @@ def flash_attn_with_kvcache(
         TypeError, ValueError: an argument cannot be; the message names it.
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
+    wants_lse, lengths_given = return_softmax_lse or return_lse, isinstance(cache_seqlens, torch.Tensor)
     inputs = Inputs(
-        q, k_cache, v_cache, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks, logit_scale=logit_scale
+        q,
+        k_cache,
+        v_cache,
+        alibi_slopes=alibi_slopes,
+        bias=attn_bias,
+        sinks=sinks,
+        logit_scale=logit_scale,
+        seqused_k=cache_seqlens if lengths_given else None,
+        leftpad_k=cache_leftpad,
+        batch_idx=cache_batch_idx,
+        block_table=block_table,
     )
+    if lengths_given and k is v is rotary_cos is rotary_sin is None and type(num_splits) is int:
+        # With lengths, no call is remembered that has gradients; and none whose tensors had to be copied or cut first.
+        asked = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, 0.0, False, num_splits
+        found = ops.again(q, k_cache, v_cache, asked, wants_lse, inputs)
+        if found is not None:
+            return found if wants_lse else found[0]
     out, lse = kvcache.attend_cache(
         inputs,
         k,
@@ -379,7 +375,7 @@ def flash_attn_with_kvcache(
         softcap=softcap,
     )
     out, lse = _undifferentiable("flash_attn_with_kvcache", out, lse, inputs, (k, v))
-    return (out, lse) if return_softmax_lse or return_lse else out
+    return (out, lse) if wants_lse else out
 
 
 def explain(
@@ -430,8 +426,13 @@ def _unpack(
     return packed.unbind(at)
 
 
-def _attend(inputs: Inputs, kernel: str | None, return_lse: bool, return_attn_probs: bool, **keywords: Any) -> Result:
-    asked = Asked(**keywords)
+def _attend(inputs: Inputs, tag_and_asked: tuple[Any, ...], return_lse: bool, return_attn_probs: bool) -> Result:
+    """A call that :func:`ops.again` has not been asked for yet, unless q, k and v are all of its tensors."""
+    if not (return_attn_probs or inputs.alone):
+        found = ops.again(inputs.q, inputs.k, inputs.v, tag_and_asked, return_lse, inputs)
+        if found is not None:
+            return found if return_lse else found[0]
+    kernel, asked = tag_and_asked[0], Asked(*tag_and_asked[1:])
     if return_attn_probs and asked.dropout_p and isinstance(inputs.q, torch.Tensor):
         # The mask is wanted as well, so that the seed must be known here.
         seed = torch.randint(ops.SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
@@ -445,7 +446,7 @@ def _attend(inputs: Inputs, kernel: str | None, return_lse: bool, return_attn_pr
     if return_attn_probs:
         if not asked.dropout_p:
             return out, lse, out.new_empty(0)
-        problem = ops.problem_of(inputs, names=_NAMES, **keywords)
+        problem = ops.problem_of(inputs, names=_NAMES, **asked._asdict())
         return out, lse, attn_probs.signed_probabilities(problem, inputs)
     return (out, lse) if return_lse else out
 

@@ -197,7 +197,7 @@ def _append_and_attend(
     problem = ops.problem_of(inputs, names=NAMES, **asked)
     dispatch.select(problem, kernel)
     update.run(q_out, seqused)
-    return ops.attention(problem, inputs, kernel)
+    return ops.attend(inputs, kernel=kernel, names=NAMES, **asked)
 
 
 # --- checks of what the validator of attention does not see ---

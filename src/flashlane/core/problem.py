@@ -173,7 +173,8 @@ Gradients = namedtuple("Gradients", DIFFERENTIABLE, defaults=[None] * len(DIFFER
 CACHE_FIELDS = tuple(name for name, each in ARGUMENTS.items() if each.cache)
 """What describes a key/value cache; such a call has no gradients."""
 _OTHERS = TENSORS[3:]
-_others_of = operator.attrgetter(*_OTHERS)
+others_of = operator.attrgetter(*_OTHERS)
+"""The tensors of :class:`Inputs` after q, k and v."""
 _alone = eval("lambda inputs: " + " is ".join(f"inputs.{name}" for name in _OTHERS) + " is None")
 """A chain of comparisons, which ends at the first tensor: a loop over the names takes four times as long."""
 
@@ -447,6 +448,22 @@ _KINDS: dict[Any, tuple[type, ...]] = {
 _PLAIN = set(product(*(_KINDS[hint] for hint in get_type_hints(Asked).values())))
 _WINDOW = Asked._fields.index("window_size")
 _LENGTHS = tuple(name for name in ARGUMENTS if name not in TENSORS)
+lengths_of = operator.attrgetter(*_LENGTHS)
+"""The fields of :class:`Inputs` that are no tensors. They are the last ones."""
+tensors_of = operator.attrgetter(*TENSORS)
+"""The tensors of :class:`Inputs`."""
+
+
+def is_plain(asked: Asked) -> bool:
+    """Whether what is asked can be part of a key: exact types, and no tensor or list."""
+    return tuple(map(type, asked)) in _PLAIN and tuple(map(type, asked[_WINDOW])) == (int, int)
+
+
+def contents_are_read(inputs: Inputs) -> bool:
+    """Whether the checks read what lengths and tables hold: they do so on the CPU, where nothing waits for that."""
+    if _alone(inputs):
+        return False
+    return any(t is not None and t.is_cpu and ARGUMENTS[name].indices for name, t in zip(_OTHERS, others_of(inputs)))
 
 
 def facts_of(inputs: Inputs, asked: Asked) -> tuple[Any, ...] | None:
@@ -456,12 +473,7 @@ def facts_of(inputs: Inputs, asked: Asked) -> tuple[Any, ...] | None:
     of tensors and numbers of other types. Those are checked again at every call.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
-    plain = (
-        type(q) is type(k) is type(v) is torch.Tensor
-        and tuple(map(type, asked)) in _PLAIN
-        and tuple(map(type, asked[_WINDOW])) == (int, int)
-    )
-    if not plain:
+    if not (type(q) is type(k) is type(v) is torch.Tensor and is_plain(asked)):
         return None
     try:
         grad = torch.is_grad_enabled()
@@ -485,10 +497,10 @@ def _facts_of_others(inputs: Inputs, grad: bool) -> tuple[Any, ...] | None:
     """What the checks read of the tensors besides q, k and v; None where they read contents, on the CPU."""
     if _alone(inputs):
         return ()
-    facts: list[Any] = [getattr(inputs, name) for name in _LENGTHS]
+    facts: list[Any] = [*lengths_of(inputs)]
     if not all(longest is None or type(longest) is int for longest in facts):
         return None
-    for name, t in zip(_OTHERS, _others_of(inputs)):
+    for name, t in zip(_OTHERS, others_of(inputs)):
         if t is None:
             continue
         if type(t) not in (torch.Tensor, torch.nn.Parameter) or (t.is_cpu and ARGUMENTS[name].indices):

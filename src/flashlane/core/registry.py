@@ -29,10 +29,20 @@ if TYPE_CHECKING:
     from flashlane.core.ranges import Arriving, RangedRepeat, Ranges
     from flashlane.jit import Compiled, KernelSource
 
-Repeat = Callable[
-    ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", tuple[int, int, int]], None
-]
-"""See :meth:`Kernel.prepare`."""
+
+class Repeat(Protocol):
+    """See :meth:`Kernel.prepare`."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        addresses: tuple[int, int, int],
+        inputs: Inputs | None = None,
+    ) -> None: ...
 
 
 class RepeatBackward(Protocol):
@@ -47,7 +57,8 @@ class RepeatBackward(Protocol):
         lse: torch.Tensor,
         do: torch.Tensor,
         dq: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: ...
+        inputs: Inputs | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Gradients | None: ...
 
 
 @dataclass(frozen=True)
@@ -116,19 +127,22 @@ class Kernel(ABC):
         """
 
     def prepare(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
-        """What repeats :meth:`forward` for calls that differ from this one in addresses only.
+        """What repeats :meth:`forward` for calls that differ from this one in addresses, and in what tensors hold.
 
-        The call has no tensors but q, k and v. A kernel that spends more on the host than it must overrides this; a
-        repeated launch is checked no more.
+        A kernel that spends more on the host than it must overrides this; a repeated launch is checked no more. Nothing
+        that is read from a tensor may be kept, nor a tensor itself.
 
         Returns:
-            A function of q, k, v, out, lse and the addresses of q, k and v, which its caller has read and which are
-            multiples of 16. q, k, v, out and lse (or None, see ``lse_optional``) are like those of this call, and on a
-            GPU torch's current device is theirs.
+            A function of q, k, v, out, lse, the addresses of q, k and v, which its caller has read and which are
+            multiples of 16, and the call's inputs, which may be None where q, k and v are all. All tensors (the LSE
+            may be None, see ``lse_optional``) are like those of this call, and on a GPU torch's current device is
+            theirs.
         """
         from flashlane.core.problem import Inputs
 
-        return lambda q, k, v, out, lse, addresses: self.forward(problem, Inputs(q, k, v), out, lse)
+        return lambda q, k, v, out, lse, addresses, inputs=None: self.forward(
+            problem, inputs or Inputs(q, k, v), out, lse
+        )
 
     def prepare_ranges(
         self,
@@ -328,14 +342,15 @@ class BackwardKernel(ABC):
     def prepare(
         self, problem: AttentionProblem, inputs: Inputs, forward: Kernel | None = None
     ) -> RepeatBackward | None:
-        """What repeats :meth:`run` for calls that differ from this one in addresses and strides only.
+        """What repeats :meth:`run` for calls that differ from this one in addresses, strides, and what tensors hold.
 
-        The call has no tensors but q, k and v. A kernel that spends much on the host overrides this; a repeated launch
-        is not checked again.
+        A kernel that spends much on the host overrides this; a repeated launch is not checked again. Nothing that is
+        read from a tensor may be kept, nor a tensor itself.
 
         Returns:
-            A function of q, k, v, out, lse and do that gives the gradients of q, k and v; the LSE has none. The tensors
-            have the shapes and dtypes of this call. Where the caller gives dq, a tensor of q's shape and dtype whose
+            A function of q, k, v, out, lse and do that gives the gradients of q, k and v; the LSE has none. Of a call
+            that has other tensors too it is given the inputs, and gives all gradients but the bias'. The tensors have
+            the shapes and dtypes of this call. Where the caller gives dq, a tensor of q's shape and dtype whose
             rows are contiguous, the gradient of q is written there. The function gives None, and has done nothing,
             where :meth:`run` is to be called instead, as for strides that need a copy. None: there is no such function.
         """

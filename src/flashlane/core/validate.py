@@ -167,18 +167,23 @@ def check_varlen(inputs: Inputs) -> tuple[int, int, int]:
         if not isinstance(longest, int) or longest < 0:
             raise ValueError(f"max_seqlen_{side} is {longest!r}; it must be a whole number of at least 0")
         if cu.is_cpu:
-            total = getattr(inputs, side).shape[0]
-            if side == "k" and inputs.block_table is not None:
-                total = 2**31 - 1  # the lengths of pages, which are checked with the table
-            if int(cu[0]) != 0 or int(cu[-1]) > total or bool((cu.diff() < 0).any()) or int(cu.diff().max()) > longest:
-                raise ValueError(
-                    f"cu_seqlens_{side} is {cu.tolist()}; it must start at 0, never fall, end by {total} (the total "
-                    f"of {side}), with no sequence longer than max_seqlen_{side} {longest}"
-                )
+            _check_cu_seqlens(inputs, side)
         sizes.append((cu.numel() - 1, longest))
     if sizes[0][0] != sizes[1][0]:
         raise ValueError(f"cu_seqlens_q describes {sizes[0][0]} sequences and cu_seqlens_k {sizes[1][0]}")
     return sizes[0][0], sizes[0][1], sizes[1][1]
+
+
+def _check_cu_seqlens(inputs: Inputs, side: str) -> None:
+    cu, longest, total = (getattr(inputs, name) for name in (f"cu_seqlens_{side}", f"max_seqlen_{side}", side))
+    total = total.shape[0]
+    if side == "k" and inputs.block_table is not None:
+        total = 2**31 - 1  # the lengths of pages, which are checked with the table
+    if int(cu[0]) != 0 or int(cu[-1]) > total or bool((cu.diff() < 0).any()) or int(cu.diff().max()) > longest:
+        raise ValueError(
+            f"cu_seqlens_{side} is {cu.tolist()}; it must start at 0, never fall, end by {total} (the total "
+            f"of {side}), with no sequence longer than max_seqlen_{side} {longest}"
+        )
 
 
 def check_cache(inputs: Inputs, batch: int, varlen: bool) -> int:
@@ -192,7 +197,7 @@ def check_cache(inputs: Inputs, batch: int, varlen: bool) -> int:
         ValueError: one has another shape or device, cannot be together with another, or points outside the cache.
     """
     q, k, table = inputs.q, inputs.k, inputs.block_table
-    indices = {name: t for name in ("seqused_k", "leftpad_k", "batch_idx") if (t := getattr(inputs, name)) is not None}
+    indices = _indices_of(inputs)
     for name, t in indices.items():
         if varlen:
             raise ValueError(f"{name} is given with cu_seqlens_k, which gives the lengths; only one of them may be")
@@ -206,6 +211,26 @@ def check_cache(inputs: Inputs, batch: int, varlen: bool) -> int:
     if (indices or table is not None) and q.is_cpu:
         _check_cache_contents(inputs, indices, capacity, varlen)
     return capacity
+
+
+def _indices_of(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """What is given of a cache besides its block table."""
+    return {name: t for name in ("seqused_k", "leftpad_k", "batch_idx") if (t := getattr(inputs, name)) is not None}
+
+
+def check_contents(inputs: Inputs) -> None:
+    """Check what lengths and tables on the CPU hold, of a call that is in all else like one that passed the checks.
+
+    Raises:
+        ValueError: they describe sequences that cannot be, or point outside the cache.
+    """
+    varlen, indices = inputs.cu_seqlens_q is not None, _indices_of(inputs)
+    if varlen:
+        for side in ("q", "k"):
+            _check_cu_seqlens(inputs, side)
+    if indices or inputs.block_table is not None:
+        capacity = inputs.k.shape[1] * (1 if inputs.block_table is None else inputs.block_table.shape[1])
+        _check_cache_contents(inputs, indices, capacity, varlen)
 
 
 def _check_cache_contents(inputs: Inputs, indices: dict[str, torch.Tensor], capacity: int, varlen: bool) -> None:

@@ -104,6 +104,7 @@ def repeated(function: Function, grid: Dim3, threads: int, shared: int, params: 
         out: torch.Tensor,
         lse: torch.Tensor,
         addresses: tuple[int, int, int],
+        inputs: Inputs | None = None,
     ) -> None:
         block = take()
         (params,) = block.params

@@ -6,6 +6,7 @@ Kernels hold a :class:`ScoreConfig` and never name a modifier themselves.
 from __future__ import annotations
 
 import ctypes
+import struct
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -110,29 +111,43 @@ class ScoreParams(ctypes.Structure):
             params.softcap_log2 = problem.softcap * LOG2_E
         return params
 
-    def point_to(self, inputs: Inputs) -> None:
-        """Set the addresses and strides of a call's slopes and sinks, for the launch that follows.
+    def point_to(self, places: tuple[int, ...]) -> None:
+        """Set what :func:`score_places` gives for a call, for the launch that follows."""
+        _PLACES.pack_into(self, 0, *places)
 
-        Kernels that are compiled for a modifier read contiguous f32; see :func:`plain_score_inputs`.
-        """
-        slopes, sinks = inputs.alibi_slopes, inputs.sinks
-        if slopes is not None:
-            self.alibi, self.alibi_head = slopes.data_ptr(), slopes.stride(-1)
-            self.alibi_batch = slopes.stride(0) if slopes.dim() == 2 else 0
-        if sinks is not None:
-            self.sinks, self.sink_stride = sinks.data_ptr(), sinks.stride(0)
-            self.sinks_are_float = sinks.element_size() == ctypes.sizeof(ctypes.c_float)
+
+_PLACES = struct.Struct("2P3qi")
+"""The fields of :class:`ScoreParams` up to ``sinks_are_float``, which lie one after another."""
+
+
+def has_score_tensors(problem: AttentionProblem) -> bool:
+    """Whether :func:`score_places` gives anything for the calls of a problem."""
+    return problem.alibi or problem.sinks
+
+
+def score_places(inputs: Inputs) -> tuple[int, ...]:
+    """Addresses and strides of a call's slopes and sinks, 0 for what it has not, and whether the sinks are f32.
+
+    Kernels that are compiled for a modifier read contiguous f32; see :func:`plain_score_inputs`.
+    """
+    slopes, sinks = inputs.alibi_slopes, inputs.sinks
+    at_slopes = by_batch = by_head = at_sinks = by_sink = 0
+    are_float = True
+    if slopes is not None:
+        at_slopes, by_head = slopes.data_ptr(), slopes.stride(-1)
+        by_batch = slopes.stride(0) if slopes.dim() == 2 else 0
+    if sinks is not None:
+        at_sinks, by_sink = sinks.data_ptr(), sinks.stride(0)
+        are_float = sinks.element_size() == ctypes.sizeof(ctypes.c_float)
+    return at_slopes, at_sinks, by_batch, by_head, by_sink, are_float
 
 
 def plain_score_inputs(inputs: Inputs) -> Inputs:
     """The same inputs, with slopes and sinks as contiguous f32. Keep them until the launch is enqueued."""
     changes = {}
-    for name in ("alibi_slopes", "sinks"):
-        tensor = getattr(inputs, name)
-        if tensor is not None:
-            plain = tensor.float().contiguous()
-            if plain is not tensor:
-                changes[name] = plain
+    for name, tensor in (("alibi_slopes", inputs.alibi_slopes), ("sinks", inputs.sinks)):
+        if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+            changes[name] = tensor.float().contiguous()
     return replace(inputs, **changes) if changes else inputs
 
 
@@ -142,6 +157,11 @@ def run_time_score_inputs(inputs: Inputs) -> Inputs:
     if sinks is None or sinks.dtype in (torch.float32, inputs.q.dtype):
         return inputs
     return replace(inputs, sinks=sinks.float())
+
+
+def has_row_gradients(problem: AttentionProblem) -> bool:
+    """Whether the calls of a problem have a modifier that :func:`row_gradient_partials` gives memory for."""
+    return problem.sinks
 
 
 def row_gradient_partials(inputs: Inputs, count: int) -> torch.Tensor | None:

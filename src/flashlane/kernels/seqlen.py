@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import operator
+import struct
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -83,14 +85,21 @@ class SeqlenParams(ctypes.Structure):
             bottom_right=problem.alignment == "bottom-right",
         )
 
-    def point_to(self, inputs: Inputs) -> None:
-        """Set the addresses of a call's lengths and block table, for the launch that follows."""
-        for name in POINTERS:
-            tensor = getattr(inputs, name)
-            if tensor is not None:
-                setattr(self, name, tensor.data_ptr())
-        if inputs.block_table is not None:
-            self.table_batch, self.table_page = inputs.block_table.stride()
+    def point_to(self, places: tuple[int, ...]) -> None:
+        """Set what :func:`seqlen_places` gives for a call, for the launch that follows."""
+        _PLACES.pack_into(self, SeqlenParams.cu_seqlens_q.offset, *places)
+
+
+_PLACES = struct.Struct(f"{len(POINTERS)}P2q")
+"""The fields of :class:`SeqlenParams` from the first pointer on, which lie one after another."""
+_tensors_of = operator.attrgetter(*POINTERS)
+
+
+def seqlen_places(inputs: Inputs) -> tuple[int, ...]:
+    """Addresses of a call's lengths and block table, 0 for what it has not, and the strides of the table."""
+    tensors = _tensors_of(inputs)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return (*addresses, 0, 0) if tensors[-1] is None else (*addresses, *tensors[-1].stride())
 
 
 def plain_seqlen_inputs(inputs: Inputs) -> Inputs:

@@ -14,7 +14,15 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 
 from flashlane.core import dispatch
-from flashlane.core.problem import DIFFERENTIABLE, AttentionProblem, Gradients, Inputs
+from flashlane.core.problem import (
+    DIFFERENTIABLE,
+    AttentionProblem,
+    Gradients,
+    Inputs,
+    lengths_of,
+    others_of,
+    tensors_of,
+)
 from flashlane.core.registry import Kernel, RepeatBackward
 from flashlane.ops import call_cache, execute, schema, torch_rules
 from flashlane.ops.call_cache import Results
@@ -36,8 +44,8 @@ class Attention(torch.autograd.function._SingleLevelFunction):
     ) -> Results:
         out, lse = execute.forward(kernel, problem, inputs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*schema.tensors_of(inputs), out, lse)
-        ctx.call = problem, kernel, schema.lengths_of(inputs)
+        ctx.save_for_backward(*tensors_of(inputs), out, lse)
+        ctx.call = problem, kernel, lengths_of(inputs)
         return out, lse
 
     @staticmethod
@@ -50,33 +58,51 @@ class Attention(torch.autograd.function._SingleLevelFunction):
 
 
 class _Repeated(torch.autograd.function._SingleLevelFunction):
-    """A call like that of a cache entry: of q, k and v alone, and nothing observes it."""
+    """A call like that of a cache entry, which nothing observes.
+
+    With ``inputs``, which a call of q, k and v alone has not, ``modifiers`` are the other differentiable arguments.
+    """
 
     @staticmethod
-    def forward(ctx: Any, entry: call_cache.Entry, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
-        out, lse = entry.run(q, k, v, True)
+    def forward(
+        ctx: Any,
+        entry: call_cache.Entry,
+        inputs: Inputs | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *modifiers: torch.Tensor | None,
+    ) -> Results:
+        out, lse = entry.run(q, k, v, True, inputs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
         ctx.entry = entry
+        if inputs is None:
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            ctx.save_for_backward(q, k, v, out, lse, *others_of(inputs))
+            ctx.lengths = lengths_of(inputs)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *others = ctx.saved_tensors
         entry = ctx.entry
+        inputs = Inputs(q, k, v, *others, *ctx.lengths) if others else None
         if dlse is None and type(do) is torch.Tensor and not (torch.is_grad_enabled() or is_observed() or do.is_neg()):
-            repeat = entry.repeat_backward or _prepare_backward(entry, q, k, v)
-            found = repeat(q, k, v, out, lse, do)
+            repeat = entry.repeat_backward or _prepare_backward(entry, inputs or Inputs(q, k, v))
+            found = repeat(q, k, v, out, lse, do, None, inputs)
             if found is not None:
-                return None, *found
-        grads = _gradients(entry.problem, Inputs(q, k, v), entry.kernel, out, lse, do, dlse, False)
-        return None, *grads[:3]
+                return None, None, *found
+        bias_grad = inputs is not None and ctx.needs_input_grad[2 + _BIAS]
+        grads = _gradients(entry.problem, inputs or Inputs(q, k, v), entry.kernel, out, lse, do, dlse, bias_grad)
+        return None, None, *(grads if others else grads[:3])
 
 
-def _prepare_backward(entry: call_cache.Entry, *qkv: torch.Tensor) -> RepeatBackward:
+def _prepare_backward(entry: call_cache.Entry, inputs: Inputs) -> RepeatBackward:
     """What repeats the backward of an entry's calls, which the entry keeps."""
-    chosen = dispatch.select_backward(entry.problem, entry.kernel)
-    prepared = chosen.prepare(entry.problem, Inputs(*qkv), entry.kernel)
+    prepared = None
+    if not entry.problem.bias:
+        prepared = dispatch.select_backward(entry.problem, entry.kernel).prepare(entry.problem, inputs, entry.kernel)
     entry.repeat_backward = prepared or (lambda *tensors: None)
     return entry.repeat_backward
 
@@ -98,11 +124,15 @@ def _gradients(
     return execute.backward(problem, inputs, kernel, out, lse, do, dlse, bias_grad)
 
 
-def recorded(entry: call_cache.Entry, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results | None:
+def recorded(
+    entry: call_cache.Entry, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs | None
+) -> Results | None:
     """A call like that of a cache entry, recorded by autograd; None where an address is no multiple of 16."""
     if not call_cache.aligned(q, k, v):
         return None
-    return _Repeated.apply(entry, q, k, v)
+    if inputs is None:
+        return _Repeated.apply(entry, None, q, k, v)
+    return _Repeated.apply(entry, inputs, *schema.differentiable_of(inputs))
 
 
 def differentiable(
@@ -113,7 +143,8 @@ def differentiable(
     So the backward of a first call costs no more than that of the calls that follow.
     """
     with execute.compiling_backward_too(problem, kernel):
-        found = None if entry is None else recorded(entry, inputs.q, inputs.k, inputs.v)
+        given = inputs.q, inputs.k, inputs.v, None if inputs.alone else inputs
+        found = None if entry is None else recorded(entry, *given)
         return found or Attention.apply(problem, inputs, kernel, *schema.differentiable_of(inputs))
 
 
@@ -130,8 +161,8 @@ class _Watched(torch.autograd.function._SingleLevelFunction):
             out, lse = _below_autograd(keyset, args)
         ctx.set_materialize_grads(False)
         inputs = schema.inputs_of(args)
-        ctx.save_for_backward(*schema.tensors_of(inputs), out, lse)
-        ctx.call = schema.lengths_of(inputs), schema.asked_of(args), args[schema.NEEDS_GRAD_AT], args[schema.NAMED_AT]
+        ctx.save_for_backward(*tensors_of(inputs), out, lse)
+        ctx.call = lengths_of(inputs), schema.asked_of(args), args[schema.NEEDS_GRAD_AT], args[schema.NAMED_AT]
         return out, lse
 
     @staticmethod
@@ -180,11 +211,11 @@ def _below_autograd(keyset: Any, args: tuple[Any, ...]) -> Results:
 
 def forward_kernel(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Results:
     """The autograd kernel of ``flashlane::forward``."""
-    key = schema.key_of(rest)
+    asked = None
     if forward_ad._current_level < 0 and not _modes_active():
-        entry = call_cache.find_or_none(key, q, k, v)
+        asked, inputs, entry = execute.earlier(q, k, v, rest)
         if entry is not None:
-            found = recorded(entry, q, k, v) if entry.records else entry.run(q, k, v, True)
+            found = recorded(entry, q, k, v, inputs) if entry.records else entry.run(q, k, v, True, inputs)
             if found is not None:
                 return found
     args = schema.whole((q, k, v, *rest))
@@ -195,7 +226,7 @@ def forward_kernel(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     if not _plain(keyset):
         return _watched(keyset, args) if wanted else _below_autograd(keyset, args)
     problem, inputs, kernel = execute.rebuild(args)
-    entry = call_cache.remember(key, problem, inputs, kernel)
+    entry = call_cache.remember(asked or schema.key_of(rest), problem, inputs, kernel)
     return differentiable(problem, inputs, kernel, entry) if wanted else execute.forward(kernel, problem, inputs)
 
 

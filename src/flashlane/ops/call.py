@@ -2,8 +2,8 @@
 
 Under ``torch.compile``, ``export``, fake tensors, a profiler or a ``torch.func`` transform the torch operators
 (:mod:`flashlane.ops.library`) stand for the whole call. Where nothing observes a call, it goes past them straight to
-the kernel: the dispatcher would cost more than launching it. A call of q, k and v alone that is like an earlier one is
-not even checked, see :func:`again`.
+the kernel: the dispatcher would cost more than launching it. A call that is like an earlier one is not even checked:
+see :func:`again`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flashlane.core import dispatch
-from flashlane.core.problem import Asked, AttentionProblem, Inputs, facts_of, known, wants_grad
+from flashlane.core.problem import Asked, AttentionProblem, Inputs, facts_of, is_plain, known, wants_grad
 from flashlane.core.registry import DeviceKernel, Kernel
 from flashlane.ops import autograd, call_cache, execute, library, schema, torch_rules  # noqa: F401  # defines operators
 from flashlane.ops.call_cache import Results
@@ -31,29 +31,44 @@ _profiling = torch.autograd._profiler_enabled
 
 
 def again(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: call_cache.Key, wants_lse: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    asked: call_cache.Key,
+    wants_lse: bool,
+    inputs: Inputs | None = None,
 ) -> call_cache.Found | None:
-    """Run a call that has no tensors but q, k and v, if it is like an earlier one and nothing observes it.
+    """Run a call, if it is like an earlier one and nothing observes it.
 
     Args:
-        q: as the caller gave it, so that it may be anything; also k, v and the values of the key.
+        q: as the caller gave it, so that it may be anything; also k, v, the values of ``asked`` and ``inputs``.
         k: as q.
         v: as q.
-        key: the tag of the kernel named, and the fields of :class:`~flashlane.core.problem.Asked`.
+        asked: the tag of the kernel named, and the fields of :class:`~flashlane.core.problem.Asked`.
         wants_lse: whether the LSE is needed; else it may be None.
+        inputs: q, k and v with the call's other tensors; None where there are none.
 
     Returns:
         out and LSE; or None, and :func:`check_and_run` is to be called, which checks the call and remembers it.
     """
     if _compiling():
         return None
+    key, tensors = asked, (q, k, v)
     try:
-        entry = call_cache.find(key, q, k, v)
+        if inputs is not None:
+            key, tensors = call_cache.key_and_tensors(asked, inputs)
+        entry = call_cache.find(key, tensors)
     except (TypeError, AttributeError, RuntimeError):  # what cannot be a key, or is no tensor of the usual kind
         return None
-    if entry is None or _modes_active() or forward_ad._current_level >= 0 or _profiling() or entry.casts(q):
+    if entry is None:
+        if inputs is None and (q is k or k is v or v is q):
+            return again(q, k, v, asked, wants_lse, Inputs(q, k, v))
         return None
-    return autograd.recorded(entry, q, k, v) if entry.records else entry.run(q, k, v, wants_lse)
+    if _modes_active() or forward_ad._current_level >= 0 or _profiling() or entry.casts(q):
+        return None
+    if entry.reads_contents and not entry.holds(inputs):
+        return None
+    return autograd.recorded(entry, q, k, v, inputs) if entry.records else entry.run(q, k, v, wants_lse, inputs)
 
 
 def attend(
@@ -77,8 +92,8 @@ def attend(
         out and LSE, see :func:`attention`.
     """
     asked = Asked(**keywords)
-    if not _compiling() and inputs.alone:
-        found = again(inputs.q, inputs.k, inputs.v, (kernel, *asked), True)
+    if not _compiling():
+        found = again(inputs.q, inputs.k, inputs.v, (kernel, *asked), True, None if inputs.alone else inputs)
         if found is not None:
             return found
     return check_and_run(inputs, kernel, names, asked)
@@ -99,12 +114,10 @@ def check_and_run(inputs: Inputs, kernel: str | None, names: Mapping[str, str] |
     if problem is None:
         problem = _checked(inputs, names, asked)
     chosen = dispatch.select(problem, kernel)
-    if facts is None or facts[-1]:  # it has no key, or more tensors than q, k and v: the call cache has no entry for it
-        return _straight(problem, inputs, chosen)
     entry = None
-    if not casts:
+    if is_plain(asked) and not casts:
         entry = call_cache.remember((kernel, *asked), problem, inputs, chosen)
-    elif isinstance(chosen, DeviceKernel) and _same(given, inputs):  # which launches, and no more
+    elif is_plain(asked) and isinstance(chosen, DeviceKernel) and _same(given, inputs):  # which launches, and no more
         dtype = torch.get_autocast_dtype(inputs.q.device.type)
         entry = call_cache.remember((kernel, *asked), problem, inputs, chosen, dtype)
     return _straight(problem, inputs, chosen, entry)

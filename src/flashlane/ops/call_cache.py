@@ -1,45 +1,67 @@
 """Calls like an earlier one: recognised by one look at their tensors, and run without being checked again.
 
 Validation, the choice of a kernel and the preparation of its launch cost more than many a call computes. The results of
-all of that are an :class:`Entry`, kept for calls of q, k and v alone under what they ask and the shapes of q and k.
+all of that are an :class:`Entry`, kept under what calls ask, which tensors they have, and the shapes of the first two.
 Whether an entry holds for tensors is decided by torch's own guard over tensors, in one call: it compares type, dispatch
 keys (with those that autocast, inference mode, transforms and tracing in this thread add), dtype, device, shape,
 strides and ``requires_grad``. The entry that held last for what is asked is tried first: mostly that is all.
+
+What tensors hold is no part of an entry. Where the checks read it, as they do on the CPU, they read it at every call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
-from flashlane.core.problem import VECTOR_BYTES, AttentionProblem, Inputs
+from flashlane.core.problem import (
+    VECTOR_BYTES,
+    AttentionProblem,
+    Inputs,
+    contents_are_read,
+    lengths_of,
+    tensors_of,
+    wants_grad,
+)
 from flashlane.core.registry import Kernel, RepeatBackward
+from flashlane.core.validate import check_contents
 from flashlane.jit import launch
 
 Results = tuple[torch.Tensor, torch.Tensor]
 Found = tuple[torch.Tensor, torch.Tensor | None]
 """Output, and the LSE where it is wanted."""
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Found | None]
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Run(Protocol):
+    """See :attr:`Entry.run`."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_lse: bool, inputs: Inputs | None = None
+    ) -> Found | None: ...
 
 
 @dataclass(slots=True)
 class Entry:
-    """A call of q, k and v alone, checked and prepared for all calls like it."""
+    """A call, checked and prepared for all calls like it."""
 
-    like: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
-    """Whether it holds for tensors, at this moment: all but their addresses is as in the first call."""
+    like: Callable[..., bool]
+    """Whether it holds for tensors, at this moment: all but their addresses and contents is as in the first call."""
     records: bool
     """Whether autograd records such a call: some tensor requires gradients, and gradients are on."""
     problem: AttentionProblem
     kernel: Kernel
     run: Run
     """Allocates the results and has the kernel write them, without autograd; None, and nothing was done, where an
-    address is no multiple of 16. The last argument says whether the LSE is wanted; else it may be None."""
+    address is no multiple of 16. ``wants_lse`` says whether the LSE is wanted; else it may be None. A call of q, k and
+    v alone needs no ``inputs``."""
+    reads_contents: bool = False
+    """Whether each call's lengths and tables must be checked: :meth:`holds`."""
     autocast: torch.dtype | None = None
     """The dtype of the autocast under which it was checked, which q, k and v had already; None: there was none."""
     repeat_backward: RepeatBackward | None = None
@@ -48,6 +70,14 @@ class Entry:
     def casts(self, q: torch.Tensor) -> bool:
         """Whether autocast, of which the guard knows that it is on as it was, has another dtype now."""
         return self.autocast is not None and torch.get_autocast_dtype(q.device.type) != self.autocast
+
+    def holds(self, inputs: Inputs) -> bool:
+        """Whether a call's lengths and tables pass the checks; all else is known to."""
+        try:
+            check_contents(inputs)
+        except ValueError:  # the call is checked again as a whole, and the error calls arguments by the caller's names
+            return False
+        return True
 
 
 Key = tuple[Any, ...]
@@ -70,41 +100,47 @@ def forget() -> None:
 registry.on_change(forget)
 
 
-def find(asked: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Entry | None:
+def key_and_tensors(asked: Key, inputs: Inputs) -> tuple[Key, Tensors]:
+    """What :func:`find` needs for a call that has other tensors than q, k and v, or one tensor in two places.
+
+    Which arguments are given, and which of them are one object, is part of the key, as the guard takes each tensor
+    once. So are the greatest lengths, with their types: ``64.0`` equals 64 and is refused.
+    """
+    given = None, *tensors_of(inputs)
+    ids = tuple(map(id, given))
+    _, *tensors = dict(zip(ids, given)).values()
+    lengths = lengths_of(inputs)
+    return (asked, *lengths, *map(type, lengths), *map(ids.index, ids)), tuple(tensors)
+
+
+def find(key: Key, tensors: Tensors) -> Entry | None:
     """The entry that holds for a call.
 
     Args:
-        asked: what :func:`remember` was given.
-        q: a tensor, or whatever the caller passed in its place.
-        k: as q.
-        v: as q.
+        key: what is asked, as :func:`remember` was given it; or of :func:`key_and_tensors`.
+        tensors: q, k and v, or whatever the caller passed in their place; or of :func:`key_and_tensors`.
 
     Raises:
-        TypeError: ``asked`` cannot be a key.
+        TypeError: ``key`` cannot be a key.
     """
-    entry = _latest.get(asked)
-    if entry is None or entry.like(q, k, v):
+    entry = _latest.get(key)
+    if entry is None or entry.like(*tensors):
         return entry
-    for entry in _entries.get((asked, q.shape, k.shape), ()):
-        if entry.like(q, k, v):
-            _latest[asked] = entry
+    for entry in _entries.get(_shaped(key, tensors), ()):
+        if entry.like(*tensors):
+            _latest[key] = entry
             return entry
     return None
 
 
-def find_or_none(asked: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Entry | None:
-    """:func:`find`, or None where what is asked cannot be a key. A call of the operator with more tensors than q, k and
-    v has a key as well, which is never remembered."""
-    try:
-        return find(asked, q, k, v)
-    except TypeError:
-        return None
+def _shaped(key: Key, tensors: Tensors) -> tuple[Key, torch.Size, torch.Size]:
+    return key, tensors[0].shape, tensors[len(tensors) > 1].shape
 
 
 def remember(
     asked: Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel, autocast: torch.dtype | None = None
 ) -> Entry | None:
-    """Keep an entry for calls like this one, if it has no tensors but q, k and v; return it, if there is one.
+    """Keep an entry for calls like this one, if there can be one; return it.
 
     Args:
         asked: plain values, a key: what the call asks, and the kernel named.
@@ -113,26 +149,26 @@ def remember(
         kernel: the kernel that runs the problem.
         autocast: the dtype of the autocast that is on, which is that of q, k and v.
     """
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if not (inputs.alone and distinct(q, k, v)):
+    q, k, v = tensors = inputs.q, inputs.k, inputs.v
+    # A seed for dropout is drawn for each call.
+    if inputs.dropout_seed is not None or not (type(q) is type(k) is type(v) is torch.Tensor and aligned(q, k, v)):
         return None
-    like = _guard(q, k, v)
+    key = asked
+    if not (inputs.alone and q is not k and k is not v and v is not q):
+        key, tensors = key_and_tensors(asked, inputs)
+        if not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+            return None
+    like = _guard(*tensors)
     if like is None:
         return None
-    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    entry = Entry(like, records, problem, kernel, _runner(problem, inputs, kernel), autocast)
+    run = _runner(problem, inputs, kernel)
+    entry = Entry(like, wants_grad(inputs), problem, kernel, run, contents_are_read(inputs), autocast)
     if len(_entries) >= SIZE:
         forget()
-    key = asked, q.shape, k.shape
-    _entries[key] = (entry, *_entries.get(key, ()))[:ENTRIES_A_KEY]
-    _latest[asked] = entry
+    shaped = _shaped(key, tensors)
+    _entries[shaped] = (entry, *_entries.get(shaped, ()))[:ENTRIES_A_KEY]
+    _latest[key] = entry
     return entry
-
-
-def distinct(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether an entry can hold for tensors: they are three, as the guard wants them, and lie on multiples of 16."""
-    plain = type(q) is type(k) is type(v) is torch.Tensor
-    return plain and q is not k and k is not v and v is not q and aligned(q, k, v)
 
 
 def aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -176,16 +212,18 @@ def _runner(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Run:
     empty = launch.allocator(inputs.q.device)
     index, current_device = inputs.q.get_device(), launch.device_getter()
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_lse: bool) -> Found | None:
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_lse: bool, inputs: Inputs | None = None
+    ) -> Found | None:
         if index >= 0 and current_device() != index:
             with torch.cuda.device(index):
-                return run(q, k, v, wants_lse)
+                return run(q, k, v, wants_lse, inputs)
         addresses = at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (at_q | at_k | at_v) % VECTOR_BYTES:
             return None
         out = empty(out_size, out_stride, out_dtype)
         lse = empty(lse_size, lse_stride, lse_dtype) if wants_lse or always_lse else None
-        repeat(q, k, v, out, lse, addresses)
+        repeat(q, k, v, out, lse, addresses, inputs)
         return out, lse
 
     return run

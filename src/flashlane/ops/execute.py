@@ -27,6 +27,22 @@ def rebuild(args: tuple[Any, ...]) -> tuple[AttentionProblem, Inputs, Kernel]:
     return problem, inputs, dispatch.select(problem, args[schema.NAMED_AT])
 
 
+def earlier(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: tuple[Any, ...]
+) -> tuple[call_cache.Key, Inputs | None, call_cache.Entry | None]:
+    """What a call of the operator asks as a key of the call cache, its inputs where it has more tensors than q, k and
+    v, and the entry that holds for it. ``rest`` has its other arguments, as the dispatcher gives them."""
+    asked, others = schema.key_of(rest), schema.others_of(rest)
+    inputs = Inputs(q, k, v, *others) if any(t is not None for t in others) else None
+    try:
+        entry = call_cache.find(*((asked, (q, k, v)) if inputs is None else call_cache.key_and_tensors(asked, inputs)))
+    except TypeError:  # what cannot be a key
+        entry = None
+    if entry is not None and entry.reads_contents and not entry.holds(inputs):
+        entry = None
+    return asked, inputs, entry
+
+
 def forward(kernel: Kernel, problem: AttentionProblem, inputs: Inputs) -> Results:
     """Output and LSE of a kernel."""
     out, lse = call_cache.allocate(inputs.q, inputs.v)

@@ -25,13 +25,12 @@ _library.define(
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Results:
-    key = schema.key_of(rest)
-    entry = call_cache.find_or_none(key, q, k, v)
-    found = None if entry is None else entry.run(q, k, v, True)
+    asked, inputs, entry = execute.earlier(q, k, v, rest)
+    found = None if entry is None else entry.run(q, k, v, True, inputs)
     if found is not None:
         return found
     problem, inputs, kernel = execute.rebuild(schema.whole((q, k, v, *rest)))
-    call_cache.remember(key, problem, inputs, kernel)
+    call_cache.remember(asked, problem, inputs, kernel)
     return execute.forward(kernel, problem, inputs)
 
 

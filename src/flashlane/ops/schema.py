@@ -43,11 +43,8 @@ BACKWARD_EXTRAS = ("Tensor out", "Tensor lse", "Tensor do", "Tensor? dlse", "boo
 DIFFERENTIABLE_AT = tuple(POSITION[name] for name in DIFFERENTIABLE)
 NAMED_AT, NEEDS_GRAD_AT = POSITION["tag"], POSITION["needs_grad"]
 _WINDOW_AT = POSITION["window_size"]
+_OTHERS_AT = POSITION[next(iter(_NO_TENSOR))]
 
-tensors_of = operator.attrgetter(*TENSORS)
-"""The tensors of :class:`Inputs`, which autograd saves."""
-lengths_of = operator.attrgetter(*(name for name in ARGUMENTS if name not in TENSORS))
-"""The fields of :class:`Inputs` that are no tensors. They are the last ones."""
 differentiable_of = operator.attrgetter(*DIFFERENTIABLE)
 _inputs_at = operator.itemgetter(*(POSITION[name] for name in ARGUMENTS))
 _asked_at = operator.itemgetter(*(POSITION[name] for name in Asked._fields))
@@ -108,7 +105,16 @@ def at_their_places(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def key_of(rest: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The call cache's key of a call of the operator: its arguments after q, k and v, as the dispatcher gives them. It
-    is never one of a call of the public API, which has the alignment where this has the window."""
+    """What a call of the operator asks, as a key of the call cache: its arguments after q, k and v but the tensors and
+    their lengths, as the dispatcher gives them. It is never one of a call of the public API, which has the alignment
+    where this has the window."""
     window = rest[_WINDOW_AT - 3 : _WINDOW_AT - 2]
-    return (*rest[: _WINDOW_AT - 3], tuple(window[0]), *rest[_WINDOW_AT - 2 :]) if window else rest
+    if not window:
+        return rest
+    first, behind = _OTHERS_AT - 3, _OTHERS_AT - 3 + len(_NO_TENSOR)
+    return (*rest[: _WINDOW_AT - 3], tuple(window[0]), *rest[_WINDOW_AT - 2 : first], *rest[behind:])
+
+
+def others_of(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensors besides q, k and v and their lengths, of the same arguments; without those that are left off."""
+    return rest[_OTHERS_AT - 3 : _OTHERS_AT - 3 + len(_NO_TENSOR)]

@@ -18,8 +18,8 @@ from flashlane.kernels.decode.config import PLANE, DecodeConfig
 from flashlane.kernels.decode.select import config_for, lengths_differ, rows_of, splits_for, stream_k_ctas
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.params import AttentionParams, check_outputs, params_without_addresses
-from flashlane.kernels.score import ScoreParams, run_time_score_inputs
-from flashlane.kernels.seqlen import SeqlenParams
+from flashlane.kernels.score import ScoreParams, has_score_tensors, run_time_score_inputs, score_places
+from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, seqlen_places
 
 SOURCE = "kernels/decode/decode.cu"
 """The entry; the device files next to it hold the tile scheduler, the producer, the consumer and the combine."""
@@ -97,6 +97,7 @@ class PreparedDecode:
     ) -> None:
         self.config = config = _config_for(problem, config, sides)
         self.problem, self.sides, self.device = problem, sides, device
+        self.has_places, self.has_modifiers = not SeqlenConfig.of(problem).dense, has_score_tensors(problem)
         self.m_blocks = max(1, -(-rows_of(problem) // config.rows))
         tiles = problem.batch * problem.kv_heads * self.m_blocks
         self.function = jit.load(jit.compile(source_of(config), problem.arch, debug=debug), device)
@@ -174,8 +175,10 @@ class PreparedDecode:
         attention.out, attention.lse = out.data_ptr(), lse.data_ptr()
         params.total_q = total_q
         if inputs is not None:
-            params.seqlen.point_to(inputs)
-            params.score.point_to(inputs)
+            if self.has_places:
+                params.seqlen.point_to(seqlen_places(inputs))
+            if self.has_modifiers:
+                params.score.point_to(score_places(inputs))
         if self.partial_floats:  # the tensors live until after the launch; their memory is reused on this stream only
             capturing = stream != 0 and torch.cuda.is_current_stream_capturing()  # stream 0 cannot be captured
             if capturing or stream != block.stream:
@@ -232,6 +235,52 @@ def launch_attention(
     debug: bool = False,
 ) -> None:
     """Check what a call writes, and enqueue the kernel; the arguments are those of ``Decode.run``."""
+    found = _checked(problem, inputs, out, lse, config, splits, debug)
+    if found is None:
+        return
+    prepared, total_q = found
+    q, k, v = inputs.q, inputs.k, inputs.v
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    with launch.on_device(prepared.device):
+        prepared.launch(q, k, v, out, lse, addresses, run_time_score_inputs(inputs), total_q)
+
+
+def repeated_attention(problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
+    """What repeats a call: see :meth:`flashlane.core.registry.Kernel.prepare`."""
+    found = _checked(problem, inputs, out, lse)
+    if found is None:
+        return lambda *_: None
+    prepared, total_q = found
+    if inputs.alone:
+        return prepared.launch
+
+    def repeat(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        addresses: tuple[int, int, int],
+        inputs: Inputs,
+    ) -> None:
+        prepared.launch(q, k, v, out, lse, addresses, run_time_score_inputs(inputs), total_q)
+
+    return repeat
+
+
+def _checked(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    config: DecodeConfig | None = None,
+    splits: int | None = None,
+    debug: bool = False,
+) -> tuple[PreparedDecode, int] | None:
+    """What was prepared for a call, whose outputs are checked, and the rows of its packed queries (−1: they are dense).
+
+    None: the call has no output to compute.
+    """
     total_q, q, k, v = -1, inputs.q, inputs.k, inputs.v
     if problem.varlen:  # packed tensors are batches of one
         total_q, q = out.shape[0], q.unsqueeze(0)
@@ -242,22 +291,9 @@ def launch_attention(
     else:
         check_outputs(problem, out, lse)
     if out.numel() == 0:
-        return
-    device, sides = out.device.index, ((k.shape, k.stride()), (v.shape, v.stride()))
+        return None
+    sides = (k.shape, k.stride()), (v.shape, v.stride())
     # A packed batch has one row, and a stride that depends on how many queries are in it.
     first = 1 if problem.varlen else 0
     q_strides, out_strides = ((0,) * first + t.stride()[first:] for t in (q, out))
-    prepared = _prepared(problem, config, splits, debug, q_strides, sides, out_strides, device)
-    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    with launch.on_device(device):
-        prepared.launch(q, k, v, out, lse, addresses, run_time_score_inputs(inputs), total_q)
-
-
-def repeated_attention(problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> Repeat:
-    """A function that repeats a call of q, k and v alone: see :meth:`flashlane.core.registry.Kernel.prepare`."""
-    check_outputs(problem, out, lse)
-    if out.numel() == 0:
-        return lambda *_: None
-    k, v = inputs.k, inputs.v
-    sides = (k.shape, k.stride()), (v.shape, v.stride())
-    return _prepared(problem, None, None, False, inputs.q.stride(), sides, out.stride(), out.device.index).launch
+    return _prepared(problem, config, splits, debug, q_strides, sides, out_strides, out.device.index), total_q

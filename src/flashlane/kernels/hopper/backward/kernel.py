@@ -126,13 +126,18 @@ def hopper_backward(
     prepared = prepared_of(config, problem, q.shape, k.shape, q.device.index)
     with launch.on_device(prepared.device):
         dq, dk, dv = prepared.allocate(q)
-        if not (q.shape[:-1].numel() and k.shape[:-1].numel() and problem.seqlen_q and problem.seqlen_k):
+        if _computes_nothing(problem, q, k):
             for gradient in (dq, dk, dv):
                 gradient.zero_()
             return Gradients(dq, dk, dv, **row_gradients_without_keys(inputs, lse, dlse))
         dlse = None if dlse is None else dlse.contiguous()
         tensors = Tensors(inputs, _readable(out), lse.contiguous(), _readable(do), dlse, dq, dk, dv)
         return Gradients(dq, dk, dv, **prepared.launch(tensors))
+
+
+def _computes_nothing(problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether there are no queries or no keys, so that the gradients are zeros."""
+    return not (q.shape[:-1].numel() and k.shape[:-1].numel() and problem.seqlen_q and problem.seqlen_k)
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,9 +188,10 @@ class HopperBackward(BackwardKernel, CompiledKernel):
         self, problem: AttentionProblem, inputs: Inputs, forward: Kernel | None = None
     ) -> RepeatBackward | None:
         q, k = inputs.q, inputs.k
-        if not (q.shape[:-1].numel() and k.shape[:-1].numel()):
+        if _computes_nothing(problem, q, k):
             return None
-        return prepared_of(None, problem, q.shape, k.shape, q.device.index).repeated(q.device, q.dtype)
+        prepared = prepared_of(None, problem, q.shape, k.shape, q.device.index)
+        return prepared.repeated(q.device, q.dtype)
 
     def run(
         self,

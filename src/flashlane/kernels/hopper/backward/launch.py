@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flashlane import jit
-from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import RepeatBackward
 from flashlane.jit import launch, launch_pool, tensormap
 from flashlane.jit.launch import Dim3
@@ -24,8 +24,15 @@ from flashlane.kernels.hopper.backward.config import CONSUMERS, ROW_THREADS, Gra
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, InKernelDq
 from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE_TILES, SplitQ
 from flashlane.kernels.hopper.block_lists import BlockListParams
-from flashlane.kernels.score import ScoreParams, plain_score_inputs, row_gradient_partials, row_gradients
-from flashlane.kernels.seqlen import SeqlenParams, plain_seqlen_inputs
+from flashlane.kernels.score import (
+    ScoreParams,
+    has_row_gradients,
+    plain_score_inputs,
+    row_gradient_partials,
+    row_gradients,
+    score_places,
+)
+from flashlane.kernels.seqlen import SeqlenParams, plain_seqlen_inputs, seqlen_places
 
 SEMAPHORE_INTS = 8
 """Integers of ``DqSemaphore`` in ``dq_semaphore.cuh``."""
@@ -283,11 +290,7 @@ class PreparedBackward:
         workspace = launch.allocator(device)((self.workspace.words,), (1,), torch.float32)
         partials = row_gradient_partials(inputs, self.problem.batch * self.rows.m_blocks)
         self._set_pointers(block, tensors, workspace.data_ptr(), partials)
-        for params in block.params:
-            if self.problem.varlen:
-                params.seqlen.point_to(inputs)
-            if self.reads_score_tensors and hasattr(params, "score"):
-                params.score.point_to(inputs)
+        self._point_to(block, inputs)
         if complete is not None:
             for number in range(len(self.schedule.gradients)):
                 complete(number, block.params[1 + number])
@@ -310,6 +313,18 @@ class PreparedBackward:
             found = self.kinds[kind] = launch_pool.LaunchPlan(lambda: launches, MAPPED_ARGUMENTS)
         return found
 
+    def _point_to(self, block: launch_pool.ParamsBlock, inputs: Inputs) -> None:
+        """Set where a call's lengths and score modifiers lie, in all launches."""
+        if self.problem.varlen:
+            places = seqlen_places(inputs)
+            for params in block.params:
+                params.seqlen.point_to(places)
+        if self.reads_score_tensors:
+            places = score_places(inputs)
+            for params in block.params:
+                if hasattr(params, "score"):
+                    params.score.point_to(places)
+
     def _set_pointers(
         self, block: launch_pool.ParamsBlock, tensors: Tensors, workspace: int, partials: torch.Tensor | None
     ) -> None:
@@ -322,12 +337,13 @@ class PreparedBackward:
         block.set_pointers(names, (*addresses.values(), *map(workspace.__add__, self.offsets)))
 
     def repeated(self, device: torch.device, dtype: torch.dtype) -> RepeatBackward:
-        """What :meth:`launch` is for calls of q, k and v alone that run often: see ``BackwardKernel.prepare``."""
+        """What :meth:`launch` is for calls that run often: see ``BackwardKernel.prepare``."""
         make, words = launch.allocator(device), ((self.workspace.words,), (1,), torch.float32)
         (dq_shape, dq_stride), (dk_shape, dk_stride), (dv_shape, dv_stride) = self.gradients
         index, current_device, stream_of = self.device, launch.device_getter(), launch.stream_getter()
         names = ("out", "lse_in", "dout", "dq", "dk", "dv", *self.workspace.offsets)
-        offsets = self.offsets
+        names += ("dlogit_partials",) * has_row_gradients(self.problem)
+        offsets, count = self.offsets, self.problem.batch * self.rows.m_blocks
         plans: dict[Kind, launch_pool.LaunchPlan] = {}
         """The plans, by the strides of what is read."""
 
@@ -339,7 +355,8 @@ class PreparedBackward:
             lse: torch.Tensor,
             do: torch.Tensor,
             dq: torch.Tensor | None = None,
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+            inputs: Inputs | None = None,
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Gradients | None:
             key = at_q, at_k, at_v, at_do = q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr()
             at_out = out.data_ptr()
             if (at_q | at_k | at_v | at_do | at_out) % tensormap.ALIGNMENT or current_device() != index:
@@ -359,14 +376,29 @@ class PreparedBackward:
                 plan = plans[kind] = self._launches_of(Tensors(Inputs(q, k, v), out, lse, do, None, dq, dk, dv))
             space = make(*words)
             at = space.data_ptr()
-            block = plan.take(key)
-            block.set_pointers(
-                names,
-                (at_out, lse.data_ptr(), at_do, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), *map(at.__add__, offsets)),
+            places = (
+                at_out,
+                lse.data_ptr(),
+                at_do,
+                dq.data_ptr(),
+                dk.data_ptr(),
+                dv.data_ptr(),
+                *map(at.__add__, offsets),
             )
+            if inputs is None:
+                block = plan.take(key)
+                block.set_pointers(names, places)
+                block.enqueue(stream_of(index))
+                plan.give(key, block)
+                return dq, dk, dv
+            # The small tensors as the kernels read them, which must live until the launches.
+            plain, partials = plain_seqlen_inputs(plain_score_inputs(inputs)), row_gradient_partials(inputs, count)
+            block = plan.take(key)
+            block.set_pointers(names, places if partials is None else (*places, partials.data_ptr()))
+            self._point_to(block, plain)
             block.enqueue(stream_of(index))
             plan.give(key, block)
-            return dq, dk, dv
+            return Gradients(dq, dk, dv, **row_gradients(partials, inputs))
 
         return repeat
 

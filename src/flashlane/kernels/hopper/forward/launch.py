@@ -21,8 +21,8 @@ from flashlane.kernels.hopper.block_lists import BlockListParams
 from flashlane.kernels.hopper.forward import tile_scheduler
 from flashlane.kernels.hopper.forward.config import COMBINE_WARPS, HopperConfig, combine_source
 from flashlane.kernels.hopper.forward.select import splits_of
-from flashlane.kernels.score import ScoreConfig, ScoreParams, plain_score_inputs
-from flashlane.kernels.seqlen import SeqlenParams, plain_seqlen_inputs
+from flashlane.kernels.score import ScoreConfig, ScoreParams, has_score_tensors, plain_score_inputs, score_places
+from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, plain_seqlen_inputs, seqlen_places
 
 FLOAT_BYTES = 4
 WARP = 32
@@ -188,6 +188,7 @@ class PreparedForward:
     ) -> None:
         config, self.splits = launched(config, problem)
         self.config, self.problem, self.device = config, problem, device
+        self.has_places, self.has_modifiers = not SeqlenConfig.of(problem).dense, has_score_tensors(problem)
         *batch, rows, heads, _ = q_shape
         self.lse_shape = (*batch, heads, rows)
         _check_output(problem, q_shape, out_shape, out_stride)
@@ -275,8 +276,10 @@ class PreparedForward:
             params.tiles_taken = counters.data_ptr()
             block.stream = None if capturing else stream
         if inputs is not None:
-            params.seqlen.point_to(inputs)
-            params.score.point_to(inputs)
+            if self.has_places:
+                params.seqlen.point_to(seqlen_places(inputs))
+            if self.has_modifiers:
+                params.score.point_to(score_places(inputs))
         params.out, params.lse = out.data_ptr(), None if lse is None else lse.data_ptr()
         if complete is not None:
             complete(params)
@@ -297,7 +300,7 @@ class PreparedForward:
         else:
             combine = block.params[1].combine
             if inputs is not None:
-                block.params[1].score.point_to(inputs)
+                block.params[1].score.point_to(score_places(inputs))
         combine.out, combine.lse = params.out, params.lse
         params.out = combine.partial_out = space.data_ptr()
         params.lse = combine.partial_lse = space.data_ptr() + FLOAT_BYTES * self.partial_floats
