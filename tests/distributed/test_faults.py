@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -44,16 +43,14 @@ def attend_otherwise(changes: dict[int, dict[str, Any]], size: int) -> None:
     ],
 )
 def test_other_arguments_on_one_rank(pool: RankPool, change: dict[str, Any], message: str) -> None:
-    """All ranks raise, at once, and the message names the argument."""
+    """All ranks raise, none of them for the group's timeout, and the message names the argument."""
     changes = {1: change}
     if "seqlen" in change:
         changes = {0: {"seqlen": 12}, 1: change, 2: {"seqlen": 12}}
-    started = time.monotonic()
     found = pool.outcomes(attend_otherwise, changes, 3, ranks=[0, 1, 2])
     assert [kind for kind, _ in found] == ["error"] * 3
     assert all(message.removeprefix("rank 1: ").split(": ")[-1] in value[1] for _, value in found), found
     assert message in found[0][1][1]
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.slow
