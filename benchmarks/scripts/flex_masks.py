@@ -126,18 +126,31 @@ def named(tokens: int, device: torch.device) -> dict[str, tuple[Any, Callable[..
     lengths = torch.randint(128, 4418, (tokens // 1000,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0).clamp(max=tokens), torch.tensor([tokens])])
     offsets = offsets.unique().to(device)
+    # A prompt with 8 answers, each with a second turn of two variants; the rest is a second tree of one segment.
+    parents = [-1, *(parent for i in range(8) for parent in (0, 3 * i + 1, 3 * i + 1)), -1]
+    segments = [tokens // 4, *[tokens // 64] * 24]
     found = {
         "causal": masks.causal(),
         "window 1024": masks.sliding_window(1024),
+        "window 1024 and sinks": masks.sliding_window(1024, 0, 4),
+        "documents": masks.documents(offsets),
         "causal documents": masks.documents(offsets, causal=True),
         "block-causal documents": masks.block_causal_documents(offsets, 512),
         "prefix-lm": masks.prefix_lm(tokens // 4),
+        "chunks": masks.chunks(2048),
+        "causal chunks": masks.chunks(2048, causal=True),
+        "prefix tree": masks.prefix_tree(parents, [*segments, tokens - sum(segments)], device),
         "block diffusion": masks.block_diffusion(tokens // 2, 64),
         "neighbourhood 1d": masks.neighbourhood((tokens,), (129,)),
         "neighbourhood 2d": masks.neighbourhood((tokens // 256, 256), (3, 33)),
         "neighbourhood 3d": masks.neighbourhood((tokens // 1024, 32, 32), (2, 5, 5)),
+        "neighbourhood 3d, wide": masks.neighbourhood((tokens // 1024, 32, 32), (tokens // 2048 or 1, 17, 24)),
     }
     return {name: (mask, mask.function) for name, mask in found.items()}
+
+
+LIST_MICROSECONDS = 50.0
+"""What the lists of a named mask of 64k tokens may take on the device."""
 
 
 def device_microseconds(build: Callable[[], Any]) -> float:
@@ -288,6 +301,11 @@ def check_attention(device: torch.device, n: int = 1000) -> list[dict[str, Any]]
     return rows
 
 
+def within(figure: float | str, most: float) -> bool:
+    """Whether a cell of a table has a figure, and one that is no larger."""
+    return isinstance(figure, float) and figure <= most
+
+
 def wrong(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of :func:`check_attention` that are not right."""
     return [row for row in rows if not isinstance(row["error"], float) or not row["error"] < LARGEST_ERROR]
@@ -333,10 +351,16 @@ def main() -> int:
         for row in results["masks"]:
             print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
         bad |= not all(row["same_lists"] for row in results["masks"])
+        slow = [row["mask"] for row in results["masks"] if not within(row["intervals_device_us"], LIST_MICROSECONDS)]
+        print(f"lists of named masks of more than {LIST_MICROSECONDS:.0f} us:", slow or "none")
     if "speed" in parts:
         settings = bench.Settings(rounds=5, round_ms=6.0, warmup_ms=20.0, protocols=("steady",))
         rows = flex_speed.run(
-            device, tuple(flex_speed.PEERS), settings, given.speed_seconds, keep=functools.partial(keep, "speed")
+            device,
+            tuple(flex_speed.flex_peers.BACKENDS),
+            settings,
+            given.speed_seconds,
+            keep=functools.partial(keep, "speed"),
         )
         bad |= any(row.get("wrong") for row in rows)
     return int(bad)

@@ -6,14 +6,14 @@
 A cell is a mask and a score. All that run it take turns in drawn order, by the bench's timer, calls back to back; the
 figures are TFLOP/s of visible pairs. What a peer refuses, or compiles for too long, is a line that says so. In front of
 the timings each output is compared with that of the first that ran. ``--candidates`` adds other configurations of our
-kernels. ``--together`` compiles all cells at once (``flex_turns.py``): FLASH takes some ten seconds a kernel. The file
+kernels. torch's functions are compiled for each cell, and get torch's own block masks (``flex_peers.py``).
+``--together`` compiles all cells at once (``flex_turns.py``): FLASH takes some ten seconds a kernel. The file
 is written again after each row.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import importlib
 import json
@@ -23,8 +23,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import flex_peers
 import torch
 import torch._functorch.config
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
 import flashlane
@@ -43,8 +45,6 @@ SCRIPT = "benchmarks/scripts/flex_speed.py"
 HEADS = 16
 LENGTHS = (128, 256, 384, 640, 900, 1100, 1300, 1500, 1700, 1900, 2100, 2300, 2600, 2900, 3300, 4418, 5342)
 """Packed documents, 32768 tokens."""
-PEERS = {"triton": "TRITON", "flash": "FLASH"}
-"""``BACKEND`` of torch's flex_attention, by the name in the tables."""
 TOLERANCE = 3e-2
 """Largest difference of two outputs in bf16, by the largest output."""
 DRAW = 0
@@ -67,6 +67,8 @@ class Cell:
     score: Score = None
     native: Callable[..., torch.Tensor] | None = None
     """Of ``(b, s, h, d)`` q, k and v: flashlane's function without a program."""
+    function: Callable[[torch.device], Callable[..., torch.Tensor]] | None = None
+    """The mask function that torch's own create_block_mask takes; None: the peers get the lists of ``mask``."""
     ordered: bool = False
     """Whether the deterministic backward is timed, too."""
     blocks_apart: int = 0
@@ -77,6 +79,10 @@ class Cell:
 
 def linear(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
     return score + (kv - q) * 0.01
+
+
+def causal(b: Any, h: Any, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return q >= kv
 
 
 def capped(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
@@ -100,24 +106,26 @@ def cells(shrink: int = 1) -> Iterator[Cell]:
     tokens = sum(lengths)
     made = functools.partial(flashlane.create_block_mask, B=None, H=None)
 
-    def of_documents(device: torch.device, block: int | None = None) -> BlockMask:
-        ends = _documents(lengths, device)
-        mask = masks.documents(ends, causal=True) if block is None else masks.block_causal_documents(ends, block)
-        return made(mask, Q_LEN=tokens, KV_LEN=tokens, device=device)
+    def of_documents(device: torch.device) -> masks.Mask:
+        return masks.documents(_documents(lengths, device), causal=True)
 
     pairs = HEADS * sum(n * (n + 1) / 2 for n in lengths)
     bars = {"forward": 0.95, "backward": 0.95}
     native = functools.partial(_packed, lengths)
-    yield Cell("causal documents 32k", (1, tokens, 128), pairs, of_documents, native=native, ordered=True, bars=bars)
+    yield Cell(
+        "causal documents 32k", (1, tokens, 128), pairs,
+        lambda device: made(of_documents(device), Q_LEN=tokens, KV_LEN=tokens, device=device), native=native,
+        function=lambda device: of_documents(device).function, ordered=True, bars=bars,
+    )  # fmt: skip
 
     block = 1024 // shrink
     whole = (32768 // shrink, block)
     pairs = HEADS * block**2 * sum(range(1, whole[0] // block + 1))
-    found = masks.block_causal_documents(torch.tensor([0, whole[0]]), block)
     yield Cell(
         "block-causal 32k", (1, whole[0], 128), pairs,
-        lambda device: made(_on(found, device, *whole), Q_LEN=whole[0], KV_LEN=whole[0], device=device),
-        ordered=True, bars={"forward": 640, "backward": 480},
+        lambda device: made(_block_causal(device, *whole), Q_LEN=whole[0], KV_LEN=whole[0], device=device),
+        function=lambda device: _block_causal(device, *whole).function, ordered=True,
+        bars={"forward": 640, "backward": 480},
     )  # fmt: skip
 
     tokens_of_lists = 16384 // shrink
@@ -142,12 +150,12 @@ def cells(shrink: int = 1) -> Iterator[Cell]:
             yield Cell(
                 f"causal 4096 D{head_dim}, {name}", (4, n, head_dim), pairs,
                 lambda device, n=n: made(masks.causal(), Q_LEN=n, KV_LEN=n, device=device), score,
-                functools.partial(flashlane.flash_attn_func, causal=True),
+                functools.partial(flashlane.flash_attn_func, causal=True), lambda device: causal,
                 bars={"forward": asked_ratio, "backward": asked_ratio},
             )  # fmt: skip
 
 
-def _on(mask: Any, device: torch.device, tokens: int, block: int) -> Any:
+def _block_causal(device: torch.device, tokens: int, block: int) -> masks.Mask:
     return masks.block_causal_documents(torch.tensor([0, tokens], device=device), block)
 
 
@@ -183,28 +191,24 @@ def functions(cell: Cell, device: torch.device, peers: Sequence[str]) -> dict[st
     """What runs a cell, by name, of ``(b, h, s, d)`` tensors."""
     mask = cell.mask(device)
 
-    of_flash = with_function(mask) if cell.blocks_apart and mask is not None else mask
+    def flex(*operands: torch.Tensor) -> torch.Tensor:
+        return flashlane.flex_attention(*operands, cell.score, mask)
 
-    def flex(backend: str, *operands: torch.Tensor) -> torch.Tensor:
-        given = of_flash if backend == "FLASH" else mask
-        return flashlane.flex_attention(*operands, cell.score, given, kernel_options={"BACKEND": backend})
-
-    found: dict[str, Callable[..., torch.Tensor]] = {"flashlane": functools.partial(flex, "AUTO")}
+    found: dict[str, Callable[..., torch.Tensor]] = {"flashlane": flex}
     if cell.native is not None:
         function = cell.native
         found["native"] = lambda *t: function(*(x.transpose(1, 2) for x in t)).transpose(1, 2)
-    return found | {name: functools.partial(flex, PEERS[name]) for name in peers}
+    theirs = peers_mask(cell, device) if peers else None
+    return found | {name: flex_peers.function(name, cell.score, theirs, device) for name in peers}
 
 
-def with_function(mask: BlockMask) -> BlockMask:
-    """The same lists with a mask function, without which torch 2.11's FLASH computes every block."""
-    made = copy.copy(mask)
-    made.mask_mod = every_pair
-    return made
-
-
-def every_pair(b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
-    return q >= 0
+def peers_mask(cell: Cell, device: torch.device) -> BlockMask | None:
+    """The cell's mask by torch's own create_block_mask; lists by hand are the same, with a function for FLASH."""
+    if cell.function is None:
+        mask = cell.mask(device)
+        return None if mask is None else flex_peers.with_function(mask)
+    _, tokens, _ = cell.size
+    return torch_flex.create_block_mask(cell.function(device), None, None, tokens, tokens, device)
 
 
 def gradient_of(operands: Operands) -> torch.Tensor:
@@ -440,7 +444,9 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--peers", default="triton,flash", help=f"of {', '.join(PEERS)}; none leaves them out")
+    parser.add_argument(
+        "--peers", default="triton,flash", help=f"of {', '.join(flex_peers.BACKENDS)}; none leaves them out"
+    )
     parser.add_argument("--cells", default="", help="words of cells' names, separated by commas")
     parser.add_argument("--seconds", type=float, default=400.0, help="time to stay below, compiling included")
     parser.add_argument("--candidates", action="store_true", help="also time other configurations of our kernels")
@@ -448,8 +454,8 @@ def main() -> None:
     given = parser.parse_args()
     peers = [name for name in given.peers.split(",") if name and name != "none"]
     for name in peers:
-        if name not in PEERS:
-            parser.error(f"--peers has {name!r}; it may have {', '.join(PEERS)}, or be none")
+        if name not in flex_peers.BACKENDS:
+            parser.error(f"--peers has {name!r}; it may have {', '.join(flex_peers.BACKENDS)}, or be none")
     device = importlib.import_module("gpu_run").device_or_exit()
     body: dict[str, Any] = {
         "format": "flashlane-flex-speed/1",

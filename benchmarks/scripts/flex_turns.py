@@ -37,7 +37,7 @@ def run(
 
     Args:
         device: of the operands.
-        peers: of ``flex_speed.PEERS``.
+        peers: of ``flex_peers.BACKENDS``.
         settings: of the timings.
         together: seconds for which the cells compile.
         seconds: after which no further cell is timed.

@@ -59,6 +59,10 @@ def test_rows_that_one_side_does_not_see_are_an_infinite_difference(masks_script
     assert masks_script.difference(1.1 * b, b) > masks_script.LARGEST_ERROR
 
 
+def test_what_has_no_figure_is_not_within_a_bound(masks_script: ModuleType) -> None:
+    assert masks_script.within(49.0, 50) and not masks_script.within(51.0, 50) and not masks_script.within("error", 50)
+
+
 def test_each_named_mask_gives_one_table_by_three_ways(
     masks_script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,9 +151,36 @@ def test_cells_in_processes_give_the_same_rows(speed: ModuleType) -> None:
 def test_lists_by_hand_have_a_function_for_flash(speed: ModuleType) -> None:
     cell = next(cell for cell in speed.cells(64) if cell.blocks_apart)
     mask = cell.mask(CPU)
-    made = speed.with_function(mask)
-    assert made.mask_mod is speed.every_pair and mask.mask_mod is not speed.every_pair
+    peers = speed.flex_peers
+    made = peers.with_function(mask)
+    assert made.mask_mod is peers.every_pair and mask.mask_mod is not peers.every_pair
     assert made.full_kv_indices is mask.full_kv_indices and bool(made.mask_mod(0, 0, torch.tensor(3), 0))
+
+
+def test_peers_get_torchs_own_masks(speed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not ours, whose functions read intervals; each with the pairs of the cell."""
+    from flashlane.flex import blocks
+
+    functions = []
+    create = speed.torch_flex.create_block_mask
+    monkeypatch.setattr(
+        speed.torch_flex,
+        "create_block_mask",
+        lambda function, *rest: (functions.append(function), create(function, *rest))[1],
+    )
+    for cell in speed.cells(128):
+        made = len(functions)
+        mask, ours = speed.peers_mask(cell, CPU), cell.mask(CPU)
+        assert torch.equal(blocks.states(mask), blocks.states(ours)), cell.name
+        assert (len(functions) > made) == (cell.function is not None), cell.name
+        assert not hasattr(mask.mask_mod, "of_intervals")
+    assert len(functions) == 6
+
+
+def test_tiles_of_triton_fit_blocks_of_64(speed: ModuleType) -> None:
+    options = {cell.name: speed.flex_peers.options("triton", speed.peers_mask(cell, CPU)) for cell in speed.cells(4)}
+    assert options["random 64-blocks 10%"]["BLOCK_M"] == 64 and options["causal documents 32k"] == {"BACKEND": "TRITON"}
+    assert speed.flex_peers.options("flash", None) == {"BACKEND": "FLASH"}
 
 
 def test_what_f32_makes_of_a_drawn_function_is_no_failure(
