@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import sanitize_flex
 import torch
 from gpu_run import device_or_exit
 from hopper_features import TAG, forward_cases
@@ -44,7 +45,7 @@ from flashlane.reference.tiled import tiled_backward
 # memcheck would also count driver entry points that cuda-bindings asks for in vain.
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ("--print-limit", "10000")}
 SIZES = {"batch": 1, "seqlen_q": 150, "seqlen_k": 200, "heads": 2, "kv_heads": 1}
-NAMES = ("mma_", "flash_attention_1", "decode_", "hopper_")
+NAMES = ("mma_", "flash_attention_1", "decode_", "hopper_", *sanitize_flex.KERNELS)
 """What the names of our kernels in device code contain."""
 FORWARD_ERROR, LSE_ERROR = 1e-2, 1e-3
 """Largest ‖out − ref‖ / ‖ref‖ of an output in 16 bits, and largest error of its LSE."""
@@ -248,8 +249,13 @@ def hazards(said: str) -> dict[str, int]:
     return dict(found.most_common())
 
 
+def run_flex(words: list[str], share: Share = ALL) -> None:
+    """Both directions of flex_attention a case."""
+    sanitize_flex.run(words, lambda cases: shared(cases, share), device_or_exit())
+
+
 def run_all(words: list[str], share: Share = ALL) -> None:
-    for run in (run_kernels, run_forwards, run_backwards):
+    for run in (run_kernels, run_forwards, run_backwards, run_flex):
         run(words, share)
 
 
@@ -267,7 +273,7 @@ class Run:
         script = [*script, "--inside", "{}/{}".format(*share)]
         if tool == "racecheck":  # a build that it can follow
             environ[jit.compiler.RACECHECK] = "1"
-            subprocess.run(script, env=environ, check=False, stdout=subprocess.DEVNULL)  # compiles it outside the tool
+        subprocess.run(script, env=environ, check=False, stdout=subprocess.DEVNULL)  # compiles outside the tool
         command = [str(shutil.which("compute-sanitizer")), "--tool", tool, *TOOLS[tool]]
         command += [word for name in NAMES for word in ("--kernel-name", f"kns={name}")]
         done = subprocess.run([*command, *script], env=environ, capture_output=True, text=True)
@@ -320,7 +326,6 @@ def main() -> int:
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    run_all(words)  # compiles everything outside the tools
     body: dict[str, object] = {
         "format": "flashlane-sanitizer/1",
         "environment": environment(device_or_exit()),
