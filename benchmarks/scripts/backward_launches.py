@@ -62,7 +62,7 @@ def query_blocks_of(problem: AttentionProblem, block_m: int, block_n: int) -> Ti
     """What the tiles of keys of a key/value head have to walk over: blocks of the queries of its query heads.
 
     Args:
-        problem: what is asked.
+        problem: the attention problem.
         block_m: queries of a block.
         block_n: keys of a tile.
     """

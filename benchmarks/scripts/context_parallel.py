@@ -40,7 +40,7 @@ from flashlane.bench.measure.ranks import (
     time_methods,
 )
 from flashlane.bench.measure.results import write_atomically
-from flashlane.core.problem import Asked
+from flashlane.core.problem import CallOptions
 from flashlane.distributed import token_indices
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Ranks, start
@@ -223,7 +223,7 @@ def parts(device: torch.device, name: str) -> dict[str, float]:
     _, k, v = problem.shared(device).qkv
     alone = _without_messages(problem, device)
     division = Division("zigzag", (problem.total(size),), size, -1, 0)
-    task = Task(ranks, division, Settings(Asked(scale=problem.head_dim**-0.5)))
+    task = Task(ranks, division, Settings(CallOptions(scale=problem.head_dim**-0.5)))
     found = milliseconds(
         {
             "kernels of a rank, forward": alone.forward,

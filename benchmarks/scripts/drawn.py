@@ -46,7 +46,7 @@ from flashlane.bench.measure.progress import Bar
 from flashlane.bench.measure.results import write_atomically
 from flashlane.bench.measure.runner import BrokenContext, explained, out_of_memory, stop_if_broken, synchronize
 from flashlane.bench.measure.sampled_check import SampledOracle
-from flashlane.bench.measure.timing import Clock, Settings, Timing, Way, clocks_for, measure_by
+from flashlane.bench.measure.timing import Clock, Settings, Timing, TimingProtocol, clocks_for, measure_by
 from flashlane.core import dispatch
 from flashlane.core.problem import AttentionProblem, arch_of
 from flashlane.core.registry import CompiledKernel
@@ -56,7 +56,7 @@ from flashlane.tuning.candidates import calls_of, candidates_of, sources_of
 SEEDS = Path(__file__).resolve().parents[1] / "seeds.json"
 PEERS = {**PEER_TAGS, "efficient": "(sdpa-efficient)"}
 DEFAULT_PEERS = ("cudnn", "fa2", "fa4")
-PROTOCOLS: tuple[Way, ...] = ("steady", "flushed")
+PROTOCOLS: tuple[TimingProtocol, ...] = ("steady", "flushed")
 """The steady timing comes right after an implementation has run by itself."""
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 MOST_FLOP = {"forward": 2e12, "backward": 3e12 / WORK["backward"]}

@@ -20,13 +20,13 @@ from flashlane.bench.measure.flops import Direction
 from flashlane.bench.measure.implementations import Implementation
 from flashlane.bench.measure.progress import Bar
 from flashlane.bench.measure.results import Results
-from flashlane.bench.measure.timing import Way, clock_for, measure
+from flashlane.bench.measure.timing import TimingProtocol, clock_for, measure
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import CompiledKernel, Kernel
 from flashlane.inspect import prebuild
 from flashlane.jit import KernelSource
 
-BOTH: tuple[Way, ...] = ("flushed", "steady")
+BOTH: tuple[TimingProtocol, ...] = ("flushed", "steady")
 """The protocols of a published figure: a claim to be faster holds in both, and tables show the first."""
 ROUNDS = 5
 """Fewest rounds of a figure that is published."""

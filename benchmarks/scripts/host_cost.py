@@ -34,7 +34,7 @@ from flashlane.bench.measure.peers import PEERS
 from flashlane.bench.measure.results import check_writable, write_atomically
 from flashlane.bench.measure.timing import drawn_order
 from flashlane.core import dispatch, registry
-from flashlane.core.problem import Asked, AttentionProblem, Inputs
+from flashlane.core.problem import AttentionProblem, CallOptions, Inputs
 from flashlane.core.registry import Kernel
 from flashlane.ops import schema
 
@@ -92,7 +92,7 @@ def ours(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterato
     """The ways into a kernel of ours, causal."""
     q, k, v = inputs.q, inputs.k, inputs.v
     asked = (None, True, "bottom-right", [-1, -1], 0.0, 0.0, False, False, kernel)
-    whole = schema.operands(inputs, Asked(causal=True), False, kernel)
+    whole = schema.operands(inputs, CallOptions(causal=True), False, kernel)
     given = asked if kernel else asked[:2]  # a compiled graph leaves off the last ones that have their defaults
     operator = torch.ops.flashlane.forward.default
     turns = itertools.cycle([[t.clone() for t in (q, k, v)] for _ in range(TURNS)])

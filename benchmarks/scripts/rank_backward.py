@@ -19,7 +19,7 @@ import torch
 from gpu_run import device_or_exit, options, run_parts, time_interleaved
 
 from flashlane import jit
-from flashlane.core.problem import Asked, AttentionProblem
+from flashlane.core.problem import AttentionProblem, CallOptions
 from flashlane.distributed.attend import Partial, Settings
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.calls import add_rows
@@ -61,7 +61,7 @@ class RankCalls:
         )
         self.out, self.dq = torch.empty_like(self.q), torch.empty_like(self.q)
         self.streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
-        settings = Settings(Asked(scale=HEAD_DIM**-0.5), needs_grad=True)
+        settings = Settings(CallOptions(scale=HEAD_DIM**-0.5), needs_grad=True)
         share = HEADS // KV_HEADS
         self.groups = []
         for first, stop in itertools.pairwise(bounds):

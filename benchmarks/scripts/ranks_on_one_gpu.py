@@ -37,8 +37,8 @@ from gpu_run import run_parts
 
 import flashlane
 from flashlane import jit
-from flashlane.core.problem import Asked, AttentionProblem
-from flashlane.distributed import copies, functional, lanes, launches, peer_memory
+from flashlane.core.problem import AttentionProblem, CallOptions
+from flashlane.distributed import copies, functional, launches, peer_memory, streams
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Ranks
@@ -169,9 +169,9 @@ class InOneProcess:
         self.memory = memory
         self.memories = [MemoryInProcess(size, rank, half, memory) for rank in range(size)]
         self.streams = [torch.cuda.Stream() for _ in range(size)]
-        self.lanes = [[torch.cuda.Stream() for _ in range(lanes.COMPUTE)] for _ in range(size)]
+        self.call_streams = [[torch.cuda.Stream() for _ in range(streams.COMPUTE_STREAMS)] for _ in range(size)]
         scale = problem.whole[0].shape[3] ** -0.5
-        settings = Settings(Asked(scale=scale), needs_grad=True)
+        settings = Settings(CallOptions(scale=scale), needs_grad=True)
         bounds = head_bounds(None, kv_heads), head_bounds(stride_by_copies(kv_heads)[1], kv_heads)
         self.pieces = in_pieces(problem.division)
         self.tasks = [
@@ -194,7 +194,7 @@ class InOneProcess:
     def as_rank(self, rank: int) -> Iterator[None]:
         """What is enqueued inside is the rank's."""
         with (
-            mock.patch.dict(lanes._streams, {HERE: self.lanes[rank]}),
+            mock.patch.dict(streams._streams, {HERE: self.call_streams[rank]}),
             mock.patch.object(copies, "memory_of", lambda *asked: self.memory_of(rank, asked[2])),
             torch.cuda.stream(self.streams[rank]),
         ):

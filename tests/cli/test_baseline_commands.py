@@ -68,9 +68,9 @@ def test_every_problem_is_on_the_disk_before_the_next_and_shown_beside_the_log(t
     found = [baseline.Line("a log", p, ("stops",), ("(unfused)",), times) for p in problems]
     with registry.table_of(Stops("stops")):
         how = {"settings": Settings(3, 0.1, 0.1, 1, 1), "check": True, "seed": 0}
-        results, kept, stopped = command.measure(found, torch.device("cpu"), tmp_path, **how)
-    assert stopped and [path.suffix for path in kept.paths] == [".json", ".csv"]
-    rows = json.loads(kept.paths[0].read_text())["rows"]
+        results, saved, stopped = command.measure(found, torch.device("cpu"), tmp_path, **how)
+    assert stopped and [path.suffix for path in saved.paths] == [".json", ".csv"]
+    rows = json.loads(saved.paths[0].read_text())["rows"]
     assert [row["tag"] for row in rows] == ["stops", "(unfused)"] and {row["status"] for row in rows} == {"ok"}
     console = make_console(width=100)
     with console.capture() as captured:

@@ -316,9 +316,9 @@ def test_files_are_written_before_anything_is_printed(files, tmp_path, monkeypat
 
 def test_what_cannot_be_written_where_it_should_be_is_kept_elsewhere(tmp_path, monkeypatch):
     """The disk fills up while it is measured; the temporary folder is another one."""
-    from flashlane.bench.measure import kept
+    from flashlane.bench.measure import saved_files
 
-    spare, write = tmp_path / "spare", kept.write_atomically
+    spare, write = tmp_path / "spare", saved_files.write_atomically
     spare.mkdir()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(spare))
 
@@ -327,7 +327,7 @@ def test_what_cannot_be_written_where_it_should_be_is_kept_elsewhere(tmp_path, m
             raise OSError(28, "No space left on device")
         write(path, text)
 
-    monkeypatch.setattr(kept, "write_atomically", full)
+    monkeypatch.setattr(saved_files, "write_atomically", full)
     monkeypatch.chdir(tmp_path)
     for words in (SUITE, ["profile", "--device", "cpu", "--tag", "tiled", "--N", "32", "--out", "results"]):
         done = CliRunner().invoke(app, words)

@@ -14,7 +14,7 @@ import torch
 import flashlane
 from flashlane.bench.measure.grid import make_problem
 from flashlane.core import dispatch, registry
-from flashlane.core.problem import Asked, AttentionProblem, Inputs
+from flashlane.core.problem import AttentionProblem, CallOptions, Inputs
 from flashlane.core.registry import Kernel
 
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -227,7 +227,7 @@ def test_a_call_seen_before_gives_what_the_checks_would_give() -> None:
         with torch.set_grad_enabled(grad):
             for inputs, asked in calls() * 2:
                 found = AttentionProblem.from_inputs(inputs, **asked)
-                checked = AttentionProblem._checked(inputs, Asked(**asked))
+                checked = AttentionProblem._checked(inputs, CallOptions(**asked))
                 assert found == checked and found.strides == checked.strides
                 problems.append(found)
     assert len(set(problems)) > 12

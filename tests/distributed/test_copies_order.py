@@ -12,7 +12,7 @@ import pytest
 import torch
 from stream_order import RecordedMemory, Recorder, recording
 
-from flashlane.core.problem import Asked
+from flashlane.core.problem import CallOptions
 from flashlane.distributed import allgather, ranged
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
@@ -44,8 +44,8 @@ def trained(
     bounds = [head_bounds(each, KV_HEADS) for each in heads]
     with recording(recorder):
         for rank in range(size):
-            recorder.rank, recorder.lane = rank, 0
-            settings = Settings(Asked(scale=0.3), needs_grad=True)
+            recorder.rank, recorder.stream = rank, 0
+            settings = Settings(CallOptions(scale=0.3), needs_grad=True)
             ranks = recorder.memories[rank].ranks
             task = Task(ranks, division, settings, *bounds, copies=True, wants_lse=False, pieces=pieces)
             rows = rows_of(division.shard(rank))
@@ -152,16 +152,16 @@ def test_a_missing_wait_is_found(missing: str, case: tuple[Any, ...]) -> None:
     assert found
 
 
-def _read_at_once(self: Any, calls: Any, number: int, lanes: Any, lane: int) -> Any:
+def _read_at_once(self: Any, calls: Any, number: int, streams: Any, stream: int) -> Any:
     return calls.calls[number], self.gathering.gathered
 
 
 def _end_on_another_stream(self: Exchange) -> None:
     recorder = self.memory.recorder  # type: ignore[attr-defined]
-    outer, recorder.lane = recorder.lane, 2
+    outer, recorder.stream = recorder.stream, 2
     for peer in self.memory.others:
         self.memory.write(peer, 1024 + self.memory.ranks.rank, self.number)
-    recorder.lane = outer
+    recorder.stream = outer
 
 
 def _in_one_half(self: Exchange, memory: RecordedMemory, number: int, label: int) -> None:

@@ -16,7 +16,7 @@ from fresh_process import KERNELS, ROOT, process
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.inspect import prebuild
-from flashlane.kernels.hopper.forward.launch import launched
+from flashlane.kernels.hopper.forward.launch import config_and_splits
 
 LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048}
 SIZES = ("--B", "1", "--H", "2", "--N", "128", "--D", "64", "--dtype", "bf16", "--causal", "--arch", "sm_90a")
@@ -89,7 +89,7 @@ def test_split_keys_are_combined_by_a_kernel_that_is_compiled_too() -> None:
     for batch in (1, 4):
         for seqlen_k in (1024, 65536):
             problem = AttentionProblem(batch, 4, 4, 128, seqlen_k, 128, 128, torch.bfloat16, 0.1, arch="sm_90a")
-            config, splits = launched(kernel.config(problem), problem)
+            config, splits = config_and_splits(kernel.config(problem), problem)
             sources = prebuild.sources_of(problem, kernel)
             assert len(sources) == 1 + (splits > 1 and not config.combine_in_kernel)
             seen.add(len(sources))

@@ -73,10 +73,10 @@ def test_a_block_has_the_addresses_of_its_call(encoded: list[int]) -> None:
     launched: list[tuple[int, Any]] = []
     plan = plan_of(launched)
     for number, key in enumerate([(16, 32), (16, 32), (48, 32), (16, 32), (64, 80)]):
-        block = plan.take(key)
+        block = plan.acquire(key)
         block.set_pointers(("out",), (100 + number,))
         block.enqueue(number)
-        plan.give(key, block)
+        plan.release(key, block)
         (stream, main), (_, small) = launched[-2:]
         assert stream == number and (address_in(main.map_a), address_in(main.map_b)) == key
         assert (main.out, main.lse, main.size, small.lse, small.size) == (100 + number, None, 7, None, 8)
@@ -89,32 +89,32 @@ def test_only_so_many_keys_are_kept_and_the_longest_unused_goes(encoded: list[in
     plan = plan_of([], kept=2)
     blocks = {}
     for key in ((16, 16), (32, 32), (16, 16), (48, 48)):
-        blocks[key] = plan.take(key)
-        plan.give(key, blocks[key])
+        blocks[key] = plan.acquire(key)
+        plan.release(key, blocks[key])
     assert list(plan.pool.idle) == [(16, 16), (48, 48)]
     assert blocks[48, 48] is blocks[32, 32] and address_in(blocks[48, 48].params[0].map_b) == 48
 
 
 def test_two_calls_with_one_key_have_two_blocks_which_both_stay(encoded: list[int]) -> None:
     plan = plan_of([])
-    one, other = plan.take((16, 16)), plan.take((16, 16))
+    one, other = plan.acquire((16, 16)), plan.acquire((16, 16))
     assert one is not other
-    plan.give((16, 16), one)
-    plan.give((16, 16), other)
-    assert {id(plan.take((16, 16))), id(plan.take((16, 16)))} == {id(one), id(other)}
+    plan.release((16, 16), one)
+    plan.release((16, 16), other)
+    assert {id(plan.acquire((16, 16))), id(plan.acquire((16, 16)))} == {id(one), id(other)}
 
 
 def test_without_a_key_any_block_serves_any_call() -> None:
     launched: list[tuple[int, Any]] = []
     plan = LaunchPlan(lambda: [Launch(Function(launched), (1, 1, 1), 32, Small(size=8))])
-    one, other = plan.take_any(), plan.take_any()
+    one, other = plan.acquire_any(), plan.acquire_any()
     assert one is not other, "two calls at one time"
     for block, address in ((one, 100), (other, 200)):
         block.set_pointers(("lse",), (address,))
         block.enqueue(3)
-        plan.give_any(block)
+        plan.release_any(block)
     assert [(stream, params.lse, params.size) for stream, params in launched] == [(3, 100, 8), (3, 200, 8)]
-    again = plan.take_any()
+    again = plan.acquire_any()
     assert again is other and not plan.pool.idle and plan.pool.spare == [one]
 
 
@@ -123,29 +123,29 @@ def test_other_parameters_may_follow_the_key(encoded: list[int]) -> None:
         block.params[0].size = key[1]
 
     plan = plan_of([], point=point)
-    assert [plan.take(key).params[0].size for key in ((16, 16), (16, 48))] == [16, 48]
+    assert [plan.acquire(key).params[0].size for key in ((16, 16), (16, 48))] == [16, 48]
 
 
 def test_an_address_that_no_map_can_have(encoded: list[int]) -> None:
     plan = plan_of([])
     with pytest.raises(ValueError, match=r"^the values starts at address 0x18; TMA needs a multiple of 16 bytes"):
-        plan.take((16, 24))
-    plan.give((16, 16), plan.take((16, 16)))
+        plan.acquire((16, 24))
+    plan.release((16, 16), plan.acquire((16, 16)))
     with pytest.raises(ValueError, match=r"^q starts at address 0x18"):
-        plan.take((24, 16))
+        plan.acquire((24, 16))
 
 
 def test_pointers_must_lie_one_after_another() -> None:
     class Apart(ctypes.Structure):
         _fields_ = (("q", ctypes.c_void_p), ("size", ctypes.c_longlong), ("k", ctypes.c_void_p))
 
-    block = LaunchPlan(lambda: [Launch(Function([]), (1, 1, 1), 32, Apart())]).take(())
+    block = LaunchPlan(lambda: [Launch(Function([]), (1, 1, 1), 32, Apart())]).acquire(())
     with pytest.raises(TypeError, match="the pointers of Apart do not lie one after another: q, k"):
         block.set_pointers(("q", "k"), (1, 2))
 
 
 def test_a_pointer_that_no_launch_has_is_an_error(encoded: list[int]) -> None:
-    block = plan_of([]).take((16, 16))
+    block = plan_of([]).acquire((16, 16))
     with pytest.raises(ValueError, match="no launch has a pointer called dout"):
         block.set_pointers(("out", "dout"), (1, 2))
 
@@ -156,7 +156,7 @@ def test_nothing_is_built_before_a_block_is_needed() -> None:
 
     plan = LaunchPlan(build)
     with pytest.raises(RuntimeError, match="built"):
-        plan.take(())
+        plan.acquire(())
 
 
 def test_threads_have_their_blocks_alone(encoded: list[int]) -> None:
@@ -166,13 +166,13 @@ def test_threads_have_their_blocks_alone(encoded: list[int]) -> None:
     def work(number: int) -> None:
         for turn in range(300):
             key = 16 * (1 + turn % 7), 16 * (1 + number % 2)
-            block = plan.take(key)
+            block = plan.acquire(key)
             block.params[0].size = number
             if (address_in(block.params[0].map_a), address_in(block.params[0].map_b)) != key:
                 wrong.append(key)
             if block.params[0].size != number:
                 wrong.append(number)
-            plan.give(key, block)
+            plan.release(key, block)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashlane
 from flashlane.core import registry
-from flashlane.core.problem import Asked, AttentionProblem, Inputs
+from flashlane.core.problem import AttentionProblem, CallOptions, Inputs
 from flashlane.ops import call_cache, schema
 from flashlane.reference.naive import reference_attention
 
@@ -132,7 +132,7 @@ def test_opcheck(varlen: bool, modified: bool) -> None:
     for t in (inputs.bias, inputs.sinks):
         if t is not None:
             t.requires_grad_()
-    asked = Asked(causal=True, softcap=1.5)
+    asked = CallOptions(causal=True, softcap=1.5)
     operands = schema.operands(inputs, asked, True, "tiled")
     torch.library.opcheck(torch.ops.flashlane.forward.default, operands)
     out, lse = (t.detach() for t in torch.ops.flashlane.forward(*operands))

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashlane
 from flashlane.bench.measure.flops import flops
-from flashlane.core.problem import Asked, AttentionProblem, Inputs
+from flashlane.core.problem import AttentionProblem, CallOptions, Inputs
 from flashlane.ops import call as ops
 from flashlane.ops import schema
 from flashlane.ops.flops import visible_pairs
@@ -162,7 +162,7 @@ def test_opcheck_of_both_operators_with_every_feature(on: tuple[str, ...]) -> No
         max_seqlen_k=3 if "varlen" in on else None,
     )
     window = (2, 1) if "windowed" in on else (-1, -1)
-    asked = Asked(0.5, "windowed" not in on, "top-left", window, 1.5, 0.5 * ("dropout" in on), True)
+    asked = CallOptions(0.5, "windowed" not in on, "top-left", window, 1.5, 0.5 * ("dropout" in on), True)
     operands = schema.operands(inputs, asked, True, "tiled")
     torch.library.opcheck(torch.ops.flashlane.forward.default, operands)
     out, lse = (t.detach() for t in torch.ops.flashlane.forward(*operands))
@@ -175,7 +175,7 @@ def test_opcheck_of_a_paged_cache() -> None:
     q, pages = torch.randn(2, 3, 4, 8), torch.randn(5, 4, 2, 8)
     table = torch.tensor([[3, 1], [0, 4]], dtype=torch.int32)
     inputs = Inputs(q, pages, pages, seqused_k=torch.tensor([7, 5], dtype=torch.int32), block_table=table)
-    operands = schema.operands(inputs, Asked(causal=True), False, "tiled")
+    operands = schema.operands(inputs, CallOptions(causal=True), False, "tiled")
     torch.library.opcheck(torch.ops.flashlane.forward.default, operands)
 
 

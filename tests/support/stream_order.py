@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashlane.distributed import allgather, copies
 from flashlane.distributed.comm import Ranks
-from flashlane.distributed.lanes import COMPUTE, MOVE
 from flashlane.distributed.peer_memory import FLAG_BYTES, PeerMemory
+from flashlane.distributed.streams import COMPUTE_STREAMS, COPY_STREAM
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Node:
     """Something enqueued on a stream of a rank, after what it waits for."""
 
     rank: int
-    lane: int
+    stream: int
     what: str
     accesses: list[Access] = field(default_factory=list)
     after: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Recorder:
     """What all ranks enqueue."""
 
     def __init__(self, size: int, half: int) -> None:
-        self.size, self.rank, self.lane = size, 0, 0
+        self.size, self.rank, self.stream = size, 0, 0
         self.nodes: list[Node] = []
         self.last: dict[tuple[int, int], int] = {}
         self.written: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -66,7 +66,7 @@ class Recorder:
 
     def add(self, what: str, accesses: list[Access] | None = None, after: list[int] | None = None) -> int:
         """Enqueue on the current stream."""
-        key, number = (self.rank, self.lane), len(self.nodes)
+        key, number = (self.rank, self.stream), len(self.nodes)
         before = [self.last[key]] if key in self.last else []
         self.nodes.append(Node(*key, what, accesses or [], before + (after or [])))
         self.last[key] = number
@@ -129,7 +129,7 @@ class Recorder:
 
     def _name(self, number: int) -> str:
         node = self.nodes[number]
-        return f"{node.what} on stream {node.lane} of rank {node.rank} (operation {number})"
+        return f"{node.what} on stream {node.stream} of rank {node.rank} (operation {number})"
 
 
 class RecordedMemory(PeerMemory):
@@ -156,37 +156,37 @@ class RecordedMemory(PeerMemory):
         self.recorder.waits.append((number, self.ranks.rank, flag, value))
 
 
-def recorded_lanes(recorder: Recorder) -> type:
-    """:class:`flashlane.distributed.lanes.Lanes` that notes what it is told."""
+def recorded_streams(recorder: Recorder) -> type:
+    """:class:`flashlane.distributed.streams.CallStreams` that records its calls."""
 
     class RecordedLanes:
         def __init__(self, device: torch.device) -> None:
-            for lane in range(1, COMPUTE + 1):
-                self.after(lane, 0)
+            for stream in range(1, COMPUTE_STREAMS + 1):
+                self.after(stream, 0)
 
         @contextlib.contextmanager
-        def on(self, lane: int) -> Iterator[None]:
-            outer, recorder.lane = recorder.lane, lane
+        def on(self, stream: int) -> Iterator[None]:
+            outer, recorder.stream = recorder.stream, stream
             yield
-            recorder.lane = outer
+            recorder.stream = outer
 
-        def after(self, lane: int, other: int) -> None:
-            self.wait(lane, self.mark(other))
+        def after(self, stream: int, other: int) -> None:
+            self.wait(stream, self.mark(other))
 
-        def mark(self, lane: int) -> int:
-            with self.on(lane):
+        def mark(self, stream: int) -> int:
+            with self.on(stream):
                 return recorder.add("a mark")
 
-        def wait(self, lane: int, mark: int) -> None:
-            with self.on(lane):
+        def wait(self, stream: int, mark: int) -> None:
+            with self.on(stream):
                 recorder.add("a wait for a mark", after=[mark])
 
         def keep(self, *tensors: Any) -> None:
             pass
 
         def join(self) -> None:
-            for lane in range(1, MOVE + 1):
-                self.after(0, lane)
+            for stream in range(1, COPY_STREAM + 1):
+                self.after(0, stream)
 
     return RecordedLanes
 
@@ -223,7 +223,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         return recorder.memories[recorder.rank]
 
     with (
-        mock.patch.object(allgather, "Lanes", recorded_lanes(recorder)),
+        mock.patch.object(allgather, "CallStreams", recorded_streams(recorder)),
         mock.patch.object(copies, "memory_of", memory_of),
         _Operations(recorder),
     ):

@@ -10,7 +10,7 @@ import torch
 
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.reference.masks import Part, parts, tiles
+from flashlane.reference.masks import SequenceBatch, sequence_batches, tiles
 from flashlane.reference.score import scores_of
 
 ROUND_TO = 128
@@ -46,26 +46,26 @@ def signed_probabilities(problem: AttentionProblem, inputs: Inputs) -> torch.Ten
     lengths = (-(-n // ROUND_TO) * ROUND_TO for n in (problem.seqlen_q, problem.seqlen_k))
     result = inputs.q.new_zeros((problem.batch, problem.heads, *lengths))
     block = block_of_keys(problem.head_dim, problem.dropout_p > 0, problem.causal, problem.arch)
-    for part in parts(problem, inputs):
-        band = part.band
-        where = slice(None) if part.sequence is None else slice(part.sequence, part.sequence + 1)
-        target = result[where].unflatten(1, (part.kv_heads, part.group))
+    for sequences in sequence_batches(problem, inputs):
+        band = sequences.band
+        where = slice(None) if sequences.sequence is None else slice(sequences.sequence, sequences.sequence + 1)
+        target = result[where].unflatten(1, (sequences.kv_heads, sequences.group))
         size = max(1, BLOCK_SCORES // max(1, len(target) * problem.heads * band.seqlen_k))
         for rows in tiles(range(band.seqlen_q), size):
-            values = _rows(part, problem, inputs, rows, block)
+            values = _rows(sequences, problem, inputs, rows, block)
             target[:, :, :, rows.start : rows.stop, : band.seqlen_k] = values
     return result
 
 
-def _rows(part: Part, problem: AttentionProblem, inputs: Inputs, rows: range, block: int) -> torch.Tensor:
-    dtype, keys = compute_dtype(problem.dtype), range(part.band.seqlen_k)
-    q = part.queries(inputs.q)[:, :, :, rows.start : rows.stop].to(dtype)
-    k = part.keys(inputs.k).to(dtype).unsqueeze(2)
-    scores = scores_of(q @ k.transpose(-1, -2) * problem.scale, part, problem, inputs, rows, keys)
+def _rows(sequences: SequenceBatch, problem: AttentionProblem, inputs: Inputs, rows: range, block: int) -> torch.Tensor:
+    dtype, keys = compute_dtype(problem.dtype), range(sequences.band.seqlen_k)
+    q = sequences.queries(inputs.q)[:, :, :, rows.start : rows.stop].to(dtype)
+    k = sequences.keys(inputs.k).to(dtype).unsqueeze(2)
+    scores = scores_of(q @ k.transpose(-1, -2) * problem.scale, sequences, problem, inputs, rows, keys)
     if not keys:
         return scores
     tops = torch.stack([keys_of_block.amax(-1) for keys_of_block in scores.split(block, dim=-1)], dim=-1)
     tops = tops.flip(-1).cummax(-1).values.flip(-1).masked_fill_(tops == -torch.inf, 0.0)
     tops = tops.repeat_interleave(block, dim=-1)[..., : len(keys)]
     values = scores.sub_(tops).exp_()
-    return torch.where(part.kept(problem, inputs, rows, keys), values, -values)
+    return torch.where(sequences.dropout_keep(problem, inputs, rows, keys), values, -values)

@@ -13,7 +13,7 @@ import torch
 
 from flashlane.api import attn_probs, kvcache
 from flashlane.core import dispatch
-from flashlane.core.problem import DIFFERENTIABLE, Asked, Inputs
+from flashlane.core.problem import DIFFERENTIABLE, CallOptions, Inputs
 from flashlane.core.validate import kind_of, whole_number
 from flashlane.ops import call as ops
 
@@ -78,13 +78,13 @@ def flash_attn_func(
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
     # The tag and the fields of Asked, built here because a function call more would show in the cost of each call.
-    asked = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, 0
+    tag_and_options = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, 0
     if alibi_slopes is attn_bias is sinks is logit_scale is None and not return_attn_probs:
-        found = ops.again(q, k, v, asked, return_lse)
+        found = ops.run_cached(q, k, v, tag_and_options, return_lse)
         if found is not None:
             return found if return_lse else found[0]
     inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks, logit_scale=logit_scale)
-    return _attend(inputs, asked, return_lse, return_attn_probs)
+    return _attend(inputs, tag_and_options, return_lse, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -200,8 +200,8 @@ def flash_attn_varlen_func(
         max_seqlen_q=whole_number(max_seqlen_q),
         max_seqlen_k=whole_number(max_seqlen_k),
     )
-    asked = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, 0
-    return _attend(inputs, asked, return_lse, return_attn_probs)
+    tag_and_options = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, 0
+    return _attend(inputs, tag_and_options, return_lse, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -352,8 +352,8 @@ def flash_attn_with_kvcache(
     )
     if lengths_given and k is v is rotary_cos is rotary_sin is None and type(num_splits) is int:
         # With lengths, no call is remembered that has gradients; and none whose tensors had to be copied or cut first.
-        asked = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, 0.0, False, num_splits
-        found = ops.again(q, k_cache, v_cache, asked, wants_lse, inputs)
+        tag_and_options = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, 0.0, False, num_splits
+        found = ops.run_cached(q, k_cache, v_cache, tag_and_options, wants_lse, inputs)
         if found is not None:
             return found if wants_lse else found[0]
     out, lse = kvcache.attend_cache(
@@ -426,27 +426,27 @@ def _unpack(
     return packed.unbind(at)
 
 
-def _attend(inputs: Inputs, tag_and_asked: tuple[Any, ...], return_lse: bool, return_attn_probs: bool) -> Result:
-    """A call that :func:`ops.again` has not been asked for yet, unless q, k and v are all of its tensors."""
+def _attend(inputs: Inputs, tag_and_options: tuple[Any, ...], return_lse: bool, return_attn_probs: bool) -> Result:
+    """A call that :func:`ops.run_cached` has not been asked for yet, unless q, k and v are all of its tensors."""
     if not (return_attn_probs or inputs.alone):
-        found = ops.again(inputs.q, inputs.k, inputs.v, tag_and_asked, return_lse, inputs)
+        found = ops.run_cached(inputs.q, inputs.k, inputs.v, tag_and_options, return_lse, inputs)
         if found is not None:
             return found if return_lse else found[0]
-    kernel, asked = tag_and_asked[0], Asked(*tag_and_asked[1:])
-    if return_attn_probs and asked.dropout_p and isinstance(inputs.q, torch.Tensor):
+    kernel, options = tag_and_options[0], CallOptions(*tag_and_options[1:])
+    if return_attn_probs and options.dropout_p and isinstance(inputs.q, torch.Tensor):
         # The mask is wanted as well, so that the seed must be known here.
         seed = torch.randint(ops.SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
         inputs = replace(inputs, dropout_seed=seed)
     if inputs.block_table is None:
-        out, lse = ops.check_and_run(inputs, kernel, _NAMES, asked)
+        out, lse = ops.check_and_run(inputs, kernel, _NAMES, options)
     else:
         with torch.no_grad():
-            out, lse = ops.check_and_run(inputs, kernel, _NAMES, asked)
+            out, lse = ops.check_and_run(inputs, kernel, _NAMES, options)
         out, lse = _undifferentiable("flash_attn_varlen_func with block_table", out, lse, inputs)
     if return_attn_probs:
-        if not asked.dropout_p:
+        if not options.dropout_p:
             return out, lse, out.new_empty(0)
-        problem = ops.problem_of(inputs, names=_NAMES, **asked._asdict())
+        problem = ops.problem_of(inputs, names=_NAMES, **options._asdict())
         return out, lse, attn_probs.signed_probabilities(problem, inputs)
     return (out, lse) if return_lse else out
 

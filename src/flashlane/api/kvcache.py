@@ -155,15 +155,15 @@ def attend_cache(
     cache_leftpad: torch.Tensor | None,
     block_table: torch.Tensor | None,
     kernel: str | None,
-    **asked: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What :func:`flashlane.flash_attn_with_kvcache` does, whose arguments these are; returns out and LSE.
 
-    ``inputs`` has q, the caches as k and v, and the tensors that modify scores; ``asked`` has the fields of
-    :class:`~flashlane.core.problem.Asked`. Everything is checked before the cache is written to.
+    ``inputs`` has q, the caches as k and v, and the tensors that modify scores; ``options`` has the fields of
+    :class:`~flashlane.core.problem.CallOptions`. Everything is checked before the cache is written to.
     """
     q, k_cache, v_cache = inputs.q, inputs.k, inputs.v
-    check_splits(asked["num_splits"])
+    check_splits(options["num_splits"])
     capacity = _check_caches(q, k_cache, v_cache, block_table)
     seqused = _lengths(cache_seqlens, q, capacity)
     batch_idx, leftpad, table = (_contiguous(t) for t in (cache_batch_idx, cache_leftpad, block_table))
@@ -175,29 +175,29 @@ def attend_cache(
     with torch.no_grad(), torch_rules.no_autocast(q):
         new = _check_new(inputs, k, v, rotary_cos, rotary_sin, capacity)
         if not new:
-            return ops.attend(inputs, kernel=kernel, names=NAMES, **asked)
-        advance = any(side >= 0 for side in window_sides(asked["window_size"], asked["causal"]))
+            return ops.attend(inputs, kernel=kernel, names=NAMES, **options)
+        advance = any(side >= 0 for side in window_sides(options["window_size"], options["causal"]))
         rotary = (_rows_contiguous(rotary_cos), _rows_contiguous(rotary_sin))
         update = Update(q, k_cache, v_cache, k, v, seqused, *rotary, batch_idx, table, rotary_interleaved, advance)
-        return _append_and_attend(update, inputs, kernel, asked)
+        return _append_and_attend(update, inputs, kernel, options)
 
 
 def _append_and_attend(
-    update: Update, inputs: Inputs, kernel: str | None, asked: dict[str, Any]
+    update: Update, inputs: Inputs, kernel: str | None, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if _recorded():
         values = (getattr(update, name) for name in Update.__dataclass_fields__)
         q_out, seqused = torch.ops.flashlane.update_cache(*values)
         q_out = update.q if update.cos is None else q_out
-        return ops.attend(replace(inputs, q=q_out, seqused_k=seqused), kernel=kernel, names=NAMES, **asked)
+        return ops.attend(replace(inputs, q=q_out, seqused_k=seqused), kernel=kernel, names=NAMES, **options)
     q_out, seqused = update.allocate()
     if seqused.is_cpu:  # where the lengths are checked, they must be known before
         torch.add(update.cache_seqlens, update.k.shape[1], out=seqused)
     inputs = replace(inputs, q=update.q if update.cos is None else q_out, seqused_k=seqused)
-    problem = ops.problem_of(inputs, names=NAMES, **asked)
+    problem = ops.problem_of(inputs, names=NAMES, **options)
     dispatch.select(problem, kernel)
     update.run(q_out, seqused)
-    return ops.attend(inputs, kernel=kernel, names=NAMES, **asked)
+    return ops.attend(inputs, kernel=kernel, names=NAMES, **options)
 
 
 # --- checks of what the validator of attention does not see ---

@@ -65,8 +65,8 @@ def scaled_dot_product_attention(
         if isinstance(attn_mask, torch.Tensor) and attn_mask.dim() == 3:
             attn_mask = attn_mask.unsqueeze(1)
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
-        asked = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-        return scaled_dot_product_attention(query, key, value, **asked, kernel=kernel).squeeze(1)
+        options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        return scaled_dot_product_attention(query, key, value, **options, kernel=kernel).squeeze(1)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"key has {key.shape[1]} heads and query has {query.shape[1]}; they may differ only when enable_gqa is True"

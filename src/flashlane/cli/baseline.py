@@ -12,8 +12,8 @@ from flashlane.cli import options as o
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flashlane.bench.measure.kept import Kept
     from flashlane.bench.measure.results import Results
+    from flashlane.bench.measure.saved_files import SavedFiles
     from flashlane.bench.suites.baseline import Line
 
 
@@ -69,41 +69,41 @@ def baseline_command(
     check_writable(out)
     settings = settings_for(where, quick, warmup, iters, graph=False)
     with Bar(len(found)) as reporter:
-        results, kept, stopped = measure(
+        results, saved, stopped = measure(
             found, where, out, settings=settings, check=check, seed=seed, reporter=reporter
         )
     if results is not None:
         print_lines(found, results, console)
-    if kept is not None:
-        kept.tell(console)
+    if saved is not None:
+        saved.report_to(console)
     if stopped:
         make_console(stderr=True).print("interrupted; the problems done before are kept", style="bold yellow")
         raise typer.Exit(o.INTERRUPTED)
-    if results is not None and kept is not None:
-        o.end(results, kept)
+    if results is not None and saved is not None:
+        o.end(results, saved)
 
 
-def measure(found: list[Line], device: Any, out: Path, **how: Any) -> tuple[Results | None, Kept | None, bool]:
+def measure(found: list[Line], device: Any, out: Path, **how: Any) -> tuple[Results | None, SavedFiles | None, bool]:
     """Measure line after line, the results on the disk after each; these, their file, and whether Ctrl-C came."""
-    from flashlane.bench.measure.kept import keep_texts
     from flashlane.bench.measure.peers import select_peers
     from flashlane.bench.measure.results import file_stem
     from flashlane.bench.measure.runner import Selection, run
+    from flashlane.bench.measure.saved_files import save_texts
 
-    seed, whole, kept, stem = how.pop("seed"), None, None, ""
+    seed, whole, saved, stem = how.pop("seed"), None, None, ""
     for number, line in enumerate(found):
         peers = select_peers(",".join(line.peers)) if line.peers else ()
         selection = Selection(tags=line.kernels, peers=peers)
         one = run([line.problem], device=device, selection=selection, seed=seed + number, keep_partial=True, **how)
         if one.stopped:
-            return whole, kept, True
+            return whole, saved, True
         if whole is None:
             whole, stem = one, file_stem(str(one.environment.get("device", "device")), "bench-baseline-logs")
         else:
             whole.rows += one.rows
             whole.skipped += one.skipped
-        kept = keep_texts(out, {f"{stem}.json": whole.to_json(), f"{stem}.csv": whole.to_csv()})
-    return whole, kept, False
+        saved = save_texts(out, {f"{stem}.json": whole.to_json(), f"{stem}.csv": whole.to_csv()})
+    return whole, saved, False
 
 
 def print_lines(found: list[Line], results: Results, console: Console) -> None:

@@ -221,13 +221,13 @@ def command(
 
 def finish(results: Results, out: Path, convention: str, full_report: bool = True) -> None:
     """Write the files, print, and end with the status that the results deserve."""
-    from flashlane.bench.measure.kept import keep
     from flashlane.bench.measure.results import STOPPED
+    from flashlane.bench.measure.saved_files import save_results
     from flashlane.bench.present.table import make_console, print_results
 
-    kept, console, notes = keep(results, out), make_console(), make_console(stderr=True)
+    saved, console, notes = save_results(results, out), make_console(), make_console(stderr=True)
     print_results(results, console, convention, full_report)
-    kept.tell(console)
+    saved.report_to(console)
     if results.stopped:
         message = f"the run ended early: {results.stopped}; what is done before is kept"
         notes.print(message, style="bold red", soft_wrap=True, markup=False)
@@ -235,7 +235,7 @@ def finish(results: Results, out: Path, convention: str, full_report: bool = Tru
     if not results.compiled and not any(row.timing for row in results.rows) and not results.failed:
         notes.print("error: nothing was timed; the reasons are above", style="bold red", soft_wrap=True)
         raise typer.Exit(1)
-    o.end(results, kept)
+    o.end(results, saved)
 
 
 def _report_arch(arch: str | None, device: torch.device) -> str | None:

@@ -71,14 +71,14 @@ def _representatives(problems: list[AttentionProblem]) -> tuple[str, ...]:
 
 
 def _finish(results: Results, out: Path) -> None:
-    from flashlane.bench.measure.kept import keep
+    from flashlane.bench.measure.saved_files import save_results
     from flashlane.bench.present.comparison import markdown
     from flashlane.bench.present.table import make_console
 
-    kept, console = keep(results, out, extra={".md": markdown(results)}, kind="compare"), make_console()
+    saved, console = save_results(results, out, extra={".md": markdown(results)}, kind="compare"), make_console()
     print_comparison(results, console)
-    kept.tell(console)
-    o.end(results, kept)
+    saved.report_to(console)
+    o.end(results, saved)
 
 
 def print_comparison(results: Results, console: Console) -> None:

@@ -86,10 +86,10 @@ def e2e_command(
 
       flashlane e2e --small --device cpu
     """
-    from flashlane.bench.measure.kept import Kept, keep_files, keep_texts
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.measure.runner import resolve_device
+    from flashlane.bench.measure.saved_files import SavedFiles, save_files, save_texts
     from flashlane.bench.present.table import make_console
     from flashlane.bench.suites.e2e import CPU_SETTINGS, GPU_SETTINGS, E2ESuite
     from flashlane.bench.suites.suite import run_suite, stem_of
@@ -119,29 +119,29 @@ def e2e_command(
     )
     check_writable(out)
     stem = stem_of(suite, _device_name(suite))
-    kept = Kept(())
+    saved = SavedFiles(())
 
-    def keep(results: SuiteResults) -> None:
-        nonlocal kept
-        kept = keep_texts(out, results.texts(stem))
+    def save(results: SuiteResults) -> None:
+        nonlocal saved
+        saved = save_texts(out, results.texts(stem))
 
     with Bar(len(chosen)) as reporter:
-        results = run_suite(suite, where, seconds=seconds, reporter=reporter, keep=keep)
+        results = run_suite(suite, where, seconds=seconds, reporter=reporter, keep=save)
     pictures, missing = _pictures(results, stem, suffixes, dark)
-    drawn = keep_files(out, pictures)
+    drawn = save_files(out, pictures)
     console = make_console()
     console.print(results.table(console.width))
     for line in (*results.notes, *left_out, *results.messages, results.where()):
         say(console, line, "dim")
     if missing:
         say(console, missing, "yellow")
-    kept.tell(console)
-    drawn.tell(console)
+    saved.report_to(console)
+    drawn.report_to(console)
     if results.interrupted:
         raise typer.Exit(o.INTERRUPTED)
     if results.failed:
         raise typer.Exit(1)
-    if kept.problem or drawn.problem:
+    if saved.problem or drawn.problem:
         raise typer.Exit(o.NOT_WRITTEN)
 
 

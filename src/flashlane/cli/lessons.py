@@ -94,8 +94,8 @@ def run_lessons(
     from dataclasses import replace
 
     from flashlane.bench.measure.environment import environment
-    from flashlane.bench.measure.kept import Kept, keep_texts
     from flashlane.bench.measure.results import file_stem, finite
+    from flashlane.bench.measure.saved_files import SavedFiles, save_texts
     from flashlane.inspect.fitted_table import make_console, say
     from flashlane.lessons import comparison
 
@@ -103,7 +103,7 @@ def run_lessons(
     machine = environment(device)
     name = f"{file_stem(str(machine['device']), 'lessons')}.json"
     rows: list[Row] = []
-    kept, stopped, notes = Kept(()), False, make_console(stderr=True)
+    saved, stopped, notes = SavedFiles(()), False, make_console(stderr=True)
     try:
         for lesson in chosen:
             groups = comparison.hgemm_groups(device, size) if lesson == "hgemm" else comparison.LESSONS[lesson](device)
@@ -113,17 +113,17 @@ def run_lessons(
                 with notes.status(f"{lesson} {group.name} …"):
                     rows += comparison.run_group(group, settings, device)
                 body = {"format": FORMAT, "environment": machine, "rows": [row.to_dict() for row in rows]}
-                kept = keep_texts(out, {name: json.dumps(finite(body), indent=1) + "\n"})
+                saved = save_texts(out, {name: json.dumps(finite(body), indent=1) + "\n"})
     except KeyboardInterrupt:
         stopped = True
     say(console, f"{machine['device']}, torch {machine['torch']} · {measured(settings)}", "dim")
     print_rows(rows, console)
-    kept.tell(console)
+    saved.report_to(console)
     if stopped:
         raise typer.Exit(o.INTERRUPTED)
     if any(not row.ok for row in rows):
         raise typer.Exit(1)
-    if kept.problem:
+    if saved.problem:
         raise typer.Exit(o.NOT_WRITTEN)
 
 

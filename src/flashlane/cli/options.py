@@ -20,8 +20,8 @@ from flashlane.cli import complete
 
 if TYPE_CHECKING:
     from flashlane.bench.measure.flops import Direction
-    from flashlane.bench.measure.kept import Kept
     from flashlane.bench.measure.results import Results
+    from flashlane.bench.measure.saved_files import SavedFiles
     from flashlane.core.problem import AttentionProblem
 
 SIZES, WHICH, INPUT, MEASURE, OUTPUT = "Sizes", "Which implementations", "Input", "Checking and timing", "Output"
@@ -149,7 +149,7 @@ RESULTS = Path("results")
 FORMATS = complete.list_of(("png", "svg"))
 
 
-def end(results: Results, kept: Kept) -> None:
+def end(results: Results, saved: SavedFiles) -> None:
     """End with the status that a run's rows and files deserve: 0, 1 where a kernel failed, or 3.
 
     Raises:
@@ -162,7 +162,7 @@ def end(results: Results, kept: Kept) -> None:
         text = f"{counted(len(results.failed), 'row')} of kernels failed: {tags}"
         make_console(stderr=True).print(text, style="bold red", soft_wrap=True, markup=False)
         raise typer.Exit(1)
-    if kept.problem:
+    if saved.problem:
         raise typer.Exit(NOT_WRITTEN)
 
 

@@ -114,10 +114,10 @@ def profile_command(
       flashlane profile --tag "(cudnn)" --backward --tool ncu --metrics lts__t_bytes.sum
     """
     from flashlane.bench.measure.environment import environment
-    from flashlane.bench.measure.kept import keep_texts
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.results import check_writable, file_stem, finite
     from flashlane.bench.measure.runner import resolve_device
+    from flashlane.bench.measure.saved_files import save_texts
     from flashlane.bench.present.table import make_console
     from flashlane.profile.target import Request, selection_of
     from flashlane.profile.tools import need_ncu
@@ -156,18 +156,18 @@ def profile_command(
                 _profile(each, request, out / name, metrics, sections, found, asked)
             except KeyboardInterrupt:
                 status = o.INTERRUPTED
-            kept = keep_texts(out, {f"{name}.json": json.dumps(finite(body | _as_json(found)), indent=1) + "\n"})
+            saved = save_texts(out, {f"{name}.json": json.dumps(finite(body | _as_json(found)), indent=1) + "\n"})
             if status:
                 break
     print_profile(found, request, console)
-    others = sorted(path for path in out.glob(f"{name}*") if path not in kept.paths)
-    replace(kept, paths=(*kept.paths, *others)).tell(console)
+    others = sorted(path for path in out.glob(f"{name}*") if path not in saved.paths)
+    replace(saved, paths=(*saved.paths, *others)).report_to(console)
     notes = make_console(stderr=True)
     for problem in found.failed:
         notes.print(f"error: {problem}", style="bold red", soft_wrap=True, markup=False)
     if status:
         notes.print("interrupted; what was done before is kept", style="bold yellow")
-    status = status or (o.NOT_WRITTEN if kept.problem or found.lost else 0) or (2 if found.failed else 0)
+    status = status or (o.NOT_WRITTEN if saved.problem or found.lost else 0) or (2 if found.failed else 0)
     if status:
         raise typer.Exit(status)
 

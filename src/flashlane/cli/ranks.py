@@ -96,10 +96,10 @@ def ranks_command(
 
     from flashlane.bench.measure.environment import environment
     from flashlane.bench.measure.grid import parse_dtypes, parse_names
-    from flashlane.bench.measure.kept import keep_texts
     from flashlane.bench.measure.ranks import SharedProblem, measure_all, on_ranks, problem_fields
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.measure.runner import resolve_device
+    from flashlane.bench.measure.saved_files import save_texts
     from flashlane.bench.measure.sizes import parse_sizes
     from flashlane.bench.present.table import make_console, say
 
@@ -141,7 +141,7 @@ def ranks_command(
         "layout": layout,
         **found,
     }
-    kept = keep_texts(out, {FILE: json.dumps(body, indent=1)})
+    saved = save_texts(out, {FILE: json.dumps(body, indent=1)})
     console = make_console()
     _print(console, problem.describe(ranks), found, ranks)
     links = found["links"]
@@ -152,8 +152,8 @@ def ranks_command(
     )
     for note in found["notes"]:
         say(console, note, "yellow")
-    kept.tell(console)
-    if kept.problem:
+    saved.report_to(console)
+    if saved.problem:
         raise typer.Exit(o.NOT_WRITTEN)
 
 

@@ -58,9 +58,9 @@ def roofline_command(
     """
     from flashlane.bench.measure.device_rates import FORMAT, measure_rates, place
     from flashlane.bench.measure.environment import environment
-    from flashlane.bench.measure.kept import keep_files
     from flashlane.bench.measure.results import check_writable, finite, load_results
     from flashlane.bench.measure.runner import resolve_device
+    from flashlane.bench.measure.saved_files import save_files
     from flashlane.bench.present import figure_frame
     from flashlane.bench.present.table import make_console
     from flashlane.core.files import write_atomically
@@ -94,14 +94,14 @@ def roofline_command(
         missing = f"no picture: {error}"
     else:
         writers |= _pictures(points, ceilings, found, suffixes, dark)
-    kept = keep_files(out, writers)
+    saved = save_files(out, writers)
     _print(points, ceilings, found, console)
-    kept.tell(console)
+    saved.report_to(console)
     if missing:
         say(console, missing, "yellow")
     if found.failed and results is None:
         raise typer.Exit(1)
-    if kept.problem:
+    if saved.problem:
         raise typer.Exit(o.NOT_WRITTEN)
 
 

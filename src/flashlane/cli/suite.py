@@ -130,10 +130,10 @@ def suite_command(
 
       flashlane bench suite model --sizes sm,md --seqlens 256,1024 --attention sdpa,auto,eager
     """
-    from flashlane.bench.measure.kept import Kept, keep_texts
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.measure.runner import resolve_device
+    from flashlane.bench.measure.saved_files import SavedFiles, save_texts
     from flashlane.bench.present.table import make_console
     from flashlane.bench.suites.suite import run_suite, stem_of
     from flashlane.inspect.fitted_table import say
@@ -160,25 +160,25 @@ def suite_command(
         chosen = _attention(suite, where, lengths, head_dims, batch, heads, dtype, compiling, kernel, rounds, seed)
     check_writable(out)
     stem = stem_of(chosen, str(_device_name(where)))
-    kept = Kept(())
+    saved = SavedFiles(())
 
-    def keep(results: SuiteResults) -> None:
-        nonlocal kept
-        kept = keep_texts(out, results.texts(stem))
+    def save(results: SuiteResults) -> None:
+        nonlocal saved
+        saved = save_texts(out, results.texts(stem))
 
     limit = CPU_SECONDS if seconds is None and on_cpu else seconds
     with Bar(len(chosen.cases())) as reporter:
-        results = run_suite(chosen, where, seconds=limit, reporter=reporter, keep=keep)
+        results = run_suite(chosen, where, seconds=limit, reporter=reporter, keep=save)
     console = make_console()
     console.print(results.table(console.width))
     for line in (*results.notes, *results.messages, results.where()):
         say(console, line, "dim")
-    kept.tell(console)
+    saved.report_to(console)
     if results.interrupted:
         raise typer.Exit(o.INTERRUPTED)
     if results.failed:
         raise typer.Exit(1)
-    if kept.problem:
+    if saved.problem:
         raise typer.Exit(o.NOT_WRITTEN)
 
 

@@ -122,10 +122,10 @@ def _gpu(device: str | None) -> torch.device:
 
 
 def _finish(run: TuneRun, out: Path, as_json: bool, unlisted: int) -> None:
-    from flashlane.bench.measure.kept import keep_texts
+    from flashlane.bench.measure.saved_files import save_texts
     from flashlane.bench.present.table import make_console, print_unlisted
 
-    kept, console = keep_texts(out, {run.file_name(): run.to_json()}), make_console()
+    saved, console = save_texts(out, {run.file_name(): run.to_json()}), make_console()
     if as_json:
         typer.echo(run.to_json(), nl=False)
     else:
@@ -133,14 +133,14 @@ def _finish(run: TuneRun, out: Path, as_json: bool, unlisted: int) -> None:
         print_unlisted(unlisted, "tunes", console)
     notes = make_console(stderr=True) if as_json else console
     notes.print(f"{o.counted(len(run.stored), 'choice')} stored", style="dim")
-    kept.tell(notes)
+    saved.report_to(notes)
     if run.failed:
         tags = ", ".join(dict.fromkeys(trial.tag for trial in run.failed))
         make_console(stderr=True).print(
             f"{o.counted(len(run.failed), 'candidate')} failed: {tags}", style="bold red", soft_wrap=True
         )
         raise typer.Exit(1)
-    if kept.problem:
+    if saved.problem:
         raise typer.Exit(o.NOT_WRITTEN)
 
 
@@ -203,7 +203,7 @@ def _list(words: Sequence[str], as_json: bool) -> None:
         for path in tune.files()
     }
     if as_json:
-        listed = {path.stem: {key: asdict(entry) for key, entry in kept.items()} for path, kept in stored.items()}
+        listed = {path.stem: {key: asdict(entry) for key, entry in entries.items()} for path, entries in stored.items()}
         typer.echo(json.dumps(listed, indent=1))
         return
     console = make_console()

@@ -1,9 +1,9 @@
-"""What a call gives (:class:`Inputs`, :class:`Asked`), and the frozen value that is made of it, AttentionProblem.
+"""A call's tensors (:class:`Inputs`) and options (:class:`CallOptions`), and the frozen AttentionProblem of both.
 
 Every function of the public API builds these and calls :meth:`AttentionProblem.from_inputs`. Every kernel, the
 dispatcher and the bench read the resulting value and never look at a caller's arguments again.
 
-:class:`Inputs` and :class:`Asked` are the only list of a call's arguments. The validator, the torch operators,
+:class:`Inputs` and :class:`CallOptions` are the only list of a call's arguments. The validator, the torch operators,
 autograd, the rules for ``vmap`` and the caches' keys are derived from them.
 
 Tensors are named and shaped as FlashAttention-2 does: q ``(b, sq, h, d)``, k ``(b, sk, hk, d)``,
@@ -41,7 +41,7 @@ from flashlane.core.validate import (
 
 __all__ = [
     "ALIGNMENTS", "DTYPES", "DTYPE_NAMES", "FEATURES", "MAX_HEAD_DIM", "MAX_SPLITS", "VECTOR_BYTES",
-    "Alignment", "Asked", "AttentionProblem", "Effect", "Gradients", "Inputs", "arch_of",
+    "Alignment", "AttentionProblem", "CallOptions", "Effect", "Gradients", "Inputs", "arch_of",
 ]  # fmt: skip
 
 Alignment = Literal["bottom-right", "top-left"]
@@ -146,8 +146,8 @@ class Inputs:
         return _alone(self)
 
 
-class Asked(NamedTuple):
-    """What a call asks besides its tensors; its defaults are those of every function."""
+class CallOptions(NamedTuple):
+    """The options of a call: all of its arguments but tensors. The defaults are those of every function."""
 
     scale: float | None = None
     """Factor of the scores; None: ``d ** -0.5``."""
@@ -195,7 +195,7 @@ def feature(
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """What is asked: sizes, element type, mask and score modifiers, where it runs. Hashable; holds no tensor.
+    """An attention problem: sizes, element type, mask and score modifiers, where it runs. Hashable; holds no tensor.
 
     Key j is visible to query i iff ``i + shift - window_left <= j <= i + shift + window_right`` (−1: unbounded),
     where ``shift`` is ``sk - sq`` for bottom-right alignment and 0 for top-left. Causal is ``window_right == 0``.
@@ -324,41 +324,41 @@ class AttentionProblem:
             words.append("causal" if self.alignment == "bottom-right" else "causal(top-left)")
         if self.window_left >= 0 or self.window_right > 0:
             words.append(f"window({self.window_left},{self.window_right})")
-        asked = {name: getattr(self, name) for name in (*FEATURES, "deterministic")}
-        words += [name for name, value in asked.items() if value is True]
-        if asked.pop("page_size"):
+        features = {name: getattr(self, name) for name in (*FEATURES, "deterministic")}
+        words += [name for name, value in features.items() if value is True]
+        if features.pop("page_size"):
             words.append(f"paged({self.page_size})")
-        numbers = {name.removesuffix("_p"): value for name, value in asked.items() if type(value) is not bool}
+        numbers = {name.removesuffix("_p"): value for name, value in features.items() if type(value) is not bool}
         words += [f"{name} {value:g}" for name, value in numbers.items() if value]
         if self.num_splits:
             words.append(f"num_splits {self.num_splits}")
         return " ".join(words)
 
     @classmethod
-    def from_inputs(cls, inputs: Inputs, asked: Asked | None = None, **keywords: Any) -> AttentionProblem:
-        """Check a call and say what it asks.
+    def from_inputs(cls, inputs: Inputs, options: CallOptions | None = None, **keywords: Any) -> AttentionProblem:
+        """Check a call, and return its problem.
 
         Args:
             inputs: the tensors.
-            asked: everything else; None where it is given by keywords, those of :class:`Asked`.
-            keywords: those of :class:`Asked`, in its place.
+            options: everything else; None where it is given by keywords, those of :class:`CallOptions`.
+            keywords: those of :class:`CallOptions`, in its place.
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape, device or number is not possible; the message names the argument, what it was and
                 what it may be.
         """
-        asked = Asked(**keywords) if asked is None else asked
-        facts = facts_of(inputs, asked)
+        options = CallOptions(**keywords) if options is None else options
+        facts = facts_of(inputs, options)
         found = known(facts)
         if found is None:
-            found = cls._checked(inputs, asked)
+            found = cls._checked(inputs, options)
             if facts is not None:
                 _remember(facts, found)
         return found
 
     @classmethod
-    def _checked(cls, inputs: Inputs, asked: Asked) -> AttentionProblem:
+    def _checked(cls, inputs: Inputs, options: CallOptions) -> AttentionProblem:
         q, k, v = inputs.q, inputs.k, inputs.v
         varlen = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
         paged = inputs.block_table is not None
@@ -371,14 +371,14 @@ class AttentionProblem:
         capacity = check_cache(inputs, batch, varlen)
         sizes = {"batch": batch, "heads": q.shape[-2], "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         sizes["seqlen_k"] = seqlen_k if varlen else capacity
-        left, right = window_sides(asked.window_size, check_flag("causal", asked.causal))
-        if asked.alignment not in ALIGNMENTS:
-            raise ValueError(f"alignment is {asked.alignment!r}; it may be one of {', '.join(map(repr, ALIGNMENTS))}")
+        left, right = window_sides(options.window_size, check_flag("causal", options.causal))
+        if options.alignment not in ALIGNMENTS:
+            raise ValueError(f"alignment is {options.alignment!r}; it may be one of {', '.join(map(repr, ALIGNMENTS))}")
         for name in MODIFIERS:
             if (modifier := getattr(inputs, name)) is not None:
                 spec = ARGUMENTS[name]
                 check_modifier(name, modifier, q.device, spec.dtype, spec.shapes, sizes, spec.broadcast)
-        dropout_p = check_number("dropout_p", asked.dropout_p, low=0.0, below=1.0)
+        dropout_p = check_number("dropout_p", options.dropout_p, low=0.0, below=1.0)
         needs_grad = wants_grad(inputs)
         cached = [name for name in CACHE_FIELDS if getattr(inputs, name) is not None]
         if cached and needs_grad:
@@ -387,7 +387,7 @@ class AttentionProblem:
                 f"call it under torch.no_grad(), or with tensors that do not require them"
             )
         check_seed(inputs, dropout_p)
-        check_splits(asked.num_splits)
+        check_splits(options.num_splits)
         return cls(
             **sizes,
             **{spec.flag: getattr(inputs, name) is not None for name, spec in ARGUMENTS.items() if spec.flag},
@@ -395,16 +395,16 @@ class AttentionProblem:
             head_dim=q.shape[-1],
             head_dim_v=v.shape[-1],
             dtype=q.dtype,
-            scale=check_number("scale", q.shape[-1] ** -0.5 if asked.scale is None else asked.scale),
+            scale=check_number("scale", q.shape[-1] ** -0.5 if options.scale is None else options.scale),
             window_left=left,
             window_right=right,
-            alignment=asked.alignment,
-            softcap=check_number("softcap", asked.softcap, low=0.0),
+            alignment=options.alignment,
+            softcap=check_number("softcap", options.softcap, low=0.0),
             dropout_p=dropout_p,
             varlen=varlen,
             page_size=k.shape[1] if paged else 0,
-            num_splits=asked.num_splits,
-            deterministic=check_flag("deterministic", asked.deterministic),
+            num_splits=options.num_splits,
+            deterministic=check_flag("deterministic", options.deterministic),
             needs_grad=needs_grad,
             arch=arch_of(q.device),
             aligned=all(rows_aligned(t) for t in (q, k, v)),
@@ -412,10 +412,10 @@ class AttentionProblem:
         )
 
     @property
-    def asked(self) -> Asked:
+    def options(self) -> CallOptions:
         """Arguments that give this problem again with the same tensors."""
-        same = {name: getattr(self, name) for name in _ASKED_ALIKE}
-        return Asked(**same, window_size=(self.window_left, self.window_right))
+        same = {name: getattr(self, name) for name in _SHARED_OPTIONS}
+        return CallOptions(**same, window_size=(self.window_left, self.window_right))
 
 
 def wants_grad(inputs: Inputs) -> bool:
@@ -428,7 +428,7 @@ FEATURES: dict[str, Group] = {
     each.name: each.metadata["feature"] for each in fields(AttentionProblem) if "feature" in each.metadata
 }
 """The fields that a kernel may be unable to honour, and the group of each."""
-_ASKED_ALIKE = tuple(name for name in Asked._fields if name in AttentionProblem.__dataclass_fields__)
+_SHARED_OPTIONS = tuple(name for name in CallOptions._fields if name in AttentionProblem.__dataclass_fields__)
 _COMPARED = tuple(each.name for each in fields(AttentionProblem) if each.compare)
 
 # --- calls that were checked before ---
@@ -436,7 +436,7 @@ _COMPARED = tuple(each.name for each in fields(AttentionProblem) if each.compare
 _VALIDATED: dict[tuple[Any, ...], AttentionProblem] = {}
 """Calls that passed the checks, by all that the checks read: a second call like it costs 2 µs instead of 18."""
 VALIDATED_SIZE = 4096
-_KINDS: dict[Any, tuple[type, ...]] = {
+_KEY_TYPES: dict[Any, tuple[type, ...]] = {
     float | None: (float, int, NoneType),
     float: (float, int),
     int: (int,),
@@ -444,9 +444,9 @@ _KINDS: dict[Any, tuple[type, ...]] = {
     Alignment: (str,),
     tuple[int, int] | torch.Tensor: (tuple,),
 }
-"""The exact types of values that can be part of a key, by the type of a field of :class:`Asked`."""
-_PLAIN = set(product(*(_KINDS[hint] for hint in get_type_hints(Asked).values())))
-_WINDOW = Asked._fields.index("window_size")
+"""The exact types of values that can be part of a key, by the type of a field of :class:`CallOptions`."""
+_PLAIN_TYPES = set(product(*(_KEY_TYPES[hint] for hint in get_type_hints(CallOptions).values())))
+_WINDOW = CallOptions._fields.index("window_size")
 _LENGTHS = tuple(name for name in ARGUMENTS if name not in TENSORS)
 lengths_of = operator.attrgetter(*_LENGTHS)
 """The fields of :class:`Inputs` that are no tensors. They are the last ones."""
@@ -454,9 +454,9 @@ tensors_of = operator.attrgetter(*TENSORS)
 """The tensors of :class:`Inputs`."""
 
 
-def is_plain(asked: Asked) -> bool:
-    """Whether what is asked can be part of a key: exact types, and no tensor or list."""
-    return tuple(map(type, asked)) in _PLAIN and tuple(map(type, asked[_WINDOW])) == (int, int)
+def is_plain(options: CallOptions) -> bool:
+    """Whether the options can be part of a key: exact types, and no tensor or list."""
+    return tuple(map(type, options)) in _PLAIN_TYPES and tuple(map(type, options[_WINDOW])) == (int, int)
 
 
 def contents_are_read(inputs: Inputs) -> bool:
@@ -466,14 +466,14 @@ def contents_are_read(inputs: Inputs) -> bool:
     return any(t is not None and t.is_cpu and ARGUMENTS[name].indices for name, t in zip(_OTHERS, others_of(inputs)))
 
 
-def facts_of(inputs: Inputs, asked: Asked) -> tuple[Any, ...] | None:
+def facts_of(inputs: Inputs, options: CallOptions) -> tuple[Any, ...] | None:
     """All that :meth:`AttentionProblem.from_inputs` reads, as a key; None for what a key cannot hold.
 
     That is: contents that are read (lengths and tables on the CPU, a window or a scale given as a tensor), subclasses
     of tensors and numbers of other types. Those are checked again at every call.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
-    if not (type(q) is type(k) is type(v) is torch.Tensor and is_plain(asked)):
+    if not (type(q) is type(k) is type(v) is torch.Tensor and is_plain(options)):
         return None
     try:
         grad = torch.is_grad_enabled()
@@ -486,7 +486,7 @@ def facts_of(inputs: Inputs, asked: Asked) -> tuple[Any, ...] | None:
             (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             (q.data_ptr() % VECTOR_BYTES, k.data_ptr() % VECTOR_BYTES, v.data_ptr() % VECTOR_BYTES),
             grad and (q.requires_grad or k.requires_grad or v.requires_grad),
-            asked,
+            options,
             others,
         )
     except RuntimeError:  # sparse tensors have no strides, those inside vmap no address

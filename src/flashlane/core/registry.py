@@ -328,7 +328,7 @@ class BackwardKernel(ABC):
         """The gradients of a call; the arguments are those of :func:`flashlane.reference.tiled.tiled_backward`.
 
         Args:
-            problem: what was asked.
+            problem: the attention problem.
             inputs: its tensors.
             out: what the forward pass wrote.
             lse: its LSE.

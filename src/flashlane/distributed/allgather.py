@@ -31,11 +31,11 @@ from flashlane.distributed.calls import Call, Calls, Packed
 from flashlane.distributed.comm import label_of
 from flashlane.distributed.copies import CopiedGathering, Route, peer_memory
 from flashlane.distributed.gather import Gathering, Returning, Task
-from flashlane.distributed.lanes import COMPUTE, MOVE, Lanes
 from flashlane.distributed.launches import Launch, Pair, RangedLaunch, launches_of
 from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.peer_memory import Exchange
 from flashlane.distributed.polled import PieceGathering, polled_launch, run_polled
+from flashlane.distributed.streams import COMPUTE_STREAMS, COPY_STREAM, CallStreams
 from flashlane.ops import torch_rules
 
 
@@ -47,14 +47,14 @@ class _HeadGroup(NamedTuple):
     """Keys and values of this rank, which can be read without waiting."""
     gathering: Gathering
     arrived: Any
-    """The mark on the lane that moves data after which the keys and values of all ranks have arrived."""
+    """The event on the stream that copies data after which the keys and values of all ranks have arrived."""
 
-    def read_by(self, calls: Calls, number: int, lanes: Lanes, lane: int) -> tuple[Call, Pair]:
-        """A call, and its keys and values, for which the next work on a lane waits."""
+    def read_by(self, calls: Calls, number: int, streams: CallStreams, stream: int) -> tuple[Call, Pair]:
+        """A call, and its keys and values, for which the next work on a stream waits."""
         local = calls.own[number]
         if local is not None:
             return local, self.own
-        lanes.wait(lane, self.arrived)
+        streams.wait(stream, self.arrived)
         return calls.calls[number], self.gathering.gathered
 
 
@@ -64,18 +64,18 @@ def _gather(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lanes: Lanes,
+    streams: CallStreams,
     exchanges: list[Exchange],
     pieces: PieceGathering | None = None,
     backward: bool = False,
 ) -> list[_HeadGroup]:
-    """Start to fetch all groups of heads, in their order, on the lane that moves data, for a forward or a backward.
+    """Start to fetch all groups of heads, in their order, on the stream that copies data, for a forward or a backward.
 
     With ``pieces`` the keys of all heads are being fetched already.
     """
     share = q.shape[2] // k.shape[2]
     found = []
-    with lanes.on(MOVE):
+    with streams.on(COPY_STREAM):
         for each in exchanges[:1] if pieces is None else ():
             each.begin()
         for group, (first, stop) in enumerate(itertools.pairwise(bounds)):
@@ -87,12 +87,12 @@ def _gather(
             else:
                 gathering = Gathering(task, *own, backward)
             found.append((slice(first * share, stop * share), own, gathering))
-        # All waits come before gradients are sent on this lane, since gradients depend on the computation.
+        # All waits come before gradients are sent on this stream, since gradients depend on the computation.
         groups = []
         for heads, own, gathering in found:
             gathering.finish()
-            lanes.keep(gathering)
-            groups.append(_HeadGroup(heads, own, gathering, lanes.mark(MOVE)))
+            streams.keep(gathering)
+            groups.append(_HeadGroup(heads, own, gathering, streams.mark(COPY_STREAM)))
     return groups
 
 
@@ -103,14 +103,14 @@ def _polled(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lanes: Lanes,
+    streams: CallStreams,
     exchanges: list[Exchange],
 ) -> tuple[PieceGathering, RangedRepeat | None]:
     """Enqueue the sending of all pieces; they, and what computes while they come, where a kernel does."""
-    with lanes.on(MOVE):
+    with streams.on(COPY_STREAM):
         exchanges[0].begin()
         pieces = PieceGathering(task, k, v, exchanges, Route.of(task, (0, k.shape[2]), k, v))
-    lanes.keep(pieces)
+    streams.keep(pieces)
     return pieces, polled_launch(task, calls, q, pieces, out)
 
 
@@ -163,10 +163,13 @@ class GatherAttention(torch.autograd.Function):
         bounds = task.kv_heads or (0, k.shape[2])
         exchanges = _exchanges(task, k, v, 1)
         if task.pieces:
-            k, v = k.contiguous(), v.contiguous()  # before the lanes part: a kernel on that of data might find no SM
-        lanes = Lanes(q.device)
-        pieces, polled = _polled(task, calls, q, k, v, out, lanes, exchanges) if task.pieces else (None, None)
-        groups = [] if polled else _gather(task, bounds, q, k, v, lanes, exchanges, pieces)
+            k, v = (
+                k.contiguous(),
+                v.contiguous(),
+            )  # before the streams part: a kernel on that of copies might find no SM
+        streams = CallStreams(q.device)
+        pieces, polled = _polled(task, calls, q, k, v, out, streams, exchanges) if task.pieces else (None, None)
+        groups = [] if polled else _gather(task, bounds, q, k, v, streams, exchanges, pieces)
         launches = None if polled else _launches(task, calls, groups, q, out, given)
         lses: list[torch.Tensor] = []
         lse: torch.Tensor | None = None
@@ -176,14 +179,14 @@ class GatherAttention(torch.autograd.Function):
                 lses = [lse[:, :, call.q_first : call.q_stop] for call in calls.calls]
         elif launches is None:
             lse = empty_lse(q, calls, given)
-            _attend_all(task, calls, groups, q, Results(out, lse), given, lanes)
+            _attend_all(task, calls, groups, q, Results(out, lse), given, streams)
         else:
-            lses = _launch_all(calls, groups, launches, q, out, lanes)
+            lses = _launch_all(calls, groups, launches, q, out, streams)
             if any(
                 isinstance(call, Packed) for call in calls.calls
             ):  # one call of all rows, whose backward looks its problem up
                 lse, lses = lses[0], []
-        lanes.join()
+        streams.join()
         for each in exchanges[-1:]:
             each.end()
         if lse is None and task.wants_lse:
@@ -203,30 +206,30 @@ class GatherAttention(torch.autograd.Function):
         d_scales: list[torch.Tensor | None] = []
         bounds = task.kv_heads_backward or (0, k.shape[2])
         exchanges = _exchanges(task, k, v, 2)
-        lanes = Lanes(q.device)
+        streams = CallStreams(q.device)
         returning: list[Returning] = []
-        groups = _gather(task, bounds, q, k, v, lanes, exchanges, backward=True)
+        groups = _gather(task, bounds, q, k, v, streams, exchanges, backward=True)
         again = lses and dlse is None and dq.dtype == q.dtype
         launches = _launches(task, calls, groups, q, out, given) if again else None
         for group, each in enumerate(groups):
             if launches is not None:
-                partials = _launch_backward(calls, each, launches[group], (q, out, do, dq), lses, lanes)
+                partials = _launch_backward(calls, each, launches[group], (q, out, do, dq), lses, streams)
             else:
                 flow = Flow(out, lse, do, dlse)
-                partials, d_scale = _attend_backward(task, calls, each, q, flow, dq, given, lanes)
+                partials, d_scale = _attend_backward(task, calls, each, q, flow, dq, given, streams)
                 d_scales.append(d_scale)
-            for lane in range(COMPUTE):
-                lanes.after(MOVE, lane)
-            with lanes.on(MOVE):
+            for stream in range(COMPUTE_STREAMS):
+                streams.after(COPY_STREAM, stream)
+            with streams.on(COPY_STREAM):
                 if group == 0 and exchanges:
                     exchanges[1].begin()
                 returning.append(each.gathering.returning(partials))
-            lanes.keep(returning[-1])
-        with lanes.on(MOVE):
+            streams.keep(returning[-1])
+        with streams.on(COPY_STREAM):
             totals = [each.finish() for each in returning]
-            lanes.keep(totals)
+            streams.keep(totals)
             dk, dv = (_joined([each[i] for each in totals]) for i in (0, 1))
-        lanes.join()
+        streams.join()
         for each in exchanges[-1:]:
             each.end()
         d_modifiers = given.gradients(Flow(out, lse, do, dlse), _factor_gradient(d_scales, given.factor))
@@ -239,7 +242,7 @@ def _launch_all(
     launches: list[tuple[Launch | RangedLaunch, ...]],
     q: torch.Tensor,
     out: torch.Tensor,
-    lanes: Lanes,
+    streams: CallStreams,
 ) -> list[torch.Tensor]:
     """Write the output, and return the LSE ``(b, h, rows)`` of each call, contiguous."""
     batch, _, heads, _ = q.shape
@@ -247,15 +250,15 @@ def _launch_all(
     lses = [q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype)) for count in counts]
     with torch_rules.no_autocast(q):
         for at, (group, number) in enumerate(calls.order(len(groups))):
-            lane, each = at % COMPUTE, groups[group]
-            _, kv = each.read_by(calls, number, lanes, lane)
-            with lanes.on(lane):
+            stream, each = at % COMPUTE_STREAMS, groups[group]
+            _, kv = each.read_by(calls, number, streams, stream)
+            with streams.on(stream):
                 lse = lses[number] if len(groups) == 1 else lses[number][:, each.heads]
                 own = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
                 launches[group][number].forward(_heads_of(q, each.heads), kv, _heads_of(out, each.heads), own)
                 if own is not lse:
                     lse.copy_(own)
-                    lanes.keep(own)
+                    streams.keep(own)
     return lses
 
 
@@ -265,23 +268,23 @@ def _launch_backward(
     launches: tuple[Launch | RangedLaunch, ...],
     tensors: tuple[torch.Tensor, ...],
     lses: list[torch.Tensor],
-    lanes: Lanes,
+    streams: CallStreams,
 ) -> list[Partial]:
     """Write a group's part of dq, and return the gradients of its keys and values."""
     q, out, do, dq = (_heads_of(t, group.heads) for t in tensors)
     partials = []
     with torch_rules.no_autocast(q):
         for at, (_, number) in enumerate(calls.order(1)):
-            lane, call = at % COMPUTE, calls.calls[number]
-            _, kv = group.read_by(calls, number, lanes, lane)
-            with lanes.on(lane):
+            stream, call = at % COMPUTE_STREAMS, calls.calls[number]
+            _, kv = group.read_by(calls, number, streams, stream)
+            with streams.on(stream):
                 lse = lses[number][:, group.heads]
                 lse = lse if lse.is_contiguous() else lse.contiguous()
                 one = launches[number]
                 if isinstance(one, RangedLaunch):
                     raise AssertionError("packed blocks have no prepared backward")
                 dk, dv = one.backward(q, kv, out, lse, do, dq)
-            lanes.keep(lse, dk, dv)
+            streams.keep(lse, dk, dv)
             partials.append(Partial(slice(call.k_first, call.k_stop), dk, dv))
     return partials
 
@@ -293,21 +296,21 @@ def _attend_all(
     q: torch.Tensor,
     results: Results,
     given: Modifiers,
-    lanes: Lanes,
+    streams: CallStreams,
 ) -> None:
     """Write output and LSE of calls whose problem is looked up each time."""
     if not calls.disjoint:
         for each in groups:
-            lanes.wait(0, each.arrived)
+            streams.wait(0, each.arrived)
             results_of, own = results.heads(each.heads), given.heads(each.heads)
             merge(results_of, _heads_of(q, each.heads), *each.gathering.gathered, calls, own, task.settings)
         return
     for at, (group, number) in enumerate(calls.order(len(groups))):
-        lane, each = at % COMPUTE, groups[group]
-        call, kv = each.read_by(calls, number, lanes, lane)
-        with lanes.on(lane):
+        stream, each = at % COMPUTE_STREAMS, groups[group]
+        call, kv = each.read_by(calls, number, streams, stream)
+        with streams.on(stream):
             heads, own = results.heads(each.heads), given.heads(each.heads)
-            lanes.keep(attend(heads, _heads_of(q, each.heads), *kv, call, own, task.settings))
+            streams.keep(attend(heads, _heads_of(q, each.heads), *kv, call, own, task.settings))
 
 
 def _attend_backward(
@@ -318,17 +321,17 @@ def _attend_backward(
     flow: Flow,
     dq: torch.Tensor,
     given: Modifiers,
-    lanes: Lanes,
+    streams: CallStreams,
 ) -> tuple[list[Partial], torch.Tensor | None]:
     """Write a group's part of dq, and return the gradients of its keys and values and of its factors."""
     partials: list[Partial] = []
     d_scale: torch.Tensor | None = None
     heads = group.heads
     for at, (_, number) in enumerate(calls.order(1)):
-        lane = at % COMPUTE if calls.disjoint else 0
-        call, kv = group.read_by(calls, number, lanes, lane)
+        stream = at % COMPUTE_STREAMS if calls.disjoint else 0
+        call, kv = group.read_by(calls, number, streams, stream)
         gathered = calls.calls[number]
-        with lanes.on(lane):
+        with streams.on(stream):
             found, part, used = attend_backward(
                 _heads_of(dq, heads), _heads_of(q, heads), *kv, flow.heads(heads), call, given.heads(heads),
                 task.settings,
@@ -336,7 +339,7 @@ def _attend_backward(
             if call is not gathered:
                 found = [each._replace(keys=slice(gathered.k_first, gathered.k_stop)) for each in found]
             d_scale = summed(d_scale, part)
-        lanes.keep(used, found)
+        streams.keep(used, found)
         partials += found
     return partials, d_scale
 

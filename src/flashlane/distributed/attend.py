@@ -15,7 +15,7 @@ import torch
 
 from flashlane.core import dispatch
 from flashlane.core.arch import compute_dtype
-from flashlane.core.problem import Asked, AttentionProblem, Gradients, Inputs
+from flashlane.core.problem import AttentionProblem, CallOptions, Gradients, Inputs
 from flashlane.core.registry import Kernel
 from flashlane.distributed.calls import Call, Calls, Packed, add_rows, take_rows
 from flashlane.distributed.layout import PLANS
@@ -27,7 +27,7 @@ from flashlane.ops import torch_rules
 class Settings:
     """The arguments of a call besides its mask and tensors."""
 
-    asked: Asked
+    options: CallOptions
     """Its window is not read: each block has its own."""
     kernel: str | None = None
     needs_grad: bool = False
@@ -78,7 +78,7 @@ def prepare(
         rows, keys, layers = slice(call.q_first, call.q_stop), slice(call.k_first, call.k_stop), None
         given = modifiers.of_block(block.step, lambda t: t[call.document].contiguous() if q.shape[0] == 1 else t)
         inputs = Inputs(q[:, rows], k[:, keys], v[:, keys], **given._asdict())
-    problem = AttentionProblem.from_inputs(inputs, settings.asked._replace(window_size=(block.left, block.right)))
+    problem = AttentionProblem.from_inputs(inputs, settings.options._replace(window_size=(block.left, block.right)))
     if problem.needs_grad != settings.needs_grad:  # autograd is off inside a derivative's definition
         problem = _with_grad(problem, problem.strides, settings.needs_grad)
     kernel = dispatch.select(problem, settings.kernel)

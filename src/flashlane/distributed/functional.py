@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
-from flashlane.core.problem import ARGUMENTS, Asked, Inputs
+from flashlane.core.problem import ARGUMENTS, CallOptions, Inputs
 from flashlane.core.validate import (
     check_flag,
     check_modifier,
@@ -124,12 +124,12 @@ def context_parallel_attn_func(
         RuntimeError: a rank did not answer within the group's timeout.
     """
     given = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
-    asked = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
+    options = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
     how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride, "transport": transport}
     how["return_lse"] = return_lse
     where = {"group": group, "method": method, "layout": layout}
     modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
-    out, lse = _attend((q, k, v), modifiers, None, seqlen, where, {**asked, **how}, given)
+    out, lse = _attend((q, k, v), modifiers, None, seqlen, where, {**options, **how}, given)
     return (out, lse) if return_lse else out
 
 
@@ -177,12 +177,12 @@ def context_parallel_attn_varlen_func(
     """
     given = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
     given["no cu_seqlens"] = cu_seqlens is None
-    asked = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
+    options = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
     how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride, "transport": transport}
     how["return_lse"] = return_lse
     where = {"group": group, "method": method, "layout": layout}
     modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
-    out, lse = _attend((q, k, v), modifiers, cu_seqlens, None, where, {**asked, **how}, given)
+    out, lse = _attend((q, k, v), modifiers, cu_seqlens, None, where, {**options, **how}, given)
     return (out, lse) if return_lse else out
 
 
@@ -241,15 +241,15 @@ def _attend(
     cu_seqlens: torch.Tensor | Sequence[int] | None,
     seqlen: int | None,
     where: dict[str, Any],
-    asked: dict[str, Any],
+    options: dict[str, Any],
     refused: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     inputs = torch_rules.autocast(Inputs(*qkv))
     q, k, v = inputs.q, inputs.k, inputs.v
-    key = _key(inputs, modifiers, cu_seqlens, seqlen, where, asked, refused)
+    key = _key(inputs, modifiers, cu_seqlens, seqlen, where, options, refused)
     call = None if key is None else _agreed.get(key)
     if call is None:
-        call = _checked(inputs, modifiers, cu_seqlens, seqlen, where, asked, refused)
+        call = _checked(inputs, modifiers, cu_seqlens, seqlen, where, options, refused)
         if key is not None:
             if len(_agreed) >= AGREED_SIZE:
                 _agreed.clear()
@@ -269,7 +269,7 @@ def _key(
     cu_seqlens: Any,
     seqlen: Any,
     where: dict[str, Any],
-    asked: dict[str, Any],
+    options: dict[str, Any],
     refused: dict[str, Any],
 ) -> tuple[Any, ...] | None:
     """Everything that the checks of a call read; None if that is not hashable, or if the call is refused."""
@@ -281,7 +281,7 @@ def _key(
         tensors = (inputs.q, inputs.k, inputs.v, *modifiers)
         key = (
             group, where["method"], where["layout"], seqlen, type(seqlen), None if lengths is None else tuple(lengths),
-            *asked.values(), tuple(map(type, asked.values())), torch.is_grad_enabled(), POLLED,
+            *options.values(), tuple(map(type, options.values())), torch.is_grad_enabled(), POLLED,
             *(None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in tensors),
         )  # fmt: skip
         hash(key)
@@ -296,7 +296,7 @@ def _checked(
     cu_seqlens: Any,
     seqlen: Any,
     where: dict[str, Any],
-    asked: dict[str, Any],
+    options: dict[str, Any],
     refused: dict[str, Any],
 ) -> _Call:
     """The call, after its arguments were checked here and compared with those of the other ranks."""
@@ -307,9 +307,9 @@ def _checked(
     try:
         _refuse(refused)
         lengths = _checked_lengths(inputs, modifiers, cu_seqlens, seqlen, grid)
-        call = _checked_call(inputs, modifiers, lengths, where, asked, grid)
+        call = _checked_call(inputs, modifiers, lengths, where, options, grid)
         _check_rows(inputs.q, call[0], grid)
-        how = f"{asked['transport']}{' (polled)' if POLLED else ''}, {asked['heads_k_stride']}"
+        how = f"{options['transport']}{' (polled)' if POLLED else ''}, {options['heads_k_stride']}"
         fields = _fields(inputs, modifiers, call, how)
     except (TypeError, ValueError, NotImplementedError) as found:
         error = found
@@ -321,7 +321,7 @@ def _checked(
         if seqlen is None and str(found).startswith("seqlen is "):
             raise ValueError(f"{found}. It was not given, and is then the rows of q times the ranks") from None
         raise
-    return _Call(grid, *call, inputs, asked, any(t is not None for t in modifiers), label_of(fields))
+    return _Call(grid, *call, inputs, options, any(t is not None for t in modifiers), label_of(fields))
 
 
 def _refuse(given: dict[str, Any]) -> None:
@@ -366,11 +366,11 @@ def _checked_call(
     modifiers: Modifiers,
     lengths: tuple[int, ...],
     where: dict[str, Any],
-    asked: dict[str, Any],
+    options: dict[str, Any],
     grid: Grid,
 ) -> tuple[Division, Settings, Method]:
-    causal, deterministic, _ = (check_flag(name, asked[name]) for name in ("causal", "deterministic", "return_lse"))
-    left, right = window_sides(asked["window_size"], causal)
+    causal, deterministic, _ = (check_flag(name, options[name]) for name in ("causal", "deterministic", "return_lse"))
+    left, right = window_sides(options["window_size"], causal)
     layout, method, positional = where["layout"], where["method"], modifiers.positional
     check_layout(layout)
     check_method(method)
@@ -382,18 +382,18 @@ def _checked_call(
             f"method is {method!r} and group has {dimensions}; 'usp' needs a DeviceMesh of two dimensions, and no "
             f"other method takes one"
         )
-    stride = asked["heads_k_stride"]
+    stride = options["heads_k_stride"]
     sizes = stride if isinstance(stride, tuple) else (stride,)
     if stride is not None and not (sizes and all(type(size) is int and size > 0 for size in sizes)):
         raise ValueError(f"heads_k_stride is {stride!r}; it must be a whole number of at least 1, some of them or None")
     if stride is not None and method != "allgather":
         raise NotImplementedError(f"heads_k_stride is {stride} with method {method!r}; only 'allgather' has it")
-    if asked["transport"] not in TRANSPORTS:
-        raise ValueError(f"transport is {asked['transport']!r}; it may be one of {', '.join(map(repr, TRANSPORTS))}")
-    if asked["transport"] == "copies" and method != "allgather":
+    if options["transport"] not in TRANSPORTS:
+        raise ValueError(f"transport is {options['transport']!r}; it may be one of {', '.join(map(repr, TRANSPORTS))}")
+    if options["transport"] == "copies" and method != "allgather":
         raise NotImplementedError(f"transport is 'copies' with method {method!r}; only 'allgather' has it")
     bounds = head_bounds(stride, inputs.k.shape[-2])
-    if asked["transport"] == "copies" and len(bounds) > MOST_GROUPS:
+    if options["transport"] == "copies" and len(bounds) > MOST_GROUPS:
         raise NotImplementedError(f"heads_k_stride is {stride}; transport 'copies' takes up to {MOST_GROUPS} groups")
     key_ranks = grid.keys.size if method != "ulysses" else 1
     if positional and key_ranks > 1 and (right != 0 or (method != "allgather" and layout != "striped")):
@@ -403,15 +403,15 @@ def _checked_call(
             f"with causal=True"
         )
     heads_ranks = grid.heads.size if grid.heads else grid.size if method == "ulysses" else 1
-    scale = inputs.q.shape[-1] ** -0.5 if asked["softmax_scale"] is None else asked["softmax_scale"]
+    scale = inputs.q.shape[-1] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"]
     tensors = (inputs.q, inputs.k, inputs.v, *modifiers)
     settings = Settings(
-        Asked(
+        CallOptions(
             scale=check_number("softmax_scale", scale),
-            softcap=check_number("softcap", asked["softcap"], low=0.0),
+            softcap=check_number("softcap", options["softcap"], low=0.0),
             deterministic=deterministic,
         ),
-        asked["kernel"],
+        options["kernel"],
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
     )
     return Division(layout, lengths, key_ranks, left, right, heads_ranks), settings, method
@@ -434,9 +434,9 @@ def _fields(
         ("transport and heads_k_stride", how),
         ("cu_seqlens", _digest(lengths)) if varlen else ("seqlen", lengths[0]),
         ("causal and window_size", (division.left, division.right)),
-        ("softmax_scale", settings.asked.scale),
-        ("softcap", settings.asked.softcap),
-        ("deterministic", settings.asked.deterministic),
+        ("softmax_scale", settings.options.scale),
+        ("softcap", settings.options.softcap),
+        ("deterministic", settings.options.deterministic),
         ("requires_grad", settings.needs_grad),
         *((name, t is not None) for name, t in modifiers._asdict().items()),
     )
@@ -500,18 +500,18 @@ class _Call:
         settings: Settings,
         method: Method,
         inputs: Inputs,
-        asked: dict[str, Any],
+        options: dict[str, Any],
         modified: bool,
         number: int,
     ) -> None:
         heads, kv_heads = inputs.q.shape[-2], inputs.k.shape[-2]
-        copies, wants_lse = asked["transport"] == "copies", asked["return_lse"]
+        copies, wants_lse = options["transport"] == "copies", options["return_lse"]
         self.exchange: Exchange | None = None
         pieces = False
         keys: Ranks | None = grid.keys
         bounds: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         if method in ("allgather", "ring"):
-            stride = asked["heads_k_stride"]
+            stride = options["heads_k_stride"]
             chosen = stride is None and copies
             strides = default_strides(heads, kv_heads, sum(division.lengths)) if chosen else (stride, stride)
             one = inputs.q.dim() == 3 or inputs.q.shape[0] == 1

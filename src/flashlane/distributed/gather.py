@@ -125,7 +125,7 @@ class Gathering:
         return Returning(self.task, self, partials)
 
     def finish(self) -> None:
-        """Wait, on the current lane, and copy the received rows to their places among the gathered ones."""
+        """Wait, on the current stream, and copy the received rows to their places among the gathered ones."""
         self.pending.wait()
         for peer, found in self.arrived:
             keys = self.plan.index("received", "key", peer, self.own[0].device)

@@ -25,10 +25,10 @@ from flashlane.distributed.attend import (
 from flashlane.distributed.calls import Calls
 from flashlane.distributed.comm import Message, Pending
 from flashlane.distributed.gather import Task
-from flashlane.distributed.lanes import COMPUTE, Lanes
 from flashlane.distributed.layout import rows_of
 from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.plan import ring_calls, ring_hops
+from flashlane.distributed.streams import COMPUTE_STREAMS, CallStreams
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -143,13 +143,13 @@ class RingAttention(torch.autograd.Function):
             if held is not None:
                 calls = ring.calls(step, q, given)
                 partials: list[Partial] = []
-                lanes = Lanes(q.device)  # new at each step, so that all lanes wait for the keys that arrived
+                streams = CallStreams(q.device)  # new at each step, so that all streams wait for the keys that arrived
                 for number, call in enumerate(calls.calls):
-                    with lanes.on(number % COMPUTE if calls.disjoint else 0):
+                    with streams.on(number % COMPUTE_STREAMS if calls.disjoint else 0):
                         some, part, used = attend_backward(dq, q, *held, flow, call, given, task.settings)
                         partials, d_scale = partials + some, summed(d_scale, part)
-                    lanes.keep(used, some)
-                lanes.join()
+                    streams.keep(used, some)
+                streams.join()
                 coming[0].wait()
                 grads = coming[1] or tuple(torch.zeros_like(t, dtype=wide) for t in held)
                 add_partials(grads, partials)

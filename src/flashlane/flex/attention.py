@@ -223,7 +223,7 @@ def _kernels(
         NotImplementedError: no kernel runs the call, and ``otherwise`` is not ``reference``.
     """
     module = importlib.import_module(KERNELS)
-    reason = module.supports(*_turned(query, key, value), block_mask, arch_of(query.device))
+    reason = module.supports(*_swap_heads_and_rows(query, key, value), block_mask, arch_of(query.device))
     if reason is None:
         return module
     if otherwise == "reference":
@@ -234,7 +234,7 @@ def _kernels(
     )
 
 
-def _turned(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _swap_heads_and_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Views with axes 1 and 2 exchanged: torch's ``(b, h, s, d)`` become the kernels' ``(b, s, h, d)``, and back."""
     return tuple(t.transpose(1, 2) for t in tensors)
 
@@ -273,8 +273,8 @@ class _Attention(torch.autograd.Function):
             out, lse, largest = reference.forward(problem)
         else:
             given = call.of_kernels(problem.arguments)
-            turned, lse = call.kernels.forward(*_turned(problem.q, problem.k, problem.v), *given)
-            (out,) = _turned(turned)
+            transposed, lse = call.kernels.forward(*_swap_heads_and_rows(problem.q, problem.k, problem.v), *given)
+            (out,) = _swap_heads_and_rows(transposed)
             largest = reference.forward(problem)[2] if most else None
         ctx.call = call
         ctx.save_for_backward(out, lse, *tensors)
@@ -297,9 +297,9 @@ class _Attention(torch.autograd.Function):
         else:
             operands = (None, None, None)
             if any(wanted[:3]):
-                q, k, v, of_out, of_do = _turned(problem.q, problem.k, problem.v, out, do)
+                q, k, v, of_out, of_do = _swap_heads_and_rows(problem.q, problem.k, problem.v, out, do)
                 program = call.of_kernels(problem.arguments)
-                operands = _turned(*call.kernels.backward(q, k, v, of_out, lse, of_do, dlse, *program))
+                operands = _swap_heads_and_rows(*call.kernels.backward(q, k, v, of_out, lse, of_do, dlse, *program))
             found = reference.backward(*given, operands=False) if any(wanted[3:]) else None
         captured = [None] * len(wanted[3:]) if found is None else found.captured
         grads = [g if want else None for g, want in zip((*operands, *captured), wanted, strict=True)]

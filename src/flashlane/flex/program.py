@@ -76,11 +76,6 @@ class Program:
         found = derivative.of_score(self.score)
         return None if is_constant(found, 1) else found
 
-    @property
-    def has_captured_gradients(self) -> bool:
-        """Whether there is a score function and a captured tensor, of the score or the mask, requires a gradient."""
-        return self.score is not None and any(t.differentiable for t in self.captured)
-
     def mask_inputs(self) -> set[str]:
         """The names of the inputs that the mask depends on."""
         return inputs_of(self.mask)

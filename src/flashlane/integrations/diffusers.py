@@ -99,6 +99,6 @@ def attention(
     if attn_mask is not None and attn_mask.dim() == 2 and tuple(attn_mask.shape) == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
     inputs = Inputs(query, key, value, bias=bias_of(attn_mask, query))
-    asked = {"causal": is_causal, "scale": scale, "window_size": window_size, "dropout_p": dropout_p}
-    out, lse = ops.attend(inputs, names=_NAMES, alignment="top-left", **asked)
+    options = {"causal": is_causal, "scale": scale, "window_size": window_size, "dropout_p": dropout_p}
+    out, lse = ops.attend(inputs, names=_NAMES, alignment="top-left", **options)
     return (out, lse.transpose(1, 2)) if return_lse else out

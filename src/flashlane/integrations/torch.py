@@ -23,7 +23,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from flashlane.core import dispatch
-from flashlane.core.problem import Asked, Inputs
+from flashlane.core.problem import CallOptions, Inputs
 from flashlane.core.validate import whole_number
 from flashlane.integrations.flash_attn import lengths
 from flashlane.ops import call as ops
@@ -166,16 +166,16 @@ def _refuse(dropout_p: float, return_debug_mask: bool = False) -> None:
         raise NotImplementedError("return_debug_mask is True; only torch's kernels have that mask")
 
 
-def _asked(
+def _options(
     is_causal: bool,
     scale: float | None,
     left: int | None = None,
     right: int | None = None,
     num_splits: int | None = None,
-) -> Asked:
+) -> CallOptions:
     window = tuple(-1 if side is None else int(side) for side in (left, right))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return Asked(
+    return CallOptions(
         scale,
         is_causal,
         window_size=window,
@@ -184,12 +184,12 @@ def _asked(
     )
 
 
-def _attend(inputs: Inputs, asked: Asked, out: torch.Tensor | None) -> Forward:
+def _attend(inputs: Inputs, options: CallOptions, out: torch.Tensor | None) -> Forward:
     """The output, written into ``out`` if that is given (with any strides), and the LSE."""
     if out is None or is_watched(inputs):
-        found, lse = ops.attend(inputs, **asked._asdict())
+        found, lse = ops.attend(inputs, **options._asdict())
         return found if out is None else out.copy_(found), lse
-    problem = ops.problem_of(inputs, **asked._asdict())
+    problem = ops.problem_of(inputs, **options._asdict())
     _, lse = call_cache.allocate(inputs.q, inputs.v)
     dispatch.select(problem).forward(problem, inputs, out, lse)
     return out, lse
@@ -255,11 +255,11 @@ def _flash_attention_forward(
     ``tensors`` are the operator's optional ones, which have the names of ``Inputs`` in torch's schema.
     """
     _refuse(dropout_p, return_debug_mask)
-    asked = _asked(is_causal, scale, window_size_left, window_size_right, num_splits)
+    options = _options(is_causal, scale, window_size_left, window_size_right, num_splits)
     inputs, _ = _sequences(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, **tensors)
     if out is None and not query.is_contiguous():
         out = torch.empty_like(query)
-    found, lse = _attend(inputs, asked, out)
+    found, lse = _attend(inputs, options, out)
     return found, lse, *_unused(query)
 
 
@@ -288,15 +288,15 @@ def _flash_attention_backward(
     window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     _refuse(dropout_p)
-    asked = _asked(is_causal, scale, window_size_left, window_size_right)
+    options = _options(is_causal, scale, window_size_left, window_size_right)
     inputs, _ = _sequences(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
-    return _gradients(inputs, asked, grad_out, out, logsumexp)
+    return _gradients(inputs, options, grad_out, out, logsumexp)
 
 
 def _gradients(
-    inputs: Inputs, asked: Asked, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    inputs: Inputs, options: CallOptions, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    operands = schema.operands(inputs, asked, True, None)
+    operands = schema.operands(inputs, options, True, None)
     found = torch.ops.flashlane.backward(out, lse, grad_out, None, False, *operands)
     return tuple(_laid_out(grad, t) for grad, t in zip(found, (inputs.q, inputs.k, inputs.v), strict=False))
 
@@ -323,7 +323,7 @@ def _scaled_dot_product_flash_attention(
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     rows_outside = query.stride(0) >= query.stride(2) >= query.stride(1)  # the order that flashlane's outputs have
     out = None if rows_outside else torch.empty_like(query).transpose(1, 2)
-    found, lse = _attend(Inputs(q, k, v), _asked(is_causal, scale), out)
+    found, lse = _attend(Inputs(q, k, v), _options(is_causal, scale), out)
     return found.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
 
@@ -347,7 +347,7 @@ def _scaled_dot_product_flash_attention_backward(
 ) -> tuple[torch.Tensor, ...]:
     _refuse(dropout_p)
     q, k, v, of_out, of_grad = (t.transpose(1, 2) for t in (query, key, value, out, grad_out))
-    found = _gradients(Inputs(q, k, v), _asked(is_causal, scale), of_grad, of_out, logsumexp)
+    found = _gradients(Inputs(q, k, v), _options(is_causal, scale), of_grad, of_out, logsumexp)
     return tuple(grad.transpose(1, 2) for grad in found)
 
 

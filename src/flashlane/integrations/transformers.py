@@ -118,25 +118,25 @@ def attention(
         if wanted is not None and wanted is not False:
             raise NotImplementedError(f'{name} is given; only set_attn_implementation("eager") has such a thing')
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    asked = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "kernel": kernel}
+    options = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "kernel": kernel}
     if attention_mask is None:
         # torch's rule, which transformers follows: one query is the last of the sequence, many are its first.
-        asked["alignment"] = "bottom-right" if query.shape[2] == 1 else "top-left"
-        asked["causal"] = causal
+        options["alignment"] = "bottom-right" if query.shape[2] == 1 else "top-left"
+        options["causal"] = causal
         if sliding_window is not None:
-            asked["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
+            options["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
     if attention_mask is None and others.get("cu_seq_lens_q") is not None:
-        return _packed(query, key, value, s_aux, position_bias, others, asked), None
+        return _packed(query, key, value, s_aux, position_bias, others, options), None
     inputs = Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux)
     ranges = padded.attached(attention_mask, query, key) if position_bias is None else None
     if ranges is not None and not wants_grad(inputs):  # keys of a cache have no gradients
         inputs = replace(inputs, seqused_k=ranges.stop, leftpad_k=ranges.first)
-        asked |= {"causal": ranges.causal, "alignment": ranges.alignment}
+        options |= {"causal": ranges.causal, "alignment": ranges.alignment}
         if ranges.window is not None:
-            asked["window_size"] = (ranges.window - 1, 0)
+            options["window_size"] = (ranges.window - 1, 0)
     else:
         inputs = replace(inputs, bias=_bias(attention_mask, position_bias, query, key.shape[2]))
-    out, _ = ops.attend(inputs, **asked)
+    out, _ = ops.attend(inputs, **options)
     return out.contiguous(), None
 
 
@@ -147,7 +147,7 @@ def _packed(
     sinks: torch.Tensor | None,
     position_bias: torch.Tensor | None,
     others: dict[str, Any],
-    asked: dict[str, Any],
+    options: dict[str, Any],
 ) -> torch.Tensor:
     """Sequences packed into one row of the batch, as transformers' padding-free collator gives them."""
     if query.shape[0] != 1 or position_bias is not None:
@@ -167,7 +167,7 @@ def _packed(
         max_seqlen_q=int(others["max_length_q"]),
         max_seqlen_k=int(others["max_length_k"]),
     )
-    out, _ = ops.attend(inputs, **{**asked, "alignment": "bottom-right"})
+    out, _ = ops.attend(inputs, **{**options, "alignment": "bottom-right"})
     return out.unsqueeze(0).contiguous()
 
 
@@ -206,61 +206,65 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # --- masks ---
 
 
-def mask(**asked: Any) -> torch.Tensor | None:
+def mask(**options: Any) -> torch.Tensor | None:
     """The mask of a model's layers: None where the kernel's own causal mask and window are equivalent, else ``sdpa``'s.
 
     transformers calls it with keywords (``q_length``, ``kv_length``, ``mask_function``, …). For an encoder's padding it
     makes one row for all queries.
     """
-    ranges = _ranges(asked)
+    ranges = _ranges(options)
     if ranges is not None and ranges.whole:
-        asked["attention_mask"] = None  # no other function needs to test it again
+        options["attention_mask"] = None  # no other function needs to test it again
     elif ranges is not None:
-        if ranges.prefill and asked.get("allow_is_causal_skip"):
+        if ranges.prefill and options.get("allow_is_causal_skip"):
             return None
-        asked |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in asked}
-    if asked.get("allow_is_causal_skip", True) and asked.get("local_size") is not None and _window_says_all(asked):
+        options |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in options}
+    if (
+        options.get("allow_is_causal_skip", True)
+        and options.get("local_size") is not None
+        and _window_says_all(options)
+    ):
         return None
-    found = _sdpa_mask(asked)
+    found = _sdpa_mask(options)
     if ranges is not None and found is not None:
         padded.attach(found, ranges)
     return found
 
 
-def _sdpa_mask(asked: dict[str, Any]) -> torch.Tensor | None:
+def _sdpa_mask(options: dict[str, Any]) -> torch.Tensor | None:
     """The mask that ``sdpa`` gets; where it depends on keys alone, one row expanded to all queries."""
     from transformers import AttentionMaskInterface, masking_utils
 
-    make, queries = AttentionMaskInterface()["sdpa"], asked.get("q_length")
+    make, queries = AttentionMaskInterface()["sdpa"], options.get("q_length")
     of_keys_alone = getattr(masking_utils, "bidirectional_mask_function", None)
-    if type(queries) is not int or of_keys_alone is None or asked.get("mask_function") is not of_keys_alone:
-        return make(**asked)
-    row = make(**{**asked, "q_length": 1})
+    if type(queries) is not int or of_keys_alone is None or options.get("mask_function") is not of_keys_alone:
+        return make(**options)
+    row = make(**{**options, "q_length": 1})
     return None if row is None else row.expand(-1, -1, queries, -1)
 
 
-def _ranges(asked: dict[str, Any]) -> padded.KeyRanges | None:
+def _ranges(options: dict[str, Any]) -> padded.KeyRanges | None:
     """The keys of each sequence as ranges; None unless the mask is causal, a causal window, or of keys alone."""
     from transformers import masking_utils
 
-    queries, keys, first = asked.get("q_length"), asked.get("kv_length"), asked.get("kv_offset", 0)
-    device, function = torch.device(asked.get("device", "cpu")), asked.get("mask_function")
+    queries, keys, first = options.get("q_length"), options.get("kv_length"), options.get("kv_offset", 0)
+    device, function = torch.device(options.get("device", "cpu")), options.get("mask_function")
     if device.type not in padded.DEVICES or not all(type(number) is int for number in (queries, keys, first)):
         return None
-    padding = asked.get("attention_mask")
-    if asked.get("use_vmap") or type(asked.get("batch_size")) is not int or _observed(padding, device):
+    padding = options.get("attention_mask")
+    if options.get("use_vmap") or type(options.get("batch_size")) is not int or _observed(padding, device):
         return None
     window = _window_of(function)
     causal = window is not None or function is masking_utils.causal_mask_function
     if not causal and (function is not getattr(masking_utils, "bidirectional_mask_function", ...)):
         return None
     if padding is not None:
-        if padding.dim() != 2 or padding.shape[0] != asked["batch_size"]:
+        if padding.dim() != 2 or padding.shape[0] != options["batch_size"]:
             return None
         absent = max(0, first + keys - padding.shape[-1])
         padding = torch.nn.functional.pad(padding, (0, absent))[:, first : first + keys]
-    end = asked.get("q_offset", 0) + queries - first if causal else keys
-    return padded.key_ranges(padding, asked["batch_size"], queries, keys, end, causal, window, device)
+    end = options.get("q_offset", 0) + queries - first if causal else keys
+    return padded.key_ranges(padding, options["batch_size"], queries, keys, end, causal, window, device)
 
 
 def _observed(padding: torch.Tensor | None, device: torch.device) -> bool:
@@ -273,16 +277,18 @@ def _observed(padding: torch.Tensor | None, device: torch.device) -> bool:
     return torch.compiler.is_compiling() if is_tracing is None else bool(is_tracing(padding))
 
 
-def _window_says_all(asked: dict[str, Any]) -> bool:
+def _window_says_all(options: dict[str, Any]) -> bool:
     """Whether the mask is exactly the causal sliding window that the layers pass to :func:`attention`."""
-    queries, keys = asked.get("q_length"), asked.get("kv_length")
-    first, last = asked.get("kv_offset", 0), asked.get("q_offset", 0)
-    padding = asked.get("attention_mask")
+    queries, keys = options.get("q_length"), options.get("kv_length")
+    first, last = options.get("kv_offset", 0), options.get("q_offset", 0)
+    padding = options.get("attention_mask")
     if not all(type(number) is int for number in (queries, keys, first, last)) or torch.compiler.is_compiling():
         return False
     if queries not in (1, keys) or last + queries != first + keys:
         return False
-    if _window_of(asked.get("mask_function")) != asked["local_size"] or not _hands_over_windows(type(asked["config"])):
+    if _window_of(options.get("mask_function")) != options["local_size"] or not _hands_over_windows(
+        type(options["config"])
+    ):
         return False
     return padding is None or (padding.shape[-1] == first + keys and bool(padding.all()))
 

@@ -1,23 +1,23 @@
-"""Launches that are prepared once, and the pool of parameter blocks from which each call takes one.
+"""Launches that are prepared once, and the pool of parameter blocks from which each call acquires one.
 
 Checking a launch, filling its parameters and encoding its tensor maps takes longer than enqueueing it. A
-:class:`LaunchPlan` holds the launches of all calls that differ only in addresses and stream. A call takes a
-:class:`ParamsBlock` from the plan, writes its addresses into it, enqueues the launches and gives the block back::
+:class:`LaunchPlan` holds the launches of all calls that differ only in addresses and stream. A call acquires a
+:class:`ParamsBlock` of the plan, writes its addresses into it, enqueues the launches and releases the block::
 
     plan = LaunchPlan(lambda: [Launch(function, (blocks, 1, 1), 128, params, shared_memory)])
 
-    block = plan.take(addresses)    # addresses of the tensors that the maps point to; () where there are no maps
-    (params,) = block.params        # ctypes structures, one for each launch
-    params.out = out.data_ptr()     # or block.set_pointers(("out", "lse"), (…, …)) for all launches at once
-    block.enqueue(stream)           # every launch in its order; or block.enqueues[0](stream)
-    plan.give(addresses, block)     # not after an error: the block is dropped then
+    block = plan.acquire(addresses)  # addresses of the tensors that the maps point to; () where there are no maps
+    (params,) = block.params         # ctypes structures, one for each launch
+    params.out = out.data_ptr()      # or block.set_pointers(("out", "lse"), (…, …)) for all launches at once
+    block.enqueue(stream)            # every launch in its order; or block.enqueues[0](stream)
+    plan.release(addresses, block)   # not after an error: the block is dropped then
 
-Where no parameter depends on a key, any block serves any call; ``take_any()`` and ``give_any(block)`` are the shorter
-way.
+Where no parameter depends on a key, any block serves any call; ``acquire_any()`` and ``release_any(block)`` are the
+shorter way.
 
-- No other thread has a block between ``take`` and ``give``.
-- A block that ``take`` finds under its key has maps that point to these addresses. Else the maps of another idle block
-  are moved, or a block is made. At most :data:`BLOCKS_KEPT` keys have a block; the one unused longest goes first.
+- No other thread has a block between ``acquire`` and ``release``.
+- A block that ``acquire`` finds under its key has maps that point to these addresses. Else the maps of another idle
+  block are moved, or a block is made. At most :data:`BLOCKS_KEPT` keys have a block; the one unused longest goes first.
 - A launch that needs counters at 0 takes them from :func:`counters_of`, which says how.
 - Kernels that another compiler made and loaded have such a plan, too: Triton's (``kernels/triton/driver_launch.py``).
 - Other device memory of a call comes from :func:`~flashlane.jit.launch.allocator`, which is torch's: it lives until the
@@ -215,7 +215,7 @@ def _pointers_of(structures: Sequence[ctypes.Structure], names: tuple[str, ...])
 class LaunchPlan:
     """The launches of all calls that differ only in addresses and stream.
 
-    ``take``, ``give``, ``take_any`` and ``give_any`` are those of its :class:`Pool`.
+    ``acquire``, ``release``, ``acquire_any`` and ``release_any`` are those of its :class:`Pool`.
 
     Args:
         launches: gives the launches in their order. It is called when a call first needs a block, so that a plan can be
@@ -237,8 +237,8 @@ class LaunchPlan:
         self._encoded: tuple[Key, tuple[ctypes.Structure, ...]] | None = None
         """The key that was asked for first, and the parameters with the maps of its addresses."""
         self.pool: Pool[ParamsBlock] = Pool(self._make, kept)
-        self.take, self.give = self.pool.take, self.pool.give
-        self.take_any, self.give_any = self.pool.take_any, self.pool.give_any
+        self.acquire, self.release = self.pool.acquire, self.pool.release
+        self.acquire_any, self.release_any = self.pool.acquire_any, self.pool.release_any
 
     @functools.cached_property
     def launches(self) -> tuple[Launch, ...]:
@@ -271,9 +271,10 @@ B = TypeVar("B")
 class Pool(Generic[B]):
     """Blocks that no call is using; threads may share it.
 
-    A pool is used in one of two ways: ``take`` and ``give`` with keys, for blocks that have a method ``point_to(key)``,
-    which makes them ready for a call with this key; or ``take_any`` and ``give_any``, for blocks that are always ready.
-    Each step on its containers is one operation of a dict or a list, which the interpreter does not divide.
+    A pool is used in one of two ways: ``acquire`` and ``release`` with keys, for blocks that have a method
+    ``point_to(key)``, which makes them ready for a call with this key; or ``acquire_any`` and ``release_any``, for
+    blocks that are always ready. Each step on its containers is one operation of a dict or a list, which the
+    interpreter does not divide.
 
     Args:
         make: makes a block; the key is that of the call which needs it, ``()`` without keys.
@@ -287,22 +288,22 @@ class Pool(Generic[B]):
         self.spare: list[B] = []
         """Blocks without a key; of a pool with keys, those whose key has another block, as two threads were launching
         with one key."""
-        self.give_any: Callable[[B], None] = self.spare.append
-        """Give a block back that ``take_any`` gave: as many lie ready as calls were under way at one time."""
+        self.release_any: Callable[[B], None] = self.spare.append
+        """Give a block back that ``acquire_any`` gave: as many lie ready as calls were under way at one time."""
 
-    def take_any(self) -> B:
+    def acquire_any(self) -> B:
         """A block of a pool without keys; the caller has it alone."""
         try:
             return self.spare.pop()
         except IndexError:
             return self._make(())
 
-    def take(self, key: Any) -> B:
+    def acquire(self, key: Any) -> B:
         """A block that is ready for a call with this key; the caller has it alone."""
         return self.idle.pop(key, None) or self._another(key)
 
-    def give(self, key: Any, block: B) -> None:
-        """Give a block back under the key it was taken for."""
+    def release(self, key: Any, block: B) -> None:
+        """Release a block under the key that it was acquired for."""
         if self.idle.setdefault(key, block) is not block and len(self.spare) < self._kept:
             self.spare.append(block)
 

@@ -47,7 +47,7 @@ def unsupported_features(problem: AttentionProblem, dtypes: Iterable[str], able:
     """Why a kernel with plain masks (causal, window) cannot run a problem, or None.
 
     Args:
-        problem: what is asked.
+        problem: the attention problem.
         dtypes: names of the element types that the kernel takes.
         able: the fields that the kernel honours, of those that :data:`~flashlane.core.problem.FEATURES` lists.
     """

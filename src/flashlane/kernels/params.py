@@ -95,7 +95,7 @@ def repeated(function: Function, grid: Dim3, threads: int, shared: int, params: 
     """One launch for all calls that differ in the addresses of q, k, v, out and LSE; threads may share it."""
     stream_of, device = launch.stream_getter(), function.device_index
     plan = LaunchPlan(lambda: [Launch(function, grid, threads, params, shared)])
-    take, give = plan.take_any, plan.give_any
+    acquire, release = plan.acquire_any, plan.release_any
 
     def repeat(
         q: torch.Tensor,
@@ -106,12 +106,12 @@ def repeated(function: Function, grid: Dim3, threads: int, shared: int, params: 
         addresses: tuple[int, int, int],
         inputs: Inputs | None = None,
     ) -> None:
-        block = take()
+        block = acquire()
         (params,) = block.params
         params.q, params.k, params.v = addresses
         params.out, params.lse = out.data_ptr(), lse.data_ptr()
         block.enqueue(stream_of(device))
-        give(block)
+        release(block)
 
     return repeat
 

@@ -111,21 +111,21 @@ class ScoreParams(ctypes.Structure):
             params.softcap_log2 = problem.softcap * LOG2_E
         return params
 
-    def point_to(self, places: tuple[int, ...]) -> None:
-        """Set what :func:`score_places` gives for a call, for the launch that follows."""
-        _PLACES.pack_into(self, 0, *places)
+    def point_to(self, pointers: tuple[int, ...]) -> None:
+        """Set what :func:`score_pointers` gives for a call, for the launch that follows."""
+        _POINTERS_AND_STRIDES.pack_into(self, 0, *pointers)
 
 
-_PLACES = struct.Struct("2P3qi")
+_POINTERS_AND_STRIDES = struct.Struct("2P3qi")
 """The fields of :class:`ScoreParams` up to ``sinks_are_float``, which lie one after another."""
 
 
 def has_score_tensors(problem: AttentionProblem) -> bool:
-    """Whether :func:`score_places` gives anything for the calls of a problem."""
+    """Whether :func:`score_pointers` gives anything for the calls of a problem."""
     return problem.alibi or problem.sinks
 
 
-def score_places(inputs: Inputs) -> tuple[int, ...]:
+def score_pointers(inputs: Inputs) -> tuple[int, ...]:
     """Addresses and strides of a call's slopes and sinks, 0 for what it has not, and whether the sinks are f32.
 
     Kernels that are compiled for a modifier read contiguous f32; see :func:`plain_score_inputs`.

@@ -85,17 +85,17 @@ class SeqlenParams(ctypes.Structure):
             bottom_right=problem.alignment == "bottom-right",
         )
 
-    def point_to(self, places: tuple[int, ...]) -> None:
-        """Set what :func:`seqlen_places` gives for a call, for the launch that follows."""
-        _PLACES.pack_into(self, SeqlenParams.cu_seqlens_q.offset, *places)
+    def point_to(self, pointers: tuple[int, ...]) -> None:
+        """Set what :func:`seqlen_pointers` gives for a call, for the launch that follows."""
+        _POINTERS_AND_STRIDES.pack_into(self, SeqlenParams.cu_seqlens_q.offset, *pointers)
 
 
-_PLACES = struct.Struct(f"{len(POINTERS)}P2q")
+_POINTERS_AND_STRIDES = struct.Struct(f"{len(POINTERS)}P2q")
 """The fields of :class:`SeqlenParams` from the first pointer on, which lie one after another."""
 _tensors_of = operator.attrgetter(*POINTERS)
 
 
-def seqlen_places(inputs: Inputs) -> tuple[int, ...]:
+def seqlen_pointers(inputs: Inputs) -> tuple[int, ...]:
     """Addresses of a call's lengths and block table, 0 for what it has not, and the strides of the table."""
     tensors = _tensors_of(inputs)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

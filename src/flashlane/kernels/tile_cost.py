@@ -43,7 +43,7 @@ def blocks_of(problem: AttentionProblem, block_m: int, block_n: int, pack: int =
     """What the tiles of a head have to walk over.
 
     Args:
-        problem: what is asked.
+        problem: the attention problem.
         block_m: rows of a tile.
         block_n: keys of an n-block.
         pack: query heads whose rows are in one tile.

@@ -119,7 +119,7 @@ def _gradients(
 ) -> Gradients:
     do = torch.zeros_like(out) if do is None else do
     if torch.is_grad_enabled() or is_watched(inputs):
-        operands = schema.operands(inputs, problem.asked, problem.needs_grad, kernel.tag)
+        operands = schema.operands(inputs, problem.options, problem.needs_grad, kernel.tag)
         return _present(inputs, bias_grad, torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *operands))
     return execute.backward(problem, inputs, kernel, out, lse, do, dlse, bias_grad)
 
@@ -162,7 +162,7 @@ class _Watched(torch.autograd.function._SingleLevelFunction):
         ctx.set_materialize_grads(False)
         inputs = schema.inputs_of(args)
         ctx.save_for_backward(*tensors_of(inputs), out, lse)
-        ctx.call = lengths_of(inputs), schema.asked_of(args), args[schema.NEEDS_GRAD_AT], args[schema.NAMED_AT]
+        ctx.call = lengths_of(inputs), schema.options_of(args), args[schema.NEEDS_GRAD_AT], args[schema.NAMED_AT]
         return out, lse
 
     @staticmethod
@@ -170,9 +170,9 @@ class _Watched(torch.autograd.function._SingleLevelFunction):
         *tensors, out, lse = ctx.saved_tensors
         do = torch.zeros_like(out) if do is None else do
         bias_grad = ctx.needs_input_grad[1 + schema.DIFFERENTIABLE_AT[_BIAS]]
-        lengths, asked, needs_grad, tag = ctx.call
+        lengths, options, needs_grad, tag = ctx.call
         inputs = Inputs(*tensors, *lengths)
-        operands = schema.operands(inputs, asked, needs_grad, tag)
+        operands = schema.operands(inputs, options, needs_grad, tag)
         grads = torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *operands)
         return (None, *schema.at_their_places(_present(inputs, bias_grad, grads)))
 
@@ -211,9 +211,9 @@ def _below_autograd(keyset: Any, args: tuple[Any, ...]) -> Results:
 
 def forward_kernel(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Results:
     """The autograd kernel of ``flashlane::forward``."""
-    asked = None
+    key = None
     if forward_ad._current_level < 0 and not _modes_active():
-        asked, inputs, entry = execute.earlier(q, k, v, rest)
+        key, inputs, entry = execute.find_cached(q, k, v, rest)
         if entry is not None:
             found = recorded(entry, q, k, v, inputs) if entry.records else entry.run(q, k, v, True, inputs)
             if found is not None:
@@ -226,7 +226,7 @@ def forward_kernel(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     if not _plain(keyset):
         return _watched(keyset, args) if wanted else _below_autograd(keyset, args)
     problem, inputs, kernel = execute.rebuild(args)
-    entry = call_cache.remember(asked or schema.key_of(rest), problem, inputs, kernel)
+    entry = call_cache.remember(key or schema.key_of(rest), problem, inputs, kernel)
     return differentiable(problem, inputs, kernel, entry) if wanted else execute.forward(kernel, problem, inputs)
 
 

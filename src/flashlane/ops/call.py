@@ -3,7 +3,7 @@
 Under ``torch.compile``, ``export``, fake tensors, a profiler or a ``torch.func`` transform the torch operators
 (:mod:`flashlane.ops.library`) stand for the whole call. Where nothing observes a call, it goes past them straight to
 the kernel: the dispatcher would cost more than launching it. A call that is like an earlier one is not even checked:
-see :func:`again`.
+see :func:`run_cached`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flashlane.core import dispatch
-from flashlane.core.problem import Asked, AttentionProblem, Inputs, facts_of, is_plain, known, wants_grad
+from flashlane.core.problem import AttentionProblem, CallOptions, Inputs, facts_of, is_plain, known, wants_grad
 from flashlane.core.registry import DeviceKernel, Kernel
 from flashlane.ops import autograd, call_cache, execute, library, schema, torch_rules  # noqa: F401  # defines operators
 from flashlane.ops.call_cache import Results
@@ -30,21 +30,21 @@ _modes_active = torch._C._len_torch_dispatch_stack
 _profiling = torch.autograd._profiler_enabled
 
 
-def again(
+def run_cached(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    asked: call_cache.Key,
+    tag_and_options: call_cache.Key,
     wants_lse: bool,
     inputs: Inputs | None = None,
 ) -> call_cache.Found | None:
     """Run a call, if it is like an earlier one and nothing observes it.
 
     Args:
-        q: as the caller gave it, so that it may be anything; also k, v, the values of ``asked`` and ``inputs``.
+        q: as the caller gave it, so that it may be anything; also k, v, ``inputs`` and what ``tag_and_options`` has.
         k: as q.
         v: as q.
-        asked: the tag of the kernel named, and the fields of :class:`~flashlane.core.problem.Asked`.
+        tag_and_options: the tag of the kernel named, and the fields of :class:`~flashlane.core.problem.CallOptions`.
         wants_lse: whether the LSE is needed; else it may be None.
         inputs: q, k and v with the call's other tensors; None where there are none.
 
@@ -53,16 +53,16 @@ def again(
     """
     if _compiling():
         return None
-    key, tensors = asked, (q, k, v)
+    key, tensors = tag_and_options, (q, k, v)
     try:
         if inputs is not None:
-            key, tensors = call_cache.key_and_tensors(asked, inputs)
+            key, tensors = call_cache.key_and_tensors(tag_and_options, inputs)
         entry = call_cache.find(key, tensors)
     except (TypeError, AttributeError, RuntimeError):  # what cannot be a key, or is no tensor of the usual kind
         return None
     if entry is None:
         if inputs is None and (q is k or k is v or v is q):
-            return again(q, k, v, asked, wants_lse, Inputs(q, k, v))
+            return run_cached(q, k, v, tag_and_options, wants_lse, Inputs(q, k, v))
         return None
     if _modes_active() or forward_ad._current_level >= 0 or _profiling() or entry.casts(q):
         return None
@@ -84,43 +84,43 @@ def attend(
         inputs: the tensors.
         kernel: the tag of the kernel to run, or None to let the dispatcher choose.
         names: what the caller's signature calls the arguments, where it calls them otherwise than
-            :class:`~flashlane.core.problem.Inputs` and :class:`~flashlane.core.problem.Asked`, so that an error names
-            what the caller wrote.
-        keywords: the fields of :class:`~flashlane.core.problem.Asked`.
+            :class:`~flashlane.core.problem.Inputs` and :class:`~flashlane.core.problem.CallOptions`, so that an error
+            names what the caller wrote.
+        keywords: the fields of :class:`~flashlane.core.problem.CallOptions`.
 
     Returns:
         out and LSE, see :func:`attention`.
     """
-    asked = Asked(**keywords)
+    options = CallOptions(**keywords)
     if not _compiling():
-        found = again(inputs.q, inputs.k, inputs.v, (kernel, *asked), True, None if inputs.alone else inputs)
+        found = run_cached(inputs.q, inputs.k, inputs.v, (kernel, *options), True, None if inputs.alone else inputs)
         if found is not None:
             return found
-    return check_and_run(inputs, kernel, names, asked)
+    return check_and_run(inputs, kernel, names, options)
 
 
-def check_and_run(inputs: Inputs, kernel: str | None, names: Mapping[str, str] | None, asked: Asked) -> Results:
-    """:func:`attend` without trying :func:`again`."""
+def check_and_run(inputs: Inputs, kernel: str | None, names: Mapping[str, str] | None, options: CallOptions) -> Results:
+    """:func:`attend` without trying :func:`run_cached`."""
     casts, given = torch._C._is_any_autocast_enabled(), inputs
     if casts:
         inputs = torch_rules.autocast(given)
-    if asked.dropout_p and inputs.dropout_seed is None and isinstance(inputs.q, torch.Tensor):
+    if options.dropout_p and inputs.dropout_seed is None and isinstance(inputs.q, torch.Tensor):
         seed = torch.randint(SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
         inputs = replace(inputs, dropout_seed=seed)
     if is_watched(inputs):
-        return torch.ops.flashlane.forward(*schema.operands(inputs, asked, wants_grad(inputs), kernel))
-    facts = facts_of(inputs, asked)
+        return torch.ops.flashlane.forward(*schema.operands(inputs, options, wants_grad(inputs), kernel))
+    facts = facts_of(inputs, options)
     problem = known(facts)
     if problem is None:
-        problem = _checked(inputs, names, asked)
+        problem = _checked(inputs, names, options)
     chosen = dispatch.select(problem, kernel)
     entry = None
-    if is_plain(asked) and not casts:
-        entry = call_cache.remember((kernel, *asked), problem, inputs, chosen)
-    elif is_plain(asked) and isinstance(chosen, DeviceKernel) and _same(given, inputs):  # which launches, and no more
+    if is_plain(options) and not casts:
+        entry = call_cache.remember((kernel, *options), problem, inputs, chosen)
+    elif is_plain(options) and isinstance(chosen, DeviceKernel) and _same(given, inputs):  # which launches, and no more
         dtype = torch.get_autocast_dtype(inputs.q.device.type)
-        entry = call_cache.remember((kernel, *asked), problem, inputs, chosen, dtype)
-    return _straight(problem, inputs, chosen, entry)
+        entry = call_cache.remember((kernel, *options), problem, inputs, chosen, dtype)
+    return _run_unobserved(problem, inputs, chosen, entry)
 
 
 def _same(some: Inputs, others: Inputs) -> bool:
@@ -139,11 +139,11 @@ def attention(problem: AttentionProblem, inputs: Inputs, kernel: str | None = No
         NotImplementedError: the kernel named, or with None every kernel, cannot run the problem; says why.
     """
     if is_watched(inputs):
-        return torch.ops.flashlane.forward(*schema.operands(inputs, problem.asked, problem.needs_grad, kernel))
-    return _straight(problem, inputs, dispatch.select(problem, kernel))
+        return torch.ops.flashlane.forward(*schema.operands(inputs, problem.options, problem.needs_grad, kernel))
+    return _run_unobserved(problem, inputs, dispatch.select(problem, kernel))
 
 
-def _straight(
+def _run_unobserved(
     problem: AttentionProblem, inputs: Inputs, kernel: Kernel, entry: call_cache.Entry | None = None
 ) -> Results:
     if problem.needs_grad:
@@ -153,16 +153,16 @@ def _straight(
 
 def problem_of(inputs: Inputs, *, names: Mapping[str, str] | None = None, **keywords: Any) -> AttentionProblem:
     """The problem that :func:`attend` would run: errors call the arguments by the caller's ``names``."""
-    inputs, asked = torch_rules.autocast(inputs), Asked(**keywords)
-    if asked.dropout_p and inputs.dropout_seed is None and isinstance(inputs.q, torch.Tensor):
+    inputs, options = torch_rules.autocast(inputs), CallOptions(**keywords)
+    if options.dropout_p and inputs.dropout_seed is None and isinstance(inputs.q, torch.Tensor):
         seed = torch.zeros(1, dtype=torch.int64, device=inputs.q.device)  # draws nothing
         inputs = replace(inputs, dropout_seed=seed)
-    return _checked(inputs, names, asked)
+    return _checked(inputs, names, options)
 
 
-def _checked(inputs: Inputs, names: Mapping[str, str] | None, asked: Asked) -> AttentionProblem:
+def _checked(inputs: Inputs, names: Mapping[str, str] | None, options: CallOptions) -> AttentionProblem:
     try:
-        return AttentionProblem.from_inputs(inputs, asked)
+        return AttentionProblem.from_inputs(inputs, options)
     except (TypeError, ValueError) as error:
         if not names:
             raise

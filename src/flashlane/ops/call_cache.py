@@ -1,10 +1,10 @@
 """Calls like an earlier one: recognised by one look at their tensors, and run without being checked again.
 
 Validation, the choice of a kernel and the preparation of its launch cost more than many a call computes. The results of
-all of that are an :class:`Entry`, kept under what calls ask, which tensors they have, and the shapes of the first two.
+all of that are an :class:`Entry`; its key is a call's options, which tensors it has, and the shapes of the first two.
 Whether an entry holds for tensors is decided by torch's own guard over tensors, in one call: it compares type, dispatch
 keys (with those that autocast, inference mode, transforms and tracing in this thread add), dtype, device, shape,
-strides and ``requires_grad``. The entry that held last for what is asked is tried first: mostly that is all.
+strides and ``requires_grad``. The entry that held last for a key is tried first: mostly that is all.
 
 What tensors hold is no part of an entry. Where the checks read it, as they do on the CPU, they read it at every call.
 """
@@ -50,7 +50,7 @@ class Run(Protocol):
 class Entry:
     """A call, checked and prepared for all calls like it."""
 
-    like: Callable[..., bool]
+    guard: Callable[..., bool]
     """Whether it holds for tensors, at this moment: all but their addresses and contents is as in the first call."""
     records: bool
     """Whether autograd records such a call: some tensor requires gradients, and gradients are on."""
@@ -83,7 +83,7 @@ class Entry:
 Key = tuple[Any, ...]
 _entries: dict[tuple[Key, torch.Size, torch.Size], tuple[Entry, ...]] = {}
 _latest: dict[Key, Entry] = {}
-"""The entry that held last for what is asked; it is tried before the shapes are looked at."""
+"""The entry that held last for each key; it is tried before the shapes are looked at."""
 SIZE = 4096
 """Keys that are kept."""
 ENTRIES_A_KEY = 8
@@ -100,7 +100,7 @@ def forget() -> None:
 registry.on_change(forget)
 
 
-def key_and_tensors(asked: Key, inputs: Inputs) -> tuple[Key, Tensors]:
+def key_and_tensors(options_key: Key, inputs: Inputs) -> tuple[Key, Tensors]:
     """What :func:`find` needs for a call that has other tensors than q, k and v, or one tensor in two places.
 
     Which arguments are given, and which of them are one object, is part of the key, as the guard takes each tensor
@@ -110,24 +110,24 @@ def key_and_tensors(asked: Key, inputs: Inputs) -> tuple[Key, Tensors]:
     ids = tuple(map(id, given))
     _, *tensors = dict(zip(ids, given)).values()
     lengths = lengths_of(inputs)
-    return (asked, *lengths, *map(type, lengths), *map(ids.index, ids)), tuple(tensors)
+    return (options_key, *lengths, *map(type, lengths), *map(ids.index, ids)), tuple(tensors)
 
 
 def find(key: Key, tensors: Tensors) -> Entry | None:
     """The entry that holds for a call.
 
     Args:
-        key: what is asked, as :func:`remember` was given it; or of :func:`key_and_tensors`.
+        key: the ``options_key`` that :func:`remember` was given; or the key of :func:`key_and_tensors`.
         tensors: q, k and v, or whatever the caller passed in their place; or of :func:`key_and_tensors`.
 
     Raises:
         TypeError: ``key`` cannot be a key.
     """
     entry = _latest.get(key)
-    if entry is None or entry.like(*tensors):
+    if entry is None or entry.guard(*tensors):
         return entry
     for entry in _entries.get(_shaped(key, tensors), ()):
-        if entry.like(*tensors):
+        if entry.guard(*tensors):
             _latest[key] = entry
             return entry
     return None
@@ -138,13 +138,13 @@ def _shaped(key: Key, tensors: Tensors) -> tuple[Key, torch.Size, torch.Size]:
 
 
 def remember(
-    asked: Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel, autocast: torch.dtype | None = None
+    options_key: Key, problem: AttentionProblem, inputs: Inputs, kernel: Kernel, autocast: torch.dtype | None = None
 ) -> Entry | None:
     """Keep an entry for calls like this one, if there can be one; return it.
 
     Args:
-        asked: plain values, a key: what the call asks, and the kernel named.
-        problem: what they and the tensors amount to.
+        options_key: the call's options and the tag of the kernel named: plain values, which can be part of a key.
+        problem: the validated problem of these options and tensors.
         inputs: the tensors.
         kernel: the kernel that runs the problem.
         autocast: the dtype of the autocast that is on, which is that of q, k and v.
@@ -153,16 +153,16 @@ def remember(
     # A seed for dropout is drawn for each call.
     if inputs.dropout_seed is not None or not (type(q) is type(k) is type(v) is torch.Tensor and aligned(q, k, v)):
         return None
-    key = asked
+    key = options_key
     if not (inputs.alone and q is not k and k is not v and v is not q):
-        key, tensors = key_and_tensors(asked, inputs)
+        key, tensors = key_and_tensors(options_key, inputs)
         if not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors):
             return None
-    like = _guard(*tensors)
-    if like is None:
+    guard = _guard(*tensors)
+    if guard is None:
         return None
     run = _runner(problem, inputs, kernel)
-    entry = Entry(like, wants_grad(inputs), problem, kernel, run, contents_are_read(inputs), autocast)
+    entry = Entry(guard, wants_grad(inputs), problem, kernel, run, contents_are_read(inputs), autocast)
     if len(_entries) >= SIZE:
         forget()
     shaped = _shaped(key, tensors)

@@ -19,7 +19,7 @@ from flashlane.ops.call_cache import Results
 def rebuild(args: tuple[Any, ...]) -> tuple[AttentionProblem, Inputs, Kernel]:
     """Problem, inputs and kernel of all arguments of an operator."""
     inputs = schema.inputs_of(args)
-    problem = AttentionProblem.from_inputs(inputs, schema.asked_of(args))
+    problem = AttentionProblem.from_inputs(inputs, schema.options_of(args))
     needs_grad = args[schema.NEEDS_GRAD_AT]
     if problem.needs_grad != needs_grad:
         # Autograd may be off inside an operator, and the kernel chosen must be the one chosen outside.
@@ -27,20 +27,20 @@ def rebuild(args: tuple[Any, ...]) -> tuple[AttentionProblem, Inputs, Kernel]:
     return problem, inputs, dispatch.select(problem, args[schema.NAMED_AT])
 
 
-def earlier(
+def find_cached(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: tuple[Any, ...]
 ) -> tuple[call_cache.Key, Inputs | None, call_cache.Entry | None]:
-    """What a call of the operator asks as a key of the call cache, its inputs where it has more tensors than q, k and
-    v, and the entry that holds for it. ``rest`` has its other arguments, as the dispatcher gives them."""
-    asked, others = schema.key_of(rest), schema.others_of(rest)
+    """The call cache's key of a call of the operator, its inputs where it has more tensors than q, k and v, and the
+    entry that holds for it. ``rest`` has its other arguments, as the dispatcher gives them."""
+    key, others = schema.key_of(rest), schema.others_of(rest)
     inputs = Inputs(q, k, v, *others) if any(t is not None for t in others) else None
     try:
-        entry = call_cache.find(*((asked, (q, k, v)) if inputs is None else call_cache.key_and_tensors(asked, inputs)))
+        entry = call_cache.find(*((key, (q, k, v)) if inputs is None else call_cache.key_and_tensors(key, inputs)))
     except TypeError:  # what cannot be a key
         entry = None
     if entry is not None and entry.reads_contents and not entry.holds(inputs):
         entry = None
-    return asked, inputs, entry
+    return key, inputs, entry
 
 
 def forward(kernel: Kernel, problem: AttentionProblem, inputs: Inputs) -> Results:

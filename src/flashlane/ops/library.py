@@ -25,12 +25,12 @@ _library.define(
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Results:
-    asked, inputs, entry = execute.earlier(q, k, v, rest)
+    key, inputs, entry = execute.find_cached(q, k, v, rest)
     found = None if entry is None else entry.run(q, k, v, True, inputs)
     if found is not None:
         return found
     problem, inputs, kernel = execute.rebuild(schema.whole((q, k, v, *rest)))
-    call_cache.remember(asked, problem, inputs, kernel)
+    call_cache.remember(key, problem, inputs, kernel)
     return execute.forward(kernel, problem, inputs)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of the torch operators, derived from :class:`Inputs` and :class:`Asked`.
+"""The arguments of the torch operators, derived from :class:`Inputs` and :class:`CallOptions`.
 
 Their order is q, k and v, then what most calls ask, then what few calls give: the dispatcher leaves off the last ones
 that have their defaults, and a call costs the less, the more it leaves off.
@@ -11,10 +11,10 @@ from typing import Any, get_type_hints
 
 import torch
 
-from flashlane.core.problem import ARGUMENTS, DIFFERENTIABLE, TENSORS, Alignment, Asked, Inputs
+from flashlane.core.problem import ARGUMENTS, DIFFERENTIABLE, TENSORS, Alignment, CallOptions, Inputs
 
 RARE = ("num_splits",)
-"""Fields of :class:`Asked` that come last."""
+"""Fields of :class:`CallOptions` that come last."""
 TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
@@ -28,10 +28,10 @@ TYPES: dict[Any, str] = {
     int: "int",
 }
 """The type in an operator's schema for each Python type."""
-_HINTS = {**get_type_hints(Inputs), **get_type_hints(Asked), "needs_grad": bool, "tag": str | None}
+_HINTS = {**get_type_hints(Inputs), **get_type_hints(CallOptions), "needs_grad": bool, "tag": str | None}
 _NO_TENSOR = dict.fromkeys(tuple(ARGUMENTS)[3:])
-_ALL_DEFAULTS = {**_NO_TENSOR, **Asked._field_defaults, "needs_grad": False, "tag": None}
-_USUAL = tuple(name for name in Asked._fields if name not in RARE)
+_ALL_DEFAULTS = {**_NO_TENSOR, **CallOptions._field_defaults, "needs_grad": False, "tag": None}
+_USUAL = tuple(name for name in CallOptions._fields if name not in RARE)
 
 NAMES = (*TENSORS[:3], *_USUAL, "needs_grad", "tag", *_NO_TENSOR, *RARE)
 """The arguments of ``flashlane::forward`` in their order; ``tag`` is that of the kernel named."""
@@ -47,7 +47,7 @@ _OTHERS_AT = POSITION[next(iter(_NO_TENSOR))]
 
 differentiable_of = operator.attrgetter(*DIFFERENTIABLE)
 _inputs_at = operator.itemgetter(*(POSITION[name] for name in ARGUMENTS))
-_asked_at = operator.itemgetter(*(POSITION[name] for name in Asked._fields))
+_options_at = operator.itemgetter(*(POSITION[name] for name in CallOptions._fields))
 
 
 def declaration() -> str:
@@ -78,19 +78,19 @@ def inputs_of(args: tuple[Any, ...]) -> Inputs:
     return Inputs(*_inputs_at(args))
 
 
-def asked_of(args: tuple[Any, ...]) -> Asked:
+def options_of(args: tuple[Any, ...]) -> CallOptions:
     """The other options among all arguments."""
-    asked = Asked(*_asked_at(args))
-    return asked._replace(window_size=tuple(asked.window_size))
+    options = CallOptions(*_options_at(args))
+    return options._replace(window_size=tuple(options.window_size))
 
 
-def operands(inputs: Inputs, asked: Asked, needs_grad: bool, kernel: str | None) -> tuple[Any, ...]:
+def operands(inputs: Inputs, options: CallOptions, needs_grad: bool, kernel: str | None) -> tuple[Any, ...]:
     """All arguments of ``flashlane::forward``; a window given as a tensor is read."""
     # torch.compile traces this: it knows loops over names, and no attrgetter.
     values: dict[str, Any] = {name: getattr(inputs, name) for name in ARGUMENTS}
-    for name in Asked._fields:
-        values[name] = getattr(asked, name)
-    window = asked.window_size
+    for name in CallOptions._fields:
+        values[name] = getattr(options, name)
+    window = options.window_size
     values["window_size"] = window.tolist() if isinstance(window, torch.Tensor) else list(window)
     values["needs_grad"], values["tag"] = needs_grad, kernel
     return tuple(values[name] for name in NAMES)

@@ -1,7 +1,7 @@
 """What the torch implementations share: which pairs are visible or dropped, and the caller's tensors by KV head.
 
-A :class:`Part` is a batch of sequences of one length: the whole call, or one sequence of a varlen call or of a cache of
-keys and values. Its methods return views (of paged keys copies) with the query heads of one KV head on an
+A :class:`SequenceBatch` is a batch of sequences of one length: the whole call, or one sequence of a varlen call or of
+a cache of keys and values. Its methods return views (of paged keys copies) with the query heads of one KV head on an
 axis of their own, so that grouped-query attention is a plain matrix product and the sum over a group falls out of its
 transpose:
 
@@ -67,7 +67,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SequenceBatch:
     """A batch of sequences of one length inside the tensors of a call; see the module's docstring for the views."""
 
     band: Band
@@ -124,17 +124,20 @@ class Part:
             t = t[self.sequence : self.sequence + 1]
         return t
 
-    def kept(self, problem: AttentionProblem, inputs: Inputs, rows: range, cols: range) -> torch.Tensor:
+    def dropout_keep(self, problem: AttentionProblem, inputs: Inputs, rows: range, cols: range) -> torch.Tensor:
         """Which probabilities of a tile dropout keeps, bool (b, hk, g, rows, cols)."""
         first = self.sequence or 0
         sequences = range(first, first + (problem.batch if self.sequence is None else 1))
         heads = self.kv_heads * self.group
-        kept = dropout_keep(inputs.dropout_seed, problem.dropout_p, heads, sequences, rows, cols)
-        return kept.unflatten(1, (self.kv_heads, self.group))
+        keep = dropout_keep(inputs.dropout_seed, problem.dropout_p, heads, sequences, rows, cols)
+        return keep.unflatten(1, (self.kv_heads, self.group))
 
 
-def parts(problem: AttentionProblem, inputs: Inputs) -> Iterator[Part]:
-    """The parts of a call. Lengths and tables are read from the device once, which waits for it."""
+def sequence_batches(problem: AttentionProblem, inputs: Inputs) -> Iterator[SequenceBatch]:
+    """The batches of sequences of one length that a call consists of.
+
+    Lengths and tables are read from the device once, which waits for it.
+    """
 
     def band(seqlen_q: int, seqlen_k: int) -> Band:
         shift = seqlen_k - seqlen_q if problem.alignment == "bottom-right" else 0
@@ -146,7 +149,9 @@ def parts(problem: AttentionProblem, inputs: Inputs) -> Iterator[Part]:
         for i in range(problem.batch):
             lengths = starts_q[i + 1] - starts_q[i], starts_k[i + 1] - starts_k[i]
             pages = _pages(inputs, i, lengths[1])
-            yield Part(band(*lengths), *heads, i, starts_q[i], starts_k[i] if pages is None else 0, pages=pages)
+            yield SequenceBatch(
+                band(*lengths), *heads, i, starts_q[i], starts_k[i] if pages is None else 0, pages=pages
+            )
     elif any(getattr(inputs, name) is not None for name in CACHE_FIELDS):
         used = _each(inputs.seqused_k, problem.batch, problem.seqlen_k)
         leftpad = _each(inputs.leftpad_k, problem.batch, 0)
@@ -157,9 +162,9 @@ def parts(problem: AttentionProblem, inputs: Inputs) -> Iterator[Part]:
             start = max(0, min(leftpad[i], stop))
             pages = _pages(inputs, i, stop)
             where = {"row_k": row[i]} if pages is None else {"pages": pages}
-            yield Part(band(problem.seqlen_q, stop - start), *heads, i, start_k=start, **where)
+            yield SequenceBatch(band(problem.seqlen_q, stop - start), *heads, i, start_k=start, **where)
     else:
-        yield Part(band(problem.seqlen_q, problem.seqlen_k), *heads)
+        yield SequenceBatch(band(problem.seqlen_q, problem.seqlen_k), *heads)
 
 
 def _each(lengths: torch.Tensor | None, batch: int, default: int) -> list[int]:
@@ -230,8 +235,8 @@ def dropout_keep(
     counter = (quads, queries[:, None], number[:, None, None], torch.zeros_like(quads))
     words = torch.stack(philox(counter, (seed & WORD, seed >> 32 & WORD)), dim=-1)
     skip = cols.start - 4 * first
-    kept = words.flatten(-2)[..., skip : skip + len(cols)] >= int(dropout_p * 2**32)
-    return kept.unflatten(0, (len(sequences), heads))
+    keep = words.flatten(-2)[..., skip : skip + len(cols)] >= int(dropout_p * 2**32)
+    return keep.unflatten(0, (len(sequences), heads))
 
 
 def tile_of(pairs: torch.Tensor, rows: range, cols: range) -> torch.Tensor:

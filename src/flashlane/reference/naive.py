@@ -11,7 +11,7 @@ import torch
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.reference.masks import Part, parts, tiles
+from flashlane.reference.masks import SequenceBatch, sequence_batches, tiles
 from flashlane.reference.score import extra_logit, scores_of
 
 MAX_SCORES_BYTES = 2 << 30
@@ -28,7 +28,7 @@ def reference_attention(
     """Attention by the formula, differentiable in q, k, v and the score modifiers through both results.
 
     Args:
-        problem: what is asked.
+        problem: the attention problem.
         inputs: the tensors, in any float type; they are converted to ``dtype`` first.
         dtype: the type to compute in and to return; by default f64 for f64 inputs and f32 for all others.
 
@@ -40,26 +40,26 @@ def reference_attention(
     Memory is O(sq·sk) when a gradient is recorded; else the scores are held for a block of rows at a time.
     """
     dtype = dtype or compute_dtype(inputs.q.dtype)
-    results = [_part(part, problem, inputs, dtype) for part in parts(problem, inputs)]
+    results = [_sequences(sequences, problem, inputs, dtype) for sequences in sequence_batches(problem, inputs)]
     if not problem.varlen:
         return tuple(torch.cat(each) if len(each) > 1 else each[0] for each in zip(*results, strict=True))
-    rest = inputs.q.shape[0] - sum(part_out.shape[1] for part_out, _ in results)
-    out = [part_out.squeeze(0) for part_out, _ in results]
-    lse = [part_lse.squeeze(0) for _, part_lse in results]
+    rest = inputs.q.shape[0] - sum(sequences_out.shape[1] for sequences_out, _ in results)
+    out = [sequences_out.squeeze(0) for sequences_out, _ in results]
+    lse = [sequences_lse.squeeze(0) for _, sequences_lse in results]
     out.append(inputs.q.new_zeros((rest, problem.heads, problem.head_dim_v), dtype=dtype))
     lse.append(inputs.q.new_full((problem.heads, rest), -torch.inf, dtype=dtype))
     return torch.cat(out), torch.cat(lse, dim=1)
 
 
-def _part(
-    part: Part, problem: AttentionProblem, inputs: Inputs, dtype: torch.dtype
+def _sequences(
+    sequences: SequenceBatch, problem: AttentionProblem, inputs: Inputs, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q = part.queries(inputs.q).to(dtype)
-    k, v = part.keys(inputs.k).to(dtype), part.keys(inputs.v).to(dtype)
+    q = sequences.queries(inputs.q).to(dtype)
+    k, v = sequences.keys(inputs.k).to(dtype), sequences.keys(inputs.v).to(dtype)
     row_bytes = max(1, q.shape[0] * problem.heads * k.shape[2] * dtype.itemsize)
-    blocks = tiles(range(part.band.seqlen_q), max(1, MAX_SCORES_BYTES // row_bytes))
-    done = [_rows(part, problem, inputs, q, k, v, rows) for rows in blocks] or [
-        _rows(part, problem, inputs, q, k, v, range(0))
+    blocks = tiles(range(sequences.band.seqlen_q), max(1, MAX_SCORES_BYTES // row_bytes))
+    done = [_rows(sequences, problem, inputs, q, k, v, rows) for rows in blocks] or [
+        _rows(sequences, problem, inputs, q, k, v, range(0))
     ]
     out = torch.cat([block_out for block_out, _ in done], dim=3)
     lse = torch.cat([block_lse for _, block_lse in done], dim=3)
@@ -67,7 +67,7 @@ def _part(
 
 
 def _rows(
-    part: Part,
+    sequences: SequenceBatch,
     problem: AttentionProblem,
     inputs: Inputs,
     q: torch.Tensor,
@@ -75,11 +75,11 @@ def _rows(
     v: torch.Tensor,
     rows: range,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (part.group, len(rows))
+    shape = (sequences.group, len(rows))
     block = q[:, :, :, rows.start : rows.stop].flatten(2, 3)
     scores = (block @ k.transpose(-1, -2)).unflatten(2, shape) * problem.scale
-    scores = scores_of(scores, part, problem, inputs, rows, range(k.shape[2]))
-    extra = extra_logit(part, inputs, scores)
+    scores = scores_of(scores, sequences, problem, inputs, rows, range(k.shape[2]))
+    extra = extra_logit(sequences, inputs, scores)
     top = extra.detach().expand(scores.shape[:-1])
     if k.shape[2]:
         top = torch.maximum(top, scores.detach().amax(-1))
@@ -91,7 +91,7 @@ def _rows(
     weights = p
     if problem.dropout_p:
         keys = range(k.shape[2])
-        weights = p.masked_fill(~part.kept(problem, inputs, rows, keys), 0.0) / (1 - problem.dropout_p)
+        weights = p.masked_fill(~sequences.dropout_keep(problem, inputs, rows, keys), 0.0) / (1 - problem.dropout_p)
     out = (weights.flatten(2, 3) @ v).unflatten(2, shape) / total.unsqueeze(-1)
     return out, (top + total.log()).masked_fill(empty, -torch.inf)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from flashlane.core.problem import MODIFIERS, AttentionProblem, Gradients, Inputs
-from flashlane.reference.masks import Part, tile_of
+from flashlane.reference.masks import SequenceBatch, tile_of
 
 
 class Scores(NamedTuple):
@@ -28,27 +28,27 @@ class Scores(NamedTuple):
 
 
 def scores_of(
-    scaled: torch.Tensor, part: Part, problem: AttentionProblem, inputs: Inputs, rows: range, cols: range
+    scaled: torch.Tensor, sequences: SequenceBatch, problem: AttentionProblem, inputs: Inputs, rows: range, cols: range
 ) -> torch.Tensor:
     """A tile's scores from its products times the scale; differentiable."""
-    factor = _factor(part, inputs, scaled)
+    factor = _factor(sequences, inputs, scaled)
     scores = _capped(scaled if factor is None else scaled * factor, problem.softcap)
-    return _add_biases(scores, part, inputs, rows, cols)
+    return _add_biases(scores, sequences, inputs, rows, cols)
 
 
 def scores_and_derivative(
-    scaled: torch.Tensor, part: Part, problem: AttentionProblem, inputs: Inputs, rows: range, cols: range
+    scaled: torch.Tensor, sequences: SequenceBatch, problem: AttentionProblem, inputs: Inputs, rows: range, cols: range
 ) -> Scores:
     """:func:`scores_of` with its derivative, for a backward pass that autograd does not see."""
-    cap, factor = problem.softcap, _factor(part, inputs, scaled)
+    cap, factor = problem.softcap, _factor(sequences, inputs, scaled)
     capped = _capped(scaled if factor is None else scaled * factor, cap)
     derivative = 1 - (capped / cap) ** 2 if cap else None
-    return Scores(_add_biases(capped, part, inputs, rows, cols), scaled, factor, derivative)
+    return Scores(_add_biases(capped, sequences, inputs, rows, cols), scaled, factor, derivative)
 
 
-def _factor(part: Part, inputs: Inputs, like: torch.Tensor) -> torch.Tensor | None:
+def _factor(sequences: SequenceBatch, inputs: Inputs, like: torch.Tensor) -> torch.Tensor | None:
     """The logit scale of each head, to broadcast against a tile of scores."""
-    return None if inputs.logit_scale is None else part.heads(inputs.logit_scale).to(like.dtype).unsqueeze(-1)
+    return None if inputs.logit_scale is None else sequences.heads(inputs.logit_scale).to(like.dtype).unsqueeze(-1)
 
 
 def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
@@ -56,31 +56,33 @@ def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
     return cap * torch.tanh(scores / cap) if cap else scores
 
 
-def _add_biases(scores: torch.Tensor, part: Part, inputs: Inputs, rows: range, cols: range) -> torch.Tensor:
+def _add_biases(
+    scores: torch.Tensor, sequences: SequenceBatch, inputs: Inputs, rows: range, cols: range
+) -> torch.Tensor:
     """Add ALiBi and bias and hide invisible pairs, in place."""
-    hidden = not part.band.full(rows, cols)
+    hidden = not sequences.band.full(rows, cols)
     slopes, bias = inputs.alibi_slopes, inputs.bias
     if hidden or slopes is not None:
-        offsets = part.band.offsets(rows, cols, scores.device)
+        offsets = sequences.band.offsets(rows, cols, scores.device)
     if slopes is not None:
-        scores.sub_(part.heads(slopes).to(scores.dtype).unsqueeze(-1) * offsets.abs())
+        scores.sub_(sequences.heads(slopes).to(scores.dtype).unsqueeze(-1) * offsets.abs())
     if bias is not None:
-        scores.add_(tile_of(part.pairs(bias), rows, cols))
+        scores.add_(tile_of(sequences.pairs(bias), rows, cols))
     if hidden:
-        scores.masked_fill_(~part.band.visible(offsets), -torch.inf)
+        scores.masked_fill_(~sequences.band.visible(offsets), -torch.inf)
     return scores
 
 
 # --- the extra logit of a row ---
 
 
-def extra_logit(part: Part, inputs: Inputs, like: torch.Tensor) -> torch.Tensor:
+def extra_logit(sequences: SequenceBatch, inputs: Inputs, like: torch.Tensor) -> torch.Tensor:
     """The logit of each row without a key, which is its head's sink; −∞ where there is none.
 
     It broadcasts against ``(b, hk, g, sq)``."""
     if inputs.sinks is None:
         return like.new_full((1,), -torch.inf)
-    return part.heads(inputs.sinks.to(like.dtype))
+    return sequences.heads(inputs.sinks.to(like.dtype))
 
 
 # --- gradients of the modifiers ---
@@ -105,22 +107,24 @@ def in_dtypes_of(inputs: Inputs, gradients: Gradients) -> Gradients:
     return gradients._replace(**rounded)
 
 
-def add_row_gradients(part: Part, inputs: Inputs, lse: torch.Tensor, delta: torch.Tensor, gradients: Gradients) -> None:
-    """Add what a part's rows give to the sinks' gradient: a sink is a key whose value is 0, so that dS is −P·delta."""
+def add_row_gradients(
+    sequences: SequenceBatch, inputs: Inputs, lse: torch.Tensor, delta: torch.Tensor, gradients: Gradients
+) -> None:
+    """Add what a batch gives to the sinks' gradient: a sink is a key whose value is 0, so that dS is −P·delta."""
     if gradients.sinks is not None:
-        weight = torch.exp(extra_logit(part, inputs, lse) - lse)
+        weight = torch.exp(extra_logit(sequences, inputs, lse) - lse)
         gradients.sinks.sub_((weight * delta).sum(dim=(0, 3)).flatten())
 
 
 def add_pair_gradients(
-    part: Part, ds: torch.Tensor, scores: Scores, gradients: Gradients, rows: range, cols: range
+    sequences: SequenceBatch, ds: torch.Tensor, scores: Scores, gradients: Gradients, rows: range, cols: range
 ) -> torch.Tensor:
     """Add what a tile gives to the gradients of modifiers; returns the gradient of its scaled products, in place.
 
     ``ds`` is the gradient of the scores.
     """
     if gradients.bias is not None:
-        target = tile_of(part.pairs(gradients.bias), rows, cols)
+        target = tile_of(sequences.pairs(gradients.bias), rows, cols)
         target += ds.sum_to_size(target.shape)
     if scores.derivative is not None:
         ds.mul_(scores.derivative)

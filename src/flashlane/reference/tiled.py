@@ -18,7 +18,7 @@ import torch
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import CACHE_FIELDS, AttentionProblem, Gradients, Inputs
-from flashlane.reference.masks import Part, parts, tiles
+from flashlane.reference.masks import SequenceBatch, sequence_batches, tiles
 from flashlane.reference.score import (
     add_pair_gradients,
     add_row_gradients,
@@ -100,7 +100,7 @@ def tiled_forward(
     """Write out ``(b, sq, h, dv)`` and LSE ``(b, h, sq)`` (varlen ``(total_q, h, dv)``, ``(h, total_q)``).
 
     Args:
-        problem: what is asked.
+        problem: the attention problem.
         inputs: the tensors of the call.
         out: the output, any float type and strides; fully written.
         lse: natural logarithm of the sum of exponentials, f32 or f64; fully written.
@@ -119,20 +119,20 @@ def tiled_forward(
     if problem.varlen:
         out.zero_()
         lse.fill_(-torch.inf)
-    for part in parts(problem, inputs):
-        out_rows, lse_rows = part.queries(out), part.rows(lse)
-        q = part.queries(inputs.q)
-        k, v = (part.keys(t).to(dtype).contiguous() for t in (inputs.k, inputs.v))
-        for rows in tiles(range(part.band.seqlen_q), block_q):
+    for sequences in sequence_batches(problem, inputs):
+        out_rows, lse_rows = sequences.queries(out), sequences.rows(lse)
+        q = sequences.queries(inputs.q)
+        k, v = (sequences.keys(t).to(dtype).contiguous() for t in (inputs.k, inputs.v))
+        for rows in tiles(range(sequences.band.seqlen_q), block_q):
             block = q[:, :, :, rows.start : rows.stop].to(dtype).flatten(2, 3)
             block = precision.scaled_query(block, problem.scale)
-            block_out, block_lse = _forward_rows(part, problem, inputs, precision, block, k, v, rows, block_k)
+            block_out, block_lse = _forward_rows(sequences, problem, inputs, precision, block, k, v, rows, block_k)
             out_rows[:, :, :, rows.start : rows.stop] = block_out
             lse_rows[:, :, :, rows.start : rows.stop] = block_lse
 
 
 def _forward_rows(
-    part: Part,
+    sequences: SequenceBatch,
     problem: AttentionProblem,
     inputs: Inputs,
     precision: Precision,
@@ -143,13 +143,13 @@ def _forward_rows(
     block_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One block of rows, (b, hk, g, rows, dv) and (b, hk, g, rows): Algorithm 1's inner loop."""
-    shape = (q.shape[0], part.kv_heads, part.group, len(rows))
-    top, total = _start(part, inputs, shape, q)
+    shape = (q.shape[0], sequences.kv_heads, sequences.group, len(rows))
+    top, total = _start(sequences, inputs, shape, q)
     acc = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    for cols in tiles(part.band.keys(rows), block_k):
+    for cols in tiles(sequences.band.keys(rows), block_k):
         keys = slice(cols.start, cols.stop)
         scores = precision.scores(q, k[:, :, keys]).unflatten(2, shape[2:])
-        scores = scores_of(scores, part, problem, inputs, rows, cols)
+        scores = scores_of(scores, sequences, problem, inputs, rows, cols)
         new_top = torch.maximum(top, scores.amax(-1))
         # A row that has seen no key yet has maximum −inf; any finite number in its place gives exp(−inf) = 0.
         safe = new_top.masked_fill(new_top == -torch.inf, 0.0)
@@ -161,7 +161,7 @@ def _forward_rows(
             p = p / unit.unsqueeze(-1)
             decay = decay * total / unit
         if problem.dropout_p:
-            p = p.masked_fill_(~part.kept(problem, inputs, rows, cols), 0.0)
+            p = p.masked_fill_(~sequences.dropout_keep(problem, inputs, rows, cols), 0.0)
         acc = acc.mul_(decay.flatten(2, 3).unsqueeze(-1)).add_(precision.weigh(p.flatten(2, 3), v[:, :, keys]))
         acc = _round(acc, precision.store_out)
         top, total = new_top, new_total
@@ -175,9 +175,11 @@ def _forward_rows(
     return acc, (top + unit.log()).masked_fill(empty, -torch.inf)
 
 
-def _start(part: Part, inputs: Inputs, shape: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _start(
+    sequences: SequenceBatch, inputs: Inputs, shape: tuple[int, ...], like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Maximum and total before any key: nothing, or the row's extra logit."""
-    top = extra_logit(part, inputs, like).expand(shape)
+    top = extra_logit(sequences, inputs, like).expand(shape)
     return top, (top > -torch.inf).to(like.dtype)
 
 
@@ -197,7 +199,7 @@ def tiled_backward(
     """Gradients of q, k, v and the score modifiers from any forward kernel's output and LSE.
 
     Args:
-        problem: what was asked.
+        problem: the attention problem.
         inputs: the tensors of the call.
         out: its output ``(b, sq, h, dv)``.
         lse: its LSE ``(b, h, sq)``, f32 or f64.
@@ -220,22 +222,22 @@ def tiled_backward(
     blocks = block_q or sizes[0], block_k or sizes[1]
     dtype = compute_dtype(problem.dtype)
     grads = zero_gradients(inputs, dtype, bias_grad)
-    for part in parts(problem, inputs):
-        stats = part.rows(lse).to(dtype)
-        delta = (part.queries(do).to(dtype) * part.queries(out)).sum(-1)
+    for sequences in sequence_batches(problem, inputs):
+        stats = sequences.rows(lse).to(dtype)
+        delta = (sequences.queries(do).to(dtype) * sequences.queries(out)).sum(-1)
         if dlse is not None:
-            delta = delta - part.rows(dlse).to(dtype)
+            delta = delta - sequences.rows(dlse).to(dtype)
         empty = stats == -torch.inf
         delta = delta.masked_fill(empty, 0.0)
         # exp(score − inf) is 0 for every score, so that an empty row takes part in nothing.
         stats = stats.masked_fill(empty, torch.inf)
-        add_row_gradients(part, inputs, stats, delta, grads)
-        _backward_part(part, problem, inputs, stats, delta, do, grads, blocks)
+        add_row_gradients(sequences, inputs, stats, delta, grads)
+        _backward_sequences(sequences, problem, inputs, stats, delta, do, grads, blocks)
     return in_dtypes_of(inputs, grads)
 
 
-def _backward_part(
-    part: Part,
+def _backward_sequences(
+    sequences: SequenceBatch,
     problem: AttentionProblem,
     inputs: Inputs,
     lse: torch.Tensor,
@@ -246,35 +248,35 @@ def _backward_part(
 ) -> None:
     """Algorithm 2: for each tile of keys, every tile of queries that sees it; dQ is summed in full precision."""
     dtype = lse.dtype
-    q = (part.queries(inputs.q).to(dtype) * problem.scale).contiguous()
-    do = part.queries(do).to(dtype).contiguous()
-    k, v = (part.keys(t).to(dtype).contiguous() for t in (inputs.k, inputs.v))
+    q = (sequences.queries(inputs.q).to(dtype) * problem.scale).contiguous()
+    do = sequences.queries(do).to(dtype).contiguous()
+    k, v = (sequences.keys(t).to(dtype).contiguous() for t in (inputs.k, inputs.v))
     dq = torch.zeros_like(q)
-    for cols in tiles(range(part.band.seqlen_k), blocks[1]):
+    for cols in tiles(range(sequences.band.seqlen_k), blocks[1]):
         keys = slice(cols.start, cols.stop)
         k_tile, v_tile = k[:, :, keys], v[:, :, keys]
         dk, dv = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
-        for rows in tiles(part.band.queries(cols), blocks[0]):
+        for rows in tiles(sequences.band.queries(cols), blocks[0]):
             span = slice(rows.start, rows.stop)
-            shape = (part.group, len(rows))
+            shape = (sequences.group, len(rows))
             q_tile, do_tile = q[:, :, :, span].flatten(2, 3), do[:, :, :, span].flatten(2, 3)
             products = (q_tile @ k_tile.transpose(-1, -2)).unflatten(2, shape)
-            scores = scores_and_derivative(products, part, problem, inputs, rows, cols)
+            scores = scores_and_derivative(products, sequences, problem, inputs, rows, cols)
             p = scores.values.sub_(lse[:, :, :, span, None]).exp_()
             ds = (do_tile @ v_tile.transpose(-1, -2)).unflatten(2, shape)
             weights = p
             if problem.dropout_p:
-                dropped = ~part.kept(problem, inputs, rows, cols)
+                dropped = ~sequences.dropout_keep(problem, inputs, rows, cols)
                 weights = p.masked_fill(dropped, 0.0).div_(1 - problem.dropout_p)
                 ds.masked_fill_(dropped, 0.0).div_(1 - problem.dropout_p)
             dv += weights.flatten(2, 3).transpose(-1, -2) @ do_tile
             ds = ds.sub_(delta[:, :, :, span, None]).mul_(p)
-            ds = add_pair_gradients(part, ds, scores, grads, rows, cols).flatten(2, 3)
+            ds = add_pair_gradients(sequences, ds, scores, grads, rows, cols).flatten(2, 3)
             dk += ds.transpose(-1, -2) @ q_tile
             dq[:, :, :, span] += (ds @ k_tile).unflatten(2, shape)
-        part.keys(grads.k)[:, :, keys] = dk
-        part.keys(grads.v)[:, :, keys] = dv
-    part.queries(grads.q).copy_(dq.mul_(problem.scale))
+        sequences.keys(grads.k)[:, :, keys] = dk
+        sequences.keys(grads.v)[:, :, keys] = dv
+    sequences.queries(grads.q).copy_(dq.mul_(problem.scale))
 
 
 class TiledKernel(registry.Kernel):

@@ -171,7 +171,7 @@ def full_precision(kernel: Kernel, problem: AttentionProblem) -> bool:
 
 
 @dataclass(frozen=True)
-class Way:
+class DirectionSearch:
     """What a direction adds to the loop over problems."""
 
     direction: Direction
@@ -202,7 +202,7 @@ class Subject(Protocol):
 
 
 def tune_all(
-    way: Way,
+    search: DirectionSearch,
     problems: Iterable[AttentionProblem],
     kernels: Sequence[Any],
     device: torch.device,
@@ -214,7 +214,7 @@ def tune_all(
     """Time the candidates of kernels on problems, and store the winners of each problem as soon as it is done.
 
     Args:
-        way: the direction: :data:`FORWARD` or :data:`flashlane.tuning.search_backward.BACKWARD`.
+        search: the direction: :data:`FORWARD` or :data:`flashlane.tuning.search_backward.BACKWARD`.
         problems: dense problems on the architecture of ``device``.
         kernels: whose candidates run; one that does not support a problem is skipped with its reason.
         device: the GPU.
@@ -227,18 +227,18 @@ def tune_all(
             deterministic and the direction is backward.
     """
     found = environment(device)
-    run = TuneRun(found, asdict(settings) | {"seed": seed, "direction": way.direction})
+    run = TuneRun(found, asdict(settings) | {"seed": seed, "direction": search.direction})
     clock = clock_for(device, settings)
-    problems = [replace(problem, needs_grad=way.direction == "backward") for problem in problems]
+    problems = [replace(problem, needs_grad=search.direction == "backward") for problem in problems]
     for problem in problems:
         if tune.class_of(AUTO, problem) is None or (problem.needs_grad and problem.deterministic):
             raise ValueError(f"problem is {problem.describe()}; only dense ones without window or modifiers are tuned")
     for number, problem in enumerate(problems):
-        contenders, skipped = way.contenders(problem, kernels)
+        contenders, skipped = search.contenders(problem, kernels)
         run.skipped += [(problem.describe(), tag, reason) for tag, reason in skipped]
         try:
             trials = time_contenders(
-                problem, contenders, device, way=way, clock=clock, settings=settings, seed=seed + number,
+                problem, contenders, device, search=search, clock=clock, settings=settings, seed=seed + number,
                 reporter=reporter,
             )  # fmt: skip
         except torch.OutOfMemoryError:
@@ -249,9 +249,9 @@ def tune_all(
             continue
         finally:
             free_memory(device)
-        trials = way.judge(trials, problem)
+        trials = search.judge(trials, problem)
         run.trials += trials
-        entries = way.entries(trials, problem, found)
+        entries = search.entries(trials, problem, found)
         if entries:
             tune.save(str(found["device"]), str(problem.arch), entries)
             run.stored += entries
@@ -289,30 +289,30 @@ def time_contenders(
     contenders: Sequence[Any],
     device: torch.device,
     *,
-    way: Way | None = None,
+    search: DirectionSearch | None = None,
     clock: Clock | None = None,
     settings: Settings = SETTINGS,
     seed: int = 0,
     reporter: Reporter | None = None,
     heats: Sequence[Heat] = (),
 ) -> list[Trial]:
-    """Compile, check and time contenders of a direction (forward unless ``way`` says another) against each other.
+    """Compile, check and time contenders of a direction (forward unless ``search`` says another) against each other.
 
     What fails gives a trial that says so; so does a contender that drops out in one of the ``heats``.
     """
-    way, reporter = way or FORWARD, reporter or Silent()
+    search, reporter = search or FORWARD, reporter or Silent()
     reporter.begin(problem.describe(), len(contenders) * (3 + settings.rounds))
     trials = compiled_trials(problem, contenders, reporter)
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device, torch.no_grad():
-        subject = way.subject(problem, device, seed)
+        subject = search.subject(problem, device, seed)
         trials = [_checked(trial, problem, subject, device, reporter) for trial in trials]
         subject.forget_reference()
         free_memory(device)
         running = [trial for trial in trials if trial.status == OK]
         clock = clock or clock_for(device, settings)
         timed: dict[int, Trial] = {}
-        speed = functools.partial(_timed, problem=problem, direction=way.direction)
+        speed = functools.partial(_timed, problem=problem, direction=search.direction)
         for heat in heats:
             out_of_it = _dropped(running, _heat(_callable(running, subject), clock, heat), heat.margin, speed)
             timed |= out_of_it
@@ -484,5 +484,5 @@ def tuned_entry(trial: Trial, found: dict[str, Any]) -> tune.Tuned:
     )
 
 
-FORWARD = Way("forward", contenders_of, ForwardSubject, judge, entries_of)
+FORWARD = DirectionSearch("forward", contenders_of, ForwardSubject, judge, entries_of)
 tune_kernels = functools.partial(tune_all, FORWARD)

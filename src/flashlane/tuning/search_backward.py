@@ -23,7 +23,7 @@ from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, Kernel
 from flashlane.core.tuned import heuristics_only
 from flashlane.tuning import stored as tune
-from flashlane.tuning.search import Configured, Trial, Way, tune_all, tuned_entry
+from flashlane.tuning.search import Configured, DirectionSearch, Trial, tune_all, tuned_entry
 
 BackwardContender = Configured[BackwardKernel]
 
@@ -113,5 +113,5 @@ def entries_of(trials: Sequence[Trial], problem: AttentionProblem, found: dict[s
     }
 
 
-BACKWARD = Way("backward", backward_contenders, BackwardSubject, judge, entries_of)
+BACKWARD = DirectionSearch("backward", backward_contenders, BackwardSubject, judge, entries_of)
 tune_backward_kernels = functools.partial(tune_all, BACKWARD)

@@ -145,9 +145,9 @@ def test_other_strides_are_another_kind_and_threads_do_not_share(monkeypatch: py
     assert (before.dout_row, before.dout_head) == (8 * 128, 128)
     assert (after.dout_row, after.dout_head) == (128, 1000 * 128)
     launches, key = plan.kinds[tensors.kind], tuple(tensor.data_ptr() for tensor in tensors.mapped)
-    taken = launches.take(key)  # as a thread has it that has not given it back
+    taken = launches.acquire(key)  # as a thread has it that has not given it back
     plan.launch(tensors)
-    assert launches.take(key) is not taken
+    assert launches.acquire(key) is not taken
 
 
 def test_a_given_dq_is_written_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:

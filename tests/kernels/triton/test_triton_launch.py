@@ -96,7 +96,7 @@ def test_hands_the_driver_every_parameter_in_its_order(driver: Driver) -> None:
 def test_two_threads_have_parameters_of_their_own(driver: Driver) -> None:
     made = plan_of(compiled(), (1, 1, 1), ARGUMENTS, 0)
     assert made is not None
-    one, other = made.plan.take_any(), made.plan.take_any()
+    one, other = made.plan.acquire_any(), made.plan.acquire_any()
     one.set_pointers(made.pointers, [16, 32])
     other.set_pointers(made.pointers, [48, 64])
     one.enqueue(0)

@@ -30,7 +30,7 @@ import torch
 
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import DTYPES, AttentionProblem, Inputs
-from flashlane.reference.masks import Part, parts, tiles
+from flashlane.reference.masks import SequenceBatch, sequence_batches, tiles
 from flashlane.reference.naive import reference_attention
 from flashlane.reference.score import scores_of
 from flashlane.reference.tiled import tiled_forward
@@ -167,28 +167,30 @@ def reordered(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, 
 
     For varlen ``(total_q, h, dv)`` and ``(h, total_q)``; rows that belong to no sequence see no key.
     """
-    if not problem.varlen:  # one part of all sequences, or of a cache one each
-        found = [_reordered(part, problem, inputs) for part in parts(problem, inputs)]
+    if not problem.varlen:  # one batch of all sequences, or of a cache one each
+        found = [_reordered(sequences, problem, inputs) for sequences in sequence_batches(problem, inputs)]
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
     rows = len(inputs.q)
     out = inputs.q.new_zeros((rows, problem.heads, problem.head_dim_v))
     lse = inputs.q.new_full((problem.heads, rows), -math.inf, dtype=compute_dtype(problem.dtype))
-    for part in parts(problem, inputs):
-        own = slice(part.start_q, part.start_q + part.band.seqlen_q)
-        part_out, part_lse = _reordered(part, problem, inputs)
-        out[own], lse[:, own] = part_out.squeeze(0), part_lse.squeeze(0)
+    for sequences in sequence_batches(problem, inputs):
+        own = slice(sequences.start_q, sequences.start_q + sequences.band.seqlen_q)
+        sequences_out, sequences_lse = _reordered(sequences, problem, inputs)
+        out[own], lse[:, own] = sequences_out.squeeze(0), sequences_lse.squeeze(0)
     return out, lse
 
 
-def _reordered(part: Part, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = part.queries(inputs.q), part.keys(inputs.k) * problem.scale, part.keys(inputs.v)
-    cols = range(part.band.seqlen_k)
+def _reordered(
+    sequences: SequenceBatch, problem: AttentionProblem, inputs: Inputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = sequences.queries(inputs.q), sequences.keys(inputs.k) * problem.scale, sequences.keys(inputs.v)
+    cols = range(sequences.band.seqlen_k)
     row_bytes = max(1, len(q) * problem.heads * len(cols) * 4)
     outs, lses = [], []
-    for rows in tiles(range(part.band.seqlen_q), max(1, MAX_SCORES_BYTES // row_bytes)):
+    for rows in tiles(range(sequences.band.seqlen_q), max(1, MAX_SCORES_BYTES // row_bytes)):
         shape = (problem.group, len(rows))
         block = q[:, :, :, rows.start : rows.stop].flatten(2, 3)
-        scores = scores_of((block @ k.transpose(-1, -2)).unflatten(2, shape), part, problem, inputs, rows, cols)
+        scores = scores_of((block @ k.transpose(-1, -2)).unflatten(2, shape), sequences, problem, inputs, rows, cols)
         lses.append(torch.logsumexp(scores.double() if scores.dtype == torch.float64 else scores.float(), dim=-1))
         # A row without a visible key is 0/0 here and 0 by convention.
         weights = torch.softmax(scores, dim=-1).masked_fill_(lses[-1].unsqueeze(-1) == -torch.inf, 0.0)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.features import CACHE, PAGED, VARLEN
-from flashlane.reference.masks import parts
+from flashlane.reference.masks import sequence_batches
 
 Convention = Literal["gemm", "all"]
 CONVENTIONS: tuple[Convention, ...] = ("gemm", "all")
@@ -26,7 +26,7 @@ def sequences_of(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionPr
     layout = {name: value for name in (*VARLEN, *CACHE, *PAGED) if (value := getattr(problem, name))}
     if not layout:
         return (problem,)
-    bands = (part.band for part in parts(problem, inputs))
+    bands = (sequences.band for sequences in sequence_batches(problem, inputs))
     dense = replace(problem, batch=1, **{name: type(value)() for name, value in layout.items()})
     return tuple(replace(dense, seqlen_q=band.seqlen_q, seqlen_k=band.seqlen_k) for band in bands)
 

@@ -19,7 +19,7 @@ import torch
 from flashlane.bench.measure.check import Verdict, exact_matmul, max_error, relative_l2
 from flashlane.bench.measure.peers import additive_mask, heads_first
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.reference.masks import parts
+from flashlane.reference.masks import sequence_batches
 from flashlane.reference.naive import reference_attention
 
 FACTOR = 3
@@ -78,9 +78,9 @@ class GradientOracle:
         right = tuple(torch.zeros(t.shape, dtype=wide, device=t.device) for t in _qkv(self.inputs))
         errors = [0.0, 0.0, 0.0]
         with torch.enable_grad(), exact_matmul():
-            for part, inputs, do, places in self._groups():
-                exact = _differentiate(lambda q, p=part: reference_attention(p, q, wide)[0], inputs, do.to(wide))
-                plain = _differentiate(lambda q, p=part: plain_attention(p, q), inputs, do)
+            for group, inputs, do, places in self._groups():
+                exact = _differentiate(lambda q, p=group: reference_attention(p, q, wide)[0], inputs, do.to(wide))
+                plain = _differentiate(lambda q, p=group: plain_attention(p, q), inputs, do)
                 for index, (whole, place) in enumerate(zip(right, places, strict=True)):
                     whole[place].copy_(exact[index].view_as(whole[place]))
                     # Autograd rounds the leaf's gradient to its own dtype; the wide one keeps all its digits.
@@ -108,9 +108,9 @@ class GradientOracle:
         """The indices of each sequence in q and in k, up to the axis of heads, and its lengths."""
         problem = self.problem
         if problem.varlen:
-            for part in parts(problem, self.inputs):
-                lengths = {"seqlen_q": part.band.seqlen_q, "seqlen_k": part.band.seqlen_k}
-                starts = zip((part.start_q, part.start_k), lengths.values(), strict=True)
+            for sequences in sequence_batches(problem, self.inputs):
+                lengths = {"seqlen_q": sequences.band.seqlen_q, "seqlen_k": sequences.band.seqlen_k}
+                starts = zip((sequences.start_q, sequences.start_k), lengths.values(), strict=True)
                 yield tuple((slice(start, start + length),) for start, length in starts), lengths
         else:
             lengths = {"seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k}

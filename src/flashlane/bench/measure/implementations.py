@@ -133,16 +133,16 @@ def public_call(problem: AttentionProblem, inputs: Inputs, tag: str) -> Callable
     import flashlane
 
     window = (problem.window_left, problem.window_right)
-    asked = {"softmax_scale": problem.scale, "causal": problem.causal, "window_size": window, "kernel": tag}
+    options = {"softmax_scale": problem.scale, "causal": problem.causal, "window_size": window, "kernel": tag}
     if problem.varlen:
         lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, inputs.max_seqlen_k)
-        asked |= {"block_table": inputs.block_table, "deterministic": problem.deterministic}
-        return lambda: flashlane.flash_attn_varlen_func(q, k, v, *lengths, **asked)
+        options |= {"block_table": inputs.block_table, "deterministic": problem.deterministic}
+        return lambda: flashlane.flash_attn_varlen_func(q, k, v, *lengths, **options)
     if any(getattr(problem, name) for name in (*CACHE, *PAGED)):
-        asked |= {"cache_seqlens": inputs.seqused_k, "cache_batch_idx": inputs.batch_idx}
-        asked |= {"cache_leftpad": inputs.leftpad_k, "block_table": inputs.block_table}
-        return lambda: flashlane.flash_attn_with_kvcache(q, k, v, num_splits=problem.num_splits, **asked)
-    return lambda: flashlane.flash_attn_func(q, k, v, deterministic=problem.deterministic, **asked)
+        options |= {"cache_seqlens": inputs.seqused_k, "cache_batch_idx": inputs.batch_idx}
+        options |= {"cache_leftpad": inputs.leftpad_k, "block_table": inputs.block_table}
+        return lambda: flashlane.flash_attn_with_kvcache(q, k, v, num_splits=problem.num_splits, **options)
+    return lambda: flashlane.flash_attn_func(q, k, v, deterministic=problem.deterministic, **options)
 
 
 def rotating(item: Implementation, others: Sequence[Callable[[], Outcome]]) -> Implementation:

@@ -27,7 +27,7 @@ from flashlane.core import aliases
 from flashlane.core.modifiers import NUMBERS, numbers_for
 from flashlane.core.problem import FEATURES, AttentionProblem, Inputs
 from flashlane.kernels.features import BIAS, VARLEN
-from flashlane.reference.masks import parts
+from flashlane.reference.masks import sequence_batches
 
 Call = Callable[[], torch.Tensor]
 Reason = str | None
@@ -73,7 +73,7 @@ def heads_first(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor
 
 def additive_mask(problem: AttentionProblem, inputs: Inputs) -> torch.Tensor | None:
     """The visibility rule and the bias of a problem as one additive mask, or None when there is neither."""
-    band = next(parts(problem, inputs)).band
+    band = next(sequence_batches(problem, inputs)).band
     rows, keys = range(problem.seqlen_q), range(problem.seqlen_k)
     bias = None if inputs.bias is None else inputs.bias.to(problem.dtype)
     if band.full(rows, keys):

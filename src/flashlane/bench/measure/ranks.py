@@ -67,20 +67,20 @@ class SharedProblem:
     def cu_seqlens(self) -> list[int]:
         return [0, *itertools.accumulate(self.documents)]
 
-    def on_one(self, ranks: int, device: torch.device, **asked: Any) -> Measured:
+    def on_one(self, ranks: int, device: torch.device, **options: Any) -> Measured:
         """The whole problem as one process computes it."""
         q, k, v, do = self.tensors(ranks, device)
 
         def forward(*qkv: torch.Tensor) -> torch.Tensor:
             if not self.documents:
-                return flash_attn_func(*qkv, causal=True, **asked)
+                return flash_attn_func(*qkv, causal=True, **options)
             cu = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=device)
             longest = max(self.documents)
-            return flash_attn_varlen_func(*qkv, cu, cu, longest, longest, causal=True, **asked)
+            return flash_attn_varlen_func(*qkv, cu, cu, longest, longest, causal=True, **options)
 
         return Measured((q, k, v), do, forward)
 
-    def shared(self, device: torch.device, group: Any = None, layout: str = "zigzag", **asked: Any) -> Measured:
+    def shared(self, device: torch.device, group: Any = None, layout: str = "zigzag", **options: Any) -> Measured:
         """This rank's shard of the problem."""
         size = group.size() if group is not None else dist.get_world_size()
         cu = self.cu_seqlens if self.documents else None
@@ -90,7 +90,7 @@ class SharedProblem:
         )
 
         def forward(*qkv: torch.Tensor) -> torch.Tensor:
-            where = {"group": group, "layout": layout, **asked}
+            where = {"group": group, "layout": layout, **options}
             if cu is not None:
                 return context_parallel_attn_varlen_func(*qkv, cu, causal=True, **where)
             return context_parallel_attn_func(*qkv, causal=True, seqlen=self.total(size), **where)
@@ -200,8 +200,8 @@ def time_methods(
     """
     size = dist.get_world_size()
     variants = {ONE: problem.on_one(size, device)}
-    for name, asked in methods.items():
-        variants[name] = problem.shared(device, layout=layout, **asked)
+    for name, options in methods.items():
+        variants[name] = problem.shared(device, layout=layout, **options)
     variants |= more or {}
     times = {
         way: milliseconds({name: getattr(each, way) for name, each in variants.items()}, device, rounds)
@@ -296,8 +296,8 @@ def measure_all(
     from flashlane.bench.suites.sharded_step import StepProblem, time_steps
 
     size = dist.get_world_size()
-    asked = default_methods(problem) if methods is None else {name: {"method": name} for name in methods}
-    rows = time_methods(device, problem, asked, layout, rounds)
+    options = default_methods(problem) if methods is None else {name: {"method": name} for name in methods}
+    rows = time_methods(device, problem, options, layout, rounds)
     links = link_rates(device, 32 if device.type == "cuda" else 1)
     found: dict[str, Any] = {
         "rows": rows,
@@ -314,7 +314,7 @@ def measure_all(
         found["notes"].append("no model: it knows one sequence in layout zigzag, by method allgather")
     elif counts:
         best = min(gathered, key=lambda row: row["both_ms"])
-        stride = asked[best["method"]].get("heads_k_stride")
+        stride = options[best["method"]].get("heads_k_stride")
         workload = Workload(
             problem.tokens,
             problem.heads,

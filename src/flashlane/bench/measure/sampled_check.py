@@ -19,7 +19,7 @@ import torch
 
 from flashlane.bench.measure.check import exact_matmul, relative_l2
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.reference.masks import Part, parts
+from flashlane.reference.masks import SequenceBatch, sequence_batches
 
 OF_FORMULA, OF_OTHER = 2.0, 4.0
 BLOCK_ROWS = 128
@@ -36,9 +36,9 @@ FORWARD, BACKWARD = ("out",), ("dq", "dk", "dv")
 class Sample:
     """One key/value head of one sequence, and the right results there."""
 
-    part: Part
+    sequences: SequenceBatch
     entry: int
-    """The index on the part's batch axis."""
+    """The index on the batch axis of ``sequences``."""
     head: int
     rows: torch.Tensor
     """The indices of the queries that are compared."""
@@ -47,9 +47,9 @@ class Sample:
 
     def of(self, results: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """The same places of a call's results."""
-        yield self.part.queries(results[0])[self.entry, self.head][:, self.rows]
+        yield self.sequences.queries(results[0])[self.entry, self.head][:, self.rows]
         for t in results[1:]:
-            yield self.part.keys(t)[self.entry, self.head]
+            yield self.sequences.keys(t)[self.entry, self.head]
 
 
 class SampledOracle:
@@ -113,38 +113,40 @@ def _blocks(t: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(t, (0, 0, 0, 0, 0, short)).unflatten(0, (-1, BLOCK_ROWS))
 
 
-def _places(problem: AttentionProblem, inputs: Inputs, seed: int) -> list[tuple[Part, int, int, random.Random]]:
-    """Part, entry of its batch axis, key/value head, and where its rows are drawn from."""
+def _places(
+    problem: AttentionProblem, inputs: Inputs, seed: int
+) -> list[tuple[SequenceBatch, int, int, random.Random]]:
+    """Batch of sequences, index on its batch axis, key/value head, and where its rows are drawn from."""
     chance = random.Random(seed)
-    found = list(parts(problem, inputs))
+    found = list(sequence_batches(problem, inputs))
     if problem.varlen:
-        longest = max(found, key=lambda part: part.band.seqlen_q * part.band.seqlen_k)
+        longest = max(found, key=lambda sequences: sequences.band.seqlen_q * sequences.band.seqlen_k)
         chosen = [(longest, 0), (chance.choice(found), 0)]
     else:
         entries = chance.sample(range(problem.batch), min(SAMPLES, problem.batch))
         chosen = [(found[0], entry) for entry in (*entries, *entries)[:SAMPLES]]
-    return [(part, entry, chance.randrange(problem.kv_heads), chance) for part, entry in chosen]
+    return [(sequences, entry, chance.randrange(problem.kv_heads), chance) for sequences, entry in chosen]
 
 
 def _sample(
     problem: AttentionProblem,
     inputs: Inputs,
     do: torch.Tensor | None,
-    part: Part,
+    sequences: SequenceBatch,
     entry: int,
     head: int,
     chance: random.Random,
 ) -> Sample:
-    q = part.queries(inputs.q)[entry, head].float()
-    k, v = (part.keys(t)[entry, head].float() for t in (inputs.k, inputs.v))
-    rows = torch.arange(part.band.seqlen_q, device=q.device)
+    q = sequences.queries(inputs.q)[entry, head].float()
+    k, v = (sequences.keys(t)[entry, head].float() for t in (inputs.k, inputs.v))
+    rows = torch.arange(sequences.band.seqlen_q, device=q.device)
     if do is None:
         rows = rows[_drawn_rows(len(rows), chance)]
-        attended = [_attend(problem, part, q, k, v, chunk) for chunk in _chunks(rows, problem.group * len(k))]
+        attended = [_attend(problem, sequences, q, k, v, chunk) for chunk in _chunks(rows, problem.group * len(k))]
         right: tuple[torch.Tensor, ...] = (torch.cat([out for _, out in attended], dim=1),)
     else:
-        right = _gradients(problem, part, q, k, v, part.queries(do)[entry, head].float(), rows)
-    return Sample(part, entry, head, rows, right)
+        right = _gradients(problem, sequences, q, k, v, sequences.queries(do)[entry, head].float(), rows)
+    return Sample(sequences, entry, head, rows, right)
 
 
 def _drawn_rows(count: int, chance: random.Random) -> list[int]:
@@ -159,18 +161,23 @@ def _chunks(rows: torch.Tensor, scores_a_row: int) -> tuple[torch.Tensor, ...]:
 
 
 def _attend(
-    problem: AttentionProblem, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor
+    problem: AttentionProblem,
+    sequences: SequenceBatch,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities ``(g, rows, sk)`` and outputs ``(g, rows, dv)`` of some rows; rows that see no key give 0."""
-    offsets = torch.arange(len(k), device=q.device) - (rows[:, None] + part.band.shift)
-    scores = (q[:, rows] @ k.T).mul_(problem.scale).masked_fill_(~part.band.visible(offsets), -math.inf)
+    offsets = torch.arange(len(k), device=q.device) - (rows[:, None] + sequences.band.shift)
+    scores = (q[:, rows] @ k.T).mul_(problem.scale).masked_fill_(~sequences.band.visible(offsets), -math.inf)
     weights = torch.softmax(scores, dim=-1).nan_to_num_(nan=0.0)
     return weights, weights @ v
 
 
 def _gradients(
     problem: AttentionProblem,
-    part: Part,
+    sequences: SequenceBatch,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -179,7 +186,7 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for chunk in _chunks(rows, problem.group * len(k)):
-        weights, out = _attend(problem, part, q, k, v, chunk)
+        weights, out = _attend(problem, sequences, q, k, v, chunk)
         own = do[:, chunk]
         dv += torch.einsum("gij,gid->jd", weights, own)
         ds = (own @ v.T).sub_((own * out).sum(-1, keepdim=True)).mul_(weights).mul_(problem.scale)

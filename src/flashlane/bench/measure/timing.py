@@ -33,8 +33,8 @@ from typing import Literal, Protocol
 
 import torch
 
-Way = Literal["flushed", "steady", "replay"]
-PROTOCOLS: tuple[Way, ...] = ("flushed", "steady", "replay")
+TimingProtocol = Literal["flushed", "steady", "replay"]
+PROTOCOLS: tuple[TimingProtocol, ...] = ("flushed", "steady", "replay")
 
 FLUSHED_BYTES = 256 << 20
 """Bytes that ``triton.testing.do_bench`` writes before a call (here twice the L2 cache where that is more)."""
@@ -69,7 +69,7 @@ class Settings:
     """An implementation whose rounds would take longer than this in all gets fewer rounds, but at least two."""
     preheat_ms: float = 25.0
     """How long each implementation runs by itself on a GPU before it is timed in a round, once for all protocols."""
-    protocols: tuple[Way, ...] = ("flushed",)
+    protocols: tuple[TimingProtocol, ...] = ("flushed",)
     """How calls are timed on a GPU; the tables show the figures of the first protocol."""
     rotate: bool = False
     """Calls alternate between several sets of inputs, so that none is in L2; for ``steady`` and ``replay``."""

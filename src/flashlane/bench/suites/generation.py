@@ -63,9 +63,9 @@ class _Serving:
         whole = ContinuousBatchingConfig(
             max_batch_tokens=max(256, sum(map(len, self.prompts))), num_blocks=blocks, allow_block_sharing=False
         )
-        asked = GenerationConfig(max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        options = GenerationConfig(max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
         given = self.model.generate_batch(
-            inputs=self.prompts, generation_config=asked, continuous_batching_config=whole, record_timestamps=True
+            inputs=self.prompts, generation_config=options, continuous_batching_config=whole, record_timestamps=True
         )
         if len(given) < len(self.prompts) or any(each.error for each in given.values()):
             said = next((each.error for each in given.values() if each.error), "a request has no answer")

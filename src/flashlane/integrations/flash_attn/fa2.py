@@ -23,7 +23,7 @@ from flashlane.api.functional import (
     flash_attn_with_kvcache,
 )
 from flashlane.core.arch import arch_of
-from flashlane.core.problem import Asked, Inputs
+from flashlane.core.problem import CallOptions, Inputs
 from flashlane.core.validate import whole_number
 from flashlane.ops import call as ops
 from flashlane.ops import schema
@@ -74,8 +74,8 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> Forward:
     """Output, LSE, S_dmask (empty unless ``return_softmax`` is True with dropout) and the seed; without gradients."""
-    asked = _asked(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
-    return _forward(Inputs(q, k, v, alibi_slopes=alibi_slopes), asked, return_softmax)
+    options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    return _forward(Inputs(q, k, v, alibi_slopes=alibi_slopes), options, return_softmax)
 
 
 def _flash_attn_varlen_forward(
@@ -109,10 +109,10 @@ def _flash_attn_varlen_forward(
         if block_table is None:
             raise NotImplementedError("seqused_k is given without block_table; cu_seqlens_k says the lengths")
         cu_seqlens_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
-    asked = _asked(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _forward(
-        Inputs(q, k, v, alibi_slopes=alibi_slopes, block_table=block_table, **packed), asked, return_softmax
+        Inputs(q, k, v, alibi_slopes=alibi_slopes, block_table=block_table, **packed), options, return_softmax
     )
 
 
@@ -140,9 +140,9 @@ def _flash_attn_backward(
 
     ``rng_state`` is the seed that the forward returned, which dropout needs.
     """
-    asked = _asked(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
+    options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
     inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes, dropout_seed=_seed(dropout_p, rng_state))
-    _backward(inputs, asked, dout, out, softmax_lse, (dq, dk, dv))
+    _backward(inputs, options, dout, out, softmax_lse, (dq, dk, dv))
     return (dout.float() * out.float()).sum(-1).transpose(1, 2)
 
 
@@ -172,10 +172,10 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ) -> torch.Tensor:
     """:func:`_flash_attn_backward` of packed sequences; returns the row sums as f32 ``(h, total_q)``."""
-    asked = _asked(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
+    options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes, dropout_seed=_seed(dropout_p, rng_state), **packed)
-    _backward(inputs, asked, dout, out, softmax_lse, (dq, dk, dv))
+    _backward(inputs, options, dout, out, softmax_lse, (dq, dk, dv))
     return (dout.float() * out.float()).sum(-1).transpose(0, 1)
 
 
@@ -185,7 +185,7 @@ _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
-def _asked(
+def _options(
     dropout_p: float,
     softmax_scale: float,
     causal: bool,
@@ -193,8 +193,8 @@ def _asked(
     right: int,
     softcap: float,
     deterministic: bool = False,
-) -> Asked:
-    return Asked(
+) -> CallOptions:
+    return CallOptions(
         softmax_scale,
         causal,
         window_size=(left, right),
@@ -216,27 +216,27 @@ def _seed(dropout_p: float, rng_state: torch.Tensor | None) -> torch.Tensor | No
 
 
 @torch.no_grad()
-def _forward(inputs: Inputs, asked: Asked, return_softmax: bool) -> Forward:
+def _forward(inputs: Inputs, options: CallOptions, return_softmax: bool) -> Forward:
     q = inputs.q
-    seed = torch.randint(ops.SEEDS, (1,), dtype=torch.int64, device=q.device) if asked.dropout_p else None
+    seed = torch.randint(ops.SEEDS, (1,), dtype=torch.int64, device=q.device) if options.dropout_p else None
     inputs = replace(inputs, dropout_seed=seed)
-    out, lse = ops.check_and_run(inputs, None, _NAMES, asked)
+    out, lse = ops.check_and_run(inputs, None, _NAMES, options)
     probabilities = q.new_empty(0)
-    if return_softmax and asked.dropout_p:
-        probabilities = signed_probabilities(ops.problem_of(inputs, names=_NAMES, **asked._asdict()), inputs)
+    if return_softmax and options.dropout_p:
+        probabilities = signed_probabilities(ops.problem_of(inputs, names=_NAMES, **options._asdict()), inputs)
     return out, lse, probabilities, q.new_zeros(1, dtype=torch.int64) if seed is None else seed
 
 
 @torch.no_grad()
 def _backward(
     inputs: Inputs,
-    asked: Asked,
+    options: CallOptions,
     dout: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     into: tuple[torch.Tensor | None, ...],
 ) -> None:
-    operands = schema.operands(inputs, asked, True, None)
+    operands = schema.operands(inputs, options, True, None)
     found = torch.ops.flashlane.backward(out, lse, dout, None, False, *operands)
     for target, gradient in zip(into, found, strict=False):
         if target is not None:

@@ -53,9 +53,9 @@ def flash_attn_func(
     ``qv`` ``(b, sq, h, dv)`` adds ``qv · v`` to the scores; the default scale is then ``(d + dv) ** -0.5``.
     """
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
-    asked = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+    options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     q, k = joined(q, qv, k, v)
-    return functional.flash_attn_func(q, k, v, **asked, deterministic=deterministic, return_lse=return_attn_probs)
+    return functional.flash_attn_func(q, k, v, **options, deterministic=deterministic, return_lse=return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -90,9 +90,9 @@ def flash_attn_qkvpacked_func(
             f"(batch, seqlen, heads, head_dim)"
         )
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    asked = {"window_size": window_size, "attention_chunk": attention_chunk, "softcap": softcap}
+    options = {"window_size": window_size, "attention_chunk": attention_chunk, "softcap": softcap}
     tail = {"deterministic": deterministic, "return_attn_probs": return_attn_probs}
-    return flash_attn_func(q, k, v, softmax_scale, causal, **descales, **asked, **tail)
+    return flash_attn_func(q, k, v, softmax_scale, causal, **descales, **options, **tail)
 
 
 def flash_attn_varlen_func(
@@ -201,8 +201,8 @@ def flash_attn_with_kvcache(
         if qv is not None and value is not None:
             raise NotImplementedError(f"{name} is given with qv; flashlane takes qv over a cache that holds its keys")
     q, k_cache = joined(q, qv, k_cache, v_cache)
-    asked: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal}
-    asked |= {"window_size": window_size, "softcap": softcap}
+    options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal}
+    options |= {"window_size": window_size, "softcap": softcap}
     if cu_seqlens_q is None:
         return functional.flash_attn_with_kvcache(
             q,
@@ -219,7 +219,7 @@ def flash_attn_with_kvcache(
             rotary_interleaved=rotary_interleaved,
             num_splits=num_splits,
             return_softmax_lse=return_softmax_lse,
-            **asked,
+            **options,
         )
     for name, value in (("k", k), ("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if value is not None:
@@ -243,7 +243,7 @@ def flash_attn_with_kvcache(
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=None,
             page_table=page_table,
-            **asked,
+            **options,
         )
     return (out, lse) if return_softmax_lse else out
 

@@ -95,16 +95,16 @@ def attend(
     max_seqlen_k: Any,
     page_table: torch.Tensor | None,
     num_splits: int = 0,
-    **asked: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output in the layout of q, and LSE ``(b, h, sq)`` or ``(h, total_q)``; ``asked`` is passed on."""
+    """Output in the layout of q, and LSE ``(b, h, sq)`` or ``(h, total_q)``; ``options`` is passed on."""
     if page_table is not None and seqused_k is None:
         raise ValueError("seqused_k is None and page_table is given; it must be the lengths, int32 (batch,)")
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if cu_seqlens_q is seqused_q is cu_seqlens_k is None and (page_table is not None or not differentiable):
-        asked.pop("deterministic", None)
+        options.pop("deterministic", None)
         return flash_attn_with_kvcache(
-            q, k, v, cache_seqlens=seqused_k, block_table=page_table, num_splits=num_splits, return_lse=True, **asked
+            q, k, v, cache_seqlens=seqused_k, block_table=page_table, num_splits=num_splits, return_lse=True, **options
         )
     queries = side("q", q, cu_seqlens_q, seqused_q, max_seqlen_q)
     rows = queries.packed(q)
@@ -122,12 +122,12 @@ def attend(
             longest,
             block_table=page_table,
             return_lse=True,
-            **asked,
+            **options,
         )
     else:
         keys = side("k", k, cu_seqlens_k, seqused_k, max_seqlen_k)
         lengths = (queries.cu_seqlens, keys.cu_seqlens, queries.longest, keys.longest)
-        out, lse = flash_attn_varlen_func(rows, keys.packed(k), keys.packed(v), *lengths, return_lse=True, **asked)
+        out, lse = flash_attn_varlen_func(rows, keys.packed(k), keys.packed(v), *lengths, return_lse=True, **options)
     shape = tuple(q.shape[:-2])
     lse = queries.unpacked(lse.transpose(0, 1), shape).transpose(-1, -2)
     return queries.unpacked(out, shape), lse

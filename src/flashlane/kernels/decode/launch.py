@@ -18,8 +18,8 @@ from flashlane.kernels.decode.config import PLANE, DecodeConfig
 from flashlane.kernels.decode.select import config_for, lengths_differ, rows_of, splits_for, stream_k_ctas
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.params import AttentionParams, check_outputs, params_without_addresses
-from flashlane.kernels.score import ScoreParams, has_score_tensors, run_time_score_inputs, score_places
-from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, seqlen_places
+from flashlane.kernels.score import ScoreParams, has_score_tensors, run_time_score_inputs, score_pointers
+from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, seqlen_pointers
 
 SOURCE = "kernels/decode/decode.cu"
 """The entry; the device files next to it hold the tile scheduler, the producer, the consumer and the combine."""
@@ -76,7 +76,7 @@ class PreparedDecode:
     Threads may share it: each launch has a block of parameters for itself (:mod:`flashlane.jit.launch_pool`).
 
     Args:
-        problem: what is asked.
+        problem: the attention problem.
         config: the configuration; None is the heuristic's.
         splits, debug: as :meth:`~flashlane.kernels.decode.decode.Decode.run` has them.
         q_strides, out_strides: strides of q and the output; of packed ones only those of a row and a head matter.
@@ -97,7 +97,7 @@ class PreparedDecode:
     ) -> None:
         self.config = config = _config_for(problem, config, sides)
         self.problem, self.sides, self.device = problem, sides, device
-        self.has_places, self.has_modifiers = not SeqlenConfig.of(problem).dense, has_score_tensors(problem)
+        self.has_seqlen_tensors, self.has_modifiers = not SeqlenConfig.of(problem).dense, has_score_tensors(problem)
         self.m_blocks = max(1, -(-rows_of(problem) // config.rows))
         tiles = problem.batch * problem.kv_heads * self.m_blocks
         self.function = jit.load(jit.compile(source_of(config), problem.arch, debug=debug), device)
@@ -168,17 +168,17 @@ class PreparedDecode:
             total_q: rows of packed queries, or −1.
         """
         key = addresses[1:] if self.config.tma else ()
-        block = self.plan.take(key)
+        block = self.plan.acquire(key)
         params, stream = block.params[0].params, self.stream_of(self.device)
         attention = params.attention
         attention.q, attention.k, attention.v = addresses
         attention.out, attention.lse = out.data_ptr(), lse.data_ptr()
         params.total_q = total_q
         if inputs is not None:
-            if self.has_places:
-                params.seqlen.point_to(seqlen_places(inputs))
+            if self.has_seqlen_tensors:
+                params.seqlen.point_to(seqlen_pointers(inputs))
             if self.has_modifiers:
-                params.score.point_to(score_places(inputs))
+                params.score.point_to(score_pointers(inputs))
         if self.partial_floats:  # the tensors live until after the launch; their memory is reused on this stream only
             capturing = stream != 0 and torch.cuda.is_current_stream_capturing()  # stream 0 cannot be captured
             if capturing or stream != block.stream:
@@ -189,7 +189,7 @@ class PreparedDecode:
             params.split.out = space.data_ptr()
             params.split.statistics = space.data_ptr() + FLOAT_BYTES * self.sum_floats
         block.enqueue(stream)
-        self.plan.give(key, block)
+        self.plan.release(key, block)
 
 
 _prepared = memoised(PreparedDecode)

@@ -68,7 +68,7 @@ def config_for(problem: AttentionProblem, tma: bool = True) -> DecodeConfig | No
     """The configuration of a problem, or None when no shape fits the architecture's shared memory.
 
     Args:
-        problem: what is asked.
+        problem: the attention problem.
         tma: whether TMA can read K and V.
     """
     problem = problem.chosen_for

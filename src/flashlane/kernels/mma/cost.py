@@ -128,7 +128,7 @@ def ranked(variant: Variant, problem: AttentionProblem) -> list[Predicted]:
 
     Args:
         variant: one of :data:`COMPARED`; of others nothing is known.
-        problem: what is asked.
+        problem: the attention problem.
     """
     if variant.tag not in COMPARED or problem.arch not in jit.LIMITS:
         return []
@@ -150,7 +150,7 @@ def _predicted(problem: AttentionProblem, config: MmaConfig, timed: Timed, resid
     """Microseconds of a configuration.
 
     Args:
-        problem: what is asked.
+        problem: the attention problem.
         config: the configuration.
         timed: what is known of its shape.
         resident: CTAs of an SM on the problem's architecture.

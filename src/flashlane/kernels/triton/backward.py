@@ -86,7 +86,7 @@ def triton_backward(
     """Gradients of all inputs that have one; sums in f32, and the same bits at every run.
 
     Args:
-        problem: what was asked.
+        problem: the attention problem.
         inputs: the tensors of the call, any strides.
         out: its output ``(b, sq, h, dv)``, or ``(total_q, h, dv)`` for varlen.
         lse: its LSE, natural logarithm, f32 ``(b, h, sq)``, or ``(h, total_q)``.

@@ -155,7 +155,7 @@ def pick(problem: AttentionProblem, precision: str, describable: bool, limit: in
     """The configuration for a problem.
 
     Args:
-        problem: what was asked.
+        problem: the attention problem.
         precision: of f32 products, one of :data:`PRECISIONS`.
         describable: whether its tensors can be read through descriptors.
         limit: bytes of shared memory of a block.

@@ -38,15 +38,15 @@ class DriverLaunch:
 
     def enqueuer(self) -> Callable[[Mapping[str, Any], int], None]:
         """What enqueues the kernel with the tensors of a call, by name, on a stream; it raises LaunchError."""
-        take, give, names = self.plan.take_any, self.plan.give_any, self.pointers
+        acquire, release, names = self.plan.acquire_any, self.plan.release_any, self.pointers
         tensors_of = operator.itemgetter(*names, names[-1])  # of one name alone it would give no tuple
         address_of = torch.Tensor.data_ptr
 
         def enqueue(tensors: Mapping[str, Any], stream: int) -> None:
-            block = take()
+            block = acquire()
             block.set_pointers(names, tuple(map(address_of, tensors_of(tensors)[:-1])))
             block.enqueue(stream)
-            give(block)
+            release(block)
 
         return enqueue
 

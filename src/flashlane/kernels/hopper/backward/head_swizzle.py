@@ -77,7 +77,7 @@ def fastest_section(problem: AttentionProblem, steps: Sequence[int], workers: in
     Many heads end evenly, as the longest tiles of all come first; few heads share what they read.
 
     Args:
-        problem: what is asked, of which :func:`by_model` is true.
+        problem: the attention problem, of which :func:`by_model` is true.
         steps: of a head's tiles, in their order.
         workers: CTAs, or clusters, that take tiles.
     """

@@ -101,7 +101,7 @@ def hopper_backward(
     dK and dV have the same bits at every run; so has dQ with ``problem.deterministic``, else it is summed in any order.
 
     Args:
-        problem: what was asked.
+        problem: the attention problem.
         inputs: the tensors of the call.
         out: its output ``(b, sq, h, dv)``, or ``(total_q, h, dv)`` for varlen.
         lse: its LSE, natural logarithm, f32 ``(b, h, sq)``, or ``(h, total_q)``.

@@ -30,9 +30,9 @@ from flashlane.kernels.score import (
     plain_score_inputs,
     row_gradient_partials,
     row_gradients,
-    score_places,
+    score_pointers,
 )
-from flashlane.kernels.seqlen import SeqlenParams, plain_seqlen_inputs, seqlen_places
+from flashlane.kernels.seqlen import SeqlenParams, plain_seqlen_inputs, seqlen_pointers
 
 SEMAPHORE_INTS = 8
 """Integers of ``DqSemaphore`` in ``dq_semaphore.cuh``."""
@@ -184,7 +184,7 @@ class RowBlocks:
     """The rows of a problem's queries by m-blocks.
 
     Args:
-        problem: what is asked.
+        problem: the attention problem.
         q_shape: of q.
         block_m: queries of an m-block.
     """
@@ -238,7 +238,7 @@ class PreparedBackward:
     Args:
         config: the configuration's tile; what the problem needs is switched on.
         schedule: what its design does with the tiles.
-        problem: what is asked.
+        problem: the attention problem.
         q_shape, k_shape: of the tensors.
         device: index of the GPU.
         program: the structure of what a program reads, where the configuration has one.
@@ -286,7 +286,7 @@ class PreparedBackward:
         inputs, device = plain_seqlen_inputs(plain_score_inputs(tensors.inputs)), tensors.dq.device
         launches = self._launches_of(tensors)
         key = tuple(tensor.data_ptr() for tensor in tensors.mapped)
-        block = launches.take(key)
+        block = launches.acquire(key)
         workspace = launch.allocator(device)((self.workspace.words,), (1,), torch.float32)
         partials = row_gradient_partials(inputs, self.problem.batch * self.rows.m_blocks)
         self._set_pointers(block, tensors, workspace.data_ptr(), partials)
@@ -295,7 +295,7 @@ class PreparedBackward:
             for number in range(len(self.schedule.gradients)):
                 complete(number, block.params[1 + number])
         block.enqueue(launch.stream_getter()(self.device))
-        launches.give(key, block)
+        launches.release(key, block)
         return row_gradients(partials, tensors.inputs)
 
     def functions(self) -> tuple[jit.Function, ...]:
@@ -316,14 +316,14 @@ class PreparedBackward:
     def _point_to(self, block: launch_pool.ParamsBlock, inputs: Inputs) -> None:
         """Set where a call's lengths and score modifiers lie, in all launches."""
         if self.problem.varlen:
-            places = seqlen_places(inputs)
+            pointers = seqlen_pointers(inputs)
             for params in block.params:
-                params.seqlen.point_to(places)
+                params.seqlen.point_to(pointers)
         if self.reads_score_tensors:
-            places = score_places(inputs)
+            pointers = score_pointers(inputs)
             for params in block.params:
                 if hasattr(params, "score"):
-                    params.score.point_to(places)
+                    params.score.point_to(pointers)
 
     def _set_pointers(
         self, block: launch_pool.ParamsBlock, tensors: Tensors, workspace: int, partials: torch.Tensor | None
@@ -376,7 +376,7 @@ class PreparedBackward:
                 plan = plans[kind] = self._launches_of(Tensors(Inputs(q, k, v), out, lse, do, None, dq, dk, dv))
             space = make(*words)
             at = space.data_ptr()
-            places = (
+            pointers = (
                 at_out,
                 lse.data_ptr(),
                 at_do,
@@ -386,18 +386,18 @@ class PreparedBackward:
                 *map(at.__add__, offsets),
             )
             if inputs is None:
-                block = plan.take(key)
-                block.set_pointers(names, places)
+                block = plan.acquire(key)
+                block.set_pointers(names, pointers)
                 block.enqueue(stream_of(index))
-                plan.give(key, block)
+                plan.release(key, block)
                 return dq, dk, dv
             # The small tensors as the kernels read them, which must live until the launches.
             plain, partials = plain_seqlen_inputs(plain_score_inputs(inputs)), row_gradient_partials(inputs, count)
-            block = plan.take(key)
-            block.set_pointers(names, places if partials is None else (*places, partials.data_ptr()))
+            block = plan.acquire(key)
+            block.set_pointers(names, pointers if partials is None else (*pointers, partials.data_ptr()))
             self._point_to(block, plain)
             block.enqueue(stream_of(index))
-            plan.give(key, block)
+            plan.release(key, block)
             return Gradients(dq, dk, dv, **row_gradients(partials, inputs))
 
         return repeat

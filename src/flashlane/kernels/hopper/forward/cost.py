@@ -100,7 +100,7 @@ class Launch:
     """A configuration's launch for a problem, of which the order of tiles is not fixed.
 
     Args:
-        problem: what is asked; packed sequences count as if all were as long as the longest, without a last wave.
+        problem: the problem; packed sequences count as if all were as long as the longest, without a last wave.
         config: the configuration.
         splits: parts of a tile's n-blocks.
     """
@@ -147,7 +147,7 @@ def slowdown(
     """How many times longer tiles take, since the heads that run at once share the bandwidth of device memory.
 
     Args:
-        problem: what is asked.
+        problem: the attention problem.
         config: the configuration.
         section: tile heads of a section.
         m_blocks: tiles of a head.

@@ -18,7 +18,7 @@ from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_feature
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.forward import ranged, select, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
-from flashlane.kernels.hopper.forward.launch import PreparedForward, launched, plain_inputs, sources_of
+from flashlane.kernels.hopper.forward.launch import PreparedForward, config_and_splits, plain_inputs, sources_of
 from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
 from flashlane.kernels.seqlen import SEQLEN_EXAMPLES
 
@@ -103,7 +103,7 @@ class HopperForward(DeviceKernel):
         return config.source()
 
     def sources(self, problem: AttentionProblem) -> tuple[KernelSource, ...]:
-        config, _ = launched(self.config(problem), problem)
+        config, _ = config_and_splits(self.config(problem), problem)
         return sources_of(config)
 
     def resources(self, config: HopperConfig) -> Resources:

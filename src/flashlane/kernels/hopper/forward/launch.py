@@ -21,8 +21,8 @@ from flashlane.kernels.hopper.block_lists import BlockListParams
 from flashlane.kernels.hopper.forward import tile_scheduler
 from flashlane.kernels.hopper.forward.config import COMBINE_WARPS, HopperConfig, combine_source
 from flashlane.kernels.hopper.forward.select import splits_of
-from flashlane.kernels.score import ScoreConfig, ScoreParams, has_score_tensors, plain_score_inputs, score_places
-from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, plain_seqlen_inputs, seqlen_places
+from flashlane.kernels.score import ScoreConfig, ScoreParams, has_score_tensors, plain_score_inputs, score_pointers
+from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, plain_seqlen_inputs, seqlen_pointers
 
 FLOAT_BYTES = 4
 WARP = 32
@@ -144,14 +144,14 @@ def plain_inputs(inputs: Inputs) -> Inputs:
     return plain_seqlen_inputs(plain_score_inputs(inputs))
 
 
-def launched(config: HopperConfig, problem: AttentionProblem) -> tuple[HopperConfig, int]:
+def config_and_splits(config: HopperConfig, problem: AttentionProblem) -> tuple[HopperConfig, int]:
     """The configuration that a problem is launched with, and how many splits its keys have."""
     splits = splits_of(problem, config) if config.split else 1
     return (config if splits > 1 else replace(config, split=False, combine_in_kernel=False)), splits
 
 
 def sources_of(config: HopperConfig) -> tuple[KernelSource, ...]:
-    """The kernels of a configuration from :func:`launched`: the main one, and what combines splits after it."""
+    """The kernels of a configuration of :func:`config_and_splits`: the main one, and what combines splits after it."""
     if config.split and not config.combine_in_kernel:
         return config.source(), combine_source(config.dtype, config.head_dim_v, config.score)
     return (config.source(),)
@@ -164,7 +164,7 @@ class PreparedForward:
 
     Args:
         config: the configuration.
-        problem: what is asked.
+        problem: the attention problem.
         q_shape, k_shape, q_stride, k_stride, v_stride, out_shape, out_stride: of the tensors.
         device: index of the GPU.
         program: the structure of what a program reads, where the configuration has one.
@@ -186,9 +186,9 @@ class PreparedForward:
         program: type[ctypes.Structure] | None = None,
         kind: type[ctypes.Structure] = HopperParams,
     ) -> None:
-        config, self.splits = launched(config, problem)
+        config, self.splits = config_and_splits(config, problem)
         self.config, self.problem, self.device = config, problem, device
-        self.has_places, self.has_modifiers = not SeqlenConfig.of(problem).dense, has_score_tensors(problem)
+        self.has_seqlen_tensors, self.has_modifiers = not SeqlenConfig.of(problem).dense, has_score_tensors(problem)
         *batch, rows, heads, _ = q_shape
         self.lse_shape = (*batch, heads, rows)
         _check_output(problem, q_shape, out_shape, out_stride)
@@ -268,7 +268,7 @@ class PreparedForward:
             inputs: those of :func:`plain_inputs`; needed where the problem has other tensors than these.
             complete: sets what else the parameters have: block lists, and what a program reads.
         """
-        block = self.plan.take(addresses)
+        block = self.plan.acquire(addresses)
         params, stream = block.params[0], self.stream_of(self.device)
         capturing = stream != 0 and torch.cuda.is_current_stream_capturing()  # stream 0 cannot be captured
         if capturing or stream != block.stream:
@@ -276,10 +276,10 @@ class PreparedForward:
             params.tiles_taken = counters.data_ptr()
             block.stream = None if capturing else stream
         if inputs is not None:
-            if self.has_places:
-                params.seqlen.point_to(seqlen_places(inputs))
+            if self.has_seqlen_tensors:
+                params.seqlen.point_to(seqlen_pointers(inputs))
             if self.has_modifiers:
-                params.score.point_to(score_places(inputs))
+                params.score.point_to(score_pointers(inputs))
         params.out, params.lse = out.data_ptr(), None if lse is None else lse.data_ptr()
         if complete is not None:
             complete(params)
@@ -287,7 +287,7 @@ class PreparedForward:
             self._launch_split(block, stream, out, inputs)
         else:
             block.enqueue(stream)
-        self.plan.give(addresses, block)
+        self.plan.release(addresses, block)
 
     def _launch_split(self, block: ParamsBlock, stream: int, out: torch.Tensor, inputs: Inputs | None) -> None:
         """:meth:`launch` of a block that has all but the memory of the partial results."""
@@ -300,7 +300,7 @@ class PreparedForward:
         else:
             combine = block.params[1].combine
             if inputs is not None:
-                block.params[1].score.point_to(score_places(inputs))
+                block.params[1].score.point_to(score_pointers(inputs))
         combine.out, combine.lse = params.out, params.lse
         params.out = combine.partial_out = space.data_ptr()
         params.lse = combine.partial_lse = space.data_ptr() + FLOAT_BYTES * self.partial_floats

@@ -48,7 +48,7 @@ def in_kernel_dq_of(problem: AttentionProblem, block_n: int, heads_per_section: 
     """What idle warps do in a launch over dense tensors.
 
     Args:
-        problem: what is asked.
+        problem: the attention problem.
         block_n: keys of a tile.
         heads_per_section: of the L2 head swizzle.
         sms: streaming multiprocessors.

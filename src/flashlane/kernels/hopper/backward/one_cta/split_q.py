@@ -56,7 +56,7 @@ def split_of(problem: AttentionProblem, config: OneCtaConfig, sms: int) -> Split
     """How a launch's tiles are split: the last ones of equal tiles, or all of few.
 
     Args:
-        problem: what is asked; an order of additions, or lengths that only the GPU knows, leave tiles whole.
+        problem: the attention problem; an order of additions, or lengths that only the GPU knows, leave tiles whole.
         config: the tile.
         sms: streaming multiprocessors.
     """

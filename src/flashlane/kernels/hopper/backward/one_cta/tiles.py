@@ -76,7 +76,7 @@ def least_work(problem: AttentionProblem, tile: OneCtaConfig, rows: tuple[int, .
     """Queries of a step with which the steps of all tiles take least; the first of equals.
 
     Args:
-        problem: what is asked.
+        problem: the attention problem.
         tile: the tile, for its keys.
         rows: that are compared.
         step: what a step takes besides its queries, in queries.

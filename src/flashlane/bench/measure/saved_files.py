@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedFiles:
     """The files that were written, and what went wrong before."""
 
     paths: tuple[Path, ...]
     problem: str = ""
 
-    def tell(self, console: Console) -> None:
+    def report_to(self, console: Console) -> None:
         """Say where the files are; what went wrong goes to stderr."""
         if self.problem:
             print(f"error: {self.problem}", file=sys.stderr)
@@ -35,15 +35,15 @@ class Kept:
             console.print(f"wrote {path}", style="dim", soft_wrap=True, markup=False)
 
 
-def keep_texts(directory: Path, texts: Mapping[str, str | bytes]) -> Kept:
+def save_texts(directory: Path, texts: Mapping[str, str | bytes]) -> SavedFiles:
     """Write files by their names into a folder; where that fails, all of them into the folder for temporary files."""
-    return keep_files(
+    return save_files(
         directory, {name: lambda path, text=text: write_atomically(path, text) for name, text in texts.items()}
     )
 
 
-def keep_files(directory: Path, writers: Mapping[str, Callable[[Path], None]]) -> Kept:
-    """:func:`keep_texts` of files that are not texts: each writer gets the path, and raises OSError where it cannot."""
+def save_files(directory: Path, writers: Mapping[str, Callable[[Path], None]]) -> SavedFiles:
+    """:func:`save_texts` of files that are not texts: each writer gets the path, and raises OSError where it cannot."""
     problem = ""
     for folder in (directory, Path(tempfile.gettempdir())):
         try:
@@ -52,16 +52,18 @@ def keep_files(directory: Path, writers: Mapping[str, Callable[[Path], None]]) -
         except OSError as error:
             reason = error.strerror or error
             if problem:
-                return Kept((), f"{problem}; nor can {str(folder)!r} ({reason}): only what is printed is kept")
+                return SavedFiles((), f"{problem}; nor can {str(folder)!r} ({reason}): only what is printed is kept")
             problem = f"--out is {str(folder)!r}, which cannot be written ({reason})"
         else:
             where = f"{problem}; the results are in {folder}" if problem else ""
-            return Kept(tuple(folder / name for name in writers), where)
+            return SavedFiles(tuple(folder / name for name in writers), where)
     raise AssertionError("unreachable")
 
 
-def keep(results: Results, directory: Path, extra: Mapping[str, str] | None = None, kind: str = "bench") -> Kept:
-    """:func:`keep_texts` of a run's JSON and CSV.
+def save_results(
+    results: Results, directory: Path, extra: Mapping[str, str] | None = None, kind: str = "bench"
+) -> SavedFiles:
+    """:func:`save_texts` of a run's JSON and CSV.
 
     Args:
         results: the results of the run.
@@ -73,4 +75,4 @@ def keep(results: Results, directory: Path, extra: Mapping[str, str] | None = No
 
     stem = file_stem(str(results.environment.get("device", "device")), kind)
     texts = {".json": results.to_json(), ".csv": results.to_csv(), **(extra or {})}
-    return keep_texts(directory, {f"{stem}{suffix}": text for suffix, text in texts.items()})
+    return save_texts(directory, {f"{stem}{suffix}": text for suffix, text in texts.items()})
