@@ -106,6 +106,28 @@ def test_what_the_operator_is_asked_is_part_of_the_key(
         assert recorder.problems[-1] == recorder.problems[0]
 
 
+def test_which_tensors_are_given_is_seen(recorder: Recorder) -> None:
+    """Calls that ask the same and differ in what they have besides q, k and v, one after another."""
+    q, k, v = qkv()
+    given = {"alibi_slopes": torch.rand(2), "sinks": torch.randn(2), "logit_scale": torch.rand(2)}
+    kinds = [("sinks",), ("alibi_slopes", "sinks"), ("alibi_slopes",), tuple(given), ("sinks", "logit_scale")]
+    for names in kinds * 3:
+        flashlane.flash_attn_func(q, k, v, **{name: given[name] for name in names})
+        problem = recorder.problems[-1]
+        assert (problem.alibi, problem.sinks, problem.logit_scale) == tuple(name in names for name in given)
+    assert recorder.prepared == len(kinds)
+
+
+def test_the_greatest_lengths_are_seen(recorder: Recorder) -> None:
+    q, k, v = (t[0] for t in qkv())
+    cu = torch.tensor([0, 20, 64], dtype=torch.int32)
+    kinds = [(44, 44), (44, 60), (60, 44), (64, 64)]
+    for lengths in kinds * 3:
+        flashlane.flash_attn_varlen_func(q, k, v, cu, cu, *lengths)
+        assert (recorder.problems[-1].seqlen_q, recorder.problems[-1].seqlen_k) == lengths
+    assert recorder.prepared == len(kinds)
+
+
 @pytest.mark.parametrize("call", [flashlane.flash_attn_func, through_the_operator])
 def test_the_kernel_that_is_named_runs(recorder: Recorder, call: Callable) -> None:
     tensors = qkv()

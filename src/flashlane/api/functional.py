@@ -83,7 +83,7 @@ def flash_attn_func(
         found = ops.run_cached(q, k, v, tag_and_options, return_lse)
         if found is not None:
             return found if return_lse else found[0]
-    inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks, logit_scale=logit_scale)
+    inputs = Inputs(q, k, v, alibi_slopes, attn_bias, sinks, logit_scale)  # keywords take a microsecond
     return _attend(inputs, tag_and_options, return_lse, return_attn_probs)
 
 
@@ -183,23 +183,13 @@ def flash_attn_varlen_func(
     Returns:
         out ``(total_q, h, dv)``, and where asked the LSE ``(h, total_q)``.
     """
-    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(cu, torch.Tensor):
-            raise TypeError(f"{name} is {kind_of(cu)}; it must be an int32 torch.Tensor of shape (batch + 1,)")
-    inputs = Inputs(
-        q,
-        k,
-        v,
-        alibi_slopes=alibi_slopes,
-        bias=attn_bias,
-        sinks=sinks,
-        logit_scale=logit_scale,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        block_table=block_table,
-        max_seqlen_q=whole_number(max_seqlen_q),
-        max_seqlen_k=whole_number(max_seqlen_k),
-    )
+    if not (isinstance(cu_seqlens_q, torch.Tensor) and isinstance(cu_seqlens_k, torch.Tensor)):
+        cu = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        name = next(name for name, given in cu.items() if not isinstance(given, torch.Tensor))
+        raise TypeError(f"{name} is {kind_of(cu[name])}; it must be an int32 torch.Tensor of shape (batch + 1,)")
+    modifiers = alibi_slopes, attn_bias, sinks, logit_scale
+    longest = whole_number(max_seqlen_q), whole_number(max_seqlen_k)
+    inputs = Inputs(q, k, v, *modifiers, cu_seqlens_q, cu_seqlens_k, None, None, None, block_table, None, *longest)
     tag_and_options = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, 0
     return _attend(inputs, tag_and_options, return_lse, return_attn_probs)
 
@@ -337,19 +327,8 @@ def flash_attn_with_kvcache(
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
     wants_lse, lengths_given = return_softmax_lse or return_lse, isinstance(cache_seqlens, torch.Tensor)
-    inputs = Inputs(
-        q,
-        k_cache,
-        v_cache,
-        alibi_slopes=alibi_slopes,
-        bias=attn_bias,
-        sinks=sinks,
-        logit_scale=logit_scale,
-        seqused_k=cache_seqlens if lengths_given else None,
-        leftpad_k=cache_leftpad,
-        batch_idx=cache_batch_idx,
-        block_table=block_table,
-    )
+    modifiers, used = (alibi_slopes, attn_bias, sinks, logit_scale), cache_seqlens if lengths_given else None
+    inputs = Inputs(q, k_cache, v_cache, *modifiers, None, None, used, cache_leftpad, cache_batch_idx, block_table)
     if lengths_given and k is v is rotary_cos is rotary_sin is None and type(num_splits) is int:
         # With lengths, no call is remembered that has gradients; and none whose tensors had to be copied or cut first.
         tag_and_options = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, 0.0, False, num_splits
@@ -428,7 +407,7 @@ def _unpack(
 
 def _attend(inputs: Inputs, tag_and_options: tuple[Any, ...], return_lse: bool, return_attn_probs: bool) -> Result:
     """A call that :func:`ops.run_cached` has not been asked for yet, unless q, k and v are all of its tensors."""
-    if not (return_attn_probs or inputs.alone):
+    if not return_attn_probs and (inputs.cu_seqlens_q is not None or not inputs.alone):
         found = ops.run_cached(inputs.q, inputs.k, inputs.v, tag_and_options, return_lse, inputs)
         if found is not None:
             return found if return_lse else found[0]

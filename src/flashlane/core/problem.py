@@ -447,9 +447,10 @@ _KEY_TYPES: dict[Any, tuple[type, ...]] = {
 """The exact types of values that can be part of a key, by the type of a field of :class:`CallOptions`."""
 _PLAIN_TYPES = set(product(*(_KEY_TYPES[hint] for hint in get_type_hints(CallOptions).values())))
 _WINDOW = CallOptions._fields.index("window_size")
-_LENGTHS = tuple(name for name in ARGUMENTS if name not in TENSORS)
-lengths_of = operator.attrgetter(*_LENGTHS)
-"""The fields of :class:`Inputs` that are no tensors. They are the last ones."""
+LENGTHS = tuple(name for name in ARGUMENTS if name not in TENSORS)
+"""The fields of :class:`Inputs` that are no tensors: the greatest lengths. They are the last ones."""
+lengths_of = operator.attrgetter(*LENGTHS)
+"""These of :class:`Inputs`."""
 tensors_of = operator.attrgetter(*TENSORS)
 """The tensors of :class:`Inputs`."""
 

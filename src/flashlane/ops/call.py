@@ -53,11 +53,11 @@ def run_cached(
     """
     if _compiling():
         return None
-    key, tensors = tag_and_options, (q, k, v)
     try:
-        if inputs is not None:
-            key, tensors = call_cache.key_and_tensors(tag_and_options, inputs)
-        entry = call_cache.find(key, tensors)
+        if inputs is None:
+            entry = call_cache.find(tag_and_options, (q, k, v))
+        else:
+            entry = call_cache.find_for(tag_and_options, inputs)
     except (TypeError, AttributeError, RuntimeError):  # what cannot be a key, or is no tensor of the usual kind
         return None
     if entry is None:

@@ -11,6 +11,7 @@ What tensors hold is no part of an entry. Where the checks read it, as they do o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ import torch
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import (
+    LENGTHS,
+    TENSORS,
     VECTOR_BYTES,
     AttentionProblem,
     Inputs,
@@ -52,6 +55,8 @@ class Entry:
 
     guard: Callable[..., bool]
     """Whether it holds for tensors, at this moment: all but their addresses and contents is as in the first call."""
+    inputs_guard: Callable[[Inputs], bool]
+    """The same for the inputs of a call that has these tensors at the same places, and lengths of the same types."""
     records: bool
     """Whether autograd records such a call: some tensor requires gradients, and gradients are on."""
     problem: AttentionProblem
@@ -84,6 +89,8 @@ Key = tuple[Any, ...]
 _entries: dict[tuple[Key, torch.Size, torch.Size], tuple[Entry, ...]] = {}
 _latest: dict[Key, Entry] = {}
 """The entry that held last for each key; it is tried before the shapes are looked at."""
+_latest_of_inputs: dict[Key, Entry] = {}
+"""The entry that held last for the options of calls with more tensors than q, k and v, and their greatest lengths."""
 SIZE = 4096
 """Keys that are kept."""
 ENTRIES_A_KEY = 8
@@ -95,6 +102,7 @@ def forget() -> None:
     """Drop all entries."""
     _entries.clear()
     _latest.clear()
+    _latest_of_inputs.clear()
 
 
 registry.on_change(forget)
@@ -133,6 +141,21 @@ def find(key: Key, tensors: Tensors) -> Entry | None:
     return None
 
 
+def find_for(options_key: Key, inputs: Inputs) -> Entry | None:
+    """:func:`find` for a call that has other tensors than q, k and v, or one tensor in two places.
+
+    Mostly it is like the last call with the same options: then there is no key to build.
+    """
+    recent = options_key, inputs.max_seqlen_q, inputs.max_seqlen_k
+    entry = _latest_of_inputs.get(recent)
+    if entry is not None and entry.inputs_guard(inputs):
+        return entry
+    entry = find(*key_and_tensors(options_key, inputs))
+    if entry is not None:
+        _latest_of_inputs[recent] = entry
+    return entry
+
+
 def _shaped(key: Key, tensors: Tensors) -> tuple[Key, torch.Size, torch.Size]:
     return key, tensors[0].shape, tensors[len(tensors) > 1].shape
 
@@ -154,20 +177,24 @@ def remember(
     if inputs.dropout_seed is not None or not (type(q) is type(k) is type(v) is torch.Tensor and aligned(q, k, v)):
         return None
     key = options_key
-    if not (inputs.alone and q is not k and k is not v and v is not q):
+    more = not (inputs.alone and q is not k and k is not v and v is not q)
+    if more:
         key, tensors = key_and_tensors(options_key, inputs)
         if not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors):
             return None
     guard = _guard(*tensors)
     if guard is None:
         return None
-    run = _runner(problem, inputs, kernel)
-    entry = Entry(guard, wants_grad(inputs), problem, kernel, run, contents_are_read(inputs), autocast)
+    guards = guard, _inputs_guard(inputs, guard)
+    run, reads = _runner(problem, inputs, kernel), contents_are_read(inputs)
+    entry = Entry(*guards, wants_grad(inputs), problem, kernel, run, reads, autocast)
     if len(_entries) >= SIZE:
         forget()
     shaped = _shaped(key, tensors)
     _entries[shaped] = (entry, *_entries.get(shaped, ()))[:ENTRIES_A_KEY]
     _latest[key] = entry
+    if more:
+        _latest_of_inputs[options_key, inputs.max_seqlen_q, inputs.max_seqlen_k] = entry
     return entry
 
 
@@ -188,6 +215,34 @@ def _guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
         return check
     grad = torch.is_grad_enabled()
     return lambda *others: check(*others) and torch.is_grad_enabled() == grad
+
+
+def _inputs_guard(inputs: Inputs, guard: Callable[..., bool]) -> Callable[[Inputs], bool]:
+    """See :attr:`Entry.inputs_guard`; ``guard`` says it of the tensors, each taken once."""
+    given = None, *tensors_of(inputs)
+    ids = tuple(map(id, given))
+    return _comparison(tuple(map(ids.index, ids[1:])), tuple(map(type, lengths_of(inputs))))(guard)
+
+
+@functools.lru_cache(maxsize=256)
+def _comparison(first: tuple[int, ...], types: tuple[type, ...]) -> Callable[..., Callable[[Inputs], bool]]:
+    """Code that compares the tensors of a call with one another, in place of what a key would be built of.
+
+    Args:
+        first: for each tensor of :class:`Inputs` at which place, from 1, it is given first; 0: it is not given.
+        types: of the greatest lengths.
+
+    Returns:
+        A function of a check of the tensors, each once, in their order; it takes no tensor twice. It gives a function
+        of inputs that says whether they have these tensors, in these places and no others, and pass the check.
+    """
+    places = [f"inputs.{name}" for name in TENSORS]
+    absent = [place for place, at in zip(places, first, strict=True) if not at]
+    again = [f"{place} is {places[at - 1]}" for n, (place, at) in enumerate(zip(places, first), 1) if 0 < at < n]
+    once = [place for n, (place, at) in enumerate(zip(places, first), 1) if at == n]
+    terms = [" is ".join((*absent, "None"))] if absent else []
+    terms += [*again, *(f"type(inputs.{name}) is {name}" for name in LENGTHS), f"check({', '.join(once)})"]
+    return eval(f"lambda check: lambda inputs: {' and '.join(terms)}", dict(zip(LENGTHS, types, strict=True)))
 
 
 def shapes(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

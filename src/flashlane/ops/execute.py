@@ -35,7 +35,7 @@ def find_cached(
     key, others = schema.key_of(rest), schema.others_of(rest)
     inputs = Inputs(q, k, v, *others) if any(t is not None for t in others) else None
     try:
-        entry = call_cache.find(*((key, (q, k, v)) if inputs is None else call_cache.key_and_tensors(key, inputs)))
+        entry = call_cache.find(key, (q, k, v)) if inputs is None else call_cache.find_for(key, inputs)
     except TypeError:  # what cannot be a key
         entry = None
     if entry is not None and entry.reads_contents and not entry.holds(inputs):

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from flashlane.core.problem import Inputs
+
+_compiler = torch.compiler
+_transforms_active, _modes_active = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
+_profiling, _tracing = torch.autograd._profiler_enabled, torch._C._is_tracing
 
 
 def is_observed() -> bool:
     """Whether calls in this thread are being recorded, observed or transformed, whatever their tensors are."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or _get_current_dispatch_mode() is not None
+        _compiler.is_dynamo_compiling()
+        or _compiler._is_compiling_flag
+        or _transforms_active()
+        or _modes_active() > 0
         or forward_ad._current_level >= 0
-        or torch.autograd._profiler_enabled()
-        or torch.jit.is_tracing()
+        or _profiling()
+        or _tracing()
     )
 
 
