@@ -3,13 +3,14 @@
     python3 benchmarks/scripts/compare_trees.py --before OLD/src --after src --seed 7 --out compare_trees.json
     python3 benchmarks/scripts/compare_trees.py --before OLD/src --repeat compare_trees.json --out again.json
 
-Problems are drawn by bench/measure/drawn.py, or with ``--repeat`` those that earlier runs found slower by over 1 %.
+Problems are drawn by bench/measure/drawn.py, or with ``--repeat`` those that earlier runs found slower by over 1 %, or
+with ``--problems`` those of a JSON list of what a row has as ``spec``.
 Each tree runs in a process of its own, because a process can import the package once. Only one of them computes at a
 time: for each problem and round the order of the two is drawn, each runs the call by itself for ``--warm`` milliseconds
 before it is timed, and device events time ``--timed`` milliseconds of calls of the public function, replayed from a
-CUDA graph where it can be captured. A problem whose median is behind by more than ``--again`` is timed for three times
-as many further rounds. With ``--kernels`` a row also has the microseconds of each kernel of a call, so that a loss can
-be traced to one.
+CUDA graph where it can be captured; with ``--eager`` none is, so that the host counts too. A problem whose median is
+behind by more than ``--again`` is timed for three times as many further rounds. With ``--kernels`` a row also has the
+microseconds of each kernel of a call, so that a loss can be traced to one.
 
 Results of both trees are compared bit by bit (not dQ, which is summed in any order), and where bits differ by random
 projections, which estimate ‖a − b‖ / ‖b‖. Exit status 1 when results differ by more than rounding, when a problem is
@@ -199,7 +200,7 @@ def worker() -> None:
                 torch.cuda.synchronize()
                 answer["results"] = [facts(result) for result in results]
                 del results
-                calls["call"], answer["graph"] = captured(call)
+                calls["call"], answer["graph"] = (call, False) if asked["eager"] else captured(call)
                 answer["ms"] = timed(calls["call"], WARM_CALLS, WARM_CALLS)
             elif asked["do"] == "kernels":
                 answer["kernels"] = kernels_of(calls["call"])
@@ -326,7 +327,7 @@ def compare(
     """A row: both trees' times, their ratio, and whether their results are the same."""
     row: dict[str, Any] = {"problem": spec["name"], "spec": spec}
     for tree in trees.values():  # both compile at once
-        tree.send(do="build", spec=spec)
+        tree.send(do="build", spec=spec, eager=given.eager)
     built = {name: tree.receive() for name, tree in trees.items()}
     errors = {name: answer["error"] for name, answer in built.items() if "error" in answer}
     if errors:
@@ -371,6 +372,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="problems whose names have all these words: 'D128 window'")
     parser.add_argument("--kernels", action="store_true", help="also count the time of each kernel")
     parser.add_argument("--repeat", type=Path, nargs="+", help="results of earlier runs: time what was slower again")
+    parser.add_argument("--problems", type=Path, help="a JSON list of problems")
+    parser.add_argument("--eager", action="store_true", help="time calls and not replays of graphs")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     import torch
@@ -381,9 +384,11 @@ def main() -> int:
         "script": "benchmarks/scripts/compare_trees.py", "seed": given.seed, "device": torch.cuda.get_device_name(),
         "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
         "commits": os.environ.get("COMPARED_COMMITS", ""),
-        "repeated": [file.name for file in given.repeat or ()], "rounds": given.rounds, "rows": rows,
+        "repeated": [file.name for file in given.repeat or ()], "rounds": given.rounds, "eager": given.eager,
+        "rows": rows,
     }  # fmt: skip
-    for spec in repeated(given.repeat) if given.repeat else problems(given.seed, given.count):
+    specs = repeated(given.repeat) if given.repeat else problems(given.seed, given.count)
+    for spec in json.loads(given.problems.read_text()) if given.problems else specs:
         if not set(given.only.split()) <= set(spec["name"].split()):
             continue
         if time.monotonic() - start > given.seconds:

@@ -220,6 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = [name for name in given.cases.split(",") if name]
     if not names or not set(names) <= set(CASES):
         parser.error(f"--cases is {given.cases!r}; it may hold {', '.join(CASES)}")
+    sys.path.insert(0, str(ROOT / "src"))  # as each child has it
     import torch
 
     from flashlane.bench.measure.environment import environment

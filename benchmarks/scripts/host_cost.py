@@ -7,8 +7,10 @@ is timed is the time until the call returns. Rounds are short enough that the qu
 problem small enough that the device keeps up. The implementation ``nothing`` is ours with a kernel that launches
 nothing: the part of the cost that is this library's Python. ``autograd alone`` is an empty ``torch.autograd.Function``
 with our tensors, forward and backward: what torch's own autograd costs, which no function in Python goes below. A
-backward is that of ``out.backward(do)``, with the gradients of the step before dropped. On a machine without a GPU,
-where a call returns when it is computed, that is all that is measured. Writes host_cost.json, again after each round.
+backward is that of ``out.backward(do)``, with the gradients of the step before dropped; that of one kept graph is
+``torch.autograd.grad``, as the bench times it. ``packed`` rows are of two sequences in one tensor with their lengths.
+On a machine without a GPU, where a call returns when it is computed, that is all that is measured. Writes
+host_cost.json, again after each round.
 """
 
 from __future__ import annotations
@@ -69,8 +71,9 @@ class Cost:
 
     name: str
     path: str
-    """``direct``, ``operator``, ``gradient`` (forward that records one), ``both`` (forward and backward), ``floor`` or
-    ``peer``, ``peer gradient``, ``peer both``."""
+    """``direct``, ``operator``, ``gradient`` (forward that records one), ``both`` (forward and backward), ``kept``
+    (backward of one kept graph), ``floor both``, ``floor kept`` or ``peer``, ``peer gradient``, ``peer both``,
+    ``peer kept``; the same with ``packed`` before it."""
     kernel: str
     samples: list[float] = field(default_factory=list)
     error: str = ""
@@ -119,7 +122,48 @@ def ours(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterato
     yield Cost(f"{name}: flashlane::forward, every argument", "operator", name), lambda: operator(*whole), torch.no_grad
     yield Cost(f"{name}: flash_attn_func with gradient", "gradient", name), recorded, contextlib.nullcontext
     if name != Nothing.tag:
-        yield Cost(f"{name}: forward and backward", "both", name), Both(recorded, grad), contextlib.nullcontext
+        yield from backwards(f"{name}:", "", name, recorded, grad, contextlib.nullcontext)
+
+
+def ours_packed(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterator[tuple[Cost, Call, Context]]:
+    """The same of packed sequences, causal."""
+    lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, inputs.max_seqlen_k)
+    function = flashlane.flash_attn_varlen_func
+
+    def direct() -> object:
+        return function(inputs.q, inputs.k, inputs.v, *lengths, causal=True, kernel=kernel)
+
+    def recorded() -> object:
+        return function(grad.q, grad.k, grad.v, *lengths, causal=True, kernel=kernel)
+
+    yield Cost(f"{name}: flash_attn_varlen_func", "packed direct", name), direct, torch.no_grad
+    title = f"{name}: flash_attn_varlen_func with gradient"
+    yield Cost(title, "packed gradient", name), recorded, contextlib.nullcontext
+    if name != Nothing.tag:
+        yield from backwards(f"{name}: packed", "packed ", name, recorded, grad, contextlib.nullcontext)
+
+
+def backwards(
+    title: str, before: str, kernel: str, call: Call, grad: Inputs, context: Context
+) -> Iterator[tuple[Cost, Call, Context]]:
+    """A call's forward and backward, and its backward alone. ``before`` is the begin of their paths."""
+    yield Cost(f"{title} forward and backward", f"{before}both", kernel), Both(call, grad), context
+    yield Cost(f"{title} backward of one kept graph", f"{before}kept", kernel), Kept(call, grad), context
+
+
+class Kept:
+    """The backward of a graph that one call of ``forward`` recorded."""
+
+    def __init__(self, forward: Call, grad: Inputs) -> None:
+        self.forward, self.leaves = forward, (grad.q, grad.k, grad.v)
+        self.graph: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self) -> None:
+        if self.graph is None:
+            out = self.forward()
+            out = out[0] if isinstance(out, tuple) else out
+            self.graph = out, torch.randn_like(out)
+        torch.autograd.grad(self.graph[0], self.leaves, self.graph[1], retain_graph=True)
 
 
 class Both:
@@ -155,18 +199,20 @@ class Empty(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def floor(grad: Inputs) -> tuple[Cost, Call, Context]:
+def floor(grad: Inputs) -> Iterator[tuple[Cost, Call, Context]]:
     """Autograd without attention."""
-    call = Both(lambda: Empty.apply(grad.q, grad.k, grad.v), grad)
-    return Cost("autograd alone: forward and backward", "floor", "none"), call, contextlib.nullcontext
+    yield from backwards(
+        "autograd alone:", "floor ", "none", lambda: Empty.apply(grad.q, grad.k, grad.v), grad, contextlib.nullcontext
+    )
 
 
 def peers(problem: AttentionProblem, inputs: Inputs, grad: Inputs) -> Iterator[tuple[Cost, Call, Context]]:
     """The peers that this machine has, with and without a gradient."""
+    packed = "packed " if problem.varlen else ""
     for peer in PEERS:
         if peer.tag not in PEER_TAGS or peer.available(inputs.q.device) or peer.supports(problem):
             continue
-        for suffix, path, tensors in (("", "peer", inputs), (" with gradient", "peer gradient", grad)):
+        for suffix, path, tensors in (("", "peer", inputs), ("with gradient", "peer gradient", grad)):
 
             @contextlib.contextmanager
             def context(peer=peer, recording=bool(suffix)) -> Iterator[None]:
@@ -174,10 +220,17 @@ def peers(problem: AttentionProblem, inputs: Inputs, grad: Inputs) -> Iterator[t
                     yield
 
             call = peer.prepare(problem, tensors)
-            yield Cost(peer.tag + suffix, path, peer.tag), call, context
+            yield Cost(f"{peer.tag} {packed}{suffix}".rstrip(), packed + path, peer.tag), call, context
             if suffix:
-                both = Both(call, grad)
-                yield Cost(f"{peer.tag} forward and backward", "peer both", peer.tag), both, context
+                yield from backwards(f"{peer.tag} {packed}".rstrip(), f"{packed}peer ", peer.tag, call, grad, context)
+
+
+def packed_inputs(inputs: Inputs) -> Inputs:
+    """The rows of a batch of one as two sequences, of a third and of two thirds of them."""
+    tensors = tuple(t.detach()[0].clone().requires_grad_(t.requires_grad) for t in (inputs.q, inputs.k, inputs.v))
+    rows = tensors[0].shape[0]
+    cu, most = torch.tensor([0, rows // 3, rows], dtype=torch.int32, device=inputs.q.device), rows - rows // 3
+    return Inputs(*tensors, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=most, max_seqlen_k=most)
 
 
 def one_round(call: Call, context: Context, wait: Callable[[], None], calls: int) -> float:
@@ -239,13 +292,18 @@ def main(arguments: list[str] | None = None) -> int:
     grad = Inputs(*(t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)))
     with torch.no_grad():
         problem = AttentionProblem.from_inputs(inputs, causal=True)
+    packed, packed_grad = packed_inputs(inputs), packed_inputs(grad)
     registry.register(Nothing())
-    items = [floor(grad), *ours(inputs, grad, "nothing", "nothing")]
+    items = [*floor(grad), *ours(inputs, grad, "nothing", "nothing")]
+    items += ours_packed(packed, packed_grad, "nothing", "nothing")
     tag = dispatch.select(problem, given.kernel).tag
     if gpu or given.kernel:
         items += ours(inputs, grad, given.kernel, tag)
+        items += ours_packed(packed, packed_grad, given.kernel, tag)
     if gpu:
         items += peers(problem, inputs, grad)
+        with torch.no_grad():
+            items += peers(AttentionProblem.from_inputs(packed, causal=True), packed, packed_grad)
     body = {"format": FORMAT, "environment": environment(device), "problem": problem.describe(), **shape}
     body |= {"calls": CALLS, "method": "host clock, the device waited for outside", "limits_us": LIMITS, "auto": tag}
     path = given.out / "host_cost.json"
