@@ -10,7 +10,7 @@ import pytest
 import torch
 from hopper_fakes import WORD, Launches, install
 from host_calls import quick
-from other_tensors import CACHES, LENGTHS, LONGEST, MODIFIERS, Call, Kind, drawn, offsets
+from other_tensors import CACHES, CAPACITY, LENGTHS, LONGEST, MODIFIERS, Call, Kind, drawn, offsets
 
 import flashlane
 from flashlane.core import problem, registry
@@ -260,6 +260,20 @@ def test_a_cache_whose_inputs_want_gradients_still_refuses_them(forgotten: None)
         out = call.function(q, *call.operands[1:], **call.named)
         with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache"):
             out.sum().backward()
+
+
+def test_one_length_for_all_sequences_goes_the_short_way(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Kind("cache seqused").call(0, torch.float32)
+    lengths = (5, 0, CAPACITY, 7)
+    wanted = [call(cache_seqlens=torch.full((4,), length, dtype=torch.int32)) for length in lengths]
+    call_cache.forget()
+    call(cache_seqlens=1)
+    quick(monkeypatch)
+    for length, want in zip(lengths, wanted, strict=True):
+        assert torch.equal(call(cache_seqlens=length), want)
+    for bad in (-1, CAPACITY + 1, True, 2.0):
+        with pytest.raises((TypeError, ValueError), match=rf"cache_seqlens is ({bad}|a .*); it may be"):
+            call(cache_seqlens=bad)
 
 
 @pytest.mark.parametrize("advance", [False, True])

@@ -326,9 +326,11 @@ def flash_attn_with_kvcache(
         TypeError, ValueError: an argument cannot be; the message names it.
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
-    wants_lse, lengths_given = return_softmax_lse or return_lse, isinstance(cache_seqlens, torch.Tensor)
-    modifiers, used = (alibi_slopes, attn_bias, sinks, logit_scale), cache_seqlens if lengths_given else None
-    inputs = Inputs(q, k_cache, v_cache, *modifiers, None, None, used, cache_leftpad, cache_batch_idx, block_table)
+    if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
+        cache_seqlens = kvcache.lengths_tensor(whole_number(cache_seqlens), q, k_cache, v_cache, block_table)
+    wants_lse, lengths_given = return_softmax_lse or return_lse, cache_seqlens is not None
+    modifiers, cache = (alibi_slopes, attn_bias, sinks, logit_scale), (cache_leftpad, cache_batch_idx, block_table)
+    inputs = Inputs(q, k_cache, v_cache, *modifiers, None, None, cache_seqlens, *cache)
     if lengths_given and k is v is rotary_cos is rotary_sin is None and type(num_splits) is int:
         # With lengths, no call is remembered that has gradients; and none whose tensors had to be copied or cut first.
         tag_and_options = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, 0.0, False, num_splits
@@ -342,7 +344,7 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
-        cache_seqlens=cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else whole_number(cache_seqlens),
+        cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,

@@ -150,7 +150,7 @@ def attend_cache(
     rotary_cos: torch.Tensor | None,
     rotary_sin: torch.Tensor | None,
     rotary_interleaved: bool,
-    cache_seqlens: int | torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
     cache_batch_idx: torch.Tensor | None,
     cache_leftpad: torch.Tensor | None,
     block_table: torch.Tensor | None,
@@ -165,7 +165,7 @@ def attend_cache(
     q, k_cache, v_cache = inputs.q, inputs.k, inputs.v
     check_splits(options["num_splits"])
     capacity = _check_caches(q, k_cache, v_cache, block_table)
-    seqused = _lengths(cache_seqlens, q, capacity)
+    seqused = _contiguous(cache_seqlens)
     batch_idx, leftpad, table = (_contiguous(t) for t in (cache_batch_idx, cache_leftpad, block_table))
     if table is None and batch_idx is None and k_cache.shape[0] > q.shape[0]:
         k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
@@ -211,25 +211,13 @@ def _rows_contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
     return t if t is None or t.stride(-1) == 1 else t.contiguous()
 
 
-def _check_caches(q: Any, k_cache: Any, v_cache: Any, block_table: Any) -> int:
-    """Rank, so that the rest may read shapes; returns how many rows a sequence may have."""
-    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        axes = ", ".join(axes_of(name[:1], varlen=False, paged=block_table is not None))
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
-        if t.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank 4: ({axes})")
-    if block_table is None:
-        return k_cache.shape[1]
-    if not isinstance(block_table, torch.Tensor) or block_table.dim() != 2:
-        what = tuple(block_table.shape) if isinstance(block_table, torch.Tensor) else kind_of(block_table)
-        raise ValueError(f"block_table is {what}; it must be an int32 torch.Tensor of shape (batch, pages)")
-    return k_cache.shape[1] * block_table.shape[1]
+def lengths_tensor(cache_seqlens: Any, q: Any, k_cache: Any, v_cache: Any, block_table: Any) -> torch.Tensor:
+    """One length for all sequences as a tensor; the arguments are those of ``flash_attn_with_kvcache``.
 
-
-def _lengths(cache_seqlens: Any, q: torch.Tensor, capacity: int) -> torch.Tensor | None:
-    if cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor):
-        return _contiguous(cache_seqlens)
+    Raises:
+        TypeError, ValueError: it is no int, or is more than a sequence may have; or the caches are no caches.
+    """
+    capacity = _check_caches(q, k_cache, v_cache, block_table)
     if type(cache_seqlens) is not int:
         raise TypeError(
             f"cache_seqlens is {kind_of(cache_seqlens)}; it may be an int or an int32 torch.Tensor (batch,)"
@@ -237,6 +225,22 @@ def _lengths(cache_seqlens: Any, q: torch.Tensor, capacity: int) -> torch.Tensor
     if not 0 <= cache_seqlens <= capacity:
         raise ValueError(f"cache_seqlens is {cache_seqlens}; it may be 0 to {capacity}, the rows of k_cache")
     return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def _check_caches(q: Any, k_cache: Any, v_cache: Any, block_table: Any) -> int:
+    """Rank, so that the rest may read shapes; returns how many rows a sequence may have."""
+    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
+        if t.dim() != 4:
+            axes = ", ".join(axes_of(name[:1], varlen=False, paged=block_table is not None))
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank 4: ({axes})")
+    if block_table is None:
+        return k_cache.shape[1]
+    if not isinstance(block_table, torch.Tensor) or block_table.dim() != 2:
+        what = tuple(block_table.shape) if isinstance(block_table, torch.Tensor) else kind_of(block_table)
+        raise ValueError(f"block_table is {what}; it must be an int32 torch.Tensor of shape (batch, pages)")
+    return k_cache.shape[1] * block_table.shape[1]
 
 
 def _check_new(inputs: Inputs, k: Any, v: Any, cos: Any, sin: Any, capacity: int) -> bool:
