@@ -1,4 +1,5 @@
-# Two commands: `make bench` and `make test`; while working, `make check`. They make .venv first, when it is missing, stale or half made.
+# Two commands: `make bench` and `make test`; while working, `make check`. They make .venv first, when it is missing,
+# stale or half made.
 PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2

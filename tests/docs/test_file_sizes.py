@@ -1,4 +1,5 @@
-"""A file has one subject: none is longer than a reader takes in, and no function of the library but a kernel's."""
+"""Files, functions and lines that a reader takes in: no file of 600 lines, no function of a screen but Triton kernels,
+and no line of a device file that a window of 120 columns does not show. (ruff holds the lines of Python files.)"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES = 600
+MOST_LINES, MOST_COLUMNS = 600, 120
 SUFFIXES = (".py", ".cu", ".cuh", ".md", ".toml", ".yml", "Makefile")
 MOST_OF_A_FUNCTION = 75
 """Lines of a body, without docstring and parameters."""
@@ -30,6 +31,18 @@ def tracked() -> list[Path]:
 def test_no_file_is_longer_than_600_lines() -> None:
     long = {path.relative_to(ROOT).as_posix(): count for path in tracked() if (count := lines_of(path)) > MOST_LINES}
     assert not long, f"at most {MOST_LINES} lines: {long}"
+
+
+def test_lines_of_device_files_and_the_makefile_have_120_columns_at_most() -> None:
+    files = [path for path in tracked() if path.suffix in (".cu", ".cuh") or path.name == "Makefile"]
+    assert len(files) > 50
+    long = [
+        f"{path.relative_to(ROOT).as_posix()}:{number}: {len(line)} columns"
+        for path in files
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > MOST_COLUMNS
+    ]
+    assert not long, "\n".join(long)
 
 
 def lines_of(path: Path) -> int:

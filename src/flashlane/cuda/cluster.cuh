@@ -38,8 +38,8 @@ __device__ __forceinline__ float2 load_cluster_float2(u32 address) {
     return x;
 }
 
-// Stores a word to the peer CTA, whose mbarrier counts its four bytes (PTX ISA, st.async). All addresses are those of the
-// cluster.
+// Stores a word to the peer CTA, whose mbarrier counts its four bytes (PTX ISA, st.async). All addresses are those
+// of the cluster.
 __device__ __forceinline__ void store_cluster_async(u32 address, u32 value, u32 barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address),
                  "r"(value), "r"(barrier)

@@ -13,8 +13,8 @@ __device__ __forceinline__ constexpr int constant_min(int a, int b) { return a <
 // follows from it (addresses, descriptors of wgmma) in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// a + b, added where this is called. The compiler would otherwise add what does not change in a loop before the loop, and keep
-// it in registers.
+// a + b, added where this is called. The compiler would otherwise add what does not change in a loop before the loop,
+// and keep it in registers.
 __device__ __forceinline__ int add_here(int a, int b) {
     int sum;
     asm volatile("add.s32 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));

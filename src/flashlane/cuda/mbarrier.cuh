@@ -1,6 +1,6 @@
 // mbarriers in shared memory (PTX ISA, "mbarrier") and named barriers of a CTA (PTX ISA, "bar").
 #pragma once
-#include "ptx.cuh"
+#include "spin_limit.cuh"
 
 // The address of a stage's mbarrier in an array of mbarriers.
 template <typename Index>
@@ -26,10 +26,10 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// compute-sanitizer's racecheck orders threads by their own arrivals, and takes a cp.async.bulk for a store of the thread that
-// issues it. In a build for it every lane of a warp arrives; in other builds lane 0 arrives for all, and a __syncwarp(), or
-// the lanes' running in step, orders their loads before it. In a build for it the producer arrives after the copies; in other
-// builds the bytes hold the phase open.
+// compute-sanitizer's racecheck orders threads by their own arrivals, and takes a cp.async.bulk for a store of the
+// thread that issues it. In a build for it every lane of a warp arrives; in other builds lane 0 arrives for all, and a
+// __syncwarp(), or the lanes' running in step, orders their loads before it. In a build for it the producer arrives
+// after the copies; in other builds the bytes hold the phase open.
 #ifdef FLASHLANE_RACECHECK
 constexpr int WARP_ARRIVALS = 32;
 __device__ __forceinline__ void mbarrier_expect_tx_before_copies(u32 barrier, u32 bytes) {
@@ -59,12 +59,11 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
     return done;
 }
 
-// Waits until the phase of that parity is complete. A debug build traps after about two seconds, so that a hang is an error.
+// Waits until the phase of that parity is complete.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
 #ifdef FLASHLANE_DEBUG
-    const long long start = clock64();
-    while (!mbarrier_try_wait(barrier, parity))
-        if (clock64() - start > 4000000000ll) __trap();
+    const SpinLimit limit;
+    while (!mbarrier_try_wait(barrier, parity)) limit.check();
 #else
     asm volatile(
         "{\n.reg .pred p;\n"
@@ -74,14 +73,15 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
 #endif
 }
 
-// One arrival on the mbarrier at an address of the cluster's shared memory, after all writes that are visible to this thread.
-// It costs a fence: without .cluster it would order nothing for a thread of another CTA (PTX ISA, "Morally strong").
+// One arrival on the mbarrier at an address of the cluster's shared memory, after all writes that are visible
+// to this thread. It costs a fence: without .cluster it would order nothing for a thread of another CTA (PTX
+// ISA, "Morally strong").
 __device__ __forceinline__ void mbarrier_arrive_cluster(u32 address) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
 }
 
-// The same without the fence: for a stage that this thread's products have read, or whose loads it has used, and that TMA
-// fills again.
+// The same without the fence: for a stage that this thread's products have read, or whose loads it has used, and that
+// TMA fills again.
 __device__ __forceinline__ void mbarrier_arrive_remote(u32 address) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
 }
@@ -98,18 +98,13 @@ __device__ __forceinline__ bool mbarrier_try_wait_cluster(u32 barrier, u32 parit
 
 // mbarrier_wait for arrivals from other CTAs of the cluster.
 __device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 parity) {
-#ifdef FLASHLANE_DEBUG
-    const long long start = clock64();
-    while (!mbarrier_try_wait_cluster(barrier, parity))
-        if (clock64() - start > 4000000000ll) __trap();
-#else
-    while (!mbarrier_try_wait_cluster(barrier, parity)) {}
-#endif
+    const SpinLimit limit;
+    while (!mbarrier_try_wait_cluster(barrier, parity)) limit.check();
 }
 
-// One arrival once all of this thread's cp_async so far have landed (PTX ISA, cp.async.mbarrier.arrive); it is one of those
-// that the mbarrier was initialised for. They are generic writes: a thread calls fence_proxy_async() before its wgmma reads
-// them.
+// One arrival once all of this thread's cp_async so far have landed (PTX ISA, cp.async.mbarrier.arrive); it is one of
+// those that the mbarrier was initialised for. They are generic writes: a thread calls fence_proxy_async() before its
+// wgmma reads them.
 __device__ __forceinline__ void mbarrier_arrive_cp_async(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

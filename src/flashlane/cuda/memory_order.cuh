@@ -1,18 +1,7 @@
-// Loads, stores and fences that order memory accesses between threads of different CTAs (PTX ISA, memory consistency model).
+// Loads, stores and fences that order memory accesses between threads of different CTAs (PTX ISA,
+// memory consistency model).
 #pragma once
-#include "ptx.cuh"
-
-// Bounds a wait for other CTAs: in a debug build a wait of several seconds traps, so that a hang is an error.
-struct SpinLimit {
-#ifdef FLASHLANE_DEBUG
-    const long long start = clock64();
-    __device__ __forceinline__ void check() const {
-        if (clock64() - start > 8000000000ll) __trap();
-    }
-#else
-    __device__ __forceinline__ void check() const {}
-#endif
-};
+#include "spin_limit.cuh"
 
 __device__ __forceinline__ int load_relaxed(const int* from) {
     int x;

@@ -1,5 +1,5 @@
-// offsetof as a constant expression. NVRTC has no <cstddef> and no __builtin_offsetof; its front end has the intrinsic by which
-// <cstddef> defines offsetof.
+// offsetof as a constant expression. NVRTC has no <cstddef> and no __builtin_offsetof; its front end has the intrinsic
+// by which <cstddef> defines offsetof.
 #pragma once
 
 #ifndef offsetof

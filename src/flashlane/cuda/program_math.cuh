@@ -55,7 +55,9 @@ __device__ __forceinline__ float divided(float a, float b) { return __fdividef(a
 
 // tanh(x) = 1 − 2 / (e^2x + 1) has an absolute error of the size of f32's eps, so that small results are relatively
 // less exact.
-__device__ __forceinline__ float tanh(float x) { return fmaf(-2.f, reciprocal(1.f + ex2(x * 2.8853900817779268f)), 1.f); }
+__device__ __forceinline__ float tanh(float x) {
+    return fmaf(-2.f, reciprocal(1.f + ex2(x * 2.8853900817779268f)), 1.f);
+}
 __device__ __forceinline__ double tanh(double x) { return ::tanh(x); }
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.f + ex2(x * -1.4426950408889634f)); }
 __device__ __forceinline__ double sigmoid(double x) { return 1. / (1. + ::exp(-x)); }

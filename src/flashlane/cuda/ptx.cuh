@@ -46,9 +46,9 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
                  : "memory");
 }
 
-// Returns when a load from shared memory to this register is complete. An arrival on a barrier does not wait for a load that was
-// issued before it: the load may be queued behind stores to device memory, and a thread that waits for the arrival could overwrite
-// the memory before it is read.
+// Returns when a load from shared memory to this register is complete. An arrival on a barrier does not wait for a load
+// that was issued before it: the load may be queued behind stores to device memory, and a thread that waits for the
+// arrival could overwrite the memory before it is read.
 __device__ __forceinline__ void wait_for_load(u32 x) {
     // Only an instruction that reads the register waits for the load. The compiler keeps this one, a sleep of no time.
     asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x80000001; @p nanosleep.u32 0; }" ::"r"(x) : "memory");
@@ -128,9 +128,10 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
-// Programmatic dependent launch (PTX ISA, griddepcontrol). A launch with that attribute (flashlane.jit: `overlapped`) may begin once
-// all CTAs of the previous launch have called griddepcontrol_launch_dependents() or ended. It sees what the previous launch wrote
-// only after griddepcontrol_wait(), which waits for its end. In any other launch both do nothing.
+// Programmatic dependent launch (PTX ISA, griddepcontrol). A launch with that attribute (flashlane.jit:
+// `overlapped`) may begin once all CTAs of the previous launch have called griddepcontrol_launch_dependents() or
+// ended. It sees what the previous launch wrote only after griddepcontrol_wait(), which waits for its end. In any
+// other launch both do nothing.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

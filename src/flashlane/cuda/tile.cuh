@@ -25,7 +25,8 @@ __device__ __forceinline__ void load_tile(u32 tile, const View<Element>& view, i
     const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, column = first_column + chunk * CHUNK;
     if (THREADS % CHUNKS != 0 && row >= STEP) return;
     const int valid_rows = column < view.columns ? view.rows - first_row : 0;
-    const Element* source = view.data + (first_row + row) * view.row_stride + column * (VECTOR ? 1 : view.column_stride);
+    const Element* source =
+        view.data + (first_row + row) * view.row_stride + column * (VECTOR ? 1 : view.column_stride);
 #pragma unroll
     for (int i = 0; i < PASSES; ++i) {
         const int at = row + i * STEP;

@@ -1,4 +1,5 @@
-// TMA: copies of boxes of a tensor, and of contiguous bytes (PTX ISA, cp.async.bulk). flashlane.jit.tensormap makes the maps.
+// TMA: copies of boxes of a tensor, and of contiguous bytes (PTX ISA, cp.async.bulk). flashlane.jit.tensormap
+// makes the maps.
 #pragma once
 #include "ptx.cuh"
 
@@ -11,7 +12,8 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Loads the box at coordinates (innermost first) to shared memory; the mbarrier counts its bytes. Elements outside the tensor are 0.
+// Loads the box at coordinates (innermost first) to shared memory; the mbarrier counts its bytes. Elements outside the
+// tensor are 0.
 __device__ __forceinline__ void tma_load(u32 destination, const TensorMap& map, u32 barrier, int c0, int c1, int c2,
                                          int c3) {
     asm volatile(
@@ -49,7 +51,8 @@ __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u
                  : "memory");
 }
 
-// From this CTA's shared memory to the peer's, whose mbarrier counts the bytes. All addresses but `source` are the cluster's.
+// From this CTA's shared memory to the peer's, whose mbarrier counts the bytes. All addresses but `source`
+// are the cluster's.
 __device__ __forceinline__ void bulk_copy(u32 destination, u32 source, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      destination),
@@ -66,6 +69,7 @@ __device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 byt
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits for this thread's bulk groups: until their shared memory may be written again; until their results are in device memory.
+// Waits for this thread's bulk groups: until their shared memory may be written again; until their results are
+// in device memory.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

@@ -1,4 +1,5 @@
-// 128-bit accesses to arrays of any start and length: single elements up to a 16-byte boundary, then vectors, then single elements.
+// 128-bit accesses to arrays of any start and length: single elements up to a 16-byte boundary, then vectors,
+// then single elements.
 #pragma once
 #include "mma.cuh"
 
@@ -45,7 +46,8 @@ struct VectorSpan {
     long long vectors, size;
     int head;
 
-    __device__ __forceinline__ VectorSpan(const Element* data, long long size_) : VectorSpan(reinterpret_cast<u64>(data), size_) {}
+    __device__ __forceinline__ VectorSpan(const Element* data, long long size_)
+        : VectorSpan(reinterpret_cast<u64>(data), size_) {}
     __device__ __forceinline__ constexpr VectorSpan(u64 address, long long size_)
         : vectors((size_ - head_of(address, size_)) / Full::COUNT), size(size_), head(head_of(address, size_)) {}
     // Elements before the first 16-byte boundary.

@@ -3,7 +3,7 @@
 // Wgmma<N>, which flashlane.kernels.hopper.wgmma writes for the sizes that a configuration needs, has
 //     ss(d, a, b, accumulate)      A and B in shared memory, both with k innermost (d += A·Bᵀ of row-major A and B)
 //     ss_mt(d, a, b, accumulate)   A with m innermost (d += Aᵀ·Bᵀ of row-major A and B)
-//     ss_first, ss_mt_first        d = the product: the old value of d is not read, so its registers are free until then
+//     ss_first, ss_mt_first        d = the product: the old d is not read, so its registers are free until then
 //     rs(d, a, b, accumulate)      A in registers
 //     rs_mn(d, a, b, accumulate)   A in registers, B with n innermost (d += A·B of a row-major B)
 //
@@ -44,7 +44,8 @@ __device__ __forceinline__ u64 wgmma_n_inner(u32 address, u32 chunk_bytes) {
     return (u64(1) << 62) | (u64(1024 >> 4) << 32) | (u64(chunk_bytes >> 4) << 16) | u64((address & 0x3FFFF) >> 4);
 }
 
-// Decreases or increases the registers of each thread to COUNT. All four warps of a warpgroup call it with the same COUNT.
+// Decreases or increases the registers of each thread to COUNT. All four warps of a warpgroup call it with
+// the same COUNT.
 template <int COUNT>
 __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));

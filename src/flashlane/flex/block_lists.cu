@@ -1,5 +1,5 @@
-// Lists of blocks from their states: a CTA makes the lists of partial and of full blocks of one row, or of one column, of
-// blocks. What is not listed fills the rest of a list, from its end.
+// Lists of blocks from their states: a CTA makes the lists of partial and of full blocks of one row, or of one column,
+// of blocks. What is not listed fills the rest of a list, from its end.
 //
 // Grid: (rows + columns, batches · heads).
 #include "config.cuh"

@@ -1,5 +1,6 @@
-// The states of blocks from column intervals: a CTA counts, for one row of blocks, how many rows reach each block and how
-// many cover it. Counts are sums of differences at the intervals' ends, so that a row costs the same at every length.
+// The states of blocks from column intervals: a CTA counts, for one row of blocks, how many rows reach each
+// block and how many cover it. Counts are sums of differences at the intervals' ends, so that a row costs the
+// same at every length.
 //
 // Grid: (rows of blocks · segments, heads, batches). A segment is cfg::SEGMENT columns of blocks.
 #include "config.cuh"

@@ -1,5 +1,6 @@
-// The states of blocks from a mask program, where they are unknown. A CTA takes as many blocks as it has threads and looks
-// at the pairs of the unknown ones, a thread a column, until it has seen a pair that is visible and one that is not.
+// The states of blocks from a mask program, where they are unknown. A CTA takes as many blocks as it has threads
+// and looks at the pairs of the unknown ones, a thread a column, until it has seen a pair that is visible and one
+// that is not.
 //
 // Grid: (blocks / threads).
 #include "config.cuh"

@@ -1,5 +1,5 @@
-// y = f(x) element by element: ELU, hard-shrink, hard-swish. Bound by memory: a thread moves UNROLL vectors of 16 bytes,
-// all loads before the first use. The arithmetic is f32; results are rounded once.
+// y = f(x) element by element: ELU, hard-shrink, hard-swish. Bound by memory: a thread moves UNROLL vectors of 16
+// bytes, all loads before the first use. The arithmetic is f32; results are rounded once.
 #include "vector.cuh"
 
 // e^x − 1 for x ≤ 0. 16-bit results need no more than the special-function unit, but for small x, where 1 cancels.

@@ -156,7 +156,8 @@ __device__ __forceinline__ void multiply(Accumulators& c, const Fragments& f) {
 }
 
 // Groups of four tiles are transposed in the quad, so that each lane stores 16 bytes.
-__device__ __forceinline__ void store(const Params& p, const Accumulators& c, int first_row, int first_column, int lane) {
+__device__ __forceinline__ void store(const Params& p, const Accumulators& c, int first_row, int first_column,
+                                      int lane) {
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -226,7 +227,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) hgemm(con
             if constexpr (BUFFERS == 2) fragments[(step + 1) % 2].load(at_a, at_b, stage, (step + 1) % STEPS);
             // Shares 1 … of the tile begun in the step before, and at the barrier share 0 of the next one.
             const int loading = tile + (last ? STAGES : STAGES - 1);
-            if (loading < tiles) copy_share(copy_a, copy_b, pipeline + writing, loading * BLOCK_K, p.k, (step + 1) % STEPS);
+            if (loading < tiles)
+                copy_share(copy_a, copy_b, pipeline + writing, loading * BLOCK_K, p.k, (step + 1) % STEPS);
             if (step == STEPS - 2) cp_async_commit();
             multiply(c, fragments[step % BUFFERS]);
             if constexpr (BUFFERS == 1) fragments[0].load(at_a, at_b, stage, (step + 1) % STEPS);

@@ -1,9 +1,10 @@
-// Keys and values that arrive while a kernel runs: copy engines of other GPUs, or of this one, write chunks of rows and set a
-// flag after each. flashlane.kernels.hopper.forward.ranged mirrors ArrivalParams.
+// Keys and values that arrive while a kernel runs: copy engines of other GPUs, or of this one, write chunks of rows and
+// set a flag after each. flashlane.kernels.hopper.forward.ranged mirrors ArrivalParams.
 //
-// The rows of k and v are divided into chunks. A chunk of `own` rows lies in tensors of its own, where it always was. Each of
-// the others is read when its flag has the launch's value: by the warp that loads keys, a lane a chunk. Who waits longer than
-// the limit writes which flag it was where the host finds it, and traps: the sender is gone.
+// The rows of k and v are divided into chunks. A chunk of `own` rows lies in tensors of its own, where it always was.
+// Each of the others is read when its flag has the launch's value: the warp that loads keys looks at the flags, a lane
+// at that of a chunk. A lane that waits longer than the limit stores the flag's number in host memory and traps, since
+// the sender is gone.
 #pragma once
 #include "memory_order.cuh"
 #include "tma.cuh"
@@ -67,10 +68,8 @@ struct Arrivals {
 
   private:
     __device__ __forceinline__ void spin(const ArrivalParams& p) {
-        const SpinLimit limit;
         const long long start = nanoseconds();
         while (load_acquire_system(flag) - p.value < 0) {
-            limit.check();
             if (nanoseconds() - start > p.limit) {
                 *static_cast<volatile int*>(p.lost) = static_cast<int>(flag - p.flags) + 1;
                 __threadfence_system();

@@ -1,19 +1,20 @@
-// Lists of blocks: the blocks that a tile steps through where its mask is not a range of blocks. A forward tile has a list of n-blocks,
-// a backward tile a list of the m-blocks that see its keys. flashlane.kernels.hopper.block_lists builds them and mirrors BlockLists.
+// Lists of blocks: the blocks that a tile steps through where its mask is not a range of blocks. A forward tile has a
+// list of n-blocks, a backward tile a list of the m-blocks that see its keys. flashlane.kernels.hopper.block_lists
+// builds them and mirrors BlockLists.
 #pragma once
 #include "ptx.cuh"
 
 // How much of a block 64 rows of a tile see: nothing, a part, or all of it.
 enum BlockState { BLOCK_NONE, BLOCK_PARTIAL, BLOCK_FULL };
 
-// The bits of a mask, in units of 64 queries and 64 keys. A unit that is neither hidden nor visible as a whole has a slot; a slot
-// has 64 words of 64 bits.
+// The bits of a mask, in units of 64 queries and 64 keys. A unit that is neither hidden nor visible as a whole has a
+// slot; a slot has 64 words of 64 bits.
 enum UnitSlot { UNIT_NONE = -1, UNIT_FULL = -2 };
 constexpr int UNIT = 64;
 
 struct MaskBits {
-    const int* slots;              // (batch, head, query unit, key unit): a slot, or a UnitSlot; null: programs say what is visible
-    const uint2* words;            // (slot, row): a row's columns; rows are queries in the forward and in dq.cu, else keys
+    const int* slots;              // (batch, head, query unit, key unit): a slot, or a UnitSlot; null: a program's mask
+    const uint2* words;            // (slot, row): a row's columns; rows are queries (forward, dq.cu) or keys
     int batch, head;               // from one batch row or head to the next, in units: 0 where all have the same
     int columns;                   // key units
 
@@ -28,8 +29,9 @@ struct MaskBits {
     }
 };
 
-// An entry of a list: a block; its state for each of up to four groups of 64 rows of the tile, two bits each; and for each group
-// whether it is the last block in which they see anything, in the order in which the forward steps through the list.
+// An entry of a list: a block; its state for each of up to four groups of 64 rows of the tile, two bits each; and
+// for each group whether it is the last block in which they see anything, in the order in which the forward steps
+// through the list.
 struct ListedBlock {
     int word;
 
@@ -41,7 +43,7 @@ struct ListedBlock {
 
 struct BlockLists {
     const int *counts, *entries;   // (batch, head, tile) and (batch, head, tile, entry); heads are those of queries
-    const int* ranks;              // like entries: which addition to its m-block's dQ an entry makes; only with additions in order
+    const int* ranks;              // like entries, with additions in order: which addition to its m-block's dQ it is
     const int2* order;             // (batch, tile head, position): a tile, and the steps that it takes
     int batch, head;               // from one batch row or head to the next, in tiles: 0 where all have the same lists
     int order_batch, order_head;   // of `order`, in positions
@@ -52,6 +54,7 @@ struct BlockLists {
         return static_cast<long long>(of_batch) * batch + static_cast<long long>(of_head) * head + tile;
     }
     __device__ __forceinline__ int2 at(int of_batch, int tile_head, int position) const {
-        return order[static_cast<long long>(of_batch) * order_batch + static_cast<long long>(tile_head) * order_head + position];
+        return order[static_cast<long long>(of_batch) * order_batch + static_cast<long long>(tile_head) * order_head +
+                     position];
     }
 };

@@ -19,7 +19,8 @@ struct BlockRange {
 
 // The n-blocks in which some query of first_query..last_query sees a key.
 template <int BLOCK_N, Side LEFT, Side RIGHT>
-__device__ __forceinline__ BlockRange n_block_range(const WindowMask<LEFT, RIGHT>& mask, int first_query, int last_query) {
+__device__ __forceinline__ BlockRange n_block_range(const WindowMask<LEFT, RIGHT>& mask, int first_query,
+                                                    int last_query) {
     const int low = mask.first(first_query), end = mask.end(last_query);
     if (last_query < first_query || end <= low) return {0, 0};
     return {low / BLOCK_N, ceil_div(end, BLOCK_N)};
@@ -27,7 +28,8 @@ __device__ __forceinline__ BlockRange n_block_range(const WindowMask<LEFT, RIGHT
 
 // The n-blocks that every query of first_query..last_query sees whole: their scores need no mask.
 template <int BLOCK_N, Side LEFT, Side RIGHT>
-__device__ __forceinline__ BlockRange unmasked_n_block_range(const WindowMask<LEFT, RIGHT>& mask, int first_query, int last_query) {
+__device__ __forceinline__ BlockRange unmasked_n_block_range(const WindowMask<LEFT, RIGHT>& mask, int first_query,
+                                                             int last_query) {
     return {ceil_div(mask.first(last_query), BLOCK_N), max(0, mask.end(first_query)) / BLOCK_N};
 }
 
@@ -46,7 +48,8 @@ __device__ __forceinline__ BlockRange n_block_range_of(const WindowMask<LEFT, RI
 
 // The m-blocks that see some of `keys` keys from `first_key` on.
 template <int BLOCK_M, Side LEFT, Side RIGHT>
-__device__ __forceinline__ BlockRange m_block_range(const WindowMask<LEFT, RIGHT>& mask, int seqlen_q, int first_key, int keys) {
+__device__ __forceinline__ BlockRange m_block_range(const WindowMask<LEFT, RIGHT>& mask, int seqlen_q, int first_key,
+                                                    int keys) {
     BlockRange range{0, ceil_div(seqlen_q, BLOCK_M)};
     if (RIGHT == Side::BOUNDED) range.low = max(0, first_key - mask.shift - mask.window_right) / BLOCK_M;
     if (LEFT == Side::BOUNDED) {
@@ -59,8 +62,10 @@ __device__ __forceinline__ BlockRange m_block_range(const WindowMask<LEFT, RIGHT
 
 // The m-blocks that see any key at all. They follow each other, as both ends of m_block_range only grow with the key.
 template <int BLOCK_M, Side LEFT, Side RIGHT>
-__device__ __forceinline__ BlockRange m_block_range_of_all(const WindowMask<LEFT, RIGHT>& mask, int seqlen_q, int block_n) {
+__device__ __forceinline__ BlockRange m_block_range_of_all(const WindowMask<LEFT, RIGHT>& mask, int seqlen_q,
+                                                           int block_n) {
     const int last = (ceil_div(mask.seqlen_k, block_n) - 1) * block_n;
     if (last < 0) return {0, 0};
-    return {m_block_range<BLOCK_M>(mask, seqlen_q, 0, block_n).low, m_block_range<BLOCK_M>(mask, seqlen_q, last, block_n).high};
+    return {m_block_range<BLOCK_M>(mask, seqlen_q, 0, block_n).low,
+            m_block_range<BLOCK_M>(mask, seqlen_q, last, block_n).high};
 }

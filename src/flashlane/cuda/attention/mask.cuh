@@ -60,7 +60,8 @@ __device__ __forceinline__ void mask_scores(float (&s)[N], const RowLimits& limi
 // The same for transposed scores, whose rows are keys and whose columns are queries; `key` and `query` are the thread's
 // first ones.
 template <Side LEFT, Side RIGHT, int N>
-__device__ __forceinline__ void mask_scores_transposed(float (&s)[N], const WindowMask<LEFT, RIGHT>& mask, int key, int query) {
+__device__ __forceinline__ void mask_scores_transposed(float (&s)[N], const WindowMask<LEFT, RIGHT>& mask, int key,
+                                                       int query) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = key + 8 * half, from = row - mask.shift - query;
@@ -75,14 +76,16 @@ __device__ __forceinline__ void mask_scores_transposed(float (&s)[N], const Wind
     }
 }
 
-// score = −∞ unless distance < visible. In asm, because the compiler would otherwise keep predicates where the mask is skipped.
+// score = −∞ unless distance < visible. In asm, because the compiler would otherwise keep predicates where the
+// mask is skipped.
 __device__ __forceinline__ void mask_outside(float& score, u32 distance, u32 visible) {
     asm volatile("{ .reg .pred p; setp.ge.u32 p, %1, %2; @p mov.f32 %0, 0fFF800000; }"
                  : "+f"(score)
                  : "r"(distance), "r"(visible));
 }
 
-// Masks the scores of one of a thread's two rows, whose query sees the keys first <= key < end; `key` is the thread's first one.
+// Masks the scores of one of a thread's two rows, whose query sees the keys first <= key < end; `key` is the
+// thread's first one.
 template <int N>
 __device__ __forceinline__ void mask_row(float (&s)[N], int half, int first, int end, int key) {
     const u32 visible = max(end - first, 0), distance = key - first;

@@ -1,7 +1,8 @@
-// Row maximum and row sum of the online softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1), in base 2.
+// Row maximum and row sum of the online softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1),
+// in base 2.
 //
-// Rescale threshold: the old row maximum is kept until a score, in base 2, exceeds it by more than RESCALE_THRESHOLD, so that O is
-// rarely rescaled (FlashAttention-4). P then stays within 2^8, which f16 can represent.
+// Rescale threshold: the old row maximum is kept until a score, in base 2, exceeds it by more than RESCALE_THRESHOLD,
+// so that O is rarely rescaled (FlashAttention-4). P then stays within 2^8, which f16 can represent.
 #pragma once
 #include "math.cuh"
 
@@ -23,11 +24,12 @@ __device__ __forceinline__ float natural_lse(float max_log2, float sum) {
     return sum > 0.f ? (max_log2 + log2f(sum)) * LN_2 : -INF;
 }
 
-// Replaces a row's maximum by `found`, the maximum of its new scores, if that exceeds it by more than the threshold. Returns
-// the factor by which O and the sum so far are multiplied; `grew` becomes true where it is not 1.
+// Replaces a row's maximum by `found`, the maximum of its new scores, if that exceeds it by more than the threshold.
+// Returns the factor by which O and the sum so far are multiplied; `grew` becomes true where it is not 1.
 //
 // (If the old maximum is −∞, any score replaces it. If both are −∞, their difference is NaN and the old one stays.)
-__device__ __forceinline__ float update_row_max(float& row_max, float found, float scale_log2, float threshold, bool& grew) {
+__device__ __forceinline__ float update_row_max(float& row_max, float found, float scale_log2, float threshold,
+                                                bool& grew) {
     const float old = row_max;
     const bool update = (found - old) * scale_log2 > threshold;
     const float now = update ? found : old;
@@ -59,20 +61,21 @@ __device__ __forceinline__ void exponentiate_row(float (&s)[N], int half, float 
         }
 }
 
-// Maximum and sum of a thread's two rows, over the thread's own columns, and the softmax of one block of N accumulators.
+// Maximum and sum of a thread's two rows, over the thread's own columns, and the softmax of one block
+// of N accumulators.
 //
-// This form does not use update_row_max: a block without a masked score needs no test for −∞, and two independent chains take
-// the maxima of even and of odd columns.
+// This form does not use update_row_max: a block without a masked score needs no test for −∞, and two independent
+// chains take the maxima of even and of odd columns.
 struct RowSoftmax {
     float max[2], sum[2];          // in the scores' own unit, before the scale
 
     __device__ __forceinline__ void reset() { max[0] = max[1] = -INF, sum[0] = sum[1] = 0.f; }
 
-    // Updates the row maxima. `alpha`: the factor of O and of the sums so far; `bias`: the term that the exponent adds. OFFSET: the
-    // row's scores are s + offset[half].
+    // Updates the row maxima. `alpha`: the factor of O and of the sums so far; `bias`: the term that the exponent adds.
+    // OFFSET: the row's scores are s + offset[half].
     template <bool MASKED, bool OFFSET, int N>
-    __device__ __forceinline__ void update_max(const float (&s)[N], float scale, const float (&offset)[2], float (&alpha)[2],
-                                               float (&bias)[2]) {
+    __device__ __forceinline__ void update_max(const float (&s)[N], float scale, const float (&offset)[2],
+                                               float (&alpha)[2], float (&bias)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float even = s[2 * half], odd = s[2 * half + 1];
@@ -97,7 +100,8 @@ struct RowSoftmax {
 
     // Turns S into P = 2^(S · scale + bias), not yet divided by its sum. SCALED: S contains the scale already.
     template <bool SCALED, int N>
-    __device__ __forceinline__ void exponentiate(float (&s)[N], float scale_log2, const float (&alpha)[2], const float (&bias)[2]) {
+    __device__ __forceinline__ void exponentiate(float (&s)[N], float scale_log2, const float (&alpha)[2],
+                                                 const float (&bias)[2]) {
         float block_sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -106,7 +110,8 @@ struct RowSoftmax {
             block_sum[half][i % 2] += s[i];
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) sum[half] = fmaf(sum[half], alpha[half], block_sum[half][0] + block_sum[half][1]);
+        for (int half = 0; half < 2; ++half)
+            sum[half] = fmaf(sum[half], alpha[half], block_sum[half][0] + block_sum[half][1]);
     }
 };
 

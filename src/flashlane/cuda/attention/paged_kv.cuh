@@ -9,8 +9,8 @@ enum { PAGES_NONE, PAGES_WHOLE, PAGES_ANY };
 
 // ---- cp.async of tiles, by a decode kernel's warps
 
-// Copies tiles of KEYS cache rows by THREADS threads (whole warps); rows outside [first, end) become zeros. The page of a
-// tile, or of each of its rows, is looked up a tile ahead of its copy.
+// Copies tiles of KEYS cache rows by THREADS threads (whole warps); rows outside [first, end) become zeros. The page of
+// a tile, or of each of its rows, is looked up a tile ahead of its copy.
 template <int PAGES, int KEYS, int THREADS, typename Element>
 struct PagedTileReader {
     const Element *k, *v;
@@ -59,7 +59,8 @@ struct PagedTileReader {
                 from += __shfl_sync(0xffffffffu, page, at % KEYS) * page_stride +
                         __shfl_sync(0xffffffffu, offset, at % KEYS) * row_stride;
             const bool inside = column_inside && key + at >= first && key + at < end;
-            if (works && (KEYS % STEP == 0 || at < KEYS)) cp_async_16(tile + Layout::offset(at, chunk), from, inside ? 16 : 0);
+            if (works && (KEYS % STEP == 0 || at < KEYS))
+                cp_async_16(tile + Layout::offset(at, chunk), from, inside ? 16 : 0);
             if constexpr (PAGES != PAGES_ANY) source += STEP * row_stride;
         }
     }
@@ -73,12 +74,12 @@ struct PagedRows {
     long long page, row, head;
 };
 
-// Copies one warp's rows of a block by cp.async, for pages that no TMA box fits: one lane finds where a row lies, then eight lanes
-// copy 128 bytes of it. VECTORS vectors of 16 bytes are written to each row; elements past `columns` or past the last key become
-// zeros. Rows lie in swizzled chunks of 128 bytes; chunks are CHUNK_BYTES apart.
+// Copies one warp's rows of a block by cp.async, for pages that no TMA box fits: one lane finds where a row lies, then
+// eight lanes copy 128 bytes of it. VECTORS vectors of 16 bytes are written to each row; elements past `columns` or
+// past the last key become zeros. Rows lie in swizzled chunks of 128 bytes; chunks are CHUNK_BYTES apart.
 template <typename Element, int BLOCK_N, int WARPS, int VECTORS, int CHUNK_BYTES, typename Seqlen>
-__device__ __forceinline__ void gather_rows(const SeqlenParams& p, const Seqlen& sequence, const PagedRows& from, u32 destination,
-                                            int n_block, int head, int warp, int column, int columns) {
+__device__ __forceinline__ void gather_rows(const SeqlenParams& p, const Seqlen& sequence, const PagedRows& from,
+                                            u32 destination, int n_block, int head, int warp, int column, int columns) {
     constexpr int WARP_ROWS = BLOCK_N / WARPS, CHUNKS = (VECTORS + 7) / 8, VECTOR = 8;  // VECTOR: columns of 16 bytes
     constexpr int CHUNK_COLUMNS = 64, ROW_BYTES = 128;
     const int lane = threadIdx.x % WARP;
@@ -89,7 +90,8 @@ __device__ __forceinline__ void gather_rows(const SeqlenParams& p, const Seqlen&
         long long offset = -1;
         if (first + lane < WARP_ROWS && key < sequence.k_length) {
             const int row = sequence.k_first + key, entry = p.page_entry(row);
-            offset = p.block_table[sequence.k_batch * p.table_batch + entry] * from.page + p.row_in_page(row, entry) * from.row;
+            offset = p.block_table[sequence.k_batch * p.table_batch + entry] * from.page +
+                     p.row_in_page(row, entry) * from.row;
         }
 #pragma unroll
         for (int i = 0; i < (WARP_ROWS - first < WARP ? WARP_ROWS - first : WARP); i += 4) {
@@ -101,17 +103,19 @@ __device__ __forceinline__ void gather_rows(const SeqlenParams& p, const Seqlen&
                 const int vector = chunk * 8 + lane % 8;
                 if (VECTORS % 8 != 0 && chunk == CHUNKS - 1 && vector >= VECTORS) continue;
                 const bool inside = at >= 0 && vector * VECTOR < columns;
-                cp_async_16(to + chunk * CHUNK_BYTES, data + (inside ? at + chunk * CHUNK_COLUMNS : 0), inside ? 16 : 0);
+                cp_async_16(to + chunk * CHUNK_BYTES, data + (inside ? at + chunk * CHUNK_COLUMNS : 0),
+                            inside ? 16 : 0);
             }
         }
     }
 }
 
-// Copies a block's rows by TMA; all lanes of a warp call it. A box is BOX_ROWS rows of a page and a chunk of columns. Elements outside
-// the map become zeros. Boxes past the last key, whose page may not exist, are read from outside the map.
+// Copies a block's rows by TMA; all lanes of a warp call it. A box is BOX_ROWS rows of a page and a chunk of
+// columns. Elements outside the map become zeros. Boxes past the last key, whose page may not exist, are read from
+// outside the map.
 template <int BLOCK_N, int BOX_ROWS, int CHUNKS, int CHUNK_BYTES, typename Seqlen>
-__device__ __forceinline__ void load_pages(const SeqlenParams& p, const Seqlen& sequence, const TensorMap& map, u32 destination,
-                                           u32 barrier, int n_block, int head, int lane, int column) {
+__device__ __forceinline__ void load_pages(const SeqlenParams& p, const Seqlen& sequence, const TensorMap& map,
+                                           u32 destination, u32 barrier, int n_block, int head, int lane, int column) {
     constexpr int BOXES = BLOCK_N / BOX_ROWS, CHUNK_COLUMNS = 64, ROW_BYTES = 128;
     for (int i = lane; i < BOXES * CHUNKS; i += WARP) {
         const int chunk = i / BOXES, row = i % BOXES * BOX_ROWS, key = n_block * BLOCK_N + row;

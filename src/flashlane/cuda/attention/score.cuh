@@ -1,8 +1,8 @@
-// The score modifiers, which are applied between Q·Kᵀ and the softmax. flashlane.kernels.score is the Python side: it gives the
-// constants and mirrors ScoreParams.
+// The score modifiers, which are applied between Q·Kᵀ and the softmax. flashlane.kernels.score is the Python side: it
+// gives the constants and mirrors ScoreParams.
 //
-// In base 2: score · scale, or softcap · tanh(score · scale / softcap) under a soft cap; then minus slope · |i + shift − j|
-// of ALiBi, for query i and key j. A sink is one more logit of each row of its head; it has no value.
+// In base 2: score · scale, or softcap · tanh(score · scale / softcap) under a soft cap; then minus slope · |i + shift
+// − j| of ALiBi, for query i and key j. A sink is one more logit of each row of its head; it has no value.
 #pragma once
 #include "config.cuh"
 #include "math.cuh"
@@ -19,8 +19,9 @@ struct ScoreParams {
     float softcap_log2;            // softcap · log2(e); 0 without a cap
 };
 
-// A kernel is compiled for the modifiers that a call has. With AT_RUN_TIME it is compiled for all of them, and the parameters say which
-// ones the call has: no cap where softcap_log2 is 0, no slopes and no sinks where the pointers are null.
+// A kernel is compiled for the modifiers that a call has. With AT_RUN_TIME it is compiled for all of them, and the
+// parameters say which ones the call has: no cap where softcap_log2 is 0, no slopes and no sinks where the
+// pointers are null.
 template <bool SOFTCAP_, bool ALIBI_, bool SINKS_, bool AT_RUN_TIME, typename Operand>
 struct ScoreTransform {
     static constexpr bool SOFTCAP = SOFTCAP_, ALIBI = ALIBI_, SINKS = SINKS_;
@@ -36,9 +37,9 @@ struct ScoreTransform {
         return !LATE_SCALE ? 1.f : SOFTCAP ? p.softcap_log2 : p.scale_log2;
     }
 
-    // tanh(score · scale / softcap). Of bf16 operands with the special-function unit's relative error of 2^-11, a quarter of
-    // bf16's, as FlashAttention-2 (its apply_softcap) to -4 have it; else with f32's, by two special functions and three
-    // instructions more.
+    // tanh(score · scale / softcap). Of bf16 operands with the special-function unit's relative error of 2^-11, a
+    // quarter of bf16's, as FlashAttention-2 (its apply_softcap) to -4 have it; else with f32's, by two special
+    // functions and three instructions more.
     static __device__ __forceinline__ float tanh_of(const ScoreParams& p, float score) {
         if constexpr (is_same<Operand, __nv_bfloat16>) return approximate_tanh(score * (p.softcap_in * (0.5f * LN_2)));
         return fmaf(-2.f, reciprocal(1.f + ex2(score * p.softcap_in)), 1.f);
@@ -51,8 +52,9 @@ struct ScoreTransform {
         derivative = fmaf(-tanh, tanh, 1.f);
         return p.softcap_log2 * tanh;
     }
-    // The score without its derivative. AT_RUN_TIME is exact to f32, since memory bounds decode, and divides: with a reciprocal its TMA
-    // tile 2x4x32 in clusters of 8 (head dim 128, 168 registers) spills 32 bytes; with a division no tile spills.
+    // The score without its derivative. AT_RUN_TIME is exact to f32, since memory bounds decode, and divides: with a
+    // reciprocal its TMA tile 2x4x32 in clusters of 8 (head dim 128, 168 registers) spills 32 bytes; with a division
+    // no tile spills.
     static __device__ __forceinline__ float scaled(const ScoreParams& p, float score) {
         if constexpr (AT_RUN_TIME) {
             if (p.softcap_log2 > 0.f) return p.softcap_log2 * (1.f - __fdividef(2.f, 1.f + ex2(score * p.softcap_in)));
@@ -88,7 +90,8 @@ struct ScoreTransform {
         return p.sinks_are_float ? static_cast<const float*>(p.sinks)[at]
                                  : Convert<Element>::to_float(static_cast<const Element*>(p.sinks)[at]);
     }
-    // Adds the extra logit to a row's sum of exponentials, which are relative to `max`; `extra` and `max` are in base 2.
+    // Adds the extra logit to a row's sum of exponentials, which are relative to `max`; `extra` and `max` are
+    // in base 2.
     static __device__ __forceinline__ float sum_with_extra_logit(float sum, float extra, float max) {
         return SINKS ? sum + ex2(extra - max) : sum;
     }
@@ -104,15 +107,15 @@ struct ScoreTransform {
             }
         }
     }
-    // Adds a row's term to the gradient of its extra logit, from the row's LSE (natural logarithm) and delta: a sink is a key whose
-    // value is 0, so its dS is −P · delta.
+    // Adds a row's term to the gradient of its extra logit, from the row's LSE (natural logarithm) and delta: a sink is
+    // a key whose value is 0, so its dS is −P · delta.
     template <typename Element>
     static __device__ __forceinline__ void add_row_gradient(const ScoreParams& p, int head, float lse, float delta,
                                                              float& gradient) {
         if constexpr (SINKS) gradient -= ex2((extra_logit<Element>(p, head) - lse) * LOG2_E) * delta;
     }
-    // Stores the sum of all threads' terms of that gradient at `where()`, which only the thread that stores evaluates. All threads of
-    // the CTA call it.
+    // Stores the sum of all threads' terms of that gradient at `where()`, which only the thread that stores evaluates.
+    // All threads of the CTA call it.
     template <int THREADS, typename Where>
     static __device__ __forceinline__ void store_row_gradient(float gradient, const Where& where) {
         if constexpr (SINKS) {
@@ -139,10 +142,10 @@ __device__ __forceinline__ void cap_scores(const ScoreParams& p, float (&s)[N]) 
     for (int i = 0; i < N; ++i) s[i] = Score::tanh_of(p, s[i]);
 }
 
-// Caps scores and biases them by distance, in the unit of Score::late_scale. `distance[half]` is that of row `half`'s query and the
-// thread's first key, `slope[half]` the slope of its head in that unit. Rows are queries. Where all keys are on one side of the rows
-// (`side`: 1 before them, −1 after them, 0 neither), the bias is linear, and the term `offset[half]` that a row's scores share is not
-// added to them but to the maximum.
+// Caps scores and biases them by distance, in the unit of Score::late_scale. `distance[half]` is that of row `half`'s
+// query and the thread's first key, `slope[half]` the slope of its head in that unit. Rows are queries. Where all keys
+// are on one side of the rows (`side`: 1 before them, −1 after them, 0 neither), the bias is linear, and the term
+// `offset[half]` that a row's scores share is not added to them but to the maximum.
 template <int N>
 __device__ __forceinline__ void transform_scores(const ScoreParams& p, float (&s)[N], const float (&distance)[2],
                                                  const float (&slope)[2], int side, float (&offset)[2]) {
@@ -163,7 +166,8 @@ __device__ __forceinline__ void transform_scores(const ScoreParams& p, float (&s
                 offset[half] = -signed_slope[half] * distance[half];
             }
 #pragma unroll
-            for (int i = 0; i < N; ++i) s[i] = fmaf(signed_slope[i / 2 % 2], static_cast<float>(8 * (i / 4) + i % 2), s[i]);
+            for (int i = 0; i < N; ++i)
+                s[i] = fmaf(signed_slope[i / 2 % 2], static_cast<float>(8 * (i / 4) + i % 2), s[i]);
         } else {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
@@ -174,18 +178,19 @@ __device__ __forceinline__ void transform_scores(const ScoreParams& p, float (&s
     }
 }
 
-// The same for transposed scores, whose rows are keys and whose columns are queries: `distance` is that of the thread's first
-// pair. It also gives the cap's derivatives, as pairs of f16.
+// The same for transposed scores, whose rows are keys and whose columns are queries: `distance` is that of the thread's
+// first pair. It also gives the cap's derivatives, as pairs of f16.
 template <int N, int DERIVATIVES>
-__device__ __forceinline__ void transform_scores_transposed(const ScoreParams& p, float distance, float slope, float (&s)[N],
-                                                            u32 (&derivatives)[DERIVATIVES]) {
+__device__ __forceinline__ void transform_scores_transposed(const ScoreParams& p, float distance, float slope,
+                                                            float (&s)[N], u32 (&derivatives)[DERIVATIVES]) {
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
         float derivative[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const int column = 8 * ((i + j) / 4) + (i + j) % 2;
-            s[i + j] = Score::biased(Score::scaled(p, s[i + j], derivative[j]), slope, distance + (column - (i / 2 % 2 ? 8 : 0)));
+            s[i + j] = Score::biased(Score::scaled(p, s[i + j], derivative[j]), slope,
+                                     distance + (column - (i / 2 % 2 ? 8 : 0)));
         }
         if constexpr (Score::SOFTCAP) derivatives[i / 2] = Convert<__half>::pack(derivative[0], derivative[1]);
     }

@@ -1,23 +1,24 @@
-// Scores and masks as programs: "program.cuh" is generated for a kernel, and defines ProgramParams (what a program reads) and
-// Program. Without a program it is flashlane.kernels.hopper.program.NO_PROGRAM. A program takes products q·k and gives scores. It may be
-// evaluated for rows and keys past the end of a sequence.
+// Scores and masks as programs: "program.cuh" is generated for a kernel, and defines ProgramParams (what a program
+// reads) and Program. Without a program it is flashlane.kernels.hopper.program.NO_PROGRAM. A program takes products q·k
+// and gives scores. It may be evaluated for rows and keys past the end of a sequence.
 #pragma once
 #include "attention/mask.cuh"
 #include "math.cuh"
 #include "program.cuh"
 
-// Turns the products q·k of an m64nN accumulator whose rows are queries into scores, in units of Program::FACTOR. `query` and `key` are
-// the thread's first ones.
+// Turns the products q·k of an m64nN accumulator whose rows are queries into scores, in units of Program::FACTOR.
+// `query` and `key` are the thread's first ones.
 template <int N>
-__device__ __forceinline__ void transform_by_program(const ProgramParams& params, float (&s)[N], float scale, int batch, int head,
-                                                     int query, int key) {
+__device__ __forceinline__ void transform_by_program(const ProgramParams& params, float (&s)[N], float scale, int batch,
+                                                     int head, int query, int key) {
     const float first = program::float_of_position(key - query);
     const auto distance = [&](int i) {
         return program::Distance{first, static_cast<float>(accumulator_column(i) - 8 * (i / 2 % 2))};
     };
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        s[i] = Program::score(params, s[i], scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i), distance(i));
+        s[i] = Program::score(params, s[i], scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i),
+                              distance(i));
 }
 
 // Sets scores to −∞ where the query does not see the key, or the key does not exist.
@@ -28,26 +29,30 @@ __device__ __forceinline__ void mask_by_program(const ProgramParams& params, flo
     for (int i = 0; i < N; ++i) {
         const int column = key + accumulator_column(i);
         bool seen = column < keys;
-        if constexpr (Program::HAS_MASK) seen = seen && Program::visible(params, batch, head, query + 8 * (i / 2 % 2), column);
+        if constexpr (Program::HAS_MASK)
+            seen = seen && Program::visible(params, batch, head, query + 8 * (i / 2 % 2), column);
         if (!seen) s[i] = -INF;
     }
 }
 
-// Whether a thread's accumulator i is visible, by the bits of its two rows from the thread's first column on, 32 columns a word.
+// Whether a thread's accumulator i is visible, by the bits of its two rows from the thread's first column on, 32
+// columns a word.
 template <int WORDS>
 __device__ __forceinline__ bool visible_by_bits(const u32 (&words)[2][WORDS], int i) {
     const int column = accumulator_column(i);
     return words[i / 2 % 2][column / 32] >> column % 32 & 1;
 }
 
-// The words for visible_by_bits, from the bits of the thread's two rows in each unit; `first` is the thread's first column: 0, 2, 4 or 6.
+// The words for visible_by_bits, from the bits of the thread's two rows in each unit; `first` is the thread's first
+// column: 0, 2, 4 or 6.
 template <int UNITS>
 __device__ __forceinline__ void words_from_bits(u32 (&words)[2][2 * UNITS], const uint2 (&bits)[2][UNITS], int first) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int unit = 0; unit < UNITS; ++unit)
-            words[half][2 * unit] = bits[half][unit].x >> first, words[half][2 * unit + 1] = bits[half][unit].y >> first;
+            words[half][2 * unit] = bits[half][unit].x >> first,
+                            words[half][2 * unit + 1] = bits[half][unit].y >> first;
 }
 
 // Sets scores to −∞ where the bit is 0.
@@ -67,11 +72,12 @@ struct PairProgram {
     int batch, head;
 
     // The probability, from the product q·k and the row's −LSE in base 2, and the derivative of the pair's score.
-    __device__ __forceinline__ float probability(float product, float minus_lse, int query, int key, program::Distance distance,
-                                                 float& derivative) const {
+    __device__ __forceinline__ float probability(float product, float minus_lse, int query, int key,
+                                                 program::Distance distance, float& derivative) const {
         if constexpr (!Program::HAS_SCORE) return ex2(fmaf(product, scale * LOG2_E, minus_lse));
         if constexpr (Program::HAS_DERIVATIVE)
             derivative = Program::derivative(params, product, scale, batch, head, query, key, distance);
-        return ex2(fmaf(Program::score(params, product, scale, batch, head, query, key, distance), Program::FACTOR * LOG2_E, minus_lse));
+        return ex2(fmaf(Program::score(params, product, scale, batch, head, query, key, distance),
+                        Program::FACTOR * LOG2_E, minus_lse));
     }
 };

@@ -1,9 +1,9 @@
-// Where the queries and keys of a sequence lie, and how many there are: dense tensors, packed sequences (VARLEN), rows of a
-// cache (CACHE), or pages (PAGED). flashlane.kernels.seqlen mirrors SeqlenParams.
+// Where the queries and keys of a sequence lie, and how many there are: dense tensors, packed sequences (VARLEN), rows
+// of a cache (CACHE), or pages (PAGED). flashlane.kernels.seqlen mirrors SeqlenParams.
 //
-// There are two forms, and both read SeqlenParams. SeqlenInfo is compiled for what a call has. CacheSeqlenInfo tests pointers for null
-// when the kernel runs, because one build of the decode kernel serves every call; and it numbers keys by cache row, of which
-// [first, end) are keys, so that a key's page follows from its number without an addition.
+// There are two forms, and both read SeqlenParams. SeqlenInfo is compiled for what a call has. CacheSeqlenInfo tests
+// pointers for null when the kernel runs, because one build of the decode kernel serves every call; and it numbers keys
+// by cache row, of which [first, end) are keys, so that a key's page follows from its number without an addition.
 #pragma once
 #include "ptx.cuh"
 
@@ -13,12 +13,13 @@ struct SeqlenParams {
     int seqlen_q, seqlen_k;                        // of a sequence, or the longest; see TAIL for packed queries
     int bottom_right;                              // masks align by the last query and key, else by the first
     int page_size;                                 // PAGED
-    const int *cu_seqlens_q, *cu_seqlens_k;        // VARLEN: first rows of the sequences, and the end of the last; or RANGES
+    const int *cu_seqlens_q, *cu_seqlens_k;        // VARLEN: first rows of the sequences, end of the last; or RANGES
     const int *seqused_k, *leftpad_k, *batch_idx;  // CACHE: null, or one number a sequence
     const int* block_table;                        // PAGED: (sequence, page)
     long long table_batch, table_page;             // its strides in elements
 
-    // PAGED: which entry of a sequence's row of the block table has the page of a row of its cache, and the row within it.
+    // PAGED: which entry of a sequence's row of the block table has the page of a row of its cache, and the
+    // row within it.
     __device__ __forceinline__ int page_entry(int row) const { return row / page_size; }
     template <typename Row>
     __device__ __forceinline__ Row row_in_page(Row row) const { return row % page_size; }
@@ -30,8 +31,8 @@ struct SeqlenParams {
 // Packed queries: rows after the last sequence.
 //     ONE_MORE_SEQUENCE  they count as one more sequence, without keys, and seqlen_q is the number of all rows
 //     IGNORED            no sequence is longer than seqlen_q, which bounds the blocks that were prepared for it
-//     RANGES             nobody has them. cu_seqlens_* hold two numbers a sequence, its first row and its end, so that sequences
-//                        come in any order, and ranges of keys may overlap
+//     RANGES             no sequence has them. cu_seqlens_* hold two numbers a sequence, its first row and its end, so
+//                        that sequences come in any order, and ranges of keys may overlap
 enum class Tail { ONE_MORE_SEQUENCE, IGNORED, RANGES };
 
 // The queries alone, for a kernel that needs no keys.
@@ -89,10 +90,12 @@ struct CacheSeqlenInfo {
     CacheSeqlenInfo() = default;
     __device__ __forceinline__ CacheSeqlenInfo(const SeqlenParams& p, int batch)
         : seqlen_q(p.seqlen_q), first(0), end(p.seqlen_k), q_start(0), k_start(0), cache_row(batch), table(nullptr) {
-        // All loads come before the first use, since each takes the latency of device memory. The host does not check values that
-        // lie on the GPU, so they are clamped here: nothing is read outside the cache.
-        const int q_from = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0, q_to = p.cu_seqlens_q ? p.cu_seqlens_q[batch + 1] : 0;
-        const int k_from = p.cu_seqlens_k ? p.cu_seqlens_k[batch] : 0, k_to = p.cu_seqlens_k ? p.cu_seqlens_k[batch + 1] : 0;
+        // All loads come before the first use, since each takes the latency of device memory. The host does not check
+        // values that lie on the GPU, so they are clamped here: nothing is read outside the cache.
+        const int q_from = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0,
+                  q_to = p.cu_seqlens_q ? p.cu_seqlens_q[batch + 1] : 0;
+        const int k_from = p.cu_seqlens_k ? p.cu_seqlens_k[batch] : 0,
+                  k_to = p.cu_seqlens_k ? p.cu_seqlens_k[batch + 1] : 0;
         const int used = p.seqused_k ? p.seqused_k[batch] : end, pad = p.leftpad_k ? p.leftpad_k[batch] : 0;
         if (p.batch_idx) cache_row = p.batch_idx[batch];
         if (p.cu_seqlens_q) seqlen_q = min(q_to - q_from, p.seqlen_q), q_start = q_from;

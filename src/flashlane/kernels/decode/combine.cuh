@@ -1,5 +1,6 @@
-// Combines the results of the warp groups of a CTA (in shared memory), of the CTAs of a cluster (in distributed shared memory), and of
-// the splits of an output tile (in device memory, by the CTA that arrives last). The order is always the same.
+// Combines the results of the warp groups of a CTA (in shared memory), of the CTAs of a cluster (in distributed
+// shared memory), and of the splits of an output tile (in device memory, by the CTA that arrives last). The order is
+// always the same.
 #pragma once
 #include "cluster.cuh"
 #include "decode/tile_scheduler.cuh"
@@ -69,12 +70,14 @@ __device__ __forceinline__ PartialOutput combine_cluster(int row, int column) {
 }
 
 // Adds the head's extra logit, normalises, and stores four columns of a row, and the row's LSE.
-__device__ __forceinline__ void store_output(const Params& p, const WorkTile& tile, int row, int column, const PartialOutput& all) {
+__device__ __forceinline__ void store_output(const Params& p, const WorkTile& tile, int row, int column,
+                                             const PartialOutput& all) {
     const AttentionParams<Element>& a = p.attention;
     const Row at = tile.at(row, p);
     const float logit = Score::extra_logit<Element>(p.score, at.head) * LOG2_E, max = fmaxf(all.statistics.max, logit);
     const float kept = all.statistics.weight(max);
-    const float sum = all.statistics.sum * kept + (logit == -INF ? 0.f : ex2(logit - max)), scale = sum > 0.f ? kept / sum : 0.f;
+    const float sum = all.statistics.sum * kept + (logit == -INF ? 0.f : ex2(logit - max)),
+                scale = sum > 0.f ? kept / sum : 0.f;
     const bool packed = p.total_q >= 0;
     const long long token = tile.sequence.q_start + at.token;
     Element* out = a.out + (packed ? 0 : tile.batch * a.out_batch) + token * a.out_row + at.head * a.out_head + column;
@@ -94,7 +97,8 @@ __device__ __forceinline__ void store_output(const Params& p, const WorkTile& ti
 }
 
 // Combines the CTA's vectors of the output over warp groups and cluster, and stores them as output or in the workspace.
-__device__ __forceinline__ void store_split(const Params& p, const WorkTile& tile, const float* group_sums, int vectors) {
+__device__ __forceinline__ void store_split(const Params& p, const WorkTile& tile, const float* group_sums,
+                                            int vectors) {
     const long long first_row = static_cast<long long>(tile.partial(tile.split)) * BLOCK_M;
     for (int i = tile.first_vector + threadIdx.x; i < tile.end_vector; i += THREADS) {
         const int row = i / vectors, column = i % vectors * 4;
@@ -104,8 +108,10 @@ __device__ __forceinline__ void store_split(const Params& p, const WorkTile& til
         if (tile.splits == 1) {
             store_output(p, tile, row, column, sum);
         } else {
-            __stcg(reinterpret_cast<float4*>(p.split.out + (first_row + row) * p.attention.head_dim_v + column), sum.out);
-            // Each CTA of a cluster stores the statistics of the rows that it combines, so that it waits for no other CTA.
+            __stcg(reinterpret_cast<float4*>(p.split.out + (first_row + row) * p.attention.head_dim_v + column),
+                   sum.out);
+            // Each CTA of a cluster stores the statistics of the rows that it combines, so that it waits for
+            // no other CTA.
             if (column == 0 || i == tile.first_vector)
                 __stcg(reinterpret_cast<float2*>(p.split.statistics + first_row * CLUSTER + tile.rank * BLOCK_M + row),
                        make_float2(sum.statistics.max, sum.statistics.sum));
@@ -135,7 +141,8 @@ __device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& 
         // (Statistics of rows that other CTAs combine may not have been written yet, and are not used.)
         const long long partial = tile.partial(split);
         const PartialSoftmax* source = p.split.statistics + (partial * CLUSTER + tile.rank) * BLOCK_M + row;
-        if (row < tile.rows) *reinterpret_cast<float2*>(&statistics[i]) = __ldcg(reinterpret_cast<const float2*>(source));
+        if (row < tile.rows)
+            *reinterpret_cast<float2*>(&statistics[i]) = __ldcg(reinterpret_cast<const float2*>(source));
     }
     consumers_sync();
 #pragma unroll 1
@@ -158,7 +165,8 @@ __device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& 
     }
 }
 
-// Combines the sums that the warp groups stored in shared memory; the CTA that arrives last combines the tile's splits, too.
+// Combines the sums that the warp groups stored in shared memory; the CTA that arrives last combines the
+// tile's splits, too.
 __device__ __forceinline__ void combine(const Params& p, const WorkTile& tile, unsigned char* scratch) {
     const int vectors = p.attention.head_dim_v / 4;
     const float* group_sums = reinterpret_cast<const float*>(scratch);
@@ -170,8 +178,9 @@ __device__ __forceinline__ void combine(const Params& p, const WorkTile& tile, u
     store_split(p, tile, group_sums, vectors);
     if constexpr (CLUSTER > 1) cluster_arrive();  // this CTA has finished reading the others' shared memory
     if (tile.splits > 1 &&
-        semaphore_arrive_last(p.split.arrivals + tile.index * CLUSTER + tile.rank, tile.splits, CONSUMERS_BARRIER, THREADS,
-                              shared_address(shared_memory + offsetof(SharedStorage, arrival)), threadIdx.x == 0))
+        semaphore_arrive_last(p.split.arrivals + tile.index * CLUSTER + tile.rank, tile.splits, CONSUMERS_BARRIER,
+                              THREADS, shared_address(shared_memory + offsetof(SharedStorage, arrival)),
+                              threadIdx.x == 0))
         combine_splits(p, tile, scratch, vectors);
     if constexpr (CLUSTER > 1) cluster_wait();
 }
@@ -179,7 +188,8 @@ __device__ __forceinline__ void combine(const Params& p, const WorkTile& tile, u
 // Writes output and LSE of the rows of packed queries after the last sequence, which see no key.
 __device__ __forceinline__ void store_tail_rows(const Params& p) {
     const AttentionParams<Element>& a = p.attention;
-    const int ctas = gridDim.x * gridDim.y * gridDim.z, cta = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    const int ctas = gridDim.x * gridDim.y * gridDim.z,
+              cta = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     if (p.total_q < 0 || cta >= a.heads) return;
     const int from = p.seqlen.cu_seqlens_q[a.batch];
     for (int head = cta; head < a.heads; head += ctas)

@@ -13,8 +13,8 @@ struct State {
 struct Lane {
     int lane, warp_group, warp_m, quad_row, quad_column;
 
-    // The thread index is read in asm. The compiler would otherwise compute everything that depends on it before the loop, and has
-    // no registers to keep that.
+    // The thread index is read in asm. The compiler would otherwise compute everything that depends on it before the
+    // loop, and has no registers to keep that.
     __device__ __forceinline__ Lane() {
         int thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -52,8 +52,8 @@ __device__ __forceinline__ void load_queries(u32 destination, const Params& p, c
         const int row = i / LayoutQ::CHUNKS, chunk = i % LayoutQ::CHUNKS;
         const Row at = tile.at(row, p);
         const bool inside = row < tile.rows && chunk * CHUNK < a.head_dim;
-        cp_async_16(destination + LayoutQ::offset(row, chunk), base + at.token * a.q_row + at.head * a.q_head + chunk * CHUNK,
-                    inside ? 16 : 0);
+        cp_async_16(destination + LayoutQ::offset(row, chunk),
+                    base + at.token * a.q_row + at.head * a.q_head + chunk * CHUNK, inside ? 16 : 0);
     }
 }
 
@@ -120,7 +120,8 @@ __device__ __forceinline__ void gemm_pv(State& state, const Scores& s, const Til
     }
 }
 
-// Zeroes the out-of-bounds rows of a warp group's tile of V. They may hold NaN or infinity, which a probability of 0 does not cancel.
+// Zeroes the out-of-bounds rows of a warp group's tile of V. They may hold NaN or infinity, which a probability of 0
+// does not cancel.
 __device__ __forceinline__ void clear_out_of_bounds_rows(u32 v_tile, const KeyRange& keys, const Lane& lane, int key) {
     constexpr int CHUNKS = LayoutV::CHUNKS, ALL = V_PLANES * BLOCK_N * CHUNKS;
 #pragma unroll 1
@@ -152,7 +153,8 @@ struct Consumer {
     State state;
 
     __device__ __forceinline__ Consumer(const Params& params, const WorkTile& work_tile, u32 base)
-        : p(params), tile(work_tile), shared(base), first_step(work_tile.step), steps(work_tile.steps), keys(work_tile.keys),
+        : p(params), tile(work_tile), shared(base), first_step(work_tile.step), steps(work_tile.steps),
+          keys(work_tile.keys),
           tiles(TMA ? lane.warp_group * BLOCK_N * LayoutK::STRIDE : lane.warp_group * PIPELINE_BYTES),
           q_cursor(base + offsetof(SharedStorage, queries), lane.warp_m * 16 + lane.lane % 16, lane.lane / 16),
           k_cursor(base + tiles, lane.lane % 8 + lane.lane / 16 * 8, lane.lane / 8 % 2),
@@ -241,8 +243,8 @@ struct Consumer {
         return last;
     }
 
-    // Loops over the stages that the warp group fills by cp.async. The prologue runs in the same loop (i < 0): code that runs once
-    // costs its fetch from memory.
+    // Loops over the stages that the warp group fills by cp.async. The prologue runs in the same loop (i < 0): code
+    // that runs once costs its fetch from memory.
     __device__ __forceinline__ void attend_all_by_cp_async() {
         const AttentionParams<Element>& a = p.attention;
         const CacheSeqlenInfo& sequence = tile.sequence;
@@ -271,7 +273,7 @@ struct Consumer {
         for (int i = 1 - STAGES; i < steps; ++i) {
             if (i >= 0) {
                 cp_async_wait<STAGES - 2>();
-                lane.group_sync();  // the tile is there for the whole warp group, which no longer reads the one before it
+                lane.group_sync();  // the tile is there for the whole warp group, which has read the one before it
             }
             load(i + STAGES - 1, free_stage);
             look_up(i + STAGES);

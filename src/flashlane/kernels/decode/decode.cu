@@ -1,11 +1,11 @@
-// Attention of few queries over a long cache. Reading K and V bounds its time, so each is read once for all query heads that
-// share it. tile_scheduler.cuh decides which work tiles a CTA computes:
+// Attention of few queries over a long cache. Reading K and V bounds its time, so each is read once for all query heads
+// that share it. tile_scheduler.cuh decides which work tiles a CTA computes:
 //
 //     keys of an output tile   |<------ split 0 ------>|<------ split 1 ------>|<- split 2 ->|
-//     steps of a CTA           |T0 T1 T2 T3|T0 T1 T2 T3|T0 ...       warp group i takes the BLOCK_N keys Ti of each step
+//     steps of a CTA           |T0 T1 T2 T3|T0 T1 T2 T3|T0 ...     warp group i: the BLOCK_N keys Ti of each step
 //
-// A warp group is WARPS_M warps of 16 rows each. It has an online softmax of its own; at the end the sums of all warp groups are
-// combined (combine.cuh). There are two ways of loading keys:
+// A warp group is WARPS_M warps of 16 rows each. It has an online softmax of its own; at the end the sums of all warp
+// groups are combined (combine.cuh). There are two ways of loading keys:
 //
 //     cp.async  each warp group copies its tiles into a pipeline of its own: whole rows, at any addresses
 //     TMA       a producer warp fills one pipeline with the tiles of all warp groups (producer.cuh)

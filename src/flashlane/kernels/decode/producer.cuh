@@ -1,5 +1,6 @@
-// The producer warp loads each step's K and V by TMA into the pipeline's next stage, in boxes of 64 columns, with the 128-byte
-// swizzle that LayoutK and LayoutV have. It looks pages up a step ahead. With stream-K it is the scheduler warp, too.
+// The producer warp loads each step's K and V by TMA into the pipeline's next stage, in boxes of 64 columns, with
+// the 128-byte swizzle that LayoutK and LayoutV have. It looks pages up a step ahead. With stream-K it is the
+// scheduler warp, too.
 #pragma once
 #include "attention/pipeline.cuh"
 #include "decode/tile_scheduler.cuh"
@@ -15,7 +16,8 @@ struct Producer {
     const int lane = threadIdx.x % WARP;
     PipelineState<STAGES> state;
 
-    // The page of this lane's box in the step whose keys begin at `key`; −1 if no row of the box is needed: its page may not exist.
+    // The page of this lane's box in the step whose keys begin at `key`; −1 if no row of the box is needed: its page
+    // may not exist.
     __device__ __forceinline__ int look_up(const WorkTile& tile, int key) const {
         if constexpr (!PAGED) return 0;
         key += lane % BOXES_OF_PLANE * cfg::BOX_ROWS;
@@ -32,7 +34,8 @@ struct Producer {
                 const int box = i % BOXES_OF_PLANE, plane = i / BOXES_OF_PLANE;
                 const int row = p.seqlen.row_in_page(static_cast<u32>(key + box * cfg::BOX_ROWS));
                 tma_load(destination + plane * PLANE_BYTES + box * cfg::BOX_ROWS * PLANE_COLUMNS * 2, map, full,
-                         plane * PLANE_COLUMNS, page < 0 ? p.seqlen.row_outside_page() : row, tile.kv_head, max(page, 0));
+                         plane * PLANE_COLUMNS, page < 0 ? p.seqlen.row_outside_page() : row, tile.kv_head,
+                         max(page, 0));
             }
         } else if (lane == 0) {
             const int row = static_cast<int>(tile.sequence.k_start) + key;

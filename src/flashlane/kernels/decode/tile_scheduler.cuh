@@ -1,11 +1,11 @@
 // Output tiles, work tiles, and the tile schedulers, which decide which work tiles a CTA computes.
 //
-// The rows of an output tile are the queries of one KV head, token by token: row r is token r / group, head r % group of the
-// group. An output tile is a sequence, a KV head and BLOCK_M rows. Its keys come in steps of STEP keys, and may be split over
-// CTAs. There are two schedulers:
+// The rows of an output tile are the queries of one KV head, token by token: row r is token r / group, head r % group
+// of the group. An output tile is a sequence, a KV head and BLOCK_M rows. Its keys come in steps of STEP keys, and may
+// be split over CTAs. There are two schedulers:
 //
-//     one tile    each output tile has at most `splits` splits; a CTA, or a cluster of CTAs, computes one split and ends
-//     stream-K    the steps of all output tiles, laid end to end, are divided into equal ranges; a CTA computes one range:
+//     one tile    each output tile has at most `splits` splits; a CTA, or a cluster of CTAs, computes one of them
+//     stream-K    the steps of all output tiles, laid end to end, are divided into equal ranges; a CTA computes one:
 //
 //               |<---- tile 0 ---->|<- tile 1 ->|<-------- tile 2 --------->|
 //               |<--- CTA 0 --->|<--- CTA 1 --->|<--- CTA 2 --->|<-- CTA 3 -->|
@@ -22,7 +22,8 @@ struct KeyRange {
     int first_step, steps;
 
     KeyRange() = default;
-    __device__ __forceinline__ KeyRange(const CacheSeqlenInfo& sequence, const Mask& mask, int first_token, int last_token)
+    __device__ __forceinline__ KeyRange(const CacheSeqlenInfo& sequence, const Mask& mask, int first_token,
+                                        int last_token)
         : first(max(sequence.first, mask.first(first_token))), end(mask.end(last_token)),
           unmasked_first(max(sequence.first, mask.first(last_token))), unmasked_end(mask.end(first_token)),
           first_step(static_cast<u32>(first) / STEP),
@@ -53,15 +54,16 @@ struct WorkTile {
         const int n = first_head + row, tokens = p.group_inverse ? __umulhi(n, p.group_inverse) : n;
         return {first_token + tokens, kv_head * p.attention.group + n - tokens * p.attention.group};
     }
-    // The index of a split's partial result in the workspace. With stream-K a CTA has two partial results: one of the tile in which
-    // its range begins, and one of the tile in which it ends.
+    // The index of a split's partial result in the workspace. With stream-K a CTA has two partial results: one of the
+    // tile in which its range begins, and one of the tile in which it ends.
     __device__ __forceinline__ int partial(int of_split) const {
         if constexpr (STREAM_K) return of_split == 0 ? first_partial : later_partials + 2 * of_split;
         else return first_partial + of_split;
     }
     __device__ __forceinline__ void set_rows(const Params& p, int m_block) {
         first_token = first_head = 0;
-        if (m_block > 0) first_token = m_block * BLOCK_M / p.attention.group, first_head = m_block * BLOCK_M % p.attention.group;
+        if (m_block > 0)
+            first_token = m_block * BLOCK_M / p.attention.group, first_head = m_block * BLOCK_M % p.attention.group;
         rows = min(BLOCK_M, sequence.seqlen_q * p.attention.group - m_block * BLOCK_M);
         keys = KeyRange(sequence, mask(p), first_token, at(rows - 1, p).token);
     }
@@ -103,7 +105,7 @@ struct TileScheduler<false> {
         int m_block = 0;
         if (p.m_blocks > 1) m_block = tile.kv_head / p.kv_heads, tile.kv_head %= p.kv_heads;
         tile.index = (static_cast<long long>(tile.batch) * p.kv_heads + tile.kv_head) * p.m_blocks + m_block;
-        tile.first_partial = static_cast<int>(tile.index * p.split.splits);  // (used if there are splits, and then small)
+        tile.first_partial = static_cast<int>(tile.index * p.split.splits);  // used if there are splits, then small
         tile.sequence = CacheSeqlenInfo(p.seqlen, tile.batch);
         tile.set_rows(p, m_block);
         if (tile.rows <= 0) return false;
@@ -117,22 +119,23 @@ struct TileScheduler<false> {
     }
 };
 
-// The ranges of stream-K where each of `tiles` output tiles has `steps` steps: the range of a CTA has `each` steps, and the steps of
-// neighbouring tiles begin `stride` >= `steps` apart.
+// The ranges of stream-K where each of `tiles` output tiles has `steps` steps: the range of a CTA has `each` steps, and
+// the steps of neighbouring tiles begin `stride` >= `steps` apart.
 struct StreamRanges {
     int each, stride;
 
     __device__ __forceinline__ constexpr StreamRanges(int steps, int tiles, int ctas)
         : each(ceil_div(steps * tiles, ctas)), stride(steps) {
-        // Ranges that end where tiles end are preferred if they are at most 1/16 longer: a stride may then hold steps that no tile has.
+        // Ranges that end where tiles end are preferred if they are at most 1/16 longer: a stride may then hold steps
+        // that no tile has.
         const int splits = each < steps ? steps / each : 1;
         const int fitting = each < steps ? ceil_div(steps, splits) : ceil_div(each, steps) * steps;
         if (fitting * 16 <= each * 17) each = fitting, stride = each < steps ? ceil_div(steps, each) * each : steps;
     }
 };
 
-// Which split of an output tile a CTA computes, and where the tile's splits lie in the workspace. The tile begins at step `start` of
-// all steps and has `steps` steps, of which the CTA's range has those from `from` to `to`.
+// Which split of an output tile a CTA computes, and where the tile's splits lie in the workspace. The tile begins at
+// step `start` of all steps and has `steps` steps, of which the CTA's range has those from `from` to `to`.
 struct StreamSplit {
     int split, splits, first_partial, later_partials;
 
@@ -144,11 +147,12 @@ struct StreamSplit {
     }
 };
 
-// Stream-K: the steps of all output tiles, laid end to end and counted from 0, are divided into equal ranges, one for each CTA.
+// Stream-K: the steps of all output tiles, laid end to end and counted from 0, are divided into equal ranges, one
+// for each CTA.
 template <>
 struct TileScheduler<true> {
     const Params& p;
-    int each, position, end;  // steps of a range; the first step of this CTA's range that is left, and the end of the range
+    int each, position, end;  // steps of a range; the first remaining step of this CTA's range, and the range's end
     int batch, base, stride;  // the sequence at `position`: its first step, and the steps from one head to the next
 
     // Steps of an output tile of a sequence: at least one, so that a CTA writes its rows. A KV head has one m_block.

@@ -20,8 +20,8 @@ constexpr int CTA_THREADS = THREADS + (TMA ? WARP : 0);  // with the producer wa
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-// A stage holds tiles of K and V: those of one warp group, in whole rows; or with TMA those of all warp groups, in planes of
-// 64 columns (128 bytes), the width of a TMA box.
+// A stage holds tiles of K and V: those of one warp group, in whole rows; or with TMA those of all warp groups, in
+// planes of 64 columns (128 bytes), the width of a TMA box.
 constexpr int PLANE_COLUMNS = 64, PLANE_BYTES = STEP * PLANE_COLUMNS * 2;
 constexpr int K_PLANES = (HEAD_DIM + PLANE_COLUMNS - 1) / PLANE_COLUMNS;
 constexpr int V_PLANES = (HEAD_DIM_V + PLANE_COLUMNS - 1) / PLANE_COLUMNS;
@@ -32,15 +32,15 @@ constexpr int K_BYTES = TMA ? K_PLANES * PLANE_BYTES : LayoutK::bytes(BLOCK_N);
 constexpr int STAGE_BYTES = K_BYTES + (TMA ? V_PLANES * PLANE_BYTES : LayoutV::bytes(BLOCK_N));
 constexpr int PIPELINE_BYTES = STAGES * STAGE_BYTES, PIPELINES_BYTES = (TMA ? 1 : WARP_GROUPS) * PIPELINE_BYTES;
 
-// Sums of P·V of one warp group, CTA or split are rows of floats. Columns are permuted by XOR, so that a quarter of a warp writes
-// rows without bank conflicts.
+// Sums of P·V of one warp group, CTA or split are rows of floats. Columns are permuted by XOR, so that a quarter of a
+// warp writes rows without bank conflicts.
 constexpr int SUM_STRIDE = (HEAD_DIM_V + 31) / 32 * 32, SUM_BYTES = BLOCK_M * SUM_STRIDE * 4;
 __device__ __forceinline__ int sum_at(int row, int column) { return row * SUM_STRIDE + (column ^ row % 4 * 8); }
 
 // ---- parameters
 
-// The workspace of splits. The CTA that arrives last combines the splits in their order, so that the result does not depend on which
-// CTA that is.
+// The workspace of splits. The CTA that arrives last combines the splits in their order, so that the result does not
+// depend on which CTA that is.
 struct SplitParams {
     float* out;                  // (partial, row, column), sums of P·V
     PartialSoftmax* statistics;  // (partial, CTA of the cluster, row)
@@ -67,8 +67,8 @@ struct Maps {
 
 // ---- shared memory
 
-// After the last step, memory of the pipeline holds the warp groups' sums, and then the statistics of a tile's splits: with TMA the
-// stage of the last step, else the start of the pipelines.
+// After the last step, memory of the pipeline holds the warp groups' sums, and then the statistics of a tile's splits:
+// with TMA the stage of the last step, else the start of the pipelines.
 constexpr int SCRATCH_BYTES = larger(WARP_GROUPS * SUM_BYTES, cfg::MAX_SPLITS * BLOCK_M * 8);
 constexpr int TILE_STAGES = 4;  // with stream-K: work tiles that are published ahead, since they may be short
 constexpr int WORK_TILE_BYTES = 144;
@@ -135,7 +135,9 @@ OPTIONAL_OFFSET(cta_sums_offset, cta_sums, CLUSTER > 1)
 __device__ __forceinline__ u32 stage_full(u32 base, int stage) { return barrier_of(base + full_offset(), stage); }
 __device__ __forceinline__ u32 stage_empty(u32 base, int stage) { return barrier_of(base + empty_offset(), stage); }
 __device__ __forceinline__ u32 queue_full(u32 base, int stage) { return barrier_of(base + tile_full_offset(), stage); }
-__device__ __forceinline__ u32 queue_empty(u32 base, int stage) { return barrier_of(base + tile_empty_offset(), stage); }
+__device__ __forceinline__ u32 queue_empty(u32 base, int stage) {
+    return barrier_of(base + tile_empty_offset(), stage);
+}
 
 // What lies at an offset of SharedStorage.
 template <typename T>

@@ -11,13 +11,14 @@
 // With WARPS_KV = 1 a warp owns whole rows: P stays in registers as the next A operand. With more, row maxima cross
 // warps through shared memory, P is written there, and each warp of a row owns columns of O.
 //
-// K and V arrive in slices: whole tiles, or slices of the head dim (tiling-qk: K in K_SLICE columns and V in V_ROWS rows;
-// tiling-qkv: V in V_COLUMNS columns too, so that shared memory does not grow with the head dim). Each slice takes a stage
-// of a pipeline of KV_STAGES, in the order K0 V0 K1 V1 …: one stage is share-kv stage 1; two are share-kv stage 2 and
-// split-q stage 1; three are split-q stage 2. A slice of Q comes with each slice of K (Q_STREAMED), or Q stays.
+// K and V arrive in slices: whole tiles, or slices of the head dim (tiling-qk: K in K_SLICE columns and V in V_ROWS
+// rows; tiling-qkv: V in V_COLUMNS columns too, so that shared memory does not grow with the head dim). Each slice
+// takes a stage of a pipeline of KV_STAGES, in the order K0 V0 K1 V1 …: one stage is share-kv stage 1; two are
+// share-kv stage 2 and split-q stage 1; three are split-q stage 2. A slice of Q comes with each slice of K
+// (Q_STREAMED), or Q stays.
 //
-// Shared memory is SharedStorage in tiles.cuh: Q, pipeline, P, row statistics. The output may pass through the same memory at
-// the end (STORE).
+// Shared memory is SharedStorage in tiles.cuh: Q, pipeline, P, row statistics. The output may pass through the same
+// memory at the end (STORE).
 #include "mma/epilogue.cuh"
 #include "mma/pipeline.cuh"
 #include "mma/products.cuh"
@@ -26,9 +27,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
     const OutputTile out_tile(p);
     const Warp warp;
     const int kv_head = out_tile.head / p.group;
-    const View<Element> q{p.q + out_tile.batch * p.q_batch + out_tile.head * p.q_head, p.q_row, p.q_column, p.seqlen_q, p.head_dim};
-    const View<Element> k{p.k + out_tile.batch * p.k_batch + kv_head * p.k_head, p.k_row, p.k_column, p.seqlen_k, p.head_dim};
-    const View<Element> v{p.v + out_tile.batch * p.v_batch + kv_head * p.v_head, p.v_row, p.v_column, p.seqlen_k, p.head_dim_v};
+    const View<Element> q{p.q + out_tile.batch * p.q_batch + out_tile.head * p.q_head, p.q_row, p.q_column, p.seqlen_q,
+                          p.head_dim};
+    const View<Element> k{p.k + out_tile.batch * p.k_batch + kv_head * p.k_head, p.k_row, p.k_column, p.seqlen_k,
+                          p.head_dim};
+    const View<Element> v{p.v + out_tile.batch * p.v_batch + kv_head * p.v_head, p.v_row, p.v_column, p.seqlen_k,
+                          p.head_dim_v};
     const Mask mask{p.seqlen_k, p.shift, p.window_left, p.window_right};
 
     // Key/value tiles that some row of the CTA sees, and the keys that every row sees.
@@ -59,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
     for (int r = 0; r < (STAGES >= 2 ? STAGES - 1 : 1); ++r) stages.load(0, r);
 
     const int kv_row = warp.kv * S_TILES * 8;
-    const FragmentCursor<LayoutK> k_cursor(pipeline + Q_SLICE_BYTES, kv_row + warp.lane % 8 + warp.lane / 16 * 8, warp.lane / 8 % 2);
+    const FragmentCursor<LayoutK> k_cursor(pipeline + Q_SLICE_BYTES, kv_row + warp.lane % 8 + warp.lane / 16 * 8,
+                                           warp.lane / 8 % 2);
     const CursorV v_cursor(pipeline, warp.lane % 16, warp.kv * V_SLICE_TILES + warp.lane / 16);
     const FragmentCursor<LayoutP> p_cursor(shared + p_offset(), warp.row() + warp.lane % 16, warp.lane / 16);
 
@@ -69,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j) {
         const int key = (first_tile + j) * BLOCK_N;
-        // A warp skips tiles that none of its rows sees, but not their barriers. (In split-kv several warps have a row.)
+        // A warp skips tiles that none of its rows sees, but not their barriers. (In split-kv several warps
+        // have a row.)
         const int warp_row = out_tile.row + warp.row();
         const bool active =
             SPLIT_KV || (key < mask.end(warp_row + 16 * M_TILES - 1) && key + BLOCK_N > mask.first(warp_row));

@@ -2,7 +2,8 @@
 #pragma once
 #include "mma/softmax.cuh"
 
-// First column of a warp's O tile: slices of V lie one after the other, and each warp of a row owns columns of each slice.
+// First column of a warp's O tile: slices of V lie one after the other, and each warp of a row owns columns
+// of each slice.
 __device__ __forceinline__ int column_of(int n, const Warp& warp) {
     return n / V_SLICE_TILES * V_COLUMNS + (warp.kv * V_SLICE_TILES + n % V_SLICE_TILES) * 8;
 }
@@ -33,7 +34,8 @@ __device__ __forceinline__ void store_row(Element* row, const u32 (&word)[O_TILE
     }
 }
 
-// Through shared memory: the CTA's tile of O is laid out row by row, then stored in vectors of 16 bytes, whole rows at once.
+// Through shared memory: the CTA's tile of O is laid out row by row, then stored in vectors of 16 bytes, whole
+// rows at once.
 __device__ __forceinline__ void store_tile(Element* out, const Params& p, int first_row) {
     constexpr int CHUNKS = HEAD_DIM_V / CHUNK;
     __syncthreads();
@@ -53,7 +55,8 @@ __device__ __forceinline__ void store_tile(Element* out, const Params& p, int fi
     }
 }
 
-__device__ __forceinline__ void store_output(const Params& p, const OutputTile& out_tile, const Warp& warp, State& state) {
+__device__ __forceinline__ void store_output(const Params& p, const OutputTile& out_tile, const Warp& warp,
+                                             State& state) {
     if constexpr (!NORMALISE) {
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)

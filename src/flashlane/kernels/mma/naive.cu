@@ -1,8 +1,8 @@
 // The first tensor-core attention: FlashAttention-2's order of loops inside one CTA a head, nothing overlapped.
 //
-// Grid (1, heads, batch): a CTA walks over all query tiles of its head, and for each over the key tiles. Four warps have 16
-// rows each. K and V are copied into one buffer one after the other, through registers, with two barriers a tile. Shared memory is
-// 2 · 64 · head_dim · 2 bytes.
+// Grid (1, heads, batch): a CTA walks over all query tiles of its head, and for each over the key tiles. Four warps
+// have 16 rows each. K and V are copied into one buffer one after the other, through registers, with two barriers a
+// tile. Shared memory is 2 · 64 · head_dim · 2 bytes.
 #include "config.cuh"
 #include "attention/mask.cuh"
 #include "attention/online_softmax.cuh"
@@ -48,8 +48,8 @@ __device__ __forceinline__ void gemm_qk(ScoreTiles& s, const Cursor& q, const Cu
 }
 
 // Scores to probabilities of a row, in place; `column` is the lane's first key. The factor of what was added before.
-__device__ __forceinline__ float softmax_of_row(ScoreTiles& s, int half, int first, int end, int column, float scale_log2,
-                                                float& max, float& sum) {
+__device__ __forceinline__ float softmax_of_row(ScoreTiles& s, int half, int first, int end, int column,
+                                                float scale_log2, float& max, float& sum) {
     float top = max;
 #pragma unroll
     for (int n = 0; n < S_TILES; ++n)
@@ -95,8 +95,8 @@ __device__ __forceinline__ void gemm_pv(OutputTiles& o, const ScoreTiles& s, con
 }
 
 // One row of a lane: its quarter of the columns, and the LSE.
-__device__ __forceinline__ void store_row(const AttentionParams<Element>& p, const OutputTiles& o, int half, int row, float max,
-                                          float sum) {
+__device__ __forceinline__ void store_row(const AttentionParams<Element>& p, const OutputTiles& o, int half, int row,
+                                          float max, float sum) {
     Element* out = p.out + blockIdx.z * p.out_batch + blockIdx.y * p.out_head;
     float* lse = p.lse + (static_cast<long long>(blockIdx.z) * p.heads + blockIdx.y) * p.seqlen_q;
     const int lane = threadIdx.x % WARP;

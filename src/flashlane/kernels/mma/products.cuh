@@ -26,8 +26,9 @@ __device__ __forceinline__ void read_all_q(QRegisters& q_registers, const Fragme
 using ScoreTiles = Accumulator<ScorePrecision>[M_TILES][S_TILES];
 
 // S += Q·Kᵀ along one slice of the head dim.
-__device__ __forceinline__ void gemm_qk(ScoreTiles& acc, const QRegisters& q_registers, const FragmentCursor<LayoutQ>& q,
-                                        const FragmentCursor<LayoutK>& k, int slice, u32 stage, u32 fold) {
+__device__ __forceinline__ void gemm_qk(ScoreTiles& acc, const QRegisters& q_registers,
+                                        const FragmentCursor<LayoutQ>& q, const FragmentCursor<LayoutK>& k, int slice,
+                                        u32 stage, u32 fold) {
     const u32 q_offset = Q_STREAMED ? stage : 0;
     const int q_chunk = Q_STREAMED ? 0 : slice * (K_SLICE / CHUNK);
 #pragma unroll
@@ -96,7 +97,8 @@ struct Probabilities {
                     for (int half = 0; half < 2; ++half) {
                         const int row = warp.row() + m * 16 + half * 8 + warp.quad_row;
                         const u32 address = tile + LayoutP::offset(row, warp.kv * S_TILES + n) + warp.quad_column * 4;
-                        store_shared(address, Convert<Element>::pack(s[m][n * 4 + half * 2], s[m][n * 4 + half * 2 + 1]));
+                        store_shared(address,
+                                     Convert<Element>::pack(s[m][n * 4 + half * 2], s[m][n * 4 + half * 2 + 1]));
                     }
         }
     }

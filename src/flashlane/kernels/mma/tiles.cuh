@@ -54,8 +54,8 @@ using Scores = float[M_TILES][S_TILES * 4];  // of one warp
 
 // ---- shared memory. Parts that a configuration does not need take no space: they are empty bases.
 
-// Q, before the pipeline. With SHARE_QKV it is in registers before the pipeline takes its memory; a streamed Q comes slice by
-// slice in the stages.
+// Q, before the pipeline. With SHARE_QKV it is in registers before the pipeline takes its memory; a streamed Q comes
+// slice by slice in the stages.
 template <bool USED>
 struct QueryStorage {
     unsigned char q[Q_BYTES];

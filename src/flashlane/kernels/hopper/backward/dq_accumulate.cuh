@@ -1,19 +1,19 @@
 // The layout of dq_accum, the f32 array in device memory in which dQ is summed, and the code that converts it to dQ.
 //
-// Its elements lie in the order of an accumulator's registers. The sums of an m-block are divided into slices, one for each
-// consumer warpgroup, and a slice into fragments of 16 columns, one for each warp's accumulator of dQᵀ. For every 8 queries of a
-// fragment, lane l owns 16 bytes: the columns l / 4 (x, y) and l / 4 + 8 (z, w) of the queries 2 (l % 4) (x, z) and
-// 2 (l % 4) + 1 (y, w).
+// Its elements lie in the order of an accumulator's registers. The sums of an m-block are divided into slices, one for
+// each consumer warpgroup, and a slice into fragments of 16 columns, one for each warp's accumulator of dQᵀ. For every
+// 8 queries of a fragment, lane l owns 16 bytes: the columns l / 4 (x, y) and l / 4 + 8 (z, w) of the queries 2 (l % 4)
+// (x, z) and 2 (l % 4) + 1 (y, w).
 //
-// Where the accumulators hold dQ and not dQᵀ (cfg::DQ_TRANSPOSED is false) the sums lie in groups of 8 columns. For every 64
-// queries of a group, lane l of warp w owns 16 bytes: the columns 2 (l % 4) (x, z) and 2 (l % 4) + 1 (y, w) of the queries
-// 16 w + l / 4 (x, y) and 16 w + l / 4 + 8 (z, w).
+// Where the accumulators hold dQ and not dQᵀ (cfg::DQ_TRANSPOSED is false) the sums lie in groups of 8 columns. For
+// every 64 queries of a group, lane l of warp w owns 16 bytes: the columns 2 (l % 4) (x, z) and 2 (l % 4) + 1 (y, w) of
+// the queries 16 w + l / 4 (x, y) and 16 w + l / 4 + 8 (z, w).
 #pragma once
 #include "hopper/backward/row_blocks.cuh"
 #include "mma.cuh"
 #include "tile.cuh"
 
-constexpr bool SPLIT_COLUMNS = HEAD_DIM > 64;             // a slice is 64 columns of all queries, else all columns of half of them
+constexpr bool SPLIT_COLUMNS = HEAD_DIM > 64;             // a slice: 64 columns of all queries, or all of half of them
 constexpr int FRAGMENTS = (HEAD_DIM + 15) / 16, DQ_ACCUM_FLOATS = BLOCK_M * FRAGMENTS * 16;  // of an m-block
 constexpr int SLICE_ROWS = SPLIT_COLUMNS ? BLOCK_M : BLOCK_M / 2;
 constexpr int SLICES = SPLIT_COLUMNS ? (FRAGMENTS + 3) / 4 : 2, SLICE_FRAGMENTS = SPLIT_COLUMNS ? 4 : FRAGMENTS;
@@ -25,21 +25,24 @@ __device__ __forceinline__ int fragments_of(int slice) {
     return FRAGMENTS % SLICE_FRAGMENTS == 0 || slice < SLICES - 1 ? SLICE_FRAGMENTS : FRAGMENTS % SLICE_FRAGMENTS;
 }
 
-// Adds four floats to sums in device memory; additions of several threads come in any order (PTX ISA, red.vec_32_bit; sm_90 and up).
+// Adds four floats to sums in device memory; additions of several threads come in any order (PTX ISA, red.vec_32_bit;
+// sm_90 and up).
 __device__ __forceinline__ void global_add(float* to, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w)
                  : "memory");
 }
 
-// Eight queries of a slice, as one lane converts them: it reads its own sums, and writes 8 of every 32 columns of one row of dQ.
+// Eight queries of a slice, as one lane converts them: it reads its own sums, and writes 8 of every 32 columns of one
+// row of dQ.
 struct SliceRows {
     const float4* from;
     Element* to;
     int rows;                      // rows of the sequence from this lane's row on
 
-    // The `group`-th eight queries of the slice; `sums` and `dq` are the m-block's, which has `rows_here` rows to the sequence's end.
-    __device__ __forceinline__ SliceRows(int lane, const float* sums, Element* dq, long long stride, int rows_here, int slice,
-                                         int group) {
+    // The `group`-th eight queries of the slice; `sums` and `dq` are the m-block's, which has `rows_here` rows to
+    // the sequence's end.
+    __device__ __forceinline__ SliceRows(int lane, const float* sums, Element* dq, long long stride, int rows_here,
+                                         int slice, int group) {
         const int first = 8 * group + lane / 4, row = (SPLIT_COLUMNS ? 0 : slice * SLICE_ROWS) + first;
         from = reinterpret_cast<const float4*>(sums + slice * SLICE_FLOATS) + group * WARP + lane;
         to = dq + row * stride + (SPLIT_COLUMNS ? slice * 64 : 0) + lane % 4 * 8;
@@ -53,7 +56,8 @@ struct SliceRows {
 #pragma unroll
         for (int i = 0; i < SLICE_FRAGMENTS; ++i)
             x[i] = i < fragments_of(slice) ? __ldcg(from + i * (FRAGMENT_FLOATS / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
-        // Two fragments are four 8×8 matrices, whose transposes have rows of dQ; each lane of a quad then takes 8 columns.
+        // Two fragments are four 8×8 matrices, whose transposes have rows of dQ; each lane of a quad then
+        // takes 8 columns.
 #pragma unroll
         for (int i = 0; i < SLICE_FRAGMENTS; i += 2) {
             u32 word[4] = {};
@@ -70,16 +74,18 @@ struct SliceRows {
     }
 };
 
-// Converts 16 queries and 32 columns of sums that are not transposed; all lanes of a warp call it. `dq` is the m-block's, which has
-// `rows` rows to the sequence's end.
-__device__ __forceinline__ void write_dq_block(const float* sums, Element* dq, long long stride, int rows, int first_row,
-                                               int columns, float factor) {
+// Converts 16 queries and 32 columns of sums that are not transposed; all lanes of a warp call it. `dq` is the
+// m-block's, which has `rows` rows to the sequence's end.
+__device__ __forceinline__ void write_dq_block(const float* sums, Element* dq, long long stride, int rows,
+                                               int first_row, int columns, float factor) {
     const int lane = threadIdx.x % WARP;
-    const float4* const from = reinterpret_cast<const float4*>(sums + columns / 8 * GROUP_FLOATS + first_row * 8) + lane;
+    const float4* const from =
+        reinterpret_cast<const float4*>(sums + columns / 8 * GROUP_FLOATS + first_row * 8) + lane;
     float4 x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        x[i] = columns / 8 + i < 2 * FRAGMENTS ? __ldcg(from + i * (GROUP_FLOATS / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
+        x[i] =
+            columns / 8 + i < 2 * FRAGMENTS ? __ldcg(from + i * (GROUP_FLOATS / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         u32 word[4];

@@ -1,5 +1,5 @@
-// Assigns m-blocks of dQ to tiles (dense tensors only). In the launch that accumulates dQ, idle warps zero dq_accum and write dQ for
-// the m-blocks of one tile at a time.
+// Assigns m-blocks of dQ to tiles (dense tensors only). In the launch that accumulates dQ, idle warps zero dq_accum and
+// write dQ for the m-blocks of one tile at a time.
 //
 // The m-blocks of all query heads of a key/value head are divided evenly among the head's tiles: a tile is assigned
 // low <= m-block < high of them.
@@ -11,7 +11,9 @@ struct TileOrder {
     int heads, n_blocks, heads_per_section;  // key/value heads of all sequences; n-blocks of each
 
     // The first head of a head's section, and the heads of that section.
-    __device__ __forceinline__ constexpr int first_head(int head) const { return head / heads_per_section * heads_per_section; }
+    __device__ __forceinline__ constexpr int first_head(int head) const {
+        return head / heads_per_section * heads_per_section;
+    }
     __device__ __forceinline__ constexpr int section_heads(int head) const {
         return constant_min(heads_per_section, heads - first_head(head));
     }

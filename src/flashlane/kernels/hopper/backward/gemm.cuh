@@ -8,21 +8,23 @@
 
 constexpr int QK_STEPS = (HEAD_DIM + 15) / 16, V_STEPS = (HEAD_DIM_V + 15) / 16;
 
-// Returns x and hides its bits from ptxas, which then adds an offset to it in one instruction. ptxas takes two where it knows some
-// of the bits.
+// Returns x and hides its bits from ptxas, which then adds an offset to it in one instruction. ptxas takes two where it
+// knows some of the bits.
 __device__ __forceinline__ u64 opaque(u64 x) {
     asm("" : "+l"(x));
     return x;
 }
 
-// d = A·Bᵀ of 64 rows at `a` and N rows at `b`, over STEPS · 16 columns. A_CHUNK and B_CHUNK are the bytes from one chunk to the next.
+// d = A·Bᵀ of 64 rows at `a` and N rows at `b`, over STEPS · 16 columns. A_CHUNK and B_CHUNK are the bytes from one
+// chunk to the next.
 template <int N, int STEPS, u32 A_CHUNK, u32 B_CHUNK>
 __device__ __forceinline__ void gemm_ss(float (&d)[N / 2], u32 a, u32 b) {
     const u64 a_first = opaque(wgmma_k_inner(a)), b_first = opaque(wgmma_k_inner(b));
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
-        const u64 a_step = a_first + (i / 4 * A_CHUNK + i % 4 * 32) / 16, b_step = b_first + (i / 4 * B_CHUNK + i % 4 * 32) / 16;
+        const u64 a_step = a_first + (i / 4 * A_CHUNK + i % 4 * 32) / 16,
+                  b_step = b_first + (i / 4 * B_CHUNK + i % 4 * 32) / 16;
         if (i == 0) {
             Wgmma<N>::ss_first(d, a_step, b_step);
         } else {
@@ -49,9 +51,11 @@ __device__ __forceinline__ int warpgroup_thread() {
     return static_cast<int>(thread % WARPGROUP);
 }
 
-// Stores the first `rows` rows of a warpgroup's accumulator, times `factor`, in device memory; rows are `stride` elements apart.
+// Stores the first `rows` rows of a warpgroup's accumulator, times `factor`, in device memory; rows are
+// `stride` elements apart.
 template <int DIM>
-__device__ __forceinline__ void store_accumulator(const float (&d)[DIM / 2], Element* to, long long stride, int rows, float factor) {
+__device__ __forceinline__ void store_accumulator(const float (&d)[DIM / 2], Element* to, long long stride, int rows,
+                                                  float factor) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

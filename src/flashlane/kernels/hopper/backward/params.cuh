@@ -1,4 +1,5 @@
-// The parameters of the gradient kernels and the sizes of their tiles. flashlane.kernels.hopper.backward.launch mirrors Params.
+// The parameters of the gradient kernels and the sizes of their tiles.
+// flashlane.kernels.hopper.backward.launch mirrors Params.
 #pragma once
 #include "attention/block_list.cuh"
 #include "attention/score.cuh"
@@ -23,9 +24,9 @@ struct Params {
     void *dk, *dv, *dq;            // (batch, row, head, column)
     DqSemaphore* semaphores;       // one for each m-block, where additions to dQ have an order
     int* postprocess_queue;        // slices of dq_accum in the order in which they became complete; 0 before a launch
-    int* counters;                 // see Counters, then the arrivals of the splits of each tile that is split; 0 before a launch
+    int* counters;                 // see Counters, then arrivals of the splits of each split tile; 0 before a launch
     float* partials;               // split-Q: dK and dV of all splits of a tile but the last
-    int *zeroed, *added;           // in-kernel dQ: for each key/value head, tiles whose m-blocks are zeroed, and tiles that have added
+    int *zeroed, *added;           // in-kernel dQ, by key/value head: tiles whose m-blocks are zeroed; that have added
     int* written;                  // in-kernel dQ: for each tile, 1 when dQ of its m-blocks is written
     long long dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, dq_batch, dq_row, dq_head;  // in elements
     int heads, kv_heads;
@@ -33,7 +34,7 @@ struct Params {
     int row_blocks;                // m-blocks of a head (and, of dense tensors, of a sequence)
     int blocks;                    // n-blocks of the longest sequence (dq.cu, whose tiles are m-blocks: its m-blocks)
     int heads_per_section;         // heads whose operands fit the L2 cache at once
-    int tiles;                     // of the launch; VARLEN: only two_cta reads it, and counts each sequence as the longest
+    int tiles;                     // of the launch; VARLEN: two_cta alone reads it, each sequence as the longest
     int whole_tiles, splits;       // split-Q: tiles that are not split, which come first; splits of each other tile
     int zeroed_before;             // in-kernel dQ: tiles whose m-blocks the preprocess kernel zeroes
     int write_until;               // in-kernel dQ: when this many tiles are taken, no warp starts to write dQ any more
@@ -47,10 +48,12 @@ static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_M % UNIT == 0 && !Pr
 // Whether a program or block lists take part in the probabilities, and not only score modifiers and a window.
 constexpr bool BY_PROGRAM = cfg::BLOCK_LISTS || Program::HAS_SCORE;
 
-// Zeroes the rows of a tile from `row` on: past the end of a packed sequence lie rows of another sequence, or arbitrary bytes.
+// Zeroes the rows of a tile from `row` on: past the end of a packed sequence lie rows of another sequence,
+// or arbitrary bytes.
 template <int CHUNKS, int ROWS>
 __device__ __forceinline__ void zero_rows(u32 tile, int row, int thread, int threads) {
     const int vectors = (ROWS - row) * (ROW_BYTES / 16);
     for (int i = thread; i < vectors * CHUNKS; i += threads)
-        store_shared(tile + i / vectors * (ROWS * ROW_BYTES) + row * ROW_BYTES + i % vectors * 16, make_uint4(0, 0, 0, 0));
+        store_shared(tile + i / vectors * (ROWS * ROW_BYTES) + row * ROW_BYTES + i % vectors * 16,
+                     make_uint4(0, 0, 0, 0));
 }

@@ -1,4 +1,5 @@
-// The postprocess kernel writes dQ, scaled, from dq_accum. With IN_KERNEL_DQ it writes the m-blocks that the idle warps did not.
+// The postprocess kernel writes dQ, scaled, from dq_accum. With IN_KERNEL_DQ it writes the m-blocks that the idle
+// warps did not.
 #include "hopper/backward/dq_accumulate.cuh"
 #include "hopper/backward/dq_assignment.cuh"
 
@@ -25,7 +26,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_postproces
         const int group = p.heads / p.kv_heads, kv_head = sequence * p.kv_heads + head / group;
         const TileOrder order{p.kv_heads * static_cast<int>(gridDim.z), p.n_blocks, p.heads_per_section};
         const int m_block = head % group * p.row_blocks + blockIdx.x;
-        if (p.written[order.index(assigned_n_block(m_block, order.n_blocks, static_cast<long long>(group) * p.row_blocks), kv_head)]) return;
+        if (p.written[order.index(
+                assigned_n_block(m_block, order.n_blocks, static_cast<long long>(group) * p.row_blocks), kv_head)])
+            return;
     }
     const float* sums = p.dq_accum + (first_row_block(p, seqlen, sequence, head) + blockIdx.x) * DQ_ACCUM_FLOATS;
     Element* dq = static_cast<Element*>(p.dq) + seqlen.q_batch * p.dq_batch + head * p.dq_head +
@@ -35,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_postproces
 #pragma unroll 2
         for (int i = warp; i < SLICES * (SLICE_ROWS / 8); i += THREADS / WARP) {
             const int slice = i / (SLICE_ROWS / 8);
-            SliceRows(threadIdx.x % WARP, sums, dq, p.dq_row, rows, slice, i % (SLICE_ROWS / 8)).write_dq(slice, p.scale);
+            SliceRows(threadIdx.x % WARP, sums, dq, p.dq_row, rows, slice, i % (SLICE_ROWS / 8))
+                .write_dq(slice, p.scale);
         }
     } else {
         constexpr int ROW_GROUPS = BLOCK_M / 16, GROUPS = ROW_GROUPS * ((HEAD_DIM + 31) / 32);

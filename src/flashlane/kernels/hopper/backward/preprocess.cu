@@ -1,5 +1,5 @@
-// The preprocess kernel computes the row statistics and the gradient of extra logits, and initialises dq_accum, its semaphores, the
-// counters of the launch and the gradients' rows that belong to no sequence.
+// The preprocess kernel computes the row statistics and the gradient of extra logits, and initialises dq_accum, its
+// semaphores, the counters of the launch and the gradients' rows that belong to no sequence.
 //
 //     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   dlogit of an m-block = −Σ exp(logit − LSE) · delta
 //
@@ -49,15 +49,18 @@ __device__ __forceinline__ void clear(void* from, int bytes) {
 }
 
 // Zeroes the rows [from, to) of a packed tensor; `workers` CTAs, of which the CTA is number `worker`, share them.
-__device__ __forceinline__ void clear_rows(void* tensor, int row_bytes, long long from, long long to, long long worker, long long workers) {
+__device__ __forceinline__ void clear_rows(void* tensor, int row_bytes, long long from, long long to, long long worker,
+                                           long long workers) {
     uint4* const end = reinterpret_cast<uint4*>(static_cast<char*>(tensor) + to * row_bytes);
-    uint4* at = reinterpret_cast<uint4*>(static_cast<char*>(tensor) + from * row_bytes) + worker * THREADS + threadIdx.x;
+    uint4* at =
+        reinterpret_cast<uint4*>(static_cast<char*>(tensor) + from * row_bytes) + worker * THREADS + threadIdx.x;
     for (; at < end; at += workers * THREADS) *at = make_uint4(0, 0, 0, 0);
 }
 
-// Zeroes the rows of a packed gradient that no other kernel writes: those before the first sequence and after the last one, and what
-// the CTA's sequence has beyond the length that the caller gave for the longest.
-__device__ __forceinline__ void clear_rows_of_no_sequence(void* gradient, int columns, const int* cu_seqlens, int longest, int total, long long index) {
+// Zeroes the rows of a packed gradient that no other kernel writes: those before the first sequence and after the last
+// one, and what the CTA's sequence has beyond the length that the caller gave for the longest.
+__device__ __forceinline__ void clear_rows_of_no_sequence(void* gradient, int columns, const int* cu_seqlens,
+                                                          int longest, int total, long long index) {
     const int bytes = columns * sizeof(Element), first = cu_seqlens[blockIdx.z], end = cu_seqlens[blockIdx.z + 1];
     const long long ctas = static_cast<long long>(gridDim.x) * gridDim.y;
     if (end - first > longest) clear_rows(gradient, bytes, first + longest, end, index % ctas, ctas);
@@ -65,7 +68,8 @@ __device__ __forceinline__ void clear_rows_of_no_sequence(void* gradient, int co
     clear_rows(gradient, bytes, cu_seqlens[gridDim.z], total, index, ctas * gridDim.z);
 }
 
-// Initialises the counters of in-kernel dQ. Returns whether this kernel, and no idle warp, zeroes dq_accum of the CTA's m-block.
+// Initialises the counters of in-kernel dQ. Returns whether this kernel, and no idle warp, zeroes dq_accum of
+// the CTA's m-block.
 __device__ __forceinline__ bool init_in_kernel_dq(const Params& p, int batch, int head) {
     const int group = p.heads / p.kv_heads, kv_head = batch * p.kv_heads + head / group;
     const TileOrder order{p.kv_heads * static_cast<int>(gridDim.z), p.n_blocks, p.heads_per_section};
@@ -73,15 +77,18 @@ __device__ __forceinline__ bool init_in_kernel_dq(const Params& p, int batch, in
         if (threadIdx.x == 0) p.zeroed[kv_head] = order.tiles_before(kv_head, p.zeroed_before), p.added[kv_head] = 0;
         for (int i = threadIdx.x; i < order.n_blocks; i += THREADS) p.written[order.index(i, kv_head)] = 0;
     }
-    const int n_block = assigned_n_block(head % group * p.row_blocks + blockIdx.x, order.n_blocks, static_cast<long long>(group) * p.row_blocks);
+    const int n_block = assigned_n_block(head % group * p.row_blocks + blockIdx.x, order.n_blocks,
+                                         static_cast<long long>(group) * p.row_blocks);
     return order.index(n_block, kv_head) < p.zeroed_before;
 }
 
 // Initialises the semaphores of the CTA's m-block, zeroes its dq_accum, and zeroes its dQ where no n-block adds to it.
-__device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seqlen, int batch, int head, long long row_block) {
+__device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seqlen, int batch, int head,
+                                        long long row_block) {
     if constexpr (cfg::IN_ORDER) {
         const int first = blockIdx.x * BLOCK_M;
-        const BlockRange n_blocks = n_block_range_of<BLOCK_M>(tile_mask(p, Seqlen(p.seqlen, batch)), blockIdx.x, cfg::BLOCK_N);
+        const BlockRange n_blocks =
+            n_block_range_of<BLOCK_M>(tile_mask(p, Seqlen(p.seqlen, batch)), blockIdx.x, cfg::BLOCK_N);
         if (threadIdx.x == 0) {
             p.semaphores[row_block] = {{n_blocks.low, n_blocks.low}, n_blocks.high, 0,
                                        seqlen.q_batch, head, seqlen.q_first + first, seqlen.q_length - first};
@@ -119,8 +126,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
     const long long row_block = first_row_block(p, seqlen, sequence, head) + blockIdx.x;
     const long long index = (static_cast<long long>(sequence) * gridDim.y + head) * gridDim.x + blockIdx.x;
     if (p.counters != nullptr && index == 0 && threadIdx.x < WARP) init_counters(p);
-    // A launch has at most two slices for each CTA, which zeroes their entries; with packed sequences the queue may be shorter.
-    if (cfg::LAST_ADDITION && threadIdx.x < 2 && (!cfg::VARLEN || index < static_cast<long long>(p.heads) * p.row_blocks))
+    // A launch has at most two slices for each CTA, which zeroes their entries; with packed sequences the queue
+    // may be shorter.
+    if (cfg::LAST_ADDITION && threadIdx.x < 2 &&
+        (!cfg::VARLEN || index < static_cast<long long>(p.heads) * p.row_blocks))
         p.postprocess_queue[2 * index + threadIdx.x] = 0;
     float dlogit = 0.f;
     if (first < q_length) {
@@ -157,7 +166,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
     });
     if constexpr (cfg::VARLEN) {
         clear_rows_of_no_sequence(p.dq, p.heads * HEAD_DIM, p.seqlen.cu_seqlens_q, p.seqlen.seqlen_q, p.total_q, index);
-        clear_rows_of_no_sequence(p.dk, p.kv_heads * HEAD_DIM, p.seqlen.cu_seqlens_k, p.seqlen.seqlen_k, p.total_k, index);
-        clear_rows_of_no_sequence(p.dv, p.kv_heads * HEAD_DIM_V, p.seqlen.cu_seqlens_k, p.seqlen.seqlen_k, p.total_k, index);
+        clear_rows_of_no_sequence(p.dk, p.kv_heads * HEAD_DIM, p.seqlen.cu_seqlens_k, p.seqlen.seqlen_k, p.total_k,
+                                  index);
+        clear_rows_of_no_sequence(p.dv, p.kv_heads * HEAD_DIM_V, p.seqlen.cu_seqlens_k, p.seqlen.seqlen_k, p.total_k,
+                                  index);
     }
 }

@@ -6,10 +6,12 @@ constexpr int NO_TILE = -1;
 
 struct TileCoordinates {
     int n_block, head, batch;      // key/value head; batch NO_TILE: no tile is left
-    int split;                     // split-Q: the split's index among the splits of all tiles, plus one; 0: the whole tile
+    int split_or_listed;           // see split() and listed()
 
+    // Split-Q: the split's index among the splits of all tiles, plus one; 0: the whole tile.
+    __device__ __forceinline__ int split() const { return split_or_listed; }
     // BLOCK_LISTS, whose tiles are not split: the number of steps in the tile's lists.
-    __device__ __forceinline__ int listed() const { return split; }
+    __device__ __forceinline__ int listed() const { return split_or_listed; }
 };
 
 // The tile at an index of the launch's order, for dense tensors.

@@ -1,5 +1,5 @@
-// The bits of a mask program, in units of 64 queries and 64 keys: one CTA a unit that may be cut, which also finds out whether it
-// is hidden or visible as a whole. attention/block_list.cuh reads them.
+// The bits of a mask program, in units of 64 queries and 64 keys: one CTA a unit that may be cut, which also finds out
+// whether it is hidden or visible as a whole. attention/block_list.cuh reads them.
 #include "attention/block_list.cuh"
 #include "config.cuh"
 #include "program.cuh"
@@ -28,13 +28,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_mask_bits(const __g
         word = 0;
 #pragma unroll 8
         for (int i = 0; i < 32; ++i)
-            if (first_key + i < p.keys && Program::visible(p.program, batch, head, query, first_key + i)) word |= 1u << i;
+            if (first_key + i < p.keys && Program::visible(p.program, batch, head, query, first_key + i))
+                word |= 1u << i;
     }
     words[row][part] = word;
     const bool all = __syncthreads_and(word == ~0u), none = !__syncthreads_or(query < p.queries && word != 0);
     if (threadIdx.x == 0) {
         p.states[unit] = all ? BLOCK_FULL : none ? BLOCK_NONE : BLOCK_PARTIAL;
-        p.slots[row_of_all * p.slot_columns + column_unit] = all ? UNIT_FULL : none ? UNIT_NONE : static_cast<int>(blockIdx.x);
+        p.slots[row_of_all * p.slot_columns + column_unit] = all    ? UNIT_FULL
+                                                             : none ? UNIT_NONE
+                                                                    : static_cast<int>(blockIdx.x);
     }
     u32 column = 0;                // of the key with this thread's `row`
 #pragma unroll 8

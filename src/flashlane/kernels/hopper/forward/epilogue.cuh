@@ -1,5 +1,5 @@
-// The epilogue of a work tile: O is divided by its row sums and stored, with its LSE; where the keys are split, the splits are
-// combined.
+// The epilogue of a work tile: O is divided by its row sums and stored, with its LSE; where the keys are split, the
+// splits are combined.
 #pragma once
 #include "attention/online_softmax.cuh"
 #include "attention/semaphore.cuh"
@@ -10,9 +10,9 @@
 using OutputTile = float[COLUMNS_V / 2];  // of a thread: two rows
 using Out = cfg::Out;
 
-// Whether the rows of a thread may stay in registers while the n-blocks are walked, where the compiler keeps what the sum of
-// rows has besides the tile's. Tiles with few registers would spill for it; with packed heads or partial results it costs more
-// instructions to add again than it saves.
+// Whether the rows of a thread may stay in registers while the n-blocks are walked, where the compiler keeps what the
+// sum of rows has besides the tile's. Tiles with few registers would spill for it; with packed heads or partial results
+// it costs more instructions to add again than it saves.
 constexpr bool ROWS_IN_LOOP = OUTPUT != Output::WHOLE || PACK_GQA > 1 || Score::HAS_DERIVATIVE;
 
 // The rows of a work tile that a consumer thread has.
@@ -38,7 +38,9 @@ struct ConsumerRows {
     }
 
   private:
-    __device__ __forceinline__ int row_of_warp(int first, int half) const { return first + warp * 16 + lane / 4 + 8 * half; }
+     __device__ __forceinline__ int row_of_warp(int first, int half) const {
+         return first + warp * 16 + lane / 4 + 8 * half;
+     }
 };
 
 struct Epilogue {
@@ -47,15 +49,18 @@ struct Epilogue {
 
     // Where a row of a tile goes, or null past the end of the sequence.
     __device__ __forceinline__ Out* out_row(const WorkTile& tile, const Seqlen& sequence, int half, float*& lse) const {
-        const int row = rows.row(tile, half), query = row / PACK_GQA, head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
-        lse = p.lse + tile.split * p.lse_split + sequence.q_batch * p.lse_batch + head * p.lse_head + sequence.q_first + query;
+        const int row = rows.row(tile, half), query = row / PACK_GQA,
+                  head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
+        lse = p.lse + tile.split() * p.lse_split + sequence.q_batch * p.lse_batch + head * p.lse_head +
+              sequence.q_first + query;
         if (query >= sequence.q_length) return nullptr;
-        return static_cast<Out*>(p.out) + tile.split * p.out_split + sequence.q_batch * p.out_batch +
+        return static_cast<Out*>(p.out) + tile.split() * p.out_split + sequence.q_batch * p.out_batch +
                (sequence.q_first + query) * p.out_row + head * p.out_head + tile.v_slice() * COLUMNS_V;
     }
     // Columns of a tile's slice; the last one may have fewer than the others.
     static __device__ __forceinline__ int columns_of(const WorkTile& tile) {
-        return cfg::HEAD_DIM_V % COLUMNS_V == 0 ? COLUMNS_V : min(COLUMNS_V, cfg::HEAD_DIM_V - tile.v_slice() * COLUMNS_V);
+        return cfg::HEAD_DIM_V % COLUMNS_V == 0 ? COLUMNS_V
+                                                : min(COLUMNS_V, cfg::HEAD_DIM_V - tile.v_slice() * COLUMNS_V);
     }
     // One slice writes the LSE, if it is wanted. Where the output is partial every slice does, and they write the same.
     __device__ __forceinline__ bool writes_lse(const WorkTile& tile) const {
@@ -63,7 +68,8 @@ struct Epilogue {
     }
 
     // Stores the LSE of a finished tile. `inverse`: what its output is multiplied by.
-    __device__ __forceinline__ void store_lse(const WorkTile& tile, const RowSoftmax& softmax, float (&inverse)[2]) const {
+    __device__ __forceinline__ void store_lse(const WorkTile& tile, const RowSoftmax& softmax,
+                                              float (&inverse)[2]) const {
         const Seqlen sequence(p.seqlen, tile.batch);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -73,12 +79,14 @@ struct Epilogue {
             float* lse;
             const bool exists = out_row(tile, sequence, half, lse) != nullptr;
             // With split keys the extra logit is added by the combine.
-            if constexpr (OUTPUT == Output::WHOLE) Score::add_extra_logit<Element>(p.score, rows.head(tile, half), total, inverse[half]);
+            if constexpr (OUTPUT == Output::WHOLE)
+                Score::add_extra_logit<Element>(p.score, rows.head(tile, half), total, inverse[half]);
             if (exists && writes_lse(tile)) *lse = total * LN_2;
         }
     }
 
-    __device__ __forceinline__ void store_output(const WorkTile& tile, const OutputTile& o, const float (&factor)[2]) const {
+    __device__ __forceinline__ void store_output(const WorkTile& tile, const OutputTile& o,
+                                                 const float (&factor)[2]) const {
         const Seqlen sequence(p.seqlen, tile.batch);
         const int columns = columns_of(tile);
 #pragma unroll
@@ -113,7 +121,8 @@ struct Epilogue {
         }
     }
 
-    // Rows that see no key: zeros, and LSE −∞ (or the extra logit, but not for the rows after the last packed sequence).
+    // Rows that see no key: zeros, and LSE −∞ (or the extra logit, but not for the rows after the
+    // last packed sequence).
     __device__ __forceinline__ void store_zeros(const WorkTile& tile) const {
         const Seqlen sequence(p.seqlen, tile.batch);
 #pragma unroll
@@ -131,8 +140,8 @@ struct Epilogue {
     }
 };
 
-// COMBINE_IN_KERNEL: the warpgroup that stores the last split of its rows combines all of them. A consumer counts a split when
-// no product is in flight, so up to two stored tiles wait to be counted.
+// COMBINE_IN_KERNEL: the warpgroup that stores the last split of its rows combines all of them. A consumer counts a
+// split when no product is in flight, so up to two stored tiles wait to be counted.
 //
 // The rows come with each call: a reference to its own object would keep the consumer's state in local memory.
 struct InKernelCombine {
@@ -150,23 +159,27 @@ struct InKernelCombine {
                 const WorkTile& tile = stored;
                 const BlockRange all = n_blocks_of_rows(p, Seqlen(p.seqlen, tile.batch), tile.row, BLOCK_M);
                 const int splits = ceil_div(all.high - all.low, all.blocks_of_split(p.splits));  // that have n-blocks
-                const int index = ((tile.batch * p.heads + tile.head) * p.m_blocks + tile.row / BLOCK_M) * CONSUMERS + rows.warpgroup;
-                const bool last = semaphore_arrive_last(p.combine.semaphores + index, splits, WARPGROUP_SYNC + rows.warpgroup, WARPGROUP,
-                                                        SHARED_OF(Storage, base, arrived) + 4 * rows.warpgroup, threadIdx.x % WARPGROUP == 0);
+                const int index =
+                    ((tile.batch * p.heads + tile.head) * p.m_blocks + tile.row / BLOCK_M) * CONSUMERS + rows.warpgroup;
+                const bool last = semaphore_arrive_last(
+                    p.combine.semaphores + index, splits, WARPGROUP_SYNC + rows.warpgroup, WARPGROUP,
+                    SHARED_OF(Storage, base, arrived) + static_cast<u32>(sizeof(u32)) * rows.warpgroup,
+                    threadIdx.x % WARPGROUP == 0);
                 if (uniform(last)) combine<CONSUMERS == 1 ? 16 : 8>(p, rows, tile, splits);
             }
         }
     }
     // The warpgroup's rows of a tile, from so many splits.
     template <int LOADS>
-    static __device__ __forceinline__ void combine(const Params& p, const ConsumerRows& rows, const WorkTile& tile, int splits) {
+    static __device__ __forceinline__ void combine(const Params& p, const ConsumerRows& rows, const WorkTile& tile,
+                                                   int splits) {
 #pragma unroll 1
         for (int i = uniform(rows.warp); i < CONSUMER_ROWS; i += WARPS) {
             const int row = tile.row + rows.first() + i, query = row / PACK_GQA;
             const int head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
             if (query >= p.seqlen.seqlen_q) return;
-            combine_row<COLUMNS_V, LOADS>(p.combine, p.score, splits, tile.batch, head, query, tile.v_slice() * COLUMNS_V,
-                                          tile.v_slice() == 0);
+            combine_row<COLUMNS_V, LOADS>(p.combine, p.score, splits, tile.batch, head, query,
+                                          tile.v_slice() * COLUMNS_V, tile.v_slice() == 0);
         }
     }
 };

@@ -1,24 +1,26 @@
 // Attention forward for Hopper: wgmma products, TMA loads, warp specialisation.
 //
-// The kernel is persistent: a CTA takes work tile after work tile. The n-blocks of all its tiles are one stream, and each step
-// of the stream has a stage of the pipeline in shared memory, which holds K of its n-block and V of the n-block before:
+// The kernel is persistent: a CTA takes work tile after work tile. The n-blocks of all its tiles are one stream,
+// and each step of the stream has a stage of the pipeline in shared memory, which holds K of its n-block and V of
+// the n-block before:
 //
 //     producer warp      K0      K1 V0   K2 V1   K3 V2 | K0' V3  K1' V0' …                      (' the next tile)
 //     each consumer      S0      S1 O0   S2 O1   S3 O2 | S0' O3  S1' O0' …                      S = Q·Kᵀ, O += P·V
-//       under them         max,exp 0  1       2       3     store, 0'   …                       softmax of that step's S
+//       under them         max,exp 0  1       2       3     store, 0'   …                       softmax of the step's S
 //
-// So the two products of a step are in flight at once, the softmax of S runs under the product before, and the pipeline does
-// not drain between tiles. A consumer is a warpgroup with 64 rows of the tile; with PINGPONG the consumers issue their products
-// one after another, so that the softmax of one runs under the products of the others. Row maxima are updated lazily
-// (attention/online_softmax.cuh); row sums stay per lane until the end. A tile is walked from its last n-block to its first.
+// So the two products of a step are in flight at once, the softmax of S runs under the product before, and the pipeline
+// does not drain between tiles. A consumer is a warpgroup with 64 rows of the tile; with PINGPONG the consumers issue
+// their products one after another, so that the softmax of one runs under the products of the others. Row maxima are
+// updated lazily (attention/online_softmax.cuh); row sums stay per lane until the end. A tile is walked from its last
+// n-block to its first.
 #include "hopper_clustered.cuh"
 #include "hopper/forward/mainloop.cuh"
 #include "hopper/forward/producer.cuh"
 
 // Whether a consumer has all rows of a tile, so that no stage is without scores for it.
 constexpr bool ALL_ROWS = CONSUMERS == 1 && CLUSTER == 1 && !cfg::SPLIT;
-// Whether all rows of a tile see its first keys. With more consumers the code without the loop that this saves is up to 3 %
-// slower (D 64 256x64, D 128 192x64): ptxas schedules what is left otherwise.
+// Whether all rows of a tile see its first keys. With more consumers the code without the loop that this saves is up to
+// 3 % slower (D 64 256x64, D 128 192x64): ptxas schedules what is left otherwise.
 constexpr bool ALL_SEE_FIRST_KEYS = ALL_ROWS || (CONSUMERS <= 2 && !cfg::HAS_LEFT && !cfg::SPLIT && !cfg::BLOCK_LISTS);
 
 // A consumer's steps: one for each stage that the producer fills, in the same order.
@@ -43,7 +45,7 @@ struct Consumer : Mainloop {
             mine.low = max(mine.low, all.low), mine.high = min(mine.high, all.high);
             if (COMBINE_IN_KERNEL && all.empty()) {
                 release_q();
-                if (tile.split == 0) combine.combine<1>(p, rows, tile, 0);  // no split has n-blocks
+                if (tile.split() == 0) combine.combine<1>(p, rows, tile, 0);  // no split has n-blocks
                 continue;
             }
             if (mine.empty()) mine = {all.low, all.low};
@@ -52,7 +54,7 @@ struct Consumer : Mainloop {
             int n_block = all.high - 1;
             if (!all.empty()) started = true;
             if constexpr (!ALL_ROWS)
-                for (; n_block >= mine.high; --n_block) step_without_scores();  // after the last key that these rows see
+                for (; n_block >= mine.high; --n_block) step_without_scores();  // after the last key of these rows
             if constexpr (COMBINE_IN_KERNEL) {
                 if (pv_pending) last_step<true>(pending);
                 pv_pending = false;
@@ -70,12 +72,12 @@ struct Consumer : Mainloop {
             if (!cfg::Q_IN_REGISTERS) release_q();
             pv_pending = true, pending = tile;
             if constexpr (!ALL_SEE_FIRST_KEYS)
-                for (; n_block >= all.low; --n_block) step_without_scores();  // before the first key that these rows see
+                for (; n_block >= all.low; --n_block) step_without_scores();  // before the first key of these rows
         }
     }
 
-    // BLOCK_LISTS: all consumers walk over the whole list. What is hidden from these rows is at its ends, but for what no order of
-    // the list puts there.
+    // BLOCK_LISTS: all consumers walk over the whole list. What is hidden from these rows is at its ends, but for what
+    // no order of the list puts there.
     __device__ __forceinline__ void walk_list() {
         const int steps = tile.listed();
         if (steps == 0) {
@@ -123,8 +125,8 @@ struct Consumer : Mainloop {
         else first_step(n_block, masked);
         if (OUT_OF_BOUNDS_ROWS) v_rows = first_v_rows;
         --n_block;
-        // Uniform again: of a kernel with three loops ptxas may otherwise keep all descriptors in ordinary registers, which takes
-        // up to 40 R2UR a step.
+        // Uniform again: of a kernel with three loops ptxas may otherwise keep all descriptors in ordinary registers,
+        // which takes up to 40 R2UR a step.
         if constexpr (cfg::HAS_LEFT) mine.low = uniform(mine.low), whole = {uniform(whole.low), uniform(whole.high)};
 #pragma unroll 1
         for (; n_block >= mine.low && n_block >= whole.high; --n_block) step<true>(n_block);
@@ -167,7 +169,8 @@ __device__ __forceinline__ void init_barriers(u32 base) {
             const u32 pipeline = base + static_cast<u32>(sizeof(StageBarriers<STAGES>)) * j;
             mbarrier_init(barrier_of(SHARED(pipeline, kv_barriers[0].full), i), PRODUCER_ARRIVALS);
             mbarrier_init(barrier_of(SHARED(pipeline, kv_barriers[0].empty), i), CONSUMER_ARRIVALS);
-            if constexpr (CLUSTER > 1) mbarrier_init(barrier_of(SHARED_OF(Storage, base, peer_empty), STAGES * j + i), 1);
+            if constexpr (CLUSTER > 1)
+                mbarrier_init(barrier_of(SHARED_OF(Storage, base, peer_empty), STAGES * j + i), 1);
         }
     if constexpr (CLUSTER > 1) {
         mbarrier_init(SHARED_OF(Storage, base, next_tile_full), 1);
@@ -176,7 +179,8 @@ __device__ __forceinline__ void init_barriers(u32 base) {
     fence_mbarrier_init();
 }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, cfg::CTAS_PER_SM) hopper_forward(const __grid_constant__ Params p) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, cfg::CTAS_PER_SM)
+    hopper_forward(const __grid_constant__ Params p) {
     const u32 base = shared_address(shared_memory);
     const int rank = CLUSTER > 1 ? cluster_rank() : 0;
     if (threadIdx.x == 0) {

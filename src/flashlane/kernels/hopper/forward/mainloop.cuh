@@ -43,7 +43,8 @@ struct Mainloop {
     }
     template <typename Storage = SharedStorage>
     __device__ __forceinline__ void read_listed() {
-        if constexpr (cfg::BLOCK_LISTS) listed = {uniform(load_shared(SHARED_OF(Storage, base, listed) + 4 * kv.index))};
+        if constexpr (cfg::BLOCK_LISTS)
+            listed = {uniform(load_shared(listed_block<Storage>(base, kv.index)))};
     }
     __device__ __forceinline__ void release_k() const {
         if (!cfg::ONE_BARRIER) mbarrier_arrive_warp(kv_barrier(SHARED(base, kv_barriers[K].empty)), rows.lane);
@@ -94,7 +95,8 @@ struct Mainloop {
         // Read again, or ptxas computes a tile's descriptors once and keeps them where wgmma cannot take them from.
         const u32 from = COMBINE_IN_KERNEL ? uniform(base) : base;
         const u64 k = wgmma_k_inner(SHARED(from, kv) + kv.index * STAGE_BYTES);
-        const u64 q = wgmma_k_inner(SHARED(from, q) + queries.index * Q_BYTES + rows.warpgroup * CONSUMER_ROWS * ROW_BYTES);
+        const u64 q =
+            wgmma_k_inner(SHARED(from, q) + queries.index * Q_BYTES + rows.warpgroup * CONSUMER_ROWS * ROW_BYTES);
 #pragma unroll
         for (int i = 0; i < QK_STEPS; ++i) {
             const u64 k_step = k + (i / 4 * KV_CHUNK + i % 4 * 32) / 16;
@@ -124,15 +126,16 @@ struct Mainloop {
             release_q();
         }
     }
-    // P·V adds 0 · v for keys that do not exist, so their rows of V must be numbers. Once for a tile that ends inside a block;
-    // every consumer writes the same zeros.
+    // P·V adds 0 · v for keys that do not exist, so their rows of V must be numbers. Once for a tile that ends inside a
+    // block; every consumer writes the same zeros.
     __device__ __forceinline__ void zero_out_of_bounds_v() {
         if constexpr (OUT_OF_BOUNDS_ROWS) {
             if (v_rows < BLOCK_N) {
                 const u32 v = SHARED(base, kv) + K_BYTES + kv.index * STAGE_BYTES;
                 const int vectors = (BLOCK_N - v_rows) * (ROW_BYTES / 16);
                 for (int i = threadIdx.x % WARPGROUP; i < vectors * V_CHUNKS; i += WARPGROUP)
-                    store_shared(v + i / vectors * KV_CHUNK + v_rows * ROW_BYTES + i % vectors * 16, make_uint4(0, 0, 0, 0));
+                    store_shared(v + i / vectors * KV_CHUNK + v_rows * ROW_BYTES + i % vectors * 16,
+                                 make_uint4(0, 0, 0, 0));
                 fence_proxy_async();
                 named_barrier_sync(WARPGROUP_SYNC + rows.warpgroup, WARPGROUP);
                 v_rows = BLOCK_N;
@@ -163,18 +166,20 @@ struct Mainloop {
         float bias[2], distance[2], offset[2];
         if constexpr (cfg::BLOCK_LISTS) n_block = listed.block();
 #pragma unroll
-        for (int half = 0; half < 2; ++half) distance[half] = Score::HAS_DISTANCE ? position[half] - n_block * BLOCK_N : 0;
+        for (int half = 0; half < 2; ++half)
+            distance[half] = Score::HAS_DISTANCE ? position[half] - n_block * BLOCK_N : 0;
         transform_scores(p.score, s, distance, slope, Score::HAS_DISTANCE ? side_of_keys(n_block) : 0, offset);
         if constexpr (Program::HAS_SCORE) {
-            transform_by_program(p.program, s, p.score.scale_log2 * LN_2, tile.batch, tile.tile_head(), tile.row + rows.row(0),
-                                 n_block * BLOCK_N + 2 * (rows.lane % 4));
+            transform_by_program(p.program, s, p.score.scale_log2 * LN_2, tile.batch, tile.tile_head(),
+                                 tile.row + rows.row(0), n_block * BLOCK_N + 2 * (rows.lane % 4));
         }
         if constexpr (cfg::BLOCK_LISTS) mask_listed(n_block);
         else if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
         softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, Score::HAS_DISTANCE>(s, late_scale(p), offset, alpha, bias);
         softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
     }
-    // 1 where each visible key of an n-block is at the position of each row or before it, −1 where each is there or after it, else 0.
+    // 1 where each visible key of an n-block is at the position of each row or before it, −1 where each is there or
+    // after it, else 0.
     __device__ __forceinline__ int side_of_keys(int n_block) const {
         // Without the shuffle ptxas does not see that the branch is uniform, and moves descriptors (R2UR) in each step.
         const int row = tile.row + __shfl_sync(0xffffffffu, rows.first(), 0), key = n_block * BLOCK_N - sequence.shift;
@@ -230,10 +235,12 @@ struct Mainloop {
         load_mask_bits();
         wgmma_wait<1>(s);
         release_k();
-        // Ends the basic block, or ptxas computes what a program makes of distances above the wait for S, and spills it.
+        // Ends the basic block, or ptxas computes what a program makes of distances above the wait for S,
+        // and spills it.
         if (Program::HAS_DISTANCE) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
         softmax_of<MASKED>(n_block, MASKED, alpha);
-        // Complete since the step began. The wait ends the basic block, or ptxas moves the one below above the exponentials.
+        // Complete since the step began. The wait ends the basic block, or ptxas moves the one below
+        // above the exponentials.
         if (cfg::LATE_WAIT) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
         wgmma_wait<0>(o);
         release_kv();
@@ -303,8 +310,8 @@ struct Mainloop {
         release_kv();
     }
 
-    // COMBINE_IN_KERNEL: combines what is stored, with no product in flight. O and P are cleared first: ptxas would keep them
-    // in registers, as it does not know when a P is pending.
+    // COMBINE_IN_KERNEL: combines what is stored, with no product in flight. O and P are cleared first: ptxas would
+    // keep them in registers, as it does not know when a P is pending.
     __device__ __forceinline__ void combine_stored() {
         zero_output();
 #pragma unroll

@@ -1,10 +1,11 @@
-// What the Hopper forward kernel is given, its sizes, and its shared memory. flashlane.kernels.hopper.forward.launch mirrors
-// Params, and config.py the sizes.
+// What the Hopper forward kernel is given, its sizes, and its shared memory. flashlane.kernels.hopper.forward.launch
+// mirrors Params, and config.py the sizes.
 //
-// A work tile is BLOCK_M rows of one tile head and its range of n-blocks. A tile head stands for PACK_GQA query heads of one
-// key/value head: its row r is query r / PACK_GQA of query head `head * PACK_GQA + r % PACK_GQA`. PACK_GQA is 1, or all heads
-// of a group (short queries then fill a tile and share the loads of K and V). Where v is wider than an accumulator, a tile has
-// one of V_SLICES slices of its columns, and the slices of one head count as neighbouring tile heads.
+// A work tile is BLOCK_M rows of one tile head and its range of n-blocks. A tile head stands for PACK_GQA query
+// heads of one key/value head: its row r is query r / PACK_GQA of query head `head * PACK_GQA + r % PACK_GQA`.
+// PACK_GQA is 1, or all heads of a group (short queries then fill a tile and share the loads of K and V). Where v is
+// wider than an accumulator, a tile has one of V_SLICES slices of its columns, and the slices of one head count as
+// neighbouring tile heads.
 #pragma once
 #include "attention/arrivals.cuh"
 #include "attention/block_list.cuh"
@@ -32,14 +33,16 @@ constexpr int V_CHUNKS = (COLUMNS_V + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS, PV_STE
 constexpr u32 Q_CHUNK = CTA_ROWS * ROW_BYTES, KV_CHUNK = BLOCK_N * ROW_BYTES;
 constexpr u32 Q_BYTES = QK_CHUNKS * Q_CHUNK, K_BYTES = QK_CHUNKS * KV_CHUNK, V_BYTES = V_CHUNKS * KV_CHUNK;
 constexpr u32 STAGE_BYTES = K_BYTES + V_BYTES;
-// K and V of a stage arrive and leave at once, or are two pipelines of which K's stage is free as soon as S is complete.
+// K and V of a stage arrive and leave at once, or are two pipelines of which K's stage is free as soon as
+// S is complete.
 constexpr int KV_PIPELINES = cfg::ONE_BARRIER ? 1 : 2, K = 0, V = KV_PIPELINES - 1;
 static_assert(BLOCK_M == CTA_ROWS * CLUSTER && CTA_ROWS % PACK_GQA == 0 && BLOCK_N % 16 == 0 && COLUMNS_V % 8 == 0);
 static_assert(CLUSTER == 1 || (CLUSTER == 2 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
 static_assert(!cfg::GATHER || cfg::PAGED);
 static_assert(!cfg::RANGES || (cfg::VARLEN && !cfg::PAGED));
 static_assert(!cfg::ARRIVALS || (!cfg::PAGED && !cfg::BLOCK_LISTS && CLUSTER == 1));
-static_assert(!cfg::BLOCK_LISTS || (CLUSTER == 1 && PACK_GQA == 1 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
+static_assert(!cfg::BLOCK_LISTS ||
+              (CLUSTER == 1 && PACK_GQA == 1 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
 // Scores are in base 2 before their maximum is taken; their last factor can otherwise wait for the exponent's FFMA.
 constexpr bool SCALED = !Score::LATE_SCALE && !Program::HAS_SCORE;
 // Rows may see no key of a block that is not masked as a whole.
@@ -47,14 +50,15 @@ constexpr bool ANY_MAY_BE_HIDDEN = cfg::BLOCK_LISTS || Program::HAS_SCORE;
 constexpr int MASK_UNITS = (BLOCK_N + UNIT - 1) / UNIT;  // of an n-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Program::HAS_MASK));
 
-// Packed sequences: the rows after the last one are written too, as if they saw no key. RANGES: rows of no sequence are not.
+// Packed sequences: the rows after the last one are written too, as if they saw no key. RANGES: rows of no
+// sequence are not.
 using Seqlen = SeqlenInfo<cfg::VARLEN, cfg::CACHE, cfg::PAGED, cfg::RANGES ? Tail::RANGES : Tail::ONE_MORE_SEQUENCE>;
 using TileMask = WindowMask<side(cfg::HAS_LEFT), side(cfg::HAS_RIGHT)>;
 // TMA brings whole blocks, so rows after a sequence's last key hold anything; gathered rows are zeros there.
 constexpr bool OUT_OF_BOUNDS_ROWS = (cfg::VARLEN || cfg::CACHE || cfg::PAGED) && !cfg::GATHER;
 
-// What becomes of a tile's output: it is the result; or it is partial, for one split of the keys, and another launch combines
-// the splits, or the warpgroup that stores the last one does.
+// What becomes of a tile's output: it is the result; or it is partial, for one split of the keys, and another launch
+// combines the splits, or the warpgroup that stores the last one does.
 enum class Output { WHOLE, PARTIAL, COMBINED_IN_KERNEL };
 constexpr Output OUTPUT = !cfg::SPLIT                ? Output::WHOLE
                           : cfg::COMBINE_IN_KERNEL ? Output::COMBINED_IN_KERNEL
@@ -65,8 +69,8 @@ constexpr bool COMBINE_IN_KERNEL = OUTPUT == Output::COMBINED_IN_KERNEL;
 struct PlainParams {
     TensorMap q, k, v;             // q (column, packed head, row, tile head, batch); k, v (column, row, head, batch)
     ScoreParams score;
-    void* out;                     // (split, batch, row, head, column); f32 where it is partial, else the operands' type
-    float* lse;                    // (split, batch, head, row); null where it is not wanted, unless the output is partial
+    void* out;                     // (split, batch, row, head, column); f32 where partial, else the operands' type
+    float* lse;                    // (split, batch, head, row); null where not wanted, unless the output is partial
     int* tiles_taken;              // beyond the first of each CTA; 0 before and after a launch
     long long out_split, out_batch, out_row, out_head;  // strides, in elements
     long long lse_split, lse_batch, lse_head;
@@ -92,10 +96,13 @@ struct Optional<false, Part> {};
 struct Params : PlainParams, Optional<cfg::ARRIVALS, ArrivalParams> {};
 
 struct alignas(16) WorkTile {
-    int batch, head, row, split;   // row: the first, counted within the sequence; batch −1: no tile is left
+    int batch, head, row;          // row: the first, counted within the sequence; batch −1: no tile is left
+    int split_or_listed;           // see split() and listed()
 
+    // SPLIT: which split of the keys; else 0.
+    __device__ __forceinline__ int split() const { return split_or_listed; }
     // BLOCK_LISTS, whose tiles are not split: how many n-blocks its list has.
-    __device__ __forceinline__ int listed() const { return split; }
+    __device__ __forceinline__ int listed() const { return split_or_listed; }
 
     __device__ __forceinline__ int tile_head() const { return V_SLICES == 1 ? head : head / V_SLICES; }
     __device__ __forceinline__ int v_slice() const { return V_SLICES == 1 ? 0 : head % V_SLICES; }
@@ -126,7 +133,7 @@ struct NextTile {
     alignas(16) int next_tile[2];                   // its index, for the other warps or the other CTA
 };
 struct LastArrival {
-    alignas(16) u32 arrived[4];                     // by consumer: how many splits of its tile were stored before its own
+    alignas(16) u32 arrived[4];                     // by consumer: splits of its tile that were stored before
 };
 struct ListedBlocks {
     alignas(16) ListedBlock listed[STAGES <= 4 ? 4 : 8];  // the entry that each stage's K belongs to
@@ -139,10 +146,16 @@ struct SharedStorage : Operands,
                        Optional<cfg::BLOCK_LISTS, ListedBlocks> {};
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
 
-// The address of a member in the window of shared memory. A function that names a member of an optional base is a template on
-// the storage, as the compiler would look for the member even in a branch that is not taken.
+// The address of a member in the window of shared memory. A function that names a member of an optional base is a
+// template on the storage, as the compiler would look for the member even in a branch that is not taken.
 #define SHARED_OF(Storage, base, member) ((base) + static_cast<u32>(offsetof(Storage, member)))
 #define SHARED(base, member) SHARED_OF(SharedStorage, base, member)
+
+// BLOCK_LISTS: where the entry of a stage lies.
+template <typename Storage>
+__device__ __forceinline__ u32 listed_block(u32 base, u32 stage) {
+    return SHARED_OF(Storage, base, listed) + static_cast<u32>(sizeof(ListedBlock)) * stage;
+}
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
@@ -152,7 +165,9 @@ enum NamedBarrier { PINGPONG = 1, WARPGROUP_SYNC = 8, PRODUCER_WARPS = 12 };
 // ---- what a tile covers
 
 // What the maximum and the exponent multiply scores by.
-__device__ __forceinline__ float late_scale(const Params& p) { return Program::HAS_SCORE ? Program::FACTOR * LOG2_E : Score::late_scale(p.score); }
+__device__ __forceinline__ float late_scale(const Params& p) {
+    return Program::HAS_SCORE ? Program::FACTOR * LOG2_E : Score::late_scale(p.score);
+}
 
 __device__ __forceinline__ TileMask mask_of(const Params& p, const Seqlen& sequence) {
     return {sequence.k_length, sequence.shift, p.window_left, p.window_right};
@@ -168,5 +183,5 @@ __device__ __forceinline__ BlockRange n_blocks_of_rows(const Params& p, const Se
 __device__ __forceinline__ BlockRange n_blocks_of_tile(const Params& p, const Seqlen& sequence, const WorkTile& tile) {
     if constexpr (cfg::BLOCK_LISTS) return {0, tile.listed()};
     const BlockRange all = n_blocks_of_rows(p, sequence, tile.row, BLOCK_M);
-    return cfg::SPLIT ? all.of_split(tile.split, p.splits) : all;
+    return cfg::SPLIT ? all.of_split(tile.split(), p.splits) : all;
 }

@@ -2,8 +2,8 @@
 //
 // K and V come in three ways, of which a kernel has one:
 //     by TMA            one warp; a box is a chunk of columns (and of a paged cache a page, or a part of one)
-//     by multicast      CLUSTER CTAs have neighbouring rows of one tile head and walk over the same n-blocks: each loads its
-//                       share of a block's rows into all of them
+//     by multicast      CLUSTER CTAs have neighbouring rows of one tile head and walk over the same n-blocks: each
+//                       loads its share of a block's rows into all of them
 //     by cp.async       GATHER: pages that no box fits; four warps, of which each lane copies 16 bytes of a row
 #pragma once
 #include "cluster.cuh"
@@ -35,11 +35,12 @@ struct Producer {
     const int warp, lane = threadIdx.x % WARP;
     PipelineState<STAGES> kv;
     PipelineState<Q_STAGES> queries;
-    PipelineState<cfg::GATHER ? 2 : 1> next;  // words with the index of the next tile
+    // Words with the index of the next tile; GATHER: two, since the last one may still be read.
+    PipelineState<cfg::GATHER ? 2 : 1> next;
     Arrivals arrivals;             // ARRIVALS
 
     static constexpr int TAKEN_AHEAD = 1;  // n-blocks before a tile's last one at which the next tile is taken
-    static constexpr int PREPARED_AHEAD = 3;  // BLOCK_LISTS: last n-blocks of a tile, at each of which a part of the next is prepared
+    static constexpr int PREPARED_AHEAD = 3;  // BLOCK_LISTS: a tile's last n-blocks, under which the next is prepared
 
     // An n-block of a tile.
     struct KvBlock {
@@ -92,8 +93,8 @@ struct Producer {
         if (takes_tiles() && index == scheduler.total + workers - 1) *p.tiles_taken = 0;
     }
 
-    // BLOCK_LISTS. While the last n-blocks of a tile are loaded, the next tile is taken, looked up, and its list begun: each takes a
-    // trip to the L2 cache.
+    // BLOCK_LISTS. While the last n-blocks of a tile are loaded, the next tile is taken, looked up, and its list begun:
+    // each takes a trip to the L2 cache.
     __device__ __forceinline__ void run_listed() {
         TileScheduler scheduler(p);
         const int workers = gridDim.x;
@@ -159,11 +160,11 @@ struct Producer {
     template <typename Storage = SharedStorage>
     __device__ __forceinline__ void publish_listed(ListedBlock listed) const {
         if constexpr (cfg::BLOCK_LISTS)
-            if (lane == 0) store_shared(SHARED_OF(Storage, base, listed) + 4 * kv.index, static_cast<u32>(listed.word));
+            if (lane == 0) store_shared(listed_block<Storage>(base, kv.index), static_cast<u32>(listed.word));
     }
-    // Waits until all consumers have released the stage. Those of the peer CTA release it to their own producer, which arrives
-    // here for them: a consumer's arrival then needs no fence for the cluster, and the memory model orders its reads before our
-    // writes (docs/notebook/0003).
+    // Waits until all consumers have released the stage. Those of the peer CTA release it to their own producer, which
+    // arrives here for them: a consumer's arrival then needs no fence for the cluster, and the memory model orders its
+    // reads before our writes (docs/notebook/0003).
     template <int PIPELINE, typename Storage = SharedStorage>
     __device__ __forceinline__ void acquire() const {
         mbarrier_wait(barrier_of(SHARED(base, kv_barriers[PIPELINE].empty), kv.index), kv.phase ^ 1);
@@ -213,11 +214,12 @@ struct Producer {
         return p.v;
     }
     template <int CHUNKS>
-    __device__ __forceinline__ void load(const TensorMap& map, u32 destination, u32 barrier, const KvBlock& block, int column) {
+    __device__ __forceinline__ void load(const TensorMap& map, u32 destination, u32 barrier, const KvBlock& block,
+                                         int column) {
         const Seqlen& sequence = block.sequence;
         if constexpr (cfg::PAGED) {
-            load_pages<BLOCK_N, cfg::BOX_ROWS, CHUNKS, KV_CHUNK>(p.seqlen, sequence, map, destination, barrier, block.n_block,
-                                                                 block.head, lane, column);
+            load_pages<BLOCK_N, cfg::BOX_ROWS, CHUNKS, KV_CHUNK>(p.seqlen, sequence, map, destination, barrier,
+                                                                 block.n_block, block.head, lane, column);
         } else if (lane == 0) {
             constexpr int SHARE = BLOCK_N / CLUSTER;
             int row = sequence.k_first + block.first_key() + rank * SHARE;
@@ -235,9 +237,10 @@ struct Producer {
         }
     }
     template <int VECTORS>
-    __device__ __forceinline__ void gather(const PagedRows& from, u32 destination, const KvBlock& block, int column, int columns) {
-        gather_rows<Element, BLOCK_N, WARPS, VECTORS, KV_CHUNK>(p.seqlen, block.sequence, from, destination, block.n_block,
-                                                                block.head, warp, column, columns);
+    __device__ __forceinline__ void gather(const PagedRows& from, u32 destination, const KvBlock& block, int column,
+                                           int columns) {
+        gather_rows<Element, BLOCK_N, WARPS, VECTORS, KV_CHUNK>(p.seqlen, block.sequence, from, destination,
+                                                                block.n_block, block.head, warp, column, columns);
     }
 
     // ---- tiles
@@ -255,8 +258,8 @@ struct Producer {
                 const int row = tile.row + rank * CTA_ROWS;
 #pragma unroll
                 for (int chunk = 0; chunk < QK_CHUNKS; ++chunk)
-                    tma_load(q + chunk * Q_CHUNK, p.q, full, chunk * CHUNK_COLUMNS, 0, sequence.q_first + row / PACK_GQA,
-                             tile.tile_head(), sequence.q_batch);
+                    tma_load(q + chunk * Q_CHUNK, p.q, full, chunk * CHUNK_COLUMNS, 0,
+                             sequence.q_first + row / PACK_GQA, tile.tile_head(), sequence.q_batch);
             }
         }
         queries.advance();
@@ -266,7 +269,7 @@ struct Producer {
     template <typename Storage = SharedStorage>
     __device__ __forceinline__ int broadcast(int index) {
         if constexpr (cfg::GATHER) {
-            const u32 word = SHARED_OF(Storage, base, next_tile) + 4 * next.index;  // two words: the last one may still be read
+            const u32 word = SHARED_OF(Storage, base, next_tile) + static_cast<u32>(sizeof(int)) * next.index;
             if (takes_tiles()) store_shared(word, index);
             named_barrier_sync(PRODUCER_WARPS, WARPGROUP);
             index = load_shared(word);

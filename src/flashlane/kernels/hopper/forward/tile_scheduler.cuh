@@ -9,13 +9,14 @@ struct TileScheduler {
     int total;                     // tiles of the launch; VARLEN: known when the last one was asked for
     VarlenSearchByWarp search;
 
-    __device__ __forceinline__ explicit TileScheduler(const Params& params) : p(params), total(cfg::VARLEN ? 0 : params.tiles) {}
+    __device__ __forceinline__ explicit TileScheduler(const Params& params)
+        : p(params), total(cfg::VARLEN ? 0 : params.tiles) {}
 
     // Tile `index` of `heads` heads with `m_blocks` m-blocks each; the head is counted among them.
     __device__ __forceinline__ WorkTile swizzled(int index, int heads, int m_blocks) const {
         WorkTile tile;
-        tile.split = 0;
-        if constexpr (cfg::SPLIT) tile.split = index % p.splits, index /= p.splits;
+        tile.split_or_listed = 0;
+        if constexpr (cfg::SPLIT) tile.split_or_listed = index % p.splits, index /= p.splits;
         const SwizzledTile found = swizzled_tile<true>(index, heads, m_blocks, p.heads_per_section);
         tile.row = found.block * BLOCK_M, tile.head = found.head;
         return tile;
@@ -30,11 +31,13 @@ struct TileScheduler {
             tile.head = flat - tile.batch * p.heads;
             if constexpr (cfg::BLOCK_LISTS) {
                 const int2 listed = p.lists.at(tile.batch, tile.tile_head(), p.m_blocks - 1 - tile.row / BLOCK_M);
-                tile.row = listed.x * BLOCK_M, tile.split = listed.y;
+                tile.row = listed.x * BLOCK_M, tile.split_or_listed = listed.y;
             }
         } else {
             // The rows after the last sequence are one more, but for those of RANGES.
-            const auto m_blocks_of = [&](int batch) { return ceil_div(Seqlen(p.seqlen, batch).q_length * PACK_GQA, BLOCK_M); };
+            const auto m_blocks_of = [&](int batch) {
+                return ceil_div(Seqlen(p.seqlen, batch).q_length * PACK_GQA, BLOCK_M);
+            };
             const auto found = search.find(index, p.seqlen.batch + !cfg::RANGES, p.heads * p.splits, m_blocks_of);
             if (found.batch < 0) {
                 total = search.tiles_before;

@@ -1,12 +1,12 @@
-// The dQ-store warps of the one-CTA backward, one thread each: they add the slices of dQ that the consumers leave in shared
-// memory to dq_accum, by TMA reduce-add.
+// The dQ-store warps of the one-CTA backward, one thread each: they add the slices of dQ that the consumers leave in
+// shared memory to dq_accum, by TMA reduce-add.
 #pragma once
 #include "attention/semaphore.cuh"
 #include "hopper/backward/one_cta/storage.cuh"
 
-// With additions in order an m-block has a semaphore for each slice: it holds the n-block whose addition is next. It is released
-// when the addition is complete. The completion of a bulk operation makes its writes visible to this thread's later operations
-// (PTX ISA, async proxy).
+// With additions in order an m-block has a semaphore for each slice: it holds the n-block whose addition is next. It is
+// released when the addition is complete. The completion of a bulk operation makes its writes visible to this thread's
+// later operations (PTX ISA, async proxy).
 struct DqStoreWarp {
     const Params& p;
     const u32 base;
@@ -20,10 +20,11 @@ struct DqStoreWarp {
             mbarrier_wait(barrier_of(SMEM(dq_full), stage), count / DQ_STAGES % 2);
             const int m_block = load_shared(dq_target(base, count));
             if (m_block == NO_MORE) break;
-            const int n_block = Dq::IN_ORDER ? load_shared(dq_target(base, count) + 4) : 0;
+            const int n_block = Dq::IN_ORDER ? load_shared(dq_target(base, count) + DQ_TARGET_N_BLOCK) : 0;
             if (m_block != NO_M_BLOCK) {
                 if (Dq::IN_ORDER) acquire(m_block, n_block);
-                bulk_add(p.dq_accum + static_cast<long long>(m_block) * DQ_ACCUM_FLOATS + consumer * SLICE_FLOATS, from, bytes);
+                bulk_add(p.dq_accum + static_cast<long long>(m_block) * DQ_ACCUM_FLOATS + consumer * SLICE_FLOATS, from,
+                         bytes);
             }
             bulk_commit();
             bulk_wait_read();
@@ -33,7 +34,9 @@ struct DqStoreWarp {
         bulk_wait();
     }
 
-    __device__ __forceinline__ int* semaphore(int m_block) const { return &p.semaphores[m_block].next_n_block[consumer]; }
+    __device__ __forceinline__ int* semaphore(int m_block) const {
+        return &p.semaphores[m_block].next_n_block[consumer];
+    }
 
     // Until what the n-blocks before this one added is there for TMA.
     __device__ __forceinline__ void acquire(int m_block, int n_block) const {
@@ -47,7 +50,7 @@ struct DqStoreWarp {
     }
     __device__ __forceinline__ void enqueue_postprocess(int m_block) const {
         if constexpr (POSTPROCESS_LAST_ADDITION) {
-            fence_acq_rel_gpu();                              // what others added, before what the postprocess warp reads
+            fence_acq_rel_gpu();                              // others' additions come before the postprocess's reads
             const int entry = atomicAdd(p.counters + SLICES_COMPLETE, 1);
             store_release(p.postprocess_queue + entry, SLICES * m_block + consumer + 1);
         }

@@ -1,4 +1,5 @@
-// The end of a tile of the one-CTA backward: dK and dV to global memory, and before that the combine of the splits of a tile.
+// The end of a tile of the one-CTA backward: dK and dV to global memory, and before that the combine of the splits
+// of a tile.
 #pragma once
 #include "attention/semaphore.cuh"
 #include "hopper/backward/one_cta/storage.cuh"
@@ -6,11 +7,14 @@
 
 // A consumer's rows of dK or dV.
 template <int DIM>
-__device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], const WorkTile& tile, int consumer, void* to, long long batch,
-                                                    long long row, long long head, float factor) {
+__device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], const WorkTile& tile, int consumer,
+                                                    void* to, long long batch, long long row, long long head,
+                                                    float factor) {
     const int first = tile.first_key + consumer * 64;
-    store_accumulator<DIM>(d, static_cast<Element*>(to) + tile.seqlen.k_batch * batch + (tile.seqlen.k_first + first) * row +
-                                  tile.kv_head * head, row, tile.seqlen.k_length - first, factor);
+    store_accumulator<DIM>(d,
+                           static_cast<Element*>(to) + tile.seqlen.k_batch * batch +
+                               (tile.seqlen.k_first + first) * row + tile.kv_head * head,
+                           row, tile.seqlen.k_length - first, factor);
 }
 
 // ---- split-Q
@@ -35,10 +39,10 @@ __device__ __forceinline__ void add_partial(const float4*& from, float (&d)[N]) 
     }
 }
 
-// True when dK and dV are complete. A split that is not its tile's last one leaves them for the last split, which adds them to its
-// own. `split_of_all` is TileCoordinates::split.
-__device__ __forceinline__ bool combine_splits(const Params& p, int split_of_all, int consumer, float (&dk)[HEAD_DIM / 2],
-                                              float (&dv)[HEAD_DIM_V / 2]) {
+// True when dK and dV are complete. A split that is not its tile's last one leaves them for the last split, which adds
+// them to its own. `split_of_all` is TileCoordinates::split.
+__device__ __forceinline__ bool combine_splits(const Params& p, int split_of_all, int consumer,
+                                               float (&dk)[HEAD_DIM / 2], float (&dv)[HEAD_DIM_V / 2]) {
     if (split_of_all == 0) return true;
     const int tile = (split_of_all - 1) / p.splits, split = (split_of_all - 1) % p.splits, last = p.splits - 1;
     int* const arrived = p.counters + COUNTERS + tile * CONSUMERS + consumer;

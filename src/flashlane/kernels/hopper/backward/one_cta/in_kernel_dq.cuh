@@ -1,11 +1,13 @@
-// In-kernel zeroing and postprocess of dQ by idle warps. The preprocess kernel need then not write all zeros of dq_accum, nor
-// the postprocess kernel read all its sums: both would go through device memory, and stay in the L2 cache here.
+// In-kernel zeroing and postprocess of dQ by idle warps. The preprocess kernel need then not write all zeros of
+// dq_accum, nor the postprocess kernel read all its sums: both would go through device memory, and stay in the
+// L2 cache here.
 //
-// Each tile is assigned some m-blocks of its head (dq_assignment.cuh), which are taken in the order of the tiles: to be zeroed
-// some time before the head's first tile begins, and to have their dQ written when all tiles of the head have added. A warp has
-// one assignment of each kind and works on the one that is due, so that it never waits for another warp: zeros for a tile are
-// due when the tile `zeroed_before` tiles earlier is taken, and `zeroed_before` is more tiles than a section of heads has. Tiles
-// wait for zeros, but nothing waits for dQ: it is written one m-block at a time, between which zeroing may become due.
+// Each tile is assigned some m-blocks of its head (dq_assignment.cuh), which are taken in the order of the tiles: to be
+// zeroed some time before the head's first tile begins, and to have their dQ written when all tiles of the head have
+// added. A warp has one assignment of each kind and works on the one that is due, so that it never waits for another
+// warp: zeros for a tile are due when the tile `zeroed_before` tiles earlier is taken, and `zeroed_before` is more
+// tiles than a section of heads has. Tiles wait for zeros, but nothing waits for dQ: it is written one m-block at a
+// time, between which zeroing may become due.
 #pragma once
 #include "attention/semaphore.cuh"
 #include "hopper/backward/dq_assignment.cuh"
@@ -48,7 +50,9 @@ struct InKernelDqWarp {
     __device__ __forceinline__ SwizzledTile at(int tile) const {
         return swizzled_tile<false>(tile, p.kv_heads * p.seqlen.batch, p.blocks, p.heads_per_section);
     }
-    __device__ __forceinline__ long long head_m_blocks() const { return static_cast<long long>(p.heads / p.kv_heads) * p.row_blocks; }
+    __device__ __forceinline__ long long head_m_blocks() const {
+        return static_cast<long long>(p.heads / p.kv_heads) * p.row_blocks;
+    }
     // The head's first m-block among those of all heads.
     __device__ __forceinline__ long long first_m_block(const SwizzledTile& at) const {
         return static_cast<long long>(at.head) * (p.heads / p.kv_heads) * p.row_blocks;
@@ -61,7 +65,8 @@ struct InKernelDqWarp {
         const SwizzledTile where = at(tile);
         const BlockRange m_blocks = assigned(where);
         const int lane = threadIdx.x % WARP;
-        float4* to = reinterpret_cast<float4*>(p.dq_accum + (first_m_block(where) + m_blocks.low) * DQ_ACCUM_FLOATS) + lane;
+        float4* to =
+            reinterpret_cast<float4*>(p.dq_accum + (first_m_block(where) + m_blocks.low) * DQ_ACCUM_FLOATS) + lane;
         float4* const end = to + static_cast<long long>(m_blocks.count()) * (DQ_ACCUM_FLOATS / 4);
         static_assert(DQ_ACCUM_FLOATS % (4 * WARP) == 0);
 #pragma unroll 4
@@ -83,8 +88,8 @@ struct InKernelDqWarp {
         if (m_block < m_blocks.high) {
 #pragma unroll 1
             for (int slice = 0; slice < SLICES; ++slice)
-                write_dq_slice(p, first_m_block(where) + m_block, slice, batch, first_head + m_block / p.row_blocks, row,
-                               p.seqlen.seqlen_q - row);
+                write_dq_slice(p, first_m_block(where) + m_block, slice, batch, first_head + m_block / p.row_blocks,
+                               row, p.seqlen.seqlen_q - row);
         }
         if (m_block + 1 < m_blocks.high) return false;
         __syncwarp();
@@ -93,14 +98,15 @@ struct InKernelDqWarp {
     }
 };
 
-// Reports the tiles to which the consumers of this CTA have made all additions, one thread. It looks seldom, as it shares its
-// scheduler with consumers. The last additions of a tile are made in the next tile that has steps. So it remembers two tiles,
-// whose stages it has released: it waits for the first only when it knows the tile that the consumers need to go on.
+// Reports the tiles to which the consumers of this CTA have made all additions, one thread. It looks seldom, as it
+// shares its scheduler with consumers. The last additions of a tile are made in the next tile that has steps. So it
+// remembers two tiles, whose stages it has released: it waits for the first only when it knows the tile that the
+// consumers need to go on.
 struct AdditionsWarp {
     const Params& p;
     const u32 base;
     u32 seen = 0, reported = 0;                           // tiles with steps
-    int first = 0, second = 0;                            // those seen and not reported: head, twice, and whether a split of a tile
+    int first = 0, second = 0;                            // seen, not reported: 2 · head + (1 for a split of a tile)
 
     __device__ __forceinline__ void run() {
         griddepcontrol_wait();
@@ -109,7 +115,8 @@ struct AdditionsWarp {
             while (!mbarrier_try_wait(barrier_of(SMEM(tile_full), stage), tiles / TILE_STAGES % 2))
                 if (!report_first()) __nanosleep(PAUSE);
             const TileCoordinates at = tile_coordinates(base, stage);
-            const int steps = tile_keys(base, stage).steps, tile = 2 * (at.batch * p.kv_heads + at.head) + (at.split > 0);
+            const int steps = tile_keys(base, stage).steps,
+                      tile = 2 * (at.batch * p.kv_heads + at.head) + (at.split() > 0);
             wait_for_load(tile | steps);
             mbarrier_arrive(barrier_of(SMEM(tile_empty), stage));
             if (at.batch < 0) break;

@@ -1,29 +1,31 @@
 // Attention backward for Hopper at head dims up to 128: dQ, dK and dV in one pass over the queries.
 //
-// A persistent CTA takes work tiles: an n-block of 128 keys of a key/value head. K and V stay in shared memory while Q, dO and
-// their row statistics stream through it, for each query head of the group and each m-block that sees the keys.
+// A persistent CTA takes work tiles: an n-block of 128 keys of a key/value head. K and V stay in shared memory while Q,
+// dO and their row statistics stream through it, for each query head of the group and each m-block that sees the keys.
 //
-//     warpgroup 0        warp 0       producer: takes tiles, loads Q, dO, row statistics, K and V by TMA     producer.cuh
-//                        warps 1, 2   dQ-store warps: add dQ to dq_accum by TMA reduce-add                   dq_store.cuh
-//                        or idle      zero dq_accum and write dQ, as the policy says     in_kernel_dq.cuh, postprocess_warp.cuh
-//     warpgroups 1, 2                 consumers: 64 of the keys each                                         mainloop.cuh
+//     warpgroup 0       warp 0       producer: takes tiles, loads Q, dO, row statistics, K and V by TMA    producer.cuh
+//                       warps 1, 2   dQ-store warps: add dQ to dq_accum by TMA reduce-add                  dq_store.cuh
+//                       or idle      zero dq_accum and write dQ    in_kernel_dq.cuh, postprocess_warp.cuh
+//     warpgroups 1, 2                consumers: 64 of the keys each                                        mainloop.cuh
 //
-// A consumer holds the scores transposed, so that P and dS are in registers what the next products take as their A operand:
+// A consumer holds the scores transposed, so that P and dS are in registers what the next products take as
+// their A operand:
 //
 //     Sᵀ = K·Qᵀ     dPᵀ = V·dOᵀ     dV += Pᵀ·dO     dK += dSᵀ·Q     dQᵀ = Kᵀ·dSᵀ of both consumers' keys
 //
-// Only dS goes through shared memory, from which gemm_dq takes it: of a head dim above 64 each consumer makes half of the
-// columns of dQ, else half of its rows. dQ is summed in device memory, in the order of the accumulator's registers
+// Only dS goes through shared memory, from which gemm_dq takes it: of a head dim above 64 each consumer makes half of
+// the columns of dQ, else half of its rows. dQ is summed in device memory, in the order of the accumulator's registers
 // (dq_accumulate.cuh). A step of a consumer, i the m-block:
 //
 //     issue S(i), dP(i) │ wait S │ P │ issue dV(i) │ wait dP │ dS, store it │ wait dV │ issue dQ(i−1), dK(i) │ wait dQ,
 //     store it │ wait dK
 //
-// dQ is one m-block late, so that neither consumer waits for the other's dS of this step. Where K has two stages, the first step
-// of a tile makes the last dQ of the tile before (software pipelining across tiles).
+// dQ is one m-block late, so that neither consumer waits for the other's dS of this step. Where K has two stages, the
+// first step of a tile makes the last dQ of the tile before (software pipelining across tiles).
 //
-// The loads of the next tile run under the stores of the one before. What the variants differ in is in policies.cuh: how dQ is
-// added, whether the last tiles are split along their queries, where dQ's postprocess runs, and ping-pong scheduling.
+// The loads of the next tile run under the stores of the one before. What the variants differ in is in
+// policies.cuh: how dQ is added, whether the last tiles are split along their queries, where dQ's postprocess runs,
+// and ping-pong scheduling.
 #include "hopper/backward/one_cta/dq_store.cuh"
 #include "hopper/backward/one_cta/in_kernel_dq.cuh"
 #include "hopper/backward/one_cta/mainloop.cuh"
@@ -44,7 +46,8 @@ __device__ __forceinline__ void init_barriers(u32 base) {
     for (int i = 0; i < DO_STAGES; ++i)
         mbarrier_init(barrier_of(SMEM(do_full), i), 1), mbarrier_init(barrier_of(SMEM(do_empty), i), CONSUMER_ARRIVALS);
     for (int i = 0; i < DS_STAGES; ++i)
-        mbarrier_init(barrier_of(SMEM(ds_full), i), CONSUMER_ARRIVALS), mbarrier_init(barrier_of(SMEM(ds_empty), i), CONSUMER_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(ds_full), i), CONSUMER_ARRIVALS),
+            mbarrier_init(barrier_of(SMEM(ds_empty), i), CONSUMER_ARRIVALS);
     for (int i = 0; i < DQ_STAGES * CONSUMERS; ++i)
         mbarrier_init(barrier_of(SMEM(dq_full), i), 4 * WARP_ARRIVALS), mbarrier_init(barrier_of(SMEM(dq_empty), i), 1);
     if (IN_KERNEL_DQ) store_shared(SMEM(tiles_added), 0u);
@@ -85,7 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
     } else {
         setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
         Consumer(p, base, warpgroup - 1).run();
-        // With all warps what is left is done sooner; but where scores are transformed, that costs a register inside the loop.
+        // With all warps what is left is done sooner; but where scores are transformed, that costs a register
+        // inside the loop.
         if constexpr (POSTPROCESS_LAST_ADDITION && !Score::TRANSFORMED) PostprocessWarp{p}.run();
     }
 }

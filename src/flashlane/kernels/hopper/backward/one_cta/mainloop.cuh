@@ -4,16 +4,35 @@
 #include "hopper/backward/one_cta/storage.cuh"
 #include "hopper/backward/score_position.cuh"
 
+// Tiles with steps, and slices of dQ that were stored. A tile has one slice more than it has steps, or PIPELINED_TILES
+// one more in all, so that one of both follows from the other and the steps: consumers have no register for it.
+template <bool PIPELINED>
+struct SliceCount {
+    u32 stored = 0;                                       // slices
+    __device__ __forceinline__ u32 slices(u32) const { return stored; }
+    __device__ __forceinline__ u32 tiles(u32 steps) const { return stored - steps; }
+    __device__ __forceinline__ void slice_stored() { ++stored; }
+    __device__ __forceinline__ void tile_done() {}
+};
+template <>
+struct SliceCount<true> {
+    u32 done = 0;                                         // tiles
+    __device__ __forceinline__ u32 slices(u32 steps) const { return steps; }
+    __device__ __forceinline__ u32 tiles(u32) const { return done; }
+    __device__ __forceinline__ void slice_stored() {}
+    __device__ __forceinline__ void tile_done() { ++done; }
+};
+
 struct Consumer {
     const Params& p;
     const u32 base;
     const int number, warp, lane;
-    // The stage and phase of every pipeline follow from these counts: tiles, steps, and slices of dQ that were stored, one more
-    // a tile than it has steps (PIPELINED_TILES: one more in all). dS of a step is that of slice `dq_slices() + 1`; the dQ product
-    // of the same step reads dS of slice `dq_slices()`.
+    // The stage and phase of every pipeline follow from the counts of tiles, of steps, of tiles with steps and of
+    // slices of dQ. dS of a step is that of slice `dq_slices() + 1`; the dQ product of the same step reads dS of slice
+    // `dq_slices()`.
     u32 tiles = 0, steps_done = 0;
-    u32 counted = 0;                                      // slices of dQ stored; PIPELINED_TILES: tiles with steps before this one
-    int masked;                                           // of the step
+    SliceCount<PIPELINED_TILES> count;
+    int mask_word;                                        // of the step
     float s[BLOCK_M / 2], dp[BLOCK_M / 2], dq[SLICE_ROWS / 2];
     float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
     u32 probabilities[BLOCK_M / 4], ds[BLOCK_M / 4];
@@ -27,7 +46,8 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         if (!Dq::TMA) griddepcontrol_wait();              // for the zeros of dq_accum
-        if (PING_PONG != PingPong::OFF && number == 1) named_barrier_arrive(PING_PONG_BARRIER, CONSUMERS * WARPGROUP);  // consumer 0 is first
+        // Consumer 0 is the first to issue.
+        if (PING_PONG != PingPong::OFF && number == 1) named_barrier_arrive(PING_PONG_BARRIER, CONSUMERS * WARPGROUP);
         for (;; ++tiles) {
             const u32 stage = tiles % TILE_STAGES;
             wait<TILE_STAGES>(SMEM(tile_full), tiles);
@@ -43,7 +63,7 @@ struct Consumer {
             wait_for_load(at.batch);
             __syncwarp();
             arrive(SMEM(tile_empty), stage);
-            if (SPLIT_Q && !combine_splits(p, uniform(at.split), number, dk, dv)) continue;
+            if (SPLIT_Q && !combine_splits(p, uniform(at.split()), number, dk, dv)) continue;
             store_keys_gradient<HEAD_DIM_V>(dv, tile, number, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
             store_keys_gradient<HEAD_DIM>(dk, tile, number, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
         }
@@ -87,11 +107,8 @@ struct Consumer {
             ++steps_done;
         }
         if (!EARLY_V_RELEASE) arrive(SMEM(v_empty), full_tiles() % V_STAGES);
-        if (PIPELINED_TILES) {
-            ++counted;
-        } else {
-            last_dq();
-        }
+        count.tile_done();
+        if (!PIPELINED_TILES) last_dq();
     }
 
     // dS before the first step is that of no m-block: zeros, so that the loop has no special first step.
@@ -115,9 +132,9 @@ struct Consumer {
 
     // ---- pipeline states, from the counts
 
-    __device__ __forceinline__ u32 dq_slices() const { return PIPELINED_TILES ? steps_done : counted; }
+    __device__ __forceinline__ u32 dq_slices() const { return count.slices(steps_done); }
     // Tiles with steps before this one. Not valid between the store of a step's dQ and the step's end.
-    __device__ __forceinline__ u32 full_tiles() const { return PIPELINED_TILES ? counted : counted - steps_done; }
+    __device__ __forceinline__ u32 full_tiles() const { return count.tiles(steps_done); }
     __device__ __forceinline__ u32 q_stage() const { return steps_done % Q_STAGES; }
     __device__ __forceinline__ u32 do_stage() const { return steps_done % DO_STAGES; }
     __device__ __forceinline__ u32 k_tile() const { return SMEM_TILE(k) + full_tiles() % K_STAGES * K_BYTES; }
@@ -129,11 +146,14 @@ struct Consumer {
     __device__ __forceinline__ void wait(u32 barriers, u32 count, u32 flip = 0) const {
         mbarrier_wait(barrier_of(barriers, count % STAGES), count / STAGES % 2 ^ flip);
     }
-    __device__ __forceinline__ void arrive(u32 barriers, u32 stage = 0) const { mbarrier_arrive_warp(barrier_of(barriers, stage), lane); }
+    __device__ __forceinline__ void arrive(u32 barriers, u32 stage = 0) const {
+        mbarrier_arrive_warp(barrier_of(barriers, stage), lane);
+    }
 
     // ---- ping-pong scheduling
 
-    enum NamedBarrier { WARPGROUP_BARRIER = 1, CONSUMERS_BARRIER = 3, PING_PONG_BARRIER = 4 };  // the first and last: one each consumer
+    // Of the first and the last there is one for each consumer.
+    enum NamedBarrier { WARPGROUP_BARRIER = 1, CONSUMERS_BARRIER = 3, PING_PONG_BARRIER = 4 };
 
     __device__ __forceinline__ void ping_pong_wait() const {
         if (PING_PONG != PingPong::OFF) named_barrier_sync(PING_PONG_BARRIER + number, CONSUMERS * WARPGROUP);
@@ -148,7 +168,7 @@ struct Consumer {
     __device__ __forceinline__ void gemm_qk() {
         wait<Q_STAGES>(SMEM(q_full), steps_done);
         // Read here, where the product hides its latency; by shuffle, as in hopper_backward.
-        masked = uniform(step_queries(base, q_stage()).masked);
+        mask_word = uniform(step_queries(base, q_stage()).mask_word);
         zero_out_of_bounds_queries<QK_CHUNKS>(q_tile());
         gemm_ss<BLOCK_M, QK_STEPS, KEYS_CHUNK, ROWS_CHUNK>(s, k_tile() + number * 64 * ROW_BYTES, q_tile());
     }
@@ -165,7 +185,8 @@ struct Consumer {
     __device__ __forceinline__ void gemm_dq(u32 keys) {
         wait<DS_STAGES>(SMEM(ds_full), dq_slices());
         const u64 a = wgmma_n_inner(keys + (SPLIT_COLUMNS ? number * KEYS_CHUNK : 0), KEYS_CHUNK);
-        const u64 b = opaque(wgmma_k_inner(SMEM_TILE(ds) + dq_slices() % DS_STAGES * DS_BYTES + (SPLIT_COLUMNS ? 0 : number * SLICE_ROWS * ROW_BYTES)));
+        const u64 b = opaque(wgmma_k_inner(SMEM_TILE(ds) + dq_slices() % DS_STAGES * DS_BYTES +
+                                           (SPLIT_COLUMNS ? 0 : number * SLICE_ROWS * ROW_BYTES)));
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 16; ++i) {
@@ -188,8 +209,8 @@ struct Consumer {
         return ScorePosition(mask, keys.first + number * 64, step.first);
     }
 
-    // By a program. P becomes P times the derivative of the score when it is packed for dV, so that the derivative needs no
-    // registers. Hidden pairs are zeroed in both.
+    // By a program. P becomes P times the derivative of the score when it is packed for dV, so that the derivative
+    // needs no registers. Hidden pairs are zeroed in both.
     __device__ __forceinline__ void make_probabilities_by_program() {
         const u32 lse = SMEM(lse) + q_stage() * STAT_BYTES + lane % 4 * 8;
         const int batch = tile_coordinates(base, tiles % TILE_STAGES).batch, head = step_queries(base, q_stage()).head;
@@ -205,12 +226,14 @@ struct Consumer {
                 const int query = at.query + accumulator_column(j), key = at.key + 8 * (j / 2 % 2);
                 const program::Distance distance{first, static_cast<float>(8 * (j / 2 % 2) - accumulator_column(j))};
                 s[j] = pairs.probability(s[j], row.x, query, key, distance, derivative[0]);
-                s[j + 1] = pairs.probability(s[j + 1], row.y, query + 1, key, {distance.first, distance.rest - 1.f}, derivative[1]);
+                s[j + 1] = pairs.probability(s[j + 1], row.y, query + 1, key, {distance.first, distance.rest - 1.f},
+                                             derivative[1]);
                 probabilities[j / 2] = Convert<Element>::pack(s[j], s[j + 1]);
                 if constexpr (Program::HAS_DERIVATIVE) s[j] *= derivative[0], s[j + 1] *= derivative[1];
             }
         }
-        const int state = cfg::BLOCK_LISTS ? ListedBlock{masked}.state(number) : masked ? BLOCK_PARTIAL : BLOCK_FULL;
+        const int state = cfg::BLOCK_LISTS ? ListedBlock{mask_word}.state(number)
+                                           : mask_word ? BLOCK_PARTIAL : BLOCK_FULL;
         if (state == BLOCK_FULL) return;
         if constexpr (cfg::MASK_BITS) {
             u32 words[2][2 * MASK_UNITS] = {};
@@ -236,7 +259,8 @@ struct Consumer {
     __device__ __forceinline__ KeyBits mask_bits(int batch, int head) const {
         const MaskBits& bits = p.lists.bits;
         const int key_unit = tile_keys(base, tiles % TILE_STAGES).first / UNIT + number;
-        const int query_unit = step_queries(base, q_stage()).first / UNIT, row = warpgroup_thread() / WARP * 16 + lane / 4;
+        const int query_unit = step_queries(base, q_stage()).first / UNIT,
+                  row = warpgroup_thread() / WARP * 16 + lane / 4;
         KeyBits found;
 #pragma unroll
         for (int unit = 0; unit < MASK_UNITS; ++unit) {
@@ -255,9 +279,10 @@ struct Consumer {
         if constexpr (Score::TRANSFORMED) {
             const int batch = tile_coordinates(base, tiles % TILE_STAGES).batch;
             transform_scores_transposed(p.score, position().distance(),
-                                        Score::slope(p.score, batch, step_queries(base, q_stage()).head), s, derivatives);
+                                        Score::slope(p.score, batch, step_queries(base, q_stage()).head), s,
+                                        derivatives);
         }
-        if (masked) {
+        if (mask_word) {
             const ScorePosition at = position();
             mask_scores_transposed(s, at.mask, at.key, at.query);
         }
@@ -293,7 +318,8 @@ struct Consumer {
         wait<DS_STAGES>(SMEM(ds_empty), dq_slices() + 1, 1);
         // Transposed on its way: a row is a query, and a chunk of columns the keys of one consumer.
         const int row = lane / 16 * 8 + lane % 8, vector = (2 * warp + lane / 8 % 2) ^ (lane % 8);
-        const u32 to = SMEM_TILE(ds) + (dq_slices() + 1) % DS_STAGES * DS_BYTES + number * ROWS_CHUNK + row * ROW_BYTES + vector * 16;
+        const u32 to = SMEM_TILE(ds) + (dq_slices() + 1) % DS_STAGES * DS_BYTES + number * ROWS_CHUNK +
+                       row * ROW_BYTES + vector * 16;
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 16; ++i)
             stmatrix_x4_trans(to + i * 16 * ROW_BYTES, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
@@ -331,7 +357,7 @@ struct Consumer {
                     global_add(to + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
             }
         }
-        if (!PIPELINED_TILES) ++counted;
+        count.slice_stored();
     }
     __device__ __forceinline__ void count_tile_added() const {
         if constexpr (IN_KERNEL_DQ) {

@@ -7,7 +7,7 @@
 enum class Postprocess {
     OWN_LAUNCH,                    // postprocess.cu, after this kernel
     IDLE_WARPS,                    // in_kernel_dq.cuh: as far as idle warps get, and postprocess.cu does the rest
-    LAST_ADDITION                  // postprocess_warp.cuh: any idle warp, after the last addition to a slice of dq_accum
+    LAST_ADDITION                  // postprocess_warp.cuh: any idle warp, after a slice's last addition
 };
 
 // How dQ is added to dq_accum.
@@ -43,9 +43,9 @@ template <typename Dq>
 struct WholeTiles {
     static constexpr bool SPLIT_Q = false;
 };
-// The last tiles are split along their queries, so that all SMs are done at about the same time. All but the last part of a
-// tile leave their dK and dV in device memory, where the last one adds them to its own, in their order. Additions to dQ that
-// have an order are of whole tiles, as a semaphore counts n-blocks.
+// The last tiles are split along their queries, so that all SMs are done at about the same time. All but the last part
+// of a tile leave their dK and dV in device memory, where the last one adds them to its own, in their order. Additions
+// to dQ that have an order are of whole tiles, as a semaphore counts n-blocks.
 template <typename Dq, bool UNORDERED = !Dq::IN_ORDER>
 struct SplitQ;
 template <typename Dq>
@@ -53,8 +53,9 @@ struct SplitQ<Dq, true> {
     static constexpr bool SPLIT_Q = true;
 };
 
-// Ping-pong scheduling: one consumer warpgroup issues S and dP while the other has its scores, so that they do not leave the
-// tensor cores idle at the same time. The other may issue when the products are issued, or when they are complete.
+// Ping-pong scheduling: one consumer warpgroup issues S and dP while the other has its scores, so that they do
+// not leave the tensor cores idle at the same time. The other may issue when the products are issued, or when
+// they are complete.
 enum class PingPong { OFF, UNTIL_ISSUED, UNTIL_COMPLETE };
 
 #include "one_cta_policies.cuh"  // using Dq, using Partition, PING_PONG

@@ -1,4 +1,5 @@
-// The producer warp of the one-CTA backward, one thread: it takes work tiles and loads their keys, queries and row statistics.
+// The producer warp of the one-CTA backward, one thread: it takes work tiles and loads their keys, queries
+// and row statistics.
 #pragma once
 #include "attention/semaphore.cuh"
 #include "hopper/backward/one_cta/split_q.cuh"
@@ -16,7 +17,7 @@ struct TileScheduler {
             const TileSplit found = SPLIT_Q ? tile_split(index, p.whole_tiles, p.splits) : TileSplit{index, 0};
             if (found.tile >= p.tiles) return {0, 0, NO_TILE, 0};
             TileCoordinates at = dense_tile(p, found.tile);
-            if constexpr (!cfg::BLOCK_LISTS) at.split = found.split;
+            if constexpr (!cfg::BLOCK_LISTS) at.split_or_listed = found.split;
             return at;
         } else {
             const auto n_blocks = [&](int batch) {
@@ -41,12 +42,13 @@ struct Producer {
         griddepcontrol_wait();
         TileScheduler scheduler;
         while (true) {
-            // A tile is taken as late as possible, since the CTA that is done first takes the next one. It is never assigned
-            // before: a CTA that waits for an SM would then hold a tile for which CTAs on their SMs wait.
+            // A tile is taken as late as possible, since the CTA that is done first takes the next one. It is never
+            // assigned before: a CTA that waits for an SM would then hold a tile for which CTAs on their SMs wait.
             const TileCoordinates at = scheduler.next(p);
             const WorkTile tile(p, at.batch < 0 ? TileCoordinates{0, 0, 0, 0} : at, BLOCK_N);
             const int steps_of_tile = cfg::BLOCK_LISTS ? max(0, at.listed()) : tile.steps();
-            const StepRange range = SPLIT_Q ? step_range(steps_of_tile, at.split, p.splits) : StepRange{0, steps_of_tile};
+            const StepRange range =
+                SPLIT_Q ? step_range(steps_of_tile, at.split(), p.splits) : StepRange{0, steps_of_tile};
             if (at.batch < 0) set_dq_target(NO_MORE);
             publish_tile(at, tile, range);
             if (at.batch < 0) return;
@@ -54,11 +56,13 @@ struct Producer {
         }
     }
 
-    __device__ __forceinline__ void publish_tile(const TileCoordinates& at, const WorkTile& tile, const StepRange& range) {
+    __device__ __forceinline__ void publish_tile(const TileCoordinates& at, const WorkTile& tile,
+                                                 const StepRange& range) {
         const u32 stage = tiles % TILE_STAGES, record = SMEM(tile) + TILE_BYTES * stage;
         mbarrier_wait(barrier_of(SMEM(tile_empty), stage), tiles / TILE_STAGES % 2 ^ 1);
-        store_shared(record, make_uint4(at.n_block, at.head, at.batch, at.split));
-        store_shared(record + 16, make_uint4(tile.first_key, tile.seqlen.k_length, tile.seqlen.shift, range.count()));
+        store_shared(record, make_uint4(at.n_block, at.head, at.batch, at.split_or_listed));
+        store_shared(record + TILE_KEYS,
+                     make_uint4(tile.first_key, tile.seqlen.k_length, tile.seqlen.shift, range.count()));
         mbarrier_arrive(barrier_of(SMEM(tile_full), stage));
         ++tiles;
     }
@@ -76,7 +80,8 @@ struct Producer {
         }
         const int end = (tile.kv_head + 1) * tile.group;
         int i = SPLIT_Q ? range.begin % m_blocks : 0, left = range.count();
-        for (int head = end - tile.group + (SPLIT_Q ? range.begin / m_blocks : 0); SPLIT_Q ? left > 0 : head < end; ++head, i = 0) {
+        for (int head = end - tile.group + (SPLIT_Q ? range.begin / m_blocks : 0); SPLIT_Q ? left > 0 : head < end;
+             ++head, i = 0) {
             const long long row_block = first_row_block(p, seqlen, tile.batch, head);
 #pragma unroll 1
             for (; i < m_blocks; ++i, ++steps) {
@@ -120,10 +125,13 @@ struct Producer {
         const u32 stage = steps % Q_STAGES, full = barrier_of(SMEM(q_full), stage);
         mbarrier_wait(barrier_of(SMEM(q_empty), stage), steps / Q_STAGES % 2 ^ 1);
         set_dq_target(row_block + m_block, cfg::BLOCK_LISTS ? rank : tile.first_key / BLOCK_N);
-        const int masked = cfg::BLOCK_LISTS ? listed.word : tile.mask(p).needs_mask(tile.first_key, BLOCK_N, query, BLOCK_M);
-        store_shared(SMEM(step) + 16 * stage, make_uint4(query, tile.seqlen.q_length - query, head, masked));
+        const int mask_word =
+            cfg::BLOCK_LISTS ? listed.word : tile.mask(p).needs_mask(tile.first_key, BLOCK_N, query, BLOCK_M);
+        store_shared(SMEM(step) + STEP_BYTES * stage,
+                     make_uint4(query, tile.seqlen.q_length - query, head, mask_word));
         mbarrier_expect_tx_before_copies(full, Q_BYTES + STAT_BYTES);
-        load<QK_CHUNKS>(p.q, SMEM_TILE(q) + stage * Q_BYTES, ROWS_CHUNK, full, tile.seqlen.q_first + query, head, tile.seqlen.q_batch);
+        load<QK_CHUNKS>(p.q, SMEM_TILE(q) + stage * Q_BYTES, ROWS_CHUNK, full, tile.seqlen.q_first + query, head,
+                        tile.seqlen.q_batch);
         bulk_load(SMEM(lse) + stage * STAT_BYTES, p.lse + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
         mbarrier_arrive_after_copies(full);
     }
@@ -131,8 +139,8 @@ struct Producer {
         const u32 stage = steps % DO_STAGES, full = barrier_of(SMEM(do_full), stage);
         mbarrier_wait(barrier_of(SMEM(do_empty), stage), steps / DO_STAGES % 2 ^ 1);
         mbarrier_expect_tx_before_copies(full, DO_BYTES + STAT_BYTES);
-        load<V_CHUNKS>(p.dout, SMEM_TILE(dout) + stage * DO_BYTES, ROWS_CHUNK, full, tile.seqlen.q_first + m_block * BLOCK_M, head,
-                       tile.seqlen.q_batch);
+        load<V_CHUNKS>(p.dout, SMEM_TILE(dout) + stage * DO_BYTES, ROWS_CHUNK, full,
+                       tile.seqlen.q_first + m_block * BLOCK_M, head, tile.seqlen.q_batch);
         bulk_load(SMEM(delta) + stage * STAT_BYTES, p.delta + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
         mbarrier_arrive_after_copies(full);
     }
@@ -156,16 +164,17 @@ struct Producer {
         load<V_CHUNKS>(p.v, SMEM_TILE(v) + stage * V_BYTES, KEYS_CHUNK, full, row, head, batch);
     }
     template <int CHUNKS>
-    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 chunk_bytes, u32 full, int row, int head, int batch) const {
+    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 chunk_bytes, u32 full, int row, int head,
+                                         int batch) const {
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) tma_load(to + i * chunk_bytes, map, full, i * CHUNK_COLUMNS, row, head, batch);
     }
 
-    // The m-block (and with additions in order the n-block) of the next slice of dQ. A tile has one slice more than it has
-    // steps: the first step's is of no m-block (PIPELINED_TILES: the first step's of all tiles).
+    // The m-block (and with additions in order the n-block) of the next slice of dQ. A tile has one slice more than it
+    // has steps: the first step's is of no m-block (PIPELINED_TILES: the first step's of all tiles).
     __device__ __forceinline__ void set_dq_target(int m_block, int n_block = 0) const {
         const u32 to = dq_target(base, steps + (PIPELINED_TILES ? min(full_tiles, 1u) : full_tiles));
         store_shared(to, static_cast<u32>(m_block));
-        if (Dq::IN_ORDER) store_shared(to + 4, static_cast<u32>(n_block));
+        if (Dq::IN_ORDER) store_shared(to + DQ_TARGET_N_BLOCK, static_cast<u32>(n_block));
     }
 };

@@ -13,29 +13,36 @@ constexpr u32 KEYS_CHUNK = BLOCK_N * ROW_BYTES, ROWS_CHUNK = BLOCK_M * ROW_BYTES
 constexpr u32 K_BYTES = QK_CHUNKS * KEYS_CHUNK, V_BYTES = V_CHUNKS * KEYS_CHUNK;
 constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK, DS_BYTES = BLOCK_N / 64 * ROWS_CHUNK;
 constexpr u32 STAT_BYTES = BLOCK_M * 4;
-// Of dQᵀ a consumer makes 64 columns for SLICE_ROWS queries: its slice of dq_accum, and what it leaves for its dQ-store warp.
+// Of dQᵀ a consumer makes 64 columns for SLICE_ROWS queries: its slice of dq_accum, and what it leaves for
+// its dQ-store warp.
 constexpr u32 FRAGMENT_BYTES = FRAGMENT_FLOATS * 4, SLICE_BYTES = 4 * FRAGMENT_BYTES;
-static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128 && SLICES == CONSUMERS);
+static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128 &&
+              SLICES == CONSUMERS);
 
-// Software pipelining across tiles: the last dQ of a tile is made in the first step of the next one, whose keys have the other
-// stage, so that no step waits for the other warpgroup's dS. Where additions have an order, the semaphore would wait for it.
+// Software pipelining across tiles: the last dQ of a tile is made in the first step of the next one, whose keys have
+// the other stage, so that no step waits for the other warpgroup's dS. Where additions have an order, the semaphore
+// would wait for it.
 constexpr bool PIPELINED_TILES = K_STAGES > 1 && !Dq::IN_ORDER;
 // V of the next tile has no stage but that of this one, which is needed no more when the last dP is complete.
 constexpr bool EARLY_V_RELEASE = PIPELINED_TILES && V_STAGES == 1;
-// With additions in order each tile walks the queries in the direction in which the tiles before it arrive there earlier: with
-// a causal mask, from the last m-block to the first.
+// With additions in order each tile walks the queries in the direction in which the tiles before it arrive there
+// earlier: with a causal mask, from the last m-block to the first.
 constexpr bool DESCENDING_M_BLOCKS = Dq::IN_ORDER && cfg::HAS_RIGHT;
 
 // What the consumers look up of a tile and of a step, 16 bytes at a time: they have no registers to carry it.
 struct TileKeys {
     int first, length, shift, steps;                      // first key of the tile; keys of its sequence
 };
-struct StepQueries {
-    int first, rows, head;                                // first query of the m-block; rows from there to the sequence's end
-    int masked;                                           // some pair of the step's is hidden; BLOCK_LISTS: the step's entry
+struct TileRecord {
+    TileCoordinates at;
+    TileKeys keys;
 };
-// And what the dQ-store warps look up of a slice of dQ: a step makes two, the producer is Q_STAGES steps ahead of the consumers,
-// and these are DQ_STAGES slices ahead of the dQ-store warps.
+struct StepQueries {
+    int first, rows, head;                                // the m-block's first query; rows to the sequence's end
+    int mask_word;                                        // 0: no pair is hidden; BLOCK_LISTS: the step's ListedBlock
+};
+// And what the dQ-store warps look up of a slice of dQ: a step makes two, the producer is Q_STAGES steps ahead of the
+// consumers, and these are DQ_STAGES slices ahead of the dQ-store warps.
 struct DqTarget {
     int m_block, n_block;                                 // n_block: with additions in order
 };
@@ -60,17 +67,15 @@ struct Tiles<false> {                                     // dQ is added from re
 struct SharedStorage {
     Tiles<Dq::TMA> tiles;
     float lse[Q_STAGES][BLOCK_M], delta[DO_STAGES][BLOCK_M];
-    struct {
-        TileCoordinates at;
-        TileKeys keys;
-    } tile[TILE_STAGES];
+    TileRecord tile[TILE_STAGES];
     StepQueries step[Q_STAGES];
     DqTarget dq_target[DQ_TARGETS];
     u64 tile_full[TILE_STAGES], tile_empty[TILE_STAGES];
     u64 k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
-    u64 q_full[Q_STAGES], q_empty[Q_STAGES], do_full[DO_STAGES], do_empty[DO_STAGES], ds_full[DS_STAGES], ds_empty[DS_STAGES];
+    u64 q_full[Q_STAGES], q_empty[Q_STAGES], do_full[DO_STAGES], do_empty[DO_STAGES], ds_full[DS_STAGES],
+        ds_empty[DS_STAGES];
     u64 dq_full[DQ_STAGES][CONSUMERS], dq_empty[DQ_STAGES][CONSUMERS];
-    u32 tiles_added;                                      // IN_KERNEL_DQ: warps' tiles of which all additions are under way
+    u32 tiles_added;                                      // IN_KERNEL_DQ: tiles, times warps, with all additions issued
     u32 unused[3];
 };
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
@@ -81,22 +86,24 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 #define SMEM_TILE(member) SMEM(tiles.operands.member)
 #define SMEM_DQ (base + static_cast<u32>(offsetof(Tiles<true>, dq)))
 
-constexpr int TILE_BYTES = sizeof(TileCoordinates) + sizeof(TileKeys);
+constexpr int TILE_BYTES = sizeof(TileRecord);
+enum : u32 { STEP_BYTES = sizeof(StepQueries), DQ_TARGET_BYTES = sizeof(DqTarget) };
+enum : u32 { TILE_KEYS = offsetof(TileRecord, keys), DQ_TARGET_N_BLOCK = offsetof(DqTarget, n_block) };  // offsets
 
 __device__ __forceinline__ TileCoordinates tile_coordinates(u32 base, u32 stage) {
     const int4 x = load_shared_int4(SMEM(tile) + TILE_BYTES * stage);
     return {x.x, x.y, x.z, x.w};
 }
 __device__ __forceinline__ TileKeys tile_keys(u32 base, u32 stage) {
-    const int4 x = load_shared_int4(SMEM(tile) + TILE_BYTES * stage + sizeof(TileCoordinates));
+    const int4 x = load_shared_int4(SMEM(tile) + TILE_BYTES * stage + TILE_KEYS);
     return {x.x, x.y, x.z, x.w};
 }
 __device__ __forceinline__ StepQueries step_queries(u32 base, u32 stage) {
-    const int4 x = load_shared_int4(SMEM(step) + sizeof(StepQueries) * stage);
+    const int4 x = load_shared_int4(SMEM(step) + STEP_BYTES * stage);
     return {x.x, x.y, x.z, x.w};
 }
 __device__ __forceinline__ u32 dq_target(u32 base, u32 count) {
-    return SMEM(dq_target) + count % DQ_TARGETS * static_cast<u32>(sizeof(DqTarget));
+    return SMEM(dq_target) + count % DQ_TARGETS * DQ_TARGET_BYTES;
 }
 // The stage of the count-th slice of dQ that a consumer leaves for its dQ-store warp.
 __device__ __forceinline__ u32 dq_stage(u32 count, int consumer) { return count % DQ_STAGES * CONSUMERS + consumer; }

@@ -1,19 +1,19 @@
-// Computes dK and dV, at head dims that leave no registers for all three gradients in one kernel; dq.cu computes dQ from the same row
-// statistics. Nothing is summed in device memory, so all gradients have the same bits at every run.
+// Computes dK and dV, at head dims that leave no registers for all three gradients in one kernel; dq.cu computes dQ
+// from the same row statistics. Nothing is summed in device memory, so all gradients have the same bits at every run.
 //
-// A CTA has 64 keys of a key/value head. K and V stay in shared memory; Q, dO and their row statistics stream through it, for each
-// query head of the group and each m-block that sees the keys. The accumulator of one gradient takes a warpgroup's registers, so each
-// consumer warpgroup computes one. A step, with m-block i:
+// A CTA has 64 keys of a key/value head. K and V stay in shared memory; Q, dO and their row statistics stream through
+// it, for each query head of the group and each m-block that sees the keys. The accumulator of one gradient takes a
+// warpgroup's registers, so each consumer warpgroup computes one. A step, with m-block i:
 //
 //     dV:  issue S(i) = K·Qᵀ   │ wait │ P, publish it             │ issue dV += P·dO │ wait      dkdv_mainloop.cuh
 //     dK:  issue dP(i) = V·dOᵀ │ load P │ wait │ dS = P·(dP − δ)  │ issue dK += dS·Q │ wait
 //
-// Both consumers hold the transposed scores in the same layout. P and dS therefore lie in registers as the A operand of the next
-// product, and a thread passes P to the thread with the same index in the other warpgroup. The dV consumer runs up to P_STAGES steps
-// ahead, so that its exponentials run under the products of the dK consumer.
+// Both consumers hold the transposed scores in the same layout. P and dS therefore lie in registers as the A operand of
+// the next product, and a thread passes P to the thread with the same index in the other warpgroup. The dV consumer
+// runs up to P_STAGES steps ahead, so that its exponentials run under the products of the dK consumer.
 //
-// CLUSTER: two CTAs have neighbouring keys. Each loads half of the rows of Q and dO into both, and both take the same steps, which
-// halves the reads from L2.
+// CLUSTER: two CTAs have neighbouring keys. Each loads half of the rows of Q and dO into both, and both take the same
+// steps, which halves the reads from L2.
 #include "hopper/backward/split_dkdv_dq/dkdv_mainloop.cuh"
 #include "hopper/backward/split_dkdv_dq/dkdv_producer.cuh"
 
@@ -28,11 +28,13 @@ __device__ __forceinline__ void init_barriers(u32 base) {
         if (CLUSTER > 1) mbarrier_init(barrier_of(SMEM_PEER(do_peer), i), 1);
     }
     for (int i = 0; i < P_STAGES; ++i)
-        mbarrier_init(barrier_of(SMEM(p_full), i), 4 * WARP_ARRIVALS), mbarrier_init(barrier_of(SMEM(p_empty), i), 4 * WARP_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(p_full), i), 4 * WARP_ARRIVALS),
+            mbarrier_init(barrier_of(SMEM(p_empty), i), 4 * WARP_ARRIVALS);
     fence_mbarrier_init();
 }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) hopper_backward_dkdv(const __grid_constant__ Params p) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
+    hopper_backward_dkdv(const __grid_constant__ Params p) {
     const u32 base = shared_address(shared_memory), rank = CLUSTER > 1 ? cluster_rank() : 0;
     const TileCoordinates at = dense_tile(p, blockIdx.x);
     const WorkTile tile(p, at, CLUSTER_KEYS, rank * BLOCK_N);

@@ -18,13 +18,19 @@ struct Consumer {
         : p(params), base(address), tile(of), number(warpgroup), warp(threadIdx.x % WARPGROUP / WARP),
           lane(threadIdx.x % WARP), step(of) {}
 
-    __device__ __forceinline__ void arrive(u32 barriers, int stage) const { mbarrier_arrive_warp(barrier_of(barriers, stage), lane); }
+    __device__ __forceinline__ void arrive(u32 barriers, int stage) const {
+        mbarrier_arrive_warp(barrier_of(barriers, stage), lane);
+    }
     __device__ __forceinline__ u32 q_tile() const { return SMEM(q) + q.index * Q_BYTES; }
     __device__ __forceinline__ u32 do_tile() const { return SMEM(dout) + dout.index * DO_BYTES; }
     // This thread's vectors of P.
-    __device__ __forceinline__ u32 p_vectors() const { return SMEM(p) + p_stage.index * P_BYTES + threadIdx.x % WARPGROUP * 16; }
+    __device__ __forceinline__ u32 p_vectors() const {
+        return SMEM(p) + p_stage.index * P_BYTES + threadIdx.x % WARPGROUP * 16;
+    }
     __device__ __forceinline__ void wait_q() const { mbarrier_wait(barrier_of(SMEM(q_full), q.index), q.phase); }
-    __device__ __forceinline__ void wait_do() const { mbarrier_wait(barrier_of(SMEM(do_full), dout.index), dout.phase); }
+    __device__ __forceinline__ void wait_do() const {
+        mbarrier_wait(barrier_of(SMEM(do_full), dout.index), dout.phase);
+    }
     __device__ __forceinline__ void next() { q.advance(), dout.advance(), p_stage.advance(), step.next(); }
 
     // Zeroes out-of-bounds rows of packed sequences. Both consumers write the same zeros, each before its own products.
@@ -52,8 +58,8 @@ struct Consumer {
     }
 
     template <int DIM>
-    __device__ __forceinline__ void store(const float (&d)[DIM / 2], void* to, long long batch, long long row, long long head,
-                                          float factor) const {
+    __device__ __forceinline__ void store(const float (&d)[DIM / 2], void* to, long long batch, long long row,
+                                          long long head, float factor) const {
         Element* const first = static_cast<Element*>(to) + tile.seqlen.k_batch * batch +
                                (tile.seqlen.k_first + tile.first_key) * row + tile.kv_head * head;
         store_accumulator<DIM>(d, first, row, tile.seqlen.k_length - tile.first_key, factor);
@@ -104,7 +110,8 @@ struct DvConsumer : Consumer {
     __device__ __forceinline__ void make_probabilities() {
         const u32 lse = SMEM(lse) + q.index * STAT_BYTES + lane % 4 * 8;
         if constexpr (Score::TRANSFORMED)
-            transform_scores_transposed(p.score, position().distance(), Score::slope(p.score, tile.batch, step.head), s, derivatives);
+            transform_scores_transposed(p.score, position().distance(), Score::slope(p.score, tile.batch, step.head), s,
+                                        derivatives);
         if (tile.mask(p).needs_mask(tile.first_key, BLOCK_N, step.m_block * BLOCK_M, BLOCK_M)) {
             const ScorePosition at = position();
             mask_scores_transposed(s, at.mask, at.key, at.query);
@@ -123,7 +130,8 @@ struct DvConsumer : Consumer {
         }
     }
 
-    // Passes P, times the derivative of the score transform, to the thread of the other consumer with the same keys and queries.
+    // Passes P, times the derivative of the score transform, to the thread of the other consumer with the same
+    // keys and queries.
     __device__ __forceinline__ void publish_probabilities() {
         const u32 to = p_vectors();
         mbarrier_wait(barrier_of(SMEM(p_empty), p_stage.index), p_stage.phase ^ 1);
@@ -206,7 +214,8 @@ struct DkConsumer : Consumer {
 #pragma unroll
             for (int j = i; j < i + 4; j += 2) {
                 const float2 weight = unpack_half2(probabilities[j / 2]);
-                ds[j / 2] = Convert<Element>::pack(weight.x * fmaf(dp[j], P_INVERSE, x), weight.y * fmaf(dp[j + 1], P_INVERSE, y));
+                ds[j / 2] = Convert<Element>::pack(weight.x * fmaf(dp[j], P_INVERSE, x),
+                                                   weight.y * fmaf(dp[j + 1], P_INVERSE, y));
             }
         }
     }

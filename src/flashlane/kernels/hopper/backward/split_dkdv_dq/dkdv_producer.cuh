@@ -19,13 +19,15 @@ struct Producer {
 #pragma unroll 1
         for (int i = 0; i < steps; ++i, step.next()) {
             const long long rows = (first_row_block(p, tile.seqlen, tile.batch, step.head) + step.m_block) * BLOCK_M;
-            load_rows(p.q, p.lse, QK_CHUNKS, SMEM(q), SMEM(lse), SMEM(q_full), SMEM(q_empty), SMEM_PEER(q_peer), q, step, rows);
+            load_rows(p.q, p.lse, QK_CHUNKS, SMEM(q), SMEM(lse), SMEM(q_full), SMEM(q_empty), SMEM_PEER(q_peer), q,
+                      step, rows);
             q.advance();
             if (i == 0) {
                 mbarrier_arrive_expect_tx(SMEM(v_full), V_BYTES);
                 load_keys(p.v, V_CHUNKS, SMEM(v), SMEM(v_full));
             }
-            load_rows(p.dout, p.delta, V_CHUNKS, SMEM(dout), SMEM(delta), SMEM(do_full), SMEM(do_empty), SMEM_PEER(do_peer), dout, step, rows);
+            load_rows(p.dout, p.delta, V_CHUNKS, SMEM(dout), SMEM(delta), SMEM(do_full), SMEM(do_empty),
+                      SMEM_PEER(do_peer), dout, step, rows);
             dout.advance();
         }
     }
@@ -36,11 +38,12 @@ struct Producer {
                      tile.kv_head, tile.seqlen.k_batch);
     }
 
-    // Loads an m-block and its row statistics into a stage that all consumers have released. The peer CTA's consumers release it to
-    // their own producer, which then arrives at this CTA's peer barrier.
+    // Loads an m-block and its row statistics into a stage that all consumers have released. The peer CTA's consumers
+    // release it to their own producer, which then arrives at this CTA's peer barrier.
     template <int STAGES>
-    __device__ __forceinline__ void load_rows(const TensorMap& map, const float* statistics, int chunks, u32 to, u32 stats_to,
-                                              u32 full, u32 empty, u32 peer, const PipelineState<STAGES>& state, const Step& step,
+    __device__ __forceinline__ void load_rows(const TensorMap& map, const float* statistics, int chunks, u32 to,
+                                              u32 stats_to, u32 full, u32 empty, u32 peer,
+                                              const PipelineState<STAGES>& state, const Step& step,
                                               long long rows) const {
         const u32 at = 8 * state.index, rows_to = to + state.index * chunks * ROWS_CHUNK + rank * CTA_ROWS * ROW_BYTES;
         const int row = tile.seqlen.q_first + step.m_block * BLOCK_M + rank * CTA_ROWS;

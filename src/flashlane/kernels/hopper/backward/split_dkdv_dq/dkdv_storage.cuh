@@ -19,7 +19,8 @@ struct CtaStorage {
     unsigned char k[K_BYTES], v[V_BYTES], q[Q_STAGES][Q_BYTES], dout[DO_STAGES][DO_BYTES], p[P_STAGES][P_BYTES];
     float lse[Q_STAGES][BLOCK_M], delta[DO_STAGES][BLOCK_M];
     u64 k_full, v_full;
-    u64 q_full[Q_STAGES], q_empty[Q_STAGES], do_full[DO_STAGES], do_empty[DO_STAGES], p_full[P_STAGES], p_empty[P_STAGES];
+    u64 q_full[Q_STAGES], q_empty[Q_STAGES], do_full[DO_STAGES], do_empty[DO_STAGES], p_full[P_STAGES],
+        p_empty[P_STAGES];
 };
 template <int CTAS>
 struct Storage {

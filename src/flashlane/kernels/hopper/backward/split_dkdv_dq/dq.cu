@@ -1,11 +1,11 @@
-// Computes dQ, at head dims that leave no registers for all three gradients in one kernel; dkdv.cu computes dK and dV from the same row
-// statistics. Nothing is summed in device memory. The launch may begin while dkdv.cu runs, whose CTAs have waited for the statistics by
-// then, and it reads nothing that dkdv.cu writes.
+// Computes dQ, at head dims that leave no registers for all three gradients in one kernel; dkdv.cu computes dK and dV
+// from the same row statistics. Nothing is summed in device memory. The launch may begin while dkdv.cu runs, whose CTAs
+// have waited for the statistics by then, and it reads nothing that dkdv.cu writes.
 //
-// A CTA has 128 queries of a head, a consumer warpgroup 64 of them. Q and dO stay in shared memory; K and V stream through it, for
-// each n-block that the queries see. A consumer's step, with n-block i:
+// A CTA has 128 queries of a head, a consumer warpgroup 64 of them. Q and dO stay in shared memory; K and V stream
+// through it, for each n-block that the queries see. A consumer's step (dq_mainloop.cuh), with n-block i:
 //
-//     issue S(i) = Q·Kᵀ, dP(i) = dO·Vᵀ │ wait S │ P │ wait dP │ dS = P·(dP − δ) │ issue dQ += dS·K │ wait      dq_mainloop.cuh
+//     issue S(i) = Q·Kᵀ, dP(i) = dO·Vᵀ │ wait S │ P │ wait dP │ dS = P·(dP − δ) │ issue dQ += dS·K │ wait
 //
 // dS lies in registers as the A operand of the last product.
 #include "hopper/backward/split_dkdv_dq/dq_mainloop.cuh"
@@ -39,7 +39,8 @@ __device__ __forceinline__ void run_tile(const Params& p, const QueryTile& tile)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward_dq(const __grid_constant__ Params p) {
     // Under a causal mask the last m-blocks see most keys, so they come first.
-    const QueryTile tile(p, swizzled_tile<true>(static_cast<int>(blockIdx.x), p.heads * p.seqlen.batch, p.blocks, p.heads_per_section));
+    const QueryTile tile(
+        p, swizzled_tile<true>(static_cast<int>(blockIdx.x), p.heads * p.seqlen.batch, p.blocks, p.heads_per_section));
     if (tile.first_query < tile.seqlen.q_length) run_tile(p, tile);
     if (blockIdx.x == 0) griddepcontrol_wait();            // so that this launch does not end before the previous one
 }

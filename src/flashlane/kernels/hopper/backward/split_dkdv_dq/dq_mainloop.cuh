@@ -48,22 +48,26 @@ struct Producer {
         PipelineState<K_STAGES> k;
         PipelineState<V_STAGES> v;
         if (tile.n_blocks.high > tile.n_blocks.low)
-            load(p.q, QK_CHUNKS, ROWS_CHUNK, SMEM(q), SMEM(q_full), seqlen.q_first + tile.first_query, tile.head, seqlen.q_batch);
+            load(p.q, QK_CHUNKS, ROWS_CHUNK, SMEM(q), SMEM(q_full), seqlen.q_first + tile.first_query, tile.head,
+                 seqlen.q_batch);
 #pragma unroll 1
         for (int n_block = tile.n_blocks.low; n_block < tile.n_blocks.high; ++n_block) {
             const int row = seqlen.k_first + n_block * BLOCK_N;
             mbarrier_wait(barrier_of(SMEM(k_empty), k.index), k.phase ^ 1);
-            load(p.k, QK_CHUNKS, KEYS_CHUNK, SMEM(k) + k.index * K_BYTES, barrier_of(SMEM(k_full), k.index), row, tile.kv_head, seqlen.k_batch);
+            load(p.k, QK_CHUNKS, KEYS_CHUNK, SMEM(k) + k.index * K_BYTES, barrier_of(SMEM(k_full), k.index), row,
+                 tile.kv_head, seqlen.k_batch);
             k.advance();
             if (n_block == tile.n_blocks.low)
-                load(p.dout, V_CHUNKS, ROWS_CHUNK, SMEM(dout), SMEM(do_full), seqlen.q_first + tile.first_query, tile.head, seqlen.q_batch);
+                load(p.dout, V_CHUNKS, ROWS_CHUNK, SMEM(dout), SMEM(do_full), seqlen.q_first + tile.first_query,
+                     tile.head, seqlen.q_batch);
             mbarrier_wait(barrier_of(SMEM(v_empty), v.index), v.phase ^ 1);
-            load(p.v, V_CHUNKS, KEYS_CHUNK, SMEM(v) + v.index * V_BYTES, barrier_of(SMEM(v_full), v.index), row, tile.kv_head, seqlen.k_batch);
+            load(p.v, V_CHUNKS, KEYS_CHUNK, SMEM(v) + v.index * V_BYTES, barrier_of(SMEM(v_full), v.index), row,
+                 tile.kv_head, seqlen.k_batch);
             v.advance();
         }
     }
-    __device__ __forceinline__ void load(const TensorMap& map, int chunks, u32 chunk_bytes, u32 to, u32 full, int row, int head,
-                                         int batch) const {
+    __device__ __forceinline__ void load(const TensorMap& map, int chunks, u32 chunk_bytes, u32 to, u32 full, int row,
+                                         int head, int batch) const {
         mbarrier_arrive_expect_tx(full, chunks * chunk_bytes);
         for (int i = 0; i < chunks; ++i)
             tma_load(to + i * chunk_bytes, map, full, i * CHUNK_COLUMNS, row, head, batch);
@@ -109,16 +113,18 @@ struct Consumer {
     __device__ __forceinline__ void step(int n_block) {
         wait_k();
         zero_out_of_bounds_keys<QK_CHUNKS>(k_tile(), n_block);
-        gemm_ss<BLOCK_N, QK_STEPS, ROWS_CHUNK, KEYS_CHUNK>(s, SMEM(q) + number * 64 * ROW_BYTES, k_tile());       // gemm_qk
+        // gemm_qk
+        gemm_ss<BLOCK_N, QK_STEPS, ROWS_CHUNK, KEYS_CHUNK>(s, SMEM(q) + number * 64 * ROW_BYTES, k_tile());
         wait_v();
         zero_out_of_bounds_keys<V_CHUNKS>(v_tile(), n_block);
-        gemm_ss<BLOCK_N, V_STEPS, ROWS_CHUNK, KEYS_CHUNK>(dp, SMEM(dout) + number * 64 * ROW_BYTES, v_tile());    // gemm_dp
+        // gemm_dp
+        gemm_ss<BLOCK_N, V_STEPS, ROWS_CHUNK, KEYS_CHUNK>(dp, SMEM(dout) + number * 64 * ROW_BYTES, v_tile());
         wgmma_wait<1>(s);
         make_probabilities(n_block);
         wgmma_wait<0>(dp);
         release_v();
         make_ds();
-        gemm_rs<HEAD_DIM, BLOCK_N>(dq, ds, k_tile());                                                             // gemm_dq
+        gemm_rs<HEAD_DIM, BLOCK_N>(dq, ds, k_tile());  // gemm_dq
         wgmma_wait<0>(dq);
         release_k();
     }
@@ -132,8 +138,12 @@ struct Consumer {
     __device__ __forceinline__ u32 v_tile() const { return SMEM(v) + v.index * V_BYTES; }
     __device__ __forceinline__ void wait_k() const { mbarrier_wait(barrier_of(SMEM(k_full), k.index), k.phase); }
     __device__ __forceinline__ void wait_v() const { mbarrier_wait(barrier_of(SMEM(v_full), v.index), v.phase); }
-    __device__ __forceinline__ void release_k() { mbarrier_arrive_warp(barrier_of(SMEM(k_empty), k.index), lane), k.advance(); }
-    __device__ __forceinline__ void release_v() { mbarrier_arrive_warp(barrier_of(SMEM(v_empty), v.index), lane), v.advance(); }
+    __device__ __forceinline__ void release_k() {
+        mbarrier_arrive_warp(barrier_of(SMEM(k_empty), k.index), lane), k.advance();
+    }
+    __device__ __forceinline__ void release_v() {
+        mbarrier_arrive_warp(barrier_of(SMEM(v_empty), v.index), lane), v.advance();
+    }
 
     __device__ __forceinline__ void load_row_statistics() {
         const long long first = first_row_block(p, tile.seqlen, tile.batch, tile.head) * BLOCK_M;
@@ -146,7 +156,8 @@ struct Consumer {
         }
     }
 
-    // Zeroes out-of-bounds keys of a packed sequence. Both consumers write the same zeros, each before its own products.
+    // Zeroes out-of-bounds keys of a packed sequence. Both consumers write the same zeros, each before
+    // its own products.
     template <int CHUNKS>
     __device__ __forceinline__ void zero_out_of_bounds_keys(u32 keys, int n_block) const {
         if constexpr (cfg::VARLEN) {
@@ -158,8 +169,8 @@ struct Consumer {
         }
     }
 
-    // This thread's first query, relative to the warpgroup's, and its first key in an n-block. They are computed from %tid at each use:
-    // registers that held them would spill.
+    // This thread's first query, relative to the warpgroup's, and its first key in an n-block. They are computed from
+    // %tid at each use: registers that held them would spill.
     struct Position {
         int query, key;
     };
@@ -192,7 +203,8 @@ struct Consumer {
         mask_probabilities(n_block);
     }
 
-    // Zeroes the probabilities of masked pairs. They may be infinite, since the row's LSE does not include their scores.
+    // Zeroes the probabilities of masked pairs. They may be infinite, since the row's LSE does not
+    // include their scores.
     __device__ __forceinline__ void mask_probabilities(int n_block) {
         const int first_key = n_block * BLOCK_N, row = first_query + tile.seqlen.shift;
         if (!tile_mask(p, tile.seqlen).needs_mask(first_key, BLOCK_N, first_query, 64)) return;

@@ -10,7 +10,7 @@ struct Consumer {
     const u32 base;
     const int rank, warp, lane;
     u32 steps_done = 0, tiles = 0, full_tiles = 0;        // counts so far; a full tile has steps
-    int row_block_before = -1;                            // the m-block of dq_accum whose dS is in the stage ds_read(); −1: none
+    int row_block_before = -1;                            // m-block of dq_accum whose dS has stage ds_read(); −1: none
     static constexpr int COLUMNS = 16 * (NUMBER ? KQuarters::SECOND : KQuarters::FIRST);  // of dQ
     float dq[COLUMNS / 2];
 
@@ -19,25 +19,38 @@ struct Consumer {
 
     // ---- pipeline states, from the counts
 
-    __device__ __forceinline__ PipelineStateAt<Q_STAGES> q_state() const { return PipelineStateAt<Q_STAGES>(steps_done); }
-    __device__ __forceinline__ PipelineStateAt<DO_STAGES> do_state() const { return PipelineStateAt<DO_STAGES>(steps_done); }
-    // The stages of dS. A step writes P and dS to ds_written(), and computes dQ from ds_read(), which the step before wrote. The first
-    // step of a tile reads a stage of zeros, which belongs to no m-block.
+    __device__ __forceinline__ PipelineStateAt<Q_STAGES> q_state() const {
+        return PipelineStateAt<Q_STAGES>(steps_done);
+    }
+    __device__ __forceinline__ PipelineStateAt<DO_STAGES> do_state() const {
+        return PipelineStateAt<DO_STAGES>(steps_done);
+    }
+    // The stages of dS. A step writes P and dS to ds_written(), and computes dQ from ds_read(), which the step before
+    // wrote. The first step of a tile reads a stage of zeros, which belongs to no m-block.
     __device__ __forceinline__ PipelineStateAt<DS_STAGES> ds_written() const {
         return PipelineStateAt<DS_STAGES>(steps_done + full_tiles + 1);
     }
-    __device__ __forceinline__ PipelineStateAt<DS_STAGES> ds_read() const { return PipelineStateAt<DS_STAGES>(steps_done + full_tiles); }
-    // Waits until a stage of dS is free in both CTAs. Each stage has one more use in a tile: K and V pass through them to registers.
+    __device__ __forceinline__ PipelineStateAt<DS_STAGES> ds_read() const {
+        return PipelineStateAt<DS_STAGES>(steps_done + full_tiles);
+    }
+    // Waits until a stage of dS is free in both CTAs. Each stage has one more use in a tile: K and V pass through
+    // them to registers.
     __device__ __forceinline__ void wait_free(const PipelineStateAt<DS_STAGES>& state) const {
         mbarrier_wait(barrier_of(SMEM(ds_empty), state.index), (state.phase + full_tiles) % 2);
     }
     __device__ __forceinline__ u32 q_tile() const { return SMEM(q) + q_state().index * Q_BYTES; }
     __device__ __forceinline__ u32 do_tile() const { return SMEM(dout) + do_state().index * DO_BYTES; }
-    __device__ __forceinline__ void wait_q() const { mbarrier_wait(barrier_of(SMEM(q_full), q_state().index), q_state().phase); }
-    __device__ __forceinline__ void wait_do() const { mbarrier_wait(barrier_of(SMEM(do_full), do_state().index), do_state().phase); }
+    __device__ __forceinline__ void wait_q() const {
+        mbarrier_wait(barrier_of(SMEM(q_full), q_state().index), q_state().phase);
+    }
+    __device__ __forceinline__ void wait_do() const {
+        mbarrier_wait(barrier_of(SMEM(do_full), do_state().index), do_state().phase);
+    }
 
     // This warp arrives once, after its products: in this CTA, or in both.
-    __device__ __forceinline__ void arrive(u32 barriers, u32 stage) const { mbarrier_arrive_warp(barrier_of(barriers, stage), lane); }
+    __device__ __forceinline__ void arrive(u32 barriers, u32 stage) const {
+        mbarrier_arrive_warp(barrier_of(barriers, stage), lane);
+    }
     __device__ __forceinline__ void arrive_both(u32 barriers, u32 stage) const {
         if constexpr (WARP_ARRIVALS > 1) {
             for (int cta = 0; cta < CTAS; ++cta) mbarrier_arrive_remote(address_in(barrier_of(barriers, stage), cta));
@@ -46,9 +59,11 @@ struct Consumer {
         }
     }
 
-    __device__ __forceinline__ u32 own_ds_tile() const { return SMEM(ds) + ds_written().index * DS_BYTES + rank * ROWS_CHUNK; }
-    // The address of the row that this lane passes to stmatrix and ldmatrix for P or dS. A row is a query; in it the keys of the four
-    // warps follow each other.
+    __device__ __forceinline__ u32 own_ds_tile() const {
+        return SMEM(ds) + ds_written().index * DS_BYTES + rank * ROWS_CHUNK;
+    }
+    // The address of the row that this lane passes to stmatrix and ldmatrix for P or dS. A row is a query; in it the
+    // keys of the four warps follow each other.
     __device__ __forceinline__ u32 own_ds_rows() const {
         const int row = lane / 16 * 8 + lane % 8, vector = (2 * warp + lane / 8 % 2) ^ (lane % 8);
         return own_ds_tile() + row * ROW_BYTES + vector * 16;
@@ -56,7 +71,8 @@ struct Consumer {
 
     // ---- dQ
 
-    // dQ = dS·K of the previous m-block. The product's m are queries, its n a quarter of dQ's columns, its k all keys of the cluster.
+    // dQ = dS·K of the previous m-block. The product's m are queries, its n a quarter of dQ's columns, its k all keys
+    // of the cluster.
     __device__ __forceinline__ void gemm_dq() {
         mbarrier_wait(barrier_of(SMEM(ds_full), ds_read().index), ds_read().phase);
         const u64 a = opaque(wgmma_k_inner(SMEM(ds) + ds_read().index * DS_BYTES));
@@ -73,12 +89,14 @@ struct Consumer {
         }
         wgmma_commit();
     }
-    // Adds dQ to dq_accum from registers, and releases its stage of dS. The first dQ of a tile belongs to no m-block and is dropped.
+    // Adds dQ to dq_accum from registers, and releases its stage of dS. The first dQ of a tile belongs to no m-block
+    // and is dropped.
     __device__ __forceinline__ void add_dq() {
         arrive_both(SMEM(ds_empty), ds_read().index);
         if (row_block_before < 0) return;
         const int first = KQuarters::column(rank, NUMBER) / 8;
-        float* const sums = p.dq_accum + static_cast<long long>(row_block_before) * DQ_ACCUM_FLOATS + first * GROUP_FLOATS + warp * 128 + lane * 4;
+        float* const sums = p.dq_accum + static_cast<long long>(row_block_before) * DQ_ACCUM_FLOATS +
+                            first * GROUP_FLOATS + warp * 128 + lane * 4;
 #pragma unroll
         for (int i = 0; i < COLUMNS / 8; ++i)
             if (HEAD_DIM % 32 == 0 || first + i < 2 * FRAGMENTS)
@@ -89,7 +107,8 @@ struct Consumer {
 
     // Steps of the next tile, or NO_TILE.
     __device__ __forceinline__ int next_tile() const { return uniform(wait_tile(base, tiles)); }
-    // Waits for K and V, loads the halves that go to registers, and releases their memory, which becomes the stages of dS.
+    // Waits for K and V, loads the halves that go to registers, and releases their memory, which becomes the
+    // stages of dS.
     template <typename QUARTERS>
     __device__ __forceinline__ void begin_steps(KeyOperand<QUARTERS>& keys) {
         mbarrier_wait(SMEM(k_full), full_tiles % 2);
@@ -113,8 +132,8 @@ struct Consumer {
         ++tiles;
     }
     template <int DIM>
-    __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], void* to, long long batch, long long row,
-                                                        long long head, float factor) const {
+    __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], void* to, long long batch,
+                                                        long long row, long long head, float factor) const {
         const KeysRecord keys = keys_record(base, tiles);
         const OwnerRecord owner = owner_record(base, tiles);
         Element* const out = static_cast<Element*>(to) + owner.tensor_batch * batch +

@@ -1,20 +1,21 @@
 // Attention backward for Hopper at head dims above 128: all three gradients in one pass, by clusters of two CTAs.
 //
-// A cluster has 128 keys of a key/value head, each CTA 64 of them. Both CTAs step through the same m-blocks; each loads half of the
-// rows of Q and dO into both. In a CTA the two consumer warpgroups divide the products, because the accumulator of dV or dK takes
-// half of a warpgroup's registers:
+// A cluster has 128 keys of a key/value head, each CTA 64 of them. Both CTAs step through the same m-blocks; each loads
+// half of the rows of Q and dO into both. In a CTA the two consumer warpgroups divide the products, because the
+// accumulator of dV or dK takes half of a warpgroup's registers:
 //
-//     warpgroup 0   warp 0, 1   producers of Q and of dO, with their row statistics                          producer.cuh
+//     warpgroup 0   warp 0, 1   producers of Q and of dO, with their row statistics                       producer.cuh
 //                   warp 2      producer of K and V
 //                   warp 3      scheduler warp: takes tiles for the cluster
-//     warpgroup 1:  Sᵀ = K·Qᵀ, P          dV += Pᵀ·dO     dQ = dS·K, a quarter of the columns, all 128 keys  mainloop.cuh
-//     warpgroup 2:  dPᵀ = V·dOᵀ, dS       dK += dSᵀ·Q     the next quarter
+//     warpgroup 1:  Sᵀ = K·Qᵀ, P       dV += Pᵀ·dO     dQ = dS·K, a quarter of the columns, all 128 keys  mainloop.cuh
+//     warpgroup 2:  dPᵀ = V·dOᵀ, dS    dK += dSᵀ·Q     the next quarter
 //
-// A stage of dS has two tiles of 64 keys, a row a query. The first consumer writes P to its CTA's tile; the second reads it there and
-// writes dS in its place, since the threads of both hold the same elements. A bulk copy then sends the tile to the peer CTA. CTA r
-// computes half r of dQ's columns, so it needs that half of the columns of all 128 keys of K in shared memory. It needs the other half
-// of its own keys, and half of V, for S and dP only: they stay in registers as A operands, which saves a quarter of those products'
-// reads. They pass through the stages of dS before the first dS, which is one more use of each stage.
+// A stage of dS has two tiles of 64 keys, a row a query. The first consumer writes P to its CTA's tile; the second
+// reads it there and writes dS in its place, since the threads of both hold the same elements. A bulk copy then sends
+// the tile to the peer CTA. CTA r computes half r of dQ's columns, so it needs that half of the columns of all 128 keys
+// of K in shared memory. It needs the other half of its own keys, and half of V, for S and dP only: they stay in
+// registers as A operands, which saves a quarter of those products' reads. They pass through the stages of dS before
+// the first dS, which is one more use of each stage.
 //
 // A step, with m-block i. dQ is one m-block late, so that no warp waits for a copy that the peer CTA has just issued:
 //
@@ -29,15 +30,18 @@
 __device__ __forceinline__ void init_barriers(u32 base) {
     mbarrier_init(SMEM(next_full), 1), mbarrier_init(SMEM(next_empty), 1), mbarrier_init(SMEM(next_wanted), 1);
     for (int i = 0; i < TILE_STAGES; ++i)
-        mbarrier_init(barrier_of(SMEM(tile_full), i), 1), mbarrier_init(barrier_of(SMEM(tile_empty), i), 8 * WARP_ARRIVALS + PRODUCERS);
+        mbarrier_init(barrier_of(SMEM(tile_full), i), 1),
+            mbarrier_init(barrier_of(SMEM(tile_empty), i), 8 * WARP_ARRIVALS + PRODUCERS);
     mbarrier_init(SMEM(k_full), 1), mbarrier_init(SMEM(v_full), 1);
     mbarrier_init(SMEM(kv_empty), 8 * WARP_ARRIVALS);
-    // Each warp arrives once: the warps of DkConsumer on q_empty and of DvConsumer on p_full, those of both on the others; and those of
-    // both CTAs where both CTAs fill the stage.
+    // Each warp arrives once: the warps of DkConsumer on q_empty and of DvConsumer on p_full, those of both on the
+    // others; and those of both CTAs where both CTAs fill the stage.
     for (int i = 0; i < Q_STAGES; ++i)
-        mbarrier_init(barrier_of(SMEM(q_full), i), 1), mbarrier_init(barrier_of(SMEM(q_empty), i), 4 * CTAS * WARP_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(q_full), i), 1),
+            mbarrier_init(barrier_of(SMEM(q_empty), i), 4 * CTAS * WARP_ARRIVALS);
     for (int i = 0; i < DO_STAGES; ++i)
-        mbarrier_init(barrier_of(SMEM(do_full), i), 1), mbarrier_init(barrier_of(SMEM(do_empty), i), 8 * CTAS * WARP_ARRIVALS);
+        mbarrier_init(barrier_of(SMEM(do_full), i), 1),
+            mbarrier_init(barrier_of(SMEM(do_empty), i), 8 * CTAS * WARP_ARRIVALS);
     for (int i = 0; i < DS_STAGES; ++i) {
         mbarrier_init(barrier_of(SMEM(p_full), i), 4 * WARP_ARRIVALS), mbarrier_init(barrier_of(SMEM(ds_full), i), 1);
         mbarrier_init(barrier_of(SMEM(ds_empty), i), 8 * CTAS * WARP_ARRIVALS);
@@ -48,12 +52,12 @@ __device__ __forceinline__ void init_barriers(u32 base) {
 __device__ __forceinline__ void run_producer_warpgroup(const Params& p, u32 base, int rank, int warp) {
     if (threadIdx.x % WARP == 0) {
         if (warp == 0) {
-            const RowsProducer<Q_STAGES, QK_CHUNKS> producer{p, base, rank, p.q, p.lse, SMEM(q), SMEM(lse), SMEM(q_step),
-                                                             SMEM(q_full), SMEM(q_empty)};
+            const RowsProducer<Q_STAGES, QK_CHUNKS> producer{
+                p, base, rank, p.q, p.lse, SMEM(q), SMEM(lse), SMEM(q_step), SMEM(q_full), SMEM(q_empty)};
             producer.run(rank == 0);
         } else if (warp == 1) {
-            const RowsProducer<DO_STAGES, V_CHUNKS> producer{p, base, rank, p.dout, p.delta, SMEM(dout), SMEM(delta), SMEM(do_step),
-                                                             SMEM(do_full), SMEM(do_empty)};
+            const RowsProducer<DO_STAGES, V_CHUNKS> producer{
+                p, base, rank, p.dout, p.delta, SMEM(dout), SMEM(delta), SMEM(do_step), SMEM(do_full), SMEM(do_empty)};
             producer.run(false);
         } else if (warp == 2) {
             KeysProducer{p, base, rank}.run();

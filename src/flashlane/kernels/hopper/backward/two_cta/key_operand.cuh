@@ -1,5 +1,5 @@
-// 64 keys (K or V) as the A operand of a product with rows of queries. Two of the four quarters of their columns are in shared memory
-// and two in registers, which saves a quarter of the product's reads from shared memory.
+// 64 keys (K or V) as the A operand of a product with rows of queries. Two of the four quarters of their columns are in
+// shared memory and two in registers, which saves a quarter of the product's reads from shared memory.
 #pragma once
 #include "hopper/backward/gemm.cuh"
 #include "hopper/backward/two_cta/storage.cuh"

@@ -1,4 +1,5 @@
-// The two consumer warpgroups of the 2-CTA backward: one computes P and dV, the other dS and dK, and each a quarter of dQ.
+// The two consumer warpgroups of the 2-CTA backward: one computes P and dV, the other dS and dK, and each a
+// quarter of dQ.
 #pragma once
 #include "hopper/backward/two_cta/consumer.cuh"
 
@@ -22,14 +23,14 @@ struct DvConsumer : Consumer<0> {
         if (count > 0) {
             KeyOperand<KQuarters> k;
             begin_steps(k);
-            arrive(SMEM(p_full), ds_read().index);         // for the stage of zeros, so that the barrier's phase counts stages of dS
+            arrive(SMEM(p_full), ds_read().index);         // for the stage of zeros: the phase counts stages of dS
 #pragma unroll 1
             do {
                 float s[BLOCK_M / 2];
                 u32 probabilities[BLOCK_M / 4];
                 const u32 q = q_tile(), dout = do_tile();
                 wait_q();
-                const StepRecord step = record_at<StepRecord>(SMEM(q_step) + 16 * q_state().index);
+                const StepRecord step = record_at<StepRecord>(SMEM(q_step) + STEP_RECORD_BYTES * q_state().index);
                 zero_out_of_bounds_queries<QK_CHUNKS>(q, step);
                 k.gemm(s, SMEM(k) + rank * KEYS_CHUNK, CTAS * KEYS_CHUNK, q, rank);         // gemm_qk
                 wgmma_wait<0>(s);
@@ -49,14 +50,15 @@ struct DvConsumer : Consumer<0> {
         store_keys_gradient<HEAD_DIM_V>(dv, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
     }
 
-    // This thread's first key and first query of a step. They are looked up at each use: registers that held them would spill.
+    // This thread's first key and first query of a step. They are looked up at each use: registers that held
+    // them would spill.
     __device__ __forceinline__ ScorePosition position(const StepRecord& step) const {
         const KeysRecord keys = keys_record(base, tiles);
         return ScorePosition(keys_mask(p, keys), keys.first, step.first);
     }
 
-    // Turns the scores into P, for dV, and publishes P times the derivative of the score transform, from which the other consumer
-    // makes dS.
+    // Turns the scores into P, for dV, and publishes P times the derivative of the score transform, from which the
+    // other consumer makes dS.
     __device__ __forceinline__ void make_probabilities(float (&s)[BLOCK_M / 2], u32 (&probabilities)[BLOCK_M / 4],
                                                        const StepRecord& step) {
         const u32 lse = SMEM(lse) + q_state().index * STAT_BYTES + lane % 4 * 8;
@@ -123,7 +125,7 @@ struct DkConsumer : Consumer<1> {
                 u32 ds[BLOCK_M / 4];
                 const u32 q = q_tile(), dout = do_tile();
                 wait_do();
-                const StepRecord step = record_at<StepRecord>(SMEM(do_step) + 16 * do_state().index);
+                const StepRecord step = record_at<StepRecord>(SMEM(do_step) + STEP_RECORD_BYTES * do_state().index);
                 zero_out_of_bounds_queries<V_CHUNKS>(dout, step);
                 v.gemm(dp, SMEM(v), KEYS_CHUNK, dout, rank);                                // gemm_dp
                 load_probabilities(ds);

@@ -1,8 +1,10 @@
-// The scheduler warp and the producer warps of the 2-CTA backward, one thread each: one warp loads Q, one dO, and one K and V.
+// The scheduler warp and the producer warps of the 2-CTA backward, one thread each: one warp loads Q, one dO, and one
+// K and V.
 #pragma once
 #include "hopper/backward/two_cta/storage.cuh"
 
-// Takes tiles for the cluster, each when the loads of the previous one are under way, and publishes them to the other warps.
+// Takes tiles for the cluster, each when the loads of the previous one are under way, and publishes them to
+// the other warps.
 struct SchedulerWarp {
     const Params& p;
     const u32 base;
@@ -20,8 +22,10 @@ struct SchedulerWarp {
                 const WorkTile tile(p, dense_tile(p, index), cfg::BLOCK_N, rank * KEYS);
                 const Seqlen& seqlen = tile.seqlen;
                 store_shared(record, make_uint4(tile.first_key, seqlen.k_length, seqlen.shift, seqlen.q_length));
-                store_shared(record + OWNER_RECORD, make_uint4(tile.kv_head, seqlen.k_batch, seqlen.k_first, tile.batch));
-                store_shared(record + STEPS_RECORD, make_uint4(tile.steps(), tile.m_blocks.low, tile.m_blocks.high, seqlen.q_first));
+                store_shared(record + OWNER_RECORD,
+                             make_uint4(tile.kv_head, seqlen.k_batch, seqlen.k_first, tile.batch));
+                store_shared(record + STEPS_RECORD,
+                             make_uint4(tile.steps(), tile.m_blocks.low, tile.m_blocks.high, seqlen.q_first));
             } else {
                 store_shared(record + STEPS_RECORD, make_uint4(static_cast<u32>(NO_TILE), 0, 0, 0));
             }
@@ -47,7 +51,8 @@ struct SchedulerWarp {
     }
 };
 
-// Loads half of the rows of each m-block of Q or dO into both CTAs of the cluster, and the m-block's row statistics into its own.
+// Loads half of the rows of each m-block of Q or dO into both CTAs of the cluster, and the m-block's row statistics
+// into its own.
 template <int STAGES, int CHUNKS>
 struct RowsProducer {
     const Params& p;
@@ -87,26 +92,30 @@ struct RowsProducer {
         }
         return steps_done;
     }
-    __device__ __forceinline__ void load_m_block(u32 tile, const PipelineStateAt<STAGES>& state, int head, int first, int row_block) const {
+    __device__ __forceinline__ void load_m_block(u32 tile, const PipelineStateAt<STAGES>& state, int head, int first,
+                                                 int row_block) const {
         constexpr u32 BYTES = CHUNKS * ROWS_CHUNK;
         const u32 barrier = barrier_of(full, state.index);
         mbarrier_wait(barrier_of(empty, state.index), state.phase ^ 1);
         const KeysRecord keys = keys_record(base, tile);
         const bool masked = keys_mask(p, keys).needs_mask(keys.first, KEYS, first, BLOCK_M);
-        store_shared(record_to + 16 * state.index, make_uint4(first, head, row_block, masked));
+        store_shared(record_to + STEP_RECORD_BYTES * state.index, make_uint4(first, head, row_block, masked));
         mbarrier_expect_tx_before_copies(barrier, BYTES + STAT_BYTES);
         const u32 to = tiles_to + state.index * BYTES + rank * (HALF_ROWS * ROW_BYTES);
-        const int row = steps_record(base, tile).q_first + first + rank * HALF_ROWS, batch = owner_record(base, tile).tensor_batch;
+        const int row = steps_record(base, tile).q_first + first + rank * HALF_ROWS,
+                  batch = owner_record(base, tile).tensor_batch;
 #pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; ++chunk)
-            tma_load_multicast(to + chunk * ROWS_CHUNK, map, barrier, chunk * CHUNK_COLUMNS, row, head, batch, (1 << CTAS) - 1);
-        bulk_load(stats_to + state.index * STAT_BYTES, statistics + static_cast<long long>(row_block) * BLOCK_M, STAT_BYTES, barrier);
+            tma_load_multicast(to + chunk * ROWS_CHUNK, map, barrier, chunk * CHUNK_COLUMNS, row, head, batch,
+                               (1 << CTAS) - 1);
+        bulk_load(stats_to + state.index * STAT_BYTES, statistics + static_cast<long long>(row_block) * BLOCK_M,
+                  STAT_BYTES, barrier);
         mbarrier_arrive_after_copies(barrier);
     }
 };
 
-// Loads K and V: the half of the columns that stays in shared memory, and, into the next two stages of dS, the half that goes to
-// registers from there.
+// Loads K and V: the half of the columns that stays in shared memory, and, into the next two stages of dS, the half
+// that goes to registers from there.
 struct KeysProducer {
     const Params& p;
     const u32 base;
@@ -130,7 +139,8 @@ struct KeysProducer {
         wait_stage(ds_count);
         mbarrier_arrive_expect_tx(k_full, K_BYTES + IN_REGISTERS_BYTES);
         for (int i = 0; i < CTAS; ++i)
-            load_half<KQuarters>(SMEM(k) + i * KEYS_CHUNK, CTAS * KEYS_CHUNK, p.k, k_full, rank, row + i * KEYS, head, batch);
+            load_half<KQuarters>(SMEM(k) + i * KEYS_CHUNK, CTAS * KEYS_CHUNK, p.k, k_full, rank, row + i * KEYS, head,
+                                 batch);
         load_half<KQuarters>(ds_stage(ds_count), KEYS_CHUNK, p.k, k_full, 1 - rank, own_row, head, batch);
         wait_stage(ds_count + 1);
         mbarrier_arrive_expect_tx(v_full, V_BYTES + IN_REGISTERS_BYTES);
@@ -139,8 +149,8 @@ struct KeysProducer {
     }
     // Half of the columns of 64 keys: its two quarters, as chunks `stride` bytes apart.
     template <typename QUARTERS>
-    static __device__ __forceinline__ void load_half(u32 to, u32 stride, const TensorMap& map, u32 barrier, int half, int row, int head,
-                                                     int batch) {
+    static __device__ __forceinline__ void load_half(u32 to, u32 stride, const TensorMap& map, u32 barrier, int half,
+                                                     int row, int head, int batch) {
         for (int i = 0; i < 2; ++i)
             tma_load(to + i * stride, map, barrier, QUARTERS::column(half, i), row, head, batch);
     }

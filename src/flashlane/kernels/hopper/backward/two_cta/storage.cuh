@@ -9,8 +9,8 @@ constexpr int CTAS = 2, KEYS = 64, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUME
 constexpr int Q_STAGES = cfg::Q_STAGES, DO_STAGES = cfg::DO_STAGES, DS_STAGES = 2, TILE_STAGES = 2;
 constexpr int PRODUCERS = 3;                              // warps that load; each reads the records of tiles
 
-// Columns of K and V in quarters of 16 · FIRST and 16 · SECOND columns of either half, each padded to a chunk. The two quarters
-// of one half are in shared memory, those of the other half in registers.
+// Columns of K and V in quarters of 16 · FIRST and 16 · SECOND columns of either half, each padded to a chunk. The two
+// quarters of one half are in shared memory, those of the other half in registers.
 template <int COLUMNS>
 struct Quarters {
     static constexpr int STEPS = (COLUMNS + 31) / 32;     // of 16 columns, of half of them
@@ -29,13 +29,13 @@ static_assert(cfg::BLOCK_N == CTAS * KEYS && BLOCK_M == 64);
 static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DO_STAGES & (DO_STAGES - 1)) == 0);
 static_assert(HEAD_DIM <= 256 && HEAD_DIM_V <= 256 && IN_REGISTERS_BYTES <= DS_BYTES);
 
-// The record of a tile, which all warps read, and that of a step, which the consumers read with its Q or dO. Threads read 16 bytes of
-// a record where they need them: they have no registers to keep them.
+// The record of a tile, which all warps read, and that of a step, which the consumers read with its Q or dO. Threads
+// read 16 bytes of a record where they need them: they have no registers to keep them.
 struct KeysRecord {
     int first, length, shift, queries;                    // this CTA's first key; the sequence's keys and queries
 };
 struct OwnerRecord {
-    int kv_head, tensor_batch, k_first, batch;            // tensor_batch, k_first: the sequence's index and first key in the tensors
+    int kv_head, tensor_batch, k_first, batch;            // tensor_batch, k_first: where the sequence is in k and v
 };
 struct StepsRecord {
     int count, low, high;                                 // steps (NO_TILE: no tile is left); m-blocks of each head
@@ -77,9 +77,14 @@ __device__ __forceinline__ Record record_at(u32 address) {
     return {x.x, x.y, x.z, x.w};
 }
 constexpr u32 TILE_RECORD_BYTES = sizeof(TileRecord);
+enum : u32 { STEP_RECORD_BYTES = sizeof(StepRecord) };
 enum : u32 { OWNER_RECORD = offsetof(TileRecord, owner), STEPS_RECORD = offsetof(TileRecord, steps) };  // offsets in it
-__device__ __forceinline__ u32 tile_record(u32 base, u32 tile) { return SMEM(tile) + tile % TILE_STAGES * TILE_RECORD_BYTES; }
-__device__ __forceinline__ KeysRecord keys_record(u32 base, u32 tile) { return record_at<KeysRecord>(tile_record(base, tile)); }
+__device__ __forceinline__ u32 tile_record(u32 base, u32 tile) {
+    return SMEM(tile) + tile % TILE_STAGES * TILE_RECORD_BYTES;
+}
+__device__ __forceinline__ KeysRecord keys_record(u32 base, u32 tile) {
+    return record_at<KeysRecord>(tile_record(base, tile));
+}
 __device__ __forceinline__ OwnerRecord owner_record(u32 base, u32 tile) {
     return record_at<OwnerRecord>(tile_record(base, tile) + OWNER_RECORD);
 }
