@@ -35,8 +35,14 @@ def test_the_picture_is_the_mask() -> None:
 def test_counts_are_those_of_the_lists() -> None:
     rc, said = run("causal", "--N", "1024", "--json", "-")
     assert rc == 0 and json.loads(said) == {
-        "mask": "causal", "tokens": 1024, "block": 128, "full": 28, "partial": 8, "hidden": 28, "intervals": 1
+        "mask": "causal", "tokens": 1024, "block": 128, "full": 28, "partial": 8, "hidden": 28, "intervals": 1,
+        "intervals_of": "row",
     }  # fmt: skip
+
+
+def test_a_tree_has_intervals_of_keys() -> None:
+    assert "intervals a key: 1" in run("prefix-tree")[1] and "intervals a row: 2" in run("block-diffusion")[1]
+    assert "its rows are not a few intervals" in run("neighbourhood-3d", "--grid", "4,4,4", "--window", "3,2,2")[1]
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -17,6 +17,8 @@ from flashlane.flex.bind import bind
 from flashlane.flex.intervals import Intervals, interval_mask_mod
 
 OFFSETS = torch.tensor([0, 70, 71, 300, 420, 500])
+GAPS = [-1, *(parent for i in range(0, 24, 2) for parent in (i, i))]
+"""Each second segment has two children, so that a path passes by twelve others."""
 NAMED = {
     "causal": (masks.causal(), (500, 500)),
     "causal shifted back": (masks.causal(-30), (500, 500)),
@@ -31,14 +33,24 @@ NAMED = {
     "chunks": (masks.chunks(33), (500, 500)),
     "causal chunks": (masks.chunks(128, causal=True), (512, 512)),
     "prefix tree": (masks.prefix_tree([-1, 0, 1, 1, 0, 4, -1], [100, 50, 60, 70, 80, 90, 50]), (500, 500)),
+    "prefix tree with gaps": (masks.prefix_tree(GAPS, [20] * len(GAPS)), (500, 500)),
     "block diffusion": (masks.block_diffusion(250, 32), (500, 500)),
     "neighbourhood 1d": (masks.neighbourhood((500,), (33,)), (500, 500)),
     "neighbourhood 2d": (masks.neighbourhood((20, 25), (3, 7)), (500, 500)),
     "neighbourhood 2d, many intervals": (masks.neighbourhood((20, 25), (7, 7)), (500, 500)),
     "neighbourhood 3d": (masks.neighbourhood((4, 5, 25), (2, 2, 25)), (500, 500)),
     "neighbourhood 3d, many intervals": (masks.neighbourhood((4, 5, 25), (3, 3, 5)), (500, 500)),
+    "neighbourhood 3d, a whole axis inside": (masks.neighbourhood((5, 4, 25), (2, 4, 5)), (500, 500)),
+    "neighbourhood of short lines": (masks.neighbourhood((10, 25, 2), (4, 6, 1)), (500, 500)),
+    "neighbourhood of fewer tokens": (masks.neighbourhood((10, 25), (3, 7)), (500, 500)),
     "neighbourhood of everything": (masks.neighbourhood((4, 5), (4, 5)), (20, 20)),
 }
+
+
+WITHOUT_INTERVALS = {
+    f"neighbourhood {kind}" for kind in ("3d, a whole axis inside", "of short lines", "of fewer tokens")
+}
+WITHOUT_INTERVALS |= {name for name in NAMED if name.endswith("many intervals")}
 
 
 def batches_of(name: str) -> int:
@@ -68,7 +80,7 @@ def test_named_masks_have_torchs_lists(name: str, size: int | tuple[int, int]) -
 def test_intervals_show_what_the_function_shows(name: str) -> None:
     mask, lengths = NAMED[name]
     intervals = mask.intervals(*lengths, torch.device("cpu"))
-    assert (intervals is None) == name.endswith("many intervals")
+    assert (intervals is None) == (name in WITHOUT_INTERVALS)
     if intervals is None:
         return
     dense = torch_flex.create_mask(mask, batches_of(name), 1, *lengths, "cpu")
@@ -134,7 +146,9 @@ def test_lists_of_batches_and_heads_that_do_not_matter_are_views() -> None:
 def test_intervals_that_touch_are_one() -> None:
     starts = torch.tensor([0, 8, 5, 20], dtype=torch.int32).view(1, 1, 4, 1).expand(1, 1, 4, 8).contiguous()
     ends = torch.tensor([8, 8, 16, 24], dtype=torch.int32).view(1, 1, 4, 1).expand(1, 1, 4, 8).contiguous()
-    assert Intervals(starts, ends).states(32, (8, 8)).tolist() == [[[[blocks.FULL, blocks.FULL, blocks.PARTIAL, 0]]]]
+    assert Intervals(starts, ends).states((8, 32), (8, 8)).tolist() == [
+        [[[blocks.FULL, blocks.FULL, blocks.PARTIAL, 0]]]
+    ]
     with pytest.raises(ValueError, match=r"starts is torch\.int64"):
         Intervals(starts.long(), ends)
 
@@ -157,7 +171,12 @@ def test_drawn_intervals_have_the_lists_of_their_pairs(seed: int) -> None:
     wanted = ((starts.unsqueeze(-1) <= at) & (at < intervals.ends.unsqueeze(-1))).any(2)
     assert torch.equal(visible, wanted)
     table = torch_flex._convert_mask_to_block_mask(visible, *size, separate_full_blocks=True)
-    assert torch.equal(intervals.states(keys, size), torch.where(table[1] > 0, blocks.FULL, table[0]).to(torch.int8))
+    states = torch.where(table[1] > 0, blocks.FULL, table[0]).to(torch.int8)
+    assert torch.equal(intervals.states((shape[3], keys), size), states)
+    of_keys = Intervals(starts, intervals.ends, of_keys=True)
+    assert torch.equal(of_keys.states((keys, shape[3]), size[::-1]), states.mT)
+    transposed = torch_flex.create_mask(interval_mask_mod(of_keys), *shape[:2], keys, shape[3], "cpu")
+    assert torch.equal(transposed, wanted.mT)
 
 
 def test_masks_with_as_many_intervals_are_one_program() -> None:
@@ -172,6 +191,8 @@ def test_masks_with_as_many_intervals_are_one_program() -> None:
 WRONG = {
     "left is -1": lambda: masks.sliding_window(-1),
     "size is 0": lambda: masks.chunks(0),
+    "prefix is -1": lambda: masks.prefix_lm(-1),
+    r"prefix is torch.float32 \(3,\)": lambda: masks.prefix_lm(torch.ones(3)),
     "offsets is torch.float32": lambda: masks.documents(torch.ones(3)),
     r"shape is \(4, 5\) and window \(5, 5\)": lambda: masks.neighbourhood((4, 5), (5, 5)),
     "segment 3 is not in depth-first order": lambda: masks.prefix_tree([-1, 0, 0, 1], [1, 1, 1, 1]),
@@ -189,6 +210,7 @@ def sources() -> dict[str, jit.KernelSource]:
     program, _ = bind(None, NAMED["block-causal documents"][0].function, torch.device("cpu"))
     return {
         "intervals": device_blocks.interval_source(),
+        "neighbourhoods": device_blocks.neighbourhood_source(),
         "lists": device_blocks.list_source(),
         "program 128": device_blocks.program_source(program, (128, 128)),
         "program 64": device_blocks.program_source(program, (64, 64)),
@@ -215,6 +237,7 @@ def moved(mask: masks.Mask | object) -> object:
         "block-causal documents": lambda: masks.block_causal_documents(OFFSETS.cuda(), 16),
         "prefixes of batches": lambda: masks.prefix_lm(torch.tensor([100, 0, 333], dtype=torch.int32, device="cuda")),
         "prefix tree": lambda: masks.prefix_tree([-1, 0, 1, 1, 0, 4, -1], [100, 50, 60, 70, 80, 90, 50], "cuda"),
+        "prefix tree with gaps": lambda: masks.prefix_tree(GAPS, [20] * len(GAPS), "cuda"),
     }.get(mask, lambda: NAMED[mask][0])()
 
 

@@ -103,8 +103,10 @@ def mask_command(
         f"{found['hidden']} hidden of {total}",
         highlight=False,
     )
-    rows = found["intervals"]
-    console.print("its rows are not a few intervals" if rows is None else f"intervals a row: {rows}", highlight=False)
+    number, of = found["intervals"], found["intervals_of"]
+    console.print(
+        "its rows are not a few intervals" if number is None else f"intervals a {of}: {number}", highlight=False
+    )
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:

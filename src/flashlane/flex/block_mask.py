@@ -11,12 +11,12 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from flashlane.flex import blocks, device_blocks, packed, windows
+from flashlane.flex import blocks, device_blocks, neighbourhoods, packed, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.bounds import Grid, bounds
 from flashlane.flex.evaluate import evaluate
 from flashlane.flex.expression import inputs_of
-from flashlane.flex.intervals import Intervals, interval_mask_mod
+from flashlane.flex.intervals import interval_mask_mod
 from flashlane.flex.program import Arguments, Program
 
 MOST_BLOCKS = 1 << 20
@@ -80,9 +80,15 @@ def create_block_mask(
     if _compile:
         warnings.warn("_compile=True changes nothing: flashlane's create_block_mask needs no compiler", stacklevel=2)
     lengths, wanted = (Q_LEN, KV_LEN), (1 if B is None else B, 1 if H is None else H)
-    intervals = mask_mod.intervals(*lengths, device) if hasattr(mask_mod, "intervals") else None
-    if intervals is not None:
-        table, window = of_intervals(intervals, lengths, size), getattr(mask_mod, "window", None)
+    neighbourhood = getattr(mask_mod, "neighbourhood", None)
+    by_kernel = device.type == "cuda" and neighbourhood is not None and neighbourhood.holds_for(*lengths)
+    intervals = mask_mod.intervals(*lengths, device) if hasattr(mask_mod, "intervals") and not by_kernel else None
+    window = documents = None
+    if by_kernel:
+        table, of_tokens = device_blocks.neighbourhood_states(neighbourhood, size, device)
+        mask_mod = neighbourhoods.mask_of_table(of_tokens)
+    elif intervals is not None:
+        table, window = intervals.states(lengths, size), getattr(mask_mod, "window", None)
         documents = getattr(mask_mod, "documents", None)
         mask_mod = interval_mask_mod(intervals)
     else:
@@ -98,13 +104,6 @@ def create_block_mask(
     if documents is not None and lengths == (documents.tokens, documents.tokens) and documents.tokens:
         packed.NOTES.keep(found, documents)
     return _with_write_order(found, dq_kv_order) if compute_dq_write_order else found
-
-
-def of_intervals(intervals: Intervals, lengths: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
-    """The states of all blocks, int8 ``(B or 1, H or 1, rows, columns)``."""
-    if intervals.starts.device.type == "cuda":
-        return device_blocks.interval_states(intervals.starts, intervals.ends, lengths, size)
-    return intervals.states(lengths[1], size)
 
 
 def of_program(

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flashlane import jit
 from flashlane.core.arch import arch_of
+from flashlane.flex.neighbourhoods import AXES, ROWS, Neighbourhood
 from flashlane.flex.program import HEADER, Arguments, Program
 from flashlane.jit import KernelSource
 from flashlane.jit.launch import on_device
@@ -28,6 +29,16 @@ class IntervalParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("starts", "ends", "states")),
         *((name, ctypes.c_int) for name in ("intervals", "queries", "keys", "block_q", "block_k", "rows", "columns")),
         ("segments", ctypes.c_int),
+    ]
+
+
+class NeighbourhoodParams(ctypes.Structure):
+    """The launch parameters of ``neighbourhood_states.cu``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("table", "states")),
+        ("axes", ctypes.c_int * 2 * AXES),
+        *((name, ctypes.c_int) for name in ("position", "tokens", "block_q", "block_k", "rows", "columns")),
     ]
 
 
@@ -57,6 +68,11 @@ def source(name: str, constants: dict[str, int], header: str | None = None) -> K
 @functools.cache
 def interval_source() -> KernelSource:
     return source("interval_states", {"THREADS": THREADS, "SEGMENT": SEGMENT})
+
+
+@functools.cache
+def neighbourhood_source() -> KernelSource:
+    return source("neighbourhood_states", {"THREADS": THREADS})
 
 
 @functools.cache
@@ -99,6 +115,24 @@ def interval_states(
             (rows * segments, heads, batch), (THREADS, 1, 1), 0, params
         )
     return states
+
+
+def neighbourhood_states(
+    neighbourhood: Neighbourhood, block_size: tuple[int, int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states of all blocks, int8 ``(1, 1, rows, columns)``, and ``Neighbourhood.table``, in one launch."""
+    tokens = neighbourhood.tokens
+    rows, columns = _blocks((tokens, tokens), block_size)
+    states = torch.empty(1, 1, rows, columns, dtype=torch.int8, device=device)
+    table = torch.empty(ROWS, tokens, dtype=torch.int32, device=device)
+    sizes = (neighbourhood.position, tokens, *block_size, rows, columns)
+    axes = (ctypes.c_int * 2 * AXES)(*neighbourhood.axes)
+    params = NeighbourhoodParams(table.data_ptr(), states.data_ptr(), axes, *sizes)
+    with on_device(device.index):
+        _function(neighbourhood_source(), device.index).launch(
+            (rows, -(-columns // THREADS), 1), (THREADS, 1, 1), 0, params
+        )
+    return states, table
 
 
 @functools.cache

@@ -8,17 +8,22 @@ from typing import Any
 
 import torch
 
-from flashlane.flex import blocks
+from flashlane.flex import blocks, device_blocks
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Row q sees key kv where ``starts <= kv < ends`` in one of its intervals."""
+    """Row q sees key kv where ``starts <= kv < ends`` in one of its intervals.
+
+    Of keys: key kv is seen by query q where ``starts <= q < ends`` in one of its intervals. What is said of rows and
+    queries below is then said of keys.
+    """
 
     starts: torch.Tensor
     """i32 ``(B or 1, H or 1, intervals, queries)``, contiguous; a row's intervals ascend by their starts."""
     ends: torch.Tensor
     """i32, of the same shape; an interval that ends where it starts, or before, is empty."""
+    of_keys: bool = False
 
     def __post_init__(self) -> None:
         for name, t in (("starts", self.starts), ("ends", self.ends)):
@@ -43,8 +48,20 @@ class Intervals:
             ends[:, :, r - 1] = torch.where(one, start, end)
         return starts, ends
 
-    def states(self, keys: int, size: tuple[int, int]) -> torch.Tensor:
-        """The states of all blocks, int8 ``(B or 1, H or 1, rows, columns)``, by torch operations."""
+    def states(self, lengths: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
+        """The states of all blocks of queries and keys, int8 ``(B or 1, H or 1, rows, columns)``.
+
+        A kernel makes them on a GPU, torch operations elsewhere.
+        """
+        if self.of_keys:
+            lengths, size = lengths[::-1], size[::-1]
+        if self.starts.device.type == "cuda":
+            found = device_blocks.interval_states(self.starts, self.ends, lengths, size)
+        else:
+            found = self._states(lengths[1], size)
+        return found.mT.contiguous() if self.of_keys else found
+
+    def _states(self, keys: int, size: tuple[int, int]) -> torch.Tensor:
         queries = self.starts.shape[-1]
         rows, columns = -(-queries // size[0]), -(-keys // size[1])
         starts, ends = self.merged(keys)
@@ -73,12 +90,14 @@ def interval_mask_mod(intervals: Intervals) -> Callable[..., Any]:
     """The mask function of intervals. Its program depends on their number and on whether batches or heads differ."""
     starts, ends = intervals.starts, intervals.ends
     batch, heads, count, _ = starts.shape
+    of_keys = intervals.of_keys
 
     def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         b, h = b if batch > 1 else 0, h if heads > 1 else 0
-        found = (starts[b, h, 0, q_idx] <= kv_idx) & (kv_idx < ends[b, h, 0, q_idx])
+        row, at = (kv_idx, q_idx) if of_keys else (q_idx, kv_idx)
+        found = (starts[b, h, 0, row] <= at) & (at < ends[b, h, 0, row])
         for i in range(1, count):
-            found = found | ((starts[b, h, i, q_idx] <= kv_idx) & (kv_idx < ends[b, h, i, q_idx]))
+            found = found | ((starts[b, h, i, row] <= at) & (at < ends[b, h, i, row]))
         return found
 
     visible.of_intervals = intervals  # type: ignore[attr-defined]

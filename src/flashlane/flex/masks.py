@@ -7,7 +7,6 @@ so torch's own FlexAttention takes it as well.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from flashlane.flex.intervals import Intervals
+from flashlane.flex.neighbourhoods import Neighbourhood
 from flashlane.flex.packed import Documents
 from flashlane.flex.windows import Window
 
@@ -24,7 +24,7 @@ MOST_INTERVALS = 4
 Sides = list[tuple[torch.Tensor, torch.Tensor]]
 Bounds = Callable[[torch.Tensor, int], Sides]
 """From query indices ``(queries,)`` and the number of keys to the starts and ends of each interval, of that shape or
-``(batch, queries)``."""
+``(batch, queries)``; or from key indices and the number of queries."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,24 @@ class Mask:
     """The window, where the mask is nothing else."""
     documents: Documents | None = None
     """The packed documents, where a token sees its own document, or that up to itself, and nothing else."""
+    neighbourhood: Neighbourhood | None = None
+    """The neighbourhood, where the mask is one."""
+    bounds_of_keys: bool = False
+    """Whether ``bounds`` gives the intervals of queries that see each key."""
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(b, h, q_idx, kv_idx)
 
     def intervals(self, queries: int, keys: int, device: torch.device) -> Intervals | None:
-        """The rows' intervals on a device, or None."""
-        if self.bounds is None:
+        """The intervals of the rows, or of the columns, on a device; None where these are not a few intervals."""
+        if self.bounds is None or (self.neighbourhood and not self.neighbourhood.holds_for(queries, keys)):
             return None
-        sides = self.bounds(torch.arange(queries, dtype=torch.int32, device=device), keys)
+        length, other = (keys, queries) if self.bounds_of_keys else (queries, keys)
+        sides = self.bounds(torch.arange(length, dtype=torch.int32, device=device), other)
         starts, ends = (torch.stack(torch.broadcast_tensors(*(pair[i] for pair in sides)), -2) for i in (0, 1))
-        shape = (-1, 1, len(sides), queries)
-        return Intervals(*(t.to(torch.int32).reshape(shape).contiguous() for t in (starts, ends)))
+        shape = (-1, 1, len(sides), length)
+        found = (t.to(torch.int32).reshape(shape).contiguous() for t in (starts, ends))
+        return Intervals(*found, of_keys=self.bounds_of_keys)
 
 
 def causal(offset: int = 0) -> Mask:
@@ -146,13 +152,20 @@ def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
 
 
 def prefix_lm(prefix: int | torch.Tensor) -> Mask:
-    """Every token sees the first ``prefix`` keys (a number, or integers ``(B,)``) and all tokens up to itself."""
+    """Every token sees the first ``prefix`` keys (a number, or integers ``(B,)``) and all tokens up to itself.
+
+    Raises:
+        ValueError: ``prefix`` is a negative number, or a tensor of another shape or type.
+    """
     if isinstance(prefix, torch.Tensor):
+        if prefix.ndim != 1 or prefix.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"prefix is {prefix.dtype} {tuple(prefix.shape)}; it may be int32 or int64 (batch,)")
 
         def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
             return (kv < prefix[b]) | (q >= kv)
 
     else:
+        _check(prefix=prefix)
 
         def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
             return (kv < prefix) | (q >= kv)
@@ -211,37 +224,17 @@ def prefix_tree(parents: Sequence[int], lengths: Sequence[int], device: Any = "c
         if above != p:
             raise ValueError(f"parents is {parents}; segment {i} is not in depth-first order")
     offsets = [0, *itertools.accumulate(lengths)]
-    of_token = [i for i, length in enumerate(lengths) for _ in range(length)]
-    segment = torch.tensor(of_token, dtype=torch.int32, device=device)
-    entered, left = segment, torch.tensor([last[i] for i in of_token], dtype=torch.int32, device=device)
+    # In depth-first order, those who see a token are those from it to the last one of the segments below its own.
+    stops = [offsets[end] for end, length in zip(last, lengths, strict=True) for _ in range(length)]
+    stop = torch.tensor(stops, dtype=torch.int32, device=device)
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (entered[kv] <= entered[q]) & (entered[q] < left[kv]) & (q >= kv)
+        return (kv <= q) & (q < stop[kv])
 
-    rows = [_path(parents, offsets, i) for i in range(n)]
-    count = max(map(len, rows), default=1)
-    # Segments with fewer intervals have empty ones first, so that the last one ends at the token itself.
-    padded = [((0, 0),) * (count - len(row)) + row for row in rows]
-    of_segment = torch.tensor(padded, dtype=torch.int32, device=device)
+    def bounds(kv: torch.Tensor, queries: int) -> Sides:
+        return [(kv, stop.clamp_max(queries))]
 
-    def bounds(q: torch.Tensor, keys: int) -> Sides:
-        own = of_segment[segment[q.long()].long()]
-        return [(own[:, k, 0], q + 1 if k == count - 1 else own[:, k, 1]) for k in range(count)]
-
-    return Mask("prefix-tree", visible, bounds if count <= MOST_INTERVALS else None)
-
-
-def _path(parents: Sequence[int], offsets: list[int], segment: int) -> tuple[tuple[int, int], ...]:
-    """The intervals of the tokens of a segment and of those above it; adjacent ones are merged."""
-    found: list[tuple[int, int]] = []
-    while segment >= 0:
-        start, end = offsets[segment], offsets[segment + 1]
-        if found and found[0][0] == end:
-            found[0] = (start, found[0][1])
-        else:
-            found.insert(0, (start, end))
-        segment = parents[segment]
-    return tuple(found)
+    return Mask("prefix-tree", visible, bounds, bounds_of_keys=True)
 
 
 def block_diffusion(length: int, block: int) -> Mask:
@@ -285,40 +278,22 @@ def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
     shape, window = tuple(shape), tuple(window)
     if not 1 <= len(shape) <= 3 or len(shape) != len(window) or any(not 1 <= w <= n for n, w in zip(shape, window)):
         raise ValueError(f"shape is {shape} and window {window}; both have 1 to 3 numbers, and no window is longer")
-    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    axes = tuple(zip(shape, window, strides, strict=True))
+    found = Neighbourhood.of(shape, window)
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        found = None
-        for n, w, stride in axes:
+        seen = None
+        for start, at, (n, w) in zip(found.starts(q), found.places(kv), found.axes, strict=True):
             if w == n:
                 continue
-            start = torch.clamp(q // stride % n - w // 2, 0, n - w)
-            at = kv // stride % n - start
-            inside = (at >= 0) & (at < w)
-            found = inside if found is None else found & inside
-        return q >= 0 if found is None else found
-
-    # Trailing axes that are seen whole make one interval with the axis before them.
-    inner = len(axes)
-    while inner and axes[inner - 1][0] == axes[inner - 1][1]:
-        inner -= 1
-    outer = axes[: max(0, inner - 1)]
-    count = math.prod(w for _, w, _ in outer)
+            inside = (at - start >= 0) & (at - start < w)
+            seen = inside if seen is None else seen & inside
+        return q >= 0 if seen is None else seen
 
     def bounds(q: torch.Tensor, keys: int) -> Sides:
-        def start_of(axis: tuple[int, int, int]) -> torch.Tensor:
-            n, w, stride = axis
-            return (q // stride % n - w // 2).clamp(0, n - w) * stride
+        return found.intervals(q)
 
-        if not inner:
-            return [(torch.zeros_like(q), torch.full_like(q, keys))]
-        _, w, stride = axes[inner - 1]
-        first = sum((start_of(axis) for axis in outer), start_of(axes[inner - 1]))
-        steps = itertools.product(*(range(0, of * along, along) for _, of, along in outer))
-        return [(first + sum(step), first + sum(step) + w * stride) for step in steps]
-
-    return Mask(f"neighbourhood-{len(shape)}d", visible, bounds if count <= MOST_INTERVALS else None)
+    few = found.window <= MOST_INTERVALS
+    return Mask(f"neighbourhood-{len(shape)}d", visible, bounds if few else None, neighbourhood=found)
 
 
 def _check(least: int = 0, **numbers: int) -> None:

@@ -77,7 +77,10 @@ def _shares(pairs: torch.Tensor, axis: int, cells: int) -> torch.Tensor:
 
 
 def facts(mask: Mask, tokens: int, block: int) -> dict[str, Any]:
-    """Figures of a mask's block lists: the blocks of each state, and the intervals of a row (None without)."""
+    """Figures of a mask's block lists: the blocks of each state, and the intervals of a row, or of a key.
+
+    ``intervals`` is None where there are none, and ``intervals_of`` says of what they are.
+    """
     import torch
 
     from flashlane.flex import blocks
@@ -94,6 +97,7 @@ def facts(mask: Mask, tokens: int, block: int) -> dict[str, Any]:
         "partial": int((table == blocks.PARTIAL).sum()),
         "hidden": int((table == blocks.HIDDEN).sum()),
         "intervals": None if intervals is None else intervals.starts.shape[2],
+        "intervals_of": "key" if intervals is not None and intervals.of_keys else "row",
     }
 
 
