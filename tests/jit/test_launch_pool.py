@@ -150,6 +150,14 @@ def test_a_pointer_that_no_launch_has_is_an_error(encoded: list[int]) -> None:
         block.set_pointers(("out", "dout"), (1, 2))
 
 
+def test_what_a_block_was_said_to_hold_goes_when_its_pointers_are_set(encoded: list[int]) -> None:
+    block = plan_of([]).acquire((16, 16))
+    block.set_pointers(("out",), (1,))
+    block.held = (1,)
+    block.set_pointers(("out",), (2,))
+    assert block.held is None
+
+
 def test_nothing_is_built_before_a_block_is_needed() -> None:
     def build() -> list[Launch]:
         raise RuntimeError("built")

@@ -373,3 +373,34 @@ def test_a_repeated_call_launches_what_a_first_one_does(
         for number in (1, 2, 0, 1):
             assert launched(launches, calls[number], dos[number]) == wanted[number]
         assert wanted[0] != wanted[1] and wanted[0]
+
+
+def test_the_lengths_of_a_launch_are_those_of_its_call(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same q, k and v with lengths that lie elsewhere, of a forward and its backward."""
+    q, k, v = Kind("cross", grad=True).call(0).operands
+    one, two, do = offsets(LENGTHS[0]), offsets(LENGTHS[1]), torch.randn(q.shape).bfloat16()
+
+    def packed(*lengths: torch.Tensor) -> None:
+        out = flashlane.flash_attn_varlen_func(q, k, v, *lengths, LONGEST, LONGEST)
+        torch.autograd.grad(out, (q, k, v), do)
+
+    with registry.table_of(HOPPER):
+        packed(one, two)
+        quick(monkeypatch)
+        for lengths in ((one, two), (two, one), (one, two), (two, one)):
+            del launches[:]
+            packed(*lengths)
+            found = {(each.seqlen.cu_seqlens_q, each.seqlen.cu_seqlens_k) for *_, each in launches}
+            assert len(launches) == 4 and found == {tuple(t.data_ptr() for t in lengths)}
+
+
+@pytest.mark.parametrize("kernel", [HOPPER, DECODE], ids=lambda kernel: kernel.family)
+def test_the_used_rows_of_a_launch_are_those_of_its_call(launches: Launches, kernel: registry.Kernel) -> None:
+    call = Kind("cache seqused").call(0)
+    lengths = [torch.full((4,), length, dtype=torch.int32) for length in (30, 40)]
+    with registry.table_of(kernel):
+        for number in (0, 1, 0, 1):
+            call(cache_seqlens=lengths[number])
+            params = launches[-1][-1]
+            params = getattr(params, "params", params)
+            assert params.seqlen.seqused_k == lengths[number].data_ptr()

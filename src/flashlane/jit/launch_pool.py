@@ -126,6 +126,10 @@ class ParamsBlock:
         """Enqueues every launch."""
         self.stream: int | None = None
         """The stream whose counters the parameters hold; None: those of no stream."""
+        self.held: Key | None = None
+        """Addresses that the pointers of all launches were set from, as whoever set them says; None: nobody has."""
+        self.seqlen_pointers: tuple[int, ...] | None = None
+        """Where the lengths lie that the parameters point to, as their plan says it; None: they point to none yet."""
         self._movers, self._at, self._operands, self._point = tuple(movers.items()), at, operands, point
         self._pointers: dict[tuple[str, ...], Callable[[Sequence[int]], None]] = {}
         self._names: tuple[str, ...] = ()
@@ -163,6 +167,7 @@ class ParamsBlock:
                 found = self._pointers[names] = _pointers_of(self.params, names)
             self._names, self._set = names, found
         self._set(addresses)
+        self.held = None
 
 
 def _set_none(addresses: Sequence[int]) -> None:

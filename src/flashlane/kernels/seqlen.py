@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import operator
+import functools
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -86,20 +87,44 @@ class SeqlenParams(ctypes.Structure):
         )
 
     def point_to(self, pointers: tuple[int, ...]) -> None:
-        """Set what :func:`seqlen_pointers` gives for a call, for the launch that follows."""
+        """Set what the function of :func:`seqlen_pointers_of` gives for a call, for the launch that follows."""
         _POINTERS_AND_STRIDES.pack_into(self, SeqlenParams.cu_seqlens_q.offset, *pointers)
 
 
 _POINTERS_AND_STRIDES = struct.Struct(f"{len(POINTERS)}P2q")
 """The fields of :class:`SeqlenParams` from the first pointer on, which lie one after another."""
-_tensors_of = operator.attrgetter(*POINTERS)
 
 
-def seqlen_pointers(inputs: Inputs) -> tuple[int, ...]:
-    """Addresses of a call's lengths and block table, 0 for what it has not, and the strides of the table."""
-    tensors = _tensors_of(inputs)
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    return (*addresses, 0, 0) if tensors[-1] is None else (*addresses, *tensors[-1].stride())
+def given_pointers(problem: AttentionProblem) -> tuple[str, ...]:
+    """Which of :data:`POINTERS` the calls of a problem have."""
+    given = {"cu_seqlens_q": problem.varlen, "cu_seqlens_k": problem.varlen, "block_table": problem.paged}
+    return tuple(name for name in POINTERS if given.get(name) or getattr(problem, name, False))
+
+
+def seqlen_pointers_of(problem: AttentionProblem) -> Callable[[Inputs], tuple[int, ...]]:
+    """Gives addresses of the lengths and the block table of a problem's calls, 0 for what they have not, and the
+    strides of the table."""
+    return _pointers_of(given_pointers(problem))
+
+
+@functools.cache
+def _pointers_of(given: tuple[str, ...]) -> Callable[[Inputs], tuple[int, ...]]:
+    """Code without loops: each call runs it."""
+    addresses = [f"inputs.{name}.data_ptr()" if name in given else "0" for name in POINTERS]
+    strides = "*inputs.block_table.stride()" if "block_table" in given else "0, 0"
+    return eval(f"lambda inputs: ({', '.join(addresses)}, {strides})")
+
+
+def plain_inputs_of(problem: AttentionProblem) -> Callable[[Inputs], Inputs]:
+    """:func:`plain_seqlen_inputs` for the calls of a problem."""
+    return _plain_inputs_of(given_pointers(problem))
+
+
+@functools.cache
+def _plain_inputs_of(given: tuple[str, ...]) -> Callable[[Inputs], Inputs]:
+    contiguous = [f"inputs.{name}.is_contiguous()" for name in given]
+    code = f"lambda inputs: inputs if {' and '.join(contiguous) or True} else plain_seqlen_inputs(inputs)"
+    return eval(code, {"plain_seqlen_inputs": plain_seqlen_inputs})
 
 
 def plain_seqlen_inputs(inputs: Inputs) -> Inputs:

@@ -19,7 +19,7 @@ from flashlane.kernels.decode.select import config_for, lengths_differ, rows_of,
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.params import AttentionParams, check_outputs, params_without_addresses
 from flashlane.kernels.score import ScoreParams, has_score_tensors, run_time_score_inputs, score_pointers
-from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, seqlen_pointers
+from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, seqlen_pointers_of
 
 SOURCE = "kernels/decode/decode.cu"
 """The entry; the device files next to it hold the tile scheduler, the producer, the consumer and the combine."""
@@ -98,6 +98,7 @@ class PreparedDecode:
         self.config = config = _config_for(problem, config, sides)
         self.problem, self.sides, self.device = problem, sides, device
         self.has_seqlen_tensors, self.has_modifiers = not SeqlenConfig.of(problem).dense, has_score_tensors(problem)
+        self.seqlen_pointers_of = seqlen_pointers_of(problem)
         self.m_blocks = max(1, -(-rows_of(problem) // config.rows))
         tiles = problem.batch * problem.kv_heads * self.m_blocks
         self.function = jit.load(jit.compile(source_of(config), problem.arch, debug=debug), device)
@@ -176,7 +177,10 @@ class PreparedDecode:
         params.total_q = total_q
         if inputs is not None:
             if self.has_seqlen_tensors:
-                params.seqlen.point_to(seqlen_pointers(inputs))
+                pointers = self.seqlen_pointers_of(inputs)
+                if pointers != block.seqlen_pointers:
+                    params.seqlen.point_to(pointers)
+                    block.seqlen_pointers = pointers
             if self.has_modifiers:
                 params.score.point_to(score_pointers(inputs))
         if self.partial_floats:  # the tensors live until after the launch; their memory is reused on this stream only

@@ -32,7 +32,7 @@ from flashlane.kernels.score import (
     row_gradients,
     score_pointers,
 )
-from flashlane.kernels.seqlen import SeqlenParams, plain_seqlen_inputs, seqlen_pointers
+from flashlane.kernels.seqlen import SeqlenParams, plain_inputs_of, plain_seqlen_inputs, seqlen_pointers_of
 
 SEMAPHORE_INTS = 8
 """Integers of ``DqSemaphore`` in ``dq_semaphore.cuh``."""
@@ -257,6 +257,7 @@ class PreparedBackward:
         self.params_type = BackwardParams if program is None else params_with(program)
         self.config, self.schedule, self.problem, self.device = config, schedule, problem, device
         self.reads_score_tensors = bool(config.score.words())
+        self.seqlen_pointers_of = seqlen_pointers_of(problem)
         self.rows = RowBlocks(problem, q_shape, config.block_m)
         self.workspace = workspace_of(self.rows, config, schedule.split_q, schedule.in_kernel_dq)
         self.kinds: dict[Kind, launch_pool.LaunchPlan] = {}
@@ -316,9 +317,11 @@ class PreparedBackward:
     def _point_to(self, block: launch_pool.ParamsBlock, inputs: Inputs) -> None:
         """Set where a call's lengths and score modifiers lie, in all launches."""
         if self.problem.varlen:
-            pointers = seqlen_pointers(inputs)
-            for params in block.params:
-                params.seqlen.point_to(pointers)
+            pointers = self.seqlen_pointers_of(inputs)
+            if pointers != block.seqlen_pointers:
+                for params in block.params:
+                    params.seqlen.point_to(pointers)
+                block.seqlen_pointers = pointers
         if self.reads_score_tensors:
             pointers = score_pointers(inputs)
             for params in block.params:
@@ -344,8 +347,11 @@ class PreparedBackward:
         names = ("out", "lse_in", "dout", "dq", "dk", "dv", *self.workspace.offsets)
         names += ("dlogit_partials",) * has_row_gradients(self.problem)
         offsets, count = self.offsets, self.problem.batch * self.rows.m_blocks
+        plain_lengths, has_score_tensors = plain_inputs_of(self.problem), self.reads_score_tensors
         plans: dict[Kind, launch_pool.LaunchPlan] = {}
         """The plans, by the strides of what is read."""
+        latest: tuple[Kind | None, Any] = (None, None)
+        """The strides of the last call, and their plan."""
 
         def repeat(
             q: torch.Tensor,
@@ -357,6 +363,7 @@ class PreparedBackward:
             dq: torch.Tensor | None = None,
             inputs: Inputs | None = None,
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Gradients | None:
+            nonlocal latest
             key = at_q, at_k, at_v, at_do = q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr()
             at_out = out.data_ptr()
             if (at_q | at_k | at_v | at_do | at_out) % tensormap.ALIGNMENT or current_device() != index:
@@ -369,36 +376,32 @@ class PreparedBackward:
                 return None
             dk, dv = make(dk_shape, dk_stride, dtype), make(dv_shape, dv_stride, dtype)
             kind = q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), do.stride(), dq_strides
-            plan = plans.get(kind)
-            if plan is None:
-                if not (lse.is_contiguous() and readable(out) and readable(do)) or len(plans) >= KINDS_KEPT:
-                    return None
-                plan = plans[kind] = self._launches_of(Tensors(Inputs(q, k, v), out, lse, do, None, dq, dk, dv))
-            space = make(*words)
-            at = space.data_ptr()
-            pointers = (
-                at_out,
-                lse.data_ptr(),
-                at_do,
-                dq.data_ptr(),
-                dk.data_ptr(),
-                dv.data_ptr(),
-                *map(at.__add__, offsets),
-            )
-            if inputs is None:
-                block = plan.acquire(key)
-                block.set_pointers(names, pointers)
-                block.enqueue(stream_of(index))
-                plan.release(key, block)
-                return dq, dk, dv
-            # The small tensors as the kernels read them, which must live until the launches.
-            plain, partials = plain_seqlen_inputs(plain_score_inputs(inputs)), row_gradient_partials(inputs, count)
+            known, plan = latest
+            if kind != known:
+                plan = plans.get(kind)
+                if plan is None:
+                    if not (lse.is_contiguous() and readable(out) and readable(do)) or len(plans) >= KINDS_KEPT:
+                        return None
+                    plan = plans[kind] = self._launches_of(Tensors(Inputs(q, k, v), out, lse, do, None, dq, dk, dv))
+                latest = kind, plan
+            space, partials = make(*words), None
+            pointers = at_out, lse.data_ptr(), at_do, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), space.data_ptr()
+            if inputs is not None:  # the small tensors as the kernels read them must live until the launches
+                plain = plain_lengths(plain_score_inputs(inputs) if has_score_tensors else inputs)
+                partials = row_gradient_partials(inputs, count)
+                if partials is not None:
+                    pointers = *pointers, partials.data_ptr()
             block = plan.acquire(key)
-            block.set_pointers(names, pointers if partials is None else (*pointers, partials.data_ptr()))
-            self._point_to(block, plain)
+            if pointers != block.held:
+                block.set_pointers(names, (*pointers[:6], *map(pointers[6].__add__, offsets), *pointers[7:]))
+                block.held = pointers
+            if inputs is not None:
+                self._point_to(block, plain)
             block.enqueue(stream_of(index))
             plan.release(key, block)
-            return Gradients(dq, dk, dv, **row_gradients(partials, inputs))
+            if inputs is None:
+                return dq, dk, dv
+            return Gradients(dq, dk, dv, **({} if partials is None else row_gradients(partials, inputs)))
 
         return repeat
 

@@ -22,7 +22,7 @@ from flashlane.kernels.hopper.forward import tile_scheduler
 from flashlane.kernels.hopper.forward.config import COMBINE_WARPS, HopperConfig, combine_source
 from flashlane.kernels.hopper.forward.select import splits_of
 from flashlane.kernels.score import ScoreConfig, ScoreParams, has_score_tensors, plain_score_inputs, score_pointers
-from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, plain_seqlen_inputs, seqlen_pointers
+from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, plain_seqlen_inputs, seqlen_pointers_of
 
 FLOAT_BYTES = 4
 WARP = 32
@@ -189,6 +189,7 @@ class PreparedForward:
         config, self.splits = config_and_splits(config, problem)
         self.config, self.problem, self.device = config, problem, device
         self.has_seqlen_tensors, self.has_modifiers = not SeqlenConfig.of(problem).dense, has_score_tensors(problem)
+        self.seqlen_pointers_of = seqlen_pointers_of(problem)
         *batch, rows, heads, _ = q_shape
         self.lse_shape = (*batch, heads, rows)
         _check_output(problem, q_shape, out_shape, out_stride)
@@ -277,7 +278,10 @@ class PreparedForward:
             block.stream = None if capturing else stream
         if inputs is not None:
             if self.has_seqlen_tensors:
-                params.seqlen.point_to(seqlen_pointers(inputs))
+                pointers = self.seqlen_pointers_of(inputs)
+                if pointers != block.seqlen_pointers:
+                    params.seqlen.point_to(pointers)
+                    block.seqlen_pointers = pointers
             if self.has_modifiers:
                 params.score.point_to(score_pointers(inputs))
         params.out, params.lse = out.data_ptr(), None if lse is None else lse.data_ptr()
