@@ -1,6 +1,6 @@
-// The states of blocks of a neighbourhood (neighbourhoods.py), and the table by which a pair is found visible. The tokens
-// of a block follow each other, so they are lines of the grid, of which the first and the last may be cut. A thread takes
-// a block of queries and one of keys, and compares their lines.
+// The states of blocks of a neighbourhood (neighbourhoods.py), and the table by which a pair is found visible. The
+// tokens of a block follow each other, so they are lines of the grid, of which the first and the last may be cut. A
+// thread takes a block of queries and one of keys, and compares their lines.
 //
 // Grid: (rows of blocks, segments of columns).
 #include "config.cuh"
