@@ -72,8 +72,9 @@ class Cost:
     name: str
     path: str
     """``direct``, ``operator``, ``gradient`` (forward that records one), ``both`` (forward and backward), ``kept``
-    (backward of one kept graph), ``floor both``, ``floor kept`` or ``peer``, ``peer gradient``, ``peer both``,
-    ``peer kept``; the same with ``packed`` before it."""
+    (backward of one kept graph), ``kept here`` (in the calling thread); of torch alone ``floor both``, ``floor kept``
+    and ``floor kept here``; of peers ``peer``, ``peer gradient``, ``peer both`` and so on; the same of packed sequences
+    with ``packed`` before it."""
     kernel: str
     samples: list[float] = field(default_factory=list)
     error: str = ""
@@ -146,9 +147,18 @@ def ours_packed(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> 
 def backwards(
     title: str, before: str, kernel: str, call: Call, grad: Inputs, context: Context
 ) -> Iterator[tuple[Cost, Call, Context]]:
-    """A call's forward and backward, and its backward alone. ``before`` is the begin of their paths."""
+    """A call's forward and backward, and its backward alone: in autograd's thread of the device, and in the calling one.
+    ``before`` is the begin of their paths."""
     yield Cost(f"{title} forward and backward", f"{before}both", kernel), Both(call, grad), context
-    yield Cost(f"{title} backward of one kept graph", f"{before}kept", kernel), Kept(call, grad), context
+    kept = f"{title} backward of one kept graph"
+    yield Cost(kept, f"{before}kept", kernel), Kept(call, grad), context
+
+    @contextlib.contextmanager
+    def in_this_thread() -> Iterator[None]:
+        with context(), torch.autograd.set_multithreading_enabled(False):
+            yield
+
+    yield Cost(f"{kept}, in the calling thread", f"{before}kept here", kernel), Kept(call, grad), in_this_thread
 
 
 class Kept:
