@@ -147,7 +147,7 @@ def ours_packed(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> 
 def backwards(
     title: str, before: str, kernel: str, call: Call, grad: Inputs, context: Context
 ) -> Iterator[tuple[Cost, Call, Context]]:
-    """A call's forward and backward, and its backward alone: in autograd's thread of the device, and in the calling one.
+    """A call's forward and backward, and its backward alone, in autograd's thread of the device and in the calling one.
     ``before`` is the begin of their paths."""
     yield Cost(f"{title} forward and backward", f"{before}both", kernel), Both(call, grad), context
     kept = f"{title} backward of one kept graph"
