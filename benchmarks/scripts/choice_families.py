@@ -22,6 +22,7 @@ from choice_shapes import (
     decode_shapes,
     even_shapes,
     hopper_shapes,
+    hopper_shapes_of_kind,
 )
 from hopper_shapes import Shape, make
 
@@ -35,6 +36,7 @@ from flashlane.kernels.grid_cost import SMS
 from flashlane.kernels.hopper.backward.head_swizzle import COMPARED, by_model
 from flashlane.kernels.hopper.backward.kernel import KERNEL as HOPPER_BACKWARD
 from flashlane.kernels.hopper.backward.kernel import hopper_backward
+from flashlane.kernels.hopper.backward.select import DESIGNS
 from flashlane.kernels.makespan import section_sizes
 from flashlane.kernels.mma.attention import source_of
 from flashlane.kernels.mma.cost import COMPARED as MMA_TAGS
@@ -91,7 +93,8 @@ def outputs(problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, to
     """An output of NaN, and an LSE."""
     size = (*inputs.q.shape[:-1], problem.head_dim_v)
     out = torch.full(size, torch.nan, dtype=problem.dtype, device=inputs.q.device)
-    return out, torch.empty(out.shape[0], out.shape[2], out.shape[1], device=inputs.q.device)
+    *batch, rows, heads, _ = size
+    return out, torch.empty(*batch, heads, rows, device=inputs.q.device)
 
 
 def hopper_configs(problem: AttentionProblem, direction: str) -> list[Any]:
@@ -104,6 +107,62 @@ def hopper_configs(problem: AttentionProblem, direction: str) -> list[Any]:
     sections = section_sizes(heads, 1, COMPARED) if by_model(problem) and chosen.design != "split_dkdv_dq" else ()
     orders = (replace(chosen, heads_per_section=section) for section in sections)
     return list(dict.fromkeys((chosen, *HOPPER_BACKWARD.candidates(problem), *orders)))
+
+
+DQ_WAYS = (
+    ("register_atomics", "own_launch"),
+    ("register_atomics", "idle_warps"),
+    ("tma_reduce_add", "own_launch"),
+)
+"""How dQ is added and where it is computed, in the configurations that are timed for windows and packed sequences."""
+VARIED_ROWS = {64: (64, 96, 112, 128), 128: (48, 64, 80, 96)}
+"""Queries of a step that are timed there, by the head dim up to which they are."""
+VARIED_PING_PONG = ("off", "until_issued", "until_complete")
+DKDV_AND_DQ_REACH = 1024
+"""Keys of a window up to which two kernels, of which neither adds to dQ in device memory, are timed too."""
+
+
+def masked_configs(problem: AttentionProblem) -> list[Any]:
+    """The chosen configuration of the backward and others, for windows and packed sequences."""
+    problem = replace(problem, needs_grad=True)
+    chosen = HOPPER_BACKWARD.config(problem)
+    found = [chosen]
+    window = problem.window_left >= 0
+    if window and problem.window_left + max(0, problem.window_right) <= DKDV_AND_DQ_REACH:
+        found.append(DESIGNS["split_dkdv_dq"].pick(problem))
+    if chosen.design == "one_cta":
+        stages = ((2, 2),) if problem.head_dim <= 64 else ((1, 1), (2, 1))
+        rows = VARIED_ROWS[64 if problem.head_dim <= 64 else 128]
+        for block_m, (k, v), ping_pong, (dq, postprocess) in itertools.product(rows, stages, VARIED_PING_PONG, DQ_WAYS):
+            if problem.varlen and postprocess == "idle_warps":
+                continue
+            other = replace(
+                chosen, block_m=block_m, k_stages=k, v_stages=v, ping_pong=ping_pong, dq=dq, postprocess=postprocess
+            )
+            if makes_sense(other, problem):
+                found.append(other)
+    return list(dict.fromkeys(config.specialised(problem) for config in found))
+
+
+def makes_sense(config: Any, problem: AttentionProblem) -> bool:
+    """Whether a configuration fits, and is not one of those that lost everywhere (docs/notebook)."""
+    narrow, idle = problem.head_dim <= 64, config.postprocess == "idle_warps"
+    if config.shared_memory > jit.shared_limit("sm_90a"):
+        return False
+    if config.block_m == 48 and (problem.varlen or config.k_stages == 1):
+        return False
+    if config.dq == "tma_reduce_add" and problem.head_dim <= 96:
+        return False  # there the atomics have the registers that they need
+    if config.dq == "register_atomics" and problem.head_dim > 96 and (config.block_m > 64 or config.k_stages == 1):
+        return False
+    if idle and (narrow or config.block_m > 64 or config.k_stages == 1):
+        return False
+    return config.ping_pong != "until_complete" or (narrow or problem.varlen)
+
+
+def masked_sources(problem: AttentionProblem) -> list[KernelSource]:
+    found = [HOPPER.config(problem).source()]
+    return found + [source for config in masked_configs(problem) for source in config.sources()]
 
 
 def hopper_sources(problem: AttentionProblem, direction: str) -> list[KernelSource]:
@@ -123,7 +182,12 @@ def hopper_forward_calls(shape: Shape, device: torch.device, checked: bool = Tru
     ], lambda: out.float().flatten()
 
 
-def hopper_backward_calls(shape: Shape, device: torch.device, checked: bool = True) -> Calls:
+def hopper_backward_calls(
+    shape: Shape,
+    device: torch.device,
+    checked: bool = True,
+    configs: Callable[[AttentionProblem], list[Any]] = lambda problem: hopper_configs(problem, "backward"),
+) -> Calls:
     problem, inputs = make(shape, device)
     out, lse = outputs(problem, inputs)
     HOPPER.forward(problem, inputs, out, lse)
@@ -134,7 +198,7 @@ def hopper_backward_calls(shape: Shape, device: torch.device, checked: bool = Tr
 
     return [
         Candidate(c.describe(), c.heads_per_section, lambda c=c: run(c))
-        for c in hopper_configs(problem, "backward")
+        for c in configs(problem)
     ], lambda: torch.cat([t.float().flatten() for t in (made[0].q, made[0].k, made[0].v)])  # fmt: skip
 
 
@@ -360,6 +424,18 @@ FAMILIES = {
         lambda seed, count: hopper_shapes(seed, count, "backward", 1.0e12),
         hopper_backward_calls,
         lambda problem: hopper_sources(problem, "backward"),
+    ),
+    "hopper_backward_window": Family(
+        "choices_backward_window",
+        lambda seed, count: hopper_shapes_of_kind("window", seed, count, 5e11, (128, 96, 64, 128, 192)),
+        lambda shape, device, checked: hopper_backward_calls(shape, device, checked, masked_configs),
+        masked_sources,
+    ),
+    "hopper_backward_packed": Family(
+        "choices_backward_packed",
+        lambda seed, count: hopper_shapes_of_kind("packed", seed, count, 5e11, (128, 64, 128, 96)),
+        lambda shape, device, checked: hopper_backward_calls(shape, device, checked, masked_configs),
+        masked_sources,
     ),
     "mma": Family(
         "choices_mma",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 from hopper_shapes import Shape
@@ -62,13 +63,35 @@ def hopper_shapes(
     return found
 
 
+def hopper_shapes_of_kind(
+    kind: str, seed: int, count: int, most_flop: float, head_dims: tuple[int, ...]
+) -> list[Shape]:
+    """The first problems of a seed that are packed, or have windows, of one head dim after the other.
+
+    Args:
+        kind: ``packed`` or ``window``, of :data:`flashlane.bench.measure.drawn.TIMED`.
+        seed: of the problems.
+        count: how many.
+        most_flop: of the forward pass of a problem.
+        head_dims: taken in turn; one that occurs twice is taken twice as often.
+    """
+
+    def cases_of(head_dim: int) -> Iterator[drawn.Case]:
+        found = (drawn.timed(kind, seed, number, most_flop) for number in itertools.count())
+        return (case for case in found if case.head_dim == head_dim)
+
+    cases = {head_dim: cases_of(head_dim) for head_dim in head_dims}
+    return [shape_of(next(cases[head_dim])) for head_dim in itertools.islice(itertools.cycle(head_dims), count)]
+
+
 def shape_of(case: drawn.Case, dtype: str = "bf16") -> Shape:
-    """A drawn dense problem."""
-    rows, keys = case.lengths[0]
-    heads = case.kv_heads * case.group
+    """A drawn problem: of dense tensors, or of packed sequences with as many keys as queries."""
+    rows, keys = (max(lengths) for lengths in zip(*case.lengths, strict=True))
+    heads, (left, right) = case.kv_heads * case.group, case.window
     return Shape(
-        len(case.lengths), heads, case.kv_heads, rows, keys, case.head_dim, case.head_dim_v, case.causal, dtype=dtype
-    )
+        len(case.lengths), heads, case.kv_heads, rows, keys, case.head_dim, case.head_dim_v, case.causal, left,
+        tuple(length for length, _ in case.lengths) if case.varlen else (), dtype, None if left < 0 else right,
+    )  # fmt: skip
 
 
 def any_shapes(name: str, seed: int, count: int, kinds: Kinds) -> list[Shape]:

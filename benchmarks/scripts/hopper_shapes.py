@@ -30,6 +30,8 @@ class Shape:
     """Keys before a query that it sees, or −1 for all."""
     lengths: tuple[int, ...] = ()
     dtype: str = "bf16"
+    window_right: int | None = None
+    """Keys after a query that it sees where the mask is not causal; None: as many as before it."""
 
     @property
     def title(self) -> str:
@@ -37,8 +39,14 @@ class Shape:
         dim = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         length = f"N{self.seqlen_q}" + (f"x{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else "")
         mask = ("causal" if self.causal else "full") + (f" window {self.window}" if self.window >= 0 else "")
+        mask += f",{self.right}" if self.right not in (0, self.window) else ""
         more = (" varlen" if self.lengths else "") + (f" {self.dtype}" if self.dtype != "bf16" else "")
         return f"{dim} {mask} {length} B{self.batch} {heads}{more}"
+
+    @property
+    def right(self) -> int:
+        """Keys after a query that it sees, or −1 for all."""
+        return 0 if self.causal else self.window if self.window_right is None else self.window_right
 
 
 def square(head_dim: int, head_dim_v: int, causal: bool, seqlen: int, tokens: int = 16384, width: int = 2048) -> Shape:
@@ -74,7 +82,7 @@ def make(shape: Shape, device: torch.device) -> tuple[AttentionProblem, Inputs]:
         normal(shape.seqlen_k, shape.kv_heads, shape.head_dim_v),
         **extra,
     )
-    window = (shape.window, 0 if shape.causal else shape.window)
+    window = (shape.window, shape.right)
     problem = AttentionProblem.from_inputs(inputs, causal=shape.causal, window_size=window)
     return problem, inputs
 
@@ -85,6 +93,5 @@ def problem_of(shape: Shape, deterministic: bool = False, arch: str = "sm_90a") 
         shape.batch, shape.heads, shape.seqlen_q, shape.head_dim, DTYPES[shape.dtype],
         kv_heads=shape.kv_heads, seqlen_k=shape.seqlen_k, causal=shape.causal, arch=arch,
     )  # fmt: skip
-    right = dense.window_right if shape.causal else shape.window
     more = {"varlen": bool(shape.lengths), "deterministic": deterministic}
-    return replace(dense, head_dim_v=shape.head_dim_v, window_left=shape.window, window_right=right, **more)
+    return replace(dense, head_dim_v=shape.head_dim_v, window_left=shape.window, window_right=shape.right, **more)

@@ -333,7 +333,7 @@ def test_every_feature_of_the_backward_is_sanitized(scripts: Any) -> None:
         assert any(p.window_left >= 0 and not p.causal for p in problems) and any(p.group == 2 for p in problems)
         assert any(p.softcap and p.alibi and p.sinks and p.varlen and p.deterministic for p in problems)
         split = [p.causal for p in problems if getattr(config_of(p.on("sm_90a")), "split_q", False)]
-        assert set(split) == ({False, True} if head_dim <= 128 else set())
+        assert set(split) == {False, True}
     configs = [config_of(case.build()[0].on("sm_90a")) for case in cases if case.heads[0] > 132]
     one_cta = [config for config in configs if config.head_dim <= 128]
     assert {(config.postprocess, config.dq, config.k_stages, config.dq_stages) for config in one_cta} == {

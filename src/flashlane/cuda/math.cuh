@@ -21,6 +21,12 @@ __device__ __forceinline__ int add_here(int a, int b) {
     return sum;
 }
 
+// A bit for each lane of the warp for which the predicate is true.
+template <typename Predicate>
+__device__ __forceinline__ u32 warp_ballot(const Predicate& predicate) {
+    return __ballot_sync(0xffffffffu, predicate(static_cast<int>(threadIdx.x % WARP)));
+}
+
 // The sum of the values of the lanes up to and including this one.
 __device__ __forceinline__ int warp_inclusive_sum(int x) {
     const int lane = threadIdx.x % WARP;

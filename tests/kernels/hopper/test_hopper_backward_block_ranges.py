@@ -30,6 +30,16 @@ PROGRAM = """
 #include <vector>
 using std::max; using std::min;
 struct int2 {{ int x, y; }};
+using u32 = unsigned;
+constexpr int WARP = 32;
+struct {{ u32 x, y, z; }} blockIdx;
+inline int __popc(u32 x) {{ return __builtin_popcount(x); }}
+template <typename Predicate>
+u32 warp_ballot(const Predicate& predicate) {{
+    u32 found = 0;
+    for (int lane = 0; lane < WARP; ++lane) found |= static_cast<u32>(predicate(lane)) << lane;
+    return found;
+}}
 inline constexpr int ceil_div(int a, int b) {{ return (a + b - 1) / b; }}
 inline constexpr int constant_min(int a, int b) {{ return a < b ? a : b; }}
 {shared}
@@ -79,6 +89,11 @@ void run(const Params& p) {{
                 printf("place %d %d %d %lld\\n", i, b, h, first_row_block(p, s, i, h) + b);
         }}
     }}
+    for (blockIdx.z = 0; blockIdx.z < (cfg::VARLEN ? 1 : p.seqlen.batch); ++blockIdx.z)
+        for (blockIdx.x = 0; blockIdx.x < p.row_blocks; ++blockIdx.x) {{
+            const RowBlock at(p);
+            printf("cta %d %d %d\\n", at.of_no_sequence() ? -1 : at.sequence, at.m_block, blockIdx.x);
+        }}
 }}
 }}
 """
@@ -175,6 +190,7 @@ def test_what_is_counted_is_what_the_tiles_do(device: Callable[[list[str]], list
         counted: dict[tuple[int, int], range] = {}
         complete: dict[int, range] = {}
         places: list[int] = []
+        ctas: list[tuple[int, int]] = []  # the sequence and m-block of each
         for kind, *rest in lines:
             sequence, *numbers = map(int, rest)
             if kind == "tile":
@@ -184,6 +200,8 @@ def test_what_is_counted_is_what_the_tiles_do(device: Callable[[list[str]], list
             elif kind == "block":
                 block, low, high = numbers
                 counted[sequence, block] = range(low, max(low, high))
+            elif kind == "cta":
+                ctas.append((sequence, numbers[0]))
             elif kind == "sequence":
                 complete[sequence] = range(*numbers)
             else:
@@ -197,9 +215,27 @@ def test_what_is_counted_is_what_the_tiles_do(device: Callable[[list[str]], list
             keys = {key // KEYS for query in queries for key in packed.visible(sequence, query)}
             assert keys <= set(tiles), (what, sequence, block)
             seen["unseen" if not tiles else "one" if len(tiles) == 1 else "several"] += 1
+        # Each m-block has a CTA of the preprocess and postprocess kernels; the others have none of a sequence's rows.
+        assert [at for at in ctas if at in counted] == sorted(counted) and len(set(ctas)) == len(ctas), what
         # As many parts are waited for as there are blocks that anything is added to.
         assert sum(map(len, complete.values())) == sum(map(bool, counted.values())), what
         # Each has a place of its own.
         assert len(places) == packed.heads * len(counted) == len(set(places)), what
         assert all(0 <= place < packed.places(block_m)[1] for place in places), what
     assert min(seen[kind] for kind in ("unseen", "one", "several")) > 100, seen
+
+
+@pytest.mark.parametrize("sequences", [1, 32, 33, 70, 1100])
+def test_ctas_find_their_sequence_among_many(
+    sequences: int, device: Callable[[list[str]], list[list[list[str]]]]
+) -> None:
+    """A warp looks at 32 sequences at a time: of more it first finds between which of them the m-block lies."""
+    chance = random.Random(sequences)
+    for block_m in (64, 80):
+        lengths = tuple((chance.choice((0, 1, 63, 64, 65, 200)), 1) for _ in range(sequences))
+        (lines,) = device([Packed(lengths, varlen=True, heads=1).words(block_m)])
+        found = [tuple(map(int, rest[:2])) for kind, *rest in lines if kind == "cta"]
+        blocks = [(i, block) for i, (rows, _) in enumerate(lengths) for block in range(-(-rows // block_m))]
+        assert [at for at in found if at[1] * block_m < lengths[at[0]][0]] == blocks
+        # A CTA whose m-block is in no sequence belongs to the sequence before it, past its end.
+        assert all(0 <= i < sequences for i, _ in found) and len(set(found)) == len(found)

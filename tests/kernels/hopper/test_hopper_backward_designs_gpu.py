@@ -28,9 +28,10 @@ from hopper_gradients import (
 
 from flashlane.core import registry
 from flashlane.kernels.hopper.backward import launch as backward_launch
+from flashlane.kernels.hopper.backward import split_q
 from flashlane.kernels.hopper.backward.kernel import config_of
 from flashlane.kernels.hopper.backward.launch import Workspace
-from flashlane.kernels.hopper.backward.one_cta import in_kernel_dq, split_q
+from flashlane.kernels.hopper.backward.one_cta import in_kernel_dq
 from flashlane.kernels.hopper.backward.one_cta import launch as one_cta_launch
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
 

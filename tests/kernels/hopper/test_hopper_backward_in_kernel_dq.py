@@ -20,7 +20,7 @@ from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import (
     ZEROED_AHEAD,
     in_kernel_dq_of,
 )
-from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE_TILES
+from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES
 
 
 def asked(**changes: object) -> AttentionProblem:

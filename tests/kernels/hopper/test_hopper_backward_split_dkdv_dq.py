@@ -109,7 +109,7 @@ def test_launches_cover_all_rows_and_point_at_the_tensors(monkeypatch: pytest.Mo
     problem = problem_of(window_right=0)
     config = pick(problem)
     (rows, keys, queries), tensors = gradient_launches(config, problem, monkeypatch)
-    assert rows.grid == (16, 8, 2) and rows.params.row_blocks == rows.params.m_blocks == 16  # 1000 queries by 64
+    assert rows.grid == (16, 8, 2) and rows.params.row_blocks == 16  # 1000 queries by 64
     assert keys.grid == (6 * 4 * 2, 2, 1) and keys.params.blocks == 6  # 700 keys by 128, of 4 heads and 2 batches
     assert queries.grid == (8 * 8 * 2, 1, 1) and queries.params.blocks == 8  # 1000 queries by 128, of 8 heads
     assert (keys.shared, queries.shared) == (config.dkdv_shared, config.dq_shared)

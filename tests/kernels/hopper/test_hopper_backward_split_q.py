@@ -14,11 +14,11 @@ from flashlane import jit
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward import launch as backward_launch
+from flashlane.kernels.hopper.backward import split_q
 from flashlane.kernels.hopper.backward.head_swizzle import steps_of
-from flashlane.kernels.hopper.backward.one_cta import split_q
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES
-from flashlane.kernels.hopper.backward.one_cta.split_q import MAX_BYTES, MAX_SPLITS, SplitQ, split_of
+from flashlane.kernels.hopper.backward.split_q import MAX_BYTES, MAX_SPLITS, SplitQ, split_of
 
 SMS = 132
 
@@ -108,7 +108,7 @@ def test_memory_for_splits_is_bounded_and_has_its_place() -> None:
 
 
 CHECKS = """
-#include "hopper/backward/one_cta/split_q.cuh"
+#include "hopper/backward/split_q.cuh"
 
 // The indices of a launch stand for every step of every tile once, in the order of the tiles.
 __device__ constexpr bool every_step_once(int tiles, int whole_tiles, int splits, int steps) {

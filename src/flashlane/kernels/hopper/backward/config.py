@@ -45,7 +45,7 @@ def row_bytes(head_dim: int) -> int:
 
 NO_MODIFIERS = ScoreConfig()
 PROBLEM_FIELDS = ("dtype", "head_dim", "head_dim_v", "has_left", "has_right", "varlen", "score", "deterministic")
-PROBLEM_FIELDS += ("block_lists", "mask_bits")
+PROBLEM_FIELDS += ("block_lists", "mask_bits", "unseen_keys")
 """Fields that a problem decides, and not the tile."""
 Config = TypeVar("Config", bound="GradientConfig")
 
@@ -68,6 +68,8 @@ class GradientConfig(ABC):
     """A tile steps through lists of blocks (``attention/block_list.cuh``), not through a range."""
     mask_bits: bool = False
     """Partial blocks of the lists are masked by bits, not by the program."""
+    unseen_keys: bool = False
+    """No query sees the first n-blocks, or the last ones (``seen_keys.py``): they are no tiles."""
     program: str = ""
     """Text of ``program.cuh``, which changes scores and masks; empty without."""
     heads_per_section: int = 0
@@ -212,6 +214,7 @@ def preprocess_source(config: GradientConfig) -> KernelSource:
     constants |= _mask_constants(config, config.in_order)
     constants["BLOCK_N"] = config.block_n if config.in_order else 0
     constants |= config.score.on_row_sum.constants()
+    constants["UNSEEN_KEYS"] = config.unseen_keys
     return _source("preprocess", config, constants)
 
 

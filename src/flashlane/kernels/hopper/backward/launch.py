@@ -22,7 +22,8 @@ from flashlane.jit.launch import Dim3
 from flashlane.kernels.hopper.arch import ARCH, CHUNK
 from flashlane.kernels.hopper.backward.config import CONSUMERS, ROW_THREADS, GradientConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, InKernelDq
-from flashlane.kernels.hopper.backward.one_cta.split_q import WHOLE_TILES, SplitQ
+from flashlane.kernels.hopper.backward.seen_keys import tiles_of
+from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, SplitQ
 from flashlane.kernels.hopper.block_lists import BlockListParams
 from flashlane.kernels.score import (
     ScoreParams,
@@ -75,6 +76,7 @@ _FIELDS = (
     *_strides("dk", "dv", "dq"),
     *_integers(*_INTEGERS),
     ("scale", ctypes.c_float),
+    ("first_block", ctypes.c_int),
     ("lists", BlockListParams),
 )
 
@@ -101,13 +103,14 @@ class PreprocessParams(ctypes.Structure):
         *_pointers("out", "dout", "lse_in", "dlse", "lse", "delta", "dq_accum", "counters"),
         *_strides("out", "dout"),
         *((name, ctypes.c_longlong) for name in ("lse_batch", "lse_head")),
-        *_integers("heads", "row_blocks", "m_blocks", "split_arrivals"),
+        *_integers("heads", "row_blocks", "split_arrivals"),
         ("seqlen", SeqlenParams),
         ("score", ScoreParams),
         *_strides("dq"),
         *_integers("window_left", "window_right", *_TILE_ORDER, "zeroed_before"),
         *_integers("total_q", "total_k"),
         *((name, ctypes.c_longlong) for name in ("dlse_batch", "dlse_head")),
+        *_integers("first_key", "end_key"),
     )
 
 
@@ -191,14 +194,15 @@ class RowBlocks:
 
     def __init__(self, problem: AttentionProblem, q_shape: torch.Size, block_m: int) -> None:
         self.block_m = block_m
-        self.m_blocks = -(-problem.seqlen_q // block_m)
-        """M-blocks of the longest sequence."""
-        self.row_blocks = q_shape[0] // block_m + problem.batch + 1 if problem.varlen else self.m_blocks
+        packed = problem.varlen
+        self.row_blocks = q_shape[0] // block_m + problem.batch + 1 if packed else -(-problem.seqlen_q // block_m)
         """M-blocks of a head over all packed sequences; with dense tensors, of one sequence of a head."""
-        self.all = problem.heads * self.row_blocks * (1 if problem.varlen else problem.batch)
+        self.grid: Dim3 = self.row_blocks, problem.heads, 1 if packed else problem.batch
+        """The grid of the preprocess and of the postprocess kernel; CTAs find the packed sequence of an m-block."""
+        self.of_a_head = self.row_blocks * self.grid[2]
+        """M-blocks of a head over all sequences."""
+        self.all = problem.heads * self.of_a_head
         """M-blocks of all heads and sequences."""
-        self.grid: Dim3 = self.m_blocks, problem.heads, problem.batch
-        """The grid of the preprocess and of the postprocess kernel."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +293,7 @@ class PreparedBackward:
         key = tuple(tensor.data_ptr() for tensor in tensors.mapped)
         block = launches.acquire(key)
         workspace = launch.allocator(device)((self.workspace.words,), (1,), torch.float32)
-        partials = row_gradient_partials(inputs, self.problem.batch * self.rows.m_blocks)
+        partials = row_gradient_partials(inputs, self.rows.of_a_head)
         self._set_pointers(block, tensors, workspace.data_ptr(), partials)
         self._point_to(block, inputs)
         if complete is not None:
@@ -346,7 +350,7 @@ class PreparedBackward:
         index, current_device, stream_of = self.device, launch.device_getter(), launch.stream_getter()
         names = ("out", "lse_in", "dout", "dq", "dk", "dv", *self.workspace.offsets)
         names += ("dlogit_partials",) * has_row_gradients(self.problem)
-        offsets, count = self.offsets, self.problem.batch * self.rows.m_blocks
+        offsets, count = self.offsets, self.rows.of_a_head
         plain_lengths, has_score_tensors = plain_inputs_of(self.problem), self.reads_score_tensors
         plans: dict[Kind, launch_pool.LaunchPlan] = {}
         """The plans, by the strides of what is read."""
@@ -422,12 +426,16 @@ class PreparedBackward:
         problem, rows, in_kernel = self.problem, self.rows, self.schedule.in_kernel_dq
         params = PreprocessParams(
             seqlen=SeqlenParams.of(problem), score=ScoreParams.of(problem), heads=problem.heads,
-            row_blocks=rows.row_blocks, m_blocks=rows.m_blocks, split_arrivals=self.schedule.split_q.arrivals,
+            row_blocks=rows.row_blocks, split_arrivals=self.schedule.split_q.arrivals,
             zeroed_before=in_kernel.zeroed_before,
         )  # fmt: skip
         self._set_tile_order(params)
         if problem.varlen:
             (params.total_q, *_), (params.total_k, *_) = (shape for shape, _ in self.gradients[:2])
+        if self.config.unseen_keys:
+            seen = tiles_of(problem, self.config)
+            params.first_key = seen.start * self.config.block_n
+            params.end_key = min(problem.seqlen_k, seen.stop * self.config.block_n)
         _set_window(params, problem)
         for name, tensor in (("out", tensors.out), ("dout", tensors.do), ("dq", tensors.dq)):
             _set_strides(params, name, tensor, problem)

@@ -32,13 +32,14 @@ struct Params {
     int heads, kv_heads;
     int window_left, window_right; // with HAS_LEFT and HAS_RIGHT
     int row_blocks;                // m-blocks of a head (and, of dense tensors, of a sequence)
-    int blocks;                    // n-blocks of the longest sequence (dq.cu, whose tiles are m-blocks: its m-blocks)
+    int blocks;                    // n-blocks of the longest sequence that are tiles (dq.cu: its m-blocks)
     int heads_per_section;         // heads whose operands fit the L2 cache at once
-    int tiles;                     // of the launch; VARLEN: two_cta alone reads it, each sequence as the longest
+    int tiles;                     // of the launch; VARLEN: each sequence counted as the longest, and not read
     int whole_tiles, splits;       // split-Q: tiles that are not split, which come first; splits of each other tile
     int zeroed_before;             // in-kernel dQ: tiles whose m-blocks the preprocess kernel zeroes
     int write_until;               // in-kernel dQ: when this many tiles are taken, no warp starts to write dQ any more
     float scale;
+    int first_block;               // HAS_LEFT, dense tensors: n-blocks before the first one that is a tile
     BlockLists lists;              // BLOCK_LISTS: the m-blocks of each n-block (of dq.cu: the n-blocks of each m-block)
     ProgramParams program;
 };

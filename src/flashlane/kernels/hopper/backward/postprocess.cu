@@ -18,7 +18,9 @@ struct Params {
 
 extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_postprocess(const __grid_constant__ Params p) {
     griddepcontrol_wait();
-    const int head = blockIdx.y, sequence = blockIdx.z, first = blockIdx.x * BLOCK_M;
+    const RowBlock at(p);
+    if (at.of_no_sequence()) return;
+    const int head = blockIdx.y, sequence = at.sequence, first = at.m_block * BLOCK_M;
     const QuerySeqlen seqlen(p.seqlen, sequence);
     const int rows = seqlen.q_length - first;
     if (rows <= 0) return;
@@ -30,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_postproces
                 assigned_n_block(m_block, order.n_blocks, static_cast<long long>(group) * p.row_blocks), kv_head)])
             return;
     }
-    const float* sums = p.dq_accum + (first_row_block(p, seqlen, sequence, head) + blockIdx.x) * DQ_ACCUM_FLOATS;
+    const float* sums = p.dq_accum + (first_row_block(p, seqlen, sequence, head) + at.m_block) * DQ_ACCUM_FLOATS;
     Element* dq = static_cast<Element*>(p.dq) + seqlen.q_batch * p.dq_batch + head * p.dq_head +
                   static_cast<long long>(seqlen.q_first + first) * p.dq_row;
     const int warp = threadIdx.x / WARP;

@@ -14,11 +14,11 @@ constexpr int LANES = HEAD_DIM_V <= 64 ? 8 : HEAD_DIM_V <= 128 ? 16 : 32;  // of
 
 // What every launch reads lies together: a kernel waits for each line of the constant cache that it begins to read.
 struct Params {
-    float* dlogit_partials;        // (batch, m-block, head)
+    float* dlogit_partials;        // (batch, m-block, head); packed sequences: (m-block, head), all m-blocks of a head
     DqSemaphore* semaphores;       // IN_ORDER
     int* postprocess_queue;        // LAST_ADDITION: zeroed here
     void* dq;                      // LAST_ADDITION, VARLEN: (batch, row, head, column)
-    void *dk, *dv;                 // VARLEN: (row, head, column)
+    void *dk, *dv;                 // VARLEN: (row, head, column); UNSEEN_KEYS: the same, sequence after sequence
     int *zeroed, *added, *written; // IN_KERNEL_DQ, see Params of the gradients' kernels (params.cuh)
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
@@ -26,7 +26,7 @@ struct Params {
     int* counters;                 // zeroed here
     long long out_batch, out_row, out_head, dout_batch, dout_row, dout_head;  // in elements
     long long lse_batch, lse_head;
-    int heads, row_blocks, m_blocks;  // m_blocks: of the longest sequence
+    int heads, row_blocks;
     int split_arrivals;            // further counters
     SeqlenParams seqlen;           // keys are read with IN_ORDER only
     ScoreParams score;
@@ -35,6 +35,7 @@ struct Params {
     int kv_heads, n_blocks, heads_per_section, zeroed_before;  // IN_KERNEL_DQ, but kv_heads
     int total_q, total_k;          // VARLEN: rows of dq, and of dk and dv
     long long dlse_batch, dlse_head;
+    int first_key, end_key;        // UNSEEN_KEYS: the keys that tiles have
 };
 
 // The sum, in f32, of the products of two pairs of packed elements.
@@ -58,14 +59,28 @@ __device__ __forceinline__ void clear_rows(void* tensor, int row_bytes, long lon
 }
 
 // Zeroes the rows of a packed gradient that no other kernel writes: those before the first sequence and after the last
-// one, and what the CTA's sequence has beyond the length that the caller gave for the longest.
-__device__ __forceinline__ void clear_rows_of_no_sequence(void* gradient, int columns, const int* cu_seqlens,
-                                                          int longest, int total, long long index) {
-    const int bytes = columns * sizeof(Element), first = cu_seqlens[blockIdx.z], end = cu_seqlens[blockIdx.z + 1];
+// one, and, by the CTAs of a sequence's first m-block, what it has beyond the length that the caller gave for
+// the longest.
+__device__ __forceinline__ void clear_rows_of_no_sequence(const Params& p, void* gradient, int columns,
+                                                          const int* cu_seqlens, int longest, int total,
+                                                          long long index, const RowBlock& at) {
+    const int bytes = columns * sizeof(Element);
     const long long ctas = static_cast<long long>(gridDim.x) * gridDim.y;
-    if (end - first > longest) clear_rows(gradient, bytes, first + longest, end, index % ctas, ctas);
-    clear_rows(gradient, bytes, 0, cu_seqlens[0], index, ctas * gridDim.z);
-    clear_rows(gradient, bytes, cu_seqlens[gridDim.z], total, index, ctas * gridDim.z);
+    if (!at.of_no_sequence() && at.m_block == 0) {
+        const int first = cu_seqlens[at.sequence], end = cu_seqlens[at.sequence + 1];
+        if (end - first > longest) clear_rows(gradient, bytes, first + longest, end, blockIdx.y, gridDim.y);
+    }
+    clear_rows(gradient, bytes, 0, cu_seqlens[0], index, ctas);
+    clear_rows(gradient, bytes, cu_seqlens[p.seqlen.batch], total, index, ctas);
+}
+
+// Zeroes the rows of a sequence's dK or dV that no tile has, which its CTAs share.
+__device__ __forceinline__ void clear_unseen_keys(const Params& p, void* gradient, int columns) {
+    const int bytes = columns * sizeof(Element), workers = gridDim.x * gridDim.y;
+    const int worker = blockIdx.y * gridDim.x + blockIdx.x;
+    const long long first = static_cast<long long>(blockIdx.z) * p.seqlen.seqlen_k;
+    clear_rows(gradient, bytes, first, first + p.first_key, worker, workers);
+    clear_rows(gradient, bytes, first + p.end_key, first + p.seqlen.seqlen_k, worker, workers);
 }
 
 // Initialises the counters of in-kernel dQ. Returns whether this kernel, and no idle warp, zeroes dq_accum of
@@ -83,12 +98,12 @@ __device__ __forceinline__ bool init_in_kernel_dq(const Params& p, int batch, in
 }
 
 // Initialises the semaphores of the CTA's m-block, zeroes its dq_accum, and zeroes its dQ where no n-block adds to it.
-__device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seqlen, int batch, int head,
+__device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seqlen, const RowBlock& at, int head,
                                         long long row_block) {
     if constexpr (cfg::IN_ORDER) {
-        const int first = blockIdx.x * BLOCK_M;
-        const BlockRange n_blocks =
-            n_block_range_of<BLOCK_M>(tile_mask(p, Seqlen(p.seqlen, batch)), blockIdx.x, cfg::BLOCK_N);
+        const int first = at.m_block * BLOCK_M;
+        const TileMask mask = tile_mask(p, Seqlen(p.seqlen, at.sequence));
+        const BlockRange n_blocks = n_block_range_of<BLOCK_M>(mask, at.m_block, cfg::BLOCK_N);
         if (threadIdx.x == 0) {
             p.semaphores[row_block] = {{n_blocks.low, n_blocks.low}, n_blocks.high, 0,
                                        seqlen.q_batch, head, seqlen.q_first + first, seqlen.q_length - first};
@@ -99,7 +114,7 @@ __device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seql
                 clear(dq + (static_cast<long long>(seqlen.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(Element));
         }
     }
-    if (!cfg::IN_KERNEL_DQ || init_in_kernel_dq(p, batch, head))
+    if (!cfg::IN_KERNEL_DQ || init_in_kernel_dq(p, at.sequence, head))
         clear(p.dq_accum + row_block * cfg::DQ_ACCUM_FLOATS, cfg::DQ_ACCUM_FLOATS * sizeof(float));
 }
 
@@ -109,7 +124,7 @@ __device__ __forceinline__ void init_counters(const Params& p) {
         if (i != SLICES_ALL) p.counters[i] = 0;
     if constexpr (cfg::LAST_ADDITION) {
         int m_blocks = 0;                                 // to which any n-block adds
-        for (int i = threadIdx.x; i < gridDim.z; i += WARP) {
+        for (int i = threadIdx.x; i < p.seqlen.batch; i += WARP) {
             const Seqlen seqlen(p.seqlen, i);
             m_blocks += m_block_range_of_all<BLOCK_M>(tile_mask(p, seqlen), seqlen.q_length, cfg::BLOCK_N).count();
         }
@@ -120,17 +135,15 @@ __device__ __forceinline__ void init_counters(const Params& p) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
-    const int head = blockIdx.y, sequence = blockIdx.z, first = blockIdx.x * BLOCK_M;
-    const QuerySeqlen seqlen(p.seqlen, sequence);
-    const int q_first = seqlen.q_first, q_length = seqlen.q_length, batch = seqlen.q_batch;
-    const long long row_block = first_row_block(p, seqlen, sequence, head) + blockIdx.x;
-    const long long index = (static_cast<long long>(sequence) * gridDim.y + head) * gridDim.x + blockIdx.x;
+    const RowBlock at(p);
+    const int head = blockIdx.y, first = at.m_block * BLOCK_M;
+    const QuerySeqlen seqlen(p.seqlen, at.of_no_sequence() ? 0 : at.sequence);
+    const int q_first = seqlen.q_first, q_length = at.of_no_sequence() ? 0 : seqlen.q_length, batch = seqlen.q_batch;
+    const long long row_block = first_row_block(p, seqlen, at.sequence, head) + at.m_block;
+    const long long index = (static_cast<long long>(blockIdx.z) * gridDim.y + head) * gridDim.x + blockIdx.x;
     if (p.counters != nullptr && index == 0 && threadIdx.x < WARP) init_counters(p);
-    // A launch has at most two slices for each CTA, which zeroes their entries; with packed sequences the queue
-    // may be shorter.
-    if (cfg::LAST_ADDITION && threadIdx.x < 2 &&
-        (!cfg::VARLEN || index < static_cast<long long>(p.heads) * p.row_blocks))
-        p.postprocess_queue[2 * index + threadIdx.x] = 0;
+    // A launch has at most two slices for each CTA, which zeroes their entries.
+    if (cfg::LAST_ADDITION && threadIdx.x < 2) p.postprocess_queue[2 * index + threadIdx.x] = 0;
     float dlogit = 0.f;
     if (first < q_length) {
         const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
@@ -159,16 +172,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
             p.delta[row_block * BLOCK_M + row] = sum;
             if (seen) Score::add_row_gradient<Element>(p.score, head, lse, sum, dlogit);
         }
-        if constexpr (cfg::DQ_ACCUM_FLOATS > 0) init_dq(p, seqlen, sequence, head, row_block);
+        if constexpr (cfg::DQ_ACCUM_FLOATS > 0) init_dq(p, seqlen, at, head, row_block);
     }
     Score::store_row_gradient<THREADS>(dlogit, [&] {
-        return p.dlogit_partials + (static_cast<long long>(sequence) * p.m_blocks + blockIdx.x) * p.heads + head;
+        return p.dlogit_partials + (static_cast<long long>(blockIdx.z) * gridDim.x + blockIdx.x) * p.heads + head;
     });
+    if constexpr (cfg::UNSEEN_KEYS) {
+        clear_unseen_keys(p, p.dk, p.kv_heads * HEAD_DIM);
+        clear_unseen_keys(p, p.dv, p.kv_heads * HEAD_DIM_V);
+    }
     if constexpr (cfg::VARLEN) {
-        clear_rows_of_no_sequence(p.dq, p.heads * HEAD_DIM, p.seqlen.cu_seqlens_q, p.seqlen.seqlen_q, p.total_q, index);
-        clear_rows_of_no_sequence(p.dk, p.kv_heads * HEAD_DIM, p.seqlen.cu_seqlens_k, p.seqlen.seqlen_k, p.total_k,
-                                  index);
-        clear_rows_of_no_sequence(p.dv, p.kv_heads * HEAD_DIM_V, p.seqlen.cu_seqlens_k, p.seqlen.seqlen_k, p.total_k,
-                                  index);
+        const int *cu_q = p.seqlen.cu_seqlens_q, *cu_k = p.seqlen.cu_seqlens_k;
+        const int q_longest = p.seqlen.seqlen_q, k_longest = p.seqlen.seqlen_k;
+        clear_rows_of_no_sequence(p, p.dq, p.heads * HEAD_DIM, cu_q, q_longest, p.total_q, index, at);
+        clear_rows_of_no_sequence(p, p.dk, p.kv_heads * HEAD_DIM, cu_k, k_longest, p.total_k, index, at);
+        clear_rows_of_no_sequence(p, p.dv, p.kv_heads * HEAD_DIM_V, cu_k, k_longest, p.total_k, index, at);
     }
 }

@@ -23,8 +23,24 @@ __device__ __forceinline__ TileCoordinates dense_tile(const Params& p, int index
         const int2 listed = p.lists.at(batch, kv_head, tile.block);
         return {listed.x, kv_head, batch, listed.y};
     }
-    return {tile.block, tile.head - batch * p.kv_heads, batch, 0};
+    return {tile.block + (cfg::HAS_LEFT ? p.first_block : 0), tile.head - batch * p.kv_heads, batch, 0};
 }
+
+// Finds the tiles of packed sequences by their indices in the launch's order, which must not decrease. A sequence has
+// as many tiles as its own keys fill.
+struct PackedTileSearch {
+    VarlenSearchByThread search;
+
+    __device__ __forceinline__ TileCoordinates tile(const Params& p, int index, int keys) {
+        const auto n_blocks = [&](int batch) {
+            return ceil_div(p.seqlen.cu_seqlens_k[batch + 1] - p.seqlen.cu_seqlens_k[batch], keys);
+        };
+        const auto found = search.find(index, p.seqlen.batch, p.kv_heads, n_blocks);
+        if (found.batch < 0) return {0, 0, NO_TILE, 0};
+        const SwizzledTile tile = swizzled_tile<false>(found.index, p.kv_heads, found.blocks, p.heads_per_section);
+        return {tile.block, tile.head, found.batch, 0};
+    }
+};
 
 // The keys of a tile, and the steps that it takes: for each query head of the group, the m-blocks that see the keys.
 struct WorkTile {

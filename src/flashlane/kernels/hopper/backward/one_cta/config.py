@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.arch import CHUNK
 from flashlane.kernels.hopper.backward.config import CONSUMERS, GradientConfig, row_bytes
+from flashlane.kernels.hopper.backward.seen_keys import has_unseen_keys
 
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
@@ -144,4 +145,6 @@ class OneCtaConfig(GradientConfig):
             postprocess = "own_launch"
         whole = problem.deterministic or problem.varlen
         tile = replace(self, dq=dq, postprocess=postprocess, split_q=self.split_q and not whole)
-        return GradientConfig.specialised(tile, problem)
+        # Idle warps count the m-blocks that are assigned to each n-block.
+        unseen = not tile.in_kernel_dq and has_unseen_keys(problem, self.block_n)
+        return replace(GradientConfig.specialised(tile, problem), unseen_keys=unseen)

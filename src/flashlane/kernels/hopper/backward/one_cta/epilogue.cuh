@@ -1,9 +1,9 @@
 // The end of a tile of the one-CTA backward: dK and dV to global memory, and before that the combine of the splits
 // of a tile.
 #pragma once
-#include "attention/semaphore.cuh"
-#include "hopper/backward/one_cta/storage.cuh"
 #include "hopper/backward/gemm.cuh"
+#include "hopper/backward/one_cta/storage.cuh"
+#include "hopper/backward/partials.cuh"
 
 // A consumer's rows of dK or dV.
 template <int DIM>
@@ -19,26 +19,12 @@ __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], c
 
 // ---- split-Q
 
-// Where a split leaves dK and dV; a thread's elements lie four by four, so that a warp's are 512 bytes in a row.
+// Where a split leaves dK and dV.
 __device__ __forceinline__ float4* partials_of(const Params& p, int tile, int split, int consumer) {
     constexpr int VECTORS = (HEAD_DIM + HEAD_DIM_V) / 8;
     const long long at = (static_cast<long long>(tile) * (p.splits - 1) + split) * CONSUMERS + consumer;
     return reinterpret_cast<float4*>(p.partials) + at * (VECTORS * WARPGROUP) + threadIdx.x % WARPGROUP;
 }
-template <int N>
-__device__ __forceinline__ void store_partial(float4*& to, const float (&d)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i += 4, to += WARPGROUP) __stcg(to, make_float4(d[i], d[i + 1], d[i + 2], d[i + 3]));
-}
-template <int N>
-__device__ __forceinline__ void add_partial(const float4*& from, float (&d)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i += 4, from += WARPGROUP) {
-        const float4 x = __ldcg(from);
-        d[i] += x.x, d[i + 1] += x.y, d[i + 2] += x.z, d[i + 3] += x.w;
-    }
-}
-
 // True when dK and dV are complete. A split that is not its tile's last one leaves them for the last split, which adds
 // them to its own. `split_of_all` is TileCoordinates::split.
 __device__ __forceinline__ bool combine_splits(const Params& p, int split_of_all, int consumer,

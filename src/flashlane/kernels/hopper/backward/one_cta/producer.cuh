@@ -2,12 +2,12 @@
 // and row statistics.
 #pragma once
 #include "attention/semaphore.cuh"
-#include "hopper/backward/one_cta/split_q.cuh"
 #include "hopper/backward/one_cta/storage.cuh"
+#include "hopper/backward/split_q.cuh"
 
 // Hands out the tiles of a launch to a thread, whose indices only grow.
 struct TileScheduler {
-    VarlenSearchByThread search;
+    PackedTileSearch packed;
 
     __device__ __forceinline__ TileCoordinates next(const Params& p) {
         return tile_at(p, atomicAdd(p.counters + TILES_TAKEN, 1));
@@ -20,13 +20,7 @@ struct TileScheduler {
             if constexpr (!cfg::BLOCK_LISTS) at.split_or_listed = found.split;
             return at;
         } else {
-            const auto n_blocks = [&](int batch) {
-                return ceil_div(p.seqlen.cu_seqlens_k[batch + 1] - p.seqlen.cu_seqlens_k[batch], BLOCK_N);
-            };
-            const auto found = search.find(index, p.seqlen.batch, p.kv_heads, n_blocks);
-            if (found.batch < 0) return {0, 0, NO_TILE, 0};
-            const SwizzledTile tile = swizzled_tile<false>(found.index, p.kv_heads, found.blocks, p.heads_per_section);
-            return {tile.block, tile.head, found.batch, 0};
+            return packed.tile(p, index, BLOCK_N);
         }
     }
 };

@@ -9,7 +9,7 @@ from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, is_causal, steps_of
 from flashlane.kernels.hopper.backward.one_cta.config import Dq, OneCtaConfig, PingPong
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import worth_it
-from flashlane.kernels.hopper.backward.one_cta.split_q import split_of
+from flashlane.kernels.hopper.backward.split_q import split_of
 from flashlane.kernels.score import ScoreConfig
 
 SHORT = 1024

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from flashlane.kernels.hopper.arch import CHUNK
+from flashlane.kernels.hopper.arch import CHUNK, SMS
 from flashlane.kernels.hopper.backward.config import FRAGMENT_COLUMNS, ONE_CTA_HEAD_DIM, GradientConfig
+from flashlane.kernels.hopper.backward.seen_keys import has_unseen_keys
+from flashlane.kernels.hopper.backward.split_q import split_of
 
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
@@ -17,8 +19,9 @@ CTAS = 2
 DS_STAGES = 2
 TILE_STAGES = 2
 """Tiles that the scheduler warp may publish ahead."""
-TILE_BYTES, STEP_BYTES = 48, 16
-"""Bytes of the record of a tile, and of the two records of a step, one for its Q and one for its dO."""
+TILE_BYTES, SPLIT_BYTES, STEP_BYTES = 48, 16, 16
+"""Bytes of the record of a tile, of what it has besides of a split, and of the two records of a step, one for its Q and
+one for its dO."""
 REGISTERS = (24, 240)
 """Registers of a producer thread and of a consumer thread."""
 MAX_HEAD_DIM = 256
@@ -31,10 +34,19 @@ class TwoCtaConfig(GradientConfig):
     q_stages: int = 2
     do_stages: int = 2
 
+    split_q: bool = False
+    """The last tiles may be split along their queries (``split_q.py``)."""
+
     design: ClassVar[str] = "two_cta"
     dq_transposed: ClassVar[bool] = False
     block_n: ClassVar[int] = CHUNK * CTAS
     """Keys of a cluster."""
+
+    def specialised(self, problem: AttentionProblem) -> TwoCtaConfig:
+        """The tile with what a problem needs switched on."""
+        unseen = has_unseen_keys(problem, self.block_n)
+        tile = replace(self, split_q=self.split_q and not problem.varlen, unseen_keys=unseen)
+        return GradientConfig.specialised(tile, problem)
 
     @property
     def tile(self) -> str:
@@ -51,7 +63,7 @@ class TwoCtaConfig(GradientConfig):
             "dO": self.do_stages * m * row * -(-self.head_dim_v // CHUNK),
             "dS": DS_STAGES * CTAS * m * row,
             "statistics": stages * m * 4,
-            "records": TILE_STAGES * TILE_BYTES + STEP_BYTES * stages,
+            "records": TILE_STAGES * (TILE_BYTES + SPLIT_BYTES * self.split_q) + STEP_BYTES * stages,
             # The next tile's index and its barriers, then the barriers of tiles, of K and V, of steps, of P and dS.
             "barriers": 8 * (4 + 2 * TILE_STAGES + 3 + 2 * stages + 3 * DS_STAGES),
         }
@@ -72,7 +84,7 @@ class TwoCtaConfig(GradientConfig):
         first = (self.half_steps + 1) // 2
         quarters = tuple(FRAGMENT_COLUMNS * steps for steps in (first, self.half_steps - first))
         constants = {"BLOCK_N": self.block_n, "Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages}
-        constants["SHARED_BYTES"] = self.shared_memory
+        constants |= {"SHARED_BYTES": self.shared_memory, "SPLIT_Q": self.split_q}
         return (self.gradient_source("two_cta/kernel", columns, REGISTERS, n_inner=quarters, **constants),)
 
 
@@ -91,4 +103,5 @@ def refusal(problem: AttentionProblem) -> str | None:
 
 def pick(problem: AttentionProblem) -> TwoCtaConfig:
     """The configuration of a problem."""
-    return TwoCtaConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v).specialised(problem)
+    tile = TwoCtaConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v)
+    return replace(tile, split_q=split_of(problem, tile, SMS // CTAS).splits > 1).specialised(problem)

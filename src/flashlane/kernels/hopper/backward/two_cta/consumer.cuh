@@ -1,5 +1,6 @@
 // What the two consumer warpgroups of the 2-CTA backward have in common: pipeline states, dQ, and the ends of a tile.
 #pragma once
+#include "hopper/backward/partials.cuh"
 #include "hopper/backward/score_position.cuh"
 #include "hopper/backward/two_cta/key_operand.cuh"
 #include "hopper/backward/two_cta/producer.cuh"
@@ -130,6 +131,38 @@ struct Consumer {
         __syncwarp();
         arrive(SMEM(tile_empty), tiles % TILE_STAGES);
         ++tiles;
+    }
+    // True when the sums of the tile's dK or dV are complete. A split that is not its tile's last one leaves them for
+    // the last split, which adds them to its own, in their order.
+    template <int DIM>
+    __device__ __forceinline__ bool combine_splits(float (&d)[DIM / 2]) const {
+        if constexpr (cfg::SPLIT_Q) {
+            const int of_all = uniform(split_record(base, tiles).split);
+            if (of_all == 0) return true;
+            const int tile = (of_all - 1) / p.splits, split = (of_all - 1) % p.splits, last = p.splits - 1;
+            constexpr int DV = HEAD_DIM_V / 8 * WARPGROUP, DK = HEAD_DIM / 8 * WARPGROUP;  // vectors
+            const long long place = static_cast<long long>(tile) * last * CTAS + rank;
+            float4* const first = reinterpret_cast<float4*>(p.partials) + place * (DV + DK) + (NUMBER ? DV : 0) +
+                                  threadIdx.x % WARPGROUP;
+            int* const arrived = p.counters + COUNTERS + (tile * CTAS + rank) * CONSUMERS + NUMBER;
+            const bool first_thread = threadIdx.x % WARPGROUP == 0;
+            if (split < last) {
+                float4* to = first + static_cast<long long>(split) * CTAS * (DV + DK);
+                store_partial(to, d);
+                named_barrier_sync(WARPGROUP_BARRIER + NUMBER, WARPGROUP);
+                if (first_thread) __threadfence(), atomicAdd(arrived, 1);  // releases what all threads stored
+                return false;
+            }
+            // Splits are taken in their order, so that those before this one have their SMs, or are done.
+            if (first_thread) semaphore_wait(arrived, last);
+            named_barrier_sync(WARPGROUP_BARRIER + NUMBER, WARPGROUP);
+#pragma unroll 1
+            for (int i = 0; i < last; ++i) {
+                const float4* from = first + static_cast<long long>(i) * CTAS * (DV + DK);
+                add_partial(from, d);
+            }
+        }
+        return true;
     }
     template <int DIM>
     __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], void* to, long long batch,

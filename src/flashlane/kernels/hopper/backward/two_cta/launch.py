@@ -11,6 +11,8 @@ from flashlane.kernels.hopper.backward.head_swizzle import (
     two_cta_heads_per_section,
 )
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
+from flashlane.kernels.hopper.backward.seen_keys import tiles_of
+from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, split_of
 from flashlane.kernels.hopper.backward.two_cta.config import CTAS, TwoCtaConfig, refusal
 
 
@@ -23,13 +25,16 @@ def schedule(config: TwoCtaConfig, problem: AttentionProblem, sms: int) -> Sched
     reason = refusal(problem)
     if reason is not None:
         raise NotImplementedError(f"the 2-CTA backward cannot run {problem.describe()}: {reason}")
-    n_blocks = -(-problem.seqlen_k // config.block_n)
+    seen = tiles_of(problem, config)
+    n_blocks = len(seen)
     tiles = n_blocks * problem.kv_heads * problem.batch
     section = config.heads_per_section
     if not section and by_model(problem):
         section = fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms // CTAS)
     section = section or two_cta_heads_per_section(problem)
-    sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": section}
-    grid = CTAS * min(tiles, sms // CTAS), 1, 1
+    sizes = {"blocks": n_blocks, "first_block": seen.start, "tiles": tiles, "heads_per_section": section}
+    split = split_of(problem, config, sms // CTAS) if config.split_q else WHOLE_TILES
+    sizes |= {"whole_tiles": tiles - split.tiles, "splits": split.splits}
+    grid = CTAS * min(tiles + split.partials, sms // CTAS), 1, 1
     # Each CTA loads half of the rows of Q and dO.
-    return Schedule((GradientLaunch(grid, (config.block_m // CTAS, CHUNK), sizes),))
+    return Schedule((GradientLaunch(grid, (config.block_m // CTAS, CHUNK), sizes),), split)

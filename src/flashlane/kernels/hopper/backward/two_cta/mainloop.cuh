@@ -47,7 +47,8 @@ struct DvConsumer : Consumer<0> {
             } while (++steps_done, --count > 0);
             end_steps();
         }
-        store_keys_gradient<HEAD_DIM_V>(dv, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
+        if (combine_splits<HEAD_DIM_V>(dv))
+            store_keys_gradient<HEAD_DIM_V>(dv, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
     }
 
     // This thread's first key and first query of a step. They are looked up at each use: registers that held
@@ -143,7 +144,8 @@ struct DkConsumer : Consumer<1> {
             } while (++steps_done, --count > 0);
             end_steps();
         }
-        store_keys_gradient<HEAD_DIM>(dk, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
+        if (combine_splits<HEAD_DIM>(dk))
+            store_keys_gradient<HEAD_DIM>(dk, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
     }
 
     // The dS that the first step reads is zeros and belongs to no m-block, so that the loop has no special first step.

@@ -1,6 +1,7 @@
 // The scheduler warp and the producer warps of the 2-CTA backward, one thread each: one warp loads Q, one dO, and one
 // K and V.
 #pragma once
+#include "hopper/backward/split_q.cuh"
 #include "hopper/backward/two_cta/storage.cuh"
 
 // Takes tiles for the cluster, each when the loads of the previous one are under way, and publishes them to
@@ -13,19 +14,30 @@ struct SchedulerWarp {
 
     __device__ __forceinline__ void run() {
         griddepcontrol_wait();                            // for the counter
+        PackedTileSearch packed;
         for (bool more = true; more; ++tiles) {
-            const int index = next();
+            const int taken = next();
+            const TileSplit part = cfg::SPLIT_Q ? tile_split(taken, p.whole_tiles, p.splits) : TileSplit{taken, 0};
+            const int index = part.tile;
+            TileCoordinates at{};
+            if constexpr (cfg::VARLEN) at = packed.tile(p, index, cfg::BLOCK_N);
             const u32 stage = tiles % TILE_STAGES, record = tile_record(base, tiles);
             mbarrier_wait(barrier_of(SMEM(tile_empty), stage), tiles / TILE_STAGES % 2 ^ 1);
-            more = index < p.tiles;
+            more = cfg::VARLEN ? at.batch != NO_TILE : index < p.tiles;
             if (more) {
-                const WorkTile tile(p, dense_tile(p, index), cfg::BLOCK_N, rank * KEYS);
+                const WorkTile tile(p, cfg::VARLEN ? at : dense_tile(p, index), cfg::BLOCK_N, rank * KEYS);
                 const Seqlen& seqlen = tile.seqlen;
                 store_shared(record, make_uint4(tile.first_key, seqlen.k_length, seqlen.shift, seqlen.q_length));
                 store_shared(record + OWNER_RECORD,
                              make_uint4(tile.kv_head, seqlen.k_batch, seqlen.k_first, tile.batch));
+                int steps = tile.steps();
+                if constexpr (cfg::SPLIT_Q) {
+                    const StepRange range = step_range(steps, part.split, p.splits);
+                    store_shared(record + SPLIT_RECORD, make_uint4(part.split, range.begin, 0, 0));
+                    steps = range.count();
+                }
                 store_shared(record + STEPS_RECORD,
-                             make_uint4(tile.steps(), tile.m_blocks.low, tile.m_blocks.high, seqlen.q_first));
+                             make_uint4(steps, tile.m_blocks.low, tile.m_blocks.high, seqlen.q_first));
             } else {
                 store_shared(record + STEPS_RECORD, make_uint4(static_cast<u32>(NO_TILE), 0, 0, 0));
             }
@@ -80,6 +92,12 @@ struct RowsProducer {
         int head = owner.kv_head * (p.heads / p.kv_heads), m_block = steps_record(base, tile).low;
         int row_block = (cfg::VARLEN ? head : owner.batch * p.heads + head) * p.row_blocks + m_block;
         if (cfg::VARLEN) row_block += steps_record(base, tile).q_first / BLOCK_M + owner.batch;  // first_row_block
+        if (cfg::SPLIT_Q && left > 0) {
+            const StepsRecord steps = steps_record(base, tile);
+            const int begin = split_record(base, tile).begin, of_a_head = steps.high - steps.low;
+            const int heads = begin / of_a_head, m_blocks = begin - heads * of_a_head;
+            head += heads, m_block += m_blocks, row_block += heads * p.row_blocks + m_blocks;
+        }
 #pragma unroll 1
         for (; left > 0; --left, ++steps_done) {
             load_m_block(tile, PipelineStateAt<STAGES>(steps_done), head, m_block * BLOCK_M, row_block);

@@ -27,6 +27,7 @@ constexpr int HALF_ROWS = BLOCK_M / CTAS;
 
 static_assert(cfg::BLOCK_N == CTAS * KEYS && BLOCK_M == 64);
 static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DO_STAGES & (DO_STAGES - 1)) == 0);
+static_assert(!cfg::VARLEN || !cfg::SPLIT_Q, "tiles of packed sequences are counted on the GPU");
 static_assert(HEAD_DIM <= 256 && HEAD_DIM_V <= 256 && IN_REGISTERS_BYTES <= DS_BYTES);
 
 // The record of a tile, which all warps read, and that of a step, which the consumers read with its Q or dO. Threads
@@ -41,11 +42,25 @@ struct StepsRecord {
     int count, low, high;                                 // steps (NO_TILE: no tile is left); m-blocks of each head
     int q_first;                                          // row of the sequence in the tensors
 };
-struct TileRecord {
+struct SplitRecord {
+    int split;                                            // TileCoordinates::split
+    int begin;                                            // steps of the tile that the splits before this one make
+    int unused[2];
+};
+template <bool OF_SPLITS>
+struct TileRecordOf {
     KeysRecord keys;
     OwnerRecord owner;
     StepsRecord steps;
 };
+template <>
+struct TileRecordOf<true> {
+    KeysRecord keys;
+    OwnerRecord owner;
+    StepsRecord steps;
+    SplitRecord split;
+};
+using TileRecord = TileRecordOf<cfg::SPLIT_Q>;
 struct StepRecord {
     int first, head, row_block;                           // first query of the m-block; where its statistics are
     int masked;                                           // the mask hides some pair of the step
@@ -79,6 +94,7 @@ __device__ __forceinline__ Record record_at(u32 address) {
 constexpr u32 TILE_RECORD_BYTES = sizeof(TileRecord);
 enum : u32 { STEP_RECORD_BYTES = sizeof(StepRecord) };
 enum : u32 { OWNER_RECORD = offsetof(TileRecord, owner), STEPS_RECORD = offsetof(TileRecord, steps) };  // offsets in it
+enum : u32 { SPLIT_RECORD = offsetof(TileRecordOf<true>, split) };
 __device__ __forceinline__ u32 tile_record(u32 base, u32 tile) {
     return SMEM(tile) + tile % TILE_STAGES * TILE_RECORD_BYTES;
 }
@@ -90,6 +106,10 @@ __device__ __forceinline__ OwnerRecord owner_record(u32 base, u32 tile) {
 }
 __device__ __forceinline__ StepsRecord steps_record(u32 base, u32 tile) {
     return record_at<StepsRecord>(tile_record(base, tile) + STEPS_RECORD);
+}
+__device__ __forceinline__ SplitRecord split_record(u32 base, u32 tile) {
+    const int4 x = load_shared_int4(tile_record(base, tile) + SPLIT_RECORD);
+    return {x.x, x.y};
 }
 __device__ __forceinline__ TileMask keys_mask(const Params& p, const KeysRecord& keys) {
     return {keys.length, keys.shift, p.window_left, p.window_right};

@@ -1,4 +1,4 @@
-"""Split-Q: which tiles of the one-CTA backward are split along their queries, so that no SM is idle at the end.
+"""Split-Q: which tiles of the backward are split along their queries, so that no SM is idle at the end.
 
 A tile is 128 keys, and steps through the queries that see them. 2048 equal tiles keep 132 SMs busy for 15 rounds, and
 68 of them for a 16th: 3 % of the launch. So the last tiles are split. Few heads have fewer tiles than there are SMs:
@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.backward.config import CONSUMERS
+from flashlane.kernels.hopper.backward.config import CONSUMERS, GradientConfig
 from flashlane.kernels.hopper.backward.head_swizzle import fastest_section, steps_of
-from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.makespan import makespan, sections_of
 
 MAX_SPLITS = 4
@@ -44,52 +43,52 @@ class SplitQ:
 
     @property
     def arrivals(self) -> int:
-        """Counters of the splits of each tile that are done, one for each consumer."""
-        return CONSUMERS * self.tiles
+        """Counters of the splits of each tile that are done, one for each consumer, of two CTAs at most."""
+        return 2 * CONSUMERS * self.tiles
 
 
 WHOLE_TILES = SplitQ()
 """No tile is split."""
 
 
-def split_of(problem: AttentionProblem, config: OneCtaConfig, sms: int) -> SplitQ:
+def split_of(problem: AttentionProblem, config: GradientConfig, workers: int) -> SplitQ:
     """How a launch's tiles are split: the last ones of equal tiles, or all of few.
 
     Args:
         problem: the attention problem; an order of additions, or lengths that only the GPU knows, leave tiles whole.
         config: the tile.
-        sms: streaming multiprocessors.
+        workers: CTAs, or clusters, that take tiles.
     """
     if problem.deterministic or problem.varlen or problem.window_left >= 0:
         return WHOLE_TILES
     tiles = -(-problem.seqlen_k // config.block_n) * problem.kv_heads * problem.batch
-    causal, few = problem.window_right >= 0, tiles < sms
-    rest = tiles if few or causal else tiles % sms
+    causal, few = problem.window_right >= 0, tiles < workers
+    rest = tiles if few or causal else tiles % workers
     if rest == 0:
         return WHOLE_TILES
     steps = steps_of(problem, config.block_m, config.block_n)
     longest, average = max(steps), sum(steps) / len(steps)
-    if not 1 < longest <= MAX_STEPS or (causal and not few and longest + START <= tiles * (average + START) / sms):
+    if not 1 < longest <= MAX_STEPS or (causal and not few and longest + START <= tiles * (average + START) / workers):
         return WHOLE_TILES
-    section = fastest_section(problem, steps, sms) if causal and not few else 0
+    section = fastest_section(problem, steps, workers) if causal and not few else 0
 
     def rest_takes(splits: int) -> float:
         """Steps until the last of the tiles that may be split is done."""
         if section:
-            return makespan(_costs(steps, splits), sections_of(problem.kv_heads * problem.batch, section), sms)
+            return makespan(_costs(steps, splits), sections_of(problem.kv_heads * problem.batch, section), workers)
         each = -(-longest // splits) + START
         if splits == 1:
             return each
         if causal:  # the short ones fill what the long ones leave
-            each = max(each, rest * (average + splits * START) / sms)
+            each = max(each, rest * (average + splits * START) / workers)
         else:
-            each *= -(-rest * splits // sms)
+            each *= -(-rest * splits // workers)
         return each + WAIT + ADD * (splits - 1)
 
     split_bytes = 4 * config.block_n * (config.head_dim + config.head_dim_v)
     most = min(MAX_SPLITS, longest, 1 + MAX_BYTES // (split_bytes * rest))
     best = min(range(1, most + 1), key=rest_takes)
-    before = 0.0 if section else tiles // sms * (longest + START)
+    before = 0.0 if section else tiles // workers * (longest + START)
     least = LEAST_OF_LONG_TILES if section else LEAST_SAVING
     if rest_takes(1) - rest_takes(best) <= least * (before + rest_takes(1)):
         return WHOLE_TILES

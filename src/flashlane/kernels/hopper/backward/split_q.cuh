@@ -1,5 +1,5 @@
 // Split-Q: which tile, or split of a tile, an index stands for, and the steps of a split. Whole tiles come first, then
-// the splits of the others. flashlane.kernels.hopper.backward.one_cta.split_q says which tiles are split.
+// the splits of the others. flashlane.kernels.hopper.backward.split_q says which tiles are split.
 #pragma once
 #include "ptx.cuh"
 

@@ -1,0 +1,20 @@
+// The sums of dK and dV that a split of a tile leaves in device memory for the last split of its tile (split_q.cuh).
+#pragma once
+#include "attention/semaphore.cuh"
+#include "hopper/backward/params.cuh"
+
+// A warpgroup's accumulator to and from device memory. A thread's elements lie four by four, so that a warp's are 512
+// bytes in a row.
+template <int N>
+__device__ __forceinline__ void store_partial(float4*& to, const float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4, to += WARPGROUP) __stcg(to, make_float4(d[i], d[i + 1], d[i + 2], d[i + 3]));
+}
+template <int N>
+__device__ __forceinline__ void add_partial(const float4*& from, float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4, from += WARPGROUP) {
+        const float4 x = __ldcg(from);
+        d[i] += x.x, d[i + 1] += x.y, d[i + 2] += x.z, d[i + 3] += x.w;
+    }
+}
