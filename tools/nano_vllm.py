@@ -1,19 +1,22 @@
 """Serve with nano-vllm, unmodified, on flashlane under FlashAttention-2's module names.
 
-    python tools/nano_vllm.py PATH/nano-vllm [--layers 4] [--requests 64] [--seqs 64] [--eager]
+    python tools/nano_vllm.py PATH/nano-vllm [--layers 4] [--requests 64] [--seqs 64] [--modes eager,graphs,compiled]
     python tools/nano_vllm.py PATH/nano-vllm --on-cpu
 
 nano-vllm (GeeeekExplorer/nano-vllm) imports two functions of ``flash_attn``: packed prefill, over pages where a prefix
 is cached, and paged decoding, captured in CUDA graphs. It serves a Qwen3 of random weights here. Every token that it
 gives is then held against the logits of transformers' own Qwen3 for the same tokens; then the throughput is measured.
-Lines say how far it is: torch.compile of nano-vllm's layers takes most of the time before the first token. It needs
-one CUDA device. With ``--on-cpu`` a CPU answers what nano-vllm asks of CUDA, and a tiny model is served: prefill, a
-cached prefix and paged decoding are checked, without graphs, and nothing is measured.
+It does so in each of ``--modes``: eager; with decoding in CUDA graphs; and as nano-vllm does by itself, with
+torch.compile of its small layers too, which takes most of that mode's time. Each line has its second. It needs one CUDA
+device. With ``--on-cpu`` a CPU answers what nano-vllm asks of CUDA, and a tiny model is served: prefill, a cached
+prefix and paged decoding are checked, without graphs, and nothing is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import random
 import sys
@@ -26,6 +29,7 @@ import torch
 
 from flashlane.integrations import flash_attn
 
+MODES = ("eager", "graphs", "compiled")
 VOCABULARY = 4096
 STARTED = time.perf_counter()
 WORST = 0.5
@@ -75,15 +79,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=64, help="whose throughput is measured")
     parser.add_argument("--seqs", type=int, default=64, help="served at a time; a CUDA graph is captured for each 16")
     parser.add_argument("--on-cpu", action="store_true", help="a tiny model on a CPU, to see that its tokens are right")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts soonest")
+    parser.add_argument("--modes", default=",".join(MODES), help="one after another; default: %(default)s")
     known = parser.parse_args(arguments)
     if not (known.repository / "nanovllm").is_dir():
         parser.error(f"repository is {known.repository}, which has no folder nanovllm; download nano-vllm")
     if not known.on_cpu and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; nano-vllm serves on CUDA only (--on-cpu checks its tokens without)")
+    modes = tuple(known.modes.split(","))
+    if unknown := set(modes) - set(MODES):
+        parser.error(f"--modes has {', '.join(sorted(unknown))}; it may hold {', '.join(MODES)}")
     flash_attn.install("flash_attn", replace=True)
-    if known.eager or known.on_cpu:
-        torch._dynamo.config.disable = True
+    torch.compiler.set_stance("force_eager")
     said("a model of random weights is made")
     sys.path.insert(0, str(known.repository))
     if known.on_cpu:
@@ -94,7 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
             return check_on_cpu(folder, model)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), known.layers)
-        return serve(folder, model, known.requests, known.seqs, known.eager)
+        said("the model is written")
+        return max(serve(folder, model, known.requests, known.seqs, mode) for mode in modes)
 
 
 def said(what: str) -> None:
@@ -133,20 +140,26 @@ def check_on_cpu(folder: str, model: Any) -> int:
     return int(worst > WORST)
 
 
-def serve(folder: str, model: Any, requests: int, seqs: int, eager: bool) -> int:
-    """Check and measure nano-vllm with the model of a folder; returns the exit status."""
+def serve(folder: str, model: Any, requests: int, seqs: int, mode: str) -> int:
+    """Check and measure nano-vllm in one of its modes with the model of a folder; returns the exit status."""
     from nanovllm import LLM, SamplingParams
 
-    said("the model is written; it is loaded, compiled by torch.compile and captured in CUDA graphs")
-    served = LLM(folder, enforce_eager=eager, max_model_len=2048, max_num_seqs=seqs, gpu_memory_utilization=0.5)
-    said("ready to serve; its tokens are held against transformers' logits")
+    torch.compiler.set_stance("default" if mode == "compiled" else "force_eager")
+    served = LLM(
+        folder, enforce_eager=mode == "eager", max_model_len=2048, max_num_seqs=seqs, gpu_memory_utilization=0.5
+    )
+    said(f"{mode}: ready to serve")
     prompts = prompts_of(16, 400, 600)
     greedy = SamplingParams(temperature=1e-3, ignore_eos=True, max_tokens=32)
-    served.generate(prompts[:2], greedy, use_tqdm=False)  # leaves the shared prefix in the cache
+    served.generate(prompts[1:2], greedy, use_tqdm=False)  # leaves the shared prefix in the cache
     answers = [answer["token_ids"] for answer in served.generate(prompts, greedy, use_tqdm=False)]
     model = model.cuda()
-    worst = max(float(regrets(model, *each).max()) for each in zip(prompts, answers, strict=True))
-    print(f"{sum(map(len, answers))} tokens, each at most {worst:.3f} below transformers' best logit (may be {WORST})")
+    regret = torch.cat([regrets(model, *each) for each in zip(prompts, answers, strict=True)])
+    worst, best = float(regret.max()), int((regret == 0).sum())
+    said(
+        f"{mode}: {len(regret)} tokens, {best} with transformers' best logit and the others at most {worst:.3f} below "
+        f"it (may be {WORST})"
+    )
     model.cpu()
     prompts, asked = prompts_of(requests, 1000, 0), SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=256)
     torch.cuda.synchronize()
@@ -154,8 +167,13 @@ def serve(folder: str, model: Any, requests: int, seqs: int, eager: bool) -> int
     answers = [answer["token_ids"] for answer in served.generate(prompts, asked, use_tqdm=False)]
     seconds = time.perf_counter() - begin
     count = sum(map(len, answers))
-    print(f"{requests} requests: {count} tokens in {seconds:.2f} s, {count / seconds:.0f} a second")
-    return int(worst > WORST)
+    said(f"{mode}: {requests} requests, {count} tokens in {seconds:.2f} s, {count / seconds:.0f} a second")
+    atexit.unregister(served.exit)
+    served.exit()
+    del served
+    gc.collect()
+    torch.cuda.empty_cache()
+    return int(not worst <= WORST)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,14 @@ def test_longest_sequences_may_be_numpy_integers_and_tensors(longest: Any) -> No
         flash_attn_varlen_func(q, q, q, cu, cu, longest, longest - 1)
 
 
+def test_true_is_a_longest_sequence_of_one_as_in_flash_attention_2() -> None:
+    q, cu = torch.randn(3, 4, 16), lengths(1, 1, 1)
+    want = flash_attn_varlen_func(q, q, q, cu, cu, 1, 1)
+    assert torch.equal(flash_attn_varlen_func(q, q, q, cu, cu, True, True), want)
+    with pytest.raises(ValueError, match=r"no sequence longer than max_seqlen_q (1|True)"):
+        flash_attn_varlen_func(q, q, q, lengths(3), lengths(3), True, 3)
+
+
 def test_numbers_of_a_cache_may_be_numpy_integers() -> None:
     q, cache = torch.randn(2, 1, 2, 16), torch.randn(2, 9, 2, 16)
     call = flashlane.flash_attn_with_kvcache

@@ -39,8 +39,10 @@ def test_agrees_with_the_reference(kernel: DeviceKernel, request: pytest.Fixture
     ran = 0
     chance = random.Random(kernel.tag)
     for case in (draw(chance, MMA) for _ in range(4 * PROBLEMS)):
+        if ran == PROBLEMS:  # the tensors of a case take longer to draw than the kernel and the reference to run
+            break
         problem, inputs = case.build(dtype, device="cuda")
-        if kernel.supports(problem) is not None or ran == PROBLEMS:
+        if kernel.supports(problem) is not None:
             continue
         verdict = Oracle(problem, inputs).judge(*run(kernel, problem, inputs), kernel.low_precision_reference(problem))
         assert verdict.ok, f"{problem.describe()} {case.strides}: {verdict.message}"
