@@ -15,6 +15,7 @@ from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward.head_swizzle import even, heads_per_section
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
+from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import (
     OWN_LAUNCHES,
     ZEROED_AHEAD,
@@ -131,11 +132,25 @@ def test_short_sequences_of_many_heads_have_in_kernel_dq() -> None:
 
 
 def test_packed_sequences_have_small_tiles_unless_one_is_long() -> None:
-    tiles = {n: one_cta_tiles.pick(asked(varlen=True, seqlen_q=n, seqlen_k=n)) for n in (4096, 4097)}
+    tiles = {n: one_cta_tiles.pick(asked(varlen=True, seqlen_q=n, seqlen_k=n)) for n in (6144, 6145)}
     assert [(tile.block_m, tile.ping_pong, tile.k_stages) for tile in tiles.values()] == [
-        (64, "until_issued", 1),
+        (64, "until_issued", 2),
         (80, "off", 1),
     ]
+
+
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_idle_warps_need_steps_and_tiles(head_dim: int) -> None:
+    """They take as long as some steps for a tile's dQ, and count the tiles of all keys."""
+
+    def picked(left: int, seqlen_k: int = 4096) -> OneCtaConfig:
+        sizes = {"seqlen_q": 2048, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim}
+        return one_cta_tiles.pick(asked(window_left=left, **sizes))
+
+    assert [picked(left).in_kernel_dq for left in (127, 255, 256, 1024)] == [False, False, True, True]
+    assert [picked(1024, n).in_kernel_dq for n in (6144, 8192)] == [True, False], "3072 keys are seen"
+    assert [picked(1024, n).unseen_keys for n in (6144, 8192)] == [False, True]
+    assert picked(127).dq == "register_atomics" and picked(127).unseen_keys
 
 
 def test_the_launch_before_writes_the_first_zeros() -> None:

@@ -9,6 +9,7 @@ from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, is_causal, steps_of
 from flashlane.kernels.hopper.backward.one_cta.config import Dq, OneCtaConfig, PingPong
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import worth_it
+from flashlane.kernels.hopper.backward.seen_keys import seen_n_blocks
 from flashlane.kernels.hopper.backward.split_q import split_of
 from flashlane.kernels.score import ScoreConfig
 
@@ -17,8 +18,10 @@ SHORT = 1024
 FEW_STEPS = 2048
 """Queries that see a tile under a mask, of all heads of its group, up to which what is between tiles counts most; half
 as many without a mask."""
-PACKED = 4096
-"""Length of the longest of packed sequences up to which most are short."""
+PACKED = 6144
+"""Length of the longest of packed sequences up to which most are short (notebook 0021)."""
+IDLE_WARPS_REACH = 384
+"""Queries that see a tile from which on its steps take as long as two idle warps take for 128 rows of dQ."""
 NARROW_ROWS = ((128, 112, 96), (96,), (96,))
 """Queries of a step of head dims up to 64, by the registers that score modifiers take."""
 NARROW_PING_PONG: dict[int, PingPong] = {128: "until_complete", 112: "off", 96: "until_issued"}
@@ -51,25 +54,44 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
         tile = replace(tile, dq_stages=2, postprocess="last_addition")
     elif not wide:  # or for the next tile's keys
         block_m = least_work(problem, tile, NARROW_ROWS[extras], NARROW_STEP)
-        causal = is_causal(problem) and not extras
-        ping_pong: PingPong = NARROW_PING_PONG[block_m] if causal else "until_complete" if masked else "off"
+        # Packed sequences and windows were slower with it in all 11 problems (notebook 0021).
+        causal = is_causal(problem) and not problem.varlen and not extras
+        ping_pong: PingPong = NARROW_PING_PONG[block_m] if causal else "until_complete" if extras and masked else "off"
         tile = replace(tile, block_m=block_m, k_stages=2, v_stages=2, ping_pong=ping_pong)
     elif largest > MAX_REGISTER_ATOMICS and not extras:
         if problem.deterministic:
             tile = replace(tile, ping_pong="until_complete")
         elif problem.varlen:
             if masked and problem.seqlen_q <= PACKED:
-                tile = replace(tile, block_m=64, ping_pong="until_issued")
+                tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
         elif few_steps(problem, tile.block_n):  # again there is room, and few steps to gain from more queries in each
             tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
-            section = heads_per_section(problem, -(-problem.seqlen_k // tile.block_n))
-            if worth_it(problem, tile.block_n, section, SMS):
-                tile = replace(tile, dq="register_atomics", postprocess="idle_warps")
+            tile = idle_warps_where_worth_it(problem, tile)
         elif not masked:
             tile = replace(tile, ping_pong="until_complete")
         elif problem.window_left < 0 and least_work(problem, tile, (80, 64), WIDE_STEP) == 64:
             tile = replace(tile, block_m=64, ping_pong="until_issued")
+    elif problem.window_left >= 0 and not (problem.varlen or problem.deterministic or extras):
+        if few_steps(problem, tile.block_n):
+            tile = idle_warps_where_worth_it(problem, replace(tile, k_stages=2, ping_pong="until_issued"))
+        else:  # hardly any tile is cut by both sides
+            tile = replace(tile, block_m=96)
     return replace(tile, split_q=split_of(problem, tile, SMS).splits > 1).specialised(problem)
+
+
+def idle_warps_where_worth_it(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
+    """A tile of few steps, with dQ by idle warps of the launch where these have the time for it.
+
+    They need steps that take as long as their work, and tiles of all n-blocks: more than half of these are then seen.
+    """
+    n_blocks = -(-problem.seqlen_k // tile.block_n)
+    window = problem.window_left >= 0
+    few = window and tile.block_n + problem.window_left + max(0, problem.window_right) < IDLE_WARPS_REACH
+    if few or 2 * len(seen_n_blocks(problem, tile.block_n)) < n_blocks:
+        return replace(tile, dq="register_atomics")
+    if worth_it(problem, tile.block_n, heads_per_section(problem, n_blocks), SMS):
+        return replace(tile, dq="register_atomics", postprocess="idle_warps")
+    return tile
 
 
 def least_work(problem: AttentionProblem, tile: OneCtaConfig, rows: tuple[int, ...], step: int) -> int:
@@ -82,7 +104,11 @@ def least_work(problem: AttentionProblem, tile: OneCtaConfig, rows: tuple[int, .
         step: what a step takes besides its queries, in queries.
     """
     if problem.varlen:
-        return rows[0]
+        if not is_causal(problem):
+            return rows[0]
+        # Most sequences are shorter than the longest.
+        half = problem.seqlen_q // 2, problem.seqlen_k // 2
+        problem = replace(problem, varlen=False, seqlen_q=half[0], seqlen_k=half[1])
 
     def work(block_m: int) -> int:
         return sum(steps_of(problem, block_m, tile.block_n)) * (block_m + step)
