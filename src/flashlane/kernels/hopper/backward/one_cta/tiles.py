@@ -54,7 +54,7 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
         tile = replace(tile, dq_stages=2, postprocess="last_addition")
     elif not wide:  # or for the next tile's keys
         block_m = least_work(problem, tile, NARROW_ROWS[extras], NARROW_STEP)
-        # Packed sequences and windows were slower with it in all 11 problems (notebook 0021).
+        # Packed sequences and windows were slower with it in all 9 problems (notebook 0021).
         causal = is_causal(problem) and not problem.varlen and not extras
         ping_pong: PingPong = NARROW_PING_PONG[block_m] if causal else "until_complete" if extras and masked else "off"
         tile = replace(tile, block_m=block_m, k_stages=2, v_stages=2, ping_pong=ping_pong)
