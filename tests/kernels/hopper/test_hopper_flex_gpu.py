@@ -15,10 +15,11 @@ from flashlane import create_block_mask as create_flashlane_mask
 from flashlane import flex_attention
 from flashlane.core.arch import arch_of
 from flashlane.flex import masks as named
-from flashlane.flex import packed
+from flashlane.flex import packed, windows
 from flashlane.flex.bind import bind
 from flashlane.kernels.hopper.arch import ARCH
-from flashlane.kernels.hopper.flex import backward, forward, masks
+from flashlane.kernels.hopper.flex import backward, forward, masks, run_backward, run_forward
+from flashlane.kernels.hopper.flex.problem import problem_of
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(arch_of(HERE) != ARCH, reason="needs an sm_90 GPU")]
@@ -145,25 +146,76 @@ def test_the_deterministic_backward_repeats_its_bits(seed: int) -> None:
         assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(runs[0], run, strict=True))
 
 
+def against_f64(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: str, shown: Function, mask: BlockMask
+) -> None:
+    """flex_attention of ``(b, h, s, d)`` tensors, and its gradients, next to f64 on the same operands."""
+    n, m = q.shape[2], k.shape[2]
+    at = tuple(torch.arange(size, device="cuda").view([-1 if i == axis else 1 for i in range(4)]) for axis, size in
+               enumerate((q.shape[0], q.shape[1], n, m)))  # fmt: skip
+    wide = [t.double().detach().requires_grad_() for t in (q, k, v)]
+    keys, values = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in wide[1:])
+    scores = wide[0] @ keys.mT * q.shape[3] ** -0.5
+    function = SCORES[score]
+    scores = scores if function is None else function(scores, *at)
+    scores = scores.masked_fill(~shown(*at).expand_as(scores), -torch.inf)
+    wanted_lse = scores.logsumexp(-1)
+    visible = wanted_lse.isfinite()
+    wanted = torch.exp(scores - wanted_lse[..., None]).nan_to_num(0.0) @ values
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    poison()
+    out, lse = flex_attention(*leaves, SCORES[score], mask, None, True, True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    assert (out.double() - wanted).norm() <= 1e-2 * wanted.norm()
+    assert torch.equal(lse.isfinite(), visible) and (lse.double() - wanted_lse)[visible].abs().max() < 5e-3
+    poison()
+    found = torch.autograd.grad((out * dout).sum() + (torch.where(visible, lse, 0) * dlse).sum(), leaves)
+    loss = (wanted * dout.double()).sum() + (torch.where(visible, wanted_lse, 0.0) * dlse.double()).sum()
+    for one, gradient in zip(found, torch.autograd.grad(loss, wide), strict=True):
+        gradient = gradient.nan_to_num(0.0)
+        assert (one.double() - gradient).norm() <= 1e-2 * gradient.norm() + 1e-6
+
+
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("window", [(-1, 0), (70, 0), (33, 90)])
-def test_scores_in_a_window(score: str, window: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("head_dim", "tile"), [(128, (192, 80)), (64, (256, 64))])
+def test_scores_in_a_window(score: str, window: tuple[int, int], head_dim: int, tile: tuple[int, int]) -> None:
     """Through the public function: a window is an argument of the kernels, not a list."""
     torch.manual_seed(0)
     q, k, v = (
-        torch.randn(2, h, n, 128, device="cuda", dtype=torch.bfloat16) for h, n in ((4, 700), (2, 500), (2, 500))
+        torch.randn(2, h, n, head_dim, device="cuda", dtype=torch.bfloat16) for h, n in ((4, 700), (2, 500), (2, 500))
     )
-    left, right = (side if side >= 0 else 1 << 20 for side in window)
-    mask = create_flashlane_mask(lambda b, h, i, j: (i - j <= left) & (j - i <= right), None, None, 700, 500, "cuda")
-    found = []
-    for backend in ("FLASHLANE", "REFERENCE"):
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out, lse = flex_attention(*leaves, SCORES[score], mask, None, True, True, {"BACKEND": backend})
-        loss = out.float().square().sum() + torch.where(lse == -torch.inf, 0, lse).sum()
-        found.append((out, lse, *torch.autograd.grad(loss, leaves)))
-    for one, other in zip(*found, strict=True):
-        one, other = (torch.where(t.isfinite(), t, -1e3).double() for t in (one, other))
-        assert (one - other).norm() <= 1e-2 * other.norm() + 1e-6
+    problem = problem_of(*(t.transpose(1, 2) for t in (q, k, v)), head_dim**-0.5, window)
+    config = run_forward.config_of(problem, bind(SCORES[score], None, q.device)[0], None)
+    assert (config.block_m, config.block_n) == tile and bool(config.program) == (score != "none")
+    left, right = window
+    both: Function = lambda b, h, i, j: (i - j <= left) & (j - i <= right)  # noqa: E731
+    shown: Function = both if left >= 0 else lambda b, h, i, j: j - i <= right
+    mask = create_flashlane_mask(shown, None, None, 700, 500, "cuda")
+    assert windows.NOTES.of(mask) == window
+    against_f64(q, k, v, score, shown, mask)
+
+
+@pytest.mark.parametrize("score", ["small tanh", "large tanh"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block", [64, 128])
+def test_tanh_with_lists_is_exact_in_both_directions(score: str, head_dim: int, block: int) -> None:
+    """The tiles of lists have the tanh of f32's error, and the backward no ping-pong scheduling."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, 700, head_dim, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
+    document = (torch.rand(700, device="cuda") < 0.01).int().cumsum(0).int()
+    shown: Function = lambda b, h, i, j: ((document[i] == document[j]) | (j < 9)) & (i >= j)  # noqa: E731
+    mask = create_flashlane_mask(shown, None, None, 700, 700, "cuda", block)
+    problem = problem_of(*(t.transpose(1, 2) for t in (q, k, v)), head_dim**-0.5)
+    program = bind(SCORES[score], mask.mask_mod, q.device)[0]
+    configs = (
+        run_forward.config_of(problem, program, (block, block), True),
+        run_backward.config_of(problem, program, (block, block), True),
+    )
+    for config in configs:
+        assert "program::tanh(" in config.program and "approximate_tanh(" not in config.program
+    assert configs[1].ping_pong == "off"
+    against_f64(q, k, v, score, shown, mask)
 
 
 @pytest.mark.parametrize("score", ["linear", "small tanh", "large tanh"])
