@@ -53,10 +53,11 @@ class Mask:
             return None
         length, other = (keys, queries) if self.bounds_of_keys else (queries, keys)
         sides = self.bounds(torch.arange(length, dtype=torch.int32, device=device), other)
-        starts, ends = (torch.stack(torch.broadcast_tensors(*(pair[i] for pair in sides)), -2) for i in (0, 1))
-        shape = (-1, 1, len(sides), length)
-        found = (t.to(torch.int32).reshape(shape).contiguous() for t in (starts, ends))
-        return Intervals(*found, of_keys=self.bounds_of_keys)
+        flat = torch.broadcast_tensors(*(pair[i] for i in (0, 1) for pair in sides))
+        # Of each batch row the intervals; starts and ends are two halves of one tensor, so that one operation makes it.
+        joined = torch.stack([t.reshape(-1, length) for t in flat]).to(torch.int32).view(2, len(sides), -1, length)
+        starts, ends = (t.transpose(0, 1).unsqueeze(1).contiguous() for t in joined.unbind())
+        return Intervals(starts, ends, of_keys=self.bounds_of_keys)
 
 
 def causal(offset: int = 0) -> Mask:
@@ -126,8 +127,8 @@ def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
         return (ids[q] == ids[kv]) & (q >= kv)
 
     def bounds(q: torch.Tensor, keys: int) -> Sides:
-        own = ids[q.long()].long()
-        return [(offsets[own], q + 1 if causal else offsets[own + 1])]
+        own = ids.index_select(0, q)
+        return [(offsets.index_select(0, own), q + 1 if causal else offsets[1:].index_select(0, own))]
 
     name, function = ("causal-documents", visible_before) if causal else ("documents", visible)
     return Mask(name, function, bounds, documents=found)
@@ -144,9 +145,10 @@ def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
         return (ids[q] == ids[kv]) & (places[q] // block >= places[kv] // block)
 
     def bounds(q: torch.Tensor, keys: int) -> Sides:
-        own = ids[q.long()].long()
-        end = offsets[own] + (places[q.long()] // block + 1) * block
-        return [(offsets[own], end.minimum(offsets[own + 1]))]
+        own = ids.index_select(0, q)
+        start = offsets.index_select(0, own)
+        end = start + ((q - start) // block + 1) * block
+        return [(start, end.minimum(offsets[1:].index_select(0, own)))]
 
     return Mask("block-causal-documents", visible, bounds)
 
