@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashlane.flex import derivative, device_text
-from flashlane.flex.expression import Expression, digest, inputs_of, is_constant, linear
+from flashlane.flex.expression import Expression, digest, inputs_of, is_constant, linear, nodes
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,11 @@ class Program:
     def mask_inputs(self) -> set[str]:
         """The names of the inputs that the mask depends on."""
         return inputs_of(self.mask)
+
+    def loads_by_position(self) -> bool:
+        """Whether the score reads a captured tensor at an index that depends on ``q`` or ``kv``."""
+        loads = [e for e in nodes(self.score) if e.op == "load"] if self.score is not None else []
+        return any(inputs_of(load) & {"q", "kv"} for load in loads)
 
     def without_mask(self) -> Program:
         """The same score, with every pair visible."""

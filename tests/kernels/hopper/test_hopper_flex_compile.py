@@ -90,6 +90,34 @@ def test_backward_compiles_without_spills(head_dim: int, score: str, ordered: bo
     assert config.shared_memory <= jit.shared_limit(ARCH)
 
 
+@pytest.mark.parametrize("score", ["linear", "abs", "tanh"])
+def test_steps_of_small_head_dims_without_lists_are_long_and_do_not_spill(score: str) -> None:
+    program, rows = program_of(score, False), {}
+    for name, changes, block in (
+        ("no lists", {}, None), ("lists", {}, (128, 128)), ("deterministic", {"deterministic": True}, None)
+    ):  # fmt: skip
+        of = replace(problem(64), seqlen_q=4096, seqlen_k=4096, window_right=0, **changes)
+        config = run_backward.config_of(of, program, block)
+        rows[name] = config.block_m
+        assert config.shared_memory <= jit.shared_limit(ARCH)
+        if name == "no lists":
+            assert jit.compile(config.gradient_sources()[0], ARCH).report.spills == 0
+    assert rows == {"no lists": 112, "lists": 64, "deterministic": 64}
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "rows"),
+    [(4096, (-1, 0), 112), (2048, (-1, -1), 112), (700, (-1, 0), 64), (8192, (500, 0), 64)],
+)
+def test_steps_are_as_long_as_was_fastest(length: int, window: tuple[int, int], rows: int) -> None:
+    """On an H200 (notebook 0020); what reads a tensor by position spills in long steps."""
+    left, right = window
+    of = replace(problem(64), seqlen_q=length, seqlen_k=length, window_left=left, window_right=right)
+    assert run_backward.config_of(of, program_of("tanh", False), None).block_m == rows
+    table = bind(lambda s, b, h, q, k: s + DOCUMENT[q], None, CPU, "f32")[0]
+    assert run_backward.config_of(of, table, None).block_m == 64
+
+
 def test_masks_with_bits_share_a_kernel_and_positions_are_not_converted() -> None:
     causal = bind(None, lambda b, h, q, k: q >= k, CPU, "f32")[0]
     config = run_forward.config_of(problem(128), causal, (128, 128), True)

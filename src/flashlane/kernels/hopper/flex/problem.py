@@ -31,6 +31,9 @@ class Program(Protocol):
     def mask_inputs(self) -> set[str]:
         """Which of ``b``, ``h``, ``q`` and ``kv`` the mask depends on."""
 
+    def loads_by_position(self) -> bool:
+        """Whether the score reads a tensor at an index that depends on ``q`` or ``kv``."""
+
     def without_mask(self) -> Program:
         """The score alone."""
 

@@ -15,6 +15,7 @@ from flashlane.kernels.hopper.backward import select
 from flashlane.kernels.hopper.backward.config import ONE_CTA_HEAD_DIM, GradientConfig
 from flashlane.kernels.hopper.backward.launch import PreparedBackward, Tensors
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
+from flashlane.kernels.hopper.backward.one_cta.tiles import NARROW_STEP, least_work
 from flashlane.kernels.hopper.block_lists import UNIT
 from flashlane.kernels.hopper.flex.masks import backward_lists, unit_mask
 from flashlane.kernels.hopper.flex.problem import (
@@ -29,6 +30,8 @@ from flashlane.kernels.hopper.flex.problem import (
 )
 
 PLANS_KEPT = 1024
+NARROW_ROWS = (112, 96, 64)
+"""Queries of a step of head dims up to 64 without lists and left ends; loads by position spill in long steps."""
 NARROW, ATOMICS = 64, 96
 """Head dims up to which there is room for the keys of two tiles, and registers for atomics to dq_accum."""
 
@@ -41,15 +44,19 @@ def refusal(q: torch.Tensor, v: torch.Tensor) -> str | None:
     )
 
 
-def tile_of(problem: AttentionProblem) -> OneCtaConfig:
-    """The tile of a problem: 64 queries a step, as masks come in units of 64, and programs take registers."""
+def tile_of(problem: AttentionProblem, long_steps: bool) -> OneCtaConfig:
+    """The tile of a problem: 64 queries a step, as masks come in units of 64, and programs take registers.
+
+    Long steps are for small head dims: what a step takes besides its scores then counts less.
+    """
     largest = max(problem.head_dim, problem.head_dim_v)
     dims = problem.dtype_name, problem.head_dim, problem.head_dim_v
     tile = OneCtaConfig(*dims, UNIT, dq="tma_reduce_add")
     if problem.deterministic:
         return replace(tile, dq="ordered_tma_reduce_add")
     if largest <= NARROW:
-        return replace(tile, dq="register_atomics", k_stages=2, v_stages=2)
+        tile = replace(tile, dq="register_atomics", k_stages=2, v_stages=2)
+        return replace(tile, block_m=least_work(problem, tile, NARROW_ROWS, NARROW_STEP)) if long_steps else tile
     if largest <= ATOMICS:
         return replace(tile, dq="register_atomics")
     return tile
@@ -67,7 +74,9 @@ def config_of(
         block: queries and keys of the mask's blocks; None without lists.
         mask_bits: whether the mask has bits, so that the kernel does not ask the program.
     """
-    found, approximate = tile_of(problem), takes_approximate_tanh(problem, block)
+    # Where queries have a window's left end, too, most of a long step's tiles are cut by the mask.
+    long_steps = block is None and problem.window_left < 0 and not program.loads_by_position()
+    found, approximate = tile_of(problem, long_steps), takes_approximate_tanh(problem, block)
     found = replace(
         found, program=kernel_header(program, mask_bits, approximate), block_lists=block is not None,
         mask_bits=mask_bits, heads_per_section=_section(problem),
