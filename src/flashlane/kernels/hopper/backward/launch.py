@@ -201,6 +201,8 @@ class RowBlocks:
         """The grid of the preprocess and of the postprocess kernel; CTAs find the packed sequence of an m-block."""
         self.of_a_head = self.row_blocks * self.grid[2]
         """M-blocks of a head over all sequences."""
+        self.sequences = problem.batch if packed else 0
+        """Packed sequences."""
         self.all = problem.heads * self.of_a_head
         """M-blocks of all heads and sequences."""
 
@@ -221,7 +223,7 @@ def workspace_of(rows: RowBlocks, config: GradientConfig, split: SplitQ, in_kern
             "dq_accum": rows.all * config.dq_accum_floats,
             "semaphores": rows.all * SEMAPHORE_INTS * config.in_order,
         }
-        sizes |= {"counters": COUNTERS + split.arrivals}
+        sizes |= {"counters": COUNTERS + split.arrivals + rows.sequences}
         sizes |= {"postprocess_queue": CONSUMERS * rows.all * config.last_addition}
         sizes |= {"zeroed": in_kernel.heads, "added": in_kernel.heads, "written": in_kernel.tiles}
         sizes |= {"partials": split.partials * CONSUMERS * CHUNK * (config.head_dim + config.head_dim_v)}

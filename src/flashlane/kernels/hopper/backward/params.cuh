@@ -25,6 +25,8 @@ struct Params {
     DqSemaphore* semaphores;       // one for each m-block, where additions to dQ have an order
     int* postprocess_queue;        // slices of dq_accum in the order in which they became complete; 0 before a launch
     int* counters;                 // see Counters, then arrivals of the splits of each split tile; 0 before a launch
+                                   // VARLEN: then the sequences in the order of their tiles, those with most
+                                   // queries first
     float* partials;               // split-Q: dK and dV of all splits of a tile but the last
     int *zeroed, *added;           // in-kernel dQ, by key/value head: tiles whose m-blocks are zeroed; that have added
     int* written;                  // in-kernel dQ: for each tile, 1 when dQ of its m-blocks is written

@@ -23,7 +23,7 @@ struct Params {
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
     float *lse, *delta, *dq_accum;
-    int* counters;                 // zeroed here
+    int* counters;                 // initialised here, see Params of the gradients' kernels; null where they have none
     long long out_batch, out_row, out_head, dout_batch, dout_row, dout_head;  // in elements
     long long lse_batch, lse_head;
     int heads, row_blocks;
@@ -81,6 +81,18 @@ __device__ __forceinline__ void clear_unseen_keys(const Params& p, void* gradien
     const long long first = static_cast<long long>(blockIdx.z) * p.seqlen.seqlen_k;
     clear_rows(gradient, bytes, first, first + p.first_key, worker, workers);
     clear_rows(gradient, bytes, first + p.end_key, first + p.seqlen.seqlen_k, worker, workers);
+}
+
+// Gives the tiles of a packed sequence their place in the launch, behind those of all sequences with more queries.
+__device__ __forceinline__ void order_sequence(const Params& p, int sequence) {
+    const auto queries = [&](int i) { return p.seqlen.cu_seqlens_q[i + 1] - p.seqlen.cu_seqlens_q[i]; };
+    const int own = queries(sequence);
+    int before = 0;
+    for (int first = 0; first < p.seqlen.batch; first += THREADS) {
+        const int i = first + threadIdx.x, other = i < p.seqlen.batch ? queries(i) : -1;
+        before += __syncthreads_count(other > own || (other == own && i < sequence));
+    }
+    if (threadIdx.x == 0) p.counters[COUNTERS + before] = sequence;
 }
 
 // Initialises the counters of in-kernel dQ. Returns whether this kernel, and no idle warp, zeroes dq_accum of
@@ -182,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
         clear_unseen_keys(p, p.dv, p.kv_heads * HEAD_DIM_V);
     }
     if constexpr (cfg::VARLEN) {
+        if (p.counters != nullptr && index < p.seqlen.batch) order_sequence(p, static_cast<int>(index));
         const int *cu_q = p.seqlen.cu_seqlens_q, *cu_k = p.seqlen.cu_seqlens_k;
         const int q_longest = p.seqlen.seqlen_q, k_longest = p.seqlen.seqlen_k;
         clear_rows_of_no_sequence(p, p.dq, p.heads * HEAD_DIM, cu_q, q_longest, p.total_q, index, at);

@@ -27,18 +27,20 @@ __device__ __forceinline__ TileCoordinates dense_tile(const Params& p, int index
 }
 
 // Finds the tiles of packed sequences by their indices in the launch's order, which must not decrease. A sequence has
-// as many tiles as its own keys fill.
+// as many tiles as its own keys fill. Sequences with long tiles come first, so that the last tiles are short.
 struct PackedTileSearch {
     VarlenSearchByThread search;
 
+    static __device__ __forceinline__ int sequence(const Params& p, int place) { return p.counters[COUNTERS + place]; }
     __device__ __forceinline__ TileCoordinates tile(const Params& p, int index, int keys) {
-        const auto n_blocks = [&](int batch) {
+        const auto n_blocks = [&](int i) {
+            const int batch = sequence(p, i);
             return ceil_div(p.seqlen.cu_seqlens_k[batch + 1] - p.seqlen.cu_seqlens_k[batch], keys);
         };
         const auto found = search.find(index, p.seqlen.batch, p.kv_heads, n_blocks);
         if (found.batch < 0) return {0, 0, NO_TILE, 0};
         const SwizzledTile tile = swizzled_tile<false>(found.index, p.kv_heads, found.blocks, p.heads_per_section);
-        return {tile.block, tile.head, found.batch, 0};
+        return {tile.block, tile.head, sequence(p, found.batch), 0};
     }
 };
 
