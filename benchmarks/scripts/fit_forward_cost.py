@@ -1,6 +1,6 @@
 """Fit the coefficients of the forward's cost model to timings of candidates, and write them into the package.
 
-    PYTHONPATH=src python3 benchmarks/scripts/fit_forward_cost.py benchmarks/results/choices_forward.json
+    PYTHONPATH=src python3 benchmarks/scripts/fit_forward_cost.py benchmarks/results/choices_forward.json [MORE …]
         [--unaligned benchmarks/results/choices_forward_unaligned.json]
         [--out src/flashlane/kernels/hopper/forward/cost.json] [--held-out 5]
 
@@ -34,12 +34,20 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.forward import cost
 from flashlane.kernels.hopper.forward.config import HopperConfig
+from flashlane.kernels.hopper.forward.tile_scheduler import in_sections
 from flashlane.kernels.hopper.forward.tiles import class_of
-from flashlane.kernels.makespan import makespan, sections_of
 from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
 START = cost.Traffic(
-    launch=4.0, excess=0.06, enough=2.5, resident=40.0, unaligned=0.001, unaligned_tile=0.3, few_heads=0.25
+    launch=4.0,
+    excess=0.06,
+    enough=2.5,
+    resident=40.0,
+    unaligned=0.001,
+    unaligned_tile=0.3,
+    few_heads=0.25,
+    drift=0.06,
+    apart=0.01,
 )
 UNALIGNED = (0.0, 0.0005, 0.001, 0.0013, 0.0017, 0.0021, 0.0026)
 UNALIGNED_TILE = (0.0, 0.1, 0.2, 0.3, 0.4)
@@ -49,8 +57,12 @@ GRID = {
     "enough": (0.4, 0.8, 1.2, 1.6, 2.0, 2.5, 3.0),
     "excess": (0.0, 0.03, 0.06, 0.1, 0.15, 0.25),
     "resident": (10.0, 20.0, 30.0, 40.0, 60.0),
+    "drift": (0.0, 0.02, 0.04, 0.06, 0.08, 0.12),
+    "apart": (0.0, 0.005, 0.01, 0.015, 0.02, 0.03),
 }
 """Values that are tried of what all shapes share, one after the other."""
+FILE = 1000
+"""So many numbers of problems are kept for each file of timings."""
 LEAST_MICROSECONDS = 45.0
 """Problems whose fastest candidate takes less are left out: the host was timed there."""
 FIRST = np.log([2.0, 1.0, 0.4])
@@ -88,8 +100,8 @@ class Row:
         costs = self.blocks.costs(Coefficients(tile, block, masked))
         heads = self.problem.heads // self.config.pack_gqa * self.problem.batch * self.config.v_slices
         section = min(heads, self.config.heads_per_section or 1)
-        busy = makespan(costs, sections_of(heads, section), SMS // self.config.cluster)
-        factor = cost.slowdown(self.problem, self.config, section, len(costs), block, traffic)
+        busy = cost.busy(costs, heads, section, SMS // self.config.cluster)
+        factor = cost.slowdown(self.problem, self.config, section, costs, block, traffic)
         return traffic.launch + busy * factor
 
     def time_in_class(self, traffic: cost.Traffic) -> float:
@@ -119,6 +131,8 @@ def rows_of(path: Path, aligned: bool = True, first: int = 0) -> list[Row]:
         for described, section, ms, _ in entry["ms"]:
             config = known.get(described.split(", heads_per_section")[0])
             if config is None or config.split or (aligned and not exact):
+                continue
+            if config.cluster > 1 and in_sections(problem):  # which are not compared
                 continue
             config = dataclasses.replace(config, heads_per_section=section)
             name = cost.name_of(one.head_dim, one.head_dim_v, cost.shape_of(config))
@@ -181,13 +195,13 @@ def fit_unaligned(rows: list[Row], traffic: cost.Traffic) -> cost.Traffic:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("timings", type=Path)
+    parser.add_argument("timings", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=Path("src/flashlane/kernels/hopper/forward/cost.json"))
     parser.add_argument("--unaligned", type=Path, help="timings of time_choices.py --unaligned")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--held-out", type=int, default=0)
     arguments = parser.parse_args()
-    rows = rows_of(arguments.timings)
+    rows = [row for i, path in enumerate(arguments.timings) for row in rows_of(path, first=FILE * i)]
     held = [row for row in rows if arguments.held_out and row.number % arguments.held_out == 0]
     rows = [row for row in rows if row not in held] if held else rows
     traffic, values = START, {}
@@ -207,14 +221,15 @@ def main() -> int:
         told("held out", held, errors, worst=10)
         return 0
     if arguments.unaligned:
-        others = rows_of(arguments.unaligned, aligned=False) + rows_of(arguments.timings, aligned=False, first=1000)
+        files = (arguments.unaligned, *arguments.timings)
+        others = [row for i, path in enumerate(files) for row in rows_of(path, aligned=False, first=FILE * i)]
         traffic = fit_unaligned(others, traffic)
-    source = json.loads(arguments.timings.read_text())
+    source = json.loads(arguments.timings[0].read_text())
     units = {row.name: row.unit for row in rows}
     shapes = {name: [round(float(x), 4) for x in np.exp(values[name]) * units[name]] for name in sorted(values)}
     body = {
         "script": "benchmarks/scripts/fit_forward_cost.py",
-        "timings": arguments.timings.name,
+        "timings": [path.name for path in arguments.timings],
         "seed": source["seed"],
         "environment": {name: source["environment"].get(name) for name in ("device", "commit", "date")},
         "fit": summary,

@@ -70,18 +70,24 @@ class Definition:
     """The most that a listed forward kernel of the module is preferred for any problem; None: it has none."""
     above_few_rows: float | None = None
     """The same for problems of more query rows than :data:`FEW_ROWS`, where that is less."""
+    half_of_few_rows: float | None = None
+    """The same for problems of up to :data:`FEW_ROWS` query rows but more than half of them, where that is more."""
     backward: int | None = None
     """The highest priority of its backward kernels; None: it has none."""
 
     def most(self, problem: AttentionProblem | None) -> float | None:
         """The most that a listed forward kernel of the module is preferred for a problem, or for any."""
-        if self.above_few_rows is None or problem is None or problem.seqlen_q * problem.group <= FEW_ROWS:
-            return self.forward
-        return self.above_few_rows
+        if problem is None:
+            return self.forward if self.half_of_few_rows is None else self.half_of_few_rows
+        rows = problem.seqlen_q * problem.group
+        if rows > FEW_ROWS:
+            return self.forward if self.above_few_rows is None else self.above_few_rows
+        return self.forward if self.half_of_few_rows is None or 2 * rows <= FEW_ROWS else self.half_of_few_rows
 
 
 FEW_ROWS = 64
-"""Rows (query tokens × heads of a group) that read the same keys, up to which the decode kernel is the fastest."""
+"""Rows (query tokens × heads of a group) that read the same keys, up to which the decode kernel is the fastest, but
+for the Hopper kernel from more than half of them on."""
 MODULES = (
     Definition("flashlane.reference.naive", forward=1.5),
     Definition("flashlane.reference.tiled", forward=1.0, backward=0),
@@ -89,7 +95,7 @@ MODULES = (
     Definition("flashlane.kernels.fa1.flash_attention_1", forward=-1.0),
     Definition("flashlane.kernels.mma.naive", forward=2.0),
     Definition("flashlane.kernels.mma.attention", forward=11.0),
-    Definition("flashlane.kernels.hopper.forward.kernel", forward=20.0),
+    Definition("flashlane.kernels.hopper.forward.kernel", forward=20.0, half_of_few_rows=31.0),
     Definition("flashlane.kernels.decode.decode", forward=30.0, above_few_rows=4.0),
     Definition("flashlane.kernels.triton.attention", forward=5.0),
     Definition("flashlane.kernels.triton.backward", backward=10),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -45,6 +46,12 @@ class Traffic:
     K and V take more sectors. Taller tiles load less."""
     few_heads: float
     """Share of the time that a section of one tile head costs beyond one of many, whose tiles are alike."""
+    drift: float = 0.0
+    """Share of its n-blocks by which a tile is behind others that began with it. What lies between is read again from
+    device memory where it exceeds the L2 cache."""
+    apart: float = 0.0
+    """Share of the time by which a launch takes longer for each TB/s that CTAs load at unlike times from the L2 cache,
+    as they do under a causal mask. What several of them load at the same time it gives to all at once."""
 
 
 @functools.cache
@@ -124,8 +131,7 @@ class Launch:
         if self.splits > 1:
             return 2 * self.traffic.launch + makespan(self.costs, [self.heads * self.splits], self.workers)
         section = min(self.heads, heads_per_section)
-        time = makespan(self.costs, sections_of(self.heads, section), self.workers)
-        return self.traffic.launch + time * self._slowdown(section)
+        return self.traffic.launch + busy(self.costs, self.heads, section, self.workers) * self._slowdown(section)
 
     def least(self, heads_per_section: int) -> float:
         """Microseconds that :meth:`predicted` is not below, without the simulation."""
@@ -138,32 +144,67 @@ class Launch:
         return self.traffic.launch + self._least * self._slowdown(min(self.heads, heads_per_section))
 
     def _slowdown(self, section: int) -> float:
-        return slowdown(self.problem, self.config, section, len(self.costs), self.one.block, self.traffic)
+        return slowdown(self.problem, self.config, section, self.costs, self.one.block, self.traffic)
+
+
+LONE_TILE = 0.65
+"""Share of its time that a tile of the last wave takes where hardly any other runs, as fewer share the L2 cache and the
+power: 0.5 to 0.6 where 12 tiles were left for 132 SMs, 0.8 to 1 where 24 to 36 were left."""
+
+
+def busy(costs: Sequence[float], heads: int, section: int, workers: int) -> float:
+    """Microseconds until the last tile of a launch is done.
+
+    Tiles of one length stay in step, wave after wave; others are simulated.
+
+    Args:
+        costs: of a head's tiles, in the order in which they are taken.
+        heads: tile heads of the launch.
+        section: those of a section.
+        workers: CTAs or clusters that run at once.
+    """
+    if not costs or min(costs) < max(costs):
+        return makespan(costs, sections_of(heads, section), workers)
+    rounds, more = divmod(heads * len(costs), workers)
+    return costs[0] * (rounds + (more > 0) * (LONE_TILE + (1 - LONE_TILE) * more / workers))
 
 
 def slowdown(
-    problem: AttentionProblem, config: HopperConfig, section: int, m_blocks: int, block: float, traffic: Traffic
+    problem: AttentionProblem,
+    config: HopperConfig,
+    section: int,
+    costs: Sequence[float],
+    block: float,
+    traffic: Traffic,
 ) -> float:
-    """How many times longer tiles take, since the heads that run at once share the bandwidth of device memory.
+    """How many times longer tiles take, since those that run at once share the L2 cache and device memory.
 
     Args:
-        problem: the attention problem.
+        problem: what is asked.
         config: the configuration.
         section: tile heads of a section.
-        m_blocks: tiles of a head.
+        costs: of a head's tiles, the longest first.
         block: microseconds of an n-block.
         traffic: the coefficients.
     """
     workers = SMS // config.cluster
     sharing = max(1, problem.group // config.pack_gqa)
-    ordered = in_sections(problem)
-    at_once = min(section, workers) if ordered else max(1.0, workers / max(1, m_blocks))
+    fewest = max(1.0, workers / max(1, len(costs)))  # heads that have as many tiles as there are workers
+    at_once = max(fewest, min(section, workers)) if in_sections(problem) else fewest
     width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize
     factor, mebibytes = 1.0, max(at_once, section) / sharing * problem.seqlen_k * width / 2**20
     if problem.head_dim * problem.dtype.itemsize % SECTOR:
         factor += traffic.unaligned * max(0.0, mebibytes - L2_MIB)
         factor += traffic.unaligned_tile * 128 / config.block_m
+    bandwidth = config.block_n * width / block / 1e6  # TB/s of K and V that a CTA loads
     if mebibytes > traffic.resident:
-        wanted = max(1.0, at_once / sharing) * config.block_n * width / block / 1e6
-        factor += traffic.excess * max(0.0, wanted - traffic.enough)
-    return factor * (1 + traffic.few_heads / max(1, min(section, workers)) if ordered else 1.0)
+        streams = max(1.0, at_once / sharing)  # of keys, each of which several tiles read
+        drifted = traffic.drift * sum(costs) / max(1, len(costs)) / block * streams * config.block_n * width / 2**20
+        again = (max(1.0, workers / streams) - 1) * min(1.0, drifted / L2_MIB)
+        factor += traffic.excess * max(0.0, streams * (1 + again) * bandwidth - traffic.enough)
+    if not in_sections(problem) or not costs:
+        return factor
+    unlike = 1 - costs[-1] / costs[0]  # tiles of a section are alike where many keys come before all queries
+    return factor * (
+        1 + traffic.few_heads * unlike / max(1, min(section, workers)) + traffic.apart * workers * bandwidth
+    )

@@ -15,12 +15,12 @@ from flashlane.core.registry import DeviceKernel, Repeat, Resources, memoised, r
 from flashlane.jit import KernelSource, launch, tensormap
 from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
-from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.arch import ARCH, SMS
 from flashlane.kernels.hopper.forward import ranged, select, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
 from flashlane.kernels.hopper.forward.launch import PreparedForward, config_and_splits, plain_inputs, sources_of
 from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
-from flashlane.kernels.seqlen import SEQLEN_EXAMPLES
+from flashlane.kernels.seqlen import SEQLEN_EXAMPLES, SeqlenConfig
 
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_V = 1024
@@ -32,6 +32,13 @@ FEW_TILES = 8
 """So few that the mma.sync family, which splits the keys among the warps of a CTA, is ahead: one head of 64 with 1024
 keys took it 9.8 µs, and this one 16 (benchmarks/results/auto_check.json)."""
 FEW_TILES_KEYS = range(512, 1025)
+BEFORE_DECODE = 31.0
+"""Above the decode kernel's preference."""
+ROWS_BEFORE_DECODE = range(CONSUMER_ROWS // 2 + 1, CONSUMER_ROWS + 1)
+"""Rows of a key/value head for which wgmma tiles are faster than the decode kernel's of mma.sync, whose time they
+double: 1.35 to 1.9 times with 64 rows, level with 32 (benchmarks/archive/forward_orders.json)."""
+TILES_BEFORE_DECODE = 16
+"""Fewer were not timed, but for 12, which were level."""
 BEHIND_MMA = 10.5
 """Between the priority of that family and what its best tag has."""
 
@@ -64,8 +71,13 @@ class HopperForward(DeviceKernel):
         return None
 
     def preference(self, problem: AttentionProblem) -> float:
-        """Behind the mma.sync family's best where it has few tiles of narrow heads, which that one's warps share."""
+        """Behind the mma.sync family's best where it has few tiles of narrow heads, which that one's warps share.
+
+        Before the decode kernel where the rows of a key/value head fill more than half of a tile.
+        """
         problem = problem.chosen_for
+        if _outruns_decode(problem):
+            return BEFORE_DECODE
         count = problem.batch * problem.heads * tile_scheduler.ceil_div(problem.seqlen_q, 2 * CONSUMER_ROWS)
         narrow = max(problem.head_dim, problem.head_dim_v) <= 64
         few = count <= FEW_TILES and problem.seqlen_k in FEW_TILES_KEYS
@@ -155,6 +167,21 @@ class HopperForward(DeviceKernel):
     ) -> None:
         """Launch a given configuration."""
         _launch(config, problem, inputs, out, lse)
+
+
+def _outruns_decode(problem: AttentionProblem) -> bool:
+    """Whether a tile packs all rows of a key/value head, and tiles with their splits occupy half of the SMs or more.
+
+    That was timed with all keys of dense sequences. The decode kernel has splits for lengths that the host does not
+    know.
+    """
+    rows = problem.seqlen_q * problem.group
+    if rows not in ROWS_BEFORE_DECODE or CONSUMER_ROWS % problem.group or problem.window_left >= 0:
+        return False
+    if not SeqlenConfig.of(problem).dense or KERNEL.supports(problem) is not None:
+        return False
+    tiles = problem.batch * problem.kv_heads
+    return tiles >= TILES_BEFORE_DECODE and 2 * tiles * select.splits_of(problem, _config(problem)) >= SMS
 
 
 @memoised

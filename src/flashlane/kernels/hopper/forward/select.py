@@ -64,8 +64,17 @@ def ranked(problem: AttentionProblem) -> list[tuple[HopperConfig, float]]:
 
 
 def _launches(problem: AttentionProblem) -> list[cost.Launch]:
-    """One for each shape that a problem may get."""
-    found = [config_of_shape(shape, problem) for shape in shapes_of(problem)]
+    """One for each shape that a problem may get.
+
+    Under a causal mask CTAs of a cluster wait for each other at the ends of their rows, and none was the fastest of 33
+    problems (benchmarks/archive/forward_orders.json).
+    """
+    shapes = shapes_of(problem)
+    if problem.window_left >= 0 or problem.window_right >= 0:
+        unmasked = tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v)).unmasked
+        ordered = tile_scheduler.in_sections(problem)
+        shapes = tuple(s for s in shapes if s not in unmasked and (s.cluster == 1 or not ordered))
+    found = [config_of_shape(shape, problem) for shape in shapes]
     limit = shared_limit(ARCH)
     found = list(dict.fromkeys(config for config in found if config.shared_memory <= limit)) or found[:1]
     return [cost.Launch(problem, config, splits_of(problem, config) if config.split else 1) for config in found]

@@ -29,6 +29,8 @@ M256N64S4 = TileShape(64, 4, 4, q_stages=2, pingpong=True)
 M192N128S3 = TileShape(128, 3, 3, q_stages=2, pingpong=True)
 M192N80S3 = TileShape(80, 3, 3)
 """Three consumers: an n-block serves more rows, and more products hide a softmax."""
+M192N112S2 = TileShape(112, 3, 2)
+M192N112S3 = TileShape(112, 3, 3)
 M192N64S3 = TileShape(64, 3, 3, q_stages=2)
 """The same with shorter n-blocks and two stages of Q: less is lost at a diagonal and between tiles."""
 M128N128S3 = TileShape(128, 2, 3, q_in_registers=True)
@@ -78,6 +80,8 @@ class ShapeClass:
     """The shapes with caches or pages, for which they leave registers. The last one leaves most."""
     capped: tuple[TileShape, ...] = ()
     """The shapes with a soft cap, where :attr:`shapes` spill in their loops."""
+    unmasked: tuple[TileShape, ...] = ()
+    """Those of :attr:`shapes` that are compared only without a mask, as no other problem was timed with them."""
 
     @property
     def shapes_with_derivative(self) -> tuple[TileShape, ...]:
@@ -93,15 +97,16 @@ CLASSES = (
     ),
     ShapeClass(
         80, 80, M64N128S3,
-        (TileShape(112, 3, 2), M192N80S3, _ping_pong(M192N64S3), M128N128S2, M128N128S3, M64N128S3),
+        (M192N112S2, M192N80S3, _ping_pong(M192N64S3), M128N128S2, M128N128S3, M64N128S3),
         (M128N128S2, M128N128S3),
     ),
     ShapeClass(64, 128, M64N128S3, (M192N80S3, M128N128S3, M64N128S3), (M128N128S3,)),
     ShapeClass(
         96, 96, M64N128S3,
-        (TileShape(96, 3, 3), TileShape(80, 3, 3, q_stages=2), M128N128S3, M64N128S3,
+        (TileShape(96, 3, 3), TileShape(80, 3, 3, q_stages=2), M192N112S2, M192N112S3, M128N128S3,
+         M64N128S3,
          _in_clusters(TileShape(96, 3, 3))),
-        (M128N128S2, M128N128S3),
+        (M128N128S2, M128N128S3), unmasked=(M192N112S2, M192N112S3),
     ),
     ShapeClass(
         112, 112, M64N128S3,
