@@ -287,7 +287,7 @@ def test_files_that_cannot_be_written_go_elsewhere(invoke, tmp_path, monkeypatch
     spare = tmp_path / "spare"
     spare.mkdir()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(spare))
-    from flashlane.bench.measure import kept as r
+    from flashlane.bench.measure import saved_files as r
 
     write = r.write_atomically
 

@@ -130,9 +130,9 @@ def test_rows_with_alibi_and_a_window() -> None:
 
 def test_deterministic_is_torch_s_own_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert registry._asked(False, None).deterministic
+    assert registry._options(False, None).deterministic
     monkeypatch.undo()
-    assert not registry._asked(False, None).deterministic
+    assert not registry._options(False, None).deterministic
 
 
 @pytest.mark.parametrize(
