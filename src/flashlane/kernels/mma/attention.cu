@@ -23,6 +23,21 @@
 #include "mma/pipeline.cuh"
 #include "mma/products.cuh"
 
+// O += P·V of key/value tile j, from its slices of V. With EARLY_V the first one has been acquired.
+__device__ __forceinline__ void add_values(State& state, const SlicePipeline& stages,
+                                           const Probabilities& probabilities, const FragmentCursor<LayoutP>& p,
+                                           const CursorV& v, int j, bool active) {
+#pragma unroll
+    for (int slice = 0; slice < V_SLICES; ++slice) {
+        const int r = K_SLICES + slice;
+        if (slice > 0 || !cfg::EARLY_V) stages.acquire(j, r);
+        if (active)
+            gemm_pv(state, probabilities, p, v, slice % V_ROW_SLICES * PV_STEPS, slice / V_ROW_SLICES * V_SLICE_TILES,
+                    stages.stage_of(j, r));
+        stages.release(j, r);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_attention(const __grid_constant__ Params p) {
     const OutputTile out_tile(p);
     const Warp warp;
@@ -109,15 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
             probabilities.pack(s, warp);
         }
         if constexpr (cfg::EARLY_V && SPLIT_KV) __syncthreads();
-#pragma unroll
-        for (int slice = 0; slice < V_SLICES; ++slice) {
-            const int r = K_SLICES + slice;
-            if (slice > 0 || !cfg::EARLY_V) stages.acquire(j, r);
-            if (active)
-                gemm_pv(state, probabilities, p_cursor, v_cursor, slice % V_ROW_SLICES * PV_STEPS,
-                        slice / V_ROW_SLICES * V_SLICE_TILES, stages.stage_of(j, r));
-            stages.release(j, r);
-        }
+        add_values(state, stages, probabilities, p_cursor, v_cursor, j, active);
     }
     store_output(p, out_tile, warp, state);
 }
