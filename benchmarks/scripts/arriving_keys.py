@@ -2,8 +2,8 @@
 
     python benchmarks/scripts/arriving_keys.py --out $OUT --seconds 50
 
-What context parallelism does between GPUs happens here on one: keys lie in pinned host memory and are copied, piece by
-piece, into memory that holds NaN until then. The host opens a gate before each copy, when the kernel already runs; a
+What context parallelism does between GPUs happens here on one: keys lie in pinned host memory and are copied, chunk by
+chunk, into memory that holds NaN until then. The host opens a gate before each copy, when the kernel already runs; a
 flag is set after each. Only DMA and the stream's own writes are used: a kernel that waits has all SMs. Each kernel runs
 once before, over keys that are there: to load one may wait for all streams, of which one waits for a gate then.
 """
@@ -33,7 +33,7 @@ from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.ranges import Arriving
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.plan import Division, gather_calls, gather_plan
-from flashlane.distributed.ranged import blocks_of_all, chunks_of, edges_of, pieces_of, ranges_of, window_of
+from flashlane.distributed.ranged import arriving_chunks_of, blocks_of_all, chunks_of, edges_of, ranges_of, window_of
 from flashlane.jit import launch
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 from flashlane.reference.naive import reference_attention
@@ -105,16 +105,16 @@ class Call:
         self.case, self.plan = case, gather_plan(case.division, case.rank)
         calls = gather_calls(case.division, case.rank, True, False)
         blocks = blocks_of_all(calls)
-        pieces = pieces_of(case.division, case.rank)
-        if blocks is None or pieces is None:
+        arriving_chunks = arriving_chunks_of(case.division, case.rank)
+        if blocks is None or arriving_chunks is None:
             raise ValueError(f"{case} is no call of one launch")
-        self.pieces = pieces
+        self.arriving_chunks = arriving_chunks
         heads, kv_heads = case.heads
         self.q, self.k, self.v = (
             torch.randn(rows, count, case.head_dim, dtype=case.dtype, device=HERE)
             for rows, count in ((calls.rows, heads), (self.plan.keys, kv_heads), (self.plan.keys, kv_heads))
         )
-        self.ranges, self.arriving_ranges = ranges_of(blocks), ranges_of(blocks, chunks_of(self.plan, pieces))
+        self.ranges, self.arriving_ranges = ranges_of(blocks), ranges_of(blocks, chunks_of(self.plan, arriving_chunks))
         self.problem = problem_of(case, blocks)
         self.inputs = Inputs(self.q, self.k, self.v)
 
@@ -173,7 +173,7 @@ class Transport:
         own = call.plan.received[call.case.rank]
         self.own = tuple(torch.cat([t[each.key : each.key + each.count] for each in own]) for t in (call.k, call.v))
         self.edges = [slice(key, key + count) for _, key, count in edges_of(call.plan)]
-        self.foreign = [slice(each.segment.key, each.segment.key + each.segment.count) for each in call.pieces]
+        self.foreign = [slice(each.segment.key, each.segment.key + each.segment.count) for each in call.arriving_chunks]
         self.flags = torch.zeros(2048, dtype=torch.int32, device=HERE)
         self.gate, self.lost = (torch.zeros(1, dtype=torch.int32).pin_memory() for _ in range(2))
         self.stream = torch.cuda.Stream()
@@ -203,10 +203,10 @@ class Transport:
             raise RuntimeError(f"{name} failed: {code.name}")
 
     def enqueue_copies(self, order: list[int], gated: bool = True, within: bool = False) -> None:
-        """Copy the pieces in an order on the second stream, which waits for what this stream has enqueued.
+        """Copy the chunks in an order on the second stream, which waits for what this stream has enqueued.
 
         Args:
-            order: numbers of the pieces.
+            order: numbers of the chunks.
             gated: whether each waits for its gate.
             within: from this GPU's memory, not from the host.
         """
@@ -223,7 +223,7 @@ class Transport:
             for t, source in list(zip((self.k, self.v), sent, strict=True)):
                 size = (rows.stop - rows.start) * t.stride(0) * t.element_size()
                 self._do(name, t[rows].data_ptr(), source[rows].data_ptr(), size, stream)
-            flag = self.flags.data_ptr() + 4 * self.call.pieces[i].flag
+            flag = self.flags.data_ptr() + 4 * self.call.arriving_chunks[i].flag
             self._do("cuStreamWriteValue32", stream, flag, self.number, 0)
 
     def launch(self, limit: float = LIMIT) -> None:
@@ -300,7 +300,7 @@ def check_arrivals(case: Case, repeats: int, until: float, delay: float = 3e-4) 
     torch.cuda.synchronize()
     seen = bool(transport.out.isnan().any())
     return {"case": str(case), "ok": wrong == 0 and seen and done > 0 and waited > 0, "repeats": done, "wrong": wrong,
-            "waited": waited, "early_flags_are_seen": seen, "pieces": len(call.pieces)}  # fmt: skip
+            "waited": waited, "early_flags_are_seen": seen, "pieces": len(call.arriving_chunks)}  # fmt: skip
 
 
 def check_lost(case: Case, limit: float) -> dict[str, Any]:
@@ -312,7 +312,7 @@ def check_lost(case: Case, limit: float) -> dict[str, Any]:
     transport = Transport(call)
     transport.number += 1
     transport.poison()
-    order = [i for i in range(len(call.pieces)) if i != 1]
+    order = [i for i in range(len(call.arriving_chunks)) if i != 1]
     transport.enqueue_copies(order, gated=False)
     torch.cuda.synchronize()
     start, message = time.monotonic(), ""
@@ -322,7 +322,7 @@ def check_lost(case: Case, limit: float) -> dict[str, Any]:
     except Exception as error:
         message = str(error).splitlines()[0]
     seconds = time.monotonic() - start
-    flag = call.pieces[1].flag
+    flag = call.arriving_chunks[1].flag
     lost = int(transport.lost[0]) - 1
     return {"ok": bool(message) and lost == flag and limit <= seconds < limit + 5, "message": message, "lost": lost,
             "flag": flag, "seconds": seconds}  # fmt: skip

@@ -48,7 +48,7 @@ from flashlane.distributed.launches import RangedLaunch
 from flashlane.distributed.layout import token_indices
 from flashlane.distributed.peer_memory import FLAG_BYTES, GpuMemory
 from flashlane.distributed.plan import Division, gather_calls
-from flashlane.distributed.polled import PieceGathering, in_pieces, polled_launch
+from flashlane.distributed.polled import ChunkGathering, come_in_chunks, polled_launch
 from flashlane.distributed.ranged import blocks_of_all, ranges_of, window_of
 from flashlane.inspect.prebuild import sources_of
 from flashlane.jit import KernelSource, launch
@@ -59,7 +59,7 @@ from flashlane.kernels.hopper.forward.kernel import KERNEL
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 HERE = torch.device("cuda", 0)
 SECONDS = 10.0
-"""That a kernel waits for a piece, and that a process waits for another."""
+"""That a kernel waits for a chunk, and that a process waits for another."""
 CLOSE = {"out": 0.02, "q": 0.03, "k": 0.03, "v": 0.03}
 """Largest ‖ours − one GPU's‖ / ‖one GPU's‖ of bf16 results, which differ by the order of tiles."""
 
@@ -173,9 +173,11 @@ class InOneProcess:
         scale = problem.whole[0].shape[3] ** -0.5
         settings = Settings(CallOptions(scale=scale), needs_grad=True)
         bounds = head_bounds(None, kv_heads), head_bounds(stride_by_copies(kv_heads)[1], kv_heads)
-        self.pieces = in_pieces(problem.division)
+        self.in_chunks = come_in_chunks(problem.division)
         self.tasks = [
-            Task(each.ranks, problem.division, settings, *bounds, copies=True, wants_lse=False, pieces=self.pieces)
+            Task(
+                each.ranks, problem.division, settings, *bounds, copies=True, wants_lse=False, in_chunks=self.in_chunks
+            )
             for each in self.memories
         ]
 
@@ -244,8 +246,8 @@ class InOneProcess:
 
 
 def polled_only(task: Task) -> bool:
-    """Whether the forwards of a task were all made by one launch, that polls where keys come in pieces."""
-    if task.pieces:
+    """Whether the forwards of a task were all made by one launch, that polls where keys come in chunks."""
+    if task.in_chunks:
         made = [value for key, value in task.memo.items() if isinstance(key, tuple) and key[0] is polled_launch]
         return bool(made) and all(value is not None for value in made)
     forwards = [value for value in task.launches.values() if value is not None]
@@ -253,7 +255,7 @@ def polled_only(task: Task) -> bool:
 
 
 DOCUMENTS = (700, 130, 2, 1900, 64, 511, 333, 1200, 90, 257, 1023, 48, 610, 77, 1, 405, 39, 88, 512, 700, 3, 260)
-"""More than come in pieces."""
+"""More than come in chunks."""
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "two ranks": lambda: Problem(2),
     "three ranks, odd": lambda: Problem(3, 4097, (6, 2), 64),
@@ -346,7 +348,7 @@ def early() -> dict[str, Any]:
     ranks.warm_up(False)
     for each in ranks.memory:
         each[:FLAG_BYTES].view(torch.int32).fill_(1 << 20)
-    with mock.patch.object(PieceGathering, "_start", lambda self: None):
+    with mock.patch.object(ChunkGathering, "_start", lambda self: None):
         found = ranks.step(0, False)
     return {"ok": any(bool(each["out"].isnan().any()) for each in found)}
 

@@ -133,7 +133,7 @@ def test_copies_into_the_other_ranks_memory(pool: RankPool, layout: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_keys_that_come_in_pieces_while_a_kernel_polls_their_flags(pool: RankPool, layout: str) -> None:
+def test_keys_that_come_in_chunks_while_a_kernel_polls_their_flags(pool: RankPool, layout: str) -> None:
     """The protocol of the GPU's forward with a kernel of the reference that reads block by block, in a second step."""
     wrong = {}
     for number, variant in enumerate((*VARIANTS, {"kv_heads": 4, "lengths": (61,)}, {"lengths": (200,)})):

@@ -21,7 +21,7 @@ from flashlane.distributed.gather import Task
 from flashlane.distributed.layout import rows_of
 from flashlane.distributed.peer_memory import Exchange
 from flashlane.distributed.plan import Division
-from flashlane.distributed.polled import PieceGathering
+from flashlane.distributed.polled import ChunkGathering
 
 HEADS, KV_HEADS, HEAD_DIM, HALF = 4, 4, 8, 1 << 18
 ONE_SIDED = ("contiguous", (40,), 6, 4)
@@ -36,7 +36,7 @@ CASES = [
 
 
 def trained(
-    size: int, layout: Any, lengths: tuple[int, ...], left: int, heads: tuple[Any, Any], pieces: bool = False
+    size: int, layout: Any, lengths: tuple[int, ...], left: int, heads: tuple[Any, Any], in_chunks: bool = False
 ) -> Recorder:
     """All ranks' operations of two layers' forwards, and their backwards."""
     recorder = Recorder(size, HALF)
@@ -47,7 +47,7 @@ def trained(
             recorder.rank, recorder.stream = rank, 0
             settings = Settings(CallOptions(scale=0.3), needs_grad=True)
             ranks = recorder.memories[rank].ranks
-            task = Task(ranks, division, settings, *bounds, copies=True, wants_lse=False, pieces=pieces)
+            task = Task(ranks, division, settings, *bounds, copies=True, wants_lse=False, in_chunks=in_chunks)
             rows = rows_of(division.shard(rank))
             x = torch.randn(1, rows, HEADS, HEAD_DIM, requires_grad=True)
             for _ in range(2):
@@ -69,48 +69,48 @@ def test_every_conflict_is_ordered(case: tuple[Any, ...], heads: tuple[Any, Any]
 
 
 @pytest.fixture
-def small_pieces() -> Iterator[None]:
-    """Keys in pieces of a few rows, and edges of fewer."""
-    ranged.pieces_of.cache_clear()
+def small_chunks() -> Iterator[None]:
+    """Keys in chunks of a few rows, and edges of fewer."""
+    ranged.arriving_chunks_of.cache_clear()
     with mock.patch.object(ranged, "FEWEST_ROWS", 5), mock.patch.object(ranged, "EDGE", 2):
         yield
-    ranged.pieces_of.cache_clear()
+    ranged.arriving_chunks_of.cache_clear()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
 @pytest.mark.parametrize("polls", [False, True], ids=["stream waits", "kernel polls"])
-@pytest.mark.usefixtures("small_pieces")
-def test_pieces_are_ordered(case: tuple[Any, ...], polls: bool) -> None:
+@pytest.mark.usefixtures("small_chunks")
+def test_chunks_are_ordered(case: tuple[Any, ...], polls: bool) -> None:
     layout, lengths, left, size = case
     with _polling() if polls else contextlib.nullcontext():
-        recorder = trained(size, layout, lengths, left, (None, stride_by_copies(KV_HEADS)[1]), pieces=True)
-    assert any("reads a piece" in node.what for node in recorder.nodes) == polls
+        recorder = trained(size, layout, lengths, left, (None, stride_by_copies(KV_HEADS)[1]), in_chunks=True)
+    assert any("reads a chunk" in node.what for node in recorder.nodes) == polls
     assert recorder.unordered() == []
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_pieces")
-def test_a_kernel_that_reads_a_piece_without_its_flag_is_found() -> None:
+@pytest.mark.usefixtures("small_chunks")
+def test_a_kernel_that_reads_a_chunk_without_its_flag_is_found() -> None:
     with _polling(flags=False):
-        recorder = trained(2, "zigzag", (61,), -1, (None, None), pieces=True)
-    assert any("reads a piece" in found for found in recorder.unordered())
+        recorder = trained(2, "zigzag", (61,), -1, (None, None), in_chunks=True)
+    assert any("reads a chunk" in found for found in recorder.unordered())
 
 
 @contextlib.contextmanager
 def _polling(flags: bool = True) -> Iterator[None]:
-    """Kernels that read each piece after its flag, or without."""
+    """Kernels that read each chunk after its flag, or without."""
 
-    def launch(task: Task, calls: Any, q: Any, gathering: PieceGathering, out: Any) -> Any:
+    def launch(task: Task, calls: Any, q: Any, gathering: ChunkGathering, out: Any) -> Any:
         memory, number = gathering.exchange.memory, gathering.exchange.number
         recorder = memory.recorder  # type: ignore[attr-defined]
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> None:
-            for each in gathering.pieces:
+            for each in gathering.arriving_chunks:
                 if flags:
                     memory.wait(each.flag, number, each.sender)
                 rows = slice(each.segment.key, each.segment.key + each.segment.count)
-                recorder.touch("a kernel that reads a piece", [(k[rows], False), (v[rows], False)])
+                recorder.touch("a kernel that reads a chunk", [(k[rows], False), (v[rows], False)])
             for row, key, count in ranged.edges_of(gathering.plan):
                 del row
                 recorder.touch("a kernel that reads an edge", [(t[key : key + count], False) for t in (k, v)])

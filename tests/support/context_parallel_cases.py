@@ -52,7 +52,7 @@ class Case:
     reads_lse: bool = True
     """Whether the LSE is asked for, and the loss depends on it."""
     polled: bool = False
-    """Whether keys come piece by piece by copies: to a GPU while its kernel runs."""
+    """Whether keys come chunk by chunk by copies: to a GPU while its kernel runs."""
     again: bool = False
     """Whether the same call is made before with other values, as in a second step of a training."""
 

@@ -81,8 +81,8 @@ def _wait(now: Arriving, flag: int) -> None:
 
 @contextlib.contextmanager
 def polling() -> Iterator[None]:
-    """Keys of transport "copies" come in small pieces, and the kernels of the reference poll their flags."""
-    ranged.pieces_of.cache_clear()
+    """Keys of transport "copies" come in small chunks, and the kernels of the reference poll their flags."""
+    ranged.arriving_chunks_of.cache_clear()
     functional._agreed.clear()  # calls that were checked keep their launches
     with (
         mock.patch.object(functional, "POLLED", True),
@@ -93,5 +93,5 @@ def polling() -> Iterator[None]:
         mock.patch.object(Kernel, "prepare_ranges", prepare_ranges),
     ):
         yield
-    ranged.pieces_of.cache_clear()
+    ranged.arriving_chunks_of.cache_clear()
     functional._agreed.clear()  # calls that were checked keep their launches

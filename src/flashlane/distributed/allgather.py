@@ -34,7 +34,7 @@ from flashlane.distributed.gather import Gathering, Returning, Task
 from flashlane.distributed.launches import Launch, Pair, RangedLaunch, launches_of
 from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.peer_memory import Exchange
-from flashlane.distributed.polled import PieceGathering, polled_launch, run_polled
+from flashlane.distributed.polled import ChunkGathering, polled_launch, run_polled
 from flashlane.distributed.streams import COMPUTE_STREAMS, COPY_STREAM, CallStreams
 from flashlane.ops import torch_rules
 
@@ -66,22 +66,22 @@ def _gather(
     v: torch.Tensor,
     streams: CallStreams,
     exchanges: list[Exchange],
-    pieces: PieceGathering | None = None,
+    arriving_chunks: ChunkGathering | None = None,
     backward: bool = False,
 ) -> list[_HeadGroup]:
     """Start to fetch all groups of heads, in their order, on the stream that copies data, for a forward or a backward.
 
-    With ``pieces`` the keys of all heads are being fetched already.
+    With ``arriving_chunks`` the keys of all heads are being fetched already.
     """
     share = q.shape[2] // k.shape[2]
     found = []
     with streams.on(COPY_STREAM):
-        for each in exchanges[:1] if pieces is None else ():
+        for each in exchanges[:1] if arriving_chunks is None else ():
             each.begin()
         for group, (first, stop) in enumerate(itertools.pairwise(bounds)):
             own = (k, v) if len(bounds) == 2 else (k[:, :, first:stop], v[:, :, first:stop])
-            if pieces is not None:
-                gathering: Gathering = pieces
+            if arriving_chunks is not None:
+                gathering: Gathering = arriving_chunks
             elif exchanges:
                 gathering = CopiedGathering(task, *own, group, exchanges, Route.of(task, bounds, k, v))
             else:
@@ -105,13 +105,13 @@ def _polled(
     out: torch.Tensor,
     streams: CallStreams,
     exchanges: list[Exchange],
-) -> tuple[PieceGathering, RangedRepeat | None]:
-    """Enqueue the sending of all pieces; they, and what computes while they come, where a kernel does."""
+) -> tuple[ChunkGathering, RangedRepeat | None]:
+    """Enqueue the sending of all chunks; they, and what computes while they come, where a kernel does."""
     with streams.on(COPY_STREAM):
         exchanges[0].begin()
-        pieces = PieceGathering(task, k, v, exchanges, Route.of(task, (0, k.shape[2]), k, v))
-    streams.keep(pieces)
-    return pieces, polled_launch(task, calls, q, pieces, out)
+        arriving_chunks = ChunkGathering(task, k, v, exchanges, Route.of(task, (0, k.shape[2]), k, v))
+    streams.keep(arriving_chunks)
+    return arriving_chunks, polled_launch(task, calls, q, arriving_chunks, out)
 
 
 def _exchanges(task: Task, k: torch.Tensor, v: torch.Tensor, count: int) -> list[Exchange]:
@@ -162,19 +162,21 @@ class GatherAttention(torch.autograd.Function):
         out = empty_out(q, v.shape[-1], calls)
         bounds = task.kv_heads or (0, k.shape[2])
         exchanges = _exchanges(task, k, v, 1)
-        if task.pieces:
+        if task.in_chunks:
             k, v = (
                 k.contiguous(),
                 v.contiguous(),
             )  # before the streams part: a kernel on that of copies might find no SM
         streams = CallStreams(q.device)
-        pieces, polled = _polled(task, calls, q, k, v, out, streams, exchanges) if task.pieces else (None, None)
-        groups = [] if polled else _gather(task, bounds, q, k, v, streams, exchanges, pieces)
+        arriving_chunks, polled = (
+            _polled(task, calls, q, k, v, out, streams, exchanges) if task.in_chunks else (None, None)
+        )
+        groups = [] if polled else _gather(task, bounds, q, k, v, streams, exchanges, arriving_chunks)
         launches = None if polled else _launches(task, calls, groups, q, out, given)
         lses: list[torch.Tensor] = []
         lse: torch.Tensor | None = None
-        if pieces is not None and polled is not None:
-            lse = run_polled(polled, calls, q, pieces, out)
+        if arriving_chunks is not None and polled is not None:
+            lse = run_polled(polled, calls, q, arriving_chunks, out)
             if not any(isinstance(call, Packed) for call in calls.calls):
                 lses = [lse[:, :, call.q_first : call.q_stop] for call in calls.calls]
         elif launches is None:

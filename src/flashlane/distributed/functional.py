@@ -36,7 +36,7 @@ from flashlane.distributed.layout import Layout, check_layout, rows_of, runs_of
 from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import MOST_GROUPS
 from flashlane.distributed.plan import Division
-from flashlane.distributed.polled import in_pieces
+from flashlane.distributed.polled import come_in_chunks
 from flashlane.distributed.ring import RingAttention
 from flashlane.distributed.ulysses import Exchange, Heads, ToHeads, ToTokens
 from flashlane.jit import launch
@@ -507,7 +507,7 @@ class _Call:
         heads, kv_heads = inputs.q.shape[-2], inputs.k.shape[-2]
         copies, wants_lse = options["transport"] == "copies", options["return_lse"]
         self.exchange: Exchange | None = None
-        pieces = False
+        in_chunks = False
         keys: Ranks | None = grid.keys
         bounds: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         if method in ("allgather", "ring"):
@@ -515,8 +515,8 @@ class _Call:
             chosen = stride is None and copies
             strides = default_strides(heads, kv_heads, sum(division.lengths)) if chosen else (stride, stride)
             one = inputs.q.dim() == 3 or inputs.q.shape[0] == 1
-            pieces = POLLED and copies and stride is None and one and not modified and in_pieces(division)
-            if pieces:
+            in_chunks = POLLED and copies and stride is None and one and not modified and come_in_chunks(division)
+            if in_chunks:
                 strides = None, strides[1]
             bounds = head_bounds(strides[0], kv_heads), head_bounds(strides[1], kv_heads)
         else:
@@ -526,7 +526,7 @@ class _Call:
             self.exchange = Exchange(by_heads, division, division_of, keys.rank if keys else 0, number)
         self.function = RingAttention if keys is not None and method != "allgather" else GatherAttention
         wants_lse = wants_lse or self.exchange is not None
-        self.task = Task(keys, division, settings, *bounds, copies, wants_lse, pieces, number)
+        self.task = Task(keys, division, settings, *bounds, copies, wants_lse, in_chunks, number)
         self.parts = self.exchange.heads.parts(self.exchange.ranks.rank) if self.exchange else []
 
     def run(

@@ -18,7 +18,7 @@ from flashlane.distributed.launches import Launches
 from flashlane.distributed.plan import FEW_SEGMENTS, Division, GatherPlan, Segment, gather_calls, gather_plan
 
 FEW_SUMS = 8
-"""Up to this number, the pieces of a shard's gradients are added one by one; beyond it, rank by rank."""
+"""Up to this number, the chunks of a shard's gradients are added one by one; beyond it, rank by rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +37,8 @@ class Task:
     """Whether ranks write to each other's memory instead of sending messages."""
     wants_lse: bool = True
     """Whether the caller reads the LSE."""
-    pieces: bool = False
-    """Whether copies bring a forward's keys in pieces, for which its kernel polls (:mod:`polled`)."""
+    in_chunks: bool = False
+    """Whether copies bring a forward's keys in chunks, for which its kernel polls (:mod:`polled`)."""
     call: int = 0
     """A number that calls with other arguments do not have; it is the same on all ranks."""
     launches: Launches = field(default_factory=dict)

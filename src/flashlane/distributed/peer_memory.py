@@ -42,7 +42,7 @@ BLOCKS_KEPT = 4096
 
 
 def flag_of(group: int, sender: int) -> int:
-    """The flag that a sender sets when its data of a group of heads, or of a piece of keys, has arrived."""
+    """The flag that a sender sets when its data of a group of heads, or of a chunk of keys, has arrived."""
     return group * MOST_RANKS + sender
 
 

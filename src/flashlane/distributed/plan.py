@@ -131,7 +131,7 @@ class GatherPlan:
 
     @functools.cached_property
     def sums(self) -> tuple[Sum, ...]:
-        """The pieces of this rank's shard in which all rows have gradients from the same ranks."""
+        """The chunks of this rank's shard in which all rows have gradients from the same ranks."""
         parts: list[tuple[int, int, int, int]] = []
         for rank, segments in enumerate(self.sent):
             first = 0

@@ -1,8 +1,8 @@
 """A forward whose keys come while its one kernel runs.
 
-The other ranks copy their keys here piece by piece and set a flag after each (:mod:`copies`). The kernel begins at
+The other ranks copy their keys here chunk by chunk and set a flag after each (:mod:`copies`). The kernel begins at
 once: its tiles go from the last key to the first, so that a rank's own keys, which it reads where they are, come early;
-a tile waits for the flag of a piece before it reads it (``cuda/attention/arrivals.cuh``).
+a tile waits for the flag of a chunk before it reads it (``cuda/attention/arrivals.cuh``).
 
 The kernel has all SMs while it waits. So nothing that a rank sends may need one: copies are made by the GPU's DMA, and
 they are enqueued before the kernel. What comes from another rank's kernel, such as a message of NCCL, is no part of
@@ -23,21 +23,28 @@ from flashlane.distributed.gather import Task
 from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import Exchange
 from flashlane.distributed.plan import Division
-from flashlane.distributed.ranged import Piece, blocks_of_all, chunks_of, edges_of, pieces_of, prepare_ranged
+from flashlane.distributed.ranged import (
+    ArrivingChunk,
+    arriving_chunks_of,
+    blocks_of_all,
+    chunks_of,
+    edges_of,
+    prepare_ranged,
+)
 
 
-class PieceGathering(CopiedGathering):
-    """Keys and values of all heads, which the other ranks copy here piece by piece."""
+class ChunkGathering(CopiedGathering):
+    """Keys and values of all heads, which the other ranks copy here chunk by chunk."""
 
     def __init__(self, task: Task, k: torch.Tensor, v: torch.Tensor, exchanges: list[Exchange], route: Route) -> None:
-        self.pieces = _pieces(task, task.rank)
+        self.arriving_chunks = _arriving_chunks(task, task.rank)
         super().__init__(task, k, v, 0, exchanges, route)
 
     def _start(self) -> Pending:
         task = self.task
         for peer in task.others:
             offsets = self.route.gathered[peer].offsets
-            for each in _pieces(task, peer):
+            for each in _arriving_chunks(task, peer):
                 if each.sender != task.rank:
                     continue
                 row, key, count = each.segment
@@ -59,25 +66,25 @@ class PieceGathering(CopiedGathering):
             torch._foreach_copy_(places, [t[:, row : row + count] for t, _ in pairs for row, _, count in edges])
 
     def finish(self) -> None:
-        for each in self.pieces:
+        for each in self.arriving_chunks:
             self.exchange.expect(each.sender, each.number)
         super()._take_own()
 
 
-def _pieces(task: Task, rank: int) -> tuple[Piece, ...]:
-    found = pieces_of(task.division, rank)
+def _arriving_chunks(task: Task, rank: int) -> tuple[ArrivingChunk, ...]:
+    found = arriving_chunks_of(task.division, rank)
     if found is None:
-        raise AssertionError(f"keys of rank {rank} come in too many pieces")
+        raise AssertionError(f"keys of rank {rank} come in too many chunks")
     return found
 
 
-def in_pieces(division: Division) -> bool:
-    """Whether there are others, and the keys of every rank come in few enough pieces for all ranks to send them so."""
-    return division.ranks > 1 and all(pieces_of(division, rank) is not None for rank in range(division.ranks))
+def come_in_chunks(division: Division) -> bool:
+    """Whether there are others, and the keys of every rank come in few enough chunks for all ranks to send them so."""
+    return division.ranks > 1 and all(arriving_chunks_of(division, rank) is not None for rank in range(division.ranks))
 
 
 def polled_launch(
-    task: Task, calls: Calls, q: torch.Tensor, gathering: PieceGathering, out: torch.Tensor
+    task: Task, calls: Calls, q: torch.Tensor, gathering: ChunkGathering, out: torch.Tensor
 ) -> RangedRepeat | None:
     """What computes all calls in one launch while keys come; None where no kernel does.
 
@@ -99,16 +106,16 @@ def polled_launch(
 
 
 def _prepared(
-    task: Task, calls: Calls, q: torch.Tensor, gathering: PieceGathering, out: torch.Tensor
+    task: Task, calls: Calls, q: torch.Tensor, gathering: ChunkGathering, out: torch.Tensor
 ) -> RangedRepeat | None:
     blocks = blocks_of_all(calls)
     if blocks is None:
         return None
-    chunks = chunks_of(task.plan, gathering.pieces)
+    chunks = chunks_of(task.plan, gathering.arriving_chunks)
     return prepare_ranged(blocks, chunks, q, gathering.gathered, out, task.settings, arriving(gathering))
 
 
-def arriving(gathering: PieceGathering) -> Arriving:
+def arriving(gathering: ChunkGathering) -> Arriving:
     """What comes in this call."""
     exchange, (k, v) = gathering.exchange, gathering.own
     flags, lost = exchange.memory.polled or (0, 0)
@@ -116,7 +123,7 @@ def arriving(gathering: PieceGathering) -> Arriving:
 
 
 def run_polled(
-    repeat: RangedRepeat, calls: Calls, q: torch.Tensor, gathering: PieceGathering, out: torch.Tensor
+    repeat: RangedRepeat, calls: Calls, q: torch.Tensor, gathering: ChunkGathering, out: torch.Tensor
 ) -> torch.Tensor:
     """Write the output of :func:`polled_launch`, on the current stream; the LSE ``(1, h, rows)``."""
     gathering.take_edges()

@@ -20,16 +20,16 @@ from flashlane.distributed.peer_memory import MOST_GROUPS, flag_of
 from flashlane.distributed.plan import Division, GatherPlan, Segment, gather_plan
 
 FEWEST_ROWS = 1024
-"""The number of rows of a piece, before it is doubled to get few enough pieces. A copy of the keys and values of 1024
+"""The number of rows of a chunk, before it is doubled to get few enough chunks. A copy of the keys and values of 1024
 rows with 8 heads between GPUs takes about 10 µs."""
 
 
-class Piece(NamedTuple):
+class ArrivingChunk(NamedTuple):
     """Neighbouring rows of a shard that are sent to a rank and have one flag, for which that rank waits."""
 
     sender: int
     number: int
-    """The index of the piece among those of its sender, in the order in which they are sent."""
+    """The index of the chunk among those of its sender, in the order in which they are sent."""
     segment: Segment
 
     @property
@@ -95,8 +95,8 @@ def prepare_ranged(
 
 
 @functools.lru_cache(PLANS)
-def pieces_of(division: Division, rank: int) -> tuple[Piece, ...] | None:
-    """The pieces that the other ranks send to a rank, sorted by sender and number; None if there are too many.
+def arriving_chunks_of(division: Division, rank: int) -> tuple[ArrivingChunk, ...] | None:
+    """The chunks that the other ranks send to a rank, sorted by sender and number; None if there are too many.
 
     A tile goes through its keys from the last one to the first, so the last ones are sent first.
     """
@@ -105,24 +105,29 @@ def pieces_of(division: Division, rank: int) -> tuple[Piece, ...] | None:
     foreign = [(sender, each) for sender, found in enumerate(plan.received) if sender != rank for each in found]
     rows = FEWEST_ROWS
     while True:
-        pieces = [(sender, piece) for sender, each in foreign for piece in _cut(each, rows)]
-        senders = [sender for sender, _ in pieces]
-        if len(pieces) + own <= MOST_CHUNKS and all(senders.count(each) <= MOST_GROUPS for each in set(senders)):
+        arriving_chunks = [(sender, chunk) for sender, each in foreign for chunk in _cut(each, rows)]
+        senders = [sender for sender, _ in arriving_chunks]
+        if len(arriving_chunks) + own <= MOST_CHUNKS and all(
+            senders.count(each) <= MOST_GROUPS for each in set(senders)
+        ):
             break
         if rows > plan.keys:
             return None
         rows *= 2
-    pieces.sort(key=lambda each: (each[0], -each[1].key))
-    return tuple(Piece(sender, at - senders_before(pieces, sender), piece) for at, (sender, piece) in enumerate(pieces))
+    arriving_chunks.sort(key=lambda each: (each[0], -each[1].key))
+    return tuple(
+        ArrivingChunk(sender, at - senders_before(arriving_chunks, sender), chunk)
+        for at, (sender, chunk) in enumerate(arriving_chunks)
+    )
 
 
-def senders_before(pieces: list[tuple[int, Segment]], sender: int) -> int:
-    """The number of pieces that come before the first one of a sender."""
-    return next(at for at, (other, _) in enumerate(pieces) if other == sender)
+def senders_before(arriving_chunks: list[tuple[int, Segment]], sender: int) -> int:
+    """The number of chunks that come before the first one of a sender."""
+    return next(at for at, (other, _) in enumerate(arriving_chunks) if other == sender)
 
 
 def _cut(segment: Segment, rows: int) -> list[Segment]:
-    """The pieces of a segment, from its end on, with ``rows`` rows each; the last piece may have fewer."""
+    """The chunks of a segment, from its end on, with ``rows`` rows each; the last chunk may have fewer."""
     found, stop = [], segment.count
     while stop > 0:
         first = max(0, stop - rows)
@@ -131,10 +136,10 @@ def _cut(segment: Segment, rows: int) -> list[Segment]:
     return found
 
 
-def chunks_of(plan: GatherPlan, pieces: Iterable[Piece]) -> tuple[Chunk, ...]:
-    """The chunks of a rank's gathered keys: its own keys, and the pieces from the others."""
+def chunks_of(plan: GatherPlan, arriving_chunks: Iterable[ArrivingChunk]) -> tuple[Chunk, ...]:
+    """The chunks of a rank's gathered keys: its own keys, and the chunks from the others."""
     own = [Chunk(each.key, each.key + each.count, OWN, each.row) for each in plan.received[plan.rank]]
-    foreign = [Chunk(each.segment.key, each.segment.key + each.segment.count, each.flag) for each in pieces]
+    foreign = [Chunk(each.segment.key, each.segment.key + each.segment.count, each.flag) for each in arriving_chunks]
     return (*own, *foreign)
 
 
