@@ -1,15 +1,17 @@
 """Serve with nano-vllm, unmodified, on flashlane under FlashAttention-2's module names.
 
-    python tools/nano_vllm.py PATH/nano-vllm [--layers 4] [--requests 64] [--seqs 64] [--modes eager,graphs,compiled]
-    python tools/nano_vllm.py PATH/nano-vllm --on-cpu
+    python benchmarks/scripts/nano_vllm.py PATH/nano-vllm [--layers 4] [--requests 64] [--seqs 64] [--out FOLDER]
+        [--modes eager,graphs,compiled]
+    python benchmarks/scripts/nano_vllm.py PATH/nano-vllm --on-cpu
 
 nano-vllm (GeeeekExplorer/nano-vllm) imports two functions of ``flash_attn``: packed prefill, over pages where a prefix
 is cached, and paged decoding, captured in CUDA graphs. It serves a Qwen3 of random weights here. Every token that it
 gives is then held against the logits of transformers' own Qwen3 for the same tokens; then the throughput is measured.
 It does so in each of ``--modes``: eager; with decoding in CUDA graphs; and as nano-vllm does by itself, with
-torch.compile of its small layers too, which takes most of that mode's time. Each line has its second. It needs one CUDA
-device. With ``--on-cpu`` a CPU answers what nano-vllm asks of CUDA, and a tiny model is served: prefill, a cached
-prefix and paged decoding are checked, without graphs, and nothing is measured.
+torch.compile of its small layers too, which takes most of that mode's time. Each line has its second, and ``--out``
+writes nano_vllm.json again after each mode. It needs one CUDA device. With ``--on-cpu`` a CPU answers what nano-vllm
+asks of CUDA, and a tiny model is served: prefill, a cached prefix and paged decoding are checked, without graphs, and
+nothing is measured.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import json
 import os
 import random
 import sys
@@ -27,6 +30,7 @@ from typing import Any
 
 import torch
 
+from flashlane.bench.measure.environment import environment
 from flashlane.integrations import flash_attn
 
 MODES = ("eager", "graphs", "compiled")
@@ -80,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seqs", type=int, default=64, help="served at a time; a CUDA graph is captured for each 16")
     parser.add_argument("--on-cpu", action="store_true", help="a tiny model on a CPU, to see that its tokens are right")
     parser.add_argument("--modes", default=",".join(MODES), help="one after another; default: %(default)s")
+    parser.add_argument("--out", type=Path, help="folder of nano_vllm.json")
     known = parser.parse_args(arguments)
     if not (known.repository / "nanovllm").is_dir():
         parser.error(f"repository is {known.repository}, which has no folder nanovllm; download nano-vllm")
@@ -101,7 +106,23 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), known.layers)
         said("the model is written")
-        return max(serve(folder, model, known.requests, known.seqs, mode) for mode in modes)
+        rows: list[dict[str, Any]] = []
+        for mode in modes:
+            rows.append(serve(folder, model, known.requests, known.seqs, mode))
+            if known.out:
+                write(known.out, known.layers, rows)
+        return int(not all(row["ok"] for row in rows))
+
+
+def write(folder: Path, layers: int, rows: list[dict[str, Any]]) -> None:
+    """Write nano_vllm.json: what was served, where, and the results of each mode so far."""
+    found = {
+        "environment": environment(torch.device("cuda", torch.cuda.current_device())),
+        "settings": {"layers": layers, "dtype": "bfloat16", "vocabulary": VOCABULARY, "largest_regret": WORST},
+        "rows": rows,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "nano_vllm.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def said(what: str) -> None:
@@ -140,8 +161,13 @@ def check_on_cpu(folder: str, model: Any) -> int:
     return int(worst > WORST)
 
 
-def serve(folder: str, model: Any, requests: int, seqs: int, mode: str) -> int:
-    """Check and measure nano-vllm in one of its modes with the model of a folder; returns the exit status."""
+def serve(folder: str, model: Any, requests: int, seqs: int, mode: str) -> dict[str, Any]:
+    """Check and measure nano-vllm in one of its modes with the model of a folder.
+
+    Returns:
+        Of the greedy tokens: their count, how many had the best logit, the largest distance below it, and whether it is
+        small enough (``ok``); of the sampled ones: requests, tokens, seconds and tokens a second.
+    """
     from nanovllm import LLM, SamplingParams
 
     torch.compiler.set_stance("default" if mode == "compiled" else "force_eager")
@@ -173,7 +199,11 @@ def serve(folder: str, model: Any, requests: int, seqs: int, mode: str) -> int:
     del served
     gc.collect()
     torch.cuda.empty_cache()
-    return int(not worst <= WORST)
+    return {
+        "mode": mode, "ok": worst <= WORST, "tokens": len(regret), "best": best, "largest_regret": round(worst, 4),
+        "requests": requests, "timed_tokens": count, "seconds": round(seconds, 3),
+        "tokens_per_second": round(count / seconds),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

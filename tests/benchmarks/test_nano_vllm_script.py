@@ -1,4 +1,4 @@
-"""The tool that serves with nano-vllm: the parts that need no GPU."""
+"""The script that serves with nano-vllm: the parts that need no GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def test_the_model_is_written_and_tokens_are_held_against_it(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("nano_vllm", ROOT / "tools" / "nano_vllm.py")
+    spec = importlib.util.spec_from_file_location("nano_vllm", ROOT / "benchmarks" / "scripts" / "nano_vllm.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     model = tool.make_model(tmp_path, layers=1, hidden=64, heads=4)
@@ -35,6 +35,6 @@ def test_the_model_is_written_and_tokens_are_held_against_it(tmp_path: Path) -> 
 
 
 def test_what_cannot_be_served_says_so(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "tools" / "nano_vllm.py", tmp_path]
+    command = [sys.executable, ROOT / "benchmarks" / "scripts" / "nano_vllm.py", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "which has no folder nanovllm" in done.stderr
