@@ -13,7 +13,7 @@ from hopper_fakes import Launches, install
 import flashlane
 from flashlane.core import problem, registry
 from flashlane.kernels.hopper.backward import kernel as backward
-from flashlane.ops import autograd, execute
+from flashlane.ops import autograd, execute, schema
 
 HOPPER = registry.get("hopper(wgmma+tma)")
 STAGES = ("preprocess", "gradients", "postprocess")
@@ -123,6 +123,54 @@ def test_the_backward_of_a_first_call_is_not_checked_again(
     torch.autograd.grad(out, tensors, do, retain_graph=True)
     torch.autograd.grad(out, tensors, do)
     assert len(launches) == 1 + 2 * len(STAGES)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_backward_operator_repeats_what_its_first_call_launched(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """A compiled graph calls it; ``out``, ``lse`` and ``do`` may be anything, and are checked each time."""
+
+    def operands(seed: int) -> tuple[Any, ...]:
+        make = torch.Generator().manual_seed(seed)
+        q, k, v, out, do = (torch.randn(1, 256, 2, 64, generator=make).bfloat16() for _ in range(5))
+        lse, more = torch.randn(1, 2, 256), {}
+        if packed:
+            q, k, v, out, do, lse = (t[0] for t in (q, k, v, out, do, lse))
+            cu = torch.tensor([0, 100, 256], dtype=torch.int32)
+            more = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 156, "max_seqlen_k": 156}
+        whole = schema.operands(problem.Inputs(q, k, v, **more), problem.CallOptions(causal=True), True, None)
+        return out, lse, do, None, False, *whole
+
+    call, sets = torch.ops.flashlane.backward, [operands(seed) for seed in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(autograd, "repeated_gradients", lambda *given: None)
+        call(*sets[0])
+        checked = [without_pointers(params) for *_, params in launches]
+    backward = execute.backward
+    monkeypatch.setattr(execute, "backward", refuse)
+    for number in (1, 2, 0, 1):
+        del launches[:]
+        given = sets[number]
+        grads = call(*given)
+        found = [params for *_, params in launches]
+        assert packed or [without_pointers(params) for params in found] == checked
+        assert len(found) == len(checked)
+        before, gradients, after = map(pointers, found)
+        assert (before["out"], before["lse_in"], before["dout"]) == tuple(t.data_ptr() for t in given[:3])
+        assert (after["dq"], gradients["dk"], gradients["dv"]) == tuple(t.data_ptr() for t in grads[:3])
+        assert [grad.shape for grad in grads[:3]] == [t.shape for t in given[5:8]]
+        assert not any(grad.numel() for grad in grads[3:]) and len(grads) == len(problem.DIFFERENTIABLE)
+        if packed:
+            at = {params.seqlen.cu_seqlens_k for params in found}
+            assert at == {next(t for t in given[8:] if isinstance(t, torch.Tensor)).data_ptr()}
+    monkeypatch.setattr(execute, "backward", backward)
+    for at, name in enumerate(("out", "lse", "do")):
+        for change in (lambda t: t[..., :-1].contiguous(), torch.Tensor.double):
+            wrong = [*sets[0]]
+            wrong[at] = change(wrong[at])
+            with pytest.raises(ValueError, match=rf"^{name} is"):
+                call(*wrong)
 
 
 def test_what_cannot_be_read_as_it_lies_is_copied(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 
 from flashlane.core import dispatch
+from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -105,6 +106,23 @@ def _prepare_backward(entry: call_cache.Entry, inputs: Inputs) -> RepeatBackward
         prepared = dispatch.select_backward(entry.problem, entry.kernel).prepare(entry.problem, inputs, entry.kernel)
     entry.repeat_backward = prepared or (lambda *tensors: None)
     return entry.repeat_backward
+
+
+def repeated_gradients(
+    entry: call_cache.Entry, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
+) -> tuple[torch.Tensor | None, ...] | None:
+    """The gradients of a call like that of a cache entry, whose output and LSE anybody may have made.
+
+    Those of q, k and v alone where ``inputs`` has no other tensors. None, and nothing was done, where they cannot be
+    had by repeating, as where a tensor has another shape or dtype than that of the call.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if (out.shape, lse.shape) != call_cache.shapes(q, v) or do.shape != out.shape:
+        return None
+    if not (out.dtype is do.dtype is q.dtype and lse.dtype is compute_dtype(q.dtype)):
+        return None
+    repeat = entry.repeat_backward or _prepare_backward(entry, inputs)
+    return repeat(q, k, v, out, lse, do, None, None if inputs.alone else inputs)
 
 
 def _gradients(
