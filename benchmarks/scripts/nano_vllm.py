@@ -117,6 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
 def write(folder: Path, layers: int, rows: list[dict[str, Any]]) -> None:
     """Write nano_vllm.json: what was served, where, and the results of each mode so far."""
     found = {
+        "format": "flashlane-nano-vllm/1",
         "environment": environment(torch.device("cuda", torch.cuda.current_device())),
         "settings": {"layers": layers, "dtype": "bfloat16", "vocabulary": VOCABULARY, "largest_regret": WORST},
         "rows": rows,

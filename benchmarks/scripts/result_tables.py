@@ -531,6 +531,13 @@ def flex_speed(result: Result) -> str:
     return table(("cell", "direction", *(f"{name}:" for name in names), "missed"), rows)
 
 
+def nano_vllm(result: Result) -> str:
+    """A line a mode: how near the tokens are to the best ones, and the throughput."""
+    head = ("mode", "greedy tokens:", "with the best logit:", "others at most below:", "requests:", "tokens a second:")
+    keys = ("mode", "tokens", "best", "largest_regret", "requests", "tokens_per_second")
+    return table(head, ([row[key] for key in keys] for row in result["rows"]))
+
+
 def context_parallel(result: Result) -> str:
     """Each problem: one GPU's milliseconds, and the shares of the ideal of a method, the best of its settings."""
     kinds = {"allgather": "allgather", "ring": "ring (ring-flash-attention's algorithm)", "ulysses": "ulysses"}
@@ -559,6 +566,7 @@ VIEWS = {
         "logs": logs,
         "summary": summary,
     },
+    "flashlane-nano-vllm/": {"": nano_vllm},
     "flashlane-mma-targets/": {"": targets},
     "flashlane-triton-targets/": {"": triton_targets},
     "flashlane-ncu-conflicts/": {"": conflicts},
