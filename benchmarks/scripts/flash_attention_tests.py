@@ -1,0 +1,142 @@
+"""Run FlashAttention's own test modules on flashlane, and write what came of every function.
+
+    python benchmarks/scripts/flash_attention_tests.py PATH/flash-attention --out flash_attention_tests.json
+        [--modules 4,2,3] [--sample 3] [--seed 0] [--processes 14] [--seconds 80] [--on-cpu]
+
+``PATH`` has the modules where FlashAttention's repository has them. ``tools/fa2_tests.py`` runs each, unmodified:
+FlashAttention-4's whole, and ``--sample`` cases of each function of the others, which have hundreds of thousands. After
+``--seconds`` the module that runs is ended; its row has what was done by then and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashlane.bench.measure.environment import environment
+from flashlane.bench.measure.results import write_atomically
+
+SCRIPT = "benchmarks/scripts/flash_attention_tests.py"
+TOOLS = Path(__file__).parents[2] / "tools"
+MODULES = {
+    "4": "tests/cute/test_flash_attn_fast.py",
+    "2": "tests/test_flash_attn.py",
+    "3": "hopper/test_flash_attn.py",
+}
+WRITING_SECONDS = 15
+WHOLE = "4"
+"""The module that runs without a sample: it has 241 cases."""
+SELECTED = {"2": "not race"}
+"""Which of a module's functions run: one of FlashAttention-2's runs each case 250 times."""
+
+
+def command(module: Path, generation: str, given: argparse.Namespace, record: Path) -> list[str]:
+    words = [sys.executable, str(TOOLS / "fa2_tests.py"), str(module), "-q", "-W", "ignore", "--tb=short"]
+    words += [f"--junitxml={record}", f"--seed={given.seed}"]
+    words += ["-n", str(given.processes)] if given.processes > 1 else []
+    words += ["--on-cpu"] if given.on_cpu else []
+    words += ["-k", SELECTED[generation]] if generation in SELECTED else []
+    return words if generation == WHOLE else [*words, f"--sample={given.sample}"]
+
+
+def cases(record: Path) -> list[dict[str, str]]:
+    """Name, outcome and its reason of every case in pytest's XML."""
+    found = []
+    for case in ElementTree.parse(record).iter("testcase"):
+        line = {"case": case.get("name", ""), "outcome": "passed", "why": ""}
+        for tag, outcome in (("skipped", "skipped"), ("failure", "failed"), ("error", "failed")):
+            for child in case.findall(tag):
+                why = child.get("message") or ""
+                line |= {"outcome": outcome, "why": why if outcome == "skipped" else why or child.text or ""}
+        found.append(line)
+    return found
+
+
+def summary(lines: list[dict[str, str]]) -> dict[str, Any]:
+    """Outcomes of a module's cases, the reasons of skips with their counts, and the failures in words."""
+    outcomes = Counter(line["outcome"] for line in lines)
+    functions: dict[str, Counter[str]] = {}
+    for line in lines:
+        name = line["case"].split("[")[0]
+        functions.setdefault(name, Counter())[line["outcome"]] += 1
+    skips = Counter(line["why"] for line in lines if line["outcome"] == "skipped")
+    return {
+        **{name: outcomes[name] for name in ("passed", "skipped", "failed")},
+        "functions": {name: dict(counts) for name, counts in functions.items()},
+        "skips": dict(skips.most_common()),
+        "failures": {line["case"]: line["why"][-400:] for line in lines if line["outcome"] == "failed"},
+    }
+
+
+def run(generation: str, given: argparse.Namespace, record: Path, seconds: float) -> dict[str, Any]:
+    began, ended = time.monotonic(), False
+    words = command(given.repository / MODULES[generation], generation, given, record)
+    log = record.with_suffix(".log")
+    with log.open("w") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            ended = True
+            process.send_signal(signal.SIGINT)  # pytest then writes what it has
+            try:
+                process.wait(WRITING_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    lines = cases(record) if record.is_file() else []
+    row = {"module": MODULES[generation], "sample": None if generation == WHOLE else given.sample, "seed": given.seed}
+    row |= {"selected": SELECTED.get(generation), "seconds": time.monotonic() - began, "ended_early": ended}
+    row |= {"status": process.returncode, **summary(lines)}
+    if not lines:
+        row["output"] = log.read_text()[-2000:]
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("repository", type=Path, help="FlashAttention's repository, or its test modules in its layout")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--modules", default=",".join(MODULES), help=f"generations, of {', '.join(MODULES)}")
+    parser.add_argument("--sample", type=int, default=3, help="cases of each function of 2's and 3's modules")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=80.0, help="for all modules together")
+    parser.add_argument("--on-cpu", action="store_true")
+    given = parser.parse_args()
+    generations = given.modules.split(",")
+    if unknown := set(generations) - set(MODULES):
+        parser.error(f"--modules has {', '.join(sorted(unknown))}; it may hold {', '.join(MODULES)}")
+    if missing := [MODULES[name] for name in generations if not (given.repository / MODULES[name]).is_file()]:
+        parser.error(f"repository is {given.repository}, which lacks {', '.join(missing)}")
+    device = torch.device("cpu" if given.on_cpu else "cuda", None if given.on_cpu else 0)
+    body: dict[str, Any] = {
+        "format": "flashlane-flash-attention-tests/1",
+        "script": SCRIPT,
+        "environment": environment(device),
+    }
+    rows, began = [], time.monotonic()
+    for name in generations:
+        left = max(1.0, given.seconds - time.monotonic() + began)
+        rows.append(run(name, given, given.out.with_name(f"flash_attention_{name}.xml"), left))
+        write_atomically(given.out, json.dumps(body | {"rows": rows}, indent=1) + "\n")
+        row = rows[-1]
+        counts = ", ".join(f"{row[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))
+        print(f"{row['module']}: {counts} in {row['seconds']:.0f} s{', ended early' * row['ended_early']}", flush=True)
+        for case, why in row["failures"].items():
+            print(f"  {case}: {' '.join(why.split())[-200:]}")
+    return int(any(row["failed"] or not row["passed"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
