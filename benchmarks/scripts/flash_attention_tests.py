@@ -11,16 +11,18 @@ FlashAttention-4's whole, and ``--sample`` cases of each function of the others,
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from flashlane.bench.measure.environment import environment
@@ -33,41 +35,38 @@ MODULES = {
     "2": "tests/test_flash_attn.py",
     "3": "hopper/test_flash_attn.py",
 }
-WRITING_SECONDS = 15
+ENDING_SECONDS = 10
+RECORD = "FLASH_ATTENTION_TESTS_RECORD"
+"""The variable with the path of the file that gets the cases."""
 WHOLE = "4"
 """The module that runs without a sample: it has 241 cases."""
 SELECTED = {"2": "not race"}
 """Which of a module's functions run: one of FlashAttention-2's runs each case 250 times."""
 
 
-def command(module: Path, generation: str, given: argparse.Namespace, record: Path) -> list[str]:
+def command(module: Path, generation: str, given: argparse.Namespace) -> list[str]:
     words = [sys.executable, str(TOOLS / "fa2_tests.py"), str(module), "-q", "-W", "ignore", "--tb=short"]
-    words += [f"--junitxml={record}", f"--seed={given.seed}"]
+    words += ["-p", Path(__file__).stem, f"--seed={given.seed}"]
     words += ["-n", str(given.processes)] if given.processes > 1 else []
     words += ["--on-cpu"] if given.on_cpu else []
     words += ["-k", SELECTED[generation]] if generation in SELECTED else []
     return words if generation == WHOLE else [*words, f"--sample={given.sample}"]
 
 
-def cases(record: Path) -> list[dict[str, str]]:
-    """Name, outcome and its reason of every case in pytest's XML."""
-    found = []
-    for case in ElementTree.parse(record).iter("testcase"):
-        line = {"case": case.get("name", ""), "outcome": "passed", "why": ""}
-        for tag, outcome in (("skipped", "skipped"), ("failure", "failed"), ("error", "failed")):
-            for child in case.findall(tag):
-                why = child.get("message") or ""
-                line |= {"outcome": outcome, "why": why if outcome == "skipped" else why or child.text or ""}
-        found.append(line)
-    return found
+def pytest_configure(config: pytest.Config) -> None:
+    """This file is a plugin of the pytest that it runs, too: a line of JSON for every case, as it ends."""
+    record = os.environ.get(RECORD)
+    if record and not hasattr(config, "workerinput"):
+        sys.path.insert(0, str(TOOLS))
+        config.pluginmanager.register(importlib.import_module("foreign_tests").Record(Path(record)))
 
 
-def summary(lines: list[dict[str, str]]) -> dict[str, Any]:
+def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Outcomes of a module's cases, the reasons of skips with their counts, and the failures in words."""
     outcomes = Counter(line["outcome"] for line in lines)
     functions: dict[str, Counter[str]] = {}
     for line in lines:
-        name = line["case"].split("[")[0]
+        name = line["case"].split("::")[-1].split("[")[0]
         functions.setdefault(name, Counter())[line["outcome"]] += 1
     skips = Counter(line["why"] for line in lines if line["outcome"] == "skipped")
     return {
@@ -80,21 +79,23 @@ def summary(lines: list[dict[str, str]]) -> dict[str, Any]:
 
 def run(generation: str, given: argparse.Namespace, record: Path, seconds: float) -> dict[str, Any]:
     began, ended = time.monotonic(), False
-    words = command(given.repository / MODULES[generation], generation, given, record)
+    words = command(given.repository / MODULES[generation], generation, given)
+    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environ = {**os.environ, RECORD: str(record), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     log = record.with_suffix(".log")
     with log.open("w") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environ)
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             ended = True
-            process.send_signal(signal.SIGINT)  # pytest then writes what it has
+            process.send_signal(signal.SIGINT)  # so that pytest ends its workers
             try:
-                process.wait(WRITING_SECONDS)
+                process.wait(ENDING_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    lines = cases(record) if record.is_file() else []
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
     row = {"module": MODULES[generation], "sample": None if generation == WHOLE else given.sample, "seed": given.seed}
     row |= {"selected": SELECTED.get(generation), "seconds": time.monotonic() - began, "ended_early": ended}
     row |= {"status": process.returncode, **summary(lines)}
@@ -128,7 +129,7 @@ def main() -> int:
     rows, began = [], time.monotonic()
     for name in generations:
         left = max(1.0, given.seconds - time.monotonic() + began)
-        rows.append(run(name, given, given.out.with_name(f"flash_attention_{name}.xml"), left))
+        rows.append(run(name, given, given.out.with_name(f"flash_attention_{name}.jsonl"), left))
         write_atomically(given.out, json.dumps(body | {"rows": rows}, indent=1) + "\n")
         row = rows[-1]
         counts = ", ".join(f"{row[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))

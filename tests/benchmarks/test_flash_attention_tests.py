@@ -1,4 +1,4 @@
-"""The script that runs FlashAttention's test modules: what it reads of pytest's XML, and how it runs a module."""
+"""The script that runs FlashAttention's test modules: what it counts, and how it runs a module."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-XML = """<testsuites><testsuite name="pytest" tests="4">
-<testcase classname="m" name="test_a[1-True]" time="0.1"/>
-<testcase classname="m" name="test_a[2-True]" time="0.1"><failure message="assert 1 == 2">text</failure></testcase>
-<testcase classname="m" name="test_b[1]" time="0.1"><skipped message="no splits">x</skipped></testcase>
-<testcase classname="m" name="test_b[2]" time="0.1"><skipped message="no splits">x</skipped></testcase>
-</testsuite></testsuites>"""
+LINES = [
+    {"case": "m.py::test_a[1-True]", "outcome": "passed", "why": ""},
+    {"case": "m.py::test_a[2-True]", "outcome": "failed", "why": "assert 1 == 2"},
+    {"case": "m.py::test_b[1]", "outcome": "skipped", "why": "no splits"},
+    {"case": "m.py::test_b[2]", "outcome": "skipped", "why": "no splits"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,34 +28,38 @@ def script() -> ModuleType:
     return module
 
 
-def test_outcomes_are_counted_by_function_and_reason(script: ModuleType, tmp_path: Path) -> None:
-    record = tmp_path / "cases.xml"
-    record.write_text(XML)
-    found = script.summary(script.cases(record))
+def test_outcomes_are_counted_by_function_and_reason(script: ModuleType) -> None:
+    found = script.summary(LINES)
     assert (found["passed"], found["skipped"], found["failed"]) == (1, 2, 1)
     assert found["functions"] == {"test_a": {"passed": 1, "failed": 1}, "test_b": {"skipped": 2}}
-    assert found["skips"] == {"no splits": 2} and found["failures"] == {"test_a[2-True]": "assert 1 == 2"}
+    assert found["skips"] == {"no splits": 2} and found["failures"] == {"m.py::test_a[2-True]": "assert 1 == 2"}
 
 
-@pytest.mark.parametrize("seconds", [60.0, 1.0])
-def test_a_module_runs_until_its_time_ends(
-    script: ModuleType, tmp_path: Path, seconds: float, monkeypatch: pytest.MonkeyPatch
+def test_a_module_leaves_a_line_for_every_case(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "test_some.py"
-    module.write_text(
-        "import time\ndef test_one(): pass\ndef test_two(): time.sleep(0 if LONG else 100)\nLONG = %r\n" % (seconds > 1)
-    )
-    record = tmp_path / "cases.xml"
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(module)]
-    monkeypatch.setattr(script, "command", lambda *given: [*words, f"--junitxml={record}"])
+    module.write_text("def test_one(): pass\ndef test_two(): assert 1 == 2\n")
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    monkeypatch.setattr(script, "command", lambda *given: [*words, "-p", script.__name__, str(module)])
     given = argparse.Namespace(repository=tmp_path, sample=1, seed=0)
-    row = script.run("4", given, record, seconds)
-    assert row["ended_early"] == (seconds == 1.0)
-    assert row["passed"] == 2 if seconds > 1 else row["passed"] <= 1
+    row = script.run("4", given, tmp_path / "cases.jsonl", 300.0)
+    assert (row["passed"], row["failed"], row["skipped"], row["ended_early"]) == (1, 1, 0, False)
+    assert "assert 1 == 2" in row["failures"]["test_some.py::test_two"]
+
+
+def test_a_module_is_ended_when_its_time_is_over(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(300)"]
+    monkeypatch.setattr(script, "command", lambda *given: words)
+    given = argparse.Namespace(repository=tmp_path, sample=1, seed=0)
+    row = script.run("4", given, tmp_path / "cases.jsonl", 0.1)
+    assert row["ended_early"] and row["status"] != 0 and row["passed"] == 0 and "output" in row
 
 
 def test_the_module_of_241_cases_runs_whole(script: ModuleType, tmp_path: Path) -> None:
     given = argparse.Namespace(repository=tmp_path, sample=3, seed=7, processes=14, on_cpu=False)
-    whole, sampled = (script.command(tmp_path, name, given, tmp_path / "x.xml") for name in ("4", "2"))
+    whole, sampled = (script.command(tmp_path, name, given) for name in ("4", "2"))
     assert "--sample=3" in sampled and not any(word.startswith("--sample") for word in whole)
     assert "--seed=7" in whole and whole[whole.index("-n") + 1] == "14" and sampled[-3:-1] == ["-k", "not race"]
