@@ -5,7 +5,8 @@
 The script starts itself again under each tool, with only flashlane's kernels instrumented, and reads the summary. The
 problem is ragged, causal and grouped, so that tails, masks and shared heads are on the way. The Hopper forward and
 backward run with each of their features (``--tags forward`` or ``--tags backward``: one alone). With several jobs each
-tool runs that many processes, each with its share of the problems.
+tool runs that many processes, each with its share of the problems. After ``--seconds`` no further problem begins, and
+the file says how many were left out.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
@@ -144,9 +148,17 @@ ALL: Share = (0, 1)
 Case = TypeVar("Case")
 
 
+UNTIL = "FLASHLANE_SANITIZE_UNTIL"
+"""The variable with the time, in seconds since the epoch, after which no further problem begins."""
+
+
 def shared(cases: Iterable[Case], share: Share) -> Iterator[Case]:
-    """A process's share of the cases."""
-    return itertools.islice(cases, share[0], None, share[1])
+    """A process's share of the cases, as long as there is time."""
+    for case in itertools.islice(cases, share[0], None, share[1]):
+        if time.time() > float(os.environ.get(UNTIL, "inf")):
+            print(f"left out {case}", flush=True)
+        else:
+            yield case
 
 
 def run_kernels(words: list[str], share: Share = ALL) -> None:
@@ -258,6 +270,12 @@ def run_all(words: list[str], share: Share = ALL) -> None:
         run(words, share)
 
 
+COMPILING = 0.4
+"""The share of the time in which problems run without a tool, to compile their kernels."""
+GRACE = 20.0
+"""Seconds that the last problem of a process may take."""
+
+
 @dataclass(frozen=True)
 class Run:
     """What a process under a tool printed."""
@@ -272,11 +290,26 @@ class Run:
         script = [*script, "--inside", "{}/{}".format(*share)]
         if tool == "racecheck":  # a build that it can follow
             environ[jit.compiler.RACECHECK] = "1"
-        subprocess.run(script, env=environ, check=False, stdout=subprocess.DEVNULL)  # compiles outside the tool
+        environ["OMP_NUM_THREADS"] = "1"  # or all processes' references would wait for each other
+        until, now = float(environ.get(UNTIL, "inf")), time.time()
+        first = {**environ, UNTIL: str(now + (until - now) * COMPILING)}
+        ended(script, first, None if until == float("inf") else (until - now) * COMPILING + GRACE)  # compiles
         command = [str(shutil.which("compute-sanitizer")), "--tool", tool, *TOOLS[tool]]
         command += [word for name in NAMES for word in ("--kernel-name", f"kns={name}")]
-        done = subprocess.run([*command, *script], env=environ, capture_output=True, text=True)
-        return cls(done.stdout, done.stderr, done.returncode)
+        return ended([*command, *script], environ, None if until == float("inf") else until + GRACE - time.time())
+
+
+def ended(command: list[str], environ: dict[str, str], seconds: float | None) -> Run:
+    """A command's output, which is killed with all that it started where it does not end in so many seconds."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, env=environ, stdout=out, stderr=errors, start_new_session=True)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0), errors.seek(0)
+        return Run(out.read(), errors.read(), process.returncode)
 
 
 def verdict(runs: Sequence[Run]) -> dict[str, Any]:
@@ -289,6 +322,7 @@ def verdict(runs: Sequence[Run]) -> dict[str, Any]:
         "summary": summary,
         "clean": bool(summary) and all(re.search(r"SUMMARY: 0 (errors|hazards)", line) for line in summary),
         "status": max((run.status for run in runs), key=abs),
+        "left_out": sum(line.startswith("left out ") for line in lines),
         "refused": [line for line in lines if line.startswith("refused ")],
         "hazards": hazards("\n".join(lines)),
     }
@@ -313,6 +347,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sanitizer.json"))
     parser.add_argument("--tags", default="")
     parser.add_argument("--jobs", type=int, default=1, help="processes that each tool runs at once")
+    parser.add_argument("--seconds", type=float, help="after which no further problem begins")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     words = [word for word in arguments.tags.split(",") if word]
@@ -330,6 +365,8 @@ def main() -> int:
         "environment": environment(device_or_exit()),
         "problem": SIZES,
     }
+    if arguments.seconds is not None:
+        os.environ[UNTIL] = str(time.time() + arguments.seconds)
     script = [sys.executable, __file__, "--tags", arguments.tags]
     shares = [(number, arguments.jobs) for number in range(arguments.jobs)]
     bad = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 from operator import attrgetter
 from pathlib import Path
@@ -296,6 +297,9 @@ def test_what_the_tools_say_in_several_processes_is_one_verdict(
 ) -> None:
     sanitize = scripts("sanitize")
     assert [list(sanitize.shared(range(5), (number, 3))) for number in range(3)] == [[0, 3], [1, 4], [2]]
+    with monkeypatch.context() as late:
+        late.setenv(sanitize.UNTIL, "1.0")
+        assert list(sanitize.shared("ab", (0, 1))) == [] and "left out a\nleft out b\n" in capsys.readouterr().out
     asked: list[tuple[str, tuple[int, int]]] = []
     errors = {"racecheck": 0}
 
@@ -321,6 +325,15 @@ def test_what_the_tools_say_in_several_processes_is_one_verdict(
     found = json.loads(out.read_text())
     assert found["memcheck"]["clean"] and not found["racecheck"]["clean"] and found["racecheck"]["status"] == 3
     assert "racecheck: 2 kernels, NOT CLEAN" in capsys.readouterr().out
+
+
+def test_what_does_not_end_is_killed_and_its_output_kept(scripts: Any) -> None:
+    sanitize, environ = scripts("sanitize"), dict(os.environ)
+    killed = sanitize.ended(["bash", "-c", "echo ran; sleep 300 & wait"], environ, 2.0)
+    assert killed.status < 0 and killed.stdout == "ran\n"
+    done = sanitize.ended(["bash", "-c", "echo ran; echo bad >&2; exit 3"], environ, None)
+    assert done == sanitize.Run("ran\n", "bad\n", 3)
+    assert not sanitize.verdict([killed])["clean"]
 
 
 def test_every_feature_of_the_backward_is_sanitized(scripts: Any) -> None:
