@@ -300,7 +300,7 @@ def check_arrivals(case: Case, repeats: int, until: float, delay: float = 3e-4) 
     torch.cuda.synchronize()
     seen = bool(transport.out.isnan().any())
     return {"case": str(case), "ok": wrong == 0 and seen and done > 0 and waited > 0, "repeats": done, "wrong": wrong,
-            "waited": waited, "early_flags_are_seen": seen, "pieces": len(call.arriving_chunks)}  # fmt: skip
+            "waited": waited, "early_flags_are_seen": seen, "chunks": len(call.arriving_chunks)}  # fmt: skip
 
 
 def check_lost(case: Case, limit: float) -> dict[str, Any]:

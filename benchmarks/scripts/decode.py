@@ -4,7 +4,7 @@
 
 A list of problems for the bench: grouped queries 32/8, D 128, bf16. It checks every implementation on every sequence,
 then times the public functions interleaved in drawn order, with L2 flushed and back to back; short cells are replayed
-from a CUDA graph. Back to back and replayed calls take turns over several sets of inputs, so that no call finds the
+from a CUDA graph. Back to back and replayed calls alternate over several sets of inputs, so that no call finds the
 keys of the call before it in L2. Bytes are those of K, V, q and the output, each once; the copy rate (bytes read and
 written of a large device copy) is measured in the same run. Writes decode.json, again after each cell. Exit status 1
 when a check fails; a missed target is a result.

@@ -71,7 +71,7 @@ RESERVED_BYTES = 40e9
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProblemList:
     """One list of problems, in one direction."""
 
     kind: str
@@ -90,19 +90,19 @@ class Asked:
         return f"drawn_{self.direction}_{self.kind}_{self.seed}"
 
 
-def lists_of(kinds: Sequence[str], directions: Sequence[Direction], seed: int, count: int) -> list[Asked]:
+def lists_of(kinds: Sequence[str], directions: Sequence[Direction], seed: int, count: int) -> list[ProblemList]:
     """Every kind in every direction that it has: decoding has no backward."""
     pairs = [(kind, direction) for direction in directions for kind in kinds]
-    return [Asked(*pair, seed, count) for pair in pairs if pair != ("decode", "backward")]
+    return [ProblemList(*pair, seed, count) for pair in pairs if pair != ("decode", "backward")]
 
 
-def lists_of_text(text: str) -> list[tuple[Asked, bool]]:
+def lists_of_text(text: str) -> list[tuple[ProblemList, bool]]:
     """Lists and whether candidates are wanted, from ``KIND:DIRECTION:SEED:COUNT[:candidates],…``.
 
     Raises:
         ValueError: it is not of that form.
     """
-    found = []
+    lists = []
     for item in text.split(","):
         words = item.split(":")
         fits = (
@@ -110,8 +110,8 @@ def lists_of_text(text: str) -> list[tuple[Asked, bool]]:
         )
         if not fits or not all(word.isdigit() for word in words[2:4]):
             raise ValueError(f"list is {item!r}; it may be KIND:DIRECTION:SEED:COUNT or that with :candidates")
-        found.append((Asked(words[0], words[1], int(words[2]), int(words[3])), len(words) == 5))  # type: ignore[arg-type]
-    return found
+        lists.append((ProblemList(words[0], words[1], int(words[2]), int(words[3])), len(words) == 5))  # type: ignore[arg-type]
+    return lists
 
 
 def role_of(seed: int) -> str:
@@ -208,19 +208,19 @@ def by_protocol(timing: Mapping[str, Timing]) -> dict[str, float]:
     return {name: found.median for name, found in timing.items()}
 
 
-def time_problem(asked: Asked, number: int, given: Measuring) -> dict[str, Any]:
+def time_problem(problem_list: ProblemList, number: int, measuring: Measuring) -> dict[str, Any]:
     """A row: milliseconds, spread and TFLOP/s of each implementation under each protocol, and the ratios."""
-    begun, case = time.monotonic(), asked.case(number)
-    posed = case.posed(arch_of(given.device))
-    problem = asked.problem(number, posed.problem.arch)
+    begun, case = time.monotonic(), problem_list.case(number)
+    posed = case.posed(arch_of(measuring.device))
+    problem = problem_list.problem(number, posed.problem.arch)
     kernel = dispatch.select(problem)
     row: dict[str, Any] = {"number": number, "problem": problem.describe(), "sizes": bench_sizes(case, problem)}
     row |= {"kernel": kernel.tag, "ok": True, "ms": {}, "spread": {}, "tflops": {}, "absent": {}}
     names = {kernel.tag: OURS, **{tag: name for name, tag in PEERS.items()}}
     try:
-        inputs = posed.materialise(given.device, case.seed)
-        selection = bench.Selection(tags=(kernel.tag,), peers=given.peers)
-        work = prepare(posed.problem, inputs, asked.direction, selection, given.device, case.seed)
+        inputs = posed.materialise(measuring.device, case.seed)
+        selection = bench.Selection(tags=(kernel.tag,), peers=measuring.peers)
+        work = prepare(posed.problem, inputs, problem_list.direction, selection, measuring.device, case.seed)
         oracle = SampledOracle(work.problem, work.inputs, work.do, case.seed)
         row["absent"] = {names[tag]: why for tag, why in work.skipped}
         running = []
@@ -231,15 +231,15 @@ def time_problem(asked: Asked, number: int, given: Measuring) -> dict[str, Any]:
             else:
                 running.append(item)
         row["ok"] = any(item.tag == kernel.tag for item in running)
-        timings = measure_by(given.clocks, running, given.settings)
-        if given.candidates:
-            row["candidates"] = time_candidates(asked, work, oracle, given)
+        timings = measure_by(measuring.clocks, running, measuring.settings)
+        if measuring.candidates:
+            row["candidates"] = time_candidates(problem_list, work, oracle, measuring)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
         row["absent"][OURS] = "out of memory"
         return row
-    flop = sum(map(case.flop, case.lengths)) * WORK[asked.direction]
+    flop = sum(map(case.flop, case.lengths)) * WORK[problem_list.direction]
     for item, timing in zip(running, timings, strict=True):
         name = names[item.tag]
         if isinstance(timing, Exception):
@@ -262,28 +262,30 @@ def bench_sizes(case: Case, problem: AttentionProblem) -> dict[str, object]:
 
 def compared(ms: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Any]]:
     """The fastest peer of each protocol, and its time over ours."""
-    found: dict[str, dict[str, Any]] = {"best_peer": {}, "ratio": {}}
+    row: dict[str, dict[str, Any]] = {"best_peer": {}, "ratio": {}}
     for protocol, ours in ms.get(OURS, {}).items():
         others = {name: by[protocol] for name, by in ms.items() if name != OURS}
         if others:
-            best = found["best_peer"][protocol] = min(others, key=others.get)  # type: ignore[arg-type]
-            found["ratio"][protocol] = others[best] / ours
-    return found
+            best = row["best_peer"][protocol] = min(others, key=others.get)  # type: ignore[arg-type]
+            row["ratio"][protocol] = others[best] / ours
+    return row
 
 
-def time_candidates(asked: Asked, work: Work, oracle: SampledOracle, given: Measuring) -> dict[str, Any]:
+def time_candidates(
+    problem_list: ProblemList, work: Work, oracle: SampledOracle, measuring: Measuring
+) -> dict[str, Any]:
     """Milliseconds of our configurations by name and protocol, which is chosen, and what was left out and why."""
-    found = candidates_of(work.problem, asked.direction)
-    row: dict[str, Any] = {"chosen": next((c.name for c in found if c.chosen), None), "ms": {}, "left_out": {}}
+    candidates = candidates_of(work.problem, problem_list.direction)
+    row: dict[str, Any] = {"chosen": next((c.name for c in candidates if c.chosen), None), "ms": {}, "left_out": {}}
     running = []
-    for candidate, call in zip(found, calls_of(found, work.problem, work.inputs, work.do), strict=True):
+    for candidate, call in zip(candidates, calls_of(candidates, work.problem, work.inputs, work.do), strict=True):
         item = Implementation(candidate.name, "kernel", call)
         why = checked(item, work, oracle)
         if why:
             row["left_out"][candidate.name] = why
         else:
             running.append(item)
-    clocks = {"steady": given.clocks["steady"]} if "steady" in given.clocks else given.clocks
+    clocks = {"steady": measuring.clocks["steady"]} if "steady" in measuring.clocks else measuring.clocks
     glances = {}
     for item, timing in zip(running, measure_by(clocks, running, GLANCE), strict=True):
         glances[item.tag] = math.inf if isinstance(timing, Exception) else next(iter(timing.values())).median
@@ -292,7 +294,7 @@ def time_candidates(asked: Asked, work: Work, oracle: SampledOracle, given: Meas
         if ms > MARGIN * fastest and name != row["chosen"]:
             row["left_out"][name] = f"{ms / fastest:.3g} times the fastest in a short timing"
     running = [item for item in running if item.tag not in row["left_out"]]
-    for item, timing in zip(running, measure_by(given.clocks, running, given.settings), strict=True):
+    for item, timing in zip(running, measure_by(measuring.clocks, running, measuring.settings), strict=True):
         if isinstance(timing, Exception):
             row["left_out"][item.tag] = f"while timing: {explained(timing, ())}"
         else:
@@ -303,19 +305,19 @@ def time_candidates(asked: Asked, work: Work, oracle: SampledOracle, given: Meas
 # --- files
 
 
-class Kept:
+class ResultFile:
     """A list's file: what it holds already, and how a row is added.
 
     Raises:
         ValueError: a file of that name was measured on another device, at another commit or with other versions.
     """
 
-    def __init__(self, path: Path, asked: Asked, given: Measuring, where: dict[str, object]) -> None:
-        self.path, self.asked = path, asked
+    def __init__(self, path: Path, problem_list: ProblemList, measuring: Measuring, where: dict[str, object]) -> None:
+        self.path, self.problem_list = path, problem_list
         self.body: dict[str, Any] = {
-            "format": FORMAT, "environment": where, **asdict(asked), "role": role_of(asked.seed),
-            "protocols": list(given.settings.protocols), "peers": [peer.tag for peer in given.peers],
-            "settings": asdict(given.settings), "begun": None, "rows": [],
+            "format": FORMAT, "environment": where, **asdict(problem_list), "role": role_of(problem_list.seed),
+            "protocols": list(measuring.settings.protocols), "peers": [peer.tag for peer in measuring.peers],
+            "settings": asdict(measuring.settings), "begun": None, "rows": [],
         }  # fmt: skip
         if not path.is_file():
             return
@@ -329,14 +331,14 @@ class Kept:
         self.body["rows"] = before["rows"]
         if before["begun"] is not None:
             self.add({
-                "number": before["begun"], "problem": asked.problem(before["begun"], None).describe(), "ok": False,
-                "absent": {OURS: "the process ended while it ran"},
+                "number": before["begun"], "problem": problem_list.problem(before["begun"], None).describe(),
+                "ok": False, "absent": {OURS: "the process ended while it ran"},
             })  # fmt: skip
 
     @property
     def lacking(self) -> list[int]:
         done = {row["number"] for row in self.body["rows"]}
-        return [number for number in range(self.asked.count) if number not in done]
+        return [number for number in range(self.problem_list.count) if number not in done]
 
     def begin(self, number: int) -> None:
         self.body["begun"] = number
@@ -353,39 +355,39 @@ class Kept:
 
 def line(row: Mapping[str, Any]) -> str:
     """What is printed of a row."""
-    told = "  ".join(f"{way} {ratio:.3f} of {row['best_peer'][way]}" for way, ratio in row.get("ratio", {}).items())
+    ratios = "  ".join(f"{way} {ratio:.3f} of {row['best_peer'][way]}" for way, ratio in row.get("ratio", {}).items())
     rate = next(iter(row.get("tflops", {}).get(OURS, {}).values()), math.nan)
     wrong = "" if row["ok"] else "  " + row["absent"].get(OURS, "")
-    return f"{row['number']:3d} {row['problem']:<46} {rate:6.1f}  {told or 'no peer'}{wrong}"
+    return f"{row['number']:3d} {row['problem']:<46} {rate:6.1f}  {ratios or 'no peer'}{wrong}"
 
 
-def run(files: Sequence[Kept], given: Measuring, seconds: float) -> int:
+def run(files: Sequence[ResultFile], measuring: Measuring, seconds: float) -> int:
     """Time what the files lack, a problem of each list in turn; the exit status."""
     stop, status = time.monotonic() + seconds, 0
-    order = sorted(((number, place) for place, kept in enumerate(files) for number in kept.lacking))
+    order = sorted(((number, place) for place, file in enumerate(files) for number in file.lacking))
     begun = time.monotonic()
     with Bar(len(order)) as reporter:
         for done, (number, place) in enumerate(order):
-            kept = files[place]
+            file = files[place]
             if time.monotonic() > stop:
                 print(f"time is up: {len(order) - done} problems are left; the same command goes on with them")
                 break
-            kept.begin(number)
-            reporter.begin(f"{kept.asked.direction} {kept.asked.kind} {number}", 1)
+            file.begin(number)
+            reporter.begin(f"{file.problem_list.direction} {file.problem_list.kind} {number}", 1)
             try:
-                row = time_problem(kept.asked, number, given)
+                row = time_problem(file.problem_list, number, measuring)
             except KeyboardInterrupt:
-                kept.body["begun"] = None
-                kept.write()
+                file.body["begun"] = None
+                file.write()
                 print("interrupted: the rows are kept")
                 return 130
             except BrokenContext as error:
                 print(error, file=sys.stderr)
                 return 3
-            kept.add(row)
+            file.add(row)
             print(line(row), flush=True)
             status |= not row["ok"]
-            if given.device.type == "cuda" and torch.cuda.memory_reserved(given.device) > RESERVED_BYTES:
+            if measuring.device.type == "cuda" and torch.cuda.memory_reserved(measuring.device) > RESERVED_BYTES:
                 torch.cuda.empty_cache()
     spent = time.monotonic() - begun
     print(f"{spent:.0f} s, {spent / max(1, len(order)):.2f} s a problem")
@@ -409,10 +411,10 @@ def show(paths: Sequence[Path], folder: Path) -> int:
 
 
 def words(parser: argparse.ArgumentParser, option: str, text: str, known: Iterable[str]) -> list[str]:
-    found = [word for word in text.split(",") if word]
-    if not found or not set(found) <= set(known):
+    chosen = [word for word in text.split(",") if word]
+    if not chosen or not set(chosen) <= set(known):
         parser.error(f"{option} is {text!r}; it may hold {', '.join(known)}")
-    return found
+    return chosen
 
 
 def main() -> int:
@@ -439,8 +441,8 @@ def main() -> int:
         role_of(arguments.seed)
         kinds = words(parser, "--kind", arguments.kind, TIMED)
         directions = words(parser, "--direction", arguments.direction, DIRECTIONS)
-        asked = lists_of(kinds, directions, arguments.seed, arguments.count)  # type: ignore[arg-type]
-        if not asked:
+        lists = lists_of(kinds, directions, arguments.seed, arguments.count)  # type: ignore[arg-type]
+        if not lists:
             parser.error("--kind decode has no backward")
         if arguments.peers == "none":
             peers: tuple[Peer, ...] = ()
@@ -452,23 +454,25 @@ def main() -> int:
             rounds=max(ROUNDS, arguments.rounds), round_ms=arguments.round_ms, warmup_ms=2.0, max_iterations=100,
             budget_ms=1e9, protocols=PROTOCOLS if arguments.protocol == "both" else (arguments.protocol,),
         )  # fmt: skip
-        given = Measuring(device, settings, clocks_for(device, settings), peers, arguments.candidates)
+        measuring = Measuring(device, settings, clocks_for(device, settings), peers, arguments.candidates)
         where = environment(device)
-        files = [Kept(arguments.out / f"{each.name}.json", each, given, where) for each in asked]
+        files = [ResultFile(arguments.out / f"{each.name}.json", each, measuring, where) for each in lists]
     except ValueError as error:
         parser.error(str(error))
     if os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") and not arguments.compile_fa4:
         refuse_to_compile_fa4()
     began = time.monotonic()
     arch = arch_of(device)
-    problems = [(each.asked.problem(n, arch), each.asked.direction) for each in files for n in each.lacking]
+    problems = [
+        (each.problem_list.problem(n, arch), each.problem_list.direction) for each in files for n in each.lacking
+    ]
     compiled = compile_all(problems, arguments.candidates)
     print(f"compiled {compiled} kernels in {time.monotonic() - began:.0f} s", flush=True)
     if device.type == "cuda":
         heat(device)
     with torch.no_grad():
-        status = run(files, given, arguments.seconds)
-    show([kept.path for kept in files if kept.path.is_file()], arguments.out)
+        status = run(files, measuring, arguments.seconds)
+    show([file.path for file in files if file.path.is_file()], arguments.out)
     return status
 
 

@@ -3,11 +3,11 @@
     python benchmarks/scripts/flex_speed.py --out flex_speed.json [--peers triton,flash] [--candidates] [--seconds 400]
         [--together 100]
 
-A cell is a mask and a score. All that run it take turns in drawn order, by the bench's timer, calls back to back; the
+A cell is a mask and a score. All that run it alternate in drawn order, by the bench's timer, calls back to back; the
 figures are TFLOP/s of visible pairs. What a peer refuses, or compiles for too long, is a line that says so. In front of
 the timings each output is compared with that of the first that ran. ``--candidates`` adds other configurations of our
 kernels. torch's functions are compiled for each cell, and get torch's own block masks (``flex_peers.py``).
-``--together`` compiles all cells at once (``flex_turns.py``): FLASH takes some ten seconds a kernel. The file
+``--together`` compiles all cells at once (``flex_processes.py``): FLASH takes some ten seconds a kernel. The file
 is written again after each row.
 """
 
@@ -318,10 +318,10 @@ def backward_candidates(base: Any, problem: Any) -> dict[str, Any]:
     }
     if not base.block_lists:
         found = {}
-    turns = {f"turns {until}": {"ping_pong": until} for until in ("until_issued", "until_complete")}
+    ping_pong = {f"ping-pong {until}": {"ping_pong": until} for until in ("until_issued", "until_complete")}
     rows = {} if base.block_lists else {f"{rows} rows": {"block_m": rows} for rows in ROWS}
-    rows |= {f"{name}, turns": changes | turns["turns until_complete"] for name, changes in rows.items()}
-    for name, changes in ({"two places for K": {"k_stages": 2}} | turns | rows).items():
+    rows |= {f"{name}, ping-pong": changes | ping_pong["ping-pong until_complete"] for name, changes in rows.items()}
+    for name, changes in ({"two stages of K": {"k_stages": 2}} | ping_pong | rows).items():
         other = replace(base, **changes)
         if other != base and other.shared_memory <= jit.shared_limit(ARCH):
             found[name] = other
@@ -472,8 +472,8 @@ def main() -> None:
     if given.together is None:
         keep(run(device, peers, settings, given.seconds, with_candidates=given.candidates, words=words, keep=keep))
     else:
-        flex_turns = importlib.import_module("flex_turns")
-        flex_turns.run(device, peers, settings, given.together, given.seconds, words=words, keep=keep)
+        flex_processes = importlib.import_module("flex_processes")
+        flex_processes.run(device, peers, settings, given.together, given.seconds, words=words, keep=keep)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the GPU scripts of this folder share: settings that keep to a time, compiling ahead, results piece by piece."""
+"""What the GPU scripts of this folder share: settings that keep to a time, compiling ahead, results part by part."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ FORMAT = "flashlane-host-cost/1"
 CALLS = 100
 """Calls of one round: far fewer than the launches that fit into a queue (1024)."""
 ROUNDS = 41
-TURNS = 24
-"""Sets of q, k and v that take turns: the addresses of a model's layers, where one set alone might stay prepared."""
+SETS = 24
+"""Sets of q, k and v that alternate: the addresses of a model's layers, where one set alone might stay prepared."""
 LIMITS = {"direct": 12.0, "operator": 20.0, "both": 130.0}
 """What a call of ours may cost, µs: of inference, and forward with backward."""
 PEER_TAGS = ("(flash)", "(cudnn)", "(flash-attn-2)", "(flash-attn-3)", "(flash-attn-4)", "(ffpa)")
@@ -99,13 +99,13 @@ def ours(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterato
     whole = schema.operands(inputs, CallOptions(causal=True), False, kernel)
     given = asked if kernel else asked[:2]  # a compiled graph leaves off the last ones that have their defaults
     operator = torch.ops.flashlane.forward.default
-    turns = itertools.cycle([[t.clone() for t in (q, k, v)] for _ in range(TURNS)])
+    alternating = itertools.cycle([[t.clone() for t in (q, k, v)] for _ in range(SETS)])
 
     def direct() -> object:
         return flashlane.flash_attn_func(q, k, v, causal=True, kernel=kernel)
 
-    def in_turn() -> object:
-        return flashlane.flash_attn_func(*next(turns), causal=True, kernel=kernel)
+    def alternately() -> object:
+        return flashlane.flash_attn_func(*next(alternating), causal=True, kernel=kernel)
 
     def short() -> object:
         return operator(q, k, v, causal=True, tag=kernel) if kernel else operator(q, k, v, causal=True)
@@ -117,7 +117,7 @@ def ours(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterato
         return flashlane.flash_attn_func(grad.q, grad.k, grad.v, causal=True, kernel=kernel)
 
     yield Cost(f"{name}: flash_attn_func", "direct", name), direct, torch.no_grad
-    yield Cost(f"{name}: flash_attn_func, {TURNS} sets of tensors in turn", "direct", name), in_turn, torch.no_grad
+    yield Cost(f"{name}: flash_attn_func, {SETS} sets of tensors in turn", "direct", name), alternately, torch.no_grad
     yield Cost(f"{name}: flashlane::forward", "operator", name), short, torch.no_grad
     yield Cost(f"{name}: flashlane::forward in a compiled graph", "operator", name), in_graph, torch.no_grad
     yield Cost(f"{name}: flashlane::forward, every argument", "operator", name), lambda: operator(*whole), torch.no_grad

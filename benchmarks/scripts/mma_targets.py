@@ -87,12 +87,12 @@ def tags_for(target: Target, words: Sequence[str]) -> list[str]:
         return [tag for tag in family if any(word in tag for word in words)]
     chosen = []
     for tag in family:
-        pieces = {word for word in tag[len("mma(") : -1].split("+") if not word.startswith("stage")}
+        designs = {word for word in tag[len("mma(") : -1].split("+") if not word.startswith("stage")}
         if target.problem.head_dim <= 256:
-            wanted = pieces - {"acc-f32", "swizzle-qkv"} in DESIGNS
+            wanted = designs - {"acc-f32", "swizzle-qkv"} in DESIGNS
         else:
-            wanted = any(word.startswith("tiling") for word in pieces)
-        if wanted and {"acc-f32", "swizzle-qkv"} <= pieces:
+            wanted = any(word.startswith("tiling") for word in designs)
+        if wanted and {"acc-f32", "swizzle-qkv"} <= designs:
             chosen.append(tag)
     return chosen
 

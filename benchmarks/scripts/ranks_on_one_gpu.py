@@ -264,7 +264,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "contiguous": lambda: Problem(3, 2500, (4, 1), 256, "contiguous"),
     "documents": lambda: Problem(2, DOCUMENTS),
     "fewer documents": lambda: Problem(2, DOCUMENTS[:12]),
-    "many pieces": lambda: Problem(2, 16384, (8, 2)),
+    "many chunks": lambda: Problem(2, 16384, (8, 2)),
 }
 FIRST = ("two ranks", "documents", "fewer documents")
 
@@ -344,7 +344,7 @@ def repeats(count: int, until: float) -> dict[str, Any]:
 
 def early() -> dict[str, Any]:
     """Without the wait for flags NaN is seen: what the checks above would find."""
-    ranks = InOneProcess(PROBLEMS["many pieces"](), 2)
+    ranks = InOneProcess(PROBLEMS["many chunks"](), 2)
     ranks.warm_up(False)
     for each in ranks.memory:
         each[:FLAG_BYTES].view(torch.int32).fill_(1 << 20)

@@ -113,8 +113,8 @@ def backward_cases() -> Iterator[BackwardCase]:
         yield BackwardCase("sinks", *where, sinks=True)
         yield BackwardCase("varlen", *where, packed, {"causal": True})
         yield BackwardCase("deterministic", *where, asked={"deterministic": True})
-        yield BackwardCase("pieces of tiles", *where, ((700, 300),))
-        yield BackwardCase("pieces of tiles, causal", *where, ((300, 300),), {"causal": True})
+        yield BackwardCase("split tiles", *where, ((700, 300),))
+        yield BackwardCase("split tiles, causal", *where, ((300, 300),), {"causal": True})
         yield BackwardCase("everything", *where, packed, everything, True, True)
     # More tiles than SMs: the last dQ of a tile is made in the next one; and so many that idle warps write zeros.
     square, many = ((100, 100),), (200, 200)

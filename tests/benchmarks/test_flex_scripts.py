@@ -133,16 +133,16 @@ def test_pairs_are_those_of_the_masks(speed: ModuleType) -> None:
 
 
 def test_cells_in_processes_give_the_same_rows(speed: ModuleType) -> None:
-    turns = importlib.import_module("flex_turns")
+    processes = importlib.import_module("flex_processes")
     settings = bench.Settings(rounds=1, round_ms=0.01, warmup_ms=0.01, warmup=1, max_iterations=1)
     kept: list[int] = []
     given = CPU, ["triton"], settings, 120, 120
-    rows = turns.run(*given, shrink=128, words=["D64, tanh"], keep=lambda rows: kept.append(len(rows)))
+    rows = processes.run(*given, shrink=128, words=["D64, tanh"], keep=lambda rows: kept.append(len(rows)))
     assert [(row["cell"], row["direction"]) for row in rows] == [
         ("causal 4096 D64, tanh", "forward"), ("causal 4096 D64, tanh", "backward")
     ]  # fmt: skip
     assert all(row["wrong"] == [] and "flashlane" in row["tflops"] for row in rows) and kept[-1] == 2
-    late = turns.run(CPU, [], settings, 0.0, 120, shrink=128, words=["D64, tanh"])
+    late = processes.run(CPU, [], settings, 0.0, 120, shrink=128, words=["D64, tanh"])
     assert late == [
         {"cell": "causal 4096 D64, tanh", "direction": "both", "failed": {"all": "still compiling after 0 s"}}
     ]

@@ -14,7 +14,7 @@ HERE = torch.device("cuda", 0)
 
 
 class Stream:
-    """So many pieces of work have been enqueued, and so many are done."""
+    """So many units of work have been enqueued, and so many are done."""
 
     enqueued = done = 0
 

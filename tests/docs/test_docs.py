@@ -216,7 +216,7 @@ def test_options_and_docstrings_are_in_it(site):
     functions = (site / "api" / "functions.html").read_text(encoding="utf-8")
     assert "flash_attn_varlen_func" in functions and "bottom-right" in functions
     returned = re.findall(r">Returns:<.*?<tbody>(.*?)</tbody>", functions, re.S)
-    assert len(returned) >= 7 and all(rows.count("<tr") == 1 for rows in returned), "what is returned is in one piece"
+    assert len(returned) >= 7 and all(rows.count("<tr") == 1 for rows in returned), "what is returned is one row"
     bench = (site / "api" / "bench.html").read_text(encoding="utf-8")
     assert ":class:" not in bench and ":func:" not in bench, "Sphinx's roles are names here"
 

@@ -420,10 +420,10 @@ FUNCTIONS = {
     "other documents": (lambda b, h, q, kv: IDS[q] != IDS[kv], None),
     "another tensor": (lambda b, h, q, kv: IDS[q] == (IDS + 0)[kv], None),
     "by position": (lambda b, h, q, kv: IDS[q] == IDS[q], None),
-    "in pieces": (lambda b, h, q, kv: PIECES[q] == PIECES[kv], None),
+    "in segments": (lambda b, h, q, kv: SEGMENTS[q] == SEGMENTS[kv], None),
     "of two dimensions": (lambda b, h, q, kv: IDS[None][b, q] == IDS[None][b, kv], None),
 }
-PIECES = IDS.roll(5)
+SEGMENTS = IDS.roll(5)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

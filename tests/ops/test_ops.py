@@ -205,15 +205,15 @@ def test_varlen_equals_one_sequence_after_another(kernel: str) -> None:
     out, lse = flashlane.flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, 70, 66, causal=True, alibi_slopes=slopes, kernel=kernel, return_lse=True
     )
-    pieces = [
+    of_documents = [
         flashlane.flash_attn_func(
             a[None], b[None], c[None], causal=True, alibi_slopes=slopes[i], kernel=kernel, return_lse=True
         )
         for i, (a, b, c) in enumerate(zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True))
     ]
-    want = torch.cat([p[0][0] for p in pieces])
+    want = torch.cat([p[0][0] for p in of_documents])
     torch.testing.assert_close(out, want)
-    torch.testing.assert_close(lse, torch.cat([p[1][0] for p in pieces], 1))
+    torch.testing.assert_close(lse, torch.cat([p[1][0] for p in of_documents], 1))
     push = torch.randn_like(out)
     torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), push), torch.autograd.grad(want, (q, k, v), push))
 

@@ -70,8 +70,8 @@ class _Combine(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(out_dtype: torch.dtype, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _combined(out_dtype, *_halves(given))
+    def forward(out_dtype: torch.dtype, *outs_and_lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _combined(out_dtype, *_halves(outs_and_lses))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -80,8 +80,8 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        *given, lse = ctx.saved_tensors
-        outs, lses = _halves(given)
+        *outs_and_lses, lse = ctx.saved_tensors
+        outs, lses = _halves(outs_and_lses)
         weights = _weights(lses, lse)
         douts: list[torch.Tensor | None] = [None] * len(outs)
         dlses = [torch.zeros_like(weight) for weight in weights]
@@ -101,10 +101,10 @@ class _Combine(torch.autograd.Function):
         return None, *douts, *found
 
 
-def _halves(given: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+def _halves(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Outputs and LSEs of as many parts."""
-    count = len(given) // 2
-    return given[:count], given[count:]
+    count = len(tensors) // 2
+    return tensors[:count], tensors[count:]
 
 
 def _weights(lses: Sequence[torch.Tensor], lse: torch.Tensor) -> list[torch.Tensor]:
@@ -122,15 +122,15 @@ def _per_head(t: torch.Tensor) -> torch.Tensor:
     return t.squeeze(-1).transpose(-1, -2)
 
 
-def _tensors(name: str, given: Any) -> tuple[torch.Tensor, ...]:
-    if isinstance(given, torch.Tensor):
-        if given.dim() == 0:
+def _tensors(name: str, values: Any) -> tuple[torch.Tensor, ...]:
+    if isinstance(values, torch.Tensor):
+        if values.dim() == 0:
             raise ValueError(f"{name} has shape (); it must be a sequence of tensors, or stacked along a first axis")
-        return given.unbind(0)
-    if not isinstance(given, Sequence) or not all(isinstance(t, torch.Tensor) for t in given):
-        what = kind_of(given)
+        return values.unbind(0)
+    if not isinstance(values, Sequence) or not all(isinstance(t, torch.Tensor) for t in values):
+        what = kind_of(values)
         raise TypeError(f"{name} is {what}; it must be a sequence of torch.Tensor, or one stacked along a first axis")
-    return tuple(given)
+    return tuple(values)
 
 
 def _check(outs: tuple[torch.Tensor, ...], lses: tuple[torch.Tensor, ...]) -> None:
@@ -143,7 +143,7 @@ def _check(outs: tuple[torch.Tensor, ...], lses: tuple[torch.Tensor, ...]) -> No
             f"head_dim)"
         )
     rows = (*shape[:-3], shape[-2], shape[-3])
-    for name, parts, wanted in (("outs", outs, tuple(shape)), ("lses", lses, rows)):
+    for name, parts, needed in (("outs", outs, tuple(shape)), ("lses", lses, rows)):
         for number, t in enumerate(parts):
             if not t.is_floating_point() or t.dtype != parts[0].dtype:
                 raise TypeError(f"{name}[{number}] has dtype {t.dtype}; all must have one floating-point dtype")
@@ -151,7 +151,7 @@ def _check(outs: tuple[torch.Tensor, ...], lses: tuple[torch.Tensor, ...]) -> No
                 raise ValueError(
                     f"{name}[{number}] is on {t.device} and outs[0] is on {outs[0].device}; they must agree"
                 )
-            if tuple(t.shape) != wanted:
+            if tuple(t.shape) != needed:
                 raise ValueError(
-                    f"{name}[{number}] has shape {tuple(t.shape)}; it must be {wanted}, as outs[0] is {tuple(shape)}"
+                    f"{name}[{number}] has shape {tuple(t.shape)}; it must be {needed}, as outs[0] is {tuple(shape)}"
                 )

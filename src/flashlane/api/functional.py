@@ -77,7 +77,7 @@ def flash_attn_func(
         TypeError, ValueError: an argument cannot be; the message names it.
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
-    # The tag and the fields of Asked, built here because a function call more would show in the cost of each call.
+    # The tag and the fields of CallOptions, built here because another function call would show in the cost of a call.
     tag_and_options = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, 0
     if alibi_slopes is attn_bias is sinks is logit_scale is None and not return_attn_probs:
         found = ops.run_cached(q, k, v, tag_and_options, return_lse)

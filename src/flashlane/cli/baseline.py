@@ -59,21 +59,21 @@ def baseline_command(
     from flashlane.inspect.fitted_table import make_console
 
     where, console = resolve_device(device), make_console()
-    found = select_lines(arch_of(where), o.words_of(only))
+    lines = select_lines(arch_of(where), o.words_of(only))
     if list_:
-        for line in found:
+        for line in lines:
             print_line(line, None, console)
         return
     if where.type != "cuda":
         raise ValueError(f"--device is {where}; the logs' kernels need a GPU (--list shows the problems without one)")
     check_writable(out)
     settings = settings_for(where, quick, warmup, iters, graph=False)
-    with Bar(len(found)) as reporter:
+    with Bar(len(lines)) as reporter:
         results, saved, stopped = measure(
-            found, where, out, settings=settings, check=check, seed=seed, reporter=reporter
+            lines, where, out, settings=settings, check=check, seed=seed, reporter=reporter
         )
     if results is not None:
-        print_lines(found, results, console)
+        print_lines(lines, results, console)
     if saved is not None:
         saved.report_to(console)
     if stopped:
@@ -83,37 +83,37 @@ def baseline_command(
         o.end(results, saved)
 
 
-def measure(found: list[Line], device: Any, out: Path, **how: Any) -> tuple[Results | None, SavedFiles | None, bool]:
+def measure(lines: list[Line], device: Any, out: Path, **how: Any) -> tuple[Results | None, SavedFiles | None, bool]:
     """Measure line after line, the results on the disk after each; these, their file, and whether Ctrl-C came."""
     from flashlane.bench.measure.peers import select_peers
     from flashlane.bench.measure.results import file_stem
     from flashlane.bench.measure.runner import Selection, run
     from flashlane.bench.measure.saved_files import save_texts
 
-    seed, whole, saved, stem = how.pop("seed"), None, None, ""
-    for number, line in enumerate(found):
+    seed, results, saved, stem = how.pop("seed"), None, None, ""
+    for number, line in enumerate(lines):
         peers = select_peers(",".join(line.peers)) if line.peers else ()
         selection = Selection(tags=line.kernels, peers=peers)
         one = run([line.problem], device=device, selection=selection, seed=seed + number, keep_partial=True, **how)
         if one.stopped:
-            return whole, saved, True
-        if whole is None:
-            whole, stem = one, file_stem(str(one.environment.get("device", "device")), "bench-baseline-logs")
+            return results, saved, True
+        if results is None:
+            results, stem = one, file_stem(str(one.environment.get("device", "device")), "bench-baseline-logs")
         else:
-            whole.rows += one.rows
-            whole.skipped += one.skipped
-        saved = save_texts(out, {f"{stem}.json": whole.to_json(), f"{stem}.csv": whole.to_csv()})
-    return whole, saved, False
+            results.rows += one.rows
+            results.skipped += one.skipped
+        saved = save_texts(out, {f"{stem}.json": results.to_json(), f"{stem}.csv": results.to_csv()})
+    return results, saved, False
 
 
-def print_lines(found: list[Line], results: Results, console: Console) -> None:
+def print_lines(lines: list[Line], results: Results, console: Console) -> None:
     """How it was measured, every problem, and what the columns mean."""
     from flashlane.bench.present.table import header
     from flashlane.inspect.fitted_table import say
 
     machine = results.environment
     say(console, f"{machine['device']}, torch {machine['torch']} · {header(results)}", "dim")
-    for line in found:
+    for line in lines:
         print_line(line, results, console)
     say(console, "gain: over the fastest kernel above; TFLOP/s count every operation, as the logs do", "dim")
 

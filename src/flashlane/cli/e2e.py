@@ -174,19 +174,19 @@ def _workloads(named: list[str] | None, model: str | None, device: torch.device)
     return chosen, left_out
 
 
-def _attentions(asked: str | None) -> tuple[str, ...]:
+def _attentions(text: str | None) -> tuple[str, ...]:
     from flashlane.bench.measure.grid import parse_names
     from flashlane.bench.suites.whole_models import ATTENTIONS, PACKAGES, installed
 
-    if asked is None:
+    if text is None:
         return ATTENTIONS
-    found = tuple(parse_names(asked, "--attention", ATTENTIONS))
-    if not found:
-        raise ValueError(f"--attention is {asked!r}; it must have at least one of {', '.join(ATTENTIONS)}")
-    for name in found:
+    names = tuple(parse_names(text, "--attention", ATTENTIONS))
+    if not names:
+        raise ValueError(f"--attention is {text!r}; it must have at least one of {', '.join(ATTENTIONS)}")
+    for name in names:
         if name in PACKAGES and not installed(name):
             raise ImportError(f"--attention has {name}, whose package is not installed: pip install {PACKAGES[name]}")
-    return found
+    return names
 
 
 def _device_name(suite: E2ESuite) -> str:

@@ -62,7 +62,7 @@ def mask_command(
 
       flashlane mask sliding-window --N 4096 --window 512,0 --first 4 --show --png window.png
     """
-    given = Parameters(
+    parameters = Parameters(
         tokens,
         _numbers("--window", window),
         first,
@@ -74,20 +74,20 @@ def mask_command(
     )
     _check(tokens, block, block_size, png)
     if name is None:
-        if given != Parameters(tokens) or show or json_ is not None:
+        if parameters != Parameters(tokens) or show or json_ is not None:
             raise ValueError("NAME is missing; without it --N and --png are all there is to say")
         _list_all(tokens, png, block_size)
         return
-    mask = mask_of(name, given)
+    mask = mask_of(name, parameters)
     from flashlane.bench.present.table import make_console
     from flashlane.core.files import write_named
     from flashlane.inspect import mask_view
 
-    found = mask_view.facts(mask, tokens, block_size)
+    facts = mask_view.facts(mask, tokens, block_size)
     if png is not None:
         mask_view.save_png([(f"{name}, {tokens} tokens", mask, tokens)], png, block_size)
     if json_ is not None:
-        text = json.dumps(found, indent=1)
+        text = json.dumps(facts, indent=1)
         if str(json_) == "-":
             typer.echo(text)
             return
@@ -96,14 +96,14 @@ def mask_command(
     if show:
         for line in mask_view.lines_of(mask_view.dense(mask, tokens)):
             console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-    total = found["full"] + found["partial"] + found["hidden"]
+    total = facts["full"] + facts["partial"] + facts["hidden"]
     console.print(f"{name}: {NAMED[name].summary}", markup=False, highlight=False)
     console.print(
-        f"{tokens} tokens in blocks of {block_size}: {found['full']} full, {found['partial']} partial and "
-        f"{found['hidden']} hidden of {total}",
+        f"{tokens} tokens in blocks of {block_size}: {facts['full']} full, {facts['partial']} partial and "
+        f"{facts['hidden']} hidden of {total}",
         highlight=False,
     )
-    number, of = found["intervals"], found["intervals_of"]
+    number, of = facts["intervals"], facts["intervals_of"]
     console.print(
         "its rows are not a few intervals" if number is None else f"intervals a {of}: {number}", highlight=False
     )

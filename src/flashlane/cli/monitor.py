@@ -213,27 +213,27 @@ def print_summary(watch: Watch, console: Console) -> None:
     from flashlane.inspect.fitted_table import Column, make_table, say
 
     for position in range(len(watch.looks[0][1])):
-        seen = [found[position] for _, found in watch.looks]
-        rows = [(name, _known(seen, field)) for name, field in FIGURES.items()]
+        states = [found[position] for _, found in watch.looks]
+        rows = [(name, _known(states, field)) for name, field in FIGURES.items()]
         columns = [
             Column(title, lambda row, do=do: f"{do(row[1]):.0f}" if row[1] else "–")
             for title, do in (("least", min), ("mean", statistics.fmean), ("most", max))
         ]
-        title = f"{watch.name(position)} · {o.counted(len(seen), 'look')} in {watch.looks[-1][0]:.1f} s"
+        title = f"{watch.name(position)} · {o.counted(len(states), 'look')} in {watch.looks[-1][0]:.1f} s"
         console.print(make_table(rows, columns, title, console.width, head="", name=lambda row: row[0]))
         limits = [
             f"{value:.0f} {unit}"
-            for value, unit in ((seen[0].sm_clock_max, "MHz"), (seen[0].power_limit, "W"))
+            for value, unit in ((states[0].sm_clock_max, "MHz"), (states[0].power_limit, "W"))
             if value
         ]
         if limits:
             say(console, f"limits: {', '.join(limits)}", "dim")
         slowed: dict[str, int] = {}
-        for state in seen:
+        for state in states:
             for reason in state.slowed_by:
                 slowed[reason] = slowed.get(reason, 0) + 1
         for reason, times in slowed.items():
-            say(console, f"slowed by {reason} in {times} of {len(seen)} looks", "yellow")
+            say(console, f"slowed by {reason} in {times} of {len(states)} looks", "yellow")
 
 
 def _known(seen: Sequence[Any], field: str) -> list[float]:

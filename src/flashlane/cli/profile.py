@@ -140,12 +140,12 @@ def profile_command(
         if not re.fullmatch(r"[\w-]+", sections):
             raise ValueError(f"--set is {sections!r}; it may be {', '.join(SETS)}, as ncu --list-sets has them")
         need_ncu(where, "--set")
-    tools, asked = _tools(tool, where)
+    tools, by_name = _tools(tool, where)
     if sections is not None and "ncu" not in tools:
         tools = (*tools, "ncu")
     check_writable(out)
     name = file_stem(f"{problems[0].describe()} {direction}", "profile")
-    found, console = Found(), make_console()
+    profile, console = Found(), make_console()
     body = {"format": FORMAT, "environment": environment(where), "problem": problems[0].describe()}
     body |= {"tags": list(tags), "direction": direction}
     status = 0
@@ -153,21 +153,21 @@ def profile_command(
         for each in tools:
             reporter.begin(f"{PROGRAMS[each]}: {problems[0].describe()}", 1)
             try:
-                _profile(each, request, out / name, metrics, sections, found, asked)
+                _profile(each, request, out / name, metrics, sections, profile, by_name)
             except KeyboardInterrupt:
                 status = o.INTERRUPTED
-            saved = save_texts(out, {f"{name}.json": json.dumps(finite(body | _as_json(found)), indent=1) + "\n"})
+            saved = save_texts(out, {f"{name}.json": json.dumps(finite(body | _as_json(profile)), indent=1) + "\n"})
             if status:
                 break
-    print_profile(found, request, console)
+    print_profile(profile, request, console)
     others = sorted(path for path in out.glob(f"{name}*") if path not in saved.paths)
     replace(saved, paths=(*saved.paths, *others)).report_to(console)
     notes = make_console(stderr=True)
-    for problem in found.failed:
+    for problem in profile.failed:
         notes.print(f"error: {problem}", style="bold red", soft_wrap=True, markup=False)
     if status:
         notes.print("interrupted; what was done before is kept", style="bold yellow")
-    status = status or (o.NOT_WRITTEN if saved.problem or found.lost else 0) or (2 if found.failed else 0)
+    status = status or (o.NOT_WRITTEN if saved.problem or profile.lost else 0) or (2 if profile.failed else 0)
     if status:
         raise typer.Exit(status)
 
@@ -195,7 +195,7 @@ def _tools(text: str, device: Any) -> tuple[tuple[str, ...], bool]:
 
 
 def _profile(
-    tool: str, request: Request, stem: Path, metrics: str, sections: str | None, found: Found, asked: bool
+    tool: str, request: Request, stem: Path, metrics: str, sections: str | None, profile: Found, by_name: bool
 ) -> None:
     """One tool's part; what cannot be done is a note, or an error where the tool was asked for."""
     from flashlane.core.files import NotWritten
@@ -204,29 +204,29 @@ def _profile(
 
     try:
         if tool == "torch":
-            found.trace = trace.record(request, stem.with_suffix(".trace.json"))
+            profile.trace = trace.record(request, stem.with_suffix(".trace.json"))
         elif tool == "ncu":
             need_ncu(_device(request), "--tool ncu")
             wanted = (*ncu.all_metrics(), *o.words_of(metrics))
             report = None if sections is None else stem.with_name(f"{stem.name}.ncu-rep")
-            found.counted = ncu.count(
+            profile.counted = ncu.count(
                 request.problem, request.tags, request.direction, metrics=wanted, seed=request.seed,
                 device=request.device, report=report, sections=sections or "",
             )  # fmt: skip
             if report is not None:
-                found.notes.append(f"open it: ncu-ui {report}, or ncu --import {report} --page details")
+                profile.notes.append(f"open it: ncu-ui {report}, or ncu --import {report} --page details")
         else:
-            found.kernels = nsys.record(NSYS.need("--tool nsys"), request, stem.with_suffix(".nsys-rep"))
+            profile.kernels = nsys.record(NSYS.need("--tool nsys"), request, stem.with_suffix(".nsys-rep"))
     except NotWritten as error:
-        found.lost = True
-        found.notes.append(str(error))
+        profile.lost = True
+        profile.notes.append(str(error))
     except RuntimeError as error:
-        wanted_by = "--set" if tool == "ncu" and sections is not None else f"--tool {tool}" if asked else None
-        (found.notes if wanted_by is None else found.failed).append(f"{wanted_by or PROGRAMS[tool]}: {error}")
+        wanted_by = "--set" if tool == "ncu" and sections is not None else f"--tool {tool}" if by_name else None
+        (profile.notes if wanted_by is None else profile.failed).append(f"{wanted_by or PROGRAMS[tool]}: {error}")
     except ValueError as error:
-        if asked or tool == "torch":
+        if by_name or tool == "torch":
             raise
-        found.notes.append(str(error))
+        profile.notes.append(str(error))
 
 
 def _device(request: Request) -> Any:
@@ -255,36 +255,36 @@ def _show_commands(request: Request, out: Path, metrics: str, sections: str | No
             typer.echo(f"# {tool.remedy}")
 
 
-def _as_json(found: Found) -> dict[str, Any]:
+def _as_json(profile: Found) -> dict[str, Any]:
     from flashlane.profile.ncu import to_json
 
-    body: dict[str, Any] = {"notes": [*found.notes, *found.failed], "ncu": json.loads(to_json(found.counted))}
-    body["nsys"] = [asdict(kernel) for kernel in found.kernels]
-    if found.trace is not None:
-        trace = found.trace
+    body: dict[str, Any] = {"notes": [*profile.notes, *profile.failed], "ncu": json.loads(to_json(profile.counted))}
+    body["nsys"] = [asdict(kernel) for kernel in profile.kernels]
+    if profile.trace is not None:
+        trace = profile.trace
         body["torch"] = {"trace": trace.path.name, "operations": [asdict(x) for x in trace.operations]}
         body["torch"]["ranges"] = [asdict(x) for x in trace.ranges]
     return body
 
 
-def print_profile(found: Found, request: Request, console: Console) -> None:
+def print_profile(profile: Found, request: Request, console: Console) -> None:
     """A table for each tool, then what could not be done."""
     from flashlane.inspect.fitted_table import Column, say
 
     title = f"{request.problem.describe()}, {request.direction}"
-    if found.trace is not None:
-        _print_trace(found.trace, title, console)
-    for tag, launches in found.counted.items():
+    if profile.trace is not None:
+        _print_trace(profile.trace, title, console)
+    for tag, launches in profile.counted.items():
         for launch in launches:
             _print_launch(tag, launch, console)
-    if found.kernels:
+    if profile.kernels:
         columns = [
             Column("calls", lambda k: str(k.calls)),
             Column("total µs", lambda k: f"{k.total:.1f}"),
             Column("median µs", lambda k: f"{k.median:.1f}"),
         ]
-        _print_table(f"{title} · nsys", "kernel", found.kernels[:MOST], lambda k: k.name, columns, console)
-    for note in found.notes:
+        _print_table(f"{title} · nsys", "kernel", profile.kernels[:MOST], lambda k: k.name, columns, console)
+    for note in profile.notes:
         say(console, note, "yellow")
 
 

@@ -133,24 +133,24 @@ def ranks_command(
     problem = SharedProblem(**sizes, documents=lengths, dtype=str(kinds[0]).removeprefix("torch."))
     check_writable(out)
     backend = "gloo" if where.type == "cpu" else "nccl"
-    found = on_ranks(ranks, backend, measure_all, problem, chosen, layout, rounds, step, counts, across)
+    measured = on_ranks(ranks, backend, measure_all, problem, chosen, layout, rounds, step, counts, across)
     body = {
         "format": "flashlane-ranks/1",
         "environment": environment(where),
         **problem_fields(problem, ranks),
         "layout": layout,
-        **found,
+        **measured,
     }
     saved = save_texts(out, {FILE: json.dumps(body, indent=1)})
     console = make_console()
-    _print(console, problem.describe(ranks), found, ranks)
-    links = found["links"]
+    _print(console, problem.describe(ranks), measured, ranks)
+    links = measured["links"]
     say(
         console,
         f"a rank sends and receives {links['gbs']:.1f} GB/s at once; {links['latency_us']:.0f} µs at least",
         "dim",
     )
-    for note in found["notes"]:
+    for note in measured["notes"]:
         say(console, note, "yellow")
     saved.report_to(console)
     if saved.problem:
@@ -165,7 +165,7 @@ def _lengths(documents: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _print(console: Console, title: str, found: dict[str, Any], ranks: int) -> None:
+def _print(console: Console, title: str, results: dict[str, Any], ranks: int) -> None:
     """The tables: what was measured, what is modelled from it, and the training step."""
     from flashlane.bench.measure.ranks import ONE
     from flashlane.bench.present.table import Column, make_table
@@ -184,19 +184,19 @@ def _print(console: Console, title: str, found: dict[str, Any], ranks: int) -> N
     ]
     measured = f"{title} · {ranks} ranks, measured"
     console.print(
-        make_table(found["rows"], columns, measured, console.width, head="method", name=lambda r: r["method"])
+        make_table(results["rows"], columns, measured, console.width, head="method", name=lambda r: r["method"])
     )
-    if found["modelled"]:
-        title = f"{title.partition(' of ')[0]} of as many tokens a rank · modelled from {found['modelled_from']}"
+    if results["modelled"]:
+        title = f"{title.partition(' of ')[0]} of as many tokens a rank · modelled from {results['modelled_from']}"
         tokens = Column("tokens", lambda row: f"{row['tokens']}")
-        rows = [{**row, "method": ""} for row in found["modelled"]]
+        rows = [{**row, "method": ""} for row in results["modelled"]]
         table = make_table(rows, [tokens, *columns], title, console.width, head="ranks", name=lambda r: str(r["ranks"]))
         console.print(table)
-    if found["steps"]:
+    if results["steps"]:
         shown = [Column("step ms", number("step_ms")), Column("of ideal", share("step_efficiency"))]
-        title = f"training step of {_step_words(found['step_problem'])} · {ranks} ranks, measured"
+        title = f"training step of {_step_words(results['step_problem'])} · {ranks} ranks, measured"
         console.print(
-            make_table(found["steps"], shown, title, console.width, head="method", name=lambda r: r["method"])
+            make_table(results["steps"], shown, title, console.width, head="method", name=lambda r: r["method"])
         )
 
 

@@ -75,16 +75,16 @@ def regress_command(
     if not 0 < alpha < 1:
         raise ValueError(f"--alpha is {alpha:g}; it may be a probability between 0 and 1")
     runs = r.load(Path(words[0])), r.load(Path(words[1]))
-    found = r.compare(*runs, floor=floor / 100, alpha=alpha, across_devices=across_devices)
+    comparison = r.compare(*runs, floor=floor / 100, alpha=alpha, across_devices=across_devices)
     if json_ is not None:
-        write_named(json_, found.to_json(), "--json")
+        write_named(json_, comparison.to_json(), "--json")
     if junit is not None:
-        write_named(junit, junit_xml(found), "--junit")
-    print_comparison(found, make_console())
+        write_named(junit, junit_xml(comparison), "--junit")
+    print_comparison(comparison, make_console())
     if github:
-        for line in annotations(found):
+        for line in annotations(comparison):
             typer.echo(line)
-    if found.failed:
+    if comparison.failed:
         raise typer.Exit(1)
 
 

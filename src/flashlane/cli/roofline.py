@@ -72,19 +72,19 @@ def roofline_command(
         raise ValueError(f"--format is {formats!r}; it may be png, svg, or both in a list")
     console = make_console()
     if results is not None:
-        found = load_results(results)
+        loaded = load_results(results)
         here = environment(where)["device"]
-        if found.environment.get("device") != here:
-            raise ValueError(f"--results: {results} was measured on {found.environment.get('device')}, this is {here}")
+        if loaded.environment.get("device") != here:
+            raise ValueError(f"--results: {results} was measured on {loaded.environment.get('device')}, this is {here}")
         check_writable(out)
     else:
         problems = sizes.problems(where, quick)
-        found = _bench(problems, where, tags, kernels, peers, backward, iters, quick, seed, out)
-    dtypes = tuple(dict.fromkeys(str(row.sizes.get("dtype")) for row in found.rows)) or ("f16",)
+        loaded = _bench(problems, where, tags, kernels, peers, backward, iters, quick, seed, out)
+    dtypes = tuple(dict.fromkeys(str(row.sizes.get("dtype")) for row in loaded.rows)) or ("f16",)
     with console.status("measuring the rates of the device …"):
         ceilings = measure_rates(where, dtypes)
-    points = place(found.rows, ceilings)
-    body = {"format": FORMAT, "environment": found.environment, "ceilings": ceilings.as_dict()}
+    points = place(loaded.rows, ceilings)
+    body = {"format": FORMAT, "environment": loaded.environment, "ceilings": ceilings.as_dict()}
     body["points"] = [asdict(p) | {"share": p.share, "bound_by": p.bound_by} for p in points]
     writers = {"ceilings.json": partial(write_atomically, text=json.dumps(finite(body), indent=1) + "\n")}
     missing = ""
@@ -93,13 +93,13 @@ def roofline_command(
     except ImportError as error:
         missing = f"no picture: {error}"
     else:
-        writers |= _pictures(points, ceilings, found, suffixes, dark)
+        writers |= _pictures(points, ceilings, loaded, suffixes, dark)
     saved = save_files(out, writers)
-    _print(points, ceilings, found, console)
+    _print(points, ceilings, loaded, console)
     saved.report_to(console)
     if missing:
         say(console, missing, "yellow")
-    if found.failed and results is None:
+    if loaded.failed and results is None:
         raise typer.Exit(1)
     if saved.problem:
         raise typer.Exit(o.NOT_WRITTEN)

@@ -195,17 +195,17 @@ def _lengths(suite: str, seqlens: str | None, longest: int | None, on_cpu: bool)
     if longest is not None and longest < 1:
         raise ValueError(f"--max-seqlen is {longest}; it must be at least 1")
     if seqlens is not None:
-        found = list(parse_sizes(seqlens, "--N"))
-        return [n for n in found if longest is None or n <= longest] or _none_left(longest)
+        lengths = list(parse_sizes(seqlens, "--N"))
+        return [n for n in lengths if longest is None or n <= longest] or _none_left(longest)
     longest = longest or (LONGEST_ON_CPU if on_cpu else LONGEST)[suite]
     if suite == "flash":
-        found = powers(128, longest)
+        lengths = powers(128, longest)
     elif suite == "attention":
-        found = [256, *[n for n in (1024, 4096) if n <= longest], *powers(8192, longest)]
-        found = [n for n in found if n <= longest]
+        lengths = [256, *[n for n in (1024, 4096) if n <= longest], *powers(8192, longest)]
+        lengths = [n for n in lengths if n <= longest]
     else:
-        found = [longest]
-    return found or _none_left(longest)
+        lengths = [longest]
+    return lengths or _none_left(longest)
 
 
 def _none_left(longest: int | None) -> list[int]:

@@ -97,7 +97,7 @@ def sweep_command(
 def _from_file(path: Path, context: typer.Context) -> dict[str, Any]:
     """The options that a TOML file gives and the command line does not."""
     table = _read_toml(path)
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, value in table.items():
         if key not in KEYS:
             from flashlane.core.registry import suggest
@@ -106,8 +106,8 @@ def _from_file(path: Path, context: typer.Context) -> dict[str, Any]:
         option = KEYS[key]
         source = context.get_parameter_source(option)
         if source is None or source.name == "DEFAULT":
-            found[option] = _converted(path, key, value)
-    return found
+            options[option] = _converted(path, key, value)
+    return options
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _run(
                 with Bar(len(cells) - done) as reporter:
                     sweep(
                         cells, spec, journal, seconds=measured.timeout, seed=seed, reporter=reporter, retry=retry,
-                        told=lambda text: notes.print(text, style="yellow", soft_wrap=True),
+                        say=lambda text: notes.print(text, style="yellow", soft_wrap=True),
                     )  # fmt: skip
         except KeyboardInterrupt:
             status = o.INTERRUPTED

@@ -48,7 +48,7 @@ def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_a
     shown = [k for k in known if show_all or k.listed or k is chosen]
     choices = tuple(Choice(k.tag, k.supports(problem), k.preference(problem), k.summary) for k in shown)
     tuned = kernel is None and chosen.tag == tune.best_tag(problem)
-    said = Explanation(
+    explanation = Explanation(
         problem,
         chosen.tag,
         choices,
@@ -60,9 +60,9 @@ def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_a
         configurations=() if tuned else predicted_configurations(problem, chosen),
     )
     if not problem.needs_grad:
-        return said
+        return explanation
     follows = select_backward(problem, chosen).tag
-    return replace(said, backward=follows, backwards=backward_choices(problem, chosen))
+    return replace(explanation, backward=follows, backwards=backward_choices(problem, chosen))
 
 
 def _unnamed(problem: AttentionProblem) -> str | None:
@@ -78,13 +78,13 @@ def predicted_times(problem: AttentionProblem, tags: Sequence[str]) -> dict[str,
 
     A kernel has a prediction where its class has a method ``predicted_ms(problem)`` that gives one.
     """
-    found = {}
+    times = {}
     for tag in tags:
         predict = getattr(registry.get(tag), "predicted_ms", None)
         ms = predict(problem) if predict is not None else None
         if ms is not None:
-            found[tag] = float(ms)
-    return found
+            times[tag] = float(ms)
+    return times
 
 
 def predicted_configurations(problem: AttentionProblem, kernel: Kernel) -> tuple[tuple[str, float], ...]:

@@ -309,15 +309,15 @@ def check_modifier(
         raise ValueError(f"{name} is on {t.device} and q is on {device}; they must be on one device")
     if dtype is not None and t.dtype != dtype:
         raise TypeError(f"{name} has dtype {t.dtype}; it must be {dtype}")
-    found = tuple(t.shape)
+    shape = tuple(t.shape)
     possible = [tuple(sizes[axis] for axis in axes) for axes in shapes]
     if broadcast:
         (full,), (axes,) = possible, shapes
-        if len(found) > len(full) or not all(a in (1, b) for a, b in zip(found[::-1], full[::-1], strict=False)):
-            raise ValueError(f"{name} has shape {found}; it must broadcast to ({', '.join(axes)}) {full}")
-    elif found not in possible:
+        if len(shape) > len(full) or not all(a in (1, b) for a, b in zip(shape[::-1], full[::-1], strict=False)):
+            raise ValueError(f"{name} has shape {shape}; it must broadcast to ({', '.join(axes)}) {full}")
+    elif shape not in possible:
         verb = "may" if len(possible) > 1 else "must"
-        raise ValueError(f"{name} has shape {found}; it {verb} be {' or '.join(map(str, possible))}")
+        raise ValueError(f"{name} has shape {shape}; it {verb} be {' or '.join(map(str, possible))}")
 
 
 def window_sides(window_size: tuple[int, int] | torch.Tensor, causal: bool) -> tuple[int, int]:

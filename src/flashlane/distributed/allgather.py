@@ -74,7 +74,7 @@ def _gather(
     With ``arriving_chunks`` the keys of all heads are being fetched already.
     """
     share = q.shape[2] // k.shape[2]
-    found = []
+    fetched = []
     with streams.on(COPY_STREAM):
         for each in exchanges[:1] if arriving_chunks is None else ():
             each.begin()
@@ -86,10 +86,10 @@ def _gather(
                 gathering = CopiedGathering(task, *own, group, exchanges, Route.of(task, bounds, k, v))
             else:
                 gathering = Gathering(task, *own, backward)
-            found.append((slice(first * share, stop * share), own, gathering))
+            fetched.append((slice(first * share, stop * share), own, gathering))
         # All waits come before gradients are sent on this stream, since gradients depend on the computation.
         groups = []
-        for heads, own, gathering in found:
+        for heads, own, gathering in fetched:
             gathering.finish()
             streams.keep(gathering)
             groups.append(_HeadGroup(heads, own, gathering, streams.mark(COPY_STREAM)))
@@ -123,19 +123,19 @@ def _exchanges(task: Task, k: torch.Tensor, v: torch.Tensor, count: int) -> list
 
 
 def _launches(
-    task: Task, calls: Calls, groups: list[_HeadGroup], q: torch.Tensor, out: torch.Tensor, given: Modifiers
+    task: Task, calls: Calls, groups: list[_HeadGroup], q: torch.Tensor, out: torch.Tensor, modifiers: Modifiers
 ) -> list[tuple[Launch | RangedLaunch, ...]] | None:
     """The prepared launches of each group of heads; None unless all calls have one."""
-    if not calls.disjoint or any(each is not None for each in given):
+    if not calls.disjoint or any(each is not None for each in modifiers):
         return None
-    found = []
+    of_groups = []
     for each in groups:
         tensors = _heads_of(q, each.heads), each.own, each.gathering.gathered, _heads_of(out, each.heads)
         launches = launches_of(task.launches, calls, *tensors, task.settings)
         if launches is None:
             return None
-        found.append(launches)
-    return found
+        of_groups.append(launches)
+    return of_groups
 
 
 def _heads_of(t: torch.Tensor, heads: slice) -> torch.Tensor:
@@ -156,8 +156,8 @@ class GatherAttention(torch.autograd.Function):
         ctx: Any, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *modifiers: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
-        given = Modifiers(*modifiers)
-        calls = task.calls(q.shape[0], given.positional)
+        named = Modifiers(*modifiers)
+        calls = task.calls(q.shape[0], named.positional)
         k, v = _readable(k), _readable(v)
         out = empty_out(q, v.shape[-1], calls)
         bounds = task.kv_heads or (0, k.shape[2])
@@ -172,7 +172,7 @@ class GatherAttention(torch.autograd.Function):
             _polled(task, calls, q, k, v, out, streams, exchanges) if task.in_chunks else (None, None)
         )
         groups = [] if polled else _gather(task, bounds, q, k, v, streams, exchanges, arriving_chunks)
-        launches = None if polled else _launches(task, calls, groups, q, out, given)
+        launches = None if polled else _launches(task, calls, groups, q, out, named)
         lses: list[torch.Tensor] = []
         lse: torch.Tensor | None = None
         if arriving_chunks is not None and polled is not None:
@@ -180,8 +180,8 @@ class GatherAttention(torch.autograd.Function):
             if not any(isinstance(call, Packed) for call in calls.calls):
                 lses = [lse[:, :, call.q_first : call.q_stop] for call in calls.calls]
         elif launches is None:
-            lse = empty_lse(q, calls, given)
-            _attend_all(task, calls, groups, q, Results(out, lse), given, streams)
+            lse = empty_lse(q, calls, named)
+            _attend_all(task, calls, groups, q, Results(out, lse), named, streams)
         else:
             lses = _launch_all(calls, groups, launches, q, out, streams)
             if any(
@@ -201,8 +201,8 @@ class GatherAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *others = ctx.saved_tensors
-        lses, given = others[: ctx.count], Modifiers(*others[ctx.count :])
-        task, calls = ctx.task, ctx.task.calls(q.shape[0], given.positional)
+        lses, named = others[: ctx.count], Modifiers(*others[ctx.count :])
+        task, calls = ctx.task, ctx.task.calls(q.shape[0], named.positional)
         do = torch.zeros_like(out) if do is None else do
         dq = empty_dq(q, calls)
         d_scales: list[torch.Tensor | None] = []
@@ -212,13 +212,13 @@ class GatherAttention(torch.autograd.Function):
         returning: list[Returning] = []
         groups = _gather(task, bounds, q, k, v, streams, exchanges, backward=True)
         again = lses and dlse is None and dq.dtype == q.dtype
-        launches = _launches(task, calls, groups, q, out, given) if again else None
+        launches = _launches(task, calls, groups, q, out, named) if again else None
         for group, each in enumerate(groups):
             if launches is not None:
                 partials = _launch_backward(calls, each, launches[group], (q, out, do, dq), lses, streams)
             else:
                 flow = Flow(out, lse, do, dlse)
-                partials, d_scale = _attend_backward(task, calls, each, q, flow, dq, given, streams)
+                partials, d_scale = _attend_backward(task, calls, each, q, flow, dq, named, streams)
                 d_scales.append(d_scale)
             for stream in range(COMPUTE_STREAMS):
                 streams.after(COPY_STREAM, stream)
@@ -234,7 +234,7 @@ class GatherAttention(torch.autograd.Function):
         streams.join()
         for each in exchanges[-1:]:
             each.end()
-        d_modifiers = given.gradients(Flow(out, lse, do, dlse), _factor_gradient(d_scales, given.factor))
+        d_modifiers = named.gradients(Flow(out, lse, do, dlse), _factor_gradient(d_scales, named.factor))
         return None, dq.to(q.dtype), dk, dv, *d_modifiers
 
 
@@ -297,21 +297,21 @@ def _attend_all(
     groups: list[_HeadGroup],
     q: torch.Tensor,
     results: Results,
-    given: Modifiers,
+    modifiers: Modifiers,
     streams: CallStreams,
 ) -> None:
     """Write output and LSE of calls whose problem is looked up each time."""
     if not calls.disjoint:
         for each in groups:
             streams.wait(0, each.arrived)
-            results_of, own = results.heads(each.heads), given.heads(each.heads)
+            results_of, own = results.heads(each.heads), modifiers.heads(each.heads)
             merge(results_of, _heads_of(q, each.heads), *each.gathering.gathered, calls, own, task.settings)
         return
     for at, (group, number) in enumerate(calls.order(len(groups))):
         stream, each = at % COMPUTE_STREAMS, groups[group]
         call, kv = each.read_by(calls, number, streams, stream)
         with streams.on(stream):
-            heads, own = results.heads(each.heads), given.heads(each.heads)
+            heads, own = results.heads(each.heads), modifiers.heads(each.heads)
             streams.keep(attend(heads, _heads_of(q, each.heads), *kv, call, own, task.settings))
 
 
@@ -322,7 +322,7 @@ def _attend_backward(
     q: torch.Tensor,
     flow: Flow,
     dq: torch.Tensor,
-    given: Modifiers,
+    modifiers: Modifiers,
     streams: CallStreams,
 ) -> tuple[list[Partial], torch.Tensor | None]:
     """Write a group's part of dq, and return the gradients of its keys and values and of its factors."""
@@ -335,7 +335,7 @@ def _attend_backward(
         gathered = calls.calls[number]
         with streams.on(stream):
             found, part, used = attend_backward(
-                _heads_of(dq, heads), _heads_of(q, heads), *kv, flow.heads(heads), call, given.heads(heads),
+                _heads_of(dq, heads), _heads_of(q, heads), *kv, flow.heads(heads), call, modifiers.heads(heads),
                 task.settings,
             )  # fmt: skip
             if call is not gathered:

@@ -63,12 +63,12 @@ def prepare(
     if isinstance(call, Packed):
         index = call.on(q.device)
         rows, keys, layers = slice(0, call.rows), index.keys, index.layers
-        given = modifiers.of_block(block.step, lambda t: t.index_select(0, index.documents))
+        of_block = modifiers.of_block(block.step, lambda t: t.index_select(0, index.documents))
         inputs = Inputs(
             q[0],
             take_rows(k, keys)[0],
             take_rows(v, keys)[0],
-            **given._asdict(),
+            **of_block._asdict(),
             cu_seqlens_q=index.cu_seqlens_q,
             cu_seqlens_k=index.cu_seqlens_k,
             max_seqlen_q=index.max_seqlen_q,
@@ -76,8 +76,8 @@ def prepare(
         )
     else:
         rows, keys, layers = slice(call.q_first, call.q_stop), slice(call.k_first, call.k_stop), None
-        given = modifiers.of_block(block.step, lambda t: t[call.document].contiguous() if q.shape[0] == 1 else t)
-        inputs = Inputs(q[:, rows], k[:, keys], v[:, keys], **given._asdict())
+        of_block = modifiers.of_block(block.step, lambda t: t[call.document].contiguous() if q.shape[0] == 1 else t)
+        inputs = Inputs(q[:, rows], k[:, keys], v[:, keys], **of_block._asdict())
     problem = AttentionProblem.from_inputs(inputs, settings.options._replace(window_size=(block.left, block.right)))
     if problem.needs_grad != settings.needs_grad:  # autograd is off inside a derivative's definition
         problem = _with_grad(problem, problem.strides, settings.needs_grad)

@@ -170,7 +170,7 @@ def needed_ranges(queries: Iterable[Run], lengths: Sequence[int], left: int, rig
         first = 0 if left < 0 else max(0, run.start - left)
         stop = length if right < 0 else min(length, run.stop + right)
         ranges.setdefault(run.document, []).append((first, stop))
-    row, found = 0, []
+    row, needed = 0, []
     for document in sorted(ranges):
         joined: list[list[int]] = []
         for first, stop in sorted(ranges[document]):
@@ -179,6 +179,6 @@ def needed_ranges(queries: Iterable[Run], lengths: Sequence[int], left: int, rig
             else:
                 joined.append([first, stop])
         for first, stop in joined:
-            found.append(Run(document, first, stop - first, 1, row))
+            needed.append(Run(document, first, stop - first, 1, row))
             row += stop - first
-    return tuple(found)
+    return tuple(needed)

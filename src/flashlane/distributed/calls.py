@@ -25,16 +25,16 @@ class Packed:
     @property
     def sequences(self) -> list[tuple[int, int, Block | None]]:
         """First row, last row and block of each sequence; they cover all rows."""
-        found: list[tuple[int, int, Block | None]] = []
+        rows: list[tuple[int, int, Block | None]] = []
         at = 0
         for block in self.blocks:
             if block.q_first > at:
-                found.append((at, block.q_first, None))
-            found.append((block.q_first, block.q_stop, block))
+                rows.append((at, block.q_first, None))
+            rows.append((block.q_first, block.q_stop, block))
             at = block.q_stop
         if at < self.rows:
-            found.append((at, self.rows, None))
-        return found
+            rows.append((at, self.rows, None))
+        return rows
 
     def on(self, device: torch.device) -> _Index:
         """The call's tensors of lengths and rows on a device, which are cached."""

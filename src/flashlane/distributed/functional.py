@@ -324,16 +324,16 @@ def _checked(
     return _Call(grid, *call, inputs, options, any(t is not None for t in modifiers), label_of(fields))
 
 
-def _refuse(given: dict[str, Any]) -> None:
-    if given.get("no cu_seqlens"):
+def _refuse(refused: dict[str, Any]) -> None:
+    if refused.get("no cu_seqlens"):
         raise TypeError("cu_seqlens is None; it must be whole numbers, (documents + 1,)")
-    if given["dropout_p"]:
+    if refused["dropout_p"]:
         raise NotImplementedError(
-            f"dropout_p is {given['dropout_p']}; context parallelism has no dropout: it must be 0"
+            f"dropout_p is {refused['dropout_p']}; context parallelism has no dropout: it must be 0"
         )
-    if given["return_attn_probs"]:
+    if refused["return_attn_probs"]:
         raise NotImplementedError("return_attn_probs is True; context parallelism returns the LSE with return_lse=True")
-    if given["attn_bias"] is not None:
+    if refused["attn_bias"] is not None:
         raise NotImplementedError("attn_bias is given; context parallelism has no bias: it must be None")
 
 
@@ -538,7 +538,7 @@ class _Call:
             return self.function.apply(self.task, q, k, v, *modifiers)
         all_q, all_k, all_v = ToHeads.apply(exchange, q, k, v)
         own = exchange.heads.queries(exchange.ranks.rank)
-        found = [
+        results = [
             self.function.apply(
                 self.task,
                 all_q[:, :, first.start : first.stop],
@@ -548,9 +548,9 @@ class _Call:
             )
             for first, second in self.parts
         ]
-        if not found:
+        if not results:
             out = all_q.new_empty((*all_q.shape[:3], v.shape[-1])) + all_q.sum() * 0
-            found = [(out, all_q.new_empty((all_q.shape[0], 0, all_q.shape[1]), dtype=compute_dtype(q.dtype)))]
-        out = found[0][0] if len(found) == 1 else torch.cat([each for each, _ in found], dim=2)
-        lse = found[0][1] if len(found) == 1 else torch.cat([each for _, each in found], dim=1)
+            results = [(out, all_q.new_empty((all_q.shape[0], 0, all_q.shape[1]), dtype=compute_dtype(q.dtype)))]
+        out = results[0][0] if len(results) == 1 else torch.cat([each for each, _ in results], dim=2)
+        lse = results[0][1] if len(results) == 1 else torch.cat([each for _, each in results], dim=1)
         return ToTokens.apply(exchange, out, lse)

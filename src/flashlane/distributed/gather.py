@@ -158,14 +158,14 @@ class Returning:
 
     def _total(self, like: torch.Tensor, partials: list[Partial], i: int) -> torch.Tensor:
         """This rank's gradients of all keys that it gathered, of keys (i = 0) or values (1), in f32 or f64."""
-        found = [(each.keys, (each.dk, each.dv)[i]) for each in partials]
+        parts = [(each.keys, (each.dk, each.dv)[i]) for each in partials]
         every = slice(0, like.shape[1])
-        whole = [at for at, (keys, _) in enumerate(found) if isinstance(keys, slice) and keys == every]
+        whole = [at for at, (keys, _) in enumerate(parts) if isinstance(keys, slice) and keys == every]
         if whole:
-            total = found.pop(whole[0])[1].to(compute_dtype(like.dtype))
+            total = parts.pop(whole[0])[1].to(compute_dtype(like.dtype))
         else:
             total = torch.zeros_like(like, dtype=compute_dtype(like.dtype), memory_format=torch.contiguous_format)
-        for keys, part in found:
+        for keys, part in parts:
             add_rows(total, keys, part)
         return total
 
@@ -183,16 +183,16 @@ class Returning:
     def _sum(self, like: torch.Tensor, i: int) -> torch.Tensor:
         sums, device = self.plan.sums, like.device
         if len(sums) <= FEW_SUMS:
-            found = torch.empty_like(like)
+            summed = torch.empty_like(like)
             for rows, parts in sums:
                 first, *others = (self.parts[rank][i][:, at] for rank, at in parts)
                 for other in others[:-1]:
                     first = first + other
                 if others:
-                    torch.add(first, others[-1], out=found[:, rows])
+                    torch.add(first, others[-1], out=summed[:, rows])
                 else:
-                    found[:, rows] = first
-            return found
+                    summed[:, rows] = first
+            return summed
         total = torch.zeros_like(like, dtype=compute_dtype(like.dtype))
         for rank, parts in sorted(self.parts.items()):
             own = rank == self.task.rank

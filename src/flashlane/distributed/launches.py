@@ -30,7 +30,7 @@ Launches = dict[tuple[object, ...], "tuple[Launch | RangedLaunch, ...] | None"]
 class Launch:
     """One block over q, k, v and out that differ only in their addresses from those it was prepared with."""
 
-    __slots__ = ("_asked", "_backward", "_forward", "_kernel", "_keys", "_problem", "rows")
+    __slots__ = ("_backward", "_forward", "_is_prepared", "_kernel", "_keys", "_problem", "rows")
 
     def __init__(self, block: Block, q: torch.Tensor, kv: Pair, out: torch.Tensor, settings: Settings) -> None:
         part = prepare(block, q, *kv, Modifiers(), settings)
@@ -39,7 +39,7 @@ class Launch:
         batch, count, heads, _ = part.inputs.q.shape
         lse = q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype))
         self._forward = part.kernel.prepare(part.problem, part.inputs, out[:, part.rows], lse)
-        self._asked, self._backward = False, None
+        self._is_prepared, self._backward = False, None  # of the backward, at its first call
 
     def _inputs(self, q: torch.Tensor, kv: Pair) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return q[:, self.rows], kv[0][:, self._keys], kv[1][:, self._keys]
@@ -58,13 +58,13 @@ class Launch:
         """
         q, k, v = self._inputs(q, kv)
         out, do, dq = (t[:, self.rows] for t in (out, do, dq))
-        if not self._asked:
-            self._asked, self._backward = True, self._prepare_backward(q, k, v)
-        found = None if self._backward is None else self._backward(q, k, v, out, lse, do, dq)
-        if found is None:
-            found = self._run_backward(Inputs(q, k, v), out, lse, do)
-            dq.copy_(found[0])
-        return found[1], found[2]
+        if not self._is_prepared:
+            self._is_prepared, self._backward = True, self._prepare_backward(q, k, v)
+        gradients = None if self._backward is None else self._backward(q, k, v, out, lse, do, dq)
+        if gradients is None:
+            gradients = self._run_backward(Inputs(q, k, v), out, lse, do)
+            dq.copy_(gradients[0])
+        return gradients[1], gradients[2]
 
     def _prepare_backward(self, *qkv: torch.Tensor) -> RepeatBackward | None:
         chosen = dispatch.select_backward(self._problem, self._kernel)
@@ -74,8 +74,8 @@ class Launch:
         self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         chosen = dispatch.select_backward(self._problem, self._kernel)
-        found: Gradients = chosen.run(self._problem, inputs, out, lse, do, None, bias_grad=False, forward=self._kernel)
-        return found.q, found.k, found.v
+        grads: Gradients = chosen.run(self._problem, inputs, out, lse, do, None, bias_grad=False, forward=self._kernel)
+        return grads.q, grads.k, grads.v
 
 
 class RangedLaunch:
@@ -101,12 +101,12 @@ class RangedLaunch:
 
 
 def launches_of(
-    known: Launches, calls: Calls, q: torch.Tensor, own: Pair, gathered: Pair, out: torch.Tensor, settings: Settings
+    cached: Launches, calls: Calls, q: torch.Tensor, own: Pair, gathered: Pair, out: torch.Tensor, settings: Settings
 ) -> tuple[Launch | RangedLaunch, ...] | None:
     """The prepared launches of calls, or None if the dispatcher must choose the kernel of some block at each call.
 
     Args:
-        known: the launches of earlier calls with these ``calls`` and ``settings``; those of this call are added.
+        cached: the launches of earlier calls with these ``calls`` and ``settings``; those of this call are added.
         calls: blocks of this rank, which share no rows.
         q: ``(b, rows, h, d)``.
         own: this rank's keys ``(b, rows, hk, d)`` and values ``(b, rows, hk, dv)``.
@@ -118,21 +118,21 @@ def launches_of(
         return None
     shapes = q.shape, *(t.shape for t in own), gathered[0].shape
     key = (shapes, q.stride(), *(t.stride() for t in own), out.stride(), q.dtype, q.device)
-    if key in known:
-        return known[key]
+    if key in cached:
+        return cached[key]
     if any(isinstance(call, Packed) for call in calls.calls):
         ranged = RangedLaunch.of(calls, q, gathered, out, settings)
-        known[key] = None if ranged is None else (ranged,)
-        return known[key]
-    found: list[Launch | RangedLaunch] | None = []
+        cached[key] = None if ranged is None else (ranged,)
+        return cached[key]
+    launches: list[Launch | RangedLaunch] | None = []
     for block, local in zip(calls.calls, calls.own, strict=True):
         kv = gathered if local is None else own
         if not isinstance(block, Block) or not _aligned_rows(local or block, q, kv, out):
-            found = None
+            launches = None
             break
-        found.append(Launch(local or block, q, kv, out, settings))
-    known[key] = None if found is None else tuple(found)
-    return known[key]
+        launches.append(Launch(local or block, q, kv, out, settings))
+    cached[key] = None if launches is None else tuple(launches)
+    return cached[key]
 
 
 def _aligned(tensors: Sequence[torch.Tensor]) -> bool:

@@ -75,7 +75,7 @@ def runs_of(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: int) -> 
     check_layout(layout)
     first = 0
     row = 0
-    found = []
+    runs = []
     bounds = chunk_bounds(sum(lengths), ranks)
     for document, length in enumerate(lengths):
         if layout == "zigzag":
@@ -87,10 +87,10 @@ def runs_of(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: int) -> 
             parts = [range((rank - first) % ranks, length, ranks)]
         for part in parts:
             if len(part):
-                found.append(Run(document, part.start, len(part), part.step, row))
+                runs.append(Run(document, part.start, len(part), part.step, row))
                 row += len(part)
         first += length
-    return join_runs(found)
+    return join_runs(runs)
 
 
 def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:

@@ -319,10 +319,10 @@ def memory_of(ranks: Ranks, device: torch.device, size: int) -> PeerMemory:
     Raises:
         NotImplementedError: the ranks are on several hosts, or there are more than :data:`MOST_RANKS`.
     """
-    found = _memories.setdefault(ranks.group, {})
-    known = found.get(device)
-    if known is not None and known.half >= size:
-        return known
+    of_devices = _memories.setdefault(ranks.group, {})
+    memory = of_devices.get(device)
+    if memory is not None and memory.half >= size:
+        return memory
     if ranks.size > MOST_RANKS:
         raise NotImplementedError(f"transport 'copies' takes up to {MOST_RANKS} ranks, and the group has {ranks.size}")
     hosts: list[Any] = [None] * ranks.size
@@ -333,8 +333,8 @@ def memory_of(ranks: Ranks, device: torch.device, size: int) -> PeerMemory:
         torch.cuda.synchronize(device)  # enqueued work may still read the memory that is freed here
     dist.barrier(ranks.group)
     kind = GpuMemory if device.type == "cuda" else FileMemory
-    found[device] = kind(ranks, device, aligned(max(size, 2 * known.half if known else 0)))
-    return found[device]
+    of_devices[device] = kind(ranks, device, aligned(max(size, 2 * memory.half if memory else 0)))
+    return of_devices[device]
 
 
 def _boot() -> str:

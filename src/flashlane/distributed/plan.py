@@ -43,29 +43,29 @@ class Division:
 def _members(division: Division, rank: int) -> tuple[list[Run], list[range]]:
     """The runs of the ranks that exchange heads, sorted by position, and their rows in the concatenated shards."""
     total = division.ranks * division.heads_ranks
-    first, found = 0, []
+    first, places = 0, []
     for member in range(rank * division.heads_ranks, (rank + 1) * division.heads_ranks):
         runs = runs_of(division.layout, division.lengths, total, member)
-        found += [(run, range(first + run.row, first + run.row + run.count)) for run in runs]
+        places += [(run, range(first + run.row, first + run.row + run.count)) for run in runs]
         first += rows_of(runs)
-    found.sort(key=lambda each: (each[0].document, each[0].start))
-    return [run for run, _ in found], [rows for _, rows in found]
+    places.sort(key=lambda each: (each[0].document, each[0].start))
+    return [run for run, _ in places], [rows for _, rows in places]
 
 
 @functools.lru_cache(PLANS)
 def _joined_shard(division: Division, rank: int) -> tuple[Run, ...]:
     """The tokens of the ranks that exchange heads."""
-    row, found = 0, []
+    row, runs = 0, []
     if division.ranks == 1:  # they have all tokens
         for document, length in enumerate(division.lengths):
             if length:
-                found.append(Run(document, 0, length, 1, row))
+                runs.append(Run(document, 0, length, 1, row))
                 row += length
-        return tuple(found)
+        return tuple(runs)
     for run in _members(division, rank)[0]:
-        found.append(Run(run.document, run.start, run.count, run.step, row))
+        runs.append(Run(run.document, run.start, run.count, run.step, row))
         row += run.count
-    return join_runs(found)
+    return join_runs(runs)
 
 
 @functools.lru_cache(PLANS)
@@ -162,14 +162,14 @@ def _needed(division: Division, rank: int) -> tuple[tuple[Run, ...], tuple[tuple
         return needed, tuple(tuple(_overlaps(division.shard(other), needed)) for other in range(division.ranks))
     # A block needs queries and keys of the same step. The keys of each shard have it; those of all shards, sorted by
     # position, would have step 1.
-    wanted: dict[int, list[range]] = {}
+    ranges: dict[int, list[range]] = {}
     for run in needed:
-        wanted.setdefault(run.document, []).append(range(run.start, run.stop))
+        ranges.setdefault(run.document, []).append(range(run.start, run.stop))
     key, runs, segments = 0, [], []
     for other in range(division.ranks):
         own = []
         for run in division.shard(other):
-            for positions in wanted.get(run.document, ()):
+            for positions in ranges.get(run.document, ()):
                 first = max(0, -((run.start - positions.start) // run.step))
                 stop = min(run.count, -((run.start - positions.stop) // run.step))
                 if first < stop:
@@ -184,19 +184,19 @@ def _overlaps(shard: tuple[Run, ...], needed: tuple[Run, ...]) -> list[Segment]:
     wanted: dict[int, list[Run]] = {}
     for run in needed:
         wanted.setdefault(run.document, []).append(run)
-    found: list[Segment] = []
+    segments: list[Segment] = []
     for run in shard:
         for keys in wanted.get(run.document, ()):
             first, stop = max(run.start, keys.start), min(run.stop, keys.stop)
             if first >= stop:
                 continue
             segment = Segment(run.row + first - run.start, keys.row + first - keys.start, stop - first)
-            last = found[-1] if found else None
+            last = segments[-1] if segments else None
             if last is not None and (last.row + last.count, last.key + last.count) == (segment.row, segment.key):
-                found[-1] = Segment(last.row, last.key, last.count + segment.count)
+                segments[-1] = Segment(last.row, last.key, last.count + segment.count)
             else:
-                found.append(segment)
-    return found
+                segments.append(segment)
+    return segments
 
 
 @functools.lru_cache(PLANS)

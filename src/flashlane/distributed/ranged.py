@@ -145,11 +145,11 @@ def chunks_of(plan: GatherPlan, arriving_chunks: Iterable[ArrivingChunk]) -> tup
 
 def edges_of(plan: GatherPlan) -> tuple[Segment, ...]:
     """The rows of a rank's own shard that may share a block of keys with rows of others; see :class:`Ranges`."""
-    found = []
+    edges = []
     for row, key, count in plan.received[plan.rank]:
         size = min(EDGE, count)
         if key > 0:
-            found.append(Segment(row, key, size))
+            edges.append(Segment(row, key, size))
         if key + count < plan.keys and (size < count or key == 0):
-            found.append(Segment(row + count - size, key + count - size, size))
-    return tuple(found)
+            edges.append(Segment(row + count - size, key + count - size, size))
+    return tuple(edges)

@@ -57,13 +57,13 @@ class _Ring:
         k, v = (t.new_empty((t.shape[0], rows, *t.shape[2:]), dtype=dtype) for t in self.like)
         return k, v
 
-    def send_on(self, step: int, held: Pair | None) -> tuple[Pending, Pair | None]:
+    def send_on(self, step: int, shard: Pair | None) -> tuple[Pending, Pair | None]:
         """Send the shard of this step on, and receive that of the next one."""
         sends: list[Message] = []
         receives: list[Message] = []
         received: Pair | None = None
-        if held is not None and self.hops[self.shard_at(step)] > step:
-            sends = [(self.next, t) for t in held]
+        if shard is not None and self.hops[self.shard_at(step)] > step:
+            sends = [(self.next, t) for t in shard]
         if self.has(step + 1):
             received = self.empty(self.shard_at(step + 1))
             receives = [(self.before, t) for t in received]
@@ -110,16 +110,16 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *modifiers: torch.Tensor | None
     ) -> Pair:
         ctx.set_materialize_grads(False)
-        given = Modifiers(*modifiers)
+        named = Modifiers(*modifiers)
         ring, state = _Ring(task, k, v), State(q, v.shape[-1])
-        held: Pair | None = (k.contiguous(), v.contiguous())
+        shard: Pair | None = (k.contiguous(), v.contiguous())
         for step in range(ring.steps):
-            pending, following = ring.send_on(step, held)
-            if held is not None:
-                accumulate(state, q, *held, ring.calls(step, q, given), given, task.settings)
+            pending, following = ring.send_on(step, shard)
+            if shard is not None:
+                accumulate(state, q, *shard, ring.calls(step, q, named), named, task.settings)
             pending.wait()
-            held = following
-        out, lse = state.finish(given)
+            shard = following
+        out, lse = state.finish(named)
         ctx.task = task
         ctx.save_for_backward(q, k, v, out, lse, *modifiers)
         return out, lse
@@ -128,30 +128,30 @@ class RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *modifiers = ctx.saved_tensors
-        task, given = ctx.task, Modifiers(*modifiers)
+        task, named = ctx.task, Modifiers(*modifiers)
         flow = Flow(out, lse, torch.zeros_like(out) if do is None else do, dlse)
         wide = compute_dtype(q.dtype)
         ring, dq = _Ring(task, k, v, backward=True), torch.zeros_like(q, dtype=wide)
-        d_scale = None if given.factor is None else torch.zeros_like(given.factor)
-        held: Pair | None = (k.contiguous(), v.contiguous())
+        d_scale = None if named.factor is None else torch.zeros_like(named.factor)
+        shard: Pair | None = (k.contiguous(), v.contiguous())
         coming: tuple[Pending, Pair | None] = Pending(()), None
         total: Pair | None = None
         homeward: list[Pending] = []
         for step in range(ring.steps):
-            pending, following = ring.send_on(step, held)
+            pending, following = ring.send_on(step, shard)
             grads: Pair | None = None
-            if held is not None:
-                calls = ring.calls(step, q, given)
+            if shard is not None:
+                calls = ring.calls(step, q, named)
                 partials: list[Partial] = []
                 streams = CallStreams(q.device)  # new at each step, so that all streams wait for the keys that arrived
                 for number, call in enumerate(calls.calls):
                     with streams.on(number % COMPUTE_STREAMS if calls.disjoint else 0):
-                        some, part, used = attend_backward(dq, q, *held, flow, call, given, task.settings)
+                        some, part, used = attend_backward(dq, q, *shard, flow, call, named, task.settings)
                         partials, d_scale = partials + some, summed(d_scale, part)
                     streams.keep(used, some)
                 streams.join()
                 coming[0].wait()
-                grads = coming[1] or tuple(torch.zeros_like(t, dtype=wide) for t in held)
+                grads = coming[1] or tuple(torch.zeros_like(t, dtype=wide) for t in shard)
                 add_partials(grads, partials)
                 if step == 0 and ring.hops[task.ranks.rank] == 0:
                     total = grads
@@ -159,8 +159,8 @@ class RingAttention(torch.autograd.Function):
             homeward.append(sent)
             total = home or total
             pending.wait()
-            held, coming = following, (sent, arriving)
+            shard, coming = following, (sent, arriving)
         for each in homeward:
             each.wait()
-        d_modifiers = given.gradients(flow, d_scale)
+        d_modifiers = named.gradients(flow, d_scale)
         return None, dq.to(q.dtype), total[0].to(k.dtype), total[1].to(v.dtype), *d_modifiers

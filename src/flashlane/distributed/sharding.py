@@ -131,14 +131,14 @@ def unshard_sequence(
             f"x has {x.shape[dim]} tokens along axis {dim} on rank {rank}; layout {layout!r} gives it {counts[rank]} "
             f"of {sum(lengths)}"
         )
-    found = x.movedim(dim, 0)
+    rows = x.movedim(dim, 0)
     for ranks in reversed(grid.groups):
         inner = grid.heads.size if grid.heads and ranks is grid.keys else 1
         first = grid.keys.rank * grid.heads.size if grid.heads and ranks is grid.heads else 0
         sizes = tuple(sum(counts[first + i * inner : first + (i + 1) * inner]) for i in range(ranks.size))
-        found = _Join.apply(ranks, sizes, found)
+        rows = _Join.apply(ranks, sizes, rows)
     order = order_of_shards(layout, lengths, size).to(x.device)
-    return found.index_select(0, order).movedim(0, dim)
+    return rows.index_select(0, order).movedim(0, dim)
 
 
 class _Join(torch.autograd.Function):
@@ -147,14 +147,14 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, sizes: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
         ctx.call = ranks, sizes
-        found = x.new_empty((sum(sizes), *x.shape[1:]))
-        parts = list(found.split(list(sizes)))
+        joined = x.new_empty((sum(sizes), *x.shape[1:]))
+        parts = list(joined.split(list(sizes)))
         x = x.contiguous()
         parts[ranks.rank].copy_(x)
         others = [peer for peer in range(ranks.size) if peer != ranks.rank]
         sends: list[Message] = [(peer, x) for peer in others]
         comm.start(ranks, sends, [(peer, parts[peer]) for peer in others], comm.label_of("tokens", sizes)).wait()
-        return found
+        return joined
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -287,20 +287,20 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        call, wanted = ctx.call, list(ctx.needs_input_grad)[2:]
+        call, needs_grad = ctx.call, list(ctx.needs_input_grad)[2:]
         problem = call.problem(*tensors)
         do = torch.zeros_like(out) if do is None else do
-        given = (problem, out, lse, do, dlse, wanted[3:])
+        arguments = (problem, out, lse, do, dlse, needs_grad[3:])
         if call.kernels is None:
-            found = reference.backward(*given)
-            operands = (found.dq, found.dk, found.dv)
+            gradients = reference.backward(*arguments)
+            operands = (gradients.dq, gradients.dk, gradients.dv)
         else:
             operands = (None, None, None)
-            if any(wanted[:3]):
+            if any(needs_grad[:3]):
                 q, k, v, of_out, of_do = _swap_heads_and_rows(problem.q, problem.k, problem.v, out, do)
                 program = call.of_kernels(problem.arguments)
                 operands = _swap_heads_and_rows(*call.kernels.backward(q, k, v, of_out, lse, of_do, dlse, *program))
-            found = reference.backward(*given, operands=False) if any(wanted[3:]) else None
-        captured = [None] * len(wanted[3:]) if found is None else found.captured
-        grads = [g if want else None for g, want in zip((*operands, *captured), wanted, strict=True)]
+            gradients = reference.backward(*arguments, operands=False) if any(needs_grad[3:]) else None
+        captured = [None] * len(needs_grad[3:]) if gradients is None else gradients.captured
+        grads = [g if want else None for g, want in zip((*operands, *captured), needs_grad, strict=True)]
         return None, None, *(None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))

@@ -28,24 +28,24 @@ def traced(
         NotImplementedError: programs do not have what it does.
         TypeError: its result is not a scalar tensor.
     """
-    found = fingerprint(function)
-    if found is None:
+    code = fingerprint(function)
+    if code is None:
         fresh = trace(function, kind, device, score_type)
         return fresh, fresh.leaves
     # A graph without torch operations on whole tensors serves tensors of every shape.
-    key = found.key, kind, device, score_type
-    found_key = key if key in _traced and not found.reads_shapes else (*key, found.shapes)
+    key = code.key, kind, device, score_type
+    found_key = key if key in _traced and not code.reads_shapes else (*key, code.shapes)
     if found_key in _traced:
         known, places = _traced[found_key]
-        return known, tuple(found.tensors[i] for i in places)
+        return known, tuple(code.tensors[i] for i in places)
     fresh = trace(function, kind, device, score_type)
-    places = [next((i for i, t in enumerate(found.tensors) if t is leaf), None) for leaf in fresh.leaves]
+    places = [next((i for i, t in enumerate(code.tensors) if t is leaf), None) for leaf in fresh.leaves]
     if None not in places:
         if len(_traced) >= MOST_TRACED:
             _traced.clear()
-        strict = found.reads_shapes or fresh.prelude is not None
+        strict = code.reads_shapes or fresh.prelude is not None
         kept = Traced(fresh.expression, (), fresh.prelude, fresh.integers)
-        _traced[(*key, found.shapes) if strict else key] = kept, tuple(places)  # type: ignore[arg-type]
+        _traced[(*key, code.shapes) if strict else key] = kept, tuple(places)  # type: ignore[arg-type]
     return fresh, fresh.leaves
 
 
@@ -77,15 +77,15 @@ def bind(
         if function is None:
             roots.append(None)
             continue
-        known, leaves = traced(function, kind, device, score_type)
+        program, leaves = traced(function, kind, device, score_type)
         places = []
-        for tensor in known.tensors(leaves):
+        for tensor in program.tensors(leaves):
             at = next((i for i, other in enumerate(tensors) if other is tensor), len(tensors))
             if at == len(tensors):
                 tensors.append(tensor)
             places.append(at)
-        roots.append(_moved(known.expression, tuple(places), len(integers)))
-        integers += known.integers
+        roots.append(_moved(program.expression, tuple(places), len(integers)))
+        integers += program.integers
     score, mask = roots
     if score is not None and score.op == "input" and score.value == "score":
         score = None

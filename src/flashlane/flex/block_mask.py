@@ -79,7 +79,7 @@ def create_block_mask(
             raise ValueError(f"{name} is {number}; it may be 0 or more")
     if _compile:
         warnings.warn("_compile=True changes nothing: flashlane's create_block_mask needs no compiler", stacklevel=2)
-    lengths, wanted = (Q_LEN, KV_LEN), (1 if B is None else B, 1 if H is None else H)
+    lengths, batch_and_heads = (Q_LEN, KV_LEN), (1 if B is None else B, 1 if H is None else H)
     neighbourhood = getattr(mask_mod, "neighbourhood", None)
     by_kernel = device.type == "cuda" and neighbourhood is not None and neighbourhood.holds_for(*lengths)
     intervals = mask_mod.intervals(*lengths, device) if hasattr(mask_mod, "intervals") and not by_kernel else None
@@ -96,10 +96,10 @@ def create_block_mask(
         window = windows.of_expression(program.mask, arguments.integers)
         documents = packed.of_mask(program.mask, arguments, lengths)
         used = inputs_of(program.mask)
-        sizes = wanted[0] if "b" in used else 1, wanted[1] if "h" in used else 1
+        sizes = batch_and_heads[0] if "b" in used else 1, batch_and_heads[1] if "h" in used else 1
         table = of_program(program, arguments, sizes, lengths, size, device)
     made = device_blocks.block_mask if device.type == "cuda" else blocks.from_states
-    found = expanded(made(table, mask_mod, lengths, size, separate_full_blocks), wanted)
+    found = expanded(made(table, mask_mod, lengths, size, separate_full_blocks), batch_and_heads)
     windows.NOTES.keep(found, window)
     if documents is not None and lengths == (documents.tokens, documents.tokens) and documents.tokens:
         packed.NOTES.keep(found, documents)
@@ -148,23 +148,23 @@ def _states_by_bounds(
     }
     blocks_of["q"] = blocks_of["q"] + first_row
     first, last = dict(blocks_of), dict(blocks_of)
-    whole: torch.Tensor | None = None  # the state of a block whose pairs are all visible; None is FULL everywhere
+    full_states: torch.Tensor | None = None  # the state of a block whose pairs are all visible; None is FULL everywhere
     for name, length, n in zip(("q", "kv"), lengths, size, strict=True):
         first[name] = blocks_of[name] * n
         last[name] = first[name] + (n - 1)
         if length % n:
             last[name] = last[name].clamp_max(length - 1)
             own = torch.where(first[name] + n > length, blocks.PARTIAL, blocks.FULL).to(torch.int8)
-            whole = own if whole is None else whole.minimum(own)
+            full_states = own if full_states is None else full_states.minimum(own)
     if program.mask is None:
         full = torch.full((), blocks.FULL, dtype=torch.int8, device=device)
-        return (full if whole is None else whole).expand(shape)
+        return (full if full_states is None else full_states).expand(shape)
     grid = Grid(first, last, {k: blocks_of[k] for k in ("q", "kv")}, dict(zip(("q", "kv"), size, strict=True)))
     found = bounds(program.mask, grid, arguments.tensors, arguments.integers)
     unsettled = found.high.to(torch.int8) * blocks.UNKNOWN  # UNKNOWN where a pair may be visible, else HIDDEN
-    if whole is None:
+    if full_states is None:
         return (unsettled - found.low.to(torch.int8) * (blocks.UNKNOWN - blocks.FULL)).expand(shape)
-    return torch.where(found.low, whole, unsettled).expand(shape)
+    return torch.where(found.low, full_states, unsettled).expand(shape)
 
 
 def _look_at_pairs(

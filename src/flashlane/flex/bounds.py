@@ -52,11 +52,11 @@ class Grid:
 
 def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], integers: Sequence[int]) -> Bounds:
     """The bounds of an expression in each block; where nothing is known they are infinite, or False and True."""
-    found: dict[Expression, Bounds] = {}
+    of_expression: dict[Expression, Bounds] = {}
     pools: Pools = {}
     device = grid.first["q"].device
     for e in nodes(root):
-        operands = [found[operand] for operand in e.operands]
+        operands = [of_expression[operand] for operand in e.operands]
         if e.op not in OF_BOOLS:
             operands = [operand.numbers() for operand in operands]
         if e.op == "input":
@@ -73,8 +73,8 @@ def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], intege
             low, high = low.nan_to_num(-INFINITY, INFINITY, -INFINITY), high.nan_to_num(INFINITY, INFINITY, -INFINITY)
         if e.dtype == "bool" and low.dtype != torch.bool:
             low, high = low != 0, high != 0
-        found[e] = Bounds(low, high)
-    return found[root]
+        of_expression[e] = Bounds(low, high)
+    return of_expression[root]
 
 
 def _load(

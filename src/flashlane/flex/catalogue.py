@@ -42,7 +42,7 @@ class Named:
     make: Callable[[Parameters], Mask]
 
 
-def mask_of(name: str, given: Parameters) -> Mask:
+def mask_of(name: str, parameters: Parameters) -> Mask:
     """Make the mask of a name.
 
     Raises:
@@ -50,18 +50,18 @@ def mask_of(name: str, given: Parameters) -> Mask:
     """
     if name not in NAMED:
         raise ValueError(f"name is {name!r}; it may be {', '.join(NAMED)}")
-    named, default = NAMED[name], Parameters(given.tokens)
+    named, default = NAMED[name], Parameters(parameters.tokens)
     for field in ("window", "first", "lengths", "parents", "block", "prefix", "grid"):
-        if getattr(given, field) != getattr(default, field) and field not in named.takes:
+        if getattr(parameters, field) != getattr(default, field) and field not in named.takes:
             takes = ", ".join(named.takes) or "no parameter"
-            raise ValueError(f"{field} is {getattr(given, field)}; {name} takes {takes}")
-    return named.make(given)
+            raise ValueError(f"{field} is {getattr(parameters, field)}; {name} takes {takes}")
+    return named.make(parameters)
 
 
-def _offsets(given: Parameters) -> list[int]:
-    lengths = given.lengths or _shares(given.tokens, (5, 2, 4, 1, 4))
-    if sum(lengths) != given.tokens or min(lengths) < 1:
-        raise ValueError(f"lengths is {lengths}; they are positive, and their sum must be {given.tokens}")
+def _offsets(parameters: Parameters) -> list[int]:
+    lengths = parameters.lengths or _shares(parameters.tokens, (5, 2, 4, 1, 4))
+    if sum(lengths) != parameters.tokens or min(lengths) < 1:
+        raise ValueError(f"lengths is {lengths}; they are positive, and their sum must be {parameters.tokens}")
     return [0, *itertools.accumulate(lengths)]
 
 

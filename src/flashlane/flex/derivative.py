@@ -20,17 +20,17 @@ def gradients(root: Expression, seed: Expression | None = None) -> dict[Expressi
         root: a floating expression.
         seed: what all derivatives are multiplied by; 1 by default.
     """
-    found: dict[Expression, Expression] = {root: constant(1.0, root.dtype) if seed is None else seed}
+    gradient_of: dict[Expression, Expression] = {root: constant(1.0, root.dtype) if seed is None else seed}
     for e in reversed(nodes(root)):
-        gradient = found.get(e)
+        gradient = gradient_of.get(e)
         if gradient is None or not e.operands or e.op == "load":
             continue
         for operand, part in zip(e.operands, _parts(e, gradient), strict=True):
             if part is None or operand.dtype not in FLOATING:
                 continue
-            before = found.get(operand)
-            found[operand] = part if before is None else binary("add", before, part)
-    return found
+            before = gradient_of.get(operand)
+            gradient_of[operand] = part if before is None else binary("add", before, part)
+    return gradient_of
 
 
 def _parts(e: Expression, gradient: Expression) -> list[Expression | None]:
@@ -153,21 +153,21 @@ def of_score(root: Expression) -> Expression:
 
 def _with_one_factor(e: Expression) -> Expression:
     """Constant factors and divisors outside of all else as one factor: the cap's of ``30 * tanh(s / 30)`` are 1."""
-    factor, rest = 1.0, e
-    while rest.op in ("mul", "div") and any(operand.op == "constant" for operand in rest.operands):
-        a, b = rest.operands
+    factor, product = 1.0, e
+    while product.op in ("mul", "div") and any(operand.op == "constant" for operand in product.operands):
+        a, b = product.operands
         if b.op == "constant":
             number, other = b.value, a
-        elif rest.op == "mul":
+        elif product.op == "mul":
             number, other = a.value, b
         else:  # a constant over an expression
             break
         if not number or not math.isfinite(number):  # type: ignore[arg-type]
             return e
-        factor, rest = factor * number if rest.op == "mul" else factor / number, other  # type: ignore[operator]
-    if rest is e or not factor or not math.isfinite(factor):
+        factor, product = factor * number if product.op == "mul" else factor / number, other  # type: ignore[operator]
+    if product is e or not factor or not math.isfinite(factor):
         return e
-    return rest if factor == 1 else _mul(_c(factor, rest), rest)
+    return product if factor == 1 else _mul(_c(factor, product), product)
 
 
 def of_loads(root: Expression, seed: Expression) -> list[tuple[Expression, Expression]]:

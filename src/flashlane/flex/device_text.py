@@ -87,13 +87,13 @@ def body(
     return "\n".join([*_used(lines, {names[root]}), f"        return static_cast<{result}>({names[root]});"])
 
 
-def _used(lines: list[tuple[str, str]], wanted: set[str]) -> list[str]:
-    """The statements that the wanted names depend on: the text of a distance names none of its operands."""
+def _used(lines: list[tuple[str, str]], names: set[str]) -> list[str]:
+    """The statements that the names depend on: the text of a distance names none of its operands."""
     kept = []
     for name, line in reversed(lines):
-        if name in wanted:
+        if name in names:
             kept.append(f"        {line}")
-            wanted |= set(re.findall(r"\bv\d+\b", line))
+            names |= set(re.findall(r"\bv\d+\b", line))
     return kept[::-1]
 
 

@@ -182,7 +182,7 @@ def may_be_negative(e: Expression, known: dict[Expression, bool] | None = None) 
     return known[e]
 
 
-def _may_be_negative(e: Expression, known: dict[Expression, bool]) -> bool:
+def _may_be_negative(e: Expression, cache: dict[Expression, bool]) -> bool:
     if e.dtype in ("bool", "u8") or e.op == "input" or e.op == "abs":
         return False
     if e.op == "constant":
@@ -191,11 +191,11 @@ def _may_be_negative(e: Expression, known: dict[Expression, bool]) -> bool:
         return bool(e.value[1])  # type: ignore[index]
     operands = [operand for operand in e.operands if operand.dtype != "bool" or e.op != "where"]
     if e.op in ("add", "mul", "floordiv", "truncdiv", "minimum", "where", "or", "shr", "fmod"):
-        return any(may_be_negative(operand, known) for operand in operands)
+        return any(may_be_negative(operand, cache) for operand in operands)
     if e.op in ("maximum", "and"):
-        return all(may_be_negative(operand, known) for operand in operands)
+        return all(may_be_negative(operand, cache) for operand in operands)
     if e.op == "remainder":
-        return may_be_negative(e.operands[1], known)
+        return may_be_negative(e.operands[1], cache)
     if e.op == "cast":
-        return e.operands[0].dtype in FLOATING or may_be_negative(e.operands[0], known)
+        return e.operands[0].dtype in FLOATING or may_be_negative(e.operands[0], cache)
     return True

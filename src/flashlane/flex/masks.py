@@ -280,11 +280,11 @@ def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
     shape, window = tuple(shape), tuple(window)
     if not 1 <= len(shape) <= 3 or len(shape) != len(window) or any(not 1 <= w <= n for n, w in zip(shape, window)):
         raise ValueError(f"shape is {shape} and window {window}; both have 1 to 3 numbers, and no window is longer")
-    found = Neighbourhood.of(shape, window)
+    geometry = Neighbourhood.of(shape, window)
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
         seen = None
-        for start, at, (n, w) in zip(found.starts(q), found.places(kv), found.axes, strict=True):
+        for start, at, (n, w) in zip(geometry.starts(q), geometry.places(kv), geometry.axes, strict=True):
             if w == n:
                 continue
             inside = (at - start >= 0) & (at - start < w)
@@ -292,10 +292,10 @@ def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
         return q >= 0 if seen is None else seen
 
     def bounds(q: torch.Tensor, keys: int) -> Sides:
-        return found.intervals(q)
+        return geometry.intervals(q)
 
-    few = found.window <= MOST_INTERVALS
-    return Mask(f"neighbourhood-{len(shape)}d", visible, bounds if few else None, neighbourhood=found)
+    few = geometry.window <= MOST_INTERVALS
+    return Mask(f"neighbourhood-{len(shape)}d", visible, bounds if few else None, neighbourhood=geometry)
 
 
 def _check(least: int = 0, **numbers: int) -> None:

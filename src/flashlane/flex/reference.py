@@ -153,7 +153,7 @@ def backward(
     lse: torch.Tensor,
     do: torch.Tensor,
     dlse: torch.Tensor | None,
-    wanted: list[bool],
+    needs_grad: list[bool],
     *,
     operands: bool = True,
 ) -> Gradients:
@@ -164,7 +164,7 @@ def backward(
         out, lse: the results of its forward.
         do: the gradient of the output.
         dlse: the gradient of the LSE, or None.
-        wanted: for each captured tensor, whether its gradient is computed.
+        needs_grad: for each captured tensor, whether its gradient is computed.
         operands: whether the gradients of q, k and v are computed.
     """
     q, k, v, work = problem.q, problem.k, problem.v, problem.work
@@ -174,9 +174,9 @@ def backward(
     tensors = problem.arguments.tensors
     captured = [
         torch.zeros(t.shape, dtype=work, device=t.device) if want else None
-        for t, want in zip(tensors, wanted, strict=True)
+        for t, want in zip(tensors, needs_grad, strict=True)
     ]
-    loads = loads_of(problem.program) if any(wanted) else []
+    loads = loads_of(problem.program) if any(needs_grad) else []
     delta = (do.to(work) * out.to(work)).sum(-1)
     if dlse is not None:
         delta = delta - torch.where(lse == -torch.inf, 0, dlse.to(work))

@@ -75,14 +75,14 @@ def budget_of(kernel: Kernel | BackwardKernel, problem: AttentionProblem, arch: 
         raise ValueError(
             f"{kernel.tag} is {made}, not from a device file of ours; budgets are of kernels like mma(split-q+stage1)"
         )
-    limit, asked = jit.shared_limit(arch), problem.on(arch)
-    reason = kernel.supports(asked)
+    limit, posed = jit.shared_limit(arch), problem.on(arch)
+    reason = kernel.supports(posed)
     if reason is not None:
         return [
-            Budget(Usage(kernel.tag, arch, asked.describe(), direction=kernel.direction, reason=reason), {}, limit, {})
+            Budget(Usage(kernel.tag, arch, posed.describe(), direction=kernel.direction, reason=reason), {}, limit, {})
         ]
-    config = kernel.config(asked)
-    usages = usages_of(kernel, config, arch, problem=asked.describe(), instructions=False)
+    config = kernel.config(posed)
+    usages = usages_of(kernel, config, arch, problem=posed.describe(), instructions=False)
     return [
         Budget(usage, _regions_of(part, usage), limit, {} if usage.error else _fits(usage))
         for part, usage in zip(kernel.device_sources(config, arch), usages, strict=True)

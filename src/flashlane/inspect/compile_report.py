@@ -175,19 +175,19 @@ def report_problem(
 
     A kernel that would start after ``deadline`` (of ``time.monotonic``) is left out, and its line says so.
     """
-    asked = problem.on(arch)
+    posed = problem.on(arch)
     jobs: list[tuple[CompiledKernel, Any, str]] = []
     refused: dict[int, Usage] = {}
     chosen = device_kernels() if kernels is None else kernels
     for number, kernel in enumerate(chosen):
-        reason = kernel.supports(asked)
+        reason = kernel.supports(posed)
         if reason is None:
-            jobs.append((kernel, kernel.config(asked), arch))
+            jobs.append((kernel, kernel.config(posed), arch))
         else:
-            refused[number] = Usage(kernel.tag, arch, asked.describe(), direction=kernel.direction, reason=reason)
+            refused[number] = Usage(kernel.tag, arch, posed.describe(), direction=kernel.direction, reason=reason)
     if deadline < math.inf:  # the kernels that matter most come first
-        jobs.sort(key=lambda job: -getattr(job[0], "preference", lambda _: 0)(asked))
-    made = _compile(jobs, asked.describe(), progress, deadline)
+        jobs.sort(key=lambda job: -getattr(job[0], "preference", lambda _: 0)(posed))
+    made = _compile(jobs, posed.describe(), progress, deadline)
     by_kernel = {id(job[0]): usages for job, usages in zip(jobs, made, strict=True)}
     return [
         usage

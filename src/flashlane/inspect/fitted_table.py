@@ -77,18 +77,18 @@ def make_table(
     widest = max((len(name(row)) for row in rows), default=0)
     wide = {c.title: _width(c, rows) for c in columns}
     narrow = {c.title: min(wide[c.title], FOLD) if c.fold else wide[c.title] for c in columns}
-    shown, dropped = _fitting(columns, narrow, width - max(min(widest, FOLD), len(head)))
-    whole = max(widest, len(head)) + sum(GAP + wide[c.title] for c in shown)
+    fitting, dropped = _fitting(columns, narrow, width - max(min(widest, FOLD), len(head)))
+    whole = max(widest, len(head)) + sum(GAP + wide[c.title] for c in fitting)
     folding = whole > width
     fold = widest
     if folding:
-        fold = max(LEAST, min(widest, width - sum(GAP + narrow[c.title] for c in shown)))
+        fold = max(LEAST, min(widest, width - sum(GAP + narrow[c.title] for c in fitting)))
     table = Table(box=None, pad_edge=False)
     table.add_column(head, no_wrap=True)
-    for column in shown:
+    for column in fitting:
         table.add_column(column.title, justify=column.justify, no_wrap=True)
     for row in rows:
-        cells = [_cell(column, row, folding) for column in shown]
+        cells = [_cell(column, row, folding) for column in fitting]
         table.add_row(Text(fold_name(name(row), fold)), *cells, style=style(row))
     hidden = f"hidden: {', '.join(dropped)} (widen the terminal, or {elsewhere})"
     above, below = [Text(title, "bold")] if title else [], [Text(hidden, "dim")] if dropped else []
@@ -105,19 +105,19 @@ def _cell(column: Column, row: Any, folding: bool) -> Text:
 def _fitting(columns: Sequence[Column], widths: dict[str, int], room: int) -> tuple[list[Column], list[str]]:
     """The columns that fit, the most needed first, and the titles of those that do not."""
 
-    def visible(kept: Container[Column]) -> list[Column]:
-        taken = {c.replaces for c in columns if c in kept} - {""}
-        return [c for c in columns if c in kept and c.title not in taken]
+    def visible(chosen: Container[Column]) -> list[Column]:
+        taken = {c.replaces for c in columns if c in chosen} - {""}
+        return [c for c in columns if c in chosen and c.title not in taken]
 
-    kept = [c for c in columns if not c.drop]
+    chosen = [c for c in columns if not c.drop]
     for column in sorted((c for c in columns if c.drop), key=lambda c: c.drop):
-        if sum(GAP + widths[c.title] for c in visible([*kept, column])) <= room:
-            kept.append(column)
-    shown = visible(kept)
+        if sum(GAP + widths[c.title] for c in visible([*chosen, column])) <= room:
+            chosen.append(column)
+    shown = visible(chosen)
     present = {c.title for c in shown}
     # A column in two widths is one column: neither is hidden where the other is shown, and it is named once.
     stand_ins = {c.replaces: c.title for c in columns if c.replaces}
-    hidden = [c.title for c in columns if c not in kept and not c.replaces and stand_ins.get(c.title) not in present]
+    hidden = [c.title for c in columns if c not in chosen and not c.replaces and stand_ins.get(c.title) not in present]
     return shown, hidden
 
 

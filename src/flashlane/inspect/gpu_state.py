@@ -160,15 +160,15 @@ def _text(value: Any) -> str:
 
 
 def _by_nvidia_smi(with_processes: bool) -> list[GpuState]:
-    found = [_smi_state(line) for line in _smi(f"--query-gpu={','.join(QUERY)}")]
+    states = [_smi_state(line) for line in _smi(f"--query-gpu={','.join(QUERY)}")]
     if not with_processes:
-        return found
+        return states
     processes: dict[str, list[Process]] = {}
     for uuid, pid, name, used in _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
         memory = _number(used)
         entry = Process(int(_number(pid) or 0), name, None if memory is None else int(memory * MIB))
         processes.setdefault(uuid, []).append(entry)
-    return [replace(state, processes=tuple(processes.get(state.uuid, ()))) for state in found]
+    return [replace(state, processes=tuple(processes.get(state.uuid, ()))) for state in states]
 
 
 def _smi(query: str) -> list[list[str]]:

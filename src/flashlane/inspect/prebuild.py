@@ -141,14 +141,14 @@ def problems_of_model(
     for batch in batches:
         for n in within:
             for each in windows:
-                whole = AttentionProblem(
+                prompt = AttentionProblem(
                     batch, heads, kv_heads, n, n, head_dim, head_dim, dtype, head_dim**-0.5, *each, arch=arch,
                     **modifiers,
                 )  # fmt: skip
-                for one in (whole, replace(whole, varlen=True)):
+                for one in (prompt, replace(prompt, varlen=True)):
                     yield one
                     if backward:
                         yield replace(one, needs_grad=True)
                 if causal:
-                    yield replace(whole, seqlen_q=1)
-                    yield replace(whole, seqlen_q=1, seqused_k=True)
+                    yield replace(prompt, seqlen_q=1)
+                    yield replace(prompt, seqlen_q=1, seqused_k=True)

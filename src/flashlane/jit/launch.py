@@ -280,15 +280,15 @@ def load(compiled: Compiled, device_index: int) -> Function:
         ToolchainError: there is no driver, or no GPU.
         LaunchError: the driver cannot load it, as when it was compiled for another architecture.
     """
-    wanted = (compiled.key, device_index)
-    function = _functions.get(wanted)
+    module_key = (compiled.key, device_index)
+    function = _functions.get(module_key)
     if function is None:
         with _lock:
-            function = _functions.get(wanted)
+            function = _functions.get(module_key)
             if function is None:
                 handle = functools.partial(_handle_of, compiled)
                 function = Function(compiled.source.name, compiled.arch, device_index, handle)
-                _functions[wanted] = function
+                _functions[module_key] = function
     return function
 
 

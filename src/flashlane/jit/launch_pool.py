@@ -367,10 +367,10 @@ def counters_of(device: int, stream: int, count: int, capturing: bool) -> torch.
     if device not in _of_graphs:
         _of_graphs[device] = torch.zeros(COUNTERS_OF_GRAPHS, dtype=torch.int32, device=where), 0
         torch.cuda.current_stream(where).synchronize()  # once: graphs may be replayed on any stream
-    found = _of_streams.get((device, stream))
-    if found is None or found.numel() < count:
-        if found is not None:
-            _outgrown.append(found)
+    counters = _of_streams.get((device, stream))
+    if counters is None or counters.numel() < count:
+        if counters is not None:
+            _outgrown.append(counters)
         size = max(4096, 1 << (count - 1).bit_length())
-        found = _of_streams[device, stream] = torch.zeros(size, dtype=torch.int32, device=where)
-    return found
+        counters = _of_streams[device, stream] = torch.zeros(size, dtype=torch.int32, device=where)
+    return counters

@@ -164,15 +164,15 @@ def mover(place: int) -> Callable[[int], None]:
     if place % MAP_BYTES:
         raise ValueError(f"place is {place:#x}; a map is changed where it lies on a multiple of {MAP_BYTES} bytes")
     api = driver()
-    found, replace_address = api.CUtensorMap(place), api.cuTensorMapReplaceAddress
-    if int(found.getPtr()) != place:  # what is moved would not be what is launched
+    tensor_map, replace_address = api.CUtensorMap(place), api.cuTensorMapReplaceAddress
+    if int(tensor_map.getPtr()) != place:  # what is moved would not be what is launched
         raise LaunchError(f"this version of cuda-bindings does not change a tensor map in place, at {place:#x}")
 
     def move(address: int) -> None:
-        code = replace_address(found, address)[0]
+        code = replace_address(tensor_map, address)[0]
         if code in NOT_CURRENT:
             make_current()
-            code = replace_address(found, address)[0]
+            code = replace_address(tensor_map, address)[0]
         if code:
             name = getattr(code, "name", code)
             raise LaunchError(f"cuTensorMapReplaceAddress failed: {name}; the address was {address:#x}")

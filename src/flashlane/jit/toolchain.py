@@ -179,23 +179,23 @@ def _find_header(name: str) -> tuple[str, tuple[str, ...]] | None:
     return None
 
 
-def device_headers(text: str, given: Mapping[str, str] = {}) -> dict[str, str]:
+def device_headers(text: str, overrides: Mapping[str, str] = {}) -> dict[str, str]:
     """The headers of flashlane that device code includes, directly or through others, by the name they are included by.
 
     Args:
         text: CUDA C++.
-        given: headers that are generated: they are looked through, and not looked up.
+        overrides: headers that are generated: they are looked through, and not looked up.
     """
-    found: dict[str, str] = {}
+    headers: dict[str, str] = {}
     waiting = list(_includes(text))
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in headers:
             continue
-        if name in given:
-            found[name] = given[name]
-            waiting += _includes(given[name])
+        if name in overrides:
+            headers[name] = overrides[name]
+            waiting += _includes(overrides[name])
         elif (header := _find_header(name)) is not None:  # else the compiler says that there is no such file, and where
-            found[name] = header[0]
+            headers[name] = header[0]
             waiting += header[1]
-    return {name: found[name] for name in sorted(found) if name not in given}
+    return {name: headers[name] for name in sorted(headers) if name not in overrides}

@@ -157,11 +157,11 @@ def check_gradient_inputs(
         and (dlse is None or (dlse.shape == logs and dlse.dtype == single))
     ):
         return
-    for name, tensor, wanted, dtype in (
+    for name, tensor, shape_wanted, dtype in (
         ("out", out, shape, problem.dtype),
         ("do", do, shape, problem.dtype),
         ("lse", lse, logs, single),
         ("dlse", dlse, logs, single),
     ):
-        if tensor is not None and (tuple(tensor.shape) != wanted or tensor.dtype != dtype):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} {wanted}")
+        if tensor is not None and (tuple(tensor.shape) != shape_wanted or tensor.dtype != dtype):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} {shape_wanted}")

@@ -161,8 +161,8 @@ def differentiable(
     So the backward of a first call costs no more than that of the calls that follow.
     """
     with execute.compiling_backward_too(problem, kernel):
-        given = inputs.q, inputs.k, inputs.v, None if inputs.alone else inputs
-        found = None if entry is None else recorded(entry, *given)
+        leaves = inputs.q, inputs.k, inputs.v, None if inputs.alone else inputs
+        found = None if entry is None else recorded(entry, *leaves)
         return found or Attention.apply(problem, inputs, kernel, *schema.differentiable_of(inputs))
 
 
@@ -202,9 +202,9 @@ def _watched(keyset: Any, args: tuple[Any, ...]) -> Results:
 
 def _present(inputs: Inputs, bias_grad: bool, grads: tuple[torch.Tensor, ...]) -> Gradients:
     """The backward operator's results, where an empty tensor stands for a gradient that there is not."""
-    given = [t is not None for t in schema.differentiable_of(inputs)]
-    given[_BIAS] = bias_grad
-    return Gradients(*(grad if there else None for grad, there in zip(grads, given, strict=True)))
+    present = [t is not None for t in schema.differentiable_of(inputs)]
+    present[_BIAS] = bias_grad
+    return Gradients(*(grad if there else None for grad, there in zip(grads, present, strict=True)))
 
 
 _PLAIN: dict[int, bool] = {}

@@ -104,17 +104,17 @@ def at_their_places(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(placed)
 
 
-def key_of(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+def key_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a call of the operator asks, as a key of the call cache: its arguments after q, k and v but the tensors and
     their lengths, as the dispatcher gives them. It is never one of a call of the public API, which has the alignment
     where this has the window."""
-    window = rest[_WINDOW_AT - 3 : _WINDOW_AT - 2]
+    window = arguments[_WINDOW_AT - 3 : _WINDOW_AT - 2]
     if not window:
-        return rest
+        return arguments
     first, behind = _OTHERS_AT - 3, _OTHERS_AT - 3 + len(_NO_TENSOR)
-    return (*rest[: _WINDOW_AT - 3], tuple(window[0]), *rest[_WINDOW_AT - 2 : first], *rest[behind:])
+    return (*arguments[: _WINDOW_AT - 3], tuple(window[0]), *arguments[_WINDOW_AT - 2 : first], *arguments[behind:])
 
 
-def others_of(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+def others_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The tensors besides q, k and v and their lengths, of the same arguments; without those that are left off."""
-    return rest[_OTHERS_AT - 3 : _OTHERS_AT - 3 + len(_NO_TENSOR)]
+    return arguments[_OTHERS_AT - 3 : _OTHERS_AT - 3 + len(_NO_TENSOR)]

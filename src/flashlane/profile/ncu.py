@@ -133,15 +133,15 @@ class Launch:
 
     def rows(self) -> list[tuple[str, str]]:
         """(title, figure with unit) of every metric counted."""
-        found = []
+        rows = []
         for metric in METRICS:
             value = self.metrics.get(metric.name)
             if value is None:
                 continue
             value *= SCALE.get(metric.unit, 1.0)
             digits = 1 if metric.unit else 0
-            found.append((metric.title, f"{value:,.{digits}f} {metric.unit}".replace(",", " ").strip()))
-        return found
+            rows.append((metric.title, f"{value:,.{digits}f} {metric.unit}".replace(",", " ").strip()))
+        return rows
 
 
 def meaning(reason: str) -> str:
@@ -187,16 +187,16 @@ def count(
     path = NCU.path
     if path is None:
         raise RuntimeError(NCU.remedy)
-    wanted = known(path, tuple(all_metrics() if metrics is None else metrics))
+    names = known(path, tuple(all_metrics() if metrics is None else metrics))
     request = Request(problem, tuple(tags), direction, seed, str(device), calls=1)
     with tempfile.TemporaryDirectory(prefix="flashlane-ncu-") as folder:
         spec = Path(folder) / "request.json"
         spec.write_text(request.to_json(), encoding="utf-8")
         target = [sys.executable, "-m", "flashlane.profile.target", str(spec)]
         if report is None:
-            launches = run_ncu(path, target, wanted, ["--profile-from-start", "off"], seconds)
+            launches = run_ncu(path, target, names, ["--profile-from-start", "off"], seconds)
         else:
-            launches = _record(path, target, wanted, report, sections)
+            launches = _record(path, target, names, report, sections)
     return by_tag(launches, tags)
 
 
@@ -289,15 +289,15 @@ def read_csv(text: str) -> list[Launch]:
     names = next((row for row in rows if row and row[0] == "ID"), None)
     if names is None:
         return []
-    found = []
+    launches = []
     for row in rows[rows.index(names) + 1 :]:
         if not row[0].isdigit():  # the line of units
             continue
         cells = dict(zip(names, row, strict=False))
         numbers = {name: cell.replace(",", "") for name, cell in cells.items() if "__" in name}
         metrics = {n: float(c) for n, c in numbers.items() if re.fullmatch(r"-?\d+(\.\d+)?([eE][-+]?\d+)?", c)}
-        found.append(Launch(cells.get("Kernel Name", ""), metrics))
-    return found
+        launches.append(Launch(cells.get("Kernel Name", ""), metrics))
+    return launches
 
 
 def by_tag(launches: Sequence[Launch], tags: Sequence[str]) -> dict[str, list[Launch]]:

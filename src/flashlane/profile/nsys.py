@@ -60,11 +60,11 @@ def read_kernels(text: str) -> list[KernelTime]:
     start = next((i for i, line in enumerate(lines) if line.startswith("Time (%)")), None)
     if start is None:
         return []
-    found = []
+    kernels = []
     for row in csv.DictReader(lines[start:]):
         try:
             times = float(row["Total Time (ns)"]) / 1e3, float(row["Med (ns)"]) / 1e3
-            found.append(KernelTime(row["Name"], int(row["Instances"]), *times))
+            kernels.append(KernelTime(row["Name"], int(row["Instances"]), *times))
         except (KeyError, TypeError, ValueError):  # the line after the table
             break
-    return sorted(found, key=lambda kernel: -kernel.total)
+    return sorted(kernels, key=lambda kernel: -kernel.total)

@@ -90,13 +90,13 @@ def extra_logit(sequences: SequenceBatch, inputs: Inputs, like: torch.Tensor) ->
 
 def zero_gradients(inputs: Inputs, dtype: torch.dtype, bias_grad: bool) -> Gradients:
     """Where gradients are summed: of q, k and v like their inputs, of modifiers in ``dtype``."""
-    wanted = {name: getattr(inputs, name) for name in Gradients._fields if name in MODIFIERS}
+    tensors = {name: getattr(inputs, name) for name in Gradients._fields if name in MODIFIERS}
     if not bias_grad:
-        wanted["bias"] = None
+        tensors["bias"] = None
     operands = (inputs.q, inputs.k, inputs.v)
     return Gradients(
         *(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in operands),
-        **{name: None if t is None else t.new_zeros(t.shape, dtype=dtype) for name, t in wanted.items()},
+        **{name: None if t is None else t.new_zeros(t.shape, dtype=dtype) for name, t in tensors.items()},
     )
 
 

@@ -23,13 +23,13 @@ def parse_config(text: str) -> dict[str, str]:
     Raises:
         ValueError: it is not of that form, or a field is given twice.
     """
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for item in text.split(","):
         name, equals, value = (word.strip() for word in item.partition("="))
-        if not name or not equals or not value or name in found:
+        if not name or not equals or not value or name in fields:
             raise ValueError(f"{OPTION} is {text!r}; it may be FIELD=VALUE,…, each field once: block_m=64,kv_stages=3")
-        found[name] = value
-    return found
+        fields[name] = value
+    return fields
 
 
 def add_configured(kernels: Sequence[Kernel], texts: Sequence[str]) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ def add_configured(kernels: Sequence[Kernel], texts: Sequence[str]) -> tuple[str
     Raises:
         ValueError: a text cannot be read, or no kernel has such a configuration; the message names the fields.
     """
-    made = []
+    added = []
     for text in texts:
         wanted = parse_config(text)
         able = [kernel for kernel in kernels if isinstance(kernel, TunableKernel)]
@@ -48,16 +48,16 @@ def add_configured(kernels: Sequence[Kernel], texts: Sequence[str]) -> tuple[str
             new = configured(kernel, wanted)
             if new.tag not in [known.tag for known in registry.kernels()]:
                 registry.register(new)
-            made.append(new.tag)
-    return tuple(made)
+            added.append(new.tag)
+    return tuple(added)
 
 
-def configured(kernel: TunableKernel, wanted: dict[str, str]) -> TunableKernel:
+def configured(kernel: TunableKernel, fields: dict[str, str]) -> TunableKernel:
     """The kernel with some fields of its configuration set; a problem that these do not fit is not supported."""
     new = copy.copy(kernel)
 
     def config(self: TunableKernel, problem: AttentionProblem) -> Any:
-        return with_fields(kernel.config(problem), wanted)
+        return with_fields(kernel.config(problem), fields)
 
     def supports(self: TunableKernel, problem: AttentionProblem) -> str | None:
         return kernel.supports(problem) or _misfit(self, problem)
@@ -70,7 +70,7 @@ def configured(kernel: TunableKernel, wanted: dict[str, str]) -> TunableKernel:
 
     methods = {"config": config, "supports": supports, "forward": forward, "candidates": candidates}
     methods["prepare"] = Kernel.prepare
-    set_to = ",".join(f"{name}={value}" for name, value in wanted.items())
+    set_to = ",".join(f"{name}={value}" for name, value in fields.items())
     attributes = {"tag": f"{kernel.tag}[{set_to}]", "listed": False}
     attributes |= {name: MethodType(method, new) for name, method in methods.items()}
     for name, value in attributes.items():
@@ -78,7 +78,7 @@ def configured(kernel: TunableKernel, wanted: dict[str, str]) -> TunableKernel:
     return new
 
 
-def with_fields(config: Any, wanted: dict[str, str]) -> Any:
+def with_fields(config: Any, changes: dict[str, str]) -> Any:
     """A configuration with other values of some fields, each of the type that the field has.
 
     Raises:
@@ -89,7 +89,7 @@ def with_fields(config: Any, wanted: dict[str, str]) -> Any:
     plain = {f.name: getattr(config, f.name) for f in fields(config)}
     plain = {name: value for name, value in plain.items() if isinstance(value, bool | int | str)}
     changed = {}
-    for name, text in wanted.items():
+    for name, text in changes.items():
         if name not in plain:
             known = ", ".join(f"{field}={value}" for field, value in plain.items())
             raise ValueError(f"{OPTION} has {name!r}, which {type(config).__name__} does not have; it has {known}")

@@ -44,10 +44,10 @@ def candidates_of(problem: AttentionProblem, direction: Direction) -> list[Candi
     """
     forward = dispatch.select(problem)
     if direction == "forward":
-        found, _ = contenders_of(problem, [forward] if isinstance(forward, TunableKernel) else [])
+        trials, _ = contenders_of(problem, [forward] if isinstance(forward, TunableKernel) else [])
     else:
-        found, _ = backward_contenders(problem, [dispatch.select_backward(problem, forward)])
-    return [Candidate(describe_config(c.config), c.auto, c) for c in found if c.config is not None]
+        trials, _ = backward_contenders(problem, [dispatch.select_backward(problem, forward)])
+    return [Candidate(describe_config(c.config), c.auto, c) for c in trials if c.config is not None]
 
 
 def sources_of(candidate: Candidate, problem: AttentionProblem) -> Iterator[KernelSource]:

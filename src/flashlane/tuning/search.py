@@ -226,8 +226,8 @@ def tune_all(
         ValueError: a problem has features that are not tuned (windows, score modifiers, packed sequences), or it is
             deterministic and the direction is backward.
     """
-    found = environment(device)
-    run = TuneRun(found, asdict(settings) | {"seed": seed, "direction": search.direction})
+    machine = environment(device)
+    run = TuneRun(machine, asdict(settings) | {"seed": seed, "direction": search.direction})
     clock = clock_for(device, settings)
     problems = [replace(problem, needs_grad=search.direction == "backward") for problem in problems]
     for problem in problems:
@@ -251,9 +251,9 @@ def tune_all(
             free_memory(device)
         trials = search.judge(trials, problem)
         run.trials += trials
-        entries = search.entries(trials, problem, found)
+        entries = search.entries(trials, problem, machine)
         if entries:
-            tune.save(str(found["device"]), str(problem.arch), entries)
+            tune.save(str(machine["device"]), str(problem.arch), entries)
             run.stored += entries
     return run
 
@@ -454,7 +454,7 @@ def _offered(trial: Trial, problem: AttentionProblem) -> bool:
     return trial.auto or (kernel.listed and full_precision(kernel, problem))
 
 
-def entries_of(trials: Sequence[Trial], problem: AttentionProblem, found: dict[str, Any]) -> dict[str, tune.Tuned]:
+def entries_of(trials: Sequence[Trial], problem: AttentionProblem, machine: dict[str, Any]) -> dict[str, tune.Tuned]:
     """What to store of a problem's judged trials: its tags' choices, and ``auto``'s where it has a configuration."""
     entries = {}
     for trial in trials:
@@ -462,11 +462,11 @@ def entries_of(trials: Sequence[Trial], problem: AttentionProblem, found: dict[s
             continue
         for tag, wanted in ((trial.tag, trial.chosen), (AUTO, trial.best)):
             if wanted:
-                entries[tune.class_of(tag, problem).key] = tuned_entry(trial, found)
+                entries[tune.class_of(tag, problem).key] = tuned_entry(trial, machine)
     return entries
 
 
-def tuned_entry(trial: Trial, found: dict[str, Any]) -> tune.Tuned:
+def tuned_entry(trial: Trial, machine: dict[str, Any]) -> tune.Tuned:
     """What to store of a trial, forward or backward."""
     contender = trial.contender
     source = contender.kernel.source_of(contender.config)
@@ -480,7 +480,7 @@ def tuned_entry(trial: Trial, found: dict[str, Any]) -> tune.Tuned:
         source=source,
         digest=tune.digest_of(source),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        versions={name: found.get(name) for name in VERSIONS},
+        versions={name: machine.get(name) for name in VERSIONS},
     )
 
 

@@ -104,10 +104,10 @@ def judge(trials: Sequence[Trial], problem: AttentionProblem) -> list[Trial]:
     return [replace(trial, chosen=fastest.get(trial.tag) is trial) for trial in trials]
 
 
-def entries_of(trials: Sequence[Trial], problem: AttentionProblem, found: dict[str, Any]) -> dict[str, tune.Tuned]:
+def entries_of(trials: Sequence[Trial], problem: AttentionProblem, machine: dict[str, Any]) -> dict[str, tune.Tuned]:
     """What to store of a problem's judged trials: the choice of each kernel that has something to keep."""
     return {
-        tune.backward_class(trial.contender.kernel, problem).key: tuned_entry(trial, found)
+        tune.backward_class(trial.contender.kernel, problem).key: tuned_entry(trial, machine)
         for trial in trials
         if trial.chosen and trial.contender.kernel.tuned_fields(trial.contender.config) is not None
     }

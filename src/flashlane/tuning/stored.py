@@ -225,10 +225,10 @@ def forget(words: Sequence[str] = ()) -> int:
         with _locked(path), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             entries = load(path)
-            kept = {key: e for key, e in entries.items() if words and not any(word in e.tag for word in words)}
-            dropped += len(entries) - len(kept)
-            if kept:
-                _write(path, *_device_of_file(path), kept)
+            left = {key: e for key, e in entries.items() if words and not any(word in e.tag for word in words)}
+            dropped += len(entries) - len(left)
+            if left:
+                _write(path, *_device_of_file(path), left)
             else:
                 path.unlink(missing_ok=True)
     registry.changed()

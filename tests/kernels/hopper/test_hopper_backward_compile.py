@@ -77,8 +77,8 @@ CONFIGS = tuple(dict.fromkeys(backward.config_of(problem) for problem in taken()
 MAIN = [(config, source) for config in CONFIGS for source in config.gradient_sources()]
 
 
-def name_of(piece: tuple[Any, KernelSource]) -> str:
-    config, source = piece
+def name_of(config_and_source: tuple[Any, KernelSource]) -> str:
+    config, source = config_and_source
     dims = f"D{config.head_dim}" + (f"-{config.head_dim_v}" if config.head_dim_v != config.head_dim else "")
     return f"{source.entry}, {config.dtype}, {dims}, {config.describe()}"
 
@@ -89,9 +89,9 @@ def products_of_a_step(config: OneCtaConfig) -> int:
     return over_dims + 2 * (config.block_m // 16) + config.block_n // 16
 
 
-@pytest.mark.parametrize("piece", MAIN, ids=name_of)
-def test_the_gradients_compile_as_the_schedule_needs(piece: tuple[Any, KernelSource]) -> None:
-    config, source = piece
+@pytest.mark.parametrize("config_and_source", MAIN, ids=name_of)
+def test_the_gradients_compile_as_the_schedule_needs(config_and_source: tuple[Any, KernelSource]) -> None:
+    config, source = config_and_source
     constants = dict(source.constants)
     compiled = jit.compile(source, ARCH)
     report = compiled.report

@@ -1,4 +1,4 @@
-"""The order in which a launch of the Hopper backward takes its tiles, and turns of narrow heads, by what was timed."""
+"""The order in which a launch of the Hopper backward takes its tiles, and ping-pong of narrow heads, as timed."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_the_chosen_sections_are_near_the_fastest_of_those_timed() -> None:
     assert len(lost) > 50 and statistics.mean(lost) < 0.009, statistics.mean(lost)
 
 
-def test_narrow_heads_take_turns_by_the_size_of_their_steps() -> None:
+def test_narrow_heads_have_ping_pong_by_the_size_of_their_steps() -> None:
     narrow = {"head_dim": 64, "head_dim_v": 64}
-    turns = {
+    ping_pong = {
         c.block_m: c.ping_pong
         for c in (config_of(problem_of(seqlen_q=n, seqlen_k=n, **narrow)) for n in (551, 561, 4096))
     }
-    assert turns == {112: "off", 96: "until_issued", 128: "until_complete"}
+    assert ping_pong == {112: "off", 96: "until_issued", 128: "until_complete"}
     for other in ({"window_left": 300}, {"varlen": True}):
         assert config_of(problem_of(seqlen_q=551, seqlen_k=551, **other, **narrow)).ping_pong == "off"

@@ -164,15 +164,15 @@ LATENCY_SHARE = 0.15
 
 def place(rows: Iterable[Row], ceilings: DeviceRates) -> list[Placed]:
     """The timed rows of all dtypes that have a ceiling, in their order."""
-    found = []
+    points = []
     for row in rows:
         dtype = str(row.sizes.get("dtype"))
         if row.timing is None or not row.tflops or ceilings.rate(dtype, row.tag) is None:
             continue
         intensity = row.tflops * row.timing.median * 1e9 / bytes_of(row)
         attainable, ridge = ceilings.attainable(intensity, dtype, row.tag), ceilings.ridge(dtype, row.tag)
-        found.append(Placed(row.problem, row.tag, row.kind, dtype, intensity, row.tflops, attainable, ridge))
-    return found
+        points.append(Placed(row.problem, row.tag, row.kind, dtype, intensity, row.tflops, attainable, ridge))
+    return points
 
 
 def bytes_of(row: Row) -> int:

@@ -151,7 +151,7 @@ class Case(Modifiers):
             bias = torch.randn([n if keep else 1 for n, keep in zip(full, self.bias, strict=True)], generator=draw)
             if self.hide:
                 bias = bias.masked_fill(torch.rand(bias.shape, generator=draw) < 0.4, -torch.inf)
-        made = Inputs(
+        tensors = Inputs(
             q=q,
             k=k,
             v=v,
@@ -165,8 +165,8 @@ class Case(Modifiers):
             **cache,
         )
         if self.unowned == "nan":
-            self._spoil(made)
-        inputs = cast(made, dtype, grad)
+            self._spoil(tensors)
+        inputs = cast(tensors, dtype, grad)
         if self.modifier_dtype != "same":
             wide = {"f32": torch.float32, "f64": torch.float64}[self.modifier_dtype]
             free = {name: t for name, t in modifiers.items() if ARGUMENTS[name].dtype is None}
@@ -207,7 +207,7 @@ class Case(Modifiers):
 
     def _cache(self, lengths_k: tuple[int, ...], draw: torch.Generator) -> dict[str, torch.Tensor]:
         """Random lengths and places. Entries of the table that no sequence needs are −1, or :data:`NOWHERE`."""
-        batch, made = len(lengths_k), {}
+        batch, tensors = len(lengths_k), {}
         pages = max(1, -(-max(lengths_k) // self.page)) if self.page else 0
         stops = torch.tensor(lengths_k) if self.varlen else torch.full((batch,), pages * self.page or lengths_k[0])
         if self.used:
@@ -216,16 +216,16 @@ class Case(Modifiers):
                 which = torch.randint(4, (batch,), generator=draw)
                 used = torch.where(which == 0, 0, torch.where(which == 1, 1, torch.where(which == 2, stops, used)))
                 used = torch.minimum(used, stops).int()
-            stops = made["seqused_k"] = used
+            stops = tensors["seqused_k"] = used
         if self.leftpad:
-            made["leftpad_k"] = (torch.rand(batch, generator=draw) * (stops + 1)).int()
+            tensors["leftpad_k"] = (torch.rand(batch, generator=draw) * (stops + 1)).int()
         if self.batch_idx:
-            made["batch_idx"] = torch.randperm(batch + 2, generator=draw)[:batch].int()
+            tensors["batch_idx"] = torch.randperm(batch + 2, generator=draw)[:batch].int()
         if self.page:
             table = 1 + torch.randperm(batch * pages, generator=draw).view(batch, pages).int()
             unread = torch.arange(pages) * self.page >= stops[:, None]
-            made["block_table"] = table.masked_fill(unread, NOWHERE if self.unowned == "nan" else -1)
-        return made
+            tensors["block_table"] = table.masked_fill(unread, NOWHERE if self.unowned == "nan" else -1)
+        return tensors
 
 
 PLAIN = Case(

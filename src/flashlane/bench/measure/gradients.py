@@ -58,15 +58,15 @@ class GradientOracle:
         """Whether dq, dk and dv are right; the verdict has the figures of the one with the largest relative error."""
         reference, allowed = self.reference
         wrong, worst = [], (-1.0, 0.0, 0.0, 0.0)
-        for name, found, right, bound in zip(NAMES, gradients, reference, allowed, strict=True):
-            if found.shape != right.shape:
-                message = f"{name} has shape {tuple(found.shape)}, not {tuple(right.shape)}"
+        for name, gradient, right, bound in zip(NAMES, gradients, reference, allowed, strict=True):
+            if gradient.shape != right.shape:
+                message = f"{name} has shape {tuple(gradient.shape)}, not {tuple(right.shape)}"
                 return Verdict(False, math.inf, bound, math.inf, message=message)
-            error = max_error(found, right)
+            error = max_error(gradient, right)
             share = error / bound if bound else (0.0 if error == 0 else math.inf)
-            worst = max(worst, (share, error, bound, relative_l2(found, right)))
+            worst = max(worst, (share, error, bound, relative_l2(gradient, right)))
             if not error <= bound:
-                nan = int(torch.isnan(found).sum())
+                nan = int(torch.isnan(gradient).sum())
                 what = f"{nan} elements are NaN" if nan else f"error {error:.3g} is above the allowed {bound:.3g}"
                 wrong.append(f"{name}: {what}")
         _, error, bound, relative = worst

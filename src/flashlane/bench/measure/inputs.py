@@ -115,14 +115,14 @@ def _lengths_of(problem: AttentionProblem, lengths: Sequence[int], generator: to
         )
         longest = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
         return {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, **longest}
-    found: dict[str, object] = {}
+    of_problem: dict[str, object] = {}
     if problem.seqused_k:
         used = list(lengths) or [problem.seqlen_k] * problem.batch
-        found["seqused_k"] = torch.tensor(used, dtype=torch.int32, device=device)
+        of_problem["seqused_k"] = torch.tensor(used, dtype=torch.int32, device=device)
     if page:
         pages = torch.randperm(problem.batch * problem.seqlen_k // page, generator=generator, device=device)
-        found["block_table"] = pages.to(torch.int32).view(problem.batch, -1)
-    return found
+        of_problem["block_table"] = pages.to(torch.int32).view(problem.batch, -1)
+    return of_problem
 
 
 def load_cases(path: Path, arch: str | None, dtypes: tuple[torch.dtype, ...] | None = None) -> list[Case]:

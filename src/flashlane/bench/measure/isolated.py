@@ -102,30 +102,30 @@ def run_isolated(
     Raises:
         ValueError: the worker refused a problem or an option, could not be started, or died before there was a result.
     """
-    whole: Results | None = None
+    merged_results: Results | None = None
     with Workers(spec, seconds, reporter or Silent()) as workers:
         for number, problem in enumerate(problems):
             for direction in spec.directions:
                 try:
-                    found = workers.run(problem, direction, seed + number)
+                    measured = workers.run(problem, direction, seed + number)
                 except Died as error:
                     title = problem.describe() + TITLES[direction]
-                    if whole is None:
+                    if merged_results is None:
                         raise ValueError(f"{title} cannot be measured: {error.reason}") from error
-                    whole.notes.append(f"{title} was not measured: {error.reason}")
+                    merged_results.notes.append(f"{title} was not measured: {error.reason}")
                     continue
-                each(found)
-                whole = found if whole is None else merged(whole, found)
-    return whole
+                each(measured)
+                merged_results = measured if merged_results is None else merged(merged_results, measured)
+    return merged_results
 
 
-def merged(whole: Results, more: Results) -> Results:
+def merged(first: Results, more: Results) -> Results:
     """Two results of one machine as one; the environment is that of the first."""
-    lists = {name: getattr(whole, name) + getattr(more, name) for name in ("rows", "skipped", "compiled", "notes")}
-    directions = [*whole.settings.get("directions", ()), *more.settings.get("directions", ())]
-    settings = {**whole.settings, "directions": list(dict.fromkeys(directions))}
-    join_rates(whole.environment, more.environment)
-    return replace(whole, settings=settings, **lists)
+    lists = {name: getattr(first, name) + getattr(more, name) for name in ("rows", "skipped", "compiled", "notes")}
+    directions = [*first.settings.get("directions", ()), *more.settings.get("directions", ())]
+    settings = {**first.settings, "directions": list(dict.fromkeys(directions))}
+    join_rates(first.environment, more.environment)
+    return replace(first, settings=settings, **lists)
 
 
 def join_rates(environment: dict[str, Any], other: dict[str, Any]) -> None:

@@ -527,7 +527,7 @@ def peers_of_files(paths: Iterable[Path]) -> tuple[Peer, ...]:
     Raises:
         ValueError: a file is not there, cannot be run, defines no PEERS, or a tag is taken or lacks its brackets.
     """
-    found: list[Peer] = []
+    peers: list[Peer] = []
     for path in paths:
         try:
             defined = runpy.run_path(str(path)).get("PEERS")
@@ -538,7 +538,7 @@ def peers_of_files(paths: Iterable[Path]) -> tuple[Peer, ...]:
         for peer in defined:
             if not re.fullmatch(r"\(.+\)", peer.tag):
                 raise ValueError(f"{path} has a peer {peer.tag!r}; its tag must be in round brackets")
-            if peer.tag in (*peer_tags(), *(other.tag for other in found)):
+            if peer.tag in (*peer_tags(), *(other.tag for other in peers)):
                 raise ValueError(f"{path} has a peer {peer.tag!r}, which is the tag of another")
-            found.append(peer)
-    return tuple(found)
+            peers.append(peer)
+    return tuple(peers)

@@ -124,11 +124,11 @@ def milliseconds(calls: dict[str, Call], device: torch.device, rounds: int = ROU
     for name, call in calls.items():
         call()
         counts[name] = max(2, min(50, round(ROUND_MS / max(_slowest(call, 2, device), 1e-3))))
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            found[name].append(_slowest(call, counts[name], device))
-    return {name: statistics.median(values) for name, values in found.items()}
+            times[name].append(_slowest(call, counts[name], device))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def _slowest(call: Call, count: int, device: torch.device) -> float:
@@ -299,7 +299,7 @@ def measure_all(
     options = default_methods(problem) if methods is None else {name: {"method": name} for name in methods}
     rows = time_methods(device, problem, options, layout, rounds)
     links = link_rates(device, 32 if device.type == "cuda" else 1)
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "rows": rows,
         "links": links,
         "modelled": [],
@@ -309,9 +309,9 @@ def measure_all(
     }
     gathered = [row for row in rows if row["method"].startswith("allgather")]
     if counts and device.type == "cpu":
-        found["notes"].append("no model: times of processes on a CPU say only that all runs")
+        measured["notes"].append("no model: times of processes on a CPU say only that all runs")
     elif counts and (problem.documents or layout != "zigzag" or not gathered):
-        found["notes"].append("no model: it knows one sequence in layout zigzag, by method allgather")
+        measured["notes"].append("no model: it knows one sequence in layout zigzag, by method allgather")
     elif counts:
         best = min(gathered, key=lambda row: row["both_ms"])
         stride = options[best["method"]].get("heads_k_stride")
@@ -328,9 +328,9 @@ def measure_all(
         )
         rates = Links(links["gbs"], links["latency_us"], across_gbs=across_gbs)
         off = checked(workload, rates, best["forward_ms"], best["both_ms"])
-        found["modelled"] = modelled_rows(workload, rates, (size, *counts))
-        found["modelled_from"] = best["method"]
-        found["notes"].append(
+        measured["modelled"] = modelled_rows(workload, rates, (size, *counts))
+        measured["modelled_from"] = best["method"]
+        measured["notes"].append(
             f"the model is {off['forward']:+.1%} off the measured forward and {off['both']:+.1%} off forward and "
             f"backward on {size} ranks"
         )
@@ -338,9 +338,9 @@ def measure_all(
         sizes = StepProblem(problem.tokens)
         if device.type == "cpu":
             sizes = StepProblem(problem.tokens, 2, 64, 128, 4, 2, 101, "float32")
-        found["steps"] = time_steps(device, sizes, methods or ("allgather", "ring", "ulysses"), layout, rounds)
-        found["step_problem"] = asdict(sizes)
-    return found
+        measured["steps"] = time_steps(device, sizes, methods or ("allgather", "ring", "ulysses"), layout, rounds)
+        measured["step_problem"] = asdict(sizes)
+    return measured
 
 
 def group_sizes(stride: int | tuple[int, ...] | None, kv_heads: int) -> tuple[int, ...]:

@@ -540,7 +540,7 @@ def sizes_of(problem: AttentionProblem) -> dict[str, object]:
     used = any(getattr(problem, name) for name in CACHE)
     layout = "packed" if problem.varlen else "paged" if page else "cache" if used else ""
     window = (problem.window_left, -1 if problem.causal else problem.window_right)
-    asked = {
+    sizes = {
         "head_dim_v": problem.head_dim_v if problem.head_dim_v != problem.head_dim else 0,
         "layout": layout,
         "page": page,
@@ -555,7 +555,7 @@ def sizes_of(problem: AttentionProblem) -> dict[str, object]:
         "head_dim": problem.head_dim,
         "dtype": problem.dtype_name,
         "causal": problem.causal,
-        **{name: value for name, value in asked.items() if value},
+        **{name: value for name, value in sizes.items() if value},
     }
 
 

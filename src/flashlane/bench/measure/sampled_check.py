@@ -77,13 +77,13 @@ class SampledOracle:
         """What is wrong with an output, or with dq, dk and dv; empty when nothing is."""
         wrong = []
         for sample in self.samples:
-            for name, found, right in zip(self.names, sample.of(results), sample.right, strict=True):
-                error = relative_l2(found.float(), right)
+            for name, result, right in zip(self.names, sample.of(results), sample.right, strict=True):
+                error = relative_l2(result.float(), right)
                 if not error <= OF_FORMULA * self.eps:
                     wrong.append(f"{name}: off by {error:.2e} of the formula in head {sample.head}")
         if not wrong:
-            for name, found, other in zip(self.names, results, self.agreed or results, strict=True):
-                error = largest_block_error(found, other)
+            for name, result, other in zip(self.names, results, self.agreed or results, strict=True):
+                error = largest_block_error(result, other)
                 if not error <= OF_OTHER * self.eps:
                     wrong.append(f"{name}: off by {error:.2e} of what another implementation gives")
         if not wrong and self.agreed is None:
@@ -91,17 +91,17 @@ class SampledOracle:
         return "; ".join(wrong)
 
 
-def largest_block_error(found: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest ‖found − other‖ / ‖other‖ over the blocks of rows of every head; infinite with NaN.
+def largest_block_error(result: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest ‖result − other‖ / ‖other‖ over the blocks of rows of every head; infinite with NaN.
 
     Both are ``(b, s, h, d)`` or ``(total, h, d)``. Blocks of zeros must be zeros in both.
     """
-    if found.shape != other.shape:
+    if result.shape != other.shape:
         return math.inf
-    found, other = (t.detach().reshape(-1, *t.shape[-2:]) for t in (found, other))
-    largest = torch.zeros((), device=found.device)
-    for start in range(0, len(found), BLOCK_ROWS * 64):
-        one, two = (_blocks(t[start : start + BLOCK_ROWS * 64].float()) for t in (found, other))
+    result, other = (t.detach().reshape(-1, *t.shape[-2:]) for t in (result, other))
+    largest = torch.zeros((), device=result.device)
+    for start in range(0, len(result), BLOCK_ROWS * 64):
+        one, two = (_blocks(t[start : start + BLOCK_ROWS * 64].float()) for t in (result, other))
         error = torch.linalg.vector_norm(one - two, dim=(1, 3))
         share = torch.where(error == 0, 0.0, error / torch.linalg.vector_norm(two, dim=(1, 3)))
         largest = torch.maximum(largest, share.nan_to_num(nan=math.inf, posinf=math.inf).max())
@@ -118,13 +118,13 @@ def _places(
 ) -> list[tuple[SequenceBatch, int, int, random.Random]]:
     """Batch of sequences, index on its batch axis, key/value head, and where its rows are drawn from."""
     chance = random.Random(seed)
-    found = list(sequence_batches(problem, inputs))
+    batches = list(sequence_batches(problem, inputs))
     if problem.varlen:
-        longest = max(found, key=lambda sequences: sequences.band.seqlen_q * sequences.band.seqlen_k)
-        chosen = [(longest, 0), (chance.choice(found), 0)]
+        longest = max(batches, key=lambda sequences: sequences.band.seqlen_q * sequences.band.seqlen_k)
+        chosen = [(longest, 0), (chance.choice(batches), 0)]
     else:
         entries = chance.sample(range(problem.batch), min(SAMPLES, problem.batch))
-        chosen = [(found[0], entry) for entry in (*entries, *entries)[:SAMPLES]]
+        chosen = [(batches[0], entry) for entry in (*entries, *entries)[:SAMPLES]]
     return [(sequences, entry, chance.randrange(problem.kv_heads), chance) for sequences, entry in chosen]
 
 

@@ -65,7 +65,7 @@ def sweep(
     seed: int,
     reporter: Reporter,
     retry: bool = False,
-    told: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Bench the cells that the journal does not have; ``retry`` also benches those whose status is not ``done``.
 
@@ -80,7 +80,7 @@ def sweep(
                 results = workers.run(cell.problem, cell.direction, cell.seed(seed))
             except Died as error:
                 journal.add(cell.key, {"status": DIED, "message": error.reason, "results": None})
-                told(f"{cell.key}: {error.reason}")
+                say(f"{cell.key}: {error.reason}")
                 continue
             journal.add(cell.key, {"status": status_of(results), "results": as_json(results)})
 
@@ -109,7 +109,7 @@ def as_json(results: Results) -> dict[str, Any]:
 
 def collected(journal: Journal, cells: Sequence[Cell]) -> Results | None:
     """What the journal has of these cells, as one run's results; None when no cell has results."""
-    whole: Results | None = None
+    results: Results | None = None
     lost: list[Skipped] = []
     for cell in cells:
         record = journal.records.get(cell.key)
@@ -118,20 +118,20 @@ def collected(journal: Journal, cells: Sequence[Cell]) -> Results | None:
         if record["results"] is None:
             lost.append(Skipped(cell.key, "(everything)", f"{record['status']}: {record['message']}"))
             continue
-        found = results_of(record["results"], str(journal.path))
-        if whole is None:
-            whole = found
+        of_cell = results_of(record["results"], str(journal.path))
+        if results is None:
+            results = of_cell
         else:
-            whole.rows += found.rows
-            whole.skipped += found.skipped
-            join_rates(whole.environment, found.environment)
-            whole.notes += [note for note in found.notes if note not in whole.notes]
-    if whole is not None:
-        whole.skipped += lost
-        whole.settings["directions"] = list(dict.fromkeys(cell.direction for cell in cells))
-        whole.settings["seed"] = journal.common.get("seed")
-        whole.settings["sweep"] = {"cells": len(cells), "done": len(journal.records), "journal": journal.path.name}
-    return whole
+            results.rows += of_cell.rows
+            results.skipped += of_cell.skipped
+            join_rates(results.environment, of_cell.environment)
+            results.notes += [note for note in of_cell.notes if note not in results.notes]
+    if results is not None:
+        results.skipped += lost
+        results.settings["directions"] = list(dict.fromkeys(cell.direction for cell in cells))
+        results.settings["seed"] = journal.common.get("seed")
+        results.settings["sweep"] = {"cells": len(cells), "done": len(journal.records), "journal": journal.path.name}
+    return results
 
 
 def summary_rows(results: Results) -> list[tuple[str, ...]]:

@@ -261,7 +261,7 @@ def host_cost(items: Sequence[Timeable], device: torch.device, calls: int = 20) 
     Each figure is the median of several calls. The device is idle before each, so that none waits for a full queue.
     Items that raise an error are left out.
     """
-    found = {}
+    microseconds = {}
     for item in items:
         samples = []
         try:
@@ -274,8 +274,8 @@ def host_cost(items: Sequence[Timeable], device: torch.device, calls: int = 20) 
                     samples.append((time.perf_counter() - start) * 1e6)
         except Exception:  # the timing of the same call reports the error
             continue
-        found[item.tag] = statistics.median(samples)
-    return found
+        microseconds[item.tag] = statistics.median(samples)
+    return microseconds
 
 
 def clocks_for(device: torch.device, settings: Settings) -> dict[str, Clock]:

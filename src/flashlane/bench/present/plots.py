@@ -144,8 +144,8 @@ def throughput_lines(
 
 def memory_lines(measured: Measured, most: int = MOST_LINES, styles: Styles | None = None) -> Lines:
     """What :func:`memory_figure` draws."""
-    kept = tuple(p for p in measured.points if p.extra_bytes)
-    if not kept:
+    with_memory = tuple(p for p in measured.points if p.extra_bytes)
+    if not with_memory:
         raise ValueError(f"{measured.path} does not say what a call allocates (flashlane bench --memory)")
 
     def finish(axis: Axes, points: list[Point], theme: Theme) -> None:
@@ -155,7 +155,7 @@ def memory_lines(measured: Measured, most: int = MOST_LINES, styles: Styles | No
         axis.set_yticks(steps, [f"{x:g}" if x >= 1 else f"{x:.2g}" for x in steps])
         axis.minorticks_off()
 
-    few = Measured(measured.path, measured.environment, kept)
+    few = Measured(measured.path, measured.environment, with_memory)
     styles = styles or styles_of([measured])
     return _lines(
         few, most, "MiB a call, beyond its inputs", lambda p: p.extra_bytes / 2**20, finish, styles, measured.points
@@ -284,17 +284,17 @@ def _draw_ceilings(
     axis: Axes, points: list[Point], ceilings: dict[str, float], copy: float | None, theme: Theme
 ) -> None:
     dtype = re.split(r"[ ,]", points[0].variant)[0]
-    kept: dict[str, list[str]] = defaultdict(list)
+    drawn: dict[str, list[str]] = defaultdict(list)
     for name, rate in ceilings.items():
         first, _, rest = name.partition(" ")
         if first == dtype or not re.fullmatch(r"b?f\d+", first):
-            kept[_rate(rate)].append(rest if first == dtype else name)
+            drawn[_rate(rate)].append(rest if first == dtype else name)
     highest = max(line.get_ydata().max() for line in axis.lines)
-    near = [float(rate) for rate in kept if float(rate) < FAR * highest]
+    near = [float(rate) for rate in drawn if float(rate) < FAR * highest]
     labels = []
-    for rate in sorted(kept, key=float, reverse=True):
+    for rate in sorted(drawn, key=float, reverse=True):
         far = "" if float(rate) in near else "↑ "  # its line would leave little height to the measured ones
-        labels.append(f"{far}{' and '.join(filter(None, kept[rate]))}: {rate} TFLOP/s")
+        labels.append(f"{far}{' and '.join(filter(None, drawn[rate]))}: {rate} TFLOP/s")
         if not far:
             axis.axhline(float(rate), color=theme.ceiling, linewidth=1.3, zorder=1)
     if copy is not None:

@@ -18,9 +18,9 @@ MOST_LISTED = 5
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def print_comparison(found: r.Comparison, console: Console) -> None:
+def print_comparison(comparison: r.Comparison, console: Console) -> None:
     """The cells that moved, worst first, then those on one side only, then the summary."""
-    moved = sorted(found.of(r.LOSS, r.GAIN, r.SUSPECT), key=lambda c: -(c.change or 0.0))
+    moved = sorted(comparison.of(r.LOSS, r.GAIN, r.SUSPECT), key=lambda c: -(c.change or 0.0))
     if moved:
         drops = {"p": 2, "rounds": 3, "ms before": 1, "ms after": 1}
         columns = [
@@ -46,9 +46,9 @@ def print_comparison(found: r.Comparison, console: Console) -> None:
                 elsewhere="--json FILE",
             )
         )
-    listed = [*found.of(r.BROKEN)]
+    listed = [*comparison.of(r.BROKEN)]
     for verdict in (r.MISSING, r.NEW):
-        cells = found.of(verdict)
+        cells = comparison.of(verdict)
         if len(cells) <= MOST_LISTED:
             listed += cells
             continue
@@ -58,7 +58,7 @@ def print_comparison(found: r.Comparison, console: Console) -> None:
     for cell in listed:
         label = Text(f"{cell.verdict} ", STYLES.get(cell.verdict, "cyan")).append(_name(cell), "default")
         say(console, label.append(f": {cell.message}" if cell.message else "", "default"))
-    say(console, found.summary(), "bold red" if found.failed else "bold")
+    say(console, comparison.summary(), "bold red" if comparison.failed else "bold")
 
 
 def _texts(cell: r.Cell) -> tuple[str, ...]:
@@ -82,10 +82,10 @@ def _sentence(cell: r.Cell) -> str:
     return f"{cell.verdict}: {r.percent(cell.change)}, {times}, p {cell.p:.1g}{note}"
 
 
-def annotations(found: r.Comparison) -> list[str]:
+def annotations(comparison: r.Comparison) -> list[str]:
     """GitHub Actions commands: an error for each cell that fails, a warning for what else a person should look at."""
     lines = []
-    for cell in found.of(r.LOSS, r.BROKEN, r.SUSPECT, r.MISSING):
+    for cell in comparison.of(r.LOSS, r.BROKEN, r.SUSPECT, r.MISSING):
         level = "error" if cell.fails else "warning"
         text = f"{_name(cell)}: {_sentence(cell)}"
         text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")  # their escapes of a command's data
@@ -93,12 +93,12 @@ def annotations(found: r.Comparison) -> list[str]:
     return lines
 
 
-def junit_xml(found: r.Comparison) -> str:
+def junit_xml(comparison: r.Comparison) -> str:
     """One test a cell, named by its tag in the class of its problem: failures, and missing cells as skipped."""
-    missing = found.of(r.MISSING)
-    counts = {"tests": len(found.cells), "failures": len(found.failed), "errors": 0, "skipped": len(missing)}
+    missing = comparison.of(r.MISSING)
+    counts = {"tests": len(comparison.cells), "failures": len(comparison.failed), "errors": 0, "skipped": len(missing)}
     suite = ET.Element("testsuite", {"name": "flashlane regress", **{k: str(v) for k, v in counts.items()}})
-    for cell in found.cells:
+    for cell in comparison.cells:
         seconds = f"{(cell.after_ms or 0.0) / 1e3:.9f}"
         names = {"classname": NOT_XML.sub("?", cell.problem), "name": NOT_XML.sub("?", cell.tag)}
         case = ET.SubElement(suite, "testcase", {**names, "time": seconds})

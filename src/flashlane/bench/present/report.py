@@ -95,14 +95,14 @@ def build(paths: Sequence[Path], notebooks: Sequence[Path] = (), title: str = "f
     styles = _styles(paths)
     pages = [{"name": path.name, "body": Markup(_rendered(text))} for path, text in _pages(notebooks)]
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    devices = ", ".join(dict.fromkeys(str(found.environment.get("device")) for _, found in results))
+    devices = ", ".join(dict.fromkeys(str(each.environment.get("device")) for _, each in results))
     page = (
         environment()
         .get_template("report.html")
         .render(
             title=title,
             made=f"{devices} · made {now} by flashlane {__version__}",
-            runs=[_section(index, path, found, styles) for index, (path, found) in enumerate(results)],
+            runs=[_section(index, path, each, styles) for index, (path, each) in enumerate(results)],
             open_problems=OPEN_PROBLEMS,
             palettes={"light": figure_frame.LIGHT.lines, "dark": figure_frame.DARK.lines},
             notebook=pages,
@@ -146,7 +146,7 @@ def _drawn(path: Path) -> list[str]:
 
 def _section(index: int, path: Path, results: Results, styles: Styles) -> dict[str, object]:
     """What the template shows of one results file."""
-    shown = [c for c in COLUMNS if any(c.value(row) not in (None, "") for row in results.rows)]
+    columns = [c for c in COLUMNS if any(c.value(row) not in (None, "") for row in results.rows)]
     notes, bounds, pictures = _pictures(path, results, styles)
     summary = [dict(zip(HEAD, row, strict=True)) for row in summary_rows(results)]
     order = ("problem", "× best peer", *HEAD[1:])  # the ratio first, so that a narrow screen shows it
@@ -164,8 +164,8 @@ def _section(index: int, path: Path, results: Results, styles: Styles) -> dict[s
         "pictures": pictures,
         "summary_head": head,
         "summary": [[row[name] for name in head] for row in summary],
-        "columns": [column.title for column in shown],
-        "rows": [[_cell(column, row) for column in shown] for row in results.rows],
+        "columns": [column.title for column in columns],
+        "rows": [[_cell(column, row) for column in columns] for row in results.rows],
         "failed": sum(row.status in (FAIL, ERROR) for row in results.rows),
         "skipped": [(s.problem, s.tag, s.reason) for s in results.skipped],
     }
@@ -191,18 +191,18 @@ def _words(value: object) -> str:
 
 def verdict_words(results: Results) -> str:
     """The first sentences of a file: ahead in how many problems, by how much, least, and what failed."""
-    found = duels(results)
-    whole = verdict(found)
-    if whole is None:
+    by_problem = duels(results)
+    total = verdict(by_problem)
+    if total is None:
         text = "No problem has both a kernel and a peer that were timed, so there is nothing to compare."
     else:
         text = (
-            f"Our fastest kernel is ahead of the fastest peer in {whole.ahead} of {whole.problems} problems; geometric "
-            f"mean {times(whole.mean)}×, least {times(whole.least.ratio)}× ({whole.least.problem} against "
-            f"{whole.least.peer.tag}), most {times(whole.most.ratio)}× ({whole.most.problem})."
+            f"Our fastest kernel is ahead of the fastest peer in {total.ahead} of {total.problems} problems; geometric "
+            f"mean {times(total.mean)}×, least {times(total.least.ratio)}× ({total.least.problem} against "
+            f"{total.least.peer.tag}), most {times(total.most.ratio)}× ({total.most.problem})."
         )
-        if whole.alone:
-            text += f" {_counted(whole.alone, 'further problem')} had no kernel or no peer to compare."
+        if total.alone:
+            text += f" {_counted(total.alone, 'further problem')} had no kernel or no peer to compare."
     failed = [row for row in results.rows if row.status in (FAIL, ERROR)]
     kernels = sum(row.kind == "kernel" for row in failed)
     if failed:
@@ -243,8 +243,8 @@ def _bars(path: Path, results: Results, styles: Styles) -> list[dict[str, object
     for problem, rows in problems.items():
         rows = sorted(rows, key=lambda row: -row.speedup)
         ours = [row for row in rows if row.kind == "kernel"]
-        kept = [row for row in rows if row.kind != "kernel" or row in ours[: plots.MOST_BARS]]
-        widest = max(1.0, *(row.speedup for row in kept))
+        chosen = [row for row in rows if row.kind != "kernel" or row in ours[: plots.MOST_BARS]]
+        widest = max(1.0, *(row.speedup for row in chosen))
         bars = [
             {
                 "tag": row.tag,
@@ -253,7 +253,7 @@ def _bars(path: Path, results: Results, styles: Styles) -> list[dict[str, object
                 "width": f"{100 * row.speedup / widest:.1f}",
                 "label": f"{times(row.speedup)}× · {significant(row.tflops)}",
             }
-            for row in kept
+            for row in chosen
         ]
         left_out = len(ours) - min(len(ours), plots.MOST_BARS)
         shown.append({"problem": problem, "bars": bars, "one": f"{100 / widest:.1f}", "left_out": left_out})

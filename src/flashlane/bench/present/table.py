@@ -185,13 +185,13 @@ def results_table(rows: Sequence[Row], title: str, width: int, convention: Conve
 
 def gains_of(rows: Sequence[Row]) -> dict[str, str]:
     """``+12.3%`` by tag: how much faster a kernel is than every kernel of the rows above it; others have none."""
-    found, best = {}, None
+    gains, best = {}, None
     for row in rows:
         if row.kind == "kernel" and row.timing and row.timing.median:
             if best is None or row.timing.median < best:
-                found[row.tag] = "" if best is None else f"+{100 * (best / row.timing.median - 1):.1f}%"
+                gains[row.tag] = "" if best is None else f"+{100 * (best / row.timing.median - 1):.1f}%"
                 best = row.timing.median
-    return found
+    return gains
 
 
 def _columns(rows: Sequence[Row], convention: Convention) -> list[Column]:

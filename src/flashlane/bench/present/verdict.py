@@ -34,12 +34,12 @@ def duels(results: Results) -> list[Duel]:
         rows.setdefault(row.problem, []).append(row)
     for skipped in results.skipped:
         rows.setdefault(skipped.problem, [])
-    found = []
+    fastest = []
     for problem, members in rows.items():
         timed = sorted((r for r in members if r.timing and r.status in (OK, UNCHECKED)), key=lambda r: r.timing.median)
         ours = next((row for row in timed if row.kind != PEER), None)
-        found.append(Duel(problem, ours, next((row for row in timed if row.kind == PEER), None)))
-    return found
+        fastest.append(Duel(problem, ours, next((row for row in timed if row.kind == PEER), None)))
+    return fastest
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Verdict:
     """Problems without a kernel or without a peer to compare."""
 
 
-def verdict(found: Sequence[Duel]) -> Verdict | None:
+def verdict(duels: Sequence[Duel]) -> Verdict | None:
     """None where no problem has both a kernel and a peer."""
-    both = sorted((duel for duel in found if duel.ratio), key=lambda duel: duel.ratio)
+    both = sorted((duel for duel in duels if duel.ratio), key=lambda duel: duel.ratio)
     if not both:
         return None
     mean = math.exp(sum(math.log(duel.ratio) for duel in both) / len(both))
     ahead = sum(duel.ratio > 1 for duel in both)
-    return Verdict(len(both), ahead, mean, both[0], both[-1], len(found) - len(both))
+    return Verdict(len(both), ahead, mean, both[0], both[-1], len(duels) - len(both))
 
 
 def times(ratio: float | None) -> str:

@@ -181,7 +181,7 @@ class AttentionSuite:
         sizes = (Column("seqlen", "seq_len"), Column("head_dim", "d_model"), Column("dtype", "precision"))
         short = {"forward": "fwd", "backward": "bwd", "both": "fbwd"}
         if not self.causal:
-            found = [
+            columns = [
                 column
                 for key in keys
                 for column in (
@@ -190,7 +190,7 @@ class AttentionSuite:
                     Column(f"{key}_memory", f"mem_{key}(MB)", 1, drop=self._drop("memory", key)),
                 )
             ]
-            return (sizes[1], sizes[0], sizes[2], *found, *self._speedups(short, ("forward", "backward")))
+            return (sizes[1], sizes[0], sizes[2], *columns, *self._speedups(short, ("forward", "backward")))
         letters = {"forward": "ft", "backward": "bt", "both": "fbt"}
         times = [
             Column(f"{key}_{d}", f"{letters[d]}_{key}", 3, drop=self._drop(d, key)) for key in keys for d in DIRECTIONS
@@ -212,17 +212,17 @@ class AttentionSuite:
     @property
     def notes(self) -> list[str]:
         labels = ", ".join(f"{i.key}: {i.label}" for i in self.implementations)
-        found = [
+        notes = [
             f"{labels}. Milliseconds: median of interleaved rounds. The forward records its graph; the backward is "
             "timed separately, on a graph that was recorded before.",
             "OOM: out of memory. N/A: one of the two times is missing. FAIL: our result is off; it is not timed.",
         ]
         if self.causal:
-            found.append("ft, bt, fbt: forward, backward, both as one step.")
+            notes.append("ft, bt, fbt: forward, backward, both as one step.")
         else:
             how = "torch's allocator" if self.device.type == "cuda" else "inputs, output and what autograd saved"
-            found.append(f"mem: bytes alive before the backward pass ({how}), a million bytes.")
-        return found
+            notes.append(f"mem: bytes alive before the backward pass ({how}), a million bytes.")
+        return notes
 
     def settings(self) -> dict[str, Any]:
         problem = {"batch": self.batch, "heads": self.heads, "causal": self.causal, "seed": self.seed}

@@ -42,11 +42,11 @@ def select_lines(arch: str | None, words: tuple[str, ...]) -> list[Line]:
         ValueError: there is none; the message says what titles look like.
     """
     every = list(lines(arch))
-    found = [line for line in every if all(word in f"{line.problem.describe()}, {line.log}" for word in words)]
-    if not found:
+    chosen = [line for line in every if all(word in f"{line.problem.describe()}, {line.log}" for word in words)]
+    if not chosen:
         first = every[0]
         raise ValueError(
             f"--only is {','.join(words)!r}; no problem of the logs has all of these words, "
             f"the first is {first.problem.describe() + ', ' + first.log!r} (--list shows them)"
         )
-    return found
+    return chosen

@@ -132,7 +132,7 @@ class E2ESuite:
     @property
     def notes(self) -> list[str]:
         small = ["Tiny models (--small): their times mean nothing."] if self.small else []
-        found = [f"{name}: {WORKLOADS[name].what}." for name in self.workloads]
+        notes = [f"{name}: {WORKLOADS[name].what}." for name in self.workloads]
         return [
             *small,
             f"ms: a call, the median of the rounds; models of {self.layers} layers where it says some, "
@@ -140,7 +140,7 @@ class E2ESuite:
             "error: norm of the difference from default's result by the norm of that; of generate, how far the worst "
             "token is below the best logit, in standard deviations.",
             *self._order(),
-            *found,
+            *notes,
         ]
 
     def _order(self) -> list[str]:
@@ -188,7 +188,7 @@ class E2ESuite:
         self, name: str, built: Built, say: Callable[[str], None], messages: list[str]
     ) -> list[dict[str, Value]]:
         attentions = self._chosen(built.attentions)
-        wrong, errors, wanted = {}, {}, None
+        wrong, errors, reference = {}, {}, None
         for tag, context in attentions.items():
             say(f"check {tag}")
             try:
@@ -197,8 +197,8 @@ class E2ESuite:
             except Exception as error:  # a peer may refuse what it cannot run; its row says so
                 wrong[tag] = self._refused(name, tag, error, messages)
                 continue
-            wanted = result if wanted is None else wanted
-            errors[tag] = float((result - wanted).norm() / wanted.norm())
+            reference = result if reference is None else reference
+            errors[tag] = float((result - reference).norm() / reference.norm())
             if not errors[tag] <= built.tolerance:
                 messages.append(f"{name} {tag}: its result differs by {errors[tag]:.3g}, may by {built.tolerance:g}")
                 wrong[tag] = FAIL
@@ -207,7 +207,7 @@ class E2ESuite:
             items.append(_Item(REST, built.rest, attentions[DEFAULT]))
         timings = measure(items, clock_for(self.device, self.timing), self.timing, say)
         found = dict(zip([item.tag for item in items], timings, strict=True))
-        rest = found.pop(REST, None)
+        without_attention = found.pop(REST, None)
         rows = []
         for tag in attentions:
             timing = found.get(tag)
@@ -215,8 +215,8 @@ class E2ESuite:
             more: dict[str, Value] = {"error": _digits(errors.get(tag))}
             if isinstance(timing, Timing):
                 more |= {"tokens": built.tokens / timing.median * 1e3, "spread": _percent(timing)}
-                if built.blocks and isinstance(rest, Timing):
-                    more["whole_s"] = (built.blocks * timing.median + rest.median) / 1e3
+                if built.blocks and isinstance(without_attention, Timing):
+                    more["whole_s"] = (built.blocks * timing.median + without_attention.median) / 1e3
             rows.append(self._row(name, tag, cell, **more))
         return self.compared(rows)
 
@@ -257,15 +257,15 @@ class E2ESuite:
                 seconds[right[index]].append(built.run())
         rows = []
         for part, tokens in built.tokens.items():
-            found = []
+            served = []
             for tag in attentions:
                 if tag in wrong:
-                    found.append(self._row(f"{name} {part}", tag, wrong[tag], error=_digits(errors.get(tag))))
+                    served.append(self._row(f"{name} {part}", tag, wrong[tag], error=_digits(errors.get(tag))))
                     continue
                 timing = summarise([1e3 * each[part] for each in seconds[tag]], 1, "host clock")
                 more = {"tokens": tokens / timing.median * 1e3, "spread": _percent(timing)}
-                found.append(self._row(f"{name} {part}", tag, timing.median, error=_digits(errors[tag]), **more))
-            rows += self.compared(found)
+                served.append(self._row(f"{name} {part}", tag, timing.median, error=_digits(errors[tag]), **more))
+            rows += self.compared(served)
         return rows
 
     @staticmethod

@@ -64,15 +64,15 @@ class _Serving:
             max_batch_tokens=max(256, sum(map(len, self.prompts))), num_blocks=blocks, allow_block_sharing=False
         )
         options = GenerationConfig(max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        given = self.model.generate_batch(
+        answers = self.model.generate_batch(
             inputs=self.prompts, generation_config=options, continuous_batching_config=whole, record_timestamps=True
         )
-        if len(given) < len(self.prompts) or any(each.error for each in given.values()):
-            said = next((each.error for each in given.values() if each.error), "a request has no answer")
+        if len(answers) < len(self.prompts) or any(each.error for each in answers.values()):
+            said = next((each.error for each in answers.values() if each.error), "a request has no answer")
             raise RuntimeError(f"transformers' continuous batching failed: {said}")
-        self.answers = [list(each.generated_tokens) for each in given.values()]
-        stamps = [each.timestamps for each in given.values()]
-        begin = min(each.created_time for each in given.values())
+        self.answers = [list(each.generated_tokens) for each in answers.values()]
+        stamps = [each.timestamps for each in answers.values()]
+        begin = min(each.created_time for each in answers.values())
         read, end = max(times[0] for times in stamps), max(times[-1] for times in stamps)
         return {PREFILL: read - begin, DECODE: end - read}
 

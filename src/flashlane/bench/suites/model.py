@@ -135,7 +135,7 @@ class ModelSuite:
 
     def _kernels(self) -> list[str]:
         """Notes that name the forward and the backward kernel of each attention of ours."""
-        found: dict[str, list[str]] = {}
+        tags: dict[str, list[str]] = {}
         ours = {"auto", *(kernel.tag for kernel in registry.kernels())}
         for name, case in itertools.product(self.attentions, self.cases()):
             tag = name.removesuffix(COMPILED)
@@ -145,8 +145,8 @@ class ModelSuite:
                 said = explain_problem(self._problem(case), None if tag == "auto" else tag)
             except NotImplementedError:  # its row says so
                 continue
-            found.setdefault(f"{name} runs {said.chosen}, backward {said.backward}", []).append(str(case))
-        return [f"{what}: {', '.join(cases)}." for what, cases in found.items()]
+            tags.setdefault(f"{name} runs {said.chosen}, backward {said.backward}", []).append(str(case))
+        return [f"{what}: {', '.join(cases)}." for what, cases in tags.items()]
 
     def _problem(self, case: Case) -> AttentionProblem:
         """The problem of a model's attention."""
@@ -173,22 +173,22 @@ class ModelSuite:
             return [
                 self._row(case, name, Steps(error=OutOfMemory("out of memory")), messages) for name in self.attentions
             ]
-        found = {name: Steps() for name in self.attentions}
+        steps_of = {name: Steps() for name in self.attentions}
         for number in range(self.warmup):
-            for name, steps in found.items():
+            for name, steps in steps_of.items():
                 say(f"warm up {name}")
                 training.step(name, steps, keep=False, first=number == 0)
-        order = list(found.items())
+        order = list(steps_of.items())
         for _, index in drawn_order(len(order), self.steps):
             name, steps = order[index]
             say(name)
             training.step(name, steps)
         del training
         release(self.device)
-        rows = [self._row(case, name, steps, messages) for name, steps in found.items()]
+        rows = [self._row(case, name, steps, messages) for name, steps in steps_of.items()]
         for row in rows:
             row["speedup"] = speedup(rows[0]["step_avg"], row["step_avg"])
-        self._compare_losses(case, found, rows, messages)
+        self._compare_losses(case, steps_of, rows, messages)
         return rows
 
     def _row(self, case: Case, name: str, steps: Steps, messages: list[str]) -> dict[str, Value]:

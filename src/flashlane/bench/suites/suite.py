@@ -204,25 +204,25 @@ def run_suite(
         The results; after Ctrl-C or after ``seconds`` those of the finished cases, with ``complete`` False.
     """
     reporter = reporter or Silent()
-    found = SuiteResults(
+    merged = SuiteResults(
         suite.name, suite.title, suite.columns, environment(device), suite.settings(), list(suite.notes)
     )
     cases, start = suite.cases(), time.monotonic()
     try:
         for number, case in enumerate(cases):
             if seconds is not None and number and time.monotonic() - start > seconds:
-                found.messages.append(
+                merged.messages.append(
                     f"{len(cases) - number} of {len(cases)} cases were left out: {seconds:g} s are over"
                 )
                 break
             reporter.begin(suite.describe(case), 1)
-            found.rows += suite.measure(case, lambda what: reporter.step(what, advance=False), found.messages)
-            found.complete = number + 1 == len(cases)
-            keep(found)
+            merged.rows += suite.measure(case, lambda what: reporter.step(what, advance=False), merged.messages)
+            merged.complete = number + 1 == len(cases)
+            keep(merged)
     except KeyboardInterrupt:
-        found.interrupted = True
-    keep(found)
-    return found
+        merged.interrupted = True
+    keep(merged)
+    return merged
 
 
 def stem_of(suite: Suite, device: str) -> str:

@@ -244,15 +244,15 @@ def implementations(model: Any, device: torch.device) -> dict[str, Attention]:
     """The attentions of a transformers model whose default is SDPA."""
     from flashlane import register_transformers
 
-    found: dict[str, Attention] = {DEFAULT: lambda: implementation(model, "sdpa")}
+    attentions: dict[str, Attention] = {DEFAULT: lambda: implementation(model, "sdpa")}
     if device.type == "cuda":
         backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
         for tag, backend in backends.items():
-            found[tag] = lambda backend=backend: implementation(model, "sdpa", sdpa_kernel(backend))
+            attentions[tag] = lambda backend=backend: implementation(model, "sdpa", sdpa_kernel(backend))
         for tag in filter(installed, PACKAGES):
-            found[tag] = lambda version=tag[-1]: implementation(model, f"flash_attention_{version}")
+            attentions[tag] = lambda version=tag[-1]: implementation(model, f"flash_attention_{version}")
     name = register_transformers()
-    return found | {OURS: lambda: implementation(model, name)}
+    return attentions | {OURS: lambda: implementation(model, name)}
 
 
 # --- real weights ---
@@ -282,13 +282,13 @@ def minilm(setup: Setup) -> Built:
     dtype = torch.float32 if setup.device.type == "cpu" else torch.float16
     model = transformers.AutoModel.from_pretrained(where, dtype=dtype, local_files_only=True).to(setup.device).eval()
     batch = tokenizer(sentences(8 if setup.small else 1024), padding=True, return_tensors="pt").to(setup.device)
-    taken = batch["attention_mask"].unsqueeze(-1)
+    weights = batch["attention_mask"].unsqueeze(-1)
 
     @torch.inference_mode()
     def call() -> torch.Tensor:
         states = model(**batch).last_hidden_state.float()
-        return torch.nn.functional.normalize((states * taken).sum(1) / taken.sum(1))
+        return torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1))
 
     attentions = implementations(model, setup.device)
     found = {tag: attentions[tag] for tag in (DEFAULT, OURS)}  # the others take no mask of padding
-    return Built(call, found, int(taken.sum()), tolerance=1e-4 if dtype == torch.float32 else 0.01)
+    return Built(call, found, int(weights.sum()), tolerance=1e-4 if dtype == torch.float32 else 0.01)

@@ -50,7 +50,7 @@ def flash_attn_func(
     refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd)
     refuse(mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars)
     refuse(block_sparse_tensors=block_sparse_tensors, block_sparse_tensors_bwd=block_sparse_tensors_bwd)
-    found = functional.flash_attn_func(
+    results = functional.flash_attn_func(
         q,
         k,
         v,
@@ -62,7 +62,7 @@ def flash_attn_func(
         sinks=learnable_sink,
         return_lse=True,
     )
-    return _result(found, (q, k, v, learnable_sink), return_lse)
+    return _result(results, (q, k, v, learnable_sink), return_lse)
 
 
 def flash_attn_varlen_func(
@@ -107,7 +107,7 @@ def flash_attn_varlen_func(
     refuse(block_sparse_tensors=block_sparse_tensors, seqlen_k_per_split=seqlen_k_per_split)
     longest_q = max_seqlen_q if max_seqlen_q is not None or cu_seqlens_q is None else len(q)
     longest_k = max_seqlen_k if max_seqlen_k is not None or cu_seqlens_k is None else len(k)
-    found = lengths.attend(
+    results = lengths.attend(
         q,
         k,
         v,
@@ -126,7 +126,7 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         sinks=learnable_sink,
     )
-    return _result(found, (q, k, v, learnable_sink), return_lse)
+    return _result(results, (q, k, v, learnable_sink), return_lse)
 
 
 def flash_attn_combine(

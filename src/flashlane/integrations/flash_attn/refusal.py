@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 
-def refuse(**given: Any) -> None:
+def refuse(**arguments: Any) -> None:
     """Raise NotImplementedError for an argument that is given.
 
     Args:
-        given: arguments by name; None, 0 and False count as not given.
+        arguments: by name; None, 0 and False count as not given.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and value is not False and not (type(value) is int and value == 0):
             raise NotImplementedError(f"{name} is given; flashlane has no kernel for it")

@@ -60,19 +60,19 @@ class FlashlaneMetadataBuilder(AttentionMetadataBuilder[FlashlaneMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashlaneMetadata:
-        given = common_attn_metadata
-        if not isinstance(given.causal, bool):
+        common = common_attn_metadata
+        if not isinstance(common.causal, bool):
             raise NotImplementedError("causal is a tensor, one for each request; flashlane has no kernel for it")
         return FlashlaneMetadata(
-            tokens=given.num_actual_tokens,
-            longest_query=given.max_query_len,
-            longest=given.max_seq_len,
-            cu_seqlens_q=given.query_start_loc,
-            cu_seqlens_k=torch.nn.functional.pad(given.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
-            seq_lens=given.seq_lens,
-            block_table=given.block_table_tensor,
-            slot_mapping=given.slot_mapping,
-            causal=given.causal,
+            tokens=common.num_actual_tokens,
+            longest_query=common.max_query_len,
+            longest=common.max_seq_len,
+            cu_seqlens_q=common.query_start_loc,
+            cu_seqlens_k=torch.nn.functional.pad(common.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            causal=common.causal,
         )
 
 
@@ -222,7 +222,7 @@ class FlashlaneImpl(AttentionImpl[FlashlaneMetadata]):
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: FlashlaneMetadata
     ) -> torch.Tensor:
         """Attention of one query for each request."""
-        found = flash_attn_with_kvcache(
+        out = flash_attn_with_kvcache(
             q.unsqueeze(1),
             k_cache,
             v_cache,
@@ -230,7 +230,7 @@ class FlashlaneImpl(AttentionImpl[FlashlaneMetadata]):
             block_table=batch.block_table[: len(q)],
             **self._asked(q, batch.causal),
         )
-        return found.squeeze(1)
+        return out.squeeze(1)
 
     def _packed(
         self,

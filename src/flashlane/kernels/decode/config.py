@@ -96,7 +96,7 @@ class DecodeConfig:
         stages = self.stages * self.stage_bytes
         if not self.tma:
             stages = max(self.warp_groups * stages, self.group_sums, self.max_splits * self.rows * 8)
-        found = {
+        regions = {
             "stages": stages,
             "queries": TileLayout(self.head_dim, True).bytes(self.rows),
             "cta_sums": self.rows * 8 + self._sum_bytes if self.cluster > 1 else 0,
@@ -105,7 +105,7 @@ class DecodeConfig:
             "barriers": 16 * self.stages if self.tma else 0,
             "tiles": TILE_STAGES * (16 + WORK_TILE_BYTES) if self.stream_k else 0,
         }
-        return {name: size for name, size in found.items() if size}
+        return {name: size for name, size in regions.items() if size}
 
     @property
     def shared_memory(self) -> int:

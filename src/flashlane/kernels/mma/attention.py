@@ -112,14 +112,14 @@ class MmaAttention(DeviceKernel):
         return config.resources()
 
     def shipped(self) -> Iterator[tuple[MmaConfig, tuple[str, ...]]]:
-        found: dict[MmaConfig, list[str]] = {}
+        archs_of: dict[MmaConfig, list[str]] = {}
         for problem in shipped_problems(self):
             compared = (each.config for each in cost.ranked(self.variant, problem))
             for config in (next(self.variant.configs(problem)), *compared):
-                archs = found.setdefault(config, [])
+                archs = archs_of.setdefault(config, [])
                 if problem.arch not in archs:
                     archs.append(problem.arch)
-        for config, archs in found.items():
+        for config, archs in archs_of.items():
             yield config, tuple(archs)
 
     def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -100,7 +100,7 @@ def _compared(variant: Variant, kind: AttentionProblem) -> tuple[tuple[MmaConfig
         kind: a problem of one key, whose head dims, type, alignment and architecture are the problem's.
     """
     head_dim, (known, _) = class_of(kind), coefficients()
-    found = []
+    compared = []
     for config, shape in shapes_of(variant, kind).items() if head_dim else ():
         timed = known.get(name_of(head_dim, variant, shape))
         if timed is None:
@@ -110,8 +110,8 @@ def _compared(variant: Variant, kind: AttentionProblem) -> tuple[tuple[MmaConfig
             shared = config.shared_memory
             resident = jit.occupancy(str(kind.arch), config.threads, timed.registers, shared).ctas
         if resident:
-            found.append((config, timed, resident))
-    return tuple(found)
+            compared.append((config, timed, resident))
+    return tuple(compared)
 
 
 def fastest_tag(problem: AttentionProblem) -> str | None:

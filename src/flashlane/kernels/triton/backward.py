@@ -226,19 +226,19 @@ class PreparedBackward:
     def _bias(self, tensors: dict[str, Any], inputs: Inputs) -> torch.Tensor | None:
         if not self.bias_shape:
             return None
-        wanted = inputs.bias
-        whole = math.prod(self.bias_shape) == wanted.numel()
-        found = torch.empty(self.bias_shape, dtype=wanted.dtype if whole else torch.float32, device=wanted.device)
+        bias = inputs.bias
+        is_whole = math.prod(self.bias_shape) == bias.numel()
+        grad = torch.empty(self.bias_shape, dtype=bias.dtype if is_whole else torch.float32, device=bias.device)
         if self.bias is not None:
-            self.bias({**tensors, "dbias": found})
-        if whole:
-            return found.view(wanted.shape)
-        return found.sum_to_size((1,) * (4 - wanted.dim()) + wanted.shape).to(wanted.dtype).view(wanted.shape)
+            self.bias({**tensors, "dbias": grad})
+        if is_whole:
+            return grad.view(bias.shape)
+        return grad.sum_to_size((1,) * (4 - bias.dim()) + bias.shape).to(bias.dtype).view(bias.shape)
 
 
-def _sum_of_splits(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _sum_of_splits(splits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A gradient from its splits."""
-    return found if found.shape == like.shape else found.sum(0).to(like.dtype)
+    return splits if splits.shape == like.shape else splits.sum(0).to(like.dtype)
 
 
 def prepare(
@@ -327,12 +327,12 @@ def _strides(problem: AttentionProblem, **tensors: torch.Tensor) -> dict[str, in
     """Strides by name, those of batch, row and head in units of the UNIT next to them."""
     sides = {name: (t, _axes(t.stride(), problem)) for name, t in tensors.items()}
     unit = unit_of(*sides.values())
-    found = {"UNIT": unit}
+    strides = {"UNIT": unit}
     for name, (_, (*outer, column)) in sides.items():
         for axis, stride in zip(("batch", "row", "head"), outer, strict=True):
-            found[f"{name}_stride_{axis}"] = stride // unit
-        found[f"{name}_stride_column"] = column
-    return found
+            strides[f"{name}_stride_{axis}"] = stride // unit
+        strides[f"{name}_stride_column"] = column
+    return strides
 
 
 def _log_strides(name: str, tensor: torch.Tensor | None) -> dict[str, int]:
@@ -352,7 +352,7 @@ def _statistics_arguments(
 ) -> dict[str, Any]:
     from flashlane.kernels.triton.backward_kernels import row_statistics
 
-    given = {
+    arguments = {
         **dict.fromkeys(("out", "do", "log", "dlog", "delta", "lse")),
         "score": _score().statistics_arguments(problem, inputs),
         **_strides(problem, out=out, do=do),
@@ -365,7 +365,7 @@ def _statistics_arguments(
         "DV0": padded(problem.head_dim_v),
         "BM": configs.STATISTICS_ROWS,
     }
-    return {name: given[name] for name in row_statistics.arg_names}
+    return {name: arguments[name] for name in row_statistics.arg_names}
 
 
 def _common_arguments(

@@ -70,7 +70,7 @@ class BackwardConfig:
         """Bytes of shared memory of the larger kernel: what it owns, and what is in flight."""
         sizes = padded(problem.head_dim), padded(problem.head_dim_v)
         row = sum(sizes) * problem.dtype.itemsize
-        found = []
+        bytes_of = []
         for tile, owned, streamed in (
             (self.key, self.key.bn, self.key.bm),
             (self.query, self.query.bm, self.query.bn),
@@ -78,10 +78,10 @@ class BackwardConfig:
             if problem.dtype.itemsize == 4 and precision in TERM_BYTES:
                 # Operands lie there as terms; of what is loaded, one tensor at a time (read off ptxas' reports).
                 needed = TERM_BYTES[precision] * (owned * row + streamed * max(sizes) * problem.dtype.itemsize)
-                found.append(int(needed) + (tile.stages - 1) * streamed * row)
+                bytes_of.append(int(needed) + (tile.stages - 1) * streamed * row)
             else:
-                found.append((owned + tile.stages * streamed) * row + tile.bm * tile.bn * problem.dtype.itemsize)
-        return max(found)
+                bytes_of.append((owned + tile.stages * streamed) * row + tile.bm * tile.bn * problem.dtype.itemsize)
+        return max(bytes_of)
 
 
 def padded(head_dim: int) -> int:
@@ -187,10 +187,10 @@ def splits_of(problem: AttentionProblem, config: BackwardConfig) -> tuple[int, i
     if problem.window_left >= 0 and problem.window_right >= 0:
         window = problem.window_left + problem.window_right
         seen_q, seen_k = min(seen_q, window + config.key.bn), min(seen_k, window + config.query.bm)
-    wanted = PROGRAMS_PER_SM * SMS.get(problem.arch, 100)
+    programs_wanted = PROGRAMS_PER_SM * SMS.get(problem.arch, 100)
 
     def splits(programs: int, seen: int, tile: int) -> int:
-        return max(1, min(wanted // max(programs, 1), -(-seen // (tile * SPLIT_TILES))))
+        return max(1, min(programs_wanted // max(programs, 1), -(-seen // (tile * SPLIT_TILES))))
 
     return (
         splits(-(-problem.seqlen_k // config.key.bn) * problem.kv_heads * problem.batch, seen_q, config.key.bm),

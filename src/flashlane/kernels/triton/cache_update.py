@@ -265,12 +265,12 @@ def launch(update: Update, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
         None if table is None else (table.shape, table.stride()),
         (update.batch_idx is None, update.interleaved, update.advance, q_out.device.index, q_out.data_ptr() & 15),
     )
-    found = _launches.get(key)
-    if found is None:
+    cached = _launches.get(key)
+    if cached is None:
         if len(_launches) >= LAUNCHES_KEPT:
             _launches.clear()
-        found = _launches[key] = _make(update)
-    given = {
+        cached = _launches[key] = _make(update)
+    arguments = {
         "q": update.q,
         "k": update.k,
         "v": update.v,
@@ -285,7 +285,7 @@ def launch(update: Update, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
         "block_table": table,
     }
     if not q_out.is_cuda or q_out.device.index == torch.cuda.current_device():
-        found(given)
+        cached(arguments)
     else:
         with torch.cuda.device(q_out.device):
-            found(given)
+            cached(arguments)

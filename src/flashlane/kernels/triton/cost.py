@@ -45,10 +45,10 @@ def coefficients() -> tuple[dict[str, Timed], dict[str, float]]:
     """The coefficients of each tile by its name; and microseconds that all share: of a launch, of combining splits, and
     of the host for a call with descriptors."""
     body = json.loads(Path(__file__).with_name("forward_cost.json").read_text(encoding="utf-8"))
-    known = {
+    tiles = {
         name: Timed(Coefficients(*values[:3]), values[3], int(values[4])) for name, values in body["shapes"].items()
     }
-    return known, body["shared"]
+    return tiles, body["shared"]
 
 
 def name_of(problem: AttentionProblem, precision: str, config: TritonConfig) -> str:
@@ -85,13 +85,13 @@ def forward_ranked(
 
     A call with descriptors takes no less than the host needs for them.
     """
-    found = []
-    known, shared = coefficients() if modelled(problem) else ({}, {})
+    predicted = []
+    fitted, shared = coefficients() if modelled(problem) else ({}, {})
     for config in configs:
-        timed = known.get(name_of(problem, precision, config))
+        timed = fitted.get(name_of(problem, precision, config))
         if timed is not None:
             grid = forward_grid(problem, config)
             time = grid.time(timed.one, SMS[ARCH], timed.resident, timed.fixed)
             time += shared["launch"] + shared["combine"] * (grid.splits > 1)
-            found.append((max(time, shared["descriptors"]) if config.descriptors else time, config))
-    return sorted(found, key=lambda each: each[0])
+            predicted.append((max(time, shared["descriptors"]) if config.descriptors else time, config))
+    return sorted(predicted, key=lambda each: each[0])

@@ -109,10 +109,10 @@ def _flat(signature: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterato
 def _sizes(api: Any, function: Any, count: int) -> list[int]:
     """Bytes of a kernel's parameters in their order, of one more than ``count`` at most."""
     report = getattr(api, "cuFuncGetParamInfo", None)  # CUDA 12.4 and later
-    found = []
+    sizes = []
     for index in range(count + 1 if report is not None else 0):
         code, _, size = report(function, index)
         if code:
             break
-        found.append(size)
-    return found
+        sizes.append(size)
+    return sizes

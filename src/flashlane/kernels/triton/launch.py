@@ -43,8 +43,8 @@ def sound_assembler() -> Iterator[None]:
 
 
 def _newer_ptxas() -> str | None:
-    taken = knobs.nvidia.ptxas
-    if _release(taken.version) >= SOUND_PTXAS:
+    ptxas = knobs.nvidia.ptxas
+    if _release(ptxas.version) >= SOUND_PTXAS:
         return None
     try:
         newer = knobs.nvidia.ptxas_blackwell
@@ -52,7 +52,7 @@ def _newer_ptxas() -> str | None:
         newer = None
     if newer is not None and _release(newer.version) >= SOUND_PTXAS:
         return newer.path
-    _warn_of_ptxas(taken.path, taken.version)
+    _warn_of_ptxas(ptxas.path, ptxas.version)
     return None
 
 
@@ -122,8 +122,8 @@ class Launch:
         compiled = self.compiled
         if compiled is None:
             if knobs.runtime.interpret:
-                given = self._filled(tensors) | _checked_descriptors(tensors, descriptors or {})
-                self.function[self.grid](**given, **self.options)
+                arguments = self._filled(tensors) | _checked_descriptors(tensors, descriptors or {})
+                self.function[self.grid](**arguments, **self.options)
                 return
             compiled = self._compile(tensors, descriptors or {})
             plan = plan_of(compiled, self.grid, self.arguments, driver.active.get_current_device())
@@ -135,36 +135,36 @@ class Launch:
         if self.past_triton is not None and not hooked:
             self.past_triton(tensors, stream)
             return
-        given = self._filled({name: None if t is None else t.data_ptr() for name, t in tensors.items()})
+        arguments = self._filled({name: None if t is None else t.data_ptr() for name, t in tensors.items()})
         for name, (shape, strides, block) in (descriptors or {}).items():
-            given[name] = _descriptor(tensors[name], shape, strides, block)
+            arguments[name] = _descriptor(tensors[name], shape, strides, block)
         hooks: tuple[Any, ...] = (None, None, None)
         if hooked:
-            metadata = compiled.launch_metadata(self.grid, stream, *given.values())
+            metadata = compiled.launch_metadata(self.grid, stream, *arguments.values())
             hooks = metadata, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, *hooks, *given.values())
+        compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, *hooks, *arguments.values())
 
     def _compile(self, tensors: Tensors, descriptors: Tensors) -> Any:
         """The kernel, compiled or loaded by Triton."""
-        given = self.neutral(tensors) | _checked_descriptors(tensors, descriptors)
+        arguments = self.neutral(tensors) | _checked_descriptors(tensors, descriptors)
         with sound_assembler():
-            return self.function.run(grid=self.grid, warmup=True, **given, **self.options)
+            return self.function.run(grid=self.grid, warmup=True, **arguments, **self.options)
 
     def _filled(self, tensors: Tensors) -> Tensors:
         """All arguments, those in named tuples too."""
-        found = {}
+        filled = {}
         for name, value in self.arguments.items():
             if isinstance(value, tuple):
-                found[name] = value._replace(**{field: tensors[field] for field in value._fields if field in tensors})
+                filled[name] = value._replace(**{field: tensors[field] for field in value._fields if field in tensors})
             else:
-                found[name] = tensors.get(name, value)
-        return found
+                filled[name] = tensors.get(name, value)
+        return filled
 
     def neutral(self, tensors: Tensors) -> Tensors:
         """The arguments that the kernel is compiled for: those in named tuples stand for any of their type."""
-        given = self._filled(tensors)
-        tuples = {name: value for name, value in given.items() if isinstance(value, tuple)}
-        return given | {name: value._make(map(_neutral, value)) for name, value in tuples.items()}
+        arguments = self._filled(tensors)
+        tuples = {name: value for name, value in arguments.items() if isinstance(value, tuple)}
+        return arguments | {name: value._make(map(_neutral, value)) for name, value in tuples.items()}
 
 
 def _neutral(value: Any) -> Any:

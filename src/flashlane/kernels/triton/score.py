@@ -97,26 +97,26 @@ def score_facts(inputs: Inputs) -> tuple[Any, ...]:
 def score_arguments(problem: AttentionProblem, inputs: Inputs) -> ScoreArguments:
     """The arguments of a problem, with None for its tensors."""
     slopes, bias = inputs.alibi_slopes, inputs.bias
-    known: dict[str, Any] = {"score_scale": (problem.softcap or problem.scale) * LOG2_E.value}
+    arguments: dict[str, Any] = {"score_scale": (problem.softcap or problem.scale) * LOG2_E.value}
     if problem.softcap:
-        known["cap_scale"] = problem.scale / problem.softcap
+        arguments["cap_scale"] = problem.scale / problem.softcap
     if inputs.sinks is not None:
-        known["sinks_stride"] = _last_stride(inputs.sinks)
+        arguments["sinks_stride"] = _last_stride(inputs.sinks)
     if inputs.logit_scale is not None:
-        known["logit_scale_stride"] = _last_stride(inputs.logit_scale)
+        arguments["logit_scale_stride"] = _last_stride(inputs.logit_scale)
     if slopes is not None:
-        known["slopes_stride_batch"] = slopes.stride(0) if slopes.dim() == 2 else 0
-        known["slopes_stride_head"] = _last_stride(slopes)
+        arguments["slopes_stride_batch"] = slopes.stride(0) if slopes.dim() == 2 else 0
+        arguments["slopes_stride_head"] = _last_stride(slopes)
     if bias is not None:
         pairs = bias.detach().expand(_pairs(problem))
-        known |= zip(("bias_stride_batch", "bias_stride_head"), pairs.stride()[:2], strict=True)
-        known["bias_stride_i"] = pairs.stride(2) or None
-        known["bias_stride_j"] = _last_stride(pairs) if pairs.stride(3) else None
+        arguments |= zip(("bias_stride_batch", "bias_stride_head"), pairs.stride()[:2], strict=True)
+        arguments["bias_stride_i"] = pairs.stride(2) or None
+        arguments["bias_stride_j"] = _last_stride(pairs) if pairs.stride(3) else None
     if problem.dropout_p:
-        known["threshold"] = math.floor(problem.dropout_p * 2**32)
-        known["keep_scale"] = 1.0 / (1.0 - problem.dropout_p)
+        arguments["threshold"] = math.floor(problem.dropout_p * 2**32)
+        arguments["keep_scale"] = 1.0 / (1.0 - problem.dropout_p)
     plain = not (ScoreConfig.of(problem).transformed or problem.bias or problem.logit_scale)
-    return ScoreArguments(**known, scale_in_exp=tl.constexpr(plain and problem.scale > 0))
+    return ScoreArguments(**arguments, scale_in_exp=tl.constexpr(plain and problem.scale > 0))
 
 
 def _last_stride(tensor: torch.Tensor) -> Any:
@@ -147,15 +147,15 @@ def modifier_gradients(
     partial: dict[str, torch.Tensor], inputs: Inputs, dq: torch.Tensor
 ) -> dict[str, torch.Tensor | None]:
     """The gradients of the modifiers that a problem has, by their names: from :func:`partial_gradients` and dQ."""
-    found: dict[str, torch.Tensor | None] = {}
+    gradients: dict[str, torch.Tensor | None] = {}
     if inputs.sinks is not None:
-        found["sinks"] = partial["dsinks"].sum(0).to(inputs.sinks.dtype)
+        gradients["sinks"] = partial["dsinks"].sum(0).to(inputs.sinks.dtype)
     if inputs.logit_scale is not None:
         # q·dQ is the sum over keys of dS · S, S being what the factor made of the scaled product.
         # Rows that belong to no sequence have dQ 0, whatever q holds there.
         products = torch.where(dq == 0, 0.0, inputs.q.float() * dq.float()).sum(-1)
-        found["logit_scale"] = products.flatten(0, -2).sum(0) / inputs.logit_scale
-    return found
+        gradients["logit_scale"] = products.flatten(0, -2).sum(0) / inputs.logit_scale
+    return gradients
 
 
 # --- the modifiers of a head ---

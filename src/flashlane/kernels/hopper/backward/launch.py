@@ -311,14 +311,14 @@ class PreparedBackward:
 
     def _launches_of(self, tensors: Tensors) -> launch_pool.LaunchPlan:
         kind = tensors.kind
-        found = self.kinds.get(kind)
-        if found is None:
+        cached = self.kinds.get(kind)
+        if cached is None:
             if len(self.kinds) >= KINDS_KEPT:
                 self.kinds.clear()
             # Built here, since a plan that built them later would keep the tensors' memory.
             launches = tuple(self.launches(tensors))
-            found = self.kinds[kind] = launch_pool.LaunchPlan(lambda: launches, MAPPED_ARGUMENTS)
-        return found
+            cached = self.kinds[kind] = launch_pool.LaunchPlan(lambda: launches, MAPPED_ARGUMENTS)
+        return cached
 
     def _point_to(self, block: launch_pool.ParamsBlock, inputs: Inputs) -> None:
         """Set where a call's lengths and score modifiers lie, in all launches."""

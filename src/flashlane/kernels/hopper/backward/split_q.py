@@ -63,8 +63,8 @@ def split_of(problem: AttentionProblem, config: GradientConfig, workers: int) ->
         return WHOLE_TILES
     tiles = -(-problem.seqlen_k // config.block_n) * problem.kv_heads * problem.batch
     causal, few = problem.window_right >= 0, tiles < workers
-    rest = tiles if few or causal else tiles % workers
-    if rest == 0:
+    to_split = tiles if few or causal else tiles % workers
+    if to_split == 0:
         return WHOLE_TILES
     steps = steps_of(problem, config.block_m, config.block_n)
     longest, average = max(steps), sum(steps) / len(steps)
@@ -80,19 +80,19 @@ def split_of(problem: AttentionProblem, config: GradientConfig, workers: int) ->
         if splits == 1:
             return each
         if causal:  # the short ones fill what the long ones leave
-            each = max(each, rest * (average + splits * START) / workers)
+            each = max(each, to_split * (average + splits * START) / workers)
         else:
-            each *= -(-rest * splits // workers)
+            each *= -(-to_split * splits // workers)
         return each + WAIT + ADD * (splits - 1)
 
     split_bytes = 4 * config.block_n * (config.head_dim + config.head_dim_v)
-    most = min(MAX_SPLITS, longest, 1 + MAX_BYTES // (split_bytes * rest))
+    most = min(MAX_SPLITS, longest, 1 + MAX_BYTES // (split_bytes * to_split))
     best = min(range(1, most + 1), key=rest_takes)
     before = 0.0 if section else tiles // workers * (longest + START)
     least = LEAST_OF_LONG_TILES if section else LEAST_SAVING
     if rest_takes(1) - rest_takes(best) <= least * (before + rest_takes(1)):
         return WHOLE_TILES
-    return SplitQ(rest, best)
+    return SplitQ(to_split, best)
 
 
 def _costs(steps: Sequence[int], splits: int) -> list[float]:

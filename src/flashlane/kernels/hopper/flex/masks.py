@@ -77,16 +77,16 @@ class UnitMask:
 
     def kept(self, key: tuple[Any, ...], make: Callable[[], BlockLists]) -> BlockLists:
         """What ``make`` gives, made once for a key, for kernels on the current stream."""
-        found, stream = self.lists.get(key), torch.cuda.current_stream(self.states.device)
-        if found is None:
-            found = self.lists[key] = make()
+        lists, stream = self.lists.get(key), torch.cuda.current_stream(self.states.device)
+        if lists is None:
+            lists = self.lists[key] = make()
             stream.synchronize()  # other streams may be the next to read it
         if stream != self.stream:
-            tables = (found.counts, found.entries, found.order, found.ranks, self.slots, self.by_query, self.by_key)
+            tables = (lists.counts, lists.entries, lists.order, lists.ranks, self.slots, self.by_query, self.by_key)
             for table in tables:
                 if table is not None:
                     table.record_stream(stream)
-        return found
+        return lists
 
 
 _unit_masks: WeakKeyDictionary[BlockMask, dict[tuple[Any, ...], UnitMask]] = WeakKeyDictionary()

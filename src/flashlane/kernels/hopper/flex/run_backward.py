@@ -76,15 +76,15 @@ def config_of(
     """
     # Where queries have a window's left end, too, most of a long step's tiles are cut by the mask.
     long_steps = block is None and problem.window_left < 0 and not program.loads_by_position()
-    found, approximate = tile_of(problem, long_steps), takes_approximate_tanh(problem, block)
-    found = replace(
-        found, program=kernel_header(program, mask_bits, approximate), block_lists=block is not None,
+    config, approximate = tile_of(problem, long_steps), takes_approximate_tanh(problem, block)
+    config = replace(
+        config, program=kernel_header(program, mask_bits, approximate), block_lists=block is not None,
         mask_bits=mask_bits, heads_per_section=_section(problem),
         has_left=problem.window_left >= 0, has_right=problem.window_right >= 0, deterministic=problem.deterministic,
     )  # fmt: skip
-    if found.shared_memory > shared_limit(ARCH):
-        raise NotImplementedError(f"the backward's tile takes {found.shared_memory} bytes of shared memory")
-    return found
+    if config.shared_memory > shared_limit(ARCH):
+        raise NotImplementedError(f"the backward's tile takes {config.shared_memory} bytes of shared memory")
+    return config
 
 
 def _section(problem: AttentionProblem) -> int:

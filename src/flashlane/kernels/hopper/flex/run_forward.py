@@ -67,16 +67,16 @@ def config_of(
     blocks = block if program.mask is None or block is None else (128, block[1])
     shape, ctas = tile_of(max(problem.head_dim, problem.head_dim_v), blocks)
     approximate = takes_approximate_tanh(problem, block)
-    found = HopperConfig(
+    config = HopperConfig(
         problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0, program=kernel_header(program, mask_bits, approximate),
         block_lists=block is not None, mask_bits=mask_bits, ctas_per_sm=ctas,
         heads_per_section=_section(problem),
     )  # fmt: skip
-    if found.shared_memory > shared_limit(ARCH):
-        found = replace(found, stages=2)
+    if config.shared_memory > shared_limit(ARCH):
+        config = replace(config, stages=2)
     by_hand = block is not None and program.mask is None
-    return replace(found, heads_per_section=_section_of_lists(problem, found)) if by_hand else found
+    return replace(config, heads_per_section=_section_of_lists(problem, config)) if by_hand else config
 
 
 def _section(problem: AttentionProblem) -> int:

@@ -175,14 +175,14 @@ class HopperConfig:
     def describe(self) -> str:
         """The tile and what is switched on, for tables: ``128x144, 2 stages, q_in_registers``."""
         words = [f"{self.block_m}x{self.block_n}", f"{self.stages} stages"]
-        shown = ("dtype", "head_dim", "head_dim_v", "block_n", "consumers", "stages")
+        essential = ("dtype", "head_dim", "head_dim_v", "block_n", "consumers", "stages")
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, ScoreConfig | SeqlenConfig):
                 words += value.words()
             elif each.name == "program":
                 words += ["program"] * bool(value)
-            elif each.name not in shown and value != each.default:
+            elif each.name not in essential and value != each.default:
                 words.append(each.name if value is True else f"{each.name}={value}")
         return ", ".join(words)
 

@@ -84,13 +84,13 @@ def coefficients_of(config: HopperConfig) -> Coefficients:
 @functools.lru_cache(maxsize=1024)
 def _coefficients_of(head_dim: int, columns_v: int, shape: TileShape) -> Coefficients:
     one = class_of(head_dim, columns_v)
-    found = coefficients()[0].get(name_of(one.head_dim, one.head_dim_v, shape))
+    fitted = coefficients()[0].get(name_of(one.head_dim, one.head_dim_v, shape))
     work = (head_dim + columns_v) / (one.head_dim + one.head_dim_v)
-    if found is None:
+    if fitted is None:
         block = products_of(CONSUMER_ROWS * shape.consumers, shape.block_n, one)
-        found = Coefficients(2 * block, block, block / 2)
+        fitted = Coefficients(2 * block, block, block / 2)
     # The softmax costs as much, however few columns the products have.
-    return Coefficients(found.tile, found.block * (0.4 + 0.6 * work), found.masked)
+    return Coefficients(fitted.tile, fitted.block * (0.4 + 0.6 * work), fitted.masked)
 
 
 def products_of(rows: int, keys: int, one: ShapeClass) -> float:

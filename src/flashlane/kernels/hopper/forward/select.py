@@ -32,18 +32,18 @@ def config_for(problem: AttentionProblem) -> HopperConfig:
 
     What cannot be the fastest, were its tiles spread evenly, is not simulated.
     """
-    launches, kept = _launches(problem), []
+    launches, candidates = _launches(problem), []
     compared = KEPT if tile_scheduler.in_sections(problem) else 1
     if len(launches) == compared == 1:
         return launches[0].config
     sizes = [_one_section(problem, launch.config) for launch in launches]
     least = [launch.least(size) for launch, size in zip(launches, sizes, strict=True)]
     for i in sorted(range(len(launches)), key=least.__getitem__):
-        if len(kept) == compared and least[i] * CLOSE > kept[-1][0]:
+        if len(candidates) == compared and least[i] * CLOSE > candidates[-1][0]:
             break
-        kept = sorted([*kept, (launches[i].predicted(sizes[i]), i)])[:compared]
-    best, chosen, size = kept[0][0], launches[kept[0][1]], sizes[kept[0][1]]
-    for _, i in kept:
+        candidates = sorted([*candidates, (launches[i].predicted(sizes[i]), i)])[:compared]
+    best, chosen, size = candidates[0][0], launches[candidates[0][1]], sizes[candidates[0][1]]
+    for _, i in candidates:
         for other in _orders(problem, launches[i]):
             if launches[i].least(other) * CLOSE <= best and (time := launches[i].predicted(other)) < best:
                 best, chosen, size = time, launches[i], other
@@ -104,14 +104,14 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
     score, seqlen = ScoreConfig.of(problem), SeqlenConfig.of(problem)
     one = tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v))
     if problem.seqlen_q * problem.group <= CONSUMER_ROWS and CONSUMER_ROWS % problem.group == 0:
-        found: tuple[tiles.TileShape, ...] = (one.few_rows,)
+        shapes_able: tuple[tiles.TileShape, ...] = (one.few_rows,)
     else:
         shapes = one.shapes_with_derivative if score.has_derivative else one.shapes
-        found = one.loaded if seqlen.cache or seqlen.paged else shapes
+        shapes_able = one.loaded if seqlen.cache or seqlen.paged else shapes
     crowded = score.registers_per_score + (problem.window_left >= 0) > 1
     if crowded or _must_gather(problem):
-        found = tuple(shape for shape in (*found, *one.loaded) if shape.consumers <= MOST_GATHERING)
-    return tuple(replace(shape, q_in_registers=False) for shape in found) if crowded else found
+        shapes_able = tuple(shape for shape in (*shapes_able, *one.loaded) if shape.consumers <= MOST_GATHERING)
+    return tuple(replace(shape, q_in_registers=False) for shape in shapes_able) if crowded else shapes_able
 
 
 def section_sizes(problem: AttentionProblem, config: HopperConfig) -> list[int]:

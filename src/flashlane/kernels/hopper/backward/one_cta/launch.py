@@ -14,13 +14,13 @@ from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, split_of
 def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int) -> Schedule:
     """The launch of a problem on a GPU of so many SMs."""
     split = split_of(problem, config, sms) if config.split_q else WHOLE_TILES
-    seen = tiles_of(problem, config)
-    n_blocks = len(seen)
+    n_block_range = tiles_of(problem, config)
+    n_blocks = len(n_block_range)
     section = config.heads_per_section or _section(config, problem, n_blocks, sms)
     in_kernel = in_kernel_dq_of(problem, config.block_n, section, sms) if config.in_kernel_dq else OWN_LAUNCHES
     tiles = n_blocks * problem.kv_heads * problem.batch
     sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": section}
-    sizes |= {"first_block": seen.start, "whole_tiles": tiles - split.tiles, "splits": split.splits}
+    sizes |= {"first_block": n_block_range.start, "whole_tiles": tiles - split.tiles, "splits": split.splits}
     # At most a CTA an SM. Of packed sequences, whose tiles are counted on the GPU, perhaps fewer have work.
     grid = min(sms, tiles + split.partials), 1, 1
     return Schedule((GradientLaunch(grid, (config.block_m, config.block_n), sizes),), split, in_kernel)

@@ -25,14 +25,14 @@ def schedule(config: TwoCtaConfig, problem: AttentionProblem, sms: int) -> Sched
     reason = refusal(problem)
     if reason is not None:
         raise NotImplementedError(f"the 2-CTA backward cannot run {problem.describe()}: {reason}")
-    seen = tiles_of(problem, config)
-    n_blocks = len(seen)
+    n_block_range = tiles_of(problem, config)
+    n_blocks = len(n_block_range)
     tiles = n_blocks * problem.kv_heads * problem.batch
     section = config.heads_per_section
     if not section and by_model(problem):
         section = fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms // CTAS)
     section = section or two_cta_heads_per_section(problem)
-    sizes = {"blocks": n_blocks, "first_block": seen.start, "tiles": tiles, "heads_per_section": section}
+    sizes = {"blocks": n_blocks, "first_block": n_block_range.start, "tiles": tiles, "heads_per_section": section}
     split = split_of(problem, config, sms // CTAS) if config.split_q else WHOLE_TILES
     sizes |= {"whole_tiles": tiles - split.tiles, "splits": split.splits}
     grid = CTAS * min(tiles + split.partials, sms // CTAS), 1, 1

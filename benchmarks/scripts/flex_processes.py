@@ -18,7 +18,7 @@ import torch._functorch.config
 
 from flashlane import bench
 
-TURN_SECONDS = 30.0
+CELL_SECONDS = 30.0
 """The most that the timings of one cell may take."""
 
 
@@ -50,9 +50,9 @@ def run(
     names = [cell.name for cell in flex_speed.cells(shrink)]
     chosen = [i for i, name in enumerate(names) if not words or any(word in name for word in words)]
     ready, results = context.Queue(), context.Queue()
-    turns = {i: context.Event() for i in chosen}
-    given = device, peers, settings, shrink, flex_speed.HEADS
-    workers = {i: context.Process(target=_cell, args=(i, *given, ready, turns[i], results)) for i in chosen}
+    may_time = {i: context.Event() for i in chosen}
+    arguments = device, peers, settings, shrink, flex_speed.HEADS
+    workers = {i: context.Process(target=_cell, args=(i, *arguments, ready, may_time[i], results)) for i in chosen}
     began, rows, waiting = time.monotonic(), [], set(chosen)
     for worker in workers.values():
         worker.start()
@@ -68,13 +68,13 @@ def run(
             if time.monotonic() - began > seconds:
                 rows.append({"cell": names[i], "direction": "both", "failed": {"all": "no time was left"}})
                 continue
-            turns[i].set()
-            found = next(iter(_taken(results, TURN_SECONDS)), None)
-            if found is None:
+            may_time[i].set()
+            of_cell = next(iter(_taken(results, CELL_SECONDS)), None)
+            if of_cell is None:
                 workers[i].kill()
-                found = [{"cell": names[i], "direction": "both", "failed": {"all": "its timings did not end"}}]
-            rows += found
-            for row in found:
+                of_cell = [{"cell": names[i], "direction": "both", "failed": {"all": "its timings did not end"}}]
+            rows += of_cell
+            for row in of_cell:
                 print(flex_speed.line(row), flush=True)
             keep(rows)
         keep(rows)
@@ -94,9 +94,9 @@ def _taken(where: Any, seconds: float) -> list[Any]:
 
 def _cell(
     index: int, device: torch.device, peers: Sequence[str], settings: bench.Settings, shrink: int, heads: int,
-    ready: Any, turn: Any, results: Any,
+    ready: Any, may_time: Any, results: Any,
 ) -> None:  # fmt: skip
-    """One process: calls all that runs a cell once, in both directions, waits for its turn and times it."""
+    """One process: calls all that runs a cell once, in both directions, waits for the other cells, and times it."""
     flex_speed.HEADS = heads
     torch._functorch.config.donated_buffer = False  # a backward is repeated
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -108,7 +108,7 @@ def _cell(
         calls = calls_of(cell, operands, run_by)
         prepared.append((direction, calls, flex_speed.compare(calls)))
     ready.put(index)
-    turn.wait()
+    may_time.wait()
     results.put(
         [
             flex_speed.measured(cell, direction, calls, settings, device, differences)
