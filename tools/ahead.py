@@ -151,20 +151,20 @@ PARTS: dict[str, Callable[[], Iterator[KernelSource]]] = {
 
 def collected(parts: Iterable[str], lists: str = "") -> dict[KernelSource, str]:
     """The sources of some parts and of lists of drawn problems, each with the first part that needs it."""
-    found: dict[KernelSource, str] = {}
+    sources: dict[KernelSource, str] = {}
     sys.path[:0] = [str(ROOT / folder) for folder in IMPORTED]
     kept = torch.cuda.get_device_properties
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
     try:
         for part in parts:
             for source in PARTS[part]():
-                found.setdefault(source, part)
+                sources.setdefault(source, part)
         for source in drawn(lists) if lists else ():
-            found.setdefault(source, "drawn")
+            sources.setdefault(source, "drawn")
     finally:
         torch.cuda.get_device_properties = kept
         del sys.path[: len(IMPORTED)]
-    return found
+    return sources
 
 
 def packed(path: Path, folder: Path, keys: Iterable[str]) -> int:

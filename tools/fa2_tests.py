@@ -182,17 +182,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", type=Path, help="a test module of FlashAttention, in its repository's layout")
     _add_options(parser.add_argument)
-    known, rest = parser.parse_known_args(arguments)
-    if not known.module.is_file():
-        parser.error(f"module is {known.module}, which is not a file; download FlashAttention's test module")
-    if known.sample is not None and known.sample < 1:
-        parser.error(f"--sample is {known.sample}; it must be at least 1")
+    parsed, rest = parser.parse_known_args(arguments)
+    if not parsed.module.is_file():
+        parser.error(f"module is {parsed.module}, which is not a file; download FlashAttention's test module")
+    if parsed.sample is not None and parsed.sample < 1:
+        parser.error(f"--sample is {parsed.sample}; it must be at least 1")
     sys.path.insert(0, str(Path(__file__).parent))
     # Its own root, so that no configuration or conftest of this repository is in force.
-    options = ["-p", "fa2_tests", str(known.module), f"--rootdir={known.module.parent}", "-c", "/dev/null"]
-    options += ["-p", "no:cacheprovider", f"--seed={known.seed}"]
-    options += [f"--sample={known.sample}"] if known.sample is not None else []
-    options += ["--on-cpu"] if known.on_cpu else []
+    options = ["-p", "fa2_tests", str(parsed.module), f"--rootdir={parsed.module.parent}", "-c", "/dev/null"]
+    options += ["-p", "no:cacheprovider", f"--seed={parsed.seed}"]
+    options += [f"--sample={parsed.sample}"] if parsed.sample is not None else []
+    options += ["--on-cpu"] if parsed.on_cpu else []
     return int(pytest.main([*options, *rest]))
 
 

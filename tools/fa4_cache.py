@@ -99,15 +99,15 @@ class Calls:
         yield "host cost with gradient", small, "graph"
 
     def drawn(self) -> Iterator[tuple[str, Build, str]]:
-        for asked, _ in self.lists:
-            for number in range(asked.count):
-                case = asked.case(number).posed("sm_90a")
+        for problem_list, _ in self.lists:
+            for number in range(problem_list.count):
+                case = problem_list.case(number).posed("sm_90a")
 
                 def build(case: Any = case) -> tuple[Any, Any]:
                     return case.problem, case.materialise(self.device, 0)
 
-                title = f"{asked.direction} {asked.kind} {number}: {case.problem.describe()}"
-                yield title, build, "forward" if asked.direction == "forward" else "both"
+                title = f"{problem_list.direction} {problem_list.kind} {number}: {case.problem.describe()}"
+                yield title, build, "forward" if problem_list.direction == "forward" else "both"
 
     def builder(self, shape: Any, deterministic: bool = False) -> Build:
         def build() -> tuple[Any, Any]:
@@ -153,7 +153,7 @@ class Calls:
         from cutlass import cute
         from flash_attn.cute.cache_utils import JITCache, JITPersistentCache
 
-        found, new = [], []
+        needs, new = [], []
 
         def put(cache: Any, key: Any, function: Any) -> None:
             JITCache.__setitem__(cache, key, function)
@@ -168,8 +168,8 @@ class Calls:
                 new.clear()
                 self.make(*cell)
                 if new:
-                    found.append((number, title, tuple(new)))
-        return found
+                    needs.append((number, title, tuple(new)))
+        return needs
 
 
 def shares(todo: list[tuple[int, str, tuple[Kernel, ...]]], jobs: int) -> list[list[int]]:
@@ -213,18 +213,18 @@ def main() -> int:
                     failed = f": {type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
                 print(f"{time.monotonic() - start:6.1f} s  {title}{failed}", flush=True)
         return 0
-    found = calls.needs()
-    todo = [(number, title, missing) for number, title, kernels in found if (missing := lacking(kernels))]
+    needs = calls.needs()
+    todo = [(number, title, missing) for number, title, kernels in needs if (missing := lacking(kernels))]
     if not options.missing:
         command = [sys.executable, "-W", "ignore", __file__, str(options.cache), "--drawn", options.drawn, "--cells"]
         numbers = [",".join(map(str, share)) for share in shares(todo, max(1, options.jobs))]
         for child in [subprocess.Popen([*command, share]) for share in numbers]:
             child.wait()
-        todo = [(number, title, missing) for number, title, kernels in found if (missing := lacking(kernels))]
+        todo = [(number, title, missing) for number, title, kernels in needs if (missing := lacking(kernels))]
     for _, title, kernels in todo:
         print(f"lacking for {title}:", *(f"{folder.name}/{key[:8]}" for folder, key in kernels))
     count = sum(len(kernels) for *_, kernels in todo)
-    print(f"{sum(len(kernels) for *_, kernels in found)} kernels, {count} of them lacking in {options.cache}")
+    print(f"{sum(len(kernels) for *_, kernels in needs)} kernels, {count} of them lacking in {options.cache}")
     return int(count > 0)
 
 

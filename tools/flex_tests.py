@@ -279,8 +279,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", type=Path, nargs="+", help="test modules of PyTorch or attention-gym")
     parser.add_argument("--package", type=Path, help="a folder that the tests import from")
-    known, rest = parser.parse_known_args(arguments)
-    for path in known.module:
+    parsed, rest = parser.parse_known_args(arguments)
+    for path in parsed.module:
         if not path.is_file():
             parser.error(f"module is {path}, which is not a file")
     if "--on-cpu" not in rest and not torch.cuda.is_available():
@@ -290,10 +290,10 @@ def main(arguments: list[str] | None = None) -> int:
     # Their import asks Inductor for a C++ compiler, which compiles a file for each instruction set of the CPU (AMX and
     # three more), and loads it in a new process with torch while all others wait: minutes, and of use on a CPU alone.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-    sys.path[:0] = [str(Path(__file__).parent), *([str(known.package)] if known.package else [])]
+    sys.path[:0] = [str(Path(__file__).parent), *([str(parsed.package)] if parsed.package else [])]
     # Its own root, so that no configuration or conftest of this repository is in force.
     plugins = ["-p", "flex_tests", "-p", "foreign_tests", "-p", "no:cacheprovider", "--noconftest"]
-    options = [*plugins, *map(str, known.module), f"--rootdir={known.module[0].parent}", "-c", "/dev/null"]
+    options = [*plugins, *map(str, parsed.module), f"--rootdir={parsed.module[0].parent}", "-c", "/dev/null"]
     return int(pytest.main([*options, "-rs", *rest]))
 
 

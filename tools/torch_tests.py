@@ -148,9 +148,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", type=Path, help="a test module of PyTorch")
-    known, rest = parser.parse_known_args(arguments)
-    if not known.module.is_file():
-        parser.error(f"module is {known.module}, which is not a file; download it from PyTorch's folder test")
+    parsed, rest = parser.parse_known_args(arguments)
+    if not parsed.module.is_file():
+        parser.error(f"module is {parsed.module}, which is not a file; download it from PyTorch's folder test")
     if importlib.util.find_spec("expecttest") is None:
         parser.error("PyTorch's tests import expecttest: pip install expecttest")
     if "--on-cpu" not in rest and not torch.cuda.is_available():
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     sys.path.insert(0, str(Path(__file__).parent))
     # Its own root, so that no configuration or conftest of this repository is in force.
     plugins = ["-p", "torch_tests", "-p", "foreign_tests", "-p", "no:cacheprovider"]
-    options = [*plugins, str(known.module), f"--rootdir={known.module.parent}", "-c", "/dev/null"]
+    options = [*plugins, str(parsed.module), f"--rootdir={parsed.module.parent}", "-c", "/dev/null"]
     return int(pytest.main([*options, "-rs", *rest]))
 
 

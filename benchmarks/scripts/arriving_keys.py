@@ -334,7 +334,7 @@ TIMED = {"8k": 16384, "4k": 8192}
 
 def microseconds(calls: dict[str, Callable[[], None]], rounds: int = 7, count: int = 20) -> dict[str, float]:
     """Of each call: medians over rounds in which each is timed in turn."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -344,8 +344,8 @@ def microseconds(calls: dict[str, Callable[[], None]], rounds: int = 7, count: i
                 call()
             stop.record()
             torch.cuda.synchronize()
-            found[name].append(start.elapsed_time(stop) * 1e3 / count)
-    return {name: round(statistics.median(times[1:]), 1) for name, times in found.items()}
+            samples[name].append(start.elapsed_time(stop) * 1e3 / count)
+    return {name: round(statistics.median(times[1:]), 1) for name, times in samples.items()}
 
 
 def two_lanes(call: Call) -> Callable[[], None]:
@@ -383,7 +383,7 @@ def whole(tokens: int) -> Callable[[], None]:
 
 def times(name: str) -> dict[str, Any]:
     """Microseconds of a rank's forward, over keys that are there and over keys whose flags are polled."""
-    found: dict[str, Any] = {"name": name}
+    row: dict[str, Any] = {"name": name}
     calls = {"whole problem": whole(TIMED[name])}
     for rank in (0, 1):
         call = Call(Case((TIMED[name],), rank=rank, heads=(32, 8)))
@@ -396,10 +396,10 @@ def times(name: str) -> dict[str, Any]:
         calls[f"rank {rank}: two streams"] = two_lanes(call)
         calls[f"rank {rank}: one launch"] = lambda r=ranged, c=call, o=out, e=lse: r(c.q, c.k, c.v, o, e, None)
         calls[f"rank {rank}: one launch, flags polled"] = transport.launch
-    found["microseconds"] = microseconds(calls)
-    ideal = found["microseconds"]["whole problem"] / 2
-    found["share of half"] = {name: round(ideal / us, 4) for name, us in found["microseconds"].items()}
-    return found
+    row["microseconds"] = microseconds(calls)
+    ideal = row["microseconds"]["whole problem"] / 2
+    row["share of half"] = {name: round(ideal / us, 4) for name, us in row["microseconds"].items()}
+    return row
 
 
 def copies_within(limit: float = 3.0) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def cell_of(problem: AttentionProblem, device: torch.device, rounds: int, seed: 
 
 
 def resumed(
-    path: Path, found: dict[str, Any], grid: dict[str, list[Any]], problems: Sequence[AttentionProblem]
+    path: Path, saved: dict[str, Any], grid: dict[str, list[Any]], problems: Sequence[AttentionProblem]
 ) -> list[Cell]:
     """The cells of a file that this run need not measure.
 
@@ -139,7 +139,7 @@ def resumed(
         raise ValueError(f"--resume is {str(path)!r}, which cannot be read: {error}") from None
     if form != FORMAT:
         raise ValueError(f"--resume is {str(path)!r}, whose format is {form!r}; it must be {FORMAT!r}")
-    pairs = [(name, body["environment"].get(name), found.get(name)) for name in SAME]
+    pairs = [(name, body["environment"].get(name), saved.get(name)) for name in SAME]
     pairs += [(f"--{name}", body["grid"].get(name), values) for name, values in grid.items()]
     pairs.append(("problems", body["problems"], len(problems)))
     other = [f"{name} {before!r}, which is {now!r} here" for name, before, now in pairs if before != now]

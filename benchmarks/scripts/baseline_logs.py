@@ -27,15 +27,15 @@ def measure(arguments: argparse.Namespace) -> Results:
     """Every line in turn."""
     device = device_or_exit()
     try:
-        found = select_lines(arch_of(device), tuple(word for word in arguments.only.split(",") if word))
+        lines = select_lines(arch_of(device), tuple(word for word in arguments.only.split(",") if word))
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    implementations = sum(len(line.kernels) + len(line.peers) for line in found)
+    implementations = sum(len(line.kernels) + len(line.peers) for line in lines)
     settings = settings_for(implementations, arguments.seconds, arguments.rounds)
-    compile_ahead((registry.get(tag), line.problem) for line in found for tag in line.kernels)
+    compile_ahead((registry.get(tag), line.problem) for line in lines for tag in line.kernels)
     results, path = None, arguments.out / "baseline_logs.json"
-    with Bar(len(found)) as reporter:
-        for seed, line in enumerate(found):
+    with Bar(len(lines)) as reporter:
+        for seed, line in enumerate(lines):
             peers = bench.select_peers(",".join(tag.strip("()") for tag in line.peers))
             results = run_and_keep(
                 line.problem, results, path, selection=bench.Selection(tags=line.kernels, peers=peers),

@@ -50,20 +50,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    given = parser.parse_args()
-    check_writable(given.out)
-    problems = [problem_of(shape) for shape in FAMILIES["hopper_forward"].shapes(given.seed, given.count)]
+    options = parser.parse_args()
+    check_writable(options.out)
+    problems = [problem_of(shape) for shape in FAMILIES["hopper_forward"].shapes(options.seed, options.count)]
     for problem in problems[:20]:  # coefficients are read once
         select.ranked(problem)
     ways = {"chosen": select.config_for, "every candidate": select.ranked}
     times = {way: [least_ms(call, problem) for problem in problems] for way, call in ways.items()}
     other = [p.describe() for p in problems if select.config_for(p) != select.ranked(p)[0][0]]
-    body = {"format": FORMAT, "script": "benchmarks/scripts/choice_cost.py", "seed": given.seed, "count": given.count}
+    body = {
+        "format": FORMAT,
+        "script": "benchmarks/scripts/choice_cost.py",
+        "seed": options.seed,
+        "count": options.count,
+    }
     body |= {"environment": environment(torch.device("cpu")), "ms": {way: summary(t) for way, t in times.items()}}
     body |= {"chosen otherwise": other}
     for way, t in body["ms"].items():
         print(f"{way:16} median {t['median']:.3f}  95th percentile {t['p95']:.3f}  most {t['most']:.3f} ms")
-    write_atomically(given.out / "choice_cost.json", json.dumps(body, indent=1) + "\n")
+    write_atomically(options.out / "choice_cost.json", json.dumps(body, indent=1) + "\n")
     return int(bool(other))
 
 

@@ -126,10 +126,10 @@ def masked_configs(problem: AttentionProblem) -> list[Any]:
     """The chosen configuration of the backward and others, for windows and packed sequences."""
     problem = replace(problem, needs_grad=True)
     chosen = HOPPER_BACKWARD.config(problem)
-    found = [chosen]
+    configs = [chosen]
     window = problem.window_left >= 0
     if window and problem.window_left + max(0, problem.window_right) <= DKDV_AND_DQ_REACH:
-        found.append(DESIGNS["split_dkdv_dq"].pick(problem))
+        configs.append(DESIGNS["split_dkdv_dq"].pick(problem))
     if chosen.design == "one_cta":
         stages = ((2, 2),) if problem.head_dim <= 64 else ((1, 1), (2, 1))
         rows = VARIED_ROWS[64 if problem.head_dim <= 64 else 128]
@@ -140,8 +140,8 @@ def masked_configs(problem: AttentionProblem) -> list[Any]:
                 chosen, block_m=block_m, k_stages=k, v_stages=v, ping_pong=ping_pong, dq=dq, postprocess=postprocess
             )
             if makes_sense(other, problem):
-                found.append(other)
-    return list(dict.fromkeys(config.specialised(problem) for config in found))
+                configs.append(other)
+    return list(dict.fromkeys(config.specialised(problem) for config in configs))
 
 
 def makes_sense(config: Any, problem: AttentionProblem) -> bool:
@@ -191,15 +191,15 @@ def hopper_backward_calls(
     problem, inputs = make(shape, device)
     out, lse = outputs(problem, inputs)
     HOPPER.forward(problem, inputs, out, lse)
-    do, made = torch.randn_like(out), []
+    do, calls = torch.randn_like(out), []
 
     def run(config: Any) -> None:
-        made[:] = [hopper_backward(problem, inputs, out, lse, do, config=config)]
+        calls[:] = [hopper_backward(problem, inputs, out, lse, do, config=config)]
 
     return [
         Candidate(c.describe(), c.heads_per_section, lambda c=c: run(c))
         for c in configs(problem)
-    ], lambda: torch.cat([t.float().flatten() for t in (made[0].q, made[0].k, made[0].v)])  # fmt: skip
+    ], lambda: torch.cat([t.float().flatten() for t in (calls[0].q, calls[0].k, calls[0].v)])  # fmt: skip
 
 
 def mma_configs(problem: AttentionProblem) -> list[tuple[Any, Any]]:
@@ -302,17 +302,17 @@ def triton_forward_calls(shape: Shape, device: torch.device, checked: bool = Tru
 
     problem, inputs = make(shape, device)
     out, lse = outputs(problem, inputs)
-    found = []
+    calls = []
     for config in forward_configs(problem, shape.dtype):
         one = PreparedForward(problem, config, inputs, out, lse, TRITON.precision_of(problem))
         variant = (shape.dtype, one.splits > 1, *constants_of(one.forward))
-        found.append(
+        calls.append(
             Candidate(
                 config.describe(), 0, lambda one=one: one(inputs, out, lse),
                 lambda one=one: (resident_of(one.forward),), variant,
             )
         )  # fmt: skip
-    return found, lambda: out.float().flatten()
+    return calls, lambda: out.float().flatten()
 
 
 def backward_configs(base: BackwardConfig, problem: AttentionProblem, dtype: str) -> Iterator[BackwardConfig]:
@@ -340,22 +340,22 @@ def triton_backward_calls(shape: Shape, device: torch.device, checked: bool = Tr
     if checked:
         (HOPPER if shape.dtype == "bf16" else TRITON).forward(problem, inputs, out, lse)
     problem = replace(problem, needs_grad=True)
-    do, made, found = torch.randn_like(out), [], []
+    do, calls, configs = torch.randn_like(out), [], []
     precision = TRITON.precision_of(problem)
 
     def run(one: Any) -> None:
-        made[:] = [one(inputs, out, lse, do, None)]
+        calls[:] = [one(inputs, out, lse, do, None)]
 
     for config in backward_configs(backward.config_of(problem, inputs, do, precision), problem, shape.dtype):
         one = backward.prepare(problem, inputs, out, lse, do, None, False, precision, config)
         variant = (shape.dtype, *(n > 1 for n in one.splits), *constants_of(one.statistics, one.key, one.query))
-        found.append(
+        configs.append(
             Candidate(
                 config.describe(), 0, lambda one=one: run(one),
                 lambda one=one: (resident_of(one.key), resident_of(one.query)), variant,
             )
         )  # fmt: skip
-    return found, lambda: torch.cat([t.float().flatten() for t in (made[0].q, made[0].k, made[0].v)])
+    return configs, lambda: torch.cat([t.float().flatten() for t in (calls[0].q, calls[0].k, calls[0].v)])
 
 
 COLD_BYTES = 128 << 20

@@ -47,8 +47,8 @@ def hopper_shapes(
         head_dims: those that are taken; of other ones, one problem in :data:`OTHERS`.
         unaligned: only problems whose rows do not start on a sector and whose K and V exceed the L2 cache.
     """
-    found, number, others = [], 0, 0
-    while len(found) < count:
+    shapes, number, others = [], 0, 0
+    while len(shapes) < count:
         case = drawn.timed("dense", seed, number, most_flop)
         number += 1
         if unaligned:
@@ -59,8 +59,8 @@ def hopper_shapes(
             others += 1
             if others % OTHERS:
                 continue
-        found.append(shape_of(case))
-    return found
+        shapes.append(shape_of(case))
+    return shapes
 
 
 def hopper_shapes_of_kind(
@@ -132,7 +132,7 @@ def even_shapes(name: str, seed: int, count: int, kinds: Kinds) -> list[Shape]:
     """
     chance = random.Random(f"{name} even {seed}")
     starts = [chance.random() for _ in STEPS]
-    found = []
+    shapes = []
     for number in range(count):
         dtype, head_dim, most_flop = kinds[number % len(kinds)]
         form = FORMS[(number // len(kinds) + number % len(kinds)) % len(FORMS)]
@@ -146,8 +146,8 @@ def even_shapes(name: str, seed: int, count: int, kinds: Kinds) -> list[Shape]:
         group = group if group <= heads else 1
         kv_heads = min(MOST_HEADS, max(1, round((heads / group) ** at[5])))
         batch = max(1, round(heads / group / kv_heads))
-        found.append(Shape(batch, kv_heads * group, kv_heads, queries, keys, head_dim, head_dim, causal, dtype=dtype))
-    return found
+        shapes.append(Shape(batch, kv_heads * group, kv_heads, queries, keys, head_dim, head_dim, causal, dtype=dtype))
+    return shapes
 
 
 def _lengths(form: str, first: float, second: float) -> tuple[int, int]:

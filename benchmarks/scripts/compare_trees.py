@@ -189,24 +189,24 @@ def worker() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything prints must not be taken for an answer
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         answer: dict[str, Any] = {}
         try:
-            if asked["do"] == "build":
+            if request["do"] == "build":
                 calls.clear()
                 torch.cuda.empty_cache()
-                call = calls["call"] = build(asked["spec"])
+                call = calls["call"] = build(request["spec"])
                 results = call()
                 torch.cuda.synchronize()
                 answer["results"] = [facts(result) for result in results]
                 del results
-                calls["call"], answer["graph"] = (call, False) if asked["eager"] else captured(call)
+                calls["call"], answer["graph"] = (call, False) if request["eager"] else captured(call)
                 answer["ms"] = timed(calls["call"], WARM_CALLS, WARM_CALLS)
-            elif asked["do"] == "kernels":
+            elif request["do"] == "kernels":
                 answer["kernels"] = kernels_of(calls["call"])
             else:
-                call, each = calls["call"], asked["ms"]
-                warm, count = (max(3, round(asked[what] / each)) for what in ("warm", "timed"))
+                call, each = calls["call"], request["ms"]
+                warm, count = (max(3, round(request[what] / each)) for what in ("warm", "timed"))
                 answer["ms"] = timed(call, warm, count)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"[:400]}
@@ -322,12 +322,12 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> float:
 
 
 def compare(
-    spec: dict[str, Any], trees: dict[str, Tree], given: argparse.Namespace, draw: random.Random
+    spec: dict[str, Any], trees: dict[str, Tree], options: argparse.Namespace, draw: random.Random
 ) -> dict[str, Any]:
     """A row: both trees' times, their ratio, and whether their results are the same."""
     row: dict[str, Any] = {"problem": spec["name"], "spec": spec}
     for tree in trees.values():  # both compile at once
-        tree.send(do="build", spec=spec, eager=given.eager)
+        tree.send(do="build", spec=spec, eager=options.eager)
     built = {name: tree.receive() for name, tree in trees.items()}
     errors = {name: answer["error"] for name, answer in built.items() if "error" in answer}
     if errors:
@@ -343,14 +343,14 @@ def compare(
     def rounds(count: int) -> float:
         for _ in range(count):
             for name in draw.sample(sorted(trees), 2):
-                answer = trees[name].ask(do="time", ms=built[name]["ms"], warm=given.warm, timed=given.timed)
+                answer = trees[name].ask(do="time", ms=built[name]["ms"], warm=options.warm, timed=options.timed)
                 times[name].append(answer.get("ms", math.nan))
         return statistics.median(times["before"]) / statistics.median(times["after"])
 
-    ratio = rounds(given.rounds)
-    if ratio < 1 - given.again:
-        ratio = rounds(3 * given.rounds)
-    if given.kernels:
+    ratio = rounds(options.rounds)
+    if ratio < 1 - options.again:
+        ratio = rounds(3 * options.rounds)
+    if options.kernels:
         row["kernels"] = {name: trees[name].ask(do="kernels") for name in sorted(trees)}
     return {**row, "ratio": ratio, "times": times}
 
@@ -375,30 +375,30 @@ def main() -> int:
     parser.add_argument("--problems", type=Path, help="a JSON list of problems")
     parser.add_argument("--eager", action="store_true", help="time calls and not replays of graphs")
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
+    options = parser.parse_args()
     import torch
 
-    trees = {"before": Tree(given.before), "after": Tree(given.after)}
-    draw, rows, start = random.Random(given.seed + 1), [], time.monotonic()
+    trees = {"before": Tree(options.before), "after": Tree(options.after)}
+    draw, rows, start = random.Random(options.seed + 1), [], time.monotonic()
     record: dict[str, Any] = {
-        "script": "benchmarks/scripts/compare_trees.py", "seed": given.seed, "device": torch.cuda.get_device_name(),
+        "script": "benchmarks/scripts/compare_trees.py", "seed": options.seed, "device": torch.cuda.get_device_name(),
         "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
         "commits": os.environ.get("COMPARED_COMMITS", ""),
-        "repeated": [file.name for file in given.repeat or ()], "rounds": given.rounds, "eager": given.eager,
+        "repeated": [file.name for file in options.repeat or ()], "rounds": options.rounds, "eager": options.eager,
         "rows": rows,
     }  # fmt: skip
-    specs = repeated(given.repeat) if given.repeat else problems(given.seed, given.count)
-    for spec in json.loads(given.problems.read_text()) if given.problems else specs:
-        if not set(given.only.split()) <= set(spec["name"].split()):
+    specs = repeated(options.repeat) if options.repeat else problems(options.seed, options.count)
+    for spec in json.loads(options.problems.read_text()) if options.problems else specs:
+        if not set(options.only.split()) <= set(spec["name"].split()):
             continue
-        if time.monotonic() - start > given.seconds:
+        if time.monotonic() - start > options.seconds:
             print("time is up", flush=True)
             break
-        row = compare(spec, trees, given, draw)
+        row = compare(spec, trees, options, draw)
         rows.append(row)
         shown = f"{row['ratio']:.3f}" if "ratio" in row else row["status"]
         print(f"{shown}  {row['problem']}  {row.get('errors', '') if row['status'] == 'failed' else ''}", flush=True)
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
     ratios = sorted((row["ratio"], row["problem"]) for row in rows if "ratio" in row)
     wrong = [row["problem"] for row in rows if row["status"] in ("failed", "differs")]
     mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))

@@ -133,7 +133,7 @@ def quick(device: torch.device) -> list[dict[str, Any]]:
 
 def repeats(device: torch.device, count: int, methods: tuple[str, ...] = METHODS) -> dict[str, Any]:
     """How many of so many runs differ from the first in any bit, of output or gradients."""
-    found = {}
+    of_problems = {}
     for method in methods:
         call = SharedProblem(1024, 8, 4).shared(device, deterministic=True, **HOW[method])
         first = call.both()
@@ -141,8 +141,8 @@ def repeats(device: torch.device, count: int, methods: tuple[str, ...] = METHODS
         for _ in range(count if method in TRANSPORTS else count // 5):
             other += ~torch.stack([(a == b).all() for a, b in zip(first, call.both())]).all()
         dist.all_reduce(other)
-        found[method] = int(other)
-    return found
+        of_problems[method] = int(other)
+    return of_problems
 
 
 def speed(device: torch.device, name: str) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def peers(device: torch.device, name: str, torchs: bool) -> dict[str, Any]:
 
 def captured(device: torch.device, name: str) -> dict[str, float]:
     """Milliseconds of a call by messages that a CUDA graph replays, so that the host has no part in them."""
-    found = {}
+    of_problems = {}
     call = PROBLEMS[name].shared(device, **HOW["allgather"])
     for way in ("forward", "both"):
         run = getattr(call, way)
@@ -182,9 +182,9 @@ def captured(device: torch.device, name: str) -> dict[str, float]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             kept = run()
-        found |= milliseconds({f"{way}, replayed": graph.replay}, device)
-        found[f"{way}, equal"] = float(_same(kept, run()))
-    return found
+        of_problems |= milliseconds({f"{way}, replayed": graph.replay}, device)
+        of_problems[f"{way}, equal"] = float(_same(kept, run()))
+    return of_problems
 
 
 def _same(some: Any, other: Any) -> bool:
@@ -278,7 +278,7 @@ def host_milliseconds(call: Any, device: torch.device, count: int = 50) -> float
 
 def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
     """Everything, on every rank."""
-    found: dict[str, Any] = {"format": FORMAT, "environment": environment(device), "ranks": dist.get_world_size()}
+    body: dict[str, Any] = {"format": FORMAT, "environment": environment(device), "ranks": dist.get_world_size()}
     began = time.monotonic()
 
     def part(name: str, run: Any, *arguments: Any) -> Any:
@@ -291,14 +291,14 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
         except Exception:
             result = {"error": traceback.format_exc()[-2000:]}
         if dist.get_rank() == 0:
-            found.setdefault(name, []).append(result) if name in ("speed", "peers") else found.update({name: result})
+            body.setdefault(name, []).append(result) if name in ("speed", "peers") else body.update({name: result})
             say(name, result, time.monotonic() - began)
-            write_atomically(Path(options["out"]) / "context_parallel.json", json.dumps(found, indent=1))
+            write_atomically(Path(options["out"]) / "context_parallel.json", json.dumps(body, indent=1))
         return result
 
     part("check", quick)
     if options["only_check"]:
-        return found
+        return body
     for name in PROBLEMS:
         part("speed", speed, name)
     part("parts", parts, "8k")
@@ -308,7 +308,7 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
         part("peers", peers, name, True)
     if options["peers"]:
         part("check_all", check)
-    return found
+    return body
 
 
 def say(name: str, result: Any, seconds: float) -> None:
@@ -348,13 +348,13 @@ def main() -> None:
     given = {"out": str(options.out.resolve()), "repeats": options.repeats, "seconds": options.seconds}
     given |= {"peers": options.peers, "only_check": options.rank is not None}
     if options.rank is None:
-        found = on_ranks(options.ranks, "nccl", job, given)
+        body = on_ranks(options.ranks, "nccl", job, given)
     else:
         measure_ranks.GROUP_SECONDS = SLOW_SECONDS
-        found = join_ranks(options.rank, options.ranks, str(options.folder.resolve()), "nccl", job, given)
-    checks = [found.get(name, []) for name in ("check", "check_all")]
+        body = join_ranks(options.rank, options.ranks, str(options.folder.resolve()), "nccl", job, given)
+    checks = [body.get(name, []) for name in ("check", "check_all")]
     wrong = any(not isinstance(rows, list) or any(not row["ok"] for row in rows) for rows in checks)
-    differing = found.get("repeats", {})
+    differing = body.get("repeats", {})
     if wrong or "error" in differing or any(differing.get(kind, 0) for kind in METHODS):
         raise SystemExit(1)
 

@@ -121,14 +121,14 @@ def check_all(
     drawn: list[Case], kernels: list[DeviceKernel], takes: dict[str, list[torch.dtype]], device: str
 ) -> Record:
     """Each kernel on each problem, in the dtypes that it takes one after another."""
-    record, wanted = Record(), sorted({d for ds in takes.values() for d in ds}, key=str)
+    record, head_dims = Record(), sorted({d for ds in takes.values() for d in ds}, key=str)
     with Progress(console=None, transient=True) as progress, torch.no_grad():
-        meets = [item.build(dtype, device=device)[0] for item in drawn for dtype in wanted]
+        meets = [item.build(dtype, device=device)[0] for item in drawn for dtype in head_dims]
         progress.add_task("compiling", total=None)
         compile_ahead((kernel, problem) for kernel in kernels for problem in meets)
         task = progress.add_task("checking", total=len(drawn))
         for number, item in enumerate(drawn):
-            built = {dtype: item.build(dtype, device=device) for dtype in wanted}
+            built = {dtype: item.build(dtype, device=device) for dtype in head_dims}
             oracles = {dtype: Oracle(problem, inputs) for dtype, (problem, inputs) in built.items()}
             for kernel in kernels:
                 dtype = takes[kernel.tag][number % len(takes[kernel.tag])]

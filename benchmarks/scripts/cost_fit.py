@@ -53,22 +53,22 @@ def regrets(rows: Sequence[R], errors: np.ndarray) -> list[tuple[float, R, R]]:
 
     Where nothing is compared, the first candidate is chosen, which is the table's.
     """
-    found = []
+    losses = []
     for entries in by_problem(rows, errors):
         chosen = min(entries, key=lambda entry: entry[1].microseconds * math.exp(entry[0]))[1]
         best = min((row for _, row in entries), key=lambda row: row.microseconds)
-        found.append((chosen.microseconds / best.microseconds, chosen, best))
-    return sorted(found, key=lambda entry: -entry[0])
+        losses.append((chosen.microseconds / best.microseconds, chosen, best))
+    return sorted(losses, key=lambda entry: -entry[0])
 
 
 def told(title: str, rows: Sequence[R], errors: np.ndarray, worst: int = 0) -> dict[str, float]:
     """Print and return the summary of a set of rows, and print the worst choices."""
-    found = regrets(rows, errors)
-    ratios = np.array([ratio for ratio, _, _ in found])
+    losses = regrets(rows, errors)
+    ratios = np.array([ratio for ratio, _, _ in losses])
     finite = np.isfinite(errors)
     within = float(np.std(errors[finite] - np.array([row.offset for row in rows])[finite])) if finite.any() else 0.0
     summary = {
-        "problems": len(found),
+        "problems": len(losses),
         "candidates": len(rows),
         "error_within_problems": within,
         "mean_regret": float(ratios.mean() - 1),
@@ -76,6 +76,6 @@ def told(title: str, rows: Sequence[R], errors: np.ndarray, worst: int = 0) -> d
         "worst_regret": float(ratios.max() - 1),
     }
     print(title, {name: round(value, 4) for name, value in summary.items()}, flush=True)
-    for ratio, chosen, best in found[:worst]:
+    for ratio, chosen, best in losses[:worst]:
         print(f"  {ratio:.3f} {chosen.title}: {chosen.words} | {best.words}")
     return summary

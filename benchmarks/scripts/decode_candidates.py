@@ -52,19 +52,19 @@ WRONG = 2e-2
 
 def _of_rows(warps_m: int, groups: int, keys: int) -> dict[str, Shape]:
     """Candidates for tiles of 16 × warps_m rows, by name."""
-    found = {"cp.async": Shape(warps_m, groups), "cp.async 2/SM": Shape(warps_m, max(1, groups // 2), 2)}
-    found |= {f"TMA c{size}": Shape(warps_m, groups, block_n=keys, tma=True, cluster=size) for size in (1, 2, 4, 8)}
+    shapes = {"cp.async": Shape(warps_m, groups), "cp.async 2/SM": Shape(warps_m, max(1, groups // 2), 2)}
+    shapes |= {f"TMA c{size}": Shape(warps_m, groups, block_n=keys, tma=True, cluster=size) for size in (1, 2, 4, 8)}
     stream_k = {
         "stream-K": (groups, keys, 1),
         "stream-K half": (groups // 2, keys, 1),
         "stream-K wide": (groups // 2, 2 * keys, 1),
         "stream-K 2/SM": (groups // 2, keys, 2),
     }
-    found |= {
+    shapes |= {
         name: Shape(warps_m, of, ctas, of_keys, tma=True, stream_k=True)
         for name, (of, of_keys, ctas) in stream_k.items()
     }
-    return found | {"TMA 2/SM": Shape(warps_m, groups // 2, 2, keys, tma=True)}
+    return shapes | {"TMA 2/SM": Shape(warps_m, groups // 2, 2, keys, tma=True)}
 
 
 CANDIDATES = {16: _of_rows(1, 8, 16), 32: _of_rows(2, 4, 32)}
@@ -76,24 +76,24 @@ PAGES = (0, 16, 64)
 def cells() -> list[Cell]:
     """The cells on which candidates differ, or miss a target."""
     k = 1024
-    found = [Cell(1, k, graph=True), Cell(1, 8 * k, graph=True), Cell(16, k, graph=True)]
-    found += [Cell(batch, n * k) for batch, n in ((1, 64), (1, 128), (4, 32), (16, 8), (16, 32), (64, 1), (64, 4))]
-    found += [Cell(1, 62 * k, tokens=tokens) for tokens in (2, 4, 8)]
-    found += [Cell(1, 64 * k, page_size=size) for size in (16, 64, 256)]
-    found += [Cell(16, 8 * k, page_size=64), Cell(64, k, page_size=16), Cell(64, 8 * k, page_size=256)]
-    return found + [Cell(16, 8 * k, page_size=64, uneven=True), Cell(64, 2 * k, page_size=16, uneven=True)]
+    chosen = [Cell(1, k, graph=True), Cell(1, 8 * k, graph=True), Cell(16, k, graph=True)]
+    chosen += [Cell(batch, n * k) for batch, n in ((1, 64), (1, 128), (4, 32), (16, 8), (16, 32), (64, 1), (64, 4))]
+    chosen += [Cell(1, 62 * k, tokens=tokens) for tokens in (2, 4, 8)]
+    chosen += [Cell(1, 64 * k, page_size=size) for size in (16, 64, 256)]
+    chosen += [Cell(16, 8 * k, page_size=64), Cell(64, k, page_size=16), Cell(64, 8 * k, page_size=256)]
+    return chosen + [Cell(16, 8 * k, page_size=64, uneven=True), Cell(64, 2 * k, page_size=16, uneven=True)]
 
 
 def candidates(problem: AttentionProblem) -> dict[str, DecodeConfig]:
     """Name and configuration of what can run a problem; no two are the same."""
     tile = next((rows for rows in CANDIDATES if rows_of(problem) <= rows), None)
-    found: dict[str, DecodeConfig] = {}
+    configs: dict[str, DecodeConfig] = {}
     for name, shape in CANDIDATES.get(tile, {}).items():
         config = config_of(problem, shape)
         held = output_tiles(problem, tile) * shape.cluster <= 132
-        if config is not None and config not in found.values() and (shape.cluster <= 1 or held):
-            found[name] = config
-    return found
+        if config is not None and config not in configs.values() and (shape.cluster <= 1 or held):
+            configs[name] = config
+    return configs
 
 
 def problem_of(cell: Cell) -> AttentionProblem:
@@ -198,17 +198,17 @@ class Checks:
             self.process.kill()
             said, errors = self.process.communicate()
         lines = [json.loads(text) for text in said.splitlines() if text.startswith("[")]
-        found: dict[str, str] = {}
+        faults: dict[str, str] = {}
         for name in self.names:
             mine = [words for which, _, words in lines if which == name]
             pages = {page for which, page, _ in lines if which == name}
-            found[name] = next(filter(None, mine), "")
-            if not found[name] and pages != set(PAGES):
+            faults[name] = next(filter(None, mine), "")
+            if not faults[name] and pages != set(PAGES):
                 last = (errors.strip().splitlines() or ["it was ended"])[-1]
-                found[name] = f"not checked to the end: {last[:200]}"
+                faults[name] = f"not checked to the end: {last[:200]}"
         if self.process.returncode:
             print(errors[-1500:], file=sys.stderr, flush=True)
-        return found
+        return faults
 
 
 def check_all() -> dict[str, str]:
@@ -260,7 +260,7 @@ class Pool:
     def inputs(self, cell: Cell) -> list[Inputs]:
         rows = (cell.batch, cell.keys, KV_HEADS, HEAD_DIM)
         size = cell.cache_bytes // 4
-        found = []
+        copies = []
         for number in range(self.sets(cell)):
             start = number * 2 * size
             k, v = (self.data[at : at + size].view(rows) for at in (start, start + size))
@@ -270,8 +270,8 @@ class Pool:
                 k, v = (t.view(-1, cell.page_size, KV_HEADS, HEAD_DIM) for t in (k, v))
                 paging["block_table"] = torch.randperm(k.shape[0], device=self.device).int().view(cell.batch, -1)
                 paging["seqused_k"] = torch.tensor(cell.lengths(), dtype=torch.int32, device=self.device)
-            found.append(Inputs(q, k, v, **paging))
-        return found
+            copies.append(Inputs(q, k, v, **paging))
+        return copies
 
 
 def peer_calls(sets: Sequence[Inputs]) -> list[Callable[[], torch.Tensor]]:
@@ -343,7 +343,7 @@ def run_cell(cell: Cell, pool: Pool, copy: float, settings: Settings, good: set[
     auto = next((name for name, config in configs.items() if config == chosen), chosen.describe())
     if not cell.page_size:
         items += [Rotating(name, peer_calls(sets), backend) for name, backend in list(PEERS.items())[:2]]
-    found = Found(cell.name, auto)
+    row = Found(cell.name, auto)
     settings = replace(settings, protocols=("replay",) if cell.graph else ("flushed",))
     rows = {item.tag: Row(cell.name, item.tag) for item in items}
     for item in list(items):
@@ -356,8 +356,8 @@ def run_cell(cell: Cell, pool: Pool, copy: float, settings: Settings, good: set[
             items.remove(item)
     for item, timing in zip(items, measure(items, clock_for(pool.device, settings), settings), strict=True):
         rows[item.tag].take(timing, cell, copy)
-    found.rows = list(rows.values())
-    return found
+    row.rows = list(rows.values())
+    return row
 
 
 def main() -> int:
@@ -389,20 +389,20 @@ def main() -> int:
     copy = 1e9 * copy_rate(device)
     print(f"copy rate {copy / 1e9:.0f} GB/s", flush=True)
     pool = Pool(wanted, device)
-    done: list[Found] = []
+    rows: list[Found] = []
     for cell in wanted:
         if time.monotonic() - began > arguments.seconds:
             print(f"not run for want of time: {cell.name}")
             continue
-        found = run_cell(cell, pool, copy, settings, good)
-        done.append(found)
-        print("\n".join(map(line, found.rows)), flush=True)
+        timed = run_cell(cell, pool, copy, settings, good)
+        rows.append(timed)
+        print("\n".join(map(line, timed.rows)), flush=True)
         body = {"format": FORMAT, "environment": environment(device), "copy_gigabytes_per_second": copy / 1e9}
-        body |= {"faults": faults, "cells": [asdict(found) for found in done]}
+        body |= {"faults": faults, "cells": [asdict(timed) for timed in rows]}
         arguments.out.mkdir(parents=True, exist_ok=True)
         write_atomically(arguments.out / "decode_candidates.json", json.dumps(body, indent=1) + "\n")
-    print("\n".join(found.verdict() for found in done))
-    wrong_ones = [row for found in done for row in found.rows if "off by" in row.check and row.tag[0] != "("]
+    print("\n".join(timed.verdict() for timed in rows))
+    wrong_ones = [row for timed in rows for row in timed.rows if "off by" in row.check and row.tag[0] != "("]
     return 1 if any(faults.values()) or wrong_ones else 0
 
 

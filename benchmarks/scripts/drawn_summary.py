@@ -41,26 +41,26 @@ def ratios(rows: Sequence[Row], protocol: str) -> list[float]:
 
 def figures(rows: Sequence[Row], protocol: str) -> dict[str, float]:
     """Count, share of ratios of at least 1, least and geometric mean; empty without a ratio."""
-    found = ratios(rows, protocol)
-    if not found:
+    values = ratios(rows, protocol)
+    if not values:
         return {}
     return {
-        "problems": len(found),
-        "ahead": sum(ratio >= 1 for ratio in found) / len(found),
-        "least": found[0],
-        "mean": math.exp(statistics.fmean(map(math.log, found))),
+        "problems": len(values),
+        "ahead": sum(ratio >= 1 for ratio in values) / len(values),
+        "least": values[0],
+        "mean": math.exp(statistics.fmean(map(math.log, values))),
     }
 
 
 def regrets(rows: Sequence[Row], protocol: str) -> list[float]:
     """How much longer the chosen configuration takes than the best candidate (0.03: 3 %), ascending."""
-    found = []
+    losses = []
     for row in rows:
         timed = row.get("candidates", {})
         ms = {name: by[protocol] for name, by in timed.get("ms", {}).items() if protocol in by}
         if timed.get("chosen") in ms:
-            found.append(ms[timed["chosen"]] / min(ms.values()) - 1)
-    return sorted(found)
+            losses.append(ms[timed["chosen"]] / min(ms.values()) - 1)
+    return sorted(losses)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -49,7 +49,7 @@ def joined(files: Sequence[Path]) -> dict[str, Any]:
                 if body["environment"]["commit"] != last["environment"]["commit"]:
                     row.setdefault("commit", body["environment"]["commit"])
     order = sorted(rows, key=lambda name: list(WORKLOADS).index(name.split()[0]))
-    found = [row for name in order for row in E2ESuite.compared(rows[name])]
+    compared = [row for name in order for row in E2ESuite.compared(rows[name])]
     names = [name for name in WORKLOADS if any(name == each.split()[0] for each in order)]
     general = [note for head, note in notes.items() if head not in WORKLOADS]
     return {
@@ -57,7 +57,7 @@ def joined(files: Sequence[Path]) -> dict[str, Any]:
         "environment": {"script": "benchmarks/scripts/e2e.py", **last["environment"]},
         "settings": {**last["settings"], "workloads": names},
         "columns": [{"key": column.key, "title": column.title} for column in E2ESuite.columns],
-        "rows": found,
+        "rows": compared,
         "notes": [*general, *(f"{name}: {WORKLOADS[name].what}." for name in names)],
         "messages": [message for body in bodies for message in body["messages"]],
     }
@@ -83,14 +83,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", type=Path, nargs="*", help="results of flashlane e2e, the newest last")
     parser.add_argument("--check", action="store_true", help="draw nothing; exit 1 when the picture is out of date")
-    known = parser.parse_args(arguments)
-    if known.files:
+    options = parser.parse_args(arguments)
+    if options.files:
         try:
-            body = joined(known.files)
+            body = joined(options.files)
         except ValueError as error:
             parser.error(str(error))
         RESULTS.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    if not known.check:
+    if not options.check:
         draw(RESULTS, PICTURE)
         return 0
     if PICTURE.is_file() and digest(RESULTS) in PICTURE.read_text(encoding="utf-8"):

@@ -69,13 +69,13 @@ PEERS = {
 
 def child(case: Case, without_gpu: bool) -> dict[str, Any]:
     """In a fresh process: the times of its first calls, ms, and what they imported."""
-    found: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     last = time.perf_counter()
 
     def lap(name: str) -> None:
         nonlocal last
         now = time.perf_counter()
-        found[name] = 1e3 * (now - last)
+        row[name] = 1e3 * (now - last)
         last = time.perf_counter()
 
     import torch
@@ -123,15 +123,15 @@ def child(case: Case, without_gpu: bool) -> dict[str, Any]:
         wait()
         lap("backward_ms")
     called = set(sys.modules) - before
-    found["modules"] = len(called)
-    found["other_modules"] = sorted({name.split(".")[0] for name in called} - {"flashlane"})
+    row["modules"] = len(called)
+    row["other_modules"] = sorted({name.split(".")[0] for name in called} - {"flashlane"})
     if case.function == "flashlane":
         from flashlane.jit import compiler
 
         kernels = compiler._memo.values()
-        found["kernels"] = {one.source.entry: round(1e3 * one.seconds, 1) for one in kernels}
-        found["cached"] = all(one.cached for one in kernels)
-    return found
+        row["kernels"] = {one.source.entry: round(1e3 * one.seconds, 1) for one in kernels}
+        row["cached"] = all(one.cached for one in kernels)
+    return row
 
 
 class PeerCall:
@@ -213,47 +213,47 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=80.0, help="when no further process is started")
     parser.add_argument("--without-gpu", action="store_true", help="time the host's side, against no driver")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.child:
-        print(json.dumps(child((CASES | PEERS)[given.child], given.without_gpu)))
+    options = parser.parse_args(arguments)
+    if options.child:
+        print(json.dumps(child((CASES | PEERS)[options.child], options.without_gpu)))
         return 0
-    names = [name for name in given.cases.split(",") if name]
+    names = [name for name in options.cases.split(",") if name]
     if not names or not set(names) <= set(CASES):
-        parser.error(f"--cases is {given.cases!r}; it may hold {', '.join(CASES)}")
+        parser.error(f"--cases is {options.cases!r}; it may hold {', '.join(CASES)}")
     sys.path.insert(0, str(ROOT / "src"))  # as each child has it
     import torch
 
     from flashlane.bench.measure.environment import environment
     from flashlane.bench.measure.results import check_writable, write_atomically
 
-    if not given.without_gpu and not torch.cuda.is_available():
+    if not options.without_gpu and not torch.cuda.is_available():
         print("no CUDA device: --without-gpu times the host's side", file=sys.stderr)
         return 2
-    check_writable(given.out)
+    check_writable(options.out)
     compileall.compile_dir(ROOT / "src" / "flashlane", quiet=2)
-    device = torch.device("cpu" if given.without_gpu else "cuda")
-    body = {"format": FORMAT, "environment": environment(device), "without_gpu": given.without_gpu}
+    device = torch.device("cpu" if options.without_gpu else "cuda")
+    body = {"format": FORMAT, "environment": environment(device), "without_gpu": options.without_gpu}
     body |= {"cases": {name: case.about for name, case in CASES.items()}}
     rows: list[dict[str, Any]] = []
-    end, late, place = time.monotonic() + given.seconds, 0, Path(tempfile.mkdtemp(prefix="first-call-"))
+    end, late, place = time.monotonic() + options.seconds, 0, Path(tempfile.mkdtemp(prefix="first-call-"))
     print(f"{'':<20} {'cache':<12} {'import':>8} {'forward':>8} {'both':>8} {'modules':>8}   (ms)")
     try:
-        for name, _, state in runs([*names, *(PEERS if given.peers else ())]):
+        for name, _, state in runs([*names, *(PEERS if options.peers else ())]):
             if time.monotonic() > end:
                 late += 1
                 continue
             cache = place / name
             if state == "cubins":
                 install_cubins(cache, cache / "installed")
-            row = {"case": name, "state": state, **spawn(name, state, cache, given.without_gpu, given.seconds)}
+            row = {"case": name, "state": state, **spawn(name, state, cache, options.without_gpu, options.seconds)}
             rows.append(row)
             print(line(row), flush=True)
-            write_atomically(given.out / "first_call.json", json.dumps({**body, "rows": rows}, indent=1) + "\n")
+            write_atomically(options.out / "first_call.json", json.dumps({**body, "rows": rows}, indent=1) + "\n")
     finally:
         shutil.rmtree(place, ignore_errors=True)
     if late:
-        print(f"{late} processes were not started: --seconds {given.seconds:g} were over")
-    print(f"wrote {given.out / 'first_call.json'}")
+        print(f"{late} processes were not started: --seconds {options.seconds:g} were over")
+    print(f"wrote {options.out / 'first_call.json'}")
     return 1 if late or any("error" in row for row in rows) else 0
 
 

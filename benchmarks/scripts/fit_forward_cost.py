@@ -119,7 +119,7 @@ def rows_of(path: Path, aligned: bool = True, first: int = 0) -> list[Row]:
         aligned: only problems with the head dims of their class.
         first: number of the first problem.
     """
-    found, kernel = [], registry.get("hopper(wgmma+tma)")
+    rows, kernel = [], registry.get("hopper(wgmma+tma)")
     for number, entry in enumerate(json.loads(path.read_text())["rows"], first):
         problem = problem_of(Shape(**(entry["problem"] | {"lengths": ()})))
         if 1e3 * min(ms for _, _, ms, _ in entry["ms"]) < LEAST_MICROSECONDS:
@@ -139,11 +139,11 @@ def rows_of(path: Path, aligned: bool = True, first: int = 0) -> list[Row]:
             unit = (
                 2e-6 * config.cta_rows * config.block_n * (one.head_dim + one.head_dim_v) / (cost.MATRIX_TFLOPS / SMS)
             )
-            found.append(Row(number, problem, config, 1e3 * ms, cost.blocks_of(problem, config), name, unit))
-    return found
+            rows.append(Row(number, problem, config, 1e3 * ms, cost.blocks_of(problem, config), name, unit))
+    return rows
 
 
-def fit(rows: list[Row], traffic: cost.Traffic, known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def fit(rows: list[Row], traffic: cost.Traffic, fixed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Coefficients of each shape, by least squares on the logarithms."""
     groups = collections.defaultdict(list)
     for row in rows:
@@ -154,7 +154,7 @@ def fit(rows: list[Row], traffic: cost.Traffic, known: dict[str, np.ndarray]) ->
             errors = [math.log(row.time(values, traffic) / row.microseconds) - row.offset for row in mine]
             return np.concatenate([errors, 0.05 * (values - FIRST)])
 
-        start = known.get(name, FIRST)
+        start = fixed.get(name, FIRST)
         return least_squares(residuals, start, loss="soft_l1", f_scale=0.03, max_nfev=7, diff_step=1e-2).x
 
     return {name: solve(name, mine) for name, mine in groups.items()}
@@ -179,17 +179,17 @@ def fit_unaligned(rows: list[Row], traffic: cost.Traffic) -> cost.Traffic:
     rows = [
         row for row in rows if class_of(row.problem.head_dim, row.problem.head_dim_v).head_dim != row.config.head_dim
     ]
-    found = {}
+    ratios = {}
     for unaligned, tile in itertools.product(UNALIGNED, UNALIGNED_TILE):
         tried = dataclasses.replace(traffic, unaligned=unaligned, unaligned_tile=tile)
         errors = np.array([math.log(row.time_in_class(tried) / row.microseconds) for row in rows])
         set_offsets(rows, errors)
         spread = float(np.std(errors - np.array([row.offset for row in rows])))
         regret = float(np.mean([ratio for ratio, _, _ in regrets(rows, errors)]) - 1)
-        found[tried] = regret + spread, errors
-    best = min(found, key=lambda tried: found[tried][0])
-    set_offsets(rows, found[best][1])
-    told("unaligned", rows, found[best][1], worst=5)
+        ratios[tried] = regret + spread, errors
+    best = min(ratios, key=lambda tried: ratios[tried][0])
+    set_offsets(rows, ratios[best][1])
+    told("unaligned", rows, ratios[best][1], worst=5)
     return best
 
 
@@ -202,8 +202,8 @@ def main() -> int:
     parser.add_argument("--held-out", type=int, default=0)
     arguments = parser.parse_args()
     rows = [row for i, path in enumerate(arguments.timings) for row in rows_of(path, first=FILE * i)]
-    held = [row for row in rows if arguments.held_out and row.number % arguments.held_out == 0]
-    rows = [row for row in rows if row not in held] if held else rows
+    held_out = [row for row in rows if arguments.held_out and row.number % arguments.held_out == 0]
+    rows = [row for row in rows if row not in held_out] if held_out else rows
     traffic, values = START, {}
     for _ in range(arguments.rounds):
         values = fit(rows, traffic, values)
@@ -214,11 +214,11 @@ def main() -> int:
         summary = told("fitted", rows, errors_of(rows, values, traffic))
     print(traffic)
     told("fitted", rows, errors_of(rows, values, traffic), worst=15)
-    if held:
-        held = [row for row in held if row.name in values]
-        errors = errors_of(held, values, traffic)
-        set_offsets(held, errors)
-        told("held out", held, errors, worst=10)
+    if held_out:
+        held_out = [row for row in held_out if row.name in values]
+        errors = errors_of(held_out, values, traffic)
+        set_offsets(held_out, errors)
+        told("held out", held_out, errors, worst=10)
         return 0
     if arguments.unaligned:
         files = (arguments.unaligned, *arguments.timings)

@@ -133,31 +133,31 @@ Launches = Callable[[list[int]], tuple[Part, ...]]
 
 def mma_parts(problem: AttentionProblem, shape: Shape) -> dict[str, Launches]:
     """Of each candidate's words, its launch."""
-    found = {}
+    parts = {}
     for tag, variant in mma_cost.COMPARED.items():
         for config, tile in mma_cost.shapes_of(variant, problem).items():
             name = mma_cost.name_of(mma_cost.class_of(problem), variant, tile)
             size = config.block_m, config.block_n
-            found[f"{tag} {config.describe()}"] = lambda r, name=name, config=config, size=size: (
+            parts[f"{tag} {config.describe()}"] = lambda r, name=name, config=config, size=size: (
                 Part(name, mma_cost.grid_of(problem, config), r[0], unit_of(shape, size, r[0])),
             )
-    return found
+    return parts
 
 
 def forward_parts(problem: AttentionProblem, shape: Shape) -> dict[str, Launches]:
     """The same of Triton's forward."""
-    precision, found = TRITON.precision_of(problem), {}
+    precision, parts = TRITON.precision_of(problem), {}
     for config in forward_configs(problem, shape.dtype):
         name, size = triton_cost.name_of(problem, precision, config), (config.bm, config.bn)
-        found[config.describe()] = lambda r, name=name, config=config, size=size: (
+        parts[config.describe()] = lambda r, name=name, config=config, size=size: (
             Part(name, triton_cost.forward_grid(problem, config), r[0], unit_of(shape, size, r[0])),
         )
-    return found
+    return parts
 
 
 def backward_parts(problem: AttentionProblem, shape: Shape) -> dict[str, Launches]:
     """The same of Triton's backward, with two launches."""
-    precision, found = TRITON.precision_of(problem), {}
+    precision, of_config = TRITON.precision_of(problem), {}
     for config in timed_backward_configs(problem, shape.dtype):
         grids = backward_launches.grids_of(problem, config)
 
@@ -171,8 +171,8 @@ def backward_parts(problem: AttentionProblem, shape: Shape) -> dict[str, Launche
                 parts.append(Part(name, grid, resident, unit))
             return tuple(parts)
 
-        found[config.describe()] = launches
-    return found
+        of_config[config.describe()] = launches
+    return of_config
 
 
 PARTS = {"mma": mma_parts, "triton_forward": forward_parts, "triton_backward": backward_parts}
@@ -182,7 +182,7 @@ FITTED = {family: tuple(f"choices_{family}{which}.json" for which in ("", "_1001
 
 def rows_of(family: str, paths: Sequence[Path]) -> list[Timed]:
     """All candidates of some files that the kernels still have."""
-    found = []
+    rows = []
     for number, entry in enumerate(entry for path in paths for entry in json.loads(path.read_text())["rows"]):
         shape = Shape(**(entry["problem"] | {"lengths": ()}))
         problem = problem_of(shape)
@@ -197,8 +197,8 @@ def rows_of(family: str, paths: Sequence[Path]) -> list[Timed]:
                     added = backward_launches.added_microseconds(problem, [part.grid for part in launches])
                 described = family == "triton_forward" and "tma" in words
                 source = sources.get(words)
-                found.append(Timed(number, shape.title, words, 1e3 * ms, launches, kernel, source, added, described))
-    return found
+                rows.append(Timed(number, shape.title, words, 1e3 * ms, launches, kernel, source, added, described))
+    return rows
 
 
 def kin_of(name: str) -> str:
@@ -262,12 +262,12 @@ def fit(rows: list[Timed], rounds: int, shared: dict[str, float] | None = None) 
         fit_values(rows, model)
         set_offsets(rows, 0.5 * model.errors(rows))
     for name in () if shared else model.shared:
-        found = {}
+        fitted = {}
         for value in TRIED[name]:
             tried = fit(rows, 2, model.shared | {name: value})
-            found[value] = spread(rows, tried)
-        model.shared[name] = min(found, key=found.__getitem__)
-        print(name, {value: round(error, 4) for value, error in found.items()}, flush=True)
+            fitted[value] = spread(rows, tried)
+        model.shared[name] = min(fitted, key=fitted.__getitem__)
+        print(name, {value: round(error, 4) for value, error in fitted.items()}, flush=True)
     return model if shared else fit(rows, rounds, model.shared)
 
 
@@ -286,13 +286,13 @@ def judged(title: str, rows: list[Timed], model: Model, worst: int) -> dict[str,
 
 def calls_of(rows: list[Timed], errors: np.ndarray, shared: dict[str, float]) -> tuple[list[Timed], np.ndarray]:
     """Candidates with the times of calls: where descriptors take the host longer than the kernel runs, that counts."""
-    found, least = [], shared.get("descriptors", 0.0)
+    calls, least = [], shared.get("descriptors", 0.0)
     for row, error in zip(rows, errors, strict=True):
         took = max(row.microseconds, least) if row.descriptors else row.microseconds
         predicted = row.microseconds * math.exp(error)
         predicted = max(predicted, least) if row.descriptors else predicted
-        found.append((replace(row, microseconds=took), math.log(predicted / took)))
-    return [row for row, _ in found], np.array([error for _, error in found])
+        calls.append((replace(row, microseconds=took), math.log(predicted / took)))
+    return [row for row, _ in calls], np.array([error for _, error in calls])
 
 
 def host_of_descriptors(paths: Sequence[Path]) -> dict[str, float]:
@@ -326,13 +326,13 @@ def shapes_of(rows: list[Timed], model: Model) -> dict[str, list[float]]:
         best[row.number, row.kernel] = min(best[row.number, row.kernel], row.microseconds)
     near = [row for row in rows if row.microseconds <= NEAR * best[row.number, row.kernel]]
     parts = {part.name: (part, row) for row in near for part in row.parts}
-    found = {}
+    shapes = {}
     for name, (part, row) in sorted(parts.items()):
         *costs, fixed = np.exp(model.values[name]).tolist()
-        found[name] = [*(round(x * part.unit, 4) for x in costs), round(min(1.0, fixed), 4), part.resident]
+        shapes[name] = [*(round(x * part.unit, 4) for x in costs), round(min(1.0, fixed), 4), part.resident]
         if row.source is not None:
-            found[name].append(jit.compile(row.source, "sm_90a").report.registers)
-    return found
+            shapes[name].append(jit.compile(row.source, "sm_90a").report.registers)
+    return shapes
 
 
 def main() -> int:
@@ -344,24 +344,24 @@ def main() -> int:
     parser.add_argument("--held-out", type=int, default=0)
     parser.add_argument("--search", action="store_true", help="try values of what shapes share")
     parser.add_argument("--judge", type=Path, nargs="+")
-    given = parser.parse_args()
+    options = parser.parse_args()
     results = ROOT / "benchmarks" / "results"
-    timings = given.timings or [path for path in map(results.joinpath, FITTED[given.family]) if path.exists()]
-    rows = rows_of(given.family, timings)
-    shared = host_of_descriptors(timings) if given.family == "triton_forward" else {}
-    if given.held_out:
-        held_out(rows, given.held_out, given.rounds, shared)
+    timings = options.timings or [path for path in map(results.joinpath, FITTED[options.family]) if path.exists()]
+    rows = rows_of(options.family, timings)
+    shared = host_of_descriptors(timings) if options.family == "triton_forward" else {}
+    if options.held_out:
+        held_out(rows, options.held_out, options.rounds, shared)
         return 0
-    model = fit(rows, given.rounds, None if given.search else START)
+    model = fit(rows, options.rounds, None if options.search else START)
     model.shared = model.shared | shared
     summary = judged("fitted", rows, model, worst=10)
     print({name: round(value, 3) for name, value in model.shared.items()})
-    if given.judge:
-        rows = rows_of(given.family, given.judge)
+    if options.judge:
+        rows = rows_of(options.family, options.judge)
         judged("judged", rows, model, worst=10)
         rows, _ = calls_of(rows, np.zeros(len(rows)), model.shared)
         told("chosen when they were timed", rows, np.full(len(rows), math.inf), worst=10)
-    if given.out:
+    if options.out:
         sources = [json.loads(path.read_text()) for path in timings]
         body = {
             "script": "benchmarks/scripts/fit_grid_cost.py",
@@ -374,7 +374,7 @@ def main() -> int:
             "shared": model.shared,
             "shapes": shapes_of(rows, model),
         }
-        write_atomically(given.out, json.dumps(body, indent=1) + "\n")
+        write_atomically(options.out, json.dumps(body, indent=1) + "\n")
     return 0
 
 

@@ -50,15 +50,15 @@ def check_programs(count: int, seconds: float, processes: int) -> dict[str, Any]
     context = multiprocessing.get_context("spawn")
     parts = [(range(first, count, processes), time.time() + seconds) for first in range(processes)]
     if processes == 1:
-        found = [_check_some(*parts[0])]
+        checks = [_check_some(*parts[0])]
     else:
         with context.Pool(processes) as pool:
-            found = pool.starmap(_check_some, parts)
+            checks = pool.starmap(_check_some, parts)
     return {
-        "programs": sum(part["programs"] for part in found),
-        "failures": [failure for part in found for failure in part["failures"]],
-        "ill_conditioned": [seed for part in found for seed in part["ill_conditioned"]],
-        "worst_error": max(part["worst_error"] for part in found),
+        "programs": sum(part["programs"] for part in checks),
+        "failures": [failure for part in checks for failure in part["failures"]],
+        "ill_conditioned": [seed for part in checks for seed in part["ill_conditioned"]],
+        "worst_error": max(part["worst_error"] for part in checks),
     }
 
 
@@ -101,7 +101,7 @@ def _in_f32(seed: int, score: Any, mask: Any, scores: torch.Tensor) -> program_k
     return values.detach(), torch.zeros_like(leaf) if slope is None else slope, visible
 
 
-def _error_of(seed: int, score: Any, mask: Any, scores: torch.Tensor, found: program_kernel.Found) -> float | None:
+def _error_of(seed: int, score: Any, mask: Any, scores: torch.Tensor, result: program_kernel.Found) -> float | None:
     """The largest error of score and derivative, by their size, without the 1/500 of pairs that are worst: comparisons
     and kinks lie elsewhere in f32. None where the visible pairs differ."""
     functions = by_torch(seed, score, mask)
@@ -111,10 +111,10 @@ def _error_of(seed: int, score: Any, mask: Any, scores: torch.Tensor, found: pro
     if values.requires_grad:
         grad = torch.autograd.grad(values.sum(), wide, allow_unused=True)[0]
         slope = slope if grad is None else grad
-    if not torch.equal(found[2].cpu(), flex_oracle.mapped(functions[1], None, SIZES)):
+    if not torch.equal(result[2].cpu(), flex_oracle.mapped(functions[1], None, SIZES)):
         return None
     worst = 0.0
-    for a, b in ((found[0], values.detach().double()), (found[1], slope)):
+    for a, b in ((result[0], values.detach().double()), (result[1], slope)):
         errors = (a.cpu().double() - b).abs().nan_to_num(0) / (1 + b.abs().max())
         worst = max(worst, errors.flatten().sort().values[-errors.numel() // 500].item())
     return worst
@@ -129,7 +129,7 @@ def named(tokens: int, device: torch.device) -> dict[str, tuple[Any, Callable[..
     # A prompt with 8 answers, each with a second turn of two variants; the rest is a second tree of one segment.
     parents = [-1, *(parent for i in range(8) for parent in (0, 3 * i + 1, 3 * i + 1)), -1]
     segments = [tokens // 4, *[tokens // 64] * 24]
-    found = {
+    of_mask = {
         "causal": masks.causal(),
         "window 1024": masks.sliding_window(1024),
         "window 1024 and sinks": masks.sliding_window(1024, 0, 4),
@@ -146,7 +146,7 @@ def named(tokens: int, device: torch.device) -> dict[str, tuple[Any, Callable[..
         "neighbourhood 3d": masks.neighbourhood((tokens // 1024, 32, 32), (2, 5, 5)),
         "neighbourhood 3d, wide": masks.neighbourhood((tokens // 1024, 32, 32), (tokens // 2048 or 1, 17, 24)),
     }
-    return {name: (mask, mask.function) for name, mask in found.items()}
+    return {name: (mask, mask.function) for name, mask in of_mask.items()}
 
 
 LIST_MICROSECONDS = 50.0
@@ -321,8 +321,8 @@ def main() -> int:
     parser.add_argument("--speed-seconds", type=float, default=300.0)
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--compiled", action="store_true", help="also time torch's compiled create_block_mask")
-    given = parser.parse_args()
-    parts = given.parts.split(",")
+    options = parser.parse_args()
+    parts = options.parts.split(",")
     for part in parts:
         if part not in PARTS:
             parser.error(f"--parts has {part!r}; it may have {', '.join(PARTS)}")
@@ -332,11 +332,11 @@ def main() -> int:
 
     def keep(name: str, found: Any) -> None:
         results[name] = found
-        given.out.write_text(json.dumps(results, indent=1))
+        options.out.write_text(json.dumps(results, indent=1))
 
     bad = False
     if "programs" in parts:
-        keep("programs", check_programs(given.programs, given.seconds, given.processes))
+        keep("programs", check_programs(options.programs, options.seconds, options.processes))
         print({key: value for key, value in results["programs"].items() if key != "failures"})
         failures = results["programs"]["failures"]
         print("failures:", len(failures), failures[:3], flush=True)
@@ -347,7 +347,7 @@ def main() -> int:
             print(row, flush=True)
         bad |= bool(wrong(results["attention"]))
     if "masks" in parts:
-        keep("masks", time_masks(given.tokens, given.compiled, device))
+        keep("masks", time_masks(options.tokens, options.compiled, device))
         for row in results["masks"]:
             print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
         bad |= not all(row["same_lists"] for row in results["masks"])
@@ -359,7 +359,7 @@ def main() -> int:
             device,
             tuple(flex_speed.flex_peers.BACKENDS),
             settings,
-            given.speed_seconds,
+            options.speed_seconds,
             keep=functools.partial(keep, "speed"),
         )
         bad |= any(row.get("wrong") for row in rows)

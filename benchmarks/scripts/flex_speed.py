@@ -104,7 +104,7 @@ def cells(shrink: int = 1) -> Iterator[Cell]:
     """The cells of the issue; their lengths divided by ``shrink``."""
     lengths = tuple(length // shrink for length in LENGTHS)
     tokens = sum(lengths)
-    made = functools.partial(flashlane.create_block_mask, B=None, H=None)
+    block_mask = functools.partial(flashlane.create_block_mask, B=None, H=None)
 
     def of_documents(device: torch.device) -> masks.Mask:
         return masks.documents(_documents(lengths, device), causal=True)
@@ -114,22 +114,22 @@ def cells(shrink: int = 1) -> Iterator[Cell]:
     native = functools.partial(_packed, lengths)
     yield Cell(
         "causal documents 32k", (1, tokens, 128), pairs,
-        lambda device: made(of_documents(device), Q_LEN=tokens, KV_LEN=tokens, device=device), native=native,
+        lambda device: block_mask(of_documents(device), Q_LEN=tokens, KV_LEN=tokens, device=device), native=native,
         function=lambda device: of_documents(device).function, ordered=True, bars=bars,
     )  # fmt: skip
 
     block = 1024 // shrink
-    whole = (32768 // shrink, block)
-    pairs = HEADS * block**2 * sum(range(1, whole[0] // block + 1))
+    sizes = (32768 // shrink, block)
+    pairs = HEADS * block**2 * sum(range(1, sizes[0] // block + 1))
     yield Cell(
-        "block-causal 32k", (1, whole[0], 128), pairs,
-        lambda device: made(_block_causal(device, *whole), Q_LEN=whole[0], KV_LEN=whole[0], device=device),
-        function=lambda device: _block_causal(device, *whole).function, ordered=True,
+        "block-causal 32k", (1, sizes[0], 128), pairs,
+        lambda device: block_mask(_block_causal(device, *sizes), Q_LEN=sizes[0], KV_LEN=sizes[0], device=device),
+        function=lambda device: _block_causal(device, *sizes).function, ordered=True,
         bars={"forward": 640, "backward": 480},
     )  # fmt: skip
 
     tokens_of_lists = 16384 // shrink
-    for size, density, asked in (
+    for size, density, least in (
         (128, 0.1, (620, 520)),
         (128, 0.5, (620, 520)),
         (64, 0.1, (345, 0)),
@@ -140,7 +140,7 @@ def cells(shrink: int = 1) -> Iterator[Cell]:
         yield Cell(
             f"random {size}-blocks {density:.0%}", (1, tokens_of_lists, 128), int(table.sum()) * size * size,
             functools.partial(_by_hand, table, size), ordered=True, blocks_apart=size,
-            bars=dict(zip(("forward", "backward"), asked)),
+            bars=dict(zip(("forward", "backward"), least)),
         )  # fmt: skip
 
     for head_dim, ratio in ((128, 0.88), (64, 0.75)):
@@ -149,7 +149,7 @@ def cells(shrink: int = 1) -> Iterator[Cell]:
         for name, score, asked_ratio in (("linear", linear, ratio), ("tanh", capped, 0.8)):
             yield Cell(
                 f"causal 4096 D{head_dim}, {name}", (4, n, head_dim), pairs,
-                lambda device, n=n: made(masks.causal(), Q_LEN=n, KV_LEN=n, device=device), score,
+                lambda device, n=n: block_mask(masks.causal(), Q_LEN=n, KV_LEN=n, device=device), score,
                 functools.partial(flashlane.flash_attn_func, causal=True), lambda device: causal,
                 bars={"forward": asked_ratio, "backward": asked_ratio},
             )  # fmt: skip
@@ -194,12 +194,12 @@ def functions(cell: Cell, device: torch.device, peers: Sequence[str]) -> dict[st
     def flex(*operands: torch.Tensor) -> torch.Tensor:
         return flashlane.flex_attention(*operands, cell.score, mask)
 
-    found: dict[str, Callable[..., torch.Tensor]] = {"flashlane": flex}
+    by_name: dict[str, Callable[..., torch.Tensor]] = {"flashlane": flex}
     if cell.native is not None:
         function = cell.native
-        found["native"] = lambda *t: function(*(x.transpose(1, 2) for x in t)).transpose(1, 2)
+        by_name["native"] = lambda *t: function(*(x.transpose(1, 2) for x in t)).transpose(1, 2)
     theirs = peers_mask(cell, device) if peers else None
-    return found | {name: flex_peers.function(name, cell.score, theirs, device) for name in peers}
+    return by_name | {name: flex_peers.function(name, cell.score, theirs, device) for name in peers}
 
 
 def peers_mask(cell: Cell, device: torch.device) -> BlockMask | None:
@@ -296,9 +296,9 @@ def candidates(cell: Cell, operands: Operands, backward: bool) -> dict[str, Call
 
 def forward_candidates(base: Any, cell: Cell) -> dict[str, Any]:
     """By name: the tiles of the head dim that walk over the same blocks, and other orders of tiles."""
-    found = {}
+    configs = {}
     if base.block_lists:
-        found = {f"{n} heads a section": replace(base, heads_per_section=n) for n in (1, 2, 1 << 20)}
+        configs = {f"{n} heads a section": replace(base, heads_per_section=n) for n in (1, 2, 1 << 20)}
     for shape in tiles.class_of(base.head_dim, base.head_dim_v).shapes:
         alike = shape.cluster == 1 and not (base.block_lists and shape.block_n % UNIT)
         apart = cell.blocks_apart and max(64 * shape.consumers, shape.block_n) > cell.blocks_apart
@@ -306,47 +306,47 @@ def forward_candidates(base: Any, cell: Cell) -> dict[str, Any]:
             continue
         config = replace(base, **asdict(shape), ctas_per_sm=1)
         if config != base and config.shared_memory <= jit.shared_limit(ARCH):
-            found[config.describe()] = config
-    return found
+            configs[config.describe()] = config
+    return configs
 
 
 def backward_candidates(base: Any, problem: Any) -> dict[str, Any]:
     most = problem.batch * problem.kv_heads
     sections = sorted({min(most, base.heads_per_section * factor) for factor in (2, 4)} | {1, most})
-    found = {
+    configs = {
         f"{n} heads a section": replace(base, heads_per_section=n) for n in sections if n != base.heads_per_section
     }
     if not base.block_lists:
-        found = {}
+        configs = {}
     ping_pong = {f"ping-pong {until}": {"ping_pong": until} for until in ("until_issued", "until_complete")}
     rows = {} if base.block_lists else {f"{rows} rows": {"block_m": rows} for rows in ROWS}
     rows |= {f"{name}, ping-pong": changes | ping_pong["ping-pong until_complete"] for name, changes in rows.items()}
     for name, changes in ({"two stages of K": {"k_stages": 2}} | ping_pong | rows).items():
         other = replace(base, **changes)
         if other != base and other.shared_memory <= jit.shared_limit(ARCH):
-            found[name] = other
-    return found
+            configs[name] = other
+    return configs
 
 
 def compare(calls: dict[str, Call]) -> dict[str, str | float]:
     """The largest difference of each from the first that runs, by the largest value; or what it raised."""
-    found: dict[str, str | float] = {}
+    differences: dict[str, str | float] = {}
     first: list[torch.Tensor] = []
     for name, call in calls.items():
         try:
             results = call()
             results = list(results) if isinstance(results, (tuple, list)) else [results]
         except Exception as error:  # a peer may raise anything
-            found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            differences[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
             continue
         if name.startswith("candidate"):
             results = [t.transpose(1, 2) for t in results if t.ndim == 4]
         first = first or [t.detach() for t in results]
         pairs = zip(results, first)
-        found[name] = max(
+        differences[name] = max(
             ((a.detach().float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs
         )
-    return found
+    return differences
 
 
 def measured(
@@ -384,15 +384,15 @@ def limit(cell: Cell, name: str) -> float:
 
 def met(bar: float, ours: float, tflops: dict[str, float]) -> dict[str, bool]:
     """By what is asked: the cell's own bar, 1.25 times FLASH and 1.8 times Triton."""
-    found = {}
+    targets = {}
     if bar >= 2:
-        found[f"{bar:.0f} TFLOP/s"] = ours >= bar
+        targets[f"{bar:.0f} TFLOP/s"] = ours >= bar
     elif bar and "native" in tflops:
-        found[f"{bar} of native"] = ours >= bar * tflops["native"]
+        targets[f"{bar} of native"] = ours >= bar * tflops["native"]
     for name, factor in (("flash", 1.25), ("triton", 1.8)):
         if name in tflops:
-            found[f"{factor} of {name}"] = ours >= factor * tflops[name]
-    return found
+            targets[f"{factor} of {name}"] = ours >= factor * tflops[name]
+    return targets
 
 
 def run(
@@ -451,8 +451,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400.0, help="time to stay below, compiling included")
     parser.add_argument("--candidates", action="store_true", help="also time other configurations of our kernels")
     parser.add_argument("--together", type=float, help="seconds for which all cells compile at once, each in a process")
-    given = parser.parse_args()
-    peers = [name for name in given.peers.split(",") if name and name != "none"]
+    options = parser.parse_args()
+    peers = [name for name in options.peers.split(",") if name and name != "none"]
     for name in peers:
         if name not in flex_peers.BACKENDS:
             parser.error(f"--peers has {name!r}; it may have {', '.join(flex_peers.BACKENDS)}, or be none")
@@ -465,15 +465,15 @@ def main() -> None:
     }
 
     def keep(rows: list[dict[str, Any]]) -> None:
-        write_atomically(given.out, json.dumps(body | {"rows": rows}, indent=1) + "\n")
+        write_atomically(options.out, json.dumps(body | {"rows": rows}, indent=1) + "\n")
 
     settings = bench.Settings(rounds=5, round_ms=6.0, warmup_ms=20.0, protocols=("steady",))
-    words = [word for word in given.cells.split(",") if word]
-    if given.together is None:
-        keep(run(device, peers, settings, given.seconds, with_candidates=given.candidates, words=words, keep=keep))
+    words = [word for word in options.cells.split(",") if word]
+    if options.together is None:
+        keep(run(device, peers, settings, options.seconds, with_candidates=options.candidates, words=words, keep=keep))
     else:
         flex_processes = importlib.import_module("flex_processes")
-        flex_processes.run(device, peers, settings, given.together, given.seconds, words=words, keep=keep)
+        flex_processes.run(device, peers, settings, options.together, options.seconds, words=words, keep=keep)
 
 
 if __name__ == "__main__":

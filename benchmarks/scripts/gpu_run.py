@@ -50,7 +50,7 @@ def run_parts(parts: Iterable[tuple[str, Callable[[], dict[str, Any]]]], seconds
         seconds: no part is begun later than this.
         file: the results, written again after each part.
     """
-    began, found = time.monotonic(), []
+    began, results = time.monotonic(), []
     for name, run in parts:
         if time.monotonic() - began > seconds:
             result: dict[str, Any] = {"skipped": "no time left"}
@@ -60,11 +60,11 @@ def run_parts(parts: Iterable[tuple[str, Callable[[], dict[str, Any]]]], seconds
                 result = run()
             except Exception as error:
                 result = {"ok": False, "error": f"{type(error).__name__}: {error}"[-800:]}
-        found.append({"part": name, **result})
-        print(f"{time.monotonic() - began:5.1f} s", json.dumps(found[-1]), flush=True)
-        file.write_text(json.dumps(found, indent=1))
-    wrong = sum(each.get("ok") is False for each in found)
-    print(f"{len(found)} parts, {wrong} wrong", flush=True)
+        results.append({"part": name, **result})
+        print(f"{time.monotonic() - began:5.1f} s", json.dumps(results[-1]), flush=True)
+        file.write_text(json.dumps(results, indent=1))
+    wrong = sum(each.get("ok") is False for each in results)
+    print(f"{len(results)} parts, {wrong} wrong", flush=True)
     return not wrong
 
 
@@ -150,19 +150,19 @@ def run_and_keep(
 
     ``note`` is appended to the problem's title, to tell two runs of one problem apart.
     """
-    found = bench.run(
+    measured = bench.run(
         [problem], selection=selection, settings=settings, seed=seed, reporter=reporter, directions=directions
     )
     if note:
-        found.rows = [replace(row, problem=f"{row.problem}, {note}") for row in found.rows]
-        found.skipped = [replace(item, problem=f"{item.problem}, {note}") for item in found.skipped]
+        measured.rows = [replace(row, problem=f"{row.problem}, {note}") for row in measured.rows]
+        measured.skipped = [replace(item, problem=f"{item.problem}, {note}") for item in measured.skipped]
     if results is not None:
-        results.rows += found.rows
-        results.skipped += found.skipped
-        found = results
+        results.rows += measured.rows
+        results.skipped += measured.skipped
+        measured = results
     if path is not None:
-        found.write(path.parent, path.stem)
-    return found
+        measured.write(path.parent, path.stem)
+    return measured
 
 
 def time_interleaved(calls: Mapping[str, Callable[[], object]], rounds: int, round_ms: float) -> dict[str, list[float]]:
@@ -170,39 +170,39 @@ def time_interleaved(calls: Mapping[str, Callable[[], object]], rounds: int, rou
     settings = bench.Settings(rounds=rounds, round_ms=round_ms, warmup_ms=20.0, protocols=("steady",))
     device = torch.device("cuda", torch.cuda.current_device())
     items = [Implementation(name, "kernel", call) for name, call in calls.items()]
-    found = {}
+    samples = {}
     for name, timing in zip(calls, measure(items, clock_for(device, settings), settings), strict=True):
         if isinstance(timing, Exception):
             raise timing
-        found[name] = list(timing.samples)
-    return found
+        samples[name] = list(timing.samples)
+    return samples
 
 
-def rates(found: Mapping[str, Sequence[float]], work: float) -> dict[str, dict[str, float]]:
+def rates(samples: Mapping[str, Sequence[float]], work: float) -> dict[str, dict[str, float]]:
     """Medians, spreads and TFLOP/s of calls that do so many FLOP, of their milliseconds."""
-    ms = {name: statistics.median(times) for name, times in found.items()}
+    ms = {name: statistics.median(times) for name, times in samples.items()}
     return {
         "ms": ms,
-        "spread": {name: (max(times) - min(times)) / ms[name] for name, times in found.items()},
+        "spread": {name: (max(times) - min(times)) / ms[name] for name, times in samples.items()},
         "tflops": {name: work / median / 1e9 for name, median in ms.items()},
     }
 
 
 def figures(results: Results | None, names: Mapping[str, str]) -> dict[str, dict[str, object]]:
     """Of each implementation, by its name: ms, TFLOP/s, spread, the ms of further protocols, and why it has none."""
-    found: dict[str, dict[str, object]] = {"ms": {}, "tflops": {}, "spread": {}, "protocols": {}, "absent": {}}
+    fields: dict[str, dict[str, object]] = {"ms": {}, "tflops": {}, "spread": {}, "protocols": {}, "absent": {}}
     for row in results or ():
         name = names.get(row.tag, row.tag)
         if row.timing is None:
-            found["absent"][name] = f"{row.status}: {row.message}"
+            fields["absent"][name] = f"{row.status}: {row.message}"
             continue
-        found["ms"][name], found["tflops"][name] = row.timing.median, row.tflops
-        found["spread"][name] = row.timing.spread
+        fields["ms"][name], fields["tflops"][name] = row.timing.median, row.tflops
+        fields["spread"][name] = row.timing.spread
         for protocol, timing in row.timings.items():
-            found["protocols"].setdefault(protocol, {})[name] = timing.median
+            fields["protocols"].setdefault(protocol, {})[name] = timing.median
     for item in results.skipped if results else ():
-        found["absent"][names.get(item.tag, item.tag)] = item.reason
-    return found
+        fields["absent"][names.get(item.tag, item.tag)] = item.reason
+    return fields
 
 
 def told(results: Results) -> int:

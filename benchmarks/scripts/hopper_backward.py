@@ -176,11 +176,11 @@ def judged(cell: Cell, problem: AttentionProblem, results: Results | None, reaso
     names = {TAG: OURS, **{tag: name for name, tag in PEER_TAGS.items()}}
     row: Row = {"name": cell.name, "group": cell.group, "direction": cell.direction, "problem": problem.describe()}
     row |= {"asked": GROUPS[cell.group].asked, "ratio": None, "best_peer": None, "met": False, "cost": None}
-    found = figures(results, names)
+    fields = figures(results, names)
     if reason is not None:
-        found["absent"][OURS] = reason
-    found["tflops"].pop(ANY_ORDER, None), found["spread"].pop(ANY_ORDER, None)
-    ms, free = found["ms"], found["ms"].pop(ANY_ORDER, None)
+        fields["absent"][OURS] = reason
+    fields["tflops"].pop(ANY_ORDER, None), fields["spread"].pop(ANY_ORDER, None)
+    ms, free = fields["ms"], fields["ms"].pop(ANY_ORDER, None)
     others = {name: value for name, value in ms.items() if name != OURS}
     if OURS in ms and others:
         best = min(others, key=others.get)
@@ -188,7 +188,7 @@ def judged(cell: Cell, problem: AttentionProblem, results: Results | None, reaso
         row["met"] = row["ratio"] >= row["asked"]
     if OURS in ms and free:
         row["cost"] = ms[OURS] / free - 1
-    return row | found
+    return row | fields
 
 
 def line(row: Row) -> str:

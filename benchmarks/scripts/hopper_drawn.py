@@ -105,16 +105,16 @@ def check(case: Case, pick: float, number: int, device: torch.device) -> str | N
 
 def compile_first(kernels: int, seed: int) -> set[Any]:
     """The sources of the first so many kernels that the draws ask for, compiled."""
-    cpu, wanted = torch.device("cpu"), {}
+    cpu, sources = torch.device("cpu"), {}
     for number in range(seed, seed + 20 * kernels):
         case, pick = draw(number)
         source = config_of(build(case, cpu)[0], pick).source()
-        wanted[source] = None
-        if len(wanted) >= kernels:
+        sources[source] = None
+        if len(sources) >= kernels:
             break
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda source: jit.compile(source, "sm_90a"), wanted))
-    return set(wanted)
+        list(pool.map(lambda source: jit.compile(source, "sm_90a"), sources))
+    return set(sources)
 
 
 def main() -> int:

@@ -37,7 +37,7 @@ class ForwardCase:
     leftpad: bool = False
     alibi: bool = False
     sinks: bool = False
-    asked: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     shape: tiles.TileShape | None = None
     """The tile; None is the heuristic's."""
     changes: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class ForwardCase:
             k[where], v[where] = math.nan, math.nan
         moved = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in more.items()}
         inputs = Inputs(q.to(device), k.to(device), v.to(device), **moved)
-        return AttentionProblem.from_inputs(inputs, **self.asked).on("sm_90a"), inputs
+        return AttentionProblem.from_inputs(inputs, **self.options).on("sm_90a"), inputs
 
     def config(self, problem: AttentionProblem) -> HopperConfig:
         """The configuration that the case is about."""
@@ -107,22 +107,22 @@ def forward_cases() -> Iterator[ForwardCase]:
     causal, window = {"causal": True}, {"window_size": (40, 20)}
     for head_dim in (64, 128, 256):
         yield ForwardCase("full", head_dim)
-        yield ForwardCase("causal", head_dim, dtype=torch.float16, asked=causal)
+        yield ForwardCase("causal", head_dim, dtype=torch.float16, options=causal)
     for head_dim, head_dim_v in ((160, 160), (192, 192), (192, 128)):
         for shape in tiles.class_of(head_dim, head_dim_v).shapes[:2]:
-            case = ForwardCase("causal, longer", head_dim, head_dim_v, seqlen_q=400, seqlen_k=450, asked=causal)
+            case = ForwardCase("causal, longer", head_dim, head_dim_v, seqlen_q=400, seqlen_k=450, options=causal)
             yield replace(case, shape=shape)
-    yield ForwardCase("window", asked=window)
-    yield ForwardCase("softcap", asked={"softcap": 10.0})
+    yield ForwardCase("window", options=window)
+    yield ForwardCase("softcap", options={"softcap": 10.0})
     yield ForwardCase("alibi", alibi=True)
-    yield ForwardCase("sinks", sinks=True, asked=causal)
-    yield ForwardCase("packed sequences", kind="packed", asked=causal)
-    yield ForwardCase("cache", kind="cache", leftpad=True, asked=causal)
+    yield ForwardCase("sinks", sinks=True, options=causal)
+    yield ForwardCase("packed sequences", kind="packed", options=causal)
+    yield ForwardCase("cache", kind="cache", leftpad=True, options=causal)
     yield ForwardCase("packed heads", heads=4, seqlen_q=5)
     # Pages by TMA, and by cp.async.
     yield ForwardCase("pages", kind="pages", page=16)
-    yield ForwardCase("rows of pages", kind="pages", page=7, asked=causal)
-    yield ForwardCase("rows of pages", 72, kind="pages", page=1, asked=causal)
+    yield ForwardCase("rows of pages", kind="pages", page=7, options=causal)
+    yield ForwardCase("rows of pages", 72, kind="pages", page=1, options=causal)
     yield ForwardCase("rows of pages", 256, kind="pages", page=12)
     yield ForwardCase("rows of pages with leftpad", kind="pages", page=16, leftpad=True)
     # Split keys, combined by the launch that makes the parts or by another.
@@ -130,18 +130,18 @@ def forward_cases() -> Iterator[ForwardCase]:
     for within in (False, True):
         how, changes = ("in the kernel" if within else "by another"), {"combine_in_kernel": within}
         yield ForwardCase(f"split, combined {how}", **short, sinks=True, changes=changes)
-        few = {"heads": 1, "seqlen_k": 2000, "asked": causal}
+        few = {"heads": 1, "seqlen_k": 2000, "options": causal}
         yield ForwardCase(f"split, combined {how}, few heads", 64, **few, changes=changes)
     yield ForwardCase("split rows of pages", **short, kind="pages", page=10, changes={"combine_in_kernel": True})
     # Values wider than an accumulator.
     yield ForwardCase("slices", 64, 512)
-    yield ForwardCase("slices", 128, 264, asked=causal)
+    yield ForwardCase("slices", 128, 264, options=causal)
     yield ForwardCase("split slices", 64, 328, **short, changes={"combine_in_kernel": True})
     # Two CTAs that share the loads of K and V.
     shapes = ((64, tiles.M192N128S3), (128, tiles.M128N128S3), (128, tiles.M192N80S3), (256, tiles.M128N64S2))
     for head_dim, shape in shapes:
         pair = replace(shape, cluster=2)
-        for mask, asked in (("full", {}), ("causal", causal), ("window", window)):
-            yield ForwardCase(f"cluster, {mask}", head_dim, seqlen_q=600, seqlen_k=180, asked=asked, shape=pair)
+        for mask, options in (("full", {}), ("causal", causal), ("window", window)):
+            yield ForwardCase(f"cluster, {mask}", head_dim, seqlen_q=600, seqlen_k=180, options=options, shape=pair)
     everything = {"causal": True, "window_size": (60, 0), "softcap": 10.0}
-    yield ForwardCase("everything", kind="pages", page=6, leftpad=True, alibi=True, sinks=True, asked=everything)
+    yield ForwardCase("everything", kind="pages", page=6, leftpad=True, alibi=True, sinks=True, options=everything)

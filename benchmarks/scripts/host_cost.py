@@ -96,7 +96,7 @@ def ours(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterato
     """The ways into a kernel of ours, causal."""
     q, k, v = inputs.q, inputs.k, inputs.v
     asked = (None, True, "bottom-right", [-1, -1], 0.0, 0.0, False, False, kernel)
-    whole = schema.operands(inputs, CallOptions(causal=True), False, kernel)
+    operands = schema.operands(inputs, CallOptions(causal=True), False, kernel)
     given = asked if kernel else asked[:2]  # a compiled graph leaves off the last ones that have their defaults
     operator = torch.ops.flashlane.forward.default
     alternating = itertools.cycle([[t.clone() for t in (q, k, v)] for _ in range(SETS)])
@@ -120,7 +120,11 @@ def ours(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterato
     yield Cost(f"{name}: flash_attn_func, {SETS} sets of tensors in turn", "direct", name), alternately, torch.no_grad
     yield Cost(f"{name}: flashlane::forward", "operator", name), short, torch.no_grad
     yield Cost(f"{name}: flashlane::forward in a compiled graph", "operator", name), in_graph, torch.no_grad
-    yield Cost(f"{name}: flashlane::forward, every argument", "operator", name), lambda: operator(*whole), torch.no_grad
+    yield (
+        Cost(f"{name}: flashlane::forward, every argument", "operator", name),
+        lambda: operator(*operands),
+        torch.no_grad,
+    )
     yield Cost(f"{name}: flash_attn_func with gradient", "gradient", name), recorded, contextlib.nullcontext
     if name != Nothing.tag:
         yield from backwards(f"{name}:", "", name, recorded, grad, contextlib.nullcontext)
@@ -292,13 +296,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seqlen", type=int, default=128)
     parser.add_argument("--dtype", choices=("f16", "bf16", "f32"), default="bf16")
-    given = parser.parse_args(arguments)
-    check_writable(given.out)
+    options = parser.parse_args(arguments)
+    check_writable(options.out)
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    shape = {"batch": 1, "heads": 8, "seqlen": given.seqlen, "head_dim": 64}
-    dtype = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[given.dtype]
-    inputs = Inputs(*(torch.randn(1, given.seqlen, 8, 64, dtype=dtype, device=device) for _ in range(3)))
+    shape = {"batch": 1, "heads": 8, "seqlen": options.seqlen, "head_dim": 64}
+    dtype = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[options.dtype]
+    inputs = Inputs(*(torch.randn(1, options.seqlen, 8, 64, dtype=dtype, device=device) for _ in range(3)))
     grad = Inputs(*(t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)))
     with torch.no_grad():
         problem = AttentionProblem.from_inputs(inputs, causal=True)
@@ -306,34 +310,34 @@ def main(arguments: list[str] | None = None) -> int:
     registry.register(Nothing())
     items = [*floor(grad), *ours(inputs, grad, "nothing", "nothing")]
     items += ours_packed(packed, packed_grad, "nothing", "nothing")
-    tag = dispatch.select(problem, given.kernel).tag
-    if gpu or given.kernel:
-        items += ours(inputs, grad, given.kernel, tag)
-        items += ours_packed(packed, packed_grad, given.kernel, tag)
+    tag = dispatch.select(problem, options.kernel).tag
+    if gpu or options.kernel:
+        items += ours(inputs, grad, options.kernel, tag)
+        items += ours_packed(packed, packed_grad, options.kernel, tag)
     if gpu:
         items += peers(problem, inputs, grad)
         with torch.no_grad():
             items += peers(AttentionProblem.from_inputs(packed, causal=True), packed, packed_grad)
     body = {"format": FORMAT, "environment": environment(device), "problem": problem.describe(), **shape}
     body |= {"calls": CALLS, "method": "host clock, the device waited for outside", "limits_us": LIMITS, "auto": tag}
-    path = given.out / "host_cost.json"
+    path = options.out / "host_cost.json"
 
     def keep() -> None:
         rows = [cost.figures() for cost, _, _ in items]
         write_atomically(path, json.dumps({**body, "rows": rows}, indent=1) + "\n")
 
-    measure(items, torch.cuda.synchronize if gpu else lambda: None, given.rounds, given.seconds, keep)
+    measure(items, torch.cuda.synchronize if gpu else lambda: None, options.rounds, options.seconds, keep)
     over = 0
     for cost, _, _ in items:
-        found = cost.figures()
+        row = cost.figures()
         limit = LIMITS.get(cost.path) if gpu else None
-        if "us" not in found:
+        if "us" not in row:
             print(f"{cost.name:<60} {cost.error}")
             continue
-        late = limit is not None and found["us"] > limit
+        late = limit is not None and row["us"] > limit
         over += late
         note = f"  {'OVER' if late else 'within'} {limit:g}" if limit else ""
-        print(f"{cost.name:<60} {found['us']:7.1f} µs  ({found['us_q1']:.1f} to {found['us_q3']:.1f}){note}")
+        print(f"{cost.name:<60} {row['us']:7.1f} µs  ({row['us_q1']:.1f} to {row['us_q3']:.1f}){note}")
     print(f"wrote {path}")
     return 1 if over else 0
 

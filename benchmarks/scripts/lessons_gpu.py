@@ -71,13 +71,13 @@ def in_processes(block: str, arguments: argparse.Namespace) -> tuple[dict, list[
                 problem = f"a process ended with {code}" if code else ""
             except subprocess.TimeoutExpired:
                 problem = f"a process ran past {arguments.seconds} s"
-            found = json.loads(path.read_text()) if path.exists() else None
-            if found:
-                result["environment"] = result["environment"] or found["environment"]
-                result["rows"] += found["rows"]
+            results = json.loads(path.read_text()) if path.exists() else None
+            if results:
+                result["environment"] = result["environment"] or results["environment"]
+                result["rows"] += results["rows"]
             if not problem:
                 return result, problems
-            begun = found["groups"] if found else []
+            begun = results["groups"] if results else []
             problems.append(f"{problem} at {begun[-1] if begun else 'its start'}")
             if not begun:
                 return result, problems

@@ -66,18 +66,18 @@ class Measured:
 
 def targets(arch: str) -> list[Target]:
     """Every problem that has a target."""
-    found = []
+    chosen = []
     for head_dim, seqlen, dtype, causal in itertools.product(
         (64, 128), (2048, 4096, 8192, 16384), ("f16", "bf16"), (False, True)
     ):
         shape = (TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim)
         problem = bench.make_problem(*shape, DTYPES[dtype], causal=causal, arch=arch)
         name = f"d{head_dim} n{seqlen} {dtype} {'causal' if causal else 'full'}"
-        found.append(Target(name, problem, "(flash)", 1.10))
+        chosen.append(Target(name, problem, "(flash)", 1.10))
     for head_dim in (320, 512, 1024):
         problem = bench.make_problem(1, 8, 8192, head_dim, arch=arch)
-        found.append(Target(f"d{head_dim} n8192 f16 full", problem, "(sdpa-efficient)", 1.6))
-    return found
+        chosen.append(Target(f"d{head_dim} n8192 f16 full", problem, "(sdpa-efficient)", 1.6))
+    return chosen
 
 
 def tags_for(target: Target, words: Sequence[str]) -> list[str]:
@@ -99,28 +99,28 @@ def tags_for(target: Target, words: Sequence[str]) -> list[str]:
 
 def judged(target: Target, results: Results) -> Measured:
     """The fastest tag over the peer."""
-    found = Measured(target.name, target.problem.describe(), target.peer, target.asked)
+    measured = Measured(target.name, target.problem.describe(), target.peer, target.asked)
     for row in results.rows:
         if row.timing is None:
-            found.failed[row.tag] = f"{row.status}: {row.message}"
+            measured.failed[row.tag] = f"{row.status}: {row.message}"
         elif row.kind == "peer":
-            found.peer_ms = row.timing.median
+            measured.peer_ms = row.timing.median
         else:
-            found.tags[row.tag] = row.timing.median
-            if found.ms is None or row.timing.median < found.ms:
-                found.tag, found.ms, found.spread = row.tag, row.timing.median, row.timing.spread
-                found.tflops, found.mma_ceiling = row.tflops, row.mma_ceiling
-    found.failed |= {item.tag: item.reason for item in results.skipped}
-    if found.ms and found.peer_ms:
-        found.ratio = found.peer_ms / found.ms
-        found.met = found.ratio >= target.asked
-    return found
+            measured.tags[row.tag] = row.timing.median
+            if measured.ms is None or row.timing.median < measured.ms:
+                measured.tag, measured.ms, measured.spread = row.tag, row.timing.median, row.timing.spread
+                measured.tflops, measured.mma_ceiling = row.tflops, row.mma_ceiling
+    measured.failed |= {item.tag: item.reason for item in results.skipped}
+    if measured.ms and measured.peer_ms:
+        measured.ratio = measured.peer_ms / measured.ms
+        measured.met = measured.ratio >= target.asked
+    return measured
 
 
-def table(found: Sequence[Measured]) -> Iterator[str]:
+def table(rows: Sequence[Measured]) -> Iterator[str]:
     """One line a target, then how many were met."""
     yield f"{'target':<26}{'ratio':>7} {'asked':>5}       {'ms':>9} {'±%':>5} {'TFLOP/s':>7}  fastest tag, against"
-    for item in found:
+    for item in rows:
         if item.ratio is None:
             reasons = "; ".join(dict.fromkeys(item.failed.values())) or "no tag"
             yield f"{item.name:<26}      – {item.asked:5.2f} not run: {reasons}"[:160]
@@ -128,8 +128,8 @@ def table(found: Sequence[Measured]) -> Iterator[str]:
         verdict = "pass" if item.met else "MISS"
         speed = f"{item.ms:9.4f} {50 * item.spread:5.1f} {item.tflops:7.1f}"
         yield f"{item.name:<26}{item.ratio:7.3f} {item.asked:5.2f} {verdict} {speed}  {item.tag}, {item.peer}"
-    ratios = [item.ratio for item in found if item.ratio is not None]
-    line = f"{sum(item.met for item in found)} of {len(found)} targets met"
+    ratios = [item.ratio for item in rows if item.ratio is not None]
+    line = f"{sum(item.met for item in rows)} of {len(rows)} targets met"
     yield line + (
         f"; ratio {min(ratios):.3f} to {max(ratios):.3f}, median {statistics.median(ratios):.3f}" if ratios else ""
     )
@@ -144,17 +144,17 @@ def main() -> int:
     check_writable(arguments.out)
     words = [word for word in arguments.tags.split(",") if word]
     only = {word for word in arguments.only.split(",") if word}
-    wanted = [target for target in targets(arch_of(device)) if only <= set(target.name.split())]
-    tags = {target.name: tags_for(target, words) for target in wanted}
+    chosen = [target for target in targets(arch_of(device)) if only <= set(target.name.split())]
+    tags = {target.name: tags_for(target, words) for target in chosen}
     settings = settings_for(sum(len(t) + 1 for t in tags.values()), arguments.seconds, arguments.rounds)
-    compile_ahead((registry.get(tag), target.problem) for target in wanted for tag in tags[target.name])
-    found: list[Measured] = []
+    compile_ahead((registry.get(tag), target.problem) for target in chosen for tag in tags[target.name])
+    rows: list[Measured] = []
     wrong: list[str] = []
     environment: dict[str, object] = {}
-    with Bar(len(wanted)) as reporter:
-        for seed, target in enumerate(wanted):
+    with Bar(len(chosen)) as reporter:
+        for seed, target in enumerate(chosen):
             if not tags[target.name]:
-                found.append(Measured(target.name, target.problem.describe(), target.peer, target.asked))
+                rows.append(Measured(target.name, target.problem.describe(), target.peer, target.asked))
                 continue
             peers = bench.select_peers(target.peer)
             selection = bench.Selection(tags=tuple(tags[target.name]), peers=peers, accumulate_f32=True)
@@ -162,15 +162,13 @@ def main() -> int:
                 target.problem, None, None, selection=selection, settings=settings, seed=seed, reporter=reporter
             )
             environment = environment or results.environment
-            found.append(judged(target, results))
+            rows.append(judged(target, results))
             wrong += [f"{row.status} {target.name} {row.tag}: {row.message}" for row in results.failed]
             body = {"format": FORMAT, "environment": environment, "settings": asdict(settings)}
-            body["targets"] = [asdict(item) for item in found]
+            body["targets"] = [asdict(item) for item in rows]
             write_atomically(arguments.out / "mma_targets.json", json.dumps(body, indent=1) + "\n")
-    wrong = [
-        f"{item.name} {tag}: {why}" for item in found for tag, why in item.failed.items() if why.startswith("FAIL")
-    ]
-    print(*wrong, *table(found), sep="\n")
+    wrong = [f"{item.name} {tag}: {why}" for item in rows for tag, why in item.failed.items() if why.startswith("FAIL")]
+    print(*wrong, *table(rows), sep="\n")
     return 1 if wrong else 0
 
 

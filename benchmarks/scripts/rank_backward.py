@@ -80,16 +80,16 @@ class RankCalls:
     def backward(self) -> list[list[Partial]]:
         """The gradients of each group, its blocks on two streams, as :mod:`flashlane.distributed.allgather` does it."""
         self.streams[1].wait_stream(self.streams[0])
-        found = []
+        gradients = []
         for q, kv, out, do, dq, runs in self.groups:
             partials = []
             for at, (block, one, lse) in enumerate(runs):
                 with torch.cuda.stream(self.streams[at % 2]):
                     dk, dv = one.backward(q, kv, out, lse, do, dq)
                 partials.append(Partial(slice(block.k_first, block.k_stop), dk, dv))
-            found.append(partials)
+            gradients.append(partials)
         self.streams[0].wait_stream(self.streams[1])
-        return found
+        return gradients
 
     def sums(self, found: list[list[Partial]]) -> None:
         """The f32 gradients of all keys, as they are sent: the sum over blocks."""

@@ -144,12 +144,12 @@ class Problem:
         out.backward(self.whole[3])
         return {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
 
-    def differences(self, found: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    def differences(self, results: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Of all ranks' results, by their names."""
         worst = {}
         for name, right in self.expected().items():
             whole = torch.full_like(right, torch.nan)
-            for rows, each in zip(self.rows, found, strict=True):
+            for rows, each in zip(self.rows, results, strict=True):
                 whole[:, rows] = each[name]
             worst[name] = float((whole.float() - right.float()).norm() / right.float().norm())
         return worst

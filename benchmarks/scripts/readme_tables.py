@@ -86,19 +86,19 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
 
 def first_call(path: Path) -> str:
     """On the first call of a process, by the file of first_call.py; without figures where there is none."""
-    said = "A first call with an empty cache compiles its kernels; later processes load them from the disk."
+    text = "A first call with an empty cache compiles its kernels; later processes load them from the disk."
     if not path.is_file():
-        return f"{said}\n"
-    found = json.loads(path.read_text(encoding="utf-8"))
-    rows = {(row["case"], row["state"]): row for row in found["rows"] if "error" not in row}
+        return f"{text}\n"
+    body = json.loads(path.read_text(encoding="utf-8"))
+    rows = {(row["case"], row["state"]): row for row in body["rows"] if "error" not in row}
     both = [rows.get(("dense", state)) for state in ("empty", "full")]
-    if found["without_gpu"] or None in both:
-        return f"{said}\n"
+    if body["without_gpu"] or None in both:
+        return f"{text}\n"
     forward = [f"{row['forward_ms']:.0f}" for row in both]
     whole = [f"{row['forward_ms'] + row['backward_ms']:.0f}" for row in both]
-    said += f" In bf16 at head dim 128 that is {forward[0]} ms and {forward[1]} ms, with the backward {whole[0]} ms and"
-    said += f" {whole[1]} ms ({found['environment']['device']}, `first_call.json`)."
-    return textwrap.fill(said, 120) + "\n"
+    text += f" In bf16 at head dim 128 that is {forward[0]} ms and {forward[1]} ms, with the backward {whole[0]} ms and"
+    text += f" {whole[1]} ms ({body['environment']['device']}, `first_call.json`)."
+    return textwrap.fill(text, 120) + "\n"
 
 
 # --- from the registry
@@ -122,12 +122,12 @@ def drawn(results: Path) -> str:
 
     rows = []
     for body in judged(results):
-        found = [drawn_summary.figures(body["rows"], protocol) for protocol in PROTOCOLS]
-        if all(found):
-            ahead = " / ".join(f"{100 * each['ahead']:.0f}" for each in found)
-            numbers = (" / ".join(f"{each[name]:.2f}" for each in found) for name in ("least", "mean"))
+        of_protocols = [drawn_summary.figures(body["rows"], protocol) for protocol in PROTOCOLS]
+        if all(of_protocols):
+            ahead = " / ".join(f"{100 * each['ahead']:.0f}" for each in of_protocols)
+            numbers = (" / ".join(f"{each[name]:.2f}" for each in of_protocols) for name in ("least", "mean"))
             what = f"{body['direction']}, {body['kind']}"
-            rows.append((what, int(found[0]["problems"]), f"{ahead} %", *numbers))
+            rows.append((what, int(of_protocols[0]["problems"]), f"{ahead} %", *numbers))
     head = ("drawn problems, steady / flushed", "count", "at the fastest peer's speed or above", "least")
     return table((*head, "geometric mean"), rows) if rows else NOT_MEASURED
 
@@ -234,15 +234,15 @@ def hole_table() -> str:
     rows = []
     for limit, names in sorted(archs.items()):
         for design, persist, stage in itertools.product(DESIGNS[1:], ("", "+persist-q"), (1, 2, 3, 4)):
-            found: dict[str, list[str]] = {}
+            holes: dict[str, list[str]] = {}
             for swizzle in ("", "+swizzle-q", "+swizzle-qk", "+swizzle-qkv"):
                 kernel = known.get(f"mma({design}{persist}{swizzle}+stage{stage})")
                 first = kernel and first_hole(kernel, names[0])
                 if first:
-                    found.setdefault(f"{first} to {kernel.variant.max_head_dim}", []).append(
+                    holes.setdefault(f"{first} to {kernel.variant.max_head_dim}", []).append(
                         swizzle.lstrip("+") or "padded"
                     )
-            for head_dims, tiles in found.items():
+            for head_dims, tiles in holes.items():
                 what = "all" if len(tiles) == 4 else ", ".join(tiles)
                 rows.append((f"{limit // 1024} KiB: {', '.join(names)}", f"{design}{persist}", stage, what, head_dims))
     return table(("a CTA's shared memory", "design", "stage:", "tiles", "no tile for head dims"), rows)

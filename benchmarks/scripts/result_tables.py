@@ -198,10 +198,10 @@ def standing(results: Path) -> str:
                 word = peer.strip("()")
                 ratios.setdefault((family.format(direction=part), PEERS.get(word, word)), []).append(ratio)
         devices.append(f"{result['environment']['device']}, {str(result['environment'].get('date'))[:10]}")
-        for who, found in ratios.items():
-            mean = math.exp(sum(map(math.log, found)) / len(found))
-            figures = (marked(value) for value in (mean, min(found), max(found)))
-            rows.append((*who, len(found), sum(ratio > 1 for ratio in found), *figures))
+        for who, of_peer in ratios.items():
+            mean = math.exp(sum(map(math.log, of_peer)) / len(of_peer))
+            figures = (marked(value) for value in (mean, min(of_peer), max(of_peer)))
+            rows.append((*who, len(of_peer), sum(ratio > 1 for ratio in of_peer), *figures))
     if not rows:
         return NOT_MEASURED
     head = ("kernels", "against", "problems:", "faster in:", "geometric mean:", "least:", "most:")
@@ -210,10 +210,10 @@ def standing(results: Path) -> str:
     text += f" Not in any of these files: {', '.join(absent)}.\n" if absent else "\n"
     checked = results / "correctness.json"
     if checked.is_file():
-        found = json.loads(checked.read_text(encoding="utf-8"))
+        check = json.loads(checked.read_text(encoding="utf-8"))
         text += (
-            f"{found['runs']} checked runs of {len(found['kernels'])} kernels over {found['problems']} drawn problems, "
-            f"{found['failures']} failed ([correctness.json](../benchmarks/results/correctness.json)).\n"
+            f"{check['runs']} checked runs of {len(check['kernels'])} kernels over {check['problems']} drawn problems, "
+            f"{check['failures']} failed ([correctness.json](../benchmarks/results/correctness.json)).\n"
         )
     return text
 
@@ -306,7 +306,7 @@ def suite(result: Result) -> str:
     sizes = ("seqlen", "head_dim", "dtype", "size", "attention", "tokens", "peak")
     sizes += ("workload", "ms", "to_flash", "to_cudnn", "whole_s", "error")  # of whole models (docs/e2e.md)
     words = {c["key"]: c["title"] for c in result["columns"]}
-    shown = [key for key in words if key in sizes or key.startswith(("ours_", "speedup")) or key.endswith("_avg")]
+    columns = [key for key in words if key in sizes or key.startswith(("ours_", "speedup")) or key.endswith("_avg")]
 
     def cell(key: str, value: object) -> str:
         if not isinstance(value, float):
@@ -315,8 +315,8 @@ def suite(result: Result) -> str:
             return f"{value:,.0f}"
         return f"{marked(value)}×" if key.startswith(("speedup", "to_")) else f"{value:.4g}"
 
-    rows = [[cell(key, row.get(key)) for key in shown] for row in result["rows"]]
-    text = table([words[key].replace("_", " ") + ":" for key in shown], rows)
+    rows = [[cell(key, row.get(key)) for key in columns] for row in result["rows"]]
+    text = table([words[key].replace("_", " ") + ":" for key in columns], rows)
     return text + "".join(f"\n{message}\n" for message in result["messages"])
 
 

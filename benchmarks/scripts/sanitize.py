@@ -66,7 +66,7 @@ class BackwardCase:
     dtype: torch.dtype
     lengths: tuple[tuple[int, int], ...] = ((SIZES["seqlen_q"], SIZES["seqlen_k"]),)
     """Of queries and keys; of more than one the sequences are packed."""
-    asked: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     alibi: bool = False
     sinks: bool = False
     heads: tuple[int, int] = (SIZES["heads"], SIZES["kv_heads"])
@@ -96,7 +96,7 @@ class BackwardCase:
             more["sinks"] = torch.randn(self.heads[0], generator=draw)
         kv = (sum(sides[1]), self.heads[1])
         inputs = Inputs(normal(sum(sides[0]), self.heads[0]), normal(*kv), normal(*kv), **more)
-        return AttentionProblem.from_inputs(inputs, **self.asked), inputs
+        return AttentionProblem.from_inputs(inputs, **self.options), inputs
 
 
 def backward_cases() -> Iterator[BackwardCase]:
@@ -106,13 +106,13 @@ def backward_cases() -> Iterator[BackwardCase]:
     for head_dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)):
         where = (head_dim, dtype)
         yield BackwardCase("full", *where)
-        yield BackwardCase("causal", *where, asked={"causal": True})
-        yield BackwardCase("window", *where, asked={"window_size": (40, 20)})
-        yield BackwardCase("softcap", *where, asked={"softcap": 10.0})
+        yield BackwardCase("causal", *where, options={"causal": True})
+        yield BackwardCase("window", *where, options={"window_size": (40, 20)})
+        yield BackwardCase("softcap", *where, options={"softcap": 10.0})
         yield BackwardCase("alibi", *where, alibi=True)
         yield BackwardCase("sinks", *where, sinks=True)
         yield BackwardCase("varlen", *where, packed, {"causal": True})
-        yield BackwardCase("deterministic", *where, asked={"deterministic": True})
+        yield BackwardCase("deterministic", *where, options={"deterministic": True})
         yield BackwardCase("split tiles", *where, ((700, 300),))
         yield BackwardCase("split tiles, causal", *where, ((300, 300),), {"causal": True})
         yield BackwardCase("everything", *where, packed, everything, True, True)
@@ -164,14 +164,14 @@ def shared(cases: Iterable[Case], share: Share) -> Iterator[Case]:
 def run_kernels(words: list[str], share: Share = ALL) -> None:
     """One launch a case, checked."""
     device = device_or_exit()
-    for kernel, problem, there in shared(kernel_cases(words, arch_of(device)), share):
-        inputs = _moved(there, device)
+    for kernel, problem, posed in shared(kernel_cases(words, arch_of(device)), share):
+        inputs = _moved(posed, device)
         out = torch.full_like(inputs.q, float("nan"))
         lse = torch.full((1, SIZES["heads"], SIZES["seqlen_q"]), float("nan"), device=device)
         kernel.forward(problem, inputs, out, lse)
         torch.cuda.synchronize()
         # Judged on the CPU: torch's own kernels do not survive racecheck in one process with instrumented ones.
-        verdict = Oracle(problem.on(None), there).judge(out.cpu(), lse.cpu(), kernel.low_precision_reference(problem))
+        verdict = Oracle(problem.on(None), posed).judge(out.cpu(), lse.cpu(), kernel.low_precision_reference(problem))
         print(f"ran {kernel.tag} D{problem.head_dim} {problem.dtype_name} {'ok' if verdict.ok else verdict.message}")
 
 
@@ -194,15 +194,15 @@ def run_forwards(words: list[str], share: Share = ALL) -> None:
         if words and not any(word in case.tag for word in words):
             continue
         problem, inputs = case.build(device)
-        there = replace(problem, arch=arch_of(device))
-        if (reason := kernel.supports(there)) is not None:
+        posed = replace(problem, arch=arch_of(device))
+        if (reason := kernel.supports(posed)) is not None:
             print(f"refused {case.tag}: {reason}")
             continue
         *batch, rows, heads, _ = inputs.q.shape
         out = torch.full((*batch, rows, heads, problem.head_dim_v), float("nan"), dtype=problem.dtype).to(device)
         lse = torch.full((*batch, heads, rows), float("nan")).to(device)
         with torch_on_the_host():
-            kernel.run(case.config(there), there, inputs, out, lse)
+            kernel.run(case.config(posed), posed, inputs, out, lse)
         torch.cuda.synchronize()
         right, right_lse = reference_attention(problem.on(None), case.build(torch.device("cpu"))[1], torch.float32)
         error, lse_error = relative_l2(out.cpu().float(), right), max_error(lse.cpu(), right_lse)
@@ -217,8 +217,8 @@ def run_backwards(words: list[str], share: Share = ALL) -> None:
         if words and not any(word in case.tag for word in words):
             continue
         problem, inputs = case.build()
-        there = problem.on(arch_of(device))
-        reason = supports(there)
+        posed = problem.on(arch_of(device))
+        reason = supports(posed)
         if reason is not None:
             print(f"refused {case.tag}: {reason}")
             continue
@@ -228,7 +228,7 @@ def run_backwards(words: list[str], share: Share = ALL) -> None:
         do, dlse = torch.randn(out.shape).to(problem.dtype), torch.randn(lse.shape)
         right = tiled_backward(problem, inputs, out, lse, do, dlse)
         with torch_on_the_host():
-            found = hopper_backward(there, _moved(inputs, device), *(t.to(device) for t in (out, lse, do, dlse)))
+            found = hopper_backward(posed, _moved(inputs, device), *(t.to(device) for t in (out, lse, do, dlse)))
         torch.cuda.synchronize()
         pairs = {f"d{name}": (getattr(found, name), getattr(right, name)) for name in ("q", "k", "v", "sinks")}
         errors = {name: relative_l2(a.cpu().float(), b.float()) for name, (a, b) in pairs.items() if b is not None}
@@ -246,7 +246,7 @@ ACCESS = re.compile(r"(Read|Write) access at (\w+)\([^)]*\)\+\S+ in (\S+?:\d+)")
 
 def hazards(said: str) -> dict[str, int]:
     """What racecheck reports, by the two functions that meet and their lines, most frequent first."""
-    found: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     first = ""
     for line in said.splitlines():
         match = ACCESS.search(line)
@@ -256,8 +256,8 @@ def hazards(said: str) -> dict[str, int]:
         if "Race reported between" in line:
             first = access
         else:
-            found[f"{first}, {access}"] += 1
-    return dict(found.most_common())
+            counts[f"{first}, {access}"] += 1
+    return dict(counts.most_common())
 
 
 def run_flex(words: list[str], share: Share = ALL) -> None:
@@ -328,14 +328,14 @@ def verdict(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def show(tool: str, found: dict[str, Any], runs: Sequence[Run]) -> None:
-    clean = found["clean"]
-    print(f"{tool}: {len(found['kernels'])} kernels, {'clean' if clean else 'NOT CLEAN'}: {' '.join(found['summary'])}")
-    for line in (*found["wrong"][:5], *found["refused"]):
+def show(tool: str, body: dict[str, Any], runs: Sequence[Run]) -> None:
+    clean = body["clean"]
+    print(f"{tool}: {len(body['kernels'])} kernels, {'clean' if clean else 'NOT CLEAN'}: {' '.join(body['summary'])}")
+    for line in (*body["wrong"][:5], *body["refused"]):
         print(" ", line)
     if clean:
         return
-    for pair, count in found["hazards"].items():
+    for pair, count in body["hazards"].items():
         print(f"  {count:6} {pair}")
     said = [line for run in runs for line in run.stdout.splitlines() if line.startswith("=========")]
     print("\n".join(said[:40]), *(run.stderr[-2000:] for run in runs))

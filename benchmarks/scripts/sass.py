@@ -65,14 +65,14 @@ class Job(NamedTuple):
 
 def digest(cubin: bytes) -> str:
     """SHA-256 of a cubin's machine code and constants, without any name."""
-    found = []
+    digests = []
     for name, kind, size, contents in _sections(cubin):
         # A section without contents (NOBITS: shared memory) counts by its size, and so does the parameters' bank.
         if name.startswith(CODE):
-            found.append((name.split(".")[1], contents if kind != NOBITS else b""))
+            digests.append((name.split(".")[1], contents if kind != NOBITS else b""))
         elif name.startswith((".nv.constant0", ".nv.shared")):
-            found.append((name.split(".")[2], str(size).encode()))
-    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:24]
+            digests.append((name.split(".")[2], str(size).encode()))
+    return hashlib.sha256(repr(sorted(digests)).encode()).hexdigest()[:24]
 
 
 def opcodes(cubin: bytes) -> list[int]:
@@ -136,7 +136,7 @@ def _label(config: str, source: KernelSource) -> str:
 
 def record(only: str = "", keep: Path | None = None) -> dict[str, Any]:
     """Compile everything, or the kernels whose name contains ``only``, and digest it."""
-    found = [job for job in jobs() if only in job.kernel]
+    chosen = [job for job in jobs() if only in job.kernel]
 
     def one(numbered: tuple[int, Job]) -> tuple[str, dict[str, Any]]:
         number, job = numbered
@@ -145,7 +145,7 @@ def record(only: str = "", keep: Path | None = None) -> dict[str, Any]:
         if keep is not None:
             (keep / f"{code}.cubin").write_bytes(compiled.cubin)
         if sys.stderr.isatty():
-            print(f"\r{number + 1} of {len(found)}", end="", file=sys.stderr, flush=True)
+            print(f"\r{number + 1} of {len(chosen)}", end="", file=sys.stderr, flush=True)
         report = compiled.report
         return f"{job.kernel} {job.arch}", {
             "code": code, "instructions": digest_without_offsets(compiled.cubin), "config": job.label,
@@ -154,7 +154,7 @@ def record(only: str = "", keep: Path | None = None) -> dict[str, Any]:
 
     with ThreadPoolExecutor(WORKERS) as pool:
         rows: dict[str, list[dict[str, Any]]] = {}
-        for name, row in pool.map(one, enumerate(found)):
+        for name, row in pool.map(one, enumerate(chosen)):
             rows.setdefault(name, []).append(row)
     from flashlane.jit import toolchain
 
@@ -418,26 +418,26 @@ def main() -> int:
     summing.add_argument("--minutes", type=float, default=1e6, help="compare what can be compared in this time")
     for command in (recording, comparing, summing):
         command.add_argument("--only", default="", help="kernels whose name contains this")
-    given = parser.parse_args()
-    if given.command == "summary":
-        comparison, until = Comparison(given.cubins, given.memo), time.time() + 60 * given.minutes
-        found = summarise(json.loads(given.before.read_text()), comparison, given.only, until)
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
-        counts = len(found["more_spills"]), len(found["longer_main_loop"])
+    options = parser.parse_args()
+    if options.command == "summary":
+        comparison, until = Comparison(options.cubins, options.memo), time.time() + 60 * options.minutes
+        verdicts = summarise(json.loads(options.before.read_text()), comparison, options.only, until)
+        options.out.write_text(json.dumps(verdicts, indent=1) + "\n")
+        counts = len(verdicts["more_spills"]), len(verdicts["longer_main_loop"])
         print("{} configurations spill more, {} have a longer main loop".format(*counts))
         return 0
-    if given.keep is not None:
-        given.keep.mkdir(parents=True, exist_ok=True)
-    found = record(given.only, given.keep)
-    if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
-    total = sum(map(len, found["kernels"].values()))
-    if given.command == "record":
-        print(f"{total} configurations of {len(found['kernels'])} kernels recorded")
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
+    verdicts = record(options.only, options.keep)
+    if options.out is not None:
+        options.out.write_text(json.dumps(verdicts, indent=1) + "\n")
+    total = sum(map(len, verdicts["kernels"].values()))
+    if options.command == "record":
+        print(f"{total} configurations of {len(verdicts['kernels'])} kernels recorded")
         return 0
-    before = json.loads(given.before.read_text())
-    before["kernels"] = {name: rows for name, rows in before["kernels"].items() if given.only in name}
-    summary, lines = compare(before, found)
+    before = json.loads(options.before.read_text())
+    before["kernels"] = {name: rows for name, rows in before["kernels"].items() if options.only in name}
+    summary, lines = compare(before, verdicts)
     print(*lines, f"{total} configurations: {summary}", sep="\n")
     return 1 if lines else 0
 

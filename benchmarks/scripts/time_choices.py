@@ -94,9 +94,9 @@ def measure(
                 raise
             refused.append((one.words, f"{type(error).__name__}: {error}"[:200]))
             continue
-        found = result()
-        right = found if right is None else right
-        error = relative_l2(found, right)
+        timed = result()
+        right = timed if right is None else right
+        error = relative_l2(timed, right)
         if error <= TOLERANCE[shape.dtype]:
             first[number] = elapsed(one.call, 1)
         else:
@@ -108,10 +108,10 @@ def measure(
     graphs = GraphClock(device, Settings(round_ms=round_ms))
     replayed = family.graphs and fastest < GRAPH_MS
     calls: dict[int, Any] = {n: graphs.prepare(_Item(candidates[n].call)) for n in near} if replayed else {}
-    wanted = near
+    compared = near
     for again in range(MOST_TIMES):
-        for _, index in drawn_order(len(wanted), rounds, MOST_TIMES * seed + again):
-            number = wanted[index]
+        for _, index in drawn_order(len(compared), rounds, MOST_TIMES * seed + again):
+            number = compared[index]
             if replayed:
                 graphs.time(calls[number], 1)
                 times[number] += graphs.time(calls[number], 1)
@@ -119,10 +119,10 @@ def measure(
             count = max(1, min(60, math.ceil(round_ms / first[number])))
             elapsed(candidates[number].call, max(1, count // 2))
             times[number].append(elapsed(candidates[number].call, count))
-        wanted = contested(times)
-        if not wanted:
+        compared = contested(times)
+        if not compared:
             break
-    ms = [told(candidates[n], found) for n, found in times.items()]
+    ms = [told(candidates[n], timed) for n, timed in times.items()]
     row = {"problem": asdict(shape), "title": shape.title, "wrong": wrong, "ms": ms}
     if family.host:
         row["host_us"] = [host_microseconds(candidates[number].call, device) for number in near]
@@ -145,14 +145,14 @@ def contested(times: dict[int, list[float]]) -> list[int]:
 
 def host_microseconds(call: Callable[[], object], device: torch.device) -> float:
     """Microseconds until a call returns, the device being idle before it."""
-    found = []
+    samples = []
     for _ in range(HOST_CALLS):
         torch.cuda.synchronize(device)
         start = time.perf_counter()
         call()
-        found.append(1e6 * (time.perf_counter() - start))
+        samples.append(1e6 * (time.perf_counter() - start))
     torch.cuda.synchronize(device)
-    return round(statistics.median(found), 2)
+    return round(statistics.median(samples), 2)
 
 
 def told(one: Candidate, times: list[float]) -> list[Any]:
@@ -201,12 +201,12 @@ class Job:
 
 def jobs_of(words: str, seed: int, count: int) -> list[Job]:
     """The jobs that ``--family`` names."""
-    found = []
+    jobs = []
     for word in words.split(","):
         name, _, own = word.partition(":")
         family, at = FAMILIES[name], int(own or seed)
-        found.append(Job(name, family, at, family.shapes(at, count)))
-    return found
+        jobs.append(Job(name, family, at, family.shapes(at, count)))
+    return jobs
 
 
 def compile_ahead(jobs: list[Job], arguments: argparse.Namespace) -> None:

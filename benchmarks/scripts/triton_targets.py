@@ -86,25 +86,25 @@ def forward_targets(arch: str) -> Iterator[Target]:
 
 def judged(target: Target, results: Results) -> Measured:
     """The kernel's time, the peers', and their ratios."""
-    found = Measured(target.name, target.problem.describe(), target.peer)
+    measured = Measured(target.name, target.problem.describe(), target.peer)
     for row in results.rows:
         if row.timing is None:
-            found.failed[row.tag] = f"{row.status}: {row.message}"
+            measured.failed[row.tag] = f"{row.status}: {row.message}"
         elif row.tag == TAG:
-            found.ms, found.spread, found.tflops = row.timing.median, row.timing.spread, row.tflops
+            measured.ms, measured.spread, measured.tflops = row.timing.median, row.timing.spread, row.tflops
         else:
-            found.peers[row.tag] = row.timing.median
-    found.failed |= {item.tag: item.reason for item in results.skipped}
-    if found.ms:
-        found.ratios = {tag: ms / found.ms for tag, ms in found.peers.items()}
-        found.met = found.ratios.get(target.peer, 0.0) >= found.asked
-    return found
+            measured.peers[row.tag] = row.timing.median
+    measured.failed |= {item.tag: item.reason for item in results.skipped}
+    if measured.ms:
+        measured.ratios = {tag: ms / measured.ms for tag, ms in measured.peers.items()}
+        measured.met = measured.ratios.get(target.peer, 0.0) >= measured.asked
+    return measured
 
 
-def table(found: Sequence[Measured]) -> Iterator[str]:
+def table(rows: Sequence[Measured]) -> Iterator[str]:
     """One line a target, then how many were met."""
     yield f"{'target':<33}{'ms':>9} {'±%':>5} {'TFLOP/s':>7}  ratios"
-    for item in found:
+    for item in rows:
         if item.ms is None:
             yield f"{item.name:<33} not run: {'; '.join(item.failed.values())}"[:160]
             continue
@@ -113,7 +113,7 @@ def table(found: Sequence[Measured]) -> Iterator[str]:
         speed = f"{item.ms:9.4f} {50 * (item.spread or 0):5.1f} {item.tflops or 0:7.1f}"
         failed = f"; no {', '.join(item.failed)}" if item.failed else ""
         yield f"{item.name:<33}{speed}  {verdict} {ratios}{failed}"
-    yield f"{sum(item.met for item in found)} of {len(found)} targets met"
+    yield f"{sum(item.met for item in rows)} of {len(rows)} targets met"
 
 
 def main() -> int:
@@ -129,13 +129,13 @@ def main() -> int:
     # Only the portable backward kernels may run, until the script ends.
     registry.backward_table_of(*map(registry.get_backward, ("tiled", "triton"))).__enter__()
     only = {word for word in arguments.only.split(",") if word}
-    wanted = [target for target in targets(arch_of(device), directions) if only <= set(target.name.split())]
-    implementations = sum(2 + len(target.others) for target in wanted)
+    chosen = [target for target in targets(arch_of(device), directions) if only <= set(target.name.split())]
+    implementations = sum(2 + len(target.others) for target in chosen)
     settings = settings_for(implementations, arguments.seconds, arguments.rounds)
-    found: list[Measured] = []
+    rows: list[Measured] = []
     environment: dict[str, object] = {}
-    with Bar(len(wanted)) as reporter:
-        for seed, target in enumerate(wanted):
+    with Bar(len(chosen)) as reporter:
+        for seed, target in enumerate(chosen):
             peers = bench.select_peers(",".join((target.peer, *target.others)))
             selection = bench.Selection(tags=(TAG,), peers=peers)
             results = run_and_keep(
@@ -143,12 +143,12 @@ def main() -> int:
                 directions=(target.direction,),
             )  # fmt: skip
             environment = environment or results.environment
-            found.append(judged(target, results))
+            rows.append(judged(target, results))
             body = {"format": FORMAT, "environment": environment, "settings": asdict(settings)}
-            body["targets"] = [asdict(item) for item in found]
+            body["targets"] = [asdict(item) for item in rows]
             write_atomically(arguments.out / "triton_targets.json", json.dumps(body, indent=1) + "\n")
-    wrong = [f"{item.name} {tag}: {why}" for item in found for tag, why in item.failed.items() if "FAIL" in why[:4]]
-    print(*wrong, *table(found), sep="\n")
+    wrong = [f"{item.name} {tag}: {why}" for item in rows for tag, why in item.failed.items() if "FAIL" in why[:4]]
+    print(*wrong, *table(rows), sep="\n")
     return 1 if wrong else 0
 
 

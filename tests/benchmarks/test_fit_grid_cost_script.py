@@ -25,18 +25,18 @@ def fit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_tiles_of_keys_walk_over_the_queries_that_see_them(fit: ModuleType) -> None:
     chance = random.Random(0)
     for _ in range(200):
-        asked, bm, bn = drawn(chance), chance.choice((4, 16)), chance.choice((8, 16))
-        seen = visible(asked)
-        found = fit.backward_launches.query_blocks_of(asked, bm, bn)
-        assert len(found.blocks) == -(-asked.seqlen_k // bn)
+        problem, bm, bn = drawn(chance), chance.choice((4, 16)), chance.choice((8, 16))
+        seen = visible(problem)
+        found = fit.backward_launches.query_blocks_of(problem, bm, bn)
+        assert len(found.blocks) == -(-problem.seqlen_k // bn)
         for tile, (blocks, cut) in enumerate(zip(*found, strict=True)):
             mine = seen[:, tile * bn : (tile + 1) * bn]
             rows = np.flatnonzero(mine.any(1))
             walked = range(rows[0] // bm, rows[-1] // bm + 1) if len(rows) else range(0)
             hidden = sum(not mine[b * bm : (b + 1) * bm].all() for b in walked)
             # Blocks of the last tile are all compared with the number of keys.
-            masked = len(walked) if (tile + 1) * bn > asked.seqlen_k else hidden
-            assert (blocks, cut) == (len(walked) * asked.group, masked * asked.group), (asked, bm, bn, tile)
+            masked = len(walked) if (tile + 1) * bn > problem.seqlen_k else hidden
+            assert (blocks, cut) == (len(walked) * problem.group, masked * problem.group), (problem, bm, bn, tile)
 
 
 def test_the_fit_finds_the_coefficients_that_made_the_times(fit: ModuleType) -> None:

@@ -198,27 +198,35 @@ def calls() -> list[tuple[Inputs, dict[str, object]]]:
     odd = torch.randn(2, 7, 2, 17)[..., :16]
     shifted = torch.randn(2 * 7 * 2 * 16 + 1)[1:].view(2, 7, 2, 16)
     plain = Inputs(q, k, k)
-    asked = [
+    option_sets = [
         {"causal": True},
         {"window_size": (3, 1)},
         {"softcap": 2},
         {"scale": 1},
         {"scale": 0.5},
     ]
-    asked += [{"deterministic": True}, {"alignment": "top-left"}, {"window_size": torch.tensor([3, 2])}]
-    asked += [{"num_splits": 1}, {"num_splits": 2}]
-    made = [
+    option_sets += [{"deterministic": True}, {"alignment": "top-left"}, {"window_size": torch.tensor([3, 2])}]
+    option_sets += [{"num_splits": 1}, {"num_splits": 2}]
+    inputs_of = [
         plain,
         Inputs(q.clone(), k.clone(), k.clone()),
         Inputs(q, k, odd),
         Inputs(q, shifted, k),
         Inputs(q, k, shifted),
     ]
-    made += [Inputs(q.double(), k.double(), k.double()), Inputs(q.requires_grad_(), k, k), Inputs(q[:1], k[:1], k[:1])]
-    made += [Inputs(q, k[:, ::2], k[:, ::2]), Inputs(q[:, :0], k, k), Inputs(q, k, k, sinks=torch.ones(4))]
+    inputs_of += [
+        Inputs(q.double(), k.double(), k.double()),
+        Inputs(q.requires_grad_(), k, k),
+        Inputs(q[:1], k[:1], k[:1]),
+    ]
+    inputs_of += [Inputs(q, k[:, ::2], k[:, ::2]), Inputs(q[:, :0], k, k), Inputs(q, k, k, sinks=torch.ones(4))]
     dropped = Inputs(q, k, k, dropout_seed=torch.tensor([7]))
-    made.append(dropped)
-    return [(inputs, {}) for inputs in made] + [(plain, options) for options in asked] + [(dropped, {"dropout_p": 0.5})]
+    inputs_of.append(dropped)
+    return (
+        [(inputs, {}) for inputs in inputs_of]
+        + [(plain, options) for options in option_sets]
+        + [(dropped, {"dropout_p": 0.5})]
+    )
 
 
 def test_a_call_seen_before_gives_what_the_checks_would_give() -> None:

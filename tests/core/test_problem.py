@@ -23,7 +23,7 @@ def tensors(**changes: Any) -> Inputs:
 
 
 def packed(**changes: Any) -> Inputs:
-    made: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "q": torch.randn(5, 4, 8),
         "k": torch.randn(7, 2, 8),
         "v": torch.randn(7, 2, 8),
@@ -32,7 +32,7 @@ def packed(**changes: Any) -> Inputs:
         "max_seqlen_q": 3,
         "max_seqlen_k": 4,
     }
-    return Inputs(**{**made, **changes})
+    return Inputs(**{**arguments, **changes})
 
 
 def cu(*values: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def ints(*values: Any) -> torch.Tensor:
 
 def cached(**changes: Any) -> Inputs:
     """Two sequences that read rows 3 and 0 of a cache of four."""
-    made: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "q": torch.randn(2, 3, 4, 8),
         "k": torch.randn(4, 7, 2, 8),
         "v": torch.randn(4, 7, 2, 8),
@@ -53,7 +53,7 @@ def cached(**changes: Any) -> Inputs:
         "leftpad_k": ints(0, 2),
         "batch_idx": ints(3, 0),
     }
-    return Inputs(**{**made, **changes})
+    return Inputs(**{**arguments, **changes})
 
 
 def paged(**changes: Any) -> Inputs:
@@ -69,7 +69,7 @@ def paged(**changes: Any) -> Inputs:
 
 
 def paged_varlen(**changes: Any) -> Inputs:
-    made: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "q": torch.randn(5, 4, 8),
         "cu_seqlens_q": ints(0, 2, 5),
         "cu_seqlens_k": ints(0, 11, 16),
@@ -78,7 +78,7 @@ def paged_varlen(**changes: Any) -> Inputs:
         "seqused_k": None,
         "block_table": ints([8, 0, 3], [1, 99, 99]),
     }
-    return paged(**{**made, **changes})
+    return paged(**{**arguments, **changes})
 
 
 BAD = {

@@ -24,20 +24,20 @@ EMPTY = ("{}", "[]", "set()")
 
 def caches(path: Path) -> list[str]:
     """Functions with arguments whose results are kept, and tables of a module or of an object that begin empty."""
-    tree, found = ast.parse(path.read_text(encoding="utf-8")), []
+    tree, caches_of = ast.parse(path.read_text(encoding="utf-8")), []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and (node.args.args or node.args.vararg or node.args.kwonlyargs):
             words = " ".join(map(ast.unparse, node.decorator_list))
-            found += [node.name] if re.search(r"\b(lru_cache|functools\.cache|memoised)\b", words) else []
+            caches_of += [node.name] if re.search(r"\b(lru_cache|functools\.cache|memoised)\b", words) else []
         if isinstance(node, ast.AnnAssign) and node.value and "dict[" in ast.unparse(node.annotation):
             of_object = isinstance(node.target, ast.Attribute) and ast.unparse(node.value) == "{}"
             if of_object or "default_factory=dict" in ast.unparse(node.value):
-                found.append(ast.unparse(node.target))
+                caches_of.append(ast.unparse(node.target))
     for node in tree.body:
         value = ast.unparse(node.value) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else ""
         if value in EMPTY or re.match(r"(weakref\.)?Weak\w+Dictionary\(|(registry\.)?memoised\(", value):
-            found.append(ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target))
-    return found
+            caches_of.append(ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target))
+    return caches_of
 
 
 def test_every_file_with_a_cache_is_in_the_table() -> None:

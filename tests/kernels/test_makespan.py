@@ -104,20 +104,18 @@ def test_a_tile_walks_over_the_blocks_that_its_rows_see() -> None:
     """The counts that are made for all tiles at once, against the range of each tile and the keys of each row."""
     chance = random.Random(4)
     for _ in range(40):
-        asked = replace(drawn(chance), seqlen_q=chance.randint(1, 700), seqlen_k=chance.randint(1, 900))
-        config = select.config_for(asked)
+        p = replace(drawn(chance), seqlen_q=chance.randint(1, 700), seqlen_k=chance.randint(1, 900))
+        config = select.config_for(p)
         pack, block_m, block_n = config.pack_gqa, config.block_m, config.block_n
-        starts = reversed(range(0, asked.seqlen_q * pack, block_m))
-        for row, blocks, cut in zip(starts, *cost.blocks_of(asked, config), strict=True):
-            walked = tile_scheduler.n_blocks_of(asked, row, block_m, pack, block_n)
-            first, last = row // pack, min((row + block_m - 1) // pack, asked.seqlen_q - 1)
-            right = (
-                first + asked.shift + asked.window_right + 1 if asked.window_right >= 0 else asked.seqlen_k + block_n
-            )
-            left = last + asked.shift - asked.window_left if asked.window_left >= 0 else 0
+        starts = reversed(range(0, p.seqlen_q * pack, block_m))
+        for row, blocks, cut in zip(starts, *cost.blocks_of(p, config), strict=True):
+            walked = tile_scheduler.n_blocks_of(p, row, block_m, pack, block_n)
+            first, last = row // pack, min((row + block_m - 1) // pack, p.seqlen_q - 1)
+            right = first + p.shift + p.window_right + 1 if p.window_right >= 0 else p.seqlen_k + block_n
+            left = last + p.shift - p.window_left if p.window_left >= 0 else 0
             whole = [n for n in walked if left <= n * block_n and (n + 1) * block_n <= right]
-            ragged = asked.window_left < 0 and asked.window_right < 0 and asked.seqlen_k % block_n > 0
-            assert (blocks, cut) == (len(walked), len(walked) - len(whole) + ragged), asked
+            ragged = p.window_left < 0 and p.window_right < 0 and p.seqlen_k % block_n > 0
+            assert (blocks, cut) == (len(walked), len(walked) - len(whole) + ragged), p
 
 
 def test_a_wave_that_is_nearly_empty_is_seen() -> None:

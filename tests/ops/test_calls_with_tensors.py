@@ -51,15 +51,15 @@ def test_a_repeated_call_computes_what_its_tensors_hold(
     forgotten: None, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = [kind.call(seed, torch.float32) for seed in range(3)]
-    wanted = []
+    expected = []
     for call in calls:
         call_cache.forget()
-        wanted.append(results_of(call, "tiled"))
+        expected.append(results_of(call, "tiled"))
     quick(monkeypatch)
     for number in (0, 1, 2, 1, 0):
-        for got, want in zip(results_of(calls[number], "tiled"), wanted[number], strict=True):
+        for got, want in zip(results_of(calls[number], "tiled"), expected[number], strict=True):
             assert torch.equal(got, want)
-    assert not torch.equal(wanted[0][0], wanted[1][0])
+    assert not torch.equal(expected[0][0], expected[1][0])
 
 
 @pytest.mark.parametrize("kind", [each for each in COMPUTED if each.grad], ids=str)
@@ -157,15 +157,15 @@ def test_which_arguments_are_one_tensor_is_part_of_the_key(forgotten: None, monk
         leaves = list({id(t): t for t in tensors[:3]}.values())
         return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    wanted = []
+    expected = []
     for tensors in given:
         call_cache.forget()
-        wanted.append(results(tensors))
+        expected.append(results(tensors))
     call_cache.forget()
     for tensors in given:
         results(tensors)
     quick(monkeypatch)
-    for tensors, want in [*zip(given, wanted, strict=True)][::-1]:
+    for tensors, want in [*zip(given, expected, strict=True)][::-1]:
         assert all(map(torch.equal, results(tensors), want))
 
 
@@ -361,18 +361,18 @@ def test_a_repeated_call_launches_what_a_first_one_does(
     with registry.table_of(kernel):
         calls = [kind.call(seed) for seed in range(3)]
         dos = [torch.randn(call.operands[0].shape).bfloat16() if kind.grad else None for call in calls]
-        wanted = []
+        expected = []
         for call, do in zip(calls, dos, strict=True):
             call_cache.forget()
-            wanted.append(launched(launches, call, do))
+            expected.append(launched(launches, call, do))
         call_cache.forget()
         launched(launches, calls[0], dos[0])
         quick(monkeypatch)
         monkeypatch.setattr(execute, "backward", None)
         monkeypatch.setattr(execute, "forward", None)
         for number in (1, 2, 0, 1):
-            assert launched(launches, calls[number], dos[number]) == wanted[number]
-        assert wanted[0] != wanted[1] and wanted[0]
+            assert launched(launches, calls[number], dos[number]) == expected[number]
+        assert expected[0] != expected[1] and expected[0]
 
 
 def test_the_lengths_of_a_launch_are_those_of_its_call(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

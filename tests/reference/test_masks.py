@@ -54,17 +54,17 @@ def test_a_tile_is_a_part_of_the_whole(seed: int, p: float, heads: int, b: tuple
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_share_that_is_kept(seed: int, p: float) -> None:
-    kept = dropout_keep(torch.tensor([seed]), p, 3, range(2), range(100), range(203)).double()
-    six_sigma = 6 * math.sqrt(p * (1 - p) / kept.numel())
-    assert abs(kept.mean() - (1 - p)) <= six_sigma
+    mask = dropout_keep(torch.tensor([seed]), p, 3, range(2), range(100), range(203)).double()
+    six_sigma = 6 * math.sqrt(p * (1 - p) / mask.numel())
+    assert abs(mask.mean() - (1 - p)) <= six_sigma
     # Of every head, every row and every column too, and neighbours along each axis know nothing of each other.
     for axes in ((0, 2, 3), (0, 1, 3), (0, 1, 2)):
-        count = math.prod(kept.shape[axis] for axis in axes)
-        assert (kept.mean(axes) - (1 - p)).abs().max() <= 6 * math.sqrt(p * (1 - p) / count)
+        count = math.prod(mask.shape[axis] for axis in axes)
+        assert (mask.mean(axes) - (1 - p)).abs().max() <= 6 * math.sqrt(p * (1 - p) / count)
     for axis in range(4):
-        n = kept.shape[axis] - 1
-        together = (kept.narrow(axis, 0, n) * kept.narrow(axis, 1, n)).mean()
-        count = kept.numel() / kept.shape[axis] * n
+        n = mask.shape[axis] - 1
+        together = (mask.narrow(axis, 0, n) * mask.narrow(axis, 1, n)).mean()
+        count = mask.numel() / mask.shape[axis] * n
         assert abs(together - (1 - p) ** 2) <= 6 * math.sqrt(1 / count)
 
 

@@ -184,15 +184,15 @@ def test_band_covers_exactly_the_visible_pairs(shift: int, left: int, right: int
     i, j = torch.arange(11)[:, None] + shift, torch.arange(9)
     visible = (j >= (i - left if left >= 0 else 0 * i)) & (j <= (i + right if right >= 0 else 0 * i + 9))
     for rows in tiles(range(11), 3):
-        seen = visible[rows.start : rows.stop].any(0).nonzero().flatten().tolist()
+        columns = visible[rows.start : rows.stop].any(0).nonzero().flatten().tolist()
         keys = band.keys(rows)
-        assert set(seen) <= set(keys) and (not seen or (keys[0], keys[-1]) == (seen[0], seen[-1]))
+        assert set(columns) <= set(keys) and (not columns or (keys[0], keys[-1]) == (columns[0], columns[-1]))
         for cols in tiles(range(9), 4):
             assert band.full(rows, cols) == bool(visible[rows.start : rows.stop, cols.start : cols.stop].all())
     for cols in tiles(range(9), 4):
-        seen = visible[:, cols.start : cols.stop].any(1).nonzero().flatten().tolist()
+        columns = visible[:, cols.start : cols.stop].any(1).nonzero().flatten().tolist()
         queries = band.queries(cols)
-        assert set(seen) <= set(queries) and (not seen or (queries[0], queries[-1]) == (seen[0], seen[-1]))
+        assert set(columns) <= set(queries) and (not columns or (queries[0], queries[-1]) == (columns[0], columns[-1]))
 
 
 def test_accumulators_in_f16_are_emulated_step_by_step() -> None:

@@ -82,7 +82,7 @@ def tensors_of(case: Case) -> dict[str, torch.Tensor]:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(case.dtype)
 
-    found = {
+    tensors = {
         "q": draw(*outer, case.heads, case.head_dim),
         "k": draw(*outer, case.kv_heads, case.head_dim),
         "v": draw(*outer, case.kv_heads, case.head_dim_v),
@@ -91,12 +91,12 @@ def tensors_of(case: Case) -> dict[str, torch.Tensor]:
     }
     if case.alibi:
         shape = (len(case.lengths) if case.varlen else case.batch, case.heads)
-        found["alibi_slopes"] = torch.rand(shape, generator=generator)
+        tensors["alibi_slopes"] = torch.rand(shape, generator=generator)
     if case.sinks:
-        found["sinks"] = draw(case.heads)
+        tensors["sinks"] = draw(case.heads)
     if case.logit_scale:
-        found["logit_scale"] = torch.rand(case.heads, generator=generator) + 0.5
-    return found
+        tensors["logit_scale"] = torch.rand(case.heads, generator=generator) + 0.5
+    return tensors
 
 
 def _asked(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -207,21 +207,21 @@ def square_mesh() -> dist.DeviceMesh:
     return dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "heads"))
 
 
-def assembled(case: Case, found: list[dict[str, numpy.ndarray]]) -> dict[str, numpy.ndarray]:
+def assembled(case: Case, of_ranks: list[dict[str, numpy.ndarray]]) -> dict[str, numpy.ndarray]:
     """The ranks' results as those of all tokens; gradients of what all ranks have are sums."""
-    orders = [token_indices(case.layout, case.lengths, len(found), rank).numpy() for rank in range(len(found))]
-    whole = {}
-    for name, first in found[0].items():
+    orders = [token_indices(case.layout, case.lengths, len(of_ranks), rank).numpy() for rank in range(len(of_ranks))]
+    joined = {}
+    for name, first in of_ranks[0].items():
         if name in ("dsinks", "dlogit_scale"):
-            whole[name] = sum(each[name] for each in found)
+            joined[name] = sum(each[name] for each in of_ranks)
             continue
         shape = list(first.shape)
         shape[case.axis] = sum(case.lengths)
-        whole[name] = numpy.full(shape, numpy.nan)
-        for order, each in zip(orders, found, strict=True):
+        joined[name] = numpy.full(shape, numpy.nan)
+        for order, each in zip(orders, of_ranks, strict=True):
             index = (order,) if case.varlen else (slice(None), order)
-            whole[name][index] = each[name]
-    return whole
+            joined[name][index] = each[name]
+    return joined
 
 
 def worst_difference(some: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> dict[str, float]:

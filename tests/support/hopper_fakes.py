@@ -85,24 +85,24 @@ def numbers(params: forward_launch.HopperParams) -> list[int]:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Put it in the place of the driver, with nothing remembered before and after."""
-    found = Launches()
-    monkeypatch.setattr(forward_launch.jit, "load", lambda compiled, device: found)
+    launches = Launches()
+    monkeypatch.setattr(forward_launch.jit, "load", lambda compiled, device: launches)
     monkeypatch.setattr(forward_launch.jit, "compile", lambda source, arch, **options: source)
     monkeypatch.setattr(forward_launch.jit, "compile_together", lambda sources, arch: sources)
     monkeypatch.setattr(launch_pool, "counters_of", lambda *_: SimpleNamespace(data_ptr=lambda: 77))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
-    monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: found.stream_of(device))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: launches.capturing)
+    monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: launches.stream_of(device))
     monkeypatch.setattr(launch, "device_getter", lambda: lambda: None)
     properties = SimpleNamespace(multi_processor_count=SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(tensormap, "encode", found.encode)
-    monkeypatch.setattr(tensormap, "mover", found.mover)
+    monkeypatch.setattr(tensormap, "encode", launches.encode)
+    monkeypatch.setattr(tensormap, "mover", launches.mover)
 
     init = forward_launch.PreparedForward.__init__
 
     def recorded(plan: forward_launch.PreparedForward, *args: Any) -> None:
         init(plan, *args)
-        found.plans.append(plan)
+        launches.plans.append(plan)
 
     monkeypatch.setattr(forward_launch.PreparedForward, "__init__", recorded)
 
@@ -113,7 +113,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         attention._loaded.cache_clear()
 
     forget()
-    yield found
+    yield launches
     forget()
 
 
@@ -142,12 +142,12 @@ def gradient_plan(
     properties = SimpleNamespace(multi_processor_count=SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: 0)
-    found: list[SimpleNamespace] = []
+    plans: list[SimpleNamespace] = []
 
     def prepare(grid: tuple, block: tuple, shared: int, params: ctypes.Structure, *, overlapped: bool = False) -> Any:
         def enqueue(stream: int) -> None:
             copy = type(params).from_buffer_copy(params)
-            found.append(SimpleNamespace(grid=grid, block=block, shared=shared, params=copy, overlapped=overlapped))
+            plans.append(SimpleNamespace(grid=grid, block=block, shared=shared, params=copy, overlapped=overlapped))
 
         return enqueue
 
@@ -156,7 +156,7 @@ def gradient_plan(
     schedule = DESIGNS[config.design].schedule(config, problem, SMS)
     plan = backward_launch.PreparedBackward(config, schedule, problem, inputs.q.shape, inputs.k.shape, 0)
     monkeypatch.setattr(plan, "functions", lambda: (SimpleNamespace(prepare=prepare),) * len(config.sources()))
-    return plan, found
+    return plan, plans
 
 
 def gradient_tensors(problem: AttentionProblem) -> backward_launch.Tensors:

@@ -44,7 +44,7 @@ class Step:
         cache = (b * pages + 2, self.page_size) if pages else (b + 2 * self.batch_idx, self.capacity)
         room = self.capacity - self.seqlen_new
         lengths = torch.randint(0, room + 1, (b,), generator=draw, dtype=torch.int32)
-        made: dict[str, Any] = {
+        step: dict[str, Any] = {
             "q": make(b, self.seqlen_q, h, d),
             "k_cache": make(*cache, hk, d),
             "v_cache": make(*cache, hk, dv),
@@ -55,21 +55,24 @@ class Step:
             "rotary_interleaved": self.interleaved,
         }
         if self.seqlen_new:
-            made["k"], made["v"] = make(b, self.seqlen_new, hk, d), make(b, self.seqlen_new, hk, dv)
+            step["k"], step["v"] = make(b, self.seqlen_new, hk, d), make(b, self.seqlen_new, hk, dv)
         if self.rotary:
             angles = torch.rand(
                 self.capacity + self.seqlen_q + max(1, self.page_size), self.rotary // 2, generator=draw
             )
-            made["rotary_cos"], made["rotary_sin"] = ((6.3 * angles).cos().to(dtype), (6.3 * angles).sin().to(dtype))
+            step["rotary_cos"], step["rotary_sin"] = (
+                (6.3 * angles).cos().to(dtype),
+                (6.3 * angles).sin().to(dtype),
+            )
         if self.batch_idx:
-            made["cache_batch_idx"] = torch.randperm(b + 2, generator=draw)[:b].int()
+            step["cache_batch_idx"] = torch.randperm(b + 2, generator=draw)[:b].int()
         if self.leftpad:
-            made["cache_leftpad"] = (torch.rand(b, generator=draw) * (lengths + 1)).int()
+            step["cache_leftpad"] = (torch.rand(b, generator=draw) * (lengths + 1)).int()
         if pages:
-            made["block_table"] = 1 + torch.randperm(b * pages, generator=draw).view(b, pages).int()
+            step["block_table"] = 1 + torch.randperm(b * pages, generator=draw).view(b, pages).int()
         if self.alibi:
-            made["alibi_slopes"] = torch.rand(b, h, generator=draw)
-        return {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in made.items()}
+            step["alibi_slopes"] = torch.rand(b, h, generator=draw)
+        return {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in step.items()}
 
 
 @dataclass(frozen=True)

@@ -48,13 +48,13 @@ class Kind:
     heads: int = 2
     kv_heads: int = 2
     modifiers: tuple[str, ...] = ()
-    asked: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
     grad: bool = False
     strided: bool = False
 
     def __str__(self) -> str:
         words = [self.layout, f"h{self.heads}of{self.kv_heads}", *self.modifiers]
-        words += [f"{name}={value}" for name, value in self.asked] + ["strided"] * self.strided + ["grad"] * self.grad
+        words += [f"{name}={value}" for name, value in self.options] + ["strided"] * self.strided + ["grad"] * self.grad
         return "-".join(words).replace(" ", "")
 
     def call(self, seed: int, dtype: torch.dtype = torch.bfloat16, dim: int = 64) -> Call:
@@ -68,7 +68,7 @@ class Kind:
             found = found[..., :heads, :] if self.strided and len(shape) > 2 else found
             return found.requires_grad_(grad)
 
-        named: dict[str, Any] = dict(self.asked)
+        named: dict[str, Any] = dict(self.options)
         if "alibi" in self.modifiers:
             named["alibi_slopes"] = tensor(self.heads, of=torch.float32, grad=False)
         if "alibi by batch" in self.modifiers:
@@ -121,18 +121,18 @@ ASKED: tuple[tuple[str, Any], ...] = (
 
 def drawn(seed: int, count: int, layouts: tuple[str, ...], modifiers: tuple[str, ...] = MODIFIERS) -> list[Kind]:
     """Kinds of calls with combinations of features, each of which has a tensor besides q, k and v."""
-    choose, found = random.Random(seed), {}
-    while len(found) < count:
+    choose, tensors = random.Random(seed), {}
+    while len(tensors) < count:
         layout = choose.choice(layouts)
-        given = () if choose.random() < 0.4 else (choose.choice(modifiers),)
-        if given and not given[0].startswith("sinks") and choose.random() < 0.5:
-            given += tuple(name for name in modifiers if name == "sinks")
-        if layout == "dense" and not given:
+        modifier = () if choose.random() < 0.4 else (choose.choice(modifiers),)
+        if modifier and not modifier[0].startswith("sinks") and choose.random() < 0.5:
+            modifier += tuple(name for name in modifiers if name == "sinks")
+        if layout == "dense" and not modifier:
             continue
-        asked = tuple(each for each in ASKED if choose.random() < 0.4)
+        options = tuple(each for each in ASKED if choose.random() < 0.4)
         grad = not layout.startswith("cache") and choose.random() < 0.6
         if grad and choose.random() < 0.4:
-            asked += (("deterministic", True),)
-        kind = Kind(layout, choose.choice((2, 4)), 2, given, asked, grad, choose.random() < 0.3)
-        found[kind] = None
-    return list(found)
+            options += (("deterministic", True),)
+        kind = Kind(layout, choose.choice((2, 4)), 2, modifier, options, grad, choose.random() < 0.3)
+        tensors[kind] = None
+    return list(tensors)

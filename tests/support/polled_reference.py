@@ -54,7 +54,7 @@ def prepare_ranges(
 def _read(
     ranges: Ranges, each: Range, kv: tuple[torch.Tensor, torch.Tensor], now: Arriving | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found = tuple(torch.full_like(t[each.k_first : each.k_stop], torch.nan) for t in kv)
+    rows = tuple(torch.full_like(t[each.k_first : each.k_stop], torch.nan) for t in kv)
     count = each.k_stop - each.k_first
     for first in reversed(range(0, count, BLOCK)):
         row, stop = each.k_first + first, min(each.k_first + first + BLOCK, each.k_stop)
@@ -66,9 +66,9 @@ def _read(
             for chunk in ranges.chunks:
                 if now is not None and chunk.flag != OWN and chunk.first < stop and row < chunk.stop:
                     _wait(now, chunk.flag)
-        for to, t in zip(found, source, strict=True):
+        for to, t in zip(rows, source, strict=True):
             to[first : first + stop - row] = t[at : at + stop - row]
-    return found[0], found[1]
+    return rows[0], rows[1]
 
 
 def _wait(now: Arriving, flag: int) -> None:

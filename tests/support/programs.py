@@ -106,7 +106,7 @@ def captured_tensors(seed: int, device: str = "cpu", dtype: torch.dtype = torch.
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     long = max(queries, keys)
-    found = {
+    tensors = {
         "slope": normal(heads),
         "row": normal(batch, queries),
         "pairs": normal(keys, queries).T,  # strides that are not contiguous
@@ -115,7 +115,7 @@ def captured_tensors(seed: int, device: str = "cpu", dtype: torch.dtype = torch.
         "long_ids": torch.randint(-9, 9, (batch, keys), generator=generator),
         "seen": torch.rand(queries, keys, generator=generator) < 0.6,
     }
-    return {name: t.to(device) if t.is_contiguous() else t.T.to(device).T for name, t in found.items()}
+    return {name: t.to(device) if t.is_contiguous() else t.T.to(device).T for name, t in tensors.items()}
 
 
 def draw(seed: int, kind: str, device: str = "cpu", dtype: torch.dtype = torch.float64) -> Drawn:

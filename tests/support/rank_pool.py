@@ -88,19 +88,19 @@ class RankPool:
 
     def _answers(self, seconds: float, ranks: list[int] | None = None) -> list[tuple[str, Any]]:
         chosen = list(range(self.size)) if ranks is None else ranks
-        found: dict[int, tuple[str, Any]] = {}
-        while len(found) < len(chosen):
-            waiting = {self.connections[rank]: rank for rank in chosen if rank not in found}
+        answers: dict[int, tuple[str, Any]] = {}
+        while len(answers) < len(chosen):
+            waiting = {self.connections[rank]: rank for rank in chosen if rank not in answers}
             ready = wait(list(waiting), seconds)
             if not ready:
                 self.close()
                 raise AssertionError(f"ranks {sorted(waiting.values())} gave no answer in {seconds} s")
             for connection in ready:
                 try:
-                    found[waiting[connection]] = connection.recv()
+                    answers[waiting[connection]] = connection.recv()
                 except EOFError:
-                    found[waiting[connection]] = ("error", ("EOFError", "the process ended", ""))
-        return [found[rank] for rank in chosen]
+                    answers[waiting[connection]] = ("error", ("EOFError", "the process ended", ""))
+        return [answers[rank] for rank in chosen]
 
     @property
     def alive(self) -> bool:

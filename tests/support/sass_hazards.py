@@ -21,7 +21,7 @@ def arrivals_before_loads(text: str) -> list[str]:
     Args:
         text: of ``disassemble(cubin, encodings=True)``. Branches are not followed: instructions count in their order.
     """
-    found, pending = [], {}
+    hazards, pending = [], {}
     lines = text.splitlines()
     for line, after in itertools.pairwise(lines):
         instruction = _INSTRUCTION.match(line)
@@ -33,9 +33,9 @@ def arrivals_before_loads(text: str) -> list[str]:
         sets, waits = control >> 5 & 7, control >> 11 & 63
         pending = {board: load for board, load in pending.items() if not waits >> board & 1}
         if "SYNCS.ARRIVE" in words and pending:
-            found.append(f"{address}: {words} before {', '.join(pending.values())}")
+            hazards.append(f"{address}: {words} before {', '.join(pending.values())}")
         if re.search(r"\bLDSM?\b", words) and sets != NO_SCOREBOARD:
             pending[sets] = words
         if re.match(r"(BRA|EXIT|RET)\b", words):
             pending = {}
-    return found
+    return hazards

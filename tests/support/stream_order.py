@@ -74,15 +74,15 @@ class Recorder:
 
     def touch(self, what: str, tensors: list[tuple[torch.Tensor, bool]]) -> None:
         """An operation reads, or writes, tensors; those in this rank's memory are noted."""
-        memory, found = self.memories[self.rank].own, []
+        memory, unordered = self.memories[self.rank].own, []
         base, size = memory.data_ptr(), memory.numel()
         for t, writes in tensors:
             if t.numel() and base <= t.data_ptr() < base + size:
                 span = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) + 1
                 first = t.data_ptr() - base
-                found.append(Access(self.rank, first, first + span * t.element_size(), writes))
-        if found:
-            self.add(what, found)
+                unordered.append(Access(self.rank, first, first + span * t.element_size(), writes))
+        if unordered:
+            self.add(what, unordered)
 
     def unordered(self) -> list[str]:
         """Conflicting accesses that no chain of waits orders.
@@ -97,15 +97,15 @@ class Recorder:
             after[node].append(sets[0])
         before = self._before(after)
         touching = [number for number, node in enumerate(self.nodes) if node.accesses]
-        found = []
+        uncovered = []
         for one, other in itertools.combinations(touching, 2):
             ordered = before[one] >> other & 1 or before[other] >> one & 1
             if ordered:
                 continue
             pairs = itertools.product(self.nodes[one].accesses, self.nodes[other].accesses)
             if any(some.conflicts(another) for some, another in pairs):
-                found.append(f"{self._name(one)} and {self._name(other)}")
-        return found
+                uncovered.append(f"{self._name(one)} and {self._name(other)}")
+        return uncovered
 
     def _before(self, after: list[list[int]]) -> list[int]:
         """Of each node, the nodes that come before it, as bits."""

@@ -104,15 +104,15 @@ def families() -> Iterator[tuple[str, list[Launch]]]:
 
 
 def main() -> None:
-    found: list[dict[str, Any]] = []
+    keys: list[dict[str, Any]] = []
     for family, launches in families():
         kernels = {launch.function.__name__: launch.function for launch in launches}
         for name, function in kernels.items():
             rows = [integers(launch) for launch in launches if launch.function is function]
             several = {argument: sorted({row[argument] for row in rows}) for argument in rows[0]}
             several = {argument: ways for argument, ways in several.items() if len(ways) > 1}
-            found.append({"family": family, "kernel": name, "launches": len(rows), "several": several})
-    json.dump(found, sys.stdout)
+            keys.append({"family": family, "kernel": name, "launches": len(rows), "several": several})
+    json.dump(keys, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def unwritten_uniform_registers(text: str) -> list[str]:
     A matrix descriptor (``gdesc``) names four registers of which it may need two, and is left out.
     """
     written: set[int] = set()
-    found = []
+    unwritten = []
     for line in re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_.]+ [^;]*);", text):
         operation, _, operands = line.partition(" ")
         words = [word.strip() for word in operands.split(",")]
@@ -153,12 +153,12 @@ def unwritten_uniform_registers(text: str) -> list[str]:
         makes = operation.startswith(("U", "R2UR", "S2UR")) and re.fullmatch(r"UR\d+", first)
         read = others if makes else [first, *others]
         registers = [int(n) for word in read if "gdesc" not in word for n in re.findall(r"\bUR(\d+)\b", word)]
-        found += [line.strip() for n in registers if n not in written]
+        unwritten += [line.strip() for n in registers if n not in written]
         written.update(registers)
         if makes:
             number = int(first[2:])
             written.update((number, number + 1) if ".64" in operation or "WIDE" in operation else (number,))
-    return found
+    return unwritten
 
 
 def main() -> None:

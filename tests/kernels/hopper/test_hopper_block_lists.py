@@ -88,7 +88,7 @@ def test_lists_have_every_visible_pair_and_full_blocks_no_other(case: Case, rank
     some = Counter()
     for b in range(batch):
         for h in range(heads):
-            found = torch.zeros(rows, columns, dtype=torch.bool)
+            visible = torch.zeros(rows, columns, dtype=torch.bool)
             for tile, count in enumerate(lists.counts[b, h].tolist()):
                 words = lists.entries[b, h, tile, :count].tolist()
                 assert len({word >> STATE_BITS for word in words}) == count
@@ -107,8 +107,8 @@ def test_lists_have_every_visible_pair_and_full_blocks_no_other(case: Case, rank
                             assert dense[b, h][at].all()
                             assert case.transposed or first + case.block_columns <= columns
                         if state in (PARTIAL, FULL):
-                            found[at] = dense[b, h][at]
-            assert torch.equal(found, dense[b, h])
+                            visible[at] = dense[b, h][at]
+            assert torch.equal(visible, dense[b, h])
     assert some[FULL if case.name == "random" else PARTIAL] and (some[FULL] or case.name == "documents")
 
 

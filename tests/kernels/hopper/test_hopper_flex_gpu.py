@@ -161,16 +161,16 @@ def against_f64(
     scores = scores.masked_fill(~shown(*at).expand_as(scores), -torch.inf)
     wanted_lse = scores.logsumexp(-1)
     visible = wanted_lse.isfinite()
-    wanted = torch.exp(scores - wanted_lse[..., None]).nan_to_num(0.0) @ values
+    expected = torch.exp(scores - wanted_lse[..., None]).nan_to_num(0.0) @ values
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     poison()
     out, lse = flex_attention(*leaves, SCORES[score], mask, None, True, True)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    assert (out.double() - wanted).norm() <= 1e-2 * wanted.norm()
+    assert (out.double() - expected).norm() <= 1e-2 * expected.norm()
     assert torch.equal(lse.isfinite(), visible) and (lse.double() - wanted_lse)[visible].abs().max() < 5e-3
     poison()
     found = torch.autograd.grad((out * dout).sum() + (torch.where(visible, lse, 0) * dlse).sum(), leaves)
-    loss = (wanted * dout.double()).sum() + (torch.where(visible, wanted_lse, 0.0) * dlse.double()).sum()
+    loss = (expected * dout.double()).sum() + (torch.where(visible, wanted_lse, 0.0) * dlse.double()).sum()
     for one, gradient in zip(found, torch.autograd.grad(loss, wide), strict=True):
         gradient = gradient.nan_to_num(0.0)
         assert (one.double() - gradient).norm() <= 1e-2 * gradient.norm() + 1e-6

@@ -81,20 +81,20 @@ def test_short_causal_forwards_have_the_same_bits_a_thousand_times(
     batch: int, heads: int, seqlen: int, head_dim: int
 ) -> None:
     device = torch.device("cuda")
-    asked = make_problem(batch, heads, seqlen, head_dim, torch.bfloat16, causal=True, arch=ARCH)
-    if FORWARD.supports(asked) is not None or torch.cuda.get_device_capability() != (9, 0):
+    problem = make_problem(batch, heads, seqlen, head_dim, torch.bfloat16, causal=True, arch=ARCH)
+    if FORWARD.supports(problem) is not None or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    inputs = random_inputs(asked, device, 0)
-    for config in [c for c in FORWARD.candidates(asked) if c.q_in_registers][:2]:
+    inputs = random_inputs(problem, device, 0)
+    for config in [c for c in FORWARD.candidates(problem) if c.q_in_registers][:2]:
         # Sections make long tiles follow short ones, whose stores the loads of the next Q wait behind.
         config = replace(config, heads_per_section=8)
         out = torch.full_like(inputs.q, torch.nan)
         lse = torch.empty(batch, heads, seqlen, device=device)
-        FORWARD.run(config, asked, inputs, out, lse)
+        FORWARD.run(config, problem, inputs, out, lse)
         first, wrong = out.clone(), torch.zeros((), device=device)
         for _ in range(1000):
             out.fill_(torch.nan)
-            FORWARD.run(config, asked, inputs, out, lse)
+            FORWARD.run(config, problem, inputs, out, lse)
             wrong += (out != first).any()
         assert wrong.item() == 0, config.describe()
 
@@ -105,18 +105,18 @@ def test_short_backwards_have_the_same_bits_many_times(head_dim: int, determinis
     device = torch.device("cuda")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    asked = make_problem(
+    problem = make_problem(
         8, 20, 300, head_dim, torch.bfloat16, causal=True, deterministic=deterministic, arch=ARCH
     )  # fmt: skip
-    asked = replace(asked, needs_grad=True)
-    inputs = random_inputs(asked, device, 0)
+    problem = replace(problem, needs_grad=True)
+    inputs = random_inputs(problem, device, 0)
     out, lse = torch.empty_like(inputs.q), torch.empty(8, 20, 300, device=device)
-    FORWARD.forward(asked, inputs, out, lse)
+    FORWARD.forward(problem, inputs, out, lse)
     do = torch.randn_like(out)
-    first = hopper_backward(asked, inputs, out, lse, do)
+    first = hopper_backward(problem, inputs, out, lse, do)
     wrong = torch.zeros((), device=device)
     for _ in range(600):
-        again = hopper_backward(asked, inputs, out, lse, do)
+        again = hopper_backward(problem, inputs, out, lse, do)
         wrong += (again.k != first.k).any() | (again.v != first.v).any()
         wrong += (again.q.float() - first.q.float()).abs().max() > 0.02 * first.q.float().abs().max()
     assert wrong.item() == 0

@@ -35,16 +35,16 @@ def drawn(chance: random.Random) -> AttentionProblem:
 def test_a_choice_is_the_same_each_time_has_the_least_predicted_time_and_is_in_the_table() -> None:
     chance = random.Random(0)
     for _ in range(60):
-        asked = drawn(chance)
-        first = KERNEL.config(asked)
+        problem = drawn(chance)
+        first = KERNEL.config(problem)
         changed()  # what was kept is forgotten
-        assert KERNEL.config(asked) == first == next(iter(KERNEL.candidates(asked)))
-        listed = list(forward_configs.candidates(asked, jit.shared_limit("sm_90a"), KERNEL.precision_of(asked)))
-        assert first in listed and set(KERNEL.candidates(asked)) == set(listed)
-        times = [ms for _, ms in KERNEL.predicted_configs(asked)]
+        assert KERNEL.config(problem) == first == next(iter(KERNEL.candidates(problem)))
+        listed = list(forward_configs.candidates(problem, jit.shared_limit("sm_90a"), KERNEL.precision_of(problem)))
+        assert first in listed and set(KERNEL.candidates(problem)) == set(listed)
+        times = [ms for _, ms in KERNEL.predicted_configs(problem)]
         assert times == sorted(times)
         if times:
-            assert KERNEL.predicted_configs(asked)[0][0] == first.describe()
+            assert KERNEL.predicted_configs(problem)[0][0] == first.describe()
 
 
 def test_small_problems_in_f32_get_small_tiles_and_large_ones_large_tiles() -> None:
