@@ -119,8 +119,8 @@ STRUCTURE = replace(
 WINDOWS = ((-1, -1), (-1, -1), (70, 0), (5, 9), (-1, 3))
 BIASES = (None, None, (True, True, True, True), (False, True, False, True))
 COMPILED_FOR = (
-    "varlen", "group", "head_dim", "head_dim_v", "causal", "alignment", "window", "softcap", "alibi", "bias", "sinks", "dropout",
-    "strides", "page", "used", "leftpad", "batch_idx",
+    "varlen", "group", "head_dim", "head_dim_v", "causal", "alignment", "window", "softcap", "alibi", "bias", "sinks",
+    "dropout", "strides", "page", "used", "leftpad", "batch_idx",
 )  # fmt: skip
 
 
