@@ -6,9 +6,10 @@
 Each problem follows from kind, seed and number (flashlane.bench.measure.drawn.TIMED). benchmarks/seeds.json says which
 seeds are for fitting and which for judging. Everything is compiled first, in threads. Each implementation is checked
 (flashlane.bench.measure.sampled_check), runs by itself for 25 ms and is timed through its public function, in rounds of
-drawn order: steady (back to back) and flushed (L2 flushed before each call). ``--candidates`` also times the other
-configurations of our kernel. A file a kind and direction, drawn_DIRECTION_KIND_SEED.json, is written again after each
-problem, and a further run adds what it lacks. ``--show FILE...`` prints and draws existing files, without a GPU.
+drawn order: steady (back to back) and flushed (L2 flushed before each call). A peer that is far behind another one at
+its first calls, under each protocol, is not timed further. ``--candidates`` also times the other configurations of our
+kernel. A file a kind and direction, drawn_DIRECTION_KIND_SEED.json, is written again after each problem, and a further
+run adds what it lacks. ``--show FILE...`` prints and draws existing files, without a GPU.
 
 Where the environment names a compile cache of FlashAttention-4 (tools/fa4_cache.py --drawn makes one), kernels that it
 lacks are not compiled, which takes ten seconds each; that peer is then absent. tools/ahead.py --drawn compiles ours on
@@ -65,6 +66,10 @@ SAME = ("device", "commit", "torch", "cudnn", "flash-attn-4")
 """What must be the same for rows to stand in one file."""
 MARGIN = 1.3
 """Candidates that take so many times the fastest one's time in a short timing are not timed further."""
+FAR_BEHIND = 1.5
+"""Peers that take so many times the fastest peer's time at their first calls, under every protocol, are not timed. What
+ran before makes up to 1.09 of a figure."""
+FIRST_CALLS = 2
 GLANCE = Settings(rounds=1, round_ms=0.5, warmup_ms=0.0, warmup=2, preheat_ms=0.0, protocols=("steady",))
 RESERVED_BYTES = 40e9
 """Memory that torch keeps from problems before; beyond it is given back."""
@@ -231,6 +236,9 @@ def time_problem(problem_list: ProblemList, number: int, measuring: Measuring) -
             else:
                 running.append(item)
         row["ok"] = any(item.tag == kernel.tag for item in running)
+        peers = [item for item in running if item.tag != kernel.tag]
+        row["far_behind"] = {names[tag]: times for tag, times in far_behind(peers, measuring.clocks).items()}
+        running = [item for item in running if names[item.tag] not in row["far_behind"]]
         timings = measure_by(measuring.clocks, running, measuring.settings)
         if measuring.candidates:
             row["candidates"] = time_candidates(problem_list, work, oracle, measuring)
@@ -251,6 +259,22 @@ def time_problem(problem_list: ProblemList, number: int, measuring: Measuring) -
         row["tflops"][name] = {way: flop / ms / 1e9 for way, ms in row["ms"][name].items()}
     row |= compared(row["ms"])
     return row | {"seconds": time.monotonic() - begun}
+
+
+def far_behind(peers: Sequence[Implementation], clocks: Mapping[str, Clock]) -> dict[str, float]:
+    """Peers that cannot be the fastest by a few calls, and the least of how many times the fastest one's time they take
+    under any protocol. A peer that raises is none of them."""
+    first: dict[str, dict[str, float]] = {}
+    for item in peers:
+        try:
+            with item.context():
+                times = {way: min(clock.time(item.call, FIRST_CALLS)) for way, clock in clocks.items()}
+        except Exception:  # the timing of the same call reports the error
+            continue
+        first[item.tag] = times
+    fastest = {way: min(times[way] for times in first.values()) for way in clocks} if first else {}
+    found = {tag: min(ms / fastest[way] for way, ms in times.items()) for tag, times in first.items()}
+    return {tag: times for tag, times in found.items() if times > FAR_BEHIND}
 
 
 def bench_sizes(case: Case, problem: AttentionProblem) -> dict[str, object]:

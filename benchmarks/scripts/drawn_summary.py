@@ -106,6 +106,12 @@ def summary(body: Body) -> Iterator[str]:
     for name, reasons in missing.items():
         often = statistics.mode(reasons)
         yield f"  {name} is absent from {len(reasons)} problems: {often[:48]} ({reasons.count(often)} times)"
+    behind_others: dict[str, list[float]] = {}
+    for row in rows:
+        for name, times in row.get("far_behind", {}).items():
+            behind_others.setdefault(name, []).append(times)
+    for name, times in behind_others.items():
+        yield f"  {name} is not timed in {len(times)} problems: {min(times):.2f} times the fastest peer's time or more"
     for row in rows:
         if not row["ok"]:
             yield f"  WRONG {row['number']}: {row['problem']}: {row['absent'].get(OURS, '')[:160]}"

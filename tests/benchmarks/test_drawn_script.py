@@ -190,6 +190,40 @@ def test_candidates_are_timed_beside_the_chosen_one(
         assert row["candidates"]["left_out"]["wrong"].startswith("WRONG")
 
 
+@pytest.mark.parametrize("flushed, behind", [(1.51, {"slow": 1.51}), (1.49, {})])
+def test_a_peer_far_behind_under_every_protocol_is_not_timed(
+    script: ModuleType, flushed: float, behind: dict[str, float]
+) -> None:
+    """``slow`` takes 3 times the fastest peer's time back to back, and ``flushed`` times it with the cache flushed."""
+    ms = {"steady": {"fast": 2.0, "slow": 6.0}, "flushed": {"fast": 1.0, "slow": flushed}}
+
+    class Fixed(HostClock):
+        def __init__(self, times: dict[str, float]) -> None:
+            self.times = times
+
+        def time(self, call: Any, iterations: int) -> list[float]:
+            return [self.times[call()]] * iterations
+
+    def refused() -> str:
+        raise RuntimeError("no kernel for it")
+
+    calls = {"fast": lambda: "fast", "slow": lambda: "slow", "none": refused}
+    peers = [script.Implementation(tag, "peer", call) for tag, call in calls.items()]
+    found = script.far_behind(peers, {way: Fixed(times) for way, times in ms.items()})
+    assert found == pytest.approx(behind) and script.far_behind([], {}) == {}
+
+
+def test_what_is_far_behind_is_told_and_has_no_ratio(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script, "far_behind", lambda peers, clocks: {item.tag: 2.5 for item in peers})
+    assert run(script, monkeypatch, tmp_path, "--count", "1") == 0
+    (body,) = bodies(tmp_path).values()
+    (row,) = body["rows"]
+    assert row["far_behind"] == {"fa2": 2.5} and set(row["ms"]) == {"flashlane"} and not row["ratio"]
+    assert "fa2 is not timed in 1 problems: 2.50 times the fastest peer's time or more" in capsys.readouterr().out
+
+
 def test_what_rows_amount_to(script: ModuleType) -> None:
     summary = importlib.import_module("drawn_summary")
 
