@@ -43,6 +43,7 @@ def test_a_peer_has_the_name_that_people_type(name, tag):
 def test_the_problems_of_the_logs_are_listed_without_a_gpu(invoke):
     done = invoke(*BASELINE.split(), "--list", "--only", "D512")
     assert done.exit_code == 0 and "mma(split-q+tiling-qk+stage2)" in done.stdout and "48.78" in done.stdout
+    assert invoke(*"bench founding --list".split(), "--only", "D512").stdout == done.stdout, "its name before"
     assert len(baseline.select_lines(None, ())) == 79
     none = invoke(*BASELINE.split(), "--list", "--only", "D999")
     assert none.exit_code == 2 and "--only is 'D999'" in none.stderr and none.stderr.count("\n") == 1
