@@ -476,6 +476,7 @@ def words(parser: argparse.ArgumentParser, option: str, text: str, known: Iterab
 
 
 def main() -> int:
+    started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="of the lists; benchmarks/seeds.json says which are for what")
     parser.add_argument("--count", type=int, default=40, help="problems of each list")
@@ -486,7 +487,7 @@ def main() -> int:
     parser.add_argument("--candidates", action="store_true", help="time our other configurations too")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, at least {ROUNDS}")
     parser.add_argument("--round-ms", type=float, default=2.0, help="how long a round repeats one implementation")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further problem after so long")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no problem so long after the start")
     parser.add_argument("--compile-fa4", action="store_true", help="compile what FlashAttention-4's cache lacks")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the files")
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="print and draw these; measure nothing")
@@ -531,7 +532,7 @@ def main() -> int:
     if device.type == "cuda":
         heat(device)
     with torch.no_grad():
-        status = run(files, measuring, arguments.seconds)
+        status = run(files, measuring, arguments.seconds - (time.monotonic() - started))
     show([file.path for file in files if file.path.is_file()], arguments.out)
     return status
 
