@@ -14,6 +14,7 @@ from support.programs import SIZES, Drawn, by_torch, draw
 
 from flashlane import jit
 from flashlane.flex.bind import bind
+from flashlane.flex.evaluate import evaluate
 from flashlane.flex.program import Arguments, Program, captured
 
 DRAWN = int(os.environ.get("FLASHLANE_DRAWN_PROGRAMS", "60"))
@@ -105,6 +106,27 @@ def test_distances_in_two_parts_on_the_host(tmp_path: Path) -> None:
     for name, function in DISTANCES.items():
         wanted = mapped(function, scores.double(), tuple(scores.shape))
         torch.testing.assert_close(found[name][0].double(), wanted.double(), rtol=1e-6, atol=1e-5, msg=name)
+
+
+LINEAR = {"q − kv": (1, torch.ones(4)), "linear": (1, torch.full((4,), 0.01)), "a slope of the head": (2, SLOPES)}
+LINEAR["negated"] = 1, -torch.exp2(-(torch.arange(4) + 1.0))
+"""Of DISTANCES, with the gain and the slope of each head."""
+
+
+def test_linear_scores_are_found_with_their_gain_and_slope() -> None:
+    for name, function in DISTANCES.items():
+        program, arguments = bind(function, None, torch.device("cpu"))
+        linear = program.linear_score
+        assert (linear is not None) == (name in LINEAR), name
+        assert f"IS_LINEAR = {'true' if linear else 'false'}" in program.header(by_distance=True)
+        assert "IS_LINEAR = false" in program.header()
+        if linear is None:
+            continue
+        gain, slope = LINEAR[name]
+        heads = {"h": torch.arange(4, dtype=torch.int32)}
+        (found,) = evaluate([linear.slope], heads, arguments.tensors, arguments.integers)
+        assert linear.gain == gain
+        torch.testing.assert_close(found.expand(4), slope, msg=name)
 
 
 def body_of(program: Program) -> str:

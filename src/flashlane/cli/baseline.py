@@ -46,9 +46,9 @@ def baseline_command(
 
     Examples:
 
-      flashlane bench baseline --only D512
+      flashlane bench founding --only D512
 
-      flashlane bench baseline --list
+      flashlane bench founding --list
     """
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.results import check_writable

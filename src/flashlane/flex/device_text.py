@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from flashlane.flex.expression import Expression, inputs_of, is_constant, may_be_negative, nodes
+from flashlane.flex.expression import (
+    Expression,
+    binary,
+    constant,
+    inputs_of,
+    is_constant,
+    may_be_negative,
+    nodes,
+    unary,
+)
 
 C_TYPES = {"bool": "bool", "i32": "int", "i64": "long long", "f32": "float", "f64": "double"}
 C_TYPES |= dict.fromkeys(("u8", "i8", "i16"), "int") | dict.fromkeys(("f16", "bf16"), "float")
@@ -49,6 +60,53 @@ def factor_of(root: Expression) -> tuple[float, Expression]:
             if one.op == "constant" and LEAST_FACTOR <= one.value <= 1 / LEAST_FACTOR:  # type: ignore[operator]
                 return float(one.value), other  # type: ignore[arg-type]
     return 1.0, root
+
+
+@dataclass(frozen=True)
+class LinearScore:
+    """A score that is ``gain`` times the score plus ``slope`` times the distance kv − q."""
+
+    gain: float
+    slope: Expression
+    """It depends on none of the score, ``q`` and ``kv``: the pairs of a head share it."""
+
+
+def linear_of(root: Expression) -> LinearScore | None:
+    """A score as a :class:`LinearScore`; None where it is not one, or has no term by distance."""
+    gain, slope = 0.0, None
+    for sign, term in _terms(root):
+        factor, rest = factor_of(term)
+        if rest.op == "input" and rest.value == "score" and rest.dtype == "f32":
+            gain += sign * factor
+        elif (own := _slope_of(term)) is not None:
+            own = unary("neg", own) if sign < 0 else own
+            slope = own if slope is None else binary("add", slope, own)
+        else:
+            return None
+    return LinearScore(gain, slope) if slope is not None and LEAST_FACTOR <= gain <= 1 / LEAST_FACTOR else None
+
+
+def _terms(e: Expression) -> Iterator[tuple[int, Expression]]:
+    """Signs and terms of a sum."""
+    if e.dtype == "f32" and e.op in ("add", "sub"):
+        yield from _terms(e.operands[0])
+        yield from ((sign if e.op == "add" else -sign, term) for sign, term in _terms(e.operands[1]))
+    elif e.dtype == "f32" and e.op == "neg":
+        yield from ((-sign, term) for sign, term in _terms(e.operands[0]))
+    else:
+        yield 1, e
+
+
+def _slope_of(e: Expression) -> Expression | None:
+    """What a term multiplies the distance kv − q by, if the pairs of a head share it."""
+    if e.op == "cast" and e.dtype == "f32" and (sign := _sign(e.operands[0])) is not None:
+        return constant(-1.0 if sign else 1.0, "f32")
+    if e.op != "mul" or e.dtype != "f32":
+        return None
+    for one, other in (e.operands, e.operands[::-1]):
+        if not inputs_of(other) & {"score", "q", "kv"} and (inner := _slope_of(one)) is not None:
+            return binary("mul", inner, other)
+    return None
 
 
 def body(

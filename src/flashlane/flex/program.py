@@ -93,7 +93,12 @@ class Program:
         """The names of the inputs (``score``, ``b``, ``h``, ``q``, ``kv``) that the score or the mask depends on."""
         return inputs_of(self.score, self.mask)
 
-    def header(self, approximate: bool = False) -> str:
+    @functools.cached_property
+    def linear_score(self) -> device_text.LinearScore | None:
+        """The score as a multiple of the score plus a multiple of the distance; None where it is anything else."""
+        return None if self.score is None else device_text.linear_of(self.score)
+
+    def header(self, approximate: bool = False, by_distance: bool = False) -> str:
         """CUDA C++ of :data:`HEADER`: ``struct ProgramParams`` and ``struct Program``, scalar and inlined.
 
         ``Program::score`` takes ``q·k`` and its scale, the pair, and its distance kv − q again, in two parts. What it
@@ -102,16 +107,18 @@ class Program:
         Args:
             approximate: whether tanh in the score and its derivative has a relative error of 2^-11, a quarter of
                 bf16's, instead of f32's.
+            by_distance: whether a kernel may take a :attr:`linear_score` by its slope, for which its scale is positive.
         """
-        if approximate not in self._headers:
-            self._headers[approximate] = self._text(approximate)
-        return self._headers[approximate]
+        options = approximate, by_distance
+        if options not in self._headers:
+            self._headers[options] = self._text(*options)
+        return self._headers[options]
 
     @functools.cached_property
-    def _headers(self) -> dict[bool, str]:
+    def _headers(self) -> dict[tuple[bool, bool], str]:
         return {}
 
-    def _text(self, approximate: bool) -> str:
+    def _text(self, approximate: bool, by_distance: bool) -> str:
         factor, score = (1.0, None) if self.score is None else device_text.factor_of(self.score)
         sizes = {"N": max(1, len(self.captured)), "D": max([1, *(t.ndim for t in self.captured)])}
         types = tuple(t.dtype for t in self.captured)
@@ -124,8 +131,16 @@ class Program:
             "VISIBLE": always if self.mask is None else device_text.body(self.mask, types, "bool"),
         }
         bodies["FACTOR"] = device_text.literal(factor, "f32")
+        by_slope = self.linear_score if by_distance else None
+        bodies["GAIN"] = device_text.literal(1.0 if by_slope is None else by_slope.gain, "f32")
+        bodies["SLOPE"] = (
+            "        return 0.f;"
+            if by_slope is None
+            else device_text.body(by_slope.slope, types, "float", True, approximate)
+        )
         flags = {
             "HAS_DISTANCE": "distance" in bodies["SCORE"] or None,
+            "IS_LINEAR": by_slope,
             "HAS_SCORE": self.score,
             "HAS_MASK": self.mask,
             "HAS_DERIVATIVE": self.derivative,
@@ -235,6 +250,12 @@ struct Program {
     static constexpr bool HAS_DISTANCE = @HAS_DISTANCE@;
     // What score() is multiplied by. It is positive, so that the exponent's FFMA may do it, after the row's maximum.
     static constexpr float FACTOR = @FACTOR@;
+    // Whether a kernel takes the score as GAIN · score + slope() · (kv − q) instead of asking score().
+    static constexpr bool IS_LINEAR = @IS_LINEAR@;
+    static constexpr float GAIN = @GAIN@;
+    static __device__ __forceinline__ float slope(const ProgramParams& p, int b, int h) {
+@SLOPE@
+    }
 
     static __device__ __forceinline__ float score(const ProgramParams& p, float product, float scale, int b, int h,
                                                   int q, int kv, program::Distance distance) {

@@ -32,6 +32,7 @@ SCORES: dict[str, Function | None] = {
     "small tanh": lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
     "large tanh": lambda s, b, h, q, k: 2 * torch.tanh(s),
     "by head": lambda s, b, h, q, k: s * (1 + 0.1 * h) - 0.01 * (q - k).abs(),
+    "linear by head": lambda s, b, h, q, k: 0.5 * s - 0.004 * (h + 1) * (q - k),
 }
 
 
@@ -194,6 +195,60 @@ def test_scores_in_a_window(score: str, window: tuple[int, int], head_dim: int, 
     mask = create_flashlane_mask(shown, None, None, 700, 500, "cuda")
     assert windows.NOTES.of(mask) == window
     against_f64(q, k, v, score, shown, mask)
+
+
+@pytest.mark.parametrize("score", [name for name in SCORES if name != "none"])
+@pytest.mark.parametrize(
+    ("head_dim", "queries", "keys", "window", "rows"),
+    [
+        (64, 2050, 2050, (-1, 0), 112), (64, 700, 500, (-1, -1), 112), (40, 2050, 2047, (-1, 90), 112),
+        (64, 1500, 1300, (-1, 0), 96), (40, 1024, 1024, (-1, -1), 96), (64, 1024, 900, (-1, 0), 64),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_steps_of_the_backward(
+    score: str, head_dim: int, queries: int, keys: int, window: tuple[int, int], rows: int, dtype: torch.dtype
+) -> None:
+    """The queries of a step depend on the lengths and the window; lengths end inside a step, and inside a block."""
+    torch.manual_seed(0)
+    sizes = (4, queries), (2, keys), (2, keys)
+    q, k, v = (torch.randn(2, h, n, head_dim, device="cuda", dtype=dtype) for h, n in sizes)
+    problem = problem_of(*(t.transpose(1, 2) for t in (q, k, v)), head_dim**-0.5, window)
+    config = run_backward.config_of(problem, bind(SCORES[score], None, q.device)[0], None)
+    assert config.block_m == rows and config.program
+    right = window[1]
+    shown: Function = lambda b, h, i, j: (j - i <= right) if right >= 0 else (i == i) | (j == j)  # noqa: E731
+    mask = None if right < 0 else create_flashlane_mask(shown, None, None, queries, keys, "cuda")
+    assert mask is None or windows.NOTES.of(mask) == window
+    against_f64(q, k, v, score, shown, mask)
+
+
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("steep", [-0.2, 0.03])
+def test_scores_by_distance_and_a_captured_slope(lists: bool, head_dim: int, steep: float) -> None:
+    """A row's part of a linear score is in the row's maximum and its LSE; the slope is of each head."""
+    torch.manual_seed(0)
+    n, m = 900, 1100
+    slopes = torch.tensor([steep, -steep, 0.0, steep / 3], device="cuda")
+    limit = torch.full((n,), m - 3, device="cuda", dtype=torch.int32)  # a mask with it is no window
+    shown: Function = (lambda b, h, i, j: (i >= j - 40) & (j < limit[i])) if lists else (lambda b, h, i, j: i >= j - 40)
+    mask = create_flashlane_mask(shown, None, None, n, m, "cuda")
+    assert (windows.NOTES.of(mask) is None) == lists
+    q, k, v = (torch.randn(2, h, s, head_dim, device="cuda", dtype=torch.bfloat16) for h, s in ((4, n), (2, m), (2, m)))
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return s + slopes[h] * (j - i)
+
+    at = tuple(torch.arange(size, device="cuda").view([-1 if i == axis else 1 for i in range(4)]) for axis, size in
+               enumerate((2, 4, n, m)))  # fmt: skip
+    keys, values = (t.double().repeat_interleave(2, 1) for t in (k, v))
+    scores = score(q.double() @ keys.mT * head_dim**-0.5, *at).masked_fill(~shown(*at).expand(2, 4, n, m), -torch.inf)
+    poison()
+    out, lse = flex_attention(q, k, v, score, mask, None, True, True)
+    wanted = torch.softmax(scores, -1) @ values
+    assert (out.double() - wanted).norm() <= 1e-2 * wanted.norm()
+    assert (lse.double() - scores.logsumexp(-1)).abs().max() < 5e-3
 
 
 @pytest.mark.parametrize("score", ["small tanh", "large tanh"])

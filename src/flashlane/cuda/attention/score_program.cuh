@@ -21,6 +21,18 @@ __device__ __forceinline__ void transform_by_program(const ProgramParams& params
                               distance(i));
 }
 
+// Adds slope · (key − query) to the products of such an accumulator, where the program is linear; both are in units of
+// the score's scale. The term `offset[half]` that a row's scores share is not added to them but to the maximum.
+template <int N>
+__device__ __forceinline__ void add_distances(float (&s)[N], const float (&slope)[2], int query, int key,
+                                              float (&offset)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) offset[half] = slope[half] * static_cast<float>(key - query - 8 * half);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+        s[i] = fmaf(slope[i / 2 % 2], static_cast<float>(accumulator_column(i)), s[i]);
+}
+
 // Sets scores to −∞ where the query does not see the key, or the key does not exist.
 template <int N>
 __device__ __forceinline__ void mask_by_program(const ProgramParams& params, float (&s)[N], int batch, int head,

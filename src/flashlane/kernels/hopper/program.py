@@ -8,11 +8,12 @@ NO_PROGRAM = """#pragma once
 struct ProgramParams {};
 struct Program {
     static constexpr bool HAS_SCORE = false, HAS_MASK = false, HAS_DERIVATIVE = false;
-    static constexpr bool HAS_DISTANCE = false;
-    static constexpr float FACTOR = 1.f;
+    static constexpr bool HAS_DISTANCE = false, IS_LINEAR = false;
+    static constexpr float FACTOR = 1.f, GAIN = 1.f;
     using Params = const ProgramParams&;
     using Distance = program::Distance;
     static __device__ float score(Params, float x, float scale, int, int, int, int, Distance) { return x * scale; }
+    static __device__ float slope(Params, int, int) { return 0.f; }
     static __device__ float derivative(Params, float, float, int, int, int, int, Distance) { return 1.f; }
     static __device__ bool visible(Params, int, int, int, int) { return true; }
 };

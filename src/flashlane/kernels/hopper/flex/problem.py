@@ -37,7 +37,7 @@ class Program(Protocol):
     def without_mask(self) -> Program:
         """The score alone."""
 
-    def header(self, approximate: bool = False) -> str:
+    def header(self, approximate: bool = False, by_distance: bool = False) -> str:
         """The text of ``program.cuh``."""
 
     def params(self, arguments: Any) -> ctypes.Structure:
@@ -126,11 +126,11 @@ def takes_approximate_tanh(problem: AttentionProblem, block: tuple[int, int] | N
     return problem.dtype == torch.bfloat16 and block is None
 
 
-def kernel_header(program: Program, mask_bits: bool, approximate: bool) -> str:
+def kernel_header(program: Program, mask_bits: bool, approximate: bool, by_distance: bool = False) -> str:
     """The ``program.cuh`` of a kernel: where bits are the mask, the score alone, so that masks share kernels."""
     if program.score is None and (mask_bits or program.mask is None):
         return ""
-    return (program.without_mask() if mask_bits else program).header(approximate)
+    return (program.without_mask() if mask_bits else program).header(approximate, by_distance)
 
 
 def kernel_arguments(program: Program, captured: Any, mask_bits: bool) -> ctypes.Structure:

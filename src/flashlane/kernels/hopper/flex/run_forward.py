@@ -29,6 +29,8 @@ from flashlane.kernels.hopper.forward.tile_scheduler import FULL_ENOUGH, ceil_di
 from flashlane.kernels.hopper.forward.tiles import M192N80S3, M256N64S4, TileShape
 
 PLANS_KEPT = 1024
+LEAST_SCALE = 2.0**-20
+"""Scores by distance are taken in units of the scale from this scale on."""
 NARROW, MEDIUM, WIDE = 64, 128, 192
 """Head dims up to which a tile's operands take that much shared memory and registers."""
 
@@ -69,7 +71,8 @@ def config_of(
     approximate = takes_approximate_tanh(problem, block)
     config = HopperConfig(
         problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), has_left=problem.window_left >= 0,
-        has_right=problem.window_right >= 0, program=kernel_header(program, mask_bits, approximate),
+        has_right=problem.window_right >= 0,
+        program=kernel_header(program, mask_bits, approximate, by_distance=problem.scale >= LEAST_SCALE),
         block_lists=block is not None, mask_bits=mask_bits, ctas_per_sm=ctas,
         heads_per_section=_section(problem),
     )  # fmt: skip

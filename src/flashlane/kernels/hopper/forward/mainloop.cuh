@@ -159,6 +159,8 @@ struct Mainloop {
                 position[half] = query + sequence.shift - first_column;
                 slope[half] = Score::slope(p.score, tile.batch, head) / late_scale(p);
             }
+            if constexpr (Program::IS_LINEAR)
+                slope[half] = Program::slope(p.program, tile.batch, tile.tile_head()) * (LOG2_E / late_scale(p));
         }
     }
     template <bool MASKED>
@@ -169,13 +171,16 @@ struct Mainloop {
         for (int half = 0; half < 2; ++half)
             distance[half] = Score::HAS_DISTANCE ? position[half] - n_block * BLOCK_N : 0;
         transform_scores(p.score, s, distance, slope, Score::HAS_DISTANCE ? side_of_keys(n_block) : 0, offset);
-        if constexpr (Program::HAS_SCORE) {
+        if constexpr (Program::IS_LINEAR) {
+            add_distances(s, slope, tile.row + rows.row(0), n_block * BLOCK_N + 2 * (rows.lane % 4), offset);
+        } else if constexpr (Program::HAS_SCORE) {
             transform_by_program(p.program, s, p.score.scale_log2 * LN_2, tile.batch, tile.tile_head(),
                                  tile.row + rows.row(0), n_block * BLOCK_N + 2 * (rows.lane % 4));
         }
         if constexpr (cfg::BLOCK_LISTS) mask_listed(n_block);
         else if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
-        softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, Score::HAS_DISTANCE>(s, late_scale(p), offset, alpha, bias);
+        constexpr bool OFFSET = Score::HAS_DISTANCE || Program::IS_LINEAR;
+        softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, OFFSET>(s, late_scale(p), offset, alpha, bias);
         softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
     }
     // 1 where each visible key of an n-block is at the position of each row or before it, −1 where each is there or
@@ -237,7 +242,8 @@ struct Mainloop {
         release_k();
         // Ends the basic block, or ptxas computes what a program makes of distances above the wait for S,
         // and spills it.
-        if (Program::HAS_DISTANCE) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
+        if (Program::HAS_DISTANCE && !Program::IS_LINEAR)
+            mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
         softmax_of<MASKED>(n_block, MASKED, alpha);
         // Complete since the step began. The wait ends the basic block, or ptxas moves the one below
         // above the exponentials.

@@ -46,7 +46,7 @@ static_assert(!cfg::BLOCK_LISTS ||
 // Scores are in base 2 before their maximum is taken; their last factor can otherwise wait for the exponent's FFMA.
 constexpr bool SCALED = !Score::LATE_SCALE && !Program::HAS_SCORE;
 // Rows may see no key of a block that is not masked as a whole.
-constexpr bool ANY_MAY_BE_HIDDEN = cfg::BLOCK_LISTS || Program::HAS_SCORE;
+constexpr bool ANY_MAY_BE_HIDDEN = cfg::BLOCK_LISTS || (Program::HAS_SCORE && !Program::IS_LINEAR);
 constexpr int MASK_UNITS = (BLOCK_N + UNIT - 1) / UNIT;  // of an n-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Program::HAS_MASK));
 
@@ -166,6 +166,7 @@ enum NamedBarrier { PINGPONG = 1, WARPGROUP_SYNC = 8, PRODUCER_WARPS = 12 };
 
 // What the maximum and the exponent multiply scores by.
 __device__ __forceinline__ float late_scale(const Params& p) {
+    if (Program::IS_LINEAR) return p.score.scale_log2 * Program::GAIN;
     return Program::HAS_SCORE ? Program::FACTOR * LOG2_E : Score::late_scale(p.score);
 }
 
