@@ -84,6 +84,74 @@ def test_the_rule_sees_files(texts):
     assert len(texts) > 300 and any(path.endswith(".cuh") for path in texts)
 
 
+TERMS = (
+    *("CTA", "thread block", "warpgroup", "warp", "lane", "2-CTA cluster", "peer CTA", "distributed shared memory"),
+    *("persistent kernel", "work tile", "tile scheduler", "scheduler warp", "producer warp", "consumer warpgroup"),
+    *("dQ-store warp", "postprocess warp", "pipeline", "stage", "producer state", "consumer state", "index, phase"),
+    *("acquire", "commit", "wait", "release", "mbarrier", "named barrier", "semaphore", "ping-pong", "preprocess"),
+    *("delta", "dq_accum", "postprocess", "in-kernel zeroing", "in-kernel postprocess", "split-Q", "split-KV"),
+    *("stream-K", "combine", "L2 head swizzle", "heads per section", "register atomics", "red.global", "reduce-add"),
+    *("software pipelining across tiles", "setmaxnreg", "TMA load, store", "cp.async", "gemm_qk", "gemm_pv", "gemm_dp"),
+    *("gemm_dv", "gemm_dk", "gemm_dq", "rescale threshold", "M128N64S3", "vector (16 bytes)", "out-of-bounds rows"),
+    *("baseline grid", "course tables", "target", "roofline"),
+)
+"""What the pages and the code call things, each of which the glossary explains."""
+FORMER = (
+    *("block of threads", "team", "crew", "pair of blocks", "stay", "feeder", "filler", "adder", "finisher", "teller"),
+    *(
+        "taker",
+        "ring",
+        "place",
+        "slot",
+        "handed",
+        "used",
+        "made",
+        "turn",
+        "tell",
+        "announce",
+        "prepare",
+        "sums",
+        "slab",
+    ),
+    *(
+        "finish",
+        "chores",
+        "shares",
+        "cut",
+        "piece",
+        "part",
+        "join",
+        "heads together",
+        "direct",
+        "carried",
+        "give, take",
+    ),
+    *(
+        "carried",
+        "give, take",
+        "copy engine",
+        "bring",
+        "multiply",
+        "lazy",
+        "TALL",
+        "MIDDLE",
+        "CRAMPED",
+        "KEPT",
+        "stale",
+    ),
+    *("founding", "goals", "bars", "faces", "rooms", "house", "roofs"),
+)
+"""What notebooks may call them, each of which the glossary's last table maps."""
+
+
+def test_the_glossary_explains_every_term_and_maps_every_former_word():
+    terms, former = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").split("## Words of the notebooks")
+    first = [row.split("|")[1] for row in terms.splitlines() if row.startswith("| ")]
+    old = [row.split("|")[1] for row in former.splitlines() if row.startswith("| ")]
+    assert [term for term in TERMS if not any(term in cell for cell in first)] == []
+    assert [word for word in FORMER if not any(word in cell for cell in old)] == []
+
+
 # --- wordings of every line, comments and docstrings too
 
 SPOKEN = {
