@@ -173,6 +173,36 @@ def test_the_backward_operator_repeats_what_its_first_call_launched(
                 call(*wrong)
 
 
+def test_autograd_keeps_a_gradient_for_the_lse_only_where_it_is_wanted(launches: Launches) -> None:
+    tensors, do = qkv(), laid_out("contiguous")
+    call(tensors, do)
+    alone, (both, lse) = (
+        flashlane.flash_attn_func(*tensors, causal=True, return_lse=wanted) for wanted in (False, True)
+    )
+    assert len(alone.grad_fn._input_metadata) == 1
+    assert len(both.grad_fn._input_metadata) == 2 and lse.grad_fn is both.grad_fn
+    found = []
+    for out in (alone, both):
+        del launches[:]
+        torch.autograd.grad(out, tensors, do)
+        found.append([(type(params), without_pointers(params)) for *_, params in launches])
+        assert pointers(launches[0][3])["out"] == out.data_ptr() and pointers(launches[0][3])["lse_in"]
+    assert found[0] == found[1] and len(found[0]) == len(STAGES)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_recorded_call_with_an_unaligned_tensor_is_checked(launches: Launches, return_lse: bool) -> None:
+    """Its guard holds for any address; what it launches does not."""
+    tensors = qkv()
+    call(tensors, laid_out("contiguous"))
+    room = torch.randn(1 + tensors[0].numel()).bfloat16()
+    q = room[1:].view(tensors[0].shape).requires_grad_()
+    del launches[:]
+    with pytest.raises(NotImplementedError, match="start on 16 bytes"):  # the only kernel of this table
+        flashlane.flash_attn_func(q, *tensors[1:], causal=True, return_lse=return_lse)
+    assert not launches
+
+
 def test_what_cannot_be_read_as_it_lies_is_copied(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the gradient of a sum, which is one number expanded, or one that starts between two vectors."""
     tensors = qkv()

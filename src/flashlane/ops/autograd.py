@@ -26,7 +26,7 @@ from flashlane.core.problem import (
 )
 from flashlane.core.registry import Kernel, RepeatBackward
 from flashlane.ops import call_cache, execute, schema, torch_rules
-from flashlane.ops.call_cache import Results
+from flashlane.ops.call_cache import Found, Results
 from flashlane.ops.watched import is_observed, is_watched
 
 _BIAS = DIFFERENTIABLE.index("bias")
@@ -62,6 +62,8 @@ class _Repeated(torch.autograd.function._SingleLevelFunction):
     """A call like that of a cache entry, which nothing observes.
 
     With ``inputs``, which a call of q, k and v alone has not, ``modifiers`` are the other differentiable arguments.
+    Its results are the output and the LSE; or the output alone where nobody wants the LSE, which costs autograd less.
+    Where the entry does not run the call, the result is None and nothing is recorded.
     """
 
     @staticmethod
@@ -69,12 +71,16 @@ class _Repeated(torch.autograd.function._SingleLevelFunction):
         ctx: Any,
         entry: call_cache.Entry,
         inputs: Inputs | None,
+        wants_lse: bool,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         *modifiers: torch.Tensor | None,
-    ) -> Results:
-        out, lse = entry.run(q, k, v, True, inputs)
+    ) -> Results | torch.Tensor | None:
+        found = entry.run(q, k, v, True, inputs)
+        if found is None:
+            return None
+        out, lse = found
         ctx.set_materialize_grads(False)
         ctx.entry = entry
         if inputs is None:
@@ -82,10 +88,10 @@ class _Repeated(torch.autograd.function._SingleLevelFunction):
         else:
             ctx.save_for_backward(q, k, v, out, lse, *others_of(inputs))
             ctx.lengths = lengths_of(inputs)
-        return out, lse
+        return found if wants_lse else out
 
     @staticmethod
-    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None = None) -> tuple[Any, ...]:
         q, k, v, out, lse, *others = ctx.saved_tensors
         entry = ctx.entry
         inputs = Inputs(q, k, v, *others, *ctx.lengths) if others else None
@@ -93,10 +99,10 @@ class _Repeated(torch.autograd.function._SingleLevelFunction):
             repeat = entry.repeat_backward or _prepare_backward(entry, inputs or Inputs(q, k, v))
             found = repeat(q, k, v, out, lse, do, None, inputs)
             if found is not None:
-                return None, None, *found
-        bias_grad = inputs is not None and ctx.needs_input_grad[2 + _BIAS]
+                return None, None, None, *found
+        bias_grad = inputs is not None and ctx.needs_input_grad[3 + _BIAS]
         grads = _gradients(entry.problem, inputs or Inputs(q, k, v), entry.kernel, out, lse, do, dlse, bias_grad)
-        return None, None, *(grads if others else grads[:3])
+        return None, None, None, *(grads if others else grads[:3])
 
 
 def _prepare_backward(entry: call_cache.Entry, inputs: Inputs) -> RepeatBackward:
@@ -143,14 +149,19 @@ def _gradients(
 
 
 def recorded(
-    entry: call_cache.Entry, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs | None
-) -> Results | None:
-    """A call like that of a cache entry, recorded by autograd; None where an address is no multiple of 16."""
-    if not call_cache.aligned(q, k, v):
-        return None
+    entry: call_cache.Entry,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inputs: Inputs | None,
+    wants_lse: bool = True,
+) -> Found | None:
+    """A call like that of a cache entry, recorded by autograd; the arguments and results are those of its ``run``."""
     if inputs is None:
-        return _Repeated.apply(entry, None, q, k, v)
-    return _Repeated.apply(entry, inputs, *schema.differentiable_of(inputs))
+        found = _Repeated.apply(entry, None, wants_lse, q, k, v)
+    else:
+        found = _Repeated.apply(entry, inputs, wants_lse, *schema.differentiable_of(inputs))
+    return found if wants_lse or found is None else (found, None)
 
 
 def differentiable(

@@ -68,7 +68,9 @@ def run_cached(
         return None
     if entry.reads_contents and not entry.holds(inputs):
         return None
-    return autograd.recorded(entry, q, k, v, inputs) if entry.records else entry.run(q, k, v, wants_lse, inputs)
+    if entry.records:
+        return autograd.recorded(entry, q, k, v, inputs, wants_lse)
+    return entry.run(q, k, v, wants_lse, inputs)
 
 
 def attend(
