@@ -19,6 +19,7 @@ another machine. Exit status 1 when an output of ours was wrong, 3 when a kernel
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -70,6 +71,8 @@ FAR_BEHIND = 1.5
 """Peers that take so many times the fastest peer's time at their first calls, under every protocol, are not timed. What
 ran before makes up to 1.09 of a figure."""
 FIRST_CALLS = 2
+WARM_LENGTH = 256
+"""Tokens of the sequence that cuDNN is called with so that it compiles a kernel."""
 GLANCE = Settings(rounds=1, round_ms=0.5, warmup_ms=0.0, warmup=2, preheat_ms=0.0, protocols=("steady",))
 RESERVED_BYTES = 40e9
 """Memory that torch keeps from problems before; beyond it is given back."""
@@ -164,6 +167,37 @@ def compile_all(problems: Iterable[tuple[AttentionProblem, Direction]], candidat
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(build, jobs))
     return len(jobs)
+
+
+def warm_cudnn(
+    problems: Iterable[tuple[AttentionProblem, Direction]], device: torch.device, peers: Sequence[Peer]
+) -> int:
+    """Call cuDNN for each kind of problem, many at a time; how many kinds there are. At the first call of a kind it
+    compiles a kernel in a second or two, which it keeps for the process."""
+    peer = next((peer for peer in peers if peer.tag == PEERS["cudnn"]), None)
+    if peer is None or peer.available(device):
+        return 0
+    kinds: dict[tuple[AttentionProblem, Direction], None] = {}
+    for problem, direction in problems:
+        if peer.supports(problem) is None:
+            rows = min(problem.seqlen_q, WARM_LENGTH)
+            keys = rows if problem.causal else WARM_LENGTH
+            short = replace(problem, batch=1, heads=problem.group, kv_heads=1, seqlen_q=rows, seqlen_k=keys)
+            kinds[short, direction] = None
+
+    def call(kind: tuple[AttentionProblem, Direction]) -> None:
+        problem, direction = kind
+        grads = direction != "forward"
+        inputs = bench.Case(problem).materialise(device, 0)
+        tensors = [t.requires_grad_(grads) for t in (inputs.q, inputs.k, inputs.v)]
+        with torch.set_grad_enabled(grads), contextlib.suppress(RuntimeError):  # its row reports the error
+            out = peer.prepare(problem, inputs)()
+            if grads:
+                torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    with peer.context(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(call, kinds))
+    return len(kinds)
 
 
 def refuse_to_compile_fa4() -> None:
@@ -442,6 +476,7 @@ def words(parser: argparse.ArgumentParser, option: str, text: str, known: Iterab
 
 
 def main() -> int:
+    started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="of the lists; benchmarks/seeds.json says which are for what")
     parser.add_argument("--count", type=int, default=40, help="problems of each list")
@@ -452,7 +487,7 @@ def main() -> int:
     parser.add_argument("--candidates", action="store_true", help="time our other configurations too")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, at least {ROUNDS}")
     parser.add_argument("--round-ms", type=float, default=2.0, help="how long a round repeats one implementation")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further problem after so long")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no problem so long after the start")
     parser.add_argument("--compile-fa4", action="store_true", help="compile what FlashAttention-4's cache lacks")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the files")
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="print and draw these; measure nothing")
@@ -492,10 +527,12 @@ def main() -> int:
     ]
     compiled = compile_all(problems, arguments.candidates)
     print(f"compiled {compiled} kernels in {time.monotonic() - began:.0f} s", flush=True)
+    kinds = warm_cudnn(problems, device, peers)
+    print(f"cuDNN has run {kinds} kinds of problems after {time.monotonic() - began:.0f} s", flush=True)
     if device.type == "cuda":
         heat(device)
     with torch.no_grad():
-        status = run(files, measuring, arguments.seconds)
+        status = run(files, measuring, arguments.seconds - (time.monotonic() - started))
     show([file.path for file in files if file.path.is_file()], arguments.out)
     return status
 

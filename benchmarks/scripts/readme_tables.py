@@ -23,12 +23,12 @@ import json
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from result_tables import DESIGNS, NOT_MEASURED, ROOT, Result, bench_tables, standing, table
+from markdown_parts import table, wrapped
+from result_tables import DESIGNS, NOT_MEASURED, ROOT, Result, bench_tables, standing
 
 MARKED = re.compile(
     r"(<!-- (kernels|features|standing|first-call|drawn|drawn-worst|mma-(?:shapes|holes)|bench:([\w.-]+?)"
@@ -98,7 +98,7 @@ def first_call(path: Path) -> str:
     whole = [f"{row['forward_ms'] + row['backward_ms']:.0f}" for row in both]
     text += f" In bf16 at head dim 128 that is {forward[0]} ms and {forward[1]} ms, with the backward {whole[0]} ms and"
     text += f" {whole[1]} ms ({body['environment']['device']}, `first_call.json`)."
-    return textwrap.fill(text, 120) + "\n"
+    return wrapped(text)
 
 
 # --- from the registry
@@ -169,7 +169,7 @@ def feature_table(path: Path) -> str:
             for row in others["features"]]  # fmt: skip
     said = [f"{name}: {source}" for name, source in others["libraries"].items()]
     head = ("", "flashlane", *names)
-    return table(head, rows) + f"\n{others['note']} Sources: {'; '.join(said)}.\n"
+    return table(head, rows) + "\n" + wrapped(f"{others['note']} Sources: {'; '.join(said)}.")
 
 
 def ours(ask: Mapping[str, Any] | None) -> str | None:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from markdown_parts import number, significant, table, wrapped
+
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("torch", "cuda", "driver", "flashlane")
 NOT_MEASURED = "Not measured yet.\n"
@@ -205,17 +207,17 @@ def standing(results: Path) -> str:
     if not rows:
         return NOT_MEASURED
     head = ("kernels", "against", "problems:", "faster in:", "geometric mean:", "least:", "most:")
-    text = table(head, rows) + f"\nMeasured on {'; '.join(dict.fromkeys(devices))}."
+    text = f"Measured on {'; '.join(dict.fromkeys(devices))}."
     absent = [name for name in dict.fromkeys(PEERS.values()) if name not in {row[1] for row in rows}]
-    text += f" Not in any of these files: {', '.join(absent)}.\n" if absent else "\n"
+    text += f" Not in any of these files: {', '.join(absent)}." if absent else ""
     checked = results / "correctness.json"
     if checked.is_file():
         check = json.loads(checked.read_text(encoding="utf-8"))
         text += (
-            f"{check['runs']} checked runs of {len(check['kernels'])} kernels over {check['problems']} drawn problems, "
-            f"{check['failures']} failed ([correctness.json](../benchmarks/results/correctness.json)).\n"
+            f" {check['runs']} checked runs of {len(check['kernels'])} kernels over {check['problems']} drawn problems,"
+            f" {check['failures']} failed ([correctness.json](../benchmarks/results/correctness.json))."
         )
-    return text
+    return table(head, rows) + "\n" + wrapped(text)
 
 
 def directions(result: Result) -> Iterable[tuple[str, Result]]:
@@ -584,23 +586,5 @@ VIEWS = {
 """Start of a file's format -> its views."""
 
 
-# --- Markdown
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; a column whose title ends in a colon is set to the right."""
-    lines = [[title.removesuffix(":") for title in head], ["---:" if title.endswith(":") else "---" for title in head]]
-    lines += [[str(cell) for cell in row] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
-
-
 def milliseconds(row: Row) -> float | None:
     return row["timing"]["median"] if row.get("timing") else None
-
-
-def significant(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
-
-
-def number(value: float | None, digits: int) -> str:
-    return f"{value:.{digits}f}" if value else "–"

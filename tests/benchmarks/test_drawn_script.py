@@ -19,6 +19,7 @@ from bench_fakes import FakeKernel, LazyKernel, one_nan
 from flashlane.bench.measure import drawn as spaces
 from flashlane.bench.measure.timing import HostClock
 from flashlane.core import registry
+from flashlane.core.problem import AttentionProblem
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -211,6 +212,30 @@ def test_a_peer_far_behind_under_every_protocol_is_not_timed(
     peers = [script.Implementation(tag, "peer", call) for tag, call in calls.items()]
     found = script.far_behind(peers, {way: Fixed(times) for way, times in ms.items()})
     assert found == pytest.approx(behind) and script.far_behind([], {}) == {}
+
+
+def test_cudnn_runs_each_kind_of_problem_once_and_short(script: ModuleType) -> None:
+    called = []
+
+    def prepare(problem: Any, inputs: Any) -> Any:
+        called.append((problem, inputs.q.requires_grad))
+        if problem.head_dim == 24:
+            raise RuntimeError("no plan")
+        return lambda: (inputs.q * inputs.k.sum() * inputs.v.sum()).clone()
+
+    supports = {True: "it takes no window", False: None}
+    peer = script.Peer("(cudnn)", "", prepare, supports=lambda problem: supports[problem.window_left > 0])
+    base = AttentionProblem(2, 4, 2, 900, 900, 16, 16, torch.float32, scale=1.0)
+    causal = replace(base, window_right=0)
+    problems = [
+        (base, "forward"), (replace(base, batch=7, seqlen_q=1000), "forward"), (causal, "backward"),
+        (replace(causal, window_left=5), "forward"), (replace(base, seqlen_q=3, head_dim=24, head_dim_v=24), "forward"),
+    ]  # fmt: skip
+    assert script.warm_cudnn(problems, CPU, (peer,)) == 3 and script.warm_cudnn(problems, CPU, ()) == 0
+    found = {(p.seqlen_q, p.seqlen_k, p.causal, p.batch, p.heads, p.kv_heads, grads) for p, grads in called}
+    assert len(called) == 3 and found == {
+        (256, 256, False, 1, 2, 1, False), (256, 256, True, 1, 2, 1, True), (3, 256, False, 1, 2, 1, False),
+    }  # fmt: skip
 
 
 def test_what_is_far_behind_is_told_and_has_no_ratio(

@@ -13,7 +13,7 @@ from flashlane.bench.measure.runner import Selection
 from flashlane.bench.suites import baseline
 from flashlane.cli import baseline as command
 from flashlane.cli import lessons
-from flashlane.cli.main import BASELINE
+from flashlane.cli.main import BASELINE, FORMERLY
 from flashlane.core import aliases, registry
 from flashlane.lessons import comparison
 
@@ -41,8 +41,10 @@ def test_a_peer_has_the_name_that_people_type(name, tag):
 
 
 def test_the_problems_of_the_logs_are_listed_without_a_gpu(invoke):
+    (former,) = (name for name, today in FORMERLY.items() if today == BASELINE)
     done = invoke(*BASELINE.split(), "--list", "--only", "D512")
     assert done.exit_code == 0 and "mma(split-q+tiling-qk+stage2)" in done.stdout and "48.78" in done.stdout
+    assert invoke(*former.split(), "--list", "--only", "D512").stdout == done.stdout, "its name before"
     assert len(baseline.select_lines(None, ())) == 79
     none = invoke(*BASELINE.split(), "--list", "--only", "D999")
     assert none.exit_code == 2 and "--only is 'D999'" in none.stderr and none.stderr.count("\n") == 1

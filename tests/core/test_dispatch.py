@@ -13,7 +13,7 @@ import torch
 
 import flashlane
 from flashlane.bench.measure.grid import make_problem
-from flashlane.core import dispatch, registry
+from flashlane.core import dispatch, registry, suggestions
 from flashlane.core.problem import AttentionProblem, CallOptions, Inputs
 from flashlane.core.registry import Kernel
 
@@ -189,7 +189,7 @@ def test_few_tags_of_a_large_table_are_compared_letter_by_letter(monkeypatch) ->
             registry.get("mma(split-q+tiling-qk+acc-f32+varian-1234+stage2)")
         with pytest.raises(ValueError, match=r"5000 are known, such as mma"):
             registry.get("#")
-    assert len(compared) == 2 and max(compared) <= registry.SHORTLIST
+    assert len(compared) == 2 and max(compared) <= suggestions.SHORTLIST
 
 
 def calls() -> list[tuple[Inputs, dict[str, object]]]:

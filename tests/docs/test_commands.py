@@ -43,7 +43,7 @@ PARSED_ONLY = {
 }
 """Beginnings of lines, and why they are not run here."""
 WHOLE = (
-    "bench founding --list",
+    "bench baseline --list",
     "explain",
     "budget",
     "layout",

@@ -1,5 +1,5 @@
 """Files, functions and lines that a reader takes in: no file of 600 lines, no function of a screen but Triton kernels,
-and no line of a device file that a window of 120 columns does not show. (ruff holds the lines of Python files.)"""
+and no line of a device file or of prose that a window of 120 columns does not show. (ruff holds Python files.)"""
 
 from __future__ import annotations
 
@@ -42,6 +42,23 @@ def test_lines_of_device_files_and_the_makefile_have_120_columns_at_most() -> No
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if len(line) > MOST_COLUMNS
     ]
+    assert not long, "\n".join(long)
+
+
+NOT_PROSE = ("|", "![", "[!", "<")
+"""What begins a line that cannot be wrapped: rows of tables, images, badges and HTML."""
+
+
+def test_lines_of_prose_have_120_columns_at_most() -> None:
+    files = [path for path in tracked() if path.suffix == ".md"]
+    assert len(files) > 50
+    long = []
+    for path in files:
+        code = False
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            code ^= line.lstrip().startswith("```")
+            if len(line) > MOST_COLUMNS and not code and not line.lstrip().startswith(NOT_PROSE):
+                long.append(f"{path.relative_to(ROOT).as_posix()}:{number}: {len(line)} columns")
     assert not long, "\n".join(long)
 
 

@@ -46,9 +46,9 @@ def baseline_command(
 
     Examples:
 
-      flashlane bench founding --only D512
+      flashlane bench baseline --only D512
 
-      flashlane bench founding --list
+      flashlane bench baseline --list
     """
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.results import check_writable

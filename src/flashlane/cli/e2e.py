@@ -150,7 +150,7 @@ def _workloads(named: list[str] | None, model: str | None, device: torch.device)
     from flashlane.bench.measure.capture import find_model
     from flashlane.bench.suites.e2e import WORKLOADS
     from flashlane.bench.suites.whole_models import MINILM
-    from flashlane.core.registry import suggest
+    from flashlane.core.suggestions import suggest
 
     for name in named or ():
         if name not in WORKLOADS:

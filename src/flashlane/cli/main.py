@@ -19,8 +19,10 @@ from flashlane.bench.measure.defaults import INTERRUPTED
 from flashlane.cli import entry
 from flashlane.cli.failure import escaped, said, say
 
-SUITE, BASELINE, RANKS = "bench suite", "bench founding", "bench ranks"
+SUITE, BASELINE, RANKS = "bench suite", "bench baseline", "bench ranks"
 """Commands of two words: ``bench`` is a command itself, with options of its own."""
+FORMERLY = {"bench founding": BASELINE}
+"""Names that commands had before, which still run them."""
 BAD_INPUT = (ValueError, TypeError, NotImplementedError, ImportError, OSError)
 
 
@@ -30,6 +32,7 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         args = _of_ranks(args)
         joined = " ".join(args[:2])
+        joined = FORMERLY.get(joined, joined)
         args = [re.sub(r"^--repeats(?==|$)", "--rounds", word) for word in args]  # one name more does not fit the help
         return super().resolve_command(ctx, [joined, *args[2:]] if joined in self._pairs(ctx) else args)
 

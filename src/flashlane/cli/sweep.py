@@ -100,7 +100,7 @@ def _from_file(path: Path, context: typer.Context) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for key, value in table.items():
         if key not in KEYS:
-            from flashlane.core.registry import suggest
+            from flashlane.core.suggestions import suggest
 
             raise ValueError(f"{path} has {key!r} in [sweep], which is unknown; {suggest(key, tuple(KEYS))}")
         option = KEYS[key]

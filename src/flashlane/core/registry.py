@@ -11,7 +11,6 @@ A module is imported when its kernels are first asked for: the choice of a kerne
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import math
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from flashlane.core import aliases
+from flashlane.core.suggestions import suggest
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,8 @@ class Definition:
 FEW_ROWS = 64
 """Rows (query tokens × heads of a group) that read the same keys, up to which the decode kernel is the fastest, but
 for the Hopper kernel from more than half of them on."""
+DECODE, BEFORE_DECODE = 30.0, 31.0
+"""The preference of the decode kernel, and that of the Hopper kernel where it is the faster one."""
 MODULES = (
     Definition("flashlane.reference.naive", forward=1.5),
     Definition("flashlane.reference.tiled", forward=1.0, backward=0),
@@ -95,8 +97,8 @@ MODULES = (
     Definition("flashlane.kernels.fa1.flash_attention_1", forward=-1.0),
     Definition("flashlane.kernels.mma.naive", forward=2.0),
     Definition("flashlane.kernels.mma.attention", forward=11.0),
-    Definition("flashlane.kernels.hopper.forward.kernel", forward=20.0, half_of_few_rows=31.0),
-    Definition("flashlane.kernels.decode.decode", forward=30.0, above_few_rows=4.0),
+    Definition("flashlane.kernels.hopper.forward.kernel", forward=20.0, half_of_few_rows=BEFORE_DECODE),
+    Definition("flashlane.kernels.decode.decode", forward=DECODE, above_few_rows=4.0),
     Definition("flashlane.kernels.triton.attention", forward=5.0),
     Definition("flashlane.kernels.triton.backward", backward=10),
     Definition("flashlane.kernels.hopper.backward.kernel", backward=20),
@@ -385,10 +387,6 @@ class BackwardKernel(ABC):
 K = TypeVar("K", bound="Kernel | BackwardKernel")
 _memos: list[Callable[[], None]] = []
 MEMO_SIZE = 4096
-MOST_NAMED, FEW_NAMED = 16, 6
-"""So many known words are all named; of more so many are."""
-SHORTLIST = 50
-"""How many of a large table's tags are compared letter by letter with an unknown one."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -569,31 +567,3 @@ def get_backward(tag: str) -> BackwardKernel:
         ValueError: no backward kernel has it; the message names the nearest tags.
     """
     return _BACKWARD.get(tag)
-
-
-def suggest(word: str, known: tuple[str, ...]) -> str:
-    """``did you mean …`` with the nearest known words, or the list of them all; of a long one, its start and length."""
-    near = difflib.get_close_matches(word, _shortlist(word, known), n=3, cutoff=0.5)
-    near = near or [name for name in known if word in name][:3]
-    if near:
-        return f"did you mean {' or '.join(map(repr, near))}?"
-    if len(known) > MOST_NAMED:
-        return f"{len(known)} are known, such as {', '.join(known[:FEW_NAMED])} (flashlane explain lists kernels)"
-    return f"known: {', '.join(known)}"
-
-
-def _shortlist(word: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The words that share most pairs of letters with ``word``: comparing letter by letter takes 0.1 ms a word."""
-    if len(known) <= SHORTLIST:
-        return known
-    pairs = _pairs(word)
-
-    def likeness(name: str) -> float:
-        others = _pairs(name)
-        return len(pairs & others) / (len(pairs | others) or 1)
-
-    return tuple(sorted(known, key=likeness, reverse=True)[:SHORTLIST])
-
-
-def _pairs(word: str) -> set[str]:
-    return {word[i : i + 2] for i in range(len(word) - 1)}

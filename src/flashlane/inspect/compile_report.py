@@ -15,6 +15,7 @@ from flashlane.core import registry
 from flashlane.core import tuned as tune
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import CompiledKernel, DeviceSource
+from flashlane.core.suggestions import suggest
 from flashlane.jit import cache
 
 WORKERS = 2
@@ -93,7 +94,7 @@ def check_arch(arch: str, name: str = "--arch") -> str:
         ValueError: they do not; the message names the nearest.
     """
     if arch not in jit.LIMITS:
-        raise ValueError(f"{name} is {arch!r}, which is unknown; {registry.suggest(arch, tuple(jit.LIMITS))}")
+        raise ValueError(f"{name} is {arch!r}, which is unknown; {suggest(arch, tuple(jit.LIMITS))}")
     return arch
 
 

@@ -21,7 +21,8 @@ from flashlane.bench.measure.inputs import random_inputs
 from flashlane.bench.measure.peers import PEERS, peer_tags
 from flashlane.bench.measure.runner import Selection
 from flashlane.core.problem import DTYPE_NAMES, DTYPES, AttentionProblem
-from flashlane.core.registry import get, suggest
+from flashlane.core.registry import get
+from flashlane.core.suggestions import suggest
 
 MARKER = "spin_kernel"
 """What torch calls the kernel of ``torch.cuda._sleep``."""

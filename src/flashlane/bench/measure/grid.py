@@ -13,7 +13,7 @@ import torch
 from flashlane.bench.measure.defaults import PAGE
 from flashlane.bench.measure.sizes import given
 from flashlane.core.problem import ALIGNMENTS, DTYPES, MAX_HEAD_DIM, Alignment, AttentionProblem
-from flashlane.core.registry import suggest
+from flashlane.core.suggestions import suggest
 from flashlane.kernels.features import PAGED
 
 BASELINE_SHAPES = ((1, 8, 8192, 64), (2, 2, 4096, 64), (2, 2, 4096, 128), (4, 8, 2048, 128), (1, 1, 1024, 64))

@@ -10,7 +10,7 @@ import torch
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.core.registry import FEW_ROWS, DeviceKernel, Repeat, Resources, register
+from flashlane.core.registry import DECODE, FEW_ROWS, DeviceKernel, Repeat, Resources, register
 from flashlane.jit import KernelSource
 from flashlane.kernels.decode.config import DecodeConfig
 from flashlane.kernels.decode.launch import launch_attention, repeated_attention, source_of
@@ -37,7 +37,7 @@ class Decode(DeviceKernel):
 
     def preference(self, problem: AttentionProblem) -> float:
         """Above kernels that read K and V once for each query head, where few rows share a KV head."""
-        return 30.0 if rows_of(problem) <= FEW_ROWS else float(self.priority)
+        return DECODE if rows_of(problem) <= FEW_ROWS else float(self.priority)
 
     def supports(self, problem: AttentionProblem) -> str | None:
         reason = unsupported_features(problem, ("f16", "bf16"), ABLE)

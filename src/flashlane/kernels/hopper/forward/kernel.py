@@ -11,7 +11,7 @@ from flashlane import jit
 from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.ranges import Arriving, RangedRepeat, Ranges
-from flashlane.core.registry import DeviceKernel, Repeat, Resources, memoised, register
+from flashlane.core.registry import BEFORE_DECODE, DeviceKernel, Repeat, Resources, memoised, register
 from flashlane.jit import KernelSource, launch, tensormap
 from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
@@ -32,8 +32,6 @@ FEW_TILES = 8
 """So few that the mma.sync family, which splits the keys among the warps of a CTA, is ahead: one head of 64 with 1024
 keys took it 9.8 µs, and this one 16 (benchmarks/results/auto_check.json)."""
 FEW_TILES_KEYS = range(512, 1025)
-BEFORE_DECODE = 31.0
-"""Above the decode kernel's preference."""
 ROWS_BEFORE_DECODE = range(CONSUMER_ROWS // 2 + 1, CONSUMER_ROWS + 1)
 """Rows of a key/value head for which wgmma tiles are faster than the decode kernel's of mma.sync, whose time they
 double: 1.35 to 1.9 times with 64 rows, level with 32 (benchmarks/archive/forward_orders.json)."""

@@ -1,0 +1,38 @@
+"""The nearest known words to one that is unknown, for messages."""
+
+from __future__ import annotations
+
+import difflib
+
+MOST_NAMED, FEW_NAMED = 16, 6
+"""So many known words are all named; of more so many are."""
+SHORTLIST = 50
+"""How many of a large table's tags are compared letter by letter with an unknown one."""
+
+
+def suggest(word: str, known: tuple[str, ...]) -> str:
+    """``did you mean …`` with the nearest known words, or the list of them all; of a long one, its start and length."""
+    near = difflib.get_close_matches(word, _shortlist(word, known), n=3, cutoff=0.5)
+    near = near or [name for name in known if word in name][:3]
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    if len(known) > MOST_NAMED:
+        return f"{len(known)} are known, such as {', '.join(known[:FEW_NAMED])} (flashlane explain lists kernels)"
+    return f"known: {', '.join(known)}"
+
+
+def _shortlist(word: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The words that share most pairs of letters with ``word``: comparing letter by letter takes 0.1 ms a word."""
+    if len(known) <= SHORTLIST:
+        return known
+    pairs = _pairs(word)
+
+    def likeness(name: str) -> float:
+        others = _pairs(name)
+        return len(pairs & others) / (len(pairs | others) or 1)
+
+    return tuple(sorted(known, key=likeness, reverse=True)[:SHORTLIST])
+
+
+def _pairs(word: str) -> set[str]:
+    return {word[i : i + 2] for i in range(len(word) - 1)}
