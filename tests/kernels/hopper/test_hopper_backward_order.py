@@ -16,6 +16,7 @@ from flashlane.kernels.hopper.backward.head_swizzle import by_model, fastest_sec
 from flashlane.kernels.hopper.backward.select import DESIGNS, config_of
 from flashlane.kernels.makespan import section_sizes
 
+MAIN_LOOP = Path(__file__).parents[3] / "benchmarks" / "archive" / "backward_main_loop.json"
 TIMED = Path(__file__).parents[3] / "benchmarks" / "results" / "choices_backward.json"
 
 
@@ -81,3 +82,49 @@ def test_narrow_heads_have_ping_pong_by_the_size_of_their_steps() -> None:
     assert ping_pong == {112: "off", 96: "until_issued", 128: "until_complete"}
     for other in ({"window_left": 300}, {"varlen": True}):
         assert config_of(problem_of(seqlen_q=551, seqlen_k=551, **other, **narrow)).ping_pong == "off"
+
+
+def main_loop_rows(*kinds: str) -> list[tuple[AttentionProblem, dict[str, float]]]:
+    """Problems whose main loops were timed, and how much faster than the choice of then each candidate was."""
+    found = []
+    for row in (
+        row for run in json.loads(MAIN_LOOP.read_text())["runs"] for row in run["rows"] if row["kind"] in kinds
+    ):
+        sizes = re.fullmatch(r"D(\d+) (full|causal) N(\d+)(?:x(\d+))? B(\d+) H(\d+)(?:/(\d+))?", row["title"])
+        assert sizes, row["title"]
+        head_dim, mask, queries, keys, batch, heads, kv_heads = sizes.groups()
+        dims = dict.fromkeys(("head_dim", "head_dim_v"), int(head_dim))
+        lengths = {"seqlen_q": int(queries), "seqlen_k": int(keys or queries)}
+        heads_of = {"batch": int(batch), "heads": int(heads), "kv_heads": int(kv_heads or heads)}
+        problem = problem_of(**dims, **lengths, **heads_of, window_right=0 if mask == "causal" else -1)
+        medians = {name: statistics.median(times) for name, times in row["ms"].items()}
+        found.append((problem, {name: medians["base"] / median for name, median in medians.items()}))
+    return found
+
+
+def test_consumers_have_loops_of_their_own_where_that_was_faster() -> None:
+    rows = main_loop_rows("64f", "<64f")
+    assert len(rows) == 8
+    for problem, gain in rows:
+        faster = gain["loops" if "loops" in gain else "new"] > 1
+        assert config_of(problem).own_loops == faster, problem.describe()
+
+
+def test_few_steps_of_head_dims_up_to_96_have_the_tile_that_was_faster() -> None:
+    rows = main_loop_rows("96few", "96s")
+    assert len(rows) == 7
+    for problem, gain in rows:
+        config = config_of(problem)
+        assert (config.block_m, config.k_stages, config.ping_pong) == (64, 2, "until_issued"), problem.describe()
+        assert config.mixed_dq and gain["mixed 64 k2 issued"] > 1.015
+
+
+def test_sections_with_idle_warps_are_those_of_the_model() -> None:
+    gains = []
+    for problem, gain in main_loop_rows("idlec", "idlex", "crossc"):
+        assert config_of(problem).in_kernel_dq
+        section = section_of(problem)
+        timed = {int(found[1]): ratio for name, ratio in gain.items() if (found := re.search(r"s(\d+)$", name))}
+        gains.append(timed[min(timed, key=lambda other: abs(other - section))])
+        assert abs(min(timed, key=lambda other: abs(other - section)) - section) <= 1
+    assert len(gains) == 13 and statistics.geometric_mean(gains) > 1.01 and min(gains) > 0.98

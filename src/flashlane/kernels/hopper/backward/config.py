@@ -163,7 +163,7 @@ class GradientConfig(ABC):
         # What adds to the sum of a row is of the forward alone: its gradient is the preprocess kernel's.
         constants |= self.score.on_scores.constants()
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
-        constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits}
+        constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits, "MIXED_DQ": self.mixed_dq}
         headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner)),)
         headers += ((PROGRAM_HEADER, self.program or NO_PROGRAM),)
         return _source(name, self, constants, headers)
@@ -182,6 +182,8 @@ class GradientConfig(ABC):
                 words.append(field.name if value is True else f"{field.name}={value}")
         return ", ".join((*words, *self.score.words()))
 
+    mixed_dq: ClassVar[bool] = False
+    """The first 64 columns of dQ are summed transposed, and the others not (``dq_accumulate.cuh``)."""
     in_tile: ClassVar[tuple[str, ...]] = ("block_m",)
     """Fields that :attr:`tile` shows."""
 
@@ -220,6 +222,6 @@ def preprocess_source(config: GradientConfig) -> KernelSource:
 
 def postprocess_source(config: GradientConfig) -> KernelSource:
     """``postprocess.cu`` for the sums that a configuration writes."""
-    names = ("head_dim", "block_m", "dq_transposed", "in_kernel_dq")
+    names = ("head_dim", "block_m", "dq_transposed", "mixed_dq", "in_kernel_dq")
     constants: dict[str, int] = {name.upper(): getattr(config, name) for name in names}
     return _source("postprocess", config, constants | _mask_constants(config, False))

@@ -8,6 +8,8 @@
 // Where the accumulators hold dQ and not dQᵀ (cfg::DQ_TRANSPOSED is false) the sums lie in groups of 8 columns. For
 // every 64 queries of a group, lane l of warp w owns 16 bytes: the columns 2 (l % 4) (x, z) and 2 (l % 4) + 1 (y, w) of
 // the queries 16 w + l / 4 (x, y) and 16 w + l / 4 + 8 (z, w).
+//
+// cfg::MIXED_DQ: the first slice, of 64 columns, is of dQᵀ, and the columns after it are of dQ.
 #pragma once
 #include "hopper/backward/row_blocks.cuh"
 #include "mma.cuh"
@@ -19,7 +21,8 @@ constexpr int SLICE_ROWS = SPLIT_COLUMNS ? BLOCK_M : BLOCK_M / 2;
 constexpr int SLICES = SPLIT_COLUMNS ? (FRAGMENTS + 3) / 4 : 2, SLICE_FRAGMENTS = SPLIT_COLUMNS ? 4 : FRAGMENTS;
 constexpr int FRAGMENT_FLOATS = 16 * SLICE_ROWS, SLICE_FLOATS = SLICE_FRAGMENTS * FRAGMENT_FLOATS;
 constexpr int GROUP_FLOATS = 8 * BLOCK_M;                 // of dQ, not transposed
-static_assert(SLICE_ROWS % 8 == 0);
+constexpr bool MIXED_DQ = cfg::MIXED_DQ;
+static_assert(SLICE_ROWS % 8 == 0 && (!MIXED_DQ || (HEAD_DIM > 64 && HEAD_DIM <= 96)));
 
 __device__ __forceinline__ int fragments_of(int slice) {
     return FRAGMENTS % SLICE_FRAGMENTS == 0 || slice < SLICES - 1 ? SLICE_FRAGMENTS : FRAGMENTS % SLICE_FRAGMENTS;

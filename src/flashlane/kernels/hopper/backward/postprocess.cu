@@ -37,8 +37,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_postproces
                   static_cast<long long>(seqlen.q_first + first) * p.dq_row;
     const int warp = threadIdx.x / WARP;
     if constexpr (cfg::DQ_TRANSPOSED) {
+        constexpr int TRANSPOSED_SLICES = MIXED_DQ ? 1 : SLICES;
+        for (int i = warp; MIXED_DQ && i < BLOCK_M / 16; i += THREADS / WARP)
+            write_dq_block(sums, dq, p.dq_row, rows, i * 16, 64, p.scale);
 #pragma unroll 2
-        for (int i = warp; i < SLICES * (SLICE_ROWS / 8); i += THREADS / WARP) {
+        for (int i = warp; i < TRANSPOSED_SLICES * (SLICE_ROWS / 8); i += THREADS / WARP) {
             const int slice = i / (SLICE_ROWS / 8);
             SliceRows(threadIdx.x % WARP, sums, dq, p.dq_row, rows, slice, i % (SLICE_ROWS / 8))
                 .write_dq(slice, p.scale);

@@ -29,6 +29,8 @@ DQ_POLICIES: dict[tuple[Dq, Postprocess], str] = {
 """The device type of each combination that works."""
 REGISTERS = ((200, (56, 224)), (216, (40, 232)), (1 << 30, (24, 240)))
 """Registers of a producer and of a consumer thread, for up to so many accumulators and operands of a consumer."""
+MIXED_HEAD_DIM = 96
+"""Head dims up to which :attr:`OneCtaConfig.mixed_dq` was faster; at 112 it was not."""
 TILE_BYTES, STEP_BYTES, DQ_TARGETS_BYTES = 32, 16, 4 * 8
 """Records in shared memory: of a tile, of a step, and of the slices of dQ that belong to a stage of Q."""
 
@@ -49,6 +51,8 @@ class OneCtaConfig(GradientConfig):
     split_q: bool = False
     """The last tiles may be split along their queries (``split_q.py``)."""
     ping_pong: PingPong = "off"
+    own_loops: bool = False
+    """Each consumer warpgroup has its own copy of the loop; with :attr:`mixed_dq` always."""
 
     design: ClassVar[str] = "one_cta"
     block_n: ClassVar[int] = CHUNK * CONSUMERS
@@ -92,6 +96,15 @@ class OneCtaConfig(GradientConfig):
         return self.block_m if self.split_columns else self.block_m // 2
 
     @property
+    def mixed_dq(self) -> bool:  # type: ignore[override]
+        """Of 64 queries a step, dQ of the columns from 64 on has fewer products than its transpose.
+
+        It pays where the consumers take turns at the tensor cores, and nowhere else (notebook 0024).
+        """
+        one_product = self.block_m == CHUNK < self.head_dim <= MIXED_HEAD_DIM
+        return one_product and self.dq == "register_atomics" and self.ping_pong == "until_issued"
+
+    @property
     def regions(self) -> dict[str, int]:
         """Bytes of each part of shared memory."""
         m, n, qk, v = self.block_m, self.block_n, row_bytes(self.head_dim), row_bytes(self.head_dim_v)
@@ -130,9 +143,11 @@ class OneCtaConfig(GradientConfig):
             f"using Dq = {DQ_POLICIES[self.dq, self.postprocess]};\n"
             f"using Partition = {'SplitQ' if self.split_q else 'WholeTiles'}<Dq>;\n"
             f"constexpr PingPong PING_PONG = PingPong::{self.ping_pong.upper()};\n"
+            f"constexpr bool OWN_LOOPS = {int(self.own_loops or self.mixed_dq)};\n"
         )
         headers = (("one_cta_policies.cuh", policies),)
-        return (self.gradient_source("one_cta/kernel", columns, self.registers, headers, **constants),)
+        n_inner = (self.head_dim - CHUNK,) if self.mixed_dq else ()
+        return (self.gradient_source("one_cta/kernel", columns, self.registers, headers, n_inner, **constants),)
 
     def specialised(self, problem: AttentionProblem) -> OneCtaConfig:
         """The tile for a problem; a deterministic one adds to dQ in order, and no other one does."""

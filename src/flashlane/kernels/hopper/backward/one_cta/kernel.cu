@@ -87,7 +87,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
         run_producer_warpgroup(p, base, warp);
     } else {
         setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
-        Consumer(p, base, warpgroup - 1).run();
+        if constexpr (!OWN_LOOPS) {
+            Consumer(p, base, warpgroup - 1).run();
+        } else if (warpgroup == 1) {
+            Consumer(p, base, 0).run();
+        } else {
+            Consumer(p, base, 1).run();
+        }
         // With all warps what is left is done sooner; but where scores are transformed, that costs a register
         // inside the loop.
         if constexpr (POSTPROCESS_LAST_ADDITION && !Score::TRANSFORMED) PostprocessWarp{p}.run();

@@ -27,7 +27,6 @@ def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int) -> Sched
 
 
 def _section(config: OneCtaConfig, problem: AttentionProblem, n_blocks: int, sms: int) -> int:
-    """Heads of a section; idle warps need the zeros of whole sections, so that these stay as large as L2 holds."""
-    if config.in_kernel_dq or not by_model(problem):
-        return heads_per_section(problem, n_blocks, sms)
-    return fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms)
+    if by_model(problem):
+        return fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms)
+    return heads_per_section(problem, n_blocks, sms)

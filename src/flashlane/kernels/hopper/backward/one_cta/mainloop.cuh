@@ -36,6 +36,7 @@ struct Consumer {
     float s[BLOCK_M / 2], dp[BLOCK_M / 2], dq[SLICE_ROWS / 2];
     float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
     u32 probabilities[BLOCK_M / 4], ds[BLOCK_M / 4];
+    float dq_rest[REST_COLUMNS / 2];                      // MIXED_DQ: of consumer 1, in place of dq
     u32 derivatives[Score::HAS_DERIVATIVE ? BLOCK_M / 4 : 1];  // of the scores' transform, in halves
 
     __device__ __forceinline__ Consumer(const Params& params, u32 address, int warpgroup)
@@ -98,7 +99,7 @@ struct Consumer {
             gemm_dq(SMEM_TILE(k) + (full_tiles() - of_last_tile) % K_STAGES * K_BYTES);
             gemm_dk();
             publish_ds(dq_slices() + 1);                  // here, as its fence waits for the stores of dS
-            wgmma_wait<1>(dq);
+            wait_for_dq<1>();
             if (of_last_tile) arrive(SMEM(k_empty), (full_tiles() - 1) % K_STAGES);
             store_dq();
             if (of_last_tile) count_tile_added();
@@ -124,7 +125,7 @@ struct Consumer {
     __device__ __forceinline__ void last_dq() {
         const u32 tile = full_tiles() - PIPELINED_TILES;
         gemm_dq(SMEM_TILE(k) + tile % K_STAGES * K_BYTES);
-        wgmma_wait<0>(dq);
+        wait_for_dq<0>();
         arrive(SMEM(k_empty), tile % K_STAGES);
         store_dq();
         count_tile_added();
@@ -182,8 +183,15 @@ struct Consumer {
     __device__ __forceinline__ void gemm_dv() { gemm_rs<HEAD_DIM_V, BLOCK_M>(dv, probabilities, do_tile()); }
     __device__ __forceinline__ void gemm_dk() { gemm_rs<HEAD_DIM, BLOCK_M>(dk, ds, q_tile()); }
     // dQᵀ = Kᵀ·dSᵀ of the m-block before: m are columns of dQ, n queries, k all keys of the tile.
+    // MIXED_DQ: of consumer 1 it is dQ = dS·K of the columns from 64 on, of which dQᵀ would fill 8 to 32 of 64 rows.
     __device__ __forceinline__ void gemm_dq(u32 keys) {
         wait<DS_STAGES>(SMEM(ds_full), dq_slices());
+        if constexpr (MIXED_DQ) {
+            if (number == 1) {
+                gemm_dq_rest<REST_COLUMNS>(keys);
+                return;
+            }
+        }
         const u64 a = wgmma_n_inner(keys + (SPLIT_COLUMNS ? number * KEYS_CHUNK : 0), KEYS_CHUNK);
         const u64 b = opaque(wgmma_k_inner(SMEM_TILE(ds) + dq_slices() % DS_STAGES * DS_BYTES +
                                            (SPLIT_COLUMNS ? 0 : number * SLICE_ROWS * ROW_BYTES)));
@@ -198,6 +206,32 @@ struct Consumer {
             }
         }
         wgmma_commit();
+    }
+
+    template <int COLUMNS>
+    __device__ __forceinline__ void gemm_dq_rest(u32 keys) {
+        const u64 a = opaque(wgmma_k_inner(SMEM_TILE(ds) + dq_slices() % DS_STAGES * DS_BYTES));
+        const u64 b = wgmma_n_inner(keys + KEYS_CHUNK, KEYS_CHUNK);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 16; ++i) {
+            const u64 a_step = a + (i / 4 * ROWS_CHUNK + i % 4 * 32) / 16, b_step = b + i * (16 * ROW_BYTES / 16);
+            if (i == 0) {
+                Wgmma<COLUMNS>::ss_mn_first(dq_rest, a_step, b_step);
+            } else {
+                Wgmma<COLUMNS>::ss_mn(dq_rest, a_step, b_step, true);
+            }
+        }
+        wgmma_commit();
+    }
+    // dQ is complete, and PENDING later groups may be in flight.
+    template <int PENDING>
+    __device__ __forceinline__ void wait_for_dq() {
+        if (MIXED_DQ && number == 1) {
+            wgmma_wait<PENDING>(dq_rest);
+        } else {
+            wgmma_wait<PENDING>(dq);
+        }
     }
 
     // ---- S to P, dP to dS. Rows of the transposed scores are keys, columns queries.
@@ -348,6 +382,11 @@ struct Consumer {
             arrive(SMEM(dq_full), stage);
         } else {
             const int m_block = load_shared(dq_target(base, dq_slices()));
+            if (MIXED_DQ && number == 1) {
+                if (m_block >= 0) add_dq_rest(m_block, thread);
+                count.slice_stored();
+                return;
+            }
             float* const to = p.dq_accum + static_cast<long long>(m_block) * DQ_ACCUM_FLOATS + number * SLICE_FLOATS +
                               thread / WARP * FRAGMENT_FLOATS + thread % WARP * 4;
             // The last warps of a narrow head dim have no fragment; their zeros would go past the slice.
@@ -358,6 +397,13 @@ struct Consumer {
             }
         }
         count.slice_stored();
+    }
+    __device__ __forceinline__ void add_dq_rest(int m_block, int thread) const {
+        float* const to = p.dq_accum + static_cast<long long>(m_block) * DQ_ACCUM_FLOATS + SLICE_FLOATS + thread * 4;
+#pragma unroll
+        for (int i = 0; i < REST_COLUMNS / 8; ++i)
+            global_add(to + i * GROUP_FLOATS, dq_rest[4 * i], dq_rest[4 * i + 1], dq_rest[4 * i + 2],
+                       dq_rest[4 * i + 3]);
     }
     __device__ __forceinline__ void count_tile_added() const {
         if constexpr (IN_KERNEL_DQ) {

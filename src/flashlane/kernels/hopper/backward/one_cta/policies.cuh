@@ -58,7 +58,10 @@ struct SplitQ<Dq, true> {
 // they are complete.
 enum class PingPong { OFF, UNTIL_ISSUED, UNTIL_COMPLETE };
 
-#include "one_cta_policies.cuh"  // using Dq, using Partition, PING_PONG
+// OWN_LOOPS: each consumer warpgroup has a copy of the loop, in which its number is a constant. That is fewer
+// instructions, and the two may differ.
+
+#include "one_cta_policies.cuh"  // using Dq, using Partition, PING_PONG, OWN_LOOPS
 
 constexpr bool IN_KERNEL_DQ = Dq::POSTPROCESS == Postprocess::IDLE_WARPS;
 constexpr bool POSTPROCESS_LAST_ADDITION = Dq::POSTPROCESS == Postprocess::LAST_ADDITION;

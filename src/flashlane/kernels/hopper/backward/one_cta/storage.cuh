@@ -16,6 +16,8 @@ constexpr u32 STAT_BYTES = BLOCK_M * 4;
 // Of dQᵀ a consumer makes 64 columns for SLICE_ROWS queries: its slice of dq_accum, and what it leaves for
 // its dQ-store warp.
 constexpr u32 FRAGMENT_BYTES = FRAGMENT_FLOATS * 4, SLICE_BYTES = 4 * FRAGMENT_BYTES;
+constexpr int REST_COLUMNS = MIXED_DQ ? HEAD_DIM - 64 : 8;  // MIXED_DQ: those that are not transposed
+static_assert(!MIXED_DQ || (!Dq::TMA && BLOCK_M == 64 && OWN_LOOPS));
 static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128 &&
               SLICES == CONSUMERS);
 

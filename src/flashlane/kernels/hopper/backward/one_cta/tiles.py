@@ -27,6 +27,9 @@ NARROW_ROWS = ((128, 112, 96), (96,), (96,))
 NARROW_PING_PONG: dict[int, PingPong] = {128: "until_complete", 112: "off", 96: "until_issued"}
 """Ping-pong of these steps under a causal mask. Of 13 problems all were slower with steps of 112 and ping-pong
 until products are complete than without, by 4 % in the mean; with steps of 128 all were faster (notebook 0016)."""
+OWN_LOOPS_ROWS = 128
+"""Queries of these steps with which two loops were faster without a mask: by 2 to 7 % in six problems, and slower with
+112 in both (notebook 0024)."""
 NARROW_STEP, WIDE_STEP = 20, 20
 """What a step takes besides its queries, in queries, of head dims up to 64 and above 96 (notebook 0016)."""
 MAX_REGISTER_ATOMICS = 96
@@ -57,7 +60,8 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
         # Packed sequences and windows were slower with it in all 9 problems (notebook 0021).
         causal = is_causal(problem) and not problem.varlen and not extras
         ping_pong: PingPong = NARROW_PING_PONG[block_m] if causal else "until_complete" if extras and masked else "off"
-        tile = replace(tile, block_m=block_m, k_stages=2, v_stages=2, ping_pong=ping_pong)
+        own_loops = block_m == OWN_LOOPS_ROWS and not (masked or problem.varlen or extras)
+        tile = replace(tile, block_m=block_m, k_stages=2, v_stages=2, ping_pong=ping_pong, own_loops=own_loops)
     elif largest > MAX_REGISTER_ATOMICS and not extras:
         if problem.deterministic:
             tile = replace(tile, ping_pong="until_complete")
@@ -71,11 +75,13 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
             tile = replace(tile, ping_pong="until_complete")
         elif problem.window_left < 0 and least_work(problem, tile, (80, 64), WIDE_STEP) == 64:
             tile = replace(tile, block_m=64, ping_pong="until_issued")
-    elif problem.window_left >= 0 and not (problem.varlen or problem.deterministic or extras):
+    elif masked and not (problem.varlen or problem.deterministic or extras):
+        window = problem.window_left >= 0
         if few_steps(problem, tile.block_n):
-            tile = idle_warps_where_worth_it(problem, replace(tile, k_stages=2, ping_pong="until_issued"))
-        else:  # hardly any tile is cut by both sides
-            tile = replace(tile, block_m=96)
+            tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
+            tile = idle_warps_where_worth_it(problem, tile) if window else tile
+        else:  # hardly any tile is cut by both sides of a window
+            tile = replace(tile, block_m=96 if window else least_work(problem, tile, (96, 64), WIDE_STEP))
     return replace(tile, split_q=split_of(problem, tile, SMS).splits > 1).specialised(problem)
 
 
