@@ -3,8 +3,8 @@
     python benchmarks/scripts/peers_chart.py           # writes docs/images/speed-over-peers.svg
     python benchmarks/scripts/peers_chart.py --check   # exit 1 when the picture is not of the committed results
 
-The data are the files of drawn.py in benchmarks/results: one point a problem, a panel for each file and protocol. The
-picture holds a digest of its data, so that ``--check`` does not depend on the version of matplotlib.
+The data are the files of drawn.py in benchmarks/results: one point a dense problem, a panel for each file and
+protocol. The picture holds a digest of its data, so that ``--check`` does not depend on the version of matplotlib.
 """
 
 from __future__ import annotations
@@ -19,19 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "speed-over-peers.svg"
-PANELS = {
-    f"{direction}, {protocol}": (f"drawn_{direction}_dense_{seed}.json", protocol)
-    for direction, seed in (("forward", 2003), ("backward", 2004))
-    for protocol in ("steady", "flushed")
-}
-"""Title of a panel: the file of its data, and the protocol."""
 AHEAD, BEHIND, INK = "#2a6fb0", "#d1603d", "#333333"
-
-
-def ratios(file: str, protocol: str) -> list[float]:
-    """Time of the fastest peer over ours, for each problem that a peer ran, in ascending order."""
-    rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]
-    return sorted(row["ratio"][protocol] for row in rows if protocol in row.get("ratio", {}))
 
 
 def digest(panels: dict[str, list[float]]) -> str:
@@ -94,7 +82,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="draw nothing; exit 1 when the picture is out of date")
     check = parser.parse_args().check
-    panels = {title: ratios(*source) for title, source in PANELS.items()}
+    from drawn_tables import dense_panels  # which draws with this module
+
+    panels = dict(dense_panels(RESULTS))
     if not check:
         draw(panels, PICTURE)
         return 0

@@ -5,10 +5,10 @@
 
 A part stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. NAME is ``kernels`` (the registry),
 ``features`` (the registry next to what other libraries document, benchmarks/scripts/features.json), ``standing`` (where
-the committed results lead and where they trail), ``first-call`` (what a process's first call takes), ``mma-shapes``
-(what the mma family's heuristic picks), ``mma-holes`` (where it has no tile that fits), or ``bench:FILE``:
-benchmarks/FILE.json as the table that its format has. ``bench:FILE/VIEW`` takes another view of it: ``ladder`` and
-``logs-columns`` of a file that ``flashlane bench`` or
+the committed results lead and where they trail), ``drawn`` and others of drawn_tables.py (drawn problems),
+``first-call`` (what a process's first call takes), ``mma-shapes`` (what the mma family's heuristic picks),
+``mma-holes`` (where it has no tile that fits), or ``bench:FILE``: benchmarks/FILE.json as the table that its format
+has. ``bench:FILE/VIEW`` takes another view of it: ``ladder`` and ``logs-columns`` of a file that ``flashlane bench`` or
 baseline.py wrote, ``logs`` of that of baseline_logs.py, ``ceilings`` and ``rows`` of that of lessons_gpu.py, ``grid``
 (or ``grid-backward``, ``grid-both``), ``rows`` and ``targets`` of those of hopper_forward.py and hopper_backward.py. A
 file that is not there leaves a line that says so.
@@ -27,12 +27,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import drawn_tables
 from markdown_parts import table, wrapped
-from result_tables import DESIGNS, NOT_MEASURED, ROOT, Result, bench_tables, standing
+from result_tables import DESIGNS, ROOT, bench_tables, standing
 
 MARKED = re.compile(
-    r"(<!-- (kernels|features|standing|first-call|drawn|drawn-worst|mma-(?:shapes|holes)|bench:([\w.-]+?)"
-    r"(?:/([\w-]+))?):begin -->\n)"
+    rf"(<!-- (kernels|features|standing|first-call|{'|'.join(drawn_tables.PARTS)}|mma-(?:shapes|holes)|"
+    r"bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n)"
     r".*?(<!-- \2:end -->)",
     re.DOTALL,
 )
@@ -56,8 +57,8 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
         if f"<!-- {begin}:end -->" not in document:
             raise ValueError(f"{name} has <!-- {begin}:begin --> but no <!-- {begin}:end -->")
         if not MARKED.search(f"<!-- {begin}:begin -->\n<!-- {begin}:end -->"):
-            allowed = "kernels, features, standing, first-call, drawn, drawn-worst, mma-shapes, mma-holes or "
-            allowed += "bench:FILE[/VIEW]"
+            allowed = f"kernels, features, standing, first-call, {', '.join(drawn_tables.PARTS)}, mma-shapes, mma-holes"
+            allowed += " or bench:FILE[/VIEW]"
             raise ValueError(f"{name} has <!-- {begin}:begin -->; it may be {allowed}")
 
     def part(match: re.Match[str]) -> str:
@@ -69,10 +70,8 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
             body = standing(results)
         elif match[2] == "first-call":
             body = first_call(results / "first_call.json")
-        elif match[2] == "drawn":
-            body = drawn(results)
-        elif match[2] == "drawn-worst":
-            body = drawn_worst(results)
+        elif match[2] in drawn_tables.PARTS:
+            body = drawn_tables.PARTS[match[2]](results)
         elif match[2] == "mma-shapes":
             body = shape_table()
         elif match[2] == "mma-holes":
@@ -102,47 +101,6 @@ def first_call(path: Path) -> str:
 
 
 # --- from the registry
-
-
-PROTOCOLS = ("steady", "flushed")
-"""Of drawn.py, in the order of the table's figures."""
-
-
-def judged(results: Path) -> list[Result]:
-    """The files of drawn.py at judging seeds."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("drawn_*.json"))]
-    return sorted(
-        (body for body in found if body["role"] == "judging"), key=lambda body: body["direction"] != "forward"
-    )
-
-
-def drawn(results: Path) -> str:
-    """How drawn problems of judging seeds compare with the fastest peer, a line for each file."""
-    import drawn_summary
-
-    rows = []
-    for body in judged(results):
-        of_protocols = [drawn_summary.figures(body["rows"], protocol) for protocol in PROTOCOLS]
-        if all(of_protocols):
-            ahead = " / ".join(f"{100 * each['ahead']:.0f}" for each in of_protocols)
-            numbers = (" / ".join(f"{each[name]:.2f}" for each in of_protocols) for name in ("least", "mean"))
-            what = f"{body['direction']}, {body['kind']}"
-            rows.append((what, int(of_protocols[0]["problems"]), f"{ahead} %", *numbers))
-    head = ("drawn problems, steady / flushed", "count", "at the fastest peer's speed or above", "least")
-    return table((*head, "geometric mean"), rows) if rows else NOT_MEASURED
-
-
-def drawn_worst(results: Path) -> str:
-    """The drawn problems of judging seeds that are furthest behind, ten of each file."""
-    import drawn_summary
-
-    rows = [
-        (f"{body['direction']}, {body['kind']}", row["problem"], protocol, f"{ratio:.3f}", row["best_peer"][protocol])
-        for body in judged(results)
-        for ratio, protocol, row in drawn_summary.worst(body["rows"])
-        if ratio < 1
-    ]
-    return table(("drawn", "problem", "protocol", "ratio", "fastest peer"), rows) if rows else NOT_MEASURED
 
 
 def kernel_list() -> str:

@@ -1,0 +1,80 @@
+"""What the documents say of drawn problems: figures of judging seeds, and of one device unless another is named."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WHERE = {"device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-24T08:00:00+00:00", "torch": "2.11.0+cu130"}
+WHERE |= {"cuda": "13.0", "cudnn": 91900, "flash-attn-4": "4.0.0b36"}
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "scripts"))
+    return importlib.import_module("drawn_tables")
+
+
+def row(steady: float, flushed: float, absent: dict[str, str] | None = None) -> dict[str, Any]:
+    return {
+        "problem": f"P{steady:g}", "ratio": {"steady": steady, "flushed": flushed}, "absent": absent or {},
+        "best_peer": {"steady": "fa4", "flushed": "cudnn"},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    files = {
+        "drawn_backward_dense_2.json": ("backward", "dense", "judging", "NVIDIA H200", [row(2.0, 0.5)]),
+        "drawn_forward_window_3.json": ("forward", "window", "judging", "NVIDIA H200", [row(1.5, 1.5)]),
+        "drawn_forward_dense_1_h100.json": ("forward", "dense", "judging", "NVIDIA H100", [row(0.8, 0.8)]),
+        "drawn_forward_dense_1.json": (
+            "forward", "dense", "judging", "NVIDIA H200", [row(4.0, 1.0), row(0.9, 1.0, {"fa4": "no"}), row(0.96, 4.0)],
+        ),
+        "drawn_forward_dense_9.json": ("forward", "dense", "fitting", "NVIDIA H200", [row(0.1, 0.1)]),
+    }  # fmt: skip
+    for name, (direction, kind, role, device, rows) in files.items():
+        body = {"direction": direction, "kind": kind, "role": role, "count": 200, "seed": 2013, "rows": rows}
+        (tmp_path / name).write_text(json.dumps(body | {"environment": WHERE | {"device": device}}))
+    return tmp_path
+
+
+def test_a_line_for_each_judging_file_and_another_device_is_named(tables: ModuleType, results: Path) -> None:
+    lines = tables.summary_table(results).splitlines()
+    assert lines[2:] == [
+        "| forward, dense | 3 | 33 / 100 % | 0.90 / 1.00 | 1.51 / 1.59 |",
+        "| forward, dense, NVIDIA H100 | 1 | 0 / 0 % | 0.80 / 0.80 | 0.80 / 0.80 |",
+        "| forward, window | 1 | 100 / 100 % | 1.50 / 1.50 | 1.50 / 1.50 |",
+        "| backward, dense | 1 | 100 / 0 % | 2.00 / 0.50 | 2.00 / 0.50 |",
+    ]
+    assert tables.worst_table(results).splitlines()[2:] == [
+        "| forward, dense | P0.9 | steady | 0.900 | fa4 |",
+        "| forward, dense | P0.96 | steady | 0.960 | fa4 |",
+        "| forward, dense, NVIDIA H100 | P0.8 | flushed | 0.800 | cudnn |",
+        "| backward, dense | P2 | flushed | 0.500 | cudnn |",
+    ]
+
+
+def test_sentences_have_the_figures_of_one_device(tables: ModuleType, results: Path) -> None:
+    behind = " ".join(tables.behind_sentence(results).split())
+    assert "the forward is behind the fastest peer in 2 (steady) or 0 (flushed) of 3" in behind
+    assert "the backward is behind the fastest peer in 0 (steady) or 1 (flushed) of 1" in behind
+    run = "Measured on one NVIDIA H200 with torch 2.11.0 for CUDA 13.0, cuDNN 9.19 and FlashAttention-4 4.0.0b36"
+    assert " ".join(tables.run_sentence(results).split()) == f"{run} (2026-11-24)."
+    first = tables.files_list(results).splitlines()[0]
+    assert "3 of 200 problems of seed 2013, NVIDIA H200, commit abc1234, 2026-11-24" in first
+    assert first.endswith("FlashAttention-4 is absent from 1")
+    assert dict(tables.dense_panels(results)) == {
+        "forward, steady": [0.9, 0.96, 4.0], "forward, flushed": [1.0, 1.0, 4.0],
+        "backward, steady": [2.0], "backward, flushed": [0.5],
+    }  # fmt: skip
+
+
+def test_without_files_nothing_was_measured(tables: ModuleType, tmp_path: Path) -> None:
+    assert {part(tmp_path) for part in tables.PARTS.values()} == {"Not measured yet.\n"}
