@@ -36,6 +36,7 @@ from flashlane.distributed.plan import Division, gather_calls, gather_plan
 from flashlane.distributed.ranged import arriving_chunks_of, blocks_of_all, chunks_of, edges_of, ranges_of, window_of
 from flashlane.jit import launch
 from flashlane.kernels.hopper.forward.kernel import KERNEL
+from flashlane.kernels.hopper.forward.ranged import as_dense
 from flashlane.reference.naive import reference_attention
 
 HERE = torch.device("cuda")
@@ -130,7 +131,17 @@ class Call:
         return out, lse
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same by packed sequences with copies of their keys, and rows of no range as sequences without keys."""
+        """The same by packed sequences with copies of their keys, and rows of no range as sequences without keys.
+
+        One range of all rows is a dense sequence.
+        """
+        dense = as_dense(self.problem, self.ranges, self.inputs, None)
+        if dense is not None:
+            keys = slice(0, dense.seqlen_k)
+            out, lse = self.empty()
+            inputs = Inputs(self.q[None], self.k[None, keys], self.v[None, keys])
+            KERNEL.run(KERNEL.config(dense), dense, inputs, out[None], lse[None])
+            return out, lse
         keys, ends_q, ends_k, at = [], [0], [0], 0
         for each in sorted(self.ranges.sequences):
             if each.q_first > at:
@@ -433,6 +444,11 @@ def compile_ahead() -> dict[str, Any]:
         if blocks is None:
             continue
         problem = problem_of(case, blocks)
+        dense = None
+        if len(blocks) == 1:
+            one = blocks[0]
+            dense = replace(problem, batch=1, varlen=False, seqlen_q=one.q_stop, seqlen_k=one.k_stop)
+            sources.append(replace(KERNEL.config(dense), arrivals=case not in ONE_LAUNCH).source())
         config = replace(KERNEL.config(problem), ranges=True)
         sources.append(config.source())
         sources += [replace(config, arrivals=True).source()] if case not in ONE_LAUNCH else []

@@ -37,6 +37,7 @@ def differences(pool: RankPool, case: Case, ranks: int) -> dict[str, float]:
     """The results that are further from one process's than the tolerance, relative to the largest value or 1."""
     found = cases.assembled(case, pool.run(cases.on_rank, case, ranks, ranks=list(range(ranks))))
     how = {"method": "allgather", "layout": "zigzag", "heads_k_stride": None, "transport": "messages", "again": False}
+    how |= {"polled": False, "shared": False}
     key = Case(**{**vars(case), **how})
     if key not in _expected:
         _expected[key] = cases.expected(case)
@@ -144,6 +145,29 @@ def test_keys_that_come_in_chunks_while_a_kernel_polls_their_flags(pool: RankPoo
         if found := differences(pool, case, ranks):
             wrong[f"{ranks} ranks, {case}"] = found
     assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["messages", "copies"])
+def test_a_backward_of_two_chunks_in_one_launch(pool: RankPool, transport: str) -> None:
+    wrong = {}
+    for number, variant in enumerate((*VARIANTS, {"lengths": (61,), "window": (30, 0)}, {"lengths": (200,)})):
+        ranks = 2 + number % 3
+        case = Case(
+            **variant, transport=transport, shared=True, again=number % 2 == 0, reads_lse=False,
+            heads_k_stride=1 if number % 3 == 1 else None,
+        )  # fmt: skip
+        if found := differences(pool, case, ranks):
+            wrong[f"{ranks} ranks, {case}"] = found
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_all_ranks_but_the_last_have_two_chunks_in_it(pool: RankPool) -> None:
+    case = Case(lengths=(61,), shared=True, reads_lse=False)
+    assert pool.run(cases.shares_on_rank, case, 4) == [[True]] * 3 + [[False]]
+    case = dataclasses.replace(case, heads_k_stride=1)
+    assert pool.run(cases.shares_on_rank, case, 3, ranks=[0, 1, 2]) == [[True] * 2] * 2 + [[False] * 2]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Forwards that poll flags while keys come, with all ranks on one GPU: right, and the same bits at every run."""
+"""What one GPU shows of several ranks: forwards that poll flags while keys come, and the steps of a ring."""
 
 from __future__ import annotations
 
@@ -6,18 +6,66 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from flashlane.core.arch import arch_of
+from flashlane.core.problem import AttentionProblem, CallOptions, Inputs
+from flashlane.distributed import attend
+from flashlane.distributed.attend import Settings, State, accumulate
+from flashlane.distributed.layout import token_indices
+from flashlane.distributed.modifiers import Modifiers
+from flashlane.distributed.plan import Division, ring_calls
+from flashlane.kernels.hopper.forward.kernel import KERNEL
+from flashlane.reference.naive import reference_attention
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scripts" / "ranks_on_one_gpu.py"
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+needs_hopper = pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm_90 GPU")
+
+
+def ring_output(division: Division, rank: int, qkv: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, in f32, and LSE of a rank's queries, merged over the shards of all ranks in the order of a ring."""
+    shards = [token_indices(division.layout, division.lengths, division.ranks, each) for each in range(division.ranks)]
+    q, *_ = (t.index_select(1, shards[rank].to(HERE)) for t in qkv)
+    state, settings = State(q, qkv[2].shape[3]), Settings(CallOptions(scale=q.shape[3] ** -0.5), kernel=KERNEL.tag)
+    for step in range(division.ranks):
+        shard = (rank - step) % division.ranks
+        k, v = (t.index_select(1, shards[shard].to(HERE)) for t in qkv[1:])
+        calls = ring_calls(division, rank, shard, False, False)
+        accumulate(state, q, k, v, calls, Modifiers(), settings)
+    return state.out, state.lse
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm_90 GPU")
+@needs_hopper
+@pytest.mark.parametrize("layout, left", [("zigzag", -1), ("contiguous", 700), ("striped", -1)])
+def test_a_ring_merges_outputs_that_were_not_rounded(layout: str, left: int) -> None:
+    """Against f64, where P in bf16 has an error, too; outputs in bf16, as other rings merge them, add theirs."""
+    torch.manual_seed(2)
+    qkv = [torch.randn(1, 2003, heads, 128, dtype=torch.bfloat16, device=HERE) for heads in (8, 2, 2)]
+    division = Division(layout, (2003,), 4, left, 0)  # type: ignore[arg-type]
+    whole = Inputs(*(t.double() for t in qkv))
+    right, right_lse = reference_attention(
+        AttentionProblem.from_inputs(whole, scale=128**-0.5, causal=True, window_size=(left, 0)), whole, torch.float64
+    )
+    for rank in range(4):
+        rows = token_indices(division.layout, division.lengths, 4, rank).to(HERE)
+        rounded, _ = ring_output(division, rank, qkv)
+        with mock.patch.object(attend, "F32_PARTIALS", True):
+            out, lse = ring_output(division, rank, qkv)
+        wanted = right.index_select(1, rows)
+        error, before = (float((each.double() - wanted).norm() / wanted.norm()) for each in (out, rounded))
+        assert error < 0.85 * before and error < 2e-3, (rank, error, before)
+        assert float((lse.double() - right_lse.index_select(2, rows)).abs().max()) < 1e-4
+
+
+@pytest.mark.gpu
+@needs_hopper
 def test_ranks_of_one_gpu(tmp_path: Path) -> None:
     """In a process of its own, as a kernel that waits too long ends its use of the GPU."""
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--seconds", "150"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from rank_pool import RankPool, first_ranks
 
 from flashlane.distributed import (
     llama3_flash_attn_prepare_cu_seqlens,
+    position_ids,
     shard_sequence,
     token_indices,
     unshard_sequence,
@@ -23,7 +25,8 @@ DOCUMENTS = [0, 5, 5, 22, 23, 41]
 
 
 def there_and_back(layout: str, cu_seqlens: list[int] | None, on_mesh: bool) -> list[bool]:
-    """Whether shards are the tokens of the layout, joining them gives the whole, and gradients are sums over ranks."""
+    """Whether shards are the tokens of the layout, joining them gives the whole, gradients are sums over ranks, and the
+    shard of all positions is what ``position_ids`` gives."""
     group = square_mesh() if on_mesh else first_ranks(3)
     where = {"cu_seqlens": cu_seqlens, "layout": layout, "group": group}
     total = cu_seqlens[-1] if cu_seqlens else 17
@@ -36,15 +39,18 @@ def there_and_back(layout: str, cu_seqlens: list[int] | None, on_mesh: bool) -> 
     whole = unshard_sequence(own, **where, **({} if cu_seqlens else {"seqlen": total}))
     (whole * (dist.get_rank() + 1)).sum().backward()
     share = torch.zeros_like(x).index_fill_(1, order, size * (size + 1) / 2)
-    return [torch.equal(own, x[:, order]), torch.equal(whole, x), torch.equal(x.grad, share)]
+    bounds = cu_seqlens or [0, total]
+    positions = torch.cat([torch.arange(stop - first) for first, stop in itertools.pairwise(bounds)])
+    same = torch.equal(shard_sequence(positions, 0, **where), position_ids(None if cu_seqlens else total, **where))
+    return [torch.equal(own, x[:, order]), torch.equal(whole, x), torch.equal(x.grad, share), same]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 def test_unshard_is_the_inverse_of_shard(pool: RankPool, layout: str) -> None:
     for cu_seqlens in (None, DOCUMENTS):
-        assert pool.run(there_and_back, layout, cu_seqlens, False, ranks=[0, 1, 2]) == [[True] * 3] * 3
-        assert pool.run(there_and_back, layout, cu_seqlens, True) == [[True] * 3] * 4
+        assert pool.run(there_and_back, layout, cu_seqlens, False, ranks=[0, 1, 2]) == [[True] * 4] * 3
+        assert pool.run(there_and_back, layout, cu_seqlens, True) == [[True] * 4] * 4
 
 
 def wrong_shard() -> str:

@@ -13,10 +13,12 @@ from unittest import mock
 
 import numpy
 import polled_reference
+import share_reference
 import torch
 import torch.distributed as dist
 from polled_reference import polling
 from rank_pool import first_ranks
+from share_reference import sharing
 
 import flashlane
 from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func
@@ -53,6 +55,8 @@ class Case:
     """Whether the LSE is asked for, and the loss depends on it."""
     polled: bool = False
     """Whether keys come chunk by chunk by copies: to a GPU while its kernel runs."""
+    shared: bool = False
+    """Whether a backward of two chunks has one launch, as on a GPU."""
     again: bool = False
     """Whether the same call is made before with other values, as in a second step of a training."""
 
@@ -148,7 +152,7 @@ def on_rank(case: Case, size: int) -> dict[str, numpy.ndarray]:
     if case.heads_k_stride:
         where["heads_k_stride"] = case.heads_k_stride
     where["transport"] = case.transport
-    with polling() if case.polled else contextlib.nullcontext():
+    with polling() if case.polled else contextlib.nullcontext(), sharing() if case.shared else contextlib.nullcontext():
         if case.again:
             others = {name: t.flip(case.axis) * 0.5 if name in sharded else t for name, t in tensors.items()}
             _on_rank(case, others, where)
@@ -171,6 +175,13 @@ def launches_on_rank(case: Case, size: int) -> list[int]:
     polled_reference.used.clear()
     on_rank(case, size)
     return list(polled_reference.used)
+
+
+def shares_on_rank(case: Case, size: int) -> list[bool]:
+    """Of each launch of a share's backward whether it had two ranges of queries."""
+    share_reference.used.clear()
+    on_rank(case, size)
+    return list(share_reference.used)
 
 
 def on_slow_rank(case: Case, size: int, calls: int) -> list[dict[str, numpy.ndarray]]:

@@ -114,6 +114,15 @@ class Arriving(NamedTuple):
     """The time in seconds that a chunk may take; after it the kernel ends with an error."""
 
 
+class QueryRanges(NamedTuple):
+    """The rows of q as two ranges of one backward, each with an alignment of its own."""
+
+    rows: int
+    """The number of rows of the first range; the second one has the others."""
+    shifts: tuple[int, int]
+    """Query i of a range is aligned with key ``i + shift``, from which its window counts."""
+
+
 RangedRepeat = Callable[
     ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "Arriving | None"], None
 ]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from flashlane.core.problem import AttentionProblem, Gradients, Inputs
-    from flashlane.core.ranges import Arriving, RangedRepeat, Ranges
+    from flashlane.core.ranges import Arriving, QueryRanges, RangedRepeat, Ranges
     from flashlane.jit import Compiled, KernelSource
 
 
@@ -174,6 +174,13 @@ class Kernel(ABC):
             arrives. Rows that no range has are not written.
         """
         return None
+
+    def forward_f32(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> bool:
+        """:meth:`forward` with an output in f32, which the caller merges with others; whether the kernel has it.
+
+        If it has not, nothing was done. ``out`` and ``lse`` are contiguous, and q, k and v start on 16 bytes.
+        """
+        return False
 
     def preference(self, problem: AttentionProblem) -> float:
         """How much ``auto`` wants this kernel for a problem it supports; data of the kernel's heuristic."""
@@ -361,6 +368,22 @@ class BackwardKernel(ABC):
             the shapes and dtypes of this call. Where the caller gives dq, a tensor of q's shape and dtype whose
             rows are contiguous, the gradient of q is written there. The function gives None, and has done nothing,
             where :meth:`run` is to be called instead, as for strides that need a copy. None: there is no such function.
+        """
+        return None
+
+    def prepare_share(
+        self, problem: AttentionProblem, inputs: Inputs, ranges: QueryRanges | None = None
+    ) -> RepeatBackward | None:
+        """What :meth:`prepare` is for a rank's share of a call, whose dK and dV are summed over ranks.
+
+        Args:
+            problem: dense, without score modifiers; with ``ranges`` it has all their rows, and all keys that some row
+                sees.
+            inputs: the tensors of the call.
+            ranges: two ranges of rows of q with alignments of their own; None: all rows are aligned alike.
+
+        Returns:
+            The function, whose gradients of k and v are f32; None where the kernel has no such launch.
         """
         return None
 

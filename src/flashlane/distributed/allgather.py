@@ -31,7 +31,7 @@ from flashlane.distributed.calls import Call, Calls, Packed
 from flashlane.distributed.comm import label_of
 from flashlane.distributed.copies import CopiedGathering, Route, peer_memory
 from flashlane.distributed.gather import Gathering, Returning, Task
-from flashlane.distributed.launches import Launch, Pair, RangedLaunch, launches_of
+from flashlane.distributed.launches import Launch, Pair, RangedLaunch, launches_of, ranged_backward_of
 from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.peer_memory import Exchange
 from flashlane.distributed.polled import ChunkGathering, polled_launch, run_polled
@@ -215,7 +215,7 @@ class GatherAttention(torch.autograd.Function):
         launches = _launches(task, calls, groups, q, out, named) if again else None
         for group, each in enumerate(groups):
             if launches is not None:
-                partials = _launch_backward(calls, each, launches[group], (q, out, do, dq), lses, streams)
+                partials = _launch_backward(task, calls, each, launches[group], (q, out, do, dq), lses, streams)
             else:
                 flow = Flow(out, lse, do, dlse)
                 partials, d_scale = _attend_backward(task, calls, each, q, flow, dq, named, streams)
@@ -265,6 +265,7 @@ def _launch_all(
 
 
 def _launch_backward(
+    task: Task,
     calls: Calls,
     group: _HeadGroup,
     launches: tuple[Launch | RangedLaunch, ...],
@@ -276,6 +277,15 @@ def _launch_backward(
     q, out, do, dq = (_heads_of(t, group.heads) for t in tensors)
     partials = []
     with torch_rules.no_autocast(q):
+        ranged = ranged_backward_of(task.memo, launches, calls, q, group.gathering.gathered)
+        if ranged is not None:
+            streams.wait(0, group.arrived)
+            with streams.on(0):
+                lse = _joined_lse(q, calls, [each[:, group.heads] for each in lses]).contiguous()
+                found = ranged.run(q, group.gathering.gathered, out, lse, do, dq)
+            if found is not None:
+                streams.keep(lse, found)
+                return [Partial(ranged.keys, *found)]
         for at, (_, number) in enumerate(calls.order(1)):
             stream, call = at % COMPUTE_STREAMS, calls.calls[number]
             _, kv = group.read_by(calls, number, streams, stream)

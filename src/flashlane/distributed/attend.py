@@ -15,7 +15,7 @@ import torch
 
 from flashlane.core import dispatch
 from flashlane.core.arch import compute_dtype
-from flashlane.core.problem import AttentionProblem, CallOptions, Gradients, Inputs
+from flashlane.core.problem import VECTOR_BYTES, AttentionProblem, CallOptions, Gradients, Inputs
 from flashlane.core.registry import Kernel
 from flashlane.distributed.calls import Call, Calls, Packed, add_rows, take_rows
 from flashlane.distributed.layout import PLANS
@@ -204,6 +204,23 @@ def _enqueue_forward(part: Prepared, out: torch.Tensor, lse: torch.Tensor) -> No
         part.kernel.forward(part.problem, part.inputs, out, lse)
 
 
+F32_PARTIALS = False
+"""Whether outputs that are merged are f32, where their kernel can. It has not run on a GPU yet."""
+
+
+def _forward_f32(part: Prepared, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
+    """``out``, f32, with the output of a call that was not rounded before; None where its kernel has no such output."""
+    inputs = part.inputs
+    if (
+        not F32_PARTIALS
+        or out.dtype == inputs.q.dtype
+        or any(t.data_ptr() % VECTOR_BYTES for t in (inputs.q, inputs.k, inputs.v))
+    ):
+        return None
+    with torch_rules.no_autocast(inputs.q):
+        return out if part.kernel.forward_f32(part.problem, inputs, out, lse) else None
+
+
 def accumulate(
     state: State,
     q: torch.Tensor,
@@ -218,9 +235,11 @@ def accumulate(
     for call in calls.calls:
         part = prepare(call, q, k, v, modifiers.of_some_keys(), settings)
         count = part.rows.stop - part.rows.start
-        out = q.new_empty((batch, count, heads, v.shape[-1]))
         lse = q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype))
-        _enqueue_forward(part, out, lse)
+        out = _forward_f32(part, state.out.new_empty((batch, count, heads, v.shape[-1])), lse)
+        if out is None:
+            out = q.new_empty((batch, count, heads, v.shape[-1]))
+            _enqueue_forward(part, out, lse)
         state.merge(part.rows, out, _moved(lse, -1, call, modifiers))
 
 

@@ -6,23 +6,30 @@ They are for calls without modifiers whose blocks share no rows. :mod:`attend` c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from flashlane.core import dispatch
 from flashlane.core.arch import compute_dtype
-from flashlane.core.problem import VECTOR_BYTES, Gradients, Inputs
+from flashlane.core.problem import VECTOR_BYTES, AttentionProblem, Gradients, Inputs
 from flashlane.core.ranges import RangedRepeat
-from flashlane.core.registry import RepeatBackward
+from flashlane.core.registry import Kernel, RepeatBackward
 from flashlane.distributed.attend import Settings, prepare
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.calls import Calls, Packed
 from flashlane.distributed.modifiers import Modifiers
-from flashlane.distributed.ranged import blocks_of_all, prepare_ranged
+from flashlane.distributed.ranged import blocks_of_all, prepare_ranged, query_ranges_of
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 DOCUMENTS_AS_RANGES = False
 """Whether packed blocks are ranges of one launch over the keys as they lie, and not packed sequences with copies."""
+F32_GRADIENTS = True
+"""Whether a backward writes dK and dV in f32, where its kernel can, so that they are rounded only after their sum."""
+TWO_RANGES = False
+"""Whether a backward computes two chunks in one launch, where its kernel can. It is right, and was not faster than two
+launches in the one run that timed it (docs/notebook/0019-context-parallel.md)."""
 Launches = dict[tuple[object, ...], "tuple[Launch | RangedLaunch, ...] | None"]
 """The launches by shapes, strides, dtype and device of the tensors; None for tensors without prepared launches."""
 
@@ -66,9 +73,20 @@ class Launch:
             dq.copy_(gradients[0])
         return gradients[1], gradients[2]
 
+    @property
+    def problem(self) -> AttentionProblem:
+        """Of the block."""
+        return self._problem
+
+    @property
+    def kernel(self) -> Kernel:
+        """The forward kernel."""
+        return self._kernel
+
     def _prepare_backward(self, *qkv: torch.Tensor) -> RepeatBackward | None:
         chosen = dispatch.select_backward(self._problem, self._kernel)
-        return chosen.prepare(self._problem, Inputs(*qkv), self._kernel)
+        found = chosen.prepare_share(self._problem, Inputs(*qkv)) if F32_GRADIENTS else None
+        return found or chosen.prepare(self._problem, Inputs(*qkv), self._kernel)
 
     def _run_backward(
         self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
@@ -76,6 +94,55 @@ class Launch:
         chosen = dispatch.select_backward(self._problem, self._kernel)
         grads: Gradients = chosen.run(self._problem, inputs, out, lse, do, None, bias_grad=False, forward=self._kernel)
         return grads.q, grads.k, grads.v
+
+
+class RangedBackward:
+    """The backward of two blocks whose rows follow each other, in one launch, so that their dK and dV are summed in it.
+
+    Args:
+        repeat: what :meth:`~flashlane.core.registry.BackwardKernel.prepare_share` gave.
+        keys: keys that the blocks see.
+    """
+
+    __slots__ = ("_repeat", "keys")
+
+    def __init__(self, repeat: RepeatBackward, keys: slice) -> None:
+        self._repeat, self.keys = repeat, keys
+
+    @classmethod
+    def of(
+        cls, blocks: Sequence[Block], launches: Sequence[Launch], q: torch.Tensor, kv: Pair
+    ) -> RangedBackward | None:
+        """The backward of the launches of all blocks; None where no kernel has such a launch.
+
+        Args:
+            blocks: the blocks of a rank, in any order.
+            launches: of the blocks, in the same order.
+            q: all rows, ``(b, rows, h, d)``.
+            kv: keys and values that the blocks index.
+        """
+        like, ranges, keys = query_ranges_of(blocks)
+        if ranges is None or max(each.q_stop for each in blocks) != q.shape[1]:
+            return None
+        one = launches[blocks.index(like)]
+        problem = replace(
+            one.problem, seqlen_q=q.shape[1], seqlen_k=keys.stop - keys.start, window_left=like.left,
+            window_right=like.right,
+        )  # fmt: skip
+        chosen = dispatch.select_backward(problem, one.kernel)
+        repeat = chosen.prepare_share(problem, Inputs(q, *(t[:, keys] for t in kv)), ranges)
+        return None if repeat is None else cls(repeat, keys)
+
+    def run(
+        self, q: torch.Tensor, kv: Pair, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dq: torch.Tensor
+    ) -> Pair | None:
+        """Write all of ``dq``, and return the gradients of the keys; None, and nothing is done, for other strides.
+
+        ``lse`` is ``(b, h, rows)`` and contiguous.
+        """
+        k, v = (t[:, self.keys] for t in kv)
+        found = self._repeat(q, k, v, out, lse, do, dq)
+        return None if found is None else (found[1], found[2])
 
 
 class RangedLaunch:
@@ -98,6 +165,28 @@ class RangedLaunch:
     def forward(self, q: torch.Tensor, kv: Pair, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Write ``out`` and the LSE ``(1, h, rows)``, which is contiguous."""
         self._forward(q[0], kv[0][0], kv[1][0], out[0], lse[0], None)
+
+
+def ranged_backward_of(
+    known: dict[object, Any], launches: Sequence[Launch | RangedLaunch], calls: Calls, q: torch.Tensor, gathered: Pair
+) -> RangedBackward | None:
+    """The one launch of the backward of two blocks; None where there are not two, or no kernel has it.
+
+    Args:
+        known: those of earlier calls; that of this call is added.
+        launches: of ``calls``, by :func:`launches_of`.
+        calls: blocks of this rank.
+        q: ``(b, rows, h, d)``.
+        gathered: the keys and values that ``calls`` index.
+    """
+    blocks = [each for each in calls.calls if isinstance(each, Block)]
+    if not TWO_RANGES or len(launches) != 2 or len(blocks) != 2:
+        return None
+    key = (RangedBackward, *launches)
+    if key not in known:
+        pairs = [each for each in launches if isinstance(each, Launch)]
+        known[key] = RangedBackward.of(blocks, pairs, q, gathered)
+    return known[key]
 
 
 def launches_of(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from flashlane.core.problem import Inputs
-from flashlane.core.ranges import EDGE, MOST_CHUNKS, OWN, Arriving, Chunk, Range, RangedRepeat, Ranges
+from flashlane.core.ranges import EDGE, MOST_CHUNKS, OWN, Arriving, Chunk, QueryRanges, Range, RangedRepeat, Ranges
 from flashlane.distributed.attend import Settings, prepare
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.calls import Calls, Packed
@@ -61,6 +61,31 @@ def window_of(blocks: Iterable[Block]) -> tuple[int, int]:
 def ranges_of(blocks: Iterable[Block], chunks: tuple[Chunk, ...] = ()) -> Ranges:
     """Blocks as the sequences of one launch."""
     return Ranges(tuple(Range(each.q_first, each.q_stop, each.k_first, each.k_stop) for each in blocks), chunks)
+
+
+def query_ranges_of(blocks: Sequence[Block]) -> tuple[Block, QueryRanges | None, slice]:
+    """Two blocks whose rows follow each other as two ranges of one backward.
+
+    Returns:
+        The block whose window is right for both; the ranges, or None if the blocks cannot be that; and all their keys.
+    """
+    like = min(blocks, key=lambda block: (block.left < 0) + (block.right < 0))
+    keys = slice(min(each.k_first for each in blocks), max(each.k_stop for each in blocks))
+    if len(blocks) != 2 or not all(_is_range(each, like, keys) for each in blocks):
+        return like, None, keys
+    first, second = sorted(blocks, key=lambda block: block.q_first)
+    if first.q_first != 0 or first.q_stop != second.q_first or first.step != second.step:
+        return like, None, keys
+    shifts = tuple(each.k_stop - keys.start - (each.q_stop - each.q_first) for each in (first, second))
+    return like, QueryRanges(first.q_stop, shifts), keys
+
+
+def _is_range(block: Block, like: Block, keys: slice) -> bool:
+    """Whether the window of ``like`` hides from a block's queries all keys that are not the block's."""
+    rows = block.q_stop - block.q_first
+    hides_later = like.right == 0 or block.k_stop == keys.stop
+    hides_earlier = block.k_first == keys.start or 0 <= like.left <= block.k_stop - rows - block.k_first
+    return block.allows(like.left, like.right) and hides_later and hides_earlier
 
 
 def prepare_ranged(

@@ -45,7 +45,7 @@ def row_bytes(head_dim: int) -> int:
 
 NO_MODIFIERS = ScoreConfig()
 PROBLEM_FIELDS = ("dtype", "head_dim", "head_dim_v", "has_left", "has_right", "varlen", "score", "deterministic")
-PROBLEM_FIELDS += ("block_lists", "mask_bits", "unseen_keys")
+PROBLEM_FIELDS += ("block_lists", "mask_bits", "unseen_keys", "query_ranges", "f32_dkdv")
 """Fields that a problem decides, and not the tile."""
 Config = TypeVar("Config", bound="GradientConfig")
 
@@ -70,6 +70,10 @@ class GradientConfig(ABC):
     """Partial blocks of the lists are masked by bits, not by the program."""
     unseen_keys: bool = False
     """No query sees the first n-blocks, or the last ones (``seen_keys.py``): they are no tiles."""
+    query_ranges: bool = False
+    """The rows of q are two ranges, each with an alignment of its own (``row_blocks.cuh``)."""
+    f32_dkdv: bool = False
+    """dK and dV are written in f32, for sums over ranks, and not in the operands' type."""
     program: str = ""
     """Text of ``program.cuh``, which changes scores and masks; empty without."""
     heads_per_section: int = 0
@@ -164,6 +168,7 @@ class GradientConfig(ABC):
         constants |= self.score.on_scores.constants()
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
         constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits, "MIXED_DQ": self.mixed_dq}
+        constants["F32_DKDV"] = self.f32_dkdv
         headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner)),)
         headers += ((PROGRAM_HEADER, self.program or NO_PROGRAM),)
         return _source(name, self, constants, headers)
@@ -194,6 +199,7 @@ def _mask_constants(config: GradientConfig, masked: bool) -> dict[str, int]:
         "HAS_LEFT": masked and config.has_left,
         "HAS_RIGHT": masked and config.has_right,
         "VARLEN": config.varlen,
+        "QUERY_RANGES": config.query_ranges,
     }
 
 

@@ -77,3 +77,19 @@ __device__ __forceinline__ void store_accumulator(const float (&d)[DIM / 2], Ele
         }
     }
 }
+// The same in f32: a quad's lanes store 32 bytes of a row together.
+template <int DIM>
+__device__ __forceinline__ void store_accumulator(const float (&d)[DIM / 2], float* to, long long stride, int rows,
+                                                  float factor) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = threadIdx.x % WARPGROUP / WARP * 16 + lane / 4 + 8 * half;
+        float* const out = to + row * stride + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < DIM / 8; ++n) {
+            const int j = 4 * n + 2 * half;
+            if (row < rows) *reinterpret_cast<float2*>(out + 8 * n) = make_float2(d[j] * factor, d[j + 1] * factor);
+        }
+    }
+}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from flashlane.core.problem import AttentionProblem
+from flashlane.core.ranges import QueryRanges
 from flashlane.kernels.hopper.arch import L2_BYTES, SMS
 from flashlane.kernels.makespan import makespan, section_sizes, sections_of
 
@@ -29,13 +30,22 @@ def is_causal(problem: AttentionProblem) -> bool:
     return problem.window_right >= 0 and problem.window_left < 0
 
 
-def steps_of(problem: AttentionProblem, block_m: int, block_n: int) -> list[int]:
-    """Steps of ``block_m`` queries of a tile of ``block_n`` keys, by its n-block."""
-    m_blocks = -(-problem.seqlen_q // block_m)
+def steps_of(problem: AttentionProblem, block_m: int, block_n: int, ranges: QueryRanges | None = None) -> list[int]:
+    """Steps of ``block_m`` queries of a tile of ``block_n`` keys, by its n-block; ranges have m-blocks of their own."""
+    if ranges is None:
+        return _steps(problem, problem.seqlen_q, problem.shift, block_m, block_n)
+    rows = ranges.rows, problem.seqlen_q - ranges.rows
+    of_each = (_steps(problem, *each, block_m, block_n) for each in zip(rows, ranges.shifts, strict=True))
+    return list(map(sum, zip(*of_each, strict=True)))
+
+
+def _steps(problem: AttentionProblem, rows: int, shift: int, block_m: int, block_n: int) -> list[int]:
+    m_blocks = -(-rows // block_m)
     found = []
     for first in range(0, problem.seqlen_k, block_n):
-        hidden = 0 if problem.window_right < 0 else max(0, first - problem.shift - problem.window_right)
-        found.append(max(0, m_blocks - hidden // block_m) * problem.group)
+        hidden = 0 if problem.window_right < 0 else max(0, first - shift - problem.window_right)
+        seen = m_blocks if first < shift + rows else 0
+        found.append(max(0, seen - hidden // block_m) * problem.group)
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 
 from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
+from flashlane.core.ranges import QueryRanges
 from flashlane.core.registry import (
     BackwardKernel,
     CompiledKernel,
@@ -27,14 +28,17 @@ from flashlane.core.registry import (
 )
 from flashlane.jit import KernelSource, launch
 from flashlane.kernels.features import VARLEN, unsupported_features
-from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.arch import ARCH, SMS
 from flashlane.kernels.hopper.backward import select
 from flashlane.kernels.hopper.backward.config import GradientConfig
 from flashlane.kernels.hopper.backward.launch import PreparedBackward, Tensors, readable
+from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
+from flashlane.kernels.hopper.backward.one_cta.launch import schedule as one_cta_schedule
 from flashlane.kernels.hopper.backward.select import config_of
 from flashlane.kernels.hopper.backward.split_dkdv_dq.config import MAX_HEAD_DIM
+from flashlane.kernels.hopper.backward.split_q import split_of
 from flashlane.kernels.params import check_gradient_inputs
-from flashlane.kernels.score import SCORE_FEATURES, row_gradients_without_keys
+from flashlane.kernels.score import SCORE_FEATURES, ScoreConfig, row_gradients_without_keys
 
 MAX_LENGTH = 1 << 30
 MAX_GRID_Y = 65535
@@ -83,6 +87,31 @@ def prepared_of(
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     schedule = select.DESIGNS[config.design].schedule(config, problem, sms)
     return PreparedBackward(config, schedule, problem, q_shape, k_shape, device)
+
+
+@memoised
+def config_of_rank(problem: AttentionProblem, ranges: QueryRanges | None = None) -> OneCtaConfig | None:
+    """The configuration of a rank's share of a call; None where there is no such launch."""
+    if supports(problem) is not None or problem.varlen or ScoreConfig.of(problem).words():
+        return None
+    config = tuned_config(problem).specialised(problem)
+    if not isinstance(config, OneCtaConfig):
+        return None
+    config = config.of_rank(ranges is not None)
+    return config if ranges is None else replace(config, split_q=split_of(problem, config, SMS, ranges).splits > 1)
+
+
+@memoised
+def prepared_of_rank(
+    problem: AttentionProblem, ranges: QueryRanges | None, q_shape: torch.Size, k_shape: torch.Size, device: int
+) -> PreparedBackward | None:
+    """What calls of a rank's share of one problem have in common; None where there is no such launch."""
+    config = config_of_rank(problem, ranges)
+    if config is None:
+        return None
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    schedule = one_cta_schedule(config, problem, sms, ranges)
+    return PreparedBackward(config, schedule, problem, q_shape, k_shape, device, ranges=ranges)
 
 
 def hopper_backward(
@@ -192,6 +221,15 @@ class HopperBackward(BackwardKernel, CompiledKernel):
             return None
         prepared = prepared_of(None, problem, q.shape, k.shape, q.device.index)
         return prepared.repeated(q.device, q.dtype)
+
+    def prepare_share(
+        self, problem: AttentionProblem, inputs: Inputs, ranges: QueryRanges | None = None
+    ) -> RepeatBackward | None:
+        q, k = inputs.q, inputs.k
+        if _computes_nothing(problem, q, k):
+            return None
+        prepared = prepared_of_rank(problem, ranges, q.shape, k.shape, q.device.index)
+        return None if prepared is None else prepared.repeated(q.device, q.dtype)
 
     def run(
         self,

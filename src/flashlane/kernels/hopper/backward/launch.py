@@ -16,6 +16,7 @@ import torch
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
+from flashlane.core.ranges import QueryRanges
 from flashlane.core.registry import RepeatBackward
 from flashlane.jit import launch, launch_pool, tensormap
 from flashlane.jit.launch import Dim3
@@ -92,6 +93,23 @@ def params_with(program: type[ctypes.Structure]) -> type[BackwardParams]:
     """:class:`BackwardParams` with what a program reads, a structure like its ``ProgramParams``."""
     fields = (*_FIELDS, ("program", program), ("padding", ctypes.c_ubyte * 64))
     return type("BackwardParams", (ctypes.Structure,), {"_fields_": fields})
+
+
+RANGES_ALIGNMENT = 64
+"""Bytes on whose multiple ``QueryRanges`` lies, and which it takes (``row_blocks.cuh``)."""
+
+
+@functools.cache
+def with_ranges(plain: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """The parameters of a kernel with ``QueryRanges``, which follow the plain ones."""
+    fields = tuple(field for field in plain._fields_ if field[0] != "padding")
+    if plain is BackwardParams:
+        fields += (("program", ctypes.c_ubyte),)
+    last = getattr(type("_Plain", (ctypes.Structure,), {"_fields_": fields}), fields[-1][0])
+    space = -(last.offset + last.size) % RANGES_ALIGNMENT
+    fields += (("before_ranges", ctypes.c_ubyte * space), ("range_rows", ctypes.c_int))
+    fields += (("range_shift", ctypes.c_int * 2), ("padding", ctypes.c_ubyte * (RANGES_ALIGNMENT - 12)))
+    return type(f"Ranged{plain.__name__}", (ctypes.Structure,), {"_fields_": fields})
 
 
 class PreprocessParams(ctypes.Structure):
@@ -190,12 +208,16 @@ class RowBlocks:
         problem: the attention problem.
         q_shape: of q.
         block_m: queries of an m-block.
+        ranges: the ranges of a sequence's queries, where they are two.
     """
 
-    def __init__(self, problem: AttentionProblem, q_shape: torch.Size, block_m: int) -> None:
+    def __init__(
+        self, problem: AttentionProblem, q_shape: torch.Size, block_m: int, ranges: QueryRanges | None = None
+    ) -> None:
         self.block_m = block_m
-        packed = problem.varlen
-        self.row_blocks = q_shape[0] // block_m + problem.batch + 1 if packed else -(-problem.seqlen_q // block_m)
+        packed, first = problem.varlen, 0 if ranges is None else ranges.rows
+        dense = -(-first // block_m) - (first - problem.seqlen_q) // block_m
+        self.row_blocks = q_shape[0] // block_m + problem.batch + 1 if packed else dense
         """M-blocks of a head over all packed sequences; with dense tensors, of one sequence of a head."""
         self.grid: Dim3 = self.row_blocks, problem.heads, 1 if packed else problem.batch
         """The grid of the preprocess and of the postprocess kernel; CTAs find the packed sequence of an m-block."""
@@ -248,6 +270,7 @@ class PreparedBackward:
         q_shape, k_shape: of the tensors.
         device: index of the GPU.
         program: the structure of what a program reads, where the configuration has one.
+        ranges: of the configuration's queries, where they are two ranges.
     """
 
     def __init__(
@@ -259,12 +282,14 @@ class PreparedBackward:
         k_shape: torch.Size,
         device: int,
         program: type[ctypes.Structure] | None = None,
+        ranges: QueryRanges | None = None,
     ) -> None:
         self.params_type = BackwardParams if program is None else params_with(program)
+        self.ranges = ranges
         self.config, self.schedule, self.problem, self.device = config, schedule, problem, device
         self.reads_score_tensors = bool(config.score.words())
         self.seqlen_pointers_of = seqlen_pointers_of(problem)
-        self.rows = RowBlocks(problem, q_shape, config.block_m)
+        self.rows = RowBlocks(problem, q_shape, config.block_m, ranges)
         self.workspace = workspace_of(self.rows, config, schedule.split_q, schedule.in_kernel_dq)
         self.kinds: dict[Kind, launch_pool.LaunchPlan] = {}
         """The launches of calls whose tensors have these strides."""
@@ -276,8 +301,13 @@ class PreparedBackward:
 
     def allocate(self, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """dq, dk and dv of a call with q, uninitialised."""
-        make = launch.allocator(q.device)
-        return tuple(make(shape, stride, q.dtype) for shape, stride in self.gradients)
+        make, of_keys = launch.allocator(q.device), self.dtype_of_keys(q.dtype)
+        dtypes = q.dtype, of_keys, of_keys
+        return tuple(make(*where, dtype) for where, dtype in zip(self.gradients, dtypes, strict=True))
+
+    def dtype_of_keys(self, dtype: torch.dtype) -> torch.dtype:
+        """Of dK and dV, of operands of a dtype."""
+        return torch.float32 if self.config.f32_dkdv else dtype
 
     def launch(
         self, tensors: Tensors, complete: Callable[[int, BackwardParams], None] | None = None
@@ -350,6 +380,7 @@ class PreparedBackward:
         make, words = launch.allocator(device), ((self.workspace.words,), (1,), torch.float32)
         (dq_shape, dq_stride), (dk_shape, dk_stride), (dv_shape, dv_stride) = self.gradients
         index, current_device, stream_of = self.device, launch.device_getter(), launch.stream_getter()
+        of_keys = self.dtype_of_keys(dtype)
         names = ("out", "lse_in", "dout", "dq", "dk", "dv", *self.workspace.offsets)
         names += ("dlogit_partials",) * has_row_gradients(self.problem)
         offsets, count = self.offsets, self.rows.of_a_head
@@ -380,7 +411,7 @@ class PreparedBackward:
                 dq_strides = dq.stride()
             else:
                 return None
-            dk, dv = make(dk_shape, dk_stride, dtype), make(dv_shape, dv_stride, dtype)
+            dk, dv = make(dk_shape, dk_stride, of_keys), make(dv_shape, dv_stride, of_keys)
             kind = q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), do.stride(), dq_strides
             known, plan = latest
             if kind != known:
@@ -426,8 +457,8 @@ class PreparedBackward:
 
     def _preprocess_params(self, tensors: Tensors) -> PreprocessParams:
         problem, rows, in_kernel = self.problem, self.rows, self.schedule.in_kernel_dq
-        params = PreprocessParams(
-            seqlen=SeqlenParams.of(problem), score=ScoreParams.of(problem), heads=problem.heads,
+        params = self._params(
+            PreprocessParams, seqlen=SeqlenParams.of(problem), score=ScoreParams.of(problem), heads=problem.heads,
             row_blocks=rows.row_blocks, split_arrivals=self.schedule.split_q.arrivals,
             zeroed_before=in_kernel.zeroed_before,
         )  # fmt: skip
@@ -450,8 +481,8 @@ class PreparedBackward:
 
     def _gradient_params(self, tensors: Tensors, one: GradientLaunch) -> BackwardParams:
         problem, in_kernel = self.problem, self.schedule.in_kernel_dq
-        params = self.params_type(
-            seqlen=SeqlenParams.of(problem), score=ScoreParams.of(problem), heads=problem.heads,
+        params = self._params(
+            self.params_type, seqlen=SeqlenParams.of(problem), score=ScoreParams.of(problem), heads=problem.heads,
             kv_heads=problem.kv_heads, scale=problem.scale, row_blocks=self.rows.row_blocks,
             zeroed_before=in_kernel.zeroed_before, write_until=in_kernel.write_until, **one.sizes,
         )  # fmt: skip
@@ -462,12 +493,19 @@ class PreparedBackward:
 
     def _postprocess_params(self, tensors: Tensors) -> PostprocessParams:
         problem = self.problem
-        params = PostprocessParams(
-            seqlen=SeqlenParams.of(problem), heads=problem.heads, row_blocks=self.rows.row_blocks, scale=problem.scale
-        )
+        params = self._params(
+            PostprocessParams, seqlen=SeqlenParams.of(problem), heads=problem.heads, row_blocks=self.rows.row_blocks,
+            scale=problem.scale,
+        )  # fmt: skip
         self._set_tile_order(params)
         _set_strides(params, "dq", tensors.dq, problem)
         return params
+
+    def _params(self, kind: type[ctypes.Structure], **values: Any) -> Any:
+        """The parameters of a kernel, with the ranges of the queries where they are two."""
+        if self.ranges is None:
+            return kind(**values)
+        return with_ranges(kind)(range_rows=self.ranges.rows, range_shift=self.ranges.shifts, **values)
 
     def _set_tile_order(self, params: ctypes.Structure) -> None:
         """What the preprocess and postprocess kernels know of the order of the tiles."""

@@ -15,7 +15,7 @@ constexpr int CHUNK_COLUMNS = 64, ROW_BYTES = 128;        // tiles lie in chunks
 constexpr int QK_CHUNKS = (HEAD_DIM + 63) / 64, V_CHUNKS = (HEAD_DIM_V + 63) / 64;
 constexpr int WARPGROUP = 128;
 
-struct Params {
+struct PlainParams {
     TensorMap q, k, v, dout;       // (column, row, head, batch)
     SeqlenParams seqlen;
     ScoreParams score;
@@ -45,6 +45,8 @@ struct Params {
     BlockLists lists;              // BLOCK_LISTS: the m-blocks of each n-block (of dq.cu: the n-blocks of each m-block)
     ProgramParams program;
 };
+struct Params : PlainParams, Optional<cfg::QUERY_RANGES, QueryRanges> {};
+static_assert(!cfg::QUERY_RANGES || !(cfg::VARLEN || cfg::BLOCK_LISTS));
 
 constexpr int MASK_UNITS = (BLOCK_M + UNIT - 1) / UNIT;  // of an m-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_M % UNIT == 0 && !Program::HAS_MASK));

@@ -5,7 +5,7 @@
 
 constexpr int THREADS = 256;
 
-struct Params {
+struct PlainParams {
     const int* written;            // IN_KERNEL_DQ: for each tile, 1 when dQ of its m-blocks is written
     const float* dq_accum;
     void* dq;                      // (batch, row, head, column)
@@ -15,13 +15,14 @@ struct Params {
     SeqlenParams seqlen;           // queries
     int kv_heads, n_blocks, heads_per_section;  // IN_KERNEL_DQ
 };
+struct Params : PlainParams, Optional<cfg::QUERY_RANGES, QueryRanges> {};
 
 extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_postprocess(const __grid_constant__ Params p) {
     griddepcontrol_wait();
     const RowBlock at(p);
     if (at.of_no_sequence()) return;
     const int head = blockIdx.y, sequence = at.sequence, first = at.m_block * BLOCK_M;
-    const QuerySeqlen seqlen(p.seqlen, sequence);
+    const QuerySeqlen seqlen = queries_of(p, sequence, at.range);
     const int rows = seqlen.q_length - first;
     if (rows <= 0) return;
     if constexpr (cfg::IN_KERNEL_DQ) {

@@ -13,7 +13,7 @@ constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V, THREADS = 256;
 constexpr int LANES = HEAD_DIM_V <= 64 ? 8 : HEAD_DIM_V <= 128 ? 16 : 32;  // of a row, 8 columns each
 
 // What every launch reads lies together: a kernel waits for each line of the constant cache that it begins to read.
-struct Params {
+struct PlainParams {
     float* dlogit_partials;        // (batch, m-block, head); packed sequences: (m-block, head), all m-blocks of a head
     DqSemaphore* semaphores;       // IN_ORDER
     int* postprocess_queue;        // LAST_ADDITION: zeroed here
@@ -37,6 +37,7 @@ struct Params {
     long long dlse_batch, dlse_head;
     int first_key, end_key;        // UNSEEN_KEYS: the keys that tiles have
 };
+struct Params : PlainParams, Optional<cfg::QUERY_RANGES, QueryRanges> {};
 
 // The sum, in f32, of the products of two pairs of packed elements.
 __device__ __forceinline__ float dot(u32 a, u32 b) {
@@ -114,7 +115,7 @@ __device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seql
                                         long long row_block) {
     if constexpr (cfg::IN_ORDER) {
         const int first = at.m_block * BLOCK_M;
-        const TileMask mask = tile_mask(p, Seqlen(p.seqlen, at.sequence));
+        const TileMask mask = tile_mask(p, seqlen_of(p, at.sequence, at.range));
         const BlockRange n_blocks = n_block_range_of<BLOCK_M>(mask, at.m_block, cfg::BLOCK_N);
         if (threadIdx.x == 0) {
             p.semaphores[row_block] = {{n_blocks.low, n_blocks.low}, n_blocks.high, 0,
@@ -149,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
     griddepcontrol_launch_dependents();
     const RowBlock at(p);
     const int head = blockIdx.y, first = at.m_block * BLOCK_M;
-    const QuerySeqlen seqlen(p.seqlen, at.of_no_sequence() ? 0 : at.sequence);
+    const QuerySeqlen seqlen = queries_of(p, at.of_no_sequence() ? 0 : at.sequence, at.range);
     const int q_first = seqlen.q_first, q_length = at.of_no_sequence() ? 0 : seqlen.q_length, batch = seqlen.q_batch;
     const long long row_block = first_row_block(p, seqlen, at.sequence, head) + at.m_block;
     const long long index = (static_cast<long long>(blockIdx.z) * gridDim.y + head) * gridDim.x + blockIdx.x;

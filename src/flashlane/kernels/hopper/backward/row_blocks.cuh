@@ -14,12 +14,53 @@ constexpr int BLOCK_M = cfg::BLOCK_M, HEAD_DIM = cfg::HEAD_DIM;
 using QuerySeqlen = QuerySeqlenInfo<cfg::VARLEN, Tail::IGNORED>;
 using Seqlen = SeqlenInfo<cfg::VARLEN, false, false, Tail::IGNORED>;
 
+// QUERY_RANGES: the rows of q are two ranges, one after the other. Under context parallelism they are two chunks of one
+// longer sequence: each has m-blocks of its own, and a shift of its own by which its queries are aligned with the keys.
+struct alignas(64) QueryRanges {
+    int range_rows;                // of the first range
+    int range_shift[2];            // query i of a range is aligned with key i + shift
+
+    __device__ __forceinline__ int first_m_block(int range) const { return range ? ceil_div(range_rows, BLOCK_M) : 0; }
+};
+// Parts that a configuration does not need take no space: they are empty bases.
+template <bool WANTED, typename Part>
+struct Optional : Part {};
+template <typename Part>
+struct Optional<false, Part> {};
+
+// The queries of a sequence, and with QUERY_RANGES those of one of its ranges.
+template <typename Params>
+__device__ __forceinline__ void select_range(const Params& p, QuerySeqlen& queries, int range) {
+    if constexpr (cfg::QUERY_RANGES) {
+        queries.q_length = range ? queries.q_length - p.range_rows : p.range_rows;
+        queries.q_first = range ? p.range_rows : 0;
+    }
+}
+template <typename Params>
+__device__ __forceinline__ QuerySeqlen queries_of(const Params& p, int sequence, int range) {
+    QuerySeqlen queries(p.seqlen, sequence);
+    select_range(p, queries, range);
+    return queries;
+}
+template <typename Params>
+__device__ __forceinline__ Seqlen seqlen_of(const Params& p, int sequence, int range) {
+    Seqlen seqlen(p.seqlen, sequence);
+    select_range(p, seqlen, range);
+    if constexpr (cfg::QUERY_RANGES) {                    // no query of a range sees a key after its last one's
+        seqlen.shift = p.range_shift[range];
+        seqlen.k_length = seqlen.shift + seqlen.q_length;
+    }
+    return seqlen;
+}
+
 // The index of a head's first m-block among the m-blocks of all heads and sequences. Each packed sequence begins at an
 // m-block of its own. There is room for all: for a sequence of b rows from row a on, ⌊(a + b)/m⌋ + 1 ≥ ⌊a/m⌋ + ⌈b/m⌉.
 template <typename Params>
 __device__ __forceinline__ long long first_row_block(const Params& p, const QuerySeqlen& seqlen, int batch, int head) {
     if constexpr (cfg::VARLEN) return static_cast<long long>(head) * p.row_blocks + seqlen.q_first / BLOCK_M + batch;
-    return (static_cast<long long>(batch) * p.heads + head) * p.row_blocks;
+    const long long row_block = (static_cast<long long>(batch) * p.heads + head) * p.row_blocks;
+    if constexpr (cfg::QUERY_RANGES) return row_block + p.first_m_block(seqlen.q_first > 0);
+    return row_block;
 }
 
 // The m-block of a CTA of the preprocess and postprocess kernels, whose grids have m-blocks, heads and, of dense
@@ -27,7 +68,8 @@ __device__ __forceinline__ long long first_row_block(const Params& p, const Quer
 // the grid has as many CTAs as there are m-blocks, and not as many for each sequence as for the longest.
 struct RowBlock {
     int sequence;
-    u32 m_block;                   // in its sequence, past whose end it may lie
+    u32 m_block;                   // in its sequence or range, past whose end it may lie
+    int range = 0;                 // QUERY_RANGES
 
     // All lanes of a warp call it.
     template <typename Params>
@@ -35,6 +77,9 @@ struct RowBlock {
         if constexpr (cfg::VARLEN) {
             sequence = sequences_until(p.seqlen, blockIdx.x) - 1;
             m_block = sequence < 0 ? 0 : blockIdx.x - first(p.seqlen, sequence);
+        } else if constexpr (cfg::QUERY_RANGES) {
+            range = static_cast<int>(m_block) >= p.first_m_block(1);
+            m_block -= p.first_m_block(range);
         }
     }
     // Whether the m-block lies before the first packed sequence.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashlane.core.problem import AttentionProblem
+from flashlane.core.ranges import QueryRanges
 from flashlane.kernels.hopper.backward.config import CONSUMERS, GradientConfig
 from flashlane.kernels.hopper.backward.head_swizzle import fastest_section, steps_of
 from flashlane.kernels.makespan import makespan, sections_of
@@ -51,13 +52,16 @@ WHOLE_TILES = SplitQ()
 """No tile is split."""
 
 
-def split_of(problem: AttentionProblem, config: GradientConfig, workers: int) -> SplitQ:
+def split_of(
+    problem: AttentionProblem, config: GradientConfig, workers: int, ranges: QueryRanges | None = None
+) -> SplitQ:
     """How a launch's tiles are split: the last ones of equal tiles, or all of few.
 
     Args:
         problem: the attention problem; an order of additions, or lengths that only the GPU knows, leave tiles whole.
         config: the tile.
         workers: CTAs, or clusters, that take tiles.
+        ranges: of the queries, where they are two.
     """
     if problem.deterministic or problem.varlen or problem.window_left >= 0:
         return WHOLE_TILES
@@ -66,7 +70,7 @@ def split_of(problem: AttentionProblem, config: GradientConfig, workers: int) ->
     to_split = tiles if few or causal else tiles % workers
     if to_split == 0:
         return WHOLE_TILES
-    steps = steps_of(problem, config.block_m, config.block_n)
+    steps = steps_of(problem, config.block_m, config.block_n, ranges)
     longest, average = max(steps), sum(steps) / len(steps)
     if not 1 < longest <= MAX_STEPS or (causal and not few and longest + START <= tiles * (average + START) / workers):
         return WHOLE_TILES

@@ -48,16 +48,32 @@ struct PackedTileSearch {
 struct WorkTile {
     int batch, kv_head, first_key, group;
     Seqlen seqlen;
-    BlockRange m_blocks;
+    BlockRange m_blocks;           // QUERY_RANGES: of the first range
+    BlockRange more_m_blocks{0, 0};  // QUERY_RANGES: of the second range
 
     // The tile's `keys` keys may be divided among the CTAs of a cluster: this CTA's begin at `offset`.
     __device__ __forceinline__ WorkTile(const Params& p, const TileCoordinates& at, int keys, int offset = 0)
         : batch(at.batch), kv_head(at.head), first_key(at.n_block * keys + offset), group(p.heads / p.kv_heads),
           seqlen(p.seqlen, at.batch),
-          m_blocks(m_block_range<BLOCK_M>(mask(p), seqlen.q_length, at.n_block * keys, keys)) {}
-    __device__ __forceinline__ int steps() const { return m_blocks.count() * group; }
+          m_blocks(m_blocks_of(p, at, keys, 0)) {
+        if constexpr (cfg::QUERY_RANGES) more_m_blocks = m_blocks_of(p, at, keys, 1);
+    }
+    // Of a query head.
+    __device__ __forceinline__ int all_m_blocks() const {
+        return cfg::QUERY_RANGES ? m_blocks.count() + more_m_blocks.count() : m_blocks.high - m_blocks.low;
+    }
+    __device__ __forceinline__ int steps() const {
+        return (cfg::QUERY_RANGES ? all_m_blocks() : m_blocks.count()) * group;
+    }
     // Computed at each use: as a member it would keep the window in registers, and the producer would spill.
     __device__ __forceinline__ TileMask mask(const Params& p) const { return tile_mask(p, seqlen); }
+
+private:
+    __device__ __forceinline__ BlockRange m_blocks_of(const Params& p, const TileCoordinates& at, int keys,
+                                                      int range) const {
+        const Seqlen of = cfg::QUERY_RANGES ? seqlen_of(p, batch, range) : seqlen;
+        return m_block_range<BLOCK_M>(tile_mask(p, of), of.q_length, at.n_block * keys, keys);
+    }
 };
 
 // A step of a tile: a query head of the group, and one of its m-blocks.

@@ -150,6 +150,17 @@ class HopperForward(DeviceKernel):
 
         return repeat
 
+    def forward_f32(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> bool:
+        if problem.varlen or problem.paged or not out.numel():
+            return False
+        plain = plain_inputs(inputs)
+        q, k, v = plain.q, plain.k, plain.v
+        tensors = q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.shape, out.stride(), out.device.index
+        prepared = _prepared_f32(problem, *tensors)
+        with launch.on_device(prepared.device):
+            prepared.launch(q, k, v, out, lse, (q.data_ptr(), k.data_ptr(), v.data_ptr()), plain)
+        return True
+
     def prepare_ranges(
         self,
         problem: AttentionProblem,
@@ -158,6 +169,9 @@ class HopperForward(DeviceKernel):
         out: torch.Tensor,
         arriving: Arriving | None = None,
     ) -> RangedRepeat:
+        dense = ranged.as_dense(problem, ranges, inputs, arriving)
+        if dense is not None and _config(dense).cluster == 1:  # clusters would wait for keys together
+            problem = dense
         return ranged.prepare(_config(problem), problem, ranges, inputs, out, arriving)
 
     def run(
@@ -193,6 +207,11 @@ def _config(problem: AttentionProblem) -> HopperConfig:
 @memoised
 def _prepared(config: HopperConfig | None, problem: AttentionProblem, *tensors_and_device: object) -> PreparedForward:
     return PreparedForward(_config(problem) if config is None else config, problem, *tensors_and_device)
+
+
+@memoised
+def _prepared_f32(problem: AttentionProblem, *tensors_and_device: object) -> PreparedForward:
+    return PreparedForward(_config(problem), problem, *tensors_and_device, partial=True)
 
 
 def _launch(

@@ -169,6 +169,7 @@ class PreparedForward:
         device: index of the GPU.
         program: the structure of what a program reads, where the configuration has one.
         kind: the structure of the parameters, where it is another.
+        partial: whether the output is f32 and contiguous, as that of a split of the keys, for a caller that merges it.
     """
 
     def __init__(
@@ -185,8 +186,12 @@ class PreparedForward:
         device: int,
         program: type[ctypes.Structure] | None = None,
         kind: type[ctypes.Structure] = HopperParams,
+        partial: bool = False,
     ) -> None:
-        config, self.splits = config_and_splits(config, problem)
+        if partial:
+            config, self.splits = replace(config, split=True, combine_in_kernel=False), 1
+        else:
+            config, self.splits = config_and_splits(config, problem)
         self.config, self.problem, self.device = config, problem, device
         self.has_seqlen_tensors, self.has_modifiers = not SeqlenConfig.of(problem).dense, has_score_tensors(problem)
         self.seqlen_pointers_of = seqlen_pointers_of(problem)

@@ -149,6 +149,15 @@ class OneCtaConfig(GradientConfig):
         n_inner = (self.head_dim - CHUNK,) if self.mixed_dq else ()
         return (self.gradient_source("one_cta/kernel", columns, self.registers, headers, n_inner, **constants),)
 
+    def of_rank(self, query_ranges: bool) -> OneCtaConfig:
+        """The tile for a rank's share of a call; the m-blocks of two ranges are not counted for idle warps.
+
+        All n-blocks are tiles, as the preprocess kernel would zero the gradients of the others in the operands' type.
+        """
+        tile = replace(self, unseen_keys=False, f32_dkdv=True)
+        postprocess: Postprocess = "own_launch"
+        return replace(tile, postprocess=postprocess, query_ranges=True) if query_ranges else tile
+
     def specialised(self, problem: AttentionProblem) -> OneCtaConfig:
         """The tile for a problem; a deterministic one adds to dQ in order, and no other one does."""
         dq, postprocess = self.dq, self.postprocess

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.backward.head_swizzle import by_model, fastest_section, heads_per_section, steps_of
+from flashlane.core.ranges import QueryRanges
+from flashlane.kernels.hopper.backward.head_swizzle import (
+    by_model,
+    fastest_section,
+    heads_per_section,
+    steps_of,
+)
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, in_kernel_dq_of
@@ -11,12 +17,12 @@ from flashlane.kernels.hopper.backward.seen_keys import tiles_of
 from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, split_of
 
 
-def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int) -> Schedule:
-    """The launch of a problem on a GPU of so many SMs."""
-    split = split_of(problem, config, sms) if config.split_q else WHOLE_TILES
+def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int, ranges: QueryRanges | None = None) -> Schedule:
+    """The launch of a problem on a GPU of so many SMs; of two ranges of queries where these are given."""
+    split = split_of(problem, config, sms, ranges) if config.split_q else WHOLE_TILES
     n_block_range = tiles_of(problem, config)
     n_blocks = len(n_block_range)
-    section = config.heads_per_section or _section(config, problem, n_blocks, sms)
+    section = config.heads_per_section or _section(config, problem, n_blocks, sms, ranges)
     in_kernel = in_kernel_dq_of(problem, config.block_n, section, sms) if config.in_kernel_dq else OWN_LAUNCHES
     tiles = n_blocks * problem.kv_heads * problem.batch
     sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": section}
@@ -26,7 +32,9 @@ def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int) -> Sched
     return Schedule((GradientLaunch(grid, (config.block_m, config.block_n), sizes),), split, in_kernel)
 
 
-def _section(config: OneCtaConfig, problem: AttentionProblem, n_blocks: int, sms: int) -> int:
+def _section(
+    config: OneCtaConfig, problem: AttentionProblem, n_blocks: int, sms: int, ranges: QueryRanges | None
+) -> int:
     if by_model(problem):
-        return fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms)
+        return fastest_section(problem, steps_of(problem, config.block_m, config.block_n, ranges), sms)
     return heads_per_section(problem, n_blocks, sms)

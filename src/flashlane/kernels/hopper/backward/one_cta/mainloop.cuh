@@ -416,7 +416,9 @@ struct Consumer {
 
     template <int CHUNKS>
     __device__ __forceinline__ void zero_out_of_bounds_queries(u32 tile) {
-        if constexpr (cfg::VARLEN) {
+        // QUERY_RANGES: rows past the first range's end are the second range's. They have no probabilities; and without
+        // a left side they see all keys of the first range themselves, so that their NaN are in those sums anyway.
+        if constexpr (cfg::VARLEN || (cfg::QUERY_RANGES && cfg::HAS_LEFT)) {
             const int rows = step_queries(base, q_stage()).rows;
             if (rows >= BLOCK_M) return;
             // Both consumers write the same zeros, each before its own products.

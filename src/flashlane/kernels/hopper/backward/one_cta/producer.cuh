@@ -62,8 +62,8 @@ struct Producer {
     }
 
     __device__ __forceinline__ void load_tile(const TileCoordinates& at, const WorkTile& tile, const StepRange& range) {
-        const Seqlen& seqlen = tile.seqlen;
-        const int m_blocks = tile.m_blocks.high - tile.m_blocks.low;
+        Seqlen seqlen = tile.seqlen;   // QUERY_RANGES: of the step's range
+        const int m_blocks = tile.all_m_blocks();
         if (range.count() <= 0) return;
         if (!PIPELINED_TILES || full_tiles == 0) set_dq_target(NO_M_BLOCK);
         ++full_tiles;
@@ -76,13 +76,20 @@ struct Producer {
         int i = SPLIT_Q ? range.begin % m_blocks : 0, left = range.count();
         for (int head = end - tile.group + (SPLIT_Q ? range.begin / m_blocks : 0); SPLIT_Q ? left > 0 : head < end;
              ++head, i = 0) {
-            const long long row_block = first_row_block(p, seqlen, tile.batch, head);
+            long long row_block = first_row_block(p, seqlen, tile.batch, head);
 #pragma unroll 1
             for (; i < m_blocks; ++i, ++steps) {
                 if (SPLIT_Q && left-- == 0) return;
-                const int m_block = DESCENDING_M_BLOCKS ? tile.m_blocks.high - 1 - i : tile.m_blocks.low + i;
-                load_q(tile, head, m_block, row_block);
-                load_dout(tile, head, m_block, row_block);
+                int m_block = DESCENDING_M_BLOCKS ? tile.m_blocks.high - 1 - i : tile.m_blocks.low + i;
+                if constexpr (cfg::QUERY_RANGES) {
+                    const int step = DESCENDING_M_BLOCKS ? m_blocks - 1 - i : i, of_first = tile.m_blocks.count();
+                    const int range = step >= of_first;
+                    m_block = range ? tile.more_m_blocks.low + step - of_first : tile.m_blocks.low + step;
+                    seqlen = seqlen_of(p, tile.batch, range);
+                    row_block = first_row_block(p, seqlen, tile.batch, head);
+                }
+                load_q(tile, seqlen, head, m_block, row_block);
+                load_dout(seqlen, head, m_block, row_block);
                 if (first) {
                     if (IN_KERNEL_DQ) semaphore_wait(p.zeroed + at.batch * p.kv_heads + at.head, p.blocks);
                     load_keys(tile);
@@ -107,34 +114,37 @@ struct Producer {
                     word = p.lists.entries[at + i + 1];
                     if (Dq::IN_ORDER) next_rank = p.lists.ranks[at + i + 1];
                 }
-                load_q(tile, head, listed.block(), row_block);
-                load_dout(tile, head, listed.block(), row_block);
+                load_q(tile, tile.seqlen, head, listed.block(), row_block);
+                load_dout(tile.seqlen, head, listed.block(), row_block);
                 if (first) load_keys(tile);
                 first = false;
             }
         }
     }
-    __device__ __forceinline__ void load_q(const WorkTile& tile, int head, int m_block, long long row_block) const {
+    __device__ __forceinline__ void load_q(const WorkTile& tile, const Seqlen& seqlen, int head, int m_block,
+                                           long long row_block) const {
         const int query = m_block * BLOCK_M;
         const u32 stage = steps % Q_STAGES, full = barrier_of(SMEM(q_full), stage);
         mbarrier_wait(barrier_of(SMEM(q_empty), stage), steps / Q_STAGES % 2 ^ 1);
         set_dq_target(row_block + m_block, cfg::BLOCK_LISTS ? rank : tile.first_key / BLOCK_N);
         const int mask_word =
-            cfg::BLOCK_LISTS ? listed.word : tile.mask(p).needs_mask(tile.first_key, BLOCK_N, query, BLOCK_M);
+            cfg::BLOCK_LISTS ? listed.word : tile_mask(p, seqlen).needs_mask(tile.first_key, BLOCK_N, query, BLOCK_M);
+        // The consumers' mask has the shift of the tile.
+        const int aligned = cfg::QUERY_RANGES ? query + seqlen.shift - tile.seqlen.shift : query;
         store_shared(SMEM(step) + STEP_BYTES * stage,
-                     make_uint4(query, tile.seqlen.q_length - query, head, mask_word));
+                     make_uint4(aligned, seqlen.q_length - query, head, mask_word));
         mbarrier_expect_tx_before_copies(full, Q_BYTES + STAT_BYTES);
-        load<QK_CHUNKS>(p.q, SMEM_TILE(q) + stage * Q_BYTES, ROWS_CHUNK, full, tile.seqlen.q_first + query, head,
-                        tile.seqlen.q_batch);
+        load<QK_CHUNKS>(p.q, SMEM_TILE(q) + stage * Q_BYTES, ROWS_CHUNK, full, seqlen.q_first + query, head,
+                        seqlen.q_batch);
         bulk_load(SMEM(lse) + stage * STAT_BYTES, p.lse + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
         mbarrier_arrive_after_copies(full);
     }
-    __device__ __forceinline__ void load_dout(const WorkTile& tile, int head, int m_block, long long row_block) const {
+    __device__ __forceinline__ void load_dout(const Seqlen& seqlen, int head, int m_block, long long row_block) const {
         const u32 stage = steps % DO_STAGES, full = barrier_of(SMEM(do_full), stage);
         mbarrier_wait(barrier_of(SMEM(do_empty), stage), steps / DO_STAGES % 2 ^ 1);
         mbarrier_expect_tx_before_copies(full, DO_BYTES + STAT_BYTES);
         load<V_CHUNKS>(p.dout, SMEM_TILE(dout) + stage * DO_BYTES, ROWS_CHUNK, full,
-                       tile.seqlen.q_first + m_block * BLOCK_M, head, tile.seqlen.q_batch);
+                       seqlen.q_first + m_block * BLOCK_M, head, seqlen.q_batch);
         bulk_load(SMEM(delta) + stage * STAT_BYTES, p.delta + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
         mbarrier_arrive_after_copies(full);
     }

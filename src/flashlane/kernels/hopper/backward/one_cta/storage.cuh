@@ -40,7 +40,8 @@ struct TileRecord {
     TileKeys keys;
 };
 struct StepQueries {
-    int first, rows, head;                                // the m-block's first query; rows to the sequence's end
+    int first, rows, head;                                // the m-block's first query; rows to its sequence's or
+                                                          // range's end. QUERY_RANGES: as the tile's shift aligns it
     int mask_word;                                        // 0: no pair is hidden; BLOCK_LISTS: the step's ListedBlock
 };
 // And what the dQ-store warps look up of a slice of dQ: a step makes two, the producer is Q_STAGES steps ahead of the
