@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import drawn_summary
-from markdown_parts import table, wrapped
+from markdown_parts import item, table, wrapped
 from result_tables import NOT_MEASURED, Result
 
 PROTOCOLS = ("steady", "flushed")
@@ -23,8 +23,8 @@ def judged(results: Path) -> list[tuple[str, Result]]:
     """Name and body of each file at a judging seed: the forward first, dense problems first."""
     found = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in results.glob("drawn_*.json")]
 
-    def place(item: tuple[str, Result]) -> tuple[Any, ...]:
-        name, body = item
+    def place(named: tuple[str, Result]) -> tuple[Any, ...]:
+        name, body = named
         return body["direction"] != "forward", KINDS.index(body["kind"]), _device(body) != DEVICE, name
 
     return sorted(((name, body) for name, body in found if body["role"] == "judging"), key=place)
@@ -73,10 +73,12 @@ def files_list(results: Path) -> str:
             said = f"; FlashAttention-4 is absent from {absent}"
         problems = f"{len(body['rows'])} of {body['count']} problems of seed {body['seed']}"
         lines.append(
-            f"- [`{name}`](../benchmarks/results/{name}): {body['direction']}, {body['kind']}, {problems},"
-            f" {_device(body)}, commit {where['commit']}, {where['date'][:10]}{said}"
+            item(
+                f"[`{name}`](../benchmarks/results/{name}): {body['direction']}, {body['kind']}, {problems},"
+                f" {_device(body)}, commit {where['commit']}, {where['date'][:10]}{said}"
+            )
         )
-    return "\n".join(lines) + "\n" if lines else NOT_MEASURED
+    return "".join(lines) if lines else NOT_MEASURED
 
 
 def behind_sentence(results: Path) -> str:
@@ -92,8 +94,7 @@ def behind_sentence(results: Path) -> str:
         parts.append(f"the {body['direction']} is behind the fastest peer in {behind} of {len(found[0])}")
     if not parts:
         return NOT_MEASURED
-    text = f"On problems drawn at random, {', and '.join(parts)}: [the figures](performance.md#drawn-problems)."
-    return "- " + wrapped(text).replace("\n", "\n  ").rstrip() + "\n"
+    return item(f"On problems drawn at random, {', and '.join(parts)}: [the figures](performance.md#drawn-problems).")
 
 
 def run_sentence(results: Path) -> str:

@@ -15,9 +15,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
 
 
-def wrapped(text: str) -> str:
-    """A paragraph, in lines of as many columns as prose has here."""
-    return textwrap.fill(text, COLUMNS, break_long_words=False, break_on_hyphens=False) + "\n"
+def wrapped(text: str, indent: str = "") -> str:
+    """A paragraph, in lines of as many columns as prose has here; ``indent`` begins all lines but the first."""
+    lines = textwrap.fill(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines + "\n"
+
+
+def item(text: str) -> str:
+    """The same as an item of a list."""
+    return wrapped(f"- {text}", "  ")
 
 
 def significant(value: float | None) -> str:

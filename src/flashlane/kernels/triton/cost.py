@@ -62,12 +62,11 @@ def name_of(problem: AttentionProblem, precision: str, config: TritonConfig) -> 
 
 
 def forward_grid(problem: AttentionProblem, config: TritonConfig) -> Grid:
-    """The launch of a configuration of the forward."""
-    pack = problem.group if forward_configs.packed(problem) else 1
+    """The launch of a configuration of the forward, for a problem of more rows than query heads are packed for."""
     splits = forward_configs.splits_of(problem, config)
-    heads = problem.batch * problem.heads // pack
-    section = min(heads, max(1, forward_configs.heads_per_section(problem, pack)))
-    return Grid(blocks_of(problem, config.bm, config.bn, pack), sections_of(heads * splits, section * splits), splits)
+    heads = problem.batch * problem.heads
+    section = min(heads, max(1, forward_configs.heads_per_section(problem, 1)))
+    return Grid(blocks_of(problem, config.bm, config.bn), sections_of(heads * splits, section * splits), splits)
 
 
 def modelled(problem: AttentionProblem) -> bool:
