@@ -383,7 +383,7 @@ def two_lanes(call: Call) -> Callable[[], None]:
     return run
 
 
-def whole(tokens: int) -> Callable[[], None]:
+def whole_problem(tokens: int) -> Callable[[], None]:
     """One GPU's call of the whole problem."""
     q, k, v = (torch.randn(1, tokens, heads, 128, dtype=torch.bfloat16, device=HERE) for heads in (32, 8, 8))
     problem = AttentionProblem.from_inputs(Inputs(q, k, v), causal=True)
@@ -395,7 +395,7 @@ def whole(tokens: int) -> Callable[[], None]:
 def times(name: str) -> dict[str, Any]:
     """Microseconds of a rank's forward, over keys that are there and over keys whose flags are polled."""
     row: dict[str, Any] = {"name": name}
-    calls = {"whole problem": whole(TIMED[name])}
+    calls = {"whole problem": whole_problem(TIMED[name])}
     for rank in (0, 1):
         call = Call(Case((TIMED[name],), rank=rank, heads=(32, 8)))
         out, lse = call.empty()

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gpu_run import compile_ahead, device_or_exit, options, run_and_keep, settings_for, told
+from gpu_run import compile_ahead, device_or_exit, options, print_failures, run_and_keep, settings_for
 
 from flashlane import bench
 from flashlane.bench.measure.grid import BASELINE_SHAPES
@@ -90,7 +90,7 @@ def main() -> int:
     check_writable(arguments.out)
     results = measure(arguments)
     print("\n".join(summary(results.rows)))
-    return told(results)
+    return print_failures(results)
 
 
 if __name__ == "__main__":

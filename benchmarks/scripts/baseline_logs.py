@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from gpu_run import compile_ahead, device_or_exit, options, run_and_keep, settings_for, told
+from gpu_run import compile_ahead, device_or_exit, options, print_failures, run_and_keep, settings_for
 
 from flashlane import bench
 from flashlane.bench.measure.progress import Bar
@@ -50,7 +50,7 @@ def main() -> int:
     arguments = parser.parse_args()
     check_writable(arguments.out)
     results = measure(arguments)
-    return told(results)
+    return print_failures(results)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def regrets(rows: Sequence[R], errors: np.ndarray) -> list[tuple[float, R, R]]:
     return sorted(losses, key=lambda entry: -entry[0])
 
 
-def told(title: str, rows: Sequence[R], errors: np.ndarray, worst: int = 0) -> dict[str, float]:
+def print_regrets(title: str, rows: Sequence[R], errors: np.ndarray, worst: int = 0) -> dict[str, float]:
     """Print and return the summary of a set of rows, and print the worst choices."""
     losses = regrets(rows, errors)
     ratios = np.array([ratio for ratio, _, _ in losses])

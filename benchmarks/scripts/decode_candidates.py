@@ -300,7 +300,7 @@ def fault(problem: AttentionProblem, inputs: Inputs, out: torch.Tensor) -> str:
 
 
 @dataclass
-class Found:
+class CellResult:
     """A cell: the rows of its implementations, and which one ``auto`` would take."""
 
     cell: str
@@ -323,7 +323,7 @@ class Found:
         return f"{words}  auto is {self.auto} (+{loss})"
 
 
-def run_cell(cell: Cell, pool: Pool, copy: float, settings: Settings, good: set[str]) -> Found:
+def run_cell(cell: Cell, pool: Pool, copy: float, settings: Settings, good: set[str]) -> CellResult:
     """Check and time a cell's candidates and peers."""
     sets = pool.inputs(cell)
     problem = AttentionProblem.from_inputs(sets[0])
@@ -343,7 +343,7 @@ def run_cell(cell: Cell, pool: Pool, copy: float, settings: Settings, good: set[
     auto = next((name for name, config in configs.items() if config == chosen), chosen.describe())
     if not cell.page_size:
         items += [Rotating(name, peer_calls(sets), backend) for name, backend in list(PEERS.items())[:2]]
-    row = Found(cell.name, auto)
+    row = CellResult(cell.name, auto)
     settings = replace(settings, protocols=("replay",) if cell.graph else ("flushed",))
     rows = {item.tag: Row(cell.name, item.tag) for item in items}
     for item in list(items):
@@ -389,7 +389,7 @@ def main() -> int:
     copy = 1e9 * copy_rate(device)
     print(f"copy rate {copy / 1e9:.0f} GB/s", flush=True)
     pool = Pool(wanted, device)
-    rows: list[Found] = []
+    rows: list[CellResult] = []
     for cell in wanted:
         if time.monotonic() - began > arguments.seconds:
             print(f"not run for want of time: {cell.name}")

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from cost_fit import regrets, set_offsets, told
+from cost_fit import print_regrets, regrets, set_offsets
 from hopper_shapes import Shape, problem_of
 from scipy.optimize import least_squares
 
@@ -189,7 +189,7 @@ def fit_unaligned(rows: list[Row], traffic: cost.Traffic) -> cost.Traffic:
         ratios[tried] = regret + spread, errors
     best = min(ratios, key=lambda tried: ratios[tried][0])
     set_offsets(rows, ratios[best][1])
-    told("unaligned", rows, ratios[best][1], worst=5)
+    print_regrets("unaligned", rows, ratios[best][1], worst=5)
     return best
 
 
@@ -211,14 +211,14 @@ def main() -> int:
         for name, tried in GRID.items():
             spread = {value: spread_of(rows, values, dataclasses.replace(traffic, **{name: value})) for value in tried}
             traffic = dataclasses.replace(traffic, **{name: min(spread, key=spread.get)})
-        summary = told("fitted", rows, errors_of(rows, values, traffic))
+        summary = print_regrets("fitted", rows, errors_of(rows, values, traffic))
     print(traffic)
-    told("fitted", rows, errors_of(rows, values, traffic), worst=15)
+    print_regrets("fitted", rows, errors_of(rows, values, traffic), worst=15)
     if held_out:
         held_out = [row for row in held_out if row.name in values]
         errors = errors_of(held_out, values, traffic)
         set_offsets(held_out, errors)
-        told("held out", held_out, errors, worst=10)
+        print_regrets("held out", held_out, errors, worst=10)
         return 0
     if arguments.unaligned:
         files = (arguments.unaligned, *arguments.timings)

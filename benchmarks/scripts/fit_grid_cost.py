@@ -28,7 +28,7 @@ from pathlib import Path
 import backward_launches
 import numpy as np
 from choice_families import TRITON, forward_configs, mma_configs, timed_backward_configs
-from cost_fit import set_offsets, told
+from cost_fit import print_regrets, set_offsets
 from hopper_shapes import Shape, problem_of
 
 from flashlane import jit
@@ -281,7 +281,7 @@ def judged(title: str, rows: list[Timed], model: Model, worst: int) -> dict[str,
     """The summary of candidates."""
     rows, errors = calls_of(rows, errors_of(rows, model), model.shared)
     set_offsets(rows, errors)
-    return told(title, rows, errors, worst)
+    return print_regrets(title, rows, errors, worst)
 
 
 def calls_of(rows: list[Timed], errors: np.ndarray, shared: dict[str, float]) -> tuple[list[Timed], np.ndarray]:
@@ -316,7 +316,7 @@ def held_out(rows: list[Timed], folds: int, rounds: int, shared: dict[str, float
         errors += list(errors_of(mine, model))
     left, found = calls_of(left, np.array(errors), START | shared)
     set_offsets(left, found)
-    told("held out", left, found, worst=10)
+    print_regrets("held out", left, found, worst=10)
 
 
 def shapes_of(rows: list[Timed], model: Model) -> dict[str, list[float]]:
@@ -360,7 +360,7 @@ def main() -> int:
         rows = rows_of(options.family, options.judge)
         judged("judged", rows, model, worst=10)
         rows, _ = calls_of(rows, np.zeros(len(rows)), model.shared)
-        told("chosen when they were timed", rows, np.full(len(rows), math.inf), worst=10)
+        print_regrets("chosen when they were timed", rows, np.full(len(rows), math.inf), worst=10)
     if options.out:
         sources = [json.loads(path.read_text()) for path in timings]
         body = {

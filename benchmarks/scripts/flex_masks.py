@@ -91,7 +91,7 @@ def _check_some(seeds: Sequence[int], until: float) -> dict[str, Any]:
     return {"programs": done, "failures": failures, "ill_conditioned": ill_conditioned, "worst_error": worst}
 
 
-def _in_f32(seed: int, score: Any, mask: Any, scores: torch.Tensor) -> program_kernel.Found:
+def _in_f32(seed: int, score: Any, mask: Any, scores: torch.Tensor) -> program_kernel.Outputs:
     """The drawn functions by torch in f32 on the CPU: what f32 makes of them is no defect of a kernel."""
     functions = by_torch(seed, score, mask, torch.float32)
     leaf = scores.cpu().requires_grad_()
@@ -101,7 +101,7 @@ def _in_f32(seed: int, score: Any, mask: Any, scores: torch.Tensor) -> program_k
     return values.detach(), torch.zeros_like(leaf) if slope is None else slope, visible
 
 
-def _error_of(seed: int, score: Any, mask: Any, scores: torch.Tensor, result: program_kernel.Found) -> float | None:
+def _error_of(seed: int, score: Any, mask: Any, scores: torch.Tensor, result: program_kernel.Outputs) -> float | None:
     """The largest error of score and derivative, by their size, without the 1/500 of pairs that are worst: comparisons
     and kinks lie elsewhere in f32. None where the visible pairs differ."""
     functions = by_torch(seed, score, mask)

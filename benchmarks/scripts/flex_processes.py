@@ -58,7 +58,7 @@ def run(
         worker.start()
     try:
         while waiting and time.monotonic() - began < together and any(workers[i].is_alive() for i in waiting):
-            waiting -= set(_taken(ready, 0.5))
+            waiting -= set(_received(ready, 0.5))
         for i in chosen:
             if i in waiting:
                 workers[i].kill()
@@ -69,7 +69,7 @@ def run(
                 rows.append({"cell": names[i], "direction": "both", "failed": {"all": "no time was left"}})
                 continue
             may_time[i].set()
-            of_cell = next(iter(_taken(results, CELL_SECONDS)), None)
+            of_cell = next(iter(_received(results, CELL_SECONDS)), None)
             if of_cell is None:
                 workers[i].kill()
                 of_cell = [{"cell": names[i], "direction": "both", "failed": {"all": "its timings did not end"}}]
@@ -85,7 +85,7 @@ def run(
     return rows
 
 
-def _taken(where: Any, seconds: float) -> list[Any]:
+def _received(where: Any, seconds: float) -> list[Any]:
     try:
         return [where.get(timeout=seconds)]
     except queue.Empty:

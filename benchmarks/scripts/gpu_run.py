@@ -205,7 +205,7 @@ def figures(results: Results | None, names: Mapping[str, str]) -> dict[str, dict
     return fields
 
 
-def told(results: Results) -> int:
+def print_failures(results: Results) -> int:
     """Print what failed and how much there is; the exit status, 1 when a kernel of ours fails its check."""
     for row in results.failed:
         print(f"{row.status} {row.problem} {row.tag}: {row.message}", flush=True)

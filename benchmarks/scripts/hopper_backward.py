@@ -124,7 +124,7 @@ def shapes() -> Iterator[tuple[str, Shape]]:
             yield "deterministic", square(head_dim, head_dim, causal, 4096)
 
 
-def wanted(cell: Cell, only: str) -> bool:
+def is_selected(cell: Cell, only: str) -> bool:
     """Whether a cell has every word of a comma list among its group and the words of its name."""
     words = {word.strip().lower() for word in only.split(",") if word.strip()}
     return words <= {cell.group, *cell.name.lower().split()}
@@ -247,7 +247,7 @@ def summary(targets: Sequence[dict[str, object]]) -> Iterator[str]:
         yield f"{target['target']:<58} {target['cells']:3d} cells  {found} of {target['asked']:g}  {verdict}"
 
 
-def kept(path: Path, device: torch.device) -> dict[str, Row]:
+def saved_rows(path: Path, device: torch.device) -> dict[str, Row]:
     """The rows of an earlier run by name, of cells that it timed.
 
     Raises:
@@ -287,12 +287,12 @@ def main() -> int:
     for option, words, known in (("--peers", names, PEER_TAGS), ("--directions", directions, DIRECTIONS)):
         if not set(words) <= set(known):
             parser.error(f"{option} is {','.join(words)!r}; it may hold {', '.join(known)}")
-    chosen = [cell for cell in cells(directions) if wanted(cell, arguments.only)]
+    chosen = [cell for cell in cells(directions) if is_selected(cell, arguments.only)]
     if not chosen:
         parser.error(f"--only is {arguments.only!r}; no cell has all of these words")
     device = device_or_exit()
     try:
-        rows = kept(arguments.out, device) if arguments.resume else {}
+        rows = saved_rows(arguments.out, device) if arguments.resume else {}
     except ValueError as error:
         parser.error(str(error))
     settings = bench.Settings(

@@ -155,17 +155,17 @@ def backwards(
     ``before`` is the begin of their paths."""
     yield Cost(f"{title} forward and backward", f"{before}both", kernel), Both(call, grad), context
     kept = f"{title} backward of one kept graph"
-    yield Cost(kept, f"{before}kept", kernel), Kept(call, grad), context
+    yield Cost(kept, f"{before}kept", kernel), KeptBackward(call, grad), context
 
     @contextlib.contextmanager
     def in_this_thread() -> Iterator[None]:
         with context(), torch.autograd.set_multithreading_enabled(False):
             yield
 
-    yield Cost(f"{kept}, in the calling thread", f"{before}kept here", kernel), Kept(call, grad), in_this_thread
+    yield Cost(f"{kept}, in the calling thread", f"{before}kept here", kernel), KeptBackward(call, grad), in_this_thread
 
 
-class Kept:
+class KeptBackward:
     """The backward of a graph that one call of ``forward`` recorded."""
 
     def __init__(self, forward: Call, grad: Inputs) -> None:

@@ -122,7 +122,7 @@ def measure(
         compared = contested(times)
         if not compared:
             break
-    ms = [told(candidates[n], timed) for n, timed in times.items()]
+    ms = [time_and_bounds(candidates[n], timed) for n, timed in times.items()]
     row = {"problem": asdict(shape), "title": shape.title, "wrong": wrong, "ms": ms}
     if family.host:
         row["host_us"] = [host_microseconds(candidates[number].call, device) for number in near]
@@ -155,7 +155,7 @@ def host_microseconds(call: Callable[[], object], device: torch.device) -> float
     return round(statistics.median(samples), 2)
 
 
-def told(one: Candidate, times: list[float]) -> list[Any]:
+def time_and_bounds(one: Candidate, times: list[float]) -> list[Any]:
     """Of a candidate: words, heads of a section, median and least milliseconds, and CTAs of an SM where known."""
     resident = list(one.resident())
     return [one.words, one.section, statistics.median(times), min(times), *([resident] if resident else [])]

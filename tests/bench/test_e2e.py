@@ -198,22 +198,24 @@ def test_generation_runs_over_the_module_names_and_its_tokens_are_checked() -> N
 
 
 def test_bad_input_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def said(*words: str) -> str:
+    def error_of(*words: str) -> str:
         done = CliRunner().invoke(app, ["e2e", *words, "--device", "cpu", "--out", str(tmp_path)])
         assert done.exit_code == 2, done.output
         return re.sub(r"\s+", " ", done.output)
 
-    assert "WORKLOAD is 'wann', which is unknown; did you mean 'wan'?" in said("wann")
-    assert "WORKLOAD is '77', which is unknown; known: wan, llama-8k" in said("77")
+    assert "WORKLOAD is 'wann', which is unknown; did you mean 'wan'?" in error_of("wann")
+    assert "WORKLOAD is '77', which is unknown; known: wan, llama-8k" in error_of("77")
     for seconds in ("0", "-1", "nan", "inf"):
-        assert f"--seconds is {seconds}; it must be a positive number of seconds" in said("--seconds", seconds)
-    assert "--attention has 'cudn', which is unknown" in said("wan", "--attention", "cudn")
-    assert "pip install flash-attn" in said("wan", "--attention", "flash-attn-2")
-    assert "--layers is 0; it must be at least 1" in said("wan", "--layers", "0")
-    assert "--iters is 0" in said("wan", "--iters", "0") and "--format is 'gif'" in said("wan", "--format", "gif")
-    assert "minilm needs the weights of its model" in said("minilm", "--model", str(tmp_path))
+        assert f"--seconds is {seconds}; it must be a positive number of seconds" in error_of("--seconds", seconds)
+    assert "--attention has 'cudn', which is unknown" in error_of("wan", "--attention", "cudn")
+    assert "pip install flash-attn" in error_of("wan", "--attention", "flash-attn-2")
+    assert "--layers is 0; it must be at least 1" in error_of("wan", "--layers", "0")
+    assert "--iters is 0" in error_of("wan", "--iters", "0") and "--format is 'gif'" in error_of(
+        "wan", "--format", "gif"
+    )
+    assert "minilm needs the weights of its model" in error_of("minilm", "--model", str(tmp_path))
     made(monkeypatch, lambda setup: scaled({"scale": 1.0, "ours": 1.0}), package="no_such_package")
-    assert 'made needs no_such_package: pip install "flashlane[no_such_package]"' in said("made")
+    assert 'made needs no_such_package: pip install "flashlane[no_such_package]"' in error_of("made")
 
 
 def test_the_picture_has_a_bar_for_every_time(tmp_path: Path) -> None:

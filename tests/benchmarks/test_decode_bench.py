@@ -172,6 +172,6 @@ def test_a_candidate_that_ends_its_process_is_left_out(
 
 def test_the_verdict_names_the_best_and_what_auto_loses(candidates: ModuleType, script: ModuleType) -> None:
     rows = [script.Row("c", tag, us, share=0.9) for tag, us in (("rows", 11.0), ("boxes c2", 10.0), ("(cudnn)", 12.0))]
-    words = candidates.Found("c", "rows", rows).verdict()
+    words = candidates.CellResult("c", "rows", rows).verdict()
     assert "boxes c2" in words and "1.200 x (cudnn)" in words and "auto is rows (+10.0%)" in words
-    assert "nothing" in candidates.Found("c", "rows", []).verdict()
+    assert "nothing" in candidates.CellResult("c", "rows", []).verdict()

@@ -98,10 +98,10 @@ def test_every_bar_of_the_issue_has_its_cells(script: ModuleType) -> None:
 
 
 def test_cells_are_chosen_by_words(script: ModuleType) -> None:
-    chosen = [cell.name for cell in script.cells() if script.wanted(cell, "d128, N4096,causal,backward,grid")]
+    chosen = [cell.name for cell in script.cells() if script.is_selected(cell, "d128, N4096,causal,backward,grid")]
     assert chosen == ["D128 causal N4096 B4 H16 backward"]
-    assert len([c for c in script.cells() if script.wanted(c, "varlen")]) == 2
-    assert not [c for c in script.cells() if script.wanted(c, "d12")]
+    assert len([c for c in script.cells() if script.is_selected(c, "varlen")]) == 2
+    assert not [c for c in script.cells() if script.is_selected(c, "d12")]
 
 
 def test_a_cell_is_the_problem_that_it_names(script: ModuleType, scripts: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, get_args
 import pytest
 import typer
 
-from flashlane.cli.failure import said
+from flashlane.cli.failure import print_failure
 from flashlane.cli.groups import spread
 from flashlane.cli.sizes import Sizes, option_of
 from flashlane.core.files import NotWritten
@@ -55,7 +55,7 @@ def test_a_group_becomes_its_options_in_the_order_that_is_named() -> None:
 def test_bad_input_is_one_line_and_a_status(
     error: Exception, status: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said(error).exit_code == status
+    assert print_failure(error).exit_code == status
     assert capsys.readouterr().err == line + "\n"
 
 

@@ -28,7 +28,7 @@ def shown(blocks: tuple[Block, ...]) -> Pairs:
     return found
 
 
-def wanted(queries: tuple[Run, ...], keys: tuple[Run, ...], left: int, right: int) -> Pairs:
+def visible_pairs(queries: tuple[Run, ...], keys: tuple[Run, ...], left: int, right: int) -> Pairs:
     return {
         (row, key)
         for query in queries
@@ -47,7 +47,7 @@ def test_blocks_between_shards(
 ) -> None:
     rank, other = (data.draw(st.integers(0, ranks - 1)) for _ in range(2))
     queries, keys = runs_of(layout, lengths, ranks, rank), runs_of(layout, lengths, ranks, other)
-    assert shown(blocks_of(queries, keys, left, right, join=join)) == wanted(queries, keys, left, right)
+    assert shown(blocks_of(queries, keys, left, right, join=join)) == visible_pairs(queries, keys, left, right)
 
 
 @settings(max_examples=200, deadline=None)
@@ -60,8 +60,8 @@ def test_gathered_keys_need_one_call(
     keys = needed_ranges(queries, lengths, left, right)
     every = tuple(Run(document, 0, length, 1, 0) for document, length in enumerate(lengths))
     blocks = blocks_of(queries, keys, left, right)
-    assert shown(blocks) == wanted(queries, keys, left, right)
-    assert len(wanted(queries, keys, left, right)) == len(
+    assert shown(blocks) == visible_pairs(queries, keys, left, right)
+    assert len(visible_pairs(queries, keys, left, right)) == len(
         {(row, query.document, place) for query in queries for other in every if query.document == other.document
          for row, at in zip(query.rows, query.positions, strict=True) for place in other.positions
          if (left < 0 or at - left <= place) and (right < 0 or place <= at + right)}

@@ -83,12 +83,12 @@ def test_copies_between_ranks_of_any_speed(pool: RankPool, ranks: int) -> None:
         case = Case(**variant, transport="copies", reads_lse=False)
         first, *others = zip(*pool.run(cases.on_slow_rank, case, ranks, 4, ranks=list(range(ranks))), strict=True)
         right = cases.expected(case)
-        assert max(cases.worst_difference(_whole(case, first), right).values()) <= 5 * TOLERANCE
+        assert max(cases.worst_difference(_joined(case, first), right).values()) <= 5 * TOLERANCE
         for other in others:
-            assert not any(cases.worst_difference(_whole(case, other), _whole(case, first)).values())
+            assert not any(cases.worst_difference(_joined(case, other), _joined(case, first)).values())
 
 
-def _whole(case: Case, found: tuple[dict[str, numpy.ndarray], ...]) -> dict[str, numpy.ndarray]:
+def _joined(case: Case, found: tuple[dict[str, numpy.ndarray], ...]) -> dict[str, numpy.ndarray]:
     return cases.assembled(case, list(found))
 
 

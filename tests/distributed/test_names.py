@@ -17,14 +17,14 @@ CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 DOCUMENTS = [0, 5, 19, 20, 34]
 
 
-def whole(*outer: int) -> list[torch.Tensor]:
+def whole_tensors(*outer: int) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(5)
     return [torch.randn(*outer, heads, 8, generator=random) for heads in (4, 2, 2)]
 
 
 def by_name(name: str, layout: str, size: int) -> bool:
     """Output and gradients of a function of one sequence."""
-    group, qkv = first_ranks(size), whole(1, 13 * size)
+    group, qkv = first_ranks(size), whole_tensors(1, 13 * size)
     shards = [cp.shard_sequence(t, layout=layout, group=group).requires_grad_() for t in qkv]
     out, lse, none = getattr(cp, name)(*shards, causal=True, return_attn_probs=True, group=group)
     out.sum().backward()
@@ -58,7 +58,7 @@ def packed(name: str) -> bool:
     rank, size = dist.get_rank(), 4
     documents = DOCUMENTS if name.startswith("llama3") else [0, 8, 24, 48]
     cu = torch.tensor(documents, dtype=torch.int32)
-    q, k, v = whole(documents[-1])
+    q, k, v = whole_tensors(documents[-1])
     layout = "contiguous" if name.startswith("llama3") else "zigzag"
     own = cp.token_indices(cu_seqlens=cu, layout=layout, rank=rank, world_size=size)
     shards = [t[own] for t in (q, k, v)]
@@ -95,7 +95,7 @@ def under_torchs(length: int, causal: bool) -> list[Any]:
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
-    qkv = [t.transpose(1, 2).contiguous() for t in whole(2, length)]
+    qkv = [t.transpose(1, 2).contiguous() for t in whole_tensors(2, length)]
     plain = [t.clone().requires_grad_() for t in qkv]
     right = F.scaled_dot_product_attention(*plain, is_causal=causal, enable_gqa=True)
     right.square().sum().backward()

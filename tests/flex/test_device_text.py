@@ -30,7 +30,7 @@ def drawn_pair(seed: int, device: str = "cpu") -> tuple[Drawn, Drawn, Program, A
     return score, mask, program, arguments
 
 
-def expected(score: Drawn, mask: Drawn, seed: int, scores: torch.Tensor) -> program_kernel.Found:
+def expected(score: Drawn, mask: Drawn, seed: int, scores: torch.Tensor) -> program_kernel.Outputs:
     """The same by torch, in f64 on the CPU, of tensors with the same f32 values."""
     wide = scores.detach().double().cpu().requires_grad_()
     functions = by_torch(seed, score, mask)
@@ -42,7 +42,7 @@ def expected(score: Drawn, mask: Drawn, seed: int, scores: torch.Tensor) -> prog
     return values.detach().double(), slope, mapped(functions[1], None, SIZES)
 
 
-def same(found: program_kernel.Found, wanted: program_kernel.Found, score: Drawn, mask: Drawn, rtol: float) -> None:
+def same(found: program_kernel.Outputs, wanted: program_kernel.Outputs, score: Drawn, mask: Drawn, rtol: float) -> None:
     for what, a, b in zip(("score", "derivative"), found, wanted, strict=False):
         size = b.abs().clamp(max=1e30).amax().item()
         # A comparison of scores, or a kink, lies elsewhere in f32: at few pairs.

@@ -242,13 +242,13 @@ def test_under_autocast_a_launch_is_remembered_where_nothing_is_cast(
 # From here on: a GPU.
 
 
-def wanted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     q, k, v = (t.float().transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def close(got: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(got.float(), wanted(*tensors), rtol=0, atol=4e-3)
+    torch.testing.assert_close(got.float(), expected(*tensors), rtol=0, atol=4e-3)
 
 
 @pytest.mark.gpu

@@ -34,7 +34,7 @@ Backward = Callable[
 
 
 @dataclass(frozen=True)
-class Given:
+class BackwardInputs:
     """The tensors of one backward pass besides its inputs, and what it must find."""
 
     out: torch.Tensor
@@ -53,14 +53,14 @@ def logs_of(problem: AttentionProblem, inputs: Inputs) -> tuple[int, ...]:
     return (*batch, heads, rows)
 
 
-def given(
+def backward_inputs(
     problem: AttentionProblem,
     inputs: Inputs,
     do: torch.Tensor,
     dlse: torch.Tensor | None,
     precision: str = "ieee",
     slack: float = SLACK,
-) -> Given:
+) -> BackwardInputs:
     """Output and LSE by the formula, and dq, dk, dv (dbias, dsinks) with the error that the peers' rule allows.
 
     A flash backward is given the output and the LSE, rounded. It takes delta = rowsum(O∘dO) − dLSE from the output, and
@@ -97,14 +97,14 @@ def given(
         if problem.dtype == F32:
             floor = max(floor, eps * terms * reach.get(name, 1.0))
         allowed[name] = slack * largest(rough[name].double() - of[name]) + floor
-    return Given(rounded, lse.detach().float(), do, dlse, right, allowed)
+    return BackwardInputs(rounded, lse.detach().float(), do, dlse, right, allowed)
 
 
 def largest(t: torch.Tensor) -> float:
     return float(t.abs().amax()) if t.numel() else 0.0
 
 
-def complaints(inputs: Inputs, what: Given, found: Gradients) -> list[str]:
+def complaints(inputs: Inputs, what: BackwardInputs, found: Gradients) -> list[str]:
     """What is wrong with gradients; NaN always is."""
     wrong = []
     for name in TENSORS:
@@ -141,16 +141,18 @@ def judge(
     shape, device = (*inputs.q.shape[:-1], problem.head_dim_v), inputs.q.device
     do = torch.randn(shape, device=device).to(problem.dtype)
     dlse = torch.randn(logs_of(problem, inputs), device=device)
-    what = given(problem, inputs, do, dlse, precision, slack)
+    what = backward_inputs(problem, inputs, do, dlse, precision, slack)
     poison(inputs)
     wrong = complaints(inputs, what, backward(problem, inputs, what.out, what.lse, do, dlse))
     assert not wrong, "; ".join(wrong)
 
 
-def without_an_owner(problem: AttentionProblem, inputs: Inputs, what: Given, keys: int = 40) -> tuple[Inputs, Given]:
+def without_an_owner(
+    problem: AttentionProblem, inputs: Inputs, what: BackwardInputs, keys: int = 40
+) -> tuple[Inputs, BackwardInputs]:
     """Packed sequences with NaN in every row that belongs to none, ``keys`` of them behind k and v.
 
-    The gradients of those rows must be 0, as :func:`given` has them for q.
+    The gradients of those rows must be 0, as :func:`backward_inputs` has them for q.
     """
 
     def longer(t: torch.Tensor, value: float = math.nan) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from backward_rule import Given, given, logs_of, poison, without_an_owner
+from backward_rule import BackwardInputs, backward_inputs, logs_of, poison, without_an_owner
 
 from flashlane.bench.measure import drawn as draws
 from flashlane.bench.measure.drawn_case import Case
@@ -106,13 +106,13 @@ class Drawn:
     def build(self, dtype: torch.dtype, device: torch.device) -> tuple[AttentionProblem, Inputs]:
         return self.case.build(dtype, device=str(device))
 
-    def given(self, problem: AttentionProblem, inputs: Inputs) -> tuple[Inputs, Given]:
+    def backward_inputs(self, problem: AttentionProblem, inputs: Inputs) -> tuple[Inputs, BackwardInputs]:
         """What the backward is called with, and what it must find."""
         generator = torch.Generator(inputs.q.device).manual_seed(self.case.seed)
         logs = logs_of(problem, inputs)
         do = laid_out((*inputs.q.shape[:-1], problem.head_dim_v), self.do, problem.dtype, generator)
         dlse = None if self.dlse == "none" else laid_out(logs, self.dlse, torch.float32, generator)
-        what = given(problem, inputs, do, dlse)
+        what = backward_inputs(problem, inputs, do, dlse)
         if self.out == "transposed":
             out = what.out.transpose(-3, -2).contiguous().transpose(-3, -2)
             what = replace(what, out=out, lse=what.lse.transpose(-1, -2).contiguous().transpose(-1, -2))
@@ -160,7 +160,7 @@ def draw(variant: Variant, number: int) -> Drawn:
     )
 
 
-def run(problem: AttentionProblem, inputs: Inputs, what: Given) -> Gradients:
+def run(problem: AttentionProblem, inputs: Inputs, what: BackwardInputs) -> Gradients:
     """The gradients, in memory that held NaN."""
     poison(inputs, extra=1 << 24)
     return hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse)
@@ -182,15 +182,15 @@ def dense(n: int, head_dim: int, batch: int = 2, heads: int = 4, kv_heads: int =
     return AttentionProblem.from_inputs(inputs, **asked), inputs
 
 
-def forwarded(problem: AttentionProblem, inputs: Inputs) -> Given:
+def forwarded(problem: AttentionProblem, inputs: Inputs) -> BackwardInputs:
     """Output and LSE of the Hopper forward and random gradients of both; nothing to compare with."""
     out = torch.empty((*inputs.q.shape[:-1], problem.head_dim_v), dtype=problem.dtype, device=HERE)
     lse = torch.empty(logs_of(problem, inputs), device=HERE)
     KERNEL.forward(problem, inputs, out, lse)
-    return Given(out, lse, torch.randn_like(out), torch.randn_like(lse), {}, {})
+    return BackwardInputs(out, lse, torch.randn_like(out), torch.randn_like(lse), {}, {})
 
 
-def on_four_streams(problem: AttentionProblem, inputs: Inputs, what: Given, calls: int) -> list[Gradients]:
+def on_four_streams(problem: AttentionProblem, inputs: Inputs, what: BackwardInputs, calls: int) -> list[Gradients]:
     """What so many calls find, on four streams one after another, none waiting for another."""
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()

@@ -73,7 +73,7 @@ extern "C" void pairs(const ProgramParams* p, const float* score, float* out, fl
 }
 """
 COMPILER = shutil.which("g++") or shutil.which("c++")
-Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Scores, derivatives and visible pairs."""
 
 
@@ -92,7 +92,7 @@ def _body(program: Program) -> str:
     return program.header().replace("#pragma once", "").replace('#include "program_math.cuh"', "")
 
 
-def _outputs(score: torch.Tensor) -> Found:
+def _outputs(score: torch.Tensor) -> Outputs:
     return (
         torch.empty_like(score),
         torch.empty_like(score),
@@ -100,7 +100,7 @@ def _outputs(score: torch.Tensor) -> Found:
     )
 
 
-def on_host(programs: Mapping[str, tuple[Program, Arguments, torch.Tensor]], folder: Path) -> dict[str, Found]:
+def on_host(programs: Mapping[str, tuple[Program, Arguments, torch.Tensor]], folder: Path) -> dict[str, Outputs]:
     """Each program on the scores (f32) of every pair, compiled as C++ together."""
     import flashlane
 
@@ -126,7 +126,7 @@ def on_host(programs: Mapping[str, tuple[Program, Arguments, torch.Tensor]], fol
     return found
 
 
-def on_gpu(*programs: tuple[Program, Arguments, torch.Tensor]) -> list[Found]:
+def on_gpu(*programs: tuple[Program, Arguments, torch.Tensor]) -> list[Outputs]:
     """Each program on the scores (f32, on one GPU) of every pair, by one launch."""
     from flashlane.core.arch import arch_of
 

@@ -12,7 +12,7 @@ from flashlane.bench.measure.defaults import NOT_WRITTEN
 BAD_INPUT_STATUS = 2
 
 
-def said(error: Exception) -> typer.Exit:
+def print_failure(error: Exception) -> typer.Exit:
     """Print what is wrong; returns the end of the command, to be raised: 2, or 3 where something cannot be written."""
     say(f"[bold red]error:[/] {escaped(_message(error))}")
     return typer.Exit(NOT_WRITTEN if _is_not_written(error) else BAD_INPUT_STATUS)

@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from flashlane import __version__
 from flashlane.bench.measure.defaults import INTERRUPTED
 from flashlane.cli import entry
-from flashlane.cli.failure import escaped, said, say
+from flashlane.cli.failure import escaped, print_failure, say
 
 SUITE, BASELINE, RANKS = "bench suite", "bench baseline", "bench ranks"
 """Commands of two words: ``bench`` is a command itself, with options of its own."""
@@ -151,7 +151,7 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
             say("interrupted", "bold yellow")
             raise typer.Exit(INTERRUPTED) from None
         except BAD_INPUT as error:
-            raise said(error) from error
+            raise print_failure(error) from error
 
     run.__doc__ = escaped(reflowed(command.__doc__ or ""))
     return run

@@ -214,7 +214,7 @@ def print_summary(watch: Watch, console: Console) -> None:
 
     for position in range(len(watch.looks[0][1])):
         states = [found[position] for _, found in watch.looks]
-        rows = [(name, _known(states, field)) for name, field in FIGURES.items()]
+        rows = [(name, _values_of(states, field)) for name, field in FIGURES.items()]
         columns = [
             Column(title, lambda row, do=do: f"{do(row[1]):.0f}" if row[1] else "–")
             for title, do in (("least", min), ("mean", statistics.fmean), ("most", max))
@@ -236,11 +236,11 @@ def print_summary(watch: Watch, console: Console) -> None:
             say(console, f"slowed by {reason} in {times} of {len(states)} looks", "yellow")
 
 
-def _known(seen: Sequence[Any], field: str) -> list[float]:
+def _values_of(seen: Sequence[Any], field: str) -> list[float]:
     values = [getattr(state, field) for state in seen]
     return [value / 2**20 if field == "memory_used" else value for value in values if value is not None]
 
 
 def _figure(state: GpuState, field: str) -> str:
-    found = _known([state], field)
+    found = _values_of([state], field)
     return f"{found[0]:.0f}" if found else "–"

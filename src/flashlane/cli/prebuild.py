@@ -58,7 +58,7 @@ def prebuild_command(
     from flashlane.jit import cache
 
     archs = [check_arch(name) for name in o.words_of(arch)] or [_present_arch()]
-    if model is not None and (sizes.preset or sizes.given()):
+    if model is not None and (sizes.preset or sizes.options_given()):
         raise ValueError("--model is given together with sizes or --preset; its configuration has the sizes")
     if out is not None:
         os.environ[cache.DIRECTORY_VARIABLE] = str(out)

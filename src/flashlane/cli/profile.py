@@ -36,7 +36,7 @@ MOST = 14
 
 
 @dataclass
-class Found:
+class Profile:
     """What the tools said."""
 
     trace: Trace | None = None
@@ -145,7 +145,7 @@ def profile_command(
         tools = (*tools, "ncu")
     check_writable(out)
     name = file_stem(f"{problems[0].describe()} {direction}", "profile")
-    profile, console = Found(), make_console()
+    profile, console = Profile(), make_console()
     body = {"format": FORMAT, "environment": environment(where), "problem": problems[0].describe()}
     body |= {"tags": list(tags), "direction": direction}
     status = 0
@@ -195,7 +195,7 @@ def _tools(text: str, device: Any) -> tuple[tuple[str, ...], bool]:
 
 
 def _profile(
-    tool: str, request: Request, stem: Path, metrics: str, sections: str | None, profile: Found, by_name: bool
+    tool: str, request: Request, stem: Path, metrics: str, sections: str | None, profile: Profile, by_name: bool
 ) -> None:
     """One tool's part; what cannot be done is a note, or an error where the tool was asked for."""
     from flashlane.core.files import NotWritten
@@ -255,7 +255,7 @@ def _show_commands(request: Request, out: Path, metrics: str, sections: str | No
             typer.echo(f"# {tool.remedy}")
 
 
-def _as_json(profile: Found) -> dict[str, Any]:
+def _as_json(profile: Profile) -> dict[str, Any]:
     from flashlane.profile.ncu import to_json
 
     body: dict[str, Any] = {"notes": [*profile.notes, *profile.failed], "ncu": json.loads(to_json(profile.counted))}
@@ -267,7 +267,7 @@ def _as_json(profile: Found) -> dict[str, Any]:
     return body
 
 
-def print_profile(profile: Found, request: Request, console: Console) -> None:
+def print_profile(profile: Profile, request: Request, console: Console) -> None:
     """A table for each tool, then what could not be done."""
     from flashlane.inspect.fitted_table import Column, say
 

@@ -11,7 +11,7 @@ from flashlane.bench.measure.defaults import PAGE
 from flashlane.bench.measure.presets import PRESETS, select_presets
 from flashlane.bench.measure.sizes import parse_sizes
 from flashlane.cli import complete
-from flashlane.cli.failure import said
+from flashlane.cli.failure import print_failure
 from flashlane.cli.options import SIZES, option
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def sizes(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
         try:
             _ = text is None or parse_sizes(text, names[0], low=0)
         except ValueError as error:
-            raise said(error) from error
+            raise print_failure(error) from error
         return text
 
     return option(*names, help=help, panel=panel, callback=check)
@@ -122,7 +122,7 @@ class Sizes:
     dtype: Dtype = None
     preset: PresetName = None
 
-    def given(self) -> dict[str, str]:
+    def options_given(self) -> dict[str, str]:
         """The sizes that are given, without mask and layout, by their fields."""
         return {name: text for name in SHAPE if (text := getattr(self, name)) is not None}
 
@@ -149,7 +149,7 @@ class Sizes:
         own = asdict(self) | {"dtype": self.dtype or DEFAULT_DTYPES[on_cpu], "preset": None}
         found = []
         for chosen in (None,) if self.preset is None else select_presets(self.preset):
-            merged = own if chosen is None else own | chosen.sizes() | self.given()
+            merged = own if chosen is None else own | chosen.sizes() | self.options_given()
             if chosen is not None and self.causal is None:
                 merged = merged | {"causal": chosen.causal}
             found.append(Sizes(**merged).grid())

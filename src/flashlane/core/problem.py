@@ -350,7 +350,7 @@ class AttentionProblem:
         """
         options = CallOptions(**keywords) if options is None else options
         facts = facts_of(inputs, options)
-        found = known(facts)
+        found = problem_of_facts(facts)
         if found is None:
             found = cls._checked(inputs, options)
             if facts is not None:
@@ -510,7 +510,7 @@ def _facts_of_others(inputs: Inputs, grad: bool) -> tuple[Any, ...] | None:
     return tuple(facts)
 
 
-def known(facts: tuple[Any, ...] | None) -> AttentionProblem | None:
+def problem_of_facts(facts: tuple[Any, ...] | None) -> AttentionProblem | None:
     """The problem of a call of these facts that passed the checks before."""
     return None if facts is None else _VALIDATED.get(facts)
 

@@ -390,7 +390,8 @@ def _states(torch: Any) -> list[Finding]:
 
 def _state(state: GpuState, number: int) -> list[Finding]:
     which = "" if number == 0 else f" {number}"
-    clocks = f"SM {_whole(state.sm_clock)} of {_whole(state.sm_clock_max)} MHz, memory {_whole(state.memory_clock)} MHz"
+    sm = f"SM {_rounded(state.sm_clock)} of {_rounded(state.sm_clock_max)} MHz"
+    clocks = f"{sm}, memory {_rounded(state.memory_clock)} MHz"
     from flashlane.inspect.gpu_state import IDLE
 
     slowed = state.slowed_by
@@ -405,15 +406,15 @@ def _state(state: GpuState, number: int) -> list[Finding]:
         )
     ]
     low = state.power_limit is not None and state.power_default is not None and state.power_limit < state.power_default
-    power = f"{_whole(state.power_limit)} W, of which {_whole(state.power)} W are drawn now"
+    power = f"{_rounded(state.power_limit)} W, of which {_rounded(state.power)} W are drawn now"
     findings.append(
         Finding(
             "state",
             f"power limit{which}",
             "degraded" if low else "ok",
-            power + (f"; the card's default is {_whole(state.power_default)} W" if low else ""),
+            power + (f"; the card's default is {_rounded(state.power_default)} W" if low else ""),
             "clocks fall under load" if low else "",
-            f"nvidia-smi --power-limit {_whole(state.power_default)}, as root" if low else "",
+            f"nvidia-smi --power-limit {_rounded(state.power_default)}, as root" if low else "",
         )
     )
     others = [process for process in state.processes if process.pid != os.getpid()]
@@ -432,7 +433,7 @@ def _state(state: GpuState, number: int) -> list[Finding]:
     return findings
 
 
-def _whole(value: float | None) -> str:
+def _rounded(value: float | None) -> str:
     return "?" if value is None else f"{value:.0f}"
 
 

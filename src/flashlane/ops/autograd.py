@@ -247,7 +247,7 @@ def forward_kernel(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
             found = recorded(entry, q, k, v, inputs) if entry.records else entry.run(q, k, v, True, inputs)
             if found is not None:
                 return found
-    args = schema.whole((q, k, v, *rest))
+    args = schema.with_defaults((q, k, v, *rest))
     tensors = [args[index] for index in schema.DIFFERENTIABLE_AT]
     if forward_ad._current_level >= 0:
         torch_rules.refuse_tangents(tensors)

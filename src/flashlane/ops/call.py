@@ -17,7 +17,15 @@ import torch
 from torch.autograd import forward_ad
 
 from flashlane.core import dispatch
-from flashlane.core.problem import AttentionProblem, CallOptions, Inputs, facts_of, is_plain, known, wants_grad
+from flashlane.core.problem import (
+    AttentionProblem,
+    CallOptions,
+    Inputs,
+    facts_of,
+    is_plain,
+    problem_of_facts,
+    wants_grad,
+)
 from flashlane.core.registry import DeviceKernel, Kernel
 from flashlane.ops import autograd, call_cache, execute, library, schema, torch_rules  # noqa: F401  # defines operators
 from flashlane.ops.call_cache import Results
@@ -37,7 +45,7 @@ def run_cached(
     tag_and_options: call_cache.Key,
     wants_lse: bool,
     inputs: Inputs | None = None,
-) -> call_cache.Found | None:
+) -> call_cache.OutAndLse | None:
     """Run a call, if it is like an earlier one and nothing observes it.
 
     Args:
@@ -112,7 +120,7 @@ def check_and_run(inputs: Inputs, kernel: str | None, names: Mapping[str, str] |
     if is_watched(inputs):
         return torch.ops.flashlane.forward(*schema.operands(inputs, options, wants_grad(inputs), kernel))
     facts = facts_of(inputs, options)
-    problem = known(facts)
+    problem = problem_of_facts(facts)
     if problem is None:
         problem = _checked(inputs, names, options)
     chosen = dispatch.select(problem, kernel)

@@ -36,7 +36,7 @@ from flashlane.core.validate import check_contents
 from flashlane.jit import launch
 
 Results = tuple[torch.Tensor, torch.Tensor]
-Found = tuple[torch.Tensor, torch.Tensor | None]
+OutAndLse = tuple[torch.Tensor, torch.Tensor | None]
 """Output, and the LSE where it is wanted."""
 Tensors = tuple[torch.Tensor, ...]
 
@@ -46,7 +46,7 @@ class Run(Protocol):
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_lse: bool, inputs: Inputs | None = None
-    ) -> Found | None: ...
+    ) -> OutAndLse | None: ...
 
 
 @dataclass(slots=True)
@@ -269,7 +269,7 @@ def _runner(problem: AttentionProblem, inputs: Inputs, kernel: Kernel) -> Run:
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_lse: bool, inputs: Inputs | None = None
-    ) -> Found | None:
+    ) -> OutAndLse | None:
         if index >= 0 and current_device() != index:
             with torch.cuda.device(index):
                 return run(q, k, v, wants_lse, inputs)

@@ -63,7 +63,7 @@ def forward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
 
     Where the lengths of a packed or cached call cannot be read (fake tensors), every sequence counts as the longest.
     """
-    args = schema.whole(args)
+    args = schema.with_defaults(args)
     q, _, v = args[:3]
     return 2 * _pairs(args) * q.shape[-2] * (q.shape[-1] + v.shape[-1])
 

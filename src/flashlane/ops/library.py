@@ -29,7 +29,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> R
     found = None if entry is None else entry.run(q, k, v, True, inputs)
     if found is not None:
         return found
-    problem, inputs, kernel = execute.rebuild(schema.whole((q, k, v, *rest)))
+    problem, inputs, kernel = execute.rebuild(schema.with_defaults((q, k, v, *rest)))
     call_cache.remember(key, problem, inputs, kernel)
     return execute.forward(kernel, problem, inputs)
 

@@ -68,7 +68,7 @@ def required() -> str:
     return ", ".join(f"{TYPES[_HINTS[name]]} {name}" for name in NAMES)
 
 
-def whole(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_defaults(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """All arguments of ``flashlane::forward``: the dispatcher leaves off the last ones that have their defaults."""
     return args + DEFAULTS[len(args) - 3 :]
 

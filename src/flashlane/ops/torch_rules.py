@@ -97,7 +97,7 @@ def as_outside() -> Iterator[None]:
 
 def _vmap_forward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
     operator, size = torch.ops.flashlane.forward, info.batch_size
-    args = schema.whole(args)
+    args = schema.with_defaults(args)
     in_dims = (*in_dims, *(None,) * (len(args) - len(in_dims)))
     named = dict(zip(schema.NAMES, args, strict=True))
     dims = dict(zip(schema.NAMES, in_dims, strict=True))

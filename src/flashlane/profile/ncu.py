@@ -187,7 +187,7 @@ def count(
     path = NCU.path
     if path is None:
         raise RuntimeError(NCU.remedy)
-    names = known(path, tuple(all_metrics() if metrics is None else metrics))
+    names = known_metrics(path, tuple(all_metrics() if metrics is None else metrics))
     request = Request(problem, tuple(tags), direction, seed, str(device), calls=1)
     with tempfile.TemporaryDirectory(prefix="flashlane-ncu-") as folder:
         spec = Path(folder) / "request.json"
@@ -233,7 +233,7 @@ def _record(ncu: str, target: Sequence[str], metrics: Sequence[str], report: Pat
     return launches
 
 
-def known(ncu: str, metrics: Sequence[str]) -> tuple[str, ...]:
+def known_metrics(ncu: str, metrics: Sequence[str]) -> tuple[str, ...]:
     """The metrics that this ncu lists for this chip: it refuses a whole run for one name that it does not know."""
     if len(metrics) == 1:
         return tuple(metrics)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from backward_rule import complaints, given, logs_of
+from backward_rule import backward_inputs, complaints, logs_of
 from hopper_gradients import (
     BF16,
     DRAWS,
@@ -122,7 +122,7 @@ def test_idle_warps_make_the_dq_that_other_launches_make(variant: Variant, alway
         if refusal(problem) is not None:
             continue
         in_kernel += config_of(problem).in_kernel_dq
-        rows, what = item.given(problem, inputs)
+        rows, what = item.backward_inputs(problem, inputs)
         for _ in range(3):
             found = run(problem, rows, what)
             wrong = complaints(rows, what, found)
@@ -159,7 +159,7 @@ def test_splits_of_tiles_make_what_whole_tiles_make(variant: Variant, always_spl
         if refusal(problem) is not None:
             continue
         split += config_of(problem).split_q
-        rows, what = item.given(problem, inputs)
+        rows, what = item.backward_inputs(problem, inputs)
         found = run(problem, rows, what)
         wrong = complaints(rows, what, found)
         assert not wrong, f"{item}: {'; '.join(wrong)}"
@@ -176,7 +176,9 @@ def test_tiles_are_split_that_are_more_than_sms(head_dim: int, causal: bool, alw
     """Of 136 tiles the last four, four more than SMs; under a causal mask all, as the longest take longest."""
     problem, inputs = dense(1023, head_dim, batch=1, heads=17, kv_heads=17, causal=causal)
     assert config_of(problem).split_q
-    what = given(problem, inputs, torch.randn_like(inputs.q), torch.randn(logs_of(problem, inputs), device=HERE))
+    what = backward_inputs(
+        problem, inputs, torch.randn_like(inputs.q), torch.randn(logs_of(problem, inputs), device=HERE)
+    )
     found = run(problem, inputs, what)
     assert not (wrong := complaints(inputs, what, found)), wrong
     for _ in range(20):

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backward_rule import complaints, given, poison
+from backward_rule import backward_inputs, complaints, poison
 from hopper_gradients import (
     ARCH,
     BF16,
@@ -125,7 +125,7 @@ def test_the_rule_takes_a_right_backward_and_finds_a_wrong_one(varlen: bool) -> 
     item = replace(draw(variant, 1), owned=not varlen, dlse="plain")
     item = replace(item, case=replace(item.case, lengths=lengths, strides="plain", kv_heads=2, group=2))
     problem, inputs = item.build(variant.dtype, torch.device("cpu"))
-    rows, what = item.given(problem, inputs)
+    rows, what = item.backward_inputs(problem, inputs)
     found = tiled_backward(problem, rows, what.out, what.lse, what.do, what.dlse)
     assert not complaints(rows, what, found)
     for name in ("q", "k", "v", "sinks"):
@@ -151,7 +151,7 @@ def test_is_as_near_as_torch(variant: Variant, compiled: None) -> None:
         if why is not None:
             refused[why] += 1
             continue
-        rows, what = item.given(problem, inputs)
+        rows, what = item.backward_inputs(problem, inputs)
         found = run(problem, rows, what)
         wrong = complaints(rows, what, found)
         assert not wrong, f"{item}: {'; '.join(wrong)}"
@@ -180,7 +180,7 @@ def test_follows_the_hopper_forward_in_training() -> None:
     do, dlse = torch.randn_like(out), torch.randn_like(lse)
     grads = torch.autograd.grad([out, lse], leaves, [do, dlse])
     with_sinks = replace(inputs, sinks=sinks)
-    what = given(replace(problem, sinks=True), with_sinks, do, dlse)
+    what = backward_inputs(replace(problem, sinks=True), with_sinks, do, dlse)
     found = Gradients(*grads[:3], None, grads[3])
     assert not complaints(with_sinks, what, found)
 
@@ -211,6 +211,6 @@ def test_without_queries_or_keys(seqlen_q: int, seqlen_k: int) -> None:
     with torch.no_grad():
         out, lse = reference_attention(problem, inputs)
     do, dlse = torch.randn_like(out).to(BF16), torch.randn_like(lse)
-    what = given(problem, inputs, do, dlse)
+    what = backward_inputs(problem, inputs, do, dlse)
     poison(inputs)
     assert not complaints(inputs, what, hopper_backward(problem, inputs, what.out, what.lse, do, dlse))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backward_rule import Given
+from backward_rule import BackwardInputs
 from hopper_gradients import (
     BF16,
     HERE,
@@ -50,7 +50,7 @@ def test_repeats_to_the_bit(head_dim: int, causal: bool) -> None:
 @pytest.mark.parametrize("features", [(), ("varlen", "sinks"), ("alibi", "softcap")], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_graphs_replay_on_new_inputs(head_dim: int, features: tuple[str, ...]) -> None:
-    def drawn(seed: int) -> tuple[AttentionProblem, Inputs, Given]:
+    def drawn(seed: int) -> tuple[AttentionProblem, Inputs, BackwardInputs]:
         item = draw(Variant(BF16, head_dim, features=(*features, "deterministic")), 5)
         lengths = ((300, 300), (65, 129), (0, 17)) if "varlen" in features else ((300, 300), (300, 300))
         case = replace(item.case, lengths=lengths, strides="plain", kv_heads=2, group=2, seed=seed)

@@ -43,7 +43,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poison)
 
 
-def wanted(
+def expected(
     problem: AttentionProblem, inputs: Inputs, dtype: torch.dtype, do: torch.Tensor, dlse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Output, LSE and gradients of the formula, computed in ``dtype``."""
@@ -60,7 +60,7 @@ def outcome(
     do = torch.randn(shape).to(problem.dtype)
     logs = (problem.heads, shape[0]) if problem.varlen else (shape[0], problem.heads, shape[1])
     dlse = torch.randn(logs)
-    out, lse, grads = wanted(problem, inputs, torch.float64, do, dlse)
+    out, lse, grads = expected(problem, inputs, torch.float64, do, dlse)
     found = triton_backward(problem, inputs, out.to(problem.dtype), lse.float(), do, dlse, **options)
     return found, grads, do, dlse
 
@@ -91,7 +91,7 @@ def test_f16_is_as_near_as_torch_in_f16(asked: dict[str, Any]) -> None:
     """The peers' rule: at most three times the error of the formula computed in f16."""
     problem, inputs = small(torch.float16, d=40, **asked)
     found, grads, do, dlse = outcome(problem, inputs)
-    _, _, rough = wanted(problem, inputs, torch.float16, do, dlse)
+    _, _, rough = expected(problem, inputs, torch.float16, do, dlse)
     for name in ("q", "k", "v"):
         error = (getattr(found, name).double() - grads[name]).abs().max()
         allowed = 3 * (rough[name].double() - grads[name]).abs().max()
@@ -106,7 +106,7 @@ def test_bias_gradients_of_every_shape(shape: tuple[int, ...]) -> None:
     problem = AttentionProblem.from_inputs(inputs, causal=True)
     found, grads, do, dlse = outcome(problem, inputs)
     assert_close(found, grads, inputs, 5e-5)
-    out, lse, _ = wanted(problem, inputs, torch.float64, do, dlse)
+    out, lse, _ = expected(problem, inputs, torch.float64, do, dlse)
     without = triton_backward(problem, inputs, out.float(), lse.float(), do, dlse, bias_grad=False)
     assert without.bias is None and torch.equal(without.q, found.q)
 
@@ -160,7 +160,7 @@ def test_gradients_of_the_output_in_any_strides(kind: str) -> None:
     found = triton_backward(problem, inputs, out, lse, do)
     same = triton_backward(problem, inputs, out, lse, do.contiguous())
     assert all(torch.equal(a, b) for a, b in zip(found[:3], same[:3], strict=True))
-    _, _, grads = wanted(problem, inputs, torch.float64, do.double(), torch.zeros_like(lse))
+    _, _, grads = expected(problem, inputs, torch.float64, do.double(), torch.zeros_like(lse))
     assert_close(found, grads, inputs, 5e-5)
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from flashlane.bench.measure.defaults import PAGE
-from flashlane.bench.measure.sizes import given
+from flashlane.bench.measure.sizes import of_list
 from flashlane.core.problem import ALIGNMENTS, DTYPES, MAX_HEAD_DIM, Alignment, AttentionProblem
 from flashlane.core.suggestions import suggest
 from flashlane.kernels.features import PAGED
@@ -41,7 +41,7 @@ def parse_dtypes(text: str, name: str = "--dtype") -> tuple[torch.dtype, ...]:
     words = [word.strip().lower() for word in text.split(",")]
     for word in words:
         if word not in DTYPE_ALIASES:
-            raise ValueError(f"{name} has {word!r}{given(word, text)}; it may be a list of {', '.join(DTYPES)}")
+            raise ValueError(f"{name} has {word!r}{of_list(word, text)}; it may be a list of {', '.join(DTYPES)}")
     return tuple(dict.fromkeys(DTYPE_ALIASES[word] for word in words))
 
 
@@ -50,7 +50,9 @@ def parse_names(text: str, name: str, known: Sequence[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for word in names:
         if word not in known:
-            raise ValueError(f"{name} has {word!r}{given(word, text)}, which is unknown; {suggest(word, tuple(known))}")
+            raise ValueError(
+                f"{name} has {word!r}{of_list(word, text)}, which is unknown; {suggest(word, tuple(known))}"
+            )
     return names
 
 

@@ -233,7 +233,7 @@ def results_of(body: Any, path: str) -> Results:
             settings=dict(body["settings"]),
             rows=[_row_of(row) for row in body["rows"]],
             skipped=[Skipped(**item) for item in body.get("skipped", ())],
-            compiled=[_known(Usage, item) for item in body.get("compiled", ())],
+            compiled=[_from_fields(Usage, item) for item in body.get("compiled", ())],
             unlisted=int(body.get("unlisted", 0)),
             notes=[str(note) for note in body.get("notes", ())],
             stopped=str(body.get("stopped", "")),
@@ -248,18 +248,18 @@ _PARTS = {"timing": Timing, "usage": Usage, "verdict": Verdict, "memory": Memory
 
 
 def _row_of(row: dict[str, Any]) -> Row:
-    parts = {name: _known(kind, row.get(name)) for name, kind in _PARTS.items()}
-    parts["timings"] = {name: _known(Timing, each) for name, each in (row.get("timings") or {}).items()}
+    parts = {name: _from_fields(kind, row.get(name)) for name, kind in _PARTS.items()}
+    parts["timings"] = {name: _from_fields(Timing, each) for name, each in (row.get("timings") or {}).items()}
     row = {OLD_NAMES.get(name, name): value for name, value in row.items()}
     row["kind"] = "peer" if row["kind"] == "baseline" else row["kind"]
     verdict = row.get("verdict")
     if verdict is not None:  # JSON has no infinity: an infinite error is null there
         infinite = {k: math.inf for k in ("max_error", "allowed", "relative_l2") if verdict.get(k) is None}
-        parts["verdict"] = _known(Verdict, verdict | infinite)
-    return _known(Row, {**row, **parts, "values": tuple(row.get("values") or ())})
+        parts["verdict"] = _from_fields(Verdict, verdict | infinite)
+    return _from_fields(Row, {**row, **parts, "values": tuple(row.get("values") or ())})
 
 
-def _known(kind: type, fields: dict[str, Any] | None) -> Any:
+def _from_fields(kind: type, fields: dict[str, Any] | None) -> Any:
     """A dataclass from a mapping; lists become tuples, and fields of later versions are ignored."""
     if fields is None:
         return None

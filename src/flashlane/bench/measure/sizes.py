@@ -23,7 +23,7 @@ def parse_sizes(text: str, name: str, *, low: int = 1, high: int | None = None) 
     for size in sizes:
         if size < low or (high is not None and size > high):
             bounds = f"at least {low}" if high is None else f"{low} to {high}"
-            raise ValueError(f"{name} has {size}{given(str(size), text)}; it may be {bounds}")
+            raise ValueError(f"{name} has {size}{of_list(str(size), text)}; it may be {bounds}")
     return sizes
 
 
@@ -51,6 +51,6 @@ def _item_sizes(item: str, text: str, name: str) -> Iterator[int]:
     raise ValueError(f"{name} is {text!r}: the sweep has more than {MAX_SWEEP} sizes; take a larger step")
 
 
-def given(word: str, text: str) -> str:
+def of_list(word: str, text: str) -> str:
     """The whole text of an option for a message, or nothing where the text is the wrong word alone."""
     return "" if word == text.strip() else f" (given {text!r})"

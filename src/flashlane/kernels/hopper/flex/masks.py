@@ -75,7 +75,7 @@ class UnitMask:
         steps = heads * size * (batch > 1), size * (heads > 1)
         return MaskBitsParams(self.slots.data_ptr(), words.data_ptr(), *steps, columns)
 
-    def kept(self, key: tuple[Any, ...], make: Callable[[], BlockLists]) -> BlockLists:
+    def cached_lists(self, key: tuple[Any, ...], make: Callable[[], BlockLists]) -> BlockLists:
         """What ``make`` gives, made once for a key, for kernels on the current stream."""
         lists, stream = self.lists.get(key), torch.cuda.current_stream(self.states.device)
         if lists is None:
@@ -194,7 +194,7 @@ def forward_lists(mask: UnitMask, config: HopperConfig) -> BlockLists:
     def make() -> BlockLists:
         return tile_lists(mask.states, config.block_m, config.block_n, bits=mask.bits(mask.by_query))
 
-    return mask.kept(("forward", config.block_m, config.block_n), make)
+    return mask.cached_lists(("forward", config.block_m, config.block_n), make)
 
 
 def backward_lists(mask: UnitMask, config: GradientConfig, problem: AttentionProblem) -> tuple[BlockLists, ...]:
@@ -205,4 +205,4 @@ def backward_lists(mask: UnitMask, config: GradientConfig, problem: AttentionPro
         states = mask.states.transpose(2, 3)
         return tile_lists(states, keys, block_m, problem.group, config.in_order, mask.bits(mask.by_key))
 
-    return (mask.kept(("backward", block_m, keys, problem.group, config.in_order), make),)
+    return (mask.cached_lists(("backward", block_m, keys, problem.group, config.in_order), make),)
