@@ -11,12 +11,13 @@ picture holds a digest of the times, so that ``--check`` does not depend on the 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from picture_digest import digest, status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "suite_e2e.json"
@@ -63,11 +64,10 @@ def joined(files: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def digest(results: Path) -> str:
-    """Of what the picture shows."""
+def shown(results: Path) -> list[list[object]]:
+    """What the picture shows."""
     rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
-    shown = [[row["workload"], row["attention"], row["ms"], row["speedup"]] for row in rows]
-    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
+    return [[row["workload"], row["attention"], row["ms"], row["speedup"]] for row in rows]
 
 
 def draw(results: Path, target: Path) -> None:
@@ -76,7 +76,7 @@ def draw(results: Path, target: Path) -> None:
 
     save(figure_of(results), target)
     lines = [line.rstrip() for line in target.read_text(encoding="utf-8").splitlines()]
-    target.write_text("\n".join([*lines, f"<!-- {digest(results)} -->"]) + "\n", encoding="utf-8")
+    target.write_text("\n".join([*lines, f"<!-- {digest(shown(results))} -->"]) + "\n", encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,10 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.check:
         draw(RESULTS, PICTURE)
         return 0
-    if PICTURE.is_file() and digest(RESULTS) in PICTURE.read_text(encoding="utf-8"):
-        return 0
-    print(f"{PICTURE.name} is out of date: python benchmarks/scripts/e2e.py", file=sys.stderr)
-    return 1
+    return status_of(PICTURE, shown(RESULTS), "e2e.py")
 
 
 if __name__ == "__main__":

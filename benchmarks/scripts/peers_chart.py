@@ -10,20 +10,16 @@ protocol. The picture holds a digest of its data, so that ``--check`` does not d
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
 import sys
 from pathlib import Path
+
+from picture_digest import digest, status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "speed-over-peers.svg"
 AHEAD, BEHIND, INK = "#2a6fb0", "#d1603d", "#333333"
-
-
-def digest(panels: dict[str, list[float]]) -> str:
-    return hashlib.sha256(json.dumps(panels, sort_keys=True).encode()).hexdigest()
 
 
 LOW, HIGH = 0.88, 2.0
@@ -88,10 +84,7 @@ def main() -> int:
     if not check:
         draw(panels, PICTURE)
         return 0
-    if PICTURE.is_file() and digest(panels) in PICTURE.read_text(encoding="utf-8"):
-        return 0
-    print(f"{PICTURE.name} is out of date: python benchmarks/scripts/peers_chart.py", file=sys.stderr)
-    return 1
+    return status_of(PICTURE, panels, "peers_chart.py")
 
 
 if __name__ == "__main__":

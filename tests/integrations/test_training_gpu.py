@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from backward_kernels import StandIn
+from training import losses_of_training
 
 from flashlane.core import registry
 from flashlane.core.problem import arch_of
@@ -52,16 +53,7 @@ def curve(config: Config, attention: str, device: torch.device, dtype: torch.dty
     torch.manual_seed(0)
     model = Transformer(replace(config, attention=attention)).to(device)
     tokens = torch.randint(config.vocab, (4, seqlen + 1)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(STEPS):
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = model.loss(tokens)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return losses_of_training(model, tokens, STEPS, 3e-3, dtype)
 
 
 def assert_one_curve(config: Config, forward: str, device: torch.device, dtype: torch.dtype, seqlen: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stream_and_graph import check_stream_and_graph
 
 from flashlane import flash_attn_func
 from flashlane.bench.measure.check import Oracle
@@ -115,23 +116,7 @@ def test_runs_on_the_current_stream_and_in_a_graph() -> None:
     case = replace(PLAIN, lengths=((300, 300),), group=1, causal=False)
     problem, inputs = case.build(torch.float16, device="cuda")
     kernel = registry.get(FAST)
-    expected = run(kernel, problem, inputs)
-    side = torch.cuda.Stream()
-    out, lse = (torch.full_like(t, math.nan) for t in expected)
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
-        kernel.forward(problem, inputs, out, lse)
-    assert not side.query(), "the launch did not wait on the stream that was current"
-    side.synchronize()
-    assert torch.equal(out, expected[0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernel.forward(problem, inputs, out, lse)
-    inputs.q.normal_()
-    out.fill_(math.nan)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out, run(kernel, problem, inputs)[0])
+    check_stream_and_graph(kernel, problem, inputs, lambda: run(kernel, problem, inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from training import losses_of_training
 
 from flashlane.models import ATTENTIONS, SIZES, Config, Transformer, select_attention
 from flashlane.models.transformer import rotary_angles, rotate
@@ -21,15 +22,7 @@ def curve(attention: str, steps: int = 6) -> list[float]:
     torch.manual_seed(0)
     model = Transformer(replace(SMALL, attention=attention))
     tokens = torch.randint(61, (3, 19))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(steps):
-        loss = model.loss(tokens)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return losses_of_training(model, tokens, steps, lr=1e-2)
 
 
 def test_training_follows_one_curve_whatever_computes_attention() -> None:

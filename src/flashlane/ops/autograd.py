@@ -26,7 +26,7 @@ from flashlane.core.problem import (
 )
 from flashlane.core.registry import Kernel, RepeatBackward
 from flashlane.ops import call_cache, execute, schema, torch_rules
-from flashlane.ops.call_cache import Found, Results
+from flashlane.ops.call_cache import OutAndLse, Results
 from flashlane.ops.watched import is_observed, is_watched
 
 _BIAS = DIFFERENTIABLE.index("bias")
@@ -155,7 +155,7 @@ def recorded(
     v: torch.Tensor,
     inputs: Inputs | None,
     wants_lse: bool = True,
-) -> Found | None:
+) -> OutAndLse | None:
     """A call like that of a cache entry, recorded by autograd; the arguments and results are those of its ``run``."""
     if inputs is None:
         found = _Repeated.apply(entry, None, wants_lse, q, k, v)

@@ -258,24 +258,33 @@ def tune_all(
     return run
 
 
+def candidates_of_all(
+    problem: AttentionProblem, kernels: Sequence[Any], reasons: Sequence[str | None]
+) -> tuple[list[tuple[Any, Any, bool]], list[tuple[str, str]]]:
+    """Kernels with each of their candidates, and whether the heuristic chooses it; (tag, reason) of the others."""
+    candidates, skipped = [], []
+    for kernel, reason in zip(kernels, reasons, strict=True):
+        if reason is not None:
+            skipped.append((kernel.tag, reason))
+            continue
+        usual = kernel.config(problem)
+        configs = dict.fromkeys((usual, *kernel.candidates(problem)))
+        candidates += [(kernel, config, config == usual) for config in configs]
+    return candidates, skipped
+
+
 def contenders_of(
     problem: AttentionProblem, kernels: Sequence[TunableKernel]
 ) -> tuple[list[Contender], list[tuple[str, str]]]:
     """Every candidate of the kernels that can run a problem, and what ``auto`` runs; (tag, reason) of the others."""
     incumbent = dispatch.select(problem)
     current = incumbent.config(problem) if isinstance(incumbent, TunableKernel) else None
-    contenders: list[Contender] = []
-    skipped = []
     with heuristics_only():
-        for kernel in kernels:
-            reason = kernel.supports(problem)
-            if reason is not None:
-                skipped.append((kernel.tag, reason))
-                continue
-            usual = kernel.config(problem)
-            for config in dict.fromkeys((usual, *kernel.candidates(problem))):
-                auto = kernel is incumbent and config == current
-                contenders.append(Contender(kernel, config, heuristic=config == usual, auto=auto))
+        candidates, skipped = candidates_of_all(problem, kernels, [kernel.supports(problem) for kernel in kernels])
+        contenders = [
+            Contender(kernel, config, usual, auto=kernel is incumbent and config == current)
+            for kernel, config, usual in candidates
+        ]
         if contenders and not any(contender.auto for contender in contenders):
             usual = incumbent.config(problem) if isinstance(incumbent, TunableKernel) else None
             contenders.append(

@@ -23,7 +23,7 @@ from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, Kernel
 from flashlane.core.tuned import heuristics_only
 from flashlane.tuning import stored as tune
-from flashlane.tuning.search import Configured, DirectionSearch, Trial, tune_all, tuned_entry
+from flashlane.tuning.search import Configured, DirectionSearch, Trial, candidates_of_all, tune_all, tuned_entry
 
 BackwardContender = Configured[BackwardKernel]
 
@@ -59,17 +59,13 @@ def backward_contenders(
     forward = dispatch.select(problem)
     incumbent = dispatch.select_backward(problem, forward)
     current = incumbent.config(problem)
-    contenders, skipped = [], []
     with heuristics_only():
-        for kernel in kernels:
-            reason = kernel.supports(problem, forward)
-            if reason is not None:
-                skipped.append((kernel.tag, reason))
-                continue
-            usual = kernel.config(problem)
-            for config in dict.fromkeys((usual, *kernel.candidates(problem))):
-                auto = kernel is incumbent and config == current
-                contenders.append(BackwardContender(kernel, config, config == usual, auto))
+        reasons = [kernel.supports(problem, forward) for kernel in kernels]
+        candidates, skipped = candidates_of_all(problem, kernels, reasons)
+    contenders = [
+        BackwardContender(kernel, config, usual, auto=kernel is incumbent and config == current)
+        for kernel, config, usual in candidates
+    ]
     return contenders, skipped
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from forward_rule import complaint
+from stream_and_graph import check_stream_and_graph
 from triton_variants import FORWARD_VARIANTS as VARIANTS
 from triton_variants import ForwardVariant as Variant
 
@@ -90,25 +91,9 @@ def test_large_offsets() -> None:
 def test_runs_on_the_current_stream_and_in_a_graph() -> None:
     for lengths in ((300, 300), (1, 5000)):
         problem, inputs = build(replace(PLAIN, lengths=(lengths,)), BF16)
-        expected = run(problem, inputs)
-        out, lse = (torch.full_like(t, math.nan) for t in expected)
-        kernel = registry.get("triton")
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(50_000_000)
-            kernel.forward(problem, inputs, out, lse)
-        assert not side.query(), "the launch did not wait on the stream that was current"
-        side.synchronize()
-        assert torch.equal(out, expected[0])
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kernel.forward(problem, inputs, out, lse)
-        inputs.q.normal_()
-        out.fill_(math.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, run(problem, inputs)[0])
+        check_stream_and_graph(
+            registry.get("triton"), problem, inputs, lambda p=problem, tensors=inputs: run(p, tensors)
+        )
 
 
 @pytest.mark.parametrize(
