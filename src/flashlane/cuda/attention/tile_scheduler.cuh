@@ -28,13 +28,12 @@ __device__ __forceinline__ constexpr SwizzledTile swizzled_tile(Index index, int
 struct VarlenSearchByWarp {
     int first_batch = 0, tiles_before = 0;
 
-    struct SequenceTile {
+    struct Found {
         int batch, index, blocks;  // index within the sequence; batch −1: no tile is left, and tiles_before counts all
     };
     // blocks_of(batch): m-blocks of a sequence. Each stands for `tiles_per_block` tiles.
     template <typename BlocksOf>
-    __device__ __forceinline__ SequenceTile find(int index, int sequences, int tiles_per_block,
-                                                 const BlocksOf& blocks_of) {
+    __device__ __forceinline__ Found find(int index, int sequences, int tiles_per_block, const BlocksOf& blocks_of) {
         const int lane = threadIdx.x % WARP;
         for (; first_batch < sequences; first_batch += WARP) {
             const int batch = first_batch + lane;
@@ -59,7 +58,7 @@ struct VarlenSearchByThread {
 
     // As above; tiles_of(batch) counts the tiles of a sequence.
     template <typename BlocksOf>
-    __device__ __forceinline__ VarlenSearchByWarp::SequenceTile find(int index, int sequences, int tiles_per_block,
+    __device__ __forceinline__ VarlenSearchByWarp::Found find(int index, int sequences, int tiles_per_block,
                                                               const BlocksOf& blocks_of) {
         for (; batch < sequences; ++batch) {
             const int blocks = blocks_of(batch), tiles = blocks * tiles_per_block;
