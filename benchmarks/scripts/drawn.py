@@ -71,8 +71,8 @@ FAR_BEHIND = 1.5
 """Peers that take so many times the fastest peer's time at their first calls, under every protocol, are not timed. What
 ran before makes up to 1.09 of a figure."""
 FIRST_CALLS = 2
-WARM_LENGTH = 256
-"""Tokens of the sequence that cuDNN is called with so that it compiles a kernel."""
+WARM_LENGTH = 128
+"""Sequences that cuDNN is called with, so that it compiles a kernel, have fewer tokens than twice as many."""
 GLANCE = Settings(rounds=1, round_ms=0.5, warmup_ms=0.0, warmup=2, preheat_ms=0.0, protocols=("steady",))
 RESERVED_BYTES = 40e9
 """Memory that torch keeps from problems before; beyond it is given back."""
@@ -173,17 +173,23 @@ def warm_cudnn(
     problems: Iterable[tuple[AttentionProblem, Direction]], device: torch.device, peers: Sequence[Peer]
 ) -> int:
     """Call cuDNN for each kind of problem, many at a time; how many kinds there are. At the first call of a kind it
-    compiles a kernel in a second or two, which it keeps for the process."""
+    compiles a kernel in a second or two, which it keeps for the process.
+
+    A kernel serves 64 head dims, and lengths that are whole tiles or those that are not.
+    """
     peer = next((peer for peer in peers if peer.tag == PEERS["cudnn"]), None)
     if peer is None or peer.available(device):
         return 0
-    kinds: dict[tuple[AttentionProblem, Direction], None] = {}
+    kinds: dict[tuple[Any, ...], tuple[AttentionProblem, Direction]] = {}
     for problem, direction in problems:
         if peer.supports(problem) is None:
-            rows = min(problem.seqlen_q, WARM_LENGTH)
-            keys = rows if problem.causal else WARM_LENGTH
+            rows, keys = (
+                n if n < WARM_LENGTH else WARM_LENGTH + n % WARM_LENGTH for n in (problem.seqlen_q, problem.seqlen_k)
+            )
             short = replace(problem, batch=1, heads=problem.group, kv_heads=1, seqlen_q=rows, seqlen_k=keys)
-            kinds[short, direction] = None
+            whole = rows % WARM_LENGTH == 0, keys % WARM_LENGTH == 0
+            kind = problem.dtype, -(-problem.head_dim // 64), problem.causal, *whole, direction
+            kinds.setdefault(kind, (short, direction))
 
     def call(kind: tuple[AttentionProblem, Direction]) -> None:
         problem, direction = kind
@@ -196,7 +202,7 @@ def warm_cudnn(
                 torch.autograd.grad(out, tensors, torch.ones_like(out))
 
     with peer.context(), ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(call, kinds))
+        list(pool.map(call, kinds.values()))
     return len(kinds)
 
 
