@@ -8,6 +8,10 @@ consists of; (4) repeats that must be equal bit by bit; then, as far as the seco
 graph, (6) the other methods and torch's own context parallelism, and (7) every method and layout. Exit status 1 when a
 check fails. "ring" with layout zigzag is ring-flash-attention's algorithm over these kernels.
 
+With ``--switches`` what is built but off is on: kernels that poll while keys come, one launch of the backward of two
+chunks, and f32 outputs that a ring merges. With ``--backend gloo`` the ranks are processes on the CPU, with small
+problems: a rehearsal, whose times say nothing.
+
 With ``--rank R --folder F`` this process is one of the ranks, which others join by the same folder, so that one of them
 can run under compute-sanitizer; it only checks.
 """
@@ -41,12 +45,19 @@ from flashlane.bench.measure.ranks import (
 )
 from flashlane.bench.measure.results import write_atomically
 from flashlane.core.problem import CallOptions
-from flashlane.distributed import token_indices
+from flashlane.distributed import attend, functional, launches, token_indices
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Ranks, start
 from flashlane.distributed.gather import Gathering, Task
 from flashlane.distributed.plan import Division
 
+SWITCHES: dict[str, tuple[Any, str]] = {
+    "polled": (functional, "POLLED"),
+    "documents-as-ranges": (launches, "DOCUMENTS_AS_RANGES"),
+    "two-ranges": (launches, "TWO_RANGES"),
+    "f32-partials": (attend, "F32_PARTIALS"),
+}
+"""What ``--switches`` turns on, by its name."""
 FORMAT = "flashlane-context-parallel/1"
 REPEATS = 500
 SLOW_SECONDS = 300
@@ -79,6 +90,20 @@ PROBLEMS = {
     "MHA 16k": SharedProblem(16384, kv_heads=32),
     "documents": SharedProblem(16384, documents=packed_documents(32768)),
 }
+
+
+SMALL = {
+    "8k": SharedProblem(64, 4, 2, 16, dtype="float32"),
+    "4k": SharedProblem(32, 4, 2, 16, dtype="float32"),
+    "MHA 16k": SharedProblem(64, 4, 4, 16, dtype="float32"),
+    "documents": SharedProblem(64, 4, 2, 16, dtype="float32", documents=(40, 0, 1, 70, 17)),
+}
+"""Problems of a rehearsal, by the names of those that they stand for."""
+
+
+def problem_of(name: str, device: torch.device) -> SharedProblem:
+    """The problem of a name, small on a CPU."""
+    return (SMALL if device.type == "cpu" else PROBLEMS)[name]
 
 
 def check(
@@ -128,14 +153,25 @@ def exact(problem: SharedProblem, size: int, device: torch.device) -> tuple[torc
 
 def quick(device: torch.device) -> list[dict[str, Any]]:
     """The transports in the layout that is timed."""
-    return check(device, 1001, TRANSPORTS, ("zigzag",), ((8, 4),))
+    return check(device, tokens_of(device), TRANSPORTS, ("zigzag",), ((8, 4),))
+
+
+def every(device: torch.device) -> list[dict[str, Any]]:
+    """All methods and layouts."""
+    return check(device, tokens_of(device))
+
+
+def tokens_of(device: torch.device) -> int:
+    """Tokens of a rank that are checked."""
+    return 19 if device.type == "cpu" else 1001
 
 
 def repeats(device: torch.device, count: int, methods: tuple[str, ...] = METHODS) -> dict[str, Any]:
     """How many of so many runs differ from the first in any bit, of output or gradients."""
     of_problems = {}
     for method in methods:
-        call = SharedProblem(1024, 8, 4).shared(device, deterministic=True, **HOW[method])
+        tokens = 32 if device.type == "cpu" else 1024
+        call = SharedProblem(tokens, 8, 4).shared(device, deterministic=True, **HOW[method])
         first = call.both()
         other = torch.zeros(1, device=device)
         for _ in range(count if method in TRANSPORTS else count // 5):
@@ -147,14 +183,14 @@ def repeats(device: torch.device, count: int, methods: tuple[str, ...] = METHODS
 
 def speed(device: torch.device, name: str) -> dict[str, Any]:
     """Milliseconds of one problem by each transport."""
-    problem = PROBLEMS[name]
+    problem = problem_of(name, device)
     rows = time_methods(device, problem, {kind: HOW[kind] for kind in TRANSPORTS})
     return {"name": name, **problem_fields(problem, dist.get_world_size()), "rows": rows, "failures": {}}
 
 
 def peers(device: torch.device, name: str, torchs: bool) -> dict[str, Any]:
     """Milliseconds of one problem by the other methods, and by torch's own context parallelism where that runs."""
-    problem, size = PROBLEMS[name], dist.get_world_size()
+    problem, size = problem_of(name, device), dist.get_world_size()
     failures, more = {}, {}
     if torchs and not problem.documents:
         try:
@@ -200,7 +236,7 @@ def torch_context_parallel(problem: SharedProblem, device: torch.device) -> Meas
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     size = dist.get_world_size()
-    mesh = dist.device_mesh.init_device_mesh("cuda", (size,))
+    mesh = dist.device_mesh.init_device_mesh(device.type, (size,))
     q, k, v, do = (t.transpose(1, 2).contiguous() for t in problem.tensors(size, device))
     k, v = (t.repeat_interleave(problem.heads // problem.kv_heads, 1) for t in (k, v))
     buffers = [q, k, v, do]
@@ -279,7 +315,10 @@ def host_milliseconds(call: Any, device: torch.device, count: int = 50) -> float
 def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
     """Everything, on every rank."""
     body: dict[str, Any] = {"format": FORMAT, "environment": environment(device), "ranks": dist.get_world_size()}
-    began = time.monotonic()
+    began, gpu = time.monotonic(), device.type == "cuda"
+    for name in options["switches"]:
+        setattr(*SWITCHES[name], True)
+    body["switches"] = options["switches"]
 
     def part(name: str, run: Any, *arguments: Any) -> Any:
         late = torch.tensor([time.monotonic() - began > options["seconds"]], device=device)
@@ -301,13 +340,15 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
         return body
     for name in PROBLEMS:
         part("speed", speed, name)
-    part("parts", parts, "8k")
+    if gpu:
+        part("parts", parts, "8k")
     part("repeats", repeats, options["repeats"], TRANSPORTS)
-    part("captured", captured, "8k")
+    if gpu and not options["switches"]:
+        part("captured", captured, "8k")
     for name in PROBLEMS if options["peers"] else ():
         part("peers", peers, name, True)
-    if options["peers"]:
-        part("check_all", check)
+    if options["peers"] or options["switches"]:
+        part("check_all", every)
     return body
 
 
@@ -336,22 +377,27 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--seconds", type=float, default=110.0, help="nothing new is begun after them")
     parser.add_argument("--peers", action="store_true", help="also the other methods, and every layout")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
+    parser.add_argument("--switches", default="", help=f"a list of {', '.join(SWITCHES)}")
     parser.add_argument("--rank", type=int, help="this process is that rank; it only checks")
     parser.add_argument("--folder", type=Path, help="where the ranks of --rank meet")
     options = parser.parse_args()
-    if torch.cuda.device_count() < options.ranks:
+    if options.backend == "nccl" and torch.cuda.device_count() < options.ranks:
         print(f"this script needs {options.ranks} GPUs and sees {torch.cuda.device_count()}", file=sys.stderr)
         raise SystemExit(2)
     if (options.rank is None) != (options.folder is None):
         parser.error("--rank and --folder are given together")
+    switches = [name for name in options.switches.split(",") if name]
+    if unknown := [name for name in switches if name not in SWITCHES]:
+        parser.error(f"--switches has {unknown[0]!r}; it may have {', '.join(SWITCHES)}")
     options.out.mkdir(parents=True, exist_ok=True)
     given = {"out": str(options.out.resolve()), "repeats": options.repeats, "seconds": options.seconds}
-    given |= {"peers": options.peers, "only_check": options.rank is not None}
+    given |= {"peers": options.peers, "only_check": options.rank is not None, "switches": switches}
     if options.rank is None:
-        body = on_ranks(options.ranks, "nccl", job, given)
+        body = on_ranks(options.ranks, options.backend, job, given)
     else:
         measure_ranks.GROUP_SECONDS = SLOW_SECONDS
-        body = join_ranks(options.rank, options.ranks, str(options.folder.resolve()), "nccl", job, given)
+        body = join_ranks(options.rank, options.ranks, str(options.folder.resolve()), options.backend, job, given)
     checks = [body.get(name, []) for name in ("check", "check_all")]
     wrong = any(not isinstance(rows, list) or any(not row["ok"] for row in rows) for rows in checks)
     differing = body.get("repeats", {})
