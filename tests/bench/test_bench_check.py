@@ -137,6 +137,12 @@ def test_empty_problems():
         assert oracle.judge(*tiled(oracle)).ok
 
 
+def test_a_pattern_says_what_it_is():
+    assert Pattern().describe() == "normal(0, 1)"
+    assert Pattern(random_q=False, random_v=False).describe() == "normal(0, 1); q, v all ones"
+    assert Pattern(random_k=False, range_k=True).describe() == "normal(0, 1); k all ones; k ramped"
+
+
 def test_patterns_change_one_tensor_only():
     problem = make_problem(1, 2, 6, 8)
     plain = random_inputs(problem, CPU, 3)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from flashlane.bench.measure.flops import flops, tflops
+from flashlane.bench.measure.flops import flops, sequences_of, tflops
 from flashlane.bench.measure.grid import make_problem
+from flashlane.core.problem import AttentionProblem, Inputs
 
 
 def test_baseline_logs():
@@ -36,6 +37,18 @@ def test_counts_match_brute_force(seqlen_q, seqlen_k, causal, alignment):
             every += seen * (2 * dim - 1) + seen + 2 * (seen - 1) + 3 * seen + dim * (2 * seen - 1)
     assert flops(problem) == 6 * gemm
     assert flops(problem, "all") == 6 * every
+
+
+def test_packed_sequences_and_caches_count_their_own_queries_and_keys():
+    q, k = torch.zeros(8, 3, 16), torch.zeros(7, 3, 16)
+    lengths = {"cu_seqlens_q": torch.tensor([0, 3, 3, 8]), "cu_seqlens_k": torch.tensor([0, 4, 6, 7])}
+    packed = Inputs(q, k, k, **{name: t.int() for name, t in lengths.items()}, max_seqlen_q=5, max_seqlen_k=4)
+    each = sequences_of(AttentionProblem.from_inputs(packed), packed)
+    assert [(p.batch, p.seqlen_q, p.seqlen_k) for p in each] == [(1, 3, 4), (1, 0, 2), (1, 5, 1)]
+    assert sum(map(flops, each)) == 4 * 3 * 16 * (3 * 4 + 5 * 1)
+    cached = Inputs(torch.zeros(2, 1, 3, 16), *[torch.zeros(2, 9, 3, 16)] * 2, seqused_k=torch.tensor([2, 7]).int())
+    each = sequences_of(AttentionProblem.from_inputs(cached), cached)
+    assert [(p.seqlen_q, p.seqlen_k) for p in each] == [(1, 2), (1, 7)]
 
 
 def test_every_formula_as_written():

@@ -144,6 +144,13 @@ BAD = {
     "seed missing": (tensors, {}, {"dropout_p": 0.5}, ValueError, "dropout_seed is None and dropout_p is 0.5"),
     "seed type": (tensors, {"dropout_seed": 7}, {}, TypeError, "dropout_seed is an int; it must be an int64"),
     "seed dtype": (tensors, {"dropout_seed": ints(7)}, {}, TypeError, "dropout_seed is a torch.Tensor of torch.int32"),
+    "seed device": (
+        tensors,
+        {"dropout_seed": torch.ones(1, dtype=torch.int64, device="meta")},
+        {},
+        ValueError,
+        "dropout_seed is on meta and q is on cpu; they must agree",
+    ),
     "seed shape": (
         tensors,
         {"dropout_seed": torch.tensor(7)},

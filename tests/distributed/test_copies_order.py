@@ -20,7 +20,7 @@ from flashlane.distributed.functional import head_bounds, stride_by_copies
 from flashlane.distributed.gather import Task
 from flashlane.distributed.layout import rows_of
 from flashlane.distributed.peer_memory import Exchange
-from flashlane.distributed.plan import Division
+from flashlane.distributed.plan import Division, gather_plan
 from flashlane.distributed.polled import ChunkGathering
 
 HEADS, KV_HEADS, HEAD_DIM, HALF = 4, 4, 8, 1 << 18
@@ -75,6 +75,27 @@ def small_chunks() -> Iterator[None]:
     with mock.patch.object(ranged, "FEWEST_ROWS", 5), mock.patch.object(ranged, "EDGE", 2):
         yield
     ranged.arriving_chunks_of.cache_clear()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.usefixtures("small_chunks")
+def test_chunks_come_by_sender_and_from_the_last_keys_to_the_first(case: tuple[Any, ...]) -> None:
+    layout, lengths, left, size = case
+    division = Division(layout, lengths, size, left, 0)
+    for rank in range(size):
+        received = gather_plan(division, rank).received
+        chunks = ranged.arriving_chunks_of(division, rank)
+        assert chunks is not None
+        assert [(each.sender, -each.segment.key) for each in chunks] == sorted(
+            (each.sender, -each.segment.key) for each in chunks
+        )
+        for sender in {each.sender for each in chunks}:
+            of_sender = [each for each in chunks if each.sender == sender]
+            assert [each.number for each in of_sender] == list(range(len(of_sender)))
+            rows = sorted(
+                row for each in of_sender for row in range(each.segment.row, each.segment.row + each.segment.count)
+            )
+            assert rows == sorted(row for each in received[sender] for row in range(each.row, each.row + each.count))
 
 
 @pytest.mark.slow

@@ -161,6 +161,14 @@ def test_a_function_that_reads_another_value_is_traced_again(
     assert len(traces) == 2
 
 
+def test_integers_but_minus_one_to_one_are_launch_parameters() -> None:
+    def after(n: int):
+        return lambda b, h, q, kv: q - kv >= n
+
+    found = {n: bind(None, after(n), CPU)[1].integers for n in (-(2**31) - 1, -2, -1, 0, 1, 2, 2**31)}
+    assert found == {-(2**31) - 1: (), -2: (-2,), -1: (), 0: (), 1: (), 2: (2,), 2**31: ()}
+
+
 def test_a_function_that_reads_a_shape_is_traced_for_each(traces: list[object]) -> None:
     def of(table: torch.Tensor):
         return lambda b, h, q, kv: kv < table.shape[0]

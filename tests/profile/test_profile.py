@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -361,6 +362,8 @@ def test_the_sentence_says_what_bounds_it():
         "k reaches 60 of 100 TFLOP/s (60%)."
     )
     (slow,) = rates.place([timed(problem, "k", 1e3)], found)
+    (peer,) = rates.place([replace(timed(problem, "(flash)", 1e3), kind="peer")], found)
+    assert "the matrix rate bounds it" in rates.sentence([fast, peer]), "one that reaches a ceiling is enough"
     assert "neither ceiling bounds it" in rates.sentence([slow]) and "launches, latency or the host" in rates.sentence(
         [slow]
     )

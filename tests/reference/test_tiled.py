@@ -176,6 +176,11 @@ def test_memory_is_linear_and_invisible_tiles_are_skipped() -> None:
     assert counts == {name: (2 * seen, 5 * seen) for name, seen in (("full", 64), ("causal", 36), ("window", 15))}
 
 
+def test_tiles_end_at_multiples_of_their_size() -> None:
+    assert list(tiles(range(5, 13), 4)) == [range(5, 8), range(8, 12), range(12, 13)]
+    assert list(tiles(range(8, 12), 4)) == [range(8, 12)] and list(tiles(range(3, 3), 4)) == []
+
+
 @pytest.mark.parametrize("right", [-1, 0, 3])
 @pytest.mark.parametrize("left", [-1, 0, 5])
 @pytest.mark.parametrize("shift", [-4, 0, 6])
