@@ -16,6 +16,7 @@ from flashlane.flex import attention, masks
 from flashlane.flex.bind import bind
 from flashlane.kernels.hopper import flex
 from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.flex import masks as unit_masks
 from flashlane.kernels.hopper.flex import run_backward, run_forward
 from flashlane.kernels.hopper.flex.problem import problem_of
 
@@ -34,6 +35,23 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     yield from install(monkeypatch)
     for plan in plans:
         plan.cache_clear()
+
+
+def test_a_mask_in_units_is_kept_for_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = flashlane.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu")
+    monkeypatch.setattr(unit_masks, "_unit_mask", lambda *_: object())
+    program, captured = object(), torch.zeros(3)
+    sizes = {"batch": 2, "heads": 4, "seqlen_q": 256, "seqlen_k": 256}
+
+    def made(tensor: torch.Tensor = captured, **changes: int) -> object:
+        return unit_masks.unit_mask(mask, program, (tensor,), SimpleNamespace(**{**sizes, **changes}))
+
+    first = made()
+    assert made() is first
+    others = [made(**{name: size - 1}) for name, size in sizes.items()]
+    assert first not in others and len({id(each) for each in others}) == 4
+    captured.add_(1)
+    assert made() is not first, "what the program reads was written"
 
 
 def operands(grad: bool = False) -> list[torch.Tensor]:

@@ -107,6 +107,15 @@ def test_memory_for_splits_is_bounded_and_has_its_place() -> None:
             assert sizes["counters"] >= backward_launch.COUNTERS + 2 * found.tiles
 
 
+def test_the_kernel_of_split_tiles_has_their_partition() -> None:
+    config = one_cta_tiles.pick(asked(batch=1, seqlen=16384))
+    texts = {}
+    for splits in (False, True):
+        (source,) = replace(config, split_q=splits).gradient_sources()
+        texts[splits] = dict(source.headers)["one_cta_policies.cuh"]
+    assert "using Partition = SplitQ<Dq>;" in texts[True] and "using Partition = WholeTiles<Dq>;" in texts[False]
+
+
 CHECKS = """
 #include "hopper/backward/split_q.cuh"
 

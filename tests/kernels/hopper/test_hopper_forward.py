@@ -54,6 +54,18 @@ def test_refusals_name_the_reason(changes: dict, word: str) -> None:
     assert reason is not None and word in reason
 
 
+def test_q_stays_in_shared_memory_where_a_mask_and_modifiers_take_its_registers() -> None:
+    window, modifier = {"window_left": 100, "window_right": 0}, {"softcap": 5.0}
+    for changes, crowded in (
+        (window, False),
+        (modifier, False),
+        (window | modifier, True),
+        ({"alibi": True} | modifier, True),
+    ):
+        shapes = select.shapes_of(problem_of(**changes))
+        assert shapes and any(shape.q_in_registers for shape in shapes) != crowded, changes
+
+
 def test_what_it_takes() -> None:
     features = {"alibi": True, "sinks": True, "softcap": 5.0, "seqused_k": True, "page_size": 16, "window_left": 3}
     paged = ({"page_size": 12}, {"page_size": 1, "seqused_k": True}, {"page_size": 16, "leftpad_k": True})
