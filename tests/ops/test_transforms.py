@@ -405,6 +405,16 @@ def test_the_flop_counter_counts_visible_pairs(asked: dict[str, Any], fake: bool
     assert forward == flops(problem) and 2 * backward == 5 * forward
 
 
+def test_the_flop_counter_knows_that_values_have_columns_of_their_own() -> None:
+    q, k, v = (torch.randn(1, n, h, d, requires_grad=True) for n, h, d in ((7, 4, 8), (5, 2, 8), (5, 2, 24)))
+    with FlopCounterMode(display=False) as counter:
+        out = flashlane.flash_attn_func(q, k, v)
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    assert forward == 2 * 4 * 7 * 5 * (8 + 24)
+    assert counter.get_total_flops() - forward == 2 * 4 * 7 * 5 * (3 * 8 + 2 * 24)
+
+
 def test_the_flop_counter_reads_the_lengths_of_sequences() -> None:
     cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) for c in ([0, 3, 3, 10], [0, 5, 9, 13]))
     q, k = torch.randn(10, 4, 8), torch.randn(13, 2, 8)
