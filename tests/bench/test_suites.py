@@ -23,6 +23,7 @@ from flashlane.bench.suites.attention import AttentionSuite, Case, powers
 from flashlane.bench.suites.model import ModelSuite
 from flashlane.bench.suites.suite import FAIL, NA, OOM, SavedBytes, SuiteResults, guarded, run_suite
 from flashlane.cli.main import app
+from flashlane.cli.suite import _lengths
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
@@ -333,3 +334,13 @@ def test_a_terminal_of_80_columns_shows_our_forward_and_what_it_gains(
     ours, torch_, gain = ("fwd_ours(ms)", "fwd_torch(ms)", "speedup_fwd")
     ours, torch_ = ("ft_ours", "ft_torch") if suite == "flash" else (ours, torch_)
     assert {ours, torch_, gain} <= set(head), head
+
+
+def test_no_suite_has_a_length_beyond_the_longest() -> None:
+    assert _lengths("attention", None, 20000, False) == [256, 1024, 4096, 8192, 16384]
+    assert _lengths("attention", None, 2000, False) == [256, 1024]
+    assert _lengths("flash", None, 600, False) == [128, 256, 512] and _lengths("model", None, 600, True) == [600]
+    assert _lengths("flash", "64,700", 600, False) == [64]
+    for suite, longest in (("attention", 255), ("flash", 100)):
+        with pytest.raises(ValueError, match=f"--max-seqlen is {longest}, which leaves no length"):
+            _lengths(suite, None, longest, False)

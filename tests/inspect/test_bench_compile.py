@@ -124,6 +124,19 @@ def test_unlisted_kernels_are_left_out_of_the_report():
     assert usage.tag == "fake(device)"
 
 
+def test_what_the_compiler_warned_of_and_why_kernels_are_missing_is_printed():
+    text = io.StringIO()
+    kinds = {
+        "warned": {"warnings": ("a C7510 note",)},
+        "broken": {"error": "no instruction"},
+        "other": {"reason": "f32"},
+    }
+    print_compiled([Usage(tag, "sm_80", **fields) for tag, fields in kinds.items()], Console(file=text, width=100))
+    lines = [" ".join(line.split()) for line in text.getvalue().splitlines()]
+    for word, found in (("compiler", "a C7510 note"), ("error", "no instruction"), ("not compiled", "f32")):
+        assert any(word in line and found in line for line in lines), (word, lines)
+
+
 @pytest.mark.parametrize("width", [120, 200])
 def test_no_line_is_wider_than_the_terminal(usages, width):
     text = io.StringIO()

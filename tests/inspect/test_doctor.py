@@ -237,3 +237,14 @@ def test_a_gpu_whose_state_nobody_can_read(monkeypatch):
     monkeypatch.setenv("PATH", "")
     (found,) = doctor._states(Torch)
     assert found.status == "missing" and "nvidia-ml-py" in found.remedy and "nvidia-smi" in found.remedy
+
+
+def test_the_driver_is_named_with_the_cuda_that_it_runs(monkeypatch, tmp_path):
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
+    monkeypatch.setattr(doctor, "Path", lambda _: version)
+    monkeypatch.setattr(doctor, "_driver_cuda", lambda: ", CUDA up to 13.0")
+    assert doctor._driver().found == "580.65.06, CUDA up to 13.0"
+    version.unlink()
+    monkeypatch.setattr(doctor, "_output", lambda *command: "")
+    assert doctor._driver().status == "missing" and doctor._driver().cost == "nothing runs on a GPU"

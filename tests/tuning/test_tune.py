@@ -255,6 +255,24 @@ def test_the_file_is_read_once(monkeypatch):
     assert len(reads) == 1
 
 
+def test_what_was_remembered_of_choices_is_forgotten_when_a_file_changes():
+    kernel, asked = TunableKernel("a", {64: 2.0, 128: 1.0}), []
+
+    @registry.memoised
+    def config_of(problem):
+        asked.append(problem)
+        return kernel.config(problem)
+
+    run([kernel])
+    entries = tune.load(stored_file())
+    tune.forget()
+    assert config_of(problem()) == config_of(problem()) == FakeConfig(64) and len(asked) == 1
+    tune.save(DEVICE, ARCH, entries)
+    assert config_of(problem()) == FakeConfig(128)
+    tune.forget()
+    assert config_of(problem()) == FakeConfig(64)
+
+
 def test_what_is_not_plain_is_refused():
     assert tune.plain_config(FakeConfig(3, True)) == {"rows": 3, "early": True, "dtype": "f16"}
     with pytest.raises(TypeError, match="config is an int"):
