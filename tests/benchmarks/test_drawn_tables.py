@@ -67,7 +67,7 @@ def test_sentences_have_the_figures_of_one_device(tables: ModuleType, results: P
     assert "the backward is behind the fastest peer in 0 (steady) or 1 (flushed) of 1" in behind
     run = "Measured on one NVIDIA H200 with torch 2.11.0 for CUDA 13.0, cuDNN 9.19 and FlashAttention-4 4.0.0b36"
     assert " ".join(tables.run_sentence(results).split()) == f"{run} (2026-11-24)."
-    first = tables.files_list(results).splitlines()[0]
+    first = " ".join(tables.files_list(results).split("\n- ")[0].split())
     assert "3 of 200 problems of seed 2013, NVIDIA H200, commit abc1234, 2026-11-24" in first
     assert first.endswith("FlashAttention-4 is absent from 1")
     assert dict(tables.dense_panels(results)) == {

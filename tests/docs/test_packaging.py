@@ -253,15 +253,6 @@ def test_every_file_that_the_docs_name_in_code_is_there():
             assert (ROOT / path).exists(), f"{page.relative_to(ROOT)}: {path}"
 
 
-def test_lines_of_prose_wrap_at_120():
-    """Tables, code, links' lines and generated parts may be longer."""
-    for page in PAGES:
-        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
-        text = re.sub(r"<!-- (\S+):begin -->.*?<!-- \1:end -->", "", text, flags=re.S)
-        long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "!", "#", "    "))]
-        assert not long, f"{page.relative_to(ROOT)}: {long[0]}"
-
-
 def test_readme_is_short():
     lines = README.read_text(encoding="utf-8").splitlines()
     assert len(lines) < 100, "long tables and limits live in docs/"
