@@ -83,6 +83,26 @@ def test_functions_of_packed_documents(pool: RankPool, name: str) -> None:
     assert all(pool.run(packed, name))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "rank", "queries", "keys", "seen"),
+    [
+        ([0, 2, 8], 0, [0, 2, 4], [0, 2, 4], (0, 4)),
+        ([0, 2, 8], 1, [0, 4], [0, 6], (2, 8)),  # the whole document, whose first two tokens rank 0 has
+        ([0, 1], 1, [0], [0], (0, 0)),  # a rank without tokens
+    ],
+)
+def test_what_a_rank_of_packed_documents_sees(
+    lengths: list[int], rank: int, queries: list[int], keys: list[int], seen: tuple[int, int]
+) -> None:
+    cu = torch.tensor(lengths, dtype=torch.int32)
+    cu_q, cu_k, longest_q, longest_k, local = cp.llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, 2)
+    assert (cu_q.tolist(), cu_k.tolist()) == (queries, keys)
+    assert (longest_q, longest_k) == tuple(
+        max(torch.tensor(ends).diff().tolist(), default=0) for ends in (queries, keys)
+    )
+    assert (local.start, local.stop, local.cu_seqlens) == (*seen, tuple(lengths))
+
+
 def test_a_slice_of_another_package_is_refused() -> None:
     q = torch.zeros(4, 2, 8)
     cu = torch.tensor([0, 4], dtype=torch.int32)
