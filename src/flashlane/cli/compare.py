@@ -92,20 +92,20 @@ def print_comparison(results: Results, console: Console) -> None:
     where = f"{results.environment['device']}, torch {results.environment['torch']}"
     titles = dict.fromkeys([r.problem for r in results.rows] + [s.problem for s in results.skipped])
     for title in titles:
-        found = standings([row for row in results.rows if row.problem == title])
-        if found:
-            heading, fastest = f"{title} · {where}", found[:1]
+        ranked = standings([row for row in results.rows if row.problem == title])
+        if ranked:
+            heading, fastest = f"{title} · {where}", ranked[:1]
             table = make_table(
-                found, columns(), heading, console.width, lambda s, best=fastest: "bold" if s in best else None
+                ranked, columns(), heading, console.width, lambda s, best=fastest: "bold" if s in best else None
             )
             console.print(table)
-        for standing in found:
+        for standing in ranked:
             row = standing.row
             if row.message:
                 label = Text(f"{row.status} {standing.tag}: ", STYLES.get(row.status, ""))
                 say(console, label.append(row.message, "default"))
         print_reasons([(s.tag, s.reason) for s in results.skipped if s.problem == title], "not run", console)
-        say(console, verdict(found), "bold")
+        say(console, verdict(ranked), "bold")
         console.print()
     say(
         console,

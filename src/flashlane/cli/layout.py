@@ -79,7 +79,7 @@ def layout_command(
         raise ValueError(f"--rows is {rows}; at least 1")
     xor_row4 = xor_row4 or old_xor_row4  # --founding is what the option was called before
     flags = {"plain": plain, "padded": pad, "swizzled": swizzle, "xor-row4": xor_row4}
-    asked = [name for name, on in flags.items() if on]
+    flags_on = [name for name, on in flags.items() if on]
     of_tile = {"--columns": columns, "--threads": threads, "--plain": plain, "--pad": pad, "--swizzle": swizzle}
     of_kernel = {s.option_of(name): getattr(sizes, name) for name in (*s.SHAPE[:4], "dtype")} | {"--arch": arch}
     heading = ""
@@ -89,7 +89,7 @@ def layout_command(
             COLUMNS if columns is None else columns,
             rows,
             THREADS if threads is None else threads,
-            list(flags) if compare else asked,
+            list(flags) if compare else flags_on,
         )
     else:
         o.refuse({**of_tile, "--xor-row4": xor_row4}, "goes without --tag; the kernel says how its tiles lie")

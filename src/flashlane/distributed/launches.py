@@ -168,12 +168,12 @@ class RangedLaunch:
 
 
 def ranged_backward_of(
-    known: dict[object, Any], launches: Sequence[Launch | RangedLaunch], calls: Calls, q: torch.Tensor, gathered: Pair
+    cached: dict[object, Any], launches: Sequence[Launch | RangedLaunch], calls: Calls, q: torch.Tensor, gathered: Pair
 ) -> RangedBackward | None:
     """The one launch of the backward of two blocks; None where there are not two, or no kernel has it.
 
     Args:
-        known: those of earlier calls; that of this call is added.
+        cached: those of earlier calls; that of this call is added.
         launches: of ``calls``, by :func:`launches_of`.
         calls: blocks of this rank.
         q: ``(b, rows, h, d)``.
@@ -183,10 +183,10 @@ def ranged_backward_of(
     if not TWO_RANGES or len(launches) != 2 or len(blocks) != 2:
         return None
     key = (RangedBackward, *launches)
-    if key not in known:
+    if key not in cached:
         pairs = [each for each in launches if isinstance(each, Launch)]
-        known[key] = RangedBackward.of(blocks, pairs, q, gathered)
-    return known[key]
+        cached[key] = RangedBackward.of(blocks, pairs, q, gathered)
+    return cached[key]
 
 
 def launches_of(

@@ -171,7 +171,7 @@ class Workers:
                 self.worker = Worker(self.spec, START_SECONDS)
             task = Task(problem, direction, seed, tuple({**excluded, **dead}.items()))
             try:
-                found = self.worker.run(task, self.seconds, reporter)
+                measured = self.worker.run(task, self.seconds, reporter)
             except Died as error:
                 self.dismiss()
                 if error.tag is None or error.tag in dead:
@@ -181,7 +181,7 @@ class Workers:
                 reporter = _Again(self.reporter)
                 reporter.step(f"again without {error.tag}", advance=False)
                 continue
-            return _with_dead(found, problem, direction, dead)
+            return _with_dead(measured, problem, direction, dead)
 
 
 class _Again:

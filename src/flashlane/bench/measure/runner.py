@@ -240,17 +240,17 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
     try:
-        asked = torch.device(device)
+        requested = torch.device(device)
     except RuntimeError:
         raise ValueError(f"--device is {str(device)!r}; it may be cpu, cuda or cuda:N") from None
-    if asked.type == "cpu":
-        return asked
-    if asked.type != "cuda":
+    if requested.type == "cpu":
+        return requested
+    if requested.type != "cuda":
         raise ValueError(f"--device is {str(device)!r}; it may be cpu, cuda or cuda:N")
-    if (asked.index or 0) >= count:
+    if (requested.index or 0) >= count:
         there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device here (see flashlane doctor), only cpu"
         raise ValueError(f"--device is {str(device)!r}; there is {there}")
-    index = torch.cuda.current_device() if asked.index is None else asked.index
+    index = torch.cuda.current_device() if requested.index is None else requested.index
     return torch.device("cuda", index)
 
 

@@ -239,7 +239,7 @@ def _bars(path: Path, results: Results, styles: Styles) -> list[dict[str, object
     for row in results.rows:
         if row.timing and row.speedup:
             problems.setdefault(row.problem, []).append(row)
-    shown = []
+    panels = []
     for problem, rows in problems.items():
         rows = sorted(rows, key=lambda row: -row.speedup)
         ours = [row for row in rows if row.kind == "kernel"]
@@ -256,8 +256,8 @@ def _bars(path: Path, results: Results, styles: Styles) -> list[dict[str, object
             for row in chosen
         ]
         left_out = len(ours) - min(len(ours), plots.MOST_BARS)
-        shown.append({"problem": problem, "bars": bars, "one": f"{100 / widest:.1f}", "left_out": left_out})
-    return shown
+        panels.append({"problem": problem, "bars": bars, "one": f"{100 / widest:.1f}", "left_out": left_out})
+    return panels
 
 
 def _colour(tag: str, styles: Styles, drawn: Sequence[str]) -> str:
