@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import bench_fakes as fakes
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 import flashlane
 from flashlane import bench
 from flashlane.cli.main import app
+from flashlane.cli.options import check_configured
 from flashlane.core import registry
 from flashlane.core.registry import TunableKernel
 from flashlane.tuning.by_hand import add_configured, configured, parse_config
@@ -107,6 +109,15 @@ def test_bench_times_it_beside_the_kernel_itself(kernel, tmp_path, monkeypatch):
     ):
         done = CliRunner().invoke(app, [*words, *more])
         assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_field_is_checked_for_the_gpu_of_a_problem_and_without_one_for_that_of_reports(monkeypatch):
+    seen = []
+    asked = SimpleNamespace(supports=lambda problem: seen.append(problem.arch))
+    monkeypatch.setattr(registry, "get", lambda tag: asked)
+    problems = [bench.make_problem(1, 1, 8, 16, arch=arch) for arch in (None, "sm_80")]
+    check_configured(("a", "b"), problems, "sm_90a")
+    assert seen == ["sm_90a", "sm_90a", "sm_80", "sm_80"]
 
 
 def test_a_compiled_kernel_is_compiled_with_it():
