@@ -324,6 +324,7 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
         late = torch.tensor([time.monotonic() - began > options["seconds"]], device=device)
         dist.broadcast(late, 0)  # all ranks skip the same parts
         if late:
+            body.setdefault("skipped", []).append(name)
             return {"skipped": "no time left"}
         try:
             result = run(device, *arguments)
@@ -332,8 +333,11 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
         if dist.get_rank() == 0:
             body.setdefault(name, []).append(result) if name in ("speed", "peers") else body.update({name: result})
             say(name, result, time.monotonic() - began)
-            write_atomically(Path(options["out"]) / "context_parallel.json", json.dumps(body, indent=1))
+            write()
         return result
+
+    def write() -> None:
+        write_atomically(Path(options["out"]) / "context_parallel.json", json.dumps(body, indent=1))
 
     part("check", quick)
     if options["only_check"]:
@@ -349,6 +353,8 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
         part("peers", peers, name, True)
     if options["peers"] or options["switches"]:
         part("check_all", every)
+    if dist.get_rank() == 0:
+        write()  # with what was skipped last
     return body
 
 

@@ -53,14 +53,20 @@ REHEARSAL = 3
 """How many times the limits a rehearsal may take, as CPUs are slow."""
 
 
+def limit_of(part: str, rehearse: bool) -> int:
+    """Seconds of a part."""
+    return LIMITS[part] * (REHEARSAL if rehearse else 1)
+
+
 def commands(out: Path, rehearse: bool, ranks: int) -> dict[str, list[list[str]]]:
     """The processes of each part, which run at once."""
+    seconds = {part: str(limit_of(part, rehearse) - 40) for part in LIMITS}
     one = [sys.executable, str(HERE / "context_parallel.py"), "--ranks", str(ranks)]
     one += ["--backend", "gloo", "--repeats", "6"] if rehearse else ["--repeats", str(REPEATS)]
     found = {
-        "default": [[*one, "--peers", "--seconds", str(LIMITS["default"] - 40), "--out", str(out / "default")]],
+        "default": [[*one, "--peers", "--seconds", seconds["default"], "--out", str(out / "default")]],
         "switched": [
-            [*one, "--switches", ",".join(SWITCHES), "--seconds", str(LIMITS["switched"] - 30), "--out",
+            [*one, "--switches", ",".join(SWITCHES), "--seconds", seconds["switched"], "--out",
              str(out / "switched")]
         ],
     }  # fmt: skip
@@ -102,6 +108,16 @@ def run(name: str, processes: list[list[str]], out: Path, limit: float) -> dict[
     ends = [(out / f"{name}-{number}.log").read_text()[-1500:] for number in range(len(processes))]
     found: dict[str, Any] = {"part": name, "ok": status == [0] * len(processes), "seconds": time.monotonic() - began}
     return found if found["ok"] else {**found, "status": status, "end": ends}
+
+
+def unfinished(file: Path) -> list[str]:
+    """What a run of context_parallel.py left out for lack of time, or could not do."""
+    if not file.exists():
+        return []
+    body = json.loads(file.read_text())
+    parts = [(name, each) for name, found in body.items() for each in (found if isinstance(found, list) else [found])]
+    failed = [name for name, each in parts if isinstance(each, dict) and "error" in each]
+    return sorted({*failed, *body.get("skipped", [])})
 
 
 def best_shares(found: dict[str, Any]) -> dict[tuple[str, str], tuple[float, str]]:
@@ -148,7 +164,9 @@ def main() -> None:
         parser.error(f"--parts has {unknown[0]!r}; it may have {', '.join(planned)}")
     found: dict[str, Any] = {"format": FORMAT, "rehearsal": options.rehearse, "parts": [], "targets": []}
     for name in wanted:
-        found["parts"].append(run(name, planned[name], out, LIMITS[name] * (REHEARSAL if options.rehearse else 1)))
+        found["parts"].append(run(name, planned[name], out, limit_of(name, options.rehearse)))
+        if missing := unfinished(out / name / "context_parallel.json"):
+            found["parts"][-1] |= {"ok": False, "not done": missing}
         print(json.dumps(found["parts"][-1]), flush=True)
         found["targets"] = judged(out)
         write_atomically(out / "two_gpus.json", json.dumps(found, indent=1))

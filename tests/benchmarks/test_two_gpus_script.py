@@ -52,6 +52,16 @@ def test_one_rank_runs_under_the_sanitizer_and_none_in_a_rehearsal(script: Modul
         assert repeats[repeats.index("--repeats") + 1] == ("6" if rehearse else "500")
 
 
+def test_what_was_skipped_or_failed_is_told(script: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "context_parallel.json"
+    assert script.unfinished(file) == []
+    body = {"check": [row("ring", 1, 1)], "speed": [{"name": "8k"}, {"error": "lost"}], "repeats": {"ring": 0}}
+    file.write_text(json.dumps(body))
+    assert script.unfinished(file) == ["speed"]
+    file.write_text(json.dumps({**body, "parts": {"error": "lost"}, "skipped": ["check_all"]}))
+    assert script.unfinished(file) == ["check_all", "parts", "speed"]
+
+
 def test_every_switch_exists_and_is_off(script: ModuleType) -> None:
     for module, name in script.SWITCHES.values():
         assert getattr(module, name) is False
