@@ -69,7 +69,7 @@ namespace set{number} {{
 namespace cfg {{
 using Element = short;
 constexpr int BLOCK_M = {m}, BLOCK_N = {n}, HEAD_DIM = 64;
-constexpr bool VARLEN = {varlen}, HAS_LEFT = {left}, HAS_RIGHT = {right};
+constexpr bool VARLEN = {varlen}, HAS_LEFT = {left}, HAS_RIGHT = {right}, QUERY_RANGES = false;
 }}
 {header}
 void run(const Params& p) {{

@@ -215,9 +215,9 @@ MIRRORED = {
 
 
 def members(text: str) -> list[tuple[str, str]]:
-    """Name and kind of each member of ``struct Params`` in a device file."""
-    found = re.search(r"struct Params \{(.*?)\n\};", text, re.S)
-    assert found, "no struct Params"
+    """Name and kind of each member of ``struct PlainParams``, a kernel's parameters, in a device file."""
+    found = re.search(r"struct PlainParams \{(.*?)\n\};", text, re.S)
+    assert found, "no struct PlainParams"
     listed = []
     for line in re.sub(r"//[^\n]*", "", found[1]).split(";"):
         if not line.strip():
