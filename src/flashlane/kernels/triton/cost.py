@@ -62,7 +62,7 @@ def name_of(problem: AttentionProblem, precision: str, config: TritonConfig) -> 
 
 
 def forward_grid(problem: AttentionProblem, config: TritonConfig) -> Grid:
-    """The launch of a configuration of the forward, for a problem of more rows than query heads are packed for."""
+    """The launch of a configuration of the forward, for a :func:`modelled` problem: its tiles pack no query heads."""
     splits = forward_configs.splits_of(problem, config)
     heads = problem.batch * problem.heads
     section = min(heads, max(1, forward_configs.heads_per_section(problem, 1)))

@@ -44,8 +44,7 @@ def _steps(problem: AttentionProblem, rows: int, shift: int, block_m: int, block
     found = []
     for first in range(0, problem.seqlen_k, block_n):
         hidden = 0 if problem.window_right < 0 else max(0, first - shift - problem.window_right)
-        seen = m_blocks if first < shift + rows else 0
-        found.append(max(0, seen - hidden // block_m) * problem.group)
+        found.append((m_blocks - hidden // block_m if hidden < rows else 0) * problem.group)
     return found
 
 
