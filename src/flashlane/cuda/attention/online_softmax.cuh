@@ -24,15 +24,15 @@ __device__ __forceinline__ float natural_lse(float max_log2, float sum) {
     return sum > 0.f ? (max_log2 + log2f(sum)) * LN_2 : -INF;
 }
 
-// Replaces a row's maximum by `found`, the maximum of its new scores, if that exceeds it by more than the threshold.
+// Replaces a row's maximum by `block_max`, that of its new scores, if that exceeds it by more than the threshold.
 // Returns the factor by which O and the sum so far are multiplied; `grew` becomes true where it is not 1.
 //
 // (If the old maximum is −∞, any score replaces it. If both are −∞, their difference is NaN and the old one stays.)
-__device__ __forceinline__ float update_row_max(float& row_max, float found, float scale_log2, float threshold,
-                                                bool& grew) {
+__device__ __forceinline__ float update_row_max(float& row_max, float block_max, float scale_log2,
+                                                float threshold, bool& grew) {
     const float old = row_max;
-    const bool update = (found - old) * scale_log2 > threshold;
-    const float now = update ? found : old;
+    const bool update = (block_max - old) * scale_log2 > threshold;
+    const float now = update ? block_max : old;
     row_max = now;
     grew |= update;
     return ex2(update ? (old - now) * scale_log2 : 0.f);
@@ -41,10 +41,10 @@ __device__ __forceinline__ float update_row_max(float& row_max, float found, flo
 // The maximum of a block's scores in one of a thread's two rows, over the thread's own columns.
 template <int N>
 __device__ __forceinline__ float row_max(const float (&s)[N], int half) {
-    float found = s[half * 2];
+    float largest = s[half * 2];
 #pragma unroll
-    for (int n = 0; n < N / 4; ++n) found = fmaxf(found, fmaxf(s[n * 4 + half * 2], s[n * 4 + half * 2 + 1]));
-    return found;
+    for (int n = 0; n < N / 4; ++n) largest = fmaxf(largest, fmaxf(s[n * 4 + half * 2], s[n * 4 + half * 2 + 1]));
+    return largest;
 }
 
 // Turns the scores of one of a thread's two rows into 2^((S − max) · scale), and adds them to the sum.
@@ -87,12 +87,12 @@ struct RowSoftmax {
             float& row_max = max[half];
             // The lanes of a row have other columns, and other offsets.
             const float largest = OFFSET ? fmaxf(even, odd) + offset[half] : fmaxf(even, odd);
-            const float found = fmaxf(row_max, quad_max(largest));
-            const float growth = (row_max - found) * scale;  // at most 0; NaN where both are −∞
+            const float new_max = fmaxf(row_max, quad_max(largest));
+            const float growth = (row_max - new_max) * scale;  // at most 0; NaN where both are −∞
             bool keep = growth >= -RESCALE_THRESHOLD;
-            if (MASKED) keep = keep || found == -INF;
+            if (MASKED) keep = keep || new_max == -INF;
             alpha[half] = keep ? 1.f : ex2(growth);
-            row_max = keep ? row_max : found;
+            row_max = keep ? row_max : new_max;
             bias[half] = OFFSET ? (offset[half] - row_max) * scale : -row_max * scale;
             if (MASKED) bias[half] = row_max == -INF ? 0.f : bias[half];
         }

@@ -28,12 +28,13 @@ __device__ __forceinline__ constexpr SwizzledTile swizzled_tile(Index index, int
 struct VarlenSearchByWarp {
     int first_batch = 0, tiles_before = 0;
 
-    struct Found {
+    struct SequenceTile {
         int batch, index, blocks;  // index within the sequence; batch −1: no tile is left, and tiles_before counts all
     };
     // blocks_of(batch): m-blocks of a sequence. Each stands for `tiles_per_block` tiles.
     template <typename BlocksOf>
-    __device__ __forceinline__ Found find(int index, int sequences, int tiles_per_block, const BlocksOf& blocks_of) {
+    __device__ __forceinline__ SequenceTile find(int index, int sequences, int tiles_per_block,
+                                                 const BlocksOf& blocks_of) {
         const int lane = threadIdx.x % WARP;
         for (; first_batch < sequences; first_batch += WARP) {
             const int batch = first_batch + lane;
@@ -58,8 +59,8 @@ struct VarlenSearchByThread {
 
     // As above; tiles_of(batch) counts the tiles of a sequence.
     template <typename BlocksOf>
-    __device__ __forceinline__ VarlenSearchByWarp::Found find(int index, int sequences, int tiles_per_block,
-                                                              const BlocksOf& blocks_of) {
+    __device__ __forceinline__ VarlenSearchByWarp::SequenceTile find(int index, int sequences, int tiles_per_block,
+                                                                     const BlocksOf& blocks_of) {
         for (; batch < sequences; ++batch) {
             const int blocks = blocks_of(batch), tiles = blocks * tiles_per_block;
             if (index < tiles_before + tiles) return {batch, index - tiles_before, blocks};

@@ -75,9 +75,9 @@ __device__ __forceinline__ void store_output(const Params& p, const WorkTile& ti
     const AttentionParams<Element>& a = p.attention;
     const Row at = tile.at(row, p);
     const float logit = Score::extra_logit<Element>(p.score, at.head) * LOG2_E, max = fmaxf(all.statistics.max, logit);
-    const float kept = all.statistics.weight(max);
-    const float sum = all.statistics.sum * kept + (logit == -INF ? 0.f : ex2(logit - max)),
-                scale = sum > 0.f ? kept / sum : 0.f;
+    const float weight = all.statistics.weight(max);
+    const float sum = all.statistics.sum * weight + (logit == -INF ? 0.f : ex2(logit - max)),
+                scale = sum > 0.f ? weight / sum : 0.f;
     const bool packed = p.total_q >= 0;
     const long long token = tile.sequence.q_start + at.token;
     Element* out = a.out + (packed ? 0 : tile.batch * a.out_batch) + token * a.out_row + at.head * a.out_head + column;

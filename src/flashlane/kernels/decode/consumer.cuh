@@ -26,7 +26,7 @@ struct Lane {
     // Synchronises the warps of the warp group, and makes their writes to shared memory visible to each other.
     __device__ __forceinline__ void group_sync() const {
         if constexpr (WARPS_M == 1) __syncwarp();
-        else asm volatile("bar.sync %0, %1;" ::"r"(warp_group + 1), "n"(GROUP_THREADS) : "memory");
+        else named_barrier_sync(warp_group + 1, GROUP_THREADS);
     }
 };
 
@@ -89,8 +89,8 @@ __device__ __forceinline__ void online_softmax(Scores& s, State& state, float sc
     bool grew = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float found = quad_max(row_max(s, half));
-        rescale[half] = update_row_max(state.max[half], found, scale_log2, RESCALE_THRESHOLD, grew);
+        const float tile_max = quad_max(row_max(s, half));
+        rescale[half] = update_row_max(state.max[half], tile_max, scale_log2, RESCALE_THRESHOLD, grew);
         state.sum[half] *= rescale[half];
     }
     if (__any_sync(0xffffffffu, grew)) {

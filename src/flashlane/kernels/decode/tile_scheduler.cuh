@@ -197,10 +197,10 @@ struct TileScheduler<true> {
         const int lane = threadIdx.x % WARP;
 #pragma unroll 1
         for (int first = 0;; first += WARP) {
-            const int own = steps_of_lane(first + lane), sum = warp_inclusive_sum(own);
+            const int lane_steps = steps_of_lane(first + lane), sum = warp_inclusive_sum(lane_steps);
             const u32 after = __ballot_sync(0xffffffffu, base + sum > position);
             const int at = after ? __ffs(after) - 1 : WARP - 1;
-            base += __shfl_sync(0xffffffffu, after ? sum - own : sum, at);
+            base += __shfl_sync(0xffffffffu, after ? sum - lane_steps : sum, at);
             batch = first + at;
             if (after) break;
         }
@@ -225,9 +225,9 @@ struct TileScheduler<true> {
             const int steps = max(1, tile.keys.steps);
             tile.step = tile.keys.first_step + from, tile.steps = min(to, steps) - from;
             if (tile.steps <= 0 || tile.rows <= 0) continue;
-            const StreamSplit found(start, steps, from, to, each, blockIdx.x);
-            tile.split = found.split, tile.splits = found.splits;
-            tile.first_partial = found.first_partial, tile.later_partials = found.later_partials;
+            const StreamSplit split(start, steps, from, to, each, blockIdx.x);
+            tile.split = split.split, tile.splits = split.splits;
+            tile.first_partial = split.first_partial, tile.later_partials = split.later_partials;
             tile.set_vectors(p);
             return true;
         }

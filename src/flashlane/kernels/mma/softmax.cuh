@@ -29,10 +29,10 @@ __device__ __forceinline__ void combine_across_warps(float (&x)[M_TILES][2], con
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float* own = values + (warp.row() + m * 16 + half * 8 + warp.quad_row) * WARPS_KV;
-            float all = own[0];
+            const float* row_values = values + (warp.row() + m * 16 + half * 8 + warp.quad_row) * WARPS_KV;
+            float all = row_values[0];
 #pragma unroll
-            for (int w = 1; w < WARPS_KV; ++w) all = MAXIMUM ? fmaxf(all, own[w]) : all + own[w];
+            for (int w = 1; w < WARPS_KV; ++w) all = MAXIMUM ? fmaxf(all, row_values[w]) : all + row_values[w];
             x[m][half] = all;
         }
 }
@@ -66,12 +66,12 @@ __device__ __forceinline__ void normalise(Scores& s, State& state, float (&tile_
 // Scores to probabilities (unnormalised, or normalised so far when NORMALISE); updates the statistics, rescales O.
 __device__ __forceinline__ void online_softmax(Scores& s, State& state, float scale_log2,
                                                const Warp& warp) {
-    float found[M_TILES][2];
+    float tile_max[M_TILES][2];
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) found[m][half] = quad_max(row_max(s[m], half));
-    if constexpr (SPLIT_KV) combine_across_warps<true>(found, warp);
+        for (int half = 0; half < 2; ++half) tile_max[m][half] = quad_max(row_max(s[m], half));
+    if constexpr (SPLIT_KV) combine_across_warps<true>(tile_max, warp);
 
     float rescale[M_TILES][2];
     bool grew = false;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void online_softmax(Scores& s, State& state, float sc
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            rescale[m][half] = update_row_max(state.max[m][half], found[m][half], scale_log2, THRESHOLD, grew);
+            rescale[m][half] = update_row_max(state.max[m][half], tile_max[m][half], scale_log2, THRESHOLD, grew);
             state.sum[m][half] *= rescale[m][half];
         }
     if (!NORMALISE && __any_sync(0xffffffffu, grew)) {

@@ -37,10 +37,11 @@ struct PackedTileSearch {
             const int batch = sequence(p, i);
             return ceil_div(p.seqlen.cu_seqlens_k[batch + 1] - p.seqlen.cu_seqlens_k[batch], keys);
         };
-        const auto found = search.find(index, p.seqlen.batch, p.kv_heads, n_blocks);
-        if (found.batch < 0) return {0, 0, NO_TILE, 0};
-        const SwizzledTile tile = swizzled_tile<false>(found.index, p.kv_heads, found.blocks, p.heads_per_section);
-        return {tile.block, tile.head, sequence(p, found.batch), 0};
+        const auto of_sequence = search.find(index, p.seqlen.batch, p.kv_heads, n_blocks);
+        if (of_sequence.batch < 0) return {0, 0, NO_TILE, 0};
+        const SwizzledTile tile = swizzled_tile<false>(of_sequence.index, p.kv_heads, of_sequence.blocks,
+                                                        p.heads_per_section);
+        return {tile.block, tile.head, sequence(p, of_sequence.batch), 0};
     }
 };
 

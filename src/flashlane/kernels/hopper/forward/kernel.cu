@@ -115,23 +115,25 @@ struct Consumer : Mainloop {
         }
     }
 
-    // The n-blocks that some of these rows see. The range is masked, whole, and masked again on the left of a window.
+    // The n-blocks that some of these rows see. Those on the right are masked, those in the middle
+    // are not, and those on the left of a window are masked again.
     __device__ __forceinline__ int step_over(BlockRange mine, int n_block, int first_v_rows) {
         const int first_row = tile.row + rows.first(), first_query = first_row / PACK_GQA;
         const int last_query = min((first_row + CONSUMER_ROWS - 1) / PACK_GQA, sequence.q_length - 1);
-        BlockRange whole = unmasked_n_block_range<BLOCK_N>(mask_of(p, sequence), first_query, last_query);
-        const bool masked = n_block >= whole.high || n_block < whole.low;
+        BlockRange unmasked = unmasked_n_block_range<BLOCK_N>(mask_of(p, sequence), first_query, last_query);
+        const bool masked = n_block >= unmasked.high || n_block < unmasked.low;
         if (!COMBINE_IN_KERNEL && pv_pending) boundary_step(pending, n_block, masked);
         else first_step(n_block, masked);
         if (OUT_OF_BOUNDS_ROWS) v_rows = first_v_rows;
         --n_block;
         // Uniform again: of a kernel with three loops ptxas may otherwise keep all descriptors in ordinary registers,
         // which takes up to 40 R2UR a step.
-        if constexpr (cfg::HAS_LEFT) mine.low = uniform(mine.low), whole = {uniform(whole.low), uniform(whole.high)};
+        if constexpr (cfg::HAS_LEFT)
+            mine.low = uniform(mine.low), unmasked = {uniform(unmasked.low), uniform(unmasked.high)};
 #pragma unroll 1
-        for (; n_block >= mine.low && n_block >= whole.high; --n_block) step<true>(n_block);
+        for (; n_block >= mine.low && n_block >= unmasked.high; --n_block) step<true>(n_block);
 #pragma unroll 1
-        for (; n_block >= mine.low && n_block >= whole.low; --n_block) step<false>(n_block);
+        for (; n_block >= mine.low && n_block >= unmasked.low; --n_block) step<false>(n_block);
         if constexpr (cfg::HAS_LEFT) {
 #pragma unroll 1
             for (; n_block >= mine.low; --n_block) step<true>(n_block);

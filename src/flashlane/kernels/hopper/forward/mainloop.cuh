@@ -225,10 +225,8 @@ struct Mainloop {
 
     // ---- steps
 
-    // Steady state: S of this n-block is issued before P·V of the last one; the softmax of S runs under P·V.
-    template <bool MASKED>
-    __device__ __forceinline__ void step(int n_block) {
-        float alpha[2];
+    // Issues S of this n-block and the P·V that is pending, and loads what the mask needs while they run.
+    __device__ __forceinline__ void issue_both_products() {
         wait_kv();
         zero_out_of_bounds_v();
         pingpong_wait();
@@ -238,6 +236,12 @@ struct Mainloop {
         pingpong_arrive();
         read_listed();
         load_mask_bits();
+    }
+    // Steady state: S of this n-block is issued before P·V of the last one; the softmax of S runs under P·V.
+    template <bool MASKED>
+    __device__ __forceinline__ void step(int n_block) {
+        float alpha[2];
+        issue_both_products();
         wgmma_wait<1>(s);
         release_k();
         // Ends the basic block, or ptxas computes what a program makes of distances above the wait for S,
@@ -272,15 +276,7 @@ struct Mainloop {
     // From one tile to the next: S of its first n-block with the last P·V of the tile before, which is then stored.
     __device__ __forceinline__ void boundary_step(const WorkTile& done, int n_block, bool masked) {
         float inverse[2];
-        wait_kv();
-        zero_out_of_bounds_v();
-        pingpong_wait();
-        wgmma_fence();
-        gemm_qk();
-        gemm_pv();
-        pingpong_arrive();
-        read_listed();
-        load_mask_bits();
+        issue_both_products();
         epilogue().store_lse(done, softmax, inverse);
         wgmma_wait<1>(s);
         release_k();

@@ -17,8 +17,8 @@ struct TileScheduler {
         WorkTile tile;
         tile.split_or_listed = 0;
         if constexpr (cfg::SPLIT) tile.split_or_listed = index % p.splits, index /= p.splits;
-        const SwizzledTile found = swizzled_tile<true>(index, heads, m_blocks, p.heads_per_section);
-        tile.row = found.block * BLOCK_M, tile.head = found.head;
+        const SwizzledTile block_and_head = swizzled_tile<true>(index, heads, m_blocks, p.heads_per_section);
+        tile.row = block_and_head.block * BLOCK_M, tile.head = block_and_head.head;
         return tile;
     }
     __device__ __forceinline__ WorkTile tile_of(int index) {
@@ -38,13 +38,13 @@ struct TileScheduler {
             const auto m_blocks_of = [&](int batch) {
                 return ceil_div(Seqlen(p.seqlen, batch).q_length * PACK_GQA, BLOCK_M);
             };
-            const auto found = search.find(index, p.seqlen.batch + !cfg::RANGES, p.heads * p.splits, m_blocks_of);
-            if (found.batch < 0) {
+            const auto of_sequence = search.find(index, p.seqlen.batch + !cfg::RANGES, p.heads * p.splits, m_blocks_of);
+            if (of_sequence.batch < 0) {
                 total = search.tiles_before;
                 return tile;
             }
-            tile = swizzled(found.index, p.heads, found.blocks);
-            tile.batch = found.batch;
+            tile = swizzled(of_sequence.index, p.heads, of_sequence.blocks);
+            tile.batch = of_sequence.batch;
         }
         return tile;
     }

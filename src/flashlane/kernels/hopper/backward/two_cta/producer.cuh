@@ -17,8 +17,8 @@ struct SchedulerWarp {
         PackedTileSearch packed;
         for (bool more = true; more; ++tiles) {
             const int taken = next();
-            const TileSplit part = cfg::SPLIT_Q ? tile_split(taken, p.whole_tiles, p.splits) : TileSplit{taken, 0};
-            const int index = part.tile;
+            const TileSplit split = cfg::SPLIT_Q ? tile_split(taken, p.whole_tiles, p.splits) : TileSplit{taken, 0};
+            const int index = split.tile;
             TileCoordinates at{};
             if constexpr (cfg::VARLEN) at = packed.tile(p, index, cfg::BLOCK_N);
             const u32 stage = tiles % TILE_STAGES, record = tile_record(base, tiles);
@@ -32,8 +32,8 @@ struct SchedulerWarp {
                              make_uint4(tile.kv_head, seqlen.k_batch, seqlen.k_first, tile.batch));
                 int steps = tile.steps();
                 if constexpr (cfg::SPLIT_Q) {
-                    const StepRange range = step_range(steps, part.split, p.splits);
-                    store_shared(record + SPLIT_RECORD, make_uint4(part.split, range.begin, 0, 0));
+                    const StepRange range = step_range(steps, split.split, p.splits);
+                    store_shared(record + SPLIT_RECORD, make_uint4(split.split, range.begin, 0, 0));
                     steps = range.count();
                 }
                 store_shared(record + STEPS_RECORD,
